@@ -1,0 +1,162 @@
+"""Naive dense oracle in fp64 for attention over a `Pattern`: forward, log-sum-exp and gradients, by formula.
+
+    s_ij = scale * q_i . k_j          lse_i = log sum_j c_ij e^{s_ij}        P_ij = c_ij e^{s_ij - lse_i}
+    O = P V                           dV = P^T dO                            D = rowsum(dO * O)
+    dS = P * (dO V^T - D + dlse)      dQ = scale * dS K                      dK = scale * dS^T Q
+
+c is the multiplicity of `reference.pattern`; one softmax over this multiset of keys equals LongNet's mixture
+of branches (arXiv 2307.02486, equations 9-10). A row that nothing selects: out = 0, lse = -inf, gradient 0.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from reference.pattern import Pattern, multiplicity
+
+BLOCK_ELEMENTS = 2**26  # of one (B, Hq, rows, Nk) matrix: memory stays bounded however long the sequence is
+
+
+@torch.no_grad()
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern,
+    *,
+    q_positions: Tensor | None = None,
+    k_positions: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """q (B, Nq, Hq, D), k and v (B, Nk, Hk, D) -> out (B, Nq, Hq, D), lse (B, Hq, Nq), both fp64.
+
+    Query head h uses key/value head h // (Hq / Hk). Positions: int64 >= 0, (Nq,) and (Nk,), default 0, 1, ...
+    scale: default D ** -0.5. NaN and inf propagate as IEEE arithmetic has it: a zero weight times NaN is NaN.
+    Raises ValueError for shapes, positions or a pattern that do not fit."""
+    x = _Problem(q, k, v, pattern, q_positions, k_positions, scale)
+    out, lse = torch.zeros_like(x.q), x.q.new_zeros(x.q.shape[:-1])  # (B, Hq, Nq, D), (B, Hq, Nq)
+    for rows in x.blocks():
+        p, lse[:, :, rows], dead, _ = x.softmax(rows)
+        out[:, :, rows] = (p @ x.v).masked_fill(dead, 0.0)
+    return out.transpose(1, 2).contiguous(), lse
+
+
+@torch.no_grad()
+def gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern,
+    dout: Tensor,
+    dlse: Tensor | None = None,
+    *,
+    q_positions: Tensor | None = None,
+    k_positions: Tensor | None = None,
+    scale: float | None = None,
+    weights: str = "attached",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of sum(dout * out) + sum(dlse * lse): dq (B, Nq, Hq, D), dk and dv (B, Nk, Hk, D), all fp64.
+
+    dout (B, Nq, Hq, D), dlse (B, Hq, Nq) or None for zeros; other arguments and errors as for `attention`.
+    weights="detached" takes LongNet's mixture weights (shares of the softmax denominator) for constants, as
+    torchscale does, to compare with: it is not the gradient of `attention`. With O_b the output of branch b
+    alone, D_b = rowsum(dO * O_b) and dS = sum_b M_b * e^{s - lse} * (dO V^T - D_b + dlse)."""
+    if weights not in ("attached", "detached"):
+        raise ValueError(f"weights must be 'attached' or 'detached', got {weights!r}")
+    x = _Problem(q, k, v, pattern, q_positions, k_positions, scale)
+    dlse = x.q.new_zeros(x.q.shape[:-1]) if dlse is None else dlse
+    for name, grad, shape in (("dout", dout, q.shape), ("dlse", dlse, x.q.shape[:-1])):
+        if grad.shape != shape:
+            raise ValueError(f"{name} must have the shape {tuple(shape)}, got {tuple(grad.shape)}")
+    dout, dlse = dout.double().transpose(1, 2), dlse.double().unsqueeze(-1)  # (B, Hq, Nq, D), (B, Hq, Nq, 1)
+    dq, dk, dv = torch.zeros_like(x.q), torch.zeros_like(x.k), torch.zeros_like(x.v)  # (B, Hq, N, D)
+    for rows in x.blocks():
+        p, _, dead, c = x.softmax(rows)
+        # Whatever comes in for a row that nothing selects (d lse^2 is -inf there), nothing goes on from it.
+        do, dl = dout[:, :, rows].masked_fill(dead, 0.0), dlse[:, :, rows].masked_fill(dead, 0.0)
+        dp = do @ x.v.mT  # (B, Hq, R, Nk)
+        if weights == "attached":
+            ds = p * (dp - (do * (p @ x.v)).sum(-1, keepdim=True) + dl)
+        else:
+            ds = torch.zeros_like(p)
+            for branch in pattern.branches:
+                share = p / c.clamp(min=1) * x.count(rows, Pattern((branch,), pattern.causal))
+                weight = share.sum(-1, keepdim=True)  # (B, Hq, R, 1), of this branch in the mixture
+                alone = share @ x.v / weight.masked_fill(weight == 0, 1.0)  # (B, Hq, R, D)
+                ds += share * (dp - (do * alone).sum(-1, keepdim=True) + dl)
+        dq[:, :, rows] = x.scale * (ds @ x.k).masked_fill(dead, 0.0)
+        dk += x.scale * (ds.mT @ x.q[:, :, rows])
+        dv += p.mT @ do
+    return dq.transpose(1, 2).contiguous(), x.fold(dk), x.fold(dv)
+
+
+class _Problem:
+    """The checked inputs in fp64, heads first, with k and v repeated for the query heads that share them."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        pattern: Pattern,
+        q_positions: Tensor | None,
+        k_positions: Tensor | None,
+        scale: float | None,
+    ) -> None:
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or q.shape[::3] != k.shape[::3] or not q.shape[3]:
+            raise ValueError(f"q must be (B, Nq, Hq, D), k and v both (B, Nk, Hk, D), D >= 1; got {shapes}")
+        if not k.shape[2] or q.shape[2] % k.shape[2]:
+            raise ValueError(f"query heads must be a multiple of the key/value heads; got {shapes}")
+        if q_positions is None and k_positions is None and q.shape[1] != k.shape[1]:
+            raise ValueError(f"queries and keys differ in number and have no positions; got {shapes}")
+        pattern.validate(q.shape[2])
+        self.pattern, self.group = pattern, q.shape[2] // k.shape[2]
+        self.scale = q.shape[3] ** -0.5 if scale is None else scale
+        self.q_positions = _positions("q_positions", q_positions, q)
+        self.k_positions = _positions("k_positions", k_positions, k)
+        self.q, self.k, self.v = (t.double().transpose(1, 2) for t in (q, k, v))  # (B, H, N, D)
+        if self.group > 1:
+            self.k, self.v = (t.repeat_interleave(self.group, dim=1) for t in (self.k, self.v))
+
+    def blocks(self) -> Iterator[slice]:
+        batch, heads, queries, _ = self.q.shape
+        # A CPU is 2 times faster on blocks that do not make the system map fresh memory for every operation.
+        elements = BLOCK_ELEMENTS // 16 if self.q.device.type == "cpu" else BLOCK_ELEMENTS
+        rows = max(1, elements // max(1, batch * heads * self.k.shape[2]))
+        return (slice(start, start + rows) for start in range(0, queries, rows))
+
+    def count(self, rows: slice, pattern: Pattern) -> Tensor:  # (Hq, R, Nk)
+        return multiplicity(pattern, self.q_positions[rows], self.k_positions, self.q.shape[1])
+
+    def softmax(self, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """P (B, Hq, R, Nk), lse (B, Hq, R), the rows that nothing selects (Hq, R, 1), c (Hq, R, Nk)."""
+        c = self.count(rows, self.pattern)
+        unseen = c == 0
+        dead = unseen.all(-1, keepdim=True)
+        s = (self.scale * (self.q[:, :, rows] @ self.k.mT)).masked_fill(unseen, -torch.inf)
+        top = s.amax(-1, keepdim=True) if s.shape[-1] else s.new_zeros(*s.shape[:-1], 1)
+        top = top.masked_fill(dead, 0.0)  # -inf - -inf would be NaN
+        e = c * torch.exp(s - top)
+        total = e.sum(-1, keepdim=True)  # (B, Hq, R, 1)
+        # P from e / total, and not from lse, in which a huge maximum swallows the logarithm.
+        return e / total.masked_fill(dead, 1.0), (top + total.log()).squeeze(-1), dead, c
+
+    def fold(self, x: Tensor) -> Tensor:
+        """(B, Hq, Nk, D) -> (B, Nk, Hk, D): the query heads that share a key/value head add up."""
+        batch, heads, keys, dim = x.shape
+        x = x.reshape(batch, heads // self.group, self.group, keys, dim).sum(2)
+        return x.transpose(1, 2).contiguous()
+
+
+def _positions(name: str, positions: Tensor | None, x: Tensor) -> Tensor:
+    """Checked positions of the tokens of x (B, N, H, D), int64 (N,) on its device."""
+    if positions is None:
+        return torch.arange(x.shape[1], device=x.device)
+    if positions.dtype not in (torch.int32, torch.int64) or positions.shape != x.shape[1:2]:
+        got = f"{positions.dtype} of shape {tuple(positions.shape)}"
+        raise ValueError(f"{name} must be int64 of shape ({x.shape[1]},), got {got}")
+    if (positions < 0).any():
+        raise ValueError(f"{name} must be >= 0, got {int(positions.min())}")
+    return positions.to(x.device, torch.int64)

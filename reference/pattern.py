@@ -1,0 +1,261 @@
+"""Who sees whom: branches of dilated attention, and how many of them see a pair of positions.
+
+Tokens have global positions. A branch cuts the positions into segments of length w; inside each segment a
+query head with offset o selects every r-th position, beginning at o (the phase restarts in every segment):
+
+    selected(p)    = (p mod w) >= o  and  ((p mod w) - o) mod r == 0
+    M_b[h, i, j]   = same segment(i, j)  and  selected(i)  and  selected(j)  and  (not causal or j <= i)
+    c[h, i, j]     = sum_b M_b[h, i, j]
+
+Nothing needs to divide anything: r may exceed w or not divide it, the last segment may be short, an offset
+may lie beyond its end (then it selects nothing there). Source: LongNet, arXiv 2307.02486, section 2.2.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+
+def _integer(name: str, value: object, at_least: int) -> int:
+    """`value` itself, if it is an int (a bool is not) no smaller than `at_least`; ValueError otherwise."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        raise ValueError(f"{name} must be an integer >= {at_least}, got {value!r}")
+    return value
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+    return value
+
+
+def _fields(what: str, data: object, names: set[str]) -> Mapping[str, Any]:
+    """`data` itself, if it is a mapping with exactly these names; ValueError otherwise."""
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{what} must be a mapping with the fields {sorted(names)}, got {data!r}")
+    if set(data) != names:
+        unknown, missing = sorted(map(str, set(data) - names)), sorted(names - set(data))
+        raise ValueError(f"{what}: unknown fields {unknown}, missing fields {missing}")
+    return data
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One dilated branch.
+
+    segment_length: w >= 1 in tokens, or None for one segment that holds every position.
+    dilation_rate:  r >= 1.
+    offset:         0 <= o < r; one int for all heads that the branch serves, or one per such head, in order.
+    heads:          contiguous range of query heads that the branch serves; None for all of them.
+    Raises ValueError, at construction, for anything else.
+    """
+
+    segment_length: int | None = None
+    dilation_rate: int = 1
+    offset: int | tuple[int, ...] = 0
+    heads: range | None = None
+
+    def __post_init__(self) -> None:
+        if self.segment_length is not None:
+            _integer("segment_length", self.segment_length, 1)
+        rate = _integer("dilation_rate", self.dilation_rate, 1)
+        if isinstance(self.offset, (list, tuple)):
+            object.__setattr__(self, "offset", tuple(self.offset))  # so that the branch hashes
+        for offset in self.offset if isinstance(self.offset, tuple) else (self.offset,):
+            if _integer("offset", offset, 0) >= rate:
+                raise ValueError(f"offset must be less than the dilation rate {rate}, got {self.offset!r}")
+        if self.heads is not None:
+            if not isinstance(self.heads, range):
+                raise ValueError(f"heads must be a range or None, got {self.heads!r}")
+            if self.heads.step != 1 or self.heads.start < 0 or not self.heads:
+                raise ValueError(f"heads must be a nonempty range of step 1 from >= 0, got {self.heads!r}")
+        if isinstance(self.offset, tuple):
+            if not self.offset or (self.heads is not None and len(self.heads) != len(self.offset)):
+                wanted = "every query head" if self.heads is None else f"every head of {self.heads!r}"
+                raise ValueError(f"offset must be one int or one for {wanted}, got {self.offset!r}")
+
+    def offsets(self, num_heads: int) -> tuple[int | None, ...]:
+        """The offset of each of `num_heads` query heads; None for a head that the branch does not serve.
+
+        Raises ValueError where the branch's heads or offsets do not fit that many query heads."""
+        _integer("num_heads", num_heads, 1)
+        served = self.heads if self.heads is not None else range(num_heads)
+        if served.stop > num_heads:
+            raise ValueError(f"heads {self.heads!r} of a branch go beyond the {num_heads} query heads")
+        offset = self.offset if isinstance(self.offset, tuple) else (self.offset,) * len(served)
+        if len(offset) != len(served):
+            raise ValueError(f"offset has {len(offset)} entries for {num_heads} query heads: {self.offset!r}")
+        return (None,) * served.start + offset + (None,) * (num_heads - served.stop)
+
+
+# Published rules for offsets: index i of the branch, its rate r, number of heads -> `offset` of the branch.
+_OFFSET_RULES: dict[str, Callable[[int, int, int], int | tuple[int, ...]]] = {
+    "paper": lambda i, r, heads: tuple(h % r for h in range(heads)),  # LongNet, section 2.2
+    "torchscale": lambda i, r, heads: tuple(h // -(-heads // r) for h in range(heads)),  # -(-a // b): ceil
+    "fkodom": lambda i, r, heads: i % r,  # dilated-attention-pytorch: one constant per branch
+}
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """One or more branches whose pairs are counted with multiplicity under one softmax; optionally causal.
+
+    branches: at least one `Branch` (a list is turned into a tuple, so that every pattern hashes).
+    causal:   True keeps only the pairs whose key position is <= the query position.
+    Raises ValueError, at construction, for anything else."""
+
+    branches: tuple[Branch, ...]
+    causal: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.branches, (tuple, list)) or not self.branches:
+            raise ValueError(f"branches must be a tuple of at least one Branch, got {self.branches!r}")
+        for branch in self.branches:
+            if not isinstance(branch, Branch):
+                raise ValueError(f"branches must hold Branch objects only, got {branch!r}")
+        object.__setattr__(self, "branches", tuple(self.branches))
+        _flag("causal", self.causal)
+
+    @classmethod
+    def dense(cls, causal: bool = False) -> "Pattern":
+        """Plain attention: one branch, one segment, every position, every head."""
+        return cls((Branch(),), causal)
+
+    @classmethod
+    def longnet(
+        cls,
+        segment_lengths: Sequence[int | None],
+        dilation_rates: Sequence[int],
+        heads: int,
+        causal: bool = False,
+        offsets: str = "paper",
+    ) -> "Pattern":
+        """LongNet: every branch (segment_lengths[i], dilation_rates[i]) serves all `heads` query heads.
+
+        offsets: "paper" h mod r; "torchscale" h // ceil(heads / r); "fkodom" i mod r for all heads of branch
+        i, as dilated-attention-pytorch has it. ValueError for lengths that disagree, an unknown rule."""
+        _integer("heads", heads, 1)
+        if offsets not in _OFFSET_RULES:
+            raise ValueError(f"offsets must be one of {sorted(_OFFSET_RULES)}, got {offsets!r}")
+        pairs = _paired(segment_lengths, dilation_rates)
+        rule = _OFFSET_RULES[offsets]
+        return cls(tuple(Branch(w, r, rule(i, r, heads)) for i, (w, r) in enumerate(pairs)), causal)
+
+    @classmethod
+    def head_groups(
+        cls,
+        segment_lengths: Sequence[int | None],
+        dilation_rates: Sequence[int],
+        heads: int,
+        causal: bool = False,
+    ) -> "Pattern":
+        """Each head belongs to one branch: branch i serves the i-th group of heads, all with offset i mod r.
+
+        With G groups the first `heads` mod G of them get one head more, as in dilated-attention-pytorch.
+        Raises ValueError for lengths that disagree or fewer heads than groups."""
+        _integer("heads", heads, 1)
+        pairs = _paired(segment_lengths, dilation_rates)
+        if heads < len(pairs):
+            raise ValueError(f"heads must be at least the number of groups, {len(pairs)}, got {heads}")
+        size, larger = divmod(heads, len(pairs))
+        starts = [i * size + min(i, larger) for i in range(len(pairs) + 1)]
+        groups = [range(a, b) for a, b in pairwise(starts)]
+        branches = (Branch(w, r, i % r, groups[i]) for i, (w, r) in enumerate(pairs))
+        return cls(tuple(branches), causal)
+
+    def validate(self, num_heads: int) -> None:
+        """Raises ValueError where the heads or offsets of a branch do not fit `num_heads` query heads."""
+        for branch in self.branches:
+            branch.offsets(num_heads)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The pattern as JSON has it; `from_dict` turns it back into an equal pattern."""
+        return {
+            "branches": [
+                {
+                    "segment_length": b.segment_length,
+                    "dilation_rate": b.dilation_rate,
+                    "offset": list(b.offset) if isinstance(b.offset, tuple) else b.offset,
+                    "heads": None if b.heads is None else [b.heads.start, b.heads.stop],
+                }
+                for b in self.branches
+            ],
+            "causal": self.causal,
+        }
+
+    @classmethod
+    def from_dict(cls, d: Mapping[str, Any]) -> "Pattern":
+        """The inverse of `to_dict`. Raises ValueError for an unknown or missing field, or a wrong value."""
+        data = _fields("pattern", d, {"branches", "causal"})
+        if not isinstance(data["branches"], (list, tuple)):
+            raise ValueError(f"branches must be a list, got {data['branches']!r}")
+        return cls(tuple(_branch_from_dict(b) for b in data["branches"]), data["causal"])
+
+
+def _branch_from_dict(d: object) -> Branch:
+    data = _fields("branch", d, {"segment_length", "dilation_rate", "offset", "heads"})
+    heads = data["heads"]
+    if heads is not None:
+        if not isinstance(heads, (list, tuple)) or len(heads) != 2:
+            raise ValueError(f"heads must be [start, stop] or null, got {heads!r}")
+        heads = range(*(_integer("heads", bound, 0) for bound in heads))
+    return Branch(data["segment_length"], data["dilation_rate"], data["offset"], heads)
+
+
+def _paired(segment_lengths: Sequence[int | None], dilation_rates: Sequence[int]) -> list[tuple[int | None, int]]:
+    """(w, r) of each branch; the rates are checked here because the rules for offsets divide by them."""
+    if not segment_lengths or len(segment_lengths) != len(dilation_rates):
+        raise ValueError(
+            "segment_lengths and dilation_rates must be equally long and not empty, "
+            f"got {len(segment_lengths)} and {len(dilation_rates)}"
+        )
+    rates = [_integer("dilation_rates", r, 1) for r in dilation_rates]
+    return list(zip(segment_lengths, rates, strict=True))
+
+
+def _cells(branch: Branch, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The phase of each position, (p mod w) mod r, and its cell: a number for the pair (segment, phase).
+
+    Because 0 <= o < r, "(p mod w) >= o and ((p mod w) - o) mod r == 0" says that the phase of p is o. So an
+    offset o sees a pair of positions exactly if they lie in one cell and its phase is o."""
+    w, r = branch.segment_length, branch.dilation_rate
+    if w is None:
+        phase = positions % r
+        return phase, phase
+    phase = positions % w % r
+    return phase, positions // w * r + phase
+
+
+def selected(branch: Branch, positions: torch.Tensor, offset: int) -> torch.Tensor:
+    """Which positions lie on the dilated grid of their own segment: int64 (N,), >= 0 -> bool (N,).
+
+    `offset`, 0 <= offset < r, stands in place of the offsets that the branch names for its heads."""
+    return _cells(branch, positions)[0] == offset
+
+
+def multiplicity(
+    pattern: Pattern, q_positions: torch.Tensor, k_positions: torch.Tensor, num_heads: int
+) -> torch.Tensor:
+    """c[h, i, j]: how many branches see the pair of query i and key j for query head h.
+
+    q_positions int64 (Nq,), k_positions int64 (Nk,), global, >= 0, on one device -> int32 (num_heads, Nq, Nk)
+    on it. Raises ValueError where the pattern does not fit `num_heads`."""
+    q_positions, k_positions = q_positions.unsqueeze(1), k_positions.unsqueeze(0)  # (Nq, 1), (1, Nk)
+    shape = (num_heads, q_positions.shape[0], k_positions.shape[1])
+    c = torch.zeros(shape, dtype=torch.int32, device=q_positions.device)
+    visible = k_positions <= q_positions if pattern.causal else None  # (Nq, Nk)
+    for branch in pattern.branches:
+        offset = [o for o in branch.offsets(num_heads) if o is not None]
+        first = branch.heads.start if branch.heads is not None else 0
+        phase, q_cell = _cells(branch, q_positions)
+        same = q_cell == _cells(branch, k_positions)[1]  # (Nq, Nk)
+        if visible is not None:
+            same &= visible
+        # Heads of one offset see the same pairs: where all have the same, compute them once.
+        distinct = offset[:1] if len(set(offset)) == 1 else offset
+        o = torch.tensor(distinct, device=c.device).view(-1, 1, 1)
+        c[first : first + len(offset)] += same & (phase == o)  # (heads or 1, Nq, Nk)
+    return c

@@ -1,0 +1,14 @@
+"""Ring (context-parallel) dilated attention: a sequence sharded over ranks, exact outputs and gradients.
+
+The road that the data takes, one module a stop:
+
+    blocks -> layout -> pieces -> meetings -> schedule -> plan   integers: who sees whom, what moves when
+    transport -> exchange -> store -> kernels -> accumulator     tensors: messages, tiles, partial results
+    agreement, attention                                            the public function, and what it refuses
+"""
+
+from ring.attention import ring_attention
+from ring.layout import Layout
+from ring.transport import Transport
+
+__all__ = ["Layout", "Transport", "ring_attention"]

@@ -1,0 +1,176 @@
+"""Bad input raises the same clear error on every rank, before any tensor moves.
+
+Every rank looks at its own arguments, then all ranks compare what they were called with. A rank that was called
+wrongly says so instead of leaving the others to wait; ranks that were called differently are told in what.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+
+import torch
+
+from reference.pattern import Pattern
+from ring.kernels import KERNELS
+from ring.layout import Layout
+from ring.plan import EXCHANGES
+from ring.transport import Transport
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_DIGEST = 16
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call of `ring_attention` on one rank, as given."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    pattern: Pattern
+    layout: Layout
+    exchange: str
+    bucket: int | None
+    kernel: str
+    scale: float | None
+    return_lse: bool
+
+    @property
+    def differentiated(self) -> bool:
+        return torch.is_grad_enabled() and any(x.requires_grad for x in (self.q, self.k, self.v))
+
+
+def agree(call: Call, transport: Transport, check: bool) -> None:
+    """Raise if this call is wrong or, with `check`, if any rank's is or if the ranks' calls differ.
+
+    Raises ValueError or NotImplementedError; with `check` the same one on every rank.
+    """
+    error: Exception | None = None
+    try:
+        validate(call, transport)
+    except (ValueError, NotImplementedError) as found:
+        error = found
+    if not check:
+        if error is not None:
+            raise error
+        return
+    signature = {} if error is not None else signature_of(call)
+    said = json.dumps([type(error).__name__, str(error)] if error is not None else signature)
+    digest = b"\0" * _DIGEST if error is not None else hashlib.blake2b(said.encode(), digest_size=_DIGEST).digest()
+    digests = transport.agree(digest)
+    if error is None and all(other == digest for other in digests):
+        return
+    raise _joint_error(_say(said, transport))
+
+
+def _say(said: str, transport: Transport) -> list[object]:
+    """Everyone's words. Only on the way to an error, so two more messages do no harm."""
+    mine = said.encode()
+    lengths = [int.from_bytes(other, "little") for other in transport.agree(len(mine).to_bytes(8, "little"))]
+    padded = transport.agree(mine.ljust(max(lengths)))
+    return [json.loads(words[:length]) for words, length in zip(padded, lengths, strict=True)]
+
+
+def _joint_error(said: list[object]) -> Exception:
+    for rank, words in enumerate(said):
+        if isinstance(words, list):
+            kind = NotImplementedError if words[0] == "NotImplementedError" else ValueError
+            return kind(f"rank {rank}: {words[1]}")
+    first = said[0]
+    assert isinstance(first, dict)
+    for rank, words in enumerate(said):
+        assert isinstance(words, dict)
+        for name, value in words.items():
+            if value != first[name]:
+                given = f"rank 0 has {first[name]}, rank {rank} {value}"
+                return ValueError(f"{name} must be the same on every rank: {given}")
+    raise AssertionError("ranks that disagree differ in something")
+
+
+def signature_of(call: Call) -> dict[str, object]:
+    """What must be the same on every rank, by the name of the argument."""
+    batch, _, heads, dim = call.q.shape
+    return {
+        "batch size": batch,
+        "query heads": heads,
+        "key/value heads": call.k.shape[2],
+        "head dim": dim,
+        "dtype": str(call.q.dtype),
+        "device type": call.q.device.type,
+        "pattern": call.pattern.to_dict(),
+        "layout": f"{call.layout.n} tokens, cuts {call.layout.cuts}, order {call.layout.digest.hex()}",
+        "exchange": call.exchange,
+        "bucket": call.bucket,
+        "kernel": call.kernel,
+        "scale": call.scale,
+        "return_lse": call.return_lse,
+        "requires_grad": call.differentiated,
+    }
+
+
+def validate(call: Call, transport: Transport) -> None:
+    """Raise ValueError or NotImplementedError, naming the argument, what was given and what is allowed."""
+    if not isinstance(call.pattern, Pattern):
+        raise ValueError(f"pattern must be a Pattern, got {call.pattern!r}")
+    if not isinstance(call.layout, Layout):
+        raise ValueError(f"layout must be a Layout, got {call.layout!r}")
+    _validate_options(call)
+    if call.layout.world_size != transport.world_size:
+        raise ValueError(
+            f"layout must be for the {transport.world_size} ranks of the group, got one for {call.layout.world_size}"
+        )
+    _validate_tensors(call, call.layout.counts[transport.rank])
+    call.pattern.validate(call.q.shape[2])
+
+
+def _validate_options(call: Call) -> None:
+    if call.exchange not in EXCHANGES:
+        raise ValueError(f"exchange must be one of {EXCHANGES}, got {call.exchange!r}")
+    if call.kernel not in KERNELS:
+        raise ValueError(f"kernel must be one of {KERNELS}, got {call.kernel!r}")
+    bucket = call.bucket
+    if bucket is not None and (not isinstance(bucket, int) or isinstance(bucket, bool) or bucket < 1):
+        raise ValueError(f"bucket must be None or a number of tokens >= 1, got {bucket!r}")
+    if call.scale is not None and (isinstance(call.scale, bool) or not isinstance(call.scale, (int, float))):
+        raise ValueError(f"scale must be None or a number, got {call.scale!r}")
+    if not isinstance(call.return_lse, bool):
+        raise ValueError(f"return_lse must be True or False, got {call.return_lse!r}")
+
+
+def _validate_tensors(call: Call, tokens: int) -> None:
+    tensors = {"q": call.q, "k": call.k, "v": call.v}
+    for name, x in tensors.items():
+        if not isinstance(x, torch.Tensor) or x.dim() != 4:
+            given = f"shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else repr(type(x))
+            raise ValueError(f"{name} must be a (batch, local tokens, heads, head dim) tensor, got {given}")
+        if x.layout is not torch.strided or x.is_complex() or x.is_quantized:
+            raise NotImplementedError(f"{name} must be a dense real tensor, got {x.layout}, {x.dtype}")
+    q, k, v = call.q, call.k, call.v
+    if k.shape != v.shape:
+        raise ValueError(f"k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}")
+    if q.dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {[str(d) for d in DTYPES]}, got {q.dtype}")
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
+        if (x.shape[0], x.shape[3]) != (q.shape[0], q.shape[3]):
+            raise ValueError(
+                f"{name} must have q's batch and head dim {(q.shape[0], q.shape[3])}, got {(x.shape[0], x.shape[3])}"
+            )
+    if min(q.shape[0], q.shape[2], q.shape[3], k.shape[2]) < 1:
+        raise ValueError(f"batch, heads and head dim must be >= 1, got q {tuple(q.shape)}, k {tuple(k.shape)}")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"query heads must be a multiple of key/value heads, got {q.shape[2]} and {k.shape[2]}")
+    for name, x in tensors.items():
+        if x.shape[1] != tokens:
+            raise ValueError(f"{name} must have the {tokens} tokens that the layout gives this rank, got {x.shape[1]}")
+    if call.kernel == "flash" and q.device.type != "cpu":
+        raise NotImplementedError(f"kernel 'flash' takes CPU tensors, got {q.device}; 'auto' and 'math' take any")
+    if call.kernel == "flash" and call.return_lse and call.differentiated:
+        raise NotImplementedError(
+            "kernel 'flash' has no gradient through lse: with return_lse=True use kernel 'auto' or 'math', or no_grad"
+        )

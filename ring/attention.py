@@ -1,0 +1,204 @@
+"""Ring dilated attention: the plan walked forward and backward.
+
+    Pattern -> Layout -> Plan -> Exchange -> Kernel -> Accumulator -> output
+
+Every partial result - whatever the branch, the source rank, the step or the bucket - is (rows, out, lse), merged into
+one accumulator per query row. The backward of a partial takes its own q, k, v and the global out and lse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from reference.pattern import Pattern
+from ring import kernels
+from ring.accumulator import Accumulator, accumulator_dtype, lse_store
+from ring.agreement import Call, agree
+from ring.budget import default_bucket
+from ring.exchange import Arrival, Exchange
+from ring.layout import Layout
+from ring.plan import Plan, plan_of
+from ring.store import Store
+from ring.transport import ProcessGroupTransport, SoloTransport, Transport
+
+
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pattern: Pattern,
+    layout: Layout,
+    *,
+    group: dist.ProcessGroup | Transport | None = None,
+    exchange: str = "ring",
+    bucket: int | None = None,
+    kernel: str = "auto",
+    scale: float | None = None,
+    return_lse: bool = False,
+    check: bool = True,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Dilated attention over a sequence that is sharded across the ranks of a group. Every rank of the group calls it.
+
+    Args:
+        q: (batch, local tokens, query heads, head dim) in fp64, fp32, bf16 or fp16, any strides.
+        k, v: (batch, local tokens, key/value heads, head dim); query head h reads head h // (query / key/value heads).
+        pattern: who sees whom, by global position (LongNet, arXiv 2307.02486).
+        layout: which positions this rank's local tokens have; made for as many ranks as the group has.
+        group: a process group, a `Transport`, or None: the default group, or no group at all for a layout of one rank.
+        exchange: "ring" (neighbour to neighbour), "direct" (from the owner, only what is needed) or "gather" (all,
+        O(n)).
+        bucket: the most key/value tokens in a landing buffer and a kernel call; None: by a memory budget.
+        kernel: "auto", "math", or "flash" (torch's fused kernel, where it can take a tile).
+        scale: factor of the scores, head dim ** -0.5 by default.
+        return_lse: also return lse = log sum exp of a row's scores, (batch, query heads, local tokens), in fp32 (fp64
+            for fp64). Gradients flow through it.
+        check: let the ranks agree on the call before any tensor moves. Without it a wrong call may hang the others.
+
+    Returns:
+        The output, shaped and typed like q; with `return_lse` also lse. A row that nothing selects has output 0, lse
+        -inf and zero gradients.
+
+    Raises:
+        ValueError, NotImplementedError: an argument is wrong on some rank, or the ranks' arguments differ; the same
+            error on every rank, and the group can be used again. NotImplementedError too when a gradient is
+            differentiated again.
+    """
+    transport = _transport(group, layout)
+    call = Call(q, k, v, pattern, layout, exchange, bucket, kernel, scale, return_lse)
+    agree(call, transport, check)
+    heads, kv_heads, dim = q.shape[2], k.shape[2], q.shape[3]
+    if bucket is None:
+        bucket = default_bucket(layout, q.shape[0], heads, kv_heads, dim, q.dtype, kernel)
+    plan = plan_of(pattern, layout, transport.rank, heads, kv_heads, exchange, bucket)
+    walk = _Walk(plan, transport, kernel, dim**-0.5 if scale is None else float(scale))
+    out, lse = _RingAttention.apply(q, k, v, walk)
+    return (out, lse) if return_lse else out
+
+
+def _transport(group: dist.ProcessGroup | Transport | None, layout: Layout) -> Transport:
+    if isinstance(group, Transport):
+        return group
+    if group is None and not dist.is_initialized():
+        if isinstance(layout, Layout) and layout.world_size != 1:
+            raise ValueError(
+                f"group must be given, or torch.distributed initialised, for a layout of {layout.world_size} ranks"
+            )
+        return SoloTransport()
+    return ProcessGroupTransport(group)
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """What forward and backward of one call share."""
+
+    plan: Plan
+    transport: Transport
+    kernel: str
+    scale: float
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, walk: _Walk
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = _forward(walk, q, k, v)
+        ctx.walk = walk
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        with torch.no_grad():
+            given = torch.zeros_like(out) if dout is None else dout
+            grads = _backward(ctx.walk, q, k, v, out, lse, given, dlse)
+        if torch.is_grad_enabled():  # create_graph=True: the gradients may be used, not differentiated
+            sources = [x for x in (q, k, v, dout, dlse) if x is not None]
+            grads = _Once.apply(*grads, *sources)
+        return (*grads, None)
+
+
+class _Once(torch.autograd.Function):
+    """Gradients that refuse to be differentiated: by name, and without a message that other ranks would wait for."""
+
+    @staticmethod
+    def forward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *sources: torch.Tensor) -> Any:
+        return dq.clone(), dk.clone(), dv.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(
+            "ring_attention: double backward is not supported; got a derivative of its gradient, allowed are first ones"
+        )
+
+
+def _forward(walk: _Walk, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    accumulator, queries = Accumulator(q), Store(q)
+    for arrival in Exchange(walk.plan, walk.transport, k, v).arrivals():
+        for tile in arrival.tiles:
+            query = queries.view(tile.query_rows, tile.query_heads)
+            key, value = _keys(arrival, tile)
+            name = kernels.choose(walk.kernel, q.device, tile, dlse=False)
+            out, lse = kernels.forward(name, query, key, value, tile, walk.scale)
+            accumulator.merge(tile.query_rows, tile.query_heads, out, lse)
+    return accumulator.out.to(q.dtype), accumulator.lse
+
+
+def _backward(
+    walk: _Walk,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    work = accumulator_dtype(q.dtype)
+    delta = (dout.to(work) * out.to(work)).sum(-1).transpose(1, 2)  # (B, H, N)
+    if dlse is not None:
+        delta = delta - dlse
+    dq, dk, dv = (torch.zeros(x.shape, dtype=work, device=x.device) for x in (q, k, v))
+    rows = _Rows(Store(q), Store(dout), Store(out), lse_store(lse), lse_store(delta), Store(dq))
+    for arrival in Exchange(walk.plan, walk.transport, k, v).round_trips(dk, dv):
+        _tile_gradients(walk, arrival, rows, dlse is not None)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The own query rows in backward."""
+
+    q: Store
+    dout: Store
+    out: Store
+    lse: Store
+    delta: Store
+    dq: Store
+
+
+def _tile_gradients(walk: _Walk, arrival: Arrival, rows: _Rows, with_dlse: bool) -> None:
+    assert arrival.key_grad is not None and arrival.value_grad is not None
+    for tile in arrival.tiles:
+        where = (tile.query_rows, tile.query_heads)
+        key, value = _keys(arrival, tile)
+        saved = kernels.Saved(
+            rows.dout.view(*where), rows.out.view(*where),
+            rows.lse.view(*where).squeeze(-1), rows.delta.view(*where).squeeze(-1),
+        )  # fmt: skip
+        name = kernels.choose(walk.kernel, rows.q.x.device, tile, with_dlse)
+        dq, dk, dv = kernels.backward(name, rows.q.view(*where), key, value, saved, tile, walk.scale)
+        rows.dq.add(*where, dq)
+        arrival.key_grad.add(tile.key_rows, tile.key_heads, dk)
+        arrival.value_grad.add(tile.key_rows, tile.key_heads, dv)
+
+
+def _keys(arrival: Arrival, tile: Any) -> Iterable[torch.Tensor]:
+    return arrival.key.view(tile.key_rows, tile.key_heads), arrival.value.view(tile.key_rows, tile.key_heads)

@@ -1,0 +1,158 @@
+"""Walking a plan's messages: K/V arrive step by step, the next step in flight while the present one is computed.
+
+Buffers belong to the exchange: an outbox for the own packed rows and two landings in turn (`gather`: one); in
+backward also two gradient buffers in turn and a box for gradients that come back. They are made once for a call and
+reused at every step. A slot is K and V of one row and head: (2, B, D). Knows nothing of attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from ring.accumulator import accumulator_dtype
+from ring.plan import Pack, Plan, Step, Tile
+from ring.schedule import Move
+from ring.store import Store
+from ring.transport import Message, Pending, Transport
+
+
+@dataclass
+class Measure:
+    """Bytes of communication buffers: held now, and at most so far."""
+
+    held: int = 0
+    bytes: int = 0
+
+
+_measures: list[Measure] = []
+
+
+@contextmanager
+def measure() -> Iterator[Measure]:
+    """Count the communication buffers that calls inside allocate on this process; `.bytes` is the peak."""
+    found = Measure()
+    _measures.append(found)
+    try:
+        yield found
+    finally:
+        _measures.remove(found)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """Tiles that can be computed now, the keys and values they read, and (backward) where gradients are summed."""
+
+    tiles: tuple[Tile, ...]
+    key: Store
+    value: Store
+    key_grad: Store | None = None
+    value_grad: Store | None = None
+
+
+class Exchange:
+    """One call's walk over a plan. k, v: (B, local tokens, Hk, D), any strides."""
+
+    def __init__(self, plan: Plan, transport: Transport, k: torch.Tensor, v: torch.Tensor) -> None:
+        assert (plan.rank, plan.tokens) == (transport.rank, k.shape[1])
+        self.plan, self.transport, self.k, self.v = plan, transport, k, v
+        self._allocated = 0
+
+    def arrivals(self) -> Iterator[Arrival]:
+        """Forward: the own keys first, then what lands."""
+        with self._buffers():
+            for arrival, _ in self._landings():
+                yield arrival
+
+    def round_trips(self, dk: torch.Tensor, dv: torch.Tensor) -> Iterator[Arrival]:
+        """Backward: the same arrivals; gradients of landed keys go home and are added to dk, dv, (B, tokens, Hk, D)."""
+        with self._buffers():
+            yield from self._round_trips(Store(dk), Store(dv))
+
+    def _round_trips(self, dk: Store, dv: Store) -> Iterator[Arrival]:
+        plan = self.plan
+        work = accumulator_dtype(self.k.dtype)
+        grads = [self._allocate(plan.sizes.landing, work) for _ in range(plan.sizes.turns)]
+        returned = self._allocate(plan.sizes.returned, work)
+        due: tuple[Step, Pending] | None = None
+        for arrival, number in self._landings():
+            if number == 0:
+                yield Arrival(arrival.tiles, arrival.key, arrival.value, dk, dv)
+                continue
+            step, grad = plan.steps[number - 1], grads[(number - 1) % len(grads)]
+            grad.zero_()
+            yield Arrival(arrival.tiles, arrival.key, arrival.value, Store.slots(grad[:, 0]), Store.slots(grad[:, 1]))
+            if due is not None:  # what the step before sent back: partial sums to carry on, and gradients that are home
+                grad[: due[0].carried] += self._collect(due, returned, dk, dv)
+            due = step, self._return(step, number, grad, returned)
+        if due is not None:
+            self._collect(due, returned, dk, dv)
+
+    def _return(self, step: Step, number: int, grad: torch.Tensor, returned: torch.Tensor) -> Pending:
+        return self.transport.post(
+            _messages(step.return_sends, grad, f"gradients {number}"),
+            _messages(step.return_receives, returned, f"gradients {number}"),
+        )
+
+    def _collect(self, due: tuple[Step, Pending], returned: torch.Tensor, dk: Store, dv: Store) -> torch.Tensor:
+        """Wait for returned gradients, add those that are home, and give back those to be carried on."""
+        step, pending = due
+        pending.wait()
+        key, value = Store.slots(returned[:, 0]), Store.slots(returned[:, 1])
+        for pack in step.homes:
+            dk.add(pack.rows, pack.heads, key.view(pack.slots, pack.columns))
+            dv.add(pack.rows, pack.heads, value.view(pack.slots, pack.columns))
+        return returned[: step.carried]
+
+    def _landings(self) -> Iterator[tuple[Arrival, int]]:
+        """(arrival, its number), number 0 being the own keys. Step n + 1 is in flight while n is computed."""
+        plan, sizes = self.plan, self.plan.sizes
+        outbox = self._allocate(sizes.outbox, self.k.dtype)
+        landings = [self._allocate(sizes.landing, self.k.dtype) for _ in range(sizes.turns)]
+        arrival = Arrival(plan.local, Store(self.k), Store(self.v))
+        for number, step in enumerate(plan.steps, start=1):
+            landing, before = landings[(number - 1) % sizes.turns], landings[number % sizes.turns]
+            self._pack(step.packs, outbox)
+            pending = self.transport.post(
+                _messages(step.sends, before if step.relayed else outbox, f"keys and values {number}"),
+                _messages(step.receives, landing, f"keys and values {number}"),
+            )
+            yield arrival, number - 1
+            pending.wait()
+            arrival = Arrival(step.tiles, Store.slots(landing[:, 0]), Store.slots(landing[:, 1]))
+        yield arrival, len(plan.steps)
+
+    def _pack(self, packs: Sequence[Pack], outbox: torch.Tensor) -> None:
+        if packs:
+            key, value = Store.slots(outbox[:, 0]), Store.slots(outbox[:, 1])
+            k, v = Store(self.k), Store(self.v)
+            for pack in packs:
+                key.put(pack.slots, pack.columns, k.view(pack.rows, pack.heads))
+                value.put(pack.slots, pack.columns, v.view(pack.rows, pack.heads))
+
+    def _allocate(self, slots: int, dtype: torch.dtype) -> torch.Tensor:
+        """(slots, 2, B, D)"""
+        batch, _, _, dim = self.k.shape
+        buffer = torch.empty(slots, 2, batch, dim, dtype=dtype, device=self.k.device)
+        size = buffer.numel() * buffer.element_size()
+        self._allocated += size
+        for found in _measures:
+            found.held += size
+            found.bytes = max(found.bytes, found.held)
+        return buffer
+
+    @contextmanager
+    def _buffers(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            for found in _measures:
+                found.held -= self._allocated
+            self._allocated = 0
+
+
+def _messages(moves: Sequence[Move], buffer: torch.Tensor, label: str) -> list[Message]:
+    return [Message(move.peer, buffer[move.start : move.stop], label) for move in moves]

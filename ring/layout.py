@@ -1,0 +1,216 @@
+"""Who holds what: a layout is an order of the positions plus cuts into it.
+
+The order is a permutation of the n positions; the cuts are p + 1 offsets into the order; rank r holds
+`order[cuts[r]:cuts[r + 1]]`, in that order. Contiguous, zigzag, striped and hilbert are four orders. Where the order
+is a short list of arithmetic runs, a shard is a short list of runs too, and nothing here or in the plan takes O(n).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+# An explicit order that has at most this many runs per rank is kept as runs: few enough for a plan to walk.
+_RUNS_PER_RANK = 2
+
+
+class Run(NamedTuple):
+    """The positions start, start + step, ..., `length` of them; step >= 1."""
+
+    start: int
+    step: int
+    length: int
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """A permutation of the positions 0 .. n - 1 and its division among `world_size` ranks.
+
+    Make one with `contiguous`, `zigzag`, `striped`, `hilbert` or `from_cuts`. Hashable; equal when made of the same
+    runs and cuts.
+    """
+
+    n: int
+    cuts: tuple[int, ...]
+    runs: tuple[Run, ...] | None  # the order as runs; None: it is listed in `listed`
+    listed: np.ndarray | None = field(repr=False, default=None)  # (n,) int64
+
+    @classmethod
+    def contiguous(cls, n: int, p: int) -> Layout:
+        """Rank r holds the positions from r n / p to (r + 1) n / p."""
+        _check_sizes(n, p)
+        return cls(n, _even_cuts(n, p), (Run(0, 1, n),) if n else ())
+
+    @classmethod
+    def zigzag(cls, n: int, p: int) -> Layout:
+        """Of 2 p chunks rank r holds numbers r and 2 p - 1 - r: equal causal work for every rank."""
+        _check_sizes(n, p)
+        edges = _even_cuts(n, 2 * p)
+        chunks = [c for r in range(p) for c in (r, 2 * p - 1 - r)]
+        runs = [Run(edges[c], 1, edges[c + 1] - edges[c]) for c in chunks]
+        counts = [runs[2 * r].length + runs[2 * r + 1].length for r in range(p)]
+        return cls(n, _cuts(counts), tuple(run for run in runs if run.length))
+
+    @classmethod
+    def striped(cls, n: int, p: int) -> Layout:
+        """Rank r holds the positions r, r + p, r + 2 p, ... (striped attention, arXiv 2311.09431)."""
+        _check_sizes(n, p)
+        counts = [len(range(r, n, p)) for r in range(p)]
+        return cls(n, _cuts(counts), tuple(Run(r, p, counts[r]) for r in range(p) if counts[r]))
+
+    @classmethod
+    def hilbert(cls, n: int, p: int) -> Layout:
+        """Positions laid out row by row on the smallest square of side 2^k, in the order of its Hilbert curve."""
+        _check_sizes(n, p)
+        order = _hilbert_curve(n)
+        return cls(n, _even_cuts(n, p), None, order) if n else cls(n, (0,) * (p + 1), ())
+
+    @classmethod
+    def from_cuts(cls, order: Sequence[int] | range | np.ndarray | torch.Tensor, cuts: Sequence[int]) -> Layout:
+        """Any permutation of range(n) and any p + 1 ascending offsets from 0 to n; equal ones make empty shards.
+
+        Raises ValueError if `order` is not a permutation or `cuts` are not such offsets.
+        """
+        listed = np.asarray(order, dtype=np.int64).reshape(-1)
+        n = len(listed)
+        seen = np.zeros(n, dtype=bool)
+        seen[listed[(listed >= 0) & (listed < n)]] = True
+        if not seen.all():
+            raise ValueError(f"order must be a permutation of range({n}); position {int(seen.argmin())} is missing")
+        cuts = tuple(int(c) for c in cuts)
+        if len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != n or any(a > b for a, b in zip(cuts, cuts[1:], strict=False)):
+            raise ValueError(f"cuts must be world size + 1 non-decreasing offsets from 0 to {n}, got {cuts}")
+        runs = _runs_of(listed, limit=_RUNS_PER_RANK * (len(cuts) - 1))
+        return cls(n, cuts, runs, None if runs is not None else listed)
+
+    @property
+    def world_size(self) -> int:
+        return len(self.cuts) - 1
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Tokens held by each rank."""
+        return tuple(b - a for a, b in zip(self.cuts, self.cuts[1:], strict=False))
+
+    def shard_runs(self, rank: int) -> list[Run]:
+        """The runs that rank holds, in local order; only for an order that is kept as runs."""
+        self._check_rank(rank)
+        assert self.runs is not None
+        first, last, at, mine = self.cuts[rank], self.cuts[rank + 1], 0, []
+        for start, step, length in self.runs:
+            low, high = max(first - at, 0), min(last - at, length)
+            if low < high:
+                mine.append(Run(start + low * step, step, high - low))
+            at += length
+        return mine
+
+    def positions(self, rank: int) -> torch.Tensor:
+        """Global positions that rank holds, in local order: (counts[rank],) int64."""
+        self._check_rank(rank)
+        return torch.from_numpy(self._order[self.cuts[rank] : self.cuts[rank + 1]].copy())
+
+    def shard(self, x: torch.Tensor, rank: int, dim: int = 1) -> torch.Tensor:
+        """The rows of x that rank holds: of length n along `dim`, the result has length counts[rank] there."""
+        if x.shape[dim] != self.n:
+            raise ValueError(f"x must have {self.n} tokens along dim {dim}, got shape {tuple(x.shape)}")
+        return x.index_select(dim, self.positions(rank).to(x.device))
+
+    def unshard(self, shards: Sequence[torch.Tensor], dim: int = 1) -> torch.Tensor:
+        """The whole from the shards of all ranks in rank order: the inverse of `shard`."""
+        lengths = tuple(shard.shape[dim] for shard in shards)
+        if lengths != self.counts:
+            raise ValueError(f"shards must have {self.counts} tokens along dim {dim}, got {lengths}")
+        order = torch.from_numpy(self._order).to(shards[0].device)
+        gathered = torch.cat(list(shards), dim)
+        return torch.empty_like(gathered).index_copy_(dim, order, gathered)
+
+    @cached_property
+    def _order(self) -> np.ndarray:
+        if self.listed is not None:
+            return self.listed
+        assert self.runs is not None
+        parts = [start + step * np.arange(length, dtype=np.int64) for start, step, length in self.runs]
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank must be in [0, {self.world_size}), got {rank}")
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes that stand for the layout in comparisons, hashes and agreements between ranks."""
+        order = self.listed.tobytes() if self.listed is not None else repr(self.runs).encode()
+        return hashlib.blake2b(order + repr((self.n, self.cuts)).encode(), digest_size=16).digest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+
+def _check_sizes(n: int, p: int) -> None:
+    if not isinstance(n, int) or n < 0:
+        raise ValueError(f"n must be a number of tokens >= 0, got {n!r}")
+    if not isinstance(p, int) or p < 1:
+        raise ValueError(f"p must be a world size >= 1, got {p!r}")
+
+
+def _even_cuts(n: int, p: int) -> tuple[int, ...]:
+    return tuple(r * n // p for r in range(p + 1))
+
+
+def _cuts(counts: Sequence[int]) -> tuple[int, ...]:
+    return tuple(accumulate(counts, initial=0))
+
+
+def _runs_of(order: np.ndarray, limit: int) -> tuple[Run, ...] | None:
+    """The order as at most `limit` ascending runs, found greedily; None if that many do not suffice."""
+    runs: list[Run] = []
+    for run in _greedy_runs(order):
+        if len(runs) == limit:
+            return None
+        runs.append(run)
+    return tuple(runs)
+
+
+def _greedy_runs(order: np.ndarray) -> Iterator[Run]:
+    steps = np.diff(order)
+    turns = np.flatnonzero(np.diff(steps)) + 1  # steps[t - 1] != steps[t]: a run may not go past element t
+    at, n = 0, len(order)
+    while at < n:
+        if at + 1 == n or steps[at] < 1:
+            yield Run(int(order[at]), 1, 1)
+            at += 1
+            continue
+        turn = int(np.searchsorted(turns, at, side="right"))
+        end = int(turns[turn]) + 1 if turn < len(turns) else n
+        yield Run(int(order[at]), int(steps[at]), end - at)
+        at = end
+
+
+def _hilbert_curve(n: int) -> np.ndarray:
+    """Positions below n in the order of the Hilbert curve through the square that holds them row by row: (n,) int64."""
+    side = 1
+    while side * side < n:
+        side *= 2
+    rest = np.arange(side * side, dtype=np.int64)
+    x, y = np.zeros_like(rest), np.zeros_like(rest)
+    scale = 1
+    while scale < side:  # from the finest quadrant outwards: turn the square built so far, then move it to its quadrant
+        right = (rest // 2) % 2
+        up = (rest ^ right) % 2
+        flip = (up == 0) & (right == 1)
+        x, y = np.where(flip, scale - 1 - x, x), np.where(flip, scale - 1 - y, y)
+        x, y = np.where(up == 0, y, x), np.where(up == 0, x, y)
+        x, y = x + scale * right, y + scale * up
+        rest, scale = rest // 4, scale * 2
+    positions = y * side + x
+    return positions[positions < n]

@@ -1,0 +1,88 @@
+"""Rows of a shard, or slots of a message, as a strided view wherever that is possible.
+
+Segments of equal length that lie at equal distances are folded into one batch: (folds, length) rows at
+start + fold * fold_step + i * step. Anything else is listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ring.pieces import Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """(folds, length) indices: regular, or listed in `index`, a (folds, length) int64 tensor."""
+
+    start: int
+    step: int
+    length: int
+    fold_step: int = 0
+    folds: int = 1
+    index: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, index: Ints) -> Rows:
+        """The rows listed in a (folds, length) array, as a regular grid if they are one."""
+        folds, length = index.shape
+        start = int(index[0, 0])
+        step = int(index[0, 1]) - start if length > 1 else 1
+        fold_step = int(index[1, 0]) - start if folds > 1 else 0
+        rows = cls(start, step, length, fold_step, folds)
+        if step > 0 and fold_step >= 0 and np.array_equal(rows.listed(), index):
+            return rows
+        return cls(start, step, length, fold_step, folds, torch.from_numpy(np.ascontiguousarray(index)))
+
+    def listed(self) -> Ints:
+        if self.index is not None:
+            return self.index.numpy()
+        fold = self.fold_step * np.arange(self.folds)[:, None]
+        return self.start + fold + self.step * np.arange(self.length)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for equal rows."""
+        index = None if self.index is None else self.index.numpy().tobytes()
+        return (self.start, self.step, self.length, self.fold_step, self.folds, index)
+
+
+def concatenate(parts: Sequence[Rows]) -> Rows:
+    """Rows of equal folds, side by side along their length."""
+    return parts[0] if len(parts) == 1 else Rows.of(np.concatenate([part.listed() for part in parts], axis=1))
+
+
+class Fold(NamedTuple):
+    """Members whose left and right starts both lie at equal distances."""
+
+    members: Ints
+    left_step: int
+    right_step: int
+
+
+def folds(signature: Sequence[Ints], segment: Ints, left: Ints, right: Ints, most: Ints) -> Iterator[Fold]:
+    """Group entries of equal signature and ascending segment into folds of at most `most` members each.
+
+    Two members are never of one segment: their rows are disjoint, so a fold can be written in place.
+    """
+    order = np.lexsort((segment, *reversed(signature)))
+    change = np.zeros(max(len(order) - 1, 0), bool)
+    for column in signature:
+        change |= np.diff(column[order]) != 0
+    change |= np.diff(segment[order]) == 0
+    d_left, d_right = np.diff(left[order]).tolist(), np.diff(right[order]).tolist()
+    new, limit = change.tolist(), most[order].tolist()
+    begin = 0
+    for at in range(1, len(order) + 1):
+        if at < len(order) and not new[at - 1] and at - begin < limit[begin]:
+            regular = d_left[at - 1] == d_left[begin] and d_right[at - 1] == d_right[begin]
+            if d_left[begin] > 0 and d_right[begin] > 0 and regular:
+                continue
+        several = at - begin > 1
+        yield Fold(order[begin:at], d_left[begin] if several else 0, d_right[begin] if several else 0)
+        begin = at

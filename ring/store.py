@@ -1,0 +1,59 @@
+"""Tensors addressed by a plan's rows and heads: a view where both are regular, else a gathered copy."""
+
+from __future__ import annotations
+
+import torch
+
+from ring.blocks import Heads
+from ring.rows import Rows
+
+
+class Store:
+    """A (B, N, H, D) tensor whose tiles are (folds, B, groups, per_group, length, D).
+
+    `Store(x)` is a shard: rows are tokens. `Store.slots(x)` takes (slots, B, D): row and head together name a slot.
+    """
+
+    def __init__(self, x: torch.Tensor, head_stride: int | None = None) -> None:
+        self.x = x
+        self._head_stride = x.stride(2) if head_stride is None else head_stride
+        self._slots = head_stride is not None
+
+    @classmethod
+    def slots(cls, x: torch.Tensor) -> Store:
+        return cls(x.transpose(0, 1).unsqueeze(2), head_stride=x.stride(0))
+
+    def view(self, rows: Rows, heads: Heads) -> torch.Tensor:
+        """The tile, (F, B, groups, per_group, L, D); writing to it writes to the tensor only if both are regular."""
+        x = self.x
+        if rows.index is None and heads.ids is None:
+            batch, row, _, dim = x.stride()
+            head = self._head_stride
+            return x.as_strided(
+                (rows.folds, x.shape[0], heads.groups, heads.per_group, rows.length, x.shape[3]),
+                (rows.fold_step * row, batch, heads.step * head, heads.inner * head, rows.step * row, dim),
+                x.storage_offset() + rows.start * row + heads.start * head,
+            )
+        return x[:, *self._index(rows, heads)].permute(1, 0, 3, 4, 2, 5)
+
+    def put(self, rows: Rows, heads: Heads, tile: torch.Tensor) -> None:
+        """Write a tile."""
+        if rows.index is None and heads.ids is None:
+            self.view(rows, heads).copy_(tile)
+        else:
+            self.x[:, *self._index(rows, heads)] = tile.permute(1, 0, 4, 2, 3, 5).to(self.x.dtype)
+
+    def add(self, rows: Rows, heads: Heads, tile: torch.Tensor) -> None:
+        """Add a tile; its rows and heads are all different."""
+        if rows.index is None and heads.ids is None:
+            self.view(rows, heads).add_(tile)
+        else:
+            self.put(rows, heads, self.view(rows, heads) + tile)
+
+    def _index(self, rows: Rows, heads: Heads) -> tuple[torch.Tensor, torch.Tensor]:
+        """Indices of dims 1 and 2 that broadcast to (F, L, groups, per_group)."""
+        device = self.x.device
+        listed = rows.index if rows.index is not None else torch.from_numpy(rows.listed())
+        row = listed.to(device)[:, :, None, None]
+        head = torch.tensor(heads.listed(), device=device)
+        return (row + head, torch.zeros_like(head)) if self._slots else (row, head)

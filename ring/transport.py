@@ -1,0 +1,139 @@
+"""Moving tensors between the ranks of a group: post a batch of sends and receives, wait for it.
+
+A transport knows nothing of attention. Its contract, which a simulated one may use to the full:
+- a send reads its tensor at any time between `post` and the end of `wait`: do not change it before;
+- a receive writes its tensor at any time between `post` and the end of `wait`: neither read nor write it before;
+- messages from one rank to another match in the order in which they were posted, and have the receive's exact size;
+- nothing is sent to oneself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, eq=False)
+class Message:
+    """A contiguous tensor to send to, or to receive from, a peer (rank in the group). `label` says what it is."""
+
+    peer: int
+    tensor: torch.Tensor
+    label: str
+
+    @property
+    def bytes(self) -> int:
+        return self.tensor.numel() * self.tensor.element_size()
+
+
+class Pending(Protocol):
+    """A posted batch."""
+
+    def wait(self) -> None:
+        """Return when every send was read and every receive is there."""
+
+
+@runtime_checkable
+class Transport(Protocol):
+    """The ranks of one group, seen from one of them."""
+
+    rank: int
+    world_size: int
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """Start a batch of messages; an empty batch is allowed."""
+        ...
+
+    def agree(self, payload: bytes) -> list[bytes]:
+        """The payloads of all ranks in rank order; every rank calls it, with equally many bytes."""
+        ...
+
+
+class _Works:
+    """Handles of one batch, kept with the tensors until it is done: a dropped handle may lose its message."""
+
+    def __init__(self, works: Sequence[dist.Work], messages: Sequence[Message]) -> None:
+        self._works, self._messages = works, messages
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works, self._messages = (), ()
+
+
+class ProcessGroupTransport:
+    """A torch process group (gloo or NCCL), the whole world or part of it; peers are ranks of the group.
+
+    Raises ValueError on a process that is not a member.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = dist.group.WORLD if group is None else group
+        self.rank = dist.get_rank(self.group)
+        if self.rank < 0:
+            raise ValueError(f"group must contain the calling process; world rank {dist.get_rank()} is not a member")
+        self.world_size = dist.get_world_size(self.group)
+        self._on_gpu = dist.get_backend(self.group) == "nccl"
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        for message in (*sends, *receives):
+            _check(message, self.rank, self.world_size)
+        if self._on_gpu:  # in one group: NCCL would run sends and receives one after the other, and may deadlock
+            operations = [dist.P2POp(dist.isend, m.tensor, group=self.group, group_peer=m.peer) for m in sends]
+            operations += [dist.P2POp(dist.irecv, m.tensor, group=self.group, group_peer=m.peer) for m in receives]
+            works = dist.batch_isend_irecv(operations) if operations else []
+        else:
+            found = [dist.irecv(m.tensor, group=self.group, group_src=m.peer) for m in receives]
+            found += [dist.isend(m.tensor, group=self.group, group_dst=m.peer) for m in sends]
+            works = [work for work in found if work is not None]
+            assert len(works) == len(sends) + len(receives)
+        return _Works(works, (*sends, *receives))
+
+    def agree(self, payload: bytes) -> list[bytes]:
+        device = torch.device("cuda", torch.cuda.current_device()) if self._on_gpu else torch.device("cpu")
+        mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
+        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(everyone, mine, group=self.group)
+        return [theirs.cpu().numpy().tobytes() for theirs in everyone]
+
+
+class SoloTransport:
+    """The group of one: nobody to talk to, no process group needed."""
+
+    rank = 0
+    world_size = 1
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        assert not sends and not receives
+        return _Works((), ())
+
+    def agree(self, payload: bytes) -> list[bytes]:
+        return [payload]
+
+
+class RecordingTransport:
+    """Another transport, with a record of what went through: (peer, bytes, label) in the order of posting."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner, self.rank, self.world_size = inner, inner.rank, inner.world_size
+        self.sent: list[tuple[int, int, str]] = []
+        self.received: list[tuple[int, int, str]] = []
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        self.sent += [(m.peer, m.bytes, m.label) for m in sends]
+        self.received += [(m.peer, m.bytes, m.label) for m in receives]
+        return self.inner.post(sends, receives)
+
+    def agree(self, payload: bytes) -> list[bytes]:
+        return self.inner.agree(payload)
+
+
+def _check(message: Message, rank: int, world_size: int) -> None:
+    if not 0 <= message.peer < world_size or message.peer == rank:
+        raise ValueError(f"peer must be another rank of the {world_size}, got {message.peer} on rank {rank}")
+    if not message.tensor.is_contiguous() or not message.tensor.numel():
+        raise ValueError(f"message {message.label!r} must be contiguous and not empty")
