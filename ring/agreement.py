@@ -59,8 +59,7 @@ def agree(call: Call, transport: Transport, check: bool) -> None:
     signature = {} if error is not None else signature_of(call)
     said = json.dumps([type(error).__name__, str(error)] if error is not None else signature)
     digest = b"\0" * _DIGEST if error is not None else hashlib.blake2b(said.encode(), digest_size=_DIGEST).digest()
-    digests = transport.agree(digest)
-    if error is None and all(other == digest for other in digests):
+    if transport.unanimous(digest) and error is None:
         return
     raise _joint_error(_say(said, transport))
 
@@ -68,8 +67,8 @@ def agree(call: Call, transport: Transport, check: bool) -> None:
 def _say(said: str, transport: Transport) -> list[object]:
     """Everyone's words. Only on the way to an error, so two more messages do no harm."""
     mine = said.encode()
-    lengths = [int.from_bytes(other, "little") for other in transport.agree(len(mine).to_bytes(8, "little"))]
-    padded = transport.agree(mine.ljust(max(lengths)))
+    lengths = [int.from_bytes(other, "little") for other in transport.collect(len(mine).to_bytes(8, "little"))]
+    padded = transport.collect(mine.ljust(max(lengths)))
     return [json.loads(words[:length]) for words, length in zip(padded, lengths, strict=True)]
 
 

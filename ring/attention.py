@@ -89,6 +89,8 @@ def _transport(group: dist.ProcessGroup | Transport | None, layout: Layout) -> T
                 f"group must be given, or torch.distributed initialised, for a layout of {layout.world_size} ranks"
             )
         return SoloTransport()
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"group must be a process group, a Transport or None, got {group!r}")
     return ProcessGroupTransport(group)
 
 

@@ -48,7 +48,11 @@ class Transport(Protocol):
         """Start a batch of messages; an empty batch is allowed."""
         ...
 
-    def agree(self, payload: bytes) -> list[bytes]:
+    def unanimous(self, payload: bytes) -> bool:
+        """Whether all ranks gave the same bytes; every rank calls it, with equally many, a multiple of 8."""
+        ...
+
+    def collect(self, payload: bytes) -> list[bytes]:
         """The payloads of all ranks in rank order; every rank calls it, with equally many bytes."""
         ...
 
@@ -93,12 +97,21 @@ class ProcessGroupTransport:
             assert len(works) == len(sends) + len(receives)
         return _Works(works, (*sends, *receives))
 
-    def agree(self, payload: bytes) -> list[bytes]:
-        device = torch.device("cuda", torch.cuda.current_device()) if self._on_gpu else torch.device("cpu")
-        mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
+    def unanimous(self, payload: bytes) -> bool:
+        mine = torch.frombuffer(bytearray(payload), dtype=torch.int64)
+        both = torch.cat((mine, ~mine))
+        greatest = both.to(self._device())  # of the complements too: the greatest of those belong to the least
+        dist.all_reduce(greatest, op=dist.ReduceOp.MAX, group=self.group)
+        return torch.equal(greatest.cpu(), both)
+
+    def collect(self, payload: bytes) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self._device())
         everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(everyone, mine, group=self.group)
         return [theirs.cpu().numpy().tobytes() for theirs in everyone]
+
+    def _device(self) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device()) if self._on_gpu else torch.device("cpu")
 
 
 class SoloTransport:
@@ -111,7 +124,10 @@ class SoloTransport:
         assert not sends and not receives
         return _Works((), ())
 
-    def agree(self, payload: bytes) -> list[bytes]:
+    def unanimous(self, payload: bytes) -> bool:
+        return True
+
+    def collect(self, payload: bytes) -> list[bytes]:
         return [payload]
 
 
@@ -128,8 +144,11 @@ class RecordingTransport:
         self.received += [(m.peer, m.bytes, m.label) for m in receives]
         return self.inner.post(sends, receives)
 
-    def agree(self, payload: bytes) -> list[bytes]:
-        return self.inner.agree(payload)
+    def unanimous(self, payload: bytes) -> bool:
+        return self.inner.unanimous(payload)
+
+    def collect(self, payload: bytes) -> list[bytes]:
+        return self.inner.collect(payload)
 
 
 def _check(message: Message, rank: int, world_size: int) -> None:

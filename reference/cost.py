@@ -1,0 +1,388 @@
+"""What pattern x layout x exchange x bucket must cost, per rank: exact counts, written without any ring code.
+
+Vocabulary
+    block   (branch, offset) with the key/value heads that have at least one query head of that offset in that
+            branch. Its width is the number of those heads.
+    slot    one (row, key/value head) of one block: a key and a value vector, 2*B*D elements. A row that is
+            needed through two branches travels once for each, so costs add up over branches.
+    need    rank d needs row j of a block if a query row i of d lies in the same segment, both are selected by
+            the block, and (not causal or j <= i).
+    travel  the farthest that a slot of rank s must go along the ring: max of (d - s) mod p over the d != s
+            that need it, 0 if no other rank does.
+
+A layout is given as the global positions that each rank holds; their local order costs nothing.
+Counts are exact: int64 arrays (far below 2**53) or Python integers. Bytes, unless a name says slots or pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reference.pattern import Branch, Pattern
+
+Ints = NDArray[np.int64]
+EXCHANGES = ("ring", "direct", "gather")
+_UNBOUNDED = 1 << 60  # slots
+
+
+@dataclass(frozen=True)
+class Block:
+    branch: int  # index in the pattern
+    offset: int
+    kv_heads: tuple[int, ...]
+    query_heads: int  # how many
+
+    @property
+    def width(self) -> int:
+        return len(self.kv_heads)
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one branch makes ranks want of each other; its n rows in the order of `Setting.rows`.
+
+    A branch puts a row into one block at most: the grids of its offsets, all below its rate, are disjoint.
+    """
+
+    offset: Ints  # (n,) of the block that selects the row; -1 where none does
+    width: Ints  # (n,) slots that the row takes; 0 where no block selects it
+    needed: NDArray[np.bool_]  # (p, n) by ranks other than the owner
+    travel: Ints  # (n,)
+    pairs: Ints  # (n,) (query head, key) pairs that the row sees as a query
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """One problem. `positions`: per rank, the global positions held; together a permutation of range(n).
+
+    itemsize: bytes of the working type (8, 4 or 2). Sums are kept in fp64 for fp64 and in fp32 otherwise.
+    Raises ValueError where positions, heads, itemsize or sizes do not make sense together.
+    """
+
+    pattern: Pattern
+    positions: Sequence[Ints]
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    itemsize: int = 4
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "positions", tuple(np.asarray(x, np.int64) for x in self.positions))
+        for name in ("batch", "heads", "kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads is {self.heads}; it must be a multiple of kv_heads, {self.kv_heads}")
+        if self.itemsize not in (2, 4, 8):
+            raise ValueError(f"itemsize is {self.itemsize}; it must be 2, 4 or 8 bytes")
+        if not self.positions or any(x.ndim != 1 for x in self.positions):
+            raise ValueError("positions must be one one-dimensional array per rank, for at least one rank")
+        n = self.rows.size
+        if n and (self.rows.min() < 0 or self.rows.max() >= n or np.bincount(self.rows).max() > 1):
+            raise ValueError(f"positions must hold every number of range({n}) exactly once")
+        self.pattern.validate(self.heads)
+
+    @property
+    def world(self) -> int:
+        return len(self.positions)
+
+    @property
+    def accumulator_itemsize(self) -> int:
+        return 8 if self.itemsize == 8 else 4
+
+    @property
+    def slot_bytes(self) -> tuple[int, int]:
+        """Of a key and a value vector: (in the working type, their gradients in the accumulator's)."""
+        elements = 2 * self.batch * self.head_dim
+        return elements * self.itemsize, elements * self.accumulator_itemsize
+
+    @cached_property
+    def counts(self) -> Ints:
+        return np.array([x.size for x in self.positions], np.int64)  # (p,)
+
+    @cached_property
+    def rows(self) -> Ints:
+        return np.concatenate(self.positions)  # (n,) global positions, shard after shard
+
+    @cached_property
+    def owner(self) -> Ints:
+        return np.repeat(np.arange(self.world), self.counts)  # (n,)
+
+    @cached_property
+    def needs(self) -> tuple[Need, ...]:
+        """One per branch."""
+        distance = (np.arange(self.world)[:, None] - self.owner) % self.world  # (p, n)
+        return tuple(_need(self, i, branch, distance) for i, branch in enumerate(self.pattern.branches))
+
+    @cached_property
+    def slots(self) -> Ints:
+        """(p, p): slots of rank [s] that rank [d] needs, over all blocks; the diagonal is 0."""
+        p, total = self.world, np.zeros(self.world**2, np.int64)
+        for need in self.needs:
+            dst, row = np.nonzero(need.needed)
+            total += np.bincount(self.owner[row] * p + dst, need.width[row], p * p).astype(np.int64)
+        return total.reshape(p, p)
+
+    @cached_property
+    def ending(self) -> Ints:
+        """(p, p): slots of rank [s] whose travel is exactly [t]; column 0 is those that stay at home."""
+        p, total = self.world, np.zeros(self.world**2, np.int64)
+        for need in self.needs:
+            total += np.bincount(self.owner * p + need.travel, need.width, p * p).astype(np.int64)
+        return total.reshape(p, p)
+
+    @cached_property
+    def visiting(self) -> Ints:
+        """(p, p): slots of rank [s] whose travel is at least [t]: what arrives at rank s + t."""
+        return np.cumsum(self.ending[:, ::-1], axis=1)[:, ::-1]
+
+    @cached_property
+    def widest(self) -> int:
+        """W, the greatest width among the blocks of which any rank needs a row of another; 0 without any."""
+        return max((int(x.width.max(where=x.travel > 0, initial=0)) for x in self.needs), default=0)
+
+
+def blocks(setting: Setting, index: int) -> list[Block]:
+    """The blocks of branch `index` of the pattern, by offset."""
+    group = setting.heads // setting.kv_heads
+    served: dict[int, list[int]] = {}  # offset -> key/value head of each query head
+    for head, offset in enumerate(setting.pattern.branches[index].offsets(setting.heads)):
+        if offset is not None:
+            served.setdefault(offset, []).append(head // group)
+    return [Block(index, o, tuple(dict.fromkeys(kv)), len(kv)) for o, kv in sorted(served.items())]
+
+
+def _need(setting: Setting, index: int, branch: Branch, distance: Ints) -> Need:
+    p, rows, owner, n = setting.world, setting.rows, setting.owner, setting.rows.size
+    length = max(1, min(branch.segment_length or n, n))  # a segment longer than the sequence changes nothing
+    rate = min(branch.dilation_rate, length)  # nor does a rate beyond the segment: one row per phase
+    segment, local = np.divmod(rows, length)
+    phase = local % rate  # a block selects the rows whose phase is its offset, because 0 <= offset < rate
+
+    by_phase = np.zeros((3, rate), np.int64)
+    by_phase[2] = -1
+    for block in blocks(setting, index):
+        if block.offset < rate:  # the others select nothing
+            by_phase[:, block.offset] = block.width, block.query_heads, block.offset
+    width, query_heads, offset = by_phase[:, phase]  # (3, n)
+
+    # A rank needs a row if its last query in (segment, phase) exists and, if causal, is not before the row.
+    grid = segment * rate + phase  # (n,)
+    grids = (n // length + 1) * rate
+    last = np.full(p * grids, -1, np.int64)
+    np.maximum.at(last, owner * grids + grid, rows)
+    needed = last.reshape(p, grids)[:, grid] >= (rows if setting.pattern.causal else 0)
+    needed &= (width > 0) & (distance > 0)
+    travel = distance.max(axis=0, where=needed, initial=0)
+
+    # Keys on the grid of the row's segment, up to the row if causal: local indices phase % rate, + rate, ...
+    end = local + 1 if setting.pattern.causal else np.minimum(length, n - segment * length)
+    return Need(offset, width, needed, travel, query_heads * ((end - 1 - phase) // rate + 1))
+
+
+def needed_rows(setting: Setting, src: int, dst: int) -> list[tuple[Block, Ints]]:
+    """Which positions of rank src rank dst needs, per block that has any, in src's local order."""
+    here = setting.owner == src
+    found = []
+    for index, need in enumerate(setting.needs):
+        for block in blocks(setting, index):
+            rows = setting.rows[here & need.needed[dst] & (need.offset == block.offset)]
+            if rows.size:
+                found.append((block, rows))
+    return found
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes sent from rank [i] to rank [j], each (p, p) with a zero diagonal."""
+
+    forward: Ints  # keys and values
+    backward_kv: Ints  # keys and values once more
+    backward_gradients: Ints  # their gradients, in the accumulator's type
+
+    @property
+    def backward(self) -> Ints:
+        return self.backward_kv + self.backward_gradients
+
+
+def sent(setting: Setting, exchange: str) -> Traffic:
+    """Bytes from rank to rank. No bucket changes them.
+
+    direct  d receives from s the slots that it needs; their gradients go the same way back.
+    ring    a slot goes r -> r+1 `travel` times. Its gradient starts at the first rank visited, follows it for
+            travel - 1 hops, and goes straight home from the last: `travel` messages as well.
+    gather  every shard, all rows and heads, to every other rank; its gradients back from every other rank.
+    """
+    p, ranks = setting.world, np.arange(setting.world)
+    if known(exchange) == "ring":
+        keys, gradients = np.zeros((2, p, p), np.int64)
+        for t in range(1, p):
+            before, here = (ranks + t - 1) % p, (ranks + t) % p
+            keys[before, here] += setting.visiting[:, t]
+            if t > 1:
+                gradients[before, here] += setting.visiting[:, t]
+            gradients[here, ranks] += setting.ending[:, t]
+    elif exchange == "direct":
+        keys, gradients = setting.slots, setting.slots.T
+    else:
+        keys = (setting.counts * setting.kv_heads)[:, None] * (ranks[:, None] != ranks)
+        gradients = keys.T
+    size, gradient_size = setting.slot_bytes
+    return Traffic(keys * size, keys * size, gradients * gradient_size)
+
+
+def known(exchange: str) -> str:
+    if exchange not in EXCHANGES:
+        raise ValueError(f"exchange is {exchange!r}; it must be one of {', '.join(EXCHANGES)}")
+    return exchange
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Bytes of communication buffers per rank, each (p,)."""
+
+    landings: Ints  # keys and values received, working type
+    outbox: Ints  # own keys and values packed, working type
+    gradients: Ints  # gradients of what landed, accumulator's type; backward only
+    returned: Ints  # gradients that come home, accumulator's type; backward only
+
+    @property
+    def forward(self) -> Ints:
+        return self.landings + self.outbox
+
+    @property
+    def backward(self) -> Ints:
+        return self.forward + self.gradients + self.returned
+
+
+def buffers(setting: Setting, exchange: str, bucket: int) -> Buffers:
+    """Bytes of every communication buffer that an exchange allocates; bucket in tokens. All are 0 for one rank.
+
+    With cap = bucket * Hk slots, most = cap + W - 1, v(s, t) = slots of s with travel >= t, e(s, t) = those
+    with travel == t, n_r = rows of rank r; in slots of rank d:
+
+                 landing                       outbox                      returned
+        ring     max_t min(v(d-t, t), most)    min(v(d, 1), most)          landing + max_t min(e(d, t), most)
+        direct   max over rounds, sum over     the same, over what         as the outbox
+                 distances of the slots        rank d serves in
+                 taken (<= most if cut)        the round
+        gather   Hk * (n - n_d)                Hk * n_d                    (p - 1) * Hk * n_d
+
+    Forward: landings (two, so that one fills while the other is used; one for gather) and the outbox, in the
+    working type. Backward: the same again, and in the accumulator's type as many gradient buffers as there
+    are landings, and `returned`.
+    """
+    one, outbox, returned = _boxes(setting, exchange, bucket)
+    copies = 1 if exchange == "gather" else 2
+    size, gradient_size = setting.slot_bytes
+    return Buffers(copies * one * size, outbox * size, copies * one * gradient_size, returned * gradient_size)
+
+
+def landing(setting: Setting, exchange: str, bucket: int) -> Ints:
+    """Slots (p,) of one receive buffer of each rank; times `slot_bytes[0]` for bytes."""
+    return _boxes(setting, exchange, bucket)[0]
+
+
+def _boxes(setting: Setting, exchange: str, bucket: int) -> tuple[Ints, Ints, Ints]:
+    """The table of `buffers`: slots (p,) of landing, outbox, returned."""
+    p, ranks = setting.world, np.arange(setting.world)
+    most = _cap(setting, bucket) + setting.widest - 1
+    own = setting.counts * setting.kv_heads
+    landing, outbox, home = np.zeros((3, p), np.int64)
+    if known(exchange) == "gather":
+        return own.sum() - own, own if p > 1 else 0 * own, (p - 1) * own
+    if exchange == "ring":
+        for t in range(1, p):
+            landing = np.maximum(landing, np.minimum(setting.visiting[ranks - t, t], most))
+            home = np.maximum(home, np.minimum(setting.ending[:, t], most))
+        outbox = np.minimum(setting.visiting[:, 1:2].sum(axis=1), most)  # no column 1 where p is 1
+        return landing, outbox, landing + home
+    taken = _by_distance(setting)  # (t, d)
+    served = setting.slots[ranks, (ranks + ranks[:, None]) % p]  # (t, s)
+    for distances, _ in rounds(setting, bucket):  # only what is cut can be more than `most`
+        landing = np.maximum(landing, np.minimum(taken[distances], most).sum(axis=0))
+        outbox = np.maximum(outbox, np.minimum(served[distances], most).sum(axis=0))
+    return landing, outbox, outbox
+
+
+def _cap(setting: Setting, bucket: int) -> int:
+    """Slots that a bucket holds. A row is not split, so a buffer for it must hold up to W - 1 more."""
+    if bucket < 1:
+        raise ValueError(f"bucket is {bucket}; it must be at least 1 token")
+    return bucket * setting.kv_heads
+
+
+def _by_distance(setting: Setting) -> Ints:
+    """(p, p): slots that at distance [t], first index, rank [d] takes from rank (d - t) mod p."""
+    ranks = np.arange(setting.world)
+    return setting.slots[(ranks - ranks[:, None]) % setting.world, ranks]
+
+
+def rounds(setting: Setting, bucket: int) -> list[tuple[list[int], bool]]:
+    """The rounds of `direct`, the same on every rank: (distances served, whether the round is cut in chunks).
+
+    At distance t rank d takes from rank (d - t) mod p. Distances of which no rank needs anything are skipped;
+    others are grouped in order while the sum of the greatest message of each fits the bucket. One that alone
+    is greater is cut: the row that starts at slot x of a message belongs to chunk x // cap.
+    """
+    found: list[tuple[list[int], bool]] = []
+    cap, held = _cap(setting, bucket), _UNBOUNDED  # held: by the last group; nothing joins before the first
+    for t, greatest in enumerate(_by_distance(setting).max(axis=1).tolist()):
+        if greatest and held + greatest <= cap:
+            found[-1][0].append(t)
+            held += greatest
+        elif greatest:
+            found.append(([t], greatest > cap))
+            held = greatest
+    return found
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Floating-point operations of the matrix products per rank, two for a multiplication and addition."""
+
+    pairs: tuple[int, ...]  # (query head, query, key) that the rank's rows see, with multiplicity
+    forward: tuple[int, ...]  # 2 products: S, O; 4*B*D per pair
+    backward: tuple[int, ...]  # 5 products: S again, dP, dV, dQ, dK
+
+    @property
+    def total(self) -> int:
+        return sum(self.forward) + sum(self.backward)
+
+    @property
+    def imbalance(self) -> float:
+        """The busiest rank over the mean; 1.0 where all are equal, idle ones too."""
+        mean = sum(self.pairs) / len(self.pairs)
+        return max(self.pairs) / mean if mean else 1.0
+
+
+def flops(setting: Setting) -> Flops:
+    upto = np.zeros(setting.rows.size + 1, np.int64)  # pairs of all rows before, so shards are differences
+    for need in setting.needs:
+        upto[1:] += np.cumsum(need.pairs)
+    ends = np.cumsum(setting.counts)
+    pairs = tuple((upto[ends] - upto[ends - setting.counts]).tolist())
+    product = 2 * setting.batch * setting.head_dim
+    return Flops(pairs, tuple(2 * product * x for x in pairs), tuple(5 * product * x for x in pairs))
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Bytes per rank held apart from communication, each (p,)."""
+
+    shards: Ints  # q, k, v, out in the working type; lse in the accumulator's
+    accumulator: Ints  # out and lse, accumulator's type; forward
+    gradients: Ints  # dq, dk, dv summed in the accumulator's type; backward
+
+
+def resident(setting: Setting) -> Resident:
+    rows, wide = setting.batch * setting.counts, setting.accumulator_itemsize
+    lse = rows * setting.heads  # elements
+    q, kv = lse * setting.head_dim, rows * setting.kv_heads * setting.head_dim
+    return Resident(2 * (q + kv) * setting.itemsize + lse * wide, (q + lse) * wide, (q + 2 * kv) * wide)

@@ -1,0 +1,352 @@
+"""`reference.cost` against a triple loop over (head, query, key), and against closed forms and laws."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reference.cost import (
+    EXCHANGES,
+    Setting,
+    blocks,
+    buffers,
+    flops,
+    landing,
+    needed_rows,
+    resident,
+    rounds,
+    sent,
+)
+from reference.pattern import Branch, Pattern
+
+Slot = tuple[int, int, int, int]  # branch, offset, key position, key/value head
+
+
+@st.composite
+def branches(draw: st.DrawFn, heads: int) -> Branch:
+    rate = draw(st.integers(1, 5))
+    start = draw(st.integers(0, heads - 1))
+    served = draw(st.none() | st.integers(start + 1, heads).map(lambda stop: range(start, stop)))
+    count = heads if served is None else len(served)
+    offset = draw(
+        st.integers(0, rate - 1)
+        | st.lists(st.integers(0, rate - 1), min_size=count, max_size=count).map(lambda x: tuple(x))
+    )
+    return Branch(draw(st.none() | st.integers(1, 20)), rate, offset, served)
+
+
+@st.composite
+def problems(draw: st.DrawFn, max_branches: int = 3) -> Setting:
+    n, p = draw(st.integers(0, 16)), draw(st.integers(1, 5))
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    heads = kv_heads * group
+    parts = draw(st.lists(branches(heads), min_size=1, max_size=max_branches))
+    cuts = sorted(draw(st.lists(st.integers(0, n), min_size=p - 1, max_size=p - 1)))
+    positions = np.split(np.array(draw(st.permutations(range(n))), np.int64), cuts)
+    pattern, itemsize = Pattern(tuple(parts), draw(st.booleans())), draw(st.sampled_from([2, 4, 8]))
+    batch, head_dim = draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    return Setting(pattern, positions, batch, heads, kv_heads, head_dim, itemsize)
+
+
+UNBOUNDED = 10**6  # tokens: more than any sequence here has
+buckets = st.just(UNBOUNDED) | st.integers(1, 20)
+budget = settings(max_examples=150, deadline=None)
+
+
+@dataclass
+class Count:
+    """Straight from the definition: no vectors, no shortcuts."""
+
+    # Ranks other than the owner that need the slot.
+    users: dict[Slot, set[int]] = field(default_factory=lambda: defaultdict(set))
+    pairs: Counter[int] = field(default_factory=Counter)
+    owner: dict[int, int] = field(default_factory=dict)
+    widest: int = 0
+    world: int = 1
+
+    def travel(self, slot: Slot) -> int:
+        return max((user - self.owner[slot[2]]) % self.world for user in self.users[slot])
+
+    def taken(self, dst: int, src: int) -> int:
+        return sum(dst in users for slot, users in self.users.items() if self.owner[slot[2]] == src)
+
+    def visiting(self, src: int, t: int) -> int:
+        return sum(self.travel(slot) >= t for slot in self.users if self.owner[slot[2]] == src)
+
+    def ending(self, src: int, t: int) -> int:
+        return sum(self.travel(slot) == t for slot in self.users if self.owner[slot[2]] == src)
+
+
+def count(s: Setting) -> Count:
+    found = Count(world=len(s.positions))
+    found.owner = {int(x): rank for rank, held in enumerate(s.positions) for x in held}
+    n = len(found.owner)
+    for b, branch in enumerate(s.pattern.branches):
+        w, r = branch.segment_length or max(n, 1), branch.dilation_rate
+        for head, o in enumerate(branch.offsets(s.heads)):
+            for i in range(n):
+                for j in range(n):
+                    if o is None or i // w != j // w or (s.pattern.causal and j > i):
+                        continue
+                    if not all(x % w >= o and (x % w - o) % r == 0 for x in (i, j)):
+                        continue
+                    found.pairs[found.owner[i]] += 1
+                    if found.owner[i] != found.owner[j]:
+                        found.users[b, o, j, head * s.kv_heads // s.heads].add(found.owner[i])
+    for b, o in {(slot[0], slot[1]) for slot in found.users}:
+        serving = [h for h, x in enumerate(s.pattern.branches[b].offsets(s.heads)) if x == o]
+        found.widest = max(found.widest, len({h * s.kv_heads // s.heads for h in serving}))
+    return found
+
+
+def units(s: Setting) -> tuple[int, int]:
+    elements = 2 * s.batch * s.head_dim
+    return elements * s.itemsize, elements * (8 if s.itemsize == 8 else 4)
+
+
+@budget
+@given(problems())
+def test_need_travel_pairs(s: Setting) -> None:
+    true, p = count(s), len(s.positions)
+    assert list(flops(s).pairs) == [true.pairs[rank] for rank in range(p)]
+    assert s.widest == true.widest
+    for src in range(p):
+        for dst in range(p):
+            seen = {
+                (block.branch, block.offset, int(row), kv)
+                for block, rows in needed_rows(s, src, dst)
+                for row in rows
+                for kv in block.kv_heads
+            }
+            assert seen == {x for x, users in true.users.items() if true.owner[x[2]] == src and dst in users}
+            assert s.slots[src, dst] == len(seen)
+    for b, need in enumerate(s.needs):
+        for row, o, t in zip(s.rows, need.offset, need.travel, strict=True):
+            slots = [x for x in true.users if x[0] == b and x[2] == row]
+            assert [true.travel(x) for x in slots] == [t] * len(slots) and (t == 0) == (not slots)
+            assert all(x[1] == o for x in slots)
+
+
+@budget
+@given(problems())
+def test_sent_message_by_message(s: Setting) -> None:
+    """Every message of every slot, one at a time."""
+    true, p = count(s), len(s.positions)
+    size, gradient_size = units(s)
+    for exchange in EXCHANGES:
+        kv, gradients = np.zeros((2, p, p), np.int64)
+        if exchange == "gather":
+            for src in range(p):
+                for dst in set(range(p)) - {src}:
+                    kv[src, dst] += len(s.positions[src]) * s.kv_heads * size
+                    gradients[dst, src] += len(s.positions[src]) * s.kv_heads * gradient_size
+        for slot, users in true.users.items():
+            home = true.owner[slot[2]]
+            if exchange == "direct":
+                for user in users:
+                    kv[home, user] += size
+                    gradients[user, home] += gradient_size
+            elif exchange == "ring":
+                place, left, carries = home, set(users), False
+                while left:
+                    kv[place, (place + 1) % p] += size
+                    if carries:
+                        gradients[place, (place + 1) % p] += gradient_size
+                    place, carries = (place + 1) % p, True
+                    left.discard(place)
+                gradients[place, home] += gradient_size
+        traffic = sent(s, exchange)
+        assert (traffic.forward == kv).all() and (traffic.backward_kv == kv).all()
+        assert (traffic.backward_gradients == gradients).all()
+        assert (traffic.backward == kv + gradients).all()
+
+
+def plain_rounds(true: Count, cap: float) -> list[tuple[list[int], bool]]:
+    p = true.world
+    found: list[tuple[list[int], bool]] = []
+    total = np.inf  # of the last round; nothing may join it at first
+    for t in range(1, p):
+        m = max(true.taken(d, (d - t) % p) for d in range(p))
+        if m > cap:
+            found.append(([t], True))
+            total = np.inf
+        elif m and total + m <= cap and found:
+            found[-1][0].append(t)
+            total += m
+        elif m:
+            found.append(([t], False))
+            total = m
+    return found
+
+
+def plain_boxes(s: Setting, true: Count, exchange: str, bucket: int, d: int) -> tuple[int, int, int]:
+    """Slots of (landing, outbox, returned) of rank d."""
+    p, distances = true.world, range(1, true.world)
+    cap = bucket * s.kv_heads
+    most = cap + true.widest - 1
+    if exchange == "gather":
+        own = len(s.positions[d]) * s.kv_heads
+        return sum(len(x) for x in s.positions) * s.kv_heads - own, own if p > 1 else 0, (p - 1) * own
+    if exchange == "ring":
+        land = max((min(true.visiting((d - t) % p, t), most) for t in distances), default=0)
+        home = max((min(true.ending(d, t), most) for t in distances), default=0)
+        return land, min(true.visiting(d, 1), most), land + home
+    land = out = 0
+    for group, cut in plain_rounds(true, cap):
+        takes = [true.taken(d, (d - t) % p) for t in group]
+        serves = [true.taken((d + t) % p, d) for t in group]
+        land = max(land, sum(min(x, most) if cut else x for x in takes))
+        out = max(out, sum(min(x, most) if cut else x for x in serves))
+    return land, out, out
+
+
+@budget
+@given(problems(), buckets)
+def test_buffers(s: Setting, bucket: int) -> None:
+    true = count(s)
+    size, gradient_size = units(s)
+    cap = bucket * s.kv_heads
+    assert rounds(s, bucket) == plain_rounds(true, cap)
+    for exchange in EXCHANGES:
+        copies, got = 1 if exchange == "gather" else 2, buffers(s, exchange, bucket)
+        for d in range(true.world):
+            land, out, returned = plain_boxes(s, true, exchange, bucket, d)
+            assert landing(s, exchange, bucket)[d] == land
+            assert got.landings[d] == copies * land * size and got.outbox[d] == out * size
+            assert got.gradients[d] == copies * land * gradient_size
+            assert got.returned[d] == returned * gradient_size
+            forward = (copies * land + out) * size
+            assert got.forward[d] == forward
+            assert got.backward[d] == forward + (copies * land + returned) * gradient_size
+
+
+@budget
+@given(problems(), st.integers(1, 20), st.randoms(use_true_random=False))
+def test_chunks_fit_the_landing(s: Setting, bucket: int, random: Random) -> None:
+    """Whatever the order of rows in a message, no chunk of whole rows is larger than its buffer."""
+    cap, p = bucket * s.kv_heads, len(s.positions)
+    for distances, cut in rounds(s, bucket):
+        for d in range(p):
+            total = 0
+            for t in distances:
+                widths = [block.width for block, rows in needed_rows(s, (d - t) % p, d) for _ in rows]
+                random.shuffle(widths)
+                chunks: Counter[int] = Counter()
+                at = 0
+                for width in widths:
+                    chunks[at // cap if cut else 0] += width
+                    at += width
+                total += max(chunks.values(), default=0)
+            assert total <= landing(s, "direct", bucket)[d]
+            assert total <= cap + s.widest - 1
+
+
+@budget
+@given(problems())
+def test_cheaper_exchanges(s: Setting) -> None:
+    """A slot that k ranks need costs k messages with direct, travel >= k with ring; travel <= p - 1.
+
+    So direct <= ring; ring <= gather where each (row, kv head) is in one block at most, as within one branch,
+    and ring <= m * gather where a kv head is served by up to m branches.
+    """
+    direct, ring, gather = (sent(s, x) for x in EXCHANGES[1::-1] + EXCHANGES[2:])
+    m = max(
+        sum(any(kv in block.kv_heads for block in blocks(s, b)) for b in range(len(s.pattern.branches)))
+        for kv in range(s.kv_heads)
+    )
+    for part in ("forward", "backward_kv", "backward_gradients"):
+        low, middle, high = (getattr(x, part).sum() for x in (direct, ring, gather))
+        assert low <= middle <= m * high
+        assert (getattr(direct, part) <= m * getattr(gather, part)).all()  # holds pair by pair, too
+    assert (landing(s, "direct", UNBOUNDED) <= m * landing(s, "gather", UNBOUNDED)).all()
+
+
+@budget
+@given(problems(), st.integers(1, 20))
+def test_bucket_bounds_landings(s: Setting, bucket: int) -> None:
+    whole = landing(s, "ring", UNBOUNDED), landing(s, "direct", UNBOUNDED)
+    for exchange, unbounded in zip(("ring", "direct"), whole, strict=True):
+        got = landing(s, exchange, bucket)
+        assert (got <= unbounded).all() and (got <= bucket * s.kv_heads + max(s.widest - 1, 0)).all()
+
+
+def shards(*held: list[int]) -> list[np.ndarray]:
+    return [np.array(x, np.int64) for x in held]
+
+
+def test_worked_by_hand() -> None:
+    """Positions 0 1 2 | 3 | - | 4 5, causal, w = 4, r = 2, offset 1 for the one head: 1 -> 3; 5 is alone.
+
+    Row 1 of rank 0 is needed by rank 1 only. A pair (3, 1), and the selected rows 1, 3, 5 see themselves.
+    """
+    s = Setting(Pattern((Branch(4, 2, 1),), True), shards([2, 1, 0], [3], [], [5, 4]), 1, 1, 1, 1, 2)
+    assert [(b.offset, x.tolist()) for b, x in needed_rows(s, 0, 1)] == [(1, [1])]
+    assert s.slots.sum() == 1 and flops(s).pairs == (1, 2, 0, 1)
+    assert sent(s, "ring").forward[0, 1] == 4 == sent(s, "ring").forward.sum()
+    assert sent(s, "ring").backward_gradients[1, 0] == 8 == sent(s, "ring").backward_gradients.sum()
+    assert flops(s).forward == (4, 8, 0, 4) and flops(s).backward == (10, 20, 0, 10)
+    assert flops(s).imbalance == 2.0
+    # Shards of 3 rows: q, k, v, out of 2 bytes and an lse of 4; out and lse again of 4; dq, dk, dv of 4.
+    held = resident(s)
+    assert (held.shards[0], held.accumulator[0], held.gradients[0]) == (3 * 4 * 2 + 3 * 4, 3 * 8, 3 * 12)
+    assert not (held.shards[2] or held.accumulator[2] or held.gradients[2])
+
+
+def test_lengths_beyond_the_sequence() -> None:
+    """No table grows with a segment or a rate that no sequence has."""
+    huge = Setting(Pattern((Branch(10**15, 10**15, 2),)), shards([0, 2], [1]), 1, 1, 1, 1)
+    assert flops(huge).pairs == (1, 0) and not huge.slots.any()
+    wide = Setting(Pattern((Branch(10**15, 2),)), shards([0, 1], [2]), 1, 1, 1, 1)
+    assert flops(wide).pairs == (2, 2) and wide.slots.tolist() == [[0, 1], [1, 0]]
+
+
+def test_resident_counts_elements() -> None:
+    s = Setting(Pattern.dense(), [np.arange(r, 12, 3) for r in range(3)], 2, 6, 3, 5, 8)
+    q, kv, lse = 2 * 4 * 6 * 5, 2 * 4 * 3 * 5, 2 * 4 * 6
+    assert resident(s).shards.tolist() == [8 * (2 * q + 2 * kv + lse)] * 3
+    assert resident(s).accumulator.tolist() == [8 * (q + lse)] * 3
+    assert resident(s).gradients.tolist() == [8 * (q + 2 * kv)] * 3
+
+
+def test_ring_memory_falls_as_one_over_p() -> None:
+    n = 8192
+    for p in (2, 4, 8):
+        held = buffers(Setting(Pattern.dense(), np.array_split(np.arange(n), p), 1, 4, 4, 8), "ring", UNBOUNDED)
+        assert (held.backward == (2 + 1 + 2 + 2) * (n // p) * 4 * 2 * 8 * 4).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"positions": ([0, 1], [1])}, "positions"),
+        ({"positions": ([0, 1], [3])}, "positions"),
+        ({"positions": ([0, 1], [-1])}, "positions"),
+        ({"positions": ()}, "positions"),
+        ({"positions": ([[0], [1]],)}, "positions"),
+        ({"kv_heads": 3}, "heads"),
+        ({"batch": 0}, "batch"),
+        ({"itemsize": 3}, "itemsize"),
+        ({"pattern": Pattern((Branch(heads=range(5)),))}, "heads"),
+    ],
+)
+def test_refuses(change: dict[str, object], named: str) -> None:
+    fields: dict[str, Any] = {"pattern": Pattern.dense(), "positions": ([0, 1], [2]), "batch": 1, "heads": 4}
+    with pytest.raises(ValueError, match=named):
+        Setting(**{**fields, "kv_heads": 2, "head_dim": 8, "itemsize": 4, **change})
+
+
+def test_refuses_exchange_and_bucket() -> None:
+    s = Setting(Pattern.dense(), shards([0, 1], [2]), 1, 1, 1, 1)
+    with pytest.raises(ValueError, match="exchange"):
+        sent(s, "star")
+    with pytest.raises(ValueError, match="exchange"):
+        buffers(s, "star", 1)
+    with pytest.raises(ValueError, match="bucket"):
+        buffers(s, "ring", 0)
