@@ -73,7 +73,7 @@ def ring_attention(
     agree(call, transport, check)
     heads, kv_heads, dim = q.shape[2], k.shape[2], q.shape[3]
     if bucket is None:
-        bucket = default_bucket(layout, q.shape[0], heads, kv_heads, dim, q.dtype, kernel)
+        bucket = default_bucket(layout, heads, kv_heads, q.dtype)
     plan = plan_of(pattern, layout, transport.rank, heads, kv_heads, exchange, bucket)
     walk = _Walk(plan, transport, kernel, dim**-0.5 if scale is None else float(scale))
     out, lse = _RingAttention.apply(q, k, v, walk)
@@ -147,7 +147,7 @@ def _forward(walk: _Walk, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
         for tile in arrival.tiles:
             query = queries.view(tile.query_rows, tile.query_heads)
             key, value = _keys(arrival, tile)
-            name = kernels.choose(walk.kernel, q.device, tile, dlse=False)
+            name = kernels.choose(walk.kernel, q.device, tile, walk.scale, dlse=False)
             out, lse = kernels.forward(name, query, key, value, tile, walk.scale)
             accumulator.merge(tile.query_rows, tile.query_heads, out, lse)
     return accumulator.out.to(q.dtype), accumulator.lse
@@ -195,7 +195,7 @@ def _tile_gradients(walk: _Walk, arrival: Arrival, rows: _Rows, with_dlse: bool)
             rows.dout.view(*where), rows.out.view(*where),
             rows.lse.view(*where).squeeze(-1), rows.delta.view(*where).squeeze(-1),
         )  # fmt: skip
-        name = kernels.choose(walk.kernel, rows.q.x.device, tile, with_dlse)
+        name = kernels.choose(walk.kernel, rows.q.x.device, tile, walk.scale, with_dlse)
         dq, dk, dv = kernels.backward(name, rows.q.view(*where), key, value, saved, tile, walk.scale)
         rows.dq.add(*where, dq)
         arrival.key_grad.add(tile.key_rows, tile.key_heads, dk)

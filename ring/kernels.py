@@ -11,7 +11,7 @@ algorithm 2).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,9 @@ from ring.plan import Tile
 
 KERNELS = ("auto", "math", "flash")
 Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Tile, float], tuple[torch.Tensor, torch.Tensor]]
+
+# The math kernel takes at least so many query rows at a time.
+_LEAST_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -35,13 +37,14 @@ class Saved:
     delta: torch.Tensor
 
 
-def choose(kernel: str, device: torch.device, tile: Tile, dlse: bool) -> str:
+def choose(kernel: str, device: torch.device, tile: Tile, scale: float, dlse: bool) -> str:
     """The kernel that takes a tile: "flash" or "math".
 
-    Torch's fused CPU kernel takes full and causal tiles on the CPU. Masks by position, a gradient through lse and other
-    devices are the math kernel's, for "auto" and "flash" alike.
+    Torch's fused CPU kernel takes full and causal tiles on the CPU, if the scale is positive: it multiplies masked
+    scores, which are -inf, by it. Masks by position, a gradient through lse, other scales and other devices are the
+    math kernel's, for "auto" and "flash" alike.
     """
-    fused = kernel != "math" and device.type == "cpu" and tile.mask is not Mask.POSITION and not dlse
+    fused = kernel != "math" and device.type == "cpu" and tile.mask is not Mask.POSITION and scale > 0 and not dlse
     return "flash" if fused else "math"
 
 
@@ -61,19 +64,26 @@ def backward(
     return _math_backward(q, k, v, saved, tile, scale)
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, tile: Tile, scale: float) -> torch.Tensor:
-    """scale * q k^T with -inf where the mask hides a key: (F, B, G, P, Lq, Lk). q, k in the accumulator's type."""
-    folds, batch, groups, share, length, dim = q.shape
-    rows = q.reshape(folds, batch, groups, share * length, dim)
-    scores = (rows @ k.squeeze(3).mT).mul_(scale).view(folds, batch, groups, share, length, -1)
+def _row_blocks(q: torch.Tensor, k: torch.Tensor) -> Iterator[slice]:
+    """Query rows in blocks whose scores are no larger than q itself: the workspace is O(n / p), whatever the bucket."""
+    length, keys = q.shape[-2], k.shape[-2]
+    step = max(_LEAST_ROWS, length * q.shape[-1] // keys)
+    return (slice(start, min(start + step, length)) for start in range(0, length, step))
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, tile: Tile, scale: float, rows: slice) -> torch.Tensor:
+    """scale * q k^T, -inf where hidden: (F, B, G, P * L, Lk). q (F, B, G, P, L, D), k (F, B, G, Lk, D)."""
+    scores = (q.flatten(3, 4) @ k.mT).mul_(scale)
+    if tile.mask is Mask.FULL:
+        return scores
     if tile.mask is Mask.CAUSAL:
-        hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu_(1)
-        scores.masked_fill_(hidden, -torch.inf)
-    elif tile.mask is Mask.POSITION:
+        keys = torch.arange(k.shape[-2], device=q.device)
+        hidden = (keys > keys[rows, None]).unsqueeze(0)  # (1, L, Lk)
+    else:
         assert tile.query_positions is not None and tile.key_positions is not None
-        query, key = tile.query_positions.to(q.device), tile.key_positions.to(q.device)
-        hidden = key[:, None, :] > query[:, :, None]  # (F, Lq, Lk)
-        scores.masked_fill_(hidden[:, None, None, None], -torch.inf)
+        query, key = tile.query_positions[:, rows].to(q.device), tile.key_positions.to(q.device)
+        hidden = key[:, None, :] > query[:, :, None]  # (F, L, Lk)
+    scores.unflatten(3, q.shape[3:5]).masked_fill_(hidden[:, None, None, None], -torch.inf)
     return scores
 
 
@@ -81,30 +91,38 @@ def _math_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     work = accumulator_dtype(q.dtype)
-    scores = _scores(q.to(work), k.to(work), tile, scale)
-    top = scores.amax(-1, keepdim=True)
-    top = top.masked_fill(top == -torch.inf, 0.0)  # a row that sees nothing: exp(-inf - 0) = 0, not exp(-inf + inf)
-    weights = scores.sub_(top).exp_()
-    total = weights.sum(-1, keepdim=True)
-    out = weights.flatten(3, 4) @ v.squeeze(3).to(work)  # (F, B, G, P * Lq, D)
-    out = out.view(*q.shape) / total.masked_fill(total == 0.0, 1.0)
-    return out, (top + total.log()).squeeze(-1)
+    out = torch.empty(q.shape, dtype=work, device=q.device)
+    lse = torch.empty(q.shape[:-1], dtype=work, device=q.device)
+    k, v = k.squeeze(3).to(work), v.squeeze(3).to(work)  # (F, B, G, Lk, D)
+    for rows in _row_blocks(q, k):
+        scores = _scores(q[..., rows, :].to(work), k, tile, scale, rows)
+        top = scores.amax(-1, keepdim=True)
+        top = top.masked_fill(top == -torch.inf, 0.0)  # a row that sees nothing: exp(-inf - 0) is 0
+        weights = scores.sub_(top).exp_()
+        total = weights.sum(-1, keepdim=True)
+        found = (weights @ v).div_(total.masked_fill(total == 0.0, 1.0))
+        out[..., rows, :] = found.view(out[..., rows, :].shape)
+        lse[..., rows] = (top + total.log()).view(lse[..., rows].shape)
+    return out, lse
 
 
 def _math_backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: Saved, tile: Tile, scale: float
 ) -> Tensors3:
     work = accumulator_dtype(q.dtype)
-    q, k, v, dout = q.to(work), k.to(work), v.to(work), saved.dout.to(work)
-    scores = _scores(q, k, tile, scale)
-    lse = saved.lse.masked_fill(saved.lse == -torch.inf, 0.0).unsqueeze(-1)
-    weights = scores.sub_(lse).exp_().flatten(3, 4)  # (F, B, G, P * Lq, Lk)
-    rows, douts = q.flatten(3, 4), dout.flatten(3, 4)  # (F, B, G, P * Lq, D)
-    dv = weights.mT @ douts
-    dscores = (douts @ v.squeeze(3).mT).sub_(saved.delta.flatten(3, 4).unsqueeze(-1)).mul_(weights).mul_(scale)
-    dq = dscores @ k.squeeze(3)
-    dk = dscores.mT @ rows
-    return dq.view(*q.shape), dk.unsqueeze(3), dv.unsqueeze(3)
+    k, v = k.squeeze(3).to(work), v.squeeze(3).to(work)  # (F, B, G, Lk, D)
+    dq = torch.empty(q.shape, dtype=work, device=q.device)
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    safe_lse = saved.lse.masked_fill(saved.lse == -torch.inf, 0.0)
+    for rows in _row_blocks(q, k):
+        query, dout = q[..., rows, :].to(work), saved.dout[..., rows, :].to(work).flatten(3, 4)  # (F, B, G, P * L, D)
+        lse, delta = safe_lse[..., rows].flatten(3, 4), saved.delta[..., rows].flatten(3, 4)  # (F, B, G, P * L)
+        weights = _scores(query, k, tile, scale, rows).sub_(lse.unsqueeze(-1)).exp_()  # (F, B, G, P * L, Lk)
+        dv += weights.mT @ dout
+        dscores = (dout @ v.mT).sub_(delta.unsqueeze(-1)).mul_(weights).mul_(scale)
+        dq[..., rows, :] = (dscores @ k).view(query.shape)
+        dk += dscores.mT @ query.flatten(3, 4)
+    return dq, dk.unsqueeze(3), dv.unsqueeze(3)
 
 
 def _batched(x: torch.Tensor) -> torch.Tensor:

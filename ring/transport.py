@@ -100,7 +100,7 @@ class ProcessGroupTransport:
     def unanimous(self, payload: bytes) -> bool:
         mine = torch.frombuffer(bytearray(payload), dtype=torch.int64)
         both = torch.cat((mine, ~mine))
-        greatest = both.to(self._device())  # of the complements too: the greatest of those belong to the least
+        greatest = both.to(self._device(), copy=True)  # of the complements too: theirs is that of the least
         dist.all_reduce(greatest, op=dist.ReduceOp.MAX, group=self.group)
         return torch.equal(greatest.cpu(), both)
 
