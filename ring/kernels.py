@@ -1,8 +1,8 @@
 """Partial attention of one tile, forward and backward, with lse. No kernel knows of ranks.
 
 Tiles: q, out, dout (F, B, G, P, Lq, D): folds, batch, key/value heads, query heads of each, rows, head dim;
-k, v (F, B, G, 1, Lk, D); lse, delta (F, B, G, P, Lq). Partial results come back in the accumulator's type, except
-that the fused kernels round theirs to the inputs' type first.
+k, v (F, B, G, 1, Lk, D); lse, delta (F, B, G, P, Lq). Whatever the inputs' type, everything is computed in the
+accumulator's, and partial results come back in it.
 
 The backward of a partial takes the *global* out and lse of its rows: dS = P (dO V^T - delta), P = exp(S - lse),
 delta = rowsum(dO out) - dlse, and its dQ, dK, dV are summands of the whole (FlashAttention-2, arXiv 2307.08691,
@@ -23,6 +23,8 @@ from ring.plan import Tile
 KERNELS = ("auto", "math", "flash")
 Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
+# Numbers in the widest vector of a CPU, 512 bits of fp32.
+VECTOR = 16
 # The math kernel takes at least so many query rows at a time.
 _LEAST_ROWS = 16
 
@@ -40,12 +42,14 @@ class Saved:
 def choose(kernel: str, device: torch.device, tile: Tile, scale: float, dlse: bool) -> str:
     """The kernel that takes a tile: "flash" or "math".
 
-    Torch's fused CPU kernel takes full and causal tiles on the CPU, if the scale is positive: it multiplies masked
-    scores, which are -inf, by it. Masks by position, a gradient through lse, other scales and other devices are the
-    math kernel's, for "auto" and "flash" alike.
+    Torch's fused CPU kernel takes full and causal tiles on the CPU, if the scale is positive (it multiplies masked
+    scores, which are -inf, by it) and there are keys enough to fill a vector (with fewer, it returns finite numbers for
+    a row whose scores are all NaN). What it does not take, a mask by position and a gradient through lse among them, is
+    the math kernel's, for "auto" and "flash" alike.
     """
-    fused = kernel != "math" and device.type == "cpu" and tile.mask is not Mask.POSITION and scale > 0 and not dlse
-    return "flash" if fused else "math"
+    if kernel == "math" or device.type != "cpu" or dlse or scale <= 0:
+        return "math"
+    return "flash" if tile.mask is not Mask.POSITION and tile.key_rows.length >= VECTOR else "math"
 
 
 def forward(
@@ -126,27 +130,33 @@ def _math_backward(
 
 
 def _batched(x: torch.Tensor) -> torch.Tensor:
-    """(F, B, G, P, L, D) as the (batch, heads, length, head dim) of torch's kernels."""
+    """(F, B, G, P, L, D) as the (batch, heads, length, head dim) of torch's kernels.
+
+    Any strides but the head dim's: the fused CPU kernel of torch 2.11 takes it to be 1 without looking.
+    """
     folds, batch, groups, share, length, dim = x.shape
-    return x.reshape(folds * batch, groups * share, length, dim)
+    x = x.reshape(folds * batch, groups * share, length, dim)
+    return x if x.stride(3) == 1 or dim == 1 else x.contiguous()
 
 
 def _flash_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        _batched(q), _batched(k), _batched(v), 0.0, tile.mask is Mask.CAUSAL, scale=scale
-    )
+    # In the accumulator's type: on 16-bit operands this kernel rounds probabilities, and sums gradients, in 16 bits.
     work = accumulator_dtype(q.dtype)
-    return out.to(work).view(q.shape), lse.view(q.shape[:-1])
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *(_batched(x.to(work)) for x in (q, k, v)), 0.0, tile.mask is Mask.CAUSAL, scale=scale
+    )
+    return out.view(q.shape), lse.view(q.shape[:-1])
 
 
 def _flash_backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: Saved, tile: Tile, scale: float
 ) -> Tensors3:
+    work = accumulator_dtype(q.dtype)
     lse = saved.lse.reshape(q.shape[0] * q.shape[1], q.shape[2] * q.shape[3], q.shape[4])
+    dout, query, key, value, out = (_batched(x.to(work)) for x in (saved.dout, q, k, v, saved.out))
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        _batched(saved.dout), _batched(q), _batched(k), _batched(v), _batched(saved.out), lse.contiguous(),
-        0.0, tile.mask is Mask.CAUSAL, scale=scale,
-    )  # fmt: skip
+        dout, query, key, value, out, lse.contiguous(), 0.0, tile.mask is Mask.CAUSAL, scale=scale
+    )
     return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -78,15 +78,20 @@ class Layout:
 
         Raises ValueError if `order` is not a permutation or `cuts` are not such offsets.
         """
-        listed = np.asarray(order, dtype=np.int64).reshape(-1)
+        listed = np.array(order)  # a copy: the layout must not change with its argument
+        if listed.ndim != 1 or (listed.size and listed.dtype.kind not in "iu"):
+            raise ValueError(f"order must be one sequence of integers, got {listed.ndim} dimensions of {listed.dtype}")
+        listed = listed.astype(np.int64)
         n = len(listed)
         seen = np.zeros(n, dtype=bool)
         seen[listed[(listed >= 0) & (listed < n)]] = True
         if not seen.all():
             raise ValueError(f"order must be a permutation of range({n}); position {int(seen.argmin())} is missing")
-        cuts = tuple(int(c) for c in cuts)
-        if len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != n or any(a > b for a, b in zip(cuts, cuts[1:], strict=False)):
+        cuts = tuple(cuts)
+        whole = all(isinstance(c, (int, np.integer)) for c in cuts)
+        if not whole or len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != n or any(a > b for a, b in pairwise(cuts)):
             raise ValueError(f"cuts must be world size + 1 non-decreasing offsets from 0 to {n}, got {cuts}")
+        cuts = tuple(map(int, cuts))
         runs = _runs_of(listed, limit=_RUNS_PER_RANK * (len(cuts) - 1))
         return cls(n, cuts, runs, None if runs is not None else listed)
 
@@ -97,7 +102,7 @@ class Layout:
     @property
     def counts(self) -> tuple[int, ...]:
         """Tokens held by each rank."""
-        return tuple(b - a for a, b in zip(self.cuts, self.cuts[1:], strict=False))
+        return tuple(b - a for a, b in pairwise(self.cuts))
 
     def shard_runs(self, rank: int) -> list[Run]:
         """The runs that rank holds, in local order; only for an order that is kept as runs."""
@@ -157,9 +162,9 @@ class Layout:
 
 
 def _check_sizes(n: int, p: int) -> None:
-    if not isinstance(n, int) or n < 0:
+    if not isinstance(n, int) or isinstance(n, bool) or n < 0:
         raise ValueError(f"n must be a number of tokens >= 0, got {n!r}")
-    if not isinstance(p, int) or p < 1:
+    if not isinstance(p, int) or isinstance(p, bool) or p < 1:
         raise ValueError(f"p must be a world size >= 1, got {p!r}")
 
 

@@ -209,7 +209,8 @@ def _drafts(pieces: Pieces, keys: _Keys, mask: Mask, found: Meetings, bucket: in
         k_start = np.where(packed, slot, base + scale * row_start)
         k_step = np.where(packed, scale, scale * row_step)
     origin = np.where(packed, 0, base)
-    signature = (keys.stage[item], block, packed, origin, q.count, k.count, q_step, k_step)
+    source = pieces.rank[k.piece]  # keys of one owner lie at equal distances, those of several need not
+    signature = (keys.stage[item], block, packed, origin, source, q.count, k.count, q_step, k_step)
     most = np.maximum(bucket // k.count, 1)
     for fold in folds(signature, pieces.segment[q.piece], q_start, k_start, most):
         one, number = fold.members[0], len(fold.members)
@@ -261,7 +262,7 @@ def _packs(pieces: Pieces, packed: Packed) -> tuple[Pack, ...]:
         return ()
     block = pieces.block[stretches.piece]
     start, step = _row_addresses(pieces, stretches)
-    signature = (block, stretches.count, step)
+    signature = (packed.message, block, stretches.count, step)
     packs = []
     for fold in folds(signature, pieces.segment[stretches.piece], start, packed.slot, 0 * start + len(start)):
         packs.append(_pack(pieces, fold, stretches, start, step, packed.slot))

@@ -33,26 +33,27 @@ class Move:
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Stretches of pieces, row after row in consecutive slots, the first at `slot`."""
+    """Stretches of pieces, row after row in consecutive slots, the first at `slot`, and the message each is part of."""
 
     stretches: Stretches
     slot: Ints
+    message: Ints
 
     def shifted(self, by: int) -> Packed:
-        return Packed(self.stretches, self.slot + by)
+        return Packed(self.stretches, self.slot + by, self.message)
 
     @classmethod
     def none(cls) -> Packed:
         empty = np.empty(0, np.int64)
-        return cls(Stretches(empty, empty, empty), empty)
+        return cls(Stretches(empty, empty, empty), empty, empty)
 
     @classmethod
     def join(cls, parts: list[Packed]) -> Packed:
         if not parts:
             return cls.none()
-        columns = [(p.stretches.piece, p.stretches.first, p.stretches.count, p.slot) for p in parts]
-        piece, first, count, slot = (np.concatenate(column) for column in zip(*columns, strict=True))
-        return cls(Stretches(piece, first, count), slot)
+        columns = [(p.stretches.piece, p.stretches.first, p.stretches.count, p.slot, p.message) for p in parts]
+        piece, first, count, slot, message = (np.concatenate(column) for column in zip(*columns, strict=True))
+        return cls(Stretches(piece, first, count), slot, message)
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +102,7 @@ class _Parcels:
     slots: Ints
 
     def packed(self, which: Ints) -> Packed:
-        return Packed(self.stretches.take(which), self.slot[which])
+        return Packed(self.stretches.take(which), self.slot[which], self.message[which])
 
 
 def _cut(message: Ints, travel: Ints, stretches: Stretches, width: Ints, cap: int | None) -> _Parcels:
