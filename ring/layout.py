@@ -78,7 +78,8 @@ class Layout:
 
         Raises ValueError if `order` is not a permutation or `cuts` are not such offsets.
         """
-        listed = np.array(order)  # a copy: the layout must not change with its argument
+        plain = order.detach().cpu().numpy() if isinstance(order, torch.Tensor) else order
+        listed = np.array(plain)  # a copy: the layout must not change with its argument
         if listed.ndim != 1 or (listed.size and listed.dtype.kind not in "iu"):
             raise ValueError(f"order must be one sequence of integers, got {listed.ndim} dimensions of {listed.dtype}")
         listed = listed.astype(np.int64)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from ring.blocks import Heads
@@ -54,6 +56,10 @@ class Store:
         """Indices of dims 1 and 2 that broadcast to (F, L, groups, per_group)."""
         device = self.x.device
         listed = rows.index if rows.index is not None else torch.from_numpy(rows.listed())
-        row = listed.to(device)[:, :, None, None]
-        head = torch.tensor(heads.listed(), device=device)
+        row, head = listed.to(device)[:, :, None, None], _head_index(heads, device)
         return (row + head, torch.zeros_like(head)) if self._slots else (row, head)
+
+
+@lru_cache(maxsize=256)
+def _head_index(heads: Heads, device: torch.device) -> torch.Tensor:
+    return torch.tensor(heads.listed(), device=device)

@@ -1,132 +1,17 @@
-"""`reference.oracle` against loops written straight from the formulas, autograd, and sums on paper."""
+"""`reference.oracle` against loops written straight from the formulas, against autograd, and what holds always."""
 
-from collections.abc import Sequence
-from math import exp, inf, log, nan
-from typing import Any, NamedTuple
+from math import inf, nan
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle_loops import Example, assert_all_close, everything, example, loops, mixture
 from torch import Tensor
 
 from reference import Branch, Pattern, attention, gradients, oracle
 from reference.pattern import multiplicity
-
-# fp64, at most some dozens of terms of size ~1: rounding stays a thousand times below this.
-CLOSE: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-12}
-
-
-class Example(NamedTuple):
-    q: Tensor  # (B, Nq, Hq, D)
-    k: Tensor  # (B, Nk, Hk, D)
-    v: Tensor
-    dout: Tensor  # (B, Nq, Hq, D)
-    dlse: Tensor  # (B, Hq, Nq)
-    at: dict[str, Any]  # positions, where they are given
-
-    @property
-    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.q, self.k, self.v
-
-
-Tokens = int | list[int]  # how many, or their positions
-
-
-def example(queries: Tokens, keys: Tokens, heads: int = 2, kv_heads: int = 2, batch: int = 1, dim: int = 3) -> Example:
-    """Seeded normal values."""
-    generator = torch.Generator().manual_seed(7)
-    given = {"q_positions": queries, "k_positions": keys}
-    at = {name: torch.tensor(p, dtype=torch.int64) for name, p in given.items() if isinstance(p, list)}
-    n_q, n_k = (p if isinstance(p, int) else len(p) for p in (queries, keys))
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    k, v = normal(batch, n_k, kv_heads, dim), normal(batch, n_k, kv_heads, dim)
-    q, dout = normal(batch, n_q, heads, dim), normal(batch, n_q, heads, dim)
-    return Example(q, k, v, dout, normal(batch, heads, n_q), at)
-
-
-def sees(branch: Branch, h: int, i: int, j: int, heads: int, causal: bool) -> bool:
-    """M_b[h, i, j] from its definition."""
-    served = range(heads) if branch.heads is None else branch.heads
-    if h not in served or (causal and j > i):
-        return False
-    o = branch.offset[h - served.start] if isinstance(branch.offset, tuple) else branch.offset
-    w, r = branch.segment_length or max(i, j) + 1, branch.dilation_rate
-    on_grid = [p % w >= o and (p % w - o) % r == 0 for p in (i, j)]
-    return i // w == j // w and all(on_grid)
-
-
-def loops(x: Example, pattern: Pattern, scale: float | None = None, detached: bool = False) -> tuple[Any, ...]:
-    """out, lse, dq, dk, dv by Python loops over batch, head, query, branch and key, for moderate scores."""
-    q, k, v, dout, dlse = (t.numpy() for t in x[:5])
-    batch, n_q, heads, dim = q.shape
-    scale = dim**-0.5 if scale is None else scale
-    i_positions = x.at.get("q_positions", torch.arange(n_q)).tolist()
-    j_positions = x.at.get("k_positions", torch.arange(k.shape[1])).tolist()
-    out, lse = np.zeros_like(q), np.full((batch, heads, n_q), -np.inf)
-    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
-    for b in range(batch):
-        for h in range(heads):
-            g = h // (heads // k.shape[2])
-            for a, i in enumerate(i_positions):
-                seen = [
-                    (m, c)
-                    for m, branch in enumerate(pattern.branches)
-                    for c, j in enumerate(j_positions)
-                    if sees(branch, h, i, j, heads, pattern.causal)
-                ]
-                if not seen:
-                    continue
-                weight = [exp(scale * sum(q[b, a, h, d] * k[b, c, g, d] for d in range(dim))) for _, c in seen]
-                total = sum(weight)
-                lse[b, h, a] = log(total)
-                for (_, c), w in zip(seen, weight, strict=True):
-                    out[b, a, h] += w / total * v[b, c, g]
-                for (m, c), w in zip(seen, weight, strict=True):
-                    mean = out[b, a, h]
-                    if detached:  # the output of branch m alone
-                        own = [(u, s) for (n, s), u in zip(seen, weight, strict=True) if n == m]
-                        mean = sum(u * v[b, s, g] for u, s in own) / sum(u for u, _ in own)
-                    ds = w / total * (dout[b, a, h] @ (v[b, c, g] - mean) + dlse[b, h, a])
-                    dq[b, a, h] += scale * ds * k[b, c, g]
-                    dk[b, c, g] += scale * ds * q[b, a, h]
-                    dv[b, c, g] += w / total * dout[b, a, h]
-    return out, lse, dq, dk, dv
-
-
-def everything(x: Example, pattern: Pattern, scale: float | None = None, weights: str = "attached") -> list[Tensor]:
-    out, lse = attention(x.q, x.k, x.v, pattern, scale=scale, **x.at)
-    return [out, lse, *gradients(*x.qkv, pattern, x.dout, x.dlse, scale=scale, weights=weights, **x.at)]
-
-
-def mixture(qkv: Sequence[Tensor], pattern: Pattern, detached: bool = False) -> tuple[Tensor, Tensor]:
-    """LongNet, equations 9-10, differentiable: each branch alone, weighted by its softmax denominator.
-
-    Returns out and the whole denominator, exp(lse) (B, H, Nq)."""
-    q, k, v = qkv
-    heads, points = q.shape[2], torch.arange(q.shape[1])
-    k, v = (t.repeat_interleave(heads // k.shape[2], 2) for t in (k, v))
-    s = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[3] ** -0.5
-    outs, denominators = [], []
-    for branch in pattern.branches:
-        weight = multiplicity(Pattern((branch,), pattern.causal), points, points, heads) * s.exp()
-        denominators.append(weight.sum(-1))  # (B, H, Nq)
-        alone = weight / denominators[-1].unsqueeze(-1).clamp(min=1e-300)  # (B, H, Nq, Nk)
-        outs.append(torch.einsum("bhij,bjhd->bihd", alone, v))
-    total = torch.stack(denominators).sum(0)
-    shares = [(d / total.clamp(min=1e-300)).transpose(1, 2).unsqueeze(-1) for d in denominators]
-    shares = [share.detach() if detached else share for share in shares]
-    return torch.stack([share * out for share, out in zip(shares, outs, strict=True)]).sum(0), total
-
-
-def assert_all_close(got: Sequence[Any], wanted: Sequence[Any]) -> None:
-    for index, (a, b) in enumerate(zip(got, wanted, strict=True)):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), **CLOSE, err_msg=f"result {index}")
-
 
 PATTERNS = {
     "dense": Pattern.dense(),
@@ -233,54 +118,6 @@ def test_gradcheck(name: str) -> None:
     assert torch.autograd.gradcheck(lambda *t: _Oracle.apply(*t, PATTERNS[name]), leaves)
 
 
-# --- on paper --------------------------------------------------------------------------------------
-
-
-def column(*values: float) -> Tensor:
-    """One batch, one head, one dimension."""
-    return torch.tensor(values, dtype=torch.float64).view(1, -1, 1, 1)
-
-
-def by_hand(pattern: Pattern, out: list[float], lse: list[float]) -> None:
-    """q = 1, k = log 1, log 2, log 3, ..., v = 1, 2, 3, ... and scale 1: the weight of key j is j + 1."""
-    n = len(out)
-    k = column(*(log(j + 1) for j in range(n)))
-    got = attention(column(*[1.0] * n), k, column(*(j + 1.0 for j in range(n))), pattern, scale=1.0)
-    assert_all_close([t.flatten() for t in got], [out, lse])
-
-
-def test_by_hand_dense_and_causal() -> None:
-    by_hand(Pattern.dense(), [14 / 6] * 3, [log(6)] * 3)  # (1 + 4 + 9) / (1 + 2 + 3)
-    by_hand(Pattern.dense(causal=True), [1, 5 / 3, 14 / 6], [0, log(3), log(6)])
-
-
-def test_by_hand_short_tail_and_offset_beyond_it() -> None:
-    lse = [log(3), log(3), log(7), log(7), log(5)]
-    by_hand(Pattern((Branch(2),)), [5 / 3, 5 / 3, 25 / 7, 25 / 7, 5], lse)
-    by_hand(Pattern((Branch(2, 2, 1),)), [0, 2, 0, 4, 0], [-inf, log(2), -inf, log(4), -inf])
-
-
-def test_by_hand_rate_beyond_the_segment() -> None:
-    by_hand(Pattern((Branch(2, 3),)), [1, 0, 3, 0, 5], [0, -inf, log(3), -inf, log(5)])
-    by_hand(Pattern((Branch(2, 3, 2),)), [0] * 5, [-inf] * 5)
-
-
-def test_by_hand_two_branches_count_a_pair_twice() -> None:
-    # Row 0 sees weights 1 + 2 within {0, 1} and 1 + 3 on the even positions: 1 counts twice.
-    pattern = Pattern((Branch(2), Branch(4, 2)))
-    by_hand(pattern, [15 / 7, 5 / 3, 35 / 11, 25 / 7], [log(7), log(3), log(11), log(7)])
-
-
-def test_by_hand_gradients() -> None:
-    # One query, weights 1 and 3 of v = 0 and 4: P = (1/4, 3/4), O = 3, dO = 1, so dP - D = (-3, 1).
-    args = (column(1.0), column(0.0, log(3)), column(0.0, 4.0), Pattern.dense(), column(1.0))
-    at: dict[str, Any] = {"q_positions": torch.tensor([0]), "scale": 1.0}
-    wanted = [column(0.75 * log(3)), column(-0.75, 0.75), column(0.25, 0.75)]
-    assert_all_close(gradients(*args, **at), wanted)
-    wanted = [column(2.25 * log(3)), column(-0.25, 2.25), column(0.25, 0.75)]  # dlse = 2 adds 2 P to dS
-    assert_all_close(gradients(*args, torch.full((1, 1, 1), 2.0), **at), wanted)
-
-
 # --- laws ------------------------------------------------------------------------------------------
 
 
@@ -337,17 +174,6 @@ def test_no_keys_and_no_queries() -> None:
     assert (out == 0).all() and (lse == -inf).all() and (dq == 0).all() and dk.shape == dv.shape == x.k.shape
     out, lse, dq, dk, dv = everything(example([], 3), Pattern.dense())
     assert out.numel() == lse.numel() == dq.numel() == 0 and (dk == 0).all() and (dv == 0).all()
-
-
-@pytest.mark.parametrize("size", [-1e300, -1e10, -1e8, 1e8, 1e10, 1e300])
-def test_any_finite_score_is_a_score(size: float) -> None:
-    """No value stands for "nothing": scores all alike share the weight, however large."""
-    one, k, v = column(1.0), column(*[size] * 8), column(1.0, 9.0, 2.0, 9.0, 6.0, 9.0, 7.0, 9.0)
-    at: dict[str, Any] = {"q_positions": torch.tensor([0]), "scale": 1.0}
-    pattern = Pattern((Branch(None, 2),))
-    out, lse = attention(one, k, v, pattern, **at)
-    assert (out == 4).all() and (lse == size + log(4)).all()
-    assert gradients(one, k, v, pattern, one, **at)[2].equal(column(*[0.25, 0.0] * 4))
 
 
 def test_nothing_unselected_gets_in() -> None:

@@ -1,0 +1,229 @@
+#!/usr/bin/env python3
+"""Measures the verification: how soon ranks are ready, examples a second, memory by ranks, the time that a
+plan takes.
+
+    .venv/bin/python scripts/bench_verification.py [--json FILE] [--examples N]
+
+All in one run, so that ratios mean something; on other machines, or with others at work on this one, expect
+other numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from reference.pattern import Pattern
+from ring.budget import default_bucket
+from ring.layout import Layout
+from ring.plan import plan_of
+from verification import properties, real_size, runner
+from verification.backends import PRELOAD, Backend, GlooBackend
+from verification.case import Case
+from verification.checks import costs
+from verification.execute import observe
+from verification.expectation import expect
+from verification.pool import Pool
+from verification.report import Report
+
+GOALS = {2: 200, 4: 50, 8: 17}  # examples a second on two cores
+TOKENS = 8192
+# Fresh processes for one example: what everybody pays who has no pool.
+RANK = """
+import sys
+import torch.distributed as dist
+from ring.transport import ProcessGroupTransport
+from verification.case import Case
+from verification.execute import observe
+rank, world, port, text = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+observe(ProcessGroupTransport(), Case.from_json(text))
+dist.destroy_process_group()
+"""
+
+
+def pool_times() -> dict[str, float]:
+    """Seconds until 8 ranks are ready: the first time (the forkserver imports torch), again, and after one
+    was lost.
+    """
+
+    def timed() -> tuple[Pool, float]:
+        started = time.perf_counter()
+        return Pool(8, preload=PRELOAD), time.perf_counter() - started
+
+    pool, first = timed()
+    pool.close()
+    pool, ready = timed()
+    with pool:
+        os.kill(pool.pids[3], 9)
+        started = time.perf_counter()
+        pool.rebuild()
+        whole = time.perf_counter() - started
+        pool.run(os.getpid)
+    return {"first": first, "ready": ready, "whole_again": whole}
+
+
+def check_once(backend: Backend, case: Case) -> dict[str, float]:
+    """As `runner.check_case`, without the second pass that shows that results repeat."""
+    backend.submit(observe, case, None, False)
+    expectation = expect(case)
+    costs(case)
+    return properties.check(case, expectation, backend.collect())
+
+
+def rate(world: int, examples: int, check: Callable[[Backend, Case], dict[str, float]]) -> float:
+    """Examples a second, everything included: drawing, forward and backward, expectation, all checks."""
+    backend = GlooBackend()
+    backend.start(world)
+    try:
+        report = Report(Console(quiet=True))
+        for count in (max(5, examples // 20), examples):  # the first are a warm-up
+            hunt = runner.Hunt(replace(runner.EXAMPLES, check=check), backend, report, world)
+            report.start_world(world, count)
+            started = time.perf_counter()
+            found = hunt.explore(count, 0)
+            spent = time.perf_counter() - started
+            if found:
+                raise SystemExit(f"a counter-example; run python -m verification first:\n{found[0][0]}\n{found[0][1]}")
+    finally:
+        backend.close()
+    return examples / spent
+
+
+def spawned_rate(world: int, examples: int) -> float:
+    """Examples a second where every example starts its own processes (the comparison, as good as free, is
+    left out).
+    """
+    case = small(world)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent.parent), "OMP_NUM_THREADS": "1"}
+    started = time.perf_counter()
+    for _ in range(examples):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = str(server.getsockname()[1])
+        ranks = [
+            subprocess.Popen([sys.executable, "-c", RANK, str(rank), str(world), port, case.to_json()], env=environment)
+            for rank in range(world)
+        ]
+        if any([rank.wait() for rank in ranks]):
+            raise SystemExit("a spawned rank failed")
+    return examples / (time.perf_counter() - started)
+
+
+def small(world: int, **changes: Any) -> Case:
+    settings: dict[str, Any] = dict(
+        world=world, group=None, tokens=64, order="contiguous", cuts=None, pattern=Pattern.longnet((16, 32), (1, 2), 4),
+        batch=1, heads=4, kv_heads=4, head_dim=16, dtype="float32", scale=None, score_scale=1.0, values="normal",
+        seed=0, exchange="ring", bucket=None, kernel="auto", lse="unused", strided=False,
+    )  # fmt: skip
+    return Case(**settings | changes)
+
+
+def memory(exchange: str, pattern: Pattern) -> dict[str, Any]:
+    """Peak bytes of live tensors on the fullest rank, forward and backward, by number of ranks; the slope of
+    its logarithm.
+    """
+    peaks = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for world in (1, 2, 4, 8):
+            case = small(world, tokens=TOKENS, pattern=pattern, head_dim=64, exchange=exchange)
+            file = os.path.join(folder, "tensors.pt")
+            torch.save(case.tensors(), file)
+            backend = GlooBackend(patience=300)
+            backend.start(world)
+            backend.submit(real_size.measured, case, file)
+            peaks[world] = max(seen.tensor_bytes for seen in backend.collect())
+            backend.close()
+    slope = float(np.polyfit(np.log(list(peaks)), np.log(list(peaks.values())), 1)[0])
+    return {"peak_bytes": peaks, "slope": slope}
+
+
+def plan_seconds() -> dict[str, float]:
+    """Seconds for one rank's plan: 1 Mi tokens, 8 ranks, LongNet's published pattern; the slowest rank. Then
+    from the cache.
+    """
+    pattern = Pattern.longnet((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12), 12, causal=True)
+    found = {}
+    for order in ("contiguous", "zigzag", "striped"):
+        for exchange in ("ring", "direct", "gather"):
+            layout = getattr(Layout, order)(2**20, 8)
+            bucket = default_bucket(layout, 12, 12, torch.bfloat16)
+            times = []
+            for _ in ("fresh", "cached"):
+                spent = []
+                for rank in range(8):
+                    started = time.perf_counter()
+                    plan_of(pattern, layout, rank, 12, 12, exchange, bucket)
+                    spent.append(time.perf_counter() - started)
+                times.append(max(spent))
+            found[f"{order}, {exchange}"], found[f"{order}, {exchange}, cached"] = times
+    return found
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--json", type=Path, metavar="FILE", help="write the numbers as JSON too")
+    arguments.add_argument(
+        "--examples", type=int, default=1000, metavar="N", help="timed at two ranks; fewer at more (default: 1000)"
+    )
+    options = arguments.parse_args()
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {"machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"}
+
+    found["pool_of_8_seconds"] = times = pool_times()
+    print(f"pool of 8 ranks: first {times['first']:.2f} s, ready {times['ready']:.2f} s, ", end="")
+    print(f"whole after a loss {times['whole_again']:.2f} s (goal 0.5)", flush=True)
+    found["examples_per_second"] = {}
+    for world, goal in GOALS.items():
+        count = max(10, options.examples * 2 // world)
+        fast, twice = rate(world, count, check_once), rate(world, count, runner.check_case)
+        slow = spawned_rate(world, 3)
+        found["examples_per_second"][world] = {
+            "pool": fast,
+            "pool, every pass twice": twice,
+            "spawned": slow,
+            "ratio": fast / slow,
+        }
+        print(
+            f"p = {world}: {fast:.1f} examples/s (goal {goal}), {twice:.1f} with every pass twice, as a run has it; "
+            f"spawned {slow:.2f}/s: {fast / slow:.0f} times",
+            flush=True,
+        )
+    found["plan_seconds"] = plan_seconds()
+    for name, seconds in found["plan_seconds"].items():
+        print(f"plan of 1 Mi tokens on 8 ranks, {name}: {seconds * 1000:.3f} ms (goal 100)", flush=True)
+    patterns = {
+        "dense": Pattern.dense(),
+        "longnet": Pattern.longnet([TOKENS // part for part in (16, 8, 4, 2, 1)], (1, 2, 4, 6, 12), 4),
+    }
+    found["memory"] = {}
+    for exchange in ("ring", "direct"):
+        for name, pattern in patterns.items():
+            found["memory"][f"{exchange}, {name}"] = measured = memory(exchange, pattern)
+            peaks = ", ".join(f"{peak / 2**20:.1f}" for peak in measured["peak_bytes"].values())
+            print(
+                f"{exchange}, {name}: {peaks} MiB on 1, 2, 4, 8 ranks: slope {measured['slope']:.3f} (goal -1 +- 0.05)",
+                flush=True,
+            )
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""The command line as a user meets it: in a process of its own, with its exit status, its errors and its
+output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verification.__main__ import main
+
+ROOT = Path(__file__).parent.parent
+DEFECT = """
+def plant():
+    from verification import execute
+    real = execute.ring_attention
+    def spoiled(*args, **kwargs):
+        result = real(*args, **kwargs)
+        if args[4].n < 3:
+            return result
+        return tuple(x * 1.5 for x in result) if isinstance(result, tuple) else result * 1.5
+    execute.ring_attention = spoiled
+"""
+SPOILED = """
+import sys
+from defect import plant
+from verification import __main__, backends, runner
+
+runner.open_backend = lambda name: backends.GlooBackend(3.0, plant)
+if __name__ == "__main__":
+    sys.exit(__main__.main(sys.argv[1:]))
+"""
+
+
+def verification(*arguments: str, folder: Path, program: str = "verification") -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", program, *arguments],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", (("--help",), ("run", "--help"), ("replay", "--help")))
+def test_help_says_what_there_is(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert "exit status: 0 all held; 1 a counter-example was found; 2" in text
+    assert "mutants" not in text and "peers" not in text, "they are not there yet"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    (
+        (("run", "--world", "0"), "argument --world"),
+        (("run", "--world", "1,two"), "argument --world"),
+        (("run", "--examples", "0"), "argument --examples"),
+        (("run", "--examples", "many"), "argument --examples"),
+        (("run", "--seed", "x"), "argument --seed"),
+        (("run", "--profile", "slow"), "argument --profile"),
+        (("run", "--real-size", "3"), "argument --real-size"),
+        (("dance",), "dance"),
+    ),
+)
+def test_a_wrong_argument_is_named(arguments: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2 and named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    (
+        (("run", "--backend", "sim"), "argument --backend: sim is not there yet"),
+        (("run", "--backend", "nccl"), "argument --backend: nccl is not there yet"),
+        (("replay", "nowhere.json"), "nowhere.json"),
+    ),
+)
+def test_what_cannot_be_carried_out_gives_2(
+    arguments: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert named in error and "Traceback" not in error
+
+
+def test_an_error_of_the_tool_is_no_counter_example(tmp_path: Path) -> None:
+    (tmp_path / "ring").mkdir()
+    (tmp_path / "ring" / "__init__.py").write_text("raise ImportError('no ring today')")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "verification", "run"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2 and "no ring today" in done.stderr
+
+
+def test_a_run_that_holds(tmp_path: Path) -> None:
+    done = verification(
+        "run", "--world", "2,1", "--examples", "12", "--seed", "7", "--real-size", "256", "--json", "out/report.json",
+        folder=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "--seed 7" in done.stdout and "all held" in done.stdout and "MiB sent" in done.stdout
+    assert "\x1b" not in done.stdout, "no control codes where there is no terminal"
+    data = json.loads((tmp_path / "out/report.json").read_text())
+    assert data["held"] is True and data["failures"] == [] and data["seed"] == 7 and data["seconds"] > 0
+    rows = {(row["property"], row["world"]): 0 for row in data["rows"]}
+    for row in data["rows"]:
+        assert set(row) == {"property", "world", "dtype", "examples", "worst_ratio", "seconds"}
+        assert 0 <= row["worst_ratio"] <= 1
+        rows[row["property"], row["world"]] += row["examples"]
+    assert rows["gradients", 1] == rows["gradients", 2] == rows["every rank answers", 2] == 12
+    assert data["real_size"]["tokens"] == 256 and len(data["real_size"]["ranks"]) == 2
+
+
+def test_a_counter_example_gives_1_and_a_line_that_replays_it(tmp_path: Path) -> None:
+    (tmp_path / "defect.py").write_text(DEFECT)
+    (tmp_path / "spoiled.py").write_text(SPOILED)
+    done = verification(
+        "run", "--world", "2", "--examples", "30", "--real-size", "0", "--json", "report.json",
+        folder=tmp_path, program="spoiled",
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    failures = json.loads((tmp_path / "report.json").read_text())["failures"]
+    first = next(failure for failure in failures if failure["property"] == "output and lse")
+    assert first["kind"] == "wrong result" and first["case"]["tokens"] == 3
+    assert first["replay"] in done.stdout and json.dumps(first["case"]) in done.stdout
+    command, _, file = first["replay"].rpartition(" ")
+    assert command == "python -m verification replay"
+    assert verification("replay", file, folder=tmp_path).returncode == 0, "nothing is wrong without the defect"

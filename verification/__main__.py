@@ -1,0 +1,24 @@
+"""`python -m verification`: see `verification.command_line`."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 all held, 1 a counter-example was found, 2 the run could not be carried out."""
+    try:
+        # Here, not above: a package that cannot be imported must not end in 1, which Python would make of it.
+        from verification import command_line
+
+        return command_line.main(arguments)
+    except Exception:
+        traceback.print_exc()
+        print("python -m verification: error: the machinery itself failed, see above", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,309 @@
+"""Case: everything that one example depends on, and nothing else.
+
+A Case is frozen, hashable and travels as JSON. Ranks, the expectation and a replay rebuild the same tensors from it
+in any process, so a failing Case is the whole report of how to fail again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from reference.pattern import Pattern
+from ring.layout import Layout
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+ORDERS = ("contiguous", "zigzag", "striped", "hilbert", "shuffled")
+EXCHANGES = ("ring", "direct", "gather")
+KERNELS = ("auto", "math", "flash")
+LSE = ("unused", "returned", "differentiated")
+
+_SMALLEST = {"world": 1, "tokens": 1, "batch": 1, "heads": 1, "kv_heads": 1, "head_dim": 1, "seed": 0}
+_GREATEST_SEED = 2**63 - 1  # what torch.Generator takes
+_GREATEST_SCALE = 1024.0  # beyond it every softmax is a plain maximum, or overflows
+
+
+@dataclass(frozen=True)
+class Case:
+    """One example.
+
+    world         ranks that exist
+    group         global ranks that take part, in any order; index i of the group holds shard i. None: all, in order
+    tokens        length n of the sequence
+    order         order of the tokens: one of ORDERS; "shuffled" is a permutation drawn from the seed
+    cuts          p + 1 non-decreasing offsets into the order from 0 to n, p the size of the group; None: the layout's
+                  own
+    pattern       who sees whom
+    batch, heads, kv_heads, head_dim
+    dtype         of q, k, v, dout: a name in DTYPES. lse and dlse are float32, for float64 float64
+    scale         factor on q . k, any finite number up to 1024 in size; None: head_dim ** -0.5
+    score_scale   factor on the queries before they are rounded, 0 < score_scale <= 1024: how large scores get
+    values        one of VALUES
+    seed          0 <= seed < 2**63
+    exchange      "ring", "direct" or "gather"
+    bucket        tokens per kernel call, or None
+    kernel        "auto", "math" or "flash"
+    lse           "unused"; "returned" (and compared); "differentiated" (its gradient takes part as well)
+    strided       whether inputs and incoming gradients are non-contiguous (`strided_copy`)
+
+    Raises ValueError, at construction, naming the field, what was given and what is allowed.
+    """
+
+    world: int
+    group: tuple[int, ...] | None
+    tokens: int
+    order: str
+    cuts: tuple[int, ...] | None
+    pattern: Pattern
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    scale: float | None
+    score_scale: float
+    values: str
+    seed: int
+    exchange: str
+    bucket: int | None
+    kernel: str
+    lse: str
+    strided: bool
+
+    def __post_init__(self) -> None:
+        for name, least in _SMALLEST.items():
+            _integer(name, getattr(self, name), least)
+        if self.seed > _GREATEST_SEED:
+            raise ValueError(f"seed is {self.seed}; it must be at most {_GREATEST_SEED}")
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
+        if not isinstance(self.strided, bool):
+            raise ValueError(f"strided is {self.strided!r}; it must be True or False")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads is {self.heads}; it must be a multiple of kv_heads, {self.kv_heads}")
+        if not isinstance(self.pattern, Pattern):
+            raise ValueError(f"pattern is {self.pattern!r}; it must be a reference.Pattern")
+        self.pattern.validate(self.heads)
+        if self.bucket is not None:
+            _integer("bucket", self.bucket, 1)
+        self._set_scales()
+        self._set_group()
+        self._set_cuts()
+
+    def _set_scales(self) -> None:
+        object.__setattr__(self, "score_scale", _number("score_scale", self.score_scale))
+        if self.score_scale <= 0:
+            raise ValueError(f"score_scale is {self.score_scale}; it must be greater than 0")
+        if self.scale is not None:
+            object.__setattr__(self, "scale", _number("scale", self.scale))
+
+    def _set_group(self) -> None:
+        if self.group is None:
+            return
+        group = _integers("group", self.group)
+        if not group or len(set(group)) < len(group) or min(group) < 0 or max(group) >= self.world:
+            raise ValueError(f"group is {group}; it must be different ranks of range({self.world}), at least one")
+        object.__setattr__(self, "group", group)
+
+    def _set_cuts(self) -> None:
+        if self.cuts is None:
+            return
+        cuts, p = _integers("cuts", self.cuts), len(self.ranks)
+        rising = all(a <= b for a, b in zip(cuts, cuts[1:], strict=False))
+        if len(cuts) != p + 1 or cuts[0] != 0 or cuts[-1] != self.tokens or not rising:
+            raise ValueError(
+                f"cuts is {cuts}; it must be {p + 1} non-decreasing offsets from 0 to {self.tokens}, for a group of {p}"
+            )
+        object.__setattr__(self, "cuts", cuts)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks that take part; the i-th holds shard i."""
+        return tuple(range(self.world)) if self.group is None else self.group
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def accumulator_dtype(self) -> torch.dtype:
+        """Of lse and dlse."""
+        return torch.float64 if self.dtype == "float64" else torch.float32
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    def layout(self) -> Layout:
+        """Who holds which positions, for as many ranks as the group has."""
+        seed = self.seed if self.order == "shuffled" else 0  # so that the others share an entry of the cache
+        return _layout(self.order, self.tokens, len(self.ranks), self.cuts, seed)
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """q (B, n, H, D), k and v (B, n, Hk, D), dout like q, dlse (B, H, n), for the whole sequence, contiguous, on
+        the CPU.
+
+        They follow from the Case alone. dlse is zero unless lse is "differentiated".
+        """
+        generator = torch.Generator().manual_seed(self.seed)
+        queries = (self.batch, self.tokens, self.heads, self.head_dim)
+        keys = (self.batch, self.tokens, self.kv_heads, self.head_dim)
+        shapes = (queries, keys, keys, queries, (self.batch, self.heads, self.tokens))
+        sizes = [math.prod(shape) for shape in shapes]
+        # Drawn in the accumulator's type: numbers of 24 bits are dense enough for all but float64, and far cheaper.
+        drawn = torch.randn(sum(sizes), dtype=self.accumulator_dtype, generator=generator).split(sizes)
+        q, k, v, dout, dlse = (x.view(shape) for x, shape in zip(drawn, shapes, strict=True))
+        q, k, v, dout = _VALUES[self.values](self, generator, q, k, v, dout)
+        if self.lse != "differentiated":
+            dlse.zero_()
+        q = q * self.score_scale
+        if self.dtype == "float16":
+            q = q.clamp(-_GREATEST_HALF, _GREATEST_HALF)  # large values and a large score_scale may pass it
+        q, k, v, dout = (x.to(self.torch_dtype).contiguous() for x in (q, k, v, dout))
+        return q, k, v, dout, dlse
+
+    def to_json(self) -> str:
+        """One line of JSON; `from_json` turns it back into an equal Case."""
+        data = {f.name: getattr(self, f.name) for f in fields(self)}
+        return json.dumps(data | {"pattern": self.pattern.to_dict()})
+
+    @classmethod
+    def from_json(cls, text: str) -> Case:
+        """Raises ValueError for text that is no JSON object, an unknown or missing field, or a value not allowed."""
+        data = json.loads(text)  # its JSONDecodeError is a ValueError
+        if not isinstance(data, dict):
+            raise ValueError(f"a Case must be a JSON object, got {text[:80]!r}")
+        names = {f.name for f in fields(cls)}
+        if set(data) != names:
+            unknown, missing = sorted(set(data) - names), sorted(names - set(data))
+            raise ValueError(f"Case: unknown fields {unknown}, missing fields {missing}")
+        return cls(**data | {"pattern": Pattern.from_dict(data["pattern"])})
+
+
+@lru_cache(maxsize=256)
+def _layout(order: str, n: int, p: int, cuts: tuple[int, ...] | None, seed: int) -> Layout:
+    if order == "shuffled":
+        listed = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
+        return Layout.from_cuts(listed, cuts or [r * n // p for r in range(p + 1)])
+    layout: Layout = getattr(Layout, order)(n, p)
+    if cuts is None:
+        return layout
+    return Layout.from_cuts(torch.cat([layout.positions(rank) for rank in range(p)]), cuts)
+
+
+def strided_copy(x: Tensor) -> Tensor:
+    """A tensor equal to x that is not contiguous: dimensions 1 and 2 lie in the other order, in a slice of a larger
+    buffer.
+
+    x has at least three dimensions (q is (B, n, H, D), lse (B, H, n)). What the slice leaves out is NaN, so that
+    whoever reads by the wrong strides shows. Tensors of one element or none have no other order, but lie in the
+    larger buffer too.
+    """
+    swapped = x.transpose(1, 2)
+    buffer = x.new_full([size + 1 for size in swapped.shape], math.nan)
+    inner = buffer[tuple(slice(1, None) for _ in swapped.shape)]
+    inner.copy_(swapped)
+    return inner.transpose(1, 2)
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+Kind = Callable[[Case, torch.Generator, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
+
+_GREATEST_HALF = 65504.0  # the largest finite number of float16
+_HUGE = 128.0  # of two numbers of this size and some tail, the product passes 65504
+# Exponents e such that 2**-e is where a type's normal numbers end: products of two numbers of half of it lie there.
+_UNDERFLOW = {"float64": 1022, "float32": 126, "bfloat16": 126, "float16": 14}
+
+
+def _normal(case: Case, generator: torch.Generator, *x: Tensor) -> tuple[Tensor, ...]:
+    return x
+
+
+def _ties(case: Case, generator: torch.Generator, *x: Tensor) -> tuple[Tensor, ...]:
+    """Small integers: many scores are exactly equal."""
+    return tuple(t.round_() for t in x)
+
+
+def _huge(case: Case, generator: torch.Generator, *x: Tensor) -> tuple[Tensor, ...]:
+    """q . k beyond 65504 with inputs far below it, scores of hundreds to thousands. Few large entries, not all of them:
+    the rounding error of a score grows with |q| . |k|, and the check would see nothing if it came near 1."""
+    q, k, v, dout = x
+    q[..., :2] *= _HUGE
+    k[..., :2] *= _HUGE
+    return q, k, v, dout / 16  # gradients carry another factor of the queries: keep them inside fp16
+
+
+def _tiny(case: Case, generator: torch.Generator, *x: Tensor) -> tuple[Tensor, ...]:
+    """Products of two numbers lie around the end of the normal range, some above, some below the subnormals."""
+    middle = _UNDERFLOW[case.dtype] // 2
+
+    def shrink(t: Tensor) -> Tensor:
+        exponents = torch.randint(middle - 8, middle + 9, t.shape, generator=generator)
+        return torch.ldexp(t, -exponents)
+
+    return tuple(shrink(t) for t in x)
+
+
+def _onehot(case: Case, generator: torch.Generator, *x: Tensor) -> tuple[Tensor, ...]:
+    """Every row is a unit vector: scores are scale or 0, and each output entry is a share of the softmax."""
+    return tuple(torch.zeros_like(t).scatter_(-1, t.argmax(-1, keepdim=True), 1.0) for t in x)
+
+
+def _constant(case: Case, generator: torch.Generator, *x: Tensor) -> tuple[Tensor, ...]:
+    """Every token has the same query, key and value: the output is that value, whatever the pattern."""
+    q, k, v, dout = x
+    return tuple(t[:, :1].expand_as(t) for t in (q, k, v)) + (dout,)
+
+
+_VALUES: dict[str, Any] = {
+    "normal": _normal,
+    "ties": _ties,
+    "huge": _huge,
+    "tiny": _tiny,
+    "onehot": _onehot,
+    "constant": _constant,
+}
+VALUES = tuple(_VALUES)
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "order": ORDERS,
+    "dtype": tuple(DTYPES),
+    "values": VALUES,
+    "exchange": EXCHANGES,
+    "kernel": KERNELS,
+    "lse": LSE,
+}
+
+
+# --- validation -------------------------------------------------------------------------------------------------------
+
+
+def _integer(name: str, value: object, least: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}")
+    return value
+
+
+def _integers(name: str, value: object) -> tuple[int, ...]:
+    if not isinstance(value, (tuple, list)):
+        raise ValueError(f"{name} is {value!r}; it must be a tuple of integers or None")
+    return tuple(_integer(f"an entry of {name}", entry, 0) for entry in value)
+
+
+def _number(name: str, value: object) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) <= _GREATEST_SCALE:
+        raise ValueError(f"{name} is {value!r}; it must be a number of size at most {_GREATEST_SCALE}")
+    return float(value)

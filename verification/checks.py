@@ -1,0 +1,361 @@
+"""What is checked of every example: one small function per property, each with a failure of its own.
+
+A check takes a Case, its Expectation and one Observation per rank of the group (in the group's order). It returns the
+worst error as a fraction of its bound, by quantity - an empty dict where the property is exact and has no such
+fraction - and raises WrongResult or MismatchedMessages, naming what is wrong where, otherwise. Nothing is sampled and
+no tolerance is chosen here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from reference import cost
+from ring.budget import default_bucket
+from ring.layout import Layout
+from verification.bounds import LARGEST, Array
+from verification.case import Case
+from verification.expectation import QUANTITIES, Expectation
+from verification.failures import MismatchedMessages, WrongResult
+
+Message = tuple[int, int, Any]  # peer (index in the group), bytes, label
+Floats = NDArray[np.floating[Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Observation:
+    """What one rank saw. Arrays as `carry` makes them: its shard of out, dq (B, L, H, D), dk, dv (B, L, Hk, D), lse
+    (B, H, L).
+
+    lse is None exactly if the Case has it unused. dtypes: names of the results' types, in the order of QUANTITIES.
+    Messages are in the order in which they were posted; peers are indices in the group. Buffers: peak bytes of
+    communication buffers. inputs_unchanged: bit for bit. repeat_equal: a second run gave the same bits.
+    """
+
+    out: Floats
+    lse: Floats | None
+    dq: Floats
+    dk: Floats
+    dv: Floats
+    dtypes: tuple[str, ...]
+    sent_forward: tuple[Message, ...]
+    received_forward: tuple[Message, ...]
+    sent_backward: tuple[Message, ...]
+    received_backward: tuple[Message, ...]
+    buffer_forward: int
+    buffer_backward: int
+    inputs_unchanged: bool
+    repeat_equal: bool
+
+
+Observations = Sequence[Observation]
+Ratios = dict[str, float]
+
+
+def carry(x: torch.Tensor) -> Floats:
+    """The same numbers as a NumPy array that travels between processes: 16-bit types as float32, others as they are."""
+    x = x.detach()
+    return np.asarray((x.float() if x.dtype.itemsize == 2 else x).cpu().numpy())
+
+
+def dtype_name(x: torch.Tensor) -> str:
+    """`bfloat16` of torch.bfloat16."""
+    return str(x.dtype).removeprefix("torch.")
+
+
+def check_all(case: Case, expectation: Expectation, observations: Observations) -> dict[str, Ratios]:
+    """Every check, by name, in the order of CHECKS. Raises the first failure."""
+    return {name: check(case, expectation, observations) for name, check in CHECKS.items()}
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def check_answers(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
+    """One answer per rank; every result has the type and the shape that the rank's inputs imply."""
+    if len(observations) != len(case.ranks):
+        raise WrongResult(f"answers: {len(observations)} ranks answered, the group has {len(case.ranks)}")
+    accumulator = "float64" if case.dtype == "float64" else "float32"
+    for index, (seen, length) in enumerate(zip(observations, case.layout().counts, strict=True)):
+        queries, keys = (
+            (case.batch, length, case.heads, case.head_dim),
+            (case.batch, length, case.kv_heads, case.head_dim),
+        )
+        shapes = {
+            "out": queries,
+            "lse": (case.batch, case.heads, length),
+            "dq": queries,
+            "dk": keys,
+            "dv": keys,
+        }
+        for name, dtype in zip(QUANTITIES, seen.dtypes, strict=True):
+            result = getattr(seen, name)
+            if name == "lse" and case.lse == "unused":
+                if result is not None:
+                    raise WrongResult(f"answers: {_rank(case, index)} returned lse, which was not asked for")
+                continue
+            wanted = accumulator if name == "lse" else case.dtype
+            if result is None or result.shape != shapes[name]:
+                shape = None if result is None else result.shape
+                raise WrongResult(f"answers: {name} of {_rank(case, index)} has shape {shape}, not {shapes[name]}")
+            if dtype != wanted:
+                raise WrongResult(f"answers: {name} of {_rank(case, index)} is {dtype}, not {wanted}")
+    return {}
+
+
+def check_unseen(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
+    """Rows that see nothing: out and dq exactly 0, lse exactly -inf. Keys that no row sees: dk and dv exactly 0."""
+    for name in _compared(case):
+        dead = expectation.dead_keys if name in ("dk", "dv") else expectation.dead_rows  # (H, N)
+        if not dead.any():
+            continue
+        seen = assemble(case, observations, name)
+        mask = dead[None] if name == "lse" else dead.T[None, :, :, None]
+        wanted = -np.inf if name == "lse" else 0.0
+        wrong = mask & (seen != wanted)
+        if wrong.any():
+            where = _first(wrong)
+            raise WrongResult(
+                f"unseen: {name} is {seen[where]} {_place(case, name, where)}, not exactly {wanted}: "
+                f"{'no query sees this key' if name in ('dk', 'dv') else 'this query sees no key'}"
+            )
+    return {}
+
+
+def check_finite(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
+    """No NaN or infinity but the -inf of rows that see nothing, and overflow where the exact result, or its bound,
+    passes the largest number of the type."""
+    for name in _compared(case):
+        seen = assemble(case, observations, name)
+        if np.isfinite(seen).all():
+            continue
+        wrong = ~(np.isfinite(seen) | (seen == expectation.exact[name]) | _overflow(case, expectation, name, seen))
+        if wrong.any():
+            where = _first(wrong)
+            raise WrongResult(
+                f"finite: {name} is {seen[where]} {_place(case, name, where)}, "
+                f"expected {expectation.exact[name][where]}"
+            )
+    return {}
+
+
+def check_values(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
+    """|seen - exact| <= bound, everywhere."""
+    worst = {}
+    for name in _compared(case):
+        seen, exact, bound = (
+            assemble(case, observations, name),
+            expectation.exact[name],
+            expectation.bound[name],
+        )
+        with np.errstate(invalid="ignore"):
+            error = np.abs(seen - exact)
+        if not np.isfinite(error).all():  # -inf where -inf belongs, and overflow: as `check_finite` has it
+            error = np.where((seen == exact) | _overflow(case, expectation, name, seen), 0.0, error)
+        wrong = ~(error <= bound)
+        if wrong.any():
+            ratio = _ratio(error, bound)
+            where = np.unravel_index(int(np.argmax(np.where(wrong, ratio, -1.0))), ratio.shape)
+            raise WrongResult(
+                f"values: {name} is {seen[where]} {_place(case, name, where)}, expected {exact[where]}: "
+                f"error {error[where]:.3g} is {ratio[where]:.3g} times its bound {bound[where]:.3g}; "
+                f"{int(wrong.sum())} of {wrong.size} entries exceed theirs"
+            )
+        worst[name] = float(_ratio(error, bound).max(initial=0.0))
+    return worst
+
+
+def check_inputs(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
+    """Inputs and incoming gradients are as they were, bit for bit."""
+    changed = [i for i, x in enumerate(observations) if not x.inputs_unchanged]
+    if changed:
+        raise WrongResult(f"inputs: changed on {', '.join(_rank(case, i) for i in changed)}")
+    return {}
+
+
+def check_repeat(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
+    """A second run of the same gives the same bits."""
+    differ = [i for i, x in enumerate(observations) if not x.repeat_equal]
+    if differ:
+        raise WrongResult(f"repeat: a second run differs on {', '.join(_rank(case, i) for i in differ)}")
+    return {}
+
+
+# --- communication ----------------------------------------------------------------------------------------------------
+
+
+def check_messages(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
+    """What rank s posted for rank d, and what d expected from s, agree one by one in order, bytes and label."""
+    for phase in ("forward", "backward"):
+        sent = [_by_peer(case, i, getattr(x, f"sent_{phase}")) for i, x in enumerate(observations)]
+        received = [_by_peer(case, i, getattr(x, f"received_{phase}")) for i, x in enumerate(observations)]
+        for src, to in enumerate(sent):
+            for dst, back in enumerate(received):
+                gone, come = to.get(dst, []), back.get(src, [])
+                if gone != come:
+                    at = next((i for i, (a, b) in enumerate(zip(gone, come, strict=False)) if a != b), None)
+                    at = min(len(gone), len(come)) if at is None else at
+                    raise MismatchedMessages(
+                        f"messages: {phase}, number {at} from {_rank(case, src)} to {_rank(case, dst)}: "
+                        f"sent {_message(gone, at)}, received {_message(come, at)}"
+                    )
+    return {}
+
+
+def check_traffic(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
+    """Bytes sent from every rank to every other, forward and backward, are those of `reference.cost.sent`."""
+    p, wanted = len(observations), costs(case)
+    for phase in ("forward", "backward"):
+        sent = np.zeros((p, p), np.int64)
+        for src, seen in enumerate(observations):
+            for peer, size, _ in getattr(seen, f"sent_{phase}"):
+                sent[src, peer] += size
+        due = getattr(wanted, f"sent_{phase}")
+        if not np.array_equal(sent, due):
+            src, dst = _first(sent != due)
+            raise WrongResult(
+                f"traffic: {phase}, {_rank(case, src)} sent {sent[src, dst]} bytes to {_rank(case, dst)}; "
+                f"the pattern, layout and exchange make it {due[src, dst]}"
+            )
+    return {}
+
+
+def check_buffers(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
+    """The peak of communication buffers on every rank, forward and backward, is that of `reference.cost.buffers`."""
+    wanted = costs(case)
+    for phase in ("forward", "backward"):
+        for index, (seen, due) in enumerate(zip(observations, getattr(wanted, f"buffer_{phase}"), strict=True)):
+            held = getattr(seen, f"buffer_{phase}")
+            if held != due:
+                raise WrongResult(
+                    f"buffers: {phase}, {_rank(case, index)} held {held} bytes at most; "
+                    f"the pattern, layout, exchange and bucket make it {due}"
+                )
+    return {}
+
+
+@dataclass(frozen=True, eq=False)
+class Costs:
+    """Of one Case: bytes sent (p, p), from row to column, and peak bytes of buffers (p,)."""
+
+    sent_forward: NDArray[np.int64]
+    sent_backward: NDArray[np.int64]
+    buffer_forward: NDArray[np.int64]
+    buffer_backward: NDArray[np.int64]
+
+
+@lru_cache(maxsize=64)
+def costs(case: Case) -> Costs:
+    """By `reference.cost`. Kept, so that it can be called while the ranks are at work."""
+    layout = case.layout()
+    positions = [layout.positions(i).numpy() for i in range(layout.world_size)]
+    setting = cost.Setting(
+        case.pattern,
+        positions,
+        case.batch,
+        case.heads,
+        case.kv_heads,
+        case.head_dim,
+        case.torch_dtype.itemsize,
+    )
+    bucket = case.bucket or default_bucket(layout, case.heads, case.kv_heads, case.torch_dtype)
+    sent, held = cost.sent(setting, case.exchange), cost.buffers(setting, case.exchange, bucket)
+    return Costs(sent.forward, sent.backward, held.forward, held.backward)
+
+
+# Names of the properties, in the order in which they are checked: a wrong shape before wrong numbers, and so on.
+CHECKS: dict[str, Callable[[Case, Expectation, Observations], Ratios]] = {
+    "answers": check_answers,
+    "messages": check_messages,
+    "unseen": check_unseen,
+    "finite": check_finite,
+    "values": check_values,
+    "inputs": check_inputs,
+    "repeat": check_repeat,
+    "traffic": check_traffic,
+    "buffers": check_buffers,
+}
+
+
+# --- helpers ----------------------------------------------------------------------------------------------------------
+
+
+def assemble(case: Case, observations: Observations, name: str) -> Array:
+    """A result of the whole sequence, tokens in their global order, fp64, from the shards of all ranks."""
+    axis = 2 if name == "lse" else 1
+    shards = [np.asarray(getattr(x, name), np.float64) for x in observations]
+    return np.concatenate(shards, axis).take(_holders(case.layout())[0], axis)
+
+
+@lru_cache(maxsize=256)
+def _holders(layout: Layout) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Of each position: its place when shards are laid end to end, and the index of the rank that holds it, (n,)
+    each."""
+    order = torch.cat([layout.positions(i) for i in range(layout.world_size)]).numpy()
+    place, holder = np.empty_like(order), np.empty_like(order)
+    place[order] = np.arange(layout.n)
+    holder[order] = np.repeat(np.arange(layout.world_size), layout.counts)
+    return place, holder
+
+
+def _compared(case: Case) -> Iterable[str]:
+    return (name for name in QUANTITIES if name != "lse" or case.lse != "unused")
+
+
+def _overflow(case: Case, expectation: Expectation, name: str, seen: Array) -> NDArray[np.bool_]:
+    """Where an infinity of the right sign is what the type makes of a result that passes its largest number."""
+    dtype = case.dtype if name != "lse" or case.dtype == "float64" else "float32"
+    exact = expectation.exact[name]
+    beyond = np.abs(exact) + expectation.bound[name] > LARGEST[dtype]
+    return np.isinf(seen) & beyond & (np.sign(seen) == np.sign(exact)) & np.isfinite(exact)
+
+
+def _ratio(error: Array, bound: Array) -> Array:
+    """error / bound, where 0 / 0 is 0: nothing is wrong where nothing may be. NaN counts as infinite."""
+    ratio = np.zeros_like(error)
+    np.divide(error, bound, out=ratio, where=bound > 0)
+    return np.where((bound == 0) & (error != 0) | np.isnan(error), np.inf, ratio)
+
+
+def _first(wrong: NDArray[np.bool_]) -> tuple[int, ...]:
+    return tuple(int(i) for i in np.argwhere(wrong)[0])
+
+
+def _place(case: Case, name: str, where: tuple[Any, ...]) -> str:
+    batch, *rest = (int(i) for i in where)
+    head, token = (rest[0], rest[1]) if name == "lse" else (rest[1], rest[0])
+    dim = "" if name == "lse" else f", dim {rest[2]}"
+    holder = int(_holders(case.layout())[1][token])
+    return f"at batch {batch}, token {token}, head {head}{dim} (held by {_rank(case, holder)})"
+
+
+def _rank(case: Case, index: int) -> str:
+    """`rank 3`, and where the group is a part of the world in which place of it."""
+    rank = case.ranks[index]
+    return f"rank {rank}" if case.group is None else f"rank {rank} (index {index} of the group)"
+
+
+def _by_peer(case: Case, index: int, messages: Iterable[Message]) -> dict[int, list[tuple[int, Any]]]:
+    found: dict[int, list[tuple[int, Any]]] = {}
+    for peer, size, label in messages:
+        if not 0 <= peer < len(case.ranks) or peer == index:
+            raise MismatchedMessages(
+                f"messages: {_rank(case, index)} names peer {peer} for {label!r}; "
+                f"it must be another index of the group of {len(case.ranks)}"
+            )
+        found.setdefault(peer, []).append((size, label))
+    return found
+
+
+def _message(messages: list[tuple[int, Any]], at: int) -> str:
+    if at >= len(messages):
+        return "nothing"
+    size, label = messages[at]
+    return f"{label!r} of {size} bytes"

@@ -1,0 +1,160 @@
+"""Failures of named kinds.
+
+Each kind is an exception type of its own, raised from a line of its own: Hypothesis tells bugs apart by exactly
+these two (`hypothesis.internal.escalation.InterestingOrigin`), so that a hang is never shrunk into a wrong result.
+None of them is ever retried.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+Outcome = Literal["answered", "raised", "died", "blocked"]
+
+# `File "...", line 7 in name`: the form in which faulthandler writes a frame.
+_WATCHER_FRAME = re.compile(r" in exit_with_parent$", re.MULTILINE)
+_DESCRIBE_FRAME = re.compile(r'^  File ".*worker\.py", line \d+ in describe$', re.MULTILINE)
+_MAIN_FRAME = re.compile(r'^  File ".*worker\.py", line \d+ in main$', re.MULTILINE)
+_FRAME = re.compile(r'^  File "', re.MULTILINE)
+_CALL_FRAME = re.compile(r'^  File ".*worker\.py", line \d+ in run_request$', re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An exception that a rank's call raised, as text (the exception itself need not be picklable)."""
+
+    type_name: str
+    message: str
+    traceback: str
+    mismatched: bool = False  # it was a MismatchedMessages
+
+    @property
+    def headline(self) -> str:
+        first_line = self.message.partition("\n")[0]
+        return f"{self.type_name}: {first_line}" if first_line else self.type_name
+
+
+@dataclass(frozen=True)
+class RankState:
+    """Where one rank stood when a call failed: `detail` says so, `trace` is its traceback or stack."""
+
+    rank: int
+    outcome: Outcome
+    detail: str = ""
+    trace: str = ""
+
+
+class VerificationFailure(AssertionError):
+    """What was verified does not hold. `kind` names in words how."""
+
+    kind: ClassVar[str] = "failure"
+
+
+class WrongResult(VerificationFailure):
+    """All ranks answered, and an answer is wrong."""
+
+    kind = "wrong result"
+
+
+class RankFailure(VerificationFailure):
+    """A call in which at least one rank gave no result. `states` has one entry per rank, in rank order."""
+
+    kind = "rank failure"
+
+    def __init__(self, message: str, states: Sequence[RankState] = ()) -> None:
+        super().__init__(message)
+        self.headline = message
+        self.states = tuple(states)
+
+    def __reduce__(self) -> tuple[type, tuple[str, tuple[RankState, ...]]]:
+        return type(self), (self.headline, self.states)
+
+    def __str__(self) -> str:
+        return "\n".join([self.headline, *_sections(self.states)])
+
+    def ranks(self, outcome: Outcome) -> tuple[int, ...]:
+        """The ranks with that outcome, ascending."""
+        return tuple(state.rank for state in self.states if state.outcome == outcome)
+
+
+class RankCrash(RankFailure):
+    """The process of a rank died: a signal, an abort, an exit."""
+
+    kind = "rank crash"
+
+
+class RankError(RankFailure):
+    """A rank raised; the others answered, raised too, or were left waiting for it."""
+
+    kind = "rank error"
+
+
+class RankHang(RankFailure):
+    """A rank gave no answer within the timeout. Each such rank's Python stack is in the report."""
+
+    kind = "rank hang"
+
+
+class MismatchedMessages(RankFailure):
+    """A message is not what its receiver expects: owner, hop, shape, dtype or size disagree."""
+
+    kind = "mismatched messages"
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """`rank 3` or `ranks 0, 2`."""
+    listed = list(ranks)
+    return ("rank " if len(listed) == 1 else "ranks ") + ", ".join(map(str, listed))
+
+
+def name_exit(code: int | None) -> str:
+    """What an exit code of `multiprocessing` means: negative codes are signals."""
+    if code is None:
+        return "closed its pipe without ending"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def is_answering(dump: str) -> bool:
+    """Whether that stack is of a rank that has left the function it was called with, and is about to answer.
+
+    So is, perhaps, one whose stack breaks off before `main`: it ran on while its frames were being listed.
+    """
+    for block in dump.split("\n\n"):
+        if _MAIN_FRAME.search(block):
+            call, innermost = _CALL_FRAME.search(block), _FRAME.search(block)
+            assert innermost is not None
+            return call is None or innermost.start() == call.start() or bool(_DESCRIBE_FRAME.search(block))
+    return True
+
+
+def tidy_stack(dump: str) -> str:
+    """A faulthandler dump without what every rank has: the watcher's thread, the frames that lead to the call."""
+    threads = []
+    for block in dump.strip().split("\n\n"):
+        if _WATCHER_FRAME.search(block) or block.startswith("Extension modules: "):
+            continue
+        call = _CALL_FRAME.search(block)
+        threads.append(block[: call.start()].rstrip() if call else block)
+    return "\n\n".join(threads)
+
+
+def _sections(states: Sequence[RankState]) -> list[str]:
+    """One section per distinct state: ranks that stand at the same place are named together."""
+    together: dict[tuple[str, str, str], tuple[list[int], str]] = {}
+    for state in states:
+        # Thread identifiers differ between ranks that stand at the same place.
+        same = re.sub(r"hread 0x[0-9a-f]+", "hread", state.trace)
+        together.setdefault((state.outcome, state.detail, same), ([], state.trace))[0].append(state.rank)
+    return [
+        f"--- {name_ranks(ranks)} {detail or outcome}" + (f"\n{trace.rstrip()}" if trace else "")
+        for (outcome, detail, _), (ranks, trace) in together.items()
+    ]

@@ -1,0 +1,321 @@
+"""Laws between Cases: what must stay the same, or change along, when a Case is changed in a known way. On
+real ranks.
+
+A law draws a Case and *how* to change it, both JSON-serialisable, so that its counter-examples are saved and
+replayed like any other. `check` returns the worst error as a fraction of what is allowed, 0 where the law is
+exact, and raises WrongResult.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from reference.pattern import Branch, Pattern
+from ring.transport import Transport
+from verification import misuse, properties
+from verification.backends import Backend, observe_on
+from verification.bounds import Arithmetic
+from verification.case import Case
+from verification.checks import Observation, assemble
+from verification.execute import Edit, observe
+from verification.expectation import QUANTITIES, Expectation, evaluate, expect, multiplicity
+from verification.failures import WrongResult
+from verification.strategies import cases, elsewhere, permutation_of
+
+How = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Law:
+    """`draw` gives a strategy of (Case, how) for a world size; `check` runs it."""
+
+    name: str
+    draw: Callable[[int], st.SearchStrategy[tuple[Case, How]]]
+    check: Callable[[Backend, Case, How], float]
+    share: float  # of the examples that a world size is given
+    most: int = 1000  # examples, however many those are
+
+
+# --- the result does not depend on who computes it
+# -------------------------------------------------------------------
+
+
+@st.composite
+def _anywhere(draw: st.DrawFn, world: int) -> tuple[Case, How]:
+    case = _tame(draw(cases(world)))
+    return case, elsewhere(draw, case)
+
+
+def check_anywhere(backend: Backend, case: Case, how: How) -> float:
+    """World size, layout, exchange, bucket: two ways to compute the same differ by no more than both their
+    bounds.
+    """
+    other = _changed(case, how)
+    backend.submit(observe, case, None, False)
+    first = expect(case)
+    seen = backend.collect()
+    backend.submit(observe, other, None, False)
+    second = expect(other)
+    also_seen = backend.collect()
+    worst = 0.0
+    for name in _compared(case):
+        a, b = assemble(case, seen, name), assemble(other, also_seen, name)
+        allowed = first.bound[name] + second.bound[name]
+        with np.errstate(invalid="ignore", divide="ignore"):
+            ratio = np.where(a == b, 0.0, np.abs(a - b) / allowed)  # equal infinities differ by nothing
+        if not (ratio <= 1.0).all():
+            where = np.unravel_index(int(np.argmax(np.nan_to_num(ratio, nan=np.inf))), ratio.shape)
+            raise WrongResult(
+                f"{name} at {_plain(where)} is {a[where]} for the Case and {b[where]} with {how}: "
+                f"{ratio[where]:.3g} times the sum of their bounds {allowed[where]:.3g}"
+            )
+        worst = max(worst, float(ratio.max(initial=0.0)))
+    return worst
+
+
+# --- bit for bit
+# -----------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def _later(draw: st.DrawFn, world: int) -> tuple[Case, How]:
+    case = draw(cases(world))
+    case = replace(case, pattern=replace(case.pattern, causal=True))
+    return case, {"position": draw(st.integers(0, case.tokens - 1))}
+
+
+def check_later(backend: Backend, case: Case, how: How) -> float:
+    """Causal: what comes after a position changes no output up to it, not by a bit."""
+    seen = observe_on(backend, case, None, False)
+    edited = observe_on(backend, case, Edit("after", how["position"]), False)
+    upto = how["position"] + 1
+    for name in ("out", "lse") if case.lse != "unused" else ("out",):
+        axis = 2 if name == "lse" else 1
+        a, b = (assemble(case, x, name).take(range(upto), axis) for x in (seen, edited))
+        _same_numbers(name, a, b, f"once the tokens after position {how['position']} are others")
+    return 0.0
+
+
+@st.composite
+def _permuted(draw: st.DrawFn, world: int) -> tuple[Case, How]:
+    case = draw(cases(world))
+    case = replace(case, batch=max(case.batch, 2))
+    kv_order = permutation_of(draw, case.kv_heads)
+    if permuted(case.pattern, head_order(case, kv_order)) is None:
+        kv_order = tuple(range(case.kv_heads))
+    return case, {"batch": list(permutation_of(draw, case.batch)), "kv_heads": list(kv_order)}
+
+
+def head_order(case: Case, kv_order: tuple[int, ...]) -> tuple[int, ...]:
+    """Query heads move with their key/value head: order[new] = old."""
+    share = case.heads // case.kv_heads
+    return tuple(kv * share + member for kv in kv_order for member in range(share))
+
+
+def permuted(pattern: Pattern, order: tuple[int, ...]) -> Pattern | None:
+    """The pattern whose head j is head order[j] of this one; None if a branch's heads are then no range."""
+    branches = []
+    for branch in pattern.branches:
+        offsets = [branch.offsets(len(order))[old] for old in order]
+        served = [new for new, offset in enumerate(offsets) if offset is not None]
+        if served != list(range(served[0], served[-1] + 1)):
+            return None
+        chosen = tuple(offset for offset in offsets if offset is not None)
+        heads = None if branch.heads is None else range(served[0], served[-1] + 1)
+        offset = chosen if isinstance(branch.offset, tuple) else branch.offset
+        branches.append(Branch(branch.segment_length, branch.dilation_rate, offset, heads))
+    return Pattern(tuple(branches), pattern.causal)
+
+
+def check_permuted(backend: Backend, case: Case, how: How) -> float:
+    """Batches, and heads with their offsets, in another order: the same results in that order, not a bit
+    different.
+    """
+    batch, kv = list(how["batch"]), list(how["kv_heads"])
+    heads = list(head_order(case, tuple(kv)))
+    pattern = permuted(case.pattern, tuple(heads))
+    assert pattern is not None
+    seen = observe_on(backend, case, None, False)
+    edit = Edit("permute", order=tuple(batch), head_order=tuple(heads), kv_order=tuple(kv))
+    also_seen = observe_on(backend, replace(case, pattern=pattern), edit, False)
+    for name in _compared(case):
+        a, b = assemble(case, seen, name), assemble(case, also_seen, name)
+        order = kv if name in ("dk", "dv") else heads
+        a = a[batch][:, order] if name == "lse" else a[batch][:, :, order]
+        _same_numbers(name, a, b, f"once batches are {batch} and key/value heads {kv}")
+    return 0.0
+
+
+# --- error and the number of ranks
+# -----------------------------------------------------------------------------------
+
+
+@st.composite
+def _growth(draw: st.DrawFn, world: int) -> tuple[Case, How]:
+    """Many keys, outputs near 1: there a bfloat16 accumulator adds a rounding of full size at each merge."""
+    case = Case(
+        world=world, group=None, tokens=draw(st.integers(256, 512)),
+        order=draw(st.sampled_from(("contiguous", "striped"))),
+        cuts=None, pattern=Pattern.dense(), batch=1, heads=4, kv_heads=4, head_dim=16, dtype="bfloat16", scale=None,
+        score_scale=1.0, values="normal", seed=draw(st.integers(0, 255)),
+        exchange=draw(st.sampled_from(("ring", "direct", "gather"))), bucket=draw(st.sampled_from((None, 64))),
+        kernel="math", lse="unused", strided=False,
+    )  # fmt: skip
+    return case, {"shift": 1}
+
+
+def check_growth(backend: Backend, case: Case, how: How) -> float:
+    """The RMS error of bfloat16 outputs is that of rounding the exact output once, on 1, 2, 4, ... ranks
+    alike.
+
+    Let O be exact, O' what an implementation holds before its last rounding, T >= |O' - O| the a-priori bound
+    without that rounding, and r(x) the distance of x to the nearest bfloat16. The result is off by at most
+    r(O') + |O' - O|, and r changes no faster than its argument, so by at most r(O) + 2 T; hence, by
+    Minkowski, RMS(error) <= RMS(r(O)) + 2 RMS(T). T is of the order of fp32's unit roundoff and r(O) of
+    bfloat16's: nearly all of the right-hand side is one rounding, and any further rounding of partial results
+    to 16 bits stands out, though entry by entry it hides below its bound.
+    """
+    edit = Edit("shift", how["shift"])
+    sizes = [p for p in (1, 2, 4, 8, 16, 32) if p <= case.world]
+    worst, exact = 0.0, _expect_edited(case, edit)
+    rounded = torch.from_numpy(exact.exact["out"]).bfloat16().double().numpy()
+    once = _rms(rounded - exact.exact["out"])
+    for p in sizes:
+        smaller = replace(case, group=None if p == case.world else tuple(range(p)))
+        inner = _expect_edited(smaller, edit, inner=True).bound["out"]
+        out = assemble(smaller, observe_on(backend, smaller, edit, False), "out")
+        error, allowed = _rms(out - exact.exact["out"]), once + 2 * _rms(inner)
+        if not error <= allowed:
+            raise WrongResult(
+                f"on {p} ranks the RMS error of out is {error:.3g}; rounding the exact output once makes it {once:.3g}"
+                f", and {allowed:.3g} is allowed"
+            )
+        worst = max(worst, error / allowed)
+    return worst
+
+
+def _expect_edited(case: Case, edit: Edit, inner: bool = False) -> Expectation:
+    """`expect` for edited tensors; `inner` leaves the last rounding of the output out of the bound."""
+    q, k, v, dout, _ = (x.double().numpy() for x in edit.apply(case.tensors()))
+    arithmetic = Arithmetic.of(case)
+    if inner:
+        arithmetic = replace(arithmetic, u_out=0.0)
+    return evaluate(q, k, v, dout, None, case.pattern, case.softmax_scale, arithmetic)
+
+
+def _rms(x: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(x))))
+
+
+# --- NaN, infinity, and wrong calls
+# ----------------------------------------------------------------------------------
+
+
+@st.composite
+def _poisoned(draw: st.DrawFn, world: int) -> tuple[Case, How]:
+    case = draw(cases(world))
+    return case, {"token": draw(st.integers(0, case.tokens - 1)), "infinite": draw(st.booleans())}
+
+
+def check_poisoned(backend: Backend, case: Case, how: How) -> float:
+    """A NaN or inf in v reaches every output that sees it, leaves other batches and heads alone, and hangs
+    nothing.
+    """
+    token, share = how["token"], case.heads // case.kv_heads
+    clean = assemble(case, observe_on(backend, case, None, False), "out")
+    edit = Edit("poison", int(how["infinite"]), positions=(token,))
+    out = assemble(case, observe_on(backend, case, edit, False), "out")
+    sees = multiplicity(case.pattern, case.heads, case.tokens)[:share, :, token] > 0  # (query heads of kv head 0, N)
+    missed = sees.T & np.isfinite(out[0, :, :share, 0])
+    if missed.any():
+        row, head = np.argwhere(missed)[0]
+        raise WrongResult(
+            f"out is {out[0, row, head, 0]} at batch 0, token {row}, head {head}, dim 0, which sees "
+            f"{'inf' if how['infinite'] else 'NaN'} in v at token {token}"
+        )
+    _same_numbers("out", clean[1:], out[1:], "of other batches, once v of batch 0 is not finite")
+    _same_numbers("out", clean[:, :, share:], out[:, :, share:], "of other heads, once v of head 0 is not finite")
+    return 0.0
+
+
+@st.composite
+def _misused(draw: st.DrawFn, world: int) -> tuple[Case, How]:
+    case = draw(cases(world))
+    mistake = draw(st.sampled_from(misuse.applicable(case)))
+    culprit = draw(st.integers(0, len(case.ranks) - 1))
+    return case, {"mistake": mistake, "culprit": culprit}
+
+
+def check_misused(backend: Backend, case: Case, how: How) -> float:
+    """One rank is called wrongly: every rank raises the same error, which names the argument; the next call
+    works.
+    """
+    mistake, culprit = how["mistake"], how["culprit"]
+    backend.submit(misused, case, mistake, culprit)
+    expectation = expect(case)
+    answers = backend.collect()
+    errors = [error for error, _ in answers]
+    argument = misuse.MISTAKES[mistake].argument
+    for index, error in enumerate(errors):
+        if error is None:
+            raise WrongResult(f"index {index} of the group raised nothing, though {mistake} on index {culprit}")
+        if error[0] not in ("ValueError", "NotImplementedError"):
+            raise WrongResult(f"index {index} of the group raised {error[0]}: {error[1]}; {mistake} on index {culprit}")
+        if error != errors[culprit]:
+            raise WrongResult(
+                f"index {index} of the group raised {error}, index {culprit}, called wrongly, {errors[culprit]}"
+            )
+        if argument not in error[1]:
+            raise WrongResult(f"the error for {mistake!r} does not name {argument!r}: {error[1]}")
+    properties.check(case, expectation, [observation for _, observation in answers])
+    return 0.0
+
+
+def misused(transport: Transport, case: Case, mistake: str, culprit: int) -> tuple[tuple[str, str] | None, Observation]:
+    """Task: call ring_attention wrongly on one rank, then rightly on all."""
+    return misuse.call(transport, case, mistake, culprit), observe(transport, case, None, False)
+
+
+# --- helpers
+# ---------------------------------------------------------------------------------------------------------
+
+
+def _tame(case: Case) -> Case:
+    """Without values that overflow 16 bits in one order of summation and not in another."""
+    return replace(case, values="normal") if case.values == "huge" else case
+
+
+def _changed(case: Case, how: Mapping[str, Any]) -> Case:
+    listed: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in how.items()}
+    return replace(case, **listed)
+
+
+def _compared(case: Case) -> list[str]:
+    return [name for name in QUANTITIES if name != "lse" or case.lse != "unused"]
+
+
+def _same_numbers(name: str, a: np.ndarray, b: np.ndarray, when: str) -> None:
+    differ = (a != b) & ~(np.isnan(a) & np.isnan(b))
+    if differ.any():
+        where = tuple(np.argwhere(differ)[0])
+        raise WrongResult(f"{name} at {_plain(where)} was {a[where]} and is {b[where]} {when}; must be the same bits")
+
+
+def _plain(where: tuple[Any, ...]) -> tuple[int, ...]:
+    return tuple(int(i) for i in where)
+
+
+LAWS = (
+    Law("same on any ranks, layout, exchange", _anywhere, check_anywhere, 0.05),
+    Law("later tokens change nothing", _later, check_later, 0.03),
+    Law("batches and heads permute", _permuted, check_permuted, 0.03),
+    Law("NaN and inf propagate", _poisoned, check_poisoned, 0.02),
+    Law("wrong calls refused everywhere", _misused, check_misused, 0.03),
+    Law("error does not grow with ranks", _growth, check_growth, 0.003, most=20),
+)

@@ -1,0 +1,123 @@
+"""Wrong calls of ring_attention, by name: what one rank does wrong, and which argument the error must name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from reference.pattern import Branch, Pattern
+from ring import Layout, Transport, ring_attention
+from verification.case import Case
+from verification.execute import shards, whole_tensors
+
+Arguments = dict[str, Any]  # of ring_attention, by name
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """`spoil` changes the arguments of the rank that is called wrongly; `alone`: wrong on its own, whatever
+    others do.
+    """
+
+    argument: str
+    spoil: Callable[[Arguments, Case], None]
+    alone: bool = True
+
+
+def _set(name: str, value: Any) -> Callable[[Arguments, Case], None]:
+    def spoil(arguments: Arguments, case: Case) -> None:
+        arguments[name] = value
+
+    return spoil
+
+
+def _change(name: str, change: Callable[[Any], Any]) -> Callable[[Arguments, Case], None]:
+    def spoil(arguments: Arguments, case: Case) -> None:
+        arguments[name] = change(arguments[name])
+
+    return spoil
+
+
+def _longer(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat((x, x.new_zeros(x.shape[0], 1, *x.shape[2:])), 1)
+
+
+def _other_dtype(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.float32 if x.dtype == torch.float64 else torch.float64)
+
+
+def _other_layout(arguments: Arguments, case: Case) -> None:
+    arguments["layout"] = Layout.contiguous(case.tokens, len(case.ranks) + 1)
+
+
+def _heads_that_do_not_divide(arguments: Arguments, case: Case) -> None:
+    k = arguments["k"]
+    arguments["k"] = arguments["v"] = k.new_zeros(k.shape[0], k.shape[1], case.heads + 1, k.shape[3])
+
+
+def _too_many_heads(arguments: Arguments, case: Case) -> None:
+    arguments["pattern"] = Pattern((Branch(heads=range(case.heads, case.heads + 1)),))
+
+
+def _other_exchange(arguments: Arguments, case: Case) -> None:
+    arguments["exchange"] = "gather" if case.exchange != "gather" else "ring"
+
+
+def _other_bucket(arguments: Arguments, case: Case) -> None:
+    arguments["bucket"] = 1 if case.bucket is None else case.bucket + 1
+
+
+def _other_pattern(arguments: Arguments, case: Case) -> None:
+    arguments["pattern"] = Pattern(case.pattern.branches, not case.pattern.causal)
+
+
+MISTAKES: dict[str, Mistake] = {
+    "one token too many in q": Mistake("q", _change("q", _longer)),
+    "one token too many in k and v": Mistake("k", lambda a, case: a.update(k=_longer(a["k"]), v=_longer(a["v"]))),
+    "k longer than v": Mistake("k", _change("k", _longer)),
+    "q without heads": Mistake("q", _change("q", lambda x: x[:, :, 0])),
+    "k in another dtype": Mistake("k", _change("k", _other_dtype)),
+    "v in another dtype": Mistake("v", _change("v", _other_dtype)),
+    "integers": Mistake("dtype", lambda a, case: a.update({name: a[name].long() for name in "qkv"})),
+    "heads that do not divide": Mistake("heads", _heads_that_do_not_divide),
+    "a pattern for more heads": Mistake("heads", _too_many_heads),
+    "no pattern": Mistake("pattern", _set("pattern", None)),
+    "layout for one rank more": Mistake("layout", _other_layout),
+    "no layout": Mistake("layout", _set("layout", None)),
+    "unknown exchange": Mistake("exchange", _set("exchange", "teleport")),
+    "unknown kernel": Mistake("kernel", _set("kernel", "magic")),
+    "bucket of 0": Mistake("bucket", _set("bucket", 0)),
+    "negative bucket": Mistake("bucket", _set("bucket", -3)),
+    "bucket that is no number": Mistake("bucket", _set("bucket", "all")),
+    "scale that is no number": Mistake("scale", _set("scale", "large")),
+    "return_lse that is no flag": Mistake("return_lse", _set("return_lse", "yes")),
+    "another exchange than the others": Mistake("exchange", _other_exchange, alone=False),
+    "another bucket than the others": Mistake("bucket", _other_bucket, alone=False),
+    "another pattern than the others": Mistake("pattern", _other_pattern, alone=False),
+}
+
+
+def applicable(case: Case) -> tuple[str, ...]:
+    """The mistakes that can be made with a Case: to differ from the others takes others."""
+    return tuple(name for name, mistake in MISTAKES.items() if mistake.alone or len(case.ranks) > 1)
+
+
+def call(transport: Transport, case: Case, mistake: str, culprit: int) -> tuple[str, str] | None:
+    """Call ring_attention, wrongly on the rank at index `culprit`. The error as (type, message); None if
+    there was none.
+    """
+    q, k, v, *_ = shards(case, transport.rank, whole_tensors(case))
+    arguments: Arguments = {
+        "q": q, "k": k, "v": v, "pattern": case.pattern, "layout": case.layout(), "exchange": case.exchange,
+        "bucket": case.bucket, "kernel": case.kernel, "scale": case.scale, "return_lse": case.lse != "unused",
+    }  # fmt: skip
+    if transport.rank == culprit:
+        MISTAKES[mistake].spoil(arguments, case)
+    try:
+        ring_attention(**arguments, group=transport)
+    except Exception as error:  # of any type: which it is, is what the law is about
+        return type(error).__name__, str(error)
+    return None

@@ -1,0 +1,235 @@
+"""What a run says while it goes and when it ends: live progress, the table, failures, and the same as JSON.
+
+On a terminal the progress is a live table of the world size in work; elsewhere it is one plain line every few
+seconds, free of control codes, so that logs stay readable.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from verification.failures import VerificationFailure
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+LINE_EVERY = 5.0  # seconds between progress lines where the output is not a terminal
+DRAW_EVERY = 0.5  # seconds between drawings of the live table
+
+
+@dataclass
+class Row:
+    """One property on one world size in one dtype. `seconds` is wall time of the examples it was checked on."""
+
+    examples: int = 0
+    worst_ratio: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, ratio: float, seconds: float) -> None:
+        self.examples += 1
+        self.worst_ratio = float(np.maximum(self.worst_ratio, ratio))  # a NaN stays visible, which max() may drop
+        self.seconds += seconds
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One counter-example: its kind, the record that replays it, and what was seen in words."""
+
+    kind: str
+    broken: str  # title of the property or law
+    world: int
+    record: Mapping[str, Any]  # the Case as JSON has it; for a law, what else it takes as well
+    file: Path
+    message: str
+
+    @property
+    def replay(self) -> str:
+        return f"python -m verification replay {self.file}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "property": self.broken,
+            "world": self.world,
+            "case": dict(self.record),
+            "replay": self.replay,
+            "message": self.message,
+        }
+
+
+@dataclass
+class Report:
+    """Collects rows and failures and shows them. Use as a context manager around the examples."""
+
+    console: Console
+    rows: dict[tuple[str, int, str], Row] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+    examples: int = 0  # checked and held, each Case or law once, however many properties were looked at
+    distributed: int = 0  # of these, on two or more ranks
+    seconds: float = 0.0  # spent on checking; starting the ranks is not counted
+    extras: dict[str, Any] = field(default_factory=dict)  # further fields of the JSON
+    _world: int = 0
+    _goal: int = 0
+    _done: int = 0
+    _worst: float = 0.0
+    _failed_before: int = 0
+    _since: float = 0.0
+    _shown: float = 0.0
+    _live: Live | None = None
+
+    def __enter__(self) -> Report:
+        if self.console.is_terminal:
+            self._live = Live(console=self.console, auto_refresh=False, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def start_world(self, world: int, goal: int) -> None:
+        """From now on examples are on that world size; `goal` of them are planned."""
+        self._world, self._goal, self._done = world, goal, 0
+        self._failed_before, self._worst = len(self.failures), 0.0
+        self._since = self._shown = time.perf_counter()
+
+    def end_world(self, what: str = "examples") -> float:
+        """Sums up since `start_world`; returns the seconds that passed."""
+        spent = time.perf_counter() - self._since
+        self.seconds += spent
+        failed = len(self.failures) - self._failed_before
+        found = f", {failed} counter-example{'s' * (failed > 1)}" if failed else ""
+        rate = f", {self._done / spent:.0f}/s" if self._done > 1 else ""
+        done = f"{self._done} examples held" if self._done != 1 else "1 example held"
+        self.say(f"world {self._world}, {what}: {done} in {spent:.1f} s{rate}{found}")
+        return spent
+
+    def held(self, dtype: str, ratios: Mapping[str, float], seconds: float) -> None:
+        """An example held: by property, its worst error as a fraction of the bound (0 for an exact check)."""
+        for name, ratio in ratios.items():
+            self.rows.setdefault((name, self._world, dtype), Row()).add(ratio, seconds)
+        self.examples += 1
+        self.distributed += self._world > 1
+        self._done += 1
+        self._worst = float(np.max([self._worst, *ratios.values()]))  # np.max keeps a NaN
+        self._progress()
+
+    def failed(self, failure: Failure) -> None:
+        self.failures.append(failure)
+        self.say(f"[bold red]counter-example[/] {failure.kind}: {failure.broken}, world {failure.world}")
+
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False)
+
+    def _progress(self) -> None:
+        now = time.perf_counter()
+        if now - self._shown < (DRAW_EVERY if self._live else LINE_EVERY):
+            return
+        self._shown = now
+        if self._live:
+            self._live.update(self._progress_table(now), refresh=True)
+        else:
+            self.say(
+                f"world {self._world}: {self._done}/{self._goal} examples, "
+                f"{self._done / (now - self._since):.0f}/s, worst error / bound {self._worst:.3f}"
+            )
+
+    def _progress_table(self, now: float) -> Table:
+        spent = now - self._since
+        table = Table(title=f"world {self._world}: {self._done} of {self._goal} examples, {self._done / spent:.0f}/s")
+        for head in ("property", "examples", "examples/s", "worst error / bound"):
+            table.add_column(head, justify="left" if head == "property" else "right")
+        for name, rows in self._by_property(self._world).items():
+            count = sum(row.examples for row in rows.values())
+            worst = max(row.worst_ratio for row in rows.values())
+            table.add_row(name, str(count), f"{count / spent:.0f}", _ratio(worst))
+        return table
+
+    def _by_property(self, world: int) -> dict[str, dict[str, Row]]:
+        found: dict[str, dict[str, Row]] = {}
+        for (name, of, dtype), row in self.rows.items():
+            if of == world:
+                found.setdefault(name, {})[dtype] = row
+        return found
+
+    def summary(self) -> None:
+        """The table, then every failure with its minimal Case, what was wrong, and the line that replays it."""
+        table = Table(title="worst error as a fraction of its bound (0: exact)")
+        for head in ("property", "world", "examples", *DTYPES, "seconds"):
+            table.add_column(head, justify="left" if head == "property" else "right", no_wrap=head != "property")
+        for name in dict.fromkeys(name for name, _, _ in self.rows):
+            for world in dict.fromkeys(world for of, world, _ in self.rows if of == name):
+                rows = self._by_property(world)[name]
+                table.add_row(
+                    name,
+                    str(world),
+                    str(sum(row.examples for row in rows.values())),
+                    *(_ratio(rows[dtype].worst_ratio) if dtype in rows else "-" for dtype in DTYPES),
+                    f"{sum(row.seconds for row in rows.values()):.1f}",
+                )
+            table.add_section()
+        self.console.print(table)
+        for failure in self.failures:
+            self._explain(failure)
+        verdict = "all held" if not self.failures else f"{len(self.failures)} counter-examples"
+        self.say(
+            f"{self.examples} examples, {self.distributed} of them distributed, in {self.seconds:.1f} s: {verdict}"
+        )
+
+    def _explain(self, failure: Failure) -> None:
+        # Printed without markup or wrapping: the Case and the line must survive a copy.
+        self.console.rule(style="red")
+        for line in (
+            f"{failure.kind}: {failure.broken}, world {failure.world}",
+            failure.message,
+            json.dumps(failure.record),
+            f"replay: {failure.replay}",
+        ):
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "examples": self.examples,
+            "seconds": round(self.seconds, 3),
+            "held": not self.failures,
+            "rows": [
+                {
+                    "property": name,
+                    "world": world,
+                    "dtype": dtype,
+                    "examples": row.examples,
+                    "worst_ratio": row.worst_ratio if math.isfinite(row.worst_ratio) else None,
+                    "seconds": round(row.seconds, 3),
+                }
+                for (name, world, dtype), row in sorted(self.rows.items())
+            ],
+            "failures": [failure.to_dict() for failure in self.failures],
+            **self.extras,
+        }
+
+
+def _ratio(value: float) -> str:
+    return "0" if value == 0 else f"{value:.3f}" if value >= 0.001 else f"{value:.0e}"
+
+
+def save_record(
+    failure: VerificationFailure, name: str, world: int, record: Mapping[str, Any], folder: Path
+) -> Failure:
+    """Write a minimal example as JSON in a file named after the kind of failure and a digest of the example."""
+    text = json.dumps(record, indent=2) + "\n"
+    digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{failure.kind.replace(' ', '-')}-world-{world}-{digest}.json"
+    file.write_text(text)
+    return Failure(failure.kind, name, world, record, file, str(failure))

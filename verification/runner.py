@@ -1,0 +1,295 @@
+"""The main job: for each world size examples, then laws, then one problem of real size.
+
+Hypothesis draws and shrinks. What it is told: a random profile, not a derandomised one, with the seed
+printed; no deadline; no Phase.explain (with it, a hang that needs three ranks takes ten times as many runs to
+shrink). What it is not told: a failure is a failure the first time it is seen. Its exception is kept with its
+example and raised again, not run again, when Hypothesis comes back to it, so that a fault that shows only now
+and then is neither retried nor called flaky.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hypothesis import Phase, Verbosity, given, settings
+from hypothesis import seed as seeded
+from hypothesis.database import DirectoryBasedExampleDatabase
+from hypothesis.strategies import SearchStrategy
+
+from verification import properties, real_size
+from verification.backends import Backend, open_backend
+from verification.case import Case
+from verification.checks import costs
+from verification.execute import observe
+from verification.expectation import expect
+from verification.failures import RankHang, VerificationFailure
+from verification.laws import LAWS, Law
+from verification.report import Failure, Report, save_record
+from verification.strategies import cases
+
+WORLDS = (1, 2, 3, 4, 8)
+MOST_RANKS = 64
+DATABASE = Path(".verification/examples")
+
+PATIENCE = 10.0  # seconds before the first hang is called one
+# Once a hang was seen, shrinking meets many: none waits longer than this, or than 20 times the slowest good
+# example.
+SHORT_PATIENCE, SLOWER = 0.7, 20
+Found = tuple[VerificationFailure, Any]  # and the subject that shows it
+Signature = tuple[str, str]  # kind and property: failures that agree in both are one
+WARM_UP = 5  # examples that do not count as slow: modules are imported, groups are made
+
+
+@dataclass(frozen=True)
+class Profile:
+    """How much to draw, in words and as examples on one or two ranks; more ranks are slower and get fewer."""
+
+    about: str
+    examples: int
+    budget: float  # seconds to shrink a failure, and seconds to look for others after the first one
+    remembers: bool = False  # failing examples are kept in DATABASE and tried first by the next run
+
+
+PROFILES = {
+    "quick": Profile("a few minutes", 1500, 30),
+    "ci": Profile("a quarter of an hour", 8000, 60),
+    "thorough": Profile("two hours", 60_000, 200, remembers=True),
+    "nightly": Profile("a night", 250_000, 290, remembers=True),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `python -m verification run` was asked for. examples: for each world size; None: as the profile
+    has it.
+    """
+
+    worlds: tuple[int, ...]
+    profile: Profile
+    examples: int | None
+    seed: int
+    backend: str
+    failures: Path
+    real_size: int = real_size.TOKENS  # tokens of the last problem; 0: none
+
+    def examples_for(self, world: int) -> int:
+        if self.examples is not None:
+            return self.examples
+        return max(10, self.profile.examples * 2 // max(2, world))
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Something that Hypothesis draws subjects for: plain Cases, or Cases with what a law does to them."""
+
+    name: str
+    draw: Callable[[int], SearchStrategy[Any]]
+    check: Callable[[Backend, Any], dict[str, float]]  # by property: worst error / bound; raises VerificationFailure
+    case_of: Callable[[Any], Case]
+    record_of: Callable[[Any], dict[str, Any]]  # what is saved, and replayed
+    property_of: Callable[[VerificationFailure], str]
+
+
+def check_case(backend: Backend, case: Case) -> dict[str, float]:
+    """All properties of one Case. The expectation is computed while the ranks are at work."""
+    backend.submit(observe, case)
+    expectation = expect(case)
+    costs(case)
+    return properties.check(case, expectation, backend.collect())
+
+
+EXAMPLES = Experiment(
+    "examples", cases, check_case, lambda case: case, lambda case: json.loads(case.to_json()), properties.broken_by
+)
+
+
+def law_experiment(law: Law) -> Experiment:
+    return Experiment(
+        law.name,
+        law.draw,
+        lambda backend, subject: {law.name: law.check(backend, *subject)},
+        lambda subject: subject[0],
+        lambda subject: {"law": law.name, "case": json.loads(subject[0].to_json()), "how": subject[1]},
+        lambda failure: law.name,
+    )
+
+
+def run(plan: Plan, report: Report, backend: Backend | None = None) -> Report:
+    """The whole run. Raises `backends.Unavailable` where it cannot be carried out; whatever is found is in
+    the report.
+    """
+    backend = open_backend(plan.backend) if backend is None else backend
+    report.say(f"seed {plan.seed}; repeat this run with --seed {plan.seed}")
+    try:
+        with report:
+            for world in plan.worlds:
+                run_world(plan, report, backend, world)
+            if plan.real_size:
+                problem = real_size.Problem(4 if 4 in plan.worlds else max(plan.worlds), plan.real_size)
+                if hangs(report, problem.world):
+                    report.say(f"ranks hang on world {problem.world}, so {real_size.TITLE} is left out")
+                else:
+                    backend.start(problem.world)
+                    real_size.run(backend, report, problem, plan.failures)
+    finally:
+        backend.close()
+    report.summary()
+    return report
+
+
+def run_world(plan: Plan, report: Report, backend: Backend, world: int) -> None:
+    backend.start(world)
+    count = plan.examples_for(world)
+    shares = [(EXAMPLES, count)]
+    shares += [(law_experiment(law), min(law.most, max(1, round(count * law.share)))) for law in LAWS]
+    report.start_world(world, sum(examples for _, examples in shares))
+    for experiment, examples in shares:
+        hunt = Hunt(experiment, backend, report, world, plan.profile.budget, plan.profile.remembers)
+        for failure in hunt.explore(examples, plan.seed):
+            report.failed(save(failure, hunt, plan.failures))
+        if hangs(report, world):
+            report.say(f"world {world}: ranks hang, so the rest is left out on this world size")
+            break
+    report.end_world()
+
+
+def hangs(report: Report, world: int) -> bool:
+    return any(failure.kind == RankHang.kind and failure.world == world for failure in report.failures)
+
+
+@dataclass
+class Hunt:
+    """One experiment on one world size: draw until something fails, shrink that, draw on for something else.
+
+    Hypothesis, left alone, draws for ten seconds more after a first failure, which is a long time where each
+    further one is a hang. So each failure gets a run of its own. What was reported is passed over when it
+    comes up again, and while one failure is being shrunk all others are.
+    """
+
+    experiment: Experiment
+    backend: Backend
+    report: Report
+    world: int
+    budget: float = 60.0  # seconds to shrink a failure; and, after the first one, to look for others
+    remembers: bool = False
+    _failed: dict[str, Found] = field(default_factory=dict)  # by record: what failed once fails always
+    _reported: list[Signature] = field(default_factory=list)
+    _first: Found | None = None  # the failure that is being shrunk, as it was found
+    _deadline: float = math.inf
+    _slowest: float = 0.0
+    _count: int = 0
+
+    def explore(self, examples: int, seed: int) -> list[Found]:
+        """Draw that many; the distinct failures, each shrunk, with the subject that shows it."""
+        found: list[Found] = []
+        patience, last = self.backend.patience, math.inf
+        try:
+            while self._count < examples and time.perf_counter() < last:
+                self._deadline = last
+                smallest = self._go(examples - self._count, f"{seed}/{self.world}/{self.experiment.name}/{len(found)}")
+                if smallest is None or self._first is None:
+                    break
+                last = min(last, time.perf_counter() + self.budget)
+                found.append(self._confirmed(smallest, self._first, patience))
+                self._reported.append(self._signature(smallest[0]))
+                if isinstance(smallest[0], RankHang):
+                    break  # whatever else there is, the hang would be met again on the way to it, at its price
+                self._first = None
+        finally:
+            self.backend.patience = patience
+        return found
+
+    def _go(self, examples: int, seed: str) -> Found | None:
+        """Let Hypothesis draw until something fails, and shrink that."""
+
+        def test(subject: Any) -> None:
+            self.attempt(subject)
+
+        # By its name Hypothesis finds the test's examples in the database.
+        test.__name__ = test.__qualname__ = re.sub(r"\W+", "_", f"{self.experiment.name}_on_{self.world}")
+        chosen = settings(
+            max_examples=examples,
+            database=DirectoryBasedExampleDatabase(DATABASE) if self.remembers else None,
+            phases=(Phase.reuse, Phase.generate, Phase.shrink),
+            deadline=None,
+            derandomize=False,
+            report_multiple_bugs=False,  # stop drawing at the first; `_judge` lets no other be shrunk instead
+            verbosity=Verbosity.quiet,
+            print_blob=False,
+        )
+        try:
+            seeded(seed)(chosen(given(self.experiment.draw(self.world))(test)))()
+        except VerificationFailure as failure:
+            return next(found for found in self._failed.values() if found[0] is failure)
+        return None
+
+    def attempt(self, subject: Any) -> None:
+        """Check one subject. One that is known to fail, does; one that comes when time is over is passed
+        over.
+        """
+        key = json.dumps(self.experiment.record_of(subject), sort_keys=True)
+        if key in self._failed:
+            return self._judge(self._failed[key][0])
+        started = time.perf_counter()
+        if started > self._deadline:
+            return
+        try:
+            ratios = self.experiment.check(self.backend, subject)
+        except VerificationFailure as failure:
+            self._failed[key] = failure, subject
+            if self._first is None and self._signature(failure) not in self._reported:
+                self._first = failure, subject
+                self._deadline = time.perf_counter() + self.budget
+            if isinstance(failure, RankHang):
+                self.backend.patience = min(self.backend.patience, max(SHORT_PATIENCE, SLOWER * self._slowest))
+            return self._judge(failure)
+        except Exception as error:  # not the ranks' fault: no example is to be shrunk for it
+            raise ToolError(f"{self.experiment.name}, {key}") from error
+        if self._first is not None:
+            return  # shrinking: these examples are not part of the sample
+        spent = time.perf_counter() - started
+        self._count += 1
+        if self._count > WARM_UP:
+            self._slowest = max(self._slowest, spent)
+        self.report.held(self.experiment.case_of(subject).dtype, ratios, spent)
+
+    def _judge(self, failure: VerificationFailure) -> None:
+        """Raise it if it is the failure that is being shrunk; any other is passed over."""
+        if self._first is not None and self._signature(failure) == self._signature(self._first[0]):
+            raise failure
+
+    def _signature(self, failure: VerificationFailure) -> Signature:
+        return failure.kind, self.experiment.property_of(failure)
+
+    def _confirmed(self, found: Found, first: Found, patience: float) -> Found:
+        """A hang that was shrunk with little patience is shown once more with all of it. If it then is none,
+        the first hang, which was seen with all of it, is what is reported.
+        """
+        if not isinstance(found[0], RankHang) or self.backend.patience >= patience:
+            return found
+        self.backend.patience, short = patience, self.backend.patience
+        try:
+            self.experiment.check(self.backend, found[1])
+        except VerificationFailure as confirmed:
+            return confirmed, found[1]
+        finally:
+            self.backend.patience = short
+        return first
+
+
+class ToolError(BaseException):
+    """The machinery itself failed on an example. No `Exception`, so that Hypothesis lets it through at once."""
+
+
+def save(found: Found, hunt: Hunt, folder: Path) -> Failure:
+    failure, subject = found
+    return save_record(
+        failure, hunt.experiment.property_of(failure), hunt.world, hunt.experiment.record_of(subject), folder
+    )

@@ -1,0 +1,229 @@
+"""Hypothesis strategies that draw Cases, from the small end up.
+
+Two rules shape this file. *Shrinking*: the first entry of every `sampled_from` is the simplest one (dense,
+contiguous, ring, float32, no bucket), and every integer grows with what it stands for, so Hypothesis'
+ordinary shrinking ends at the Case that a person would have written. *Cost*: a draw costs about 20 us, and an
+example on two ranks takes 5 ms, so a Case is made of about twenty flat draws; permutations, ranges and
+per-head offsets are decoded from one integer each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TypeVar
+
+from hypothesis import strategies as st
+
+from reference.pattern import Branch, Pattern
+from verification.case import Case
+
+Item = TypeVar("Item")
+Draw = st.DrawFn
+
+MOST_TOKENS = 64
+
+# Small sequences find most defects and cost least: half of all Cases have at most 16 tokens.
+_ceilings = st.sampled_from((8, 16, 32, MOST_TOKENS))
+_tokens = {ceiling: st.integers(1, ceiling) for ceiling in (8, 16, 32, MOST_TOKENS)}
+# (query heads, key/value heads): equal, one for all (MQA), groups (GQA), and counts that are no power of two.
+HEADS = ((1, 1), (2, 2), (2, 1), (3, 3), (4, 2), (3, 1), (4, 4), (4, 1), (6, 2), (6, 3), (5, 5), (8, 2))
+_heads = st.sampled_from(HEADS)
+# Dimensions of 32 and 64 are rare: they cost most and find little that 16 does not.
+_head_dims = st.sampled_from((1, 2, 4, 8, 3, 5, 16, 7, 12, 1, 2, 4, 8, 16, 32, 64))
+_dtypes = st.sampled_from(("float32", "float64", "bfloat16", "float16"))
+_orders = st.sampled_from(("contiguous", "zigzag", "striped", "hilbert", "shuffled"))
+_exchanges = st.sampled_from(("ring", "direct", "gather"))
+_kernels = st.sampled_from(("auto", "math", "flash"))
+_lse = st.sampled_from(("unused", "returned", "differentiated"))
+# 0 and negative factors are legal: a falsy scale is not a missing one.
+_scales = st.sampled_from((None, None, None, 1.0, 0.25, 2.0, 0.0, -0.5))
+_score_scales = st.sampled_from((1.0, 1.0, 0.1, 4.0, 32.0))
+_values = st.sampled_from(("normal", "normal", "normal", "ties", "onehot", "constant", "tiny", "huge"))
+_batches = st.sampled_from((1, 1, 2, 3))
+_flags = st.booleans()
+_quarters = st.integers(0, 3)
+_eighths = st.integers(0, 7)
+_seeds = st.integers(0, 255)
+_kinds = st.sampled_from(("dense", "branch", "longnet", "mixture", "groups", "branch", "longnet", "mixture"))
+_rules = st.sampled_from(("zero", "constant", "paper", "torchscale", "per head"))
+_named_rules = st.sampled_from(("paper", "torchscale", "fkodom"))
+_dilations = st.sampled_from((1, 2, 3, 4, 1, 2, 3, 5, 6, 8, 12))
+_branch_counts = st.sampled_from((2, 2, 3, 4))
+
+
+def permutation(index: int, items: Sequence[Item], size: int) -> tuple[Item, ...]:
+    """The index-th arrangement (0 <= index < perm(len(items), size)) of `size` of the items; index 0 keeps
+    their order.
+    """
+    left = list(items)
+    chosen = []
+    for place in range(size):
+        index, pick = divmod(index, len(left))
+        chosen.append(left.pop(pick))
+        del place
+    return tuple(chosen)
+
+
+def head_range(index: int, heads: int) -> range | None:
+    """The index-th contiguous range of heads: 0 is all of them (None), then single heads, then longer ranges."""
+    if index == 0:
+        return None
+    index -= 1
+    for length in range(1, heads + 1):
+        starts = heads - length + 1
+        if index < starts:
+            return range(index, index + length)
+        index -= starts
+    raise ValueError(f"index: there are {1 + heads * (heads + 1) // 2} ranges of {heads} heads")
+
+
+def digits(number: int, base: int, count: int) -> tuple[int, ...]:
+    """The lowest `count` digits of a number, least significant first: one draw for the offsets of all heads."""
+    found = []
+    for _ in range(count):
+        number, digit = divmod(number, base)
+        found.append(digit)
+    return tuple(found)
+
+
+def _segment(draw: Draw, tokens: int) -> int | None:
+    """A segment length: None (the whole sequence) first, then short ones, up to somewhat longer than the
+    sequence.
+    """
+    return draw(st.integers(0, tokens + 4)) or None
+
+
+def _offset(draw: Draw, dilation: int, heads: int) -> int | tuple[int, ...]:
+    """An offset for a branch that serves so many query heads: one for all, or one for each."""
+    if dilation == 1:
+        return 0
+    rule = draw(_rules)
+    if rule == "zero":
+        return 0
+    if rule == "constant":
+        return draw(st.integers(0, dilation - 1))
+    if rule == "paper":
+        return tuple(head % dilation for head in range(heads))
+    if rule == "torchscale":
+        return tuple(head // math.ceil(heads / dilation) for head in range(heads))
+    return digits(draw(st.integers(0, dilation**heads - 1)), dilation, heads)
+
+
+def _branch(draw: Draw, tokens: int, heads: int, served: range | None = None) -> Branch:
+    dilation = draw(_dilations)
+    count = heads if served is None else len(served)
+    return Branch(_segment(draw, tokens), dilation, _offset(draw, dilation, count), served)
+
+
+def _pattern(draw: Draw, tokens: int, heads: int) -> Pattern:
+    kind = draw(_kinds)
+    causal = draw(_flags)
+    if kind == "groups" and heads == 1:
+        kind = "branch"
+    if kind == "dense":
+        return Pattern.dense(causal)
+    if kind == "branch":
+        return Pattern((_branch(draw, tokens, heads),), causal)
+    if kind == "mixture":  # of anything: overlapping, equal or missing heads, the same branch twice
+        ranges = st.integers(0, heads * (heads + 1) // 2)
+        parts = [_branch(draw, tokens, heads, head_range(draw(ranges), heads)) for _ in range(draw(_branch_counts))]
+        return Pattern(tuple(parts), causal)
+    # The named constructors: segments and dilations grow together, as the paper has it.
+    count = draw(_branch_counts)
+    if kind == "groups":
+        count = min(count, heads)
+    segment = draw(st.integers(1, max(1, tokens // 2)))
+    growth = draw(st.sampled_from((2, 3, 4)))
+    segments = tuple(segment * growth**step for step in range(count))
+    dilations = tuple((1, 2, 4, 6, 12)[step] if growth == 2 else growth**step for step in range(count))
+    if kind == "groups":
+        return Pattern.head_groups(segments, dilations, heads, causal)
+    return Pattern.longnet(segments, dilations, heads, causal, offsets=draw(_named_rules))
+
+
+def _group(draw: Draw, world: int) -> tuple[int, ...] | None:
+    """The ranks that take part: nearly always all of them (None), else any of them in any order."""
+    if world == 1 or draw(_eighths) < 7:
+        return None
+    size = draw(st.integers(1, world))
+    return permutation(draw(st.integers(0, math.perm(world, size) - 1)), range(world), size)
+
+
+def _cuts(draw: Draw, tokens: int, size: int) -> tuple[int, ...] | None:
+    """Where the order is cut into shards: evenly (None), or anywhere, so that some shards are empty."""
+    if draw(_quarters) < 3:
+        return None
+    cut = st.integers(0, tokens)
+    return (0, *sorted(draw(cut) for _ in range(size - 1)), tokens)
+
+
+def _bucket(draw: Draw, tokens: int) -> int | None:
+    """None, a small part of the sequence, or anything up to twice of it. One token at a time only of short sequences:
+    of long ones that takes ten times as long as any other Case, and shows nothing more."""
+    choice = draw(_quarters)
+    if choice < 2:
+        return None
+    if choice == 2:
+        least = 1 + tokens // 16
+        return draw(st.integers(least, least + 7))
+    return draw(st.integers(1 + tokens // 16, 2 * tokens))
+
+
+@st.composite
+def cases(draw: Draw, world: int) -> Case:
+    """Cases for a world of that many ranks.
+
+    Reached are: every order of tokens, uneven cuts with empty shards, fewer tokens than ranks, subgroups in
+    any order of ranks; dense and causal patterns, one branch, LongNet's mixtures, mixtures of anything, head
+    groups; segments longer than the sequence, dilations longer than the segment, offsets per query head; MQA
+    and GQA; every dtype, exchange and kernel.
+    """
+    tokens = draw(_tokens[draw(_ceilings)])
+    heads, kv_heads = draw(_heads)
+    group = _group(draw, world)
+    kernel = draw(_kernels)
+    return Case(
+        world=world,
+        group=group,
+        tokens=tokens,
+        order=draw(_orders),
+        cuts=_cuts(draw, tokens, world if group is None else len(group)),
+        pattern=_pattern(draw, tokens, heads),
+        batch=draw(_batches),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=draw(_head_dims),
+        dtype=draw(_dtypes),
+        scale=draw(_scales),
+        score_scale=draw(_score_scales),
+        values=draw(_values),
+        seed=draw(_seeds),
+        exchange=draw(_exchanges),
+        bucket=_bucket(draw, tokens),
+        kernel=kernel,
+        lse=draw(_lse) if kernel != "flash" else "unused",  # the fused kernel has no gradient through lse
+        strided=draw(_flags),
+    )
+
+
+def elsewhere(draw: Draw, case: Case) -> dict[str, object]:
+    """What to change of a Case so that other ranks compute the same in another way: its group, layout,
+    exchange, bucket.
+    """
+    group = None
+    if case.world > 1:
+        size = draw(st.integers(1, case.world))
+        group = permutation(draw(st.integers(0, math.perm(case.world, size) - 1)), range(case.world), size)
+    return {
+        "group": group,
+        "order": draw(_orders),
+        "cuts": _cuts(draw, case.tokens, case.world if group is None else len(group)),
+        "exchange": draw(_exchanges),
+        "bucket": _bucket(draw, case.tokens),
+    }
+
+
+def permutation_of(draw: Draw, size: int) -> tuple[int, ...]:
+    """Any order of range(size)."""
+    return permutation(draw(st.integers(0, math.factorial(size) - 1)), range(size), size)

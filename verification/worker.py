@@ -1,0 +1,371 @@
+"""The processes behind the pool: how they are started, both ends of the pipes to them, and what a rank does.
+
+`Ranks` is the parent's side of one generation of ranks. `main` is a rank's: it joins the process group, then serves
+one call after another until its parent closes the pipe or dies. `subgroup` is for functions that run in a rank.
+
+torch is imported inside the functions, not here: ranks get it from the forkserver's preload, and check that.
+"""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import gc
+import importlib
+import io
+import multiprocessing
+import os
+import pickle
+import selectors
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import Pipe, context, forkserver, popen_forkserver, reduction, spawn, util
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING, Any
+
+from verification.failures import MismatchedMessages, Raised
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+STACK_SIGNAL = signal.SIGUSR1
+ANSWERED, RAISED = 0, 1
+REQUEST = struct.Struct("<Q")  # number of the call; then two pickles: (function, args), this rank's own args
+ANSWER = struct.Struct("<QB")  # number of the call, ANSWERED or RAISED; then one pickle: the result or a Raised
+
+STACK_TIMEOUT = 1.0  # for a rank to write its stack; one that is stopped (SIGSTOP) never does
+# Only the pool decides that a rank hangs: it alone can show every rank's stack. So gloo's patience is the longer.
+GLOO_TIMEOUT = datetime.timedelta(days=1)
+# A gloo group holds a socket to each other member; more groups than this, and the eldest is given up.
+MAX_SUBGROUPS = 32
+
+_IMPORTED_BY = os.getpid()  # differs from the rank's own pid exactly if the forkserver preloaded this module
+_subgroups: OrderedDict[tuple[int, ...], ProcessGroup | None] = OrderedDict()
+_servers: dict[tuple[str, ...], forkserver.ForkServer] = {}
+
+
+class PoolError(RuntimeError):
+    """The pool cannot do its work (it is closed, its ranks do not start): no verdict on what is verified."""
+
+
+@dataclass(frozen=True)
+class Membership:
+    """What a process needs to know to be a rank."""
+
+    rank: int
+    world_size: int
+    store: str  # path of the FileStore through which the ranks find each other
+    preload: tuple[str, ...]  # modules that must have come with the fork
+
+
+class Ranks:
+    """One generation of rank processes: started from the forkserver, spoken to, seen to their end."""
+
+    def __init__(self, world_size: int, preload: tuple[str, ...], timeout: float) -> None:
+        self.world_size = world_size
+        # A file without a name: each generation has its own, and none is left behind however this process ends.
+        # (A TCPStore would need a port, and was seen to stall for the 5 s of a name server's timeout.)
+        self._store = os.memfd_create("rendezvous")
+        path = f"/proc/{os.getpid()}/fd/{self._store}"
+        self._members = [Membership(rank, world_size, path, preload) for rank in range(world_size)]
+        self._timeout = timeout
+        self._owner = os.getpid()
+        self._processes: list[RankProcess] = []
+        self._calls: list[Connection] = []
+        self._stacks: list[Connection] = []
+        self._selector = selectors.DefaultSelector()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return tuple(process.pid or 0 for process in self._processes)
+
+    def start(self) -> None:
+        """Fork the processes; each sends an answer to call 0 when it has joined its peers."""
+        for member in self._members:
+            calls, rank_calls = Pipe(duplex=True)
+            stacks, rank_stacks = Pipe(duplex=False)
+            self._calls.append(calls)
+            self._stacks.append(stacks)
+            process = RankProcess(member, rank_calls, rank_stacks)
+            try:
+                process.start()
+            except (EOFError, OSError) as error:
+                raise PoolError("the forkserver died; a preloaded module may have ended it (see its stderr)") from error
+            finally:
+                rank_calls.close()
+                rank_stacks.close()
+            self._processes.append(process)
+            _limit_sends(calls, self._timeout)
+            self._selector.register(calls, selectors.EVENT_READ, (member.rank, False))
+            self._selector.register(process.sentinel, selectors.EVENT_READ, (member.rank, True))
+
+    def send(self, messages: Sequence[bytes]) -> None:
+        """One message to each rank. A rank that does not take it will be found not to answer."""
+        for calls, message in zip(self._calls, messages, strict=True):
+            with suppress(BrokenPipeError, ConnectionResetError, BlockingIOError):
+                calls.send_bytes(message)
+
+    def events(self, timeout: float) -> list[tuple[int, bool]]:
+        """(rank, whether it died) for every rank that has something to say; answers before deaths."""
+        found: list[tuple[int, bool]] = [key.data for key, _ in self._selector.select(timeout)]
+        return sorted(found, key=lambda event: event[1])
+
+    def receive(self, rank: int) -> tuple[int, int, bytes] | None:
+        """(number of the call, ANSWERED or RAISED, pickle); None if the rank closed the pipe."""
+        try:
+            message = self._calls[rank].recv_bytes()
+        except (EOFError, ConnectionResetError):
+            return None
+        sequence, status = ANSWER.unpack_from(message)
+        return sequence, status, message[ANSWER.size :]
+
+    def has_answer(self, rank: int, timeout: float) -> bool:
+        return self._calls[rank].poll(timeout)
+
+    def is_dead(self, rank: int) -> bool:
+        return self._processes[rank].exitcode is not None
+
+    def exit_code(self, rank: int) -> int | None:
+        """Of a rank that closed its pipe; negative for a signal; None if the process lives on regardless."""
+        self._processes[rank].join(STACK_TIMEOUT)
+        return self._processes[rank].exitcode
+
+    def stacks(self, ranks: Collection[int]) -> dict[int, str]:
+        """The Python stacks of these ranks, all threads; of a dead one, what it wrote as it died."""
+        dumps = dict.fromkeys(ranks, b"")
+        deadline = time.monotonic() + STACK_TIMEOUT
+        with selectors.DefaultSelector() as selector:
+            for rank in ranks:
+                selector.register(self._stacks[rank], selectors.EVENT_READ, rank)
+                if not self.is_dead(rank):
+                    with suppress(ProcessLookupError):
+                        os.kill(self.pids[rank], STACK_SIGNAL)
+            while selector.get_map():
+                for key, _ in (ready := selector.select(max(0.0, deadline - time.monotonic()))):
+                    chunk = os.read(key.fd, 1 << 16)
+                    dumps[key.data] += chunk
+                    if not chunk or _is_complete(dumps[key.data]):
+                        selector.unregister(key.fileobj)
+                if not ready:
+                    break
+        return {rank: dump.decode(errors="replace") for rank, dump in dumps.items()}
+
+    def end(self) -> None:
+        """Kill every rank, wait until it is gone, let go of all that belonged to it."""
+        if os.getpid() != self._owner:
+            return  # a fork of the owner has inherited this object, not the ranks
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+            process.close()
+        for connection in (*self._calls, *self._stacks):
+            connection.close()
+        self._selector.close()
+        os.close(self._store)
+
+
+def _is_complete(dump: bytes) -> bool:
+    """faulthandler writes the main thread last, its last frame the forkserver's (or dots, after 100 frames)."""
+    return dump.endswith((b" in <module>\n", b"  ...\n"))
+
+
+def _limit_sends(connection: Connection, seconds: float) -> None:
+    """Let no send block for longer (a stopped rank reads nothing): it then raises BlockingIOError."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
+
+
+class RankProcess(context.ForkServerProcess):
+    """A process forked from a server that has imported `membership.preload`, and that runs `main`."""
+
+    def __init__(self, membership: Membership, calls: Connection, stacks: Connection) -> None:
+        super().__init__(name=f"rank {membership.rank}", target=main, args=(membership, calls, stacks), daemon=True)
+        self.preload = membership.preload
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> Popen:
+        return Popen(process_obj)
+
+
+class Popen(popen_forkserver.Popen):
+    """As multiprocessing's own, with two differences.
+
+    There is a server per set of preloaded modules, where multiprocessing has one for the whole program. And the rank
+    does not import the parent's `__main__` again: a heredoc or a notebook has none, pytest's costs more than the fork.
+    """
+
+    def _launch(self, process_obj: Any) -> None:
+        preparation = spawn.get_preparation_data(process_obj.name)
+        preparation.pop("init_main_from_name", None)
+        preparation.pop("init_main_from_path", None)
+        buffer = io.BytesIO()
+        context.set_spawning_popen(self)
+        try:
+            reduction.dump(preparation, buffer)
+            reduction.dump(process_obj, buffer)
+        finally:
+            context.set_spawning_popen(None)
+        self.sentinel, data_w = server(process_obj.preload).connect_to_new_process(self._fds)  # type: ignore[attr-defined]
+        # The rank's `parent_process().sentinel` is the other end of this: it tells of our end.
+        parent_w = os.dup(data_w)
+        self.finalizer = util.Finalize(self, util.close_fds, (parent_w, self.sentinel))  # type: ignore[attr-defined]
+        with open(data_w, "wb", closefd=True) as pipe:
+            pipe.write(buffer.getbuffer())
+        self.pid = forkserver.read_signed(self.sentinel)
+
+
+def server(preload: tuple[str, ...]) -> forkserver.ForkServer:
+    """The forkserver with these modules; started on first use, ends when this process and all ranks have."""
+    found = _servers.get(preload)
+    if found is None:
+        found = _servers[preload] = forkserver.ForkServer()
+        # This module last, so that ranks can tell that the preload took place.
+        found.set_forkserver_preload([*preload, __name__])
+    with _server_environment():
+        found.ensure_running()
+    return found
+
+
+@contextmanager
+def _server_environment() -> Iterator[None]:
+    """One thread per rank, from the import of numpy on; and a path on which the preload finds what we find."""
+    wanted = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    wanted["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def main(membership: Membership, calls: Connection, stacks: Connection) -> None:
+    """Serve calls until the parent is gone. Stacks go to `stacks`: on STACK_SIGNAL, and on a fatal error."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business, who then ends the ranks
+    gc.freeze()  # what came with the fork is never garbage: do not walk it, do not unshare its pages
+    faulthandler.enable(stacks.fileno())
+    faulthandler.register(STACK_SIGNAL, stacks.fileno(), all_threads=True)
+    threading.Thread(target=exit_with_parent, daemon=True).start()
+    try:
+        check_preload(membership.preload)
+        join_group(membership)
+        calls.send_bytes(ANSWER.pack(0, ANSWERED) + pickle.dumps(None))
+    except Exception as error:
+        calls.send_bytes(ANSWER.pack(0, RAISED) + pickle.dumps(describe(error)))
+        return
+    while True:
+        try:
+            calls.send_bytes(run_request(calls.recv_bytes()))
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            os._exit(0)  # the parent let go; nothing here is worth an orderly teardown and its warnings
+
+
+def exit_with_parent() -> None:
+    """End this process when the parent ends, however it ended and wherever the main thread is blocked.
+
+    PR_SET_PDEATHSIG would tell of the forkserver's death, not of the parent's.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+def check_preload(preload: tuple[str, ...]) -> None:
+    """RuntimeError for what the forkserver failed to preload: it keeps silent about it (cpython#117378)."""
+    missing = [name for name in preload if name not in sys.modules]
+    if os.getpid() == _IMPORTED_BY and not missing:
+        missing = [__name__]
+    if not missing:
+        return
+    reasons = []
+    for name in missing:
+        try:
+            importlib.import_module(name)
+            reasons.append(f"{name} (a rank itself can import it)")
+        except Exception as error:
+            reasons.append(f"{name} ({type(error).__name__}: {error})")
+    raise RuntimeError(f"the forkserver did not preload {', '.join(reasons)}")
+
+
+def join_group(membership: Membership) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore
+
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    dist.init_process_group(
+        "gloo",
+        store=FileStore(membership.store, membership.world_size),
+        rank=membership.rank,
+        world_size=membership.world_size,
+        timeout=GLOO_TIMEOUT,
+    )
+
+
+def run_request(message: bytes) -> bytes:
+    """The answer to one call. Whatever the function raises is an answer too."""
+    (sequence,) = REQUEST.unpack_from(message)
+    stream = io.BytesIO(message)
+    stream.seek(REQUEST.size)
+    try:
+        function, args = pickle.load(stream)
+        own_args = pickle.load(stream)
+        result = function(*args, *own_args)
+        return ANSWER.pack(sequence, ANSWERED) + pickle.dumps(result, protocol=5)
+    except BaseException as error:
+        return ANSWER.pack(sequence, RAISED) + pickle.dumps(describe(error))
+    finally:
+        sys.stdout.flush()  # a rank ends by SIGKILL: what it printed is to be seen nevertheless
+
+
+def describe(error: BaseException) -> Raised:
+    # The first frame is this module's own.
+    tb = error.__traceback__.tb_next if error.__traceback__ else None
+    text = "".join(traceback.format_exception(type(error), error, tb))
+    kind = type(error)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return Raised(name, str(error), text, isinstance(error, MismatchedMessages))
+
+
+def subgroup(ranks: tuple[int, ...]) -> ProcessGroup | None:
+    """The gloo group of these global ranks, in this order (group rank i is global rank `ranks[i]`).
+
+    To be called inside a rank, by *all* ranks of the world, in the same order of calls; None on ranks that are not
+    members. Made on first use, then kept (the last 32). The whole world in its own order is the default group itself.
+
+    Raises ValueError for a rank twice, none at all, or one outside the world.
+    """
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    world = dist.get_world_size()
+    if not ranks or len(set(ranks)) != len(ranks) or not all(0 <= rank < world for rank in ranks):
+        raise ValueError(f"ranks: got {ranks}; allowed are distinct ranks of 0..{world - 1}, at least one")
+    if ranks == tuple(range(world)):
+        return dist.group.WORLD
+    if ranks not in _subgroups:
+        if len(_subgroups) == MAX_SUBGROUPS:
+            _, eldest = _subgroups.popitem(last=False)
+            if eldest is not None:
+                dist.destroy_process_group(eldest)
+        # torch.distributed.new_group sorts the ranks; only this, which it calls, can leave their order alone.
+        made: Any = distributed_c10d._new_group_with_tag(list(ranks), timeout=GLOO_TIMEOUT, sort_ranks=False)
+        _subgroups[ranks] = None if made == dist.GroupMember.NON_GROUP_MEMBER else made
+    _subgroups.move_to_end(ranks)
+    return _subgroups[ranks]
