@@ -40,6 +40,13 @@ class Stretches:
     def part(self, skip: Ints, count: Ints) -> Stretches:
         return Stretches(self.piece, self.first + skip, count)
 
+    def cut(self, most: int) -> tuple[Stretches, Ints]:
+        """The same in stretches of at most so many elements, and the index of the stretch that each is part of."""
+        parts = -(-self.count // most)
+        which = np.repeat(np.arange(len(parts)), parts)
+        skip, whole = counter(parts) * most, self.take(which)
+        return whole.part(skip, np.minimum(whole.count - skip, most)), which
+
 
 @dataclass(frozen=True, eq=False)
 class Meetings:

@@ -17,9 +17,10 @@ import torch
 from reference.pattern import Pattern
 from ring import schedule
 from ring.blocks import Heads
+from ring.budget import LEAST
 from ring.layout import Layout
 from ring.meetings import Mask, Meetings, Stretches, masked, meet
-from ring.pieces import Ints, Pieces, counter, pieces_of
+from ring.pieces import Ints, Pieces, pieces_of
 from ring.rows import Fold, Rows, concatenate, folds
 from ring.schedule import Move, Packed, Schedule, Sizes
 
@@ -84,6 +85,7 @@ class Plan:
 def plan_of(pattern: Pattern, layout: Layout, rank: int, heads: int, kv_heads: int, exchange: str, bucket: int) -> Plan:
     """The plan of `rank`. `bucket`: at most so many key/value tokens a kernel call and a landing, >= 1.
 
+    A kernel call takes as many query rows at most, or `LEAST` if that is more: what it returns is bounded as well.
     The arguments are taken as valid (`ring.agreement` checks what users pass).
     """
     pieces = pieces_of(pattern, layout, heads, kv_heads)
@@ -125,13 +127,8 @@ class _Keys:
 
     def cut(self, most: int) -> _Keys:
         """The same in stretches of at most so many elements."""
-        parts = -(-self.stretches.count // most)
-        if (parts <= 1).all():
-            return self
-        which = np.repeat(np.arange(len(parts)), parts)
-        skip = counter(parts) * most
-        whole = self.stretches.take(which)
-        stretches = whole.part(skip, np.minimum(whole.count - skip, most))
+        stretches, which = self.stretches.cut(most)
+        skip = stretches.first - self.stretches.first[which]
         base = self.base[which] + self.packed[which] * skip * self.scale[which]
         return _Keys(stretches, self.stage[which], self.packed[which], base, self.scale[which])
 
@@ -165,7 +162,8 @@ def _keys(pieces: Pieces, layout: Layout, route: Schedule, rank: int, kv_heads: 
 
 def _tiles(pieces: Pieces, keys: _Keys, rank: int, causal: bool, bucket: int) -> Iterator[tuple[int, Tile]]:
     """(stage, tile) for all that `rank` has to compute."""
-    queries = Stretches.whole(pieces, np.flatnonzero(pieces.rank == rank))
+    most_rows = max(bucket, LEAST)
+    queries, _ = Stretches.whole(pieces, np.flatnonzero(pieces.rank == rank)).cut(most_rows)
     found = meet(pieces, queries, keys.stretches, causal)
     for mask, part in masked(pieces, found, causal):
         joined: dict[tuple[object, ...], list[_Draft]] = {}
@@ -211,7 +209,7 @@ def _drafts(pieces: Pieces, keys: _Keys, mask: Mask, found: Meetings, bucket: in
     origin = np.where(packed, 0, base)
     source = pieces.rank[k.piece]  # keys of one owner lie at equal distances, those of several need not
     signature = (keys.stage[item], block, packed, origin, source, q.count, k.count, q_step, k_step)
-    most = np.maximum(bucket // k.count, 1)
+    most = np.maximum(np.minimum(bucket // k.count, max(bucket, LEAST) // q.count), 1)
     for fold in folds(signature, pieces.segment[q.piece], q_start, k_start, most):
         one, number = fold.members[0], len(fold.members)
         query = Rows(int(q_start[one]), int(q_step[one]), int(q.count[one]), fold.left_step, number)

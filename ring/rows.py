@@ -71,18 +71,21 @@ def folds(signature: Sequence[Ints], segment: Ints, left: Ints, right: Ints, mos
     Two members are never of one segment: their rows are disjoint, so a fold can be written in place.
     """
     order = np.lexsort((segment, *reversed(signature)))
-    change = np.zeros(max(len(order) - 1, 0), bool)
+    if not len(order):
+        return
+    apart = np.diff(segment[order]) == 0
     for column in signature:
-        change |= np.diff(column[order]) != 0
-    change |= np.diff(segment[order]) == 0
-    d_left, d_right = np.diff(left[order]).tolist(), np.diff(right[order]).tolist()
-    new, limit = change.tolist(), most[order].tolist()
-    begin = 0
-    for at in range(1, len(order) + 1):
-        if at < len(order) and not new[at - 1] and at - begin < limit[begin]:
-            regular = d_left[at - 1] == d_left[begin] and d_right[at - 1] == d_right[begin]
-            if d_left[begin] > 0 and d_right[begin] > 0 and regular:
-                continue
-        several = at - begin > 1
-        yield Fold(order[begin:at], d_left[begin] if several else 0, d_right[begin] if several else 0)
-        begin = at
+        apart |= np.diff(column[order]) != 0
+    d_left, d_right = np.diff(left[order]), np.diff(right[order])
+    apart |= (d_left <= 0) | (d_right <= 0)
+    # A member also opens a fold if it lies at another distance than the one before it, unless that one opened a fold.
+    uneven = ~apart[:-1] & ((np.diff(d_left) != 0) | (np.diff(d_right) != 0))
+    opens = np.concatenate(([True], apart))
+    opens[2:] |= uneven
+    begins = np.flatnonzero(opens)
+    for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(order)], strict=True):
+        limit = int(most[order[begin]])
+        for at in range(begin, end, limit):
+            stop = min(at + limit, end)
+            several = stop - at > 1
+            yield Fold(order[at:stop], int(d_left[at]) if several else 0, int(d_right[at]) if several else 0)

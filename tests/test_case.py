@@ -17,7 +17,7 @@ from verification.case import DTYPES, VALUES, Case, strided_copy
 
 def case(**changes: object) -> Case:
     given: dict[str, object] = {
-        "world": 4, "group": (3, 0, 1), "tokens": 13, "order": "zigzag", "cuts": (0, 5, 5, 13),
+        "world": 4, "group": (0, 1, 3), "tokens": 13, "order": "zigzag", "cuts": (0, 5, 5, 13),
         "pattern": Pattern((Branch(8, 2, (0, 1, 1, 0)), Branch(None, 1, 0, range(1, 3))), causal=True), "batch": 2,
         "heads": 4, "kv_heads": 2, "head_dim": 3, "dtype": "float32", "scale": None, "score_scale": 1,
         "values": "normal",
@@ -139,7 +139,7 @@ def test_layouts() -> None:
 
 
 def test_ranks() -> None:
-    assert case().ranks == (3, 0, 1) and case(group=None, cuts=None).ranks == (0, 1, 2, 3)
+    assert case().ranks == (0, 1, 3) and case(group=None, cuts=None).ranks == (0, 1, 2, 3)
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 3, 4), (1, 5, 1, 1), (1, 1, 1, 1), (2, 0, 3, 4), (2, 3, 5)])

@@ -23,7 +23,7 @@ PATTERN = Pattern((Branch(6, 2, (0, 1), range(0, 2)),), causal=True)
 
 def case(**changes: object) -> Case:
     given: dict[str, object] = {
-        "world": 5, "group": (4, 0, 2), "tokens": 12, "order": "zigzag", "cuts": None, "pattern": PATTERN,
+        "world": 5, "group": (1, 2, 4), "tokens": 12, "order": "zigzag", "cuts": None, "pattern": PATTERN,
         "batch": 2, "heads": 4, "kv_heads": 4, "head_dim": 3, "dtype": "float32", "scale": None, "score_scale": 1.0,
         "values": "normal", "seed": 1, "exchange": "direct", "bucket": None, "kernel": "math", "lse": "returned",
         "strided": False,
@@ -117,7 +117,7 @@ def test_an_entry_beyond_its_bound(name: str) -> None:
     def shift(times: float) -> Callable[[Any], Any]:
         return lambda x: altered(x, where, x[where] + times * size)
 
-    says = f"values: {name} is .* {place} \\(held by rank 0 \\(index 1 of the group\\)\\), expected .*times its bound"
+    says = f"values: {name} is .* {place} \\(held by rank 2 \\(index 1 of the group\\)\\), expected .*times its bound"
     refused("values", on(1, **{name: shift(3.0)}), WrongResult, says)
     expectation = expect(given)
     near = on(1, **{name: shift(0.5)})(honest(given, expectation))
@@ -197,12 +197,12 @@ def test_overflow_of_the_type_is_right_where_the_result_passes_it() -> None:
 
 def test_answers_of_another_shape_or_type() -> None:
     refused(
-        "answers", on(2, dk=lambda x: x[:, :-1]), WrongResult, "dk of rank 2 .*has shape .*3, 4, 3.*, not .*4, 4, 3"
+        "answers", on(2, dk=lambda x: x[:, :-1]), WrongResult, "dk of rank 4 .*has shape .*3, 4, 3.*, not .*4, 4, 3"
     )
-    refused("answers", on(0, lse=lambda x: x.transpose(0, 2, 1)), WrongResult, "lse of rank 4 .*shape", tokens=15)
-    refused("answers", on(0, lse=None), WrongResult, "lse of rank 4 .*shape None")
+    refused("answers", on(0, lse=lambda x: x.transpose(0, 2, 1)), WrongResult, "lse of rank 1 .*shape", tokens=15)
+    refused("answers", on(0, lse=None), WrongResult, "lse of rank 1 .*shape None")
     dtypes = ("float32", "float32", "float32", "bfloat16", "float32")
-    refused("answers", on(0, dtypes=dtypes), WrongResult, "dk of rank 4 .*is bfloat16, not float32")
+    refused("answers", on(0, dtypes=dtypes), WrongResult, "dk of rank 1 .*is bfloat16, not float32")
     refused("answers", on(0, dtypes=("bfloat16",) * 5), WrongResult, "lse of .* not float32", dtype="bfloat16")
     refused("answers", lambda seen: seen[:2], WrongResult, "2 ranks answered, the group has 3")
     refused("answers", on(1, lse=np.zeros((2, 4, 4))), WrongResult, "not asked for", lse="unused")
@@ -212,8 +212,8 @@ def test_answers_of_another_shape_or_type() -> None:
 
 
 def test_changed_inputs_and_unequal_repeats() -> None:
-    refused("inputs", on(2, inputs_unchanged=False), WrongResult, "inputs: changed on rank 2")
-    refused("repeat", on(1, repeat_equal=False), WrongResult, "repeat: a second run differs on rank 0")
+    refused("inputs", on(2, inputs_unchanged=False), WrongResult, "inputs: changed on rank 4")
+    refused("repeat", on(1, repeat_equal=False), WrongResult, "repeat: a second run differs on rank 2")
 
 
 # --- communication
@@ -226,7 +226,7 @@ def test_messages_that_do_not_agree(phase: str) -> None:
     def edit(change: Callable[[int, int, str], tuple[int, int, str]]) -> Callable[[Any], Any]:
         return lambda log: (change(*log[0]), *log[1:])
 
-    says = f"messages: {phase}, number 0 from rank 4 .* to rank .*"
+    says = f"messages: {phase}, number 0 from rank 1 .* to rank .*"
     for name, change, words in (
         (sent, edit(lambda peer, size, label: (peer, size + 4, label)), "sent .* received"),
         (sent, edit(lambda peer, size, label: (peer, size, "other")), "sent 'other'"),
@@ -237,7 +237,7 @@ def test_messages_that_do_not_agree(phase: str) -> None:
     refused("messages", missing, MismatchedMessages, "received nothing", pattern=Pattern.dense())
     for peer in (1, 3, -1):
         wrong = on(1, **{sent: lambda log, peer=peer: ((peer, 4, "x"), *log)})
-        refused("messages", wrong, MismatchedMessages, f"rank 0 .* names peer {peer}", pattern=Pattern.dense())
+        refused("messages", wrong, MismatchedMessages, f"rank 2 .* names peer {peer}", pattern=Pattern.dense())
 
 
 def test_messages_out_of_order() -> None:
@@ -268,10 +268,10 @@ def test_bytes_and_buffers_that_cost_more_or_less(phase: str, exchange: str) -> 
         seen = on(0, **{sent: lambda log: (*log, (2, 8, "more"))})(seen)
         return on(2, **{received: lambda log: (*log, (0, 8, "more"))})(seen)
 
-    refused("traffic", more, WrongResult, f"traffic: {phase}, rank 4 .*to rank 2", exchange=exchange)
+    refused("traffic", more, WrongResult, f"traffic: {phase}, rank 1 .*to rank 4", exchange=exchange)
     for change in (-4, 4):
         wrong = on(1, **{f"buffer_{phase}": lambda held, change=change: held + change})
-        refused("buffers", wrong, WrongResult, f"buffers: {phase}, rank 0", exchange=exchange)
+        refused("buffers", wrong, WrongResult, f"buffers: {phase}, rank 2", exchange=exchange)
 
 
 def test_carried_arrays_keep_every_bit() -> None:

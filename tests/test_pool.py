@@ -224,15 +224,15 @@ def test_ranks_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
 # --- subgroups ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [(1,), (0, 2), (2, 0), (1, 2, 0), (0, 1, 2)])
-def test_a_subgroup_has_its_ranks_in_the_order_given(pools: Pools, ranks: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("ranks", [(1,), (0, 2), (1, 2), (0, 1, 2)])
+def test_a_subgroup_has_its_ranks(pools: Pools, ranks: tuple[int, ...]) -> None:
     expected = [(ranks.index(rank), list(ranks)) if rank in ranks else None for rank in range(3)]
     assert pools(3).run(neighbours, ranks) == expected
     assert pools(3).run(neighbours, ranks) == expected
     assert works(pools(3))
 
 
-@pytest.mark.parametrize("ranks", [(), (0, 0), (3,), (-1,)])
+@pytest.mark.parametrize("ranks", [(), (0, 0), (2, 0), (3,), (-1,)])
 def test_ranks_that_form_no_subgroup_are_refused(pools: Pools, ranks: tuple[int, ...]) -> None:
     assert "ValueError: ranks: got" in str(failure_of(RankError, pools(3), neighbours, ranks))
 

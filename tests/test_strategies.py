@@ -92,7 +92,7 @@ FEATURES: dict[str, tuple[Callable[[Case], bool], int]] = {
     "fewer tokens than ranks": (lambda c: c.tokens < members(c), 100),
     "tokens that ranks do not divide": (lambda c: bool(c.tokens % members(c)), 900),
     "a subgroup": (lambda c: members(c) < c.world, 100),
-    "ranks in another order": (lambda c: c.group is not None and list(c.group) != sorted(c.group), 50),
+    "a subgroup without rank 0": (lambda c: c.group is not None and c.group[0] > 0, 30),
     "one token": (lambda c: c.tokens == 1, 30),
     "forty tokens and more": (lambda c: c.tokens >= 40, 150),
     "several batches": (lambda c: c.batch > 1, 600),

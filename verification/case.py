@@ -40,7 +40,7 @@ class Case:
     """One example.
 
     world         ranks that exist
-    group         global ranks that take part, in any order; index i of the group holds shard i. None: all, in order
+    group         global ranks that take part, ascending; index i of the group holds shard i. None: all
     tokens        length n of the sequence
     order         order of the tokens: one of ORDERS; "shuffled" is a permutation drawn from the seed
     cuts          p + 1 non-decreasing offsets into the order from 0 to n, p the size of the group; None: the layout's
@@ -114,8 +114,8 @@ class Case:
         if self.group is None:
             return
         group = _integers("group", self.group)
-        if not group or len(set(group)) < len(group) or min(group) < 0 or max(group) >= self.world:
-            raise ValueError(f"group is {group}; it must be different ranks of range({self.world}), at least one")
+        if not group or list(group) != sorted(set(group)) or group[0] < 0 or group[-1] >= self.world:
+            raise ValueError(f"group is {group}; it must be ascending ranks of range({self.world}), at least one")
         object.__setattr__(self, "group", group)
 
     def _set_cuts(self) -> None:

@@ -344,19 +344,19 @@ def describe(error: BaseException) -> Raised:
 
 
 def subgroup(ranks: tuple[int, ...]) -> ProcessGroup | None:
-    """The gloo group of these global ranks, in this order (group rank i is global rank `ranks[i]`).
+    """The gloo group of these global ranks (group rank i is global rank `ranks[i]`).
 
     To be called inside a rank, by *all* ranks of the world, in the same order of calls; None on ranks that are not
-    members. Made on first use, then kept (the last 32). The whole world in its own order is the default group itself.
+    members. Made on first use, then kept (the last 32). The whole world is the default group itself.
 
-    Raises ValueError for a rank twice, none at all, or one outside the world.
+    Raises ValueError for ranks that do not ascend (torch sorts the ranks of a group), none at all, or one outside the
+    world.
     """
     import torch.distributed as dist
-    from torch.distributed import distributed_c10d
 
     world = dist.get_world_size()
-    if not ranks or len(set(ranks)) != len(ranks) or not all(0 <= rank < world for rank in ranks):
-        raise ValueError(f"ranks: got {ranks}; allowed are distinct ranks of 0..{world - 1}, at least one")
+    if not ranks or list(ranks) != sorted(set(ranks)) or ranks[0] < 0 or ranks[-1] >= world:
+        raise ValueError(f"ranks: got {ranks}; allowed are ascending ranks of 0..{world - 1}, at least one")
     if ranks == tuple(range(world)):
         return dist.group.WORLD
     if ranks not in _subgroups:
@@ -364,8 +364,7 @@ def subgroup(ranks: tuple[int, ...]) -> ProcessGroup | None:
             _, eldest = _subgroups.popitem(last=False)
             if eldest is not None:
                 dist.destroy_process_group(eldest)
-        # torch.distributed.new_group sorts the ranks; only this, which it calls, can leave their order alone.
-        made: Any = distributed_c10d._new_group_with_tag(list(ranks), timeout=GLOO_TIMEOUT, sort_ranks=False)
+        made: Any = dist.new_group(list(ranks), timeout=GLOO_TIMEOUT)
         _subgroups[ranks] = None if made == dist.GroupMember.NON_GROUP_MEMBER else made
     _subgroups.move_to_end(ranks)
     return _subgroups[ranks]
