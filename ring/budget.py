@@ -8,7 +8,7 @@ from ring.accumulator import accumulator_dtype
 from ring.layout import Layout
 
 # Of the memory that the largest shard's q, k, v and output take, the part that landing buffers may take.
-SHARE = 0.125
+SHARE = 0.1
 # Below this a kernel call costs more to start than to run.
 LEAST = 64
 
