@@ -110,32 +110,32 @@ def _offset(draw: Draw, dilation: int, heads: int) -> int | tuple[int, ...]:
     return digits(draw(st.integers(0, dilation**heads - 1)), dilation, heads)
 
 
-def _branch(draw: Draw, tokens: int, heads: int, served: range | None = None) -> Branch:
-    dilation = draw(_dilations)
-    count = heads if served is None else len(served)
-    return Branch(_segment(draw, tokens), dilation, _offset(draw, dilation, count), served)
+def _any_heads(draw: Draw, dilation: int, segment: int | None, heads: int) -> Branch:
+    """A branch for all heads or some."""
+    served = head_range(draw(st.integers(0, heads * (heads + 1) // 2)), heads)
+    return Branch(segment, dilation, _offset(draw, dilation, heads if served is None else len(served)), served)
 
 
 def _pattern(draw: Draw, tokens: int, heads: int) -> Pattern:
+    """All kinds begin with the same draws, so that shrinking can step from a kind to a simpler one."""
     kind = draw(_kinds)
     causal = draw(_flags)
-    if kind == "groups" and heads == 1:
-        kind = "branch"
     if kind == "dense":
         return Pattern.dense(causal)
-    if kind == "branch":
-        return Pattern((_branch(draw, tokens, heads),), causal)
+    dilation, segment = draw(_dilations), _segment(draw, tokens)
+    if kind == "branch" or (kind == "groups" and heads == 1):
+        return Pattern((Branch(segment, dilation, _offset(draw, dilation, heads)),), causal)
     if kind == "mixture":  # of anything: overlapping, equal or missing heads, the same branch twice
-        ranges = st.integers(0, heads * (heads + 1) // 2)
-        parts = [_branch(draw, tokens, heads, head_range(draw(ranges), heads)) for _ in range(draw(_branch_counts))]
+        parts = [_any_heads(draw, dilation, segment, heads)]
+        for _ in range(draw(_branch_counts) - 1):
+            parts.append(_any_heads(draw, draw(_dilations), _segment(draw, tokens), heads))
         return Pattern(tuple(parts), causal)
     # The named constructors: segments and dilations grow together, as the paper has it.
     count = draw(_branch_counts)
     if kind == "groups":
         count = min(count, heads)
-    segment = draw(st.integers(1, max(1, tokens // 2)))
-    growth = draw(st.sampled_from((2, 3, 4)))
-    segments = tuple(segment * growth**step for step in range(count))
+    growth, shortest = min(dilation, 4), min(segment or 1, max(1, tokens // 2))
+    segments = tuple(shortest * growth**step for step in range(count))
     dilations = tuple((1, 2, 4, 6, 12)[step] if growth == 2 else growth**step for step in range(count))
     if kind == "groups":
         return Pattern.head_groups(segments, dilations, heads, causal)
