@@ -166,7 +166,7 @@ def run(backend: Backend, report: Report, problem: Problem, failures: Path) -> N
     """Every row and every gradient is checked, on the ranks that `backend` has; what was measured goes into
     the report.
     """
-    case, patience = problem.case(), backend.patience
+    case, patience, started = problem.case(), backend.patience, time.perf_counter()
     report.start_world(problem.world, 1)
     report.say(f"{TITLE}: {problem.tokens} tokens, {HEADS} heads of {HEAD_DIM}, {problem.world} ranks ...")
     given = tensors(problem)
@@ -186,8 +186,9 @@ def run(backend: Backend, report: Report, problem: Problem, failures: Path) -> N
         return
     finally:
         backend.patience = patience
-    spent = report.end_world(TITLE)
+    spent = time.perf_counter() - started
     report.held(case.dtype, {TITLE: float(np.max(list(ratios.values())))}, spent)
+    report.end_world(TITLE)
     sent = [sum(size for _, size, _ in (*x.observation.sent_forward, *x.observation.sent_backward)) for x in seen]
     report.extras["real_size"] = {
         "tokens": problem.tokens,
