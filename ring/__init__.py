@@ -2,9 +2,9 @@
 
 The road that the data takes, one module a stop:
 
-    blocks -> layout -> pieces -> meetings -> schedule -> plan   integers: who sees whom, what moves when
-    transport -> exchange -> store -> kernels -> accumulator     tensors: messages, tiles, partial results
-    agreement, attention                                            the public function, and what it refuses
+    layout, blocks -> pieces -> meetings -> schedule -> rows -> plan    integers: who sees whom, what moves when
+    transport -> exchange -> store -> kernels -> accumulator            tensors: messages, tiles, partial results
+    budget, agreement, attention                                        the public function, and what it refuses
 """
 
 from ring.attention import ring_attention

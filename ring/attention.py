@@ -8,7 +8,6 @@ one accumulator per query row. The backward of a partial takes its own q, k, v a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,7 @@ from ring.agreement import Call, agree
 from ring.budget import default_bucket
 from ring.exchange import Arrival, Exchange
 from ring.layout import Layout
-from ring.plan import Plan, plan_of
+from ring.plan import Plan, Tile, plan_of
 from ring.store import Store
 from ring.transport import ProcessGroupTransport, SoloTransport, Transport
 
@@ -50,6 +49,7 @@ def ring_attention(
         pattern: who sees whom, by global position (LongNet, arXiv 2307.02486).
         layout: which positions this rank's local tokens have; made for as many ranks as the group has.
         group: a process group, a `Transport`, or None: the default group, or no group at all for a layout of one rank.
+            The one argument whose errors are the calling rank's alone: the ranks find each other through it.
         exchange: "ring" (neighbour to neighbour), "direct" (from the owner, only what is needed) or "gather" (all,
         O(n)).
         bucket: the most key/value tokens in a landing buffer and a kernel call; None: by a memory budget.
@@ -202,5 +202,5 @@ def _tile_gradients(walk: _Walk, arrival: Arrival, rows: _Rows, with_dlse: bool)
         arrival.value_grad.add(tile.key_rows, tile.key_heads, dv)
 
 
-def _keys(arrival: Arrival, tile: Any) -> Iterable[torch.Tensor]:
+def _keys(arrival: Arrival, tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
     return arrival.key.view(tile.key_rows, tile.key_heads), arrival.value.view(tile.key_rows, tile.key_heads)

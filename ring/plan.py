@@ -17,7 +17,6 @@ import torch
 from reference.pattern import Pattern
 from ring import schedule
 from ring.blocks import Heads
-from ring.budget import LEAST
 from ring.layout import Layout
 from ring.meetings import Mask, Meetings, Stretches, masked, meet
 from ring.pieces import Ints, Pieces, pieces_of
@@ -25,6 +24,8 @@ from ring.rows import Fold, Rows, concatenate, folds
 from ring.schedule import Move, Packed, Schedule, Sizes
 
 EXCHANGES = ("ring", "direct", "gather")
+# With fewer query rows than this a kernel call costs more to start than to run.
+LEAST_ROWS = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +86,7 @@ class Plan:
 def plan_of(pattern: Pattern, layout: Layout, rank: int, heads: int, kv_heads: int, exchange: str, bucket: int) -> Plan:
     """The plan of `rank`. `bucket`: at most so many key/value tokens a kernel call and a landing, >= 1.
 
-    A kernel call takes as many query rows at most, or `LEAST` if that is more: what it returns is bounded as well.
+    A kernel call takes as many query rows at most, or LEAST_ROWS if that is more: what it returns is bounded as well.
     The arguments are taken as valid (`ring.agreement` checks what users pass).
     """
     pieces = pieces_of(pattern, layout, heads, kv_heads)
@@ -116,7 +117,11 @@ def plan_of(pattern: Pattern, layout: Layout, rank: int, heads: int, kv_heads: i
 class _Keys:
     """Stretches of keys, in order of piece, with the stage at which they are at hand (0: they are local) and address.
 
-    Packed in slots, element e lies at `base` + (e - first) * width; as part of a shard, at `base` + `scale` * its row.
+    own shard (stage 0)     packed 0    element e lies at its row                    base 0, scale 1
+    gathered shards         packed 0    at base + scale * its row                    scale: key/value heads
+    packed in a message     packed 1    at base + scale * (e - first)                scale: the block's width
+
+    A row is arithmetic, or looked up in the pieces' listing; packed slots are arithmetic in any layout.
     """
 
     stretches: Stretches
@@ -162,7 +167,7 @@ def _keys(pieces: Pieces, layout: Layout, route: Schedule, rank: int, kv_heads: 
 
 def _tiles(pieces: Pieces, keys: _Keys, rank: int, causal: bool, bucket: int) -> Iterator[tuple[int, Tile]]:
     """(stage, tile) for all that `rank` has to compute."""
-    most_rows = max(bucket, LEAST)
+    most_rows = max(bucket, LEAST_ROWS)
     queries, _ = Stretches.whole(pieces, np.flatnonzero(pieces.rank == rank)).cut(most_rows)
     found = meet(pieces, queries, keys.stretches, causal)
     for mask, part in masked(pieces, found, causal):
@@ -209,7 +214,7 @@ def _drafts(pieces: Pieces, keys: _Keys, mask: Mask, found: Meetings, bucket: in
     origin = np.where(packed, 0, base)
     source = pieces.rank[k.piece]  # keys of one owner lie at equal distances, those of several need not
     signature = (keys.stage[item], block, packed, origin, source, q.count, k.count, q_step, k_step)
-    most = np.maximum(np.minimum(bucket // k.count, max(bucket, LEAST) // q.count), 1)
+    most = np.maximum(np.minimum(bucket // k.count, max(bucket, LEAST_ROWS) // q.count), 1)
     for fold in folds(signature, pieces.segment[q.piece], q_start, k_start, most):
         one, number = fold.members[0], len(fold.members)
         query = Rows(int(q_start[one]), int(q_step[one]), int(q.count[one]), fold.left_step, number)

@@ -78,7 +78,8 @@ def folds(signature: Sequence[Ints], segment: Ints, left: Ints, right: Ints, mos
         apart |= np.diff(column[order]) != 0
     d_left, d_right = np.diff(left[order]), np.diff(right[order])
     apart |= (d_left <= 0) | (d_right <= 0)
-    # A member also opens a fold if it lies at another distance than the one before it, unless that one opened a fold.
+    # A member also opens a fold if it lies at another distance than the one before it: left starts 0 4 8 20 24 with
+    # equal signatures are the folds (0 4 8), (20 24). A first distance is never uneven: there is none to compare with.
     uneven = ~apart[:-1] & ((np.diff(d_left) != 0) | (np.diff(d_right) != 0))
     opens = np.concatenate(([True], apart))
     opens[2:] |= uneven

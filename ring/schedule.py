@@ -106,7 +106,11 @@ class _Parcels:
 
 
 def _cut(message: Ints, travel: Ints, stretches: Stretches, width: Ints, cap: int | None) -> _Parcels:
-    """Lay the entries of each message in order; a row that starts at slot x is in chunk x // cap."""
+    """Lay the entries of each message in order; a row that starts at slot x is in chunk x // cap.
+
+    Entries of 3 and 2 rows, each row 2 slots wide, and a cap of 4: rows start at 0 2 | 4 6 | 8, so the chunks hold rows
+    (0 1 of the first), (2 of the first, 0 of the second), (1 of the second): five entries become four.
+    """
     slots = stretches.count * width
     end = np.cumsum(slots)
     new = np.flatnonzero(np.diff(message, prepend=-1))
@@ -209,7 +213,15 @@ def _lay_out(parcels: _Parcels, messages: list[tuple[int, int, Ints]]) -> tuple[
 
 
 def ring(pieces: Pieces, layout: Layout, causal: bool, rank: int, cap: int) -> Schedule:
-    """Stages by chunk and hop."""
+    """Stages by chunk and hop.
+
+    At hop t rank r holds slots of owner r - t that travel t hops or more, `here` of them. The leading `onward` go on
+    to r + 1; the others end here, so their gradients go straight home. Example, 3 ranks, 5 slots of each owner, 3 of
+    which travel 2 hops and 2 travel 1: at t = 1 rank 0 lands 5 slots of rank 2, carries gradients of the leading 3 on
+    to rank 1 and sends those of the last 2 home to rank 2. It receives gradients of 3 slots of rank 1, which it will
+    see at t = 2 (`carried`), and behind them those of its own last 2, which rank 1 was the last to use. In its own
+    messages these two are numbers 3 and 4 (`kept` = 3, `end` = 5); in the returned box they lie behind the carried.
+    """
     p = layout.world_size
     cut, room, visiting = _ring_parcels(pieces, layout, causal, cap)
     after, home_of = (rank + 1) % p, lambda t: (rank - t) % p

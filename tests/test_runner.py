@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -229,7 +230,7 @@ def test_a_run_saves_what_a_replay_finds_again(tmp_path: Path, monkeypatch: pyte
     data = report.to_dict()
     assert data["held"] is False and len(data["failures"]) == len(report.failures)
     for entry in data["failures"]:
-        file = Path(entry["replay"].split()[-1])
+        file = Path(shlex.split(entry["replay"])[-1])
         assert json.loads(file.read_text()) == entry["case"]
         assert Case.from_json(file.read_text()).pattern.causal
         again = replay(file, Report(Console(quiet=True)), GlooBackend(3.0, plant_wrong_result))
@@ -241,7 +242,7 @@ def test_a_file_that_is_no_counter_example_is_refused(tmp_path: Path) -> None:
     for content in ("", "[]", '{"world": 1}', '{"law": "gravity", "case": {}, "how": {}}'):
         file = tmp_path / "case.json"
         file.write_text(content)
-        with pytest.raises(Unavailable, match="holds no counter-example"):
+        with pytest.raises(Unavailable, match="cannot read a counter-example"):
             replay(file, Report(Console(quiet=True)))
 
 

@@ -204,19 +204,19 @@ def _layout(order: str, n: int, p: int, cuts: tuple[int, ...] | None, seed: int)
     return Layout.from_cuts(torch.cat([layout.positions(rank) for rank in range(p)]), cuts)
 
 
-def strided_copy(x: Tensor) -> Tensor:
-    """A tensor equal to x that is not contiguous: dimensions 1 and 2 lie in the other order, in a slice of a larger
-    buffer.
+def strided_copy(x: Tensor, other: int = 2) -> Tensor:
+    """A tensor equal to x that is not contiguous: dimensions 1 and `other` lie in the other order, in a slice of a
+    larger buffer. With the last dimension as `other`, that is not the innermost one any more.
 
     x has at least three dimensions (q is (B, n, H, D), lse (B, H, n)). What the slice leaves out is NaN, so that
     whoever reads by the wrong strides shows. Tensors of one element or none have no other order, but lie in the
     larger buffer too.
     """
-    swapped = x.transpose(1, 2)
+    swapped = x.transpose(1, other)
     buffer = x.new_full([size + 1 for size in swapped.shape], math.nan)
     inner = buffer[tuple(slice(1, None) for _ in swapped.shape)]
     inner.copy_(swapped)
-    return inner.transpose(1, 2)
+    return inner.transpose(1, other)
 
 
 # --- values -----------------------------------------------------------------------------------------------------------

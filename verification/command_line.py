@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
         help="how much to draw: " + "; ".join(f"{name}: {p.about}" for name, p in runner.PROFILES.items())
         + " (default: quick)",
     )  # fmt: skip
-    run.add_argument("--examples", type=count, metavar="N", help="exactly so many examples for each world size")
+    run.add_argument("--examples", type=count, metavar="N", help="examples for each world size; laws come on top")
     run.add_argument(
         "--seed", type=int, metavar="N",
         help="draw the same examples as an earlier run with this seed (default: a new one, printed)",
@@ -118,7 +118,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 120)
     try:
         if options.json is not None:
-            options.json.parent.mkdir(parents=True, exist_ok=True)
+            _writable("--json", options.json)
+        if options.command == "run":
+            options.failures.mkdir(parents=True, exist_ok=True)
         report = _replay(options, console) if options.command == "replay" else _run(options, console)
         if options.json is not None:
             options.json.write_text(json.dumps(report.to_dict(), indent=2, allow_nan=False) + "\n")
@@ -131,6 +133,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except runner.ToolError as error:
         raise RuntimeError(f"the machinery failed on an example: {error}") from error
     return 1 if report.failures else 0
+
+
+def _writable(argument: str, file: Path) -> None:
+    """Now rather than after hours: OSError, naming the argument, if the file cannot be written."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.open("a").close()
+    except OSError as error:
+        raise OSError(f"argument {argument}: {error}") from error
 
 
 def _run(options: argparse.Namespace, console: Console) -> Report:

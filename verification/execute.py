@@ -29,7 +29,7 @@ class Edit:
     """A change to a Case's tensors, for laws: the same on every rank, and in the parent.
 
     after     replace q, k, v of all tokens beyond position `number` by other numbers
-    poison    put NaN (`number` even) or inf into v of the token at `positions[0]`, head 0, dimension 0
+    poison    put NaN (`number` even) or inf into the tensor `name` at the token `positions[0]`, head 0, dimension 0
     permute   `order` of the batch, and `head_order` of the query heads with `kv_order` of the key/value heads
     shift     add `number` to v, so that the outputs stay away from 0
     """
@@ -37,6 +37,7 @@ class Edit:
     kind: str
     number: int = 0
     positions: tuple[int, ...] = ()
+    name: str = "v"
     order: tuple[int, ...] = ()
     head_order: tuple[int, ...] = ()
     kv_order: tuple[int, ...] = ()
@@ -47,8 +48,9 @@ class Edit:
         if self.kind == "after":
             q, k, v = (torch.cat((x[:, : self.number + 1], _others(x[:, self.number + 1 :])), 1) for x in (q, k, v))
         elif self.kind == "poison":
-            v = v.clone()
-            v[0, self.positions[0], 0, 0] = float("inf") if self.number % 2 else float("nan")
+            q, k, v = q.clone(), k.clone(), v.clone()
+            spoiled = {"q": q, "k": k, "v": v}[self.name]
+            spoiled[0, self.positions[0], 0, 0] = float("inf") if self.number % 2 else float("nan")
         elif self.kind == "permute":
             batch, heads, kv_heads = list(self.order), list(self.head_order), list(self.kv_order)
             q, dout = q[batch][:, :, heads], dout[batch][:, :, heads]
@@ -75,7 +77,9 @@ def shards(case: Case, index: int, tensors: Tensors) -> Tensors:
     """The share of the rank at that index of the group; non-contiguous where the Case says so."""
     layout = case.layout()
     taken = tuple(layout.shard(x, index, dim=2 if x.dim() == 3 else 1) for x in tensors)
-    return tuple(strided_copy(x) for x in taken) if case.strided else taken
+    if not case.strided:
+        return taken
+    return tuple(strided_copy(x, 2 if case.seed % 2 else -1) for x in taken)
 
 
 @dataclass

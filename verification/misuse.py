@@ -66,6 +66,21 @@ def _other_exchange(arguments: Arguments, case: Case) -> None:
     arguments["exchange"] = "gather" if case.exchange != "gather" else "ring"
 
 
+def _shuffled_layout(arguments: Arguments, case: Case) -> None:
+    """As many tokens on every rank, other ones."""
+    layout = arguments["layout"]
+    order = torch.cat([layout.positions(rank) for rank in range(layout.world_size)])
+    arguments["layout"] = Layout.from_cuts(order.flip(0), layout.cuts)
+
+
+def _all_in(dtype: torch.dtype) -> Callable[[Arguments, Case], None]:
+    def spoil(arguments: Arguments, case: Case) -> None:
+        other = torch.float16 if case.torch_dtype == dtype else dtype
+        arguments.update({name: arguments[name].to(other) for name in "qkv"})
+
+    return spoil
+
+
 def _other_bucket(arguments: Arguments, case: Case) -> None:
     arguments["bucket"] = 1 if case.bucket is None else case.bucket + 1
 
@@ -96,13 +111,23 @@ MISTAKES: dict[str, Mistake] = {
     "return_lse that is no flag": Mistake("return_lse", _set("return_lse", "yes")),
     "another exchange than the others": Mistake("exchange", _other_exchange, alone=False),
     "another bucket than the others": Mistake("bucket", _other_bucket, alone=False),
+    "another layout than the others": Mistake("layout", _shuffled_layout, alone=False),
+    "another scale than the others": Mistake(
+        "scale", _change("scale", lambda x: 3.0 if x is None else x + 1), alone=False
+    ),
+    "another kernel than the others": Mistake(
+        "kernel", _change("kernel", lambda x: "math" if x != "math" else "auto"), alone=False
+    ),
+    "another return_lse than the others": Mistake("return_lse", _change("return_lse", lambda x: not x), alone=False),
+    "another dtype than the others": Mistake("dtype", _all_in(torch.float64), alone=False),
     "another pattern than the others": Mistake("pattern", _other_pattern, alone=False),
 }
 
 
 def applicable(case: Case) -> tuple[str, ...]:
     """The mistakes that can be made with a Case: to differ from the others takes others."""
-    return tuple(name for name, mistake in MISTAKES.items() if mistake.alone or len(case.ranks) > 1)
+    possible = [name for name, mistake in MISTAKES.items() if mistake.alone or len(case.ranks) > 1]
+    return tuple(name for name in possible if MISTAKES[name].spoil is not _shuffled_layout or case.tokens > 1)
 
 
 def call(transport: Transport, case: Case, mistake: str, culprit: int) -> tuple[str, str] | None:

@@ -22,8 +22,10 @@ def replay(file: Path, report: Report, backend: Backend | None = None) -> Report
         record = json.loads(file.read_text())
         experiment, subject, case = _understand(record)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Unavailable(f"argument FILE: {file} holds no counter-example: {error}") from error
+        raise Unavailable(f"argument FILE: cannot read a counter-example from {file}: {error!r}") from error
     world = case.world
+    if world > runner.MOST_RANKS:
+        raise Unavailable(f"argument FILE: world is {world} in {file}; it must be at most {runner.MOST_RANKS}")
     backend = GlooBackend(runner.PATIENCE) if backend is None else backend
     try:
         backend.start(world)

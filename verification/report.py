@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shlex
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -54,7 +56,7 @@ class Failure:
 
     @property
     def replay(self) -> str:
-        return f"python -m verification replay {self.file}"
+        return shlex.join([sys.executable, "-m", "verification", "replay", str(self.file.resolve())])
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -229,7 +231,11 @@ def save_record(
     """Write a minimal example as JSON in a file named after the kind of failure and a digest of the example."""
     text = json.dumps(record, indent=2) + "\n"
     digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
-    folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{failure.kind.replace(' ', '-')}-world-{world}-{digest}.json"
-    file.write_text(text)
-    return Failure(failure.kind, name, world, record, file, str(failure))
+    said = str(failure)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    except OSError as error:  # what was found is reported all the same, with the Case in it
+        said += f"\n(the Case could not be saved: {error})"
+    return Failure(failure.kind, name, world, record, file, said)

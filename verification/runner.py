@@ -157,6 +157,9 @@ def run_world(plan: Plan, report: Report, backend: Backend, world: int) -> None:
         if hangs(report, world):
             report.say(f"world {world}: ranks hang, so the rest is left out on this world size")
             break
+        if experiment is EXAMPLES and any(failure.world == world for failure in report.failures):
+            report.say(f"world {world}: plain examples fail, so the laws between them are left out")
+            break
     report.end_world()
 
 

@@ -23,11 +23,11 @@ Draw = st.DrawFn
 
 MOST_TOKENS = 64
 
-# Small sequences find most defects and cost least: half of all Cases have at most 16 tokens.
-_ceilings = st.sampled_from((8, 16, 32, MOST_TOKENS))
+# Small sequences find most defects and cost least; blocks of rows and full vectors of keys take longer ones.
+_ceilings = st.sampled_from((8, 16, 32, MOST_TOKENS, MOST_TOKENS))
 _tokens = {ceiling: st.integers(1, ceiling) for ceiling in (8, 16, 32, MOST_TOKENS)}
 # (query heads, key/value heads): equal, one for all (MQA), groups (GQA), and counts that are no power of two.
-HEADS = ((1, 1), (2, 2), (2, 1), (3, 3), (4, 2), (3, 1), (4, 4), (4, 1), (6, 2), (6, 3), (5, 5), (8, 2))
+HEADS = ((1, 1), (2, 2), (2, 1), (3, 3), (4, 2), (3, 1), (4, 4), (4, 1), (6, 2), (6, 3), (5, 5), (8, 2), (6, 1), (9, 3))
 _heads = st.sampled_from(HEADS)
 # Dimensions of 32 and 64 are rare: they cost most and find little that 16 does not.
 _head_dims = st.sampled_from((1, 2, 4, 8, 3, 5, 16, 7, 12, 1, 2, 4, 8, 16, 32, 64))
@@ -38,15 +38,15 @@ _kernels = st.sampled_from(("auto", "math", "flash"))
 _lse = st.sampled_from(("unused", "returned", "differentiated"))
 # 0 and negative factors are legal: a falsy scale is not a missing one.
 _scales = st.sampled_from((None, None, None, 1.0, 0.25, 2.0, 0.0, -0.5))
-_score_scales = st.sampled_from((1.0, 1.0, 0.1, 4.0, 32.0))
+_score_scales = st.sampled_from((1.0, 1.0, 0.1, 4.0, 32.0, 32.0))
 _values = st.sampled_from(("normal", "normal", "normal", "ties", "onehot", "constant", "tiny", "huge"))
 _batches = st.sampled_from((1, 1, 2, 3))
 _flags = st.booleans()
 _quarters = st.integers(0, 3)
 _eighths = st.integers(0, 7)
 _seeds = st.integers(0, 255)
-_kinds = st.sampled_from(("dense", "branch", "longnet", "mixture", "groups", "branch", "longnet", "mixture"))
-_rules = st.sampled_from(("zero", "constant", "paper", "torchscale", "per head"))
+_kinds = st.sampled_from(("dense", "branch", "longnet", "mixture", "groups", "dense", "branch", "longnet", "mixture"))
+_rules = st.sampled_from(("zero", "constant", "paper", "torchscale", "per head", "per head"))
 _named_rules = st.sampled_from(("paper", "torchscale", "fkodom"))
 _dilations = st.sampled_from((1, 2, 3, 4, 1, 2, 3, 5, 6, 8, 12))
 _branch_counts = st.sampled_from((2, 2, 3, 4))
