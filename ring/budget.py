@@ -10,7 +10,7 @@ from ring.layout import Layout
 # Of the memory that the largest shard's q, k, v and output take, the part that landing buffers may take.
 SHARE = 0.1
 # Below this a kernel call costs more to start than to run.
-LEAST = 64
+LEAST = 32
 
 
 def default_bucket(layout: Layout, heads: int, kv_heads: int, dtype: torch.dtype) -> int:
