@@ -20,10 +20,11 @@ from ring.store import Store
 from ring.transport import Message, Pending, Transport
 
 
-@dataclass
+@dataclass(eq=False)
 class Measure:
     """Bytes of communication buffers: held now, and at most so far."""
 
+    transport: Transport | None
     held: int = 0
     bytes: int = 0
 
@@ -32,9 +33,13 @@ _measures: list[Measure] = []
 
 
 @contextmanager
-def measure() -> Iterator[Measure]:
-    """Count the communication buffers that calls inside allocate on this process; `.bytes` is the peak."""
-    found = Measure()
+def measure(transport: Transport | None = None) -> Iterator[Measure]:
+    """Count the communication buffers that calls inside allocate; `.bytes` is the peak.
+
+    transport: count those of calls over it; None: those of the whole process. Not those of this thread: ranks may be
+    threads of one process, and autograd runs a backward on GPUs in threads of its own.
+    """
+    found = Measure(transport)
     _measures.append(found)
     try:
         yield found
@@ -139,17 +144,20 @@ class Exchange:
         buffer = torch.empty(slots, 2, batch, dim, dtype=dtype, device=self.k.device)
         size = buffer.numel() * buffer.element_size()
         self._allocated += size
-        for found in _measures:
+        for found in self._measured():
             found.held += size
             found.bytes = max(found.bytes, found.held)
         return buffer
+
+    def _measured(self) -> list[Measure]:
+        return [found for found in _measures if found.transport in (None, self.transport)]
 
     @contextmanager
     def _buffers(self) -> Iterator[None]:
         try:
             yield
         finally:
-            for found in _measures:
+            for found in self._measured():
                 found.held -= self._allocated
             self._allocated = 0
 

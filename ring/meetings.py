@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 
 import numpy as np
 
@@ -133,6 +134,7 @@ class Needs:
     count: Ints
 
 
+@lru_cache(maxsize=16)
 def needs_of(pieces: Pieces, causal: bool) -> Needs:
     """What every rank needs of every other: prefixes, as whoever sees a key sees all before it in its piece."""
     everything = Stretches.whole(pieces, np.arange(len(pieces.count)))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -262,6 +263,7 @@ def ring(pieces: Pieces, layout: Layout, causal: bool, rank: int, cap: int) -> S
     return Schedule(tuple(stages), Sizes(landing, outbox, landing + ending))
 
 
+@lru_cache(maxsize=16)
 def _ring_parcels(
     pieces: Pieces, layout: Layout, causal: bool, cap: int
 ) -> tuple[_Parcels, Callable[[int], int], Ints]:

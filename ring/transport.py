@@ -27,7 +27,7 @@ class Message:
 
     @property
     def bytes(self) -> int:
-        return self.tensor.numel() * self.tensor.element_size()
+        return self.tensor.nbytes
 
 
 class Pending(Protocol):

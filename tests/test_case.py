@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from reference import Branch, Pattern
-from verification.case import DTYPES, VALUES, Case, strided_copy
+from verification.case import DTYPES, ORDERS, VALUES, Case, strided_copy
 
 
 def case(**changes: object) -> Case:
@@ -30,6 +30,14 @@ def test_json_turns_back_into_an_equal_case() -> None:
     for given in (case(), case(group=None, world=3, cuts=None, scale=-2, bucket=None)):
         again = Case.from_json(given.to_json())
         assert again == given and hash(again) == hash(given) and "\n" not in given.to_json()
+
+
+def test_json_from_before_a_field_with_a_default_is_read() -> None:
+    given = case(again="no_grad", measured=True)
+    assert Case.from_json(given.to_json()) == given
+    data = json.loads(given.to_json())
+    del data["again"], data["measured"]
+    assert Case.from_json(json.dumps(data)) == case()
 
 
 def test_json_is_strict() -> None:
@@ -57,7 +65,7 @@ def test_json_is_strict() -> None:
         ("dtype", "float8"), ("scale", float("nan")), ("scale", float("inf")), ("scale", "1"), ("score_scale", 0.0),
         ("score_scale", -1.0), ("score_scale", 1e4), ("values", "other"), ("seed", -1), ("seed", 2**63),
         ("exchange", "all"),
-        ("bucket", 0), ("kernel", "cudnn"), ("lse", True), ("strided", 1),
+        ("bucket", 0), ("kernel", "cudnn"), ("lse", True), ("strided", 1), ("again", "never"), ("measured", None),
     ],
 )  # fmt: skip
 def test_a_bad_field_is_named(field: str, value: object) -> None:
@@ -124,7 +132,25 @@ def test_kinds_of_values_are_what_they_say() -> None:
 
 def test_dlse_is_zero_unless_lse_is_differentiated() -> None:
     assert case().tensors()[4].abs().min() > 0
+    assert case(lse="alone").tensors()[4].abs().min() > 0 and not case(lse="alone").tensors()[3].any()
     assert not case(lse="returned").tensors()[4].any()
+
+
+def test_shards_by_definition_are_the_layout_s() -> None:
+    for order in ORDERS:
+        for cuts in (None, (0, 5, 5, 13)):
+            given = case(order=order, cuts=cuts)
+            layout, defined = given.layout(), given.shards()
+            assert layout.counts == defined.counts
+            assert all(layout.positions(i).tolist() == defined.positions[i].tolist() for i in range(3))
+
+
+def test_tokens_per_call() -> None:
+    assert case(bucket=4).tokens_per_call == 4
+    assert case(bucket=None).tokens_per_call == 32
+    # q and output 4 heads, k and v 2: 12 elements of 2 bytes; 4 (2 x 2 + 3 x 4) bytes a token of a bucket
+    long = case(bucket=None, dtype="float16", tokens=6000, cuts=(0, 1000, 1000, 6000))
+    assert long.tokens_per_call == 5000 * 24 // (10 * 64)
 
 
 def test_layouts() -> None:

@@ -13,9 +13,10 @@ import torch
 from reference import Branch, Pattern
 from verification import checks
 from verification.case import Case
-from verification.checks import CHECKS, Observation, carry, check_all, costs
+from verification.checks import CHECKS, Division, Observation, carry, check_all, costs
 from verification.expectation import QUANTITIES, Expectation, expect
 from verification.failures import MismatchedMessages, WrongResult
+from verification.workspace import Workspace, limits
 
 # Head 0 sees even positions of segments of 6, head 1 odd ones; heads 2 and 3 see nothing.
 PATTERN = Pattern((Branch(6, 2, (0, 1), range(0, 2)),), causal=True)
@@ -33,7 +34,7 @@ def case(**changes: object) -> Case:
 
 def honest(given: Case, expectation: Expectation) -> list[Observation]:
     """What ranks see that compute exactly, round once, and send one message to each peer that is owed something."""
-    layout, due = given.layout(), costs(given)
+    layout, defined, due = given.layout(), given.shards(), costs(given)
 
     def shard(name: str, rank: int) -> Any:
         exact = torch.from_numpy(np.ascontiguousarray(expectation.exact[name]))
@@ -53,8 +54,26 @@ def honest(given: Case, expectation: Expectation) -> list[Observation]:
             logs[f"received_{phase}"] = tuple((j, int(x), f"{j}->{i}") for j, x in enumerate(sent[:, i]) if x)
             logs[f"buffer_{phase}"] = int(getattr(due, f"buffer_{phase}")[i])
         dtypes = (given.dtype, accumulator, given.dtype, given.dtype, given.dtype)
-        found.append(Observation(**arrays, dtypes=dtypes, **logs, inputs_unchanged=True, repeat_equal=True))
+        said = Division(defined.positions[i], defined.counts, defined.positions[i], defined.place)
+        found.append(
+            Observation(
+                said, **arrays, dtypes=dtypes, **logs, inputs_unchanged=True, repeat_equal=True, **spaces(given, i)
+            )
+        )
     return found
+
+
+def spaces(given: Case, index: int) -> dict[str, Any]:
+    """The most that a rank may take, where that is measured."""
+    if not given.measured:
+        return {"workspace_forward": None, "workspace_backward": None}
+    due = costs(given)
+    most = limits(given, index, int(due.buffer_forward[index]), int(due.buffer_backward[index]))
+    product = tuple(sorted((most.query_vectors, most.key_vectors)))
+    return {
+        f"workspace_{phase}": Workspace(getattr(most, phase), frozenset({product}))  # type: ignore[arg-type]
+        for phase in ("forward", "backward")
+    }
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
@@ -100,6 +119,30 @@ def on(rank: int, **changes: Any) -> Callable[[list[Observation]], list[Observat
         return [*seen[:rank], replace(seen[rank], **made), *seen[rank + 1 :]]
 
     return change
+
+
+# --- layout
+
+
+def told(**changes: Any) -> Callable[[Division], Division]:
+    """Changes to what a layout says; a function is applied to what it said."""
+    return lambda said: replace(
+        said, **{name: x(getattr(said, name)) if callable(x) else x for name, x in changes.items()}
+    )
+
+
+def test_a_layout_that_is_not_as_defined() -> None:
+    mine = r"rank 2 \(index 1 of the group\)"
+    for changes, says in (
+        ({"positions": lambda x: x[::-1]}, rf"{mine} holds positions \[9, 8, 3, 2\]; .* gives it \[2, 3, 8, 9\]"),
+        ({"positions": lambda x: x[:-1]}, rf"{mine} holds positions \[2, 3, 8\]; the zigzag order gives it"),
+        ({"sharded": lambda x: x[::-1]}, rf"{mine} is given by `shard` positions \[9, 8, 3, 2\]; the zigzag order"),
+        ({"counts": (4, 5, 3)}, rf"{mine} has counts \(4, 5, 3\); the zigzag order makes them \(4, 4, 4\)"),
+        ({"place": lambda x: x[::-1]}, rf"on {mine}, `unshard` takes .*; the zigzag order has them at \[ ?0, "),
+    ):
+        refused("layout", on(1, layout=told(**changes)), WrongResult, f"layout: {says}")
+    cut = on(1, layout=told(counts=(4, 5, 3)))
+    refused("layout", cut, WrongResult, r"the zigzag order, cut at \(0, 3, 3, 12\), makes them", cuts=(0, 3, 3, 12))
 
 
 # --- values: index 1 of zigzag(12, 3) holds tokens 2, 3, 8, 9
@@ -213,7 +256,13 @@ def test_answers_of_another_shape_or_type() -> None:
 
 def test_changed_inputs_and_unequal_repeats() -> None:
     refused("inputs", on(2, inputs_unchanged=False), WrongResult, "inputs: changed on rank 4")
-    refused("repeat", on(1, repeat_equal=False), WrongResult, "repeat: a second run differs on rank 2")
+    refused(
+        "repeat",
+        on(1, repeat_equal=False),
+        WrongResult,
+        "repeat: a second run .no_grad. differs on rank 2",
+        again="no_grad",
+    )
 
 
 # --- communication
@@ -272,6 +321,24 @@ def test_bytes_and_buffers_that_cost_more_or_less(phase: str, exchange: str) -> 
     for change in (-4, 4):
         wrong = on(1, **{f"buffer_{phase}": lambda held, change=change: held + change})
         refused("buffers", wrong, WrongResult, f"buffers: {phase}, rank 2", exchange=exchange)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("bucket", [2, 40])
+def test_a_workspace_beyond_its_limits(phase: str, bucket: int) -> None:
+    field = f"workspace_{phase}"
+    changes: dict[str, Any] = {"measured": True, "bucket": bucket, "pattern": Pattern.dense()}
+
+    def products(*pairs: tuple[int, int]) -> Callable[[list[Observation]], list[Observation]]:
+        return on(1, **{field: lambda found: Workspace(found.largest, frozenset(pairs))})
+
+    rows, keys = 2 * 4 * max(bucket, 16), 2 * 4 * bucket
+    where = f"workspace: {phase}, rank 2 .index 1 of the group. "
+    larger = on(1, **{field: lambda found: Workspace(found.largest + 1, found.products)})
+    refused("workspace", larger, WrongResult, f"{where}made a tensor of", **changes)
+    for pair in ((keys + 1, keys + 1), (1, max(rows, keys) + 1)):
+        refused("workspace", products((1, 1), pair), WrongResult, f"{where}multiplied {pair[0]} vectors", **changes)
+    refused("workspace", products(), WrongResult, f"{where}has rows that see keys", **changes)
 
 
 def test_carried_arrays_keep_every_bit() -> None:

@@ -46,14 +46,14 @@ def verification(*arguments: str, folder: Path, program: str = "verification") -
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("arguments", (("--help",), ("run", "--help"), ("replay", "--help")))
+@pytest.mark.parametrize("arguments", (("--help",), ("run", "--help"), ("replay", "--help")), ids=" ".join)
 def test_help_says_what_there_is(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 0
     text = capsys.readouterr().out
     assert "exit status: 0 all held; 1 a counter-example was found; 2" in text
-    assert "mutants" not in text and "peers" not in text, "they are not there yet"
+    assert "--help" in text
 
 
 @pytest.mark.parametrize(
@@ -78,8 +78,8 @@ def test_a_wrong_argument_is_named(arguments: tuple[str, ...], named: str, capsy
 @pytest.mark.parametrize(
     ("arguments", "named"),
     (
-        (("run", "--backend", "sim"), "argument --backend: sim is not there yet"),
-        (("run", "--backend", "nccl"), "argument --backend: nccl is not there yet"),
+        (("run", "--world", "65"), "argument --world: on gloo at most 64 ranks, got 65"),
+        (("run", "--backend", "nccl", "--world", "64"), "argument --backend: nccl needs 64 GPUs"),
         (("replay", "nowhere.json"), "nowhere.json"),
     ),
 )
@@ -134,6 +134,6 @@ def test_a_counter_example_gives_1_and_a_line_that_replays_it(tmp_path: Path) ->
     assert first["kind"] == "wrong result" and first["case"]["tokens"] == 3
     assert first["replay"] in done.stdout and json.dumps(first["case"]) in done.stdout
     line = shlex.split(first["replay"])
-    assert line[1:4] == ["-m", "verification", "replay"] and Path(line[4]).is_absolute()
+    assert line[1:4] == ["-m", "verification", "replay"] and Path(line[-1]).is_absolute()
     again = subprocess.run(line, cwd=ROOT, capture_output=True)
     assert again.returncode == 0, "nothing is wrong without the defect"

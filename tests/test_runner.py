@@ -18,8 +18,8 @@ import torch
 from rich.console import Console
 
 from reference.pattern import Branch, Pattern
-from verification import execute, laws, runner
-from verification.backends import GlooBackend, Unavailable, open_backend
+from verification import execute, laws, properties, runner
+from verification.backends import GlooBackend, SimBackend, Unavailable, open_backend
 from verification.case import Case
 from verification.failures import WrongResult
 from verification.replay import replay
@@ -56,6 +56,30 @@ def plant_hang() -> None:
         return real(*args, **kwargs)
 
     plant(spoil)
+
+
+class ReceiveFirst:
+    """A transport that sends nothing before what it is to receive is there: a ring of such ranks waits for ever."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.rank, self.world_size = inner, inner.rank, inner.world_size
+
+    def post(self, sends: Any, receives: Any) -> Any:
+        self.inner.post([], receives).wait()
+        return self.inner.post(sends, [])
+
+
+def plant_receive_first() -> None:
+    """On three ranks or more."""
+    from ring.exchange import Exchange
+
+    real = Exchange.__init__
+
+    def init(self: Any, plan: Any, transport: Any, *args: Any) -> None:
+        chosen: Any = ReceiveFirst(transport) if transport.world_size > 2 else transport
+        real(self, plan, chosen, *args)
+
+    Exchange.__init__ = init  # type: ignore[method-assign, assignment]
 
 
 def plant_crash() -> None:
@@ -100,21 +124,44 @@ def plant_swallowed_error() -> None:
     agreement.validate = lambda call, transport: None
 
 
+def plant_zigzag_back_to_front() -> None:
+    from ring.layout import Layout
+
+    real = Layout.zigzag
+
+    def zigzag(n: int, p: int) -> Layout:
+        layout = real(n, p)
+        order = torch.cat([layout.positions(rank) for rank in range(p)])
+        return Layout.from_cuts(order.flip(0), layout.cuts) if n >= 5 else layout
+
+    Layout.zigzag = zigzag  # type: ignore[method-assign]
+
+
 # --- helpers
 # ----------------------------------------------------------------------------------------------------------
 
 
 def hunt(
-    prepare: Callable[[], None] | None, world: int = 2, examples: int = 150, patience: float = 3.0
+    prepare: Callable[[], None] | None,
+    world: int = 2,
+    examples: int = 150,
+    patience: float = 3.0,
+    workshop: bool = False,
 ) -> list[tuple[Any, Case]]:
-    backend = GlooBackend(patience, prepare)
+    """What is found on gloo, shrunk there or, with `workshop`, in a simulation that has the same defect."""
+    backend, simulation = GlooBackend(patience, prepare), SimBackend(patience, prepare)
     backend.start(world)
     try:
         report = Report(Console(quiet=True))
         report.start_world(world, examples)
-        return runner.Hunt(runner.EXAMPLES, backend, report, world, 20).explore(examples, 1)
+        workplace = simulation if workshop else None
+        search = runner.Hunt(runner.EXAMPLES, backend, report, world, 20, workshop=workplace)
+        found = search.explore(examples, 1)
     finally:
         backend.close()
+        simulation.close()
+    assert all(one.backend == "gloo" for one in found)
+    return [(one.failure, one.subject) for one in found]
 
 
 def plain(world: int, **changes: Any) -> Case:
@@ -146,6 +193,13 @@ def test_a_wrong_result_is_found_and_shrunk() -> None:
     assert (case.dtype, case.heads, case.batch, case.exchange, case.group) == ("float32", 1, 1, "ring", None)
 
 
+def test_a_layout_that_is_not_as_defined_is_named_before_what_follows_from_it() -> None:
+    ((failure, case),) = hunt(plant_zigzag_back_to_front)
+    assert "layout: rank 0 holds positions [2, 1, 4]; the zigzag order gives it [0, 3, 4]" in str(failure), str(failure)
+    assert properties.broken_by(failure) == "layout as defined"
+    assert (case.tokens, case.order, case.heads, case.batch) == (5, "zigzag", 1, 1)
+
+
 def test_a_hang_is_found_shrunk_quickly_and_shown_with_stacks() -> None:
     started = time.perf_counter()
     ((failure, case),) = hunt(plant_hang)
@@ -153,6 +207,21 @@ def test_a_hang_is_found_shrunk_quickly_and_shown_with_stacks() -> None:
     assert "within 3 s" in str(failure), "the minimal case is shown once with all the patience"
     assert case.tokens == 4 and case.exchange == "direct" and len(case.ranks) == 2
     assert time.perf_counter() - started < 45
+
+
+def test_a_hang_of_three_ranks_found_on_four_is_shrunk_in_simulation_and_confirmed_where_it_was_found() -> None:
+    started = time.perf_counter()
+    ((failure, case),) = hunt(plant_receive_first, world=4, workshop=True)
+    assert failure.kind == "rank hang" and "within 3 s" in str(failure) and "(world of 3)" in str(failure)
+    assert (case.world, case.group, case.tokens, case.exchange) == (3, None, 3, "ring")
+    assert (case.pattern, case.batch, case.heads, case.dtype) == (Pattern.dense(), 1, 1, "float32")
+    assert time.perf_counter() - started < 30
+
+
+def test_a_wrong_result_found_on_gloo_is_shrunk_in_simulation_alike() -> None:
+    (failure, case), *_ = hunt(plant_wrong_result, workshop=True)
+    assert failure.kind == "wrong result" and case.tokens == 6 and case.pattern == Pattern.dense(causal=True)
+    assert case.world == 1, "on the fewest ranks that show it"
 
 
 def test_a_crash_is_found_and_the_next_world_is_as_good_as_new() -> None:
@@ -197,7 +266,7 @@ def test_a_failure_that_does_not_come_back_is_still_a_failure(ranks: GlooBackend
     report = Report(Console(quiet=True))
     report.start_world(3, 40)
     found = runner.Hunt(replace(runner.EXAMPLES, check=check), ranks, report, 3).explore(40, 1)
-    ((failure, case),) = found
+    ((failure, case),) = ((one.failure, one.subject) for one in found)
     assert str(failure) == "values: out is wrong, this once" and case.to_json() == calls[4]
     assert calls.count(calls[4]) == 1, "a failing example is never run again"
 
@@ -230,12 +299,13 @@ def test_a_run_saves_what_a_replay_finds_again(tmp_path: Path, monkeypatch: pyte
     data = report.to_dict()
     assert data["held"] is False and len(data["failures"]) == len(report.failures)
     for entry in data["failures"]:
+        assert entry["backend"] == "gloo"
         file = Path(shlex.split(entry["replay"])[-1])
         assert json.loads(file.read_text()) == entry["case"]
         assert Case.from_json(file.read_text()).pattern.causal
         again = replay(file, Report(Console(quiet=True)), GlooBackend(3.0, plant_wrong_result))
         assert [failure.kind for failure in again.failures] == ["wrong result"]
-        assert not replay(file, Report(Console(quiet=True))).failures, "without the defect it holds"
+        assert not replay(file, Report(Console(quiet=True)), GlooBackend()).failures, "without the defect it holds"
 
 
 def test_a_file_that_is_no_counter_example_is_refused(tmp_path: Path) -> None:
@@ -243,13 +313,13 @@ def test_a_file_that_is_no_counter_example_is_refused(tmp_path: Path) -> None:
         file = tmp_path / "case.json"
         file.write_text(content)
         with pytest.raises(Unavailable, match="cannot read a counter-example"):
-            replay(file, Report(Console(quiet=True)))
+            replay(file, Report(Console(quiet=True)), GlooBackend())
 
 
-def test_backends_that_are_not_there_are_refused() -> None:
-    for name in ("sim", "nccl"):
-        with pytest.raises(Unavailable, match=f"--backend: {name} is not there yet"):
-            open_backend(name)
+@pytest.mark.skipif(torch.cuda.device_count() > 7, reason="there are GPUs for all these ranks")
+def test_more_ranks_than_gpus_are_refused() -> None:
+    with pytest.raises(Unavailable, match="nccl needs 8 GPUs for 8 ranks, there are"):
+        open_backend("nccl").start(8)
 
 
 def test_the_profile_quick_draws_enough() -> None:

@@ -1,4 +1,4 @@
-"""Where ranks run: one interface, behind it processes joined by gloo today, other places later.
+"""Where ranks run: one interface, behind it processes joined by gloo or NCCL, or a simulation.
 
 A backend is given a *task*: a function of `verification.execute` that takes a `Transport` and a Case and does
 what one rank does. `submit` starts it on every rank of the Case's group, `collect` waits for the answers; in
@@ -10,18 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
+
 from ring.transport import ProcessGroupTransport, SoloTransport, Transport
 from verification.case import Case
 from verification.checks import Observation
-from verification.execute import observe
+from verification.execute import home, observe
 from verification.failures import RankFailure
 from verification.pool import Pool, PoolError, Ticket
+from verification.simulation import Simulation
 from verification.worker import subgroup
 
 BACKENDS = {
     "gloo": "one process for each rank on this machine, joined by gloo",
-    "sim": "all ranks in one process (not there yet)",
-    "nccl": "one GPU for each rank (not there yet)",
+    "sim": "all ranks in one process, over a transport that does the worst its contract allows",
+    "nccl": "one process and one GPU for each rank on this machine, joined by NCCL",
 }
 
 # Imported once, before the ranks are forked. The last is what torch itself imports, at a cost of a quarter of
@@ -29,6 +32,7 @@ BACKENDS = {
 # like a hang.
 PRELOAD = ("torch", "ring", "verification.execute", "torch.fx.experimental.symbolic_shapes")
 WARM_UP_PATIENCE = 60.0
+RANKS_PER_PATIENCE = 16  # simulated ones share a core
 
 Task = Callable[..., Any]  # (transport, case, *arguments) -> what the rank answers
 Preparation = Callable[[], object]  # run once in every rank before its first task: how a defect is planted
@@ -43,6 +47,7 @@ class Backend(Protocol):
 
     name: str
     patience: float  # seconds that a task may take before it counts as a hang
+    prepare: Preparation | None  # set before `start`
 
     def start(self, world: int) -> None:
         """Have so many ranks ready, instead of those there were. Raises Unavailable."""
@@ -60,44 +65,45 @@ class Backend(Protocol):
     def close(self) -> None: ...
 
 
-class GlooBackend:
-    """Persistent ranks on this machine: `verification.pool`."""
+class PoolBackend:
+    """Processes of `verification.pool`, kept alive from one task to the next."""
 
-    name = "gloo"
+    name: str
 
     def __init__(self, patience: float = 10.0, prepare: Preparation | None = None) -> None:
         self.patience = patience
-        self._prepare = prepare
+        self.prepare = prepare
         self._pool: Pool | None = None
         self._warm: int | None = None  # the generation of ranks that was prepared
         self._under_way: tuple[Ticket, Case] | None = None
 
-    def start(self, world: int) -> None:
+    def open_pool(self, world: int, joined_by: str = "gloo") -> None:
         self.close()
         try:
-            self._pool = Pool(world, timeout=self.patience, preload=PRELOAD)
+            self._pool = Pool(world, timeout=self.patience, preload=PRELOAD, joined_by=joined_by)
         except PoolError as error:
             raise Unavailable(f"the {world} ranks could not be started: {error}") from error
 
-    def submit(self, task: Task, case: Case, *arguments: Any) -> None:
-        assert self._pool is not None and case.world == self._pool.world_size
+    def post(self, function: Callable[..., Any], task: Task, case: Case, arguments: tuple[Any, ...]) -> None:
+        """Have `function(task, case, arguments)` called in every process."""
+        assert self._pool is not None
         if self._pool.generation != self._warm:  # new ranks are not held to the patience that used ones have earned
             try:
-                self._pool.run(warm_up, self._prepare, timeout=WARM_UP_PATIENCE)
+                self._pool.run(warm_up, self.prepare, timeout=WARM_UP_PATIENCE)
             except (RankFailure, PoolError) as error:
                 raise Unavailable(f"the ranks could not be prepared: {error}") from error
             self._warm = self._pool.generation
-        self._under_way = self._pool.submit(work, task, case, arguments), case
+        self._under_way = self._pool.submit(function, task, case, arguments), case
 
-    def collect(self) -> list[Any]:
+    def answers(self, patience: float) -> tuple[Case, list[Any]]:
+        """The Case under way, and what each process answered."""
         assert self._pool is not None and self._under_way is not None
         ticket, case = self._under_way
         self._under_way = None
         try:
-            answers = self._pool.collect(ticket, timeout=self.patience)
+            return case, self._pool.collect(ticket, timeout=patience)
         except PoolError as error:
             raise Unavailable(str(error)) from error
-        return [answers[rank] for rank in case.ranks]
 
     def close(self) -> None:
         if self._pool is not None:
@@ -105,11 +111,66 @@ class GlooBackend:
             self._pool = self._warm = None
 
 
+class GlooBackend(PoolBackend):
+    """One process for each rank on this machine."""
+
+    name = "gloo"
+
+    def start(self, world: int) -> None:
+        self.open_pool(world)
+
+    def submit(self, task: Task, case: Case, *arguments: Any) -> None:
+        assert self._pool is not None and case.world == self._pool.world_size
+        self.post(work, task, case, arguments)
+
+    def collect(self) -> list[Any]:
+        case, answers = self.answers(self.patience)
+        return [answers[rank] for rank in case.ranks]
+
+
+class NcclBackend(GlooBackend):
+    """One process and one GPU for each rank on this machine."""
+
+    name = "nccl"
+
+    def start(self, world: int) -> None:
+        there = torch.cuda.device_count()
+        if there < world:
+            raise Unavailable(f"argument --backend: nccl needs {world} GPUs for {world} ranks, there are {there}")
+        self.open_pool(world, "nccl")
+
+
+class SimBackend(PoolBackend):
+    """All ranks as threads of one process, over `verification.simulation`; Cases of any world size.
+
+    The schedule follows from the Case's seed. A deadlock is found without waiting; `patience` is for code that
+    computes for ever.
+    """
+
+    name = "sim"
+
+    def start(self, world: int) -> None:
+        if self._pool is None:
+            self.open_pool(1)
+
+    def submit(self, task: Task, case: Case, *arguments: Any) -> None:
+        self.post(simulate, task, case, arguments)
+
+    def collect(self) -> list[Any]:
+        assert self._under_way is not None
+        world = self._under_way[1].world
+        _, (answer,) = self.answers(self.patience * max(1.0, world / RANKS_PER_PATIENCE))
+        if isinstance(answer, RankFailure):
+            raise answer
+        return list(answer)
+
+
 def open_backend(name: str) -> Backend:
-    """Raises Unavailable for a name that stands for no backend yet."""
-    if name != "gloo":
-        raise Unavailable(f"argument --backend: {name} is not there yet; use gloo")
-    return GlooBackend()
+    """The backend of that name in BACKENDS, not started."""
+    backends: dict[str, type[GlooBackend] | type[SimBackend]] = {
+        backend.name: backend for backend in (GlooBackend, SimBackend, NcclBackend)
+    }
+    return backends[name]()
 
 
 def observe_on(backend: Backend, case: Case, *arguments: Any) -> list[Observation]:
@@ -122,6 +183,8 @@ def warm_up(prepare: Preparation | None) -> None:
     """What new ranks are called with first. Nothing of `ring` runs here: whatever is wrong with it is for
     examples to find.
     """
+    if home().type == "cuda":  # what a first product loads
+        torch.ones(8, 8, device=home()).mm(torch.ones(8, 8, device=home())).sum().item()
     if prepare is not None:
         prepare()
 
@@ -130,6 +193,15 @@ def work(task: Task, case: Case, arguments: tuple[Any, ...]) -> Any:
     """What a rank of the pool is called with. Ranks outside the group take no part, and answer None."""
     transport = _transport(case)
     return None if transport is None else task(transport, case, *arguments)
+
+
+def simulate(task: Task, case: Case, arguments: tuple[Any, ...]) -> list[Any] | RankFailure:
+    """What the one process of a simulation is called with. A failure is an answer: it says more than its traceback."""
+    simulation = Simulation(len(case.ranks), case.seed, case.ranks)
+    try:
+        return simulation.run(lambda transport: task(transport, case, *arguments))
+    except RankFailure as failure:
+        return failure
 
 
 def _transport(case: Case) -> Transport | None:

@@ -47,7 +47,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ring.budget import default_bucket
 from verification.case import Case
 
 Array = NDArray[np.float64]
@@ -211,7 +210,7 @@ def most_pieces(case: Case) -> int:
         runs = p
     else:
         runs = {"contiguous": 1, "striped": p}.get(case.order, 2 * p) + (p - 1 if case.cuts is not None else 0)
-    bucket = case.bucket or default_bucket(case.layout(), case.heads, case.kv_heads, case.torch_dtype)
+    bucket = case.tokens_per_call
     branches = len(case.pattern.branches)
     chunks = 0 if branches * n <= bucket else n // bucket + p
     return branches * (runs + chunks + n // _KEY_BLOCK)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from functools import lru_cache
 from typing import Any
 
@@ -18,6 +18,8 @@ from torch import Tensor
 
 from reference.pattern import Pattern
 from ring.layout import Layout
+from verification import definitions
+from verification.definitions import Shards
 
 DTYPES = {
     "float64": torch.float64,
@@ -28,7 +30,8 @@ DTYPES = {
 ORDERS = ("contiguous", "zigzag", "striped", "hilbert", "shuffled")
 EXCHANGES = ("ring", "direct", "gather")
 KERNELS = ("auto", "math", "flash")
-LSE = ("unused", "returned", "differentiated")
+LSE = ("unused", "returned", "differentiated", "alone")
+AGAIN = ("alike", "unchecked", "group", "no_grad", "q", "k", "v", "qk", "qv", "kv")
 
 _SMALLEST = {"world": 1, "tokens": 1, "batch": 1, "heads": 1, "kv_heads": 1, "head_dim": 1, "seed": 0}
 _GREATEST_SEED = 2**63 - 1  # what torch.Generator takes
@@ -55,8 +58,13 @@ class Case:
     exchange      "ring", "direct" or "gather"
     bucket        tokens per kernel call, or None
     kernel        "auto", "math" or "flash"
-    lse           "unused"; "returned" (and compared); "differentiated" (its gradient takes part as well)
+    lse           "unused"; "returned" (and compared); "differentiated" (its gradient takes part as well); "alone" (only
+                  lse is differentiated, not the output)
     strided       whether inputs and incoming gradients are non-contiguous (`strided_copy`)
+    again         how the second run differs from the first, which must not change a bit of what both give: "alike";
+                  "unchecked" (check=False); "group" (called with the process group itself, where there is one);
+                  "no_grad" (forward alone); or which of q, k and v require gradients
+    measured      whether the workspace of the first run is looked at (`verification.workspace`), which takes time
 
     Raises ValueError, at construction, naming the field, what was given and what is allowed.
     """
@@ -81,6 +89,8 @@ class Case:
     kernel: str
     lse: str
     strided: bool
+    again: str = "alike"
+    measured: bool = False
 
     def __post_init__(self) -> None:
         for name, least in _SMALLEST.items():
@@ -90,8 +100,9 @@ class Case:
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
-        if not isinstance(self.strided, bool):
-            raise ValueError(f"strided is {self.strided!r}; it must be True or False")
+        for name in ("strided", "measured"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads is {self.heads}; it must be a multiple of kv_heads, {self.kv_heads}")
         if not isinstance(self.pattern, Pattern):
@@ -144,19 +155,39 @@ class Case:
         return torch.float64 if self.dtype == "float64" else torch.float32
 
     @property
+    def through_lse(self) -> bool:
+        """Whether a gradient comes in through lse."""
+        return self.lse in ("differentiated", "alone")
+
+    @property
     def softmax_scale(self) -> float:
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
+    @property
+    def tokens_per_call(self) -> int:
+        """The bucket, or the one that the definition gives where the Case has none."""
+        if self.bucket is not None:
+            return self.bucket
+        largest = max(self.shards().counts)
+        return definitions.default_bucket(largest, self.heads, self.kv_heads, self.torch_dtype.itemsize)
+
+    def shards(self) -> Shards:
+        """Who holds which positions, by definition: for whoever judges."""
+        return definitions.shards(*self._division())
+
     def layout(self) -> Layout:
-        """Who holds which positions, for as many ranks as the group has."""
+        """The same as the implementation has it: for the ranks."""
+        return _layout(*self._division())
+
+    def _division(self) -> tuple[str, int, int, tuple[int, ...] | None, int]:
         seed = self.seed if self.order == "shuffled" else 0  # so that the others share an entry of the cache
-        return _layout(self.order, self.tokens, len(self.ranks), self.cuts, seed)
+        return self.order, self.tokens, len(self.ranks), self.cuts, seed
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """q (B, n, H, D), k and v (B, n, Hk, D), dout like q, dlse (B, H, n), for the whole sequence, contiguous, on
         the CPU.
 
-        They follow from the Case alone. dlse is zero unless lse is "differentiated".
+        They follow from the Case alone. dlse is zero unless `through_lse`, dout is if lse is "alone".
         """
         generator = torch.Generator().manual_seed(self.seed)
         queries = (self.batch, self.tokens, self.heads, self.head_dim)
@@ -167,8 +198,10 @@ class Case:
         drawn = torch.randn(sum(sizes), dtype=self.accumulator_dtype, generator=generator).split(sizes)
         q, k, v, dout, dlse = (x.view(shape) for x, shape in zip(drawn, shapes, strict=True))
         q, k, v, dout = _VALUES[self.values](self, generator, q, k, v, dout)
-        if self.lse != "differentiated":
+        if not self.through_lse:
             dlse.zero_()
+        if self.lse == "alone":
+            dout = torch.zeros_like(dout)
         q = q * self.score_scale
         if self.dtype == "float16":
             q = q.clamp(-_GREATEST_HALF, _GREATEST_HALF)  # large values and a large score_scale may pass it
@@ -182,13 +215,16 @@ class Case:
 
     @classmethod
     def from_json(cls, text: str) -> Case:
-        """Raises ValueError for text that is no JSON object, an unknown or missing field, or a value not allowed."""
+        """Fields that have a default may be missing: files from before there were such fields stay good.
+
+        Raises ValueError for text that is no JSON object, an unknown or missing field, or a value not allowed.
+        """
         data = json.loads(text)  # its JSONDecodeError is a ValueError
         if not isinstance(data, dict):
             raise ValueError(f"a Case must be a JSON object, got {text[:80]!r}")
-        names = {f.name for f in fields(cls)}
-        if set(data) != names:
-            unknown, missing = sorted(set(data) - names), sorted(names - set(data))
+        unknown = sorted(set(data) - {f.name for f in fields(cls)})
+        missing = sorted({f.name for f in fields(cls) if f.default is MISSING} - set(data))
+        if unknown or missing:
             raise ValueError(f"Case: unknown fields {unknown}, missing fields {missing}")
         return cls(**data | {"pattern": Pattern.from_dict(data["pattern"])})
 
@@ -196,8 +232,7 @@ class Case:
 @lru_cache(maxsize=256)
 def _layout(order: str, n: int, p: int, cuts: tuple[int, ...] | None, seed: int) -> Layout:
     if order == "shuffled":
-        listed = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
-        return Layout.from_cuts(listed, cuts or [r * n // p for r in range(p + 1)])
+        return Layout.from_cuts(definitions.shuffled(n, seed), cuts or [r * n // p for r in range(p + 1)])
     layout: Layout = getattr(Layout, order)(n, p)
     if cuts is None:
         return layout
@@ -285,6 +320,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "exchange": EXCHANGES,
     "kernel": KERNELS,
     "lse": LSE,
+    "again": AGAIN,
 }
 
 

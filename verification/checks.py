@@ -18,15 +18,30 @@ import torch
 from numpy.typing import NDArray
 
 from reference import cost
-from ring.budget import default_bucket
-from ring.layout import Layout
 from verification.bounds import LARGEST, Array
 from verification.case import Case
+from verification.definitions import Ints
 from verification.expectation import QUANTITIES, Expectation
 from verification.failures import MismatchedMessages, WrongResult
+from verification.workspace import Workspace, limits
 
 Message = tuple[int, int, Any]  # peer (index in the group), bytes, label
 Floats = NDArray[np.floating[Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Division:
+    """What a rank's `Layout` says, of itself and of all.
+
+    positions  that it gives for this rank, (L,); counts: of every rank
+    sharded    what `shard` makes of the numbers 0 .. n - 1 on this rank, (L,)
+    place      what `unshard` makes of the same numbers, cut by the counts: of each position its place, (n,)
+    """
+
+    positions: Ints
+    counts: tuple[int, ...]
+    sharded: Ints
+    place: Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,9 +51,11 @@ class Observation:
 
     lse is None exactly if the Case has it unused. dtypes: names of the results' types, in the order of QUANTITIES.
     Messages are in the order in which they were posted; peers are indices in the group. Buffers: peak bytes of
-    communication buffers. inputs_unchanged: bit for bit. repeat_equal: a second run gave the same bits.
+    communication buffers. inputs_unchanged: bit for bit. repeat_equal: a second run, as the Case's `again` has it, gave
+    the same bits and sent the same. Workspaces are there exactly if the Case is measured.
     """
 
+    layout: Division
     out: Floats
     lse: Floats | None
     dq: Floats
@@ -53,6 +70,8 @@ class Observation:
     buffer_backward: int
     inputs_unchanged: bool
     repeat_equal: bool
+    workspace_forward: Workspace | None
+    workspace_backward: Workspace | None
 
 
 Observations = Sequence[Observation]
@@ -75,6 +94,32 @@ def check_all(case: Case, expectation: Expectation, observations: Observations) 
     return {name: check(case, expectation, observations) for name, check in CHECKS.items()}
 
 
+# --- who holds what ---------------------------------------------------------------------------------------------------
+
+
+def check_layout(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
+    """Every rank's layout is that of `verification.definitions`, and `shard` and `unshard` go by it."""
+    defined = case.shards()
+    for index, (seen, mine) in enumerate(zip(observations, defined.positions, strict=False)):
+        for found, says in ((seen.layout.positions, "holds"), (seen.layout.sharded, "is given by `shard`")):
+            if not np.array_equal(found, mine):
+                raise WrongResult(
+                    f"layout: {_rank(case, index)} {says} positions {_listed(found)}; "
+                    f"{_order(case)} gives it {_listed(mine)}"
+                )
+        if seen.layout.counts != defined.counts:
+            raise WrongResult(
+                f"layout: {_rank(case, index)} has counts {seen.layout.counts}; {_order(case)} makes them "
+                f"{defined.counts}"
+            )
+        if not np.array_equal(seen.layout.place, defined.place):
+            raise WrongResult(
+                f"layout: on {_rank(case, index)}, `unshard` takes the tokens from places {_listed(seen.layout.place)}"
+                f" of the shards laid end to end; {_order(case)} has them at {_listed(defined.place)}"
+            )
+    return {}
+
+
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
@@ -83,7 +128,7 @@ def check_answers(case: Case, expectation: Expectation, observations: Observatio
     if len(observations) != len(case.ranks):
         raise WrongResult(f"answers: {len(observations)} ranks answered, the group has {len(case.ranks)}")
     accumulator = "float64" if case.dtype == "float64" else "float32"
-    for index, (seen, length) in enumerate(zip(observations, case.layout().counts, strict=True)):
+    for index, (seen, length) in enumerate(zip(observations, case.shards().counts, strict=True)):
         queries, keys = (
             (case.batch, length, case.heads, case.head_dim),
             (case.batch, length, case.kv_heads, case.head_dim),
@@ -181,10 +226,10 @@ def check_inputs(case: Case, expectation: Expectation, observations: Observation
 
 
 def check_repeat(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
-    """A second run of the same gives the same bits."""
+    """A second run, called as `again` has it, gives the same bits and sends the same."""
     differ = [i for i, x in enumerate(observations) if not x.repeat_equal]
     if differ:
-        raise WrongResult(f"repeat: a second run differs on {', '.join(_rank(case, i) for i in differ)}")
+        raise WrongResult(f"repeat: a second run ({case.again}) differs on {', '.join(_rank(case, i) for i in differ)}")
     return {}
 
 
@@ -241,6 +286,34 @@ def check_buffers(case: Case, expectation: Expectation, observations: Observatio
     return {}
 
 
+def check_workspace(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
+    """Where it was measured: no kernel call takes more keys or rows, and no operation makes a larger tensor, than
+    `workspace.limits` allows."""
+    if not case.measured:
+        return {}
+    due = costs(case)
+    for index, seen in enumerate(observations):
+        allowed = limits(case, index, int(due.buffer_forward[index]), int(due.buffer_backward[index]))
+        sees = not expectation.dead_rows[:, case.shards().positions[index]].all()
+        for phase in ("forward", "backward"):
+            found: Workspace = getattr(seen, f"workspace_{phase}")
+            where = f"workspace: {phase}, {_rank(case, index)}"
+            if sees and not found.products:
+                raise WrongResult(f"{where} has rows that see keys, and no product of matrices was seen")
+            for few, many in found.products:  # either may be the keys
+                if few > min(allowed.query_vectors, allowed.key_vectors) or many > max(
+                    allowed.query_vectors, allowed.key_vectors
+                ):
+                    raise WrongResult(
+                        f"{where} multiplied {few} vectors by {many}; {case.tokens_per_call} tokens per call allow "
+                        f"{allowed.key_vectors} of keys and {allowed.query_vectors} of queries"
+                    )
+            most = getattr(allowed, phase)
+            if found.largest > most:
+                raise WrongResult(f"{where} made a tensor of {found.largest} bytes; the largest may have {most}")
+    return {}
+
+
 @dataclass(frozen=True, eq=False)
 class Costs:
     """Of one Case: bytes sent (p, p), from row to column, and peak bytes of buffers (p,)."""
@@ -254,24 +327,22 @@ class Costs:
 @lru_cache(maxsize=64)
 def costs(case: Case) -> Costs:
     """By `reference.cost`. Kept, so that it can be called while the ranks are at work."""
-    layout = case.layout()
-    positions = [layout.positions(i).numpy() for i in range(layout.world_size)]
     setting = cost.Setting(
         case.pattern,
-        positions,
+        case.shards().positions,
         case.batch,
         case.heads,
         case.kv_heads,
         case.head_dim,
         case.torch_dtype.itemsize,
     )
-    bucket = case.bucket or default_bucket(layout, case.heads, case.kv_heads, case.torch_dtype)
-    sent, held = cost.sent(setting, case.exchange), cost.buffers(setting, case.exchange, bucket)
+    sent, held = cost.sent(setting, case.exchange), cost.buffers(setting, case.exchange, case.tokens_per_call)
     return Costs(sent.forward, sent.backward, held.forward, held.backward)
 
 
 # Names of the properties, in the order in which they are checked: a wrong shape before wrong numbers, and so on.
 CHECKS: dict[str, Callable[[Case, Expectation, Observations], Ratios]] = {
+    "layout": check_layout,
     "answers": check_answers,
     "messages": check_messages,
     "unseen": check_unseen,
@@ -281,6 +352,7 @@ CHECKS: dict[str, Callable[[Case, Expectation, Observations], Ratios]] = {
     "repeat": check_repeat,
     "traffic": check_traffic,
     "buffers": check_buffers,
+    "workspace": check_workspace,
 }
 
 
@@ -291,18 +363,7 @@ def assemble(case: Case, observations: Observations, name: str) -> Array:
     """A result of the whole sequence, tokens in their global order, fp64, from the shards of all ranks."""
     axis = 2 if name == "lse" else 1
     shards = [np.asarray(getattr(x, name), np.float64) for x in observations]
-    return np.concatenate(shards, axis).take(_holders(case.layout())[0], axis)
-
-
-@lru_cache(maxsize=256)
-def _holders(layout: Layout) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Of each position: its place when shards are laid end to end, and the index of the rank that holds it, (n,)
-    each."""
-    order = torch.cat([layout.positions(i) for i in range(layout.world_size)]).numpy()
-    place, holder = np.empty_like(order), np.empty_like(order)
-    place[order] = np.arange(layout.n)
-    holder[order] = np.repeat(np.arange(layout.world_size), layout.counts)
-    return place, holder
+    return np.concatenate(shards, axis).take(case.shards().place, axis)
 
 
 def _compared(case: Case) -> Iterable[str]:
@@ -332,7 +393,7 @@ def _place(case: Case, name: str, where: tuple[Any, ...]) -> str:
     batch, *rest = (int(i) for i in where)
     head, token = (rest[0], rest[1]) if name == "lse" else (rest[1], rest[0])
     dim = "" if name == "lse" else f", dim {rest[2]}"
-    holder = int(_holders(case.layout())[1][token])
+    holder = int(case.shards().holder[token])
     return f"at batch {batch}, token {token}, head {head}{dim} (held by {_rank(case, holder)})"
 
 
@@ -340,6 +401,15 @@ def _rank(case: Case, index: int) -> str:
     """`rank 3`, and where the group is a part of the world in which place of it."""
     rank = case.ranks[index]
     return f"rank {rank}" if case.group is None else f"rank {rank} (index {index} of the group)"
+
+
+def _order(case: Case) -> str:
+    return f"the {case.order} order" if case.cuts is None else f"the {case.order} order, cut at {case.cuts},"
+
+
+def _listed(numbers: Ints) -> str:
+    """The numbers, of many the first and the last few."""
+    return np.array2string(numbers, separator=", ", threshold=24, edgeitems=8, max_line_width=10_000)
 
 
 def _by_peer(case: Case, index: int, messages: Iterable[Message]) -> dict[int, list[tuple[int, Any]]]:

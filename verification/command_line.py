@@ -1,9 +1,10 @@
-"""The command line: `python -m verification run` and `python -m verification replay FILE`."""
+"""The command line: `python -m verification run`, `replay FILE`, `mutants` and `peers`."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import sys
 from collections.abc import Sequence
@@ -12,10 +13,13 @@ from typing import Any
 
 from rich.console import Console
 
-from verification import real_size, replay, runner
-from verification.backends import BACKENDS, Unavailable
+from verification import nightly, real_size, replay, runner
+from verification.backends import BACKENDS, Unavailable, open_backend
+from verification.mutants import command as mutants
+from verification.peers import command as peers
 from verification.report import Report
 
+PROFILES = runner.PROFILES | {"nightly": nightly.PROFILE}
 DESCRIPTION = """\
 Checks ring_attention by properties: Hypothesis draws Cases (pattern, layout, world size, dtype, exchange, ...), real
 processes compute each of them, and every result is held against a dense fp64 oracle within bounds derived from the
@@ -34,9 +38,10 @@ def worlds(text: str) -> tuple[int, ...]:
         sizes = tuple(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
         sizes = ()
-    if not sizes or min(sizes) < 1 or max(sizes) > runner.MOST_RANKS:
+    most = max(runner.MOST_RANKS.values())
+    if not sizes or min(sizes) < 1 or max(sizes) > most:
         raise argparse.ArgumentTypeError(
-            f"world sizes must be integers from 1 to {runner.MOST_RANKS}, separated by commas, got {text!r}"
+            f"world sizes must be integers from 1 to {most}, separated by commas, got {text!r}"
         )
     return sizes
 
@@ -61,6 +66,16 @@ def size(text: str) -> int:
     return number
 
 
+def hours(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of hours > 0, got {text!r}")
+    return number
+
+
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="python -m verification",
@@ -75,27 +90,30 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     run.add_argument(
-        "--world", type=worlds, default=runner.WORLDS, metavar="N[,N...]",
-        help="world sizes, one pool of ranks each, in this order (default: 1,2,3,4,8)",
+        "--world", type=worlds, metavar="N[,N...]",
+        help="world sizes, one pool of ranks each, in this order (default: 1,2,3,4,8; nightly: those of its round)",
     )  # fmt: skip
     run.add_argument(
-        "--profile", choices=tuple(runner.PROFILES), default="quick",
-        help="how much to draw: " + "; ".join(f"{name}: {p.about}" for name, p in runner.PROFILES.items())
+        "--profile", choices=tuple(PROFILES), default="quick",
+        help="how much to draw: " + "; ".join(f"{name}: {p.about}" for name, p in PROFILES.items())
         + " (default: quick)",
+    )  # fmt: skip
+    run.add_argument(
+        "--hours", type=hours, metavar="H", help=f"nightly: go on for so long (default: {nightly.HOURS:g})"
+    )
+    run.add_argument(
+        "--state", type=Path, metavar="FILE",
+        help=f"nightly: the report so far, and where to go on from (default: {nightly.STATE})",
     )  # fmt: skip
     run.add_argument("--examples", type=count, metavar="N", help="examples for each world size; laws come on top")
     run.add_argument(
         "--seed", type=int, metavar="N",
         help="draw the same examples as an earlier run with this seed (default: a new one, printed)",
     )  # fmt: skip
+    _add_backend(run)
     run.add_argument(
-        "--backend", choices=tuple(BACKENDS), default="gloo",
-        help="where the ranks run: " + "; ".join(f"{name}: {about}" for name, about in BACKENDS.items())
-        + " (default: gloo)",
-    )  # fmt: skip
-    run.add_argument(
-        "--real-size", type=size, default=real_size.TOKENS, metavar="N",
-        help="tokens of the problem of real size that ends the run; 0 leaves it out (default: %(default)s)",
+        "--real-size", type=size, metavar="N",
+        help=f"tokens of the problem of real size that ends the run; 0 leaves it out (default: {real_size.TOKENS})",
     )  # fmt: skip
     run.add_argument(
         "--failures", type=Path, default=Path(".verification/failures"), metavar="DIR",
@@ -108,8 +126,19 @@ def parser() -> argparse.ArgumentParser:
         description="Runs a saved Case (or a law with its Case) again, on the ranks it names, and checks it.",
     )  # fmt: skip
     again.add_argument("case", type=Path, metavar="FILE", help="the JSON file that a run saved")
+    _add_backend(again)
     again.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON too")
+    mutants.add_parser(commands)
+    peers.add_parser(commands)
     return top
+
+
+def _add_backend(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--backend", choices=tuple(BACKENDS),
+        help="where the ranks run: " + "; ".join(f"{name}: {about}" for name, about in BACKENDS.items())
+        + " (default: gloo)",
+    )  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -119,6 +148,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.json is not None:
             _writable("--json", options.json)
+        if options.command == "mutants":
+            return mutants.main(options, console)
+        if options.command == "peers":
+            return peers.main(options, console)
         if options.command == "run":
             options.failures.mkdir(parents=True, exist_ok=True)
         report = _replay(options, console) if options.command == "replay" else _run(options, console)
@@ -145,19 +178,46 @@ def _writable(argument: str, file: Path) -> None:
 
 
 def _run(options: argparse.Namespace, console: Console) -> Report:
+    if options.profile == "nightly":
+        return _run_nightly(options, console)
+    for name in ("hours", "state"):
+        if getattr(options, name) is not None:
+            raise Unavailable(f"argument --{name}: goes with --profile nightly, got --profile {options.profile}")
     seed = random.SystemRandom().randrange(2**32) if options.seed is None else options.seed
+    backend, world = options.backend or "gloo", options.world or runner.WORLDS
+    most = runner.MOST_RANKS[backend]
+    if max(world) > most:
+        raise Unavailable(f"argument --world: on {backend} at most {most} ranks, got {max(world)}")
     plan = runner.Plan(
-        worlds=options.world,
+        worlds=world,
         profile=runner.PROFILES[options.profile],
         examples=options.examples,
         seed=seed,
-        backend=options.backend,
+        backend=backend,
         failures=options.failures,
-        real_size=options.real_size,
+        real_size=real_size.TOKENS if options.real_size is None else options.real_size,
     )
-    extras: dict[str, Any] = {"seed": seed, "profile": options.profile, "backend": options.backend}
+    extras: dict[str, Any] = {"seed": seed, "profile": options.profile, "backend": backend}
     return runner.run(plan, Report(console, extras=extras))
 
 
+def _run_nightly(options: argparse.Namespace, console: Console) -> Report:
+    for name in ("examples", "real_size"):
+        if getattr(options, name) is not None:
+            argument = name.replace("_", "-")
+            raise Unavailable(
+                f"argument --{argument}: rounds of --profile nightly have their own, got {options.__dict__[name]}"
+            )
+    chunks = [
+        chunk for chunk in nightly.ROUND
+        if options.backend in (None, chunk.backend) and (options.world is None or chunk.world in options.world)
+    ]  # fmt: skip
+    if not chunks:
+        there = ", ".join(f"{chunk.backend} {chunk.world}" for chunk in nightly.ROUND)
+        raise Unavailable(f"argument --world: a round of --profile nightly has {there}; none of these was asked for")
+    night = nightly.Night(options.state or nightly.STATE, options.failures, chunks, options.seed)
+    return nightly.run(night, Report(console, extras={"profile": "nightly"}), options.hours or nightly.HOURS)
+
+
 def _replay(options: argparse.Namespace, console: Console) -> Report:
-    return replay.replay(options.case, Report(console))
+    return replay.replay(options.case, Report(console), open_backend(options.backend or "gloo"))

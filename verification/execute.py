@@ -8,20 +8,24 @@ the backend's business.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ring import Transport, ring_attention
 from ring.exchange import measure
-from ring.transport import RecordingTransport
+from ring.transport import ProcessGroupTransport, RecordingTransport, SoloTransport
 from verification.case import Case, strided_copy
-from verification.checks import Observation, carry, dtype_name
+from verification.checks import Division, Observation, carry, dtype_name
+from verification.workspace import Meter, Workspace
 
 Tensors = tuple[Tensor, ...]  # q, k, v, dout, dlse
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -73,53 +77,101 @@ def whole_tensors(case: Case, edit: Edit | None = None) -> Tensors:
     return tensors if edit is None else edit.apply(tensors)
 
 
+def home() -> torch.device:
+    """Where this rank's tensors live: on its GPU if NCCL joins it to the others."""
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 def shards(case: Case, index: int, tensors: Tensors) -> Tensors:
     """The share of the rank at that index of the group; non-contiguous where the Case says so."""
     layout = case.layout()
-    taken = tuple(layout.shard(x, index, dim=2 if x.dim() == 3 else 1) for x in tensors)
+    taken = tuple(layout.shard(x, index, dim=2 if x.dim() == 3 else 1).to(home()) for x in tensors)
     if not case.strided:
         return taken
     return tuple(strided_copy(x, 2 if case.seed % 2 else -1) for x in taken)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Pass:
-    """One run forward and backward on one rank."""
+    """One run forward and backward on one rank. None: not asked for, not run, not recorded or not measured."""
 
     results: tuple[Tensor | None, ...]  # out, lse, dq, dk, dv
-    sent_forward: tuple[Any, ...]
-    received_forward: tuple[Any, ...]
-    sent_backward: tuple[Any, ...]
-    received_backward: tuple[Any, ...]
-    buffer_forward: int
-    buffer_backward: int
+    sent_forward: tuple[Any, ...] | None
+    received_forward: tuple[Any, ...] | None
+    sent_backward: tuple[Any, ...] | None
+    received_backward: tuple[Any, ...] | None
+    buffer_forward: int | None
+    buffer_backward: int | None
+    workspace_forward: Workspace | None = None
+    workspace_backward: Workspace | None = None
 
 
-def attend(transport: Transport, case: Case, inputs: Tensors) -> Pass:
-    """ring_attention forward and backward on this rank's share of q, k, v, dout, dlse."""
+@dataclass(frozen=True)
+class _Leg:
+    """Forward or backward of a pass."""
+
+    sent: tuple[Any, ...] | None = None
+    received: tuple[Any, ...] | None = None
+    buffer: int | None = None
+    workspace: Workspace | None = None
+
+
+def attend(transport: Transport, case: Case, inputs: Tensors, how: str = "alike", measured: bool = False) -> Pass:
+    """ring_attention forward and backward on this rank's share of q, k, v, dout, dlse. how: as a Case's `again`."""
     *leaves, dout, dlse = inputs
-    q, k, v = (x.detach().requires_grad_() for x in leaves)
-    recorder = RecordingTransport(transport)
-    with measure() as forward:
-        result = ring_attention(
-            q, k, v, case.pattern, case.layout(), group=recorder, exchange=case.exchange, bucket=case.bucket,
-            kernel=case.kernel, scale=case.scale, return_lse=case.lse != "unused",
-        )  # fmt: skip
+    wanted = how if set(how) <= set("qkv") else "qkv"
+    q, k, v = (x.detach().requires_grad_(name in wanted) for name, x in zip("qkv", leaves, strict=True))
+    group = _bare(transport) if how == "group" else RecordingTransport(transport)
+    meter = Meter(case.head_dim) if measured else None
+
+    def forward() -> Tensor | tuple[Tensor, Tensor]:
+        with torch.set_grad_enabled(how != "no_grad"):
+            return ring_attention(
+                q, k, v, case.pattern, case.layout(), group=group, exchange=case.exchange, bucket=case.bucket,
+                kernel=case.kernel, scale=case.scale, return_lse=case.lse != "unused", check=how != "unchecked",
+            )  # fmt: skip
+
+    result, there = _watched(forward, group, meter)
     out, lse = result if isinstance(result, tuple) else (result, None)
-    sent, received = len(recorder.sent), len(recorder.received)
-    with measure() as backward:
-        if lse is not None and case.lse == "differentiated":
-            gradients = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
-        else:
-            gradients = torch.autograd.grad(out, (q, k, v), dout)
+    if how == "no_grad":
+        return _pass((out, lse, None, None, None), there, _Leg())
+    outputs, incoming = [out], [dout]
+    if lse is not None and case.through_lse:
+        outputs, incoming = ([lse], [dlse]) if case.lse == "alone" else ([out, lse], [dout, dlse])
+    leaf = {name: x for name, x in zip("qkv", (q, k, v), strict=True) if name in wanted}
+    found, back = _watched(lambda: torch.autograd.grad(outputs, list(leaf.values()), incoming), group, meter)
+    gradients = dict(zip(leaf, found, strict=True))
+    return _pass((out, lse, *map(gradients.get, "qkv")), there, back)
+
+
+def _pass(results: tuple[Tensor | None, ...], there: _Leg, back: _Leg) -> Pass:
     return Pass(
-        (out, lse, *gradients),
-        tuple(recorder.sent[:sent]),
-        tuple(recorder.received[:received]),
-        tuple(recorder.sent[sent:]),
-        tuple(recorder.received[received:]),
-        forward.bytes,
-        backward.bytes,
+        results, there.sent, there.received, back.sent, back.received, there.buffer, back.buffer, there.workspace,
+        back.workspace,
+    )  # fmt: skip
+
+
+def _bare(transport: Transport) -> Transport | dist.ProcessGroup | None:
+    """What a user would pass who knows nothing of transports; the transport itself where there is no such thing."""
+    if isinstance(transport, SoloTransport):
+        return None
+    return transport.group if isinstance(transport, ProcessGroupTransport) else transport
+
+
+def _watched(call: Callable[[], Result], group: object, meter: Meter | None) -> tuple[Result, _Leg]:
+    """What a leg gave, and what it took."""
+    log = group if isinstance(group, RecordingTransport) else None
+    sent, received = (len(log.sent), len(log.received)) if log else (0, 0)
+    own = group if isinstance(group, Transport) else None
+    with measure(own) as buffers, meter or nullcontext():
+        result = call()
+    return result, _Leg(
+        tuple(log.sent[sent:]) if log else None,
+        tuple(log.received[received:]) if log else None,
+        buffers.bytes,
+        meter.take() if meter else None,
     )
 
 
@@ -127,16 +179,30 @@ def observe(transport: Transport, case: Case, edit: Edit | None = None, repeat: 
     """Forward and backward, twice if `repeat`; what this rank saw, for `verification.checks`."""
     inputs = shards(case, transport.rank, whole_tensors(case, edit))
     kept = [x.clone() for x in inputs]
-    run = attend(transport, case, inputs)
-    again = attend(transport, case, inputs) if repeat else run
-    return observation_of(inputs, kept, run, again)
+    run = attend(transport, case, inputs, measured=case.measured)
+    again = attend(transport, case, inputs, case.again) if repeat else run
+    return observation_of(division(case, transport.rank), inputs, kept, run, again)
 
 
-def observation_of(inputs: Tensors, kept: Sequence[Tensor], run: Pass, again: Pass) -> Observation:
+def division(case: Case, index: int) -> Division:
+    """What the layout says on the rank at that index of the group."""
+    layout, everything = case.layout(), torch.arange(case.tokens)
+    return Division(
+        layout.positions(index).numpy(),
+        layout.counts,
+        layout.shard(everything, index, dim=0).numpy(),
+        layout.unshard(everything.split(layout.counts), dim=0).numpy(),
+    )
+
+
+def observation_of(layout: Division, inputs: Tensors, kept: Sequence[Tensor], run: Pass, again: Pass) -> Observation:
     """What a pass and its repetition showed; `kept` are copies of the inputs from before."""
     out, lse, dq, dk, dv = run.results
     assert out is not None and dq is not None and dk is not None and dv is not None
+    assert run.sent_forward is not None and run.received_forward is not None and run.buffer_forward is not None
+    assert run.sent_backward is not None and run.received_backward is not None and run.buffer_backward is not None
     return Observation(
+        layout=layout,
         out=carry(out),
         lse=None if lse is None else carry(lse),
         dq=carry(dq),
@@ -150,11 +216,21 @@ def observation_of(inputs: Tensors, kept: Sequence[Tensor], run: Pass, again: Pa
         buffer_forward=run.buffer_forward,
         buffer_backward=run.buffer_backward,
         inputs_unchanged=all(same_bits(x, y) for x, y in zip(inputs, kept, strict=True)),
-        repeat_equal=all(
-            x is y or (x is not None and y is not None and same_bits(x, y))
-            for x, y in zip(run.results, again.results, strict=True)
-        ),
+        repeat_equal=repeats(run, again),
+        workspace_forward=run.workspace_forward,
+        workspace_backward=run.workspace_backward,
     )
+
+
+_LOGS = ("sent_forward", "received_forward", "sent_backward", "received_backward", "buffer_forward", "buffer_backward")
+
+
+def repeats(run: Pass, again: Pass) -> bool:
+    """Whether all that the second run gave is the same, bit for bit, and so is what it sent and held."""
+    for x, y in zip(run.results, again.results, strict=True):
+        if y is not None and (x is None or not same_bits(x, y)):
+            return False
+    return all(getattr(again, log) in (None, getattr(run, log)) for log in _LOGS)
 
 
 def same_bits(x: Tensor, y: Tensor) -> bool:

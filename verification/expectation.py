@@ -50,7 +50,7 @@ def expect(case: Case) -> Expectation:
         k,
         v,
         dout,
-        dlse if case.lse == "differentiated" else None,
+        dlse if case.through_lse else None,
         case.pattern,
         case.softmax_scale,
         arithmetic,

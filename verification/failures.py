@@ -99,6 +99,16 @@ class RankHang(RankFailure):
     kind = "rank hang"
 
 
+class Deadlock(RankHang):
+    """No rank could go on: who waits for whom is known without waiting (`verification.simulation`)."""
+
+
+class BrokenContract(RankFailure):
+    """A rank broke the contract of its transport: a buffer was touched, shared or given up while it was in flight."""
+
+    kind = "broken contract"
+
+
 class MismatchedMessages(RankFailure):
     """A message is not what its receiver expects: owner, hop, shape, dtype or size disagree."""
 

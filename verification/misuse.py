@@ -45,6 +45,10 @@ def _longer(x: torch.Tensor) -> torch.Tensor:
     return torch.cat((x, x.new_zeros(x.shape[0], 1, *x.shape[2:])), 1)
 
 
+def _differentiable(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().requires_grad_()
+
+
 def _other_dtype(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.float32 if x.dtype == torch.float64 else torch.float64)
 
@@ -119,6 +123,7 @@ MISTAKES: dict[str, Mistake] = {
         "kernel", _change("kernel", lambda x: "math" if x != "math" else "auto"), alone=False
     ),
     "another return_lse than the others": Mistake("return_lse", _change("return_lse", lambda x: not x), alone=False),
+    "requires gradients, unlike the others": Mistake("requires_grad", _change("q", _differentiable), alone=False),
     "another dtype than the others": Mistake("dtype", _all_in(torch.float64), alone=False),
     "another pattern than the others": Mistake("pattern", _other_pattern, alone=False),
 }

@@ -70,19 +70,25 @@ class Pool:
 
     timeout: seconds that a call may take (`run` and `collect` can be given another). It runs from `collect`.
     preload: modules that the forkserver imports once, before any rank exists. Must contain "torch".
+    joined_by: "gloo", or "nccl", for which there must be a GPU for each rank.
 
     Raises ValueError for bad arguments, PoolError if the ranks do not start (a module was not preloaded, say).
     """
 
-    def __init__(self, world_size: int, *, timeout: float = 30.0, preload: Sequence[str] = ("torch",)) -> None:
+    def __init__(
+        self, world_size: int, *, timeout: float = 30.0, preload: Sequence[str] = ("torch",), joined_by: str = "gloo"
+    ) -> None:
         if world_size < 1:
             raise ValueError(f"world_size: got {world_size}; allowed is 1 or more")
         if timeout <= 0:
             raise ValueError(f"timeout: got {timeout}; allowed is a positive number of seconds")
         if isinstance(preload, str) or "torch" not in preload:
             raise ValueError(f'preload: got {preload!r}; allowed is a sequence of module names, "torch" among them')
+        if joined_by not in ("gloo", "nccl"):
+            raise ValueError(f'joined_by: got {joined_by!r}; allowed are "gloo" and "nccl"')
         self.world_size = world_size
         self.timeout = timeout
+        self._joined_by = joined_by
         self.generation = 0  # how many sets of ranks there have been
         self._preload = tuple(preload)
         self._sequence = 0
@@ -200,7 +206,7 @@ class Pool:
         if self._ranks is not None:
             self._end()
         self.generation += 1
-        ranks = Ranks(self.world_size, self._preload, self.timeout)
+        ranks = Ranks(self.world_size, self._preload, self.timeout, self._joined_by)
         self._end_ranks = weakref.finalize(self, ranks.end)  # also when the pool is forgotten, or at interpreter exit
         self._ranks = ranks
         try:

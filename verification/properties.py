@@ -1,7 +1,7 @@
 """The properties of one example that the report lists, each made of checks of `verification.checks`.
 
-Every property is looked at on every example, in an order in which a cause comes before its effects: a wrong
-shape before wrong numbers, a message that nobody takes before the bytes that it makes too many.
+Every property but the workspace is looked at on every example, in an order in which a cause comes before its effects: a
+wrong shape before wrong numbers, a message that nobody takes before the bytes that it makes too many.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from verification.failures import RankFailure, VerificationFailure
 # Title -> the checks behind it. "values" serves two titles: which one is told by the quantity.
 OUTPUT = "output and lse"
 GRADIENTS = "gradients"
+WORKSPACE = "workspace of a call"  # looked at where the Case is measured
 PROPERTIES: dict[str, tuple[str, ...]] = {
+    "layout as defined": ("layout",),
     "types, shapes, finite": ("answers", "finite"),
     "messages match": ("messages",),
     "nothing selected: 0, -inf": ("unseen",),
@@ -25,6 +27,7 @@ PROPERTIES: dict[str, tuple[str, ...]] = {
     "inputs intact, repeatable": ("inputs", "repeat"),
     "bytes sent": ("traffic",),
     "buffers": ("buffers",),
+    WORKSPACE: ("workspace",),
 }
 EVERY_RANK_ANSWERS = "every rank answers"  # broken by a crash, a hang or an exception
 
@@ -37,6 +40,8 @@ def check(case: Case, expectation: Expectation, observations: Observations) -> d
     found = dict.fromkeys((EVERY_RANK_ANSWERS, *PROPERTIES), 0.0)
     found[OUTPUT] = worst(ratios["values"], ("out", "lse"))
     found[GRADIENTS] = worst(ratios["values"], ("dq", "dk", "dv"))
+    if not case.measured:
+        del found[WORKSPACE]
     return found
 
 

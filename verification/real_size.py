@@ -33,7 +33,7 @@ from verification import properties
 from verification.bounds import Arithmetic
 from verification.case import Case
 from verification.checks import Observation, costs
-from verification.execute import attend, observation_of, shards
+from verification.execute import attend, division, observation_of, shards
 from verification.expectation import Expectation, evaluate
 from verification.failures import VerificationFailure
 from verification.report import Report, save_record
@@ -63,7 +63,7 @@ class Problem:
             world=self.world, group=None, tokens=self.tokens, order="zigzag", cuts=None,
             pattern=Pattern.longnet(segments, DILATIONS, HEADS, causal=True), batch=1, heads=HEADS, kv_heads=HEADS,
             head_dim=HEAD_DIM, dtype="float32", scale=None, score_scale=1.0, values="normal", seed=self.seed,
-            exchange="ring", bucket=1024, kernel="auto", lse="returned", strided=False,
+            exchange="ring", bucket=256, kernel="auto", lse="returned", strided=False, measured=True,
         )  # fmt: skip
 
 
@@ -148,12 +148,13 @@ def measured(transport: Transport, case: Case, file: str) -> Measurement:
     with LiveBytes() as live:
         for x in inputs:
             live.count(x)
-        run = attend(transport, case, inputs)
+        run = attend(transport, case, inputs, measured=True)
     started = time.perf_counter()
     again = attend(transport, case, inputs)
     seconds = time.perf_counter() - started
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return Measurement(observation_of(inputs, kept, run, again), seconds, live.peak, resident)
+    observation = observation_of(division(case, transport.rank), inputs, kept, run, again)
+    return Measurement(observation, seconds, live.peak, resident)
 
 
 def expected(problem: Problem, given: tuple[Tensor, ...]) -> Expectation:
@@ -182,7 +183,9 @@ def run(backend: Backend, report: Report, problem: Problem, failures: Path) -> N
         ratios = properties.check(case, expectation, [x.observation for x in seen])
     except VerificationFailure as failure:
         report.end_world(TITLE)
-        report.failed(save_record(failure, TITLE, problem.world, {"real_size": asdict(problem)}, failures))
+        report.failed(
+            save_record(failure, TITLE, problem.world, {"real_size": asdict(problem)}, failures, backend.name)
+        )
         return
     finally:
         backend.patience = patience

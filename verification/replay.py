@@ -1,32 +1,45 @@
-"""Run one saved counter-example again, on the ranks that it names."""
+"""Run one saved counter-example again, on any backend."""
 
 from __future__ import annotations
 
 import json
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from verification import real_size, runner
-from verification.backends import Backend, GlooBackend, Unavailable
+from verification.backends import Backend, Unavailable
 from verification.case import Case
 from verification.failures import VerificationFailure
 from verification.laws import LAWS
+from verification.peers.experiment import experiment_of
+from verification.peers.observe import prepare
+from verification.peers.peer import KNOWN, Refused
 from verification.report import Failure, Report
 
 
-def replay(file: Path, report: Report, backend: Backend | None = None) -> Report:
+def replay(file: Path, report: Report, backend: Backend) -> Report:
     """Raises Unavailable for a file that is none, or holds no Case, law or problem; what is found is in the
-    report.
+    report. Closes the backend.
     """
     try:
         record = json.loads(file.read_text())
         experiment, subject, case = _understand(record)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, Refused) as error:
         raise Unavailable(f"argument FILE: cannot read a counter-example from {file}: {error!r}") from error
+    if "peer" in record:
+        if backend.name != "gloo":
+            raise Unavailable(f"argument --backend: a peer needs torch.distributed, on gloo; got {backend.name}")
+        backend.prepare = partial(prepare, KNOWN.get(record["peer"], record["peer"]))
+    if backend.name == "nccl" and getattr(case, "kernel", None) == "flash":
+        raise Unavailable(
+            f"argument --backend: the Case of {file} has kernel 'flash', which takes CPU tensors; got nccl"
+        )
     world = case.world
-    if world > runner.MOST_RANKS:
-        raise Unavailable(f"argument FILE: world is {world} in {file}; it must be at most {runner.MOST_RANKS}")
-    backend = GlooBackend(runner.PATIENCE) if backend is None else backend
+    most = runner.MOST_RANKS[backend.name]
+    if world > most:
+        raise Unavailable(f"argument FILE: world is {world} in {file}; on {backend.name} it must be at most {most}")
     try:
         backend.start(world)
         with report:
@@ -46,12 +59,16 @@ def _check(
     experiment: runner.Experiment, subject: Any, backend: Backend, report: Report, record: dict[str, Any], file: Path
 ) -> None:
     case = experiment.case_of(subject)
+    started = time.perf_counter()
     try:
-        hunt = runner.Hunt(experiment, backend, report, case.world)
-        hunt.attempt(subject)
+        ratios = experiment.check(backend, subject)
     except VerificationFailure as failure:
         name = experiment.property_of(failure)
-        report.failed(Failure(failure.kind, name, case.world, record, file, str(failure)))
+        report.failed(Failure(failure.kind, name, case.world, record, file, str(failure), backend.name))
+    except Exception as error:
+        raise runner.ToolError(f"{experiment.name} of {file}") from error
+    else:
+        report.held(case.dtype, ratios, time.perf_counter() - started)
 
 
 def _understand(record: Any) -> tuple[runner.Experiment | None, Any, Any]:
@@ -59,6 +76,8 @@ def _understand(record: Any) -> tuple[runner.Experiment | None, Any, Any]:
     if "real_size" in record:
         problem = real_size.Problem(**record["real_size"])
         return None, problem, problem
+    if "peer" in record:
+        return experiment_of(record)
     if "law" in record:
         laws = {law.name: law for law in LAWS}
         if record["law"] not in laws:

@@ -53,16 +53,27 @@ class Failure:
     record: Mapping[str, Any]  # the Case as JSON has it; for a law, what else it takes as well
     file: Path
     message: str
+    backend: str = "gloo"  # on which it shows
 
     @property
     def replay(self) -> str:
-        return shlex.join([sys.executable, "-m", "verification", "replay", str(self.file.resolve())])
+        place = [] if self.backend == "gloo" else ["--backend", self.backend]
+        return shlex.join([sys.executable, "-m", "verification", "replay", *place, str(self.file.resolve())])
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Failure:
+        """What `to_dict` made. Raises KeyError for what it did not."""
+        file = Path(shlex.split(data["replay"])[-1])
+        return cls(
+            data["kind"], data["property"], data["world"], data["case"], file, data["message"], data["backend"]
+        )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "kind": self.kind,
             "property": self.broken,
             "world": self.world,
+            "backend": self.backend,
             "case": dict(self.record),
             "replay": self.replay,
             "message": self.message,
@@ -110,7 +121,7 @@ class Report:
         """Sums up since `start_world`; returns the seconds that passed."""
         spent = time.perf_counter() - self._since
         self.seconds += spent
-        failed = len(self.failures) - self._failed_before
+        failed = len(self.fresh)
         found = f", {failed} counter-example{'s' * (failed > 1)}" if failed else ""
         rate = f", {self._done / spent:.0f}/s" if self._done > 1 else ""
         done = f"{self._done} examples held" if self._done != 1 else "1 example held"
@@ -130,6 +141,11 @@ class Report:
     def failed(self, failure: Failure) -> None:
         self.failures.append(failure)
         self.say(f"[bold red]counter-example[/] {failure.kind}: {failure.broken}, world {failure.world}")
+
+    @property
+    def fresh(self) -> list[Failure]:
+        """The failures since `start_world`."""
+        return self.failures[self._failed_before :]
 
     def say(self, text: str) -> None:
         self.console.print(text, highlight=False)
@@ -165,6 +181,15 @@ class Report:
                 found.setdefault(name, {})[dtype] = row
         return found
 
+    def worst_by_dtype(self) -> dict[str, float | None]:
+        """The largest error / bound of any property; None: not a number, or nothing compared in that type."""
+        found = {}
+        for dtype in DTYPES:
+            ratios = [row.worst_ratio for (_, _, of), row in self.rows.items() if of == dtype]
+            worst = float(np.max(ratios)) if ratios else math.nan
+            found[dtype] = worst if math.isfinite(worst) else None
+        return found
+
     def summary(self) -> None:
         """The table, then every failure with its minimal Case, what was wrong, and the line that replays it."""
         table = Table(title="worst error as a fraction of its bound (0: exact)")
@@ -182,6 +207,8 @@ class Report:
                 )
             table.add_section()
         self.console.print(table)
+        worst = ", ".join(f"{x} {_ratio(ratio)}" for x, ratio in self.worst_by_dtype().items() if ratio is not None)
+        self.say(f"worst error / bound: {worst or 'nothing was compared'}")
         for failure in self.failures:
             self._explain(failure)
         verdict = "all held" if not self.failures else f"{len(self.failures)} counter-examples"
@@ -193,18 +220,29 @@ class Report:
         # Printed without markup or wrapping: the Case and the line must survive a copy.
         self.console.rule(style="red")
         for line in (
-            f"{failure.kind}: {failure.broken}, world {failure.world}",
+            f"{failure.kind}: {failure.broken}, world {failure.world}, on {failure.backend}",
             failure.message,
             json.dumps(failure.record),
             f"replay: {failure.replay}",
         ):
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
+    def restore(self, data: Mapping[str, Any]) -> None:
+        """Go on from an earlier report, as `to_dict` made it. Raises KeyError, TypeError for anything else."""
+        self.examples, self.distributed, self.seconds = data["examples"], data["distributed"], data["seconds"]
+        for row in data["rows"]:
+            ratio = math.nan if row["worst_ratio"] is None else row["worst_ratio"]
+            key = row["property"], row["world"], row["dtype"]
+            self.rows[key] = Row(row["examples"], ratio, row["seconds"])
+        self.failures = [Failure.from_dict(entry) for entry in data["failures"]]
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "examples": self.examples,
+            "distributed": self.distributed,
             "seconds": round(self.seconds, 3),
             "held": not self.failures,
+            "worst_ratio": self.worst_by_dtype(),
             "rows": [
                 {
                     "property": name,
@@ -226,7 +264,7 @@ def _ratio(value: float) -> str:
 
 
 def save_record(
-    failure: VerificationFailure, name: str, world: int, record: Mapping[str, Any], folder: Path
+    failure: VerificationFailure, name: str, world: int, record: Mapping[str, Any], folder: Path, backend: str
 ) -> Failure:
     """Write a minimal example as JSON in a file named after the kind of failure and a digest of the example."""
     text = json.dumps(record, indent=2) + "\n"
@@ -238,4 +276,4 @@ def save_record(
         file.write_text(text)
     except OSError as error:  # what was found is reported all the same, with the Case in it
         said += f"\n(the Case could not be saved: {error})"
-    return Failure(failure.kind, name, world, record, file, said)
+    return Failure(failure.kind, name, world, record, file, said, backend)

@@ -14,17 +14,17 @@ import math
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hypothesis import Phase, Verbosity, given, settings
+from hypothesis import Phase, Verbosity, given, settings, target
 from hypothesis import seed as seeded
 from hypothesis.database import DirectoryBasedExampleDatabase
 from hypothesis.strategies import SearchStrategy
 
 from verification import properties, real_size
-from verification.backends import Backend, open_backend
+from verification.backends import Backend, SimBackend, open_backend
 from verification.case import Case
 from verification.checks import costs
 from verification.execute import observe
@@ -35,14 +35,14 @@ from verification.report import Failure, Report, save_record
 from verification.strategies import cases
 
 WORLDS = (1, 2, 3, 4, 8)
-MOST_RANKS = 64
+MOST_RANKS = {"gloo": 64, "sim": 1024, "nccl": 64}  # by backend
 DATABASE = Path(".verification/examples")
 
 PATIENCE = 10.0  # seconds before the first hang is called one
 # Once a hang was seen, shrinking meets many: none waits longer than this, or than 20 times the slowest good
 # example.
 SHORT_PATIENCE, SLOWER = 0.7, 20
-Found = tuple[VerificationFailure, Any]  # and the subject that shows it
+EXAMPLES_ON_FEWER = 60  # drawn on each smaller world size in search of the same failure
 Signature = tuple[str, str]  # kind and property: failures that agree in both are one
 WARM_UP = 5  # examples that do not count as slow: modules are imported, groups are made
 
@@ -57,11 +57,11 @@ class Profile:
     remembers: bool = False  # failing examples are kept in DATABASE and tried first by the next run
 
 
+# "nightly" is `verification.nightly`: rounds of these, until time is over.
 PROFILES = {
     "quick": Profile("a few minutes", 1500, 30),
     "ci": Profile("a quarter of an hour", 8000, 60),
     "thorough": Profile("two hours", 60_000, 200, remembers=True),
-    "nightly": Profile("a night", 250_000, 290, remembers=True),
 }
 
 
@@ -121,55 +121,100 @@ def law_experiment(law: Law) -> Experiment:
     )
 
 
-def run(plan: Plan, report: Report, backend: Backend | None = None) -> Report:
-    """The whole run. Raises `backends.Unavailable` where it cannot be carried out; whatever is found is in
-    the report.
+def without_flash(experiment: Experiment) -> Experiment:
+    """The same with kernel "auto" where it drew "flash", which takes CPU tensors."""
+
+    def change(subject: Any) -> Any:
+        case = experiment.case_of(subject)
+        if case.kernel != "flash":
+            return subject
+        other = replace(case, kernel="auto")
+        return other if subject is case else (other, *subject[1:])
+
+    return replace(experiment, draw=lambda world: experiment.draw(world).map(change))
+
+
+def run(plan: Plan, report: Report, backend: Backend | None = None, workshop: Backend | None = None) -> Report:
+    """The whole run. `workshop`: where failures are shrunk, a simulation if none is given; a backend that simulates
+    is its own.
+
+    Raises `backends.Unavailable` where it cannot be carried out; whatever is found is in the report.
     """
     backend = open_backend(plan.backend) if backend is None else backend
+    if workshop is None:
+        workshop = backend if isinstance(backend, SimBackend) else SimBackend()
     report.say(f"seed {plan.seed}; repeat this run with --seed {plan.seed}")
     try:
         with report:
             for world in plan.worlds:
-                run_world(plan, report, backend, world)
+                run_world(plan, report, backend, workshop, world)
             if plan.real_size:
-                problem = real_size.Problem(4 if 4 in plan.worlds else max(plan.worlds), plan.real_size)
-                if hangs(report, problem.world):
-                    report.say(f"ranks hang on world {problem.world}, so {real_size.TITLE} is left out")
-                else:
-                    backend.start(problem.world)
-                    real_size.run(backend, report, problem, plan.failures)
+                run_real_size(plan, report, backend)
+    except KeyboardInterrupt:
+        report.summary()
+        raise
     finally:
         backend.close()
+        workshop.close()
     report.summary()
     return report
 
 
-def run_world(plan: Plan, report: Report, backend: Backend, world: int) -> None:
+def run_world(plan: Plan, report: Report, backend: Backend, workshop: Backend, world: int) -> None:
     backend.start(world)
     count = plan.examples_for(world)
     shares = [(EXAMPLES, count)]
     shares += [(law_experiment(law), min(law.most, max(1, round(count * law.share)))) for law in LAWS]
+    if backend.name == "nccl":
+        shares = [(without_flash(experiment), examples) for experiment, examples in shares]
     report.start_world(world, sum(examples for _, examples in shares))
     for experiment, examples in shares:
-        hunt = Hunt(experiment, backend, report, world, plan.profile.budget, plan.profile.remembers)
+        hunt = Hunt(experiment, backend, report, world, plan.profile.budget, plan.profile.remembers, workshop)
         for failure in hunt.explore(examples, plan.seed):
             report.failed(save(failure, hunt, plan.failures))
-        if hangs(report, world):
+        if hangs(report.fresh):
             report.say(f"world {world}: ranks hang, so the rest is left out on this world size")
             break
-        if experiment is EXAMPLES and any(failure.world == world for failure in report.failures):
+        if experiment is EXAMPLES and report.fresh:
             report.say(f"world {world}: plain examples fail, so the laws between them are left out")
             break
     report.end_world()
 
 
-def hangs(report: Report, world: int) -> bool:
-    return any(failure.kind == RankHang.kind and failure.world == world for failure in report.failures)
+def run_real_size(plan: Plan, report: Report, backend: Backend) -> None:
+    problem = real_size.Problem(4 if 4 in plan.worlds else max(plan.worlds), plan.real_size)
+    if hangs(report.failures):
+        report.say(f"ranks hang, so {real_size.TITLE} is left out")
+    else:
+        backend.start(problem.world)
+        real_size.run(backend, report, problem, plan.failures)
+
+
+def hangs(failures: list[Failure]) -> bool:
+    return any(failure.kind == RankHang.kind for failure in failures)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A failure, the subject that shows it, and the name of the backend on which it does."""
+
+    failure: VerificationFailure
+    subject: Any
+    backend: str
+
+
+class _Interesting(Exception):
+    """What Hypothesis is shown of a failure. One type, raised from one line and not while another exception is
+    handled: by these it tells bugs apart, and would shrink each by itself.
+    """
 
 
 @dataclass
 class Hunt:
     """One experiment on one world size: draw until something fails, shrink that, draw on for something else.
+
+    A failure is shrunk in the `workshop`, a simulation, if it shows there: a hang is found there without waiting, on
+    any number of ranks. What comes out is run once more where the failure was found.
 
     Hypothesis, left alone, draws for ten seconds more after a first failure, which is a long time where each
     further one is a hang. So each failure gets a run of its own. What was reported is passed over when it
@@ -182,9 +227,12 @@ class Hunt:
     world: int
     budget: float = 60.0  # seconds to shrink a failure; and, after the first one, to look for others
     remembers: bool = False
+    workshop: Backend | None = None  # None: failures are shrunk where they are found
     _failed: dict[str, Found] = field(default_factory=dict)  # by record: what failed once fails always
     _reported: list[Signature] = field(default_factory=list)
     _first: Found | None = None  # the failure that is being shrunk, as it was found
+    _wanted: Signature | None = None  # what it looks like where it is being shrunk
+    _place: Backend | None = None  # where that is
     _deadline: float = math.inf
     _slowest: float = 0.0
     _count: int = 0
@@ -196,31 +244,33 @@ class Hunt:
         try:
             while self._count < examples and time.perf_counter() < last:
                 self._deadline = last
-                smallest = self._go(examples - self._count, f"{seed}/{self.world}/{self.experiment.name}/{len(found)}")
+                seeds = f"{seed}/{self.world}/{self.experiment.name}/{len(found)}"
+                smallest = self._go(self.world, examples - self._count, seeds)
                 if smallest is None or self._first is None:
                     break
                 last = min(last, time.perf_counter() + self.budget)
+                smallest = self._on_fewer_ranks(smallest, seeds)
                 found.append(self._confirmed(smallest, self._first, patience))
-                self._reported.append(self._signature(smallest[0]))
-                if isinstance(smallest[0], RankHang):
+                self._reported += [self._signature(self._first.failure), self._signature(smallest.failure)]
+                if isinstance(smallest.failure, RankHang):
                     break  # whatever else there is, the hang would be met again on the way to it, at its price
-                self._first = None
+                self._first = self._wanted = self._place = None
         finally:
             self.backend.patience = patience
         return found
 
-    def _go(self, examples: int, seed: str) -> Found | None:
+    def _go(self, world: int, examples: int, seed: str) -> Found | None:
         """Let Hypothesis draw until something fails, and shrink that."""
 
         def test(subject: Any) -> None:
             self.attempt(subject)
 
         # By its name Hypothesis finds the test's examples in the database.
-        test.__name__ = test.__qualname__ = re.sub(r"\W+", "_", f"{self.experiment.name}_on_{self.world}")
+        test.__name__ = test.__qualname__ = re.sub(r"\W+", "_", f"{self.experiment.name}_on_{world}")
         chosen = settings(
             max_examples=examples,
             database=DirectoryBasedExampleDatabase(DATABASE) if self.remembers else None,
-            phases=(Phase.reuse, Phase.generate, Phase.shrink),
+            phases=(Phase.reuse, Phase.generate, Phase.target, Phase.shrink),
             deadline=None,
             derandomize=False,
             report_multiple_bugs=False,  # stop drawing at the first; `_judge` lets no other be shrunk instead
@@ -228,9 +278,10 @@ class Hunt:
             print_blob=False,
         )
         try:
-            seeded(seed)(chosen(given(self.experiment.draw(self.world))(test)))()
-        except VerificationFailure as failure:
-            return next(found for found in self._failed.values() if found[0] is failure)
+            seeded(seed)(chosen(given(self.experiment.draw(world))(test)))()
+        except _Interesting as shown:
+            found: Found = shown.args[0]
+            return found
         return None
 
     def attempt(self, subject: Any) -> None:
@@ -239,52 +290,93 @@ class Hunt:
         """
         key = json.dumps(self.experiment.record_of(subject), sort_keys=True)
         if key in self._failed:
-            return self._judge(self._failed[key][0])
+            return self._judge(self._failed[key])
         started = time.perf_counter()
         if started > self._deadline:
             return
-        try:
-            ratios = self.experiment.check(self.backend, subject)
-        except VerificationFailure as failure:
-            self._failed[key] = failure, subject
+        place = self._place or self.backend
+        ratios, failure = self._look(place, subject)
+        if failure is not None:
+            found = Found(failure, subject, place.name)
             if self._first is None and self._signature(failure) not in self._reported:
-                self._first = failure, subject
-                self._deadline = time.perf_counter() + self.budget
-            if isinstance(failure, RankHang):
+                found = self._begin_to_shrink(found)
+            self._failed[key] = found
+            if isinstance(failure, RankHang) and place is self.backend:
                 self.backend.patience = min(self.backend.patience, max(SHORT_PATIENCE, SLOWER * self._slowest))
-            return self._judge(failure)
-        except Exception as error:  # not the ranks' fault: no example is to be shrunk for it
-            raise ToolError(f"{self.experiment.name}, {key}") from error
+            return self._judge(found)
         if self._first is not None:
             return  # shrinking: these examples are not part of the sample
         spent = time.perf_counter() - started
         self._count += 1
         if self._count > WARM_UP:
             self._slowest = max(self._slowest, spent)
-        self.report.held(self.experiment.case_of(subject).dtype, ratios, spent)
+        case = self.experiment.case_of(subject)
+        self.report.held(case.dtype, ratios, spent)
+        largest = max(ratios.values(), default=0.0)
+        if 0.0 < largest < math.inf:
+            target(largest, label=f"error / bound, {case.dtype}")  # Hypothesis looks for larger ones
 
-    def _judge(self, failure: VerificationFailure) -> None:
+    def _begin_to_shrink(self, found: Found) -> Found:
+        """From now on only this failure counts; in the workshop, if it shows there. What it looks like there."""
+        self._first, self._place = found, self.backend
+        self._deadline = time.perf_counter() + self.budget
+        if self.workshop is not None:
+            failure = self._failure_on(self.workshop, found.subject)
+            if failure is not None:
+                self._place = self.workshop
+                found = Found(failure, found.subject, self.workshop.name)
+        self._wanted = self._signature(found.failure)
+        return found
+
+    def _failure_on(self, place: Backend, subject: Any) -> VerificationFailure | None:
+        """What is wrong with the subject on that backend, with as many ranks as the subject has."""
+        place.start(self.experiment.case_of(subject).world)
+        return self._look(place, subject)[1]
+
+    def _look(self, place: Backend, subject: Any) -> tuple[dict[str, float], VerificationFailure | None]:
+        """The ratios of a subject that holds, or what is wrong with it."""
+        try:
+            return self.experiment.check(place, subject), None
+        except VerificationFailure as failure:
+            return {}, failure
+        except Exception as error:  # not the ranks' fault: no example is to be shrunk for it
+            raise ToolError(f"{self.experiment.name}, {self.experiment.record_of(subject)}") from error
+
+    def _judge(self, found: Found) -> None:
         """Raise it if it is the failure that is being shrunk; any other is passed over."""
-        if self._first is not None and self._signature(failure) == self._signature(self._first[0]):
-            raise failure
+        if self._first is not None and self._signature(found.failure) == self._wanted:
+            raise _Interesting(found)
 
     def _signature(self, failure: VerificationFailure) -> Signature:
         return failure.kind, self.experiment.property_of(failure)
 
+    def _on_fewer_ranks(self, found: Found, seed: str) -> Found:
+        """The same failure on the fewest ranks on which a few examples show it, if the place is a simulation."""
+        if self._place is None or self._place.name != "sim":
+            return found
+        for world in range(1, self.experiment.case_of(found.subject).world):
+            smaller = self._go(world, EXAMPLES_ON_FEWER, f"{seed}/{world}")
+            if smaller is not None:
+                return smaller
+        return found
+
     def _confirmed(self, found: Found, first: Found, patience: float) -> Found:
-        """A hang that was shrunk with little patience is shown once more with all of it. If it then is none,
-        the first hang, which was seen with all of it, is what is reported.
+        """What was shrunk elsewhere, or as a hang with little patience, is shown once more where the failure was
+        found. If it does not show there, what is reported is what the simulation says or, of a hang, the first one.
         """
-        if not isinstance(found[0], RankHang) or self.backend.patience >= patience:
+        hurried = isinstance(found.failure, RankHang) and self.backend.patience < patience
+        if found.backend == self.backend.name and not hurried:
             return found
         self.backend.patience, short = patience, self.backend.patience
         try:
-            self.experiment.check(self.backend, found[1])
-        except VerificationFailure as confirmed:
-            return confirmed, found[1]
+            failure = self._failure_on(self.backend, found.subject)
         finally:
             self.backend.patience = short
-        return first
+            if self.experiment.case_of(found.subject).world != self.world:
+                self.backend.start(self.world)
+        if failure is not None:
+            return Found(failure, found.subject, self.backend.name)
+        return first if found.backend == self.backend.name else found
 
 
 class ToolError(BaseException):
@@ -292,7 +384,6 @@ class ToolError(BaseException):
 
 
 def save(found: Found, hunt: Hunt, folder: Path) -> Failure:
-    failure, subject = found
-    return save_record(
-        failure, hunt.experiment.property_of(failure), hunt.world, hunt.experiment.record_of(subject), folder
-    )
+    experiment = hunt.experiment
+    world, record = experiment.case_of(found.subject).world, experiment.record_of(found.subject)
+    return save_record(found.failure, experiment.property_of(found.failure), world, record, folder, found.backend)

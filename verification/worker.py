@@ -43,8 +43,8 @@ REQUEST = struct.Struct("<Q")  # number of the call; then two pickles: (function
 ANSWER = struct.Struct("<QB")  # number of the call, ANSWERED or RAISED; then one pickle: the result or a Raised
 
 STACK_TIMEOUT = 1.0  # for a rank to write its stack; one that is stopped (SIGSTOP) never does
-# Only the pool decides that a rank hangs: it alone can show every rank's stack. So gloo's patience is the longer.
-GLOO_TIMEOUT = datetime.timedelta(days=1)
+# Only the pool decides that a rank hangs: it alone can show every rank's stack. So the group's patience is the longer.
+GROUP_TIMEOUT = datetime.timedelta(days=1)
 # A gloo group holds a socket to each other member; more groups than this, and the eldest is given up.
 MAX_SUBGROUPS = 32
 
@@ -65,18 +65,19 @@ class Membership:
     world_size: int
     store: str  # path of the FileStore through which the ranks find each other
     preload: tuple[str, ...]  # modules that must have come with the fork
+    joined_by: str  # "gloo", or "nccl": then the rank-th GPU is this process's
 
 
 class Ranks:
     """One generation of rank processes: started from the forkserver, spoken to, seen to their end."""
 
-    def __init__(self, world_size: int, preload: tuple[str, ...], timeout: float) -> None:
+    def __init__(self, world_size: int, preload: tuple[str, ...], timeout: float, joined_by: str) -> None:
         self.world_size = world_size
         # A file without a name: each generation has its own, and none is left behind however this process ends.
         # (A TCPStore would need a port, and was seen to stall for the 5 s of a name server's timeout.)
         self._store = os.memfd_create("rendezvous")
         path = f"/proc/{os.getpid()}/fd/{self._store}"
-        self._members = [Membership(rank, world_size, path, preload) for rank in range(world_size)]
+        self._members = [Membership(rank, world_size, path, preload, joined_by) for rank in range(world_size)]
         self._timeout = timeout
         self._owner = os.getpid()
         self._processes: list[RankProcess] = []
@@ -309,12 +310,17 @@ def join_group(membership: Membership) -> None:
 
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    device = None
+    if membership.joined_by == "nccl":
+        device = torch.device("cuda", membership.rank)
+        torch.cuda.set_device(device)
     dist.init_process_group(
-        "gloo",
+        membership.joined_by,
         store=FileStore(membership.store, membership.world_size),
         rank=membership.rank,
         world_size=membership.world_size,
-        timeout=GLOO_TIMEOUT,
+        timeout=GROUP_TIMEOUT,
+        device_id=device,  # given one, NCCL connects now, not within the first example
     )
 
 
@@ -344,7 +350,7 @@ def describe(error: BaseException) -> Raised:
 
 
 def subgroup(ranks: tuple[int, ...]) -> ProcessGroup | None:
-    """The gloo group of these global ranks (group rank i is global rank `ranks[i]`).
+    """The group of these global ranks (group rank i is global rank `ranks[i]`).
 
     To be called inside a rank, by *all* ranks of the world, in the same order of calls; None on ranks that are not
     members. Made on first use, then kept (the last 32). The whole world is the default group itself.
@@ -364,7 +370,7 @@ def subgroup(ranks: tuple[int, ...]) -> ProcessGroup | None:
             _, eldest = _subgroups.popitem(last=False)
             if eldest is not None:
                 dist.destroy_process_group(eldest)
-        made: Any = dist.new_group(list(ranks), timeout=GLOO_TIMEOUT)
+        made: Any = dist.new_group(list(ranks), timeout=GROUP_TIMEOUT)
         _subgroups[ranks] = None if made == dist.GroupMember.NON_GROUP_MEMBER else made
     _subgroups.move_to_end(ranks)
     return _subgroups[ranks]

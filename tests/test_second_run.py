@@ -1,0 +1,90 @@
+"""The second run of an example: called in every way that must not change a bit, and refused where it does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from reference.pattern import Branch, Pattern
+from ring.transport import RecordingTransport, SoloTransport
+from verification import execute, properties
+from verification.backends import GlooBackend, observe_on
+from verification.case import AGAIN, Case
+from verification.execute import Pass, attend, observe, repeats, shards
+from verification.expectation import expect
+
+
+def case(**changes: Any) -> Case:
+    given: dict[str, Any] = {
+        "world": 1, "group": None, "tokens": 9, "order": "zigzag", "cuts": None,
+        "pattern": Pattern((Branch(), Branch(4, 2, 1)), causal=True), "batch": 1, "heads": 2, "kv_heads": 1,
+        "head_dim": 3, "dtype": "float32", "scale": None, "score_scale": 1.0, "values": "normal", "seed": 0,
+        "exchange": "ring", "bucket": 3, "kernel": "auto", "lse": "differentiated", "strided": True,
+    }  # fmt: skip
+    return Case(**given | changes)
+
+
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What ring_attention is called with, from now on."""
+    seen: list[dict[str, Any]] = []
+    real = execute.ring_attention
+
+    def spy(q: Any, k: Any, v: Any, *args: Any, **options: Any) -> Any:
+        wanted = "".join(name for name, x in zip("qkv", (q, k, v), strict=True) if x.requires_grad)
+        seen.append({**options, "wanted": wanted, "grad": torch.is_grad_enabled()})
+        return real(q, k, v, *args, **options)
+
+    monkeypatch.setattr(execute, "ring_attention", spy)
+    return seen
+
+
+@pytest.mark.parametrize("again", AGAIN)
+@pytest.mark.parametrize("lse", ["unused", "returned", "differentiated", "alone"])
+def test_the_first_run_is_ordinary_and_the_second_is_what_the_case_says(
+    again: str, lse: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = calls(monkeypatch)
+    given = case(again=again, lse=lse)
+    properties.check(given, expect(given), [observe(SoloTransport(), given)])
+    first, second = seen
+    assert (first["wanted"], first["grad"], first["check"]) == ("qkv", True, True)
+    assert isinstance(first["group"], RecordingTransport)
+    assert second["check"] is (again != "unchecked") and second["grad"] is (again != "no_grad")
+    assert second["wanted"] == (again if set(again) <= set("qkv") else "qkv")
+    assert (second["group"] is None) is (again == "group")
+
+
+def test_only_lse_is_differentiated() -> None:
+    given = case(lse="alone")
+    _, _, _, dout, dlse = given.tensors()
+    assert not dout.any() and dlse.abs().min() > 0
+    results = attend(SoloTransport(), given, shards(given, 0, given.tensors())).results
+    assert results[2] is not None and results[2].any()
+    assert results[4] is not None and not results[4].any(), "dv goes by dout alone"
+
+
+@pytest.mark.parametrize("again", ["group", "unchecked", "no_grad", "kv"])
+def test_on_real_ranks(again: str) -> None:
+    backend = GlooBackend()
+    backend.start(3)
+    try:
+        for group in (None, (0, 2)):
+            given = case(world=3, group=group, again=again, exchange="direct")
+            properties.check(given, expect(given), observe_on(backend, given))
+    finally:
+        backend.close()
+
+
+def test_what_the_second_run_did_not_give_is_not_compared() -> None:
+    x, y = torch.ones(2), torch.zeros(2)
+    run = Pass((x, None, x, x, x), ("a",), ("b",), ("c",), ("d",), 8, 9)
+    assert repeats(run, run)
+    assert repeats(run, replace(run, results=(x, None, None, None, None), sent_backward=None, buffer_backward=None))
+    assert not repeats(run, replace(run, results=(x, None, None, y, None)))
+    assert not repeats(run, replace(run, results=(x, x, None, None, None)))
+    for name in ("sent_forward", "received_forward", "sent_backward", "received_backward"):
+        assert not repeats(run, replace(run, **{name: ()}))  # type: ignore[arg-type]
+    assert not repeats(run, replace(run, buffer_backward=10)) and not repeats(run, replace(run, buffer_forward=0))

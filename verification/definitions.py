@@ -1,0 +1,129 @@
+"""Who holds what, and how much at a time, said a second time: what `ring.layout` and `ring.budget` are judged by.
+
+Nothing here is computed as there: shards are told from the rank of each position, not from runs and cuts; Hilbert's
+curve is built from its four quarters, not from the bits of an index; the bucket is a quotient of integers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Shards:
+    """One division of the positions 0 .. n - 1 among p ranks.
+
+    positions  per rank, what it holds, in local order: (counts[rank],) each
+    place      of each position, where it lies once the shards are laid end to end: (n,)
+    holder     of each position, the rank that holds it: (n,)
+    """
+
+    positions: tuple[Ints, ...]
+    place: Ints
+    holder: Ints
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return tuple(len(held) for held in self.positions)
+
+
+@lru_cache(maxsize=256)
+def shards(order: str, n: int, p: int, cuts: tuple[int, ...] | None, seed: int = 0) -> Shards:
+    """The shards of p ranks. cuts: p + 1 offsets into the order, or None for the order's own. seed: of "shuffled".
+
+    contiguous  position x is with rank r if r n / p, rounded down, is the last such number up to x
+    zigzag      the same for 2 p chunks; rank r has the r-th from the front and the r-th from the back
+    striped     position x is with rank x mod p
+    hilbert     the curve through the smallest square of side 2^k that holds all positions row by row, cut evenly
+    shuffled    a random permutation, cut evenly
+
+    The first three keep a rank's positions ascending. Raises ValueError for another order.
+    """
+    everything = np.arange(n)
+    if order in ("hilbert", "shuffled"):
+        listed = _hilbert(n) if order == "hilbert" else shuffled(n, seed)
+        held = [listed[_part(everything, n, p) == rank] for rank in range(p)]
+    else:
+        owner = _owner(order, everything, n, p)
+        held = [everything[owner == rank] for rank in range(p)]
+    if cuts is not None:
+        listed = np.concatenate(held)
+        held = [listed[cuts[rank] : cuts[rank + 1]] for rank in range(p)]
+    place, holder = np.empty_like(everything), np.empty_like(everything)
+    first = 0
+    for rank, mine in enumerate(held):
+        place[mine] = first + np.arange(len(mine))
+        holder[mine] = rank
+        first += len(mine)
+    for x in (*held, place, holder):
+        x.flags.writeable = False  # cached: whoever changed one would change it for all
+    return Shards(tuple(held), place, holder)
+
+
+def shuffled(n: int, seed: int) -> Ints:
+    """A permutation of range(n) that follows from the seed alone."""
+    permutation: Ints = torch.randperm(n, generator=torch.Generator().manual_seed(seed)).numpy()
+    return permutation
+
+
+def default_bucket(largest: int, heads: int, kv_heads: int, itemsize: int) -> int:
+    """Key/value tokens per kernel call and landing where none are given. largest: tokens of the largest shard.
+
+    A token of a bucket lands twice, keys and values in the working type, and has three gradient buffers in the
+    accumulator's: 8 bytes an element for fp64, 4 for others. Of these as many as fit in a tenth of the largest
+    shard's queries, outputs, keys and values, and never fewer than 32.
+    """
+    accumulator = 8 if itemsize == 8 else 4
+    shard = largest * (2 * heads + 2 * kv_heads) * itemsize
+    token = 2 * kv_heads * (2 * itemsize + 3 * accumulator)
+    return max(32, shard // (10 * token))
+
+
+def _part(x: Ints, n: int, parts: int) -> Ints:
+    """Of n things cut evenly, the part of the x-th: the greatest r with r n / parts, rounded down, up to x."""
+    return ((x + 1) * parts - 1) // n
+
+
+def _owner(order: str, x: Ints, n: int, p: int) -> Ints:
+    """The rank that holds position x."""
+    if order == "contiguous":
+        return _part(x, n, p)
+    if order == "zigzag":
+        chunk = _part(x, n, 2 * p)
+        return np.minimum(chunk, 2 * p - 1 - chunk)
+    if order == "striped":
+        return x % p
+    raise ValueError(f"order is {order!r}; it must be one of contiguous, zigzag, striped, hilbert, shuffled")
+
+
+def _hilbert(n: int) -> Ints:
+    side = 1
+    while side * side < n:
+        side *= 2
+    x, y = _curve(side)
+    positions = y * side + x
+    return positions[positions < n]
+
+
+@cache
+def _curve(side: int) -> tuple[Ints, Ints]:
+    """x and y, (side^2,) each, in the order in which the curve visits a square whose side is a power of two.
+
+    It starts in the corner (0, 0) and ends in (side - 1, 0). The first quarter is the curve of half the side mirrored
+    on the rising diagonal, the next two are that curve as it is, the last one is mirrored on the falling diagonal.
+    """
+    if side == 1:
+        return np.zeros(1, np.int64), np.zeros(1, np.int64)
+    half = side // 2
+    x, y = _curve(half)
+    return (
+        np.concatenate((y, x, x + half, side - 1 - y)),
+        np.concatenate((x, y + half, y + half, half - 1 - x)),
+    )

@@ -1,0 +1,86 @@
+"""Seeded defects: small named changes to `ring` and `reference/pattern.py`, each of which the properties must find.
+
+A defect is killed when the ordinary properties and laws find it. No check knows of any of them. The catalogue follows
+a list of defect classes that were seen in public ring-attention code, by number in `Defect.listed`, and adds others.
+
+    merge, backward, masks, dilation                        the catalogue
+    communication, process_groups, numerics, agreement
+    defect, plant                                           what a defect is; bringing it into running code
+    runner, command                                         the hunt; `python -m verification mutants`
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verification.mutants.agreement import AGREEMENTS
+from verification.mutants.backward import BACKWARD
+from verification.mutants.communication import COMMUNICATION
+from verification.mutants.defect import CannotPlant, Defect, Edit
+from verification.mutants.dilation import DILATION
+from verification.mutants.masks import MASKS
+from verification.mutants.merge import MERGE
+from verification.mutants.numerics import NUMERICS
+from verification.mutants.process_groups import PROCESS_GROUPS
+
+__all__ = ["DEFECTS", "NO_PLACE", "CannotPlant", "Defect", "Edit", "NoPlace", "by_name"]
+
+DEFECTS: tuple[Defect, ...] = (
+    *MERGE, *BACKWARD, *MASKS, *DILATION, *COMMUNICATION, *PROCESS_GROUPS, *NUMERICS, *AGREEMENTS,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class NoPlace:
+    """A defect class, or a part of one, for which this architecture has no place. listed: its number, 0 for none."""
+
+    name: str
+    provenance: str
+    why: str
+    listed: int = 0
+
+
+NO_PLACE = (
+    NoPlace(
+        "autograd through logsumexp of all -inf gives NaN gradients",
+        "seen in public ring-attention code",
+        "Backward is written by hand from the global lse; nothing is differentiated by autograd, and the plan makes no "
+        "tile for rows that see nothing.",
+        3,
+    ),
+    NoPlace(
+        "the merge of two sides that are both -inf gives NaN",
+        "zhuzilin/ring-flash-attention; USP",
+        "Tiles are trimmed to rows that see a key of theirs, so with finite scores the new side of a merge is finite. "
+        "(The running side is -inf at first: that part of the class has its defects.)",
+        2,
+    ),
+    NoPlace(
+        "the masked_fill of -inf maxima or sums of 0 in kernel and merge left out",
+        "own",
+        "Equivalent, for the same reason: the guards are for scores of -inf, which finite inputs do not give.",
+    ),
+    NoPlace(
+        "the last head group longer or shorter than it should be",
+        "fkodom/dilated-attention-pytorch",
+        "Head ranges are made by `Pattern.head_groups` on the caller's side, before a call; ranks are given them. "
+        "(Ranges misread by the ranks have their defects.)",
+        31,
+    ),
+    NoPlace(
+        "sends and receives of one NCCL group issued one after the other",
+        "NVIDIA/nccl#479",
+        "The branch for GPUs is not run by the backends there are; the same mistake on gloo and in the walk has its "
+        "defects.",
+        39,
+    ),
+)
+
+_BY_NAME = {defect.name: defect for defect in DEFECTS}
+
+
+def by_name(name: str) -> Defect:
+    """Raises ValueError, with the names there are, for another one."""
+    if name not in _BY_NAME:
+        raise ValueError(f"no defect is called {name!r}; there are {', '.join(_BY_NAME)}")
+    return _BY_NAME[name]

@@ -1,0 +1,137 @@
+"""A run that goes on for hours: round after round with new seeds, on every backend and many world sizes.
+
+A round is a list of chunks. After each the report so far is written as JSON, with the place in the round; a run that
+was interrupted, or ended because its time was over, goes on from there when it is started again. Failing examples stay
+in Hypothesis' database and are tried first the next time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verification import real_size, runner
+from verification.backends import SimBackend, Unavailable, open_backend
+from verification.report import Report
+
+STATE = Path(".verification/nightly.json")
+HOURS = 8.0
+PROFILE = runner.Profile("hours, resumable: round after round with new seeds", 0, 290, remembers=True)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Examples and laws on one world size, or (no examples) the problem of real size."""
+
+    backend: str
+    world: int
+    examples: int
+
+
+# Few ranks find most defects and cost least. Beyond 64 ranks an example takes from half a minute to many.
+ROUND = (
+    Chunk("sim", 2, 1500), Chunk("sim", 3, 1000), Chunk("sim", 4, 800), Chunk("sim", 8, 300), Chunk("sim", 16, 100),
+    Chunk("gloo", 1, 1000), Chunk("gloo", 2, 1000), Chunk("gloo", 3, 800), Chunk("gloo", 4, 600), Chunk("gloo", 8, 250),
+    Chunk("gloo", 4, 0), Chunk("sim", 64, 20), Chunk("sim", 256, 2), Chunk("sim", 1024, 1),
+)  # fmt: skip
+
+
+@dataclass
+class Night:
+    """What is to be done, and how far it has come."""
+
+    state: Path
+    failures: Path
+    chunks: Sequence[Chunk] = ROUND
+    seed: int | None = None  # of the first round; None: a new one for every round
+    round: int = 0
+    round_seed: int = 0
+    done: int = 0  # chunks of the round
+    examples_on: dict[str, int] = field(default_factory=dict)  # by backend
+
+    def begin_round(self) -> None:
+        fresh = random.SystemRandom().randrange(2**32)
+        self.round_seed = fresh if self.seed is None else self.seed + self.round
+        self.round, self.done = self.round + 1, 0
+
+
+def run(night: Night, report: Report, hours: float) -> Report:
+    """Go on until `hours` have passed; what is under way then is finished. Whatever is found is in the report.
+
+    Raises Unavailable where ranks do not start, or `night.state` holds no state of a run.
+    """
+    last = time.monotonic() + 3600 * hours
+    resume(night, report)
+    with report:
+        while time.monotonic() < last:
+            if night.done == len(night.chunks) or not night.round:
+                night.begin_round()
+                report.say(f"round {night.round}, seed {night.round_seed}")
+            run_chunk(night, report, night.chunks[night.done])
+            night.done += 1
+            save(night, report)
+    report.say(f"time is over in round {night.round}; the next run goes on with {night.state}")
+    report.summary()
+    return report
+
+
+def run_chunk(night: Night, report: Report, chunk: Chunk) -> None:
+    backend = open_backend(chunk.backend)
+    workshop = backend if isinstance(backend, SimBackend) else SimBackend()
+    plan = runner.Plan(
+        (chunk.world,), PROFILE, chunk.examples, night.round_seed, chunk.backend, night.failures, real_size.TOKENS
+    )
+    before = report.examples
+    report.say(f"on {chunk.backend}:")
+    try:
+        if chunk.examples:
+            runner.run_world(plan, report, backend, workshop, chunk.world)
+        else:
+            runner.run_real_size(plan, report, backend)
+    finally:
+        backend.close()
+        workshop.close()
+    night.examples_on[chunk.backend] = night.examples_on.get(chunk.backend, 0) + report.examples - before
+
+
+def save(night: Night, report: Report) -> None:
+    """Whole or not at all: a run may be killed at any time."""
+    record = report.to_dict() | {"nightly": _place(night)}
+    fresh = night.state.with_suffix(".new")
+    night.state.parent.mkdir(parents=True, exist_ok=True)
+    fresh.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
+    os.replace(fresh, night.state)
+
+
+def resume(night: Night, report: Report) -> None:
+    """Take up what `save` left, if there is anything. Raises Unavailable for a file that is no such thing."""
+    if not night.state.exists():
+        return
+    try:
+        record = json.loads(night.state.read_text())
+        report.restore(record)
+        place = record["nightly"]
+        chunks = [Chunk(**chunk) for chunk in place["chunks"]]
+        night.round, night.round_seed, night.done = place["round"], place["round_seed"], place["done"]
+        night.examples_on = dict(place["examples_on"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Unavailable(f"argument --state: cannot go on from {night.state}: {error!r}") from error
+    if chunks != list(night.chunks):  # other world sizes or backends than last time: a round of their own
+        night.done = len(night.chunks)
+    report.say(f"going on with round {night.round}, after {report.examples} examples in {report.seconds:.0f} s")
+
+
+def _place(night: Night) -> dict[str, Any]:
+    return {
+        "round": night.round,
+        "round_seed": night.round_seed,
+        "done": night.done,
+        "chunks": [asdict(chunk) for chunk in night.chunks],
+        "examples_on": night.examples_on,
+    }

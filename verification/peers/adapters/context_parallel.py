@@ -1,0 +1,108 @@
+"""torch's own `context_parallel` (torch.distributed.tensor.experimental): the ring behind it.
+
+`context_parallel` itself replaces three CUDA kernels only. On the CPU it ends in "Operator
+aten._scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy registered" (torch 2.13).
+Its ring takes the kernel as an argument, though: `_templated_ring_attention` and its backward - rotation, load balance,
+merge of partial results, gradients sent round - are run here, over gloo, with plain products as the kernel. These names
+are private, so another release may refuse.
+
+A Case's exchange stands for the rotation: "gather" for all-gather, "ring" for all-to-all. Causal is load-balanced,
+which is zigzag order; the rest is contiguous, as `context_parallel` chooses where it can.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from verification.case import Case
+from verification.peers import claims
+from verification.peers.adapters import flash_attn_shim
+from verification.peers.peer import Peer, Refused, Result
+
+MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
+NEEDED = ("_templated_ring_attention", "_templated_ring_attention_backward", "_cp_options", "set_rotate_method")
+
+
+def prepare() -> None:
+    try:
+        module = importlib.import_module(MODULE)
+    except ModuleNotFoundError as error:
+        raise Refused(f"torch {torch.__version__} has no {MODULE}; torch 2.13 has") from error
+    missing = [name for name in NEEDED if not hasattr(module, name)]
+    if missing:
+        raise Refused(f"torch {torch.__version__} has no {', '.join(missing)} in {MODULE}; torch 2.13 has")
+
+
+def claimed(case: Case) -> Case:
+    exchange = "gather" if case.exchange == "gather" else "ring"
+    case = claims.dense(claims.together(claims.settled(case)))
+    case = claims.even(case, "zigzag", 2) if case.pattern.causal else claims.even(case, "contiguous")
+    case = claims.equal_heads(claims.without_lse(claims.in_dtypes(case, "float32", "bfloat16", "float16")))
+    return dataclasses.replace(case, exchange=exchange)
+
+
+def kernel(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """As aten's: (B, H, N, D) -> out, lse (B, H, N)."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    out, lse, _, _ = flash_attn_shim.forward(q, k, v, 0.0, scale, is_causal)
+    return out.transpose(1, 2), lse
+
+
+def kernel_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dout, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    flash_attn_shim.backward(dout, q, k, v, o, logsumexp, dq, dk, dv, 0.0, scale, is_causal)
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+class RingAttention(torch.autograd.Function):
+    """The two halves joined, as the dispatcher joins aten's."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, group: ProcessGroup) -> Tensor:
+        ring = importlib.import_module(MODULE)._templated_ring_attention
+        out, lse = ring(group, 2, kernel, query=q, key=k, value=v, is_causal=causal, scale=scale)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.rest = causal, scale, group
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (causal, scale, group), (q, k, v, out, lse) = ctx.rest, ctx.saved_tensors
+        ring = importlib.import_module(MODULE)._templated_ring_attention_backward
+        found = ring(
+            group, 2, kernel_backward, grad_out=gradients[0], grad_out_name="grad_out", query=q, key=k, value=v,
+            out=out, logsumexp=lse, is_causal=causal, scale=scale,
+        )  # fmt: skip
+        return *found, None, None, None
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | None) -> Result:
+    module = importlib.import_module(MODULE)
+    module._cp_options.enable_load_balance = case.pattern.causal
+    module.set_rotate_method("allgather" if case.exchange == "gather" else "alltoall")
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out: Tensor = RingAttention.apply(q, k, v, case.pattern.causal, case.softmax_scale, group)
+    return out.transpose(1, 2)
+
+
+adapter = Peer(
+    name="torch-context-parallel",
+    package="torch",
+    supported="dense; causal in zigzag order (load balance), not causal contiguous; shards of one length, all-gather "
+    "and all-to-all rotation, fp32, bf16, fp16, equal heads, any scale, subgroups of two ranks or more",
+    claims=claimed,
+    attend=attend,
+    arithmetic="half",
+    merge="interpolated",
+    prepare=prepare,
+)

@@ -1,0 +1,83 @@
+"""fkodom/dilated-attention-pytorch (`dilated-attention-pytorch`): LongNet's dilated attention by groups of heads.
+
+One process. Its `DilatedAttention` over a stand-in for `xformers.ops.memory_efficient_attention`, which needs a GPU.
+The package asks for segments that divide the sequence, and takes numbers of heads that its groups do not divide.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+import sys
+import types
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from reference.pattern import Pattern
+from verification.case import Case
+from verification.peers import claims
+from verification.peers.adapters.plain_attention import attention
+from verification.peers.peer import Peer, Result
+
+MODULE = "dilated_attention_pytorch.dilated_attention"
+
+
+class LowerTriangularMask:
+    """The one bias that the package uses."""
+
+
+def memory_efficient_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_bias: LowerTriangularMask | None = None, op: object = None
+) -> Tensor:
+    """(B, N, H, D) -> out, as xformers documents it."""
+    return attention(query, key, value, query.shape[-1] ** -0.5, isinstance(attn_bias, LowerTriangularMask))[0]
+
+
+def prepare() -> None:
+    package, operations = types.ModuleType("xformers"), types.ModuleType("xformers.ops")
+    package.__path__ = []
+    names: dict[str, Any] = {
+        "memory_efficient_attention": memory_efficient_attention,
+        "LowerTriangularMask": LowerTriangularMask,
+        "AttentionOp": object,
+    }
+    for name, value in names.items():
+        setattr(operations, name, value)
+    package.__dict__["ops"] = operations
+    sys.modules |= {"xformers": package, "xformers.ops": operations}
+    importlib.import_module(MODULE)
+
+
+def claimed(case: Case) -> Case:
+    """As many of the Case's branches as it has heads, one group of heads each; segments that divide the sequence."""
+    case = claims.equal_heads(claims.own_scale(claims.without_lse(claims.alone(claims.settled(case)))))
+    case = claims.in_dtypes(case, "float32", "float64")
+    branches = case.pattern.branches[: case.heads]
+    segments = [math.gcd(b.segment_length or case.tokens, case.tokens) for b in branches]
+    dilations = [b.dilation_rate for b in branches]
+    pattern = Pattern.head_groups(segments, dilations, case.heads, case.pattern.causal)
+    return dataclasses.replace(case, pattern=pattern)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | None) -> Result:
+    branches = case.pattern.branches
+    module = importlib.import_module(MODULE).DilatedAttention(
+        segment_lengths=[b.segment_length for b in branches], dilation_rates=[b.dilation_rate for b in branches]
+    )
+    out: Tensor = module(q, k, v, is_causal=case.pattern.causal)
+    return out
+
+
+adapter = Peer(
+    name="dilated-attention-pytorch",
+    package="dilated-attention-pytorch",
+    supported="LongNet's branches by groups of heads, as equal as can be, segments that divide the sequence, any "
+    "dilation, causal or not, one process, fp32 and fp64, equal heads, head_dim ** -0.5 as scale",
+    claims=claimed,
+    attend=attend,
+    worlds=(1,),
+    prepare=prepare,
+)

@@ -1,0 +1,68 @@
+"""lucidrains/ring-attention-pytorch (`ring-attention-pytorch`): its ring in plain PyTorch, `ring_flash_attn`.
+
+The package states neither types nor accuracy; its own tests are fp32. It keeps sums in fp32 and the output in the
+inputs' type, so that fp64 would be fp32 and 16 bits are merged in 16 bits: the claim is fp32.
+
+With fewer key/value heads, its query head h takes key/value head h mod Hk, where a Case has neighbours share one: the
+claim has as many of both. With more than one bucket in a shard, striped order is one of buckets, which no Case has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from verification.case import Case
+from verification.peers import claims
+from verification.peers.peer import Peer, Result
+
+
+def prepare() -> None:
+    importlib.import_module("ring_attention_pytorch.ring_flash_attention")
+
+
+def common(case: Case, order: str, causal: bool | None) -> Case:
+    """The buckets of a Case, as far as they divide a shard: the package asserts that they do."""
+    bucket = case.bucket
+    case = claims.even(claims.dense(claims.everyone(claims.settled(case)), causal), order)
+    case = claims.without_lse(claims.own_scale(claims.in_dtypes(case, "float32")))
+    local = case.tokens // case.world
+    return dataclasses.replace(case, bucket=local if bucket is None else math.gcd(bucket, local))
+
+
+def whole(case: Case) -> Case:
+    """One bucket a shard."""
+    return dataclasses.replace(case, bucket=case.tokens // case.world)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | None) -> Result:
+    module = importlib.import_module("ring_attention_pytorch.ring_flash_attention")
+    out: Tensor = module.ring_flash_attn(
+        q, k, v, causal=case.pattern.causal, bucket_size=case.bucket, ring_reduce_col=True,
+        striped_ring_attn=case.order == "striped",
+    )  # fmt: skip
+    return out
+
+
+plain = Peer(
+    name="ring-attention-pytorch",
+    package="ring-attention-pytorch",
+    supported="dense, causal or not, contiguous order in shards of one length, buckets that divide them, fp32, "
+    "head_dim ** -0.5 as scale, all ranks",
+    claims=lambda case: claims.equal_heads(common(case, "contiguous", None)),
+    attend=attend,
+    prepare=prepare,
+)
+striped = Peer(
+    name="ring-attention-pytorch/striped",
+    package="ring-attention-pytorch",
+    supported="dense causal, striped order in shards of one length, each one bucket, fp32, head_dim ** -0.5 as scale, "
+    "all ranks",
+    claims=lambda case: claims.equal_heads(whole(common(case, "striped", True))),
+    attend=attend,
+    prepare=prepare,
+)

@@ -1,0 +1,89 @@
+"""microsoft/torchscale (`torchscale`): LongNet's dilated attention in one process, without its linear projections.
+
+Its gathering of a branch's rows, its scattering and its mixture of the branches are its own; the attention inside a
+branch is plain products in place of flash_attn, in fp32 and fp64. The package pads what does not divide, segments,
+dilations and heads, so its claim has any of them.
+
+Releases up to 0.3.0 have no dilated attention; the repository has, from commit 11e745e on:
+    pip install --no-deps git+https://github.com/microsoft/torchscale
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from reference.pattern import Pattern
+from verification.case import Case
+from verification.peers import claims
+from verification.peers.adapters.plain_attention import attention
+from verification.peers.peer import Peer, Refused, Result
+
+MODULE = "torchscale.component.dilated_attention"
+
+
+def prepare() -> None:
+    try:
+        importlib.import_module(MODULE)
+    except ModuleNotFoundError as error:
+        if error.name not in ("torchscale", MODULE):
+            raise
+        raise Refused(
+            f"there is no {MODULE}: releases of torchscale up to 0.3.0 do not have it, the repository does: "
+            "pip install --no-deps git+https://github.com/microsoft/torchscale"
+        ) from error
+    # The name under which its attention looks flash_attn up.
+    importlib.import_module("torchscale.component.multihead_attention").__dict__["flash_attn_func"] = flash_attn_func
+
+
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, dropout: float, bias: None, softmax_scale: float | None, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """In the form in which the package calls it: q (B, N, H, D) -> out, lse (B, H, N)."""
+    assert not dropout and bias is None
+    return attention(q, k, v, q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, is_causal)
+
+
+def claimed(case: Case) -> Case:
+    """The branches of the Case, each for all heads, with the package's offsets."""
+    case = claims.equal_heads(claims.own_scale(claims.without_lse(claims.alone(claims.settled(case)))))
+    case = claims.in_dtypes(case, "float32", "float64")
+    segments, dilations = zip(*((b.segment_length, b.dilation_rate) for b in case.pattern.branches), strict=True)
+    pattern = Pattern.longnet(segments, dilations, case.heads, case.pattern.causal, offsets="torchscale")
+    return dataclasses.replace(case, pattern=pattern)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | None) -> Result:
+    branches = case.pattern.branches
+    settings = SimpleNamespace(
+        flash_attention=True,
+        seq_parallel=False,
+        xpos_rel_pos=False,
+        multiway=False,
+        segment_length=[case.tokens if b.segment_length is None else b.segment_length for b in branches],
+        dilated_ratio=[b.dilation_rate for b in branches],
+    )
+    width = case.heads * case.head_dim
+    module: Any = importlib.import_module(MODULE).DilatedAttention(settings, width, case.heads, self_attention=True)
+    for projection in ("q_proj", "k_proj", "v_proj", "out_proj"):
+        setattr(module, projection, nn.Identity())
+    module.dropout = 0.0
+    out, _ = module(*(x.flatten(2) for x in (q, k, v)), is_causal=case.pattern.causal)
+    return out.unflatten(2, (case.heads, case.head_dim))
+
+
+adapter = Peer(
+    name="torchscale",
+    package="torchscale",
+    supported="LongNet's branches of any segment length and dilation, offsets by groups of heads, causal or not, one "
+    "process, fp32 and fp64, equal heads, head_dim ** -0.5 as scale",
+    claims=claimed,
+    attend=attend,
+    worlds=(1,),
+    prepare=prepare,
+)

@@ -1,0 +1,67 @@
+"""Steps that claims are made of: each takes a Case to the nearest one with some property.
+
+A step changes as little as it can and never makes a small Case large, so that what Hypothesis shrinks stays small.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from reference.pattern import Pattern
+from verification.case import Case
+
+
+def settled(case: Case) -> Case:
+    """Without what only this project's own implementation has: exchange, bucket, kernel."""
+    return dataclasses.replace(case, exchange="ring", bucket=None, kernel="math")
+
+
+def dense(case: Case, causal: bool | None = None) -> Case:
+    """Plain attention. causal: always or never; None: as the Case has it."""
+    return dataclasses.replace(case, pattern=Pattern.dense(case.pattern.causal if causal is None else causal))
+
+
+def everyone(case: Case) -> Case:
+    """All ranks take part: for what uses the default group."""
+    return dataclasses.replace(case, group=None, cuts=None)
+
+
+def together(case: Case) -> Case:
+    """A subgroup of two ranks at least: a ring of one sends to itself, which NCCL can and gloo cannot."""
+    return dataclasses.replace(case, group=None, cuts=None) if len(case.ranks) == 1 else case
+
+
+def even(case: Case, order: str, chunks: int = 1) -> Case:
+    """Shards of one length, a multiple of `chunks`, in that order."""
+    unit = len(case.ranks) * chunks
+    tokens = max(1, -(-case.tokens // unit)) * unit
+    return dataclasses.replace(case, order=order, tokens=tokens, cuts=None)
+
+
+def alone(case: Case) -> Case:
+    """One process: the whole sequence, in its own order."""
+    return dataclasses.replace(case, group=None, cuts=None, order="contiguous")
+
+
+def equal_heads(case: Case) -> Case:
+    """As many key/value heads as query heads."""
+    return dataclasses.replace(case, kv_heads=case.heads)
+
+
+def in_dtypes(case: Case, *dtypes: str) -> Case:
+    """The Case's own dtype if it is one of these, else the first."""
+    return case if case.dtype in dtypes else dataclasses.replace(case, dtype=dtypes[0])
+
+
+def own_scale(case: Case) -> Case:
+    """head_dim ** -0.5: for what takes no other factor."""
+    return dataclasses.replace(case, scale=None)
+
+
+def without_lse(case: Case) -> Case:
+    return dataclasses.replace(case, lse="unused")
+
+
+def lse_returned(case: Case) -> Case:
+    """lse is compared, but no gradient flows through it."""
+    return dataclasses.replace(case, lse="unused" if case.lse == "unused" else "returned")

@@ -1,0 +1,428 @@
+"""All ranks in one process, over a transport that does the worst that the contract of `ring.transport` allows.
+
+    answers = Simulation(4, seed=7).run(lambda transport: step(transport, ...))
+
+- A receive buffer is scribbled over as soon as it is posted, and filled either as soon as both ends are there or only
+  when one of them waits; a send buffer is read at that same moment. So whoever reads, writes or posts a buffer before
+  its wait is over gets wrong numbers or, where the simulation can tell, `BrokenContract`: which buffer, which hop.
+- Batches that are never waited for, and buffers that share bytes while in flight, are `BrokenContract` too.
+- Ranks run one at a time in an order that the seed decides (`verification.scheduler`): one is starved, or runs as far
+  ahead as it can, or all take turns. A send is complete when its receive is posted or, as the seed decides, at once.
+- Where nobody can go on, `Deadlock` says who waits for whom.
+
+The same seed gives the same run. Knows nothing of attention.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from ring.transport import Message, Pending
+from verification.failures import (
+    BrokenContract,
+    Deadlock,
+    MismatchedMessages,
+    RankError,
+    RankFailure,
+    RankState,
+    name_ranks,
+)
+from verification.scheduler import Scheduler
+
+T = TypeVar("T")
+_FRAMES = 12  # of a rank's stack, the innermost
+
+
+class _Flight:
+    """One message in flight at one of its ends."""
+
+    __slots__ = ("message", "batch", "bits", "expected", "partner", "delivered", "start", "stop")
+
+    def __init__(self, message: Message, batch: _Batch, scribble: bool) -> None:
+        self.message, self.batch = message, batch
+        self.bits = _bits(message.tensor)
+        if scribble:
+            self.bits.fill_(-1)  # every bit set: a NaN in any floating-point type
+        self.expected = self.bits.clone()  # what the buffer must hold until the wait is over
+        self.partner: _Flight | None = None
+        self.delivered = False
+        self.start = message.tensor.data_ptr()
+        self.stop = self.start + message.bytes
+
+    @property
+    def intact(self) -> bool:
+        return torch.equal(self.bits, self.expected)
+
+
+@dataclass(eq=False)
+class _Batch:
+    """What one `post` started."""
+
+    number: int
+    rank: int
+    sends: list[_Flight] = field(default_factory=list)
+    receives: list[_Flight] = field(default_factory=list)
+    open: int = 0  # flights without which `wait` cannot return
+    over: bool = False
+
+
+class Simulation:
+    """`size` ranks. names: what they are called in reports (a group's global ranks); by default 0 .. size - 1."""
+
+    def __init__(self, size: int, seed: int, names: Sequence[int] | None = None) -> None:
+        self.size = size
+        self.names = tuple(range(size)) if names is None else tuple(names)
+        self.scheduler = Scheduler(size, seed)
+        self.buffered = self.scheduler.random.random() < 0.25  # sends complete before their receive is posted
+        self.transports = [SimulatedTransport(self, rank) for rank in range(size)]
+        self._sends: dict[tuple[int, int], deque[_Flight]] = {}  # posted, not met by a receive: (from, to)
+        self._receives: dict[tuple[int, int], deque[_Flight]] = {}
+        self._assemblies: list[_Assembly] = []
+        self._waiting: dict[int, _Batch | _Assembly] = {}
+        self._states: list[RankState] = []
+
+    def run(self, function: Callable[[SimulatedTransport], T]) -> list[T]:
+        """What `function` returned on each rank. Runs once.
+
+        Raises Deadlock, BrokenContract, MismatchedMessages or, where a rank raised anything else, RankError.
+        """
+
+        def live(transport: SimulatedTransport) -> T:
+            answer = function(transport)
+            transport.check_all_waited()
+            return answer
+
+        scheduler = self.scheduler
+        scheduler.on_stuck = self._describe_stuck
+        scheduler.run([lambda t=transport: live(t) for transport in self.transports])  # type: ignore[misc]
+        if scheduler.stuck or any(scheduler.errors):
+            raise self._failure()
+        self._check_all_received()
+        return scheduler.outcomes
+
+    def _check_all_received(self) -> None:
+        """What was buffered has been taken by its receiver: such a message would meet a later receive."""
+        for (source, target), flights in self._sends.items():
+            for flight in flights:
+                raise MismatchedMessages(
+                    f"{self.name(target)} never received {_described(flight.message)} from {self.name(source)}",
+                    [RankState(name, "answered", "had answered") for name in self.names],
+                )
+
+    # --- messages -----------------------------------------------------------------------------------------------------
+
+    def launch(self, batch: _Batch, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """Take a batch off a rank's hands: match its messages with those that wait for them."""
+        batch.receives = [_Flight(message, batch, scribble=True) for message in receives]
+        batch.sends = [_Flight(message, batch, scribble=False) for message in sends]
+        batch.open = len(batch.receives) + (0 if self.buffered else len(batch.sends))
+        for flight in batch.receives:
+            self._meet(flight, self._sends, self._receives, (flight.message.peer, batch.rank))
+        for flight in batch.sends:
+            self._meet(flight, self._receives, self._sends, (batch.rank, flight.message.peer))
+
+    def _meet(
+        self,
+        flight: _Flight,
+        partners: dict[tuple[int, int], deque[_Flight]],
+        own: dict[tuple[int, int], deque[_Flight]],
+        road: tuple[int, int],
+    ) -> None:
+        waiting = partners.get(road)
+        if not waiting:
+            own.setdefault(road, deque()).append(flight)
+            return
+        partner = waiting.popleft()
+        send, receive = (partner, flight) if own is self._receives else (flight, partner)
+        self._check_pair(send.message, receive.message, road)
+        send.partner, receive.partner = receive, send
+        if send.delivered:  # it was buffered, and its wait is over
+            self._fill(receive, send.expected)
+        elif self.scheduler.random.random() < 0.5:
+            self._deliver(send, receive)
+        self._settle(receive.batch)
+        if not self.buffered:
+            self._settle(send.batch)
+
+    def _settle(self, batch: _Batch) -> None:
+        """One flight less to wait for."""
+        batch.open -= 1
+        if not batch.open and self._waiting.get(batch.rank) is batch:
+            self.scheduler.wake(batch.rank)
+
+    def _check_pair(self, send: Message, receive: Message, road: tuple[int, int]) -> None:
+        same = (send.label, send.tensor.dtype, send.bytes) == (receive.label, receive.tensor.dtype, receive.bytes)
+        if not same:
+            raise MismatchedMessages(
+                f"{self.name(road[0])} sends {_described(send)} to {self.name(road[1])}, "
+                f"which there meets the receive of {_described(receive)}"
+            )
+
+    def _deliver(self, send: _Flight, receive: _Flight) -> None:
+        """Read the one buffer, write the other: at any time between both posts and the end of either wait."""
+        self._check_send(send)
+        self._fill(receive, send.expected)
+        send.delivered = True
+
+    def _fill(self, receive: _Flight, bits: torch.Tensor) -> None:
+        self._check_receive(receive)
+        receive.bits.copy_(bits)
+        receive.expected, receive.delivered = bits, True
+
+    def finish(self, batch: _Batch) -> None:
+        """End of a wait: what was not read or written yet is now, and the rank has its buffers back."""
+        for flight in batch.receives:
+            if not flight.delivered:
+                assert flight.partner is not None
+                self._deliver(flight.partner, flight)
+            self._check_receive(flight)
+        for flight in batch.sends:
+            self._check_send(flight)
+            if not flight.delivered and flight.partner is not None:
+                self._deliver(flight, flight.partner)
+            flight.delivered = True  # or buffered: `expected` is the copy that its receive will get
+        batch.over = True
+
+    def _check_send(self, flight: _Flight) -> None:
+        if not flight.batch.over and not flight.intact:
+            raise BrokenContract(
+                f"{self.name(flight.batch.rank)} changed the send buffer of {_described(flight.message)} "
+                f"to {self.name(flight.message.peer)} before its wait was over"
+            )
+
+    def _check_receive(self, flight: _Flight) -> None:
+        if not flight.intact:
+            raise BrokenContract(
+                f"{self.name(flight.batch.rank)} wrote to the receive buffer of {_described(flight.message)} "
+                f"from {self.name(flight.message.peer)} before its wait was over"
+            )
+
+    # --- all ranks together -------------------------------------------------------------------------------------------
+
+    def join(self, rank: int, number: int, kind: str, payload: bytes) -> list[bytes]:
+        """The number-th time that this rank meets all others; returns once all have come."""
+        if number == len(self._assemblies):
+            self._assemblies.append(_Assembly(kind, len(payload), [None] * self.size))
+        assembly = self._assemblies[number]
+        if (kind, len(payload)) != (assembly.kind, assembly.length):
+            raise MismatchedMessages(
+                f"{self.name(rank)} calls {kind} with {len(payload)} bytes where others call {assembly.kind} "
+                f"with {assembly.length}"
+            )
+        assembly.payloads[rank] = payload
+        if None in assembly.payloads:
+            self.wait_for(rank, assembly)
+        else:
+            for other in range(self.size):
+                if self._waiting.get(other) is assembly:
+                    self.scheduler.wake(other)
+        return [given for given in assembly.payloads if given is not None]
+
+    def wait_for(self, rank: int, reason: _Batch | _Assembly) -> None:
+        self._waiting[rank] = reason
+        self.scheduler.block(rank)
+        del self._waiting[rank]
+
+    # --- reports ------------------------------------------------------------------------------------------------------
+
+    def name(self, rank: int) -> str:
+        return f"rank {self.names[rank]}"
+
+    def _describe_stuck(self) -> None:
+        for rank in self.scheduler.stuck:
+            awaited = "; ".join(text for _, text in self._awaited(rank))
+            stack = _stack(self.scheduler.stacks[rank])
+            self._states.append(RankState(self.names[rank], "blocked", f"waited for {awaited}, at", stack))
+
+    def _awaited(self, rank: int) -> list[tuple[int, str]]:
+        """Whom a blocked rank waits for, and what each of these would have to do."""
+        reason = self._waiting[rank]
+        if isinstance(reason, _Assembly):
+            missing = [other for other, payload in enumerate(reason.payloads) if payload is None]
+            return [(other, f"{self.name(other)} to call {reason.kind}") for other in missing]
+        found = []
+        for flights, verb in ((reason.receives, "send"), ([] if self.buffered else reason.sends, "receive")):
+            for flight in flights:
+                if flight.partner is None:
+                    peer = flight.message.peer
+                    found.append((peer, f"{self.name(peer)} to {verb} {_described(flight.message)}"))
+        return found
+
+    def _failure(self) -> RankFailure:
+        scheduler = self.scheduler
+        raised = [rank for rank, error in enumerate(scheduler.errors) if error is not None]
+        states = {state.rank: state for state in self._states}
+        for rank, name in enumerate(self.names):
+            error = scheduler.errors[rank]
+            if error is not None:
+                said = "".join(traceback.format_exception(error)) if not isinstance(error, RankFailure) else ""
+                states[name] = RankState(name, "raised", f"raised {_headline(error)}", said)
+            elif name not in states:
+                states[name] = RankState(name, "answered", "had answered")
+        ordered = [states[name] for name in self.names]
+        if not raised:
+            return Deadlock(f"deadlock of {self.size} ranks: {self._chain()}", ordered)
+        first = scheduler.errors[raised[0]]
+        assert first is not None
+        kind = type(first) if isinstance(first, BrokenContract | MismatchedMessages) else RankError
+        where = (
+            f" (then {name_ranks(self.names[r] for r in scheduler.stuck)} waited in vain)" if scheduler.stuck else ""
+        )
+        return kind(f"{name_ranks(self.names[r] for r in raised)} raised: {_headline(first)}{where}", ordered)
+
+    def _chain(self) -> str:
+        """Who waits for whom, from one stuck rank on, until the chain closes or ends at a rank that had answered."""
+        rank, seen = self.scheduler.stuck[0], []
+        while rank in self.scheduler.stuck and rank not in seen:
+            seen.append(rank)
+            rank = self._awaited(rank)[0][0]
+        if rank in seen:
+            seen = [*seen[seen.index(rank) :], rank]
+            return " waits for ".join(self.name(r) for r in seen)
+        return " waits for ".join(self.name(r) for r in [*seen, rank]) + ", which had answered"
+
+
+@dataclass(eq=False)
+class _Assembly:
+    """One meeting of all ranks."""
+
+    kind: str
+    length: int
+    payloads: list[bytes | None]
+
+
+class SimulatedTransport:
+    """`ring.transport.Transport` of one simulated rank."""
+
+    def __init__(self, simulation: Simulation, rank: int) -> None:
+        self.rank, self.world_size = rank, simulation.size
+        self._simulation = simulation
+        self._batches: list[_Batch] = []  # not waited for yet
+        self._posted = 0
+        self._meetings = 0
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        simulation = self._simulation
+        simulation.scheduler.pause(self.rank)
+        batch = _Batch(self._posted, self.rank)
+        self._posted += 1
+        self._check(sends, receives)
+        self._batches.append(batch)
+        simulation.launch(batch, sends, receives)
+        return _Handle(self, batch)
+
+    def wait(self, batch: _Batch) -> None:
+        if batch.over:
+            return
+        simulation = self._simulation
+        simulation.scheduler.pause(self.rank)
+        if batch.open:
+            simulation.wait_for(self.rank, batch)
+        simulation.finish(batch)
+        self._batches.remove(batch)
+
+    def unanimous(self, payload: bytes) -> bool:
+        if len(payload) % 8:
+            raise ValueError(f"payload must be a multiple of 8 bytes, got {len(payload)}")
+        return len(set(self._meet("unanimous", payload))) == 1
+
+    def collect(self, payload: bytes) -> list[bytes]:
+        return self._meet("collect", payload)
+
+    def check_all_waited(self) -> None:
+        """BrokenContract if this rank ends with a batch that it posted and never waited for."""
+        simulation = self._simulation
+        if self._batches:
+            batch = self._batches[0]
+            what = [f"send of {_described(f.message)} to {simulation.name(f.message.peer)}" for f in batch.sends]
+            what += [
+                f"receive of {_described(f.message)} from {simulation.name(f.message.peer)}" for f in batch.receives
+            ]
+            raise BrokenContract(
+                f"{simulation.name(self.rank)} never waited for batch {batch.number}: {', '.join(what) or 'empty'}"
+            )
+
+    def _meet(self, kind: str, payload: bytes) -> list[bytes]:
+        self._simulation.scheduler.pause(self.rank)
+        self._meetings += 1
+        return self._simulation.join(self.rank, self._meetings - 1, kind, payload)
+
+    def _check(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        for message in (*sends, *receives):
+            if not 0 <= message.peer < self.world_size or message.peer == self.rank:
+                raise ValueError(
+                    f"peer must be another rank of the {self.world_size}, got {message.peer} on rank {self.rank}"
+                )
+            if not message.tensor.is_contiguous() or not message.tensor.numel():
+                raise ValueError(f"message {message.label!r} must be contiguous and not empty")
+        self._check_disjoint(sends, receives)
+
+    def _check_disjoint(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """A buffer that is received into shares no byte with any other in flight. Before any is scribbled over."""
+        into = [(*_span(m), m.label) for m in receives]
+        out = [(*_span(m), m.label) for m in sends]
+        for batch in self._batches:
+            into += [(f.start, f.stop, f.message.label) for f in batch.receives]
+            out += [(f.start, f.stop, f.message.label) for f in batch.sends]
+        into.sort()
+        for (_, stop, label), (start, _, other) in zip(into, into[1:], strict=False):
+            if start < stop:
+                raise self._shared(f"the receive of {label!r}", f"the receive of {other!r}")
+        starts = [start for start, _, _ in into]
+        for start, stop, label in out:
+            at = bisect_left(starts, stop)  # receives before `at` begin before this send ends
+            if at and into[at - 1][1] > start:
+                raise self._shared(f"the send of {label!r}", f"the receive of {into[at - 1][2]!r}")
+
+    def _shared(self, one: str, other: str) -> BrokenContract:
+        name = self._simulation.name(self.rank)
+        return BrokenContract(f"{name} shares bytes between the buffers of {one} and {other}, both in flight")
+
+
+@dataclass(frozen=True)
+class _Handle:
+    transport: SimulatedTransport
+    batch: _Batch
+
+    def wait(self) -> None:
+        self.transport.wait(self.batch)
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """As integers, so that NaN equals itself. x is contiguous."""
+    return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+
+
+def _span(message: Message) -> tuple[int, int]:
+    start = message.tensor.data_ptr()
+    return start, start + message.bytes
+
+
+def _described(message: Message) -> str:
+    return f"{message.label!r} ({message.bytes} bytes of {str(message.tensor.dtype).removeprefix('torch.')})"
+
+
+def _headline(error: BaseException) -> str:
+    if isinstance(error, RankFailure):
+        return error.headline
+    first = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def _stack(frame: Any) -> str:
+    """The innermost frames, without those of the simulation itself."""
+    inner = traceback.StackSummary.extract(traceback.walk_stack(frame), limit=4 * _FRAMES)
+    inner.reverse()
+    kept = [entry for entry in inner if entry.filename not in _OWN_FILES]
+    return "".join(traceback.StackSummary.from_list(kept[-_FRAMES:]).format())
+
+
+_OWN_FILES = {__file__, sys.modules[Scheduler.__module__].__file__}
