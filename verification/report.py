@@ -23,6 +23,7 @@ from rich.live import Live
 from rich.table import Table
 
 from verification.failures import VerificationFailure
+from verification.reach import FEATURES, Reach
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 LINE_EVERY = 5.0  # seconds between progress lines where the output is not a terminal
@@ -90,6 +91,7 @@ class Report:
     examples: int = 0  # checked and held, each Case or law once, however many properties were looked at
     distributed: int = 0  # of these, on two or more ranks
     seconds: float = 0.0  # spent on checking; starting the ranks is not counted
+    reach: Reach = field(default_factory=Reach)  # what the plain Cases among the examples had
     extras: dict[str, Any] = field(default_factory=dict)  # further fields of the JSON
     _world: int = 0
     _goal: int = 0
@@ -207,6 +209,8 @@ class Report:
                 )
             table.add_section()
         self.console.print(table)
+        if self.reach.cases:
+            self.console.print(self.reach.table())
         worst = ", ".join(f"{x} {_ratio(ratio)}" for x, ratio in self.worst_by_dtype().items() if ratio is not None)
         self.say(f"worst error / bound: {worst or 'nothing was compared'}")
         for failure in self.failures:
@@ -235,6 +239,7 @@ class Report:
             key = row["property"], row["world"], row["dtype"]
             self.rows[key] = Row(row["examples"], ratio, row["seconds"])
         self.failures = [Failure.from_dict(entry) for entry in data["failures"]]
+        self.reach = Reach(data["reached"]["cases"], dict.fromkeys(FEATURES, 0) | data["reached"]["with"])
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -254,6 +259,7 @@ class Report:
                 }
                 for (name, world, dtype), row in sorted(self.rows.items())
             ],
+            "reached": {"cases": self.reach.cases, "with": self.reach.to_dict()},
             "failures": [failure.to_dict() for failure in self.failures],
             **self.extras,
         }

@@ -188,12 +188,6 @@ AGREEMENTS = (
         (Edit(AGREEMENT, "    if q.shape[2] % k.shape[2]:\n", "    if q.shape[2] % k.shape[2] and False:\n"),),
     ),
     Defect(
-        "pattern-not-checked",
-        "own",
-        "A pattern for more heads than there are is not refused before the others are told that all is well.",
-        (Edit(AGREEMENT, "    call.pattern.validate(call.q.shape[2])\n", ""),),
-    ),
-    Defect(
         "flags-not-checked",
         "own",
         "A return_lse that is no flag is taken for one.",
