@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from ring.budget import default_bucket as ring_bucket
 from ring.layout import Layout
 from verification import definitions
-from verification.definitions import default_bucket, shards, shuffled
+from verification.case import _layout
+from verification.definitions import default_bucket, shards
 
-ORDERS = ("contiguous", "zigzag", "striped", "hilbert", "shuffled")
+ORDERS = ("contiguous", "zigzag", "striped", "hilbert", "spliced", "shuffled")
 
 
 def held(order: str, n: int, p: int, cuts: tuple[int, ...] | None = None, seed: int = 0) -> list[list[int]]:
@@ -54,16 +55,13 @@ def test_every_position_is_held_once(order: str, n: int, p: int, seed: int) -> N
     assert laid[found.place].tolist() == list(range(n))
     assert [int(found.holder[x[0]]) for x in found.positions if len(x)] == [r for r in range(p) if found.counts[r]]
     assert found.counts == tuple(map(len, held(order, n, p, None, seed)))
-    if order != "zigzag":  # two chunks of a rank may both be the longer ones
+    if order not in ("zigzag", "spliced"):  # two chunks of a rank may both be the longer ones
         assert max(found.counts) - min(found.counts) <= 1
 
 
 @given(st.sampled_from(ORDERS), st.integers(1, 80), st.integers(1, 9), st.data())
 def test_the_ring_s_layouts_are_these(order: str, n: int, p: int, data: st.DataObject) -> None:
-    if order == "shuffled":
-        own = Layout.from_cuts(shuffled(n, 3), [r * n // p for r in range(p + 1)])
-    else:
-        own = getattr(Layout, order)(n, p)
+    own = _layout(order, n, p, None, 3)
     laid = torch.cat([own.positions(rank) for rank in range(p)])
     inner = sorted(data.draw(st.lists(st.integers(0, n), min_size=p - 1, max_size=p - 1)))
     cuts = (0, *inner, n)
@@ -75,8 +73,8 @@ def test_the_ring_s_layouts_are_these(order: str, n: int, p: int, data: st.DataO
 
 
 def test_long_sequences_too() -> None:
-    for order in ORDERS[:-1]:
-        layout, found = getattr(Layout, order)(8191, 5), shards(order, 8191, 5, None)
+    for order in ORDERS:
+        layout, found = _layout(order, 8191, 5, None, 0), shards(order, 8191, 5, None)
         assert all(np.array_equal(layout.positions(rank).numpy(), found.positions[rank]) for rank in range(5))
 
 

@@ -361,7 +361,7 @@ def test_a_16_bit_accumulator_makes_the_error_grow(exchange: str) -> None:
 
 def test_a_rank_that_does_not_refuse_is_found() -> None:
     case = plain(2)
-    how = {"mistake": "one token too many in q", "culprit": 1}
+    how = {"mistakes": [["one token too many in q", 1]]}
     backend = GlooBackend(2.0, plant_swallowed_error)
     backend.start(2)
     try:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-ORDERS = ("contiguous", "zigzag", "striped", "hilbert", "shuffled")
+ORDERS = ("contiguous", "zigzag", "striped", "hilbert", "spliced", "shuffled")
 EXCHANGES = ("ring", "direct", "gather")
 KERNELS = ("auto", "math", "flash")
 LSE = ("unused", "returned", "differentiated", "alone")
@@ -45,7 +46,8 @@ class Case:
     world         ranks that exist
     group         global ranks that take part, ascending; index i of the group holds shard i. None: all
     tokens        length n of the sequence
-    order         order of the tokens: one of ORDERS; "shuffled" is a permutation drawn from the seed
+    order         order of the tokens: one of ORDERS; "spliced" has the first half contiguous, the second striped;
+                  "shuffled" is a permutation drawn from the seed
     cuts          p + 1 non-decreasing offsets into the order from 0 to n, p the size of the group; None: the layout's
                   own
     pattern       who sees whom
@@ -233,6 +235,12 @@ class Case:
 def _layout(order: str, n: int, p: int, cuts: tuple[int, ...] | None, seed: int) -> Layout:
     if order == "shuffled":
         return Layout.from_cuts(definitions.shuffled(n, seed), cuts or [r * n // p for r in range(p + 1)])
+    if order == "spliced":  # each rank has runs of two steps
+        half = n // 2
+        runs = [(range(r * half // p, (r + 1) * half // p), range(half + r, n, p)) for r in range(p)]
+        counts = [len(first) + len(second) for first, second in runs]
+        listed = torch.tensor([position for pair in runs for run in pair for position in run], dtype=torch.int64)
+        return Layout.from_cuts(listed, cuts or list(accumulate(counts, initial=0)))
     layout: Layout = getattr(Layout, order)(n, p)
     if cuts is None:
         return layout

@@ -41,10 +41,11 @@ def shards(order: str, n: int, p: int, cuts: tuple[int, ...] | None, seed: int =
     contiguous  position x is with rank r if r n / p, rounded down, is the last such number up to x
     zigzag      the same for 2 p chunks; rank r has the r-th from the front and the r-th from the back
     striped     position x is with rank x mod p
+    spliced     the first half of the positions contiguous, the others striped, counted from there
     hilbert     the curve through the smallest square of side 2^k that holds all positions row by row, cut evenly
     shuffled    a random permutation, cut evenly
 
-    The first three keep a rank's positions ascending. Raises ValueError for another order.
+    The first four keep a rank's positions ascending. Raises ValueError for another order.
     """
     everything = np.arange(n)
     if order in ("hilbert", "shuffled"):
@@ -100,7 +101,10 @@ def _owner(order: str, x: Ints, n: int, p: int) -> Ints:
         return np.minimum(chunk, 2 * p - 1 - chunk)
     if order == "striped":
         return x % p
-    raise ValueError(f"order is {order!r}; it must be one of contiguous, zigzag, striped, hilbert, shuffled")
+    if order == "spliced":
+        half = n // 2
+        return np.where(x < half, _part(x, max(half, 1), p), (x - half) % p)
+    raise ValueError(f"order is {order!r}; it must be one of contiguous, zigzag, striped, spliced, hilbert, shuffled")
 
 
 def _hilbert(n: int) -> Ints:

@@ -246,39 +246,59 @@ def check_poisoned(backend: Backend, case: Case, how: How) -> float:
 @st.composite
 def _misused(draw: st.DrawFn, world: int) -> tuple[Case, How]:
     case = draw(cases(world))
-    mistake = draw(st.sampled_from(misuse.applicable(case)))
-    culprit = draw(st.integers(0, len(case.ranks) - 1))
-    return case, {"mistake": mistake, "culprit": culprit}
+    if draw(
+        st.booleans()
+    ):  # ranks of a part of the world have two numbers each: this is where they meet without tensors
+        case = _changed(case, elsewhere(draw, case))
+    one = st.tuples(st.sampled_from(misuse.applicable(case)), st.integers(-1, len(case.ranks) - 1))
+    made = draw(st.lists(one, min_size=1, max_size=6))
+    return case, {"mistakes": [[mistake, _culprit(mistake, number)] for mistake, number in made]}
+
+
+def _culprit(mistake: str, number: int) -> int | None:
+    """The index of the group that makes the mistake, None for all; to differ from the others takes just one."""
+    if misuse.MISTAKES[mistake].together:
+        return None
+    if number < 0:
+        return None if misuse.MISTAKES[mistake].alone else 0
+    return number
 
 
 def check_misused(backend: Backend, case: Case, how: How) -> float:
-    """One rank is called wrongly: every rank raises the same error, which names the argument; the next call
-    works.
+    """One rank, or every rank, is called wrongly: every rank raises the same error, which names the argument. So one
+    mistake after the other; the next call works.
     """
-    mistake, culprit = how["mistake"], how["culprit"]
-    backend.submit(misused, case, mistake, culprit)
+    mistakes = [(mistake, culprit) for mistake, culprit in how["mistakes"]]
+    backend.submit(misused, case, mistakes)
     expectation = expect(case)
     answers = backend.collect()
-    errors = [error for error, _ in answers]
-    argument = misuse.MISTAKES[mistake].argument
-    for index, error in enumerate(errors):
-        if error is None:
-            raise WrongResult(f"index {index} of the group raised nothing, though {mistake} on index {culprit}")
-        if error[0] not in ("ValueError", "NotImplementedError"):
-            raise WrongResult(f"index {index} of the group raised {error[0]}: {error[1]}; {mistake} on index {culprit}")
-        if error != errors[culprit]:
-            raise WrongResult(
-                f"index {index} of the group raised {error}, index {culprit}, called wrongly, {errors[culprit]}"
-            )
-        if argument not in error[1]:
-            raise WrongResult(f"the error for {mistake!r} does not name {argument!r}: {error[1]}")
+    for number, (mistake, culprit) in enumerate(mistakes):
+        where = "on every rank" if culprit is None else f"on index {culprit} of the group"
+        _check_errors(
+            f"{mistake} {where}", misuse.MISTAKES[mistake].argument, [errors[number] for errors, _ in answers]
+        )
     properties.check(case, expectation, [observation for _, observation in answers])
     return 0.0
 
 
-def misused(transport: Transport, case: Case, mistake: str, culprit: int) -> tuple[tuple[str, str] | None, Observation]:
-    """Task: call ring_attention wrongly on one rank, then rightly on all."""
-    return misuse.call(transport, case, mistake, culprit), observe(transport, case, None, False)
+def _check_errors(what: str, argument: str, errors: list[tuple[str, str] | None]) -> None:
+    for index, error in enumerate(errors):
+        if error is None:
+            raise WrongResult(f"index {index} of the group raised nothing: {what}")
+        if error[0] not in ("ValueError", "NotImplementedError"):
+            raise WrongResult(f"index {index} of the group raised {error[0]}: {error[1]}; {what}")
+        if error != errors[0]:
+            raise WrongResult(f"index {index} of the group raised {error}, index 0 {errors[0]}: {what}")
+        if argument not in error[1]:
+            raise WrongResult(f"the error does not name {argument!r}: {what}: {error[1]}")
+
+
+def misused(
+    transport: Transport, case: Case, mistakes: list[tuple[str, int | None]]
+) -> tuple[list[tuple[str, str] | None], Observation]:
+    """Task: call ring_attention wrongly, in one way after the other, then rightly on all ranks."""
+    errors = [misuse.call(transport, case, mistake, culprit) for mistake, culprit in mistakes]
+    return errors, observe(transport, case, None, False)
 
 
 # --- helpers
@@ -328,6 +348,6 @@ LAWS = (
     Law("later tokens change nothing", _later, check_later, 0.03),
     Law("batches and heads permute", _permuted, check_permuted, 0.03),
     Law("NaN and inf propagate", _poisoned, check_poisoned, 0.02),
-    Law("wrong calls refused everywhere", _misused, check_misused, 0.06),
+    Law("wrong calls refused everywhere", _misused, check_misused, 0.08),
     Law("error does not grow with ranks", _growth, check_growth, 0.003, most=20),
 )

@@ -1,4 +1,4 @@
-"""Wrong calls of ring_attention, by name: what one rank does wrong, and which argument the error must name."""
+"""Wrong calls of ring_attention, by name: what a rank, or every rank, does wrong, and what the error must name."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ Arguments = dict[str, Any]  # of ring_attention, by name
 
 @dataclass(frozen=True)
 class Mistake:
-    """`spoil` changes the arguments of the rank that is called wrongly; `alone`: wrong on its own, whatever
-    others do.
+    """`spoil` changes the arguments of a rank that is called wrongly. `alone`: wrong on its own, whatever others do, so
+    that all ranks can make it. `together`: all ranks have to. `call`: what is then done with the arguments.
     """
 
     argument: str
     spoil: Callable[[Arguments, Case], None]
     alone: bool = True
+    together: bool = False
+    call: Callable[[Arguments], object] = lambda arguments: ring_attention(**arguments)
 
 
 def _set(name: str, value: Any) -> Callable[[Arguments, Case], None]:
@@ -93,6 +95,27 @@ def _other_pattern(arguments: Arguments, case: Case) -> None:
     arguments["pattern"] = Pattern(case.pattern.branches, not case.pattern.causal)
 
 
+def _more(axis: int) -> Callable[[Arguments, Case], None]:
+    """Batch, heads or head dim: twice as much of q, k and v."""
+
+    def spoil(arguments: Arguments, case: Case) -> None:
+        arguments.update({name: torch.cat((arguments[name],) * 2, axis) for name in "qkv"})
+
+    return spoil
+
+
+def _nothing(arguments: Arguments, case: Case) -> None:
+    """The arguments are right; what is done with them is not."""
+
+
+def _differentiate_twice(arguments: Arguments) -> None:
+    q = arguments["q"].detach().requires_grad_()
+    result = ring_attention(**arguments | {"q": q})
+    out = result[0] if isinstance(result, tuple) else result
+    (once,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    torch.autograd.grad(once.sum(), q)
+
+
 MISTAKES: dict[str, Mistake] = {
     "one token too many in q": Mistake("q", _change("q", _longer)),
     "one token too many in k and v": Mistake("k", lambda a, case: a.update(k=_longer(a["k"]), v=_longer(a["v"]))),
@@ -126,6 +149,10 @@ MISTAKES: dict[str, Mistake] = {
     "requires gradients, unlike the others": Mistake("requires_grad", _change("q", _differentiable), alone=False),
     "another dtype than the others": Mistake("dtype", _all_in(torch.float64), alone=False),
     "another pattern than the others": Mistake("pattern", _other_pattern, alone=False),
+    "another batch size than the others": Mistake("batch", _more(0), alone=False),
+    "another head dim than the others": Mistake("head dim", _more(3), alone=False),
+    "other heads than the others": Mistake("heads", _more(2), alone=False),
+    "a gradient of a gradient": Mistake("double backward", _nothing, together=True, call=_differentiate_twice),
 }
 
 
@@ -135,19 +162,21 @@ def applicable(case: Case) -> tuple[str, ...]:
     return tuple(name for name in possible if MISTAKES[name].spoil is not _shuffled_layout or case.tokens > 1)
 
 
-def call(transport: Transport, case: Case, mistake: str, culprit: int) -> tuple[str, str] | None:
-    """Call ring_attention, wrongly on the rank at index `culprit`. The error as (type, message); None if
-    there was none.
+def call(transport: Transport, case: Case, mistake: str, culprit: int | None) -> tuple[str, str] | None:
+    """Call ring_attention, wrongly on the rank at index `culprit`, or on every rank (None). The error as (type,
+    message); None if there was none.
     """
     q, k, v, *_ = shards(case, transport.rank, whole_tensors(case))
     arguments: Arguments = {
         "q": q, "k": k, "v": v, "pattern": case.pattern, "layout": case.layout(), "exchange": case.exchange,
         "bucket": case.bucket, "kernel": case.kernel, "scale": case.scale, "return_lse": case.lse != "unused",
+        "group": transport,
     }  # fmt: skip
-    if transport.rank == culprit:
-        MISTAKES[mistake].spoil(arguments, case)
+    made = MISTAKES[mistake]
+    if culprit is None or transport.rank == culprit:
+        made.spoil(arguments, case)
     try:
-        ring_attention(**arguments, group=transport)
+        made.call(arguments)
     except Exception as error:  # of any type: which it is, is what the law is about
         return type(error).__name__, str(error)
     return None

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hypothesis import Phase, Verbosity, given, settings, target
+from hypothesis import HealthCheck, Phase, Verbosity, given, settings, target
 from hypothesis import seed as seeded
 from hypothesis.database import DirectoryBasedExampleDatabase
 from hypothesis.strategies import SearchStrategy
@@ -42,7 +42,10 @@ PATIENCE = 10.0  # seconds before the first hang is called one
 # Once a hang was seen, shrinking meets many: none waits longer than this, or than 20 times the slowest good
 # example.
 SHORT_PATIENCE, SLOWER = 0.7, 20
-EXAMPLES_ON_FEWER = 60  # drawn on each smaller world size in search of the same failure
+# Examples of one run of Hypothesis. After ten it begins to vary what it has drawn: of 200 in one run a third are
+# repeats, and what is rare is missed more often. IDLE_RUNS without a new example: there are no more.
+RUN, IDLE_RUNS = 10, 20
+RUNS_ON_FEWER = 6  # on each smaller world size in search of the same failure
 Signature = tuple[str, str]  # kind and property: failures that agree in both are one
 WARM_UP = 5  # examples that do not count as slow: modules are imported, groups are made
 
@@ -234,6 +237,7 @@ class Hunt:
     remembers: bool = False
     workshop: Backend | None = None  # None: failures are shrunk where they are found
     _failed: dict[str, Found] = field(default_factory=dict)  # by record: what failed once fails always
+    _held: set[str] = field(default_factory=set)  # likewise, what held: it is not looked at, or counted, again
     _reported: list[Signature] = field(default_factory=list)
     _first: Found | None = None  # the failure that is being shrunk, as it was found
     _wanted: Signature | None = None  # what it looks like where it is being shrunk
@@ -250,7 +254,7 @@ class Hunt:
             while self._count < examples and time.perf_counter() < last:
                 self._deadline = last
                 seeds = f"{seed}/{self.world}/{self.experiment.name}/{len(found)}"
-                smallest = self._go(self.world, examples - self._count, seeds)
+                smallest = self._draw(self.world, examples, seeds)
                 if smallest is None or self._first is None:
                     break
                 last = min(last, time.perf_counter() + self.budget)
@@ -264,26 +268,42 @@ class Hunt:
             self.backend.patience = patience
         return found
 
-    def _go(self, world: int, examples: int, seed: str) -> Found | None:
-        """Let Hypothesis draw until something fails, and shrink that."""
+    def _draw(self, world: int, examples: int, seed: str) -> Found | None:
+        """Runs of Hypothesis until so many examples held, or one failed, which is shrunk within its run."""
+        strategy = self.experiment.draw(world)
+        run = idle = 0
+        while self._count < examples and idle < IDLE_RUNS and time.perf_counter() < self._deadline:
+            before, left = self._count, examples - self._count
+            found = self._go(
+                strategy, world, left if self.experiment.pushes else min(RUN, left), f"{seed}/{run}", run == 0
+            )
+            if found is not None:
+                return found
+            run, idle = run + 1, idle + 1 if self._count == before else 0
+        return None
+
+    def _go(self, strategy: SearchStrategy[Any], world: int, examples: int, seed: str, first: bool) -> Found | None:
+        """Let Hypothesis draw until something fails, and shrink that. The first run takes what is remembered, too."""
 
         def test(subject: Any) -> None:
             self.attempt(subject)
 
         # By its name Hypothesis finds the test's examples in the database.
         test.__name__ = test.__qualname__ = re.sub(r"\W+", "_", f"{self.experiment.name}_on_{world}")
+        phases = [Phase.generate, Phase.shrink]
         chosen = settings(
             max_examples=examples,
             database=DirectoryBasedExampleDatabase(DATABASE) if self.remembers else None,
-            phases=(Phase.reuse, Phase.generate, *([Phase.target] if self.experiment.pushes else []), Phase.shrink),
+            phases=[*phases, *([Phase.reuse] if first else []), *([Phase.target] if self.experiment.pushes else [])],
             deadline=None,
             derandomize=False,
             report_multiple_bugs=False,  # stop drawing at the first; `_judge` lets no other be shrunk instead
+            suppress_health_check=list(HealthCheck),  # they time the drawing, which a loaded machine may slow down
             verbosity=Verbosity.quiet,
             print_blob=False,
         )
         try:
-            seeded(seed)(chosen(given(self.experiment.draw(world))(test)))()
+            seeded(seed)(chosen(given(strategy)(test)))()
         except _Interesting as shown:
             found: Found = shown.args[0]
             return found
@@ -296,6 +316,8 @@ class Hunt:
         key = json.dumps(self.experiment.record_of(subject), sort_keys=True)
         if key in self._failed:
             return self._judge(self._failed[key])
+        if key in self._held:
+            return
         started = time.perf_counter()
         if started > self._deadline:
             return
@@ -309,6 +331,7 @@ class Hunt:
             if isinstance(failure, RankHang) and place is self.backend:
                 self.backend.patience = min(self.backend.patience, max(SHORT_PATIENCE, SLOWER * self._slowest))
             return self._judge(found)
+        self._held.add(key)
         if self._first is not None:
             return  # shrinking: these examples are not part of the sample
         spent = time.perf_counter() - started
@@ -362,9 +385,11 @@ class Hunt:
         if self._place is None or self._place.name != "sim":
             return found
         for world in range(1, self.experiment.case_of(found.subject).world):
-            smaller = self._go(world, EXAMPLES_ON_FEWER, f"{seed}/{world}")
-            if smaller is not None:
-                return smaller
+            strategy = self.experiment.draw(world)
+            for run in range(RUNS_ON_FEWER):
+                smaller = self._go(strategy, world, RUN, f"{seed}/{world}/{run}", first=False)
+                if smaller is not None:
+                    return smaller
         return found
 
     def _confirmed(self, found: Found, first: Found, patience: float) -> Found:

@@ -24,7 +24,7 @@ Draw = st.DrawFn
 MOST_TOKENS = 64
 
 # Small sequences find most defects and cost least; blocks of rows and full vectors of keys take longer ones.
-_ceilings = st.sampled_from((8, 16, 32, MOST_TOKENS, MOST_TOKENS))
+_ceilings = st.sampled_from((8, 16, 32, MOST_TOKENS, MOST_TOKENS, MOST_TOKENS))
 _tokens = {ceiling: st.integers(1, ceiling) for ceiling in (8, 16, 32, MOST_TOKENS)}
 _least_tokens = st.integers(1, 8)
 # (query heads, key/value heads): equal, one for all (MQA), groups (GQA), and counts that are no power of two.
@@ -33,7 +33,7 @@ _heads = st.sampled_from(HEADS)
 # Dimensions of 32 and 64 are rare: they cost most and find little that 16 does not.
 _head_dims = st.sampled_from((1, 2, 4, 8, 3, 5, 16, 7, 12, 1, 2, 4, 8, 16, 32, 64))
 _dtypes = st.sampled_from(("float32", "float64", "bfloat16", "float16"))
-_orders = st.sampled_from(("contiguous", "zigzag", "striped", "hilbert", "shuffled"))
+_orders = st.sampled_from(("contiguous", "zigzag", "striped", "hilbert", "spliced", "shuffled"))
 _exchanges = st.sampled_from(("ring", "direct", "gather"))
 _kernels = st.sampled_from(("auto", "math", "flash"))
 _lse = st.sampled_from(("unused", "returned", "differentiated", "alone"))

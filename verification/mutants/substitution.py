@@ -82,8 +82,18 @@ class Verdict:
     message: str | None
 
 
-def run_tests(files: Sequence[str]) -> Verdict:
-    """These test files, in this process, until the first failure. Tests that draw draw the same every time.
+def limit_processor(seconds: int, pid: int = 0) -> None:
+    """End a process when it has used so many seconds of the processor more than now. pid 0: this one."""
+    fields = Path(f"/proc/{pid or 'self'}/stat").read_text().rpartition(")")[2].split()
+    used = (int(fields[11]) + int(fields[12])) // os.sysconf("SC_CLK_TCK")  # in user mode, in the kernel
+    _, hard = resource.prlimit(pid, resource.RLIMIT_CPU)
+    resource.prlimit(pid, resource.RLIMIT_CPU, (used + 1 + seconds, hard))
+
+
+def run_tests(files: Sequence[str], seconds: int) -> Verdict:
+    """These test files, in this process, until the first failure or so many seconds of the processor.
+
+    Tests that draw draw the same every time.
 
     Raises RuntimeError where pytest itself cannot do its work.
     """
@@ -96,12 +106,13 @@ def run_tests(files: Sequence[str]) -> Verdict:
     hypothesis.settings.register_profile("mutants", database=None, derandomize=True, deadline=None)
     hypothesis.settings.load_profile("mutants")
     os.chdir(ROOT)
+    limit_processor(seconds)
     first = _First()
     said = io.StringIO()
     with redirect_stdout(said), redirect_stderr(said):
         status = pytest.main(
-            ["-x", "-q", "--capture=sys", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:faulthandler",
-             "-o", "addopts=", *files],
+            ["-x", "-q", "--capture=sys", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist", "-p",
+             "no:faulthandler", "-o", "addopts=", *files],
             plugins=[first],
         )  # fmt: skip
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and first.failed is None:

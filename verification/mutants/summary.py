@@ -24,7 +24,8 @@ Place = tuple[str, str, str, str]  # file, function, before, after
 class Record:
     """The outcome for one change: "properties" and "tests" killed it; "survived"; "not run", for the reason `message`.
 
-    by: the property or law, or the test; examples: until it was found in the simulation, of a survivor all.
+    by: the property or law, or the test; examples: until it was found in the simulation, of a survivor all; tested:
+    whether the unit tests have seen it.
     """
 
     file: str
@@ -39,6 +40,7 @@ class Record:
     kind: str | None
     message: str | None
     examples: int
+    tested: bool
     seed: int
     seconds: float
 
@@ -49,12 +51,6 @@ class Record:
     @property
     def place(self) -> Place:
         return self.file, self.function, self.before, self.after
-
-    def settled(self, seed: int, limit: int) -> bool:
-        """Whether there is nothing more to find out with these examples."""
-        if self.outcome == "not run":
-            return False
-        return not self.survived or (self.seed == seed and self.examples >= limit)
 
     def __str__(self) -> str:
         said = {"properties": f"{self.by}, example {self.examples}", "tests": str(self.by)}.get(
@@ -131,8 +127,8 @@ def markdown(
     judged = explained(records, reasons)
     lines = [
         "# Syntactic changes", "",
-        "Written by `scripts/mutate --summary verification/mutants/SYNTACTIC.md`; which changes are made, and which not, "
-        "`verification/mutants/mutations.py` says.", "",
+        "Written by `scripts/mutate --summary verification/mutants/SYNTACTIC.md`. Which changes are made, and which "
+        "not, `verification/mutants/mutations.py` says.", "",
         f"Seed {seed}, at most {limit} examples a change in the simulation, then the unit tests of the module.", "",
         "| file | " + " | ".join(_COLUMNS) + " | killed of the not equivalent |",
         "|---|" + "---:|" * (len(_COLUMNS) + 1),
@@ -158,8 +154,8 @@ def _found_by(judged: Judged) -> list[str]:
     most = sorted({name: names.count(name) for name in names}.items(), key=lambda item: (-item[1], item[0]))
     soon = sum(number <= 10 for number in found)
     return [
-        f"Killed by properties: {soon} of {len(found)} within 10 examples, the median after {found[len(found) // 2]}. By "
-        + ", ".join(f"{name} ({number})" for name, number in most) + ".",
+        f"Killed by properties: {soon} of {len(found)} within 10 examples, the median after "
+        f"{found[len(found) // 2]}. By " + ", ".join(f"{name} ({number})" for name, number in most) + ".",
         "",
     ]  # fmt: skip
 
