@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,12 +27,6 @@ from verification.mutants.syntactic import Task, judge, read_results
 ROOT = Path(__file__).resolve().parents[1]
 SEED = 5
 HAS_GENERATOR = importlib.util.find_spec("cosmic_ray") is not None
-
-
-@pytest.fixture(autouse=True)
-def few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(syntactic, "DRAWN", 40)
-    syntactic.drawn.cache_clear()
 
 
 def change(file: str, was: str, becomes: str) -> Mutation:
@@ -142,10 +136,9 @@ def test_an_unknown_file_ends_the_command(capsys: pytest.CaptureFixture[str], tm
 
 
 def record_of(made: Mutation) -> Record:
-    described = {name: value for name, value in asdict(made).items() if name != "source"}
     return Record(
-        **described, key=made.key, outcome="survived", by=None, kind=None, message=None, examples=9, tested=True,
-        seed=SEED, seconds=0.5,
+        **made.described(), outcome="survived", by=None, kind=None, message=None, examples=9, tested=True, seed=SEED,
+        seconds=0.5,
     )  # fmt: skip
 
 

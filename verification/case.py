@@ -46,8 +46,8 @@ class Case:
     world         ranks that exist
     group         global ranks that take part, ascending; index i of the group holds shard i. None: all
     tokens        length n of the sequence
-    order         order of the tokens: one of ORDERS; "spliced" has the first half contiguous, the second striped;
-                  "shuffled" is a permutation drawn from the seed
+    order         order of the tokens: one of ORDERS; "spliced" has the even positions contiguous, the odd ones
+                  striped; "shuffled" is a permutation drawn from the seed
     cuts          p + 1 non-decreasing offsets into the order from 0 to n, p the size of the group; None: the layout's
                   own
     pattern       who sees whom
@@ -235,10 +235,12 @@ class Case:
 def _layout(order: str, n: int, p: int, cuts: tuple[int, ...] | None, seed: int) -> Layout:
     if order == "shuffled":
         return Layout.from_cuts(definitions.shuffled(n, seed), cuts or [r * n // p for r in range(p + 1)])
-    if order == "spliced":  # each rank has runs of two steps
-        half = n // 2
-        runs = [(range(r * half // p, (r + 1) * half // p), range(half + r, n, p)) for r in range(p)]
-        counts = [len(first) + len(second) for first, second in runs]
+    if order == "spliced":  # on each rank two runs of different steps that lie within each other
+        evens = (n + 1) // 2
+        runs = [
+            (range(2 * (r * evens // p), 2 * ((r + 1) * evens // p), 2), range(1 + 2 * r, n, 2 * p)) for r in range(p)
+        ]
+        counts = [len(even) + len(odd) for even, odd in runs]
         listed = torch.tensor([position for pair in runs for run in pair for position in run], dtype=torch.int64)
         return Layout.from_cuts(listed, cuts or list(accumulate(counts, initial=0)))
     layout: Layout = getattr(Layout, order)(n, p)

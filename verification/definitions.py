@@ -41,11 +41,11 @@ def shards(order: str, n: int, p: int, cuts: tuple[int, ...] | None, seed: int =
     contiguous  position x is with rank r if r n / p, rounded down, is the last such number up to x
     zigzag      the same for 2 p chunks; rank r has the r-th from the front and the r-th from the back
     striped     position x is with rank x mod p
-    spliced     the first half of the positions contiguous, the others striped, counted from there
+    spliced     the even positions contiguous, then the odd ones striped
     hilbert     the curve through the smallest square of side 2^k that holds all positions row by row, cut evenly
     shuffled    a random permutation, cut evenly
 
-    The first four keep a rank's positions ascending. Raises ValueError for another order.
+    The first three keep a rank's positions ascending. Raises ValueError for another order.
     """
     everything = np.arange(n)
     if order in ("hilbert", "shuffled"):
@@ -53,7 +53,8 @@ def shards(order: str, n: int, p: int, cuts: tuple[int, ...] | None, seed: int =
         held = [listed[_part(everything, n, p) == rank] for rank in range(p)]
     else:
         owner = _owner(order, everything, n, p)
-        held = [everything[owner == rank] for rank in range(p)]
+        groups = (everything[::2], everything[1::2]) if order == "spliced" else (everything,)
+        held = [np.concatenate([x[owner[x] == rank] for x in groups]) for rank in range(p)]
     if cuts is not None:
         listed = np.concatenate(held)
         held = [listed[cuts[rank] : cuts[rank + 1]] for rank in range(p)]
@@ -102,8 +103,7 @@ def _owner(order: str, x: Ints, n: int, p: int) -> Ints:
     if order == "striped":
         return x % p
     if order == "spliced":
-        half = n // 2
-        return np.where(x < half, _part(x, max(half, 1), p), (x - half) % p)
+        return np.where(x % 2 == 0, _part(x // 2, (n + 1) // 2, p), x // 2 % p)
     raise ValueError(f"order is {order!r}; it must be one of contiguous, zigzag, striped, spliced, hilbert, shuffled")
 
 

@@ -251,7 +251,7 @@ def _misused(draw: st.DrawFn, world: int) -> tuple[Case, How]:
     ):  # ranks of a part of the world have two numbers each: this is where they meet without tensors
         case = _changed(case, elsewhere(draw, case))
     one = st.tuples(st.sampled_from(misuse.applicable(case)), st.integers(-1, len(case.ranks) - 1))
-    made = draw(st.lists(one, min_size=1, max_size=6))
+    made = draw(st.lists(one, min_size=1, max_size=12)) + draw(st.lists(one, max_size=12))
     return case, {"mistakes": [[mistake, _culprit(mistake, number)] for mistake, number in made]}
 
 

@@ -104,6 +104,10 @@ def _more(axis: int) -> Callable[[Arguments, Case], None]:
     return spoil
 
 
+def _more_query_heads(arguments: Arguments, case: Case) -> None:
+    arguments["q"] = torch.cat((arguments["q"],) * 2, 2)
+
+
 def _nothing(arguments: Arguments, case: Case) -> None:
     """The arguments are right; what is done with them is not."""
 
@@ -152,6 +156,7 @@ MISTAKES: dict[str, Mistake] = {
     "another batch size than the others": Mistake("batch", _more(0), alone=False),
     "another head dim than the others": Mistake("head dim", _more(3), alone=False),
     "other heads than the others": Mistake("heads", _more(2), alone=False),
+    "other query heads than the others": Mistake("heads", _more_query_heads, alone=False),
     "a gradient of a gradient": Mistake("double backward", _nothing, together=True, call=_differentiate_twice),
 }
 

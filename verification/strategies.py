@@ -44,7 +44,7 @@ _again = (
 )
 _manners = st.sampled_from(tuple((again, measured) for measured in (*[False] * 15, True) for again in _again))
 # 0 and negative factors are legal: a falsy scale is not a missing one.
-_scales = st.sampled_from((None, None, None, 1.0, 0.25, 2.0, 0.0, -0.5))
+_scales = st.sampled_from((None, None, None, 1.0, 0.25, 2.0, 0.0, -0.5, -1.0))
 _score_scales = st.sampled_from((1.0, 1.0, 0.1, 4.0, 32.0, 32.0))
 _values = st.sampled_from(("normal", "normal", "normal", "ties", "onehot", "constant", "tiny", "huge"))
 _batches = st.sampled_from((1, 1, 2, 3))
