@@ -13,7 +13,8 @@ import torch
 from reference import Branch, Pattern
 from verification import checks
 from verification.case import Case
-from verification.checks import CHECKS, Division, Observation, carry, check_all, costs
+from verification.checks import CHECKS, LONGER, Division, Observation, carry, check_all, costs
+from verification.definitions import default_bucket
 from verification.expectation import QUANTITIES, Expectation, expect
 from verification.failures import MismatchedMessages, WrongResult
 from verification.workspace import Workspace, limits
@@ -43,6 +44,7 @@ def honest(given: Case, expectation: Expectation) -> list[Observation]:
 
     accumulator = str(given.accumulator_dtype).removeprefix("torch.")
     found = []
+    bucket = default_bucket(LONGER, given.heads, given.kv_heads, given.torch_dtype.itemsize)
     for i in range(layout.world_size):
         arrays = {name: shard(name, i) for name in QUANTITIES}
         if given.lse == "unused":
@@ -54,7 +56,7 @@ def honest(given: Case, expectation: Expectation) -> list[Observation]:
             logs[f"received_{phase}"] = tuple((j, int(x), f"{j}->{i}") for j, x in enumerate(sent[:, i]) if x)
             logs[f"buffer_{phase}"] = int(getattr(due, f"buffer_{phase}")[i])
         dtypes = (given.dtype, accumulator, given.dtype, given.dtype, given.dtype)
-        said = Division(defined.positions[i], defined.counts, defined.positions[i], defined.place)
+        said = Division(defined.positions[i], defined.counts, defined.positions[i], defined.place, bucket)
         found.append(
             Observation(
                 said, **arrays, dtypes=dtypes, **logs, inputs_unchanged=True, repeat_equal=True, **spaces(given, i)
@@ -321,6 +323,13 @@ def test_bytes_and_buffers_that_cost_more_or_less(phase: str, exchange: str) -> 
     for change in (-4, 4):
         wrong = on(1, **{f"buffer_{phase}": lambda held, change=change: held + change})
         refused("buffers", wrong, WrongResult, f"buffers: {phase}, rank 2", exchange=exchange)
+
+
+def test_a_default_bucket_beyond_the_budget() -> None:
+    def greedy(seen: list[Observation]) -> list[Observation]:
+        return [replace(x, layout=replace(x.layout, bucket=x.layout.bucket + 1)) for x in seen]
+
+    refused("buffers", greedy, WrongResult, "buffers: the default bucket on rank .* the memory budget makes it")
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from reference import cost
 from verification.bounds import LARGEST, Array
 from verification.case import Case
-from verification.definitions import Ints
+from verification.definitions import Ints, default_bucket
 from verification.expectation import QUANTITIES, Expectation
 from verification.failures import MismatchedMessages, WrongResult
 from verification.workspace import Workspace, limits
@@ -36,12 +36,18 @@ class Division:
     positions  that it gives for this rank, (L,); counts: of every rank
     sharded    what `shard` makes of the numbers 0 .. n - 1 on this rank, (L,)
     place      what `unshard` makes of the same numbers, cut by the counts: of each position its place, (n,)
+    bucket     tokens of the default bucket where each rank had LONGER tokens: drawn Cases are too short for more than
+               the least one
     """
 
     positions: Ints
     counts: tuple[int, ...]
     sharded: Ints
     place: Ints
+    bucket: int
+
+
+LONGER = 4096
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,7 +279,16 @@ def check_traffic(case: Case, expectation: Expectation, observations: Observatio
 
 
 def check_buffers(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
-    """The peak of communication buffers on every rank, forward and backward, is that of `reference.cost.buffers`."""
+    """The peak of communication buffers on every rank, forward and backward, is that of `reference.cost.buffers`; and
+    the default bucket of a long sequence is as defined.
+    """
+    bucket = default_bucket(LONGER, case.heads, case.kv_heads, case.torch_dtype.itemsize)
+    for index, seen in enumerate(observations):
+        if seen.layout.bucket != bucket:
+            raise WrongResult(
+                f"buffers: the default bucket on {_rank(case, index)} is {seen.layout.bucket} for shards of {LONGER} "
+                f"tokens; the memory budget makes it {bucket}"
+            )
     wanted = costs(case)
     for phase in ("forward", "backward"):
         for index, (seen, due) in enumerate(zip(observations, getattr(wanted, f"buffer_{phase}"), strict=True)):

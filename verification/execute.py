@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring import Transport, ring_attention
+from ring import Layout, Transport, ring_attention
+from ring.budget import default_bucket
 from ring.exchange import measure
 from ring.transport import ProcessGroupTransport, RecordingTransport, SoloTransport
 from verification.case import Case, strided_copy
-from verification.checks import Division, Observation, carry, dtype_name
+from verification.checks import LONGER, Division, Observation, carry, dtype_name
 from verification.workspace import Meter, Workspace
 
 Tensors = tuple[Tensor, ...]  # q, k, v, dout, dlse
@@ -192,6 +193,7 @@ def division(case: Case, index: int) -> Division:
         layout.counts,
         layout.shard(everything, index, dim=0).numpy(),
         layout.unshard(everything.split(layout.counts), dim=0).numpy(),
+        default_bucket(Layout.contiguous(LONGER, 1), case.heads, case.kv_heads, case.torch_dtype),
     )
 
 

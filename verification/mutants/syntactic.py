@@ -1,0 +1,357 @@
+"""`python -m verification.mutants.syntactic`: every small change of `ring/` and of the pattern, one after the other.
+
+A change is killed by the first that finds it:
+
+1. the ordinary properties and laws, on examples in the simulation (and on gloo, for what touches process groups), drawn
+   once from a seed and the same for every change;
+2. the unit tests of the module, as far as they run in one process and in seconds.
+
+What survives both is equivalent, or shows where the checks are blind: `survivors.toml` says which, and why.
+
+Each outcome is a line of a results file, by a digest of the changed text. So a run can be ended at any time; the next
+one judges what is new or changed, and goes on with survivors if it may draw more examples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, Verbosity, given, settings
+from hypothesis import seed as seeded
+from hypothesis import strategies as st
+
+from verification.backends import PRELOAD, Backend, GlooBackend, SimBackend, Unavailable
+from verification.failures import RankFailure, VerificationFailure
+from verification.laws import LAWS
+from verification.mutants.mutations import ROOT, Mutation, NoGenerator, mutations_of
+from verification.mutants.runner import Subject, anything
+from verification.mutants.substitution import limit_processor, run_tests, substitute
+from verification.mutants.summary import SURVIVORS, Record, explained, markdown, rate, read_reasons
+from verification.pool import Pool, PoolError
+from verification.runner import RUN, law_experiment
+from verification.worker import exit_with_parent
+
+# By importance: a run that ends early has judged the first.
+FILES = (
+    "ring/meetings.py", "ring/pieces.py", "ring/plan.py", "ring/schedule.py", "ring/exchange.py", "ring/attention.py",
+    "ring/kernels.py", "ring/accumulator.py", "ring/rows.py", "ring/store.py", "ring/blocks.py", "ring/transport.py",
+    "ring/agreement.py", "ring/budget.py", "ring/layout.py", "reference/pattern.py",
+)  # fmt: skip
+# The unit tests of each, the fastest first: those that need no processes of their own.
+TESTS = {
+    "ring/accumulator.py": ("accumulator", "kernels"),
+    "ring/agreement.py": ("attention_single",),
+    "ring/attention.py": ("attention_single", "attention_autograd"),
+    "ring/blocks.py": ("rows_and_store", "pieces", "plan"),
+    "ring/budget.py": ("attention_single",),
+    "ring/exchange.py": ("attention_single",),
+    "ring/kernels.py": ("kernels", "attention_single"),
+    "ring/layout.py": ("layout", "pieces"),
+    "ring/meetings.py": ("pieces", "plan"),
+    "ring/pieces.py": ("pieces", "plan"),
+    "ring/plan.py": ("plan",),
+    "ring/rows.py": ("rows_and_store", "plan"),
+    "ring/schedule.py": ("plan",),
+    "ring/store.py": ("rows_and_store",),
+    "ring/transport.py": ("attention_single", "simulation"),
+    "reference/pattern.py": ("oracle_on_paper", "pattern"),
+}
+PROCESS_GROUPS = ("ring/transport.py", "ring/attention.py")  # have code that only real processes run
+RESULTS = Path(".verification/mutations.jsonl")
+SEED = 3
+LIMIT = 300  # examples in the simulation
+GLOO_LIMIT = 40  # examples on two ranks, and again on three
+MOST_WORK = 160  # ranks times tokens of an example: the few beyond take half of the time
+WORLDS = (1, 2, 3, 4, 2, 3, 4, 5)
+PATIENCE = 3  # seconds of the processor for an example, fifty times what one takes
+TEST_PATIENCE = 60  # the same for the unit tests of a module
+GLOO_PATIENCE = 30.0  # seconds for an example: processes that wait for each other take no time of the processor
+LONG = 600.0  # seconds after which something else than the change must be wrong
+TEST_PRELOAD = (*PRELOAD, "pytest", "hypothesis")
+ENOUGH = 0.95  # of what is not equivalent in ring/
+
+
+class NotSane(Exception):
+    """Without any change an example or a test fails: nothing can be said of changes."""
+
+
+# --- one change -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be done with a change: show it the examples from `begin` to `limit`, or the unit tests."""
+
+    mutation: Mutation
+    seed: int
+    begin: int
+    limit: int
+    tests: bool = False
+
+
+class CountedSimulation(SimBackend):
+    """An example may take so many seconds of the processor: what hangs is ended, however busy the machine is."""
+
+    def __init__(self, seconds: int, prepare: Callable[[], object]) -> None:
+        super().__init__(LONG, prepare)
+        self._seconds = seconds
+
+    def submit(self, task: Any, case: Any, *arguments: Any) -> None:
+        super().submit(task, case, *arguments)
+        assert self._pool is not None
+        for pid in self._pool.pids:
+            limit_processor(self._seconds, pid)
+
+
+def judge(task: Task) -> Record:
+    """The outcome for one change. Whatever goes wrong with the tool itself makes it "not run", with the reason."""
+    started = time.perf_counter()
+    mutation = task.mutation
+    found: dict[str, Any] = {"outcome": "survived", "by": None, "kind": None, "message": None}
+    examples = task.begin
+    try:
+        if task.tests:
+            found |= _unit_tests(mutation)
+        else:
+            for backend, world, subjects in _hunts(task):
+                killed, seen = _hunt(backend, world, subjects)
+                examples += seen if backend.name == "sim" else 0
+                found |= killed
+                if killed:
+                    break
+    except Exception as error:  # the reason is shown; the next change may fare better
+        found |= {"outcome": "not run", "kind": type(error).__name__, "message": _first_line(error)}
+    seconds = round(time.perf_counter() - started, 2)
+    return Record(
+        **mutation.described(), **found, examples=examples, tested=task.tests, seed=task.seed, seconds=seconds
+    )
+
+
+def _hunts(task: Task) -> Iterator[tuple[Backend, int, Sequence[Subject]]]:
+    """(backend, world to start it on, examples), one after the other."""
+    file, seed = task.mutation.file, task.seed
+    prepare = partial(substitute, task.mutation.module, task.mutation.source)
+    yield CountedSimulation(PATIENCE, prepare), 1, subjects_for(file, seed, task.limit)[task.begin :]
+    if file in PROCESS_GROUPS and not task.begin:
+        for world in (2, 3):
+            yield GlooBackend(GLOO_PATIENCE, prepare), world, drawn("anything", (world,), seed, GLOO_LIMIT)
+
+
+def _hunt(backend: Backend, world: int, subjects: Sequence[Subject]) -> tuple[dict[str, Any], int]:
+    """What broke first, {} if nothing; and how many examples were looked at."""
+    try:
+        backend.start(world)
+        for number, subject in enumerate(subjects, start=1):
+            try:
+                subject.check(backend)
+            except VerificationFailure as failure:
+                found = {"by": subject.title(failure), "kind": failure.kind, "message": _first_line(failure)}
+                return {"outcome": "properties", **found}, number
+        return {}, len(subjects)
+    finally:
+        backend.close()
+
+
+def _unit_tests(mutation: Mutation) -> dict[str, Any]:
+    files = [f"tests/test_{name}.py" for name in TESTS[mutation.file]]
+    with Pool(1, timeout=LONG, preload=TEST_PRELOAD) as pool:
+        pool.run(substitute, mutation.module, mutation.source)
+        try:
+            (verdict,) = pool.run(run_tests, files, TEST_PATIENCE)
+        except RankFailure as failure:  # its process died, or was ended; an exception is pytest's, and no verdict
+            if failure.ranks("raised"):
+                raise
+            return {"outcome": "tests", "by": "the process of the tests", "kind": failure.kind}
+    if verdict.failed is None:
+        return {}
+    return {"outcome": "tests", "by": verdict.failed, "kind": "failed test", "message": verdict.message}
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0][:200]
+
+
+# --- the examples -----------------------------------------------------------------------------------------------------
+
+
+def subjects_for(file: str, seed: int, count: int) -> list[Subject]:
+    """What a change of this file is shown: of wrong calls more where they are what the file is about."""
+    return drawn("misuse" if file == "ring/agreement.py" else "anything", WORLDS, seed, count)
+
+
+@lru_cache
+def drawn(what: str, worlds: tuple[int, ...], seed: int, count: int) -> list[Subject]:
+    """Different examples without those that take longest. A greater count begins with those of a smaller one."""
+    found: dict[str, Subject] = {}
+
+    def keep(subject: Subject) -> None:
+        case = subject.experiment.case_of(subject.drawn)
+        if len(case.ranks) * case.tokens <= MOST_WORK:
+            found.setdefault(json.dumps(subject.record(), sort_keys=True), subject)
+
+    chosen = settings(
+        max_examples=RUN, database=None, phases=(Phase.generate,), deadline=None, derandomize=False,
+        verbosity=Verbosity.quiet, suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    strategy = misused_or_anything(worlds) if what == "misuse" else anything(worlds)
+    number = 0
+    while len(found) < count:
+        seeded(f"{seed}/{what}/{worlds}/{number}")(chosen(given(strategy)(keep)))()
+        number += 1
+    return list(found.values())[:count]
+
+
+@st.composite
+def misused_or_anything(draw: st.DrawFn, worlds: tuple[int, ...]) -> Subject:
+    """Two wrong calls for every other example."""
+    if draw(st.integers(0, 2)) == 0:
+        return draw(anything(worlds))
+    law = next(law for law in LAWS if law.name == "wrong calls refused everywhere")
+    return Subject(law_experiment(law), draw(law.draw(draw(st.sampled_from(worlds)))))
+
+
+# --- all of them ------------------------------------------------------------------------------------------------------
+
+
+def judge_all(
+    changes: dict[str, list[Mutation]], known: dict[str, Record], seed: int, limit: int, jobs: int
+) -> Iterator[Record]:
+    """New outcomes, which are put into `known` too: of all changes the examples, then of survivors the tests.
+
+    changes: by file, in the order in which they are wanted. Raises NotSane, BrokenExecutor.
+    """
+    # Every process computes on one core: from the import of numpy on.
+    os.environ.update({name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")})
+    executor = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_end_with_the_run)
+    try:
+        for tests in (False, True):
+            for file, found in changes.items():
+                tasks = [task for change in found if (task := _task(change, known, seed, limit, tests)) is not None]
+                if not tasks:
+                    continue
+                unchanged = Mutation(file, 0, "", "none", "", "", (ROOT / file).read_text())
+                sane = executor.submit(judge, Task(unchanged, seed, 0, limit, tests)).result()
+                if sane.outcome != "survived":
+                    raise NotSane(f"{file}: without any change {sane.by or 'the tool'}: {sane.kind}: {sane.message}")
+                for future in as_completed([executor.submit(judge, task) for task in tasks]):
+                    record = future.result()
+                    known[record.key] = record
+                    yield record
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+def _end_with_the_run() -> None:
+    """A worker of a run that was killed would wait for tasks for ever."""
+    threading.Thread(target=exit_with_parent, daemon=True).start()
+
+
+def _task(change: Mutation, known: dict[str, Record], seed: int, limit: int, tests: bool) -> Task | None:
+    """What is left to do with a change, None if nothing."""
+    record = known.get(change.key)
+    if record is None or record.outcome == "not run":
+        return None if tests else Task(change, seed, 0, limit)
+    if not record.survived:
+        return None
+    if tests:
+        return None if record.tested else Task(change, seed, record.examples, limit, tests=True)
+    begin = record.examples if record.seed == seed else 0
+    return Task(change, seed, begin, limit) if begin < limit else None
+
+
+def read_results(path: Path) -> dict[str, Record]:
+    """By key; of several outcomes for one change the last. A line that was cut off by an interruption is left out."""
+    found: dict[str, Record] = {}
+    lines = path.read_text().splitlines() if path.exists() else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = Record(**json.loads(line))
+        except (ValueError, TypeError) as error:
+            if number == len(lines):
+                break
+            raise ValueError(f"{path}: line {number} is no outcome: {error}") from error
+        found[record.key] = record
+    return found
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0: enough killed and every survivor explained; 1: not so; 2: the tool failed, of which stderr tells."""
+    options = _parser().parse_args(arguments)
+    try:
+        return _run(options)
+    except (NoGenerator, NotSane, Unavailable, PoolError, BrokenExecutor, ValueError, OSError) as error:
+        print(f"python -m verification.mutants.syntactic: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(options: argparse.Namespace) -> int:
+    files = options.files or list(FILES)
+    unknown = [file for file in files if file not in TESTS]
+    if unknown:
+        raise ValueError(f"--files must be of {', '.join(FILES)}; got {', '.join(unknown)}")
+    reasons = read_reasons(SURVIVORS)
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    known = read_results(options.results)
+    changes = {file: mutations_of(file) for file in files}
+    with options.results.open("a") as results:
+        for record in judge_all(changes, known, options.seed, options.limit, options.jobs):
+            results.write(json.dumps(asdict(record)) + "\n")
+            results.flush()
+            print(record, flush=True)
+    records = [replace(known[change.key], **change.described()) for found in changes.values() for change in found]
+    text = markdown(records, reasons, options.seed, options.limit, files)
+    print(text.partition("\n## Survivors")[0])
+    if options.summary is not None:
+        options.summary.write_text(text)
+    judged = explained(records, reasons)
+    if options.json is not None:
+        options.json.write_text(
+            json.dumps([asdict(record) | {"verdict": v} for record, v, _ in judged], indent=1) + "\n"
+        )
+    if any(record.outcome == "not run" for record in records):
+        print("error: some changes could not be judged", file=sys.stderr)
+        return 2
+    whole = rate(judged)
+    return 0 if whole >= ENOUGH and all(verdict != "unexplained" for _, verdict, _ in judged) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m verification.mutants.syntactic", description=(__doc__ or "").partition("\n\n")[2],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="exit status: 0 enough killed, all survivors explained; 1 not so; 2 it could not be carried out.",
+    )  # fmt: skip
+    parser.add_argument("--files", nargs="+", metavar="FILE", help="ring/store.py ... (default: all)")
+    parser.add_argument("--jobs", type=_count, default=os.cpu_count() or 1, metavar="N", help="default: the cores")
+    parser.add_argument("--limit", type=_count, default=LIMIT, metavar="N", help="examples a change (%(default)s)")
+    parser.add_argument("--seed", type=int, default=SEED, metavar="N", help="of the examples (%(default)s)")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help="outcomes (%(default)s)")
+    parser.add_argument("--summary", type=Path, metavar="FILE", help="write the summary as Markdown")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes with their verdicts as JSON")
+    return parser
+
+
+def _count(text: str) -> int:
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())
