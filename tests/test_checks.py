@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from reference import Branch, Pattern
-from verification import checks
+from verification import observation
 from verification.case import Case
-from verification.checks import CHECKS, LONGER, Division, Observation, carry, check_all, costs
+from verification.checks import CHECKS, check_all, costs
 from verification.definitions import default_bucket
 from verification.expectation import QUANTITIES, Expectation, expect
 from verification.failures import MismatchedMessages, WrongResult
+from verification.observation import LONGER, Division, Observation, carry
 from verification.workspace import Workspace, limits
 
 # Head 0 sees even positions of segments of 6, head 1 odd ones; heads 2 and 3 see nothing.
@@ -354,4 +355,4 @@ def test_carried_arrays_keep_every_bit() -> None:
     x = torch.randn(100).to(torch.bfloat16)
     assert torch.equal(torch.from_numpy(np.asarray(carry(x))).to(torch.bfloat16), x)
     assert carry(torch.randn(3, dtype=torch.float64)).dtype == np.float64
-    assert checks.dtype_name(x) == "bfloat16"
+    assert observation.dtype_name(x) == "bfloat16"

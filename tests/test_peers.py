@@ -28,11 +28,11 @@ from verification import peers
 from verification.backends import GlooBackend
 from verification.case import Case
 from verification.failures import RankHang, VerificationFailure
+from verification.hunt import ToolError
 from verification.peers import Refused, probe
 from verification.peers.adapters import flash_attn_shim, plain_attention, yunchang
 from verification.peers.experiment import claimed, expect, experiment
 from verification.peers.peer import KNOWN, load, ready, selected
-from verification.runner import ToolError
 from verification.strategies import cases
 
 ROOT = Path(__file__).parent.parent

@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 from reference.pattern import Branch, Pattern
-from verification import execute, laws, properties, runner
+from verification import execute, hunt, laws, properties, runner
 from verification.backends import GlooBackend, SimBackend, Unavailable, open_backend
 from verification.case import Case
 from verification.failures import WrongResult
@@ -141,7 +141,7 @@ def plant_zigzag_back_to_front() -> None:
 # ----------------------------------------------------------------------------------------------------------
 
 
-def hunt(
+def found_by(
     prepare: Callable[[], None] | None,
     world: int = 2,
     examples: int = 150,
@@ -155,7 +155,7 @@ def hunt(
         report = Report(Console(quiet=True))
         report.start_world(world, examples)
         workplace = simulation if workshop else None
-        search = runner.Hunt(runner.EXAMPLES, backend, report, world, 20, workshop=workplace)
+        search = hunt.Hunt(runner.EXAMPLES, backend, report, world, 20, workshop=workplace)
         found = search.explore(examples, 1)
     finally:
         backend.close()
@@ -186,7 +186,7 @@ def ranks() -> Any:
 
 
 def test_a_wrong_result_is_found_and_shrunk() -> None:
-    (failure, case), *others = hunt(plant_wrong_result)
+    (failure, case), *others = found_by(plant_wrong_result)
     assert not {failure.kind for failure, _ in others} - {"wrong result"}
     assert failure.kind == "wrong result" and "out" in str(failure)
     assert case.tokens == 6 and case.pattern == Pattern.dense(causal=True)
@@ -194,7 +194,7 @@ def test_a_wrong_result_is_found_and_shrunk() -> None:
 
 
 def test_a_layout_that_is_not_as_defined_is_named_before_what_follows_from_it() -> None:
-    (failure, case), *_ = hunt(plant_zigzag_back_to_front)
+    (failure, case), *_ = found_by(plant_zigzag_back_to_front)
     assert "layout: rank 0 holds positions [2, 1, 4]; the zigzag order gives it [0, 3, 4]" in str(failure), str(failure)
     assert properties.broken_by(failure) == "layout as defined"
     assert (case.tokens, case.order, case.heads, case.batch) == (5, "zigzag", 1, 1)
@@ -202,7 +202,7 @@ def test_a_layout_that_is_not_as_defined_is_named_before_what_follows_from_it() 
 
 def test_a_hang_is_found_shrunk_quickly_and_shown_with_stacks() -> None:
     started = time.perf_counter()
-    ((failure, case),) = hunt(plant_hang)
+    ((failure, case),) = found_by(plant_hang)
     assert failure.kind == "rank hang" and "time.sleep(3600)" not in str(failure) and "spoil" in str(failure)
     assert "within 3 s" in str(failure), "the minimal case is shown once with all the patience"
     assert case.tokens == 4 and case.exchange == "direct" and len(case.ranks) == 2
@@ -211,7 +211,7 @@ def test_a_hang_is_found_shrunk_quickly_and_shown_with_stacks() -> None:
 
 def test_a_hang_of_three_ranks_found_on_four_is_shrunk_in_simulation_and_confirmed_where_it_was_found() -> None:
     started = time.perf_counter()
-    ((failure, case),) = hunt(plant_receive_first, world=4, workshop=True)
+    ((failure, case),) = found_by(plant_receive_first, world=4, workshop=True)
     assert failure.kind == "rank hang" and "within 3 s" in str(failure) and "(world of 3)" in str(failure)
     assert (case.world, case.group, case.tokens, case.exchange) == (3, None, 3, "ring")
     assert (case.pattern, case.batch, case.heads, case.dtype) == (Pattern.dense(), 1, 1, "float32")
@@ -219,19 +219,19 @@ def test_a_hang_of_three_ranks_found_on_four_is_shrunk_in_simulation_and_confirm
 
 
 def test_a_wrong_result_found_on_gloo_is_shrunk_in_simulation_alike() -> None:
-    (failure, case), *_ = hunt(plant_wrong_result, workshop=True)
+    (failure, case), *_ = found_by(plant_wrong_result, workshop=True)
     assert failure.kind == "wrong result" and case.tokens == 6 and case.pattern == Pattern.dense(causal=True)
     assert case.world == 1, "on the fewest ranks that show it"
 
 
 def test_a_crash_is_found_and_the_next_world_is_as_good_as_new() -> None:
-    ((failure, case),) = hunt(plant_crash)
+    ((failure, case),) = found_by(plant_crash)
     assert failure.kind == "rank crash" and "SIGABRT" in str(failure)
     assert case.dtype == "bfloat16" and case.tokens == 1
 
 
 def test_distinct_defects_are_all_reported() -> None:
-    found = hunt(plant_two_defects)
+    found = found_by(plant_two_defects)
     assert {failure.kind for failure, _ in found} == {"wrong result", "rank error"}
     assert all(case.batch == 3 for failure, case in found if failure.kind == "rank error")
 
@@ -248,7 +248,7 @@ def test_examples_are_as_many_as_asked_for_and_repeat_with_the_seed(ranks: GlooB
         report = Report(Console(quiet=True))
         report.start_world(3, 40)
         experiment = replace(runner.EXAMPLES, check=check)
-        assert runner.Hunt(experiment, ranks, report, 3).explore(40, seed) == []
+        assert hunt.Hunt(experiment, ranks, report, 3).explore(40, seed) == []
         assert report.examples == len(seen) == 40
         drawn.append(seen)
     assert drawn[0] == drawn[1] != drawn[2]
@@ -265,7 +265,7 @@ def test_a_failure_that_does_not_come_back_is_still_a_failure(ranks: GlooBackend
 
     report = Report(Console(quiet=True))
     report.start_world(3, 40)
-    found = runner.Hunt(replace(runner.EXAMPLES, check=check), ranks, report, 3).explore(40, 1)
+    found = hunt.Hunt(replace(runner.EXAMPLES, check=check), ranks, report, 3).explore(40, 1)
     ((failure, case),) = ((one.failure, one.subject) for one in found)
     assert str(failure) == "values: out is wrong, this once" and case.to_json() == calls[4]
     assert calls.count(calls[4]) == 1, "a failing example is never run again"
@@ -277,8 +277,8 @@ def test_a_fault_of_the_machinery_is_no_counter_example(ranks: GlooBackend) -> N
 
     report = Report(Console(quiet=True))
     report.start_world(3, 40)
-    with pytest.raises(runner.ToolError):
-        runner.Hunt(replace(runner.EXAMPLES, check=check), ranks, report, 3).explore(40, 1)
+    with pytest.raises(hunt.ToolError):
+        hunt.Hunt(replace(runner.EXAMPLES, check=check), ranks, report, 3).explore(40, 1)
 
 
 # --- the whole run
@@ -337,7 +337,7 @@ def test_the_profile_quick_draws_enough() -> None:
 def test_laws_hold(law: laws.Law, ranks: GlooBackend) -> None:
     report = Report(Console(quiet=True))
     report.start_world(3, 8)
-    found = runner.Hunt(runner.law_experiment(law), ranks, report, 3).explore(min(8, law.most), 1)
+    found = hunt.Hunt(runner.law_experiment(law), ranks, report, 3).explore(min(8, law.most), 1)
     assert not found, str(found)
 
 

@@ -14,9 +14,9 @@ import torch
 
 from ring.transport import ProcessGroupTransport, SoloTransport, Transport
 from verification.case import Case
-from verification.checks import Observation
 from verification.execute import home, observe
 from verification.failures import RankFailure
+from verification.observation import Observation
 from verification.pool import Pool, PoolError, Ticket
 from verification.simulation import Simulation
 from verification.worker import subgroup

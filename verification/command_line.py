@@ -15,6 +15,7 @@ from rich.console import Console
 
 from verification import nightly, real_size, replay, runner
 from verification.backends import BACKENDS, Unavailable, open_backend
+from verification.hunt import ToolError
 from verification.mutants import command as mutants
 from verification.peers import command as peers
 from verification.report import Report
@@ -163,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("python -m verification: interrupted", file=sys.stderr)
         return 2
-    except runner.ToolError as error:
+    except ToolError as error:
         raise RuntimeError(f"the machinery failed on an example: {error}") from error
     return 1 if report.failures else 0
 

@@ -22,7 +22,7 @@ from ring.budget import default_bucket
 from ring.exchange import measure
 from ring.transport import ProcessGroupTransport, RecordingTransport, SoloTransport
 from verification.case import Case, strided_copy
-from verification.checks import LONGER, Division, Observation, carry, dtype_name
+from verification.observation import LONGER, Division, Observation, carry, dtype_name
 from verification.workspace import Meter, Workspace
 
 Tensors = tuple[Tensor, ...]  # q, k, v, dout, dlse

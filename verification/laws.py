@@ -22,10 +22,11 @@ from verification import misuse, properties
 from verification.backends import Backend, observe_on
 from verification.bounds import Arithmetic
 from verification.case import Case
-from verification.checks import Observation, assemble
+from verification.checks import assemble
 from verification.execute import Edit, observe
 from verification.expectation import QUANTITIES, Expectation, evaluate, expect, multiplicity
 from verification.failures import WrongResult
+from verification.observation import Observation
 from verification.strategies import cases, elsewhere, permutation_of
 
 How = dict[str, Any]

@@ -9,9 +9,10 @@ from __future__ import annotations
 import numpy as np
 
 from verification.case import Case
-from verification.checks import CHECKS, Observations
+from verification.checks import CHECKS
 from verification.expectation import Expectation
 from verification.failures import RankFailure, VerificationFailure
+from verification.observation import Observations
 
 # Title -> the checks behind it. "values" serves two titles: which one is told by the quantity.
 OUTPUT = "output and lse"

@@ -32,10 +32,11 @@ from ring.transport import Transport
 from verification import properties
 from verification.bounds import Arithmetic
 from verification.case import Case
-from verification.checks import Observation, costs
+from verification.checks import costs
 from verification.execute import attend, division, observation_of, shards
 from verification.expectation import Expectation, evaluate
 from verification.failures import VerificationFailure
+from verification.observation import Observation
 from verification.report import Report, save_record
 
 if TYPE_CHECKING:

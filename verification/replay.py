@@ -12,6 +12,7 @@ from verification import real_size, runner
 from verification.backends import Backend, Unavailable
 from verification.case import Case
 from verification.failures import VerificationFailure
+from verification.hunt import Experiment, ToolError
 from verification.laws import LAWS
 from verification.peers.experiment import experiment_of
 from verification.peers.observe import prepare
@@ -56,7 +57,7 @@ def replay(file: Path, report: Report, backend: Backend) -> Report:
 
 
 def _check(
-    experiment: runner.Experiment, subject: Any, backend: Backend, report: Report, record: dict[str, Any], file: Path
+    experiment: Experiment, subject: Any, backend: Backend, report: Report, record: dict[str, Any], file: Path
 ) -> None:
     case = experiment.case_of(subject)
     started = time.perf_counter()
@@ -66,12 +67,12 @@ def _check(
         name = experiment.property_of(failure)
         report.failed(Failure(failure.kind, name, case.world, record, file, str(failure), backend.name))
     except Exception as error:
-        raise runner.ToolError(f"{experiment.name} of {file}") from error
+        raise ToolError(f"{experiment.name} of {file}") from error
     else:
         report.held(case.dtype, ratios, time.perf_counter() - started)
 
 
-def _understand(record: Any) -> tuple[runner.Experiment | None, Any, Any]:
+def _understand(record: Any) -> tuple[Experiment | None, Any, Any]:
     """(experiment, subject, what has a world size): None stands for the problem of real size."""
     if "real_size" in record:
         problem = real_size.Problem(**record["real_size"])

@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import sys
 import traceback
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -35,43 +34,11 @@ from verification.failures import (
     RankState,
     name_ranks,
 )
+from verification.flight import Batch, Flight, described, overlap, span
 from verification.scheduler import Scheduler
 
 T = TypeVar("T")
 _FRAMES = 12  # of a rank's stack, the innermost
-
-
-class _Flight:
-    """One message in flight at one of its ends."""
-
-    __slots__ = ("message", "batch", "bits", "expected", "partner", "delivered", "start", "stop")
-
-    def __init__(self, message: Message, batch: _Batch, scribble: bool) -> None:
-        self.message, self.batch = message, batch
-        self.bits = _bits(message.tensor)
-        if scribble:
-            self.bits.fill_(-1)  # every bit set: a NaN in any floating-point type
-        self.expected = self.bits.clone()  # what the buffer must hold until the wait is over
-        self.partner: _Flight | None = None
-        self.delivered = False
-        self.start = message.tensor.data_ptr()
-        self.stop = self.start + message.bytes
-
-    @property
-    def intact(self) -> bool:
-        return torch.equal(self.bits, self.expected)
-
-
-@dataclass(eq=False)
-class _Batch:
-    """What one `post` started."""
-
-    number: int
-    rank: int
-    sends: list[_Flight] = field(default_factory=list)
-    receives: list[_Flight] = field(default_factory=list)
-    open: int = 0  # flights without which `wait` cannot return
-    over: bool = False
 
 
 class Simulation:
@@ -83,10 +50,10 @@ class Simulation:
         self.scheduler = Scheduler(size, seed)
         self.buffered = self.scheduler.random.random() < 0.25  # sends complete before their receive is posted
         self.transports = [SimulatedTransport(self, rank) for rank in range(size)]
-        self._sends: dict[tuple[int, int], deque[_Flight]] = {}  # posted, not met by a receive: (from, to)
-        self._receives: dict[tuple[int, int], deque[_Flight]] = {}
+        self._sends: dict[tuple[int, int], deque[Flight]] = {}  # posted, not met by a receive: (from, to)
+        self._receives: dict[tuple[int, int], deque[Flight]] = {}
         self._assemblies: list[_Assembly] = []
-        self._waiting: dict[int, _Batch | _Assembly] = {}
+        self._waiting: dict[int, Batch | _Assembly] = {}
         self._states: list[RankState] = []
 
     def run(self, function: Callable[[SimulatedTransport], T]) -> list[T]:
@@ -113,16 +80,16 @@ class Simulation:
         for (source, target), flights in self._sends.items():
             for flight in flights:
                 raise MismatchedMessages(
-                    f"{self.name(target)} never received {_described(flight.message)} from {self.name(source)}",
+                    f"{self.name(target)} never received {described(flight.message)} from {self.name(source)}",
                     [RankState(name, "answered", "had answered") for name in self.names],
                 )
 
     # --- messages -----------------------------------------------------------------------------------------------------
 
-    def launch(self, batch: _Batch, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+    def launch(self, batch: Batch, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         """Take a batch off a rank's hands: match its messages with those that wait for them."""
-        batch.receives = [_Flight(message, batch, scribble=True) for message in receives]
-        batch.sends = [_Flight(message, batch, scribble=False) for message in sends]
+        batch.receives = [Flight(message, batch, scribble=True) for message in receives]
+        batch.sends = [Flight(message, batch, scribble=False) for message in sends]
         batch.open = len(batch.receives) + (0 if self.buffered else len(batch.sends))
         for flight in batch.receives:
             self._meet(flight, self._sends, self._receives, (flight.message.peer, batch.rank))
@@ -131,9 +98,9 @@ class Simulation:
 
     def _meet(
         self,
-        flight: _Flight,
-        partners: dict[tuple[int, int], deque[_Flight]],
-        own: dict[tuple[int, int], deque[_Flight]],
+        flight: Flight,
+        partners: dict[tuple[int, int], deque[Flight]],
+        own: dict[tuple[int, int], deque[Flight]],
         road: tuple[int, int],
     ) -> None:
         waiting = partners.get(road)
@@ -152,7 +119,7 @@ class Simulation:
         if not self.buffered:
             self._settle(send.batch)
 
-    def _settle(self, batch: _Batch) -> None:
+    def _settle(self, batch: Batch) -> None:
         """One flight less to wait for."""
         batch.open -= 1
         if not batch.open and self._waiting.get(batch.rank) is batch:
@@ -162,22 +129,22 @@ class Simulation:
         same = (send.label, send.tensor.dtype, send.bytes) == (receive.label, receive.tensor.dtype, receive.bytes)
         if not same:
             raise MismatchedMessages(
-                f"{self.name(road[0])} sends {_described(send)} to {self.name(road[1])}, "
-                f"which there meets the receive of {_described(receive)}"
+                f"{self.name(road[0])} sends {described(send)} to {self.name(road[1])}, "
+                f"which there meets the receive of {described(receive)}"
             )
 
-    def _deliver(self, send: _Flight, receive: _Flight) -> None:
+    def _deliver(self, send: Flight, receive: Flight) -> None:
         """Read the one buffer, write the other: at any time between both posts and the end of either wait."""
         self._check_send(send)
         self._fill(receive, send.expected)
         send.delivered = True
 
-    def _fill(self, receive: _Flight, bits: torch.Tensor) -> None:
+    def _fill(self, receive: Flight, bits: torch.Tensor) -> None:
         self._check_receive(receive)
         receive.bits.copy_(bits)
         receive.expected, receive.delivered = bits, True
 
-    def finish(self, batch: _Batch) -> None:
+    def finish(self, batch: Batch) -> None:
         """End of a wait: what was not read or written yet is now, and the rank has its buffers back."""
         for flight in batch.receives:
             if not flight.delivered:
@@ -191,17 +158,17 @@ class Simulation:
             flight.delivered = True  # or buffered: `expected` is the copy that its receive will get
         batch.over = True
 
-    def _check_send(self, flight: _Flight) -> None:
+    def _check_send(self, flight: Flight) -> None:
         if not flight.batch.over and not flight.intact:
             raise BrokenContract(
-                f"{self.name(flight.batch.rank)} changed the send buffer of {_described(flight.message)} "
+                f"{self.name(flight.batch.rank)} changed the send buffer of {described(flight.message)} "
                 f"to {self.name(flight.message.peer)} before its wait was over"
             )
 
-    def _check_receive(self, flight: _Flight) -> None:
+    def _check_receive(self, flight: Flight) -> None:
         if not flight.intact:
             raise BrokenContract(
-                f"{self.name(flight.batch.rank)} wrote to the receive buffer of {_described(flight.message)} "
+                f"{self.name(flight.batch.rank)} wrote to the receive buffer of {described(flight.message)} "
                 f"from {self.name(flight.message.peer)} before its wait was over"
             )
 
@@ -226,7 +193,7 @@ class Simulation:
                     self.scheduler.wake(other)
         return [given for given in assembly.payloads if given is not None]
 
-    def wait_for(self, rank: int, reason: _Batch | _Assembly) -> None:
+    def wait_for(self, rank: int, reason: Batch | _Assembly) -> None:
         self._waiting[rank] = reason
         self.scheduler.block(rank)
         del self._waiting[rank]
@@ -253,7 +220,7 @@ class Simulation:
             for flight in flights:
                 if flight.partner is None:
                     peer = flight.message.peer
-                    found.append((peer, f"{self.name(peer)} to {verb} {_described(flight.message)}"))
+                    found.append((peer, f"{self.name(peer)} to {verb} {described(flight.message)}"))
         return found
 
     def _failure(self) -> RankFailure:
@@ -305,21 +272,21 @@ class SimulatedTransport:
     def __init__(self, simulation: Simulation, rank: int) -> None:
         self.rank, self.world_size = rank, simulation.size
         self._simulation = simulation
-        self._batches: list[_Batch] = []  # not waited for yet
+        self._batches: list[Batch] = []  # not waited for yet
         self._posted = 0
         self._meetings = 0
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         simulation = self._simulation
         simulation.scheduler.pause(self.rank)
-        batch = _Batch(self._posted, self.rank)
+        batch = Batch(self._posted, self.rank)
         self._posted += 1
         self._check(sends, receives)
         self._batches.append(batch)
         simulation.launch(batch, sends, receives)
         return _Handle(self, batch)
 
-    def wait(self, batch: _Batch) -> None:
+    def wait(self, batch: Batch) -> None:
         if batch.over:
             return
         simulation = self._simulation
@@ -342,9 +309,9 @@ class SimulatedTransport:
         simulation = self._simulation
         if self._batches:
             batch = self._batches[0]
-            what = [f"send of {_described(f.message)} to {simulation.name(f.message.peer)}" for f in batch.sends]
+            what = [f"send of {described(f.message)} to {simulation.name(f.message.peer)}" for f in batch.sends]
             what += [
-                f"receive of {_described(f.message)} from {simulation.name(f.message.peer)}" for f in batch.receives
+                f"receive of {described(f.message)} from {simulation.name(f.message.peer)}" for f in batch.receives
             ]
             raise BrokenContract(
                 f"{simulation.name(self.rank)} never waited for batch {batch.number}: {', '.join(what) or 'empty'}"
@@ -367,47 +334,26 @@ class SimulatedTransport:
 
     def _check_disjoint(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         """A buffer that is received into shares no byte with any other in flight. Before any is scribbled over."""
-        into = [(*_span(m), m.label) for m in receives]
-        out = [(*_span(m), m.label) for m in sends]
+        into = [(*span(m), m.label) for m in receives]
+        out = [(*span(m), m.label) for m in sends]
         for batch in self._batches:
             into += [(f.start, f.stop, f.message.label) for f in batch.receives]
             out += [(f.start, f.stop, f.message.label) for f in batch.sends]
-        into.sort()
-        for (_, stop, label), (start, _, other) in zip(into, into[1:], strict=False):
-            if start < stop:
-                raise self._shared(f"the receive of {label!r}", f"the receive of {other!r}")
-        starts = [start for start, _, _ in into]
-        for start, stop, label in out:
-            at = bisect_left(starts, stop)  # receives before `at` begin before this send ends
-            if at and into[at - 1][1] > start:
-                raise self._shared(f"the send of {label!r}", f"the receive of {into[at - 1][2]!r}")
-
-    def _shared(self, one: str, other: str) -> BrokenContract:
-        name = self._simulation.name(self.rank)
-        return BrokenContract(f"{name} shares bytes between the buffers of {one} and {other}, both in flight")
+        shared = overlap(into, out)
+        if shared is not None:
+            raise BrokenContract(
+                f"{self._simulation.name(self.rank)} shares bytes between the buffers of {shared[0]} and {shared[1]}, "
+                "both in flight"
+            )
 
 
 @dataclass(frozen=True)
 class _Handle:
     transport: SimulatedTransport
-    batch: _Batch
+    batch: Batch
 
     def wait(self) -> None:
         self.transport.wait(self.batch)
-
-
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    """As integers, so that NaN equals itself. x is contiguous."""
-    return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
-
-
-def _span(message: Message) -> tuple[int, int]:
-    start = message.tensor.data_ptr()
-    return start, start + message.bytes
-
-
-def _described(message: Message) -> str:
-    return f"{message.label!r} ({message.bytes} bytes of {str(message.tensor.dtype).removeprefix('torch.')})"
 
 
 def _headline(error: BaseException) -> str:

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from verification.backends import Unavailable
+from verification.hunt import ToolError
 from verification.mutants import DEFECTS, CannotPlant, by_name
 from verification.mutants.runner import ALL, LIMIT, SOON, NotSane, Outcome, hunt_all, totals
-from verification.runner import ToolError
 
 DESCRIPTION = """\
 Plants one defect after the other into the ranks' code and draws examples until a property or a law breaks. No check

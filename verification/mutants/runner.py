@@ -25,10 +25,11 @@ from hypothesis.strategies import SearchStrategy
 
 from verification.backends import Backend, GlooBackend, SimBackend
 from verification.failures import RankHang, VerificationFailure
+from verification.hunt import PATIENCE, Experiment, ToolError
 from verification.laws import LAWS
 from verification.mutants import DEFECTS, Defect, by_name
 from verification.mutants.plant import plant_by_name
-from verification.runner import EXAMPLES, PATIENCE, PROFILES, Experiment, ToolError, law_experiment
+from verification.runner import EXAMPLES, PROFILES, law_experiment
 
 HUNTERS = 2  # processes, each with ranks of its own
 LIMIT = PROFILES["ci"].examples  # examples for a defect

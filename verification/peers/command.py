@@ -17,12 +17,13 @@ from rich.console import Console
 from rich.table import Table
 
 from verification.backends import GlooBackend, Unavailable
+from verification.hunt import PATIENCE, Hunt, ToolError
 from verification.peers import observe
 from verification.peers.experiment import experiment
 from verification.peers.peer import KNOWN, Peer, Refused, load, selected
 from verification.peers.probe import probe
 from verification.report import Failure, Report
-from verification.runner import PATIENCE, Hunt, ToolError, save
+from verification.runner import save
 
 EXAMPLES = 150
 BUDGET = 20.0  # seconds to shrink a failure, and to look for others after the first one

@@ -15,10 +15,10 @@ from verification.bounds import Arithmetic
 from verification.case import Case
 from verification.checks import CHECKS
 from verification.expectation import Expectation, evaluate
+from verification.hunt import Experiment, ToolError
 from verification.peers import interpolation
 from verification.peers.observe import observe_peer
 from verification.peers.peer import KNOWN, Peer, load
-from verification.runner import Experiment, ToolError
 from verification.strategies import cases
 
 # Of `checks.CHECKS` those that concern any implementation: not its messages, their bytes, its buffers.

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from ring.transport import ProcessGroupTransport, SoloTransport, Transport
 from verification.case import Case
-from verification.checks import Observation
 from verification.execute import Pass, Tensors, division, observation_of, shards, whole_tensors
+from verification.observation import Observation
 from verification.peers.peer import Peer, ready
 
 
