@@ -103,6 +103,14 @@ def hang_in_a_circle(folder: str) -> None:
     dist.recv(torch.zeros(1), (dist.get_rank() + 1) % dist.get_world_size())
 
 
+def compute_for(seconds: float) -> float:
+    """Without a pause, so many seconds of processor time, however long that takes."""
+    began = time.process_time()
+    while time.process_time() - began < seconds:
+        pass
+    return time.process_time() - began
+
+
 def hang_in_python(folder: str, culprit: int) -> None:
     tell(folder)
     if dist.get_rank() == culprit:

@@ -18,6 +18,7 @@ from pool_tasks import (
     PRELOAD,
     WORLDS,
     Pools,
+    compute_for,
     die_on,
     echo,
     exit_politely,
@@ -143,6 +144,11 @@ def test_a_hang_in_python_shows_its_stack(pools: Pools, tmp_path: Path, world: i
     assert failure.ranks("blocked") == (0,)
     assert "in hang_in_python" in failure.states[0].trace
     assert "no answer within 0.2 s from rank 0" in failure.headline
+
+
+def test_a_rank_that_computes_for_longer_than_patience_does_not_hang(pools: Pools) -> None:
+    (spent,) = pools(1).run(compute_for, 0.4, timeout=0.3)
+    assert spent >= 0.4
 
 
 def test_a_stopped_rank_has_no_stack_and_is_killed_nevertheless(pools: Pools, tmp_path: Path) -> None:

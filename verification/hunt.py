@@ -30,9 +30,9 @@ from verification.report import Report
 
 DATABASE = Path(".verification/examples")
 PATIENCE = 10.0  # seconds before the first hang is called one
-# Once a hang was seen, shrinking meets many: none waits longer than this, or than 20 times the slowest good
+# Once a hang was seen, shrinking meets many: none waits longer than this, or than 8 times the slowest good
 # example.
-SHORT_PATIENCE, SLOWER = 0.7, 20
+SHORT_PATIENCE, SLOWER = 0.7, 8
 # Examples of one run of Hypothesis. After ten it begins to vary what it has drawn: of 200 in one run a third are
 # repeats, and what is rare is missed more often. IDLE_RUNS without a new example: there are no more.
 RUN, IDLE_RUNS = 10, 20
@@ -100,6 +100,7 @@ class Hunt:
     _place: Backend | None = None  # where that is
     _deadline: float = math.inf
     _slowest: float = 0.0
+    _goal: float = math.inf
     _count: int = 0
 
     def explore(self, examples: int, seed: int) -> list[Found]:
@@ -126,13 +127,12 @@ class Hunt:
 
     def _draw(self, world: int, examples: int, seed: str) -> Found | None:
         """Runs of Hypothesis until so many examples held, or one failed, which is shrunk within its run."""
-        strategy = self.experiment.draw(world)
+        strategy, self._goal = self.experiment.draw(world), examples
         run = idle = 0
         while self._count < examples and idle < IDLE_RUNS and time.perf_counter() < self._deadline:
-            before, left = self._count, examples - self._count
-            found = self._go(
-                strategy, world, left if self.experiment.pushes else min(RUN, left), f"{seed}/{run}", run == 0
-            )
+            before = self._count
+            most = examples if self.experiment.pushes else RUN
+            found = self._go(strategy, world, most, f"{seed}/{run}", run == 0)
             if found is not None:
                 return found
             run, idle = run + 1, idle + 1 if self._count == before else 0
@@ -166,8 +166,8 @@ class Hunt:
         return None
 
     def attempt(self, subject: Any) -> None:
-        """Check one subject. One that is known to fail, does; one that comes when time is over is passed
-        over.
+        """Check one subject. One that is known to fail, does; one that comes when time is over, or there are enough,
+        is passed over.
         """
         key = json.dumps(self.experiment.record_of(subject), sort_keys=True)
         if key in self._failed:
@@ -175,7 +175,7 @@ class Hunt:
         if key in self._held:
             return
         started = time.perf_counter()
-        if started > self._deadline:
+        if started > self._deadline or (self._first is None and self._count >= self._goal):
             return
         place = self._place or self.backend
         ratios, failure = self._look(place, subject)

@@ -43,6 +43,7 @@ T = TypeVar("T")
 START_TIMEOUT = 60.0  # seconds for all ranks to come up, on however loaded a machine
 # When a rank has raised: how long the others may take to raise or answer too before they count as left waiting.
 GRACE = 0.3  # seconds
+BUSY = 10.0  # how often patience is drawn out while a rank computes, or waits for a processor
 _NO_ARGS = pickle.dumps(())
 
 
@@ -68,7 +69,8 @@ class _Call:
 class Pool:
     """`world_size` ranks, ready when the constructor returns.
 
-    timeout: seconds that a call may take (`run` and `collect` can be given another). It runs from `collect`.
+    timeout: seconds that a call may take (`run` and `collect` can be given another), ten times as many while a rank
+        that has not answered is computing, or is kept from it by a loaded machine. It runs from `collect`.
     preload: modules that the forkserver imports once, before any rank exists. Must contain "torch".
     joined_by: "gloo", or "nccl", for which there must be a GPU for each rank.
 
@@ -232,13 +234,20 @@ def _qualified_name(function: Callable[..., Any]) -> str:
 
 
 def _await_answers(ranks: Ranks, ticket: Ticket, patience: float) -> _Call:
-    """Take answers until all are there, a rank died, the grace after an exception is over, or patience is."""
+    """Take answers until all are there, a rank died, the grace after an exception is over, or patience is.
+
+    Patience is wall time, and a loaded machine may leave ranks without a processor for long: while one that has not
+    answered could run, patience is drawn out, up to BUSY times. Ranks that wait for each other could not.
+    """
     call = _Call(set(range(ranks.world_size)))
-    deadline = time.monotonic() + patience
+    began = time.monotonic()
+    deadline, last = began + patience, began + BUSY * patience
     while call.waiting and not call.died:
         events = ranks.events(max(0.0, deadline - time.monotonic()))
         if not events:
-            break
+            if call.raised or time.monotonic() > last or not ranks.could_run(call.waiting):
+                break
+            deadline = time.monotonic() + patience / 4
         for rank, dead in events:
             if dead:
                 call.died.add(rank)

@@ -42,6 +42,7 @@ ANSWERED, RAISED = 0, 1
 REQUEST = struct.Struct("<Q")  # number of the call; then two pickles: (function, args), this rank's own args
 ANSWER = struct.Struct("<QB")  # number of the call, ANSWERED or RAISED; then one pickle: the result or a Raised
 
+LOOKS, LOOK_EVERY = 5, 0.02  # seconds
 STACK_TIMEOUT = 1.0  # for a rank to write its stack; one that is stopped (SIGSTOP) never does
 # Only the pool decides that a rank hangs: it alone can show every rank's stack. So the group's patience is the longer.
 GROUP_TIMEOUT = datetime.timedelta(days=1)
@@ -160,6 +161,14 @@ class Ranks:
                     break
         return {rank: dump.decode(errors="replace") for rank, dump in dumps.items()}
 
+    def could_run(self, ranks: Collection[int]) -> bool:
+        """Whether any of these ranks computes, or would if it had a processor: seen in a few looks at all threads."""
+        for _ in range(LOOKS):
+            if any(_is_runnable(self.pids[rank]) for rank in ranks):
+                return True
+            time.sleep(LOOK_EVERY)
+        return False
+
     def end(self) -> None:
         """Kill every rank, wait until it is gone, let go of all that belonged to it."""
         if os.getpid() != self._owner:
@@ -173,6 +182,16 @@ class Ranks:
             connection.close()
         self._selector.close()
         os.close(self._store)
+
+
+def _is_runnable(pid: int) -> bool:
+    """Whether a thread of the process is running or ready to, by the state that follows its name in /proc."""
+    with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/stat") as file:
+                if file.read().rpartition(")")[2].split()[0] == "R":
+                    return True
+    return False
 
 
 def _is_complete(dump: bytes) -> bool:
