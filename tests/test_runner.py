@@ -147,6 +147,7 @@ def found_by(
     examples: int = 150,
     patience: float = 3.0,
     workshop: bool = False,
+    budget: float = 120.0,
 ) -> list[tuple[Any, Case]]:
     """What is found on gloo, shrunk there or, with `workshop`, in a simulation that has the same defect."""
     backend, simulation = GlooBackend(patience, prepare), SimBackend(patience, prepare)
@@ -155,7 +156,7 @@ def found_by(
         report = Report(Console(quiet=True))
         report.start_world(world, examples)
         workplace = simulation if workshop else None
-        search = hunt.Hunt(runner.EXAMPLES, backend, report, world, 120, workshop=workplace)
+        search = hunt.Hunt(runner.EXAMPLES, backend, report, world, budget, workshop=workplace)
         found = search.explore(examples, 1)
     finally:
         backend.close()
@@ -227,7 +228,7 @@ def test_a_crash_is_found_and_the_next_world_is_as_good_as_new() -> None:
 
 
 def test_distinct_defects_are_all_reported() -> None:
-    found = found_by(plant_two_defects, workshop=True)
+    found = found_by(plant_two_defects, workshop=True, budget=30)
     assert {failure.kind for failure, _ in found} == {"wrong result", "rank error"}
     assert all(case.batch == 3 for failure, case in found if failure.kind == "rank error")
 

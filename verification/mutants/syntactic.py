@@ -34,13 +34,14 @@ from hypothesis import strategies as st
 
 from verification.backends import PRELOAD, Backend, GlooBackend, SimBackend, Unavailable
 from verification.failures import RankFailure, VerificationFailure
+from verification.hunt import RUN
 from verification.laws import LAWS
 from verification.mutants.mutations import ROOT, Mutation, NoGenerator, mutations_of
 from verification.mutants.runner import Subject, anything
 from verification.mutants.substitution import limit_processor, run_tests, substitute
 from verification.mutants.summary import SURVIVORS, Record, explained, markdown, rate, read_reasons
 from verification.pool import Pool, PoolError
-from verification.runner import RUN, law_experiment
+from verification.runner import law_experiment
 from verification.worker import exit_with_parent
 
 # By importance: a run that ends early has judged the first.
