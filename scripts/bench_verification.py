@@ -41,6 +41,7 @@ from verification.case import Case
 from verification.checks import costs
 from verification.execute import observe
 from verification.expectation import expect
+from verification.hunt import Hunt
 from verification.pool import Pool
 from verification.report import Report
 
@@ -89,28 +90,30 @@ def check_once(backend: Backend, case: Case) -> dict[str, float]:
     return properties.check(case, expectation, backend.collect())
 
 
-def rate(world: int, examples: int, check: Callable[[Backend, Case], dict[str, float]]) -> float:
+def rate(
+    world: int, examples: int, check: Callable[[Backend, Case], dict[str, float]], place: type[Backend] = GlooBackend
+) -> float:
     """Examples a second, everything included: drawing, forward and backward, expectation, all checks."""
-    backend = GlooBackend()
+    backend = place()
     backend.start(world)
     try:
         report = Report(Console(quiet=True))
         for count in (max(5, examples // 20), examples):  # the first are a warm-up
-            hunt = runner.Hunt(replace(runner.EXAMPLES, check=check), backend, report, world)
+            hunt = Hunt(replace(runner.EXAMPLES, check=check), backend, report, world)
             report.start_world(world, count)
             started = time.perf_counter()
             found = hunt.explore(count, 0)
             spent = time.perf_counter() - started
             if found:
-                raise SystemExit(f"a counter-example; run python -m verification first:\n{found[0][0]}\n{found[0][1]}")
+                raise SystemExit(f"a counter-example; run python -m verification first:\n{found[0].failure}")
     finally:
         backend.close()
     return examples / spent
 
 
-def plain_rate(world: int, examples: int) -> float:
+def plain_rate(world: int, examples: int, place: type[Backend] = GlooBackend) -> float:
     """Examples a second of the plainest kind, one pass, not drawn: dense causal ring attention, 1 to 64 tokens."""
-    backend = GlooBackend()
+    backend = place()
     backend.start(world)
     try:
         dense = small(world, pattern=Pattern.dense(causal=True), heads=2, kv_heads=2)
