@@ -8,12 +8,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from reference.pattern import Pattern
+from ring import Layout, ring_attention
+from ring.exchange import measure
 from verification.backends import SimBackend, observe_on
 from verification.case import Case
 from verification.failures import BrokenContract, Deadlock, RankError, RankFailure, RankHang
 from verification.runner import check_case
+from verification.simulation import SimulatedTransport, Simulation
 
 
 def plain(world: int, **changes: Any) -> Case:
@@ -63,6 +67,25 @@ def test_the_same_case_gives_the_same_bits(simulation: SimBackend) -> None:
     case = plain(4, tokens=40, dtype="bfloat16")
     first, second = (observe_on(simulation, case) for _ in range(2))
     assert [x.out.tobytes() for x in first] == [x.out.tobytes() for x in second]
+
+
+def test_buffers_are_counted_for_each_rank_and_given_back_after_each_call() -> None:
+    def step(transport: SimulatedTransport) -> tuple[int, int, int, int]:
+        layout, pattern = Layout.from_cuts(range(6), (0, 2, 6)), Pattern.dense()
+        q, k, v = (torch.randn(1, layout.counts[transport.rank], 1, 4) for _ in range(3))
+        with measure(transport) as outer, measure() as everybody:
+            with measure(transport) as first:
+                ring_attention(q, k, v, pattern, layout, group=transport)
+            ring_attention(q, k, v, pattern, layout, group=transport)
+        with measure(transport) as nothing:
+            pass
+        assert (first.held, outer.held, nothing.bytes) == (0, 0, 0)
+        return first.bytes, outer.bytes, everybody.bytes, transport.rank
+
+    for seed in range(8):
+        (a, a_twice, a_all, _), (b, b_twice, b_all, _) = Simulation(2, seed).run(step)
+        assert 0 < a == a_twice != b == b_twice > 0, "the peak of two calls is that of the larger"
+        assert max(a_all, b_all) > max(a, b), "both ranks are in this process"
 
 
 # --- defects, planted in the simulating process -----------------------------------------------------------------------

@@ -153,7 +153,8 @@ def test_counts_add_up() -> None:
     assert counts(judged)[0] == sum(counts(judged)[1:])
     assert rate(judged) == 3 / 5  # of two killed by properties, one by tests, a gap and an unexplained one
     assert rate(explained(records[-1:], {})) == 1.0
-    text = markdown(records, reasons, SEED, 9, [one.file])
+    text = markdown(records, reasons, SEED, [one.file], ["ring/rows.py"])
+    assert "has seen 9 to 9 examples" in text and "Not judged: `ring/rows.py`." in text
     assert "| `ring/store.py` | 8 | 1 | 2 | 1 | 1 | 1 | 1 | 1 | 60.0% |" in text
     assert Counter(line for line in text.splitlines() if line.startswith("### ")) == {
         "### Unexplained (1)": 1, "### Gaps: a legal call can tell, and no check does (1)": 1,

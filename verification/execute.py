@@ -155,10 +155,14 @@ def _pass(results: tuple[Tensor | None, ...], there: _Leg, back: _Leg) -> Pass:
 
 
 def _bare(transport: Transport) -> Transport | dist.ProcessGroup | None:
-    """What a user would pass who knows nothing of transports; the transport itself where there is no such thing."""
+    """What a user would pass who knows nothing of transports: None where all ranks take part, their group otherwise. In
+    a simulation there is no such thing but the transport itself.
+    """
     if isinstance(transport, SoloTransport):
         return None
-    return transport.group if isinstance(transport, ProcessGroupTransport) else transport
+    if isinstance(transport, ProcessGroupTransport):
+        return None if transport.group is dist.group.WORLD else transport.group
+    return transport
 
 
 def _watched(call: Callable[[], Result], group: object, meter: Meter | None) -> tuple[Result, _Leg]:

@@ -185,13 +185,24 @@ class Ranks:
 
 
 def _is_runnable(pid: int) -> bool:
-    """Whether a thread of the process is running or ready to, by the state that follows its name in /proc."""
+    """Whether a Python thread of the process is running or ready to, by its state in /proc.
+
+    Threads that Python starts have the process's name. Gloo's have their own, and may spin while every rank waits.
+    """
     with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{thread}/stat") as file:
-                if file.read().rpartition(")")[2].split()[0] == "R":
-                    return True
+        states = {
+            thread: _name_and_state(f"/proc/{pid}/task/{thread}/stat") for thread in os.listdir(f"/proc/{pid}/task")
+        }
+        name, _ = states[str(pid)]
+        return (name, "R") in states.values()
     return False
+
+
+def _name_and_state(file: str) -> tuple[str, str]:
+    """`1234 (python) S 1 ...`: what is in brackets, which may hold brackets itself, and the letter after it."""
+    with open(file) as stat:
+        before, _, after = stat.read().rpartition(")")
+    return before.partition("(")[2], after.split()[0]
 
 
 def _is_complete(dump: bytes) -> bool:

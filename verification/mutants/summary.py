@@ -121,15 +121,19 @@ def counts(judged: Judged) -> tuple[int, ...]:
 
 
 def markdown(
-    records: Sequence[Record], reasons: dict[Place, Reason], seed: int, limit: int, files: Sequence[str]
+    records: Sequence[Record], reasons: dict[Place, Reason], seed: int, files: Sequence[str], absent: Sequence[str] = ()
 ) -> str:
-    """The whole summary. `files`: in the order of the table."""
+    """The whole summary. `files`: in the order of the table; `absent`: those that were not judged."""
     judged = explained(records, reasons)
+    seen = [record.examples for record in records if record.survived] or [0]
     lines = [
         "# Syntactic changes", "",
         "Written by `scripts/mutate --summary verification/mutants/SYNTACTIC.md`. Which changes are made, and which "
         "not, `verification/mutants/mutations.py` says.", "",
-        f"Seed {seed}, at most {limit} examples a change in the simulation, then the unit tests of the module.", "",
+        f"Seed {seed}. What survived has seen {min(seen)} to {max(seen)} examples in the simulation, and the unit "
+        "tests of its module unless said otherwise. Of the changes that are not equivalent (in the result), the last "
+        "column has the part that was killed.", "",
+        *([f"Not judged: {', '.join(f'`{file}`' for file in absent)}.", ""] if absent else []),
         "| file | " + " | ".join(_COLUMNS) + " | killed of the not equivalent |",
         "|---|" + "---:|" * (len(_COLUMNS) + 1),
     ]  # fmt: skip
@@ -182,7 +186,7 @@ def _survivors(judged: Judged) -> list[str]:
         lines += [f"### {title} ({len(own)})", ""]
         for record, reason in sorted(own, key=lambda entry: (entry[0].file, entry[0].line, entry[0].after)):
             where = f" in `{record.function}`" if record.function else ""
-            said = f": {reason}" if reason else ""
+            said = (f": {reason}" if reason else "") + ("" if record.tested else " (The unit tests were not run.)")
             lines.append(f"- `{record.file}:{record.line}`{where}: {_change(record)}{said}")
         lines.append("")
     return lines
