@@ -100,13 +100,21 @@ def parser() -> argparse.ArgumentParser:
         + " (default: quick)",
     )  # fmt: skip
     run.add_argument(
-        "--hours", type=hours, metavar="H", help=f"nightly: go on for so long (default: {nightly.HOURS:g})"
+        "--hours",
+        type=hours,
+        metavar="H",
+        help=f"nightly: go on for so long, and to the end of the world size then under way (default: {nightly.HOURS:g})",
     )
     run.add_argument(
         "--state", type=Path, metavar="FILE",
         help=f"nightly: the report so far, and where to go on from (default: {nightly.STATE})",
     )  # fmt: skip
-    run.add_argument("--examples", type=count, metavar="N", help="examples for each world size; laws come on top")
+    run.add_argument(
+        "--examples",
+        type=count,
+        metavar="N",
+        help="examples for each world size; a tenth more look for larger errors, and a fifth for laws",
+    )
     run.add_argument(
         "--seed", type=int, metavar="N",
         help="draw the same examples as an earlier run with this seed (default: a new one, printed)",

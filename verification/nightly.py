@@ -72,8 +72,13 @@ def run(night: Night, report: Report, hours: float) -> Report:
         while time.monotonic() < last:
             if night.done == len(night.chunks) or not night.round:
                 night.begin_round()
+                save(night, report)  # an interrupted run goes on with the same seed
                 report.say(f"round {night.round}, seed {night.round_seed}")
-            run_chunk(night, report, night.chunks[night.done])
+            try:
+                run_chunk(night, report, night.chunks[night.done])
+            except KeyboardInterrupt:
+                report.say(f"interrupted: {night.state} has all up to the last world size that was finished")
+                raise
             night.done += 1
             save(night, report)
     report.say(f"time is over in round {night.round}; the next run goes on with {night.state}")

@@ -61,6 +61,7 @@ class _Call:
     """What the ranks have said so far to one call."""
 
     waiting: set[int]
+    waited: float = 0.0  # seconds
     results: dict[int, Any] = field(default_factory=dict)
     raised: dict[int, Raised] = field(default_factory=dict)
     died: set[int] = field(default_factory=set)
@@ -245,6 +246,7 @@ def _await_answers(ranks: Ranks, ticket: Ticket, patience: float) -> _Call:
     while call.waiting and not call.died:
         events = ranks.events(max(0.0, deadline - time.monotonic()))
         if not events:
+            call.waited = time.monotonic() - began
             if call.raised or time.monotonic() > last or not ranks.could_run(call.waiting):
                 break
             deadline = time.monotonic() + patience / 4
@@ -295,7 +297,8 @@ def _diagnose(ranks: Ranks, ticket: Ticket, call: _Call, patience: float) -> Ran
         headline = f"{name_ranks(who)} raised {where}: {call.raised[who[0]].headline}"
         mismatched = any(raised.mismatched for raised in call.raised.values())
         return MismatchedMessages(headline, states) if mismatched else RankError(headline, states)
-    return RankHang(f"no answer within {patience:g} s from {name_ranks(sorted(call.waiting))} {where}", states)
+    longer = f", nor within {call.waited:.0f} s while it computed," if call.waited > 2 * patience else ""
+    return RankHang(f"no answer within {patience:g} s{longer} from {name_ranks(sorted(call.waiting))} {where}", states)
 
 
 def _state(ranks: Ranks, call: _Call, rank: int, stacks: dict[int, str]) -> RankState:

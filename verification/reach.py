@@ -213,11 +213,11 @@ class Reach:
 
     def table(self) -> Table:
         """Features in three columns, with the number of Cases and their share."""
-        table = Table(title=f"what {self.cases} Cases reached")
+        table = Table(title=f"what {self.cases} Cases reached", box=None)
         for _ in range(_COLUMNS):
             table.add_column("feature", no_wrap=True)
-            table.add_column("Cases", justify="right")
-            table.add_column("%", justify="right")
+            table.add_column("Cases", justify="right", no_wrap=True)
+            table.add_column("%", justify="right", no_wrap=True)
         cells = [(name, str(count), f"{100 * count / max(1, self.cases):.0f}") for name, count in self.counts.items()]
         cells += [("", "", "")] * (-len(cells) % _COLUMNS)
         height = len(cells) // _COLUMNS

@@ -138,12 +138,16 @@ def run_world(plan: Plan, report: Report, backend: Backend, workshop: Backend, w
     report.start_world(world, sum(examples for _, examples in shares))
     for experiment, examples in shares:
         hunt = Hunt(experiment, backend, report, world, plan.profile.budget, plan.profile.remembers, workshop)
-        for failure in hunt.explore(examples, plan.seed):
-            report.failed(save(failure, hunt, plan.failures))
-        if hangs(report.fresh):
+        failures = [save(found, hunt, plan.failures) for found in hunt.explore(examples, plan.seed)]
+        for failure in failures:
+            if any(failure.file == known.file for known in report.failures):
+                report.say(f"world {world}: {failure.broken} is broken by the same example as before")
+            else:
+                report.failed(failure)
+        if hangs(failures):
             report.say(f"world {world}: ranks hang, so the rest is left out on this world size")
             break
-        if experiment.record_of is EXAMPLES.record_of and report.fresh:
+        if experiment.record_of is EXAMPLES.record_of and failures:
             report.say(f"world {world}: plain examples fail, so the laws between them are left out")
             break
     report.end_world()

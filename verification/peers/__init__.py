@@ -19,7 +19,7 @@ zeros, and has torch compute each rank's rows:
     from verification.peers import Peer
 
     def claims(case):  # any drawn Case -> the nearest that is supported, or None
-        p = len(case.ranks)
+        p = case.world
         return dataclasses.replace(case, tokens=-(-case.tokens // p) * p, order="contiguous", cuts=None, group=None,
                                    pattern=Pattern.dense(True), kv_heads=case.heads, dtype="float32", scale=None,
                                    lse="unused", exchange="ring", bucket=None, kernel="math")

@@ -56,14 +56,16 @@ def draw(peer: Peer, world: int) -> SearchStrategy[Case | None]:
 
 
 def claimed(peer: Peer, case: Case) -> Case | None:
-    """`peer.claims(case)`. Raises ToolError for a claim that raises, or gives anything but a Case of that world: that
-    is the adapter's fault, and no counter-example."""
+    """`peer.claims(case)`. Raises ToolError for a claim that raises, gives anything but a Case of that world, or
+    would change that Case again: that is the adapter's fault, and no counter-example."""
     try:
         found = peer.claims(case)
     except Exception as error:
         raise ToolError(f"claims of {peer.name} raised {type(error).__name__}: {error}") from error
     if found is not None and (not isinstance(found, Case) or found.world != case.world):
         raise ToolError(f"claims of {peer.name} gave {found!r}; it must be a Case with world {case.world}, or None")
+    if found is not None and peer.claims(found) != found:
+        raise ToolError(f"claims of {peer.name} does not support the Case that it made itself: {found.to_json()}")
     # How a second run is made and what is measured is this project's own affair.
     return found and dataclasses.replace(found, again="alike", measured=False)
 
