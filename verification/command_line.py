@@ -103,7 +103,7 @@ def parser() -> argparse.ArgumentParser:
         "--hours",
         type=hours,
         metavar="H",
-        help=f"nightly: go on for so long, and to the end of the world size then under way (default: {nightly.HOURS:g})",
+        help=f"nightly: so long, and to the end of the world size then under way (default: {nightly.HOURS:g})",
     )
     run.add_argument(
         "--state", type=Path, metavar="FILE",
