@@ -251,10 +251,10 @@ def _await_answers(ranks: Ranks, ticket: Ticket, patience: float) -> _Call:
                 break
             deadline = time.monotonic() + patience / 4
         for rank, dead in events:
-            if dead:
-                call.died.add(rank)
-            elif rank in call.waiting:
+            if not dead and rank in call.waiting:
                 _take_answer(ranks, call, rank, ticket.sequence)
+            elif dead and rank not in call.raised:  # one that cannot join its group says why, and ends
+                call.died.add(rank)
         if call.raised:
             deadline = min(deadline, time.monotonic() + GRACE)
     return call
