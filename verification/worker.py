@@ -33,6 +33,7 @@ from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
 from verification.failures import MismatchedMessages, Raised
+from verification.runnable import is_runnable
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -164,7 +165,7 @@ class Ranks:
     def could_run(self, ranks: Collection[int]) -> bool:
         """Whether any of these ranks computes, or would if it had a processor: seen in a few looks at all threads."""
         for _ in range(LOOKS):
-            if any(_is_runnable(self.pids[rank]) for rank in ranks):
+            if any(is_runnable(self.pids[rank]) for rank in ranks):
                 return True
             time.sleep(LOOK_EVERY)
         return False
@@ -182,27 +183,6 @@ class Ranks:
             connection.close()
         self._selector.close()
         os.close(self._store)
-
-
-def _is_runnable(pid: int) -> bool:
-    """Whether a Python thread of the process is running or ready to, by its state in /proc.
-
-    Threads that Python starts have the process's name. Gloo's have their own, and may spin while every rank waits.
-    """
-    with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
-        states = {
-            thread: _name_and_state(f"/proc/{pid}/task/{thread}/stat") for thread in os.listdir(f"/proc/{pid}/task")
-        }
-        name, _ = states[str(pid)]
-        return (name, "R") in states.values()
-    return False
-
-
-def _name_and_state(file: str) -> tuple[str, str]:
-    """`1234 (python) S 1 ...`: what is in brackets, which may hold brackets itself, and the letter after it."""
-    with open(file) as stat:
-        before, _, after = stat.read().rpartition(")")
-    return before.partition("(")[2], after.split()[0]
 
 
 def _is_complete(dump: bytes) -> bool:

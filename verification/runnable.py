@@ -1,0 +1,27 @@
+"""Whether a process computes, or would if it had a processor; read from /proc, so on Linux only."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+
+
+def is_runnable(pid: int) -> bool:
+    """Whether a Python thread of the process is running or ready to, by its state in /proc.
+
+    Threads that Python starts have the process's name. Gloo's have their own, and may spin while every rank waits.
+    """
+    with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+        states = {
+            thread: _name_and_state(f"/proc/{pid}/task/{thread}/stat") for thread in os.listdir(f"/proc/{pid}/task")
+        }
+        name, _ = states[str(pid)]
+        return (name, "R") in states.values()
+    return False
+
+
+def _name_and_state(file: str) -> tuple[str, str]:
+    """`1234 (python) S 1 ...`: what is in brackets, which may hold brackets itself, and the letter after it."""
+    with open(file) as stat:
+        before, _, after = stat.read().rpartition(")")
+    return before.partition("(")[2], after.split()[0]
