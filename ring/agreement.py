@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,8 @@ from ring.transport import Transport
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _DIGEST = 16
+_MOST = 2**40  # tokens: plans count in 64 bits
+_LARGEST = sys.float_info.max
 
 
 @dataclass(frozen=True)
@@ -48,15 +51,16 @@ def agree(call: Call, transport: Transport, check: bool) -> None:
     Raises ValueError or NotImplementedError; with `check` the same one on every rank.
     """
     error: Exception | None = None
+    signature: dict[str, object] = {}
     try:
         validate(call, transport)
-    except (ValueError, NotImplementedError) as found:
+        signature = signature_of(call) if check else {}
+    except Exception as found:  # of any type: the other ranks must hear of it
         error = found
     if not check:
         if error is not None:
             raise error
         return
-    signature = {} if error is not None else signature_of(call)
     said = json.dumps([type(error).__name__, str(error)] if error is not None else signature)
     digest = b"\0" * _DIGEST if error is not None else hashlib.blake2b(said.encode(), digest_size=_DIGEST).digest()
     if transport.unanimous(digest) and error is None:
@@ -75,8 +79,10 @@ def _say(said: str, transport: Transport) -> list[object]:
 def _joint_error(said: list[object]) -> Exception:
     for rank, words in enumerate(said):
         if isinstance(words, list):
-            kind = NotImplementedError if words[0] == "NotImplementedError" else ValueError
-            return kind(f"rank {rank}: {words[1]}")
+            if words[0] == "NotImplementedError":
+                return NotImplementedError(f"rank {rank}: {words[1]}")
+            what = "" if words[0] == "ValueError" else f"{words[0]}: "
+            return ValueError(f"rank {rank}: {what}{words[1]}")
     first = said[0]
     assert isinstance(first, dict)
     for rank, words in enumerate(said):
@@ -103,7 +109,7 @@ def signature_of(call: Call) -> dict[str, object]:
         "exchange": call.exchange,
         "bucket": call.bucket,
         "kernel": call.kernel,
-        "scale": call.scale,
+        "scale": None if call.scale is None else float(call.scale) + 0.0,  # 1 is 1.0, and -0.0 is 0.0
         "return_lse": call.return_lse,
         "requires_grad": call.differentiated,
     }
@@ -130,12 +136,20 @@ def _validate_options(call: Call) -> None:
     if call.kernel not in KERNELS:
         raise ValueError(f"kernel must be one of {KERNELS}, got {call.kernel!r}")
     bucket = call.bucket
-    if bucket is not None and (not isinstance(bucket, int) or isinstance(bucket, bool) or bucket < 1):
-        raise ValueError(f"bucket must be None or a number of tokens >= 1, got {bucket!r}")
-    if call.scale is not None and (isinstance(call.scale, bool) or not isinstance(call.scale, (int, float))):
-        raise ValueError(f"scale must be None or a number, got {call.scale!r}")
+    if bucket is not None and (not isinstance(bucket, int) or isinstance(bucket, bool) or not 1 <= bucket <= _MOST):
+        raise ValueError(f"bucket must be None or a number of tokens from 1 to 2**40, got {_shown(bucket)}")
+    scale = call.scale
+    if scale is not None:
+        number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+        if not number or not abs(scale) <= _LARGEST:
+            raise ValueError(f"scale must be None or a finite number, got {_shown(scale)}")
     if not isinstance(call.return_lse, bool):
         raise ValueError(f"return_lse must be True or False, got {call.return_lse!r}")
+
+
+def _shown(value: object) -> str:
+    """Its repr; Python refuses that of integers beyond some thousand digits."""
+    return "an integer of too many digits" if isinstance(value, int) and abs(value) > 10**100 else repr(value)
 
 
 def _validate_tensors(call: Call, tokens: int) -> None:

@@ -109,7 +109,8 @@ class _RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, walk: _Walk
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = _forward(walk, q, k, v)
+        with torch.autocast(q.device.type, enabled=False):  # the accumulator's type is a promise
+            out, lse = _forward(walk, q, k, v)
         ctx.walk = walk
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
@@ -118,7 +119,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             given = torch.zeros_like(out) if dout is None else dout
             grads = _backward(ctx.walk, q, k, v, out, lse, given, dlse)
         if torch.is_grad_enabled():  # create_graph=True: the gradients may be used, not differentiated

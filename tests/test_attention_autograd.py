@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from reference.oracle import gradients
 from reference.pattern import Pattern
-from ring import Layout
+from ring import Layout, ring_attention
 
 INF = float("inf")
 
@@ -142,3 +142,15 @@ def test_changing_an_input_before_backward_is_noticed() -> None:
         doubled.add_(1.0)  # ... but in-place operations are
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.backward(dout)
+
+
+@pytest.mark.parametrize("kernel", ("math", "auto"))
+def test_autocast_changes_nothing(kernel: str) -> None:
+    q, k, v = (torch.randn(1, 40, 2, 16, requires_grad=True) for _ in range(3))
+    layout, found = Layout.contiguous(40, 1), []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = ring_attention(q, k, v, Pattern.dense(causal=True), layout, kernel=kernel)
+            assert isinstance(out, torch.Tensor)
+            found.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

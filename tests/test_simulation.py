@@ -283,6 +283,38 @@ def test_names_are_those_of_the_group() -> None:
         Simulation(2, 0, names=(2, 5)).run(blocking_ring)
 
 
+@pytest.mark.parametrize("last", ("post", "wait", "unanimous", "collect"))
+def test_ranks_that_talk_while_they_clean_up_are_stuck_all_the_same(last: str) -> None:
+    def step(transport: SimulatedTransport) -> None:
+        peer = 1 - transport.rank
+        try:
+            transport.post([], [Message(peer, torch.empty(1), "keys")]).wait()
+        finally:
+            if last == "unanimous":
+                transport.unanimous(b"8 bytes!")
+            elif last == "collect":
+                transport.collect(b"x")
+            else:
+                pending = transport.post([Message(peer, torch.ones(1), "keys")], [])
+                if last == "wait":
+                    pending.wait()
+
+    for seed in SEEDS:
+        assert type(failure_of(2, seed, step)) is Deadlock
+
+
+def test_a_rank_that_swallows_its_end_does_not_hide_the_deadlock() -> None:
+    def step(transport: SimulatedTransport) -> str:
+        try:
+            blocking_ring(transport)
+        except BaseException:  # as broad as it gets
+            return "never mind"
+        return "fine"
+
+    for seed in SEEDS:
+        assert type(failure_of(3, seed, step)) is Deadlock
+
+
 def test_ranks_that_nobody_can_wake_do_not_swallow_their_end() -> None:
     ended: list[int] = []
 

@@ -64,19 +64,23 @@ class Scheduler:
             thread.join()
 
     def pause(self, rank: int) -> None:
-        """Called by the running rank: perhaps others go first."""
+        """Called by the running rank: perhaps others go first. Raises Abandoned if the others are stuck for good."""
+        if self._abandoned:
+            raise Abandoned  # code that cleans up talks to nobody any more
         if self._runnable and self.random.random() < 0.5:
             self._runnable.append(rank)
             self._pass_on(rank)
 
     def block(self, rank: int) -> None:
         """Called by the running rank: return once `wake(rank)` was called. Raises Abandoned if that can never be."""
+        if self._abandoned:
+            raise Abandoned
         self._blocked.add(rank)
         self._pass_on(rank)
 
     def wake(self, rank: int) -> None:
         """Called by the running rank: a rank that is blocked can go on. Of one that is not, nothing happens."""
-        if rank in self._blocked:
+        if rank in self._blocked and not self._abandoned:
             self._blocked.remove(rank)
             self._runnable.append(rank)
 

@@ -70,7 +70,7 @@ class Simulation:
         scheduler = self.scheduler
         scheduler.on_stuck = self._describe_stuck
         scheduler.run([lambda t=transport: live(t) for transport in self.transports])  # type: ignore[misc]
-        if scheduler.stuck or any(scheduler.errors):
+        if scheduler.stuck or any(error is not None for error in scheduler.errors):
             raise self._failure()
         self._check_all_received()
         return scheduler.outcomes
@@ -225,11 +225,12 @@ class Simulation:
 
     def _failure(self) -> RankFailure:
         scheduler = self.scheduler
-        raised = [rank for rank, error in enumerate(scheduler.errors) if error is not None]
+        # What a rank raises once it is stuck is of its own making: it was told to end, and did not.
+        raised = [r for r, error in enumerate(scheduler.errors) if error is not None and r not in scheduler.stuck]
         states = {state.rank: state for state in self._states}
         for rank, name in enumerate(self.names):
             error = scheduler.errors[rank]
-            if error is not None:
+            if error is not None and rank in raised:
                 said = "".join(traceback.format_exception(error)) if not isinstance(error, RankFailure) else ""
                 states[name] = RankState(name, "raised", f"raised {_headline(error)}", said)
             elif name not in states:
