@@ -12,6 +12,7 @@ a list of defect classes that were seen in public ring-attention code, by number
 from __future__ import annotations
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from verification.mutants.agreement import AGREEMENTS
 from verification.mutants.backward import BACKWARD
@@ -80,7 +81,8 @@ _BY_NAME = {defect.name: defect for defect in DEFECTS}
 
 
 def by_name(name: str) -> Defect:
-    """Raises ValueError, with the names there are, for another one."""
+    """Raises ValueError, with the names that are close to it, for one that there is not."""
     if name not in _BY_NAME:
-        raise ValueError(f"no defect is called {name!r}; there are {', '.join(_BY_NAME)}")
+        close = ", ".join(get_close_matches(name, _BY_NAME))
+        raise ValueError(f"no defect is called {name!r}; close to it are: {close or 'none'}; --list has them all")
     return _BY_NAME[name]

@@ -8,7 +8,7 @@ AGREEMENT = "ring/agreement.py"
 EXCHANGE = "ring/exchange.py"
 SCHEDULE = "ring/schedule.py"
 
-_FOUND = "    except (ValueError, NotImplementedError) as found:\n        error = found\n"
+_FOUND = "    except Exception as found:  # of any type: the other ranks must hear of it\n        error = found\n"
 _STEPS = "            landing, before = landings[(number - 1) % sizes.turns], landings[number % sizes.turns]\n"
 _JOINT = "    raise _joint_error(_say(said, transport))\n"
 
@@ -100,8 +100,8 @@ AGREEMENTS = (
         (
             Edit(
                 AGREEMENT,
-                '            return kind(f"rank {rank}: {words[1]}")\n',
-                '            return kind(f"rank {rank} was called wrongly")\n',
+                '            return ValueError(f"rank {rank}: {what}{words[1]}")\n',
+                '            return ValueError(f"rank {rank} was called wrongly")\n',
             ),
         ),
     ),
@@ -112,8 +112,8 @@ AGREEMENTS = (
         (
             Edit(
                 AGREEMENT,
-                'kind = NotImplementedError if words[0] == "NotImplementedError" else ValueError',
-                "kind = RuntimeError",
+                '            return ValueError(f"rank {rank}: {what}{words[1]}")\n',
+                '            return RuntimeError(f"rank {rank}: {what}{words[1]}")\n',
             ),
         ),
     ),
@@ -137,7 +137,11 @@ AGREEMENTS = (
         '        "kernel": call.kernel,\n',
         "Ranks may choose different kernels, and results differ between them.",
     ),
-    _unsaid("scale-not-compared", '        "scale": call.scale,\n', "Ranks may scale their scores differently."),
+    _unsaid(
+        "scale-not-compared",
+        '        "scale": None if call.scale is None else float(call.scale) + 0.0,  # 1 is 1.0, and -0.0 is 0.0\n',
+        "Ranks may scale their scores differently.",
+    ),
     _unsaid(
         "return-lse-not-compared",
         '        "return_lse": call.return_lse,\n',
@@ -167,7 +171,7 @@ AGREEMENTS = (
         "bucket-of-zero-accepted",
         "own",
         "A bucket of 0 is not refused.",
-        (Edit(AGREEMENT, "or bucket < 1)", "or bucket < 0)"),),
+        (Edit(AGREEMENT, "not 1 <= bucket <= _MOST", "not 0 <= bucket <= _MOST"),),
     ),
     Defect(
         "token-count-not-checked",
