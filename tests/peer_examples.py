@@ -141,5 +141,6 @@ needy = dataclasses.replace(sound, package="no-such-distribution", prepare=witho
 endless = dataclasses.replace(sound, prepare=without_end)
 claims_raise = dataclasses.replace(sound, claims=lambda case: case.tokens // 0)  # type: ignore[arg-type, return-value]
 claims_other_world = dataclasses.replace(sound, claims=lambda case: dataclasses.replace(claim(case), world=2))
+claims_nothing = dataclasses.replace(sound, claims=lambda case: None)
 returns_list = dataclasses.replace(sound, attend=lambda *arguments: [plain(*arguments)])  # type: ignore[arg-type]
 no_lse = dataclasses.replace(sound, claims=with_lse)

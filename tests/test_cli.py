@@ -13,7 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from verification import nightly, replay, runner
 from verification.__main__ import main
+from verification.command_line import TYPED
+from verification.mutants import command as mutants
+from verification.outputs import check_file, check_folder
+from verification.peers import command as peers
 
 ROOT = Path(__file__).parent.parent
 DEFECT = """
@@ -56,6 +61,15 @@ def test_help_says_what_there_is(arguments: tuple[str, ...], capsys: pytest.Capt
     assert "--help" in text
 
 
+def test_usage_names_what_the_user_typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for typed, shown in (("scripts/verify", "usage: scripts/verify ["), (None, "usage: python -m verification run [")):
+        monkeypatch.setenv(TYPED, typed) if typed else monkeypatch.delenv(TYPED)
+        with pytest.raises(SystemExit):
+            main(("run", "--help"))
+        assert capsys.readouterr().out.startswith(shown)
+    assert f"{TYPED}=$0 exec" in (ROOT / "scripts/verify").read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     (
@@ -89,6 +103,54 @@ def test_what_cannot_be_carried_out_gives_2(
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert named in error and "Traceback" not in error
+
+
+def ran(*arguments: object) -> int:
+    raise AssertionError("it ran")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    (
+        (("run", "--failures", "{file}/inside"), "argument --failures: cannot write to"),
+        (("run", "--failures", "{file}"), "argument --failures: cannot write to"),
+        (("run", "--failures", "/proc"), "argument --failures: cannot write to"),
+        (("run", "--failures", "/proc/here"), "argument --failures: cannot write to"),
+        (("run", "--json", "{folder}"), "argument --json: cannot write"),
+        (("run", "--json", "{file}/report.json"), "argument --json: cannot write"),
+        (("run", "--json", "/proc/report.json"), "argument --json: cannot write"),
+        (("run", "--profile", "nightly", "--state", "{folder}"), "argument --state: cannot write"),
+        (("run", "--profile", "nightly", "--state", "/proc/night.json"), "argument --state: cannot write"),
+        (("replay", "case.json", "--json", "{folder}"), "argument --json: cannot write"),
+        (("mutants", "--json", "{folder}"), "argument --json: cannot write"),
+        (("peers", "--json", "{folder}"), "argument --json: cannot write"),
+        (("peers", "--failures", "{file}"), "argument --failures: cannot write to"),
+    ),
+)
+def test_what_cannot_be_written_is_noticed_before_anything_runs(
+    arguments: tuple[str, ...], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "folder").mkdir()
+    for module, function in ((runner, "run"), (nightly, "run"), (mutants, "main"), (peers, "main"), (replay, "replay")):
+        monkeypatch.setattr(module, function, ran)
+    places = {"file": tmp_path / "file", "folder": tmp_path / "folder"}
+    assert main([argument.format(**places) for argument in arguments]) == 2
+    said = capsys.readouterr()
+    assert named in said.err and said.err.count("\n") == 1 and "seed" not in said.out, said
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_what_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "there").write_text("kept")
+    check_file("--json", tmp_path / "there")
+    check_file("--json", tmp_path / "new" / "report.json")
+    check_folder("--failures", tmp_path / "new" / "failures")
+    assert (tmp_path / "there").read_text() == "kept"
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["failures"]
+    assert not list((tmp_path / "new" / "failures").iterdir())
 
 
 def test_an_error_of_the_tool_is_no_counter_example(tmp_path: Path) -> None:

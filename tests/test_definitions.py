@@ -14,7 +14,7 @@ from verification import definitions
 from verification.case import _layout
 from verification.definitions import default_bucket, shards
 
-ORDERS = ("contiguous", "zigzag", "striped", "hilbert", "spliced", "shuffled")
+ORDERS = ("contiguous", "zigzag", "striped", "hilbert", "spliced", "shuffled", "permuted")
 
 
 def held(order: str, n: int, p: int, cuts: tuple[int, ...] | None = None, seed: int = 0) -> list[list[int]]:
@@ -90,6 +90,17 @@ def test_the_curve_goes_from_neighbour_to_neighbour_and_fills_quarter_by_quarter
 
 def test_a_shuffled_order_follows_from_the_seed() -> None:
     assert held("shuffled", 20, 3, None, 5) == held("shuffled", 20, 3, None, 5) != held("shuffled", 20, 3, None, 6)
+
+
+def test_a_permuted_order_is_a_few_stretches() -> None:
+    for n, p in ((1, 1), (2, 3), (5, 2), (40, 3)):
+        found = {tuple(definitions.permuted(n, p, seed).tolist()) for seed in range(20)}
+        for laid in found:
+            assert sorted(laid) == list(range(n)) and sum(np.diff(laid) != 1) < 2 * p
+        assert len(found) > 10 or n < 3
+    assert max(len(np.flatnonzero(np.diff(definitions.permuted(40, 3, seed)) != 1)) + 1 for seed in range(20)) == 6
+    assert held("permuted", 20, 3, None, 5) == held("permuted", 20, 3, None, 5) != held("permuted", 20, 3, None, 6)
+    assert held("permuted", 12, 2, None, 0) == [definitions.permuted(12, 2, 0)[i : i + 6].tolist() for i in (0, 6)]
 
 
 def test_what_is_cached_cannot_be_changed() -> None:

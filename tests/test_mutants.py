@@ -10,14 +10,18 @@ from pathlib import Path
 import mutant_tasks
 import pytest
 import torch
+from plain_case import plain
 from rich.console import Console
 
 from verification.backends import PRELOAD, SimBackend
 from verification.case import Case
+from verification.failures import RankError
+from verification.hunt import Found, Hunt, ToolError
 from verification.laws import LAWS
 from verification.mutants import DEFECTS, NO_PLACE, CannotPlant, Defect, Edit, by_name, command, runner
 from verification.mutants.plant import graft, plant
 from verification.pool import Pool
+from verification.report import Report
 from verification.runner import EXAMPLES
 
 LISTED = range(1, 43)  # the project's list of defect classes seen in public ring-attention code
@@ -84,12 +88,21 @@ REFUSED = {
     "another value of no plain type": ("ring.agreement", "torch.bfloat16, torch.float16)", "torch.bfloat16)"),
     "what does not compile": ("ring.budget", "SHARE = 0.1", "SHARE = ("),
     "what does not run": ("ring.budget", "SHARE = 0.1", "SHARE = 1 / 0"),
+    "a name that nobody binds": ("ring.accumulator", "top + torch.log(total)", "peak + torch.log(total)"),
+    "an attribute that a module lacks": ("ring.accumulator", "top + torch.log(total)", "top + torch.logg(total)"),
+    "an import that fails when it is reached": (
+        "ring.accumulator",
+        "    return merged, top + torch.log(total)",
+        "    from ring.store import Shelf\n\n    return merged, Shelf(top, total)",
+    ),
 }
 
 
 def test_what_cannot_be_grafted_is_refused(process: Pool) -> None:
     (said,) = process.run(mutant_tasks.refusals, list(REFUSED.values()))
     assert [name for name, refusal in zip(REFUSED, said, strict=True) if not refusal] == []
+    unbound = [refusal.partition("bound nowhere: ")[2] for refusal in said if "bound nowhere" in refusal]
+    assert unbound == ["peak", "torch.logg", "ring.store.Shelf"]
     for (module, _, _), refusal in zip(REFUSED.values(), said, strict=True):
         assert module in refusal
 
@@ -123,16 +136,21 @@ def test_edits_of_one_file_add_up() -> None:
 # --- the hunt ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_chase_draws_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hunt_draws_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[runner.Subject] = []
-    monkeypatch.setattr(runner.Subject, "check", lambda subject, backend: seen.append(subject))
-    chase = runner.Chase(SimBackend())
-    chase.draw(runner.WORLDS, 300, "afresh")
-    assert chase.examples == len(seen) == len({json.dumps(subject.record()) for subject in seen}) == 300
+
+    def check(subject: runner.Subject, backend: object) -> dict[str, float]:
+        seen.append(subject)
+        return {}
+
+    monkeypatch.setattr(runner.Subject, "check", check)
+    hunt = Hunt(runner.EVERYTHING, SimBackend(), Report(Console(quiet=True)), max(runner.WORLDS))
+    assert hunt.find(300, "afresh") is None
+    assert hunt.examples == len(seen) == len({json.dumps(subject.record()) for subject in seen}) == 300
     names = [subject.experiment.name for subject in seen]
-    assert len(set(names)) >= len(LAWS)  # plain Cases, and all laws but the rarest
+    assert {EXAMPLES.name, *(law.name for law in LAWS if law.share >= 0.02)} <= set(names)  # the rarest may be missing
     assert 0.7 < names.count(EXAMPLES.name) / 300 < 0.95
-    worlds = [subject.experiment.case_of(subject.drawn).world for subject in seen]
+    worlds = [subject.case.world for subject in seen]
     assert set(worlds) == set(runner.WORLDS) and worlds.count(1) < 60
 
 
@@ -165,6 +183,16 @@ def test_command_tells_of_survivors_and_writes_what_it_found(tmp_path: Path) -> 
     assert (outcome["name"], outcome["provenance"]) == (name, by_name(name).provenance)
     assert (outcome["killed"], outcome["check"], outcome["examples"], outcome["case"]) == (False, None, 1, None)
     assert by_name(name).about in console.export_text()
+
+
+def test_a_defect_whose_own_code_does_not_run_is_no_kill() -> None:
+    subject = runner.Subject(EXAMPLES, plain(2))
+    for error in ("UnboundLocalError: cannot access local variable 'top'", "NameError: name 'top' is not defined"):
+        found = Found(RankError(f"rank 0 raised: {error}"), subject, "sim")
+        with pytest.raises(ToolError, match="merge-by-sigmoid: the edited code does not run: rank 0 raised"):
+            runner.outcome_of(by_name("merge-by-sigmoid"), runner.Chase(found, 1, 0.1))
+    found = Found(RankError("rank 0 raised: ValueError: shapes"), subject, "sim")
+    assert runner.outcome_of(by_name("merge-by-sigmoid"), runner.Chase(found, 1, 0.1)).killed
 
 
 def test_a_tool_that_fails_is_no_kill(capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,12 +90,58 @@ def test_time_that_is_over_ends_it_with_a_report(tmp_path: Path, monkeypatch: py
     assert report.examples == 10, "nothing was added, nothing lost"
 
 
-@pytest.mark.parametrize("content", ("", "[]", "{}", '{"nightly": 1}'))
+@pytest.mark.parametrize("content", ("", "[]", "{}", "7", '"a"', '{"nightly": 1}', "[" * 100_000))
 def test_a_state_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
     state = tmp_path / "night.json"
     state.write_text(content)
     with pytest.raises(Unavailable, match="argument --state: cannot go on from"):
         nightly.run(Night(state, tmp_path), Report(Console(quiet=True)), hours=1.0)
+
+
+CORRUPT: dict[str, tuple[tuple[str | int, ...], Any]] = {
+    "done is 99; a round has 3 chunks": (("nightly", "done"), 99),
+    "done is -1": (("nightly", "done"), -1),
+    "done is '1'": (("nightly", "done"), "1"),
+    "round is None": (("nightly", "round"), None),
+    "round is 1.5": (("nightly", "round"), 1.5),
+    "round_seed is 'x'": (("nightly", "round_seed"), "x"),
+    "backend is 'tcp'": (("nightly", "chunks", 0, "backend"), "tcp"),
+    "backend is []": (("nightly", "chunks", 0, "backend"), []),
+    "world is 0": (("nightly", "chunks", 0, "world"), 0),
+    "examples is -5": (("nightly", "chunks", 0, "examples"), -5),
+    "examples on sim is 'all'": (("nightly", "examples_on"), {"sim": "all"}),
+    "examples is '60'": (("examples",), "60"),
+    "distributed is True": (("distributed",), True),
+    "seconds is -1.0": (("seconds",), -1.0),
+    "seconds is []": (("rows", 0, "seconds"), []),
+    "property is 3": (("rows", 0, "property"), 3),
+    "dtype is 'float8'": (("rows", 0, "dtype"), "float8"),
+    "dtype is []": (("rows", 0, "dtype"), []),
+    "worst_ratio is 'large'": (("rows", 0, "worst_ratio"), "large"),
+    "a causal pattern is 'x'": (("reached", "with"), {"a causal pattern": "x"}),
+    "cases is None": (("reached", "cases"), None),
+    "world is '3'": (("failures", 0, "world"), "3"),
+    "replay is ''": (("failures", 0, "replay"), ""),
+    "message is None": (("failures", 0, "message"), None),
+}
+
+
+@pytest.mark.parametrize("said", CORRUPT)
+def test_a_state_with_a_wrong_entry_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], said: str
+) -> None:
+    fake_chunks(monkeypatch, 2)
+    go(tmp_path)
+    data = inner = record(tmp_path)
+    (*path, last), value = CORRUPT[said]
+    for step in path:
+        inner = inner[step]  # type: ignore[index]
+    inner[last] = value  # type: ignore[index]
+    (tmp_path / "night.json").write_text(json.dumps(data))
+    arguments = ("run", "--profile", "nightly", "--failures", str(tmp_path), "--state", str(tmp_path / "night.json"))
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert "argument --state: cannot go on from" in error and said in error and error.count("\n") == 1, error
 
 
 def test_a_real_chunk_on_each_backend(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -130,9 +131,10 @@ def backend() -> Iterator[GlooBackend]:
 @pytest.mark.parametrize(("name", "check"), FAULTS.items())
 def test_each_fault_is_reported_as_what_it_is(backend: GlooBackend, name: str, check: str) -> None:
     found = experiment(f"peer_examples:{name}")
+    case = claimed(load(f"peer_examples:{name}"), PLAIN)
     with pytest.raises(VerificationFailure) as caught:
-        found.check(backend, claimed(load(f"peer_examples:{name}"), PLAIN))
-    assert found.property_of(caught.value) == check, str(caught.value)
+        found.check(backend, case)
+    assert found.property_of(case, caught.value) == check, str(caught.value)
     said = {"raises": "never in this life", "aborts": "killed by SIGABRT", "unconnected": "not have been used in"}
     assert said.get(name, "") in str(caught.value)
 
@@ -182,6 +184,7 @@ def test_what_cannot_be_run_gives_2_and_the_others_still_run(folder: Path) -> No
         "mine:number": "it must be a verification.peers.Peer",
         "mine:needy": "the package no-such-distribution is not installed",
         "mine:claims_raise": "claims of mine raised ZeroDivisionError",
+        "mine:claims_nothing": "drawn on 1 ranks",
         "torchscale": "releases of torchscale up to 0.3.0 do not have it",
     }
     status, found, printed = report(folder, *reasons, "mine:sound", "mine:shifted", "--examples", "10")
@@ -189,6 +192,7 @@ def test_what_cannot_be_run_gives_2_and_the_others_still_run(folder: Path) -> No
     for name, reason in reasons.items():
         assert found[name]["verdict"] == "not run" and reason in found[name]["message"], found[name]
         assert found[name]["examples"] == 0 and found[name]["case"] is None
+    assert re.fullmatch(r"mine claims no Case of \d\d+ drawn on 1 ranks", found["mine:claims_nothing"]["message"])
     assert found["mine:sound"]["verdict"] == "held" and found["mine:shifted"]["verdict"] == "counter-example"
     assert found["torchscale"]["supported"] == load(KNOWN["torchscale"]).supported
 

@@ -7,6 +7,8 @@ multiplicity, what travels against a dense look at who needs whom, and gradients
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -17,7 +19,7 @@ from reference.pattern import Branch, Pattern, multiplicity
 from ring.blocks import blocks_of
 from ring.layout import Layout
 from ring.meetings import Mask
-from ring.plan import EXCHANGES, plan_of
+from ring.plan import EXCHANGES, LEAST_ROWS, plan_of
 
 # --- a dense look at the same ---
 
@@ -159,6 +161,59 @@ def test_runs_and_listing_plan_the_same_pairs(setting: Setting) -> None:
         check(same)
         if setting.layout.runs is not None:
             assert Walk(same).go().sent == Walk(setting).go().sent
+
+
+def check_calls(setting: Setting) -> None:
+    """No kernel call takes more key tokens than the bucket, or more query rows, or LEAST_ROWS, than that."""
+    for plan in setting.plans:
+        for tile in [*plan.local, *(tile for step in plan.steps for tile in step.tiles)]:
+            assert tile.key_rows.folds * tile.key_rows.length <= setting.bucket
+            assert tile.query_rows.folds * tile.query_rows.length <= max(setting.bucket, LEAST_ROWS)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize(
+    ("branch", "keys_of_each"),
+    (
+        (Branch(5), 1),  # 12 segments, of which a rank has 4 queries each and the other 1 key each
+        (Branch(5), 4),
+        (Branch(6, 2), 2),
+        (Branch(None, 1, 0, range(0, 2)), 1),  # two of three key/value heads: more rows in a message than the bucket
+    ),
+)
+def test_no_call_takes_more_than_the_bucket(branch: Branch, keys_of_each: int, causal: bool, exchange: str) -> None:
+    n = 60
+    length = branch.segment_length or 5
+    order = sorted(range(n), key=lambda x: (x % length < keys_of_each, x))
+    late = sum(x % length < keys_of_each for x in range(n))
+    layout = Layout.from_cuts(order, (0, n - late, n))
+    for bucket in range(1, n + 1):
+        check_calls(Setting(Pattern((branch,), causal), layout, 3, 3, exchange, bucket))
+    for bucket in (1, 7, 20):
+        check(Setting(Pattern((branch,), causal), layout, 3, 3, exchange, bucket))
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("bucket", range(1, 61))
+def test_keys_of_two_ranks_in_one_call_are_no_more_than_the_bucket(bucket: int, exchange: str) -> None:
+    """10 segments of 6, of each of which three ranks hold two: folded over segments, and joined from two ranks."""
+    order = sorted(range(60), key=lambda x: (x % 6 // 2, x))
+    check_calls(Setting(Pattern((Branch(6),)), Layout.from_cuts(order, (0, 20, 40, 60)), 1, 1, exchange, bucket))
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(drawn_settings())
+def test_no_call_takes_more_than_any_bucket(setting: Setting) -> None:
+    for bucket in range(1, setting.layout.n + 1):
+        check_calls(replace(setting, bucket=bucket))
+
+
+@pytest.mark.parametrize("bucket", range(1, 10))
+def test_a_message_of_one_row_behind_one_beyond_the_cap(bucket: int) -> None:
+    """One rank to the next: up to 9 rows, in chunks; to the one after that, the one token of rank 0."""
+    layout = Layout.from_cuts(range(20), (0, 1, 10, 20))
+    check(Setting(Pattern.dense(True), layout, 1, 1, "direct", bucket))
 
 
 def test_every_kind_of_mask_and_address_occurs() -> None:

@@ -82,6 +82,10 @@ EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "head dim no power of two": ({"head_dim": 6}, {"head_dim": 1}),
     "head dim >= 32": ({"head_dim": 32}, {"head_dim": 31}),
     "bucket by default": ({"bucket": None}, {}),
+    "default bucket beyond the least": (
+        {"bucket": None, "tokens": 128, "cuts": (0, 0, 128), "heads": 16, "kv_heads": 1},  # 0.34 times 128
+        {"bucket": None, "tokens": 128, "heads": 16, "kv_heads": 1},
+    ),
     "bucket of one token": ({"bucket": 1}, {}),
     "bucket below a shard": ({"bucket": 11}, {"bucket": 12}),
     "bucket beyond a shard": ({"bucket": 13}, {"bucket": 12}),
@@ -92,6 +96,14 @@ EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "huge scores": ({"score_scale": 32.0}, {"score_scale": 4.0}),
     "strided": ({"strided": True}, {}),
     "measured": ({"measured": True}, {}),
+    "scores larger than queries": (
+        {"measured": True, "kernel": "math", "bucket": 12, "head_dim": 11},  # 12 rows times 12 keys, 12 rows of 11
+        {"measured": True, "kernel": "math", "bucket": 12, "head_dim": 12},
+    ),
+    "descending stretches": (
+        {"world": 1, "tokens": 20, "order": "permuted", "seed": 5},  # 10 to 19, then 0 to 9
+        {"world": 1, "tokens": 20, "order": "permuted", "seed": 0},  # as they were
+    ),
 }
 CHOICES = ("order", "exchange", "kernel", "dtype", "values", "lse", "again")
 

@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from plain_case import plain
 from rich.console import Console
 
 from reference.pattern import Branch, Pattern
 from verification import execute, hunt, laws, properties, runner
 from verification.backends import GlooBackend, SimBackend, Unavailable, open_backend
 from verification.case import Case
-from verification.failures import WrongResult
+from verification.failures import RankHang, WrongResult
 from verification.replay import replay
 from verification.report import Report
 
@@ -165,15 +166,6 @@ def found_by(
     return [(one.failure, one.subject) for one in found]
 
 
-def plain(world: int, **changes: Any) -> Case:
-    case = Case(
-        world=world, group=None, tokens=12, order="contiguous", cuts=None, pattern=Pattern.dense(), batch=1, heads=2,
-        kv_heads=2, head_dim=4, dtype="float32", scale=None, score_scale=1.0, values="normal", seed=0, exchange="ring",
-        bucket=None, kernel="math", lse="unused", strided=False,
-    )  # fmt: skip
-    return replace(case, **changes)
-
-
 @pytest.fixture(scope="module")
 def ranks() -> Any:
     backend = GlooBackend(10.0)
@@ -268,6 +260,34 @@ def test_a_failure_that_does_not_come_back_is_still_a_failure(ranks: GlooBackend
     assert calls.count(calls[4]) == 1, "a failing example is never run again"
 
 
+@pytest.mark.parametrize("shrinks", (True, False))
+def test_a_hang_is_shrunk_only_where_it_may(ranks: GlooBackend, shrinks: bool) -> None:
+    seen: list[Case] = []
+
+    def check(backend: Any, case: Case) -> dict[str, float]:
+        seen.append(case)
+        if case.tokens >= 4:
+            raise RankHang("no answer")
+        return {}
+
+    search = hunt.Hunt(
+        replace(runner.EXAMPLES, check=check), ranks, Report(Console(quiet=True)), 3, shrinks_hangs=shrinks
+    )
+    patience = ranks.patience
+    found = search.find(100, "hang")
+    ranks.patience = patience
+    first = next(number for number, case in enumerate(seen) if case.tokens >= 4)
+    assert found is not None and search.examples == first
+    assert (len(seen) > first + 1) == shrinks and (found.subject.tokens == 4 or not shrinks)
+    assert shrinks or found.subject is seen[first]
+
+
+def test_a_strategy_that_lets_nothing_through_ends_the_search(ranks: GlooBackend) -> None:
+    nothing = replace(runner.EXAMPLES, draw=lambda world: runner.EXAMPLES.draw(world).filter(lambda case: False))
+    search = hunt.Hunt(nothing, ranks, Report(Console(quiet=True)), 3)
+    assert search.explore(100, 1) == [] and search.examples == 0
+
+
 def test_a_fault_of_the_machinery_is_no_counter_example(ranks: GlooBackend) -> None:
     def check(backend: Any, case: Case) -> dict[str, float]:
         raise KeyError("not the ranks' fault")
@@ -309,7 +329,7 @@ def test_a_file_that_is_no_counter_example_is_refused(tmp_path: Path) -> None:
     for content in ("", "[]", '{"world": 1}', '{"law": "gravity", "case": {}, "how": {}}'):
         file = tmp_path / "case.json"
         file.write_text(content)
-        with pytest.raises(Unavailable, match="cannot read a counter-example"):
+        with pytest.raises(Unavailable, match="argument FILE: cannot read a counter-example"):
             replay(file, Report(Console(quiet=True)), GlooBackend())
 
 

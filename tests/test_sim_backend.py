@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from plain_case import plain
 
 from reference.pattern import Pattern
 from ring import Layout, ring_attention
@@ -18,15 +18,6 @@ from verification.case import Case
 from verification.failures import BrokenContract, Deadlock, RankError, RankFailure, RankHang
 from verification.runner import check_case
 from verification.simulation import SimulatedTransport, Simulation
-
-
-def plain(world: int, **changes: Any) -> Case:
-    case = Case(
-        world=world, group=None, tokens=12, order="contiguous", cuts=None, pattern=Pattern.dense(), batch=1, heads=2,
-        kv_heads=2, head_dim=4, dtype="float32", scale=None, score_scale=1.0, values="normal", seed=0, exchange="ring",
-        bucket=None, kernel="math", lse="unused", strided=False,
-    )  # fmt: skip
-    return replace(case, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -214,6 +205,8 @@ def test_a_deadlock_of_the_ring_is_reported_without_waiting() -> None:
     failure = failure_of(plant_receive_first, plain(8, tokens=16), patience=600.0)
     assert isinstance(failure, Deadlock) and failure.headline.startswith("deadlock of 8 ranks: rank 0 waits for rank 7")
     assert "to send 'keys and values 1'" in str(failure) and "in arrivals" in str(failure), "the stack is there"
+    for state in failure.states:
+        assert "threading.py" not in state.trace and "scheduler.py" not in state.trace, state.trace
 
 
 def test_a_missing_wait_is_named() -> None:

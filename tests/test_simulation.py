@@ -234,7 +234,18 @@ def test_a_deadlock_is_found_at_once_and_says_who_waits_for_whom() -> None:
     assert failure.headline == f"deadlock of 8 ranks: {ring}"
     text = str(failure)
     assert "rank 3 waited for rank 2 to send 'keys 1' (16 bytes of float32), at" in text and "blocking_ring" in text
+    for state in failure.states:
+        assert state.trace.lstrip().startswith(f'File "{__file__}"'), "stacks begin with the rank's own function"
     print(f"deadlock of 8 ranks reported in {1000 * spent:.1f} ms")
+
+
+def test_the_traceback_of_a_rank_that_raised_begins_with_its_own_function() -> None:
+    def step(transport: SimulatedTransport) -> None:
+        raise ArithmeticError("nothing adds up")
+
+    for state in failure_of(2, 0, step).states:
+        first = state.trace.splitlines()[1]
+        assert first.startswith(f'  File "{__file__}"') and first.endswith("in step"), state.trace
 
 
 def test_a_rank_that_leaves_early_leaves_the_others_waiting_for_it() -> None:

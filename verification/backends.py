@@ -86,6 +86,10 @@ class PoolBackend:
 
     def post(self, function: Callable[..., Any], task: Task, case: Case, arguments: tuple[Any, ...]) -> None:
         """Have `function(task, case, arguments)` called in every process."""
+        self._under_way = self.prepared().submit(function, task, case, arguments), case
+
+    def prepared(self) -> Pool:
+        """The pool, its ranks warm. Raises Unavailable."""
         assert self._pool is not None
         if self._pool.generation != self._warm:  # new ranks are not held to the patience that used ones have earned
             try:
@@ -93,7 +97,7 @@ class PoolBackend:
             except (RankFailure, PoolError) as error:
                 raise Unavailable(f"the ranks could not be prepared: {error}") from error
             self._warm = self._pool.generation
-        self._under_way = self._pool.submit(function, task, case, arguments), case
+        return self._pool
 
     def answers(self, patience: float) -> tuple[Case, list[Any]]:
         """The Case under way, and what each process answered."""

@@ -43,8 +43,10 @@ fp64        the exact values come from fp64 as well: their own error obeys the s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from verification.case import Case
@@ -226,11 +228,20 @@ def _row_blocks(rows: int) -> int:
 # after another. Rows that see nothing have P = 0, any finite top and lse, and get the bound 0 from the caller.
 
 
+# Arrays may be torch tensors too, of one type on one device: for problems that are too long for a CPU.
+
+
 def _growth(x: Array) -> Array:
     """e^x - 1, or x where that is the same to first order."""
-    if x.size and x.max() > _SMALL:
-        return np.asarray(np.expm1(np.minimum(x, _LARGE)))
+    if 0 not in x.shape and x.max() > _SMALL:
+        library = _library(x)
+        grown: Array = library.expm1(library.clip(x, None, _LARGE))
+        return grown
     return x
+
+
+def _library(x: Array) -> Any:
+    return np if isinstance(x, np.ndarray) else torch
 
 
 def base_error(r: Arithmetic, size: Array) -> Array:
@@ -248,15 +259,15 @@ def forward(
     base, p, s (..., R, N); top, lse (..., R); count (..., R, N): c; v (..., N, D), out
     (..., R, D) are absolute values.
     """
-    eps = np.abs(s - top[..., None])
+    eps = abs(s - top[..., None])
     eps *= r.u
     eps += base
     growth = _growth(eps)
-    core = np.einsum("...rn,...rn->...r", p, growth)
+    core = _library(p).einsum("...rn,...rn->...r", p, growth)
     if growth is not eps:
-        core = np.log1p(core)
-    mu = (np.abs(lse) + np.abs(top)) * (2 * r.merges * r.u) + 4 * r.merges * r.u
-    t_lse = core + mu + np.abs(lse) * r.u + r.gamma(r.keys + 1)
+        core = _library(p).log1p(core)
+    mu = (abs(lse) + abs(top)) * (2 * r.merges * r.u) + 4 * r.merges * r.u
+    t_lse = core + mu + abs(lse) * r.u + r.gamma(r.keys + 1)
     eps += core[..., None]
     weights = _growth(eps)
     weights += (mu + (2 * r.gamma(r.keys + 2) + 2 * r.u_prob + r.u_partial))[..., None]
@@ -276,7 +287,7 @@ def backward(
     t_delta: T_D (..., R); products: |dO||V|^T; t: |dP - D + dlse|; ds: |dS|, all (..., R, N). dlse: whether it takes
     part.
     """
-    e = np.abs(s - lse[..., None])
+    e = abs(s - lse[..., None])
     e *= r.u
     e += base
     e += t_lse[..., None]
@@ -305,15 +316,15 @@ def backward(
 
 def delta_error(r: Arithmetic, dout: Array, out: Array, t_out: Array, delta: Array, dlse: Array | None) -> Array:
     """T_D (..., R). dout, out (..., R, D) absolute values; t_out (..., R, D); delta, dlse (..., R)."""
-    t_delta: Array = np.einsum("...rd,...rd->...r", dout, r.gamma(r.dim) * out + t_out)
+    t_delta: Array = _library(dout).einsum("...rd,...rd->...r", dout, r.gamma(r.dim) * out + t_out)
     if dlse is not None:
-        t_delta += r.u * (np.abs(delta) + np.abs(dlse))
+        t_delta += r.u * (abs(delta) + abs(dlse))
     return t_delta
 
 
 def settle(r: Arithmetic, bound: Array, exact: Array, floor: float) -> Array:
     """A gradient's bound from the part that its products gave: + u_out |exact| + floor, times `sides`."""
-    settled = np.abs(exact) * r.u_out
+    settled = abs(exact) * r.u_out
     settled += bound
     settled += floor
     settled *= r.sides

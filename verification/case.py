@@ -28,11 +28,11 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-ORDERS = ("contiguous", "zigzag", "striped", "hilbert", "spliced", "shuffled")
+ORDERS = ("contiguous", "zigzag", "striped", "hilbert", "spliced", "shuffled", "permuted")
 EXCHANGES = ("ring", "direct", "gather")
 KERNELS = ("auto", "math", "flash")
 LSE = ("unused", "returned", "differentiated", "alone")
-AGAIN = ("alike", "unchecked", "group", "no_grad", "q", "k", "v", "qk", "qv", "kv")
+AGAIN = ("alike", "unchecked", "group", "no_grad", "backward", "between", "q", "k", "v", "qk", "qv", "kv")
 
 _SMALLEST = {"world": 1, "tokens": 1, "batch": 1, "heads": 1, "kv_heads": 1, "head_dim": 1, "seed": 0}
 _GREATEST_SEED = 2**63 - 1  # what torch.Generator takes
@@ -47,7 +47,7 @@ class Case:
     group         global ranks that take part, ascending; index i of the group holds shard i. None: all
     tokens        length n of the sequence
     order         order of the tokens: one of ORDERS; "spliced" has the even positions contiguous, the odd ones
-                  striped; "shuffled" is a permutation drawn from the seed
+                  striped; "shuffled" is a permutation drawn from the seed, "permuted" one of a few whole stretches
     cuts          p + 1 non-decreasing offsets into the order from 0 to n, p the size of the group; None: the layout's
                   own
     pattern       who sees whom
@@ -65,7 +65,9 @@ class Case:
     strided       whether inputs and incoming gradients are non-contiguous (`strided_copy`)
     again         how the second run differs from the first, which must not change a bit of what both give: "alike";
                   "unchecked" (check=False); "group" (called with the process group itself, where there is one);
-                  "no_grad" (forward alone); or which of q, k and v require gradients
+                  "no_grad" (forward alone); "backward" (a second backward through the same graph); "between" (with
+                  another call, on other numbers, between forward and backward, and one after); or which of q, k
+                  and v require gradients
     measured      whether the workspace of the first run is looked at (`verification.workspace`), which takes time
 
     Raises ValueError, at construction, naming the field, what was given and what is allowed.
@@ -182,7 +184,9 @@ class Case:
         return _layout(*self._division())
 
     def _division(self) -> tuple[str, int, int, tuple[int, ...] | None, int]:
-        seed = self.seed if self.order == "shuffled" else 0  # so that the others share an entry of the cache
+        seed = (
+            self.seed if self.order in ("shuffled", "permuted") else 0
+        )  # so that the others share an entry of the cache
         return self.order, self.tokens, len(self.ranks), self.cuts, seed
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -233,16 +237,17 @@ class Case:
 
 @lru_cache(maxsize=256)
 def _layout(order: str, n: int, p: int, cuts: tuple[int, ...] | None, seed: int) -> Layout:
-    if order == "shuffled":
-        return Layout.from_cuts(definitions.shuffled(n, seed), cuts or [r * n // p for r in range(p + 1)])
+    if order in ("shuffled", "permuted"):
+        listed = definitions.shuffled(n, seed) if order == "shuffled" else definitions.permuted(n, p, seed)
+        return Layout.from_cuts(listed, cuts or [r * n // p for r in range(p + 1)])
     if order == "spliced":  # on each rank two runs of different steps that lie within each other
         evens = (n + 1) // 2
         runs = [
             (range(2 * (r * evens // p), 2 * ((r + 1) * evens // p), 2), range(1 + 2 * r, n, 2 * p)) for r in range(p)
         ]
         counts = [len(even) + len(odd) for even, odd in runs]
-        listed = torch.tensor([position for pair in runs for run in pair for position in run], dtype=torch.int64)
-        return Layout.from_cuts(listed, cuts or list(accumulate(counts, initial=0)))
+        spliced = torch.tensor([position for pair in runs for run in pair for position in run], dtype=torch.int64)
+        return Layout.from_cuts(spliced, cuts or list(accumulate(counts, initial=0)))
     layout: Layout = getattr(Layout, order)(n, p)
     if cuts is None:
         return layout

@@ -219,8 +219,8 @@ def check_buffers(case: Case, expectation: Expectation, observations: Observatio
     for index, seen in enumerate(observations):
         if seen.layout.bucket != bucket:
             raise WrongResult(
-                f"buffers: the default bucket on {_rank(case, index)} is {seen.layout.bucket} for shards of {LONGER} "
-                f"tokens; the memory budget makes it {bucket}"
+                f"buffers: the default bucket on {_rank(case, index)} is {seen.layout.bucket} where the largest "
+                f"shard has {LONGER} tokens; the memory budget makes it {bucket}"
             )
     wanted = costs(case)
     for phase in ("forward", "backward"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import random
 import sys
 from collections.abc import Sequence
@@ -17,10 +18,12 @@ from verification import nightly, real_size, replay, runner
 from verification.backends import BACKENDS, Unavailable, open_backend
 from verification.hunt import ToolError
 from verification.mutants import command as mutants
+from verification.outputs import check_file, check_folder
 from verification.peers import command as peers
 from verification.report import Report
 
 PROFILES = runner.PROFILES | {"nightly": nightly.PROFILE}
+TYPED = "VERIFICATION_TYPED"  # in the environment: what the user typed where that was a script, for usage and errors
 DESCRIPTION = """\
 Checks ring_attention by properties: Hypothesis draws Cases (pattern, layout, world size, dtype, exchange, ...), real
 processes compute each of them, and every result is held against a dense fp64 oracle within bounds derived from the
@@ -62,8 +65,9 @@ def size(text: str) -> int:
         number = int(text)
     except ValueError:
         number = -1
-    if number != 0 and number < real_size.LEAST:
-        raise argparse.ArgumentTypeError(f"must be 0 or an integer >= {real_size.LEAST}, got {text!r}")
+    if number != 0 and not real_size.LEAST <= number <= real_size.MOST:
+        allowed = f"0 or an integer from {real_size.LEAST} to {real_size.MOST}"
+        raise argparse.ArgumentTypeError(f"must be {allowed}, got {text!r}")
     return number
 
 
@@ -87,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     run = commands.add_parser(
-        "run", help="draw examples and check them", description=RUN, epilog=EPILOGUE,
+        "run", help="draw examples and check them", description=RUN, epilog=EPILOGUE, prog=os.environ.get(TYPED),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     run.add_argument(
@@ -155,14 +159,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # A log has no width of its own, and rich would take 80 columns: the table needs more.
     console = Console(width=None if sys.stdout.isatty() else 120)
     try:
-        if options.json is not None:
-            _writable("--json", options.json)
+        _check_outputs(options)
         if options.command == "mutants":
             return mutants.main(options, console)
         if options.command == "peers":
             return peers.main(options, console)
-        if options.command == "run":
-            options.failures.mkdir(parents=True, exist_ok=True)
         report = _replay(options, console) if options.command == "replay" else _run(options, console)
         if options.json is not None:
             options.json.write_text(json.dumps(report.to_dict(), indent=2, allow_nan=False) + "\n")
@@ -173,17 +174,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("python -m verification: interrupted", file=sys.stderr)
         return 2
     except ToolError as error:
-        raise RuntimeError(f"the machinery failed on an example: {error}") from error
+        if error.__cause__ is not None:  # an exception that nobody foresaw: its traceback is wanted
+            raise RuntimeError(f"the machinery failed on an example: {error}") from error
+        print(f"python -m verification: error: {error}", file=sys.stderr)
+        return 2
     return 1 if report.failures else 0
 
 
-def _writable(argument: str, file: Path) -> None:
-    """Now rather than after hours: OSError, naming the argument, if the file cannot be written."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.open("a").close()
-    except OSError as error:
-        raise OSError(f"argument {argument}: {error}") from error
+def _check_outputs(options: argparse.Namespace) -> None:
+    """Raises OSError, naming the argument, for a file or folder that cannot be written."""
+    if options.json is not None:
+        check_file("--json", options.json)
+    if getattr(options, "state", None) is not None:
+        check_file("--state", options.state)
+        check_folder("--state", options.state.parent)  # a state is written beside the old one, then takes its place
+    if getattr(options, "failures", None) is not None and not getattr(options, "list", False):
+        check_folder("--failures", options.failures)
 
 
 def _run(options: argparse.Namespace, console: Console) -> Report:

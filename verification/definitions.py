@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
+LEAST_BUCKET = 32  # tokens of a default bucket
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +37,8 @@ class Shards:
 
 @lru_cache(maxsize=256)
 def shards(order: str, n: int, p: int, cuts: tuple[int, ...] | None, seed: int = 0) -> Shards:
-    """The shards of p ranks. cuts: p + 1 offsets into the order, or None for the order's own. seed: of "shuffled".
+    """The shards of p ranks. cuts: p + 1 offsets into the order, or None for the order's own. seed: of "shuffled" and
+    "permuted".
 
     contiguous  position x is with rank r if r n / p, rounded down, is the last such number up to x
     zigzag      the same for 2 p chunks; rank r has the r-th from the front and the r-th from the back
@@ -44,12 +46,15 @@ def shards(order: str, n: int, p: int, cuts: tuple[int, ...] | None, seed: int =
     spliced     the even positions contiguous, then the odd ones striped
     hilbert     the curve through the smallest square of side 2^k that holds all positions row by row, cut evenly
     shuffled    a random permutation, cut evenly
+    permuted    up to 2 p stretches of random length, in random order, cut evenly
 
     The first three keep a rank's positions ascending. Raises ValueError for another order.
     """
     everything = np.arange(n)
-    if order in ("hilbert", "shuffled"):
-        listed = _hilbert(n) if order == "hilbert" else shuffled(n, seed)
+    if order in ("hilbert", "shuffled", "permuted"):
+        listed = (
+            _hilbert(n) if order == "hilbert" else shuffled(n, seed) if order == "shuffled" else permuted(n, p, seed)
+        )
         held = [listed[_part(everything, n, p) == rank] for rank in range(p)]
     else:
         owner = _owner(order, everything, n, p)
@@ -75,17 +80,27 @@ def shuffled(n: int, seed: int) -> Ints:
     return permutation
 
 
+def permuted(n: int, p: int, seed: int) -> Ints:
+    """range(n) cut anywhere into 2 p stretches, or n if that is less, in an order that follows from the seed alone: a
+    rank may hold several of them, later ones first."""
+    generator = torch.Generator().manual_seed(seed)
+    pieces = min(n, 2 * p)
+    inner = torch.randperm(n - 1, generator=generator)[: pieces - 1].sort().values.numpy() + 1
+    stretches = np.split(np.arange(n), inner)
+    return np.concatenate([stretches[i] for i in torch.randperm(pieces, generator=generator).tolist()])
+
+
 def default_bucket(largest: int, heads: int, kv_heads: int, itemsize: int) -> int:
     """Key/value tokens per kernel call and landing where none are given. largest: tokens of the largest shard.
 
     A token of a bucket lands twice, keys and values in the working type, and has three gradient buffers in the
     accumulator's: 8 bytes an element for fp64, 4 for others. Of these as many as fit in a tenth of the largest
-    shard's queries, outputs, keys and values, and never fewer than 32.
+    shard's queries, outputs, keys and values, and never fewer than LEAST_BUCKET.
     """
     accumulator = 8 if itemsize == 8 else 4
     shard = largest * (2 * heads + 2 * kv_heads) * itemsize
     token = 2 * kv_heads * (2 * itemsize + 3 * accumulator)
-    return max(32, shard // (10 * token))
+    return max(LEAST_BUCKET, shard // (10 * token))
 
 
 def _part(x: Ints, n: int, parts: int) -> Ints:
@@ -104,7 +119,9 @@ def _owner(order: str, x: Ints, n: int, p: int) -> Ints:
         return x % p
     if order == "spliced":
         return np.where(x % 2 == 0, _part(x // 2, (n + 1) // 2, p), x // 2 % p)
-    raise ValueError(f"order is {order!r}; it must be one of contiguous, zigzag, striped, spliced, hilbert, shuffled")
+    raise ValueError(
+        f"order is {order!r}; it must be one of contiguous, zigzag, striped, spliced, hilbert, shuffled, permuted"
+    )
 
 
 def _hilbert(n: int) -> Ints:

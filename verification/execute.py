@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -142,9 +143,25 @@ def attend(transport: Transport, case: Case, inputs: Tensors, how: str = "alike"
     if lse is not None and case.through_lse:
         outputs, incoming = ([lse], [dlse]) if case.lse == "alone" else ([out, lse], [dout, dlse])
     leaf = {name: x for name, x in zip("qkv", (q, k, v), strict=True) if name in wanted}
-    found, back = _watched(lambda: torch.autograd.grad(outputs, list(leaf.values()), incoming), group, meter)
+
+    def backward(retain: bool = False) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(outputs, list(leaf.values()), incoming, retain_graph=retain)
+
+    if how == "backward":
+        backward(retain=True)
+    if how == "between":
+        attend(transport, case, _negated(inputs))
+    found, back = _watched(backward, group, meter)
+    if how == "between":  # and after it: what earlier calls gave must stay as it was
+        attend(transport, case, _negated(inputs))
     gradients = dict(zip(leaf, found, strict=True))
     return _pass((out, lse, *map(gradients.get, "qkv")), there, back)
+
+
+def _negated(inputs: Tensors) -> Tensors:
+    """Other numbers, with other scores, results and gradients."""
+    q, k, v, dout, dlse = inputs
+    return q, -k, -v, -dout, -dlse
 
 
 def _pass(results: tuple[Tensor | None, ...], there: _Leg, back: _Leg) -> Pass:
@@ -197,8 +214,14 @@ def division(case: Case, index: int) -> Division:
         layout.counts,
         layout.shard(everything, index, dim=0).numpy(),
         layout.unshard(everything.split(layout.counts), dim=0).numpy(),
-        default_bucket(Layout.contiguous(LONGER, 1), case.heads, case.kv_heads, case.torch_dtype),
+        default_bucket(_uneven(), case.heads, case.kv_heads, case.torch_dtype),
     )
+
+
+@cache
+def _uneven() -> Layout:
+    """Of two ranks, the larger shard of LONGER tokens, behind one of none."""
+    return Layout.from_cuts(range(LONGER), (0, 0, LONGER))
 
 
 def observation_of(layout: Division, inputs: Tensors, kept: Sequence[Tensor], run: Pass, again: Pass) -> Observation:

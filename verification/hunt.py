@@ -21,6 +21,7 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, Verbosity, given, settings, target
 from hypothesis import seed as seeded
 from hypothesis.database import DirectoryBasedExampleDatabase
+from hypothesis.errors import Unsatisfiable
 from hypothesis.strategies import SearchStrategy
 
 from verification.backends import Backend
@@ -50,7 +51,7 @@ class Experiment:
     check: Callable[[Backend, Any], dict[str, float]]  # by property: worst error / bound; raises VerificationFailure
     case_of: Callable[[Any], Case]
     record_of: Callable[[Any], dict[str, Any]]  # what is saved, and replayed
-    property_of: Callable[[VerificationFailure], str]
+    property_of: Callable[[Any, VerificationFailure], str]  # of a subject: the title of what is broken
     pushes: bool = False  # whether Hypothesis is to look for larger errors: it then draws around what had the largest
 
 
@@ -77,6 +78,8 @@ class _Interesting(Exception):
 class Hunt:
     """One experiment on one world size: draw until something fails, shrink that, draw on for something else.
 
+    `find` draws up to the next failure, and shrinks it; `explore` goes on to the others.
+
     A failure is shrunk in the `workshop`, a simulation, if it shows there: a hang is found there without waiting, on
     any number of ranks. What comes out is run once more where the failure was found.
 
@@ -92,6 +95,9 @@ class Hunt:
     budget: float = 60.0  # seconds to shrink a failure; and, after the first one, to look for others
     remembers: bool = False
     workshop: Backend | None = None  # None: failures are shrunk where they are found
+    shrinks_hangs: bool = True  # on real processes, where each costs patience
+    examples: int = 0  # that held, shrinking left out
+    seconds: float = 0.0  # that they took, and the failures that were shrunk
     _failed: dict[str, Found] = field(default_factory=dict)  # by record: what failed once fails always
     _held: set[str] = field(default_factory=set)  # likewise, what held: it is not looked at, or counted, again
     _reported: list[Signature] = field(default_factory=list)
@@ -101,23 +107,21 @@ class Hunt:
     _deadline: float = math.inf
     _slowest: float = 0.0
     _goal: float = math.inf
-    _count: int = 0
 
     def explore(self, examples: int, seed: int) -> list[Found]:
         """Draw that many; the distinct failures, each shrunk, with the subject that shows it."""
         found: list[Found] = []
         patience, last = self.backend.patience, math.inf
         try:
-            while self._count < examples and time.perf_counter() < last:
-                self._deadline = last
+            while self.examples < examples and time.perf_counter() < last:
                 seeds = f"{seed}/{self.world}/{self.experiment.name}/{len(found)}"
-                smallest = self._draw(self.world, examples, seeds)
+                smallest = self.find(examples, seeds, last)
                 if smallest is None or self._first is None:
                     break
                 last = min(last, time.perf_counter() + self.budget)
                 smallest = self._on_fewer_ranks(smallest, seeds)
                 found.append(self._confirmed(smallest, self._first, patience))
-                self._reported += [self._signature(self._first.failure), self._signature(smallest.failure)]
+                self._reported += [self._signature(self._first), self._signature(smallest)]
                 if isinstance(smallest.failure, RankHang):
                     break  # whatever else there is, the hang would be met again on the way to it, at its price
                 self._first = self._wanted = self._place = None
@@ -125,21 +129,29 @@ class Hunt:
             self.backend.patience = patience
         return found
 
-    def _draw(self, world: int, examples: int, seed: str) -> Found | None:
-        """Runs of Hypothesis until so many examples held, or one failed, which is shrunk within its run."""
-        strategy, self._goal = self.experiment.draw(world), examples
+    def find(self, examples: int, seed: str, last: float = math.inf) -> Found | None:
+        """Runs of Hypothesis until that many examples held in all, or one failed, which is shrunk within its run. No
+        example begins after `last`, by `time.perf_counter`, but those that shrink.
+        """
+        strategy, self._goal, self._deadline = self.experiment.draw(self.world), examples, last
         run = idle = 0
-        while self._count < examples and idle < IDLE_RUNS and time.perf_counter() < self._deadline:
-            before = self._count
+        while self.examples < examples and idle < IDLE_RUNS and time.perf_counter() < self._deadline:
+            before = self.examples
             most = examples if self.experiment.pushes else RUN
-            found = self._go(strategy, world, most, f"{seed}/{run}", run == 0)
+            try:
+                found = self._go(strategy, self.world, most, f"{seed}/{run}", run == 0)
+            except Unsatisfiable:  # of all that was drawn the strategy let nothing through
+                return None
             if found is not None:
                 return found
-            run, idle = run + 1, idle + 1 if self._count == before else 0
+            run, idle = run + 1, idle + 1 if self.examples == before else 0
         return None
 
     def _go(self, strategy: SearchStrategy[Any], world: int, examples: int, seed: str, first: bool) -> Found | None:
-        """Let Hypothesis draw until something fails, and shrink that. The first run takes what is remembered, too."""
+        """Let Hypothesis draw until something fails, and shrink that. The first run takes what is remembered, too.
+
+        Raises Unsatisfiable where the strategy's filters let no subject through.
+        """
 
         def test(subject: Any) -> None:
             self.attempt(subject)
@@ -175,13 +187,14 @@ class Hunt:
         if key in self._held:
             return
         started = time.perf_counter()
-        if started > self._deadline or (self._first is None and self._count >= self._goal):
+        if started > self._deadline or (self._first is None and self.examples >= self._goal):
             return
         place = self._place or self.backend
         ratios, failure = self._look(place, subject)
         if failure is not None:
             found = Found(failure, subject, place.name)
-            if self._first is None and self._signature(failure) not in self._reported:
+            if self._first is None and self._signature(found) not in self._reported:
+                self.seconds += time.perf_counter() - started
                 found = self._begin_to_shrink(found)
             self._failed[key] = found
             if isinstance(failure, RankHang) and place is self.backend:
@@ -191,8 +204,9 @@ class Hunt:
         if self._first is not None:
             return  # shrinking: these examples are not part of the sample
         spent = time.perf_counter() - started
-        self._count += 1
-        if self._count > WARM_UP:
+        self.examples += 1
+        self.seconds += spent
+        if self.examples > WARM_UP:
             self._slowest = max(self._slowest, spent)
         case = self.experiment.case_of(subject)
         self.report.held(case.dtype, ratios, spent)
@@ -205,13 +219,14 @@ class Hunt:
     def _begin_to_shrink(self, found: Found) -> Found:
         """From now on only this failure counts; in the workshop, if it shows there. What it looks like there."""
         self._first, self._place = found, self.backend
-        self._deadline = time.perf_counter() + self.budget
+        costly = isinstance(found.failure, RankHang) and self.backend.name != "sim"
+        self._deadline = time.perf_counter() + (0.0 if costly and not self.shrinks_hangs else self.budget)
         if self.workshop is not None:
             failure = self._failure_on(self.workshop, found.subject)
             if failure is not None:
                 self._place = self.workshop
                 found = Found(failure, found.subject, self.workshop.name)
-        self._wanted = self._signature(found.failure)
+        self._wanted = self._signature(found)
         return found
 
     def _failure_on(self, place: Backend, subject: Any) -> VerificationFailure | None:
@@ -226,15 +241,15 @@ class Hunt:
         except VerificationFailure as failure:
             return {}, failure
         except Exception as error:  # not the ranks' fault: no example is to be shrunk for it
-            raise ToolError(f"{self.experiment.name}, {self.experiment.record_of(subject)}") from error
+            raise ToolError(f"{self.experiment.name}, {self.experiment.record_of(subject)}: {error!r}") from error
 
     def _judge(self, found: Found) -> None:
         """Raise it if it is the failure that is being shrunk; any other is passed over."""
-        if self._first is not None and self._signature(found.failure) == self._wanted:
+        if self._first is not None and self._signature(found) == self._wanted:
             raise _Interesting(found)
 
-    def _signature(self, failure: VerificationFailure) -> Signature:
-        return failure.kind, self.experiment.property_of(failure)
+    def _signature(self, found: Found) -> Signature:
+        return found.failure.kind, self.experiment.property_of(found.subject, found.failure)
 
     def _on_fewer_ranks(self, found: Found, seed: str) -> Found:
         """The same failure on the fewest ranks on which a few examples show it, if the place is a simulation."""

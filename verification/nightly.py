@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from verification import real_size, runner
-from verification.backends import SimBackend, Unavailable, open_backend
-from verification.report import Report
+from verification.backends import BACKENDS, SimBackend, Unavailable, open_backend
+from verification.report import Report, whole
 
 STATE = Path(".verification/nightly.json")
 HOURS = 8.0
@@ -121,15 +121,32 @@ def resume(night: Night, report: Report) -> None:
     try:
         record = json.loads(night.state.read_text())
         report.restore(record)
-        place = record["nightly"]
-        chunks = [Chunk(**chunk) for chunk in place["chunks"]]
-        night.round, night.round_seed, night.done = place["round"], place["round_seed"], place["done"]
-        night.examples_on = dict(place["examples_on"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Unavailable(f"argument --state: cannot go on from {night.state}: {error!r}") from error
+        chunks = _restore(night, record["nightly"])
+    except KeyError as error:
+        raise Unavailable(f"argument --state: cannot go on from {night.state}: there is no {error}") from error
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise Unavailable(f"argument --state: cannot go on from {night.state}: {error}") from error
     if chunks != list(night.chunks):  # other world sizes or backends than last time: a round of their own
         night.done = len(night.chunks)
     report.say(f"going on with round {night.round}, after {report.examples} examples in {report.seconds:.0f} s")
+
+
+def _restore(night: Night, place: Any) -> list[Chunk]:
+    """Take up what `_place` said; the chunks that there were. Raises KeyError, TypeError, ValueError."""
+    chunks = [Chunk(**chunk) for chunk in place["chunks"]]
+    for chunk in chunks:
+        if chunk.backend not in tuple(BACKENDS):
+            raise ValueError(f"backend is {chunk.backend!r}; it must be one of {', '.join(BACKENDS)}")
+        whole("world", chunk.world, 1)
+        whole("examples", chunk.examples)
+    night.round, night.done = whole("round", place["round"]), whole("done", place["done"])
+    if night.done > len(chunks):
+        raise ValueError(f"done is {night.done}; a round has {len(chunks)} chunks")
+    if type(place["round_seed"]) is not int:
+        raise ValueError(f"round_seed is {place['round_seed']!r}; it must be an integer")
+    night.round_seed = place["round_seed"]
+    night.examples_on = {str(name): whole(f"examples on {name}", n) for name, n in dict(place["examples_on"]).items()}
+    return chunks
 
 
 def _place(night: Night) -> dict[str, Any]:

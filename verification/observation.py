@@ -24,8 +24,8 @@ class Division:
     positions  that it gives for this rank, (L,); counts: of every rank
     sharded    what `shard` makes of the numbers 0 .. n - 1 on this rank, (L,)
     place      what `unshard` makes of the same numbers, cut by the counts: of each position its place, (n,)
-    bucket     tokens of the default bucket where each rank had LONGER tokens: drawn Cases are too short for more than
-               the least one
+    bucket     tokens of the default bucket where the largest shard had LONGER tokens, another one none: most drawn
+               Cases are too short for more than the least one
     """
 
     positions: Ints

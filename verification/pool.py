@@ -16,9 +16,9 @@ from __future__ import annotations
 import pickle
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from verification.failures import (
     MismatchedMessages,
@@ -33,7 +33,7 @@ from verification.failures import (
     name_ranks,
     tidy_stack,
 )
-from verification.worker import ANSWERED, REQUEST, PoolError, Ranks
+from verification.worker import ANSWERED, REQUEST, LocalRanks, PoolError
 
 __all__ = ["Pool", "PoolError", "Ticket"]
 
@@ -45,6 +45,25 @@ START_TIMEOUT = 60.0  # seconds for all ranks to come up, on however loaded a ma
 GRACE = 0.3  # seconds
 BUSY = 10.0  # how often patience is drawn out while a rank computes, or waits for a processor
 _NO_ARGS = pickle.dumps(())
+
+
+class RankSet(Protocol):
+    """One generation of ranks, wherever they are: what the pool asks of `verification.worker.Ranks`."""
+
+    world_size: int
+
+    @property
+    def pids(self) -> tuple[int, ...]: ...
+    def start(self) -> None: ...
+    def send(self, messages: Sequence[bytes]) -> None: ...
+    def events(self, timeout: float) -> list[tuple[int, bool]]: ...
+    def receive(self, rank: int) -> tuple[int, int, bytes] | None: ...
+    def has_answer(self, rank: int, timeout: float) -> bool: ...
+    def is_dead(self, rank: int) -> bool: ...
+    def exit_code(self, rank: int) -> int | None: ...
+    def stacks(self, ranks: Collection[int]) -> dict[int, str]: ...
+    def could_run(self, ranks: Collection[int]) -> bool: ...
+    def end(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -96,7 +115,7 @@ class Pool:
         self._preload = tuple(preload)
         self._sequence = 0
         self._under_way: Ticket | None = None
-        self._ranks: Ranks | None = None
+        self._ranks: RankSet | None = None
         self._start()
 
     def __enter__(self) -> Pool:
@@ -194,7 +213,7 @@ class Pool:
         if self._ranks is not None:
             self._end()
 
-    def _live(self) -> Ranks:
+    def _live(self) -> RankSet:
         if self._ranks is None:
             raise PoolError("the pool is closed")
         return self._ranks
@@ -204,12 +223,12 @@ class Pool:
         self._ranks = None
         self._end_ranks()
 
-    def _start(self) -> Ranks:
+    def _start(self) -> RankSet:
         """New ranks in place of the present ones, if any. PoolError, and a closed pool, if they do not start."""
         if self._ranks is not None:
             self._end()
         self.generation += 1
-        ranks = Ranks(self.world_size, self._preload, self.timeout, self._joined_by)
+        ranks = self._new_ranks()
         self._end_ranks = weakref.finalize(self, ranks.end)  # also when the pool is forgotten, or at interpreter exit
         self._ranks = ranks
         try:
@@ -223,6 +242,9 @@ class Pool:
             raise
         return ranks
 
+    def _new_ranks(self) -> RankSet:
+        return LocalRanks(self.world_size, self._preload, self.timeout, self._joined_by)
+
     def _start_after(self, failure: BaseException) -> None:
         try:
             self._start()
@@ -234,7 +256,7 @@ def _qualified_name(function: Callable[..., Any]) -> str:
     return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"
 
 
-def _await_answers(ranks: Ranks, ticket: Ticket, patience: float) -> _Call:
+def _await_answers(ranks: RankSet, ticket: Ticket, patience: float) -> _Call:
     """Take answers until all are there, a rank died, the grace after an exception is over, or patience is.
 
     Patience is wall time, and a loaded machine may leave ranks without a processor for long: while one that has not
@@ -260,7 +282,7 @@ def _await_answers(ranks: Ranks, ticket: Ticket, patience: float) -> _Call:
     return call
 
 
-def _take_answer(ranks: Ranks, call: _Call, rank: int, expected: int) -> None:
+def _take_answer(ranks: RankSet, call: _Call, rank: int, expected: int) -> None:
     received = ranks.receive(rank)
     if received is None:
         call.died.add(rank)
@@ -276,7 +298,7 @@ def _take_answer(ranks: Ranks, call: _Call, rank: int, expected: int) -> None:
         call.raised[rank] = value
 
 
-def _diagnose(ranks: Ranks, ticket: Ticket, call: _Call, patience: float) -> RankFailure:
+def _diagnose(ranks: RankSet, ticket: Ticket, call: _Call, patience: float) -> RankFailure:
     """The failure, with where every rank stands: the ranks must still be as the failure left them."""
     stacks = ranks.stacks(call.waiting | call.died)
     if call.raised or call.died:
@@ -301,7 +323,7 @@ def _diagnose(ranks: Ranks, ticket: Ticket, call: _Call, patience: float) -> Ran
     return RankHang(f"no answer within {patience:g} s{longer} from {name_ranks(sorted(call.waiting))} {where}", states)
 
 
-def _state(ranks: Ranks, call: _Call, rank: int, stacks: dict[int, str]) -> RankState:
+def _state(ranks: RankSet, call: _Call, rank: int, stacks: dict[int, str]) -> RankState:
     stack = tidy_stack(stacks.get(rank, ""))
     if rank in call.died:
         return RankState(rank, "died", name_exit(ranks.exit_code(rank)), stack)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,8 @@ from rich.table import Table
 
 from reference.pattern import Branch, Pattern
 from verification.case import AGAIN, DTYPES, EXCHANGES, KERNELS, LSE, ORDERS, VALUES, Case
-from verification.workspace import LEAST_ROWS
+from verification.definitions import LEAST_BUCKET
+from verification.workspace import LEAST_BLOCK, LEAST_ROWS
 
 Has = Callable[[Case], bool]
 HUGE = 100.0  # of this size, a score of 16 bits or a difference of two would lose all digits after the point
@@ -107,6 +109,26 @@ def _divided(case: Case, branch: Branch) -> bool:
     return bool(((segment[1:] == segment[:-1]) & (holder[1:] != holder[:-1])).any())
 
 
+def _scores_are_large(case: Case) -> bool:
+    """A kernel call takes so many keys that a score for each would take more than the rank's queries, or than the keys
+    themselves: they are computed in blocks of rows. Told where it is measured, of dense patterns."""
+    if not case.measured or case.kernel != "math" or case.pattern.branches != (Branch(),):
+        return False
+    rows = min(max(_counts(case)), max(case.tokens_per_call, LEAST_ROWS))
+    keys = min(case.tokens_per_call, max(_counts(case)))
+    return rows > LEAST_BLOCK and rows * keys > max(_counts(case)) * case.head_dim
+
+
+def _descends(case: Case) -> bool:
+    """Some rank holds a stretch of neighbours, and after it an earlier one of at least two positions."""
+    for held in case.shards().positions:
+        ends = np.flatnonzero(np.diff(held) != 1)
+        stretches = [x for x in np.split(held, ends + 1) if len(x) > 1]
+        if any(after[0] < before[0] for before, after in pairwise(stretches)):
+            return True
+    return False
+
+
 # --- features ---------------------------------------------------------------------------------------------------------
 
 
@@ -162,6 +184,7 @@ FEATURES: dict[str, Has] = {
     "head dim >= 32": lambda case: case.head_dim >= 32,
     # buckets
     "bucket by default": lambda case: case.bucket is None,
+    "default bucket beyond the least": lambda case: case.bucket is None and case.tokens_per_call > LEAST_BUCKET,
     "bucket of one token": lambda case: case.bucket == 1,
     "bucket below a shard": lambda case: case.tokens_per_call < max(_counts(case)),
     "bucket beyond a shard": lambda case: case.tokens_per_call > min(_counts(case)),
@@ -172,6 +195,8 @@ FEATURES: dict[str, Has] = {
     "scale <= 0": lambda case: case.softmax_scale <= 0,
     "huge scores": _scores_are_huge,
     "strided": lambda case: case.strided,
+    "scores larger than queries": _scores_are_large,
+    "descending stretches": _descends,
     "measured": lambda case: case.measured,
 }
 _CHOICES: dict[str, tuple[str, ...]] = {

@@ -47,16 +47,26 @@ HEADS, HEAD_DIM, VOCABULARY = 12, 64, 4096
 DILATIONS = (1, 2, 4, 6, 12)
 TOKENS = 8192
 LEAST = 16  # tokens: of fewer, the smallest segment would be empty
+MOST = 2**17  # tokens: of more, the oracle would take a day
 PATIENCE = 300.0  # seconds that the ranks may take
 
 
 @dataclass(frozen=True)
 class Problem:
-    """How many ranks and tokens; the seed of embedding and projections."""
+    """How many ranks and tokens; the seed of embedding and projections.
+
+    Raises ValueError, at construction, for a field that is no integer or out of its range.
+    """
 
     world: int
     tokens: int = TOKENS
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least, most in (("world", 1, 2**16), ("tokens", LEAST, MOST), ("seed", 0, 2**63 - 1)):
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value <= most:
+                raise ValueError(f"{name} is {value!r}; it must be an integer from {least} to {most}")
 
     def case(self) -> Case:
         segments = [self.tokens // part for part in (16, 8, 4, 2, 1)]

@@ -8,13 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from verification import real_size, runner
+from verification import real_size, records, runner
 from verification.backends import Backend, Unavailable
-from verification.case import Case
 from verification.failures import VerificationFailure
 from verification.hunt import Experiment, ToolError
-from verification.laws import LAWS
-from verification.peers.experiment import experiment_of
 from verification.peers.observe import prepare
 from verification.peers.peer import KNOWN, Refused
 from verification.report import Failure, Report
@@ -26,9 +23,9 @@ def replay(file: Path, report: Report, backend: Backend) -> Report:
     """
     try:
         record = json.loads(file.read_text())
-        experiment, subject, case = _understand(record)
-    except (OSError, ValueError, KeyError, TypeError, Refused) as error:
-        raise Unavailable(f"argument FILE: cannot read a counter-example from {file}: {error!r}") from error
+        experiment, subject, case = records.understand(record)
+    except (OSError, ValueError, RecursionError, Refused) as error:  # lists within lists are too much for the parser
+        raise Unavailable(f"argument FILE: cannot read a counter-example from {file}: {error}") from error
     if "peer" in record:
         if backend.name != "gloo":
             raise Unavailable(f"argument --backend: a peer needs torch.distributed, on gloo; got {backend.name}")
@@ -64,26 +61,9 @@ def _check(
     try:
         ratios = experiment.check(backend, subject)
     except VerificationFailure as failure:
-        name = experiment.property_of(failure)
+        name = experiment.property_of(subject, failure)
         report.failed(Failure(failure.kind, name, case.world, record, file, str(failure), backend.name))
     except Exception as error:
         raise ToolError(f"{experiment.name} of {file}") from error
     else:
         report.held(case.dtype, ratios, time.perf_counter() - started)
-
-
-def _understand(record: Any) -> tuple[Experiment | None, Any, Any]:
-    """(experiment, subject, what has a world size): None stands for the problem of real size."""
-    if "real_size" in record:
-        problem = real_size.Problem(**record["real_size"])
-        return None, problem, problem
-    if "peer" in record:
-        return experiment_of(record)
-    if "law" in record:
-        laws = {law.name: law for law in LAWS}
-        if record["law"] not in laws:
-            raise ValueError(f"law is {record['law']!r}; it must be one of {', '.join(laws)}")
-        case = Case.from_json(json.dumps(record["case"]))
-        return runner.law_experiment(laws[record["law"]]), (case, record["how"]), case
-    case = Case.from_json(json.dumps(record))
-    return runner.EXAMPLES, case, case

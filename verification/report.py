@@ -63,11 +63,14 @@ class Failure:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Failure:
-        """What `to_dict` made. Raises KeyError for what it did not."""
-        file = Path(shlex.split(data["replay"])[-1])
-        return cls(
-            data["kind"], data["property"], data["world"], data["case"], file, data["message"], data["backend"]
-        )  # fmt: skip
+        """What `to_dict` made. Raises KeyError, TypeError, ValueError for what it did not."""
+        line = shlex.split(_text("replay", data["replay"]))
+        if not line:
+            raise ValueError("replay is ''; it must be the line that replays the failure")
+        kind, broken, message, backend = (
+            _text(name, data[name]) for name in ("kind", "property", "message", "backend")
+        )
+        return cls(kind, broken, whole("world", data["world"], 1), dict(data["case"]), Path(line[-1]), message, backend)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -232,14 +235,21 @@ class Report:
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def restore(self, data: Mapping[str, Any]) -> None:
-        """Go on from an earlier report, as `to_dict` made it. Raises KeyError, TypeError for anything else."""
-        self.examples, self.distributed, self.seconds = data["examples"], data["distributed"], data["seconds"]
+        """Go on from an earlier report, as `to_dict` made it.
+
+        Raises KeyError, TypeError, ValueError for anything else.
+        """
+        self.examples, self.distributed = (whole(name, data[name]) for name in ("examples", "distributed"))
+        self.seconds = _real("seconds", data["seconds"])
         for row in data["rows"]:
-            ratio = math.nan if row["worst_ratio"] is None else row["worst_ratio"]
-            key = row["property"], row["world"], row["dtype"]
-            self.rows[key] = Row(row["examples"], ratio, row["seconds"])
+            ratio = math.nan if row["worst_ratio"] is None else _real("worst_ratio", row["worst_ratio"])
+            if row["dtype"] not in DTYPES:
+                raise ValueError(f"dtype is {row['dtype']!r}; it must be one of {', '.join(DTYPES)}")
+            key = _text("property", row["property"]), whole("world", row["world"], 1), row["dtype"]
+            self.rows[key] = Row(whole("examples", row["examples"]), ratio, _real("seconds", row["seconds"]))
         self.failures = [Failure.from_dict(entry) for entry in data["failures"]]
-        self.reach = Reach(data["reached"]["cases"], dict.fromkeys(FEATURES, 0) | data["reached"]["with"])
+        reached = {_text("a feature", name): whole(name, n) for name, n in dict(data["reached"]["with"]).items()}
+        self.reach = Reach(whole("cases", data["reached"]["cases"]), dict.fromkeys(FEATURES, 0) | reached)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -263,6 +273,25 @@ class Report:
             "failures": [failure.to_dict() for failure in self.failures],
             **self.extras,
         }
+
+
+def whole(name: str, value: object, least: int = 0) -> int:
+    """The value itself. Raises ValueError unless it is an integer of at least that."""
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}")
+    return value
+
+
+def _real(name: str, value: object) -> float:
+    if type(value) not in (int, float) or not 0 <= value < math.inf:  # type: ignore[operator]
+        raise ValueError(f"{name} is {value!r}; it must be a finite number of at least 0")
+    return float(value)  # type: ignore[arg-type]
+
+
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is {value!r}; it must be text")
+    return value
 
 
 def _ratio(value: float) -> str:

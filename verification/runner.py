@@ -70,7 +70,12 @@ def check_case(backend: Backend, case: Case) -> dict[str, float]:
 
 
 EXAMPLES = Experiment(
-    "examples", cases, check_case, lambda case: case, lambda case: json.loads(case.to_json()), properties.broken_by
+    "examples",
+    cases,
+    check_case,
+    lambda case: case,
+    lambda case: json.loads(case.to_json()),
+    lambda case, failure: properties.broken_by(failure),
 )
 
 # Apart from EXAMPLES, since its Cases are much alike: with half of them drawn around one, the others miss what is rare.
@@ -85,7 +90,7 @@ def law_experiment(law: Law) -> Experiment:
         lambda backend, subject: {law.name: law.check(backend, *subject)},
         lambda subject: subject[0],
         lambda subject: {"law": law.name, "case": json.loads(subject[0].to_json()), "how": subject[1]},
-        lambda failure: law.name,
+        lambda subject, failure: law.name,
     )
 
 
@@ -169,4 +174,5 @@ def hangs(failures: list[Failure]) -> bool:
 def save(found: Found, hunt: Hunt, folder: Path) -> Failure:
     experiment = hunt.experiment
     world, record = experiment.case_of(found.subject).world, experiment.record_of(found.subject)
-    return save_record(found.failure, experiment.property_of(found.failure), world, record, folder, found.backend)
+    broken = experiment.property_of(found.subject, found.failure)
+    return save_record(found.failure, broken, world, record, folder, found.backend)

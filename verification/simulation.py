@@ -20,6 +20,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, TypeVar
 
 import torch
@@ -231,7 +232,7 @@ class Simulation:
         for rank, name in enumerate(self.names):
             error = scheduler.errors[rank]
             if error is not None and rank in raised:
-                said = "".join(traceback.format_exception(error)) if not isinstance(error, RankFailure) else ""
+                said = _traceback(error) if not isinstance(error, RankFailure) else ""
                 states[name] = RankState(name, "raised", f"raised {_headline(error)}", said)
             elif name not in states:
                 states[name] = RankState(name, "answered", "had answered")
@@ -365,11 +366,21 @@ def _headline(error: BaseException) -> str:
 
 
 def _stack(frame: Any) -> str:
-    """The innermost frames, without those of the simulation itself."""
-    inner = traceback.StackSummary.extract(traceback.walk_stack(frame), limit=4 * _FRAMES)
+    """The innermost frames of what the rank runs, without those of the simulation itself."""
+    begin = Scheduler._live.__code__  # where a rank's thread comes from its own beginnings to the rank's function
+    called = takewhile(lambda entry: entry[0].f_code is not begin, traceback.walk_stack(frame))
+    inner = traceback.StackSummary.extract(called, limit=4 * _FRAMES)
     inner.reverse()
     kept = [entry for entry in inner if entry.filename not in _OWN_FILES]
     return "".join(traceback.StackSummary.from_list(kept[-_FRAMES:]).format())
+
+
+def _traceback(error: BaseException) -> str:
+    """From the rank's own function on."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in _OWN_FILES:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))
 
 
 _OWN_FILES = {__file__, sys.modules[Scheduler.__module__].__file__}

@@ -33,14 +33,14 @@ _heads = st.sampled_from(HEADS)
 # Dimensions of 32 and 64 are rare: they cost most and find little that 16 does not.
 _head_dims = st.sampled_from((1, 2, 4, 8, 3, 5, 16, 7, 12, 1, 2, 4, 8, 16, 32, 64))
 _dtypes = st.sampled_from(("float32", "float64", "bfloat16", "float16"))
-_orders = st.sampled_from(("contiguous", "zigzag", "striped", "hilbert", "spliced", "shuffled"))
+_orders = st.sampled_from(("contiguous", "zigzag", "striped", "hilbert", "spliced", "shuffled", "permuted"))
 _exchanges = st.sampled_from(("ring", "direct", "gather"))
 _kernels = st.sampled_from(("auto", "math", "flash"))
 _lse = st.sampled_from(("unused", "returned", "differentiated", "alone"))
 # Mostly the ordinary second run. One example in sixteen is measured, which makes its runs three times as long.
 _again = (
     *("alike", "alike", "alike", "alike", "unchecked", "group", "no_grad", "alike", "alike", "unchecked", "group"),
-    *("q", "k", "v", "qk", "qv", "kv"),
+    *("q", "k", "v", "qk", "qv", "kv", "backward", "between"),
 )
 _manners = st.sampled_from(tuple((again, measured) for measured in (*[False] * 15, True) for again in _again))
 # 0 and negative factors are legal: a falsy scale is not a missing one.
@@ -220,6 +220,27 @@ def cases(draw: Draw, world: int) -> Case:
         again=again,
         measured=measured,
     )
+
+
+@st.composite
+def long_cases(draw: Draw, world: int) -> Case:
+    """Cases of a few hundred scores a row, in which memory shows: one rank holds most of the tokens, few numbers make a
+    head, and there are many query heads for a key/value head, so that the default bucket is more than the least one.
+    Measured.
+    """
+    tokens = draw(st.integers(128, 160))
+    size = draw(st.integers(0, tokens // 4))  # tokens of all other ranks together
+    few = sorted(draw(st.integers(0, size)) for _ in range(world - 1))
+    least = draw(st.integers(0, world - 1))  # ranks before the one that holds most
+    cuts = (0, *few[:least], *(tokens - size + cut for cut in few[least:]), tokens)
+    heads, kv_heads = draw(st.sampled_from(((16, 1), (12, 1), (16, 2))))
+    return Case(
+        world=world, group=None, tokens=tokens, order=draw(_orders), cuts=cuts, pattern=Pattern.dense(draw(_flags)),
+        batch=1, heads=heads, kv_heads=kv_heads, head_dim=draw(st.sampled_from((1, 2, 4))), dtype=draw(_dtypes),
+        scale=None, score_scale=1.0, values="normal", seed=draw(_seeds), exchange=draw(_exchanges),
+        bucket=draw(st.sampled_from((None, None, 64, 2 * MOST_TOKENS))), kernel="math", lse="unused", strided=False,
+        measured=True,
+    )  # fmt: skip
 
 
 def elsewhere(draw: Draw, case: Case) -> dict[str, object]:

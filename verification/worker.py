@@ -36,7 +36,7 @@ from verification.failures import MismatchedMessages, Raised
 from verification.runnable import is_runnable
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Store
 
 STACK_SIGNAL = signal.SIGUSR1
 ANSWERED, RAISED = 0, 1
@@ -65,21 +65,39 @@ class Membership:
 
     rank: int
     world_size: int
-    store: str  # path of the FileStore through which the ranks find each other
+    store: Meeting
     preload: tuple[str, ...]  # modules that must have come with the fork
-    joined_by: str  # "gloo", or "nccl": then the rank-th GPU is this process's
+    joined_by: str  # "gloo", or "nccl"
+    gpu: int  # this process's, if NCCL joins it to the others
+    one_machine: bool = True  # whether all ranks are here: gloo then stays within it
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Through what the ranks of one generation find each other: a FileStore, or a TCPStore that somebody serves."""
+
+    path: str = ""  # of the FileStore
+    host: str = ""  # of the TCPStore
+    port: int = 0
+    prefix: str = ""
+
+    def store(self, world_size: int) -> Store:
+        from torch.distributed import FileStore, PrefixStore, TCPStore
+
+        if self.path:
+            return FileStore(self.path, world_size)
+        return PrefixStore(self.prefix, TCPStore(self.host, self.port, is_master=False))
 
 
 class Ranks:
-    """One generation of rank processes: started from the forkserver, spoken to, seen to their end."""
+    """One generation of rank processes: started from the forkserver, spoken to, seen to their end.
 
-    def __init__(self, world_size: int, preload: tuple[str, ...], timeout: float, joined_by: str) -> None:
-        self.world_size = world_size
-        # A file without a name: each generation has its own, and none is left behind however this process ends.
-        # (A TCPStore would need a port, and was seen to stall for the 5 s of a name server's timeout.)
-        self._store = os.memfd_create("rendezvous")
-        path = f"/proc/{os.getpid()}/fd/{self._store}"
-        self._members = [Membership(rank, world_size, path, preload, joined_by) for rank in range(world_size)]
+    Ranks are called by their index among `members`.
+    """
+
+    def __init__(self, members: Sequence[Membership], timeout: float) -> None:
+        self.world_size = len(members)
+        self._members = tuple(members)
         self._timeout = timeout
         self._owner = os.getpid()
         self._processes: list[RankProcess] = []
@@ -87,13 +105,17 @@ class Ranks:
         self._stacks: list[Connection] = []
         self._selector = selectors.DefaultSelector()
 
+    def fileno(self) -> int:
+        """Readable while `events` has something to say."""
+        return self._selector.fileno()
+
     @property
     def pids(self) -> tuple[int, ...]:
         return tuple(process.pid or 0 for process in self._processes)
 
     def start(self) -> None:
         """Fork the processes; each sends an answer to call 0 when it has joined its peers."""
-        for member in self._members:
+        for index, member in enumerate(self._members):
             calls, rank_calls = Pipe(duplex=True)
             stacks, rank_stacks = Pipe(duplex=False)
             self._calls.append(calls)
@@ -107,9 +129,9 @@ class Ranks:
                 rank_calls.close()
                 rank_stacks.close()
             self._processes.append(process)
-            _limit_sends(calls, self._timeout)
-            self._selector.register(calls, selectors.EVENT_READ, (member.rank, False))
-            self._selector.register(process.sentinel, selectors.EVENT_READ, (member.rank, True))
+            limit_sends(calls, self._timeout)
+            self._selector.register(calls, selectors.EVENT_READ, (index, False))
+            self._selector.register(process.sentinel, selectors.EVENT_READ, (index, True))
 
     def send(self, messages: Sequence[bytes]) -> None:
         """One message to each rank. A rank that does not take it will be found not to answer."""
@@ -182,7 +204,23 @@ class Ranks:
         for connection in (*self._calls, *self._stacks):
             connection.close()
         self._selector.close()
-        os.close(self._store)
+
+
+class LocalRanks(Ranks):
+    """Ranks that are all on this machine, and meet in a file."""
+
+    def __init__(self, world_size: int, preload: tuple[str, ...], timeout: float, joined_by: str) -> None:
+        # A file without a name: each generation has its own, and none is left behind however this process ends.
+        # (A TCPStore would need a port, and was seen to stall for the 5 s of a name server's timeout.)
+        self._store = os.memfd_create("rendezvous")
+        meeting = Meeting(path=f"/proc/{os.getpid()}/fd/{self._store}")
+        members = [Membership(rank, world_size, meeting, preload, joined_by, gpu=rank) for rank in range(world_size)]
+        super().__init__(members, timeout)
+
+    def end(self) -> None:
+        super().end()
+        if os.getpid() == self._owner:
+            os.close(self._store)
 
 
 def _is_complete(dump: bytes) -> bool:
@@ -190,7 +228,7 @@ def _is_complete(dump: bytes) -> bool:
     return dump.endswith((b" in <module>\n", b"  ...\n"))
 
 
-def _limit_sends(connection: Connection, seconds: float) -> None:
+def limit_sends(connection: Connection, seconds: float) -> None:
     """Let no send block for longer (a stopped rank reads nothing): it then raises BlockingIOError."""
     with socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
@@ -316,17 +354,17 @@ def check_preload(preload: tuple[str, ...]) -> None:
 def join_group(membership: Membership) -> None:
     import torch
     import torch.distributed as dist
-    from torch._C._distributed_c10d import FileStore
 
     torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    if membership.one_machine:
+        os.environ["GLOO_SOCKET_IFNAME"] = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     device = None
     if membership.joined_by == "nccl":
-        device = torch.device("cuda", membership.rank)
+        device = torch.device("cuda", membership.gpu)
         torch.cuda.set_device(device)
     dist.init_process_group(
         membership.joined_by,
-        store=FileStore(membership.store, membership.world_size),
+        store=membership.store.store(membership.world_size),
         rank=membership.rank,
         world_size=membership.world_size,
         timeout=GROUP_TIMEOUT,

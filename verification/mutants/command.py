@@ -59,9 +59,6 @@ def main(options: argparse.Namespace, console: Console) -> int:
     outcomes: list[Outcome] = []
     try:
         names = [by_name(name).name for name in options.names] or list(ALL)
-        if options.json is not None:
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.open("a").close()  # now rather than after minutes
         for outcome in hunt_all(names, seed, options.limit):
             outcomes.append(outcome)
             _say(outcome, console)

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from verification.mutants.defect import CannotPlant, Defect
+from verification.mutants.names import unbound
 
 PACKAGES = ("reference", "ring", "verification")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range)
@@ -45,7 +46,8 @@ def graft(module_name: str, source: str) -> None:
 
     Functions, methods, defaults, plain constants and the generated methods of dataclasses are followed. Raises
     CannotPlant, with nothing changed in the module's structure, where statements were added or removed, where
-    decorators, bases, imports or closures differ, or where the source says the same as before.
+    decorators, bases, imports or closures differ, where a function uses a name that is bound nowhere, or where the
+    source says the same as before.
     """
     module = importlib.import_module(module_name)
     file = module.__file__
@@ -60,9 +62,12 @@ def graft(module_name: str, source: str) -> None:
         raise CannotPlant(f"{module_name}: only bodies, defaults and constants can be changed, not {differs[:200]}")
     scratch: dict[str, Any] = {"__name__": module_name, "__package__": module.__package__, "__file__": file}
     try:
-        exec(compile(source, file, "exec"), scratch)
+        code = compile(source, file, "exec")
+        exec(code, scratch)
     except Exception as error:
         raise CannotPlant(f"{module_name}: the edited source does not run: {error!r}") from error
+    if missing := unbound(source, code, scratch):
+        raise CannotPlant(f"{module_name}: the edited source uses what is bound nowhere: {', '.join(missing)}")
     _Graft(_changed_statements(before, after)).namespace(after, vars(module), scratch, module_name)
     clear_caches()
 

@@ -8,27 +8,27 @@ counts neither as killed nor as survived.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
-import time
+import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, Verbosity, given, settings
-from hypothesis import seed as seeded
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
+from rich.console import Console
 
 from verification.backends import Backend, GlooBackend, SimBackend
-from verification.failures import RankHang, VerificationFailure
-from verification.hunt import PATIENCE, Experiment, ToolError
+from verification.case import Case
+from verification.failures import VerificationFailure
+from verification.hunt import PATIENCE, Experiment, Found, Hunt, ToolError
 from verification.laws import LAWS
 from verification.mutants import DEFECTS, Defect, by_name
 from verification.mutants.plant import plant_by_name
+from verification.report import Report
 from verification.runner import EXAMPLES, PROFILES, law_experiment
 
 HUNTERS = 2  # processes, each with ranks of its own
@@ -39,12 +39,10 @@ SANE = 60  # examples without any defect, which must hold
 # Small worlds first, so that shrinking ends there; most are distributed.
 WORLDS = (1, 2, 3, 4, 2, 3, 4, 2, 3, 4, 5, 8)
 GLOO_WORLDS = (2, 3, 4)
-# Examples of one run of Hypothesis. After ten it begins to vary what it has drawn: of 200 in one run a third were
-# repeats and most others near copies. So a chase is made of short runs.
-RUN = 10
 GLOO_ROUND = 60  # examples on one world size before the next; each round of them all doubles it
 
 Draw = st.DrawFn
+_UNBOUND = re.compile(r"\b(NameError|UnboundLocalError): ")
 
 
 @dataclass(frozen=True)
@@ -94,52 +92,79 @@ def _backends_of(names: Sequence[str]) -> list[str]:
 
 def check_sane(backend: str, seed: int) -> None:
     """A few dozen examples on ranks as they are. Raises NotSane."""
-    found = _chase(backend, None, f"{seed}/sane", SANE)
-    if found.first is not None:
-        failure, subject = found.first
+    found = _chase(backend, None, f"{seed}/sane", SANE).found
+    if found is not None:
+        title = EVERYTHING.property_of(found.subject, found.failure)
         raise NotSane(
-            f"without any defect an example fails on {backend}: {subject.title(failure)}: {failure}; {subject.record()}"
+            f"without any defect an example fails on {backend}: {title}: {found.failure}; {found.subject.record()}"
         )
 
 
 def hunt(name: str, seed: int, limit: int = LIMIT) -> Outcome:
-    """One defect of the catalogue."""
+    """One defect of the catalogue. Raises ToolError for one whose own code cannot run."""
     defect = by_name(name)
-    return _outcome(defect, _chase(defect.backend, partial(plant_by_name, name), f"{seed}/{name}", limit))
+    return outcome_of(defect, _chase(defect.backend, partial(plant_by_name, name), f"{seed}/{name}", limit))
 
 
-def _outcome(defect: Defect, chase: Chase) -> Outcome:
-    if chase.first is None or chase.smallest is None:
+def outcome_of(defect: Defect, chase: Chase) -> Outcome:
+    found = chase.found
+    if found is None:
         return Outcome(defect.name, defect.provenance, False, None, None, chase.examples, chase.seconds, None)
-    failure, subject = chase.first
+    said = str(found.failure).partition("\n")[0]
+    if _UNBOUND.search(said):  # `plant` has looked up global names; this one is of a local variable
+        raise ToolError(f"{defect.name}: the edited code does not run: {said}")
     return Outcome(
-        defect.name, defect.provenance, True, subject.title(failure), failure.kind, chase.examples, chase.seconds,
-        chase.smallest[1].record(), str(chase.smallest[0]).partition("\n")[0],
+        defect.name, defect.provenance, True, found.subject.title(found.failure), found.failure.kind, chase.examples,
+        chase.seconds, found.subject.record(), said,
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Chase:
+    """What came of looking for one failure. examples: until it was found, that one included; or all."""
+
+    found: Found | None
+    examples: int
+    seconds: float
 
 
 def _chase(backend: str, prepare: Callable[[], object] | None, seed: str, limit: int) -> Chase:
     ranks = SimBackend(PATIENCE, prepare) if backend == "sim" else GlooBackend(PATIENCE, prepare)
-    chase = Chase(ranks)
     try:
         if backend == "sim":
             ranks.start(1)  # it takes Cases of any world size
-            chase.draw(WORLDS, limit, seed)
-            return chase
-        size, before = GLOO_ROUND, -1
-        while chase.first is None and before < chase.examples < limit:
-            before = chase.examples
-            for world in GLOO_WORLDS:
-                if chase.first is None and chase.examples < limit:
-                    ranks.start(world)
-                    chase.draw((world,), min(size, limit - chase.examples), f"{seed}/{world}/{size}")
-            size *= 2
-        return chase
+            hunts = [_hunt_on(ranks, max(WORLDS), EVERYTHING)]
+            found = hunts[0].find(limit, seed)
+        else:
+            hunts = [_hunt_on(ranks, world, ON_ONE_WORLD) for world in GLOO_WORLDS]
+            found = _in_turn(hunts, ranks, seed, limit)
     finally:
         ranks.close()
+    examples = sum(hunt.examples for hunt in hunts) + (found is not None)
+    return Chase(found, examples, sum(hunt.seconds for hunt in hunts))
 
 
-# --- one chase --------------------------------------------------------------------------------------------------------
+def _hunt_on(ranks: Backend, world: int, experiment: Experiment) -> Hunt:
+    # A hang on real processes costs all the patience there is: it is not shrunk here.
+    return Hunt(experiment, ranks, Report(Console(quiet=True)), world, SHRINK, shrinks_hangs=False)
+
+
+def _in_turn(hunts: Sequence[Hunt], ranks: Backend, seed: str, limit: int) -> Found | None:
+    """Each on its own world size, round after round, until so many examples held on all of them together."""
+    size, before = GLOO_ROUND, -1
+    while before < (held := sum(hunt.examples for hunt in hunts)) < limit:
+        before = held
+        for hunt in hunts:
+            ranks.start(hunt.world)
+            left = limit - sum(other.examples for other in hunts)
+            found = hunt.find(hunt.examples + min(size, left), f"{seed}/{hunt.world}/{size}")
+            if found is not None:
+                return found
+        size *= 2
+    return None
+
+
+# --- what is drawn ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -149,6 +174,10 @@ class Subject:
     experiment: Experiment
     drawn: Any
 
+    @property
+    def case(self) -> Case:
+        return self.experiment.case_of(self.drawn)
+
     def check(self, backend: Backend) -> dict[str, float]:
         return self.experiment.check(backend, self.drawn)
 
@@ -156,7 +185,7 @@ class Subject:
         return self.experiment.record_of(self.drawn)
 
     def title(self, failure: VerificationFailure) -> str:
-        return self.experiment.property_of(failure)
+        return self.experiment.property_of(self.drawn, failure)
 
 
 def _experiments() -> tuple[Experiment, ...]:
@@ -183,90 +212,16 @@ def anything(draw: Draw, worlds: tuple[int, ...]) -> Subject:
     return Subject(_EXPERIMENTS[number], draw(_drawn(number, world)))
 
 
-class _Interesting(Exception):
-    """What Hypothesis is shown of a failure: one type, raised from one line, so that it takes all for one bug."""
-
-
-class _Enough(BaseException):
-    """Ends a run of Hypothesis at once; no `Exception`, so that it is let through."""
-
-
-class Chase:
-    """Draw until something fails, then shrink that until `SHRINK` seconds are over.
-
-    first: the first failure and its subject; smallest: the last, and so the smallest, of the same kind and title.
-    """
-
-    def __init__(self, backend: Backend) -> None:
-        self.backend = backend
-        self.examples = 0
-        self.seconds = 0.0
-        self.first: tuple[VerificationFailure, Subject] | None = None
-        self.smallest: tuple[VerificationFailure, Subject] | None = None
-        self._seen: dict[str, bool] = {}  # by record: whether it is the failure that is being shrunk
-        self._limit = 0
-        self._deadline = 0.0
-
-    def draw(self, worlds: tuple[int, ...], examples: int, seed: str) -> None:
-        """So many new examples, or up to the first failure and its shrinking."""
-        self._limit = self.examples + examples
-        before = -1
-        while self.first is None and before < self.examples < self._limit:
-            before = self.examples
-            self._run(worlds, f"{seed}/{before}")
-
-    def _run(self, worlds: tuple[int, ...], seed: str) -> None:
-        def test(subject: Subject) -> None:
-            self._attempt(subject)
-
-        chosen = settings(
-            max_examples=RUN, database=None, phases=(Phase.generate, Phase.shrink), deadline=None, derandomize=False,
-            report_multiple_bugs=False, verbosity=Verbosity.quiet, print_blob=False,
-            suppress_health_check=list(HealthCheck),
-        )  # fmt: skip
-        try:
-            seeded(seed)(chosen(given(anything(worlds))(test)))()
-        except (_Interesting, _Enough):
-            pass
-
-    def _attempt(self, subject: Subject) -> None:
-        """Look at a subject. What was seen before is not run again: it is as it was."""
-        key = json.dumps(subject.record(), sort_keys=True)
-        if key not in self._seen:
-            started = time.perf_counter()
-            if (self.examples >= self._limit) if self.first is None else (started > self._deadline):
-                raise _Enough
-            self._seen[key] = self._is_wanted(subject, key, started)
-        if self._seen[key]:
-            raise _Interesting
-
-    def _is_wanted(self, subject: Subject, key: str, started: float) -> bool:
-        """Whether it fails, and as what is being shrunk does."""
-        try:
-            subject.check(self.backend)
-        except VerificationFailure as failure:
-            return self._note(failure, subject, started)
-        except Exception as error:  # the machinery's own fault: no verdict
-            raise ToolError(f"{subject.experiment.name}, {key}: {error!r}") from error
-        if self.first is None:
-            self.examples += 1
-            self.seconds += time.perf_counter() - started
-        return False
-
-    def _note(self, failure: VerificationFailure, subject: Subject, started: float) -> bool:
-        now = time.perf_counter()
-        if self.first is None:
-            self.first = self.smallest = failure, subject
-            self.examples += 1
-            self.seconds += now - started
-            # A hang on real processes costs all the patience there is: it is not shrunk here.
-            self._deadline = now + (0.0 if isinstance(failure, RankHang) and self.backend.name != "sim" else SHRINK)
-            return True
-        first, shown = self.first
-        wanted = (failure.kind, subject.title(failure)) == (first.kind, shown.title(first))
-        if wanted:
-            self.smallest = failure, subject
-        return wanted
+# On the world sizes up to the one that is asked for: a simulation has them all at once.
+EVERYTHING = Experiment(
+    "everything",
+    lambda most: anything(tuple(world for world in WORLDS if world <= most)),
+    lambda backend, subject: subject.check(backend),
+    lambda subject: subject.case,
+    lambda subject: subject.record(),
+    lambda subject, failure: subject.title(failure),
+)
+ON_ONE_WORLD = replace(EVERYTHING, draw=lambda world: anything((world,)))
 
 
 def totals(outcomes: Sequence[Outcome]) -> dict[str, int]:

@@ -40,6 +40,7 @@ from verification.mutants.mutations import ROOT, Mutation, NoGenerator, mutation
 from verification.mutants.runner import Subject, anything
 from verification.mutants.substitution import limit_processor, run_tests, substitute
 from verification.mutants.summary import SURVIVORS, Record, explained, markdown, rate, read_reasons
+from verification.outputs import check_file
 from verification.pool import Pool, PoolError
 from verification.runner import law_experiment
 from verification.worker import exit_with_parent
@@ -306,7 +307,9 @@ def _run(options: argparse.Namespace) -> int:
     if unknown:
         raise ValueError(f"--files must be of {', '.join(FILES)}; got {', '.join(unknown)}")
     reasons = read_reasons(SURVIVORS)
-    options.results.parent.mkdir(parents=True, exist_ok=True)
+    for argument in ("results", "summary", "json"):
+        if getattr(options, argument) is not None:
+            check_file(f"--{argument}", getattr(options, argument))
     known = read_results(options.results)
     changes = {file: mutations_of(file) for file in files}
     with options.results.open("a") as results:

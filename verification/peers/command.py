@@ -8,7 +8,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from verification.backends import GlooBackend, Unavailable
+from verification.case import Case
 from verification.hunt import PATIENCE, Hunt, ToolError
 from verification.peers import observe
 from verification.peers.experiment import experiment
@@ -96,12 +97,11 @@ def _positive(text: str) -> int:
 
 
 def main(options: argparse.Namespace, console: Console) -> int:
-    """The exit status. Raises OSError where `--json` or `--failures` cannot be written."""
+    """The exit status. Whether `--json` and `--failures` can be written has been seen to."""
     if options.list:
         return _list(console)
     seed = random.SystemRandom().randrange(2**32) if options.seed is None else options.seed
     console.print(f"seed {seed}; repeat this run with --seed {seed}", highlight=False)
-    options.failures.mkdir(parents=True, exist_ok=True)
     outcomes, started = _outcomes(options.names or list(KNOWN)), time.perf_counter()
     for outcome in outcomes:
         _attempt(outcome, options, seed, console)
@@ -109,7 +109,6 @@ def main(options: argparse.Namespace, console: Console) -> int:
     _summary(outcomes, seconds, console)
     if options.json is not None:
         report = {"peers": [outcome.to_dict() for outcome in outcomes], "seconds": round(seconds, 3)}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(report | {"seed": seed}, indent=2, allow_nan=False) + "\n")
     verdicts = {outcome.verdict for outcome in outcomes}
     return 2 if NOT_RUN in verdicts else 1 if FAILED in verdicts else 0
@@ -144,8 +143,7 @@ def _attempt(outcome: Outcome, options: argparse.Namespace, seed: int, console: 
         try:
             _run(outcome, options, seed, console)
         except (Refused, Unavailable, ToolError) as error:
-            cause = f": {error.__cause__}" if isinstance(error, ToolError) and error.__cause__ else ""
-            outcome.reason = f"{error}{cause}"
+            outcome.reason = str(error)
     outcome.seconds = time.perf_counter() - started
     if outcome.reason:
         console.print(f"{outcome.name}: not run: {outcome.reason}", markup=False, highlight=False, soft_wrap=True)
@@ -181,8 +179,17 @@ def _hunt(
     spec: str, peer: Peer, backend: GlooBackend, report: Report, world: int, options: argparse.Namespace, seed: int
 ) -> list[Failure]:
     report.start_world(world, options.examples)
-    hunt = Hunt(experiment(spec), backend, report, world, BUDGET)
+    asked = 0
+
+    def claims(case: Case) -> Case | None:
+        nonlocal asked
+        asked += 1
+        return peer.claims(case)
+
+    hunt = Hunt(experiment(spec, replace(peer, claims=claims)), backend, report, world, BUDGET)
     found = [save(failure, hunt, options.failures) for failure in hunt.explore(options.examples, seed)]
+    if not found and not hunt.examples:
+        raise Refused(f"{peer.name} claims no Case of {asked} drawn on {world} ranks")
     for failure in found:
         report.failed(failure)
     report.end_world(peer.name)

@@ -25,16 +25,16 @@ from verification.strategies import cases
 CONCERNED = ("answers", "unseen", "finite", "values", "inputs", "repeat")
 
 
-def experiment(spec: str) -> Experiment:
-    """Raises Refused where `spec` names no Peer."""
-    peer = load(spec)
+def experiment(spec: str, peer: Peer | None = None) -> Experiment:
+    """What `spec` names is run; `peer`, by default the same, draws. Raises Refused where `spec` names no Peer."""
+    peer = load(spec) if peer is None else peer
     return Experiment(
         f"peer {peer.name}",
         partial(draw, peer),
         partial(check, spec, peer),
         lambda case: case,
         lambda case: {"peer": spec, "case": json.loads(case.to_json())},
-        properties.broken_by,
+        lambda case, failure: properties.broken_by(failure),
     )
 
 

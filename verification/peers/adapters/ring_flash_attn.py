@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from verification.case import Case
 from verification.peers import claims
 from verification.peers.adapters import flash_attn_shim
+from verification.peers.adapters.over_flash_attn import Ring, peer
 from verification.peers.peer import Peer, Refused, Result
 
 PACKAGE = "ring_flash_attn"
@@ -34,16 +35,11 @@ def prepare() -> None:
         bare = types.ModuleType(PACKAGE)
         bare.__path__ = list(found.submodule_search_locations)
         sys.modules[PACKAGE] = bare
-    for module, _, _, _ in VARIANTS:
+    for module in VARIANTS:
         importlib.import_module(f"{PACKAGE}.{module}")
 
 
-def claimed(case: Case, order: str, chunks: int, causal: bool | None) -> Case:
-    case = claims.even(claims.dense(claims.together(claims.settled(case)), causal), order, chunks)
-    return claims.lse_returned(claims.in_dtypes(case, "float16", "bfloat16"))
-
-
-def variant(module: str, order: str, chunks: int, causal: bool | None) -> Peer:
+def variant(module: str, ring: Ring) -> Peer:
     def attend(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | None) -> Result:
         function = getattr(importlib.import_module(f"{PACKAGE}.{module}"), f"{module}_func")
         out, lse, _ = function(
@@ -51,23 +47,13 @@ def variant(module: str, order: str, chunks: int, causal: bool | None) -> Peer:
         )
         return out, lse
 
-    masks = "dense causal" if causal else "dense, causal or not"
-    return Peer(
-        name=f"ring-flash-attn/{module.partition('_')[0]}",
-        package="ring-flash-attn",
-        supported=f"{masks}, {order} order in shards of one length, {WORDS}",
-        claims=lambda case: claimed(case, order, chunks, causal),
-        attend=attend,
-        arithmetic="half",
-        merge="interpolated",
-        prepare=prepare,
-    )
+    name = f"ring-flash-attn/{module.partition('_')[0]}"
+    return peer(name, ring, WORDS, claims.together, claims.lse_returned, attend, prepare)
 
 
-# module, order of the tokens, chunks of a shard, causal: always (True) or as asked (None)
-VARIANTS: tuple[tuple[str, str, int, bool | None], ...] = (
-    ("ring_flash_attn", "contiguous", 1, None),
-    ("zigzag_ring_flash_attn", "zigzag", 2, True),
-    ("stripe_flash_attn", "striped", 1, True),
-)
-ring, zigzag, stripe = (variant(*row) for row in VARIANTS)
+VARIANTS = {
+    "ring_flash_attn": Ring(),
+    "zigzag_ring_flash_attn": Ring("zigzag", 2, causal=True),
+    "stripe_flash_attn": Ring("striped", causal=True),
+}
+ring, zigzag, stripe = (variant(*item) for item in VARIANTS.items())

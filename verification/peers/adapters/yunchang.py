@@ -20,20 +20,15 @@ from torch.distributed import ProcessGroup
 from verification.case import Case
 from verification.peers import claims
 from verification.peers.adapters import flash_attn_shim
+from verification.peers.adapters.over_flash_attn import Ring, peer
 from verification.peers.peer import Peer, Result
 
 WORDS = "bf16 and fp16, GQA, any scale, all ranks"
-ORDERS = {"basic": ("contiguous", 1, None), "zigzag": ("zigzag", 2, True), "strip": ("striped", 1, True)}
 
 
 def prepare() -> None:
     flash_attn_shim.install()
     importlib.import_module("yunchang")
-
-
-def claimed(case: Case, order: str, chunks: int, causal: bool | None) -> Case:
-    case = claims.even(claims.dense(claims.everyone(claims.settled(case)), causal), order, chunks)
-    return claims.without_lse(claims.in_dtypes(case, "float16", "bfloat16"))
 
 
 def joined(case: Case) -> int:
@@ -50,28 +45,17 @@ def groups(ulysses: int, world: int) -> tuple[Any, Any]:
     return globals_.PROCESS_GROUP.ULYSSES_PG, globals_.PROCESS_GROUP.RING_PG
 
 
-def variant(ring: str) -> Peer:
-    order, chunks, causal = ORDERS[ring]
-
+def variant(name: str, ring: Ring) -> Peer:
     def attend(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | None) -> Result:
-        ulysses = joined(case) if ring == "basic" else 1
+        ulysses = joined(case) if name == "basic" else 1
         chosen = importlib.import_module("yunchang.globals").PROCESS_GROUP
         chosen.ULYSSES_PG, chosen.RING_PG = groups(ulysses, case.world)
-        attention: Any = importlib.import_module("yunchang").LongContextAttention(ring_impl_type=ring)
+        attention: Any = importlib.import_module("yunchang").LongContextAttention(ring_impl_type=name)
         out: Tensor = attention(q, k, v, causal=case.pattern.causal, softmax_scale=case.scale)
         return out
 
-    masks = "dense causal" if causal else "dense, causal or not"
-    return Peer(
-        name=f"yunchang/{ring}",
-        package="yunchang",
-        supported=f"{masks}, {order} order in shards of one length, {WORDS}",
-        claims=lambda case: claimed(case, order, chunks, causal),
-        attend=attend,
-        arithmetic="half",
-        merge="interpolated",
-        prepare=prepare,
-    )
+    return peer(f"yunchang/{name}", ring, WORDS, claims.everyone, claims.without_lse, attend, prepare)
 
 
-basic, zigzag, strip = (variant(ring) for ring in ORDERS)
+VARIANTS = {"basic": Ring(), "zigzag": Ring("zigzag", 2, causal=True), "strip": Ring("striped", causal=True)}
+basic, zigzag, strip = (variant(*item) for item in VARIANTS.items())
