@@ -1,0 +1,105 @@
+"""Dense causal attention without a ring: one GPU with the whole sequence, the kernels of a ring alone, all-to-all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verification.benchmarks import fused
+from verification.benchmarks.contender import Contender, Inputs
+from verification.benchmarks.settings import Problem
+
+
+class Impossible(Exception):
+    """A method that cannot take a problem; says why."""
+
+
+def whole(problem: Problem, device: torch.device, seed: int) -> Contender:
+    """One GPU, the whole sequence, one call: divided by the number of ranks it is what a perfect division takes."""
+    inputs = problem.draw(device, seed, problem.total)
+    return Contender.of(
+        lambda q, k, v: fused.attention(q, k, v, problem.scale, True)[0], inputs, local=True, capturable=True
+    )  # fmt: skip
+
+
+def zigzag_kernels(problem: Problem, inputs: Inputs, rank: int) -> Contender:
+    """The kernel calls of one rank of a zigzag ring, all earlier ranks in one call and all later ones in another; no
+    exchange, no merge. The earlier ranks' first chunks are seen by all own rows, the later ranks' shards by the second
+    half of them."""
+    q, k, v, dout = (x.detach() for x in inputs)
+    half, batch = problem.tokens // 2, problem.heads.batch
+    earlier, later = rank * half, (problem.world - 1 - rank) * problem.tokens
+    keys = torch.randn(2, batch, max(earlier, later), *k.shape[2:], dtype=k.dtype, device=k.device)
+    calls = [(q, k, v, dout, True)]
+    if earlier:
+        calls.append((q, keys[0, :, :earlier], keys[1, :, :earlier], dout, False))
+    if later:
+        calls.append((q[:, half:], keys[0, :, :later], keys[1, :, :later], dout[:, half:], False))
+    return kernels_alone(calls, problem.scale)
+
+
+def kernels_alone(calls: list[tuple[Tensor, Tensor, Tensor, Tensor, bool]], scale: float) -> Contender:
+    """calls: (q, k, v, dout, causal) of each. Returns the last one's results: the others' memory is free at once."""
+
+    def forward() -> tuple[Tensor, ...]:
+        results: tuple[Tensor, ...] = ()
+        for q, k, v, _, causal in calls:
+            results = fused.forward(q, k, v, scale, causal)
+        return results
+
+    def training() -> tuple[Tensor, ...]:
+        results: tuple[Tensor, ...] = ()
+        for q, k, v, dout, causal in calls:
+            out, lse = fused.forward(q, k, v, scale, causal)
+            results = out, *fused.backward(dout, q, k, v, out, lse, scale, causal)
+        return results
+
+    return Contender(forward, training, local=True, capturable=True)
+
+
+def all_to_all(problem: Problem, inputs: Inputs) -> Contender:
+    """DeepSpeed-Ulysses (arXiv 2309.14509): every rank gets all tokens of some heads, calls one kernel, and gives the
+    tokens back. Contiguous order. Raises Impossible where heads do not divide among the ranks."""
+    if problem.heads.kv % problem.world:
+        raise Impossible(f"{problem.heads.kv} key/value heads cannot be divided among {problem.world} ranks")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        query, key, value = (_Exchanged.apply(x, True) for x in (q, k, v))
+        out: Tensor = _Exchanged.apply(fused.attention(query, key, value, problem.scale, True)[0], False)
+        return out
+
+    return Contender.of(attend, inputs, capturable=True)
+
+
+class _Exchanged(torch.autograd.Function):
+    """to_tokens: (B, n, H, D) -> (B, p n, H / p, D); otherwise back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, to_tokens: bool) -> Tensor:
+        ctx.to_tokens = to_tokens
+        return all_tokens(x) if to_tokens else all_heads(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return all_heads(gradients[0]) if ctx.to_tokens else all_tokens(gradients[0]), None
+
+
+def all_tokens(x: Tensor) -> Tensor:
+    """(B, n, H, D) -> (B, p n, H / p, D)"""
+    p = dist.get_world_size()
+    sends = x.unflatten(2, (p, -1)).permute(2, 0, 1, 3, 4).contiguous()  # (p, B, n, H / p, D)
+    received = torch.empty_like(sends)
+    dist.all_to_all_single(received, sends)
+    return received.transpose(0, 1).flatten(1, 2)
+
+
+def all_heads(x: Tensor) -> Tensor:
+    """(B, p n, H / p, D) -> (B, n, H, D)"""
+    p = dist.get_world_size()
+    sends = x.unflatten(1, (p, -1)).transpose(0, 1).contiguous()  # (p, B, n, H / p, D)
+    received = torch.empty_like(sends)
+    dist.all_to_all_single(received, sends)
+    return received.permute(1, 2, 0, 3, 4).flatten(2, 3)

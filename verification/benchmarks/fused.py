@@ -1,0 +1,76 @@
+"""Attention of one call by torch's own kernels, forward and backward, with lse: what baselines and peers run on.
+
+On a GPU cuDNN's kernel, which takes bf16 and fp16 and as many key/value heads as there are; on the CPU plain products,
+by the stand-in for flash_attn. No ring code is used.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verification.peers.adapters import flash_attn_shim
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """q (B, Nq, H, D), k, v (B, Nk, Hk, D), any strides but that of D -> out (B, Nq, H, D), lse (B, H, Nq) in fp32.
+
+    causal: query i sees keys 0 .. i; for Nq = Nk only.
+    """
+    assert not causal or q.shape[1] == k.shape[1]
+    if q.device.type != "cuda":
+        out, lse, _, _ = flash_attn_shim.forward(q, k, v, 0.0, scale, causal)
+        return out, lse
+    query, key, value = (x.transpose(1, 2) for x in (q, k, v))
+    found = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        query, key, value, None, True, 0.0, causal, False, scale=scale
+    )
+    return found[0].transpose(1, 2), found[1].reshape(query.shape[:3])  # lse comes as (B, H, Nq, 1)
+
+
+def backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv, shaped like q, k, v. out and lse may be those of a softmax over more keys."""
+    if q.device.type != "cuda":
+        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        flash_attn_shim.backward(dout, q, k, v, out, lse, dq, dk, dv, 0.0, scale, causal)
+        return dq, dk, dv
+    d, query, key, value, o = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+    unused = _no_dropout(q.device)
+    grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        d, query, key, value, o, lse.unsqueeze(-1).contiguous(), unused, unused, None, None, None,
+        q.shape[1], k.shape[1], 0.0, causal, scale=scale,
+    )  # fmt: skip
+    dq, dk, dv = (x.transpose(1, 2) for x in grads)
+    return dq, dk, dv
+
+
+@lru_cache(maxsize=8)
+def _no_dropout(device: torch.device) -> Tensor:
+    """The state of a random generator that is asked nothing."""
+    return torch.zeros((), dtype=torch.int64, device=device)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+        out, lse = forward(q, k, v, scale, causal)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.rest = scale, causal
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        return *backward(gradients[0], q, k, v, out, lse, *ctx.rest), None, None
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """`forward`, differentiable through out; no gradient flows through lse."""
+    out, lse = _Attention.apply(q, k, v, scale, causal)
+    return out, lse

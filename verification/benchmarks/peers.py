@@ -1,0 +1,105 @@
+"""Other people's rings, on the kernels that the baselines have, so that only the ring differs.
+
+ring-flash-attn's calls of flash_attn are served by `fused`; torch's context_parallel calls torch's own kernels itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import scaled_dot_product_attention
+
+from verification.benchmarks import fused
+from verification.benchmarks.baselines import Impossible
+from verification.benchmarks.contender import Contender, Inputs
+from verification.benchmarks.settings import Problem
+from verification.peers.adapters import context_parallel as torch_adapter
+from verification.peers.adapters import flash_attn_shim, ring_flash_attn
+from verification.peers.peer import Refused
+
+ROTATIONS = ("allgather", "alltoall")
+
+
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float, causal: bool,
+    window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, return_softmax: bool = False,
+) -> tuple[Tensor, Tensor, None, None]:  # fmt: skip
+    """In place of flash_attn's _flash_attn_forward."""
+    flash_attn_shim.plain(dropout_p, window_size_left, window_size_right, softcap, alibi_slopes)
+    out, lse = fused.forward(q, k, v, softmax_scale, causal)
+    return out, lse, None, None
+
+
+def flash_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor,
+    dv: Tensor, dropout_p: float, softmax_scale: float, causal: bool,
+    window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, deterministic: bool = False, rng_state: Tensor | None = None,
+) -> None:  # fmt: skip
+    """In place of flash_attn's _flash_attn_backward."""
+    flash_attn_shim.plain(dropout_p, window_size_left, window_size_right, softcap, alibi_slopes)
+    found = fused.backward(dout, q, k, v, out, softmax_lse, softmax_scale, causal)
+    for place, gradient in zip((dq, dk, dv), found, strict=True):
+        place.copy_(gradient)
+
+
+@contextmanager
+def zigzag(problem: Problem, inputs: Inputs) -> Iterator[Contender]:
+    """ring-flash-attn's zigzag ring. Raises Impossible where it is not installed, or cannot be imported."""
+    try:
+        ring_flash_attn.prepare()
+    except (Refused, ImportError) as error:
+        raise Impossible(f"ring-flash-attn cannot be run: {error}") from error
+    module: Any = importlib.import_module(f"{ring_flash_attn.PACKAGE}.zigzag_ring_flash_attn")
+    before = module._flash_attn_forward, module._flash_attn_backward
+    module._flash_attn_forward, module._flash_attn_backward = flash_forward, flash_backward
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return cast(Tensor, module.zigzag_ring_flash_attn_func(q, k, v, causal=True, softmax_scale=problem.scale))
+
+    try:
+        yield Contender.of(attend, inputs)
+    finally:
+        module._flash_attn_forward, module._flash_attn_backward = before
+
+
+@contextmanager
+def context_parallel(problem: Problem, inputs: Inputs, rotation: str) -> Iterator[Contender]:
+    """torch's context_parallel, with its load balance. Raises Impossible without GPUs, where it has no kernels.
+
+    It takes equal heads only, so keys and values are expanded before; the time of that is not in.
+    """
+    if inputs[0].device.type != "cuda":
+        raise Impossible("torch's context_parallel has kernels on GPUs only")
+    try:
+        module = importlib.import_module(torch_adapter.MODULE)
+        entered, rotate = module.context_parallel, module.set_rotate_method
+    except (ImportError, AttributeError) as error:
+        raise Impossible(f"torch {torch.__version__} has no context_parallel as known here: {error}") from error
+    share = problem.heads.query // problem.heads.kv
+    q, k, v, dout = inputs
+    expanded = [x.detach().repeat_interleave(share, dim=2) for x in (k, v)]
+    own: Inputs = (_heads_first(q), _heads_first(expanded[0]), _heads_first(expanded[1]), _heads_first(dout).detach())
+    mesh = init_device_mesh("cuda", (problem.world,), mesh_dim_names=("cp",))
+    positions = torch.arange(problem.total, device=q.device).unsqueeze(0)
+    rotate(rotation)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=problem.scale)
+
+    chosen = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION)
+    with chosen, entered(mesh, buffers=[positions], buffer_seq_dims=[1]):
+        note = f"keys and values expanded to {problem.heads.query} heads" if share > 1 else ""
+        yield Contender.of(attend, own, note=note)
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """(B, N, H, D) -> (B, H, N, D), a leaf of its own."""
+    return x.detach().transpose(1, 2).contiguous().requires_grad_()

@@ -1,0 +1,155 @@
+"""LongNet's method as it was published (arXiv 2307.02486, section 2.3 and 3; microsoft/torchscale at 11e745e).
+
+For every branch the rows of each head's grid are gathered into a copy; where a segment is longer than a shard, the
+keys and values gathered so are all-gathered; one kernel call; outputs and lse are scattered to full size, 0 and -1e8
+where the branch selects nothing; the branches are added with the softmax of their lse as weights, which are constants
+in backward, so that dV is exact and dQ, dK are not. The heads are not padded where the rate exceeds their number.
+
+Two things are added, without which the result is another: the causal part of the own shard where a segment is longer
+than a shard (the published code has the earlier ranks' keys only), as a second call with its own lse; and key/value
+heads that are shared, by expanding them first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verification.benchmarks import fused
+from verification.benchmarks.baselines import Impossible, kernels_alone
+from verification.benchmarks.contender import Contender, Inputs
+from verification.benchmarks.settings import Problem
+
+# Newer torch has the same functions by other names, and warns of these.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+NOWHERE = -1e8  # lse of a row that a branch does not select
+
+
+@dataclass(frozen=True)
+class Grid:
+    """One branch on one shard: segments of `length` rows there, every `rate`-th of them, each over `ranks` ranks."""
+
+    length: int
+    rate: int
+    ranks: int
+
+    def gather(self, x: Tensor) -> Tensor:
+        """(B, n, H, D) -> (B n / length, length / rate, H, D): of head h the rows h mod rate, + rate, ..."""
+        return self._of_heads(x).permute(0, 1, 3, 4, 2).reshape(-1, self.length // self.rate, *x.shape[2:])
+
+    def scatter(self, out: Tensor, shape: torch.Size) -> Tensor:
+        """The inverse, to zeros of that shape."""
+        full = torch.zeros(shape, dtype=out.dtype, device=out.device)
+        place = self._of_heads(full)  # (segments, rows, D, groups, phases)
+        groups, phases = place.shape[3:]
+        place.copy_(out.unflatten(2, (groups, phases)).permute(0, 1, 4, 2, 3))
+        return full
+
+    def scatter_lse(self, lse: Tensor, shape: torch.Size) -> Tensor:
+        """(segments, H, rows) -> (B, n, H, 1)"""
+        full = torch.full((*shape[:3], 1), NOWHERE, dtype=lse.dtype, device=lse.device)
+        place = self._of_heads(full)
+        groups, phases = place.shape[3:]
+        place.copy_(lse.transpose(1, 2).unflatten(2, (groups, phases)).unsqueeze(2))
+        return full
+
+    def _of_heads(self, x: Tensor) -> Tensor:
+        """View of the rows on the heads' grids, (segments, rows, D, groups, phases), head = group * phases + phase."""
+        phases = min(self.rate, x.shape[2])
+        y = x.view(-1, self.length // self.rate, self.rate, x.shape[2] // phases, phases, x.shape[3])
+        return torch.diagonal(y, dim1=2, dim2=4).transpose(2, 3)
+
+
+def grids(problem: Problem) -> list[Grid]:
+    """Raises Impossible where segments and shards, or rates and lengths or heads, do not divide each other."""
+    found = []
+    for branch in problem.pattern.branches:
+        segment = min(branch.segment_length or problem.total, problem.total)
+        length, rate = min(segment, problem.tokens), branch.dilation_rate
+        if max(segment, problem.tokens) % length or length % rate or problem.world % (segment // length):
+            raise Impossible(
+                f"segments of {segment}, shards of {problem.tokens} and rate {rate} do not divide as the method needs"
+            )
+        if problem.heads.query % min(rate, problem.heads.query):
+            raise Impossible(f"{problem.heads.query} heads do not divide by the rate {rate}")
+        found.append(Grid(length, rate, segment // length))
+    return found
+
+
+def longnet(problem: Problem, inputs: Inputs, rank: int) -> Contender:
+    """The published method on one rank's shard."""
+    branches = grids(problem)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        share = problem.heads.query // problem.heads.kv
+        if share > 1:
+            k, v = (x.repeat_interleave(share, dim=2) for x in (k, v))
+        outs, lses = [], []
+        for grid in branches:
+            query, key, value = (grid.gather(x) for x in (q, k, v))
+            parts = [fused.attention(query, key, value, problem.scale, True)]
+            if grid.ranks > 1:
+                everyone = _AllGathered.apply(torch.stack((key, value)))  # (p, 2, segments, rows, H, D)
+                earlier = everyone[rank - rank % grid.ranks : rank]
+                if len(earlier):
+                    key, value = earlier.permute(1, 2, 0, 3, 4, 5).flatten(2, 3)
+                    parts.append(fused.attention(query, key, value, problem.scale, False))
+                else:  # every rank takes part in the backward of the gathering
+                    parts[0] = parts[0][0] + 0 * everyone[:0].sum(), parts[0][1]
+            outs += [grid.scatter(out, q.shape) for out, _ in parts]
+            lses += [grid.scatter_lse(lse, q.shape) for _, lse in parts]
+        return weighted(outs, lses)
+
+    return Contender.of(attend, inputs, capturable=True)
+
+
+def weighted(outs: list[Tensor], lses: list[Tensor]) -> Tensor:
+    """(B, n, H, D) each, lse (B, n, H, 1): their sum weighted by the softmax of lse."""
+    with torch.no_grad():
+        top = torch.stack(lses).amax(0)
+        parts = [torch.exp(lse - top) for lse in lses]
+        total = torch.stack(parts).sum(0)
+        weights = [part / total for part in parts]
+    out = outs[0] * weights[0].to(outs[0].dtype)
+    for x, weight in zip(outs[1:], weights[1:], strict=True):
+        out = out + x * weight.to(x.dtype)
+    return out
+
+
+def longnet_kernels(problem: Problem, inputs: Inputs, rank: int) -> Contender:
+    """The method's kernel calls alone, on copies that were gathered before; what other ranks have is made up. For a
+    problem of one rank: all of it on one GPU."""
+    share = problem.heads.query // problem.heads.kv
+    q, k, v, dout = (x.detach() for x in inputs)
+    k, v = (x.repeat_interleave(share, dim=2) for x in (k, v))
+    calls: list[tuple[Tensor, Tensor, Tensor, Tensor, bool]] = []
+    for grid in grids(problem):
+        query, key, value, gradient = (grid.gather(x) for x in (q, k, v, dout))
+        calls.append((query, key, value, gradient, True))
+        if earlier := rank % grid.ranks:
+            other_key, other_value = (torch.randn_like(x).repeat(1, earlier, 1, 1) for x in (key, value))
+            calls.append((query, other_key, other_value, gradient, False))
+    return kernels_alone(calls, problem.scale)
+
+
+class _AllGathered(torch.autograd.Function):
+    """x of every rank, (p, ...)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        world = dist.get_world_size()
+        everyone = x.new_empty((world * x.shape[0], *x.shape[1:]))
+        _all_gather(everyone, x.contiguous())
+        return everyone.unflatten(0, (world, -1))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (gradient,) = gradients
+        own = gradient.new_empty(gradient.shape[1:])
+        _reduce_scatter(own, gradient.contiguous().flatten(0, 1))
+        return own

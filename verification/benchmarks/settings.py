@@ -1,0 +1,140 @@
+"""What is measured: sizes, heads, patterns; and what `reference` says that it must cost."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from reference import cost
+from reference.pattern import Pattern
+from ring import Layout
+from verification.benchmarks.contender import Inputs
+
+UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+# LongNet's pattern, and one for trying out on the CPU.
+SEGMENTS = (2 * 2**10, 8 * 2**10, 32 * 2**10, 128 * 2**10, 2**20)
+RATES = (1, 4, 16, 32, 256)
+SMALL_SEGMENTS, SMALL_RATES = (8, 32, 128), (1, 4, 8)
+
+
+def size(text: str) -> int:
+    """Tokens: "2048", "2Ki", "1Mi" -> int. Raises ValueError for anything else."""
+    found = re.fullmatch(r"([1-9][0-9]*)(Ki|Mi)?", text)
+    if found is None:
+        raise ValueError(f"a size is {text!r}; it must be a number of tokens such as 2048, 2Ki or 1Mi")
+    return int(found[1]) * UNITS[found[2] or ""]
+
+
+def named(tokens: int) -> str:
+    """The inverse of `size`, in the greatest unit that divides."""
+    unit = next(unit for unit in ("Mi", "Ki", "") if tokens % UNITS[unit] == 0)
+    return f"{tokens // UNITS[unit]}{unit}"
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Raises ValueError, at construction, where the numbers do not make sense together."""
+
+    query: int = 32
+    kv: int = 8
+    dim: int = 128
+    batch: int = 1
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        for field in ("query", "kv", "dim", "batch"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 1")
+        if self.query % self.kv:
+            raise ValueError(f"query heads are {self.query}; they must be a multiple of the key/value heads, {self.kv}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One sequence over the ranks. `tokens`: of each rank; order: "zigzag" or "contiguous"."""
+
+    pattern: Pattern
+    order: str
+    tokens: int
+    world: int
+    heads: Heads
+
+    @classmethod
+    def dense(cls, tokens: int, world: int, heads: Heads) -> Problem:
+        """Plain causal attention, in the order that gives every rank the same work."""
+        return cls(Pattern.dense(causal=True), "zigzag", tokens, world, heads)
+
+    @classmethod
+    def longnet(
+        cls, tokens: int, world: int, heads: Heads, segments: tuple[int, ...] = SEGMENTS, rates: tuple[int, ...] = RATES
+    ) -> Problem:
+        """LongNet's branches, offsets h mod r, causal."""
+        return cls(Pattern.longnet(segments, rates, heads.query, causal=True), "contiguous", tokens, world, heads)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.heads.dtype]
+
+    @property
+    def scale(self) -> float:
+        return float(self.heads.dim**-0.5)
+
+    @property
+    def total(self) -> int:
+        return self.tokens * self.world
+
+    @cached_property
+    def layout(self) -> Layout:
+        return (
+            Layout.zigzag(self.total, self.world)
+            if self.order == "zigzag"
+            else Layout.contiguous(self.total, self.world)
+        )
+
+    @cached_property
+    def setting(self) -> cost.Setting:
+        """As `reference.cost` takes it; its counts take O(tokens), some seconds for a million."""
+        positions = [self.layout.positions(rank).numpy() for rank in range(self.world)]
+        one = self.heads
+        return cost.Setting(self.pattern, positions, one.batch, one.query, one.kv, one.dim, self.dtype.itemsize)
+
+    @cached_property
+    def flops(self) -> tuple[int, int]:
+        """Of all ranks: (forward, forward and backward)."""
+        counted = cost.flops(self.setting)
+        return sum(counted.forward), counted.total
+
+    def sent(self, exchange: str) -> tuple[int, int]:
+        """Bytes that the busiest rank sends: (forward, forward and backward)."""
+        traffic = cost.sent(self.setting, exchange)
+        both = traffic.forward + traffic.backward
+        return int(traffic.forward.sum(1).max()), int(both.sum(1).max())
+
+    def memory(self, exchange: str, bucket: int) -> tuple[int, int]:
+        """The closed form of what the fullest rank holds beyond inputs and outputs, in bytes: (forward, forward and
+        backward). Accumulators and communication buffers; between the two passes lse is kept."""
+        held, resident = cost.buffers(self.setting, exchange, bucket), cost.resident(self.setting)
+        one = self.heads
+        lse = one.batch * one.query * self.setting.counts * self.setting.accumulator_itemsize
+        forward = resident.accumulator + held.forward
+        backward = resident.gradients + held.backward + lse
+        return int(forward.max()), int(max(forward.max(), backward.max()))
+
+    def draw(self, device: torch.device, seed: int, tokens: int | None = None) -> Inputs:
+        """Random q, k, v, dout of one rank, or of so many tokens: (B, tokens, H or Hk, D); for autograd."""
+        draw = torch.Generator(device).manual_seed(seed)
+        one = self.heads
+
+        def drawn(heads: int) -> Tensor:
+            shape = (one.batch, tokens or self.tokens, heads, one.dim)
+            return torch.randn(shape, generator=draw, device=device, dtype=self.dtype)
+
+        q, k, v = drawn(one.query).requires_grad_(), drawn(one.kv).requires_grad_(), drawn(one.kv).requires_grad_()
+        return q, k, v, drawn(one.query)
