@@ -1,0 +1,270 @@
+"""`scripts/validate_nccl.py` under torchrun with gloo: it holds, finds planted defects, names ranks that are lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ring.transport import SoloTransport
+from verification import links, long_problems
+from verification.case import Case
+from verification.execute import Pass
+from verification.expectation import expect
+from verification.failures import WrongResult
+from verification.long_problems import Judgement, LongProblem
+from verification.seats import NotUnderTorchrun, Place
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT, PROGRAM = ROOT / "scripts/validate_nccl.py", ROOT / "tests/torchrun_program.py"
+PLENTY = 280  # seconds that no run needs, and less than pytest allows a test
+NO_GPUS = "needs 2 GPUs; there, run: torchrun --nproc-per-node=2 scripts/validate_nccl.py"
+
+
+@dataclass(frozen=True)
+class Run:
+    status: int
+    text: str
+    report: dict[str, Any]
+
+    @property
+    def failure(self) -> dict[str, Any]:
+        (only,) = self.report["failures"]
+        assert isinstance(only, dict)
+        return only
+
+
+def under_torchrun(folder: Path, program: Path, *arguments: str, ranks: int = 2) -> Run:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    file = folder / "report.json"
+    given = [*arguments, "--failures", str(folder), "--json", str(file)]
+    done = subprocess.run(
+        [*torchrun, str(program), *given], capture_output=True, text=True, timeout=PLENTY, cwd=folder, env=clean()
+    )
+    text = done.stdout + done.stderr
+    return Run(done.returncode, text, json.loads(file.read_text()) if file.exists() else {})
+
+
+def clean() -> dict[str, str]:
+    """An environment as a user has it: without what a torchrun around the tests has set."""
+    return {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+
+
+def planted(folder: Path, defect: str, *arguments: str) -> Run:
+    return under_torchrun(folder, PROGRAM, defect, "--backend", "gloo", "--seed", "1", *arguments)
+
+
+# --- whole runs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_what_is_right_holds(tmp_path: Path, ranks: int) -> None:
+    run = under_torchrun(
+        tmp_path, SCRIPT, "--backend", "gloo", "--examples", "6", "--long", "96", "--seed", "5", ranks=ranks
+    )
+    assert run.status == 0, run.text
+    assert run.report["held"] and run.report["world"] == ranks and run.report["seed"] == 5
+    titles = {row["property"] for row in run.report["rows"]}
+    assert {"output and lse", "gradients", "bytes sent", long_problems.TITLE} <= titles
+    assert [one["kind"] for one in run.report["long"]] == list(long_problems.KINDS)
+    assert all(one["rows"] == 96 and 0 < max(one["worst_ratio"].values()) <= 1 for one in run.report["long"])
+    if ranks == 1:
+        assert "there is one rank" in run.text and "links" not in run.report
+    else:
+        sizes = [rate["size"] for rate in run.report["links"]]
+        assert sizes == [size for size in links.SIZES["gloo"] for _ in range(3)]
+
+
+def test_a_wrong_result_is_shrunk_and_replayed(tmp_path: Path) -> None:
+    run = planted(tmp_path, "wrong_result", "--examples", "30", "--long", "0")
+    assert run.status == 1, run.text
+    found = run.failure
+    assert found["kind"] == "wrong result" and found["backend"] == "gloo"
+    case = Case.from_json(json.dumps(found["case"]))
+    assert (case.world, case.tokens, case.batch, case.heads) == (1, 6, 1, 1)
+    replay = re.search(r"^replay: (.*)$", run.text, re.MULTILINE)
+    assert replay is not None and replay[1] == found["replay"]
+    *_, option, file = found["replay"].split()
+    assert "torch.distributed.run" in found["replay"] and option == "--replay" and Path(file).exists()
+    again = planted(tmp_path, "wrong_result", "--replay", file)
+    assert again.status == 1 and again.failure["case"] == found["case"], again.text
+    mended = under_torchrun(tmp_path, SCRIPT, "--backend", "gloo", "--replay", file)
+    assert mended.status == 0 and mended.report["held"], mended.text
+
+
+def test_a_rank_that_stalls_is_named_with_every_stack(tmp_path: Path) -> None:
+    run = planted(tmp_path, "stall", "--examples", "20", "--long", "0", "--timeout", "2", "--budget", "5")
+    assert run.status == 1, run.text
+    assert run.failure["kind"] == "rank hang" and run.failure["world"] == 2
+    message = run.failure["message"]
+    assert re.search(r"no answer within 2 s.* from ranks? (0, )?1 in ", message)
+    stalled = message[message.index("--- rank 1 had not answered") :]
+    assert "torchrun_tasks.py" in stalled and "in spoil" in stalled
+    assert "--- rank 0 " in message
+
+
+@pytest.mark.parametrize(
+    "defect, kind, said",
+    [
+        ("exception", "rank error", "rank 1 raised .*CUDA out of memory"),
+        ("killed", "rank crash", "rank 1 was killed by SIGKILL"),
+        ("process_killed", "rank crash", "the process that torchrun started for rank 1 is gone"),
+    ],
+)
+def test_a_lost_rank_is_a_named_failure(tmp_path: Path, defect: str, kind: str, said: str) -> None:
+    run = planted(tmp_path, defect, "--examples", "5", "--long", "0", "--budget", "2")
+    assert run.status == 1, run.text
+    assert run.failure["kind"] == kind and re.search(said, run.failure["message"])
+    assert Case.from_json(json.dumps(run.failure["case"])).world == 2
+    assert "replay: " in run.text
+
+
+def test_links_that_lose_a_byte_end_the_run(tmp_path: Path) -> None:
+    run = planted(tmp_path, "a_byte_lost", "--examples", "5")
+    assert run.status == 1, run.text
+    assert run.failure["property"] == links.TITLE and run.failure["case"] == {"links": {"world": 2}}
+    assert re.search(r"of 4095 bytes from rank \d, 1 are wrong, the first at 4094", run.failure["message"])
+    assert "everything else is left out" in run.text and run.report["examples"] == 0
+    file = run.failure["replay"].split()[-1]
+    assert planted(tmp_path, "a_byte_lost", "--replay", file).failure["property"] == links.TITLE
+    assert under_torchrun(tmp_path, SCRIPT, "--backend", "gloo", "--replay", file).status == 0
+
+
+def test_a_long_problem_that_is_wrong_is_found_and_replayed(tmp_path: Path) -> None:
+    problem = {"long": {"world": 2, "tokens": 96, "kind": "LongNet float32", "seed": 0}}
+    file = tmp_path / "long.json"
+    file.write_text(json.dumps(problem))
+    run = planted(tmp_path, "wrong_when_long", "--replay", str(file))
+    assert run.status == 1 and run.failure["case"] == problem, run.text
+    assert re.search(r"on rank 0: out of token \d+ is off by .* times its bound", run.failure["message"])
+    assert under_torchrun(tmp_path, SCRIPT, "--backend", "gloo", "--replay", str(file)).status == 0
+
+
+# --- what cannot be carried out ---------------------------------------------------------------------------------------
+
+
+def test_without_torchrun_it_says_how_to_run() -> None:
+    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=PLENTY, env=clean())
+    assert done.returncode == 2
+    assert "torchrun --nproc-per-node=2 scripts/validate_nccl.py" in done.stderr and "RANK" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.device_count() >= 2, reason="there are GPUs")
+def test_without_gpus_nccl_is_refused(tmp_path: Path) -> None:
+    run = under_torchrun(tmp_path, SCRIPT)
+    assert "exitcode  : 2" in run.text and "there is no GPU for rank" in run.text
+    assert run.report == {}
+
+
+def test_a_replay_of_what_is_no_counter_example_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "no.json"
+    file.write_text('{"long": {"world": 2, "tokens": 8, "kind": "dense float32"}}')
+    run = under_torchrun(tmp_path, SCRIPT, "--backend", "gloo", "--replay", str(file))
+    assert "exitcode  : 2" in run.text and "tokens is 8; it must be an integer of at least 64" in run.text
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason=NO_GPUS)
+def test_nccl_holds_on_gpus(tmp_path: Path) -> None:
+    run = under_torchrun(tmp_path, SCRIPT, "--examples", "20", "--long", "4096")
+    assert run.status == 0 and run.report["backend"] == "nccl", run.text
+
+
+def test_an_environment_without_torchrun_is_named() -> None:
+    with pytest.raises(NotUnderTorchrun, match="RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"):
+        Place.of({})
+
+
+# --- links, judged ----------------------------------------------------------------------------------------------------
+
+
+def test_a_number_at_the_wrong_hop_is_named() -> None:
+    links.check_round([[2, 1, 0], [0, 2, 1], [1, 0, 2]])
+    with pytest.raises(WrongResult, match=r"rank 1 got the numbers \[2, 0, 1\]; they must be \[0, 2, 1\]"):
+        links.check_round([[2, 1, 0], [2, 0, 1], [1, 0, 2]])
+
+
+def test_what_is_not_refused_is_named() -> None:
+    said = {what: f"it is not {word}" for what, word in links.NAMED.items()}
+    links.check_refusals([said, said])
+    with pytest.raises(WrongResult, match="rank 1 said nothing to an empty send"):
+        links.check_refusals([said, said | {"an empty send": ""}])
+
+
+def test_the_rate_is_that_of_the_slowest_rank() -> None:
+    answers: list[Any] = [([], [(1, 1e-3), (2, 1e-3)]), ([], [(1, 2e-3), (2, 4e-3)])]
+    assert [(x.ways, round(x.rate, 9)) for x in links.check_transfers(10**6, answers)] == [(1, 0.5), (2, 0.5)]
+
+
+def test_contents_tell_sender_and_direction() -> None:
+    seen = {tuple(links.contents(64, sender, shift).tolist()) for sender in range(8) for shift in (-1, 1)}
+    assert len(seen) == 16
+
+
+# --- long problems, judged --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", long_problems.KINDS)
+def test_bounds_on_a_device_are_those_of_the_expectation(kind: str) -> None:
+    case = LongProblem(2, 80, kind).case()
+    wanted = expect(case)
+    q, k, v, dout, _ = case.tensors()
+    exact = {name: torch.from_numpy(x) for name, x in wanted.exact.items()}
+    exact["lse"] = exact["lse"].transpose(1, 2)
+    found = long_problems.allowed(case, (q, k, v, dout), torch.arange(80), exact)
+    found["lse"] = found["lse"].transpose(1, 2)
+    for name in long_problems.QUANTITIES:
+        np.testing.assert_allclose(found[name].numpy(), wanted.bound[name], rtol=1e-9)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_rows_are_judged_all_or_sampled(monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
+    case = replace(LongProblem(1, 400, "LongNet float32").case(), order="striped")
+    if not whole:
+        monkeypatch.setitem(long_problems.WHOLE, "cpu", 0)
+    rows = long_problems.judged_rows(case, "cpu").tolist()
+    assert len(rows) == (400 if whole else long_problems.SAMPLED) and rows == sorted(set(rows))
+    assert rows[0] == 0 and rows[-1] == 399
+    seen = long_problems.judge(SoloTransport(), case)
+    assert seen.wrong == () and seen.rows == len(rows) and 0 < max(seen.ratios.values()) <= 1
+
+
+@pytest.mark.parametrize("name", long_problems.QUANTITIES)
+@pytest.mark.parametrize("whole", [True, False])
+def test_each_quantity_is_judged(monkeypatch: pytest.MonkeyPatch, name: str, whole: bool) -> None:
+    real = long_problems.attend
+    if not whole:
+        monkeypatch.setitem(long_problems.WHOLE, "cpu", 0)
+
+    def spoilt(*arguments: Any) -> Pass:
+        run = real(*arguments)
+        results: list[Any] = list(run.results)
+        at = long_problems.QUANTITIES.index(name)
+        result = results[at]
+        assert isinstance(result, torch.Tensor)
+        results[at] = result.detach() + 1.0
+        return replace(run, results=tuple(results))
+
+    monkeypatch.setattr(long_problems, "attend", spoilt)
+    seen = long_problems.judge(SoloTransport(), LongProblem(1, 300, "dense float32").case())
+    assert [other for other, ratio in seen.ratios.items() if ratio > 1] == [name]
+    assert any(said.startswith(f"{name} of token ") for said in seen.wrong)
+    with pytest.raises(WrongResult, match=f"on rank 1: .*{name} of token"):
+        fine = Judgement(300, dict.fromkeys(long_problems.QUANTITIES, 0.5), (), 0.0, 0)
+        long_problems.verdict(LongProblem(2, 300, "dense float32"), [fine, seen])
+
+
+def test_a_nan_is_not_within_its_bound() -> None:
+    x, zero = torch.tensor([[[torch.nan]], [[torch.inf]], [[-torch.inf]]]), torch.zeros(3, 1, 1)
+    exact = torch.tensor([[[0.0]], [[0.0]], [[-torch.inf]]])
+    assert long_problems._ratio(x, exact, zero + 1).flatten().tolist() == [torch.inf, torch.inf, 0.0]
+    assert long_problems._ratio(zero, zero, zero).flatten().tolist() == [0.0, 0.0, 0.0]
