@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from ring.blocks import Heads
@@ -48,6 +50,45 @@ class Accumulator:
         merged, merged_lse = merge(self._out.view(rows, heads), old_lse, out, lse)
         self._out.put(rows, heads, merged)
         self._lse.put(rows, heads, merged_lse.unsqueeze(-1))
+
+    def result(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse), out in that type."""
+        return self.out.to(dtype), self.lse
+
+
+class Summing(Protocol):
+    """Gradients of rows of the own shard, added up tile by tile."""
+
+    def add(self, rows: Rows, heads: Heads, tile: torch.Tensor) -> None:
+        """Add a summand, (F, B, groups, per_group, L, D)."""
+        ...
+
+    def settle(self) -> None:
+        """After this, tiles that were added may change."""
+        ...
+
+    def result(self, dtype: torch.dtype) -> torch.Tensor:
+        """The sum, (B, N, H, D), in that type."""
+        ...
+
+
+class Sum:
+    """A sum of tiles, shaped like a (B, N, H, D) tensor: gradients, in the accumulator's type."""
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self.out = torch.zeros(like.shape, dtype=accumulator_dtype(like.dtype), device=like.device)
+        self._out = Store(self.out)
+
+    def add(self, rows: Rows, heads: Heads, tile: torch.Tensor) -> None:
+        """Add a summand, (F, B, groups, per_group, L, D)."""
+        self._out.add(rows, heads, tile)
+
+    def settle(self) -> None:
+        """A tile is read within `add`."""
+
+    def result(self, dtype: torch.dtype) -> torch.Tensor:
+        """The sum in that type."""
+        return self.out.to(dtype)
 
 
 def lse_store(lse: torch.Tensor) -> Store:

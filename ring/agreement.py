@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from reference.pattern import Pattern
-from ring.kernels import KERNELS
+from ring.kernels import KERNELS, fused
 from ring.layout import Layout
 from ring.plan import EXCHANGES
-from ring.transport import Transport
+from ring.transport import Transport, collect_json
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _DIGEST = 16
@@ -61,19 +61,13 @@ def agree(call: Call, transport: Transport, check: bool) -> None:
         if error is not None:
             raise error
         return
-    said = json.dumps([type(error).__name__, str(error)] if error is not None else signature)
-    digest = b"\0" * _DIGEST if error is not None else hashlib.blake2b(said.encode(), digest_size=_DIGEST).digest()
+    said = [type(error).__name__, str(error)] if error is not None else signature
+    words = json.dumps(said).encode()
+    digest = b"\0" * _DIGEST if error is not None else hashlib.blake2b(words, digest_size=_DIGEST).digest()
     if transport.unanimous(digest) and error is None:
         return
-    raise _joint_error(_say(said, transport))
-
-
-def _say(said: str, transport: Transport) -> list[object]:
-    """Everyone's words. Only on the way to an error, so two more messages do no harm."""
-    mine = said.encode()
-    lengths = [int.from_bytes(other, "little") for other in transport.collect(len(mine).to_bytes(8, "little"))]
-    padded = transport.collect(mine.ljust(max(lengths)))
-    return [json.loads(words[:length]) for words, length in zip(padded, lengths, strict=True)]
+    # Only on the way to an error, so two more messages do no harm.
+    raise _joint_error(collect_json(said, transport))
 
 
 def _joint_error(said: list[object]) -> Exception:
@@ -181,9 +175,23 @@ def _validate_tensors(call: Call, tokens: int) -> None:
     for name, x in tensors.items():
         if x.shape[1] != tokens:
             raise ValueError(f"{name} must have the {tokens} tokens that the layout gives this rank, got {x.shape[1]}")
-    if call.kernel == "flash" and q.device.type != "cpu":
-        raise NotImplementedError(f"kernel 'flash' takes CPU tensors, got {q.device}; 'auto' and 'math' take any")
-    if call.kernel == "flash" and call.return_lse and call.differentiated:
+    if call.kernel in ("flash", "cudnn"):
+        _validate_fused(call)
+
+
+def _validate_fused(call: Call) -> None:
+    """A fused kernel that was asked for by name takes what it can, tile by tile, but not a call without such a tile."""
+    name, q = call.kernel, call.q
+    takes = ("cuda",) if name == "cudnn" else ("cpu", "cuda")
+    if q.device.type not in takes:
+        kinds = " and ".join(takes)
+        raise NotImplementedError(f"kernel {name!r} takes {kinds} tensors, got {q.device}; 'auto' and 'math' take any")
+    if fused(name, q.device, q.dtype, q.shape[3]) != name:
         raise NotImplementedError(
-            "kernel 'flash' has no gradient through lse: with return_lse=True use kernel 'auto' or 'math', or no_grad"
+            f"kernel {name!r} takes float16 and bfloat16 with head dims up to 128 that are multiples of 8 on GPUs, "
+            f"got {q.dtype} and head dim {q.shape[3]}; 'auto' and 'math' take any"
+        )
+    if call.return_lse and call.differentiated:
+        raise NotImplementedError(
+            f"kernel {name!r} has no gradient through lse: with return_lse=True use kernel 'auto' or 'math', or no_grad"
         )

@@ -9,21 +9,26 @@ one accumulator per query row. The backward of a partial takes its own q, k, v a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from reference.pattern import Pattern
 from ring import kernels
-from ring.accumulator import Accumulator, accumulator_dtype, lse_store
+from ring.accumulator import Accumulator, Sum, Summing, accumulator_dtype, lse_store
 from ring.agreement import Call, agree
 from ring.budget import default_bucket
 from ring.exchange import Arrival, Exchange
 from ring.layout import Layout
 from ring.plan import Plan, Tile, plan_of
 from ring.store import Store
-from ring.transport import ProcessGroupTransport, SoloTransport, Transport
+from ring.symmetric import transport_of
+from ring.transport import SoloTransport, Transport
+
+if TYPE_CHECKING:  # needs Triton, which is where CUDA is
+    from ring.combine import CombinedAccumulator
 
 
 def ring_attention(
@@ -73,7 +78,7 @@ def ring_attention(
     agree(call, transport, check)
     heads, kv_heads, dim = q.shape[2], k.shape[2], q.shape[3]
     if bucket is None:
-        bucket = default_bucket(layout, heads, kv_heads, q.dtype)
+        bucket = default_bucket(layout, heads, kv_heads, q.dtype, q.device.type)
     plan = plan_of(pattern, layout, transport.rank, heads, kv_heads, exchange, bucket)
     walk = _Walk(plan, transport, kernel, dim**-0.5 if scale is None else float(scale))
     out, lse = _RingAttention.apply(q, k, v, walk)
@@ -91,7 +96,28 @@ def _transport(group: dist.ProcessGroup | Transport | None, layout: Layout) -> T
         return SoloTransport()
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise ValueError(f"group must be a process group, a Transport or None, got {group!r}")
-    return ProcessGroupTransport(group)
+    return transport_of(group)
+
+
+def accumulator_for(query: torch.Tensor) -> Accumulator | CombinedAccumulator:
+    if not _combines(query):
+        return Accumulator(query)
+    from ring.combine import CombinedAccumulator
+
+    return CombinedAccumulator(query)
+
+
+def sum_for(x: torch.Tensor) -> Summing:
+    if not _combines(x):
+        return Sum(x)
+    from ring.combine import CombinedSum
+
+    return CombinedSum(x)
+
+
+def _combines(x: torch.Tensor) -> bool:
+    """Whether partial results are combined in one pass: on GPUs, but for fp64, which is there to be compared with."""
+    return x.device.type == "cuda" and x.dtype != torch.float64
 
 
 @dataclass(frozen=True)
@@ -143,15 +169,15 @@ class _Once(torch.autograd.Function):
 
 
 def _forward(walk: _Walk, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    accumulator, queries = Accumulator(q), Store(q)
+    accumulator, queries = accumulator_for(q), Store(q)
     for arrival in Exchange(walk.plan, walk.transport, k, v).arrivals():
         for tile in arrival.tiles:
             query = queries.view(tile.query_rows, tile.query_heads)
             key, value = _keys(arrival, tile)
-            name = kernels.choose(walk.kernel, q.device, tile, walk.scale, dlse=False)
+            name = kernels.choose(walk.kernel, q.device, q.dtype, q.shape[3], tile, walk.scale, dlse=False)
             out, lse = kernels.forward(name, query, key, value, tile, walk.scale)
             accumulator.merge(tile.query_rows, tile.query_heads, out, lse)
-    return accumulator.out.to(q.dtype), accumulator.lse
+    return accumulator.result(q.dtype)
 
 
 def _backward(
@@ -164,18 +190,14 @@ def _backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    work = accumulator_dtype(q.dtype)
-    delta = (dout.to(work) * out.to(work)).sum(-1).transpose(1, 2)  # (B, H, N)
-    if dlse is not None:
-        delta = delta - dlse
-    dq, dk, dv = (torch.zeros(x.shape, dtype=work, device=x.device) for x in (q, k, v))
-    rows = _Rows(Store(q), Store(dout), Store(out), lse_store(lse), lse_store(delta), Store(dq))
+    dq, dk, dv = (sum_for(x) for x in (q, k, v))
+    rows = _Rows(Store(q), Store(dout), Store(out), lse_store(lse), dlse, dq)
     for arrival in Exchange(walk.plan, walk.transport, k, v).round_trips(dk, dv):
-        _tile_gradients(walk, arrival, rows, dlse is not None)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        _tile_gradients(walk, arrival, rows)
+    return dq.result(q.dtype), dk.result(k.dtype), dv.result(v.dtype)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Rows:
     """The own query rows in backward."""
 
@@ -183,20 +205,28 @@ class _Rows:
     dout: Store
     out: Store
     lse: Store
-    delta: Store
-    dq: Store
+    dlse: torch.Tensor | None
+    dq: Summing
+
+    @cached_property
+    def delta(self) -> Store:
+        """rowsum(dout out) - dlse, which fused kernels work out for themselves."""
+        work = accumulator_dtype(self.q.x.dtype)
+        delta = (self.dout.x.to(work) * self.out.x.to(work)).sum(-1).transpose(1, 2)  # (B, H, N)
+        return lse_store(delta if self.dlse is None else delta - self.dlse)
 
 
-def _tile_gradients(walk: _Walk, arrival: Arrival, rows: _Rows, with_dlse: bool) -> None:
+def _tile_gradients(walk: _Walk, arrival: Arrival, rows: _Rows) -> None:
     assert arrival.key_grad is not None and arrival.value_grad is not None
+    q = rows.q.x
     for tile in arrival.tiles:
         where = (tile.query_rows, tile.query_heads)
         key, value = _keys(arrival, tile)
+        name = kernels.choose(walk.kernel, q.device, q.dtype, q.shape[3], tile, walk.scale, rows.dlse is not None)
         saved = kernels.Saved(
-            rows.dout.view(*where), rows.out.view(*where),
-            rows.lse.view(*where).squeeze(-1), rows.delta.view(*where).squeeze(-1),
+            rows.dout.view(*where), rows.out.view(*where), rows.lse.view(*where).squeeze(-1),
+            rows.delta.view(*where).squeeze(-1) if name == "math" else None,
         )  # fmt: skip
-        name = kernels.choose(walk.kernel, rows.q.x.device, tile, walk.scale, with_dlse)
         dq, dk, dv = kernels.backward(name, rows.q.view(*where), key, value, saved, tile, walk.scale)
         rows.dq.add(*where, dq)
         arrival.key_grad.add(tile.key_rows, tile.key_heads, dk)

@@ -9,12 +9,14 @@ from ring.layout import Layout
 
 # Of the memory that the largest shard's q, k, v and output take, the part that landing buffers may take.
 SHARE = 0.1
-# Below this a kernel call costs more to start than to run.
+# Below this a kernel call costs more to start than to run: on GPUs, than to fill all multiprocessors for a while. There
+# it is also what several GPUs hold of a sequence of middle length, which then lands at once.
 LEAST = 32
+LEAST_ON_GPUS = 2**16
 
 
-def default_bucket(layout: Layout, heads: int, kv_heads: int, dtype: torch.dtype) -> int:
-    """Key/value tokens per landing and kernel call for `bucket=None`; the same on every rank.
+def default_bucket(layout: Layout, heads: int, kv_heads: int, dtype: torch.dtype, device: str = "cpu") -> int:
+    """Key/value tokens per landing and kernel call for `bucket=None`; the same on every rank. device: its type.
 
     A token of a bucket takes two landings in the working type and, in backward, three gradient buffers in the
     accumulator's. The budget is a share of the largest shard, so that memory stays O(n / p). Batch and head dim stand
@@ -23,4 +25,4 @@ def default_bucket(layout: Layout, heads: int, kv_heads: int, dtype: torch.dtype
     item, work = dtype.itemsize, accumulator_dtype(dtype).itemsize
     shard = max(layout.counts) * 2 * (heads + kv_heads) * item  # q, k, v and output
     token = 2 * kv_heads * (2 * item + 3 * work)
-    return max(LEAST, int(SHARE * shard / token))
+    return max(LEAST_ON_GPUS if device == "cuda" else LEAST, int(SHARE * shard / token))

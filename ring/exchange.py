@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ring.accumulator import accumulator_dtype
+from ring.accumulator import Summing, accumulator_dtype
 from ring.plan import Pack, Plan, Step, Tile
 from ring.schedule import Move
 from ring.store import Store
-from ring.transport import Message, Pending, Transport
+from ring.transport import Message, Outgoing, Pending, Transport
 
 
 @dataclass(eq=False)
@@ -54,8 +54,8 @@ class Arrival:
     tiles: tuple[Tile, ...]
     key: Store
     value: Store
-    key_grad: Store | None = None
-    value_grad: Store | None = None
+    key_grad: Store | Summing | None = None
+    value_grad: Store | Summing | None = None
 
 
 class Exchange:
@@ -68,20 +68,20 @@ class Exchange:
 
     def arrivals(self) -> Iterator[Arrival]:
         """Forward: the own keys first, then what lands."""
-        with self._buffers():
+        with self._buffers("forward"):
             for arrival, _ in self._landings():
                 yield arrival
 
-    def round_trips(self, dk: torch.Tensor, dv: torch.Tensor) -> Iterator[Arrival]:
+    def round_trips(self, dk: Summing, dv: Summing) -> Iterator[Arrival]:
         """Backward: the same arrivals; gradients of landed keys go home and are added to dk, dv, (B, tokens, Hk, D)."""
-        with self._buffers():
-            yield from self._round_trips(Store(dk), Store(dv))
+        with self._buffers("backward"):
+            yield from self._round_trips(dk, dv)
 
-    def _round_trips(self, dk: Store, dv: Store) -> Iterator[Arrival]:
+    def _round_trips(self, dk: Summing, dv: Summing) -> Iterator[Arrival]:
         plan = self.plan
         work = accumulator_dtype(self.k.dtype)
-        grads = [self._allocate(plan.sizes.landing, work) for _ in range(plan.sizes.turns)]
-        returned = self._allocate(plan.sizes.returned, work)
+        grads = [self._allocate(f"gradients {i}", plan.sizes.landing, work) for i in range(plan.sizes.turns)]
+        returned = self._allocate("returned", plan.sizes.returned, work)
         due: tuple[Step, Pending] | None = None
         for arrival, number in self._landings():
             if number == 0:
@@ -102,7 +102,7 @@ class Exchange:
             _messages(step.return_receives, returned, f"gradients {number}"),
         )
 
-    def _collect(self, due: tuple[Step, Pending], returned: torch.Tensor, dk: Store, dv: Store) -> torch.Tensor:
+    def _collect(self, due: tuple[Step, Pending], returned: torch.Tensor, dk: Summing, dv: Summing) -> torch.Tensor:
         """Wait for returned gradients, add those that are home, and give back those to be carried on."""
         step, pending = due
         pending.wait()
@@ -110,13 +110,15 @@ class Exchange:
         for pack in step.homes:
             dk.add(pack.rows, pack.heads, key.view(pack.slots, pack.columns))
             dv.add(pack.rows, pack.heads, value.view(pack.slots, pack.columns))
+        dk.settle()  # the box is used again
+        dv.settle()
         return returned[: step.carried]
 
     def _landings(self) -> Iterator[tuple[Arrival, int]]:
         """(arrival, its number), number 0 being the own keys. Step n + 1 is in flight while n is computed."""
         plan, sizes = self.plan, self.plan.sizes
-        outbox = self._allocate(sizes.outbox, self.k.dtype)
-        landings = [self._allocate(sizes.landing, self.k.dtype) for _ in range(sizes.turns)]
+        outbox = self._allocate("outbox", sizes.outbox, self.k.dtype)
+        landings = [self._allocate(f"landing {i}", sizes.landing, self.k.dtype) for i in range(sizes.turns)]
         arrival = Arrival(plan.local, Store(self.k), Store(self.v))
         for number, step in enumerate(plan.steps, start=1):
             landing, before = landings[(number - 1) % sizes.turns], landings[number % sizes.turns]
@@ -138,10 +140,10 @@ class Exchange:
                 key.put(pack.slots, pack.columns, k.view(pack.rows, pack.heads))
                 value.put(pack.slots, pack.columns, v.view(pack.rows, pack.heads))
 
-    def _allocate(self, slots: int, dtype: torch.dtype) -> torch.Tensor:
+    def _allocate(self, name: str, slots: int, dtype: torch.dtype) -> torch.Tensor:
         """(slots, 2, B, D)"""
         batch, _, _, dim = self.k.shape
-        buffer = torch.empty(slots, 2, batch, dim, dtype=dtype, device=self.k.device)
+        buffer = self.transport.empty(name, (slots, 2, batch, dim), dtype, self.k.device)
         size = buffer.numel() * buffer.element_size()
         self._allocated += size
         for found in self._measured():
@@ -152,8 +154,30 @@ class Exchange:
     def _measured(self) -> list[Measure]:
         return [found for found in _measures if found.transport in (None, self.transport)]
 
+    def _outgoing(self, direction: str) -> list[Outgoing]:
+        """All messages of a call, and the buffers that they are sent from: what `_landings` and `_return` will do."""
+        plan, sizes, dtype = self.plan, self.plan.sizes, self.k.dtype
+        found = []
+        for number, step in enumerate(plan.steps, start=1):
+            source, slots = (
+                ("outbox", sizes.outbox) if not step.relayed else (f"landing {number % sizes.turns}", sizes.landing)
+            )
+            found += [self._sent(source, slots, dtype, f"keys and values {number}", move) for move in step.sends]
+            if direction == "backward":
+                source, work = f"gradients {(number - 1) % sizes.turns}", accumulator_dtype(dtype)
+                found += [
+                    self._sent(source, sizes.landing, work, f"gradients {number}", move) for move in step.return_sends
+                ]
+        return found
+
+    def _sent(self, buffer: str, slots: int, dtype: torch.dtype, label: str, move: Move) -> Outgoing:
+        slot = 2 * self.k.shape[0] * self.k.shape[3] * dtype.itemsize  # bytes
+        return Outgoing(buffer, slots * slot, label, move.peer, move.start * slot, move.stop * slot)
+
     @contextmanager
-    def _buffers(self) -> Iterator[None]:
+    def _buffers(self, direction: str) -> Iterator[None]:
+        key = (self.plan.setting, direction, self.k.dtype, self.k.shape[0], self.k.shape[3])
+        self.transport.prepare(key, lambda: self._outgoing(direction))
         try:
             yield
         finally:

@@ -1,8 +1,9 @@
 """Partial attention of one tile, forward and backward, with lse. No kernel knows of ranks.
 
 Tiles: q, out, dout (F, B, G, P, Lq, D): folds, batch, key/value heads, query heads of each, rows, head dim;
-k, v (F, B, G, 1, Lk, D); lse, delta (F, B, G, P, Lq). Whatever the inputs' type, everything is computed in the
-accumulator's, and partial results come back in it.
+k, v (F, B, G, 1, Lk, D); lse, delta (F, B, G, P, Lq). On the CPU, and in the math kernel, everything is computed in the
+accumulator's type, whatever the inputs', and partial results come back in it. Fused kernels on GPUs work on 16-bit
+operands, accumulate in fp32, and round what they return to the inputs' type, lse apart.
 
 The backward of a partial takes the *global* out and lse of its rows: dS = P (dO V^T - delta), P = exp(S - lse),
 delta = rowsum(dO out) - dlse, and its dQ, dK, dV are summands of the whole (FlashAttention-2, arXiv 2307.08691,
@@ -11,8 +12,11 @@ algorithm 2).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -20,7 +24,8 @@ from ring.accumulator import accumulator_dtype
 from ring.meetings import Mask
 from ring.plan import Tile
 
-KERNELS = ("auto", "math", "flash")
+KERNELS = ("auto", "math", "flash", "cudnn")
+HALF = (torch.bfloat16, torch.float16)
 Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 # Numbers in the widest vector of a CPU, 512 bits of fp32.
@@ -36,36 +41,78 @@ class Saved:
     dout: torch.Tensor
     out: torch.Tensor
     lse: torch.Tensor
-    delta: torch.Tensor
+    delta: torch.Tensor | None  # which only the math kernel takes
 
 
-def choose(kernel: str, device: torch.device, tile: Tile, scale: float, dlse: bool) -> str:
-    """The kernel that takes a tile: "flash" or "math".
+_counters: list[Counter[str]] = []
 
-    Torch's fused CPU kernel takes full and causal tiles on the CPU, if the scale is positive (it multiplies masked
-    scores, which are -inf, by it) and there are keys enough to fill a vector (with fewer, it returns finite numbers for
-    a row whose scores are all NaN). What it does not take, a mask by position and a gradient through lse among them, is
-    the math kernel's, for "auto" and "flash" alike.
+
+@contextmanager
+def picked() -> Iterator[Counter[str]]:
+    """Count the kernel calls made inside by name: what "auto" picked."""
+    found: Counter[str] = Counter()
+    _counters.append(found)
+    try:
+        yield found
+    finally:
+        _counters[:] = [counter for counter in _counters if counter is not found]
+
+
+def _count(name: str) -> None:
+    for counter in _counters:
+        counter[name] += 1
+
+
+def choose(
+    kernel: str, device: torch.device, dtype: torch.dtype, dim: int, tile: Tile, scale: float, dlse: bool
+) -> str:
+    """The kernel that takes a tile: "math", "flash" or "cudnn".
+
+    A mask by position, a gradient through lse, and a scale that is not positive (fused kernels multiply masked scores,
+    which are -inf, by it) are the math kernel's, whatever was asked for.
     """
-    if kernel == "math" or device.type != "cpu" or dlse or scale <= 0:
+    if kernel == "math" or dlse or scale <= 0 or tile.mask is Mask.POSITION:
         return "math"
-    return "flash" if tile.mask is not Mask.POSITION and tile.key_rows.length >= VECTOR else "math"
+    if device.type == "cpu":  # with fewer keys than fill a vector it returns finite numbers for a row of NaN scores
+        return "flash" if tile.key_rows.length >= VECTOR else "math"
+    name = fused(kernel, device, dtype, dim)
+    alone = tile.query_rows.length == tile.key_rows.length == 1  # which cuDNN's backward refuses
+    return "math" if name == "cudnn" and alone else name
+
+
+def fused(kernel: str, device: torch.device, dtype: torch.dtype, dim: int) -> str:
+    """What takes full and causal tiles: on CPUs torch's fused kernel; on GPUs, in 16 bits and for head dims up to 128
+    that are multiples of 8, cuDNN's, or with "flash" FlashAttention-2, as they come with torch; else "math".
+    """
+    if kernel == "math" or device.type not in ("cpu", "cuda"):
+        return "math"
+    if device.type == "cpu":
+        return "flash"
+    if dtype not in HALF or dim % 8 or dim > 128:
+        return "math"
+    return "flash" if kernel == "flash" else "cudnn"
 
 
 def forward(
     name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of the tile, in the accumulator's type. A row that sees no key of the tile: out 0, lse -inf."""
-    return _flash_forward(q, k, v, tile, scale) if name == "flash" else _math_forward(q, k, v, tile, scale)
+    """(out, lse) of the tile, lse in the accumulator's type. A row that sees no key of the tile: out 0, lse -inf."""
+    _count(name)
+    if name == "math":
+        return _math_forward(q, k, v, tile, scale)
+    return _flash_forward(q, k, v, tile, scale) if q.device.type == "cpu" else _gpu_forward(name, q, k, v, tile, scale)
 
 
 def backward(
     name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: Saved, tile: Tile, scale: float
 ) -> Tensors3:
     """The tile's summands of dq, dk, dv, shaped like q, k, v."""
-    if name == "flash":
+    _count(name)
+    if name == "math":
+        return _math_backward(q, k, v, saved, tile, scale)
+    if q.device.type == "cpu":
         return _flash_backward(q, k, v, saved, tile, scale)
-    return _math_backward(q, k, v, saved, tile, scale)
+    return _gpu_backward(name, q, k, v, saved, tile, scale)
 
 
 def _row_blocks(q: torch.Tensor, k: torch.Tensor) -> Iterator[slice]:
@@ -118,6 +165,7 @@ def _math_backward(
     dq = torch.empty(q.shape, dtype=work, device=q.device)
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     safe_lse = saved.lse.masked_fill(saved.lse == -torch.inf, 0.0)
+    assert saved.delta is not None
     for rows in _row_blocks(q, k):
         query, dout = q[..., rows, :].to(work), saved.dout[..., rows, :].to(work).flatten(3, 4)  # (F, B, G, P * L, D)
         lse, delta = safe_lse[..., rows].flatten(3, 4), saved.delta[..., rows].flatten(3, 4)  # (F, B, G, P * L)
@@ -159,4 +207,67 @@ def _flash_backward(
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dout, query, key, value, out, lse.contiguous(), 0.0, tile.mask is Mask.CAUSAL, scale=scale
     )
+    return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """A tile for kernels that load 16 bytes at a time: a copy, if its rows do not begin at such addresses.
+
+    Where there is only one batch, head or row, any stride is as good; but cuDNN takes that of one row, or one head, at
+    its word, and was seen to leave results out. So these are what they would be in a contiguous tensor.
+    """
+    x = _batched(x)
+    if any(step % 16 for step in (x.data_ptr(), *(x.stride(i) * x.element_size() for i in range(3) if x.size(i) > 1))):
+        return x.contiguous()
+    strides, whole = list(x.stride()), 1
+    for i in (3, 2, 1, 0):
+        if x.size(i) == 1:
+            strides[i] = whole
+        whole = max(whole, strides[i] * x.size(i))
+    return x.as_strided(x.shape, strides)
+
+
+@lru_cache
+def _no_dropout(device: torch.device) -> torch.Tensor:
+    """The seed, and offset, of random numbers that are not drawn."""
+    return torch.zeros((), dtype=torch.int64, device=device)
+
+
+def _gpu_forward(
+    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    query, key, value = (_aligned(x) for x in (q, k, v))
+    causal = tile.mask is Mask.CAUSAL
+    if name == "cudnn":
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            query, key, value, None, True, 0.0, causal, False, scale=scale
+        )
+    else:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, causal, False, scale=scale
+        )
+    lse = lse.reshape(query.shape[0], query.shape[1], -1)[
+        ..., : query.shape[2]
+    ]  # it may have a padded, or a fourth, dimension
+    return out.view(q.shape), lse.view(q.shape[:-1])
+
+
+def _gpu_backward(
+    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: Saved, tile: Tile, scale: float
+) -> Tensors3:
+    dout, query, key, value, out = (_aligned(x) for x in (saved.dout, q, k, v, saved.out))
+    lse = saved.lse.reshape(query.shape[:3]).contiguous()
+    if lse.data_ptr() % 16:  # a stretch of a contiguous tensor may be contiguous, and begin anywhere
+        lse = lse.clone()
+    none, causal = _no_dropout(q.device), tile.mask is Mask.CAUSAL
+    rows, keys = query.shape[2], key.shape[2]
+    if name == "cudnn":
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            dout, query, key, value, out, lse.unsqueeze(-1), none, none, None, None, None, rows, keys, 0.0, causal,
+            scale=scale,
+        )  # fmt: skip
+    else:
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            dout, query, key, value, out, lse, None, None, rows, keys, 0.0, causal, none, none, scale=scale
+        )
     return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)

@@ -10,7 +10,7 @@ Integers only: no tensor, no rank's data, no communication.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
@@ -142,6 +142,61 @@ def _listed_pieces(blocks: tuple[Block, ...], layout: Layout) -> Pieces:
         blocks, block_index[begin], segment[begin], ranks[entry][begin], count, begin, one,
         listed_positions[begin], 0 * one, rows[entry], listed_positions, piece_of * span + listed_positions, span,
     )  # fmt: skip
+
+
+def joined(pieces: Pieces, rank: int) -> Pieces:
+    """The pieces of one rank, for what it attends to of its own; those of a block and segment as one where they follow
+    each other in rows as in positions.
+
+    Between own rows only their order counts, so positions of joined pieces are 0, 1, 2, ...: the two halves of a zigzag
+    shard then meet themselves along one diagonal, and are one causal call instead of three.
+    """
+    own = np.flatnonzero(pieces.rank == rank)
+    own = own[np.lexsort((pieces.first[own], pieces.segment[own], pieces.block[own]))]
+    if pieces.listed or not len(own):
+        return _chosen(pieces, own)
+    block, segment, count, row, step = (
+        x[own] for x in (pieces.block, pieces.segment, pieces.count, pieces.row, pieces.row_step)
+    )
+    last = pieces.position(own, count - 1)
+    opens = np.ones(len(own), bool)
+    opens[1:] = (np.diff(block) != 0) | (np.diff(segment) != 0)
+    follows = opens.copy()
+    follows[1:] |= (
+        (row[1:] == row[:-1] + count[:-1] * step[:-1]) & (np.diff(step) == 0) & (pieces.first[own][1:] > last[:-1])
+    )
+    begin = np.flatnonzero(opens)
+    whole = np.logical_and.reduceat(follows, begin)
+    kept = np.repeat(~whole, np.diff(np.append(begin, len(own)))) | opens
+    total = np.add.reduceat(count, begin)
+    group = np.cumsum(opens) - 1
+    alone = np.diff(np.append(begin, len(own))) == 1
+    one = (whole & ~alone)[group]  # part of a group that becomes one piece
+    chosen = _chosen(pieces, own[kept])
+    one, group = one[kept], group[kept]
+    return replace(
+        chosen,
+        count=np.where(one, total[group], chosen.count),
+        first=np.where(one, 0, chosen.first),
+        step=np.where(one, 1, chosen.step),
+    )
+
+
+def _chosen(pieces: Pieces, which: Ints) -> Pieces:
+    """Some rows of the table. Listed pieces look their positions up by piece, so of these all stay."""
+    if pieces.listed:
+        return pieces
+    columns = (
+        pieces.block,
+        pieces.segment,
+        pieces.rank,
+        pieces.count,
+        pieces.row,
+        pieces.row_step,
+        pieces.first,
+        pieces.step,
+    )
+    return Pieces(pieces.blocks, *(column[which] for column in columns))
 
 
 def counter(counts: Ints) -> Ints:

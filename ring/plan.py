@@ -7,8 +7,8 @@ a word.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -19,7 +19,7 @@ from ring import schedule
 from ring.blocks import Heads
 from ring.layout import Layout
 from ring.meetings import Mask, Meetings, Stretches, masked, meet
-from ring.pieces import Ints, Pieces, pieces_of
+from ring.pieces import Ints, Pieces, joined, pieces_of
 from ring.rows import Fold, Rows, concatenate, folds
 from ring.schedule import Move, Packed, Schedule, Sizes
 
@@ -73,13 +73,16 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What one rank does: the tiles of its own keys, then the steps. `sizes`: the buffers, in slots."""
+    """What one rank does: the tiles of its own keys, then the steps. `sizes`: the buffers, in slots. `setting`: what it
+    was made for, the rank apart: equal on ranks whose plans go together.
+    """
 
     rank: int
     tokens: int
     local: tuple[Tile, ...]
     steps: tuple[Step, ...]
     sizes: Sizes
+    setting: Hashable
 
 
 @lru_cache(maxsize=128)
@@ -97,10 +100,10 @@ def plan_of(pattern: Pattern, layout: Layout, rank: int, heads: int, kv_heads: i
         route = schedule.direct(pieces, layout, pattern.causal, rank, cap)
     else:
         route = schedule.gather(layout, kv_heads, rank)
-    keys = _keys(pieces, layout, route, rank, kv_heads).cut(bucket)
     tiles: list[list[Tile]] = [[] for _ in range(len(route.stages) + 1)]
-    for stage, tile in _tiles(pieces, keys, rank, pattern.causal, bucket):
-        tiles[stage].append(tile)
+    for table, keys in (_own_keys(pieces, rank), (pieces, _landed_keys(pieces, layout, route, rank, kv_heads))):
+        for stage, tile in _tiles(table, keys.cut(bucket), rank, pattern.causal, bucket):
+            tiles[stage].append(tile)
     steps = tuple(
         Step(
             _whole_packs(layout, rank, kv_heads, 1) if route.whole else _packs(pieces, stage.packed),
@@ -110,7 +113,8 @@ def plan_of(pattern: Pattern, layout: Layout, rank: int, heads: int, kv_heads: i
         )
         for number, stage in enumerate(route.stages, start=1)
     )  # fmt: skip
-    return Plan(rank, layout.counts[rank], tuple(tiles[0]), steps, route.sizes)
+    setting = (pattern, layout, heads, kv_heads, exchange, bucket)
+    return Plan(rank, layout.counts[rank], tuple(tiles[0]), steps, route.sizes, setting)
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,10 +142,17 @@ class _Keys:
         return _Keys(stretches, self.stage[which], self.packed[which], base, self.scale[which])
 
 
-def _keys(pieces: Pieces, layout: Layout, route: Schedule, rank: int, kv_heads: int) -> _Keys:
+def _own_keys(pieces: Pieces, rank: int) -> tuple[Pieces, _Keys]:
+    """The own pieces, joined where they can be, as keys that are at hand from the start."""
+    own = joined(pieces, rank)
+    which = np.flatnonzero(own.rank == rank)
+    return own, _Keys(Stretches.whole(own, which), 0 * which, 0 * which, 0 * which, 0 * which + 1)
+
+
+def _landed_keys(pieces: Pieces, layout: Layout, route: Schedule, rank: int, kv_heads: int) -> _Keys:
     width = np.array([block.width for block in pieces.blocks], np.int64)
-    own = np.flatnonzero(pieces.rank == rank)
-    parts = [(Stretches.whole(pieces, own), 0, 0, 0 * own, 0 * own + 1)]
+    none = np.empty(0, np.int64)
+    parts = [(Stretches(none, none, none), 0, 0, none, none)]
     for number, stage in enumerate(route.stages, start=1):
         if route.whole:
             bases = np.zeros(layout.world_size, np.int64)
@@ -166,22 +177,43 @@ def _keys(pieces: Pieces, layout: Layout, route: Schedule, rank: int, kv_heads: 
 
 
 def _tiles(pieces: Pieces, keys: _Keys, rank: int, causal: bool, bucket: int) -> Iterator[tuple[int, Tile]]:
-    """(stage, tile) for all that `rank` has to compute."""
+    """(stage, tile) for all that `rank` has to compute with these keys."""
     most_rows = max(bucket, LEAST_ROWS)
     queries, _ = Stretches.whole(pieces, np.flatnonzero(pieces.rank == rank)).cut(most_rows)
     found = meet(pieces, queries, keys.stretches, causal)
     for mask, part in masked(pieces, found, causal):
-        joined: dict[tuple[object, ...], list[_Draft]] = {}
-        for draft in _drafts(pieces, keys, mask, part, bucket):
+        drafts = _drafts(pieces, keys, mask, part, bucket)
+        if mask is Mask.FULL:
+            drafts = _same_keys(drafts, most_rows)
+        calls: dict[tuple[object, ...], list[_Draft]] = {}
+        for draft in drafts:
             # Keys of several ranks or stretches that the same rows see alike go into one call, up to the bucket.
-            peers = joined.setdefault((draft.stage, draft.block, draft.packed, draft.query.key), [])
+            peers = calls.setdefault((draft.stage, draft.block, draft.packed, draft.query.key), [])
             tokens = (sum(peer.key.length for peer in peers) + draft.key.length) * draft.key.folds
             if mask is Mask.CAUSAL or tokens > bucket:
                 yield from _finish(pieces, mask, peers)
                 peers.clear()
             peers.append(draft)
-        for peers in joined.values():
+        for peers in calls.values():
             yield from _finish(pieces, mask, peers)
+
+
+def _same_keys(drafts: Iterator[_Draft], most_rows: int) -> Iterator[_Draft]:
+    """Query rows that see the same keys, and continue each other, as one: both halves of a zigzag shard, say."""
+    readers: dict[tuple[object, ...], list[_Draft]] = {}
+    for draft in drafts:
+        readers.setdefault((draft.stage, draft.block, draft.packed, draft.key.key), []).append(draft)
+    for found in readers.values():
+        found.sort(key=lambda draft: draft.query.start)
+        last = found[0]
+        for draft in found[1:]:
+            rows = concatenate([last.query, draft.query])
+            if rows.index is None and rows.length * rows.folds <= most_rows:
+                last = replace(last, query=rows)
+            else:
+                yield last
+                last = draft
+        yield last
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,6 +279,7 @@ def _finish(pieces: Pieces, mask: Mask, drafts: list[_Draft]) -> Iterator[tuple[
     """One tile per head group of the block, from drafts of the same rows."""
     if not drafts:
         return
+    drafts = sorted(drafts, key=lambda draft: draft.key.start)  # ascending rows are a strided view if any are
     one = drafts[0]
     key = concatenate([draft.key for draft in drafts])
     query_positions = key_positions = None

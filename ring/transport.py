@@ -9,9 +9,10 @@ A transport knows nothing of attention. Its contract, which a simulated one may 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,18 @@ class Message:
     @property
     def bytes(self) -> int:
         return self.tensor.nbytes
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """A message that a call will send: bytes start .. stop - 1 of one of its buffers, which has `size` bytes."""
+
+    buffer: str
+    size: int
+    label: str
+    peer: int
+    start: int
+    stop: int
 
 
 class Pending(Protocol):
@@ -56,6 +69,32 @@ class Transport(Protocol):
         """The payloads of all ranks in rank order; every rank calls it, with equally many bytes."""
         ...
 
+    def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
+        """Before the buffers of a call are asked for. key: what kind of call, the same on every rank."""
+        ...
+
+    def empty(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer of the call, its contents arbitrary; valid until the call ends."""
+        ...
+
+
+class OwnBuffers:
+    """Buffers of one's own, which is what most transports send from."""
+
+    def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
+        """Nothing to prepare."""
+
+    def empty(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device=device)
+
+
+def collect_json(value: object, transport: Transport) -> list[Any]:
+    """Everyone's value, which JSON can say, in rank order. Every rank calls it."""
+    mine = json.dumps(value).encode()
+    lengths = [int.from_bytes(other, "little") for other in transport.collect(len(mine).to_bytes(8, "little"))]
+    padded = transport.collect(mine.ljust(max(lengths)))
+    return [json.loads(words[:length]) for words, length in zip(padded, lengths, strict=True)]
+
 
 class _Works:
     """Handles of one batch, kept with the tensors until it is done: a dropped handle may lose its message."""
@@ -69,7 +108,7 @@ class _Works:
         self._works, self._messages = (), ()
 
 
-class ProcessGroupTransport:
+class ProcessGroupTransport(OwnBuffers):
     """A torch process group (gloo or NCCL), the whole world or part of it; peers are ranks of the group.
 
     Raises ValueError on a process that is not a member.
@@ -114,7 +153,7 @@ class ProcessGroupTransport:
         return torch.device("cuda", torch.cuda.current_device()) if self._on_gpu else torch.device("cpu")
 
 
-class SoloTransport:
+class SoloTransport(OwnBuffers):
     """The group of one: nobody to talk to, no process group needed."""
 
     rank = 0
@@ -149,6 +188,12 @@ class RecordingTransport:
 
     def collect(self, payload: bytes) -> list[bytes]:
         return self.inner.collect(payload)
+
+    def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
+        self.inner.prepare(key, outgoing)
+
+    def empty(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self.inner.empty(name, shape, dtype, device)
 
 
 def _check(message: Message, rank: int, world_size: int) -> None:

@@ -170,6 +170,7 @@ def test_backward_of_a_part_takes_the_global_softmax(
     delta = (dout.double() * out.detach()).sum(-1) - (dlse if with_dlse else 0.0)
     saved = Saved(dout, out.detach().to(dtype), lse.detach().to(work), delta.to(work))
     got = kernels.backward(name, q, k, v, saved, first, scale)
+    assert saved.delta is not None
     rest = Saved(saved.dout[1:], saved.out[1:], saved.lse[1:], saved.delta[1:])
     others = kernels.backward(name, q[1:], more_k[1:], more_v[1:], rest, second, scale) if size.folds > 1 else None
     dq = got[0].double()
@@ -210,6 +211,7 @@ def test_strided_views_give_the_same(mask: Mask, dtype: torch.dtype) -> None:
         viewed = kernels.forward(name, strided(q), strided(k), strided(v), tile, 0.35)
         for a, b in zip(plain, viewed, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=4 * ROUNDING[work] * 16)
+        assert saved.delta is not None
         before = [x.clone() for x in (q, k, v, saved.dout, saved.out, saved.lse, saved.delta)]
         gradients = kernels.backward(name, q, k, v, saved, tile, 0.35)
         views = Saved(strided(saved.dout), strided(saved.out), strided(saved.lse), strided(saved.delta))
@@ -292,12 +294,39 @@ def test_rows_that_see_nothing_at_all() -> None:
 @pytest.mark.parametrize("scale", (0.5, 0.0, -0.5))
 @pytest.mark.parametrize("device", ("cpu", "cuda", "meta"))
 @pytest.mark.parametrize("keys", (1, 15, 16, 40))
-def test_which_kernel_takes_a_tile(keys: int, device: str, scale: float, kernel: str, dlse: bool, mask: Mask) -> None:
-    fused = kernel in ("auto", "flash") and device == "cpu" and mask in (Mask.FULL, Mask.CAUSAL) and not dlse
-    fused = fused and scale > 0 and keys >= 16
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_which_kernel_takes_a_tile(
+    keys: int, device: str, scale: float, kernel: str, dlse: bool, mask: Mask, dtype: torch.dtype
+) -> None:
     size = Size(queries=keys, keys=keys)
-    chosen = kernels.choose(kernel, torch.device(device), tile_of(mask, size), scale, dlse)
-    assert chosen == ("flash" if fused else "math")
+    chosen = kernels.choose(kernel, torch.device(device), dtype, 64, tile_of(mask, size), scale, dlse)
+    wanted = "math"
+    if kernel != "math" and mask in (Mask.FULL, Mask.CAUSAL) and not dlse and scale > 0:
+        if device == "cpu" and keys >= 16:
+            wanted = "flash"
+        if device == "cuda" and dtype == torch.bfloat16:
+            wanted = "flash" if kernel == "flash" else "cudnn" if keys > 1 else "math"
+    assert chosen == wanted
+
+
+@pytest.mark.parametrize(("dim", "taken"), [(8, True), (64, True), (128, True), (4, False), (20, False), (136, False)])
+def test_head_dims_of_fused_kernels_on_gpus(dim: int, taken: bool) -> None:
+    for dtype in kernels.HALF:
+        assert kernels.fused("auto", torch.device("cuda"), dtype, dim) == ("cudnn" if taken else "math")
+        assert kernels.fused("flash", torch.device("cuda"), dtype, dim) == ("flash" if taken else "math")
+    assert kernels.fused("auto", torch.device("cuda"), torch.float32, dim) == "math"
+    assert kernels.fused("auto", torch.device("cpu"), torch.float32, dim) == "flash"
+
+
+def test_what_was_picked_is_counted() -> None:
+    size = Size()
+    q, k, v = (normal(shape, i) for i, shape in enumerate((size.q, size.k, size.k)))
+    with kernels.picked() as outer:
+        kernels.forward("math", q, k, v, tile_of(Mask.FULL, size), 1.0)
+        with kernels.picked() as inner:
+            kernels.forward("flash", q, k, v, tile_of(Mask.FULL, size), 1.0)
+    kernels.forward("math", q, k, v, tile_of(Mask.FULL, size), 1.0)
+    assert (outer, inner) == ({"math": 1, "flash": 1}, {"flash": 1})
 
 
 def test_the_name_decides(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,12 +160,12 @@ def plant_one_landing() -> None:
     real = Exchange._allocate
     known: dict[int, Any] = {}
 
-    def allocate(self: Any, slots: int, dtype: Any) -> Any:
+    def allocate(self: Any, name: str, slots: int, dtype: Any) -> Any:
         if slots != self.plan.sizes.landing:
-            return real(self, slots, dtype)
+            return real(self, name, slots, dtype)
         if id(self) not in known:
             known.clear()
-            known[id(self)] = real(self, slots, dtype)
+            known[id(self)] = real(self, name, slots, dtype)
         return known[id(self)]
 
     Exchange._allocate = allocate  # type: ignore[method-assign]

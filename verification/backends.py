@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
-from ring.transport import ProcessGroupTransport, SoloTransport, Transport
+from ring.symmetric import transport_of
+from ring.transport import SoloTransport, Transport
 from verification.case import Case
 from verification.execute import home, observe
 from verification.failures import RankFailure
@@ -212,4 +213,4 @@ def _transport(case: Case) -> Transport | None:
     if case.world == 1:
         return SoloTransport()
     group = subgroup(case.ranks)  # by all ranks: making a group takes everyone
-    return None if group is None else ProcessGroupTransport(group)
+    return None if group is None else transport_of(group)

@@ -64,11 +64,15 @@ LARGEST = {
     "float16": 65504.0,
 }
 
+# On GPUs fused kernels take exp2 of scores times log2 e: ex2.approx is good to 2 units in the last place (CUDA C++
+# Programming Guide, mathematical functions), the factor and the product are rounded: 8 u in all. They accumulate
+# gradients in fp32 and round them once, those of keys that several query heads share once more: k = 1, k' = 2.
+#
 # Torch's fused CPU kernel (ATen/native/cpu/FlashAttentionKernel.cpp) takes exp from Vectorized::exp_u20, by its name
 # within 20 units in the last place (40 u), and where it works in 16 bits from fexp_u20, a cubic whose relative error
 # stays below 2^-13 (1.12e-4 over its whole range). Keys go by 512, rows by 32, 64 from 192 rows on, 256 from 768 on.
-KERNELS = ("math", "flash", "half")
-_EXP_ROUNDINGS = {"math": 2, "flash": 40}
+KERNELS = ("math", "flash", "half", "gpu")
+_EXP_ROUNDINGS = {"math": 2, "flash": 40, "gpu": 8}
 _EXP_HALF = 2.0**-13
 _KEY_BLOCK = 512
 _ROW_BLOCKS = ((32, 191), (64, 767), (256, None))
@@ -107,9 +111,10 @@ class Arithmetic:
         pieces = most_pieces(case)
         merges = min(keys, pieces)
         row_merges = min(rows, pieces * (case.heads // case.kv_heads))
+        kernel = _kernel_of(case)
+        blocks = (1, 2) if kernel == "gpu" else (-(-case.tokens // _KEY_BLOCK), _row_blocks(case.tokens))
         return cls.make(
-            case.dtype, "math" if case.kernel == "math" else "flash", case.head_dim, case.softmax_scale,
-            keys, rows, merges, row_merges, -(-case.tokens // _KEY_BLOCK), _row_blocks(case.tokens),
+            case.dtype, kernel, case.head_dim, case.softmax_scale, keys, rows, merges, row_merges, *blocks,
         )  # fmt: skip
 
     @classmethod
@@ -127,19 +132,21 @@ class Arithmetic:
         row_blocks: int = 1,
     ) -> Arithmetic:
         """kernel "math": everything in the working type, results rounded once; "flash": the same with the exponential
-        of torch's fused CPU kernel; "half": that kernel on 16-bit operands, as fused kernels on GPUs have them too.
+        of torch's fused CPU kernel; "half": that kernel on 16-bit operands; "gpu": fused kernels on GPUs, on 16-bit
+        operands too.
         """
-        if kernel not in KERNELS or (kernel == "half" and dtype not in ("bfloat16", "float16")):
-            raise ValueError(f"kernel is {kernel!r} for {dtype}; it must be one of {KERNELS}, half in 16 bits only")
+        if kernel not in KERNELS or (kernel in ("half", "gpu") and dtype not in ("bfloat16", "float16")):
+            raise ValueError(
+                f"kernel is {kernel!r} for {dtype}; it must be one of {KERNELS}, half and gpu in 16 bits only"
+            )
         work = "float64" if dtype == "float64" else "float32"
-        half = UNIT[dtype] if kernel == "half" else 0.0
-        loose = kernel == "flash" and dtype != "float64"  # the double version of exp_u20 is exp
+        half = UNIT[dtype] if kernel in ("half", "gpu") else 0.0
         return cls(
             dim=dim,
             scale=abs(scale),
             u=UNIT[work],
             u_out=UNIT[dtype],
-            u_exp=_EXP_HALF if half else UNIT[work] * _EXP_ROUNDINGS["flash" if loose else "math"],
+            u_exp=_EXP_HALF if kernel == "half" else UNIT[work] * _EXP_ROUNDINGS[_exponential(kernel, dtype)],
             u_prob=half,
             u_partial=half,
             u_buf=UNIT[work],
@@ -177,6 +184,21 @@ class Arithmetic:
     def floor_dv(self) -> float:
         roundings = 1 + (self.row_merges * self.row_blocks if self.u_partial else 0)
         return roundings * self.eta_out + self.rows * self.eta_mul
+
+
+def _kernel_of(case: Case) -> str:
+    """Whose bounds a Case has. On a GPU, fused kernels take head dims up to 128 that are multiples of 8."""
+    if case.kernel == "math":
+        return "math"
+    if case.device == "cpu":
+        return "flash"
+    fused = case.dtype in ("bfloat16", "float16") and case.head_dim % 8 == 0 and case.head_dim <= 128
+    return "gpu" if fused else "math"
+
+
+def _exponential(kernel: str, dtype: str) -> str:
+    """The entry of _EXP_ROUNDINGS. The double version of exp_u20 is exp."""
+    return "math" if kernel == "flash" and dtype == "float64" else kernel
 
 
 # --- counts from the Case alone ---------------------------------------------------------------------------------------

@@ -30,7 +30,8 @@ DTYPES = {
 }
 ORDERS = ("contiguous", "zigzag", "striped", "hilbert", "spliced", "shuffled", "permuted")
 EXCHANGES = ("ring", "direct", "gather")
-KERNELS = ("auto", "math", "flash")
+KERNELS = ("auto", "math", "flash", "cudnn")
+DEVICES = ("cpu", "cuda")
 LSE = ("unused", "returned", "differentiated", "alone")
 AGAIN = ("alike", "unchecked", "group", "no_grad", "backward", "between", "q", "k", "v", "qk", "qv", "kv")
 
@@ -59,7 +60,7 @@ class Case:
     seed          0 <= seed < 2**63
     exchange      "ring", "direct" or "gather"
     bucket        tokens per kernel call, or None
-    kernel        "auto", "math" or "flash"
+    kernel        "auto", "math", "flash" or, on GPUs, "cudnn"
     lse           "unused"; "returned" (and compared); "differentiated" (its gradient takes part as well); "alone" (only
                   lse is differentiated, not the output)
     strided       whether inputs and incoming gradients are non-contiguous (`strided_copy`)
@@ -68,6 +69,7 @@ class Case:
                   "no_grad" (forward alone); "backward" (a second backward through the same graph); "between" (with
                   another call, on other numbers, between forward and backward, and one after); or which of q, k
                   and v require gradients
+    device        "cpu", or "cuda": on GPUs, whose fused kernels work in 16 bits
     measured      whether the workspace of the first run is looked at (`verification.workspace`), which takes time
 
     Raises ValueError, at construction, naming the field, what was given and what is allowed.
@@ -95,6 +97,7 @@ class Case:
     strided: bool
     again: str = "alike"
     measured: bool = False
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         for name, least in _SMALLEST.items():
@@ -173,7 +176,7 @@ class Case:
         if self.bucket is not None:
             return self.bucket
         largest = max(self.shards().counts)
-        return definitions.default_bucket(largest, self.heads, self.kv_heads, self.torch_dtype.itemsize)
+        return definitions.default_bucket(largest, self.heads, self.kv_heads, self.torch_dtype.itemsize, self.device)
 
     def shards(self) -> Shards:
         """Who holds which positions, by definition: for whoever judges."""
@@ -336,6 +339,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "kernel": KERNELS,
     "lse": LSE,
     "again": AGAIN,
+    "device": DEVICES,
 }
 
 

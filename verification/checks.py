@@ -215,7 +215,7 @@ def check_buffers(case: Case, expectation: Expectation, observations: Observatio
     """The peak of communication buffers on every rank, forward and backward, is that of `reference.cost.buffers`; and
     the default bucket of a long sequence is as defined.
     """
-    bucket = default_bucket(LONGER, case.heads, case.kv_heads, case.torch_dtype.itemsize)
+    bucket = default_bucket(LONGER, case.heads, case.kv_heads, case.torch_dtype.itemsize, case.device)
     for index, seen in enumerate(observations):
         if seen.layout.bucket != bucket:
             raise WrongResult(

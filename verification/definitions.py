@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 LEAST_BUCKET = 32  # tokens of a default bucket
+LEAST_BUCKET_ON_GPUS = 65536
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,17 +91,17 @@ def permuted(n: int, p: int, seed: int) -> Ints:
     return np.concatenate([stretches[i] for i in torch.randperm(pieces, generator=generator).tolist()])
 
 
-def default_bucket(largest: int, heads: int, kv_heads: int, itemsize: int) -> int:
+def default_bucket(largest: int, heads: int, kv_heads: int, itemsize: int, device: str = "cpu") -> int:
     """Key/value tokens per kernel call and landing where none are given. largest: tokens of the largest shard.
 
     A token of a bucket lands twice, keys and values in the working type, and has three gradient buffers in the
     accumulator's: 8 bytes an element for fp64, 4 for others. Of these as many as fit in a tenth of the largest
-    shard's queries, outputs, keys and values, and never fewer than LEAST_BUCKET.
+    shard's queries, outputs, keys and values, and never fewer than LEAST_BUCKET; on GPUs, than 64 Ki.
     """
     accumulator = 8 if itemsize == 8 else 4
     shard = largest * (2 * heads + 2 * kv_heads) * itemsize
     token = 2 * kv_heads * (2 * itemsize + 3 * accumulator)
-    return max(LEAST_BUCKET, shard // (10 * token))
+    return max(LEAST_BUCKET_ON_GPUS if device == "cuda" else LEAST_BUCKET, shard // (10 * token))
 
 
 def _part(x: Ints, n: int, parts: int) -> Ints:

@@ -124,7 +124,9 @@ def exchange_road(exchange: str, device: str) -> str:
         return "gloo, point to point" if dist.is_gloo_available() else "none: this torch has no gloo"
     if not torch.cuda.is_available():
         return "none: there is no GPU"
-    return "NCCL, batched point to point" if dist.is_nccl_available() else "none: this torch has no NCCL"
+    if not dist.is_nccl_available():
+        return "none: this torch has no NCCL"
+    return "copies out of symmetric memory where the ranks' GPUs are of one host and reach each other, else NCCL"
 
 
 DIM, TOKENS = 64, 64  # of the tiles that are tried

@@ -214,7 +214,7 @@ def division(case: Case, index: int) -> Division:
         layout.counts,
         layout.shard(everything, index, dim=0).numpy(),
         layout.unshard(everything.split(layout.counts), dim=0).numpy(),
-        default_bucket(_uneven(), case.heads, case.kv_heads, case.torch_dtype),
+        default_bucket(_uneven(), case.heads, case.kv_heads, case.torch_dtype, case.device),
     )
 
 

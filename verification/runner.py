@@ -94,14 +94,13 @@ def law_experiment(law: Law) -> Experiment:
     )
 
 
-def without_flash(experiment: Experiment) -> Experiment:
-    """The same with kernel "auto" where it drew "flash", which takes CPU tensors."""
+def on_gpus(experiment: Experiment) -> Experiment:
+    """The same on GPUs; with kernel "auto" where it drew a fused one that does not take all that was drawn."""
 
     def change(subject: Any) -> Any:
         case = experiment.case_of(subject)
-        if case.kernel != "flash":
-            return subject
-        other = replace(case, kernel="auto")
+        taken = case.dtype in ("bfloat16", "float16") and case.head_dim % 8 == 0
+        other = replace(case, device="cuda", kernel=case.kernel if taken or case.kernel != "flash" else "auto")
         return other if subject is case else (other, *subject[1:])
 
     return replace(experiment, draw=lambda world: experiment.draw(world).map(change))
@@ -139,7 +138,7 @@ def run_world(plan: Plan, report: Report, backend: Backend, workshop: Backend, w
     shares = [(EXAMPLES, count), (PUSHED, max(1, round(count * PUSHED_SHARE)))]
     shares += [(law_experiment(law), min(law.most, max(1, round(count * law.share)))) for law in LAWS]
     if backend.name == "nccl":
-        shares = [(without_flash(experiment), examples) for experiment, examples in shares]
+        shares = [(on_gpus(experiment), examples) for experiment, examples in shares]
     report.start_world(world, sum(examples for _, examples in shares))
     for experiment, examples in shares:
         hunt = Hunt(experiment, backend, report, world, plan.profile.budget, plan.profile.remembers, workshop)

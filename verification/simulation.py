@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ring.transport import Message, Pending
+from ring.transport import Message, OwnBuffers, Pending
 from verification.failures import (
     BrokenContract,
     Deadlock,
@@ -268,7 +268,7 @@ class _Assembly:
     payloads: list[bytes | None]
 
 
-class SimulatedTransport:
+class SimulatedTransport(OwnBuffers):
     """`ring.transport.Transport` of one simulated rank."""
 
     def __init__(self, simulation: Simulation, rank: int) -> None:

@@ -10,16 +10,16 @@ from torch import Tensor
 
 from ring import Transport, ring_attention
 from ring.budget import default_bucket
-from ring.transport import Message, Pending
+from ring.transport import Message, OwnBuffers, Pending
 from verification.benchmarks.contender import Contender, Inputs
 from verification.benchmarks.settings import Problem
 
 
-def bucket_of(problem: Problem, bucket: int | None) -> int:
+def bucket_of(problem: Problem, bucket: int | None, device: torch.device) -> int:
     """Tokens: as given, or what ring_attention chooses by itself."""
     if bucket is not None:
         return bucket
-    return default_bucket(problem.layout, problem.heads.query, problem.heads.kv, problem.dtype)
+    return default_bucket(problem.layout, problem.heads.query, problem.heads.kv, problem.dtype, device.type)
 
 
 def ring(
@@ -54,7 +54,7 @@ class _Nothing:
         """There is nothing to wait for."""
 
 
-class Silent:
+class Silent(OwnBuffers):
     """A transport over which nothing is sent, for timing what is left.
 
     The first time that it sees a receive buffer it fills it with random numbers: a GPU computes faster with zeros. Not

@@ -225,7 +225,7 @@ class Bench:
         """What a time of ours is to be read beside; from graphs where it is."""
         which = PASSES[number], graph
         kernels, silent = found.kernels.get(which), found.silent.get(which)
-        bucket = ours.bucket_of(problem, self.options.bucket)
+        bucket = ours.bucket_of(problem, self.options.bucket, self.ranks.device)
         return {
             "kernels_alone_ms": kernels,
             "beyond_kernels_ms": None if kernels is None else ms - kernels,

@@ -10,7 +10,7 @@ SCHEDULE = "ring/schedule.py"
 
 _FOUND = "    except Exception as found:  # of any type: the other ranks must hear of it\n        error = found\n"
 _STEPS = "            landing, before = landings[(number - 1) % sizes.turns], landings[number % sizes.turns]\n"
-_JOINT = "    raise _joint_error(_say(said, transport))\n"
+_JOINT = "    raise _joint_error(collect_json(said, transport))\n"
 
 
 def _unsaid(name: str, line: str, about: str) -> Defect:
@@ -62,7 +62,7 @@ AGREEMENTS = (
             Edit(
                 AGREEMENT,
                 _JOINT,
-                "    said_by_all = _say(said, transport)\n"
+                "    said_by_all = collect_json(said, transport)\n"
                 "    if error is None and any(isinstance(words, list) for words in said_by_all):\n"
                 "        return\n"
                 "    raise _joint_error(said_by_all)\n",
@@ -74,7 +74,11 @@ AGREEMENTS = (
         "every-rank-its-own-error",
         "own",
         "A rank that was called wrongly raises its own error, the others one that names the rank.",
-        (Edit(AGREEMENT, _JOINT, "    joint = _joint_error(_say(said, transport))\n    raise error or joint\n"),),
+        (
+            Edit(
+                AGREEMENT, _JOINT, "    joint = _joint_error(collect_json(said, transport))\n    raise error or joint\n"
+            ),
+        ),
         (42,),
     ),
     Defect(
@@ -85,7 +89,7 @@ AGREEMENTS = (
             Edit(
                 AGREEMENT,
                 _JOINT,
-                "    said_by_all = _say(said, transport)\n"
+                "    said_by_all = collect_json(said, transport)\n"
                 "    if all(isinstance(words, dict) for words in said_by_all):\n"
                 "        return\n"
                 "    raise _joint_error(said_by_all)\n",

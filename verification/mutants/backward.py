@@ -140,7 +140,7 @@ BACKWARD = (
         "delta-off-by-one-percent",
         "tenstorrent/tt-metal#53205",
         "D is taken from an output that is 1 % too large.",
-        (Edit(ATTENTION, "(dout.to(work) * out.to(work)).sum(-1)", "(dout.to(work) * out.to(work) * 1.01).sum(-1)"),),
+        (Edit(ATTENTION, "self.out.x.to(work)).sum(-1)", "self.out.x.to(work) * 1.01).sum(-1)"),),
         (17,),
     ),
     Defect(
@@ -184,8 +184,8 @@ BACKWARD = (
         (
             Edit(
                 ATTENTION,
-                "    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)\n",
-                "    return tuple(x.bfloat16().to(q.dtype) for x in (dq, dk, dv))\n",
+                "    return dq.result(q.dtype), dk.result(k.dtype), dv.result(v.dtype)\n",
+                "    return tuple(x.result(torch.bfloat16).to(q.dtype) for x in (dq, dk, dv))\n",
             ),
         ),
         (19,),
@@ -221,13 +221,13 @@ BACKWARD = (
         "gradient-of-lse-dropped",
         "own",
         "The gradient that comes in through lse is left out.",
-        (Edit(ATTENTION, "        delta = delta - dlse\n", "        delta = delta - 0 * dlse\n"),),
+        (Edit(ATTENTION, "else delta - self.dlse)", "else delta - 0 * self.dlse)"),),
     ),
     Defect(
         "gradient-of-lse-with-the-wrong-sign",
         "own",
         "The gradient that comes in through lse is subtracted.",
-        (Edit(ATTENTION, "        delta = delta - dlse\n", "        delta = delta + dlse\n"),),
+        (Edit(ATTENTION, "else delta - self.dlse)", "else delta + self.dlse)"),),
     ),
     Defect(
         "gradient-of-lse-by-the-fused-kernel",
@@ -236,8 +236,8 @@ BACKWARD = (
         (
             Edit(
                 ATTENTION,
-                "_tile_gradients(walk, arrival, rows, dlse is not None)",
-                "_tile_gradients(walk, arrival, rows, False)",
+                "walk.scale, rows.dlse is not None)",
+                "walk.scale, False)",
             ),
         ),
     ),

@@ -26,7 +26,7 @@ _COLLECT = (
     "            dv.add(pack.rows, pack.heads, value.view(pack.slots, pack.columns))\n"
 )
 _MESSAGES = "    return [Message(move.peer, buffer[move.start : move.stop], label) for move in moves]\n"
-_LANDINGS = "        landings = [self._allocate(sizes.landing, self.k.dtype) for _ in range(sizes.turns)]\n"
+_LANDINGS = "self.k.dtype) for i in range(sizes.turns)]\n"
 
 COMMUNICATION = (
     # --- buffers in flight
@@ -296,7 +296,7 @@ COMMUNICATION = (
             Edit(
                 EXCHANGE,
                 "            self._pack(step.packs, outbox)\n",
-                "            outbox = self._allocate(sizes.outbox, self.k.dtype)\n"
+                '            outbox = self._allocate("outbox", sizes.outbox, self.k.dtype)\n'
                 "            self._pack(step.packs, outbox)\n",
             ),
         ),
@@ -326,8 +326,8 @@ COMMUNICATION = (
         (
             Edit(
                 BUDGET,
-                "    return max(LEAST, int(SHARE * shard / token))",
-                "    return max(LEAST, max(layout.counts))",
+                " else LEAST, int(SHARE * shard / token))",
+                " else LEAST, max(layout.counts))",
             ),
         ),
     ),
@@ -335,7 +335,7 @@ COMMUNICATION = (
         "bucket-ignored-by-kernel-calls",
         "own",
         "A kernel call takes all keys of a stage, however small the bucket: its workspace is not bounded.",
-        (Edit(PLAN, ".cut(bucket)\n    tiles:", ".cut(1 << 30)\n    tiles:"),),
+        (Edit(PLAN, "keys.cut(bucket)", "keys.cut(1 << 30)"),),
     ),
     Defect(
         "quadratic-workspace",

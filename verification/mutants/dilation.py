@@ -115,8 +115,8 @@ DILATION = (
         (
             Edit(
                 PLAN,
-                "    own = np.flatnonzero(pieces.rank == rank)\n",
-                "    own = np.flatnonzero((pieces.rank == rank) & (layout.world_size == 1))\n",
+                "    which = np.flatnonzero(own.rank == rank)\n",
+                "    which = np.flatnonzero((own.rank == rank) & (pieces.rank.max() == 0))\n",
             ),
         ),
         (29,),

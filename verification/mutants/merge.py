@@ -212,7 +212,7 @@ MERGE = (
         "accumulator-not-initialised",
         "own",
         "The output starts as what memory held: rows that see nothing return it.",
-        (Edit(ACCUMULATOR, "self.out = torch.zeros(", "self.out = torch.empty("),),
+        (Edit(ACCUMULATOR, "self.out = torch.zeros(batch,", "self.out = torch.empty(batch,"),),
     ),
     Defect(
         "lse-starts-at-zero",

@@ -13,7 +13,7 @@ _PUT_LSE = "        self._lse.put(rows, heads, merged_lse.unsqueeze(-1))\n"
 _SCORES = "    scores = (q.flatten(3, 4) @ k.mT).mul_(scale)\n"
 _SCALE = "dim**-0.5 if scale is None else float(scale))"
 _TOTAL = "        total = weights.sum(-1, keepdim=True)\n"
-_CHOOSE = '    if kernel == "math" or device.type != "cpu" or dlse or scale <= 0:\n'
+_CHOOSE = '    if kernel == "math" or dlse or scale <= 0 or tile.mask is Mask.POSITION:\n'
 
 NUMERICS = (
     Defect(
@@ -131,9 +131,9 @@ NUMERICS = (
         "dq, dk and dv are summed in the type of the inputs.",
         (
             Edit(
-                ATTENTION,
-                "torch.zeros(x.shape, dtype=work, device=x.device) for x in (q, k, v)",
-                "torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)",
+                ACCUMULATOR,
+                "torch.zeros(like.shape, dtype=accumulator_dtype(like.dtype)",
+                "torch.zeros(like.shape, dtype=like.dtype",
             ),
         ),
         (19,),
@@ -189,13 +189,13 @@ NUMERICS = (
         "fused-kernel-on-few-keys",
         "own",
         "The fused kernel is given fewer keys than fill a vector, where it hides NaN.",
-        (Edit(KERNELS, " and tile.key_rows.length >= VECTOR else", " else"),),
+        (Edit(KERNELS, "if tile.key_rows.length >= VECTOR else", "if tile.key_rows.length else"),),
     ),
     Defect(
         "fused-kernel-on-masks-by-position",
         "own",
         "The fused kernel, which knows no mask by position, is given such tiles and shows them whole.",
-        (Edit(KERNELS, "tile.mask is not Mask.POSITION and tile.key_rows", "tile.key_rows"),),
+        (Edit(KERNELS, " or scale <= 0 or tile.mask is Mask.POSITION:", " or scale <= 0:"),),
         (25,),
     ),
     Defect(

@@ -1,0 +1,271 @@
+"""The merge on GPUs: all partial results of a row in one pass, where `ring.accumulator` takes one after the other.
+
+A naive merge reads and writes the whole fp32 accumulator for every partial result: more bytes than all partial results
+have together. Here they are kept as the kernels left them, in 16 bits and on their own grids; at the end every output
+number is computed once, from the partial results that hold its row and head, in fp32. The same pass sums gradients.
+
+What a partial result covers is written down as integers, one entry for each of its heads: addresses, and the grid of
+its rows. A program of the kernel has a stretch of tokens of one head, and asks each of the head's entries which of the
+tokens it holds. The plain version, `ring.accumulator`, is the reference; grids that are listed go there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from ring.accumulator import Accumulator, Sum
+from ring.blocks import Heads
+from ring.pieces import Ints
+from ring.rows import Rows
+
+# Partial results are kept until they hold this many times the bytes of an fp32 accumulator; then they are merged.
+MOST_KEPT = 2.0
+_FIELDS = 15
+_ROWS, _WARPS = 32, 4  # tokens, and warps, of a program
+_ALIGNMENT = 16  # bytes of the widest load
+_KINDS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+_captured: list[torch.Tensor] = []  # host copies of entries that captured graphs read again at every replay
+
+
+@triton.jit
+def _rows_of(entry, where, mask, KIND: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Numbers of a part, in fp32; 0 where it has none."""
+    at = tl.load(entry).to(tl.pointer_type(KIND)) + where
+    if ALIGNED:
+        at = tl.multiple_of(at, (16, 16))
+    return tl.load(at, mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _combine(  # type: ignore[no-untyped-def]
+    entries, first, out, lse, out_batch, out_row, out_head, lse_batch, lse_head, lse_row, tokens, heads,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr,
+    WEIGHTED: tl.constexpr, WIDE: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    """Rows of one head and batch. WEIGHTED: softmax averages, by lse; else plain sums. KIND: the 16-bit type. WIDE: the
+    parts are fp32; 2: some of them are.
+    """
+    head = tl.program_id(0) % heads  # neighbours in memory are neighbours in time
+    begin = tl.program_id(0) // heads * ROWS
+    row = begin + tl.arange(0, ROWS)
+    batch = tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < DIM
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    weight = tl.zeros((ROWS,), tl.float32)
+    for number in range(tl.load(first + head), tl.load(first + head + 1)):
+        entry = entries + number * FIELDS
+        start, end = tl.load(entry + 2).to(tl.int32), tl.load(entry + 3).to(tl.int32)
+        if (begin < end) & (begin + ROWS > start):
+            step, length = tl.load(entry + 4).to(tl.int32), tl.load(entry + 5).to(tl.int32)
+            fold_step, folds = tl.load(entry + 6).to(tl.int32), tl.load(entry + 7).to(tl.int32)
+            within = row - start
+            fold = tl.minimum(tl.maximum(within, 0) // fold_step, folds - 1)
+            place = within - fold * fold_step
+            index = place // step
+            held = (within >= 0) & (place - index * step == 0) & (index < length) & (row < tokens)
+            offset = fold * tl.load(entry + 8) + batch * tl.load(entry + 9) + index * tl.load(entry + 10)
+            where = offset[:, None] + column[None, :]
+            mask = held[:, None] & inside[None, :] if DIM < BLOCK else held[:, None]
+            if WIDE == 2:  # some parts are fp32, some are not
+                if tl.load(entry + 14) != 0:
+                    part = _rows_of(entry, where, mask, tl.float32, ALIGNED)
+                else:
+                    part = _rows_of(entry, where, mask, KIND, ALIGNED)
+            else:
+                part = _rows_of(entry, where, mask, tl.float32 if WIDE else KIND, ALIGNED)
+            if WEIGHTED:
+                at = fold * tl.load(entry + 11) + batch * tl.load(entry + 12) + index * tl.load(entry + 13)
+                new = tl.load(tl.load(entry + 1).to(tl.pointer_type(tl.float32)) + at, held, other=float("-inf"))
+                higher = tl.where((top != top) | (new != new), top + new, tl.maximum(top, new))
+                base = tl.where(higher == float("-inf"), 0.0, higher)
+                old_share, share = tl.exp(top - base), tl.exp(new - base)
+                total = total * old_share[:, None] + tl.where(held[:, None], part * share[:, None], 0.0)
+                weight = weight * old_share + share
+                top = higher
+            else:
+                total += part
+    there = row < tokens
+    if WEIGHTED:
+        base = tl.where(top == float("-inf"), 0.0, top)
+        total = total / tl.where(weight == 0.0, 1.0, weight)[:, None]
+        tl.store(lse + batch * lse_batch + head * lse_head + row * lse_row, base + tl.log(weight), there)
+    to = out + (batch * out_batch + head * out_head + row.to(tl.int64) * out_row)[:, None] + column[None, :]
+    if ALIGNED:
+        to = tl.multiple_of(to, (16, 16))
+    mask = there[:, None] & inside[None, :] if DIM < BLOCK else there[:, None]
+    tl.store(to, total.to(out.dtype.element_ty), mask)
+
+
+class _Kept:
+    """Partial results of a (B, N, H, D) tensor, kept until they are combined. `weighted`: by lse, else summed.
+
+    A grid that is listed goes to `plain`, the reference, whose tensors are then one more partial result.
+    """
+
+    def __init__(self, like: torch.Tensor, weighted: bool) -> None:
+        self._like, self._weighted = like, weighted
+        self._parts: list[_Part] = []
+        self._kept = 0
+        self._plain: Accumulator | Sum | None = None
+
+    def keep(self, part: _Part) -> None:
+        self._parts.append(part)
+        self._kept += part.out.nbytes
+        if self._kept > MOST_KEPT * 4 * self._like.numel():
+            self.settle()
+
+    def settle(self) -> Accumulator | Sum:
+        """Combine what there is into the plain accumulator."""
+        if self._plain is None:
+            self._plain = Accumulator(self._like) if self._weighted else Sum(self._like)
+        if self._parts:
+            self._combine(self._plain.out, self._plain.lse if isinstance(self._plain, Accumulator) else None)
+        return self._plain
+
+    def result(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+        like = self._like
+        out = torch.empty(like.shape, dtype=dtype, device=like.device)
+        batch, tokens, heads, _ = like.shape
+        lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device=like.device) if self._weighted else None
+        self._combine(out, lse)
+        return out, lse
+
+    def _combine(self, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+        """Write what all parts make together, the plain accumulator among them, which may be written to itself: a
+        program reads its rows before it writes them. Forget the parts.
+        """
+        parts, plain = self._parts, self._plain
+        self._parts, self._kept = [], 0
+        if plain is not None:
+            parts = [*parts, _whole(plain)]
+        batch, tokens, heads, dim = out.shape
+        if not out.numel():
+            return
+        entries, first, aligned = _entries(parts, out)
+        fp32 = sum(part.out.dtype == torch.float32 for part in parts)
+        wide = 0 if not fp32 else 1 if fp32 == len(parts) else 2
+        numbers = lse.stride() if lse is not None else (0, 0, 0)
+        _combine[(triton.cdiv(tokens, _ROWS) * heads, batch)](
+            entries, first, out, out if lse is None else lse, out.stride(0), out.stride(1), out.stride(2), *numbers,
+            tokens, heads, dim, triton.next_power_of_2(dim), _ROWS, _KINDS.get(self._like.dtype, tl.bfloat16), aligned,
+            self._weighted, wide, _FIELDS, num_warps=_WARPS,
+        )  # fmt: skip
+
+
+class CombinedAccumulator:
+    """As `Accumulator`: output and lse of the own query rows, from partial results in 16 bits or fp32."""
+
+    def __init__(self, query: torch.Tensor) -> None:
+        self._kept = _Kept(query, weighted=True)
+
+    def merge(self, rows: Rows, heads: Heads, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Merge a partial result. out: (F, B, groups, per_group, L, D); lse the same without D."""
+        if _is_grid(rows, heads, out):
+            self._kept.keep(_Part(rows, heads, out, lse))
+        else:
+            plain = self._kept.settle()
+            assert isinstance(plain, Accumulator)
+            plain.merge(rows, heads, out, lse)
+
+    def result(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse), out in that type."""
+        out, lse = self._kept.result(dtype)
+        assert lse is not None
+        return out, lse
+
+
+class CombinedSum:
+    """As `Sum`: gradients, from summands in 16 bits or fp32."""
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self._kept = _Kept(like, weighted=False)
+
+    def add(self, rows: Rows, heads: Heads, tile: torch.Tensor) -> None:
+        """Add a summand, (F, B, groups, per_group, L, D)."""
+        if _is_grid(rows, heads, tile):
+            self._kept.keep(_Part(rows, heads, tile, None))
+        else:
+            plain = self._kept.settle()
+            assert isinstance(plain, Sum)
+            plain.add(rows, heads, tile)
+
+    def settle(self) -> None:
+        """Add what was kept: a tile lies in a buffer that is about to change."""
+        self._kept.settle()
+
+    def result(self, dtype: torch.dtype) -> torch.Tensor:
+        """The sum in that type."""
+        return self._kept.result(dtype)[0]
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """A partial result, (F, B, groups, per_group, L, D), and the rows and heads that it is for."""
+
+    rows: Rows
+    heads: Heads
+    out: torch.Tensor
+    lse: torch.Tensor | None
+
+
+def _whole(plain: Accumulator | Sum) -> _Part:
+    _, tokens, heads, _ = plain.out.shape
+    out = plain.out.transpose(1, 2)[None, :, :, None]
+    lse = plain.lse[None, :, :, None] if isinstance(plain, Accumulator) else None
+    return _Part(Rows(0, 1, tokens), Heads(heads, 1, 0, 1, 1), out, lse)
+
+
+def _is_grid(rows: Rows, heads: Heads, tile: torch.Tensor) -> bool:
+    """Whether a row's place on the grid can be computed: fold by fold, one after the other."""
+    if rows.index is not None or heads.ids is not None or tile.stride(5) != 1:
+        return False
+    return rows.folds == 1 or rows.fold_step > (rows.length - 1) * rows.step
+
+
+def _entries(parts: list[_Part], out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """The parts by head, (entries, fields); where each head's begin, (H + 1,); whether rows allow wide loads."""
+    heads, dim = out.shape[2:]
+    table = np.concatenate([np.empty((0, _FIELDS + 1), np.int64), *(_table(part) for part in parts)])
+    table = table[np.argsort(table[:, 0], kind="stable")]
+    first = np.searchsorted(table[:, 0], np.arange(heads + 1))
+    host = torch.from_numpy(np.concatenate([first, table[:, 1:].reshape(-1)])).pin_memory()
+    if torch.cuda.is_current_stream_capturing():
+        _captured.append(host)
+    device = host.to(out.device, non_blocking=True)
+    aligned = dim % 8 == 0 and all(_is_aligned(x) for x in (out, *(part.out for part in parts)))
+    return device[heads + 1 :], device, aligned
+
+
+def _table(part: _Part) -> Ints:
+    """(heads, 1 + fields): the head, then its entry."""
+    rows, heads, out, lse = part.rows, part.heads, part.out, part.lse
+    group, member = np.divmod(np.arange(heads.groups * heads.per_group), heads.per_group)
+    table = np.zeros((len(group), _FIELDS + 1), np.int64)
+    table[:, 0] = heads.start + group * heads.step + member * heads.inner
+    fold, batch, by_group, by_member, by_row, _ = out.stride()
+    table[:, 1] = out.data_ptr() + (group * by_group + member * by_member) * out.element_size()
+    end = rows.start + (rows.folds - 1) * rows.fold_step + (rows.length - 1) * rows.step + 1
+    table[:, 3:9] = rows.start, end, rows.step, rows.length, rows.fold_step if rows.folds > 1 else 2**30, rows.folds
+    table[:, 9:12] = fold, batch, by_row
+    if lse is not None:
+        fold, batch, by_group, by_member, by_row = lse.stride()
+        table[:, 2] = lse.data_ptr() + (group * by_group + member * by_member) * lse.element_size()
+        table[:, 12:15] = fold, batch, by_row
+    table[:, 15] = out.dtype == torch.float32
+    return table
+
+
+def _is_aligned(x: torch.Tensor) -> bool:
+    steps = [
+        x.data_ptr(),
+        *(stride * x.element_size() for stride, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1),
+    ]
+    return all(step % _ALIGNMENT == 0 for step in steps)

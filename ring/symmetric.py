@@ -1,0 +1,176 @@
+"""Messages between GPUs of one host through symmetric memory: the receiver copies from the sender's memory.
+
+The copies run on the copy engines, on a stream of their own: beside them a kernel keeps all its multiprocessors, which
+NCCL's sends and receives take part of. A batch is a barrier (every sender's data is there), the copies, a barrier
+(every receiver has read); both are on that stream, so the host waits for nothing and a call can be captured.
+
+A receiver must know where in the sender's memory its messages lie. That follows from the sender's plan, so ranks tell
+each other once for every kind of call, and grow the memory together at that moment, never otherwise.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ring.transport import Message, Outgoing, Pending, ProcessGroupTransport, collect_json
+
+_ALIGNMENT = 256  # bytes at which a buffer begins
+_Ranges = dict[str, dict[str, list[list[int]]]]  # label -> peer -> (start, stop) of its messages, in bytes
+
+
+@dataclass(frozen=True, eq=False)
+class _Route:
+    """One kind of call: where the own buffers begin, what every rank sends from where, and the memory."""
+
+    begins: dict[str, int]
+    ranges: list[_Ranges]
+    pool: _Pool | None
+
+
+@dataclass(frozen=True, eq=False)
+class _Pool:
+    """Memory of equal size on every rank. views: everyone's, as bytes, seen from here."""
+
+    own: torch.Tensor
+    views: list[torch.Tensor]
+    handle: Any
+
+
+class _Copied:
+    """A batch on the side stream."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+
+class SymmetricTransport(ProcessGroupTransport):
+    """An NCCL group whose ranks are GPUs of one host with access to each other's memory: see `available`."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(group)
+        self._side = torch.cuda.Stream()
+        self._routes: dict[Hashable, _Route] = {}
+        self._route: _Route | None = None
+        self._pools: list[_Pool] = []  # all that there ever were: a captured graph may use any
+
+    def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
+        """Ranks meet here for the first call of a kind, and for no other; so the key must be the same on all."""
+        if key not in self._routes:
+            self._routes[key] = self._new_route(outgoing())
+        self._route = self._routes[key]
+
+    def empty(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer: in the common memory if messages are sent from it."""
+        route = self._route
+        assert route is not None
+        if name not in route.begins or route.pool is None:
+            return super().empty(name, shape, dtype, device)
+        begin = route.begins[name]
+        size = dtype.itemsize * torch.Size(shape).numel()
+        return route.pool.own[begin : begin + size].view(dtype).view(*shape)
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        route = self._route
+        assert route is not None
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            if route.pool is not None:
+                route.pool.handle.barrier(channel=0)
+                self._copy(route, route.pool, receives)
+                route.pool.handle.barrier(channel=1)
+            event = torch.cuda.Event()
+            event.record(self._side)
+        return _Copied(event)
+
+    def _copy(self, route: _Route, pool: _Pool, receives: Sequence[Message]) -> None:
+        taken: dict[tuple[int, str], int] = {}
+        for message in receives:
+            place = (message.peer, message.label)
+            number = taken.get(place, 0)
+            taken[place] = number + 1
+            start, stop = route.ranges[message.peer][message.label][str(self.rank)][number]
+            if stop - start != message.bytes:
+                raise RuntimeError(
+                    f"message {message.label!r} from rank {message.peer} has {stop - start} bytes, its buffer "
+                    f"{message.bytes}"
+                )
+            message.tensor.view(-1).view(torch.uint8).copy_(pool.views[message.peer][start:stop])
+
+    def _new_route(self, outgoing: list[Outgoing]) -> _Route:
+        sizes: dict[str, int] = {}
+        for part in outgoing:
+            sizes[part.buffer] = max(sizes.get(part.buffer, 0), part.size)
+        begins, at = {}, 0
+        for name, size in sizes.items():
+            begins[name] = at
+            at += -(-size // _ALIGNMENT) * _ALIGNMENT
+        ranges: _Ranges = {}
+        for part in outgoing:
+            begin = begins[part.buffer]
+            places = ranges.setdefault(part.label, {}).setdefault(str(part.peer), [])
+            places.append([begin + part.start, begin + part.stop])
+        everyone: list[Any] = collect_json([at, ranges], self)
+        return _Route(begins, [theirs for _, theirs in everyone], self._pool(max(size for size, _ in everyone)))
+
+    def _pool(self, size: int) -> _Pool | None:
+        """Memory of so many bytes at least; all ranks ask for as many, at the same time."""
+        if size == 0:
+            return None
+        if not self._pools or self._pools[-1].own.numel() < size:
+            import torch.distributed._symmetric_memory as symmetric
+
+            own = symmetric.empty(size, dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device()))
+            assert self.group is not None
+            handle = symmetric.rendezvous(own, group=self.group)
+            views = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(self.world_size)]
+            self._pools.append(_Pool(own, views, handle))
+        return self._pools[-1]
+
+
+_transports: dict[dist.ProcessGroup, ProcessGroupTransport] = {}
+
+
+def transport_of(group: dist.ProcessGroup | None) -> ProcessGroupTransport:
+    """Symmetric memory where it can be had, else NCCL; on the CPU, gloo. The same on every rank, which meet here for
+    the first call with an NCCL group.
+    """
+    found: dist.ProcessGroup = dist.group.WORLD if group is None else group  # type: ignore[assignment]
+    if dist.get_rank(found) < 0 or dist.get_backend(found) != "nccl":
+        return ProcessGroupTransport(found)
+    if found not in _transports:
+        plain = ProcessGroupTransport(found)
+        _transports[found] = plain if why_not(plain) else SymmetricTransport(found)
+    return _transports[found]
+
+
+def why_not(transport: ProcessGroupTransport) -> str:
+    """Why the ranks of an NCCL group cannot share memory, "" if they can. Every rank calls it, and hears the same."""
+    device = torch.cuda.current_device()
+    mine = [socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid), torch.cuda.device_count()]
+    everyone = collect_json(mine, transport)
+    hosts, devices = {host for host, _, _ in everyone}, {uuid for _, uuid, _ in everyone}
+    if len(hosts) > 1:
+        return f"the ranks are on {len(hosts)} hosts"
+    if len(devices) < len(everyone):
+        return "two ranks share a GPU"
+    seen = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    apart = [
+        u for u in devices if u in seen and seen[u] != device and not torch.cuda.can_device_access_peer(device, seen[u])
+    ]
+    hidden = [u for u in devices if u not in seen]
+    said = collect_json([len(apart), len(hidden)], transport)
+    for rank, (number, unseen) in enumerate(said):
+        if number:
+            return f"rank {rank} has no access to the memory of {number} other GPUs"
+        if unseen:
+            return f"rank {rank} does not see {unseen} of the other ranks' GPUs"
+    return ""

@@ -1,0 +1,192 @@
+"""The kernels and the one-pass merge of GPUs, held to the plain versions. They need one GPU:
+
+python -m pytest tests/test_on_gpu.py
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from reference import Branch, Pattern
+from ring import Layout, kernels, ring_attention
+from ring.accumulator import Accumulator, Sum
+from ring.blocks import Heads
+from ring.meetings import Mask
+from ring.plan import Tile
+from ring.rows import Rows
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+SHAPES = tuple(itertools.product((1, 2, 7, 16, 129), (1, 5, 16, 130)))
+
+
+def tile_of(mask: Mask, queries: int, keys: int, folds: int = 1) -> Tile:
+    heads = Heads(1, 1, 0, 1, 1)
+    return Tile(Rows(0, 1, queries, queries, folds), Rows(0, 1, keys, keys, folds), heads, heads, mask)
+
+
+def tensors(
+    dtype: torch.dtype, folds: int, batch: int, groups: int, share: int, queries: int, keys: int, dim: int
+) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator("cuda").manual_seed(queries * 1000 + keys)
+    shapes = [(folds, batch, groups, share, queries, dim), *[(folds, batch, groups, 1, keys, dim)] * 2]
+    shapes.append(shapes[0])
+    return tuple(torch.randn(s, device="cuda", generator=generator).to(dtype) for s in shapes)
+
+
+@pytest.mark.parametrize("name", ["cudnn", "flash"])
+@pytest.mark.parametrize("dtype", list(UNIT), ids=str)
+@pytest.mark.parametrize("dim", [8, 16, 40, 64, 128])
+def test_fused_kernels_are_the_math_kernel_to_within_rounding(name: str, dtype: torch.dtype, dim: int) -> None:
+    for mask, (folds, groups, share) in itertools.product((Mask.FULL, Mask.CAUSAL), ((1, 1, 1), (3, 2, 1), (2, 2, 4))):
+        for queries, keys in SHAPES if mask is Mask.FULL else [(n, n) for n, _ in SHAPES[::4]]:
+            if queries == keys == 1:
+                continue  # never given to a fused kernel: see `kernels.choose`
+            tile = tile_of(mask, queries, keys, folds)
+            q, k, v, dout = tensors(dtype, folds, 1, groups, share, queries, keys, dim)
+            out, lse = kernels.forward(name, q, k, v, tile, dim**-0.5)
+            exact, exact_lse = kernels.forward("math", q.double(), k.double(), v.double(), tile, dim**-0.5)
+            close(out, exact, 4 * UNIT[dtype], (name, mask, folds, groups, share, queries, keys, dim))
+            close(lse, exact_lse, 1e-4, "lse")
+            # The global lse and out of a larger whole, half of which is elsewhere.
+            whole, whole_lse = exact.to(dtype), exact_lse.float() + 0.7
+            beside = torch.empty(whole_lse.numel() + 1, device="cuda")[1:].view(whole_lse.shape)  # begins anywhere
+            whole_lse = beside.copy_(whole_lse)
+            delta = (dout.float() * whole.float()).sum(-1)
+            saved = kernels.Saved(dout, whole, whole_lse, delta)
+            found = kernels.backward(name, q, k, v, saved, tile, dim**-0.5)
+            double = kernels.Saved(dout.double(), whole.double(), whole_lse.double(), delta.double())
+            wanted = kernels.backward("math", q.double(), k.double(), v.double(), double, tile, dim**-0.5)
+            for x, y, which in zip(found, wanted, ("dq", "dk", "dv"), strict=True):
+                close(x, y, 8 * UNIT[dtype], (which, name, mask, folds, groups, share, queries, keys, dim))
+
+
+@pytest.mark.parametrize("name", ["cudnn", "flash"])
+@pytest.mark.parametrize("strides", [(7, 3), (1, 1), (16, 48), (96, 32), (0, 0)])
+def test_strides_of_single_heads_and_rows_do_not_matter(name: str, strides: tuple[int, int]) -> None:
+    """(head, row): of a tile with one head, and of keys of which there is one."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    memory = [torch.randn(4096, device="cuda", generator=generator).bfloat16() for _ in range(4)]
+    head, row = strides
+    for queries, keys, causal in ((4, 1, False), (1, 4, False), (4, 4, True), (17, 1, False)):
+        tile = tile_of(Mask.CAUSAL if causal else Mask.FULL, queries, keys)
+        q, dout = (
+            x.as_strided((1, 1, 1, 1, queries, 16), (3, 5, head, 11, 96 if queries > 1 else row, 1)) for x in memory[:2]
+        )
+        k, v = (x.as_strided((1, 1, 1, 1, keys, 16), (3, 5, head, 11, 96 if keys > 1 else row, 1)) for x in memory[2:])
+        out, lse = kernels.forward(name, q, k, v, tile, 0.25)
+        exact, exact_lse = kernels.forward("math", q.double(), k.double(), v.double(), tile, 0.25)
+        close(out, exact, 4 * UNIT[torch.bfloat16], "out")
+        close(lse, exact_lse, 1e-4, "lse")
+        delta = (dout.double() * exact).sum(-1)
+        found = kernels.backward(name, q, k, v, kernels.Saved(dout, out, lse, None), tile, 0.25)
+        saved = kernels.Saved(dout.double(), exact, exact_lse, delta)
+        for x, y in zip(
+            found, kernels.backward("math", q.double(), k.double(), v.double(), saved, tile, 0.25), strict=True
+        ):
+            close(x, y, 8 * UNIT[torch.bfloat16], "gradients")
+
+
+def close(found: torch.Tensor, exact: torch.Tensor, tolerance: float, what: Any) -> None:
+    assert found.shape == exact.shape, what
+    error = (found.double() - exact).abs().max() / exact.abs().max().clamp(min=1.0)
+    assert error <= tolerance, (what, float(error))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dim", [8, 20, 128])
+def test_the_one_pass_merge_is_the_plain_one(dtype: torch.dtype, dim: int) -> None:
+    from ring.combine import CombinedAccumulator, CombinedSum
+
+    torch.manual_seed(1)
+    like = torch.empty(2, 150, 6, dim, dtype=dtype, device="cuda")
+    plain, one_pass = Accumulator(like), CombinedAccumulator(like)
+    plain_sum, one_sum = Sum(like), CombinedSum(like)
+    parts = [
+        (Rows(0, 1, 150), Heads(6, 1, 0, 1, 1)),
+        (Rows(3, 4, 5, 20, 7), Heads(2, 3, 0, 3, 1)),
+        (Rows(1, 7, 20), Heads(3, 1, 1, 2, 1)),
+        (Rows.of(torch.randperm(150)[None, :40].numpy()), Heads(2, 1, 4, 1, 1)),
+        (Rows(149, 1, 1), Heads(1, 2, 2, 1, 3)),
+        (Rows(10, 2, 30), Heads.of(((0,), (1,), (5,)))),
+        (Rows(0, 1, 75, 75, 2), Heads(6, 1, 0, 1, 1)),
+    ]
+    for number, (rows, heads) in enumerate(parts):
+        shape = (rows.folds, 2, heads.groups, heads.per_group, rows.length, dim)
+        out = torch.randn(shape, device="cuda").to(dtype if number % 2 else torch.float32)
+        lse = 3 * torch.randn(shape[:-1], device="cuda")
+        lse[torch.rand_like(lse) < 0.1] = -torch.inf
+        out[lse == -torch.inf] = 0.0
+        for accumulator in (plain, one_pass):
+            accumulator.merge(rows, heads, out, lse)
+        for total in (plain_sum, one_sum):
+            total.add(rows, heads, out)
+    for found, exact in zip(one_pass.result(torch.float32), plain.result(torch.float32), strict=True):
+        assert torch.allclose(found, exact, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(one_sum.result(torch.float32), plain_sum.result(torch.float32), rtol=1e-5, atol=1e-5)
+
+
+def test_nothing_merged_is_zero_and_minus_infinity() -> None:
+    from ring.combine import CombinedAccumulator, CombinedSum
+
+    like = torch.empty(1, 40, 2, 16, dtype=torch.bfloat16, device="cuda")
+    out, lse = CombinedAccumulator(like).result(torch.bfloat16)
+    assert not out.any() and bool((lse == -torch.inf).all())
+    assert not CombinedSum(like).result(torch.bfloat16).any()
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [Pattern.dense(True), Pattern.longnet([64, 256, 1024], [1, 4, 8], 8, True), Pattern((Branch(64, 3, 1),), True)],
+    ids=["dense", "longnet", "one branch"],
+)
+@pytest.mark.parametrize("kernel", ["auto", "flash"])
+def test_whole_calls_are_the_math_kernel_s(pattern: Pattern, kernel: str) -> None:
+    n, dim = 1024, 64
+    torch.manual_seed(2)
+    *inputs, dout = (torch.randn(1, n, 8, dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    results = []
+    for name, dtype in ((kernel, torch.bfloat16), ("math", torch.float64)):
+        leaves = [x.to(dtype).detach().requires_grad_() for x in inputs]
+        with kernels.picked() as picked:
+            q, k, v = leaves
+            out = ring_attention(q, k, v, pattern, Layout.contiguous(n, 1), kernel=name)
+            assert isinstance(out, torch.Tensor)
+            results.append((out, *torch.autograd.grad(out, leaves, dout.to(dtype))))
+        assert set(picked) == {{"auto": "cudnn"}.get(name, name)}
+    for found, exact in zip(*results, strict=True):
+        close(found, exact, 8 * UNIT[torch.bfloat16], pattern)
+
+
+def test_a_captured_call_replays() -> None:
+    n = 512
+    torch.manual_seed(3)
+    pattern, layout = Pattern.longnet([64, 256], [1, 4], 8, True), Layout.contiguous(n, 1)
+    q, k, v, dout = (torch.randn(1, n, h, 64, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2, 8))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def step() -> tuple[torch.Tensor, ...]:
+        out = ring_attention(q, k, v, pattern, layout, check=False)
+        assert isinstance(out, torch.Tensor)
+        return out, *torch.autograd.grad(out, leaves, dout)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for x in (*leaves, dout):
+            x.copy_(torch.randn_like(x))
+    graph.replay()
+    replayed = [x.clone() for x in captured]
+    for found, exact in zip(replayed, step(), strict=True):
+        close(found, exact.double(), 2.0**-7, "replayed")
