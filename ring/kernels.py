@@ -122,6 +122,13 @@ def _row_blocks(q: torch.Tensor, k: torch.Tensor) -> Iterator[slice]:
     return (slice(start, min(start + step, length)) for start in range(0, length, step))
 
 
+@lru_cache(maxsize=4096)
+def _positions(tile: Tile, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of query rows (F, L) and of keys (F, Lk), copied to a GPU once."""
+    assert tile.query_positions is not None and tile.key_positions is not None
+    return tile.query_positions.to(device), tile.key_positions.to(device)
+
+
 def _scores(q: torch.Tensor, k: torch.Tensor, tile: Tile, scale: float, rows: slice) -> torch.Tensor:
     """scale * q k^T, -inf where hidden: (F, B, G, P * L, Lk). q (F, B, G, P, L, D), k (F, B, G, Lk, D)."""
     scores = (q.flatten(3, 4) @ k.mT).mul_(scale)
@@ -131,9 +138,8 @@ def _scores(q: torch.Tensor, k: torch.Tensor, tile: Tile, scale: float, rows: sl
         keys = torch.arange(k.shape[-2], device=q.device)
         hidden = (keys > keys[rows, None]).unsqueeze(0)  # (1, L, Lk)
     else:
-        assert tile.query_positions is not None and tile.key_positions is not None
-        query, key = tile.query_positions[:, rows].to(q.device), tile.key_positions.to(q.device)
-        hidden = key[:, None, :] > query[:, :, None]  # (F, L, Lk)
+        query, key = _positions(tile, q.device)
+        hidden = key[:, None, :] > query[:, rows, None]  # (F, L, Lk)
     scores.unflatten(3, q.shape[3:5]).masked_fill_(hidden[:, None, None, None], -torch.inf)
     return scores
 

@@ -55,9 +55,14 @@ class Store:
     def _index(self, rows: Rows, heads: Heads) -> tuple[torch.Tensor, torch.Tensor]:
         """Indices of dims 1 and 2 that broadcast to (F, L, groups, per_group)."""
         device = self.x.device
-        listed = rows.index if rows.index is not None else torch.from_numpy(rows.listed())
-        row, head = listed.to(device)[:, :, None, None], _head_index(heads, device)
+        row, head = _row_index(rows, device)[:, :, None, None], _head_index(heads, device)
         return (row + head, torch.zeros_like(head)) if self._slots else (row, head)
+
+
+@lru_cache(maxsize=4096)
+def _row_index(rows: Rows, device: torch.device) -> torch.Tensor:
+    """(F, L), copied to a GPU once: a copy at every call would be waited for, and cannot be captured."""
+    return (rows.index if rows.index is not None else torch.from_numpy(rows.listed())).to(device)
 
 
 @lru_cache(maxsize=256)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from ring.transport import Message, Outgoing, Pending, ProcessGroupTransport, collect_json
 
 _ALIGNMENT = 256  # bytes at which a buffer begins
+_rendezvous = 0  # of this process, in all groups
 _Ranges = dict[str, dict[str, list[list[int]]]]  # label -> peer -> (start, stop) of its messages, in bytes
 
 
@@ -31,6 +32,7 @@ class _Route:
     begins: dict[str, int]
     ranges: list[_Ranges]
     pool: _Pool | None
+    by_nccl: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +55,10 @@ class _Copied:
 
 
 class SymmetricTransport(ProcessGroupTransport):
-    """An NCCL group whose ranks are GPUs of one host with access to each other's memory: see `available`."""
+    """An NCCL group whose ranks are GPUs of one host with access to each other's memory: see `why_not`.
+
+    A kind of call whose memory cannot be had goes by NCCL, on every rank.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(group)
@@ -81,6 +86,8 @@ class SymmetricTransport(ProcessGroupTransport):
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         route = self._route
         assert route is not None
+        if route.by_nccl:
+            return super().post(sends, receives)
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
             if route.pool is not None:
@@ -118,8 +125,14 @@ class SymmetricTransport(ProcessGroupTransport):
             begin = begins[part.buffer]
             places = ranges.setdefault(part.label, {}).setdefault(str(part.peer), [])
             places.append([begin + part.start, begin + part.stop])
-        everyone: list[Any] = collect_json([at, ranges], self)
-        return _Route(begins, [theirs for _, theirs in everyone], self._pool(max(size for size, _ in everyone)))
+        everyone: list[Any] = collect_json([at, ranges, _rendezvous], self)
+        size = max(size for size, _, _ in everyone)
+        grows = size > 0 and (not self._pools or self._pools[-1].own.numel() < size)
+        # torch numbers the rendezvous of a process, whatever the group, and ranks with other numbers never meet: so
+        # do ranks that are in overlapping groups, one in more than the other.
+        if grows and len({number for _, _, number in everyone}) > 1:
+            return _Route({}, [], None, by_nccl=True)
+        return _Route(begins, [theirs for _, theirs, _ in everyone], self._pool(size))
 
     def _pool(self, size: int) -> _Pool | None:
         """Memory of so many bytes at least; all ranks ask for as many, at the same time."""
@@ -128,6 +141,8 @@ class SymmetricTransport(ProcessGroupTransport):
         if not self._pools or self._pools[-1].own.numel() < size:
             import torch.distributed._symmetric_memory as symmetric
 
+            global _rendezvous
+            _rendezvous += 1
             own = symmetric.empty(size, dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device()))
             assert self.group is not None
             handle = symmetric.rendezvous(own, group=self.group)

@@ -65,7 +65,7 @@ def test_json_is_strict() -> None:
         ("dtype", "float8"), ("scale", float("nan")), ("scale", float("inf")), ("scale", "1"), ("score_scale", 0.0),
         ("score_scale", -1.0), ("score_scale", 1e4), ("values", "other"), ("seed", -1), ("seed", 2**63),
         ("exchange", "all"),
-        ("bucket", 0), ("kernel", "cudnn"), ("lse", True), ("strided", 1), ("again", "never"), ("measured", None),
+        ("bucket", 0), ("kernel", "cutlass"), ("lse", True), ("strided", 1), ("again", "never"), ("measured", None),
     ],
 )  # fmt: skip
 def test_a_bad_field_is_named(field: str, value: object) -> None:

@@ -19,6 +19,7 @@ from plain_case import plain
 from rich.console import Console
 
 from reference.pattern import Branch, Pattern
+from ring.transport import OwnBuffers
 from verification import execute, hunt, laws, properties, runner
 from verification.backends import GlooBackend, SimBackend, Unavailable, open_backend
 from verification.case import Case
@@ -59,7 +60,7 @@ def plant_hang() -> None:
     plant(spoil)
 
 
-class ReceiveFirst:
+class ReceiveFirst(OwnBuffers):
     """A transport that sends nothing before what it is to receive is there: a ring of such ranks waits for ever."""
 
     def __init__(self, inner: Any) -> None:

@@ -202,7 +202,7 @@ FEATURES: dict[str, Has] = {
 _CHOICES: dict[str, tuple[str, ...]] = {
     "order": ORDERS,
     "exchange": EXCHANGES,
-    "kernel": KERNELS,
+    "kernel": tuple(kernel for kernel in KERNELS if kernel != "cudnn"),  # which is for GPUs alone
     "dtype": tuple(DTYPES),
     "values": VALUES,
     "lse": LSE,

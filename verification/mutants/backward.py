@@ -158,7 +158,7 @@ BACKWARD = (
             Edit(
                 ATTENTION,
                 "sum(-1).transpose(1, 2)  #",
-                "sum(-1).reshape(out.shape[0], out.shape[2], out.shape[1])  #",
+                "sum(-1).flatten().view_as(self.lse.x[..., 0].transpose(1, 2))  #",
             ),
         ),
         (7, 17),

@@ -10,7 +10,7 @@ MEETINGS = "ring/meetings.py"
 PIECES = "ring/pieces.py"
 PLAN = "ring/plan.py"
 
-_HIDDEN = "        hidden = key[:, None, :] > query[:, :, None]  # (F, L, Lk)\n"
+_HIDDEN = "        hidden = key[:, None, :] > query[:, rows, None]  # (F, L, Lk)\n"
 _BLIND = "    blind = np.maximum(pieces.count_until(q.piece, first_key - 1) - q.first, 0)\n"
 _BEFORE = "    before = (first_row - pieces.position(k.piece, k.first)) // pieces.step[k.piece]  # c\n"
 

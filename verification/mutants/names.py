@@ -6,8 +6,10 @@ import ast
 import builtins
 import dis
 import importlib
+import importlib.util
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 
@@ -40,17 +42,30 @@ def _globals(code: types.CodeType, namespace: dict[str, Any]) -> Iterator[str]:
 def _imports(tree: ast.Module, package: str | None) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if _imported(alias.name, package) is None)
+            yield from (alias.name for alias in node.names if not _is_there(alias.name, package))
         elif isinstance(node, ast.ImportFrom):
             whence = "." * node.level + (node.module or "")
-            module = _imported(whence, package)
+            names = _names(whence, package)
             for alias in node.names:
-                if module is None or not (hasattr(module, alias.name) or _imported(f"{whence}.{alias.name}", package)):
+                if alias.name not in names and not _is_there(f"{whence}.{alias.name}", package):
                     yield f"{whence}.{alias.name}"
 
 
-def _imported(name: str, package: str | None) -> types.ModuleType | None:
+def _is_there(name: str, package: str | None) -> bool:
     try:
-        return importlib.import_module(name, package)
+        return importlib.util.find_spec(name, package) is not None
     except ImportError:
-        return None
+        return False
+
+
+def _names(name: str, package: str | None) -> set[str]:
+    """What a module binds: read off its text where it needs what is not installed here, as modules for GPUs do."""
+    if not _is_there(name, package):
+        return set()
+    try:
+        return set(dir(importlib.import_module(name, package)))
+    except ImportError:
+        spec = importlib.util.find_spec(name, package)
+        text = Path(spec.origin).read_text() if spec is not None and spec.origin is not None else ""
+        kinds = (ast.FunctionDef, ast.ClassDef)
+        return {node.name for node in ast.parse(text).body if isinstance(node, kinds)}
