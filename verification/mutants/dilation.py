@@ -122,6 +122,37 @@ DILATION = (
         (29,),
     ),
     Defect(
+        "own-pieces-joined-across-gaps",
+        "own",
+        "Own pieces of a segment become one call though their rows do not follow each other.",
+        (Edit(PIECES, "(row[1:] == row[:-1] + count[:-1] * step[:-1]) & (np.diff(step)", "(np.diff(step)"),),
+    ),
+    Defect(
+        "own-pieces-joined-out-of-order",
+        "own",
+        "Own pieces of a segment become one call though the second lies before the end of the first.",
+        (Edit(PIECES, " & (pieces.first[own][1:] > last[:-1])", ""),),
+    ),
+    Defect(
+        "queries-joined-across-gaps",
+        "own",
+        "Query rows that see the same keys share a call, as one stretch even if they do not follow each other.",
+        (
+            Edit(
+                PLAN,
+                "                last = replace(last, query=rows)\n",
+                "                last = replace(last, query=replace(rows, index=None))\n",
+            ),
+            Edit(PLAN, "if rows.index is None and rows.length", "if rows.length"),
+        ),
+    ),
+    Defect(
+        "queries-joined-beyond-the-bucket",
+        "own",
+        "Query rows that see the same keys share a call, however many they are.",
+        (Edit(PLAN, " and rows.length * rows.folds <= most_rows:", ":"),),
+    ),
+    Defect(
         "fold-distance-of-the-first-pair",
         "torchscale",
         "Segments are folded as if all lay as far apart as the first two: rows are read and scattered to wrong places.",
