@@ -125,10 +125,12 @@ class ProcessGroupTransport(OwnBuffers):
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         for message in (*sends, *receives):
             _check(message, self.rank, self.world_size)
-        if self._on_gpu:  # in one group: NCCL would run sends and receives one after the other, and may deadlock
+        # On GPUs in one group: NCCL would run sends and receives one after the other, and may deadlock. By the tensors:
+        # the name of the backend does not tell it of a group that has one for each type of device.
+        if any(message.tensor.is_cuda for message in (*sends, *receives)):
             operations = [dist.P2POp(dist.isend, m.tensor, group=self.group, group_peer=m.peer) for m in sends]
             operations += [dist.P2POp(dist.irecv, m.tensor, group=self.group, group_peer=m.peer) for m in receives]
-            works = dist.batch_isend_irecv(operations) if operations else []
+            works = dist.batch_isend_irecv(operations)
         else:
             found = [dist.irecv(m.tensor, group=self.group, group_src=m.peer) for m in receives]
             found += [dist.isend(m.tensor, group=self.group, group_dst=m.peer) for m in sends]

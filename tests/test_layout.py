@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import tracemalloc
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -303,3 +304,33 @@ def test_named_layouts_cost_nothing_per_token(name: str) -> None:
     tracemalloc.stop()
     assert peak < 2**20  # 8 TiB for one int64 per token
     assert time.perf_counter() - begin < 5
+
+
+# --- at the edges -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("order", "cuts"), [(3, (0, 3)), ([0, 1, 4], (0, 3)), ([], (0,)), (range(3), (-1, 3))], ids=str
+)
+def test_what_is_no_order_or_no_cuts_is_refused(order: Any, cuts: Any) -> None:
+    with pytest.raises(ValueError):
+        Layout.from_cuts(order, cuts)
+
+
+def test_a_shard_is_along_the_second_dimension_unless_said_otherwise() -> None:
+    layout = Layout.contiguous(6, 2)
+    assert layout.shard(torch.zeros(1, 6), 0).shape == (1, 3)
+    assert layout.unshard([torch.zeros(1, 3)] * 2).shape == (1, 6)
+    with pytest.raises(ValueError):
+        layout.shard(torch.zeros(1, 7), 0)
+
+
+def test_equal_layouts_and_how_they_are_shown() -> None:
+    assert Layout.contiguous(1, 1) == Layout.from_cuts([0], (0, 1))
+    assert "listed" not in repr(Layout.hilbert(9, 1)), "a million positions are not for reading"
+
+
+def test_hilbert_warns_of_nothing() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Layout.hilbert(16, 1)

@@ -1,6 +1,7 @@
 """`reference.pattern`: what may be said, the published rules, and multiplicity against its definition."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -250,3 +251,38 @@ def test_lists_are_normalised_so_that_patterns_hash() -> None:
     branches: Any = [Branch(4, 2, offset)]
     assert hash(Pattern(branches)) == hash(Pattern((Branch(4, 2, (0, 1)),)))
     assert Pattern(branches) == Pattern((Branch(4, 2, (0, 1)),))
+
+
+# --- at the edges -----------------------------------------------------------------------------------------------------
+
+
+def _listed(heads: list[int]) -> dict[str, Any]:
+    branch = {"segment_length": 4, "dilation_rate": 2, "offset": 1, "heads": heads}
+    return {"branches": [branch], "causal": False}
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Branch(4, 2, 3), "offset"),
+        (lambda: Branch(4, 2, (0, 1), range(1)), "offset"),
+        (lambda: Branch(4, 2, (0, 1), range(3)), "every head of range"),
+        (lambda: Pattern((Branch(4, 2, (0, 1, 0, 1)),)).validate(3), "offset"),
+        (lambda: Pattern.head_groups([8], [2], 0), "heads must be an integer >= 1"),
+        (lambda: Pattern.from_dict(_listed([2])), "heads"),
+        (lambda: Pattern.from_dict(_listed([-1, 2])), "integer >= 0"),
+        (lambda: Pattern.longnet([4], [1, 2], 2), "equally long"),
+    ],
+)
+def test_a_wrong_call_is_refused_by_name(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_named_patterns_at_their_simplest() -> None:
+    assert Pattern.longnet([8], [2], 4, offsets="torchscale").branches[0].offset == (0, 0, 1, 1)
+    assert not Pattern.longnet([8], [2], 4).causal and not Pattern.head_groups([8], [2], 4).causal
+    assert (
+        len(Pattern.head_groups([8], [2], 1).branches) == 1
+        and len(Pattern.head_groups([8, 4], [2, 1], 2).branches) == 2
+    )
