@@ -96,11 +96,11 @@ class Setting:
     def accumulator_itemsize(self) -> int:
         return 8 if self.itemsize == 8 else 4
 
-    @property
-    def slot_bytes(self) -> tuple[int, int]:
-        """Of a key and a value vector: (in the working type, their gradients in the accumulator's)."""
+    def slot_bytes(self, narrow: bool = False) -> tuple[int, int]:
+        """Of a key and a value vector: (in the working type, their gradients in the accumulator's, or if `narrow` in
+        the working type)."""
         elements = 2 * self.batch * self.head_dim
-        return elements * self.itemsize, elements * self.accumulator_itemsize
+        return elements * self.itemsize, elements * (self.itemsize if narrow else self.accumulator_itemsize)
 
     @cached_property
     def counts(self) -> Ints:
@@ -204,15 +204,16 @@ class Traffic:
 
     forward: Ints  # keys and values
     backward_kv: Ints  # keys and values once more
-    backward_gradients: Ints  # their gradients, in the accumulator's type
+    backward_gradients: Ints  # their gradients, in the accumulator's type unless they are narrow
 
     @property
     def backward(self) -> Ints:
         return self.backward_kv + self.backward_gradients
 
 
-def sent(setting: Setting, exchange: str) -> Traffic:
-    """Bytes from rank to rank. No bucket changes them.
+def sent(setting: Setting, exchange: str, narrow: bool = False) -> Traffic:
+    """Bytes from rank to rank. No bucket changes them. narrow: gradients return in the working type, as those of
+    `direct` do between GPUs.
 
     direct  d receives from s the slots that it needs; their gradients go the same way back.
     ring    a slot goes r -> r+1 `travel` times. Its gradient starts at the first rank visited, follows it for
@@ -233,7 +234,7 @@ def sent(setting: Setting, exchange: str) -> Traffic:
     else:
         keys = (setting.counts * setting.kv_heads)[:, None] * (ranks[:, None] != ranks)
         gradients = keys.T
-    size, gradient_size = setting.slot_bytes
+    size, gradient_size = setting.slot_bytes(narrow)
     return Traffic(keys * size, keys * size, gradients * gradient_size)
 
 
@@ -249,8 +250,8 @@ class Buffers:
 
     landings: Ints  # keys and values received, working type
     outbox: Ints  # own keys and values packed, working type
-    gradients: Ints  # gradients of what landed, accumulator's type; backward only
-    returned: Ints  # gradients that come home, accumulator's type; backward only
+    gradients: Ints  # gradients of what landed, in the type in which they travel; backward only
+    returned: Ints  # gradients that come home, likewise
 
     @property
     def forward(self) -> Ints:
@@ -261,8 +262,9 @@ class Buffers:
         return self.forward + self.gradients + self.returned
 
 
-def buffers(setting: Setting, exchange: str, bucket: int) -> Buffers:
+def buffers(setting: Setting, exchange: str, bucket: int, narrow: bool = False) -> Buffers:
     """Bytes of every communication buffer that an exchange allocates; bucket in tokens. All are 0 for one rank.
+    narrow: as in `sent`.
 
     With cap = bucket * Hk slots, most = cap + W - 1, v(s, t) = slots of s with travel >= t, e(s, t) = those
     with travel == t, n_r = rows of rank r; in slots of rank d:
@@ -275,17 +277,17 @@ def buffers(setting: Setting, exchange: str, bucket: int) -> Buffers:
         gather   Hk * (n - n_d)                Hk * n_d                    (p - 1) * Hk * n_d
 
     Forward: landings (two, so that one fills while the other is used; one for gather) and the outbox, in the
-    working type. Backward: the same again, and in the accumulator's type as many gradient buffers as there
-    are landings, and `returned`.
+    working type. Backward: the same again, and in the type of gradients on their way as many gradient buffers as
+    there are landings, and `returned`.
     """
     one, outbox, returned = _boxes(setting, exchange, bucket)
     copies = 1 if exchange == "gather" else 2
-    size, gradient_size = setting.slot_bytes
+    size, gradient_size = setting.slot_bytes(narrow)
     return Buffers(copies * one * size, outbox * size, copies * one * gradient_size, returned * gradient_size)
 
 
 def landing(setting: Setting, exchange: str, bucket: int) -> Ints:
-    """Slots (p,) of one receive buffer of each rank; times `slot_bytes[0]` for bytes."""
+    """Slots (p,) of one receive buffer of each rank; times `slot_bytes` for bytes."""
     return _boxes(setting, exchange, bucket)[0]
 
 

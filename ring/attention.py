@@ -56,9 +56,10 @@ def ring_attention(
         group: a process group, a `Transport`, or None: the default group, or no group at all for a layout of one rank.
             The one argument whose errors are the calling rank's alone: the ranks find each other through it.
         exchange: "ring" (neighbour to neighbour), "direct" (from the owner, only what is needed) or "gather" (all,
-        O(n)).
+            O(n)).
         bucket: the most key/value tokens in a landing buffer and a kernel call; None: by a memory budget.
-        kernel: "auto", "math", or "flash" (torch's fused kernel, where it can take a tile).
+        kernel: "auto", "math", "flash" or, on GPUs, "cudnn" (torch's fused kernels, where they can take a tile). Sums
+            of gradients in cuDNN's backward come in any order: with `torch.use_deterministic_algorithms` it is "flash".
         scale: factor of the scores, head dim ** -0.5 by default.
         return_lse: also return lse = log sum exp of a row's scores, (batch, query heads, local tokens), in fp32 (fp64
             for fp64). Gradients flow through it.
@@ -174,7 +175,7 @@ def _forward(walk: _Walk, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
         for tile in arrival.tiles:
             query = queries.view(tile.query_rows, tile.query_heads)
             key, value = _keys(arrival, tile)
-            name = kernels.choose(walk.kernel, q.device, q.dtype, q.shape[3], tile, walk.scale, dlse=False)
+            name = kernels.choose(walk.kernel, q.device, q.dtype, q.shape[3], tile, walk.scale)
             out, lse = kernels.forward(name, query, key, value, tile, walk.scale)
             accumulator.merge(tile.query_rows, tile.query_heads, out, lse)
     return accumulator.result(q.dtype)
@@ -222,7 +223,10 @@ def _tile_gradients(walk: _Walk, arrival: Arrival, rows: _Rows) -> None:
     for tile in arrival.tiles:
         where = (tile.query_rows, tile.query_heads)
         key, value = _keys(arrival, tile)
-        name = kernels.choose(walk.kernel, q.device, q.dtype, q.shape[3], tile, walk.scale, rows.dlse is not None)
+        name = kernels.choose(
+            walk.kernel, q.device, q.dtype, q.shape[3], tile, walk.scale, rows.dlse is not None,
+            torch.are_deterministic_algorithms_enabled(),
+        )  # fmt: skip
         saved = kernels.Saved(
             rows.dout.view(*where), rows.out.view(*where), rows.lse.view(*where).squeeze(-1),
             rows.delta.view(*where).squeeze(-1) if name == "math" else None,

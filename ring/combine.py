@@ -5,12 +5,14 @@ have together. Here they are kept as the kernels left them, in 16 bits and on th
 number is computed once, from the partial results that hold its row and head, in fp32. The same pass sums gradients.
 
 What a partial result covers is written down as integers, one entry for each of its heads: addresses, and the grid of
-its rows. A program of the kernel has a stretch of tokens of one head, and asks each of the head's entries which of the
-tokens it holds. The plain version, `ring.accumulator`, is the reference; grids that are listed go there.
+its rows. A program of the kernel has tokens of one head, and asks each of the head's entries which of them it holds.
+Its tokens lie as far apart as those of the widest grid, so that a dilated grid holds all of them or, mostly, none. The
+plain version, `ring.accumulator`, is the reference; grids that are listed go there.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +27,8 @@ from ring.rows import Rows
 
 # Partial results are kept until they hold this many times the bytes of an fp32 accumulator; then they are merged.
 MOST_KEPT = 2.0
-_FIELDS = 15
+_FIELDS = 16
+_APART = 32  # tokens: a wider grid than this holds some of a program's
 _ROWS, _WARPS = 32, 4  # tokens, and warps, of a program
 _ALIGNMENT = 16  # bytes of the widest load
 _KINDS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -44,16 +47,17 @@ def _rows_of(entry, where, mask, KIND: tl.constexpr, ALIGNED: tl.constexpr):  # 
 
 @triton.jit
 def _combine(  # type: ignore[no-untyped-def]
-    entries, first, out, lse, out_batch, out_row, out_head, lse_batch, lse_head, lse_row, tokens, heads,
+    entries, first, out, lse, out_batch, out_row, out_head, lse_batch, lse_head, lse_row, tokens, heads, apart,
     DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr,
     WEIGHTED: tl.constexpr, WIDE: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of one head and batch. WEIGHTED: softmax averages, by lse; else plain sums. KIND: the 16-bit type. WIDE: the
-    parts are fp32; 2: some of them are.
+    """Every `apart`-th row of one head and batch. WEIGHTED: softmax averages, by lse; else plain sums. KIND: the 16-bit
+    type. WIDE: the parts are fp32; 2: some of them are.
     """
     head = tl.program_id(0) % heads  # neighbours in memory are neighbours in time
-    begin = tl.program_id(0) // heads * ROWS
-    row = begin + tl.arange(0, ROWS)
+    chunk = tl.program_id(0) // heads
+    begin = chunk // apart * (ROWS * apart) + chunk % apart
+    row = begin + apart * tl.arange(0, ROWS)
     batch = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < DIM
@@ -63,7 +67,8 @@ def _combine(  # type: ignore[no-untyped-def]
     for number in range(tl.load(first + head), tl.load(first + head + 1)):
         entry = entries + number * FIELDS
         start, end = tl.load(entry + 2).to(tl.int32), tl.load(entry + 3).to(tl.int32)
-        if (begin < end) & (begin + ROWS > start):
+        common = tl.load(entry + 15).to(tl.int32)  # divides the grid's steps, and `apart`
+        if (begin < end) & (begin + ROWS * apart > start) & ((begin - start) % common == 0):
             step, length = tl.load(entry + 4).to(tl.int32), tl.load(entry + 5).to(tl.int32)
             fold_step, folds = tl.load(entry + 6).to(tl.int32), tl.load(entry + 7).to(tl.int32)
             within = row - start
@@ -149,14 +154,15 @@ class _Kept:
         batch, tokens, heads, dim = out.shape
         if not out.numel():
             return
-        entries, first, aligned = _entries(parts, out)
+        apart = min(_APART, max((part.rows.step for part in parts), default=1))
+        entries, first, aligned = _entries(parts, out, apart)
         fp32 = sum(part.out.dtype == torch.float32 for part in parts)
         wide = 0 if not fp32 else 1 if fp32 == len(parts) else 2
         numbers = lse.stride() if lse is not None else (0, 0, 0)
-        _combine[(triton.cdiv(tokens, _ROWS) * heads, batch)](
+        _combine[(triton.cdiv(tokens, _ROWS * apart) * apart * heads, batch)](
             entries, first, out, out if lse is None else lse, out.stride(0), out.stride(1), out.stride(2), *numbers,
-            tokens, heads, dim, triton.next_power_of_2(dim), _ROWS, _KINDS.get(self._like.dtype, tl.bfloat16), aligned,
-            self._weighted, wide, _FIELDS, num_warps=_WARPS,
+            tokens, heads, apart, dim, triton.next_power_of_2(dim), _ROWS, _KINDS.get(self._like.dtype, tl.bfloat16),
+            aligned, self._weighted, wide, _FIELDS, num_warps=_WARPS,
         )  # fmt: skip
 
 
@@ -230,10 +236,10 @@ def _is_grid(rows: Rows, heads: Heads, tile: torch.Tensor) -> bool:
     return rows.folds == 1 or rows.fold_step > (rows.length - 1) * rows.step
 
 
-def _entries(parts: list[_Part], out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
+def _entries(parts: list[_Part], out: torch.Tensor, apart: int) -> tuple[torch.Tensor, torch.Tensor, bool]:
     """The parts by head, (entries, fields); where each head's begin, (H + 1,); whether rows allow wide loads."""
     heads, dim = out.shape[2:]
-    table = np.concatenate([np.empty((0, _FIELDS + 1), np.int64), *(_table(part) for part in parts)])
+    table = np.concatenate([np.empty((0, _FIELDS + 1), np.int64), *(_table(part, apart) for part in parts)])
     table = table[np.argsort(table[:, 0], kind="stable")]
     first = np.searchsorted(table[:, 0], np.arange(heads + 1))
     host = torch.from_numpy(np.concatenate([first, table[:, 1:].reshape(-1)])).pin_memory()
@@ -244,7 +250,7 @@ def _entries(parts: list[_Part], out: torch.Tensor) -> tuple[torch.Tensor, torch
     return device[heads + 1 :], device, aligned
 
 
-def _table(part: _Part) -> Ints:
+def _table(part: _Part, apart: int) -> Ints:
     """(heads, 1 + fields): the head, then its entry."""
     rows, heads, out, lse = part.rows, part.heads, part.out, part.lse
     group, member = np.divmod(np.arange(heads.groups * heads.per_group), heads.per_group)
@@ -260,6 +266,7 @@ def _table(part: _Part) -> Ints:
         table[:, 2] = lse.data_ptr() + (group * by_group + member * by_member) * lse.element_size()
         table[:, 12:15] = fold, batch, by_row
     table[:, 15] = out.dtype == torch.float32
+    table[:, 16] = math.gcd(rows.step, apart, *([rows.fold_step] if rows.folds > 1 else []))
     return table
 
 

@@ -3,6 +3,9 @@
 Buffers belong to the exchange: an outbox for the own packed rows and two landings in turn (`gather`: one); in
 backward also two gradient buffers in turn and a box for gradients that come back. They are made once for a call and
 reused at every step. A slot is K and V of one row and head: (2, B, D). Knows nothing of attention.
+
+Gradients travel in the accumulator's type, but for `direct` between GPUs: there a slot's is complete when it leaves,
+and comes from a kernel in 16 bits as a rule; it goes home in the working type, and is summed in the accumulator's.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import torch
 from ring.accumulator import Summing, accumulator_dtype
 from ring.plan import Pack, Plan, Step, Tile
 from ring.schedule import Move
-from ring.store import Store
+from ring.store import Store, Written
 from ring.transport import Message, Outgoing, Pending, Transport
 
 
@@ -78,20 +81,21 @@ class Exchange:
             yield from self._round_trips(dk, dv)
 
     def _round_trips(self, dk: Summing, dv: Summing) -> Iterator[Arrival]:
-        plan = self.plan
-        work = accumulator_dtype(self.k.dtype)
-        grads = [self._allocate(f"gradients {i}", plan.sizes.landing, work) for i in range(plan.sizes.turns)]
-        returned = self._allocate("returned", plan.sizes.returned, work)
+        plan, kind = self.plan, self._gradient_dtype
+        grads = [self._allocate(f"gradients {i}", plan.sizes.landing, kind) for i in range(plan.sizes.turns)]
+        returned = self._allocate("returned", plan.sizes.returned, kind)
         due: tuple[Step, Pending] | None = None
         for arrival, number in self._landings():
             if number == 0:
                 yield Arrival(arrival.tiles, arrival.key, arrival.value, dk, dv)
                 continue
             step, grad = plan.steps[number - 1], grads[(number - 1) % len(grads)]
-            grad.zero_()
-            yield Arrival(arrival.tiles, arrival.key, arrival.value, Store.slots(grad[:, 0]), Store.slots(grad[:, 1]))
+            with _summed(step, grad) as (key_grad, value_grad):
+                yield Arrival(arrival.tiles, arrival.key, arrival.value, key_grad, value_grad)
             if due is not None:  # what the step before sent back: partial sums to carry on, and gradients that are home
                 grad[: due[0].carried] += self._collect(due, returned, dk, dv)
+                dk.settle()  # the box is used again
+                dv.settle()
             due = step, self._return(step, number, grad, returned)
         if due is not None:
             self._collect(due, returned, dk, dv)
@@ -110,8 +114,6 @@ class Exchange:
         for pack in step.homes:
             dk.add(pack.rows, pack.heads, key.view(pack.slots, pack.columns))
             dv.add(pack.rows, pack.heads, value.view(pack.slots, pack.columns))
-        dk.settle()  # the box is used again
-        dv.settle()
         return returned[: step.carried]
 
     def _landings(self) -> Iterator[tuple[Arrival, int]]:
@@ -140,6 +142,12 @@ class Exchange:
                 key.put(pack.slots, pack.columns, k.view(pack.rows, pack.heads))
                 value.put(pack.slots, pack.columns, v.view(pack.rows, pack.heads))
 
+    @property
+    def _gradient_dtype(self) -> torch.dtype:
+        """Of gradients on their way home."""
+        complete = self.plan.exchange == "direct" and self.k.is_cuda
+        return self.k.dtype if complete else accumulator_dtype(self.k.dtype)
+
     def _allocate(self, name: str, slots: int, dtype: torch.dtype) -> torch.Tensor:
         """(slots, 2, B, D)"""
         batch, _, _, dim = self.k.shape
@@ -164,9 +172,9 @@ class Exchange:
             )
             found += [self._sent(source, slots, dtype, f"keys and values {number}", move) for move in step.sends]
             if direction == "backward":
-                source, work = f"gradients {(number - 1) % sizes.turns}", accumulator_dtype(dtype)
+                source, kind = f"gradients {(number - 1) % sizes.turns}", self._gradient_dtype
                 found += [
-                    self._sent(source, sizes.landing, work, f"gradients {number}", move) for move in step.return_sends
+                    self._sent(source, sizes.landing, kind, f"gradients {number}", move) for move in step.return_sends
                 ]
         return found
 
@@ -184,6 +192,19 @@ class Exchange:
             for found in self._measured():
                 found.held -= self._allocated
             self._allocated = 0
+
+
+@contextmanager
+def _summed(step: Step, grad: torch.Tensor) -> Iterator[tuple[Store, Store]]:
+    """Where a step's tiles put gradients of keys and of values; after it they are in `grad`, (slots, 2, B, D)."""
+    if step.once:
+        yield Written.slots(grad[:, 0]), Written.slots(grad[:, 1])
+        return
+    work = accumulator_dtype(grad.dtype)
+    sums = grad.zero_() if grad.dtype == work else torch.zeros_like(grad, dtype=work)
+    yield Store.slots(sums[:, 0]), Store.slots(sums[:, 1])
+    if sums is not grad:
+        grad.copy_(sums)
 
 
 def _messages(moves: Sequence[Move], buffer: torch.Tensor, label: str) -> list[Message]:

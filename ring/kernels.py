@@ -64,18 +64,26 @@ def _count(name: str) -> None:
 
 
 def choose(
-    kernel: str, device: torch.device, dtype: torch.dtype, dim: int, tile: Tile, scale: float, dlse: bool
+    kernel: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    dim: int,
+    tile: Tile,
+    scale: float,
+    dlse: bool = False,
+    repeatable: bool = False,
 ) -> str:
     """The kernel that takes a tile: "math", "flash" or "cudnn".
 
     A mask by position, a gradient through lse, and a scale that is not positive (fused kernels multiply masked scores,
-    which are -inf, by it) are the math kernel's, whatever was asked for.
+    which are -inf, by it) are the math kernel's, whatever was asked for. repeatable: sums must come in the same order
+    in every run; the backward of cuDNN has no such mode in torch (2.13), that of "flash" has.
     """
     if kernel == "math" or dlse or scale <= 0 or tile.mask is Mask.POSITION:
         return "math"
     if device.type == "cpu":  # with fewer keys than fill a vector it returns finite numbers for a row of NaN scores
         return "flash" if tile.key_rows.length >= VECTOR else "math"
-    name = fused(kernel, device, dtype, dim)
+    name = fused("flash" if repeatable else kernel, device, dtype, dim)
     alone = tile.query_rows.length == tile.key_rows.length == 1  # which cuDNN's backward refuses
     return "math" if name == "cudnn" and alone else name
 
@@ -217,14 +225,15 @@ def _flash_backward(
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """A tile for kernels that load 16 bytes at a time: a copy, if its rows do not begin at such addresses.
+    """A tile for kernels that load 16 bytes at a time: a copy, if its rows do not begin at such addresses. Not what
+    `contiguous` gives: of a contiguous tensor that begins elsewhere it makes no copy.
 
     Where there is only one batch, head or row, any stride is as good; but cuDNN takes that of one row, or one head, at
     its word, and was seen to leave results out. So these are what they would be in a contiguous tensor.
     """
     x = _batched(x)
     if any(step % 16 for step in (x.data_ptr(), *(x.stride(i) * x.element_size() for i in range(3) if x.size(i) > 1))):
-        return x.contiguous()
+        return x.clone(memory_format=torch.contiguous_format)
     strides, whole = list(x.stride()), 1
     for i in (3, 2, 1, 0):
         if x.size(i) == 1:
@@ -258,10 +267,19 @@ def _gpu_forward(
     return out.view(q.shape), lse.view(q.shape[:-1])
 
 
+def _alike(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The same with one layout for all. Torch (2.11) keeps a cuDNN backward by the strides of q, k and v, and runs it
+    with the strides that out and dout had when it was made: with others it reads the wrong rows.
+    """
+    found = [_aligned(x) for x in tensors]
+    return found if len({x.stride() for x in found}) == 1 else [x.contiguous() for x in found]
+
+
 def _gpu_backward(
     name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: Saved, tile: Tile, scale: float
 ) -> Tensors3:
-    dout, query, key, value, out = (_aligned(x) for x in (saved.dout, q, k, v, saved.out))
+    query, out, dout = _alike(q, saved.out, saved.dout)
+    key, value = _aligned(k), _aligned(v)
     lse = saved.lse.reshape(query.shape[:3]).contiguous()
     if lse.data_ptr() % 16:  # a stretch of a contiguous tensor may be contiguous, and begin anywhere
         lse = lse.clone()

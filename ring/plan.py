@@ -7,7 +7,7 @@ a word.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -58,7 +58,9 @@ class Pack:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A stage with its tiles, ready to walk; the moves are those of `schedule.Stage`."""
+    """A stage with its tiles, ready to walk; the moves are those of `schedule.Stage`. once: every landed slot is read
+    by exactly one tile, so that gradients of slots are written, not summed.
+    """
 
     packs: tuple[Pack, ...]
     sends: tuple[Move, ...]
@@ -69,6 +71,7 @@ class Step:
     return_receives: tuple[Move, ...]
     carried: int
     homes: tuple[Pack, ...]
+    once: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +82,7 @@ class Plan:
 
     rank: int
     tokens: int
+    exchange: str
     local: tuple[Tile, ...]
     steps: tuple[Step, ...]
     sizes: Sizes
@@ -110,11 +114,18 @@ def plan_of(pattern: Pattern, layout: Layout, rank: int, heads: int, kv_heads: i
             stage.sends, stage.relayed, stage.receives, tuple(tiles[number]), stage.return_sends,
             stage.return_receives, stage.carried,
             _whole_packs(layout, rank, kv_heads, layout.world_size - 1) if route.whole else _packs(pieces, stage.home),
+            exchange == "direct" and _read_once(stage.receives, tiles[number]),
         )
         for number, stage in enumerate(route.stages, start=1)
     )  # fmt: skip
     setting = (pattern, layout, heads, kv_heads, exchange, bucket)
-    return Plan(rank, layout.counts[rank], tuple(tiles[0]), steps, route.sizes, setting)
+    return Plan(rank, layout.counts[rank], exchange, tuple(tiles[0]), steps, route.sizes, setting)
+
+
+def _read_once(receives: Sequence[Move], tiles: Sequence[Tile]) -> bool:
+    """Whether tiles read as many slots as land. With `direct` each is read at least once, so then each once."""
+    read = sum(tile.key_rows.folds * tile.key_rows.length * tile.key_heads.groups for tile in tiles)
+    return read == sum(move.stop - move.start for move in receives)
 
 
 @dataclass(frozen=True, eq=False)

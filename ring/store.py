@@ -59,6 +59,13 @@ class Store:
         return (row + head, torch.zeros_like(head)) if self._slots else (row, head)
 
 
+class Written(Store):
+    """A store that tiles cover without overlapping: added to nothing, they are written, over whatever was there."""
+
+    def add(self, rows: Rows, heads: Heads, tile: torch.Tensor) -> None:
+        self.put(rows, heads, tile)
+
+
 @lru_cache(maxsize=4096)
 def _row_index(rows: Rows, device: torch.device) -> torch.Tensor:
     """(F, L), copied to a GPU once: a copy at every call would be waited for, and cannot be captured."""

@@ -1,8 +1,9 @@
 """Messages between GPUs of one host through symmetric memory: the receiver copies from the sender's memory.
 
 The copies run on the copy engines, on a stream of their own: beside them a kernel keeps all its multiprocessors, which
-NCCL's sends and receives take part of. A batch is a barrier (every sender's data is there), the copies, a barrier
-(every receiver has read); both are on that stream, so the host waits for nothing and a call can be captured.
+NCCL's sends and receives take part of. Sender and receiver of a batch meet by flags in each other's memory: "ready"
+goes to the receiver, who copies, "done" to the sender; each resets the flag that it waited for. All that is on the
+stream (`ring.signals`), so the host waits for nothing and a call can be captured.
 
 A receiver must know where in the sender's memory its messages lie. That follows from the sender's plan, so ranks tell
 each other once for every kind of call, and grow the memory together at that moment, never otherwise.
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ring import signals
 from ring.transport import Message, Outgoing, Pending, ProcessGroupTransport, collect_json
 
 _ALIGNMENT = 256  # bytes at which a buffer begins
@@ -37,11 +39,20 @@ class _Route:
 
 @dataclass(frozen=True, eq=False)
 class _Pool:
-    """Memory of equal size on every rank. views: everyone's, as bytes, seen from here."""
+    """Memory of equal size on every rank. views: everyone's, as bytes, seen from here; flags: where they begin."""
 
     own: torch.Tensor
     views: list[torch.Tensor]
+    flags: list[int]
     handle: Any
+
+    def ready(self, at: int, sender: int) -> int:
+        """Address, in the memory of rank `at`, of the flag that the sender's buffers are filled."""
+        return self.flags[at] + signals.BYTES * sender
+
+    def done(self, at: int, receiver: int) -> int:
+        """Address, in the memory of rank `at`, of the flag that the receiver has copied."""
+        return self.flags[at] + signals.BYTES * (len(self.flags) + receiver)
 
 
 class _Copied:
@@ -91,26 +102,39 @@ class SymmetricTransport(ProcessGroupTransport):
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
             if route.pool is not None:
-                route.pool.handle.barrier(channel=0)
-                self._copy(route, route.pool, receives)
-                route.pool.handle.barrier(channel=1)
+                self._meet(route, route.pool, sends, receives)
             event = torch.cuda.Event()
             event.record(self._side)
         return _Copied(event)
 
-    def _copy(self, route: _Route, pool: _Pool, receives: Sequence[Message]) -> None:
-        taken: dict[tuple[int, str], int] = {}
+    def _meet(self, route: _Route, pool: _Pool, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """Neighbours first, so that not all ranks copy from the same one at a time."""
+        readers = sorted({message.peer for message in sends}, key=self._distance)
+        for peer in readers:
+            signals.put(pool.ready(peer, self.rank), 1)
+        for peer in sorted({message.peer for message in receives}, key=self._distance):
+            signals.wait(pool.ready(self.rank, peer), 1)
+            signals.put(pool.ready(self.rank, peer), 0)
+            self._copy(route, pool, peer, [message for message in receives if message.peer == peer])
+            signals.put(pool.done(peer, self.rank), 1)
+        for peer in readers:
+            signals.wait(pool.done(self.rank, peer), 1)
+            signals.put(pool.done(self.rank, peer), 0)
+
+    def _distance(self, peer: int) -> int:
+        return (peer - self.rank) % self.world_size
+
+    def _copy(self, route: _Route, pool: _Pool, peer: int, receives: Sequence[Message]) -> None:
+        taken: dict[str, int] = {}
         for message in receives:
-            place = (message.peer, message.label)
-            number = taken.get(place, 0)
-            taken[place] = number + 1
-            start, stop = route.ranges[message.peer][message.label][str(self.rank)][number]
+            number = taken.get(message.label, 0)
+            taken[message.label] = number + 1
+            start, stop = route.ranges[peer][message.label][str(self.rank)][number]
             if stop - start != message.bytes:
                 raise RuntimeError(
-                    f"message {message.label!r} from rank {message.peer} has {stop - start} bytes, its buffer "
-                    f"{message.bytes}"
+                    f"message {message.label!r} from rank {peer} has {stop - start} bytes, its buffer {message.bytes}"
                 )
-            message.tensor.view(-1).view(torch.uint8).copy_(pool.views[message.peer][start:stop])
+            message.tensor.view(-1).view(torch.uint8).copy_(pool.views[peer][start:stop])
 
     def _new_route(self, outgoing: list[Outgoing]) -> _Route:
         sizes: dict[str, int] = {}
@@ -143,11 +167,16 @@ class SymmetricTransport(ProcessGroupTransport):
 
             global _rendezvous
             _rendezvous += 1
-            own = symmetric.empty(size, dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device()))
+            front = -(-2 * self.world_size * signals.BYTES // _ALIGNMENT) * _ALIGNMENT
+            device = torch.device("cuda", torch.cuda.current_device())
+            whole = symmetric.empty(front + size, dtype=torch.uint8, device=device)
+            whole[:front].zero_()
+            torch.cuda.synchronize()  # before any other rank knows of it
             assert self.group is not None
-            handle = symmetric.rendezvous(own, group=self.group)
-            views = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(self.world_size)]
-            self._pools.append(_Pool(own, views, handle))
+            handle = symmetric.rendezvous(whole, group=self.group)
+            everyone = [handle.get_buffer(rank, (front + size,), torch.uint8) for rank in range(self.world_size)]
+            flags = [theirs.data_ptr() for theirs in everyone]
+            self._pools.append(_Pool(whole[front:], [theirs[front:] for theirs in everyone], flags, handle))
         return self._pools[-1]
 
 

@@ -183,9 +183,10 @@ class Walk:
             self._forward(number)
             for rank in range(self.setting.p):
                 grad = self._turn(self.grads, rank, number)
-                grad[:] = 0
-                for tile in self.plans[rank].steps[number].tiles:
-                    self._compute(rank, tile, self._turn(self.landing, rank, number), grad)
+                step = self.plans[rank].steps[number]
+                grad[:] = self._noise(len(grad)) if step.once else 0
+                for tile in step.tiles:
+                    self._compute(rank, tile, self._turn(self.landing, rank, number), grad, step.once)
             if number:
                 self._collect(number - 1, in_flight)
             in_flight = self._send_back(number)
@@ -245,7 +246,7 @@ class Walk:
         assert len(content) == move.stop - move.start, "a message of another size"
         return content
 
-    def _compute(self, rank: int, tile: Tile, landing: Array | None, grad: Array | None) -> None:
+    def _compute(self, rank: int, tile: Tile, landing: Array | None, grad: Array | None, once: bool = False) -> None:
         """Count the pairs of a tile; give each of its keys a gradient."""
         setting = self.setting
         query_heads, key_heads = listed_heads(tile.query_heads), listed_heads(tile.key_heads)  # (G, P), (G, 1)
@@ -290,6 +291,8 @@ class Walk:
         np.add.at(self.due, (positions, heads), weight)
         if grad is None:
             np.add.at(self.got, (positions, heads), weight)
+        elif once:
+            grad[flat] = weight
         else:
             grad[flat] += weight
 

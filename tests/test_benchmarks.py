@@ -74,12 +74,17 @@ def test_counts_of_a_dense_problem() -> None:
     pairs = 4 * 32 * 33 // 2
     assert problem.flops == (4 * 16 * pairs, 14 * 16 * pairs)
     slot = 2 * 16 * 2  # bytes of a key and a value of one head
-    assert problem.sent("gather") == (3 * 8 * 2 * slot, 3 * 8 * 2 * slot * 4)  # and backward: again, and twice as wide
+    assert problem.sent("gather", True) == (
+        3 * 8 * 2 * slot,
+        3 * 8 * 2 * slot * 4,
+    )  # and backward: again, and twice as wide
     accumulator = 8 * 4 * (16 + 1) * 4
     received, own = 24 * 2 * slot, 8 * 2 * slot
-    assert problem.memory("gather", 8)[0] == accumulator + received + own
+    assert problem.memory("gather", 8, True)[0] == accumulator + received + own
+    narrow, wide = (problem.sent("direct", on_gpus) for on_gpus in (True, False))
+    assert narrow[0] == wide[0] and narrow[1] < wide[1]
     gradients = 8 * (4 + 2 * 2) * 16 * 4 + 8 * 4 * 4
-    assert problem.memory("gather", 8)[1] == gradients + received * 3 + own + 3 * own * 2
+    assert problem.memory("gather", 8, True)[1] == gradients + received * 3 + own + 3 * own * 2
 
 
 def pairs_of(calls: list[tuple[Any, ...]]) -> int:

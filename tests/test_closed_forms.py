@@ -82,5 +82,5 @@ def test_a_million_tokens() -> None:
     s = Setting(pattern, orders(n, p)["contiguous"], 1, 4, 4, 64, 2)
     for exchange in ("direct", "ring"):
         slots = segment_slots(n, p, w, r, 4, False, exchange)
-        assert sent(s, exchange).forward.sum() == slots * s.slot_bytes[0]
+        assert sent(s, exchange).forward.sum() == slots * s.slot_bytes()[0]
     assert sum(flops(s).pairs) == segment_pairs(n, w, r, 4, False) + segment_pairs(n, 2048, 1, 4, False)

@@ -315,6 +315,18 @@ def test_resident_counts_elements() -> None:
     assert resident(s).gradients.tolist() == [8 * (q + 2 * kv)] * 3
 
 
+def test_narrow_gradients_take_the_working_type() -> None:
+    pattern, positions = Pattern.dense(causal=True), np.split(np.arange(12), 3)
+    for itemsize, ratio in ((8, 1), (4, 1), (2, 2)):
+        s = Setting(pattern, positions, 2, 4, 2, 8, itemsize)
+        wide, narrow = sent(s, "direct"), sent(s, "direct", narrow=True)
+        assert (narrow.backward_kv == wide.backward_kv).all() and narrow.backward_gradients.any()
+        assert (ratio * narrow.backward_gradients == wide.backward_gradients).all()
+        held, less = buffers(s, "direct", 5), buffers(s, "direct", 5, narrow=True)
+        assert (held.forward == less.forward).all() and less.gradients.any() and less.returned.any()
+        assert (ratio * less.gradients == held.gradients).all() and (ratio * less.returned == held.returned).all()
+
+
 def test_ring_memory_falls_as_one_over_p() -> None:
     n = 8192
     for p in (2, 4, 8):

@@ -309,6 +309,40 @@ def test_which_kernel_takes_a_tile(
     assert chosen == wanted
 
 
+def test_sums_in_any_order_are_not_repeatable() -> None:
+    tile = tile_of(Mask.FULL, Size(queries=16, keys=16))
+    for kernel in kernels.KERNELS:
+        for device in ("cpu", "cuda"):
+            chosen = kernels.choose(kernel, torch.device(device), torch.bfloat16, 64, tile, 0.5, repeatable=True)
+            assert chosen == ("math" if kernel == "math" else "flash")
+
+
+def views_of_a_tile() -> dict[str, torch.Tensor]:
+    """(F, B, G, P, L, D) in 16 bits, some of them not where a kernel on GPUs can read it as it is."""
+    flat = torch.arange(4096, dtype=torch.bfloat16)
+    whole = flat[: 2 * 32 * 4 * 8].view(2, 32, 4, 8)  # (B, N, H, D)
+    return {
+        "whole": whole.permute(0, 2, 1, 3)[None, :, :, None],
+        "dilated rows": whole[:, 1::3, 1::2].permute(0, 2, 1, 3)[None, :, :, None],
+        "contiguous, and begins anywhere": flat[1 : 1 + 2 * 16 * 8].view(1, 1, 2, 1, 16, 8),
+        "one row, and begins anywhere": flat[3:11].as_strided((1, 1, 1, 1, 1, 8), (1, 5, 7, 3, 9, 1)),
+        "one row of odd strides": flat[8:16].as_strided((1, 1, 1, 1, 1, 8), (1, 5, 7, 3, 9, 1)),
+        "rows that begin anywhere": flat.as_strided((1, 1, 2, 1, 16, 8), (0, 0, 512, 0, 9, 1)),
+        "dims apart": whole.transpose(1, 3)[None, :, :, None],
+    }
+
+
+@pytest.mark.parametrize("name", views_of_a_tile())
+def test_tiles_for_gpus_begin_where_wide_loads_may(name: str) -> None:
+    x = views_of_a_tile()[name]
+    found = kernels._aligned(x)
+    assert torch.equal(found, x.reshape(found.shape))
+    assert found.data_ptr() % 16 == 0
+    assert found.stride(3) == 1
+    assert all(2 * found.stride(i) % 16 == 0 for i in range(3))  # also where there is one: strides are taken at word
+    assert all(found.stride(i) for i in range(4))
+
+
 @pytest.mark.parametrize(("dim", "taken"), [(8, True), (64, True), (128, True), (4, False), (20, False), (136, False)])
 def test_head_dims_of_fused_kernels_on_gpus(dim: int, taken: bool) -> None:
     for dtype in kernels.HALF:

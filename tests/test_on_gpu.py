@@ -162,6 +162,44 @@ def test_whole_calls_are_the_math_kernel_s(pattern: Pattern, kernel: str) -> Non
         close(found, exact, 8 * UNIT[torch.bfloat16], pattern)
 
 
+@pytest.mark.parametrize("kernel", ["auto", "flash"])
+@pytest.mark.parametrize("tokens", [1, 2, 40])
+def test_tensors_that_begin_anywhere(kernel: str, tokens: int) -> None:
+    torch.manual_seed(5)
+    count = tokens * 16
+    memory = torch.randn(4, count + 8, device="cuda").to(torch.float16)
+    inputs = [x[1 : 1 + count].view(1, tokens, 1, 16) for x in memory]
+    results = []
+    for name, dtype in ((kernel, torch.float16), ("math", torch.float64)):
+        leaves = [(x if dtype == x.dtype else x.to(dtype)).detach().requires_grad_() for x in inputs[:3]]
+        q, k, v = leaves
+        out = ring_attention(q, k, v, Pattern.dense(False), Layout.contiguous(tokens, 1), kernel=name)
+        assert isinstance(out, torch.Tensor)
+        results.append((out, *torch.autograd.grad(out, leaves, inputs[3].to(dtype))))
+    for found, exact in zip(*results, strict=True):
+        close(found, exact, 8 * UNIT[torch.float16], tokens)
+
+
+def test_deterministic_kernels_repeat_their_bits() -> None:
+    n = 4096
+    torch.manual_seed(6)
+    q, k, v, dout = (torch.randn(1, n, h, 64, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2, 8))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = []
+        for _ in range(4):
+            with kernels.picked() as picked:
+                out = ring_attention(q, k, v, Pattern.dense(True), Layout.zigzag(n, 1))
+                assert isinstance(out, torch.Tensor)
+                runs.append((out, *torch.autograd.grad(out, leaves, dout)))
+            assert set(picked) == {"cudnn", "flash"}
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for other in runs[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(runs[0], other, strict=True))
+
+
 def test_a_captured_call_replays() -> None:
     n = 512
     torch.manual_seed(3)

@@ -279,3 +279,13 @@ def test_tiles_do_not_grow_with_the_sequence(order: str, causal: bool, exchange:
     assert large == small
     # A tile for each of the segments would be 1984 of them, and 1984 * 8 with the ranks that share them.
     assert large[1] < 1000
+
+
+def test_slots_that_one_tile_reads_are_written_once() -> None:
+    """Where a bucket cuts the query rows, or the exchange relays, gradients of slots are summed."""
+    layout = Layout.zigzag(256, 4)
+    longnet = Pattern.longnet((128, 256), (1, 4), 4, causal=True)
+    for pattern in (Pattern.dense(True), longnet):
+        for bucket, exchange, once in ((256, "direct", True), (8, "direct", False), (256, "ring", False)):
+            plans = Setting(pattern, layout, 4, 2, exchange, bucket).plans
+            assert all(step.once for plan in plans for step in plan.steps) == once

@@ -20,8 +20,9 @@ b keys per row, b' rows per key, p and p' partial results merged; the rest as in
     e    = base + u |s - L| + T_L                            relative error of exp(s - L), lse global
     T_D  = g(d) (|dO| . |O|) + |dO| . T_O + u (|D| + |dlse|)
     T_dS = P * (e |t| + g(d) |dO||V|^T + T_D + 3u |t|) + u_prob |dS| + c eta (1 + |t|)
-    T_dQ = a [T_dS + (g(b) + p u_buf + 2u + k u_partial) |dS|] |K| + u_out |dQ| + floor      (dK transposed)
-    T_dV = [P * (e + u_prob + g(b') + p' u_buf + k' u_partial) + c eta]^T |dO| + u_out |dV| + floor
+    T_dQ = a [T_dS + (g(b) + p u_buf + 2u + k u_partial) |dS|] |K| + u_out |dQ| + floor
+    T_dK = a [T_dS + (g(b') + p' u_buf + 2u + k' u_partial + u_home) |dS|]^T |Q| + u_out |dK| + floor
+    T_dV = [P * (e + u_prob + g(b') + p' u_buf + k' u_partial + u_home) + c eta]^T |dO| + u_out |dV| + floor
 
 Where a score's error is not small, x above is replaced by e^x - 1 and rowsum(P eps) by log(1 + rowsum(P (e^eps -
 1))): the exact effect of relative errors on a softmax, so scores of any size are compared rightly.
@@ -33,8 +34,9 @@ u_partial   a fused kernel that works in 16 bits rounds its partial output befor
             merge is convex. Its dq, dk, dv it also accumulates in 16 bits, block by block inside one call: k, k'
             blocks per call. They are summed, not averaged, so each counts; but the sizes of the summands add up to at
             most a |dS||K|.
+u_home      between GPUs `direct` sends what a rank has summed for a key of another's home in 16 bits, rounded once.
 c eta       underflow of P and dS, once for each branch that sees the pair: each computes its own.
-floor       underflow: eta_out for every rounding of a result to its type (u_out, u_partial), eta_mul for every
+floor       underflow: eta_out for every rounding to a result's type (u_out, u_partial, u_home), eta_mul for every
             product that makes it up.
 fp64        the exact values come from fp64 as well: their own error obeys the same bound (with p = 1), hence `sides`
             = 2.
@@ -42,7 +44,7 @@ fp64        the exact values come from fp64 as well: their own error obeys the s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -103,6 +105,7 @@ class Arithmetic:
     key_blocks: int  # k
     row_blocks: int  # k'
     sides: int = 1  # 2 where the exact values are computed in the same type
+    u_home: float = 0.0  # of sums of gradients on their way to the key's owner; 0 where they stay in the working type
 
     @classmethod
     def of(cls, case: Case) -> Arithmetic:
@@ -113,9 +116,10 @@ class Arithmetic:
         row_merges = min(rows, pieces * (case.heads // case.kv_heads))
         kernel = _kernel_of(case)
         blocks = (1, 2) if kernel == "gpu" else (-(-case.tokens // _KEY_BLOCK), _row_blocks(case.tokens))
-        return cls.make(
+        made = cls.make(
             case.dtype, kernel, case.head_dim, case.softmax_scale, keys, rows, merges, row_merges, *blocks,
         )  # fmt: skip
+        return replace(made, u_home=made.u_out) if case.narrow else made
 
     @classmethod
     def make(
@@ -177,13 +181,16 @@ class Arithmetic:
 
     @property
     def floor_dk(self) -> float:
-        roundings = 1 + (self.row_merges * self.row_blocks if self.u_partial else 0)
-        return roundings * self.eta_out + self.scale * self.rows * self.eta_mul
+        return self._roundings_of_keys * self.eta_out + self.scale * self.rows * self.eta_mul
 
     @property
     def floor_dv(self) -> float:
-        roundings = 1 + (self.row_merges * self.row_blocks if self.u_partial else 0)
-        return roundings * self.eta_out + self.rows * self.eta_mul
+        return self._roundings_of_keys * self.eta_out + self.rows * self.eta_mul
+
+    @property
+    def _roundings_of_keys(self) -> int:
+        """To the type of a result: of partial results, of those that go home, which are no more, and of the whole."""
+        return 1 + self.row_merges * ((self.row_blocks if self.u_partial else 0) + bool(self.u_home))
 
 
 def _kernel_of(case: Case) -> str:
@@ -327,10 +334,10 @@ def backward(
     w_q = ds * (r.gamma(r.keys) + r.merges * r.u_buf + 2 * r.u + r.key_blocks * r.u_partial)
     w_q += t_ds
     w_q *= r.scale
-    w_k = ds * (r.gamma(r.rows) + r.row_merges * r.u_buf + 2 * r.u + r.row_blocks * r.u_partial)
+    w_k = ds * (r.gamma(r.rows) + r.row_merges * r.u_buf + 2 * r.u + r.row_blocks * r.u_partial + r.u_home)
     w_k += t_ds
     w_k *= r.scale
-    e += r.u_prob + r.gamma(r.rows) + r.row_merges * r.u_buf + r.row_blocks * r.u_partial
+    e += r.u_prob + r.gamma(r.rows) + r.row_merges * r.u_buf + r.row_blocks * r.u_partial + r.u_home
     e *= p
     e += count * r.eta
     return w_q, w_k, e

@@ -171,6 +171,11 @@ class Case:
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
+    def narrow(self) -> bool:
+        """Whether gradients go home in 16 bits."""
+        return self.device == "cuda" and self.exchange == "direct" and self.torch_dtype.itemsize == 2
+
+    @property
     def tokens_per_call(self) -> int:
         """The bucket, or the one that the definition gives where the Case has none."""
         if self.bucket is not None:

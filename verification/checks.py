@@ -284,7 +284,8 @@ def costs(case: Case) -> Costs:
         case.head_dim,
         case.torch_dtype.itemsize,
     )
-    sent, held = cost.sent(setting, case.exchange), cost.buffers(setting, case.exchange, case.tokens_per_call)
+    sent = cost.sent(setting, case.exchange, case.narrow)
+    held = cost.buffers(setting, case.exchange, case.tokens_per_call, case.narrow)
     return Costs(sent.forward, sent.backward, held.forward, held.backward)
 
 

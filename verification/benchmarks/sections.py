@@ -226,12 +226,13 @@ class Bench:
         which = PASSES[number], graph
         kernels, silent = found.kernels.get(which), found.silent.get(which)
         bucket = ours.bucket_of(problem, self.options.bucket, self.ranks.device)
+        on_gpus = self.ranks.device.type == "cuda"
         return {
             "kernels_alone_ms": kernels,
             "beyond_kernels_ms": None if kernels is None else ms - kernels,
             "exposed_ms": None if silent is None else ms - silent,
-            "sent_bytes": problem.sent(exchange)[number],
-            "closed_form_bytes": problem.memory(exchange, bucket)[number],
+            "sent_bytes": problem.sent(exchange, on_gpus)[number],
+            "closed_form_bytes": problem.memory(exchange, bucket, on_gpus)[number],
         }
 
 

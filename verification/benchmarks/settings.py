@@ -111,16 +111,17 @@ class Problem:
         counted = cost.flops(self.setting)
         return sum(counted.forward), counted.total
 
-    def sent(self, exchange: str) -> tuple[int, int]:
+    def sent(self, exchange: str, on_gpus: bool) -> tuple[int, int]:
         """Bytes that the busiest rank sends: (forward, forward and backward)."""
-        traffic = cost.sent(self.setting, exchange)
+        traffic = cost.sent(self.setting, exchange, on_gpus and exchange == "direct")
         both = traffic.forward + traffic.backward
         return int(traffic.forward.sum(1).max()), int(both.sum(1).max())
 
-    def memory(self, exchange: str, bucket: int) -> tuple[int, int]:
+    def memory(self, exchange: str, bucket: int, on_gpus: bool) -> tuple[int, int]:
         """The closed form of what the fullest rank holds beyond inputs and outputs, in bytes: (forward, forward and
         backward). Accumulators and communication buffers; between the two passes lse is kept."""
-        held, resident = cost.buffers(self.setting, exchange, bucket), cost.resident(self.setting)
+        narrow = on_gpus and exchange == "direct"
+        held, resident = cost.buffers(self.setting, exchange, bucket, narrow), cost.resident(self.setting)
         one = self.heads
         lse = one.batch * one.query * self.setting.counts * self.setting.accumulator_itemsize
         forward = resident.accumulator + held.forward

@@ -15,7 +15,8 @@ _WEIGHTS = "_scores(query, k, tile, scale, rows).sub_(lse.unsqueeze(-1)).exp_()"
 _DSCORES = "        dscores = (dout @ v.mT).sub_(delta.unsqueeze(-1)).mul_(weights).mul_(scale)\n"
 _CARRIED = "                grad[: due[0].carried] += self._collect(due, returned, dk, dv)\n"
 _STEP_AND_GRAD = "            step, grad = plan.steps[number - 1], grads[(number - 1) % len(grads)]\n"
-_LANDED = "            yield Arrival(arrival.tiles, arrival.key, arrival.value, Store.slots(grad[:, 0])"
+_LANDED = "            with _summed(step, grad) as (key_grad, value_grad):\n"
+_ZEROED = "    sums = grad.zero_() if grad.dtype == work else torch.zeros_like(grad, dtype=work)\n"
 _LAST = "        if due is not None:\n            self._collect(due, returned, dk, dv)\n"
 
 BACKWARD = (
@@ -236,8 +237,8 @@ BACKWARD = (
         (
             Edit(
                 ATTENTION,
-                "walk.scale, rows.dlse is not None)",
-                "walk.scale, False)",
+                "walk.scale, rows.dlse is not None,",
+                "walk.scale, False,",
             ),
         ),
     ),
@@ -289,8 +290,13 @@ BACKWARD = (
         (
             Edit(
                 EXCHANGE,
-                "            grad.zero_()\n",
-                "            if number <= len(grads):\n                grad.zero_()\n",
+                _LANDED,
+                "            if number <= len(grads):\n                grad.zero_()\n" + _LANDED,
+            ),
+            Edit(
+                EXCHANGE,
+                _ZEROED,
+                "    sums = grad\n",
             ),
         ),
     ),
@@ -298,7 +304,7 @@ BACKWARD = (
         "gradient-buffer-never-zeroed",
         "own",
         "The buffer of landed gradients starts as what memory held.",
-        (Edit(EXCHANGE, "            grad.zero_()\n", ""),),
+        (Edit(EXCHANGE, _ZEROED, "    sums = grad\n"),),
     ),
     Defect(
         "returned-gradients-added-twice",

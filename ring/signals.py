@@ -1,0 +1,40 @@
+"""Flags in GPU memory that streams set and wait for, across the GPUs of one host.
+
+The GPU's front end does both, in stream order, and no multiprocessor takes part: a kernel that waits for another GPU
+would first have to wait for a place beside the attention that it is meant to overlap with. CUDA's driver has them as
+stream memory operations; torch does not pass them on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+
+import torch
+
+_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
+BYTES = 4  # of a flag
+
+
+@lru_cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def put(address: int, value: int) -> None:
+    """Write the flag at that address, once all earlier work of the current stream is done and can be seen by others."""
+    _call("cuStreamWriteValue32_v2", address, value, 0)
+
+
+def wait(address: int, value: int) -> None:
+    """Hold up later work of the current stream until the flag at that address, on its own GPU, is that value."""
+    _call("cuStreamWaitValue32_v2", address, value, _EQUAL)
+
+
+def _call(name: str, address: int, value: int, flags: int) -> None:
+    stream = torch.cuda.current_stream().cuda_stream
+    error = getattr(_driver(), name)(
+        ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint32(value), ctypes.c_uint(flags)
+    )
+    if error:
+        raise RuntimeError(f"CUDA's {name} failed with error {error}")
