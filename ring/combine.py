@@ -258,8 +258,9 @@ def _table(part: _Part, apart: int) -> Ints:
     table[:, 0] = heads.start + group * heads.step + member * heads.inner
     fold, batch, by_group, by_member, by_row, _ = out.stride()
     table[:, 1] = out.data_ptr() + (group * by_group + member * by_member) * out.element_size()
-    end = rows.start + (rows.folds - 1) * rows.fold_step + (rows.length - 1) * rows.step + 1
-    table[:, 3:9] = rows.start, end, rows.step, rows.length, rows.fold_step if rows.folds > 1 else 2**30, rows.folds
+    table[:, 3] = rows.start + group * rows.head_step
+    table[:, 4] = table[:, 3] + (rows.folds - 1) * rows.fold_step + (rows.length - 1) * rows.step + 1
+    table[:, 5:9] = rows.step, rows.length, rows.fold_step if rows.folds > 1 else 2**30, rows.folds
     table[:, 9:12] = fold, batch, by_row
     if lse is not None:
         fold, batch, by_group, by_member, by_row = lse.stride()

@@ -17,6 +17,7 @@ import torch
 from reference.pattern import Pattern
 from ring import schedule
 from ring.blocks import Heads
+from ring.diagonal import along_diagonals
 from ring.layout import Layout
 from ring.meetings import Mask, Meetings, Stretches, masked, meet
 from ring.pieces import Ints, Pieces, joined, pieces_of
@@ -108,6 +109,7 @@ def plan_of(pattern: Pattern, layout: Layout, rank: int, heads: int, kv_heads: i
     for table, keys in (_own_keys(pieces, rank), (pieces, _landed_keys(pieces, layout, route, rank, kv_heads))):
         for stage, tile in _tiles(table, keys.cut(bucket), rank, pattern.causal, bucket):
             tiles[stage].append(tile)
+    tiles = [along_diagonals(found, cap, number > 0 and not route.whole) for number, found in enumerate(tiles)]
     steps = tuple(
         Step(
             _whole_packs(layout, rank, kv_heads, 1) if route.whole else _packs(pieces, stage.packed),

@@ -18,7 +18,9 @@ from ring.pieces import Ints
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """(folds, length) indices: regular, or listed in `index`, a (folds, length) int64 tensor."""
+    """(folds, length) indices: regular, or listed in `index`, a (folds, length) int64 tensor. Those of the first group
+    of heads; those of group i lie i * head_step further on.
+    """
 
     start: int
     step: int
@@ -26,6 +28,7 @@ class Rows:
     fold_step: int = 0
     folds: int = 1
     index: torch.Tensor | None = None
+    head_step: int = 0
 
     @classmethod
     def of(cls, index: Ints) -> Rows:
@@ -49,7 +52,7 @@ class Rows:
     def key(self) -> tuple[object, ...]:
         """Equal for equal rows."""
         index = None if self.index is None else self.index.numpy().tobytes()
-        return (self.start, self.step, self.length, self.fold_step, self.folds, index)
+        return (self.start, self.step, self.length, self.fold_step, self.folds, self.head_step, index)
 
 
 def concatenate(parts: Sequence[Rows]) -> Rows:

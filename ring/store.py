@@ -33,7 +33,14 @@ class Store:
             head = self._head_stride
             return x.as_strided(
                 (rows.folds, x.shape[0], heads.groups, heads.per_group, rows.length, x.shape[3]),
-                (rows.fold_step * row, batch, heads.step * head, heads.inner * head, rows.step * row, dim),
+                (
+                    rows.fold_step * row,
+                    batch,
+                    heads.step * head + rows.head_step * row,
+                    heads.inner * head,
+                    rows.step * row,
+                    dim,
+                ),  # fmt: skip
                 x.storage_offset() + rows.start * row + heads.start * head,
             )
         return x[:, *self._index(rows, heads)].permute(1, 0, 3, 4, 2, 5)
@@ -55,7 +62,7 @@ class Store:
     def _index(self, rows: Rows, heads: Heads) -> tuple[torch.Tensor, torch.Tensor]:
         """Indices of dims 1 and 2 that broadcast to (F, L, groups, per_group)."""
         device = self.x.device
-        row, head = _row_index(rows, device)[:, :, None, None], _head_index(heads, device)
+        row, head = _row_index(rows, heads.groups, device)[..., None], _head_index(heads, device)
         return (row + head, torch.zeros_like(head)) if self._slots else (row, head)
 
 
@@ -67,9 +74,10 @@ class Written(Store):
 
 
 @lru_cache(maxsize=4096)
-def _row_index(rows: Rows, device: torch.device) -> torch.Tensor:
-    """(F, L), copied to a GPU once: a copy at every call would be waited for, and cannot be captured."""
-    return (rows.index if rows.index is not None else torch.from_numpy(rows.listed())).to(device)
+def _row_index(rows: Rows, groups: int, device: torch.device) -> torch.Tensor:
+    """(F, L, groups or 1), copied to a GPU once: a copy at every call would be waited for, and cannot be captured."""
+    index = (rows.index if rows.index is not None else torch.from_numpy(rows.listed())).unsqueeze(2)
+    return (index + rows.head_step * torch.arange(groups) if rows.head_step else index).to(device)
 
 
 @lru_cache(maxsize=256)

@@ -16,6 +16,7 @@ from ring.blocks import Heads
 from ring.layout import Layout
 from ring.meetings import Mask
 from ring.plan import EXCHANGES, Pack, Plan, Tile, plan_of
+from ring.rows import Rows
 from ring.schedule import Move
 
 Array = np.ndarray
@@ -127,6 +128,11 @@ def addresses(pack: Pack) -> tuple[Array, Array, Array]:
 
 def listed_heads(heads: Heads) -> Array:
     return np.array(heads.listed())
+
+
+def listed_rows(rows: Rows, groups: int) -> Array:
+    """(folds, groups, length)"""
+    return rows.listed()[:, None] + rows.head_step * np.arange(groups)[:, None]
 
 
 def visible(tile: Tile) -> Array:
@@ -250,13 +256,14 @@ class Walk:
         """Count the pairs of a tile; give each of its keys a gradient."""
         setting = self.setting
         query_heads, key_heads = listed_heads(tile.query_heads), listed_heads(tile.key_heads)  # (G, P), (G, 1)
-        rows, addresses_ = tile.query_rows.listed(), tile.key_rows.listed()  # (F, Lq), (F, Lk)
-        assert rows.shape[0] == addresses_.shape[0] and key_heads.shape == (len(query_heads), 1)
-        assert len(set(rows.ravel().tolist())) == rows.size, "a fold writes a query row twice"
+        groups = len(query_heads)
+        rows, keys = listed_rows(tile.query_rows, groups), listed_rows(tile.key_rows, groups)  # (F, G, Lq), (F, G, Lk)
+        assert rows.shape[0] == keys.shape[0] and key_heads.shape == (groups, 1)
+        assert len(set(rows[:, 0].ravel().tolist())) == rows[:, 0].size, "a fold writes a query row twice"
         assert len(set(query_heads.ravel().tolist())) == query_heads.size
         assert rows.min() >= 0 and rows.max() < setting.layout.counts[rank]
-        assert addresses_.size <= setting.bucket, "more keys than the bucket"
-        keys = addresses_[:, None, :] + 0 * key_heads[None]  # (F, G, Lk)
+        assert keys[:, 0].size <= setting.bucket, "more keys than the bucket"
+        assert keys.size <= setting.bucket * setting.kv_heads, "more keys and heads than the bucket"
         queries = setting.order[self.cuts[rank] + rows]  # positions
         if landing is None:
             assert keys.min() >= 0 and keys.max() < setting.layout.counts[rank]
@@ -274,15 +281,14 @@ class Walk:
             positions, heads = np.array(self.position)[identity], np.array(self.head)[identity]
         assert len(set(flat.ravel().tolist())) == flat.size, "a fold writes a key row twice"
         assert (heads[:, :, None] == (query_heads // (setting.heads // setting.kv_heads))[None, :, :, None]).all()
-        assert (positions == positions[:, :1]).all(), "heads of a tile read different rows"
         if tile.mask is Mask.POSITION:
             assert tile.query_positions is not None and tile.key_positions is not None
-            assert (tile.query_positions.numpy() == queries).all()
-            assert (tile.key_positions.numpy() == positions[:, 0]).all()
+            assert (tile.query_positions.numpy()[:, None] == queries).all()
+            assert (tile.key_positions.numpy()[:, None] == positions).all(), "heads of a tile read different rows"
         seen = visible(tile)[:, None, None]  # (F, 1, 1, Lq, Lk)
         index = (
             query_heads[None, :, :, None, None],
-            queries[:, None, None, :, None],
+            queries[:, :, None, :, None],
             positions[:, :, None, None, :],
         )
         shape = np.broadcast_shapes(*(part.shape for part in index), seen.shape)

@@ -266,9 +266,23 @@ def tile_count(n: int, order: str, causal: bool, exchange: str) -> tuple[int, in
 
 @pytest.mark.parametrize("causal", (False, True))
 def test_segments_of_a_rank_are_one_tile_however_many(causal: bool) -> None:
-    blocks = sum(RATES)  # 12 heads use every offset of every rate
+    # 12 heads use every offset of every rate. Rates 1 and 2 have a call for each offset; of rate 4, the three heads of
+    # an offset go each with the next three heads. Of 6 and 12, which divide no segment, offsets have longer grids or
+    # shorter ones: of 6, two runs of four heads and two of two, of 12, a run of eight and one of four.
+    calls = 1 + 2 + 3 + (2 + 2) + 2
     for n in (2**19, 2**20):
-        assert tile_count(n, "contiguous", causal, "ring") == (blocks, blocks, 0)
+        assert tile_count(n, "contiguous", causal, "ring") == (calls, calls, 0)
+
+
+def test_a_head_of_every_offset_is_one_call() -> None:
+    pattern = Pattern((Branch(64, 8, tuple(range(8))),), causal=True)
+    for layout, exchange in ((Layout.contiguous(256, 2), "ring"), (Layout.contiguous(64, 4), "direct")):
+        for rank in range(layout.world_size):
+            plan = plan_of(pattern, layout, rank, 8, 8, exchange, 256)
+            assert [tile.query_heads.groups for tile in plan.local] == [8]
+            landed = [tile for step in plan.steps for tile in step.tiles]
+            assert [tile.query_heads.groups for tile in landed] == [8] * len(landed)
+            assert len(landed) == (rank > 0 and exchange == "direct")
 
 
 @pytest.mark.parametrize("exchange", ("ring", "direct"))

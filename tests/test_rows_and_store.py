@@ -298,3 +298,19 @@ def test_an_expanded_shard_is_read_as_it_is() -> None:
     x = torch.arange(3.0).expand(2, 8, 2, 3)
     rows, heads = Rows(1, 2, 3), Heads.of(((0,), (1,)))
     assert Store(x).view(rows, heads).equal(expected_tile(x, rows, heads))
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_rows_that_move_with_the_heads(listed: bool) -> None:
+    x = torch.arange(2 * 12 * 3 * 2.0).view(2, 12, 3, 2)
+    rows = Rows(1, 4, 2, head_step=1)
+    if listed:
+        rows = Rows(1, 4, 2, index=torch.tensor([[1, 5]]), head_step=1)
+    heads = Heads(3, 1, 0, 1, 1)
+    tile = Store(x).view(rows, heads)
+    for head in range(3):
+        assert torch.equal(tile[0, :, head, 0], x[:, [1 + head, 5 + head], head])
+    moved = torch.zeros_like(x)
+    Store(moved).add(rows, heads, tile)
+    assert moved.count_nonzero() == 2 * 3 * 2 * 2
+    assert torch.equal(Store(moved).view(rows, heads), tile)

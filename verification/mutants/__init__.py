@@ -3,7 +3,7 @@
 A defect is killed when the ordinary properties and laws find it. No check knows of any of them. The catalogue follows
 a list of defect classes that were seen in public ring-attention code, by number in `Defect.listed`, and adds others.
 
-    merge, backward, masks, dilation                        the catalogue
+    merge, backward, masks, dilation, diagonal              the catalogue
     communication, process_groups, numerics, agreement
     defect, plant                                           what a defect is; bringing it into running code
     runner, command                                         the hunt; `python -m verification mutants`
@@ -18,6 +18,7 @@ from verification.mutants.agreement import AGREEMENTS
 from verification.mutants.backward import BACKWARD
 from verification.mutants.communication import COMMUNICATION
 from verification.mutants.defect import CannotPlant, Defect, Edit
+from verification.mutants.diagonal import DIAGONAL
 from verification.mutants.dilation import DILATION
 from verification.mutants.masks import MASKS
 from verification.mutants.merge import MERGE
@@ -27,7 +28,7 @@ from verification.mutants.process_groups import PROCESS_GROUPS
 __all__ = ["DEFECTS", "NO_PLACE", "CannotPlant", "Defect", "Edit", "NoPlace", "by_name"]
 
 DEFECTS: tuple[Defect, ...] = (
-    *MERGE, *BACKWARD, *MASKS, *DILATION, *COMMUNICATION, *PROCESS_GROUPS, *NUMERICS, *AGREEMENTS,
+    *MERGE, *BACKWARD, *MASKS, *DILATION, *DIAGONAL, *COMMUNICATION, *PROCESS_GROUPS, *NUMERICS, *AGREEMENTS,
 )  # fmt: skip
 
 
