@@ -40,6 +40,8 @@ def backward(
         flash_attn_shim.backward(dout, q, k, v, out, lse, dq, dk, dv, 0.0, scale, causal)
         return dq, dk, dv
     d, query, key, value, o = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+    if not query.stride() == o.stride() == d.stride():  # torch (2.11) keeps a backward by the strides of q, k, v alone
+        d, query, o = (x.contiguous() for x in (d, query, o))
     unused = _no_dropout(q.device)
     grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         d, query, key, value, o, lse.unsqueeze(-1).contiguous(), unused, unused, None, None, None,

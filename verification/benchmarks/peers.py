@@ -13,7 +13,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.functional import scaled_dot_product_attention
 
 from verification.benchmarks import fused
 from verification.benchmarks.baselines import Impossible
@@ -92,7 +91,9 @@ def context_parallel(problem: Problem, inputs: Inputs, rotation: str) -> Iterato
     rotate(rotation)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=problem.scale)
+        # By its module: entering replaces it there, and a name taken before would attend to the own shard only.
+        attention = torch.nn.functional.scaled_dot_product_attention
+        return attention(query, key, value, is_causal=True, scale=problem.scale)
 
     chosen = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION)
     with chosen, entered(mesh, buffers=[positions], buffer_seq_dims=[1]):
