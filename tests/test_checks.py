@@ -13,7 +13,7 @@ import torch
 from reference import Branch, Pattern
 from verification import observation
 from verification.case import Case
-from verification.checks import CHECKS, check_all, costs
+from verification.checks import CHECKS, assemble, check_all, costs
 from verification.definitions import default_bucket
 from verification.expectation import QUANTITIES, Expectation, expect
 from verification.failures import MismatchedMessages, WrongResult
@@ -356,3 +356,14 @@ def test_carried_arrays_keep_every_bit() -> None:
     assert torch.equal(torch.from_numpy(np.asarray(carry(x))).to(torch.bfloat16), x)
     assert carry(torch.randn(3, dtype=torch.float64)).dtype == np.float64
     assert observation.dtype_name(x) == "bfloat16"
+
+
+def test_a_shard_of_another_shape_is_wrong_wherever_it_is_put_together() -> None:
+    """Laws compare results that no other check has seen."""
+    given = case()
+    seen = honest(given, expect(given))
+    assert assemble(given, seen, "lse").shape == (2, 4, 12)
+    assert seen[1].lse is not None
+    seen[1] = replace(seen[1], lse=seen[1].lse[:, :, :3])
+    with pytest.raises(WrongResult, match=r"lse of .* has shape \(2, 4, 3\)"):
+        assemble(given, seen, "lse")

@@ -180,6 +180,26 @@ def test_tensors_that_begin_anywhere(kernel: str, tokens: int) -> None:
         close(found, exact, 8 * UNIT[torch.float16], tokens)
 
 
+def test_calls_that_differ_in_the_layout_of_the_output_only() -> None:
+    """q, k and v of two calls have the same strides: every other row of one tensor, and every row of wider ones."""
+    n, heads, dim = 128, 2, 64
+    torch.manual_seed(7)
+    narrow = [torch.randn(1, n, heads, dim, device="cuda", dtype=torch.float16) for _ in range(4)]
+    wide = [torch.randn(1, n // 2, 2, heads, dim, device="cuda", dtype=torch.float16)[:, :, 0] for _ in range(4)]
+    for (*inputs, dout), rate in ((narrow, 2), (wide, 1), (narrow, 2)):
+        tokens = inputs[0].shape[1]
+        assert inputs[0].stride(1) * rate == 2 * heads * dim
+        results = []
+        for name, dtype in (("auto", torch.float16), ("math", torch.float64)):
+            leaves = [(x if dtype == x.dtype else x.to(dtype)).detach().requires_grad_() for x in inputs]
+            q, k, v = leaves
+            out = ring_attention(q, k, v, Pattern((Branch(None, rate),)), Layout.contiguous(tokens, 1), kernel=name)
+            assert isinstance(out, torch.Tensor)
+            results.append((out, *torch.autograd.grad(out, leaves, dout.to(dtype).contiguous())))
+        for found, exact in zip(*results, strict=True):
+            close(found, exact, 8 * UNIT[torch.float16], rate)
+
+
 def test_deterministic_kernels_repeat_their_bits() -> None:
     n = 4096
     torch.manual_seed(6)

@@ -103,6 +103,17 @@ def check_sizes(setting: Setting) -> None:
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(drawn_settings())
 @example(Setting(Pattern.dense(), Layout.contiguous(0, 3), 2, 1, "ring", 4))
+# A distance that is cut is a round by itself, whatever room the one before left.
+@example(Setting(Pattern((Branch(8, 1),)), Layout.from_cuts([0, 1, 2, 3, 8, 9, 4, 5, 6, 7], (0, 5, 6, 10, 10)),
+                 1, 1, "direct", 2))  # fmt: skip
+# Two branches whose heads read the same keys: gathered, listed, and of grids that meet in every other segment.
+@example(Setting(Pattern((Branch(None, 1, 0, range(0, 1)), Branch(None, 1, 0, range(1, 2)))),
+                 Layout.contiguous(8, 2), 2, 1, "gather", 1000))  # fmt: skip
+@example(Setting(Pattern((Branch(8, 2, 0, range(0, 1)), Branch(4, 1, 0, range(1, 2)))),
+                 Layout.from_cuts([0, 4, 6, 7, 1, 3, 8, 9, 10, 11, 2, 5, 12, 13, 14, 15], (0, 16)),
+                 4, 2, "ring", 4))  # fmt: skip
+@example(Setting(Pattern((Branch(4, 2, (0, 1), range(0, 2)), Branch(6, 2, 0, range(2, 3)))),
+                 Layout.from_cuts(list(range(10)), (0, 4, 10)), 3, 1, "ring", 1000))  # fmt: skip
 @example(Setting(Pattern.dense(True), Layout.zigzag(12, 3), 2, 1, "ring", 2))
 @example(Setting(Pattern.longnet((4, 8), (1, 2), 4, True), Layout.striped(24, 4), 4, 2, "direct", 3))
 def test_a_plan_computes_moves_and_returns_exactly_what_the_pattern_says(setting: Setting) -> None:

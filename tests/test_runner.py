@@ -393,3 +393,13 @@ def test_patterns_are_permuted_with_their_heads() -> None:
     pattern = Pattern((Branch(8, 2, (0, 1, 1, 0)), Branch(4, 1, 0, range(0, 2))))
     assert laws.permuted(pattern, (2, 3, 0, 1)) == Pattern((Branch(8, 2, (1, 0, 0, 1)), Branch(4, 1, 0, range(2, 4))))
     assert laws.permuted(pattern, (0, 2, 1, 3)) is None, "heads 0 and 1 would be no range"
+
+
+def test_a_case_of_gpus_is_replayed_where_there_are_none(tmp_path: Path) -> None:
+    """On the CPU it has the bounds and the bytes of the CPU, and it is said."""
+    case = plain(2, device="cuda", kernel="cudnn", dtype="bfloat16", exchange="direct", head_dim=8)
+    (tmp_path / "case.json").write_text(case.to_json())
+    console = Console(record=True, width=200)
+    report = replay(tmp_path / "case.json", Report(console), SimBackend())
+    assert not report.failures and report.examples == 1
+    assert "the Case has device 'cuda'; on sim it runs on 'cpu'" in console.export_text()

@@ -128,6 +128,22 @@ def test_a_lost_rank_is_a_named_failure(tmp_path: Path, defect: str, kind: str, 
     assert "replay: " in run.text
 
 
+def test_torchrun_told_to_end_saves_what_was_under_way(tmp_path: Path) -> None:
+    given = ["--backend", "gloo", "--examples", "100000", "--long", "0", "--failures", str(tmp_path)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SCRIPT)]
+    with subprocess.Popen([*torchrun, *given], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+        assert run.stdout is not None
+        lines = []
+        for line in run.stdout:  # until examples are under way
+            lines.append(line)
+            if re.search(r"world 2: \d+/", line):
+                run.terminate()
+        assert run.wait(PLENTY) != 0
+    text = "".join(lines)
+    assert "torchrun ends all its processes" in text and "machinery" not in text
+    assert len(list(tmp_path.glob("*.json"))) == 1
+
+
 def test_links_that_lose_a_byte_end_the_run(tmp_path: Path) -> None:
     run = planted(tmp_path, "a_byte_lost", "--examples", "5")
     assert run.status == 1, run.text

@@ -67,18 +67,7 @@ def check_answers(case: Case, expectation: Expectation, observations: Observatio
     if len(observations) != len(case.ranks):
         raise WrongResult(f"answers: {len(observations)} ranks answered, the group has {len(case.ranks)}")
     accumulator = "float64" if case.dtype == "float64" else "float32"
-    for index, (seen, length) in enumerate(zip(observations, case.shards().counts, strict=True)):
-        queries, keys = (
-            (case.batch, length, case.heads, case.head_dim),
-            (case.batch, length, case.kv_heads, case.head_dim),
-        )
-        shapes = {
-            "out": queries,
-            "lse": (case.batch, case.heads, length),
-            "dq": queries,
-            "dk": keys,
-            "dv": keys,
-        }
+    for index, seen in enumerate(observations):
         for name, dtype in zip(QUANTITIES, seen.dtypes, strict=True):
             result = getattr(seen, name)
             if name == "lse" and case.lse == "unused":
@@ -86,12 +75,21 @@ def check_answers(case: Case, expectation: Expectation, observations: Observatio
                     raise WrongResult(f"answers: {_rank(case, index)} returned lse, which was not asked for")
                 continue
             wanted = accumulator if name == "lse" else case.dtype
-            if result is None or result.shape != shapes[name]:
-                shape = None if result is None else result.shape
-                raise WrongResult(f"answers: {name} of {_rank(case, index)} has shape {shape}, not {shapes[name]}")
+            _check_shape(case, index, name, result)
             if dtype != wanted:
                 raise WrongResult(f"answers: {name} of {_rank(case, index)} is {dtype}, not {wanted}")
     return {}
+
+
+def _check_shape(case: Case, index: int, name: str, result: Array | None) -> None:
+    """Of one rank's result, None where there is none."""
+    length = case.shards().counts[index]
+    heads = case.kv_heads if name in ("dk", "dv") else case.heads
+    whole = (case.batch, length, heads, case.head_dim)
+    shape = (case.batch, heads, length) if name == "lse" else whole
+    if result is None or result.shape != shape:
+        found = None if result is None else result.shape
+        raise WrongResult(f"answers: {name} of {_rank(case, index)} has shape {found}, not {shape}")
 
 
 def check_unseen(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
@@ -309,8 +307,12 @@ CHECKS: dict[str, Callable[[Case, Expectation, Observations], Ratios]] = {
 
 
 def assemble(case: Case, observations: Observations, name: str) -> Array:
-    """A result of the whole sequence, tokens in their global order, fp64, from the shards of all ranks."""
+    """A result of the whole sequence, tokens in their global order, fp64, from the shards of all ranks. Raises
+    WrongResult for a shard of another shape.
+    """
     axis = 2 if name == "lse" else 1
+    for index, seen in enumerate(observations):
+        _check_shape(case, index, name, getattr(seen, name))
     shards = [np.asarray(getattr(x, name), np.float64) for x in observations]
     return np.concatenate(shards, axis).take(case.shards().place, axis)
 

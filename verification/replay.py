@@ -11,7 +11,7 @@ from typing import Any
 from verification import real_size, records, runner
 from verification.backends import Backend, Unavailable
 from verification.failures import VerificationFailure
-from verification.hunt import Experiment, ToolError
+from verification.hunt import Experiment, ToolError, placed
 from verification.peers.observe import prepare
 from verification.peers.peer import KNOWN, Refused
 from verification.report import Failure, Report
@@ -30,10 +30,6 @@ def replay(file: Path, report: Report, backend: Backend) -> Report:
         if backend.name != "gloo":
             raise Unavailable(f"argument --backend: a peer needs torch.distributed, on gloo; got {backend.name}")
         backend.prepare = partial(prepare, KNOWN.get(record["peer"], record["peer"]))
-    if backend.name == "nccl" and getattr(case, "kernel", None) == "flash":
-        raise Unavailable(
-            f"argument --backend: the Case of {file} has kernel 'flash', which takes CPU tensors; got nccl"
-        )
     world = case.world
     most = runner.MOST_RANKS[backend.name]
     if world > most:
@@ -45,7 +41,11 @@ def replay(file: Path, report: Report, backend: Backend) -> Report:
                 real_size.run(backend, report, subject, file.parent)
             else:
                 report.start_world(world, 1)
-                _check(experiment, subject, backend, report, record, file)
+                here = placed(experiment, subject, backend.name)
+                if here is not subject:
+                    report.say(f"the Case has device {case.device!r}; on {backend.name} it runs on "
+                               f"{experiment.case_of(here).device!r}")  # fmt: skip
+                _check(experiment, here, backend, report, record, file)
                 report.end_world("replay")
     finally:
         backend.close()

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from verification.failures import VerificationFailure
+from verification.failures import RankHang, VerificationFailure
 from verification.reach import FEATURES, Reach
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -211,11 +211,13 @@ class Report:
                     f"{sum(row.seconds for row in rows.values()):.1f}",
                 )
             table.add_section()
-        self.console.print(table)
+        if self.rows:
+            self.console.print(table)
         if self.reach.cases:
             self.console.print(self.reach.table())
         worst = ", ".join(f"{x} {_ratio(ratio)}" for x, ratio in self.worst_by_dtype().items() if ratio is not None)
-        self.say(f"worst error / bound: {worst or 'nothing was compared'}")
+        if worst:
+            self.say(f"worst error / bound: {worst}")
         for failure in self.failures:
             self._explain(failure)
         verdict = "all held" if not self.failures else f"{len(self.failures)} counter-examples"
@@ -233,6 +235,8 @@ class Report:
             f"replay: {failure.replay}",
         ):
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        if failure.kind == RankHang.kind and failure.backend != "sim":
+            self.say("with --backend sim that line says who waits for whom, if the simulation hangs too")
 
     def restore(self, data: Mapping[str, Any]) -> None:
         """Go on from an earlier report, as `to_dict` made it.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from verification import properties, real_size
 from verification.backends import Backend, SimBackend, open_backend
@@ -14,7 +14,7 @@ from verification.checks import costs
 from verification.execute import observe
 from verification.expectation import expect
 from verification.failures import RankHang
-from verification.hunt import Experiment, Found, Hunt
+from verification.hunt import Experiment, Found, Hunt, placed
 from verification.laws import LAWS, Law
 from verification.report import Failure, Report, save_record
 from verification.strategies import cases
@@ -95,14 +95,8 @@ def law_experiment(law: Law) -> Experiment:
 
 
 def on_gpus(experiment: Experiment) -> Experiment:
-    """The same on GPUs; with kernel "auto" where it drew a fused one that does not take all that was drawn."""
-
-    def change(subject: Any) -> Any:
-        case = experiment.case_of(subject)
-        taken = case.dtype in ("bfloat16", "float16") and case.head_dim % 8 == 0
-        other = replace(case, device="cuda", kernel=case.kernel if taken or case.kernel != "flash" else "auto")
-        return other if subject is case else (other, *subject[1:])
-
+    """The same on GPUs."""
+    change = partial(placed, experiment, backend="nccl")
     return replace(experiment, draw=lambda world: experiment.draw(world).map(change))
 
 

@@ -53,6 +53,7 @@ class Table:
         self.place = place
         self.generation = 0
         self.ending = False
+        self.loss: SeatLost | None = None
         self.answers: list[deque[tuple[int, int, bytes]]] = [deque() for _ in range(place.world_size)]
         self.exits: dict[int, int | None] = {}
         self._replies: dict[int, dict[int, Any]] = {}
@@ -100,7 +101,9 @@ class Table:
                 self._connections[rank].send((what, number, argument))
 
     def ask(self, ranks: Collection[int], what: str, argument: Any, timeout: float) -> dict[int, Any]:
-        """The replies that came in time, by rank."""
+        """The replies that came in time, by rank. Raises SeatLost: once more, where a seat was lost before."""
+        if self.loss is not None:
+            raise self.loss
         self._questions += 1
         number = self._questions
         found = self._replies[number] = {}
@@ -114,8 +117,12 @@ class Table:
         """Take what the seats have to say: at least one message, unless the timeout is over first. Raises SeatLost."""
         lost = self._take(timeout)
         if lost:
-            self.ending = True
-            raise SeatLost(lost)
+            raise self.lose(lost)
+
+    def lose(self, ranks: Collection[int]) -> SeatLost:
+        """What to raise: these seats are gone, and nothing can be run any more."""
+        self.ending, self.loss = True, SeatLost(ranks)
+        return self.loss
 
     def _take(self, timeout: float) -> set[int]:
         """The ranks whose seats are gone and did not say that they were told to leave."""

@@ -152,7 +152,7 @@ def _serve(options: argparse.Namespace, table: Table, prepare: Preparation | Non
     def told_to_leave(*_: object) -> None:
         if not table.ending:
             table.ending = True
-            raise SeatLost(table.culprits())
+            raise table.lose(table.culprits())
 
     signal.signal(signal.SIGTERM, told_to_leave)
     console = Console(width=None if sys.stdout.isatty() else 120)

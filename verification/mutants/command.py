@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 import random
+import shlex
 import sys
 import time
 from concurrent.futures import BrokenExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from verification.backends import Unavailable
+from verification.benchmarks.records import commit
 from verification.hunt import ToolError
 from verification.mutants import DEFECTS, CannotPlant, by_name
 from verification.mutants.runner import ALL, LIMIT, SOON, NotSane, Outcome, hunt_all, totals
@@ -73,7 +78,13 @@ def main(options: argparse.Namespace, console: Console) -> int:
 
 
 def to_dict(outcomes: list[Outcome], seconds: float, seed: int, limit: int) -> dict[str, Any]:
+    """The record of a hunt: where, with what, by which command; what became of each defect; the totals."""
     return {
+        "device": f"{platform.machine()}, {os.cpu_count()} cores",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": commit(),
+        "command": f"python -m verification mutants {shlex.join(sys.argv[2:])}".rstrip(),
         "mutants": [outcome.to_dict() for outcome in outcomes],
         **totals(outcomes),
         "seconds": round(seconds, 1),

@@ -54,10 +54,11 @@ FILES = (
 # The unit tests of each, the fastest first: those that need no processes of their own.
 TESTS = {
     "ring/accumulator.py": ("accumulator", "kernels"),
-    "ring/agreement.py": ("attention_single",),
+    "ring/agreement.py": ("attention_single", "sim_backend"),
     "ring/attention.py": ("attention_single", "attention_autograd"),
     "ring/blocks.py": ("rows_and_store", "pieces", "plan"),
     "ring/budget.py": ("attention_single",),
+    "ring/diagonal.py": ("plan",),
     "ring/exchange.py": ("attention_single",),
     "ring/kernels.py": ("kernels", "attention_single"),
     "ring/layout.py": ("layout", "pieces"),

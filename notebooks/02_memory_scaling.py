@@ -1,0 +1,552 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     notebook_metadata_filter: kernelspec,jupytext,-all
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Memory of a rank, by sequence length and number of ranks
+#
+# A rank of a ring should hold $O(n/p)$. Three questions:
+#
+# 1. Is it so, measured, for each exchange? `ring` passes keys and values from neighbour to neighbour, `direct` fetches
+#    from their owner just the rows that are needed, `gather` lands everything (the baseline, which should *not* be so).
+# 2. Does the closed form of `reference/cost.py` say how many bytes?
+# 3. What then is the longest sequence for a given memory, and which term is in the way?
+#
+# What a rank holds in backward, where it holds most, with $L = n/p$ local tokens, $H$ query and $H_k$ key/value heads
+# of dimension $D$, $b$ bytes in the working type and $a$ in the accumulator's (4; 8 for fp64):
+#
+# | term | bytes | in |
+# |---|---|---|
+# | q, k, v, out, lse | $L\,(2 (H + H_k) D\, b + H a)$ | `cost.resident(...).shards` |
+# | incoming gradients of out and lse | $L\,(H D\, b + H a)$ | |
+# | sums of dq, dk, dv | $L\,(H + 2 H_k) D\, a$ | `cost.resident(...).gradients` |
+# | communication buffers | by exchange, bucket and pattern | `cost.buffers(...).backward` |
+# | scratch of a kernel call | at most a few tensors as large as the rank's queries | `verification.workspace.limits` |
+#
+# `NOTEBOOKS_LONG=1` takes longer sequences and more world sizes.
+
+# %%
+import gc
+import os
+import tempfile
+from functools import cache
+from itertools import cycle
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from figures import (
+    BLACK,
+    BLUE,
+    COLOURS,
+    GREEN,
+    SKY,
+    VERMILLION,
+    binary,
+    binary_ticks,
+    power_law,
+    recorded_rows,
+    style,
+    sum_of,
+)  # fmt: skip
+from torch.utils._python_dispatch import _disable_current_modes
+
+from reference import Pattern, cost
+from verification import definitions
+from verification.backends import GlooBackend
+from verification.case import Case
+from verification.execute import attend, shards
+from verification.real_size import LiveBytes, measured
+from verification.simulation import Simulation
+from verification.workspace import limits
+
+LONG = os.environ.get("NOTEBOOKS_LONG") == "1"
+COLOUR = {"ring": BLUE, "direct": VERMILLION, "gather": GREEN}
+MARK = {"ring": "o", "direct": "s", "gather": "^"}
+MIB = 2**20
+torch.set_num_threads(1)
+style()
+
+# %% [markdown]
+# ## The problem, and its closed form
+#
+# One branch of segments of 128 tokens, and one that sees 64 rows of the whole sequence, so that every rank needs
+# something of every earlier one however long the sequence is.
+
+
+# %%
+def problem(tokens: int, ranks: int, exchange: str, world: int | None = None, **changes: object) -> Case:
+    """fp32, one head of 32, contiguous shards, causal; on the first ranks of `world`, by default on all."""
+    pattern = Pattern.longnet([128, tokens], [1, max(1, tokens // 64)], 1, causal=True)
+    settings = dict(
+        world=world or ranks, group=tuple(range(ranks)), tokens=tokens, order="contiguous", cuts=None,
+        pattern=pattern, batch=1, heads=1, kv_heads=1, head_dim=32, dtype="float32", scale=None, score_scale=1.0,
+        values="normal", seed=0, exchange=exchange, bucket=None, kernel="auto", lse="unused", strided=False,
+    )  # fmt: skip
+    return Case(**settings | changes)
+
+
+def setting(case: Case) -> cost.Setting:
+    return cost.Setting(
+        case.pattern, case.shards().positions, case.batch, case.heads, case.kv_heads, case.head_dim,
+        case.torch_dtype.itemsize,
+    )  # fmt: skip
+
+
+def closed_form(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Bytes per rank: (all terms but scratch, buffers in forward, buffers in backward)."""
+    one = setting(case)
+    buffers, resident = cost.buffers(one, case.exchange, case.tokens_per_call), cost.resident(one)
+    incoming = one.counts * case.batch * case.heads * (case.head_dim * one.itemsize + one.accumulator_itemsize)
+    return resident.shards + incoming + resident.gradients + buffers.backward, buffers.forward, buffers.backward
+
+
+def scratch(case: Case) -> np.ndarray:
+    """Bytes per rank that the largest single tensor of a call may take."""
+    _, forward, backward = closed_form(case)
+    return np.array([
+        limits(case, rank, int(there), int(back)).backward
+        for rank, (there, back) in enumerate(zip(forward, backward, strict=True))
+    ])  # fmt: skip
+
+
+# %% [markdown]
+# ## Real ranks: 1 to 8 processes, lengths over three decades
+#
+# Each rank is a process, joined to the others by gloo. It runs forward and backward and counts the bytes of all tensors
+# that live at a time (`verification.real_size.LiveBytes`; scratch inside one of torch's kernels is not seen).
+
+# %%
+LENGTHS = [2**k for k in range(7, 20 if LONG else 18, 2)]
+WORLDS, AT = (1, 2, 4, 8), 2**15
+assert LENGTHS[-1] / LENGTHS[0] >= 1000, "three decades"
+
+
+def on_processes(cases: list[Case]) -> list[np.ndarray]:
+    """Peak bytes of live tensors per rank, for Cases on the ranks of one world or some of them."""
+    backend, found = GlooBackend(patience=300), []
+    backend.start(max(WORLDS))
+    with tempfile.TemporaryDirectory() as folder:
+        for case in cases:
+            file = os.path.join(folder, "tensors.pt")
+            torch.save(case.tensors(), file)
+            backend.submit(measured, case, file)
+            found.append(np.array([seen.tensor_bytes for seen in backend.collect()]))
+    backend.close()
+    return found
+
+
+peaks: dict[tuple[str, int, int], int] = {}  # (exchange, ranks, tokens) -> bytes of the fullest rank
+expected: dict[tuple[str, int, int], int] = {}
+sizes = sorted({(4, n) for n in LENGTHS} | {(ranks, AT) for ranks in WORLDS})
+cases = [problem(n, ranks, exchange, max(WORLDS)) for ranks, n in sizes for exchange in COLOUR]
+for case, seen in zip(cases, on_processes(cases), strict=True):
+    terms, most = closed_form(case)[0], scratch(case)
+    # The closed form is there in full, and what is beyond it is scratch: never more than two of the largest tensors.
+    assert (terms <= seen).all() and (seen <= terms + 2 * most).all(), case
+    key = case.exchange, len(case.ranks), case.tokens
+    peaks[key], expected[key] = int(seen.max()), int(terms.max())
+
+beyond = {key: peaks[key] / expected[key] - 1 for key in peaks}
+print(f"{len(peaks)} problems; scratch beyond the closed form, of it:")
+for n in sorted({key[2] for key in beyond}):
+    print(f"  {binary(n, ' tokens'):>14}: " + ", ".join(f"{e} {beyond[e, 4, n]:.1%}" for e in COLOUR))
+
+# %%
+figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.8))
+for exchange, colour in COLOUR.items():
+    lengths = sorted(n for e, p, n in peaks if e == exchange and p == 4)
+    left.loglog(
+        lengths,
+        [peaks[exchange, 4, n] / MIB for n in lengths],
+        MARK[exchange],
+        color=colour,
+        label=f"{exchange}, measured",
+    )
+    left.loglog(lengths, [expected[exchange, 4, n] / MIB for n in lengths], "-", color=colour, alpha=0.6)
+    right.loglog(
+        WORLDS,
+        [peaks[exchange, p, AT] / MIB for p in WORLDS],
+        MARK[exchange],
+        color=colour,
+        label=f"{exchange}, measured",
+    )
+    right.loglog(WORLDS, [expected[exchange, p, AT] / MIB for p in WORLDS], "-", color=colour, alpha=0.6)
+left.set(title="4 processes: memory is linear in n", xlabel="sequence length n (tokens)", ylabel="peak per rank (MiB)")
+right.set(title=f"n = {binary(AT)}: ring and direct fall as 1/p, gather does not", xlabel="ranks p")
+right.set_xticks(WORLDS, [str(p) for p in WORLDS])
+right.minorticks_off()
+right.set_ylim(1, 100)
+binary_ticks(left.xaxis)
+left.plot([], [], "-", color=BLACK, alpha=0.6, label="closed form")
+left.legend()
+plt.show()
+
+# %% [markdown]
+# ### The fits
+#
+# Two of them. The power law $M \propto p^{\beta}$ at fixed $n$; and, because a power law only says that *something*
+# does not fall, the sum $M / n = A / p + B$, in which $A$ is what is divided among the ranks and $B$ is what every rank
+# holds of the whole sequence. Intervals are at 95 %.
+
+# %%
+p = np.array(WORLDS, float)
+by_world = {e: power_law(p, [peaks[e, w, AT] for w in WORLDS]) for e in COLOUR}
+by_length = {e: power_law(*zip(*[(n, peaks[e, 4, n]) for n in LENGTHS if n >= 2**11], strict=True)) for e in COLOUR}
+parts = {e: sum_of({"A": 1 / p, "B": np.ones_like(p)}, [peaks[e, w, AT] / AT for w in WORLDS]) for e in COLOUR}
+for e in COLOUR:
+    print(f"{e:6}  in p: {by_world[e]};  in n from 2 Ki on: {by_length[e]}")
+    print(f"        bytes per token of the sequence: {parts[e]}")
+
+for e in ("ring", "direct"):
+    assert by_world[e].low < -1 < by_world[e].high < -0.8, "1/p is within the interval, anything near constant is not"
+    assert parts[e].low[1] < 0 < parts[e].high[1], "nothing of the whole sequence: 0 is within the interval of B"
+    assert abs(parts[e].coefficients[1]) < 0.02 * parts[e].coefficients[0], "and B is less than 2 % of A"
+    assert by_length[e].low < 1 < by_length[e].high, "linear in n"
+assert by_world["gather"].low > -0.5, "gather does not fall as 1/p"
+assert parts["gather"].low[1] > 0, "a part of its memory is not divided, whatever p"
+assert by_length["gather"].low < 1 < by_length["gather"].high
+
+# %% [markdown]
+# `gather` is $O(n)$: in backward a rank holds the keys and values of all others ($2 b$ bytes an element), the gradients
+# of these ($2 a$), and what comes home from $p - 1$ others for its own ($2 a$ each). Per token of the *whole* sequence
+# that is $H_k D\,(2 b + 2 a + 2 a)$ up to a share of $1/p$, whatever $p$. The fit must find it:
+
+# %%
+constant = 1 * 32 * (2 * 4 + 2 * 4 + 2 * 4)
+fit = parts["gather"]
+print(
+    f"B of gather: {fit.coefficients[1]:.0f} [{fit.low[1]:.0f}, {fit.high[1]:.0f}] bytes per token, "
+    f"by the formula {constant}"
+)
+assert fit.low[1] < constant < fit.high[1]
+
+# %% [markdown]
+# ## More ranks than this machine has: simulated, up to 64
+#
+# All ranks live in one process and take turns (`verification.simulation`). Communication buffers are counted by
+# `ring.exchange.measure` and must equal the closed form *to the byte*, on every rank, forward and backward. For `ring`
+# and `direct` live tensors are counted as well, outside the simulated network, which keeps copies of its own. (That
+# network holds on to what `gather` landed until the last rank is through, so for `gather` only the buffers are
+# counted.)
+
+
+# %%
+class Aside:
+    """A rank's transport whose own tensors are not counted among the rank's."""
+
+    def __init__(self, transport: object) -> None:
+        self._transport, self.rank, self.world_size = transport, transport.rank, transport.world_size
+
+    def post(self, sends: object, receives: object) -> object:
+        with _disable_current_modes():
+            pending = self._transport.post(sends, receives)
+        return Waited(pending)
+
+    def unanimous(self, payload: bytes) -> bool:
+        with _disable_current_modes():
+            return self._transport.unanimous(payload)
+
+    def collect(self, payload: bytes) -> list[bytes]:
+        with _disable_current_modes():
+            return self._transport.collect(payload)
+
+    def prepare(self, key: object, outgoing: object) -> None:
+        gc.collect()  # messages of the call before refer to each other, and so to its buffers
+        self._transport.prepare(key, outgoing)
+
+    def empty(self, *arguments: object) -> torch.Tensor:
+        return self._transport.empty(*arguments)
+
+
+class Waited:
+    def __init__(self, pending: object) -> None:
+        self._pending = pending
+
+    def wait(self) -> None:
+        with _disable_current_modes():
+            self._pending.wait()
+
+
+def one_rank(transport: object, case: Case, tensors: tuple, live_too: bool) -> tuple[int | None, int, int]:
+    inputs = tuple(x.clone() for x in shards(case, transport.rank, tensors))
+    if not live_too:
+        run = attend(transport, case, inputs)
+        return None, run.buffer_forward, run.buffer_backward
+    with LiveBytes() as live:
+        for x in inputs:
+            live.count(x)
+        run = attend(Aside(transport), case, inputs)
+    return live.peak, run.buffer_forward, run.buffer_backward
+
+
+def simulated(case: Case, live_too: bool) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
+    tensors = case.tensors()
+    gc.collect()
+    gc.freeze()
+    answers = Simulation(case.world, seed=1).run(lambda transport: one_rank(transport, case, tensors, live_too))
+    gc.unfreeze()
+    live, forward, backward = zip(*answers, strict=True)
+    return np.array(live) if live_too else None, np.array(forward), np.array(backward)
+
+
+MANY, TOKENS = ((1, 2, 4, 8, 16, 32, 64) if LONG else (1, 2, 8, 32, 64)), 2**14
+COUNTED = MANY if LONG else (1, 2, 8, 32)  # where live tensors are counted too, which takes time
+live, buffers = {}, {}
+for world in MANY:
+    for exchange in COLOUR:
+        live_too = exchange != "gather" and world in COUNTED
+        case = problem(TOKENS if live_too else 2**11, world, exchange)
+        terms, forward, backward = closed_form(case)
+        seen, seen_forward, seen_backward = simulated(case, live_too)
+        assert np.array_equal(seen_forward, forward) and np.array_equal(seen_backward, backward), "to the byte"
+        buffers[exchange, world] = int(seen_backward.max()) / case.tokens
+        if seen is not None:
+            assert (terms <= seen).all() and (seen <= terms + 3 * scratch(case)).all()
+            live[exchange, world] = int(seen.max())
+
+# %%
+figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.6))
+for exchange, colour in COLOUR.items():
+    boxes = [closed_form(problem(TOKENS, w, exchange))[2].max() / 1024 for w in MANY[1:]]  # as measured, to the byte
+    right.loglog(MANY[1:], boxes, MARK[exchange] + "-", color=colour, label=exchange)
+    if exchange != "gather":
+        left.loglog(COUNTED, [live[exchange, w] / MIB for w in COUNTED], MARK[exchange], color=colour, label=exchange)
+        terms = [closed_form(problem(TOKENS, w, exchange))[0].max() / MIB for w in MANY]
+        left.loglog(MANY, terms, "-", color=colour, alpha=0.6)
+left.set(
+    title=f"n = {binary(TOKENS)}, simulated: 1/p up to {COUNTED[-1]} ranks",
+    xlabel="ranks p",
+    ylabel="peak per rank (MiB)",
+)
+right.set(title="Buffers are small and bounded, but for gather", xlabel="ranks p", ylabel="buffers per rank (KiB)")
+left.plot([], [], "-", color=BLACK, alpha=0.6, label="closed form")
+for axes in (left, right):
+    axes.set_xticks(MANY, [str(w) for w in MANY])
+    axes.minorticks_off()
+    axes.legend(loc="best")
+plt.show()
+
+for exchange in ("ring", "direct"):
+    fit = power_law(COUNTED, [live[exchange, w] for w in COUNTED])
+    print(
+        f"{exchange}: {fit}; all ranks together hold "
+        f"{live[exchange, COUNTED[-1]] * COUNTED[-1] / live[exchange, 1]:.2f} times what one does"
+    )
+    by_part = sum_of({"A": 1 / np.array(COUNTED), "B": np.ones(len(COUNTED))}, [live[exchange, w] for w in COUNTED])
+    print(f"        bytes: {by_part}")
+    assert fit.high < -0.8
+    assert abs(by_part.coefficients[1]) < 0.02 * by_part.coefficients[0], "what does not fall with p is less than 2 %"
+assert buffers["gather", 64] > buffers["gather", 2], "gather's buffers do not fall with p"
+assert max(buffers["ring", 64], buffers["direct", 64]) < buffers["gather", 64] / 10
+
+# %% [markdown]
+# Shards are short here. What keeps the slope from $-1$ is the least bucket (32 tokens, whatever the
+# shard), of which a rank has up to five buffers, and the scratch of a call: both are constants, so that longer shards
+# come nearer.
+#
+# ## The bucket
+#
+# The bucket bounds landing buffers, at the price of more messages. Dense attention on 4 simulated ranks, where whole
+# shards travel: buffers grow with the bucket until it holds a shard, then no more. `gather` ignores it.
+
+# %%
+BUCKETS, SHARD = (4, 8, 16, 32, 64, 128), 32
+by_bucket = {}
+for exchange in COLOUR:
+    for bucket in BUCKETS:
+        case = problem(4 * SHARD, 4, exchange, pattern=Pattern.dense(), bucket=bucket)
+        terms, forward, backward = closed_form(case)
+        _, seen_forward, seen_backward = simulated(case, live_too=False)
+        assert np.array_equal(seen_forward, forward) and np.array_equal(seen_backward, backward), "to the byte"
+        by_bucket[exchange, bucket] = int(seen_backward.max())
+figure, axes = plt.subplots(figsize=(5.5, 3.4))
+for exchange, colour in COLOUR.items():
+    axes.loglog(
+        BUCKETS, [by_bucket[exchange, b] / 1024 for b in BUCKETS], MARK[exchange] + "-", color=colour, label=exchange
+    )
+axes.axvline(SHARD, color=BLACK, linewidth=0.8, linestyle=":", label="a shard")
+axes.set(
+    title="4 ranks, n = 128, dense: the bucket bounds the buffers",
+    xlabel="bucket (tokens)",
+    ylabel="buffers in backward (KiB)",
+)
+binary_ticks(axes.xaxis)
+axes.legend()
+plt.show()
+assert by_bucket["ring", 4] * 8 == by_bucket["ring", SHARD], "proportional to the bucket below a shard"
+assert by_bucket["ring", SHARD] == by_bucket["ring", 4 * SHARD], "and no larger than shards beyond"
+assert len({by_bucket["gather", b] for b in BUCKETS}) == 1
+
+# %% [markdown]
+# `direct` joins the messages of several distances into one round where the bucket has room for them: beyond a shard its
+# buffers grow on, to all that a rank needs. That is what it is faster for, and what a bucket larger than the shard
+# costs.
+
+# %%
+assert by_bucket["direct", 4 * SHARD] > by_bucket["direct", SHARD]
+assert by_bucket["direct", SHARD] <= by_bucket["ring", SHARD]
+
+# %% [markdown]
+# ## The longest sequence for a given memory, and which term binds
+#
+# One layer, forward and backward, bf16, 32 query and 8 key/value heads of 128, dense causal in zigzag order; 64 GiB of
+# memory for what is counted here. Every term is linear in the length of a shard, buckets by the budget of `ring.budget`
+# included, up to a constant: two lengths determine it, a third one checks that.
+
+# %%
+HEADS, KV_HEADS, DIM, MEMORY = 32, 8, 128, 64 * 2**30
+TERMS = {
+    "q, k, v, out, lse and their incoming gradients": BLUE, "sums of dq, dk, dv": SKY,
+    "communication buffers": VERMILLION,
+}  # fmt: skip
+
+
+@cache
+def dense(local: int, world: int) -> cost.Setting:
+    held = definitions.shards("zigzag", local * world, world, None)
+    return cost.Setting(Pattern.dense(causal=True), held.positions, 1, HEADS, KV_HEADS, DIM, 2)
+
+
+def terms_of(local: int, world: int, exchange: str) -> np.ndarray:
+    """Bytes of the fullest rank, by term."""
+    one, bucket = dense(local, world), definitions.default_bucket(local, HEADS, KV_HEADS, 2)
+    resident, boxes = cost.resident(one), cost.buffers(one, exchange, bucket)
+    incoming = one.counts * HEADS * (DIM * 2 + 4)
+    return np.array([(resident.shards + incoming).max(), resident.gradients.max(), boxes.backward.max()], float)
+
+
+RANKS = (1, 2, 4, 8, 16, 32, 64)
+per_token = {}  # bytes per local token
+for exchange in COLOUR:
+    for world in RANKS:
+        short, middle, long = (terms_of(local, world, exchange) for local in (512, 1024, 1536))
+        assert np.array_equal(long - middle, middle - short), "linear in the shard"
+        assert (short - (middle - short) < 1e-4 * MEMORY).all(), "and the constant is nothing beside the memory"
+        per_token[exchange, world] = (middle - short) / 512
+longest = {key: MEMORY / value.sum() * key[1] for key, value in per_token.items()}
+binding = {key: list(TERMS)[int(value.argmax())] for key, value in per_token.items()}
+
+figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.8))
+for exchange, colour in COLOUR.items():
+    left.loglog(RANKS, [longest[exchange, w] for w in RANKS], MARK[exchange] + "-", color=colour, label=exchange)
+left.set(title="64 GiB a rank: gather stops growing", xlabel="ranks p", ylabel="longest sequence (tokens)")
+left.set_xticks(RANKS, [str(w) for w in RANKS])
+left.minorticks_off()
+binary_ticks(left.yaxis)
+left.legend()
+shown = [(exchange, w) for exchange in COLOUR for w in (2, 8, 64)]
+bottom = np.zeros(len(shown))
+for index, (name, colour) in enumerate(TERMS.items()):
+    share = np.array([per_token[key][index] / per_token[key].sum() for key in shown])
+    right.bar(range(len(shown)), share, bottom=bottom, color=colour, label=name)
+    bottom += share
+right.set_xticks(range(len(shown)), [f"{e}\n{w}" for e, w in shown], fontsize=7)
+right.set(title="What the memory goes to, by exchange and ranks", ylabel="share of the total")
+right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), fontsize=7)
+plt.show()
+for exchange in COLOUR:
+    print(f"{exchange:6} on 64 ranks: {binary(longest[exchange, 64])} tokens; binding: {binding[exchange, 64]}")
+
+for exchange in ("ring", "direct"):
+    assert longest[exchange, 64] > 0.9 * 32 * longest[exchange, 2], "more ranks, longer sequences, in proportion"
+    assert all("buffers" not in binding[exchange, w] for w in RANKS)
+    assert all(per_token[exchange, w][2] < 0.1 * per_token[exchange, w].sum() for w in RANKS)
+assert longest["gather", 64] < 2 * longest["gather", 8], "8 times the ranks, less than twice the length"
+assert all("buffers" in binding["gather", w] for w in RANKS if w >= 8)
+
+# %% [markdown]
+# With `ring` and `direct` it is the rank's own data that binds: the inputs, their gradients, and the sums in fp32. The
+# buffers are less than a tenth of all, by the budget of the bucket. With `gather` it is the buffers, from a few ranks
+# on.
+#
+# On GPUs the default bucket is at least 64 Ki tokens, so that shorter shards land whole, and with `direct` several at
+# once. That is a constant, not a share. How much, per rank:
+
+# %%
+bucket = definitions.default_bucket(1024, HEADS, KV_HEADS, 2, "cuda")
+assert bucket == 2**16 > definitions.default_bucket(1024, HEADS, KV_HEADS, 2)
+item, gradient = dense(512, 2).slot_bytes(narrow=True)
+most = (bucket + 1) * KV_HEADS * 3 * (item + gradient)  # two landings, an outbox; the same for gradients, in bf16
+for world in (8, 64):
+    seen = int(cost.buffers(dense(1536, world), "direct", bucket, narrow=True).backward.max())
+    print(f"{world:2} ranks, shards of 1.5 Ki tokens: {seen / MIB:.0f} MiB of at most {most / MIB:.0f}")
+    assert seen <= most
+
+# %% [markdown]
+# ## GPUs: recorded peaks
+#
+# What PyTorch's allocator reported at its highest beyond inputs and outputs, on the fullest GPU, beside the closed form
+# for the same call (accumulators and buffers). From `notebooks/data/`; nothing is typed in.
+
+# %%
+gpu = [row for row in recorded_rows(method="ring_attention") if row.get("peak_bytes")]
+assert gpu, (
+    "no record in notebooks/data has peaks; scripts/bench_ring.py --json makes one, without --graph or beside it"
+)
+for row in gpu:
+    print(
+        f"{row['section']:8} {row['world']} GPUs, {binary(row['tokens']):>6} tokens each, {row['exchange']}, "
+        f"{row['pass']:16}: "
+        f"{row['peak_bytes'] / MIB:7.0f} MiB, closed form {row['closed_form_bytes'] / MIB:7.0f}, "
+        f"ratio {row['peak_bytes'] / row['closed_form_bytes']:.2f}"
+    )
+
+# %%
+figure, axes = plt.subplots(figsize=(6.5, 3.8))
+kinds = sorted({(row["section"], row["exchange"], row["world"], row["pass"]) for row in gpu})
+for (section, exchange, world, name), colour in zip(kinds, cycle(COLOURS), strict=False):
+    rows = [r for r in gpu if (r["section"], r["exchange"], r["world"], r["pass"]) == (section, exchange, world, name)]
+    rows.sort(key=lambda row: row["tokens"])
+    x = [row["tokens"] for row in rows]
+    axes.loglog(
+        x,
+        [row["peak_bytes"] / MIB for row in rows],
+        "o",
+        color=colour,
+        label=f"{section}, {exchange}, {world} GPUs, {name}",
+    )
+    axes.loglog(x, [row["closed_form_bytes"] / MIB for row in rows], "--", marker="_", color=colour, alpha=0.7)
+    each = [row["peak_bytes"] / row["tokens"] for row in rows]
+    assert all(late < 1.02 * early for early, late in zip(each, each[1:], strict=False)), (
+        "a longer shard takes no more per token"
+    )
+    if len(x) >= 3:
+        print(f"{section}, {exchange}, {world} GPUs, {name}: {power_law(x, [row['peak_bytes'] for row in rows])}")
+axes.plot([], [], "--", marker="_", color=BLACK, label="closed form")
+axes.set(
+    title="Recorded on GPUs: no faster than the shard",
+    xlabel="tokens per GPU",
+    ylabel="peak beyond inputs and outputs (MiB)",
+)
+binary_ticks(axes.xaxis)
+axes.legend(fontsize=7)
+plt.show()
+for row in gpu:
+    assert row["peak_bytes"] < 1.5 * row["closed_form_bytes"], "at most half as much again as the closed form"
+
+there = {(row["section"], row["exchange"], row["world"]) for row in gpu}
+wanted = {(s, e, w) for s in ("dense", "longnet") for e in COLOUR for w in (2, 4, 8)}
+lacking = sorted(wanted - there)
+print(
+    f"\nnot recorded yet ({len(lacking)} of {len(wanted)}):", "; ".join(f"{s} {e} on {w} GPUs" for s, e, w in lacking)
+)
+print("longest shards (section reach):", len(recorded_rows(section="reach")), "rows recorded")
+
+# %% [markdown]
+# The closed form is what the algorithm needs, not what the allocator is asked for. On GPUs forward holds less of it,
+# since partial results stay in 16 bits until one pass combines them, and no fp32 accumulator exists; backward may hold
+# more, since a fused kernel's results, and copies of operands that it wants contiguous, live beside the sums. Per token
+# the longest shards take least: their buffers have reached the bucket of 64 Ki tokens, and are a constant from there
+# on. (Of three lengths on either side of that bend no exponent can be fitted well: see the intervals.)

@@ -1,0 +1,360 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     notebook_metadata_filter: kernelspec,jupytext,-all
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # How a defect is found
+#
+# The verification knows no defect. It draws a *Case* (sizes, pattern, layout, exchange, dtype, numbers), runs it on
+# ranks, and compares all that the ranks answer with a dense oracle in fp64, within bounds that are derived. What fails
+# is shrunk to the smallest Case that fails alike, and that one is kept.
+#
+# 1. One defect is planted, found, shrunk, saved and replayed, step by step.
+# 2. What the drawn Cases reach.
+# 3. How many examples each seeded defect takes.
+#
+# `NOTEBOOKS_LONG=1` hunts more defects with more seeds.
+
+# %%
+import dataclasses
+import difflib
+import json
+import os
+import tempfile
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from figures import BLUE, GREEN, ORANGE, SKY, VERMILLION, record, style, who_sees_whom
+from rich.console import Console
+
+from reference import Pattern, attention
+from reference.pattern import multiplicity
+from verification.backends import GlooBackend, SimBackend, observe_on
+from verification.case import Case
+from verification.failures import VerificationFailure
+from verification.hunt import PATIENCE, Hunt
+from verification.laws import LAWS
+from verification.mutants import DEFECTS, by_name
+from verification.mutants.plant import plant_by_name
+from verification.mutants.runner import SOON, hunt_all
+from verification.reach import FEATURES, Reach
+from verification.replay import replay
+from verification.report import Report
+from verification.runner import EXAMPLES, PROFILES, WORLDS, Plan, law_experiment, save
+
+LONG = os.environ.get("NOTEBOOKS_LONG") == "1"
+SEED = "21"
+style()
+
+
+def silent() -> Report:
+    return Report(Console(quiet=True))
+
+
+# %% [markdown]
+# ## 1. One defect, from planting to replay
+#
+# A seeded defect is a replacement of text in the source. This one counts the dilated grid in rows of the shard where
+# it must count positions of the sequence. Every rank alone looks right: each takes every $r$-th row.
+
+# %%
+defect = by_name("phase-from-local-rows")
+(edit,) = defect.edits
+print(defect.about, edit.file, "", sep="\n")
+print(*difflib.ndiff(edit.was.splitlines(), edit.becomes.splitlines()), sep="\n")
+
+# %% [markdown]
+# **Plant.** The defect is brought into the ranks' processes, never into this one. The ranks are simulated.
+#
+# **Find and shrink.** `Hunt` lets Hypothesis draw Cases and checks each. After the first failure, it draws smaller
+# Cases around it and keeps the smallest that breaks the same property in the same way. We look over its shoulder.
+
+# %%
+planted = partial(plant_by_name, defect.name)
+looked: list[tuple[Case, VerificationFailure | None]] = []
+
+
+def look(backend, case):
+    """The check of an ordinary example; what came out is noted."""
+    try:
+        ratios = EXAMPLES.check(backend, case)
+    except VerificationFailure as failure:
+        looked.append((case, failure))
+        raise
+    looked.append((case, None))
+    return ratios
+
+
+ranks = SimBackend(PATIENCE, planted)
+ranks.start(2)
+hunt = Hunt(dataclasses.replace(EXAMPLES, check=look), ranks, silent(), world=2)
+found = hunt.find(PROFILES["quick"].examples, SEED)
+assert found is not None, "the defect was not found"
+first = next(number for number, (_, failure) in enumerate(looked) if failure is not None)
+case, smallest = looked[first][0], found.subject
+print(f"failed: example {first + 1}; then {len(looked) - first - 1} smaller Cases were tried")
+
+
+# %% [markdown]
+# The size of a Case: how many numbers its queries have, times its branches.
+
+
+# %%
+def size(case: Case) -> int:
+    return case.batch * case.tokens * case.heads * case.head_dim * len(case.pattern.branches)
+
+
+held = [(number, size(c)) for number, (c, failure) in enumerate(looked, 1) if failure is None]
+failed = [(number, size(c)) for number, (c, failure) in enumerate(looked, 1) if failure is not None]
+figure, axes = plt.subplots()
+axes.step(*zip(*failed, strict=True), where="post", color=VERMILLION, linewidth=0.8, alpha=0.5)
+axes.scatter(*zip(*held, strict=True), color=BLUE, marker="o", s=18, label="held")
+axes.scatter(*zip(*failed, strict=True), color=VERMILLION, marker="x", s=24, label="failed")
+axes.axvline(first + 1, color=VERMILLION, linestyle=":", linewidth=1)
+axes.set(yscale="log", xlabel="Case checked (number)", ylabel="numbers in q, times branches")
+axes.set_title(f"Found at example {first + 1}; shrinking takes its size from {size(case)} to {size(smallest)}")
+axes.legend()
+plt.show()
+assert size(smallest) < size(case) and size(smallest) == min(s for _, s in failed)
+
+# %% [markdown]
+# **The smallest Case.** What has no part in the failure is at its simplest value: one batch, one head of one number,
+# one branch over the whole sequence, contiguous order, exchange `ring`, fp32. What is left is what the defect needs:
+# two ranks with a token each, and a dilation. (Shrinking ends where no step makes the Case simpler. The kernel may
+# stay at `flash`: it takes one choice less, since it has no gradient through lse.)
+
+# %%
+before, after = (json.loads(c.to_json()) for c in (case, smallest))
+print(f"{'field':14} {'as drawn':44} smallest")
+for name in before:
+    as_drawn = str(before[name] if name != "pattern" else f"{len(before[name]['branches'])} branches")
+    print(f"{name:14} {as_drawn[:43]:44} {after[name]}")
+print(f"\n{type(found.failure).__name__}: {found.failure}")
+
+(branch,) = smallest.pattern.branches
+assert (smallest.tokens, smallest.world, smallest.batch, smallest.heads, smallest.head_dim) == (2, 2, 1, 1, 1)
+assert (branch.segment_length, branch.dilation_rate, branch.offset) == (None, 2, 0)
+
+# %% [markdown]
+# Which token answered wrongly, and what did it see? Token 1 lies off the grid $0, 2, 4, \dots$ and must see nothing:
+# output exactly 0, lse $-\infty$. On its rank it is row 0, and the defect takes it for a token on the grid. So both
+# tokens see both, and what comes out is dense attention.
+
+# %%
+q, k, v, _, _ = smallest.tensors()
+out = np.concatenate([seen.out for seen in observe_on(ranks, smallest)], axis=1)[0, :, 0, 0]
+ranks.close()
+exact, lse = (x.numpy().reshape(2) for x in attention(q, k, v, smallest.pattern))
+dense = attention(q, k, v, Pattern.dense())[0].numpy().reshape(2)
+for token in range(2):
+    print(f"token {token}: with the defect {out[token]:+.5f}, oracle {exact[token]:+.5f}, dense {dense[token]:+.5f}")
+assert exact[1] == 0 and lse[1] == -np.inf
+assert np.abs(out - dense).max() < 1e-6 and np.abs(out - exact).min() > 0.1
+
+# %%
+positions = torch.arange(12)
+right = multiplicity(smallest.pattern, positions, positions, 1)[0].numpy()
+row = positions.numpy() % 3  # of four ranks with three tokens each
+wrong = (row[:, None] % 2 == 0) & (row[None, :] % 2 == 0)
+figure, (left, right_) = plt.subplots(1, 2, figsize=(7.2, 3.6))
+who_sees_whom(left, right, title="Defined: every 2nd position", cuts=(3, 6, 9), legend=False)
+who_sees_whom(right_, wrong, title="Defect: every 2nd row of each shard", cuts=(3, 6, 9), legend=False)
+plt.show()
+assert (right[:3, :3] == wrong[:3, :3]).all() and (right[3:6, 3:6] != wrong[3:6, 3:6]).any()
+
+# %% [markdown]
+# Blue: the key is seen. The lines are the cuts between four ranks. Among the tokens of rank 0 both patterns agree;
+# among those of rank 1 they do not.
+#
+# **Save and replay.** The Case is the whole report: a file of JSON, from which any process makes the same tensors.
+# With the defect it fails again, on simulated ranks as on real processes joined by gloo; without the defect it holds.
+
+# %%
+with tempfile.TemporaryDirectory() as folder:
+    saved = save(found, hunt, Path(folder))
+    assert Case.from_json(saved.file.read_text()) == smallest
+    replays = {}
+    for where, prepare in (("with the defect", planted), ("without", None)):
+        for backend in (SimBackend(PATIENCE, prepare), GlooBackend(PATIENCE, prepare)):
+            replays[where, backend.name] = replay(saved.file, silent(), backend).failures
+print(saved.file.name)
+for (where, backend), failures in replays.items():
+    print(f"{where:16} {backend:5} {failures[0].broken if failures else 'holds'}")
+assert {key: len(failures) for key, failures in replays.items()} == {
+    ("with the defect", "sim"): 1, ("with the defect", "gloo"): 1, ("without", "sim"): 0, ("without", "gloo"): 0,
+}  # fmt: skip
+assert {failures[0].broken for failures in replays.values() if failures} == {saved.broken}
+
+# %% [markdown]
+# ## 2. What the strategies cover
+#
+# `verification/reach.py` names features of a Case and tells from the Case, by definition, whether it has them. Here
+# are as many plain Cases as `scripts/verify` draws in its quick profile, by the same strategies, and those of the law
+# about longer shards, with nothing run on them. All but one of the features are reached by plain Cases; a default
+# bucket that is more than the least one takes the longer shards of that law.
+
+# %%
+plan = Plan(WORLDS, PROFILES["quick"], None, 0, "sim", Path())
+
+
+def drawn(experiment, world: int, examples: int, seed: str) -> list[Case]:
+    """The Cases that a run would draw on that world size."""
+    cases: list[Case] = []
+
+    def only_note(_, subject):
+        cases.append(experiment.case_of(subject))
+        return {}
+
+    noted = Hunt(dataclasses.replace(experiment, check=only_note), SimBackend(), silent(), world)
+    assert noted.find(examples, seed) is None
+    return cases
+
+
+long_shards = next(law for law in LAWS if law.name == "memory of longer shards")
+by_world = {}
+for world in WORLDS:
+    examples = plan.examples_for(world)
+    by_world[world] = drawn(EXAMPLES, world, examples, SEED)
+    share = max(1, round(examples * long_shards.share))
+    by_world[world] += drawn(law_experiment(long_shards), world, share, SEED)
+every = [c for cases in by_world.values() for c in cases]
+
+
+def reach(cases) -> dict[str, int]:
+    counted = Reach()
+    for c in cases:
+        counted.add(c)
+    return counted.to_dict()
+
+
+reached = {world: reach(cases) for world, cases in by_world.items()}
+total = {name: sum(counts[name] for counts in reached.values()) for name in FEATURES}
+print(f"{len(every)} Cases; of {len(FEATURES)} features reached: {sum(count > 0 for count in total.values())}")
+rarest = sorted(total, key=total.__getitem__)[:5]
+print("rarest:", ", ".join(f"{name} ({total[name]})" for name in rarest))
+assert all(total.values()), "a feature that nothing reaches"
+plain = reach(c for world in WORLDS for c in by_world[world][: plan.examples_for(world)])
+assert [name for name, count in plain.items() if not count] == ["default bucket beyond the least"]
+assert all(reached[1][name] == 0 for name in ("subgroup", "empty shard", "uneven cuts", "segment on several ranks"))
+
+# %%
+names = sorted(total, key=total.__getitem__)
+half = len(names) // 2
+figure, sides = plt.subplots(1, 2, figsize=(9.5, 7), sharex=True)
+for axes, part in zip(sides, (names[half:], names[:half]), strict=True):
+    shares = [100 * total[name] / len(every) for name in part]
+    axes.hlines(range(len(part)), 0.1, shares, color=SKY, linewidth=1)
+    axes.plot(shares, range(len(part)), "o", color=BLUE, label="all world sizes")
+    for world, colour, marker in ((1, ORANGE, "v"), (8, GREEN, "^")):
+        counts = [100 * reached[world][name] / len(by_world[world]) or np.nan for name in part]
+        axes.plot(
+            counts, range(len(part)), marker, color=colour, label=f"{world} rank{'s' * (world > 1)}", markersize=3
+        )
+    axes.set(xscale="log", xlabel="share of Cases (%)", xlim=(0.1, 100), ylim=(-0.6, len(part) - 0.4))
+    axes.set_yticks(range(len(part)), part, fontsize=7)
+figure.legend(*sides[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+figure.suptitle("Most features are in more than a tenth of the Cases; some need more ranks than one", fontsize=10)
+plt.show()
+assert np.mean([count >= len(every) / 10 for count in total.values()]) > 0.5
+
+# %% [markdown]
+# A feature that is in a share $s$ of Cases is missed by $n$ of them with probability $(1-s)^n$. The curve shows how
+# many features have been met after so many plain Cases, in the order in which they were drawn on 4 ranks.
+
+# %%
+figure, axes = plt.subplots()
+after_200 = []
+for colour, seed in zip((BLUE, VERMILLION, GREEN), ("1", "2", "3"), strict=True):
+    cases = drawn(EXAMPLES, 4, 300, seed)
+    has = np.array([[bool(test(c)) for test in FEATURES.values()] for c in cases])  # (Cases, features)
+    met = np.logical_or.accumulate(has).sum(1)
+    after_200.append(met[199])
+    axes.step(range(1, len(met) + 1), met, where="post", color=colour, label=f"seed {seed}")
+axes.axhline(len(FEATURES), color="black", linewidth=1, linestyle=":", label="all features")
+axes.set(xscale="log", xlabel="Cases drawn", ylabel="features met", ylim=(0, None))
+axes.set_title(f"200 Cases meet {min(after_200)} to {max(after_200)} of {len(FEATURES)} features")
+axes.legend()
+plt.show()
+assert min(after_200) > 0.9 * len(FEATURES)
+
+# %% [markdown]
+# ## 3. How many examples a defect takes
+#
+# Six defects are hunted here and now; before that, the ranks without a defect must hold.
+
+# %%
+CHOSEN = [
+    "merge-by-plain-average", "phase-from-local-rows", "accumulator-in-bfloat16",
+    "outbox-packed-before-its-send-ended", "hidden-keys-sent", "sends-before-receives",
+]  # fmt: skip
+live = {name: [] for name in CHOSEN}
+for seed in range(1, 21 if LONG else 2):
+    for outcome in hunt_all(CHOSEN, seed):
+        live[outcome.name].append(outcome)
+for name, outcomes in live.items():
+    taken = [outcome.examples for outcome in outcomes]
+    print(f"{name:38} {outcomes[0].kind:20} {outcomes[0].check:38} {taken if len(taken) < 6 else np.median(taken)}")
+assert all(outcome.killed for outcomes in live.values() for outcome in outcomes)
+
+# %% [markdown]
+# All seeded defects, from a recorded hunt:
+
+# %%
+COMMAND = "python -m verification mutants --seed 21 --json notebooks/data/mutants.json"
+hunted = record("mutants", ("mutants", "defects", "killed", "within_200", "seed", "seconds"), COMMAND)
+outcomes = hunted["mutants"]
+killed = [outcome for outcome in outcomes if outcome["killed"]]
+taken = np.sort([outcome["examples"] for outcome in killed])
+print(f"{len(outcomes)} defects, {len(killed)} killed, in {hunted['seconds']:.0f} s, seed {hunted['seed']}")
+print(f"median {np.median(taken):.0f} examples; 90 % within {np.percentile(taken, 90):.0f}; at most {taken[-1]}")
+known = {defect.name for defect in DEFECTS}
+recorded = {outcome["name"] for outcome in outcomes}
+print(f"not in the record: {', '.join(sorted(known - recorded)) or 'none'}")
+assert recorded <= known, f"the record is of another catalogue: {sorted(recorded - known)}"
+assert hunted["defects"] == len(outcomes) and hunted["killed"] == len(killed) == len(outcomes)
+assert hunted["within_200"] == (taken <= SOON).sum() >= 0.9 * len(taken)
+
+# %%
+figure, (left, right_) = plt.subplots(1, 2, figsize=(9.5, 3.4), width_ratios=(3, 2))
+left.step(taken, 100 * np.arange(1, len(taken) + 1) / len(outcomes), where="post", color=BLUE, label="recorded hunt")
+left.axvline(SOON, color="black", linestyle=":", linewidth=1, label=f"{SOON} examples")
+left.set(xscale="log", xlabel="examples until found", ylabel="defects found (%)", ylim=(0, 102))
+left.set_title(f"Half of the {len(outcomes)} defects are found within {np.median(taken):.0f} examples")
+left.legend(loc="lower right")
+in_record = {outcome["name"]: outcome["examples"] for outcome in outcomes}
+for number, (name, now) in enumerate(live.items()):
+    right_.plot([o.examples for o in now], [number] * len(now), "o", color=VERMILLION,
+                label="hunted above" if not number else None)  # fmt: skip
+    right_.plot(in_record.get(name, np.nan), number, "D", color=BLUE, fillstyle="none", markersize=7,
+                label="recorded hunt" if not number else None)  # fmt: skip
+right_.set_yticks(range(len(live)), live, fontsize=7)
+right_.set(xscale="log", xlabel="examples until found", xlim=(0.8, 300))
+right_.set_title("Six of them, with other seeds")
+right_.legend(loc="lower right")
+plt.show()
+kinds = Counter(outcome["kind"] for outcome in killed)
+print("how they show:", ", ".join(f"{kind} {count}" for kind, count in kinds.most_common()))
+assert kinds["wrong result"] > len(killed) / 2
+
+# %% [markdown]
+# The hardest ones: each needs a rare combination. They say what a short run may miss.
+
+# %%
+for outcome in sorted(killed, key=lambda outcome: -outcome["examples"])[:8]:
+    print(f"{outcome['examples']:5}  {outcome['name']:42} {outcome['check']}")
+    print(f"       {by_name(outcome['name']).about}")

@@ -1,0 +1,240 @@
+"""What the notebooks share: how figures look, who sees whom as a picture, fits of power laws, records of earlier runs.
+
+Nothing here computes attention, and nothing is written to disk: a notebook keeps its own figures.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from cycler import cycler
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis, XAxis
+from matplotlib.colors import ListedColormap
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter
+from numpy.typing import ArrayLike, NDArray
+from scipy import stats
+
+# Okabe and Ito (2008): eight colours that people with any kind of colour blindness tell apart.
+BLUE, VERMILLION, GREEN, ORANGE = "#0072B2", "#D55E00", "#009E73", "#E69F00"
+SKY, PURPLE, YELLOW, BLACK = "#56B4E9", "#CC79A7", "#F0E442", "#000000"
+COLOURS = (BLUE, VERMILLION, GREEN, ORANGE, SKY, PURPLE, YELLOW, BLACK)
+
+DATA = Path(__file__).resolve().parent / "data"
+PREFIXES = ("", "Ki", "Mi", "Gi", "Ti", "Pi")
+
+
+def style() -> None:
+    """Sets matplotlib up for all figures that follow: colours, sizes, 90 dots an inch, so that notebooks stay small."""
+    matplotlib.rcParams.update(
+        {
+            "axes.prop_cycle": cycler(color=COLOURS),
+            "figure.dpi": 90,
+            "savefig.dpi": 90,
+            "figure.figsize": (7.2, 3.6),
+            "figure.constrained_layout.use": True,
+            "font.size": 9,
+            "axes.titlesize": 10,
+            "axes.titlelocation": "left",
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.grid": True,
+            "grid.alpha": 0.3,
+            "legend.frameon": False,
+            "lines.markersize": 4,
+        }
+    )
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def who_sees_whom(
+    axes: Axes,
+    mask: ArrayLike,
+    labels: Sequence[str] = ("seen",),
+    *,
+    title: str = "",
+    cuts: Sequence[int] = (),
+    legend: bool = True,
+) -> None:
+    """One square for each pair of a query (row) and a key (column) that see each other.
+
+    mask:   (Nq, Nk), bool, or integers: 0 where the key is not seen, else 1 + the index of the pair's label.
+    labels: what each kind of pair is called in the legend, at most `len(COLOURS)` of them.
+    cuts:   positions before which a line is drawn across both axes, as between shards.
+    Raises ValueError for a mask of another shape, or with values that have no label.
+    """
+    kinds = np.asarray(mask)
+    if kinds.ndim != 2 or kinds.dtype.kind not in "bui":
+        raise ValueError(f"mask must be (Nq, Nk) of bool or integers, got {kinds.shape} of {kinds.dtype}")
+    if not 0 < len(labels) <= len(COLOURS):
+        raise ValueError(f"there are {len(COLOURS)} colours, and at least one label is needed; got {list(labels)}")
+    kinds = kinds.astype(np.int64)
+    if kinds.size and not 0 <= kinds.min() <= kinds.max() <= len(labels):
+        raise ValueError(f"mask must lie in 0 to {len(labels)}, got {kinds.min()} to {kinds.max()}")
+    axes.imshow(
+        kinds,
+        cmap=ListedColormap(("white", *COLOURS[: len(labels)])),
+        vmin=0,
+        vmax=len(labels),
+        interpolation="nearest",
+    )
+    for cut in cuts:
+        axes.axhline(cut - 0.5, color=BLACK, linewidth=0.8)
+        axes.axvline(cut - 0.5, color=BLACK, linewidth=0.8)
+    axes.grid(False)
+    for spine in axes.spines.values():
+        spine.set_visible(True)
+    axes.set(xlabel="key position (tokens)", ylabel="query position (tokens)", title=title)
+    if legend:
+        handles = [Patch(color=colour, label=label) for colour, label in zip(COLOURS, labels, strict=False)]
+        axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=2, handlelength=1)
+
+
+def binary(value: float, unit: str = "") -> str:
+    """A number with a binary prefix, as torch and the README write them: 65536 -> "64 Ki", 1.5 * 2**20 -> "1.5 Mi"."""
+    power = 0
+    while abs(value) >= 1024 and power < len(PREFIXES) - 1:
+        value, power = value / 1024, power + 1
+    return f"{value:.4g} {PREFIXES[power]}{unit}".rstrip()
+
+
+def binary_ticks(axis: Axis, unit: str = "") -> None:
+    """A logarithmic axis to base 2 whose ticks read "64 Ki" and the like."""
+    set_scale = axis.axes.set_xscale if isinstance(axis, XAxis) else axis.axes.set_yscale
+    set_scale("log", base=2)
+    axis.set_major_formatter(FuncFormatter(lambda value, _: binary(value, unit)))
+
+
+# --- fits -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PowerLaw:
+    """y = prefactor * x ** exponent; `low` to `high` is the confidence interval of the exponent."""
+
+    exponent: float
+    low: float
+    high: float
+    prefactor: float
+
+    def __call__(self, x: ArrayLike) -> NDArray[np.float64]:
+        return np.asarray(self.prefactor * np.asarray(x, np.float64) ** self.exponent)
+
+    def __str__(self) -> str:
+        return f"exponent {self.exponent:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def power_law(x: ArrayLike, y: ArrayLike, confidence: float = 0.95) -> PowerLaw:
+    """Least squares of log y against log x, both (points,), positive.
+
+    The interval is Student's, with points - 2 degrees of freedom: it supposes that log y scatters about the line
+    independently and alike. Raises ValueError for fewer than three points, for x that are all the same, and for
+    numbers that are not positive and finite.
+    """
+    u, v = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    if u.ndim != 1 or u.shape != v.shape or len(u) < 3:
+        raise ValueError(f"x and y must be equally long and have at least 3 points, got {u.shape} and {v.shape}")
+    if not (np.isfinite(u).all() and np.isfinite(v).all() and (u > 0).all() and (v > 0).all()):
+        raise ValueError("a power law needs positive, finite x and y")
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence must lie between 0 and 1, got {confidence}")
+    if (u == u[0]).all():
+        raise ValueError("all x are the same: they determine no exponent")
+    (slope, intercept), covariance = np.polyfit(np.log(u), np.log(v), 1, cov=True)
+    spread = stats.t.ppf((1 + confidence) / 2, len(u) - 2) * covariance[0, 0] ** 0.5
+    return PowerLaw(float(slope), float(slope - spread), float(slope + spread), float(np.exp(intercept)))
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
+
+
+def record(name: str, fields: Sequence[str] = (), made_by: str = "") -> dict[str, Any]:
+    """The recorded run `notebooks/data/<name>.json`.
+
+    fields:  what it must have at the top, such as "device", "commit", "command", "rows".
+    made_by: the command that makes it, for the message if it is missing.
+    Raises FileNotFoundError for a record that is not there, ValueError for one that is not JSON or lacks a field.
+    """
+    file = DATA / f"{name}.json"
+    made = f"; it is made by: {made_by}" if made_by else ""
+    if not file.is_file():
+        there = ", ".join(sorted(other.stem for other in DATA.glob("*.json"))) or "none"
+        raise FileNotFoundError(f"there is no record {file}{made}; the records there are: {there}")
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"the record {file} is not JSON: {error}{made}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"the record {file} must be an object, got {type(found).__name__}{made}")
+    missing = [field for field in fields if field not in found]
+    if missing:
+        raise ValueError(f"the record {file} lacks {', '.join(missing)}{made}")
+    return found
+
+
+# --- sums of known terms ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sum:
+    """y = sum of coefficients times columns; low to high are the coefficients' confidence intervals."""
+
+    names: tuple[str, ...]
+    coefficients: NDArray[np.float64]
+    low: NDArray[np.float64]
+    high: NDArray[np.float64]
+
+    def __str__(self) -> str:
+        parts = zip(self.names, self.coefficients, self.low, self.high, strict=True)
+        return ", ".join(f"{name} {found:.4g} [{low:.4g}, {high:.4g}]" for name, found, low, high in parts)
+
+
+def sum_of(columns: Mapping[str, ArrayLike], y: ArrayLike, confidence: float = 0.95) -> Sum:
+    """Least squares of y (points,) against the named columns, (points,) each; for a constant term, a column of ones.
+
+    The intervals are Student's, with points - columns degrees of freedom: they suppose that y scatters about the sum
+    independently and alike. Raises ValueError for too few points, numbers that are not finite, and columns that
+    depend on each other.
+    """
+    a, v = np.stack([np.asarray(x, np.float64) for x in columns.values()], axis=-1), np.asarray(y, np.float64)
+    if v.shape != a.shape[:1] or len(v) <= a.shape[1]:
+        raise ValueError(f"y must be as long as the columns, with more points than columns: {v.shape}, {a.shape}")
+    if not (np.isfinite(a).all() and np.isfinite(v).all()):
+        raise ValueError("columns and y must be finite")
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence must lie between 0 and 1, got {confidence}")
+    if np.linalg.matrix_rank(a) < a.shape[1]:
+        raise ValueError(f"the columns {', '.join(columns)} depend on each other: they determine no coefficients")
+    free = len(v) - a.shape[1]
+    found: NDArray[np.float64] = np.asarray(np.linalg.lstsq(a, v, rcond=None)[0], np.float64)
+    variance = float(((v - a @ found) ** 2).sum()) / free
+    spread = stats.t.ppf((1 + confidence) / 2, free) * np.sqrt(variance * np.diag(np.linalg.inv(a.T @ a)))
+    return Sum(tuple(columns), found, found - spread, found + spread)
+
+
+# --- rows of all records ----------------------------------------------------------------------------------------------
+
+
+def recorded_rows(**wanted: Any) -> list[dict[str, Any]]:
+    """Rows of all records in `notebooks/data/` that have rows, each with its record's name and device as `record` and
+    `device`, for which every wanted field has the wanted value. A row that has none of that name is not taken.
+
+    Raises ValueError for a record that does not parse.
+    """
+    found = []
+    for file in sorted(DATA.glob("*.json")):
+        content = record(file.stem)
+        for row in content.get("rows", ()):
+            full = {"record": file.stem, "device": content.get("device"), **row}
+            if all(key in full and full[key] == value for key, value in wanted.items()):
+                found.append(full)
+    return found
