@@ -188,8 +188,8 @@ def _validate_fused(call: Call) -> None:
         raise NotImplementedError(f"kernel {name!r} takes {kinds} tensors, got {q.device}; 'auto' and 'math' take any")
     if fused(name, q.device, q.dtype, q.shape[3]) != name:
         raise NotImplementedError(
-            f"kernel {name!r} takes float16 and bfloat16 with head dims up to 128 that are multiples of 8 on GPUs, "
-            f"got {q.dtype} and head dim {q.shape[3]}; 'auto' and 'math' take any"
+            f"on GPUs kernel {name!r} takes dtype float16 or bfloat16 and head dims up to 128 that are multiples of 8, "
+            f"got dtype {q.dtype} and head dim {q.shape[3]}; 'auto' and 'math' take any"
         )
     if call.return_lse and call.differentiated:
         raise NotImplementedError(

@@ -8,10 +8,11 @@ rows along (`Rows.head_step`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from ring.blocks import Heads
 from ring.meetings import Mask
@@ -103,12 +104,13 @@ def _layers(tiles: Sequence[Tile]) -> list[list[_Place]]:
 
 
 def _own_keys(rows: Rows, step: _Place, count: int) -> bool:
-    """Whether one more after `count` groups has keys of its own: each gets a gradient once."""
+    """Whether one more after `count` groups reads no key of the first: each key gets a gradient once. Those between
+    lie as far from it as earlier ones from the first.
+    """
     if step.key_head:
         return True
     listed = rows.listed()
-    residues = math.gcd(rows.step, rows.fold_step) if rows.index is None else 1
-    return 0 < count * step.key_row < residues or step.key_row > int(listed.max() - listed.min())
+    return not np.isin(listed, listed + count * step.key_row).any()
 
 
 def _tile(model: Tile, run: Sequence[_Place]) -> Tile:

@@ -14,7 +14,7 @@ from verification import definitions
 from verification.case import _layout
 from verification.definitions import default_bucket, shards
 
-ORDERS = ("contiguous", "zigzag", "striped", "hilbert", "spliced", "shuffled", "permuted")
+ORDERS = ("contiguous", "zigzag", "striped", "hilbert", "spliced", "paired", "shuffled", "permuted")
 
 
 def held(order: str, n: int, p: int, cuts: tuple[int, ...] | None = None, seed: int = 0) -> list[list[int]]:
@@ -33,6 +33,8 @@ def held(order: str, n: int, p: int, cuts: tuple[int, ...] | None = None, seed: 
         ("zigzag", 3, 4, None, [[2], [], [0, 1], []]),  # chunks 2, 5 and 7 of 8 hold one each
         ("striped", 7, 3, None, [[0, 3, 6], [1, 4], [2, 5]]),
         ("striped", 7, 3, (0, 1, 6, 7), [[0], [3, 6, 1, 4, 2], [5]]),
+        ("paired", 9, 4, None, [[0, 1], [4, 5], [2, 3], [6, 7, 8]]),
+        ("paired", 5, 3, (0, 0, 4, 5), [[], [0, 3, 4, 1], [2]]),  # runs of ranks 0, 1, 2: 0 | 3 4 | 1 2
         ("hilbert", 4, 1, None, [[0, 2, 3, 1]]),
         ("hilbert", 16, 2, None, [[0, 1, 5, 4, 8, 12, 13, 9], [10, 14, 15, 11, 7, 6, 2, 3]]),
         ("hilbert", 5, 2, None, [[0, 1], [4, 2, 3]]),  # of the curve of 16: 0 1 4 2 3

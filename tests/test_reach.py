@@ -64,6 +64,13 @@ EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "branch for some heads only": (seen(SOME), seen(Branch(heads=range(0, 4)))),
     "head without branch": (seen(SOME), seen(SOME, Branch(heads=range(0, 1)), Branch(heads=range(3, 4)))),
+    "branches of other heads read one key": (
+        {"kv_heads": 2, **seen(Branch(8, 2, heads=range(0, 1)), Branch(None, 5, heads=range(1, 2)))},
+        {
+            "kv_heads": 2,
+            **seen(Branch(8, 2, heads=range(1, 2)), Branch(8, 2, heads=range(2, 3)), Branch(4, heads=range(1, 2))),
+        },
+    ),
     "dead row": (seen(Branch(8, 2)), seen(Branch(8, 2), Branch(8, 2, 1))),
     "dead key": (
         {"kv_heads": 2, **seen(Branch(8, 2, (0, 1, 0, 0)))},

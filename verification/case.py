@@ -28,7 +28,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-ORDERS = ("contiguous", "zigzag", "striped", "hilbert", "spliced", "shuffled", "permuted")
+ORDERS = ("contiguous", "zigzag", "striped", "hilbert", "spliced", "paired", "shuffled", "permuted")
 EXCHANGES = ("ring", "direct", "gather")
 KERNELS = ("auto", "math", "flash", "cudnn")
 DEVICES = ("cpu", "cuda")
@@ -48,7 +48,8 @@ class Case:
     group         global ranks that take part, ascending; index i of the group holds shard i. None: all
     tokens        length n of the sequence
     order         order of the tokens: one of ORDERS; "spliced" has the even positions contiguous, the odd ones
-                  striped; "shuffled" is a permutation drawn from the seed, "permuted" one of a few whole stretches
+                  striped; "paired" has neighbouring shards half the ring apart; "shuffled" is a permutation drawn from
+                  the seed, "permuted" one of a few whole stretches
     cuts          p + 1 non-decreasing offsets into the order from 0 to n, p the size of the group; None: the layout's
                   own
     pattern       who sees whom
@@ -256,6 +257,10 @@ def _layout(order: str, n: int, p: int, cuts: tuple[int, ...] | None, seed: int)
         counts = [len(even) + len(odd) for even, odd in runs]
         spliced = torch.tensor([position for pair in runs for run in pair for position in run], dtype=torch.int64)
         return Layout.from_cuts(spliced, cuts or list(accumulate(counts, initial=0)))
+    if order == "paired":
+        stretches = [range(i * n // p, (i + 1) * n // p) for i in (*range(0, p, 2), *range(1, p, 2))]
+        paired = torch.tensor([position for stretch in stretches for position in stretch], dtype=torch.int64)
+        return Layout.from_cuts(paired, cuts or list(accumulate(map(len, stretches), initial=0)))
     layout: Layout = getattr(Layout, order)(n, p)
     if cuts is None:
         return layout

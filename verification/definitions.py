@@ -45,6 +45,7 @@ def shards(order: str, n: int, p: int, cuts: tuple[int, ...] | None, seed: int =
     zigzag      the same for 2 p chunks; rank r has the r-th from the front and the r-th from the back
     striped     position x is with rank x mod p
     spliced     the even positions contiguous, then the odd ones striped
+    paired      contiguous, dealt by turns to the first and to the second half of the ranks
     hilbert     the curve through the smallest square of side 2^k that holds all positions row by row, cut evenly
     shuffled    a random permutation, cut evenly
     permuted    up to 2 p stretches of random length, in random order, cut evenly
@@ -118,10 +119,14 @@ def _owner(order: str, x: Ints, n: int, p: int) -> Ints:
         return np.minimum(chunk, 2 * p - 1 - chunk)
     if order == "striped":
         return x % p
+    if order == "paired":
+        chunk = _part(x, n, p)
+        return chunk // 2 + chunk % 2 * ((p + 1) // 2)
     if order == "spliced":
         return np.where(x % 2 == 0, _part(x // 2, (n + 1) // 2, p), x // 2 % p)
     raise ValueError(
-        f"order is {order!r}; it must be one of contiguous, zigzag, striped, spliced, hilbert, shuffled, permuted"
+        f"order is {order!r}; it must be one of contiguous, zigzag, striped, spliced, paired, hilbert, shuffled, "
+        "permuted"
     )
 
 

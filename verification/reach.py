@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,6 +88,18 @@ def _rows_selected(case: Case) -> NDArray[np.bool_]:
 def _keys_selected(case: Case) -> NDArray[np.bool_]:
     """(Hk, n), likewise: the keys that some row sees."""
     return np.asarray(_rows_selected(case).reshape(case.kv_heads, -1, case.tokens).any(1))
+
+
+def _keys_shared(case: Case) -> bool:
+    """A key is read by two query heads of its key/value head, each by a branch that leaves the other out."""
+    branches = _selected(case.pattern, case.heads, case.tokens)
+    grouped = branches.reshape(len(branches), case.kv_heads, -1, case.tokens)  # (branches, Hk, H / Hk, n)
+    serves, read = np.asarray(grouped.any(3)), np.asarray(grouped.any(2))
+    for one, other in combinations(range(len(branches)), 2):
+        apart = ~(serves[one] & serves[other]).any(1)
+        if bool((read[one] & read[other])[apart].any()):
+            return True
+    return False
 
 
 def _rows_cut(case: Case) -> bool:
@@ -177,6 +189,7 @@ FEATURES: dict[str, Has] = {
     "MHA": lambda case: 1 < case.heads == case.kv_heads,
     "GQA": lambda case: 1 < case.kv_heads < case.heads,
     "MQA": lambda case: 1 == case.kv_heads < case.heads,
+    "branches of other heads read one key": _keys_shared,
     "several phases per key/value head": _any_branch(lambda case, b: _phases(case, b) > 1),
     "several batches": lambda case: case.batch > 1,
     "head dim 1": lambda case: case.head_dim == 1,

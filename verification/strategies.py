@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from hypothesis import strategies as st
@@ -33,7 +34,7 @@ _heads = st.sampled_from(HEADS)
 # Dimensions of 32 and 64 are rare: they cost most and find little that 16 does not.
 _head_dims = st.sampled_from((1, 2, 4, 8, 3, 5, 16, 7, 12, 1, 2, 4, 8, 16, 32, 64))
 _dtypes = st.sampled_from(("float32", "float64", "bfloat16", "float16"))
-_orders = st.sampled_from(("contiguous", "zigzag", "striped", "hilbert", "spliced", "shuffled", "permuted"))
+_orders = st.sampled_from(("contiguous", "zigzag", "striped", "hilbert", "spliced", "paired", "shuffled", "permuted"))
 _exchanges = st.sampled_from(("ring", "direct", "gather"))
 _kernels = st.sampled_from(("auto", "math", "flash"))
 _lse = st.sampled_from(("unused", "returned", "differentiated", "alone"))
@@ -51,8 +52,11 @@ _batches = st.sampled_from((1, 1, 2, 3))
 _flags = st.booleans()
 _quarters = st.integers(0, 3)
 _eighths = st.integers(0, 7)
+_sixteenths = st.integers(0, 15)
 _seeds = st.integers(0, 255)
-_kinds = st.sampled_from(("dense", "branch", "longnet", "mixture", "groups", "dense", "branch", "longnet", "mixture"))
+_kinds = st.sampled_from(
+    ("dense", "branch", "longnet", "mixture", "groups", "dense", "branch", "longnet", "mixture", "twins")
+)
 _rules = st.sampled_from(("zero", "constant", "paper", "torchscale", "per head", "per head"))
 _named_rules = st.sampled_from(("paper", "torchscale", "fkodom"))
 _dilations = st.sampled_from((1, 2, 3, 4, 1, 2, 3, 5, 6, 8, 12))
@@ -123,6 +127,20 @@ def _any_heads(draw: Draw, dilation: int, segment: int | None, heads: int) -> Br
     return Branch(segment, dilation, _offset(draw, dilation, heads if served is None else len(served)), served)
 
 
+def _twins(draw: Draw, dilation: int, segment: int | None, heads: int) -> tuple[Branch, ...]:
+    """A branch for each query head, all with as many rows in a segment: where heads share a key/value head, branches
+    read the same keys, or those between.
+    """
+    divided = segment is not None and segment % dilation == 0
+    branches = []
+    for head in range(heads):
+        if divided and draw(_quarters) == 3:
+            branches.append(Branch(segment // dilation if segment else None, 1, 0, range(head, head + 1)))
+        else:
+            branches.append(Branch(segment, dilation, draw(_quarters) % dilation, range(head, head + 1)))
+    return tuple(branches)
+
+
 def _pattern(draw: Draw, tokens: int, heads: int) -> Pattern:
     """All kinds begin with the same draws, so that shrinking can step from a kind to a simpler one."""
     kind = draw(_kinds)
@@ -137,6 +155,8 @@ def _pattern(draw: Draw, tokens: int, heads: int) -> Pattern:
         for _ in range(draw(_branch_counts) - 1):
             parts.append(_any_heads(draw, draw(_dilations), _segment(draw, tokens), heads))
         return Pattern(tuple(parts), causal)
+    if kind == "twins":
+        return Pattern(_twins(draw, dilation, segment, heads), causal)
     # The named constructors: segments and dilations grow together, as the paper has it.
     count = draw(_branch_counts)
     if kind == "groups":
@@ -182,6 +202,19 @@ def _bucket(draw: Draw, tokens: int) -> int | None:
     return draw(st.integers(1 + tokens // 16, 2 * tokens))
 
 
+def _apart(draw: Draw, case: Case) -> Case:
+    """Of at least four ranks, those half the ring apart share long segments, and their neighbours, if any, short ones:
+    of the messages of `direct`, those of one distance are longer than the bucket, between some that fit in one.
+    """
+    size = len(case.ranks)
+    shard = max(8, case.tokens // size)
+    branches = Branch(2 * shard), Branch(3 + draw(_quarters))
+    return replace(
+        case, tokens=size * shard, order="paired", cuts=None, pattern=Pattern(branches), exchange="direct",
+        bucket=shard - draw(_quarters),
+    )  # fmt: skip
+
+
 @st.composite
 def cases(draw: Draw, world: int) -> Case:
     """Cases for a world of that many ranks.
@@ -196,7 +229,7 @@ def cases(draw: Draw, world: int) -> Case:
     group = _group(draw, world)
     kernel = draw(_kernels)
     again, measured = draw(_manners)
-    return Case(
+    case = Case(
         world=world,
         group=group,
         tokens=tokens,
@@ -220,6 +253,7 @@ def cases(draw: Draw, world: int) -> Case:
         again=again,
         measured=measured,
     )
+    return _apart(draw, case) if 4 <= len(case.ranks) <= 8 and draw(_sixteenths) == 15 else case
 
 
 @st.composite

@@ -240,6 +240,18 @@ COMMUNICATION = (
         ),
     ),
     Defect(
+        "direct-rounds-with-room-left-from-before",
+        "own",
+        "A short message joins the last part of a longer one, by the room that was left before that.",
+        (
+            Edit(
+                SCHEDULE,
+                "            rounds += [([t], chunk) for chunk in range(-(-slots // cap))]\n            room = 0\n",
+                "            rounds += [([t], chunk) for chunk in range(-(-slots // cap))]\n",
+            ),
+        ),
+    ),
+    Defect(
         "gathered-shards-in-the-wrong-places",
         "own",
         "Gathered shards of ranks after the own are looked for one rank too early.",

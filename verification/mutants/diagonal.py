@@ -41,6 +41,12 @@ DIAGONAL = (
         (Edit(FILE, "own_keys = packed or", "own_keys = True or"),),
     ),
     Defect(
+        "shifted-heads-that-share-gathered-keys",
+        "own",
+        "The same for gathered keys only: they are taken for packed, where each block has slots of its own.",
+        (Edit("ring/plan.py", "number > 0 and not route.whole)", "number > 0)"),),
+    ),
+    Defect(
         "shifted-heads-of-unequal-folds",
         "own",
         "Heads go into one call although their grids have other numbers of segments.",
