@@ -78,7 +78,7 @@ class Transport(Protocol):
         ...
 
 
-class OwnBuffers:
+class OwnBuffers(Transport):
     """Buffers of one's own, which is what most transports send from."""
 
     def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
@@ -172,7 +172,7 @@ class SoloTransport(OwnBuffers):
         return [payload]
 
 
-class RecordingTransport:
+class RecordingTransport(Transport):
     """Another transport, with a record of what went through: (peer, bytes, label) in the order of posting."""
 
     def __init__(self, inner: Transport) -> None:

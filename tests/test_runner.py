@@ -19,7 +19,7 @@ from plain_case import plain
 from rich.console import Console
 
 from reference.pattern import Branch, Pattern
-from ring.transport import OwnBuffers
+from ring.transport import RecordingTransport
 from verification import execute, hunt, laws, properties, runner
 from verification.backends import GlooBackend, SimBackend, Unavailable, open_backend
 from verification.case import Case
@@ -60,11 +60,8 @@ def plant_hang() -> None:
     plant(spoil)
 
 
-class ReceiveFirst(OwnBuffers):
+class ReceiveFirst(RecordingTransport):
     """A transport that sends nothing before what it is to receive is there: a ring of such ranks waits for ever."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner, self.rank, self.world_size = inner, inner.rank, inner.world_size
 
     def post(self, sends: Any, receives: Any) -> Any:
         self.inner.post([], receives).wait()
