@@ -8,6 +8,7 @@ one accumulator per query row. The backward of a partial takes its own q, k, v a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -116,6 +117,15 @@ def sum_for(x: torch.Tensor) -> Summing:
     return CombinedSum(x)
 
 
+def _results(sums: Sequence[Summing], x: torch.Tensor) -> list[torch.Tensor]:
+    """Of sums made for tensors like x, in x's type."""
+    if not _combines(x):
+        return [one.result(x.dtype) for one in sums]
+    from ring.combine import results
+
+    return results(sums, x.dtype)
+
+
 def _combines(x: torch.Tensor) -> bool:
     """Whether partial results are combined in one pass: on GPUs, but for fp64, which is there to be compared with."""
     return x.device.type == "cuda" and x.dtype != torch.float64
@@ -190,12 +200,12 @@ def _backward(
     lse: torch.Tensor,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> list[torch.Tensor]:
     dq, dk, dv = (sum_for(x) for x in (q, k, v))
     rows = _Rows(Store(q), Store(dout), Store(out), lse_store(lse), dlse, dq)
     for arrival in Exchange(walk.plan, walk.transport, k, v).round_trips(dk, dv):
         _tile_gradients(walk, arrival, rows)
-    return dq.result(q.dtype), dk.result(k.dtype), dv.result(v.dtype)
+    return _results((dq, dk, dv), q)
 
 
 @dataclass(eq=False)

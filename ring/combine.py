@@ -13,6 +13,7 @@ plain version, `ring.accumulator`, is the reference; grids that are listed go th
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ring.accumulator import Accumulator, Sum
+from ring.accumulator import Accumulator, Sum, Summing
 from ring.blocks import Heads
 from ring.pieces import Ints
 from ring.rows import Rows
@@ -132,38 +133,84 @@ class _Kept:
         if self._plain is None:
             self._plain = Accumulator(self._like) if self._weighted else Sum(self._like)
         if self._parts:
-            self._combine(self._plain.out, self._plain.lse if isinstance(self._plain, Accumulator) else None)
+            _run([self._job(self._plain.out, self._plain.lse if isinstance(self._plain, Accumulator) else None)])
         return self._plain
 
     def result(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+        job = self.last(dtype)
+        _run([job])
+        return job.out, job.lse
+
+    def last(self, dtype: torch.dtype) -> _Job:
+        """What is left to do for the result, in that type."""
         like = self._like
         out = torch.empty(like.shape, dtype=dtype, device=like.device)
         batch, tokens, heads, _ = like.shape
         lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device=like.device) if self._weighted else None
-        self._combine(out, lse)
-        return out, lse
+        return self._job(out, lse)
 
-    def _combine(self, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    def _job(self, out: torch.Tensor, lse: torch.Tensor | None) -> _Job:
         """Write what all parts make together, the plain accumulator among them, which may be written to itself: a
         program reads its rows before it writes them. Forget the parts.
         """
         parts, plain = self._parts, self._plain
         self._parts, self._kept = [], 0
-        if plain is not None:
-            parts = [*parts, _whole(plain)]
+        return _Job(parts if plain is None else [*parts, _whole(plain)], out, lse, self._like.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class _Job:
+    """A pass over an output: its parts, out (B, N, H, D), lse (B, H, N) if it is weighted, and the 16-bit type."""
+
+    parts: list[_Part]
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    kind: torch.dtype
+
+    @property
+    def apart(self) -> int:
+        return min(_APART, max((part.rows.step for part in self.parts), default=1))
+
+    @property
+    def aligned(self) -> bool:
+        """Whether rows allow wide loads."""
+        return self.out.shape[3] % 8 == 0 and all(_is_aligned(x) for x in (self.out, *(x.out for x in self.parts)))
+
+    @property
+    def wide(self) -> int:
+        fp32 = sum(part.out.dtype == torch.float32 for part in self.parts)
+        return 0 if not fp32 else 1 if fp32 == len(self.parts) else 2
+
+    def entries(self) -> Ints:
+        """Where each head's begin, (H + 1,), then the parts by head, (entries, fields): one after the other."""
+        table = np.concatenate([np.empty((0, _FIELDS + 1), np.int64), *(_table(x, self.apart) for x in self.parts)])
+        table = table[np.argsort(table[:, 0], kind="stable")]
+        first = np.searchsorted(table[:, 0], np.arange(self.out.shape[2] + 1))
+        return np.concatenate([first, table[:, 1:].reshape(-1)])
+
+    def launch(self, entries: torch.Tensor) -> None:
+        out, lse, apart = self.out, self.lse, self.apart
         batch, tokens, heads, dim = out.shape
-        if not out.numel():
-            return
-        apart = min(_APART, max((part.rows.step for part in parts), default=1))
-        entries, first, aligned = _entries(parts, out, apart)
-        fp32 = sum(part.out.dtype == torch.float32 for part in parts)
-        wide = 0 if not fp32 else 1 if fp32 == len(parts) else 2
         numbers = lse.stride() if lse is not None else (0, 0, 0)
         _combine[(triton.cdiv(tokens, _ROWS * apart) * apart * heads, batch)](
-            entries, first, out, out if lse is None else lse, out.stride(0), out.stride(1), out.stride(2), *numbers,
-            tokens, heads, apart, dim, triton.next_power_of_2(dim), _ROWS, _KINDS.get(self._like.dtype, tl.bfloat16),
-            aligned, self._weighted, wide, _FIELDS, num_warps=_WARPS,
+            entries[heads + 1 :], entries, out, out if lse is None else lse, out.stride(0), out.stride(1),
+            out.stride(2), *numbers, tokens, heads, apart, dim, triton.next_power_of_2(dim), _ROWS,
+            _KINDS.get(self.kind, tl.bfloat16), self.aligned, lse is not None, self.wide, _FIELDS, num_warps=_WARPS,
         )  # fmt: skip
+
+
+def _run(jobs: Sequence[_Job]) -> None:
+    """With one copy to the GPU for all: in a short call each keeps the kernels behind it waiting."""
+    jobs = [job for job in jobs if job.out.numel()]
+    if not jobs:
+        return
+    entries = [job.entries() for job in jobs]
+    host = torch.from_numpy(np.concatenate(entries)).pin_memory()
+    if torch.cuda.is_current_stream_capturing():
+        _captured.append(host)
+    device = host.to(jobs[0].out.device, non_blocking=True)
+    for job, part in zip(jobs, device.split([len(x) for x in entries]), strict=True):
+        job.launch(part)
 
 
 class CombinedAccumulator:
@@ -211,6 +258,19 @@ class CombinedSum:
         """The sum in that type."""
         return self._kept.result(dtype)[0]
 
+    def last(self, dtype: torch.dtype) -> _Job:
+        return self._kept.last(dtype)
+
+
+def results(sums: Sequence[Summing], dtype: torch.dtype) -> list[torch.Tensor]:
+    """The result of each in that type, all at once."""
+    jobs = []
+    for one in sums:
+        assert isinstance(one, CombinedSum)
+        jobs.append(one.last(dtype))
+    _run(jobs)
+    return [job.out for job in jobs]
+
 
 @dataclass(frozen=True, eq=False)
 class _Part:
@@ -234,20 +294,6 @@ def _is_grid(rows: Rows, heads: Heads, tile: torch.Tensor) -> bool:
     if rows.index is not None or heads.ids is not None or tile.stride(5) != 1:
         return False
     return rows.folds == 1 or rows.fold_step > (rows.length - 1) * rows.step
-
-
-def _entries(parts: list[_Part], out: torch.Tensor, apart: int) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """The parts by head, (entries, fields); where each head's begin, (H + 1,); whether rows allow wide loads."""
-    heads, dim = out.shape[2:]
-    table = np.concatenate([np.empty((0, _FIELDS + 1), np.int64), *(_table(part, apart) for part in parts)])
-    table = table[np.argsort(table[:, 0], kind="stable")]
-    first = np.searchsorted(table[:, 0], np.arange(heads + 1))
-    host = torch.from_numpy(np.concatenate([first, table[:, 1:].reshape(-1)])).pin_memory()
-    if torch.cuda.is_current_stream_capturing():
-        _captured.append(host)
-    device = host.to(out.device, non_blocking=True)
-    aligned = dim % 8 == 0 and all(_is_aligned(x) for x in (out, *(part.out for part in parts)))
-    return device[heads + 1 :], device, aligned
 
 
 def _table(part: _Part, apart: int) -> Ints:

@@ -135,12 +135,18 @@ class Exchange:
         yield arrival, len(plan.steps)
 
     def _pack(self, packs: Sequence[Pack], outbox: torch.Tensor) -> None:
-        if packs:
-            key, value = Store.slots(outbox[:, 0]), Store.slots(outbox[:, 1])
-            k, v = Store(self.k), Store(self.v)
-            for pack in packs:
-                key.put(pack.slots, pack.columns, k.view(pack.rows, pack.heads))
-                value.put(pack.slots, pack.columns, v.view(pack.rows, pack.heads))
+        if not packs:
+            return
+        if self.k.is_cuda:
+            from ring.packing import pack as pack_at_once
+
+            pack_at_once(packs, self.k, self.v, outbox)
+            return
+        key, value = Store.slots(outbox[:, 0]), Store.slots(outbox[:, 1])
+        k, v = Store(self.k), Store(self.v)
+        for pack in packs:
+            key.put(pack.slots, pack.columns, k.view(pack.rows, pack.heads))
+            value.put(pack.slots, pack.columns, v.view(pack.rows, pack.heads))
 
     @property
     def _gradient_dtype(self) -> torch.dtype:

@@ -1,6 +1,6 @@
 """Messages between GPUs of one host through symmetric memory: the receiver copies from the sender's memory.
 
-The copies run on the copy engines, on a stream of their own: beside them a kernel keeps all its multiprocessors, which
+The copies run on the copy engines, on streams of their own: beside them a kernel keeps all its multiprocessors, which
 NCCL's sends and receives take part of. Sender and receiver of a batch meet by flags in each other's memory: "ready"
 goes to the receiver, who copies, "done" to the sender; each resets the flag that it waited for. All that is on the
 stream (`ring.signals`), so the host waits for nothing and a call can be captured.
@@ -23,6 +23,7 @@ from ring import signals
 from ring.transport import Message, Outgoing, Pending, ProcessGroupTransport, collect_json
 
 _ALIGNMENT = 256  # bytes at which a buffer begins
+_LANES = 4  # copies under way at a time: one alone takes less than half of what the links give
 _rendezvous = 0  # of this process, in all groups
 _Ranges = dict[str, dict[str, list[list[int]]]]  # label -> peer -> (start, stop) of its messages, in bytes
 
@@ -74,6 +75,7 @@ class SymmetricTransport(ProcessGroupTransport):
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(group)
         self._side = torch.cuda.Stream()
+        self._lanes = [torch.cuda.Stream() for _ in range(min(_LANES, self.world_size - 1))]
         self._routes: dict[Hashable, _Route] = {}
         self._route: _Route | None = None
         self._pools: list[_Pool] = []  # all that there ever were: a captured graph may use any
@@ -108,15 +110,25 @@ class SymmetricTransport(ProcessGroupTransport):
         return _Copied(event)
 
     def _meet(self, route: _Route, pool: _Pool, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """Neighbours first, so that not all ranks copy from the same one at a time."""
+        """Neighbours first, so that not all ranks copy from the same one at a time; several copies at a time, each on a
+        lane. All that others wait for is put before anything is waited for, or follows from what they put so: whatever
+        streams the GPU takes one after the other, no ranks wait for each other in a circle.
+        """
         readers = sorted({message.peer for message in sends}, key=self._distance)
         for peer in readers:
             signals.put(pool.ready(peer, self.rank), 1)
-        for peer in sorted({message.peer for message in receives}, key=self._distance):
-            signals.wait(pool.ready(self.rank, peer), 1)
-            signals.put(pool.ready(self.rank, peer), 0)
-            self._copy(route, pool, peer, [message for message in receives if message.peer == peer])
-            signals.put(pool.done(peer, self.rank), 1)
+        owners = sorted({message.peer for message in receives}, key=self._distance)
+        for number, peer in enumerate(owners):
+            lane = self._lanes[number % len(self._lanes)]
+            if number < len(self._lanes):
+                lane.wait_stream(self._side)
+            with torch.cuda.stream(lane):
+                signals.wait(pool.ready(self.rank, peer), 1)
+                signals.put(pool.ready(self.rank, peer), 0)
+                self._copy(route, pool, peer, [message for message in receives if message.peer == peer])
+                signals.put(pool.done(peer, self.rank), 1)
+        for lane in self._lanes[: len(owners)]:
+            self._side.wait_stream(lane)
         for peer in readers:
             signals.wait(pool.done(self.rank, peer), 1)
             signals.put(pool.done(self.rank, peer), 0)

@@ -16,8 +16,9 @@ from ring import Layout, kernels, ring_attention
 from ring.accumulator import Accumulator, Sum
 from ring.blocks import Heads
 from ring.meetings import Mask
-from ring.plan import Tile
+from ring.plan import Tile, plan_of
 from ring.rows import Rows
+from ring.store import Store
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -128,6 +129,32 @@ def test_the_one_pass_merge_is_the_plain_one(dtype: torch.dtype, dim: int) -> No
     for found, exact in zip(one_pass.result(torch.float32), plain.result(torch.float32), strict=True):
         assert torch.allclose(found, exact, rtol=1e-5, atol=1e-5)
     assert torch.allclose(one_sum.result(torch.float32), plain_sum.result(torch.float32), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("exchange", ["direct", "ring", "gather"])
+@pytest.mark.parametrize("order", ["contiguous", "zigzag", "shuffled"])
+def test_packing_in_one_pass_is_the_plain_one(order: str, exchange: str, dtype: torch.dtype) -> None:
+    from ring.packing import pack
+
+    n, p, heads, kv_heads, dim = 96, 3, 6, 2, 20
+    shuffled = Layout.from_cuts(torch.randperm(n, generator=torch.Generator().manual_seed(1)), (0, 20, 61, n))
+    layout = shuffled if order == "shuffled" else getattr(Layout, order)(n, p)
+    pattern = Pattern((Branch(16, 1), Branch(None, 3, (0, 1, 2, 0, 1, 2)), Branch(50, 2, 0, range(2, 4))), True)
+    steps = 0
+    for rank in range(p):
+        plan = plan_of(pattern, layout, rank, heads, kv_heads, exchange, 8)
+        k = torch.randn(2, plan.tokens, kv_heads, dim, device="cuda").to(dtype)
+        v = torch.randn(2, kv_heads, dim, plan.tokens, device="cuda").to(dtype).permute(0, 3, 1, 2)  # any strides
+        for packs in (step.packs for step in plan.steps if step.packs):
+            steps += 1
+            found, exact = torch.full((2, plan.sizes.outbox, 2, 2, dim), 7.0, device="cuda", dtype=dtype)
+            pack(packs, k, v, found)
+            for x, slots in ((k, Store.slots(exact[:, 0])), (v, Store.slots(exact[:, 1]))):
+                for one in packs:
+                    slots.put(one.slots, one.columns, Store(x).view(one.rows, one.heads))
+            assert torch.equal(found, exact)
+    assert steps >= 3
 
 
 def test_nothing_merged_is_zero_and_minus_infinity() -> None:

@@ -185,8 +185,8 @@ BACKWARD = (
         (
             Edit(
                 ATTENTION,
-                "    return dq.result(q.dtype), dk.result(k.dtype), dv.result(v.dtype)\n",
-                "    return tuple(x.result(torch.bfloat16).to(q.dtype) for x in (dq, dk, dv))\n",
+                "        return [one.result(x.dtype) for one in sums]\n",
+                "        return [one.result(torch.bfloat16).to(x.dtype) for one in sums]\n",
             ),
         ),
         (19,),
