@@ -29,7 +29,7 @@ import torch.distributed as dist
 from reference.cost import EXCHANGES
 from ring.kernels import KERNELS
 from verification.benchmarks.ranks import Lost, Ranks, described
-from verification.benchmarks.records import Record, fail, surroundings
+from verification.benchmarks.records import Record, columns, fail, surroundings
 from verification.benchmarks.sections import Bench, Options
 from verification.benchmarks.settings import (
     DTYPES,
@@ -42,6 +42,8 @@ from verification.benchmarks.settings import (
     size,
 )
 from verification.benchmarks.timing import Repeats
+from verification.outputs import check_file
+from verification.wording import counted
 
 SECTIONS = ("dense", "longnet", "reach")
 # What is not said otherwise, by device: tokens of each rank, heads, the longest shards to try.
@@ -76,7 +78,10 @@ def positive(text: str) -> int:
 
 
 def parsed(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(
+        usage=f"torchrun --nproc-per-node=P {sys.argv[0]} [OPTION ...]", description=__doc__, epilog=columns(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     add = parser.add_argument
     add("--section", nargs="+", choices=SECTIONS, default=["dense", "longnet"], help="(default: dense longnet)")
     add("--tokens", nargs="+", type=tokens, metavar="N", help="of each GPU; for reach the first to try (1Ki ... 128Ki)")
@@ -119,8 +124,11 @@ def checked(given: argparse.Namespace) -> Options:
         stop(str(error))
     if small and given.graph:
         stop("--graph needs a GPU: there are no CUDA graphs with --device cpu")
-    if given.json is not None and not given.json.absolute().parent.is_dir():
-        stop(f"--json {given.json}: there is no folder {given.json.absolute().parent}")
+    if given.json is not None:
+        try:
+            check_file("--json", given.json)
+        except OSError as error:
+            stop(str(error))
     return Options(
         tokens=tuple(given.tokens or TOKENS[given.device]), exchanges=tuple(given.exchange), kernel=given.kernel,
         bucket=given.bucket, graph=given.graph, peers=given.peers, heads=heads, longnet_heads=longnet,
@@ -141,7 +149,7 @@ def check_place(device: str) -> None:
         return
     here, needed = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     if here < needed:
-        stop(f"{needed} ranks need {needed} GPUs, there are {here}; --device cpu tries it out without any")
+        stop(f"there must be {counted(needed, 'GPU')}, one a rank, and there are {here}; --device cpu tries it without")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 
 

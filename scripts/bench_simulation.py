@@ -28,6 +28,7 @@ from reference.pattern import Pattern
 from ring.transport import Message
 from verification.backends import SimBackend
 from verification.failures import Deadlock
+from verification.outputs import check_file
 from verification.simulation import SimulatedTransport, Simulation
 
 GOAL = 150  # examples a second at four ranks
@@ -76,10 +77,17 @@ def deadlock_seconds(world: int = 8) -> float:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = argparse.ArgumentParser(
+        prog=sys.argv[0], description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     arguments.add_argument("--json", type=Path, metavar="FILE", help="write the numbers as JSON too")
     arguments.add_argument("--examples", type=int, default=400, metavar="N", help="timed at each world (default: 400)")
     options = arguments.parse_args()
+    if options.json is not None:
+        try:
+            check_file("--json", options.json)
+        except OSError as error:
+            arguments.error(str(error))
     torch.set_num_threads(1)
     found: dict[str, Any] = {"machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"}
 

@@ -42,6 +42,7 @@ from verification.checks import costs
 from verification.execute import observe
 from verification.expectation import expect
 from verification.hunt import Hunt
+from verification.outputs import check_file
 from verification.pool import Pool
 from verification.report import Report
 
@@ -201,12 +202,19 @@ def plan_seconds() -> dict[str, float]:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = argparse.ArgumentParser(
+        prog=sys.argv[0], description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     arguments.add_argument("--json", type=Path, metavar="FILE", help="write the numbers as JSON too")
     arguments.add_argument(
         "--examples", type=int, default=1000, metavar="N", help="timed at two ranks; fewer at more (default: 1000)"
     )
     options = arguments.parse_args()
+    if options.json is not None:
+        try:
+            check_file("--json", options.json)
+        except OSError as error:
+            arguments.error(str(error))
     torch.set_num_threads(1)
     found: dict[str, Any] = {"machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"}
 

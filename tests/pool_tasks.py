@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from verification import worker
+from verification import rendezvous
 from verification.failures import MismatchedMessages, RankFailure, RankHang
 from verification.pool import Pool
 
@@ -147,10 +147,10 @@ def exit_politely() -> None:
 
 def neighbours(ranks: tuple[int, ...]) -> tuple[int, list[int]] | None:
     """(own group rank, global ranks in the order of the group), learnt by an all-gather within the group."""
-    group = worker.subgroup(ranks)
+    group = rendezvous.subgroup(ranks)
     if group is None:
         return None
-    assert worker.subgroup(ranks) is group
+    assert rendezvous.subgroup(ranks) is group
     own = torch.tensor([dist.get_rank()])
     gathered = [torch.zeros_like(own) for _ in ranks]
     dist.all_gather(gathered, own, group=group)
@@ -159,10 +159,10 @@ def neighbours(ranks: tuple[int, ...]) -> tuple[int, list[int]] | None:
 
 def go_through_subgroups(limit: int) -> tuple[int, int]:
     """(subgroups held, open descriptors) after a use of all three groups of two, with room for so many."""
-    worker.MAX_SUBGROUPS = limit
+    rendezvous.MAX_SUBGROUPS = limit
     for ranks in ((0, 1), (0, 2), (1, 2)):
         neighbours(ranks)
-    return len(worker._subgroups), len(os.listdir("/proc/self/fd"))
+    return len(rendezvous._subgroups), len(os.listdir("/proc/self/fd"))
 
 
 def until(condition: Callable[[], bool]) -> None:

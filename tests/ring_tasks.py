@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from reference import Pattern, attention, gradients
 from ring import Layout, ring_attention
-from verification.worker import subgroup
+from verification.rendezvous import subgroup
 
 PATTERN = Pattern.longnet((6, None), (1, 2), 4, causal=True)
 TOKENS = 23

@@ -22,7 +22,7 @@ from reference import cost
 from verification.benchmarks import baselines, fused, ours, peers, published, timing
 from verification.benchmarks.baselines import Impossible
 from verification.benchmarks.ranks import Ranks
-from verification.benchmarks.records import Record, line
+from verification.benchmarks.records import COLUMNS, Record, line
 from verification.benchmarks.settings import Heads, Problem, named, size
 from verification.benchmarks.timing import Repeats, clocked, measured
 from verification.peers.adapters import flash_attn_shim
@@ -136,7 +136,7 @@ def test_what_a_baseline_cannot_take() -> None:
         baselines.all_to_all(three, three.draw(CPU, 0))
     with pytest.raises(Impossible, match="do not divide"):
         published.grids(Problem.longnet(24, 1, HEADS, (16,), (1,)))
-    with pytest.raises(Impossible, match="8 heads do not divide by the rate 3"):
+    with pytest.raises(Impossible, match="8 heads, which the rate 3 does not divide"):
         published.grids(Problem.longnet(24, 1, HEADS, (12,), (3,)))
 
 
@@ -253,7 +253,7 @@ def test_a_record_is_on_disk_after_every_row(tmp_path: Path, capsys: pytest.Capt
         (["--heads", "8", "--kv-heads", "3"], "multiple of the key/value heads, 3"),
         (["--segments", "8", "16", "--rates", "1"], "must be equally many"),
         (["--section", "sparse"], "invalid choice: 'sparse'"),
-        (["--json", "/nowhere/at/all.json"], "there is no folder /nowhere/at"),
+        (["--json", "/nowhere/at/a.json"], "--json: cannot write /nowhere/at/a.json: there is no folder /nowhere/at"),
     ],
 )
 def test_refused(script: ModuleType, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
@@ -261,6 +261,19 @@ def test_refused(script: ModuleType, capsys: pytest.CaptureFixture[str], argumen
         script.checked(script.parsed(arguments))
     (said,) = capsys.readouterr().err.splitlines()
     assert stopped.value.code == 2 and said.startswith("error: ") and message in said
+
+
+def test_help_names_what_was_typed_and_explains_every_column(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["../scripts/bench_ring.py"])
+    with pytest.raises(SystemExit) as stopped:
+        script.parsed(["--help"])
+    said = capsys.readouterr().out
+    assert stopped.value.code == 0
+    assert said.startswith("usage: torchrun --nproc-per-node=P ../scripts/bench_ring.py [OPTION ...]\n")
+    for name, meaning in COLUMNS.items():
+        assert f"\n  {name:<19}{meaning[:60]}" in said, name
 
 
 def test_places_that_will_not_do(
@@ -275,7 +288,7 @@ def test_places_that_will_not_do(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(SystemExit) as stopped:
         script.check_place("cuda")
-    assert stopped.value.code == 2 and "2 ranks need 2 GPUs, there are 1" in capsys.readouterr().err
+    assert stopped.value.code == 2 and "there must be 2 GPUs, one a rank, and there are 1" in capsys.readouterr().err
 
 
 def test_a_run_over_gloo(tmp_path: Path) -> None:
@@ -291,6 +304,7 @@ def test_a_run_over_gloo(tmp_path: Path) -> None:
     assert record["world"] == 2 and record["torch"] == torch.__version__ and record["command"].count("--peers") == 1
     rows = record["rows"]
     assert not [row for row in rows if "error" in row]
+    assert {column for row in rows for column in row} <= set(COLUMNS)
     for pattern in ("dense", "longnet"):
         (reached,) = [row for row in rows if row["section"] == "reach" and row["pattern"] == pattern]
         assert reached["tokens"] == 32 and "limit of 32 tokens" in reached["stopped"]

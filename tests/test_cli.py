@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 
 from verification import nightly, replay, runner
 from verification.__main__ import main
-from verification.command_line import TYPED
+from verification.arguments import TYPED
 from verification.mutants import command as mutants
 from verification.outputs import check_file, check_folder
 from verification.peers import command as peers
@@ -61,13 +62,44 @@ def test_help_says_what_there_is(arguments: tuple[str, ...], capsys: pytest.Capt
     assert "--help" in text
 
 
-def test_usage_names_what_the_user_typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+COMMANDS = {
+    "verify": ("verification", "run"),
+    "peers": ("verification", "peers"),
+    "mutate": ("verification.mutants.syntactic",),
+    "doctor": ("verification.doctor",),
+}
+
+
+@pytest.mark.parametrize("script", COMMANDS)
+def test_usage_and_errors_name_what_the_user_typed(script: str, tmp_path: Path) -> None:
+    """The scripts as they are, but for the environment that they would set up."""
+    (tmp_path / "scripts").mkdir()
+    typed = shutil.copy(ROOT / "scripts" / script, tmp_path / "scripts")
+    (tmp_path / "scripts" / "_setup").write_text(f"python={shlex.quote(sys.executable)}; also() {{ :; }}")
+    environment = {name: value for name, value in os.environ.items() if name != TYPED} | {
+        "PYTHONPATH": str(ROOT),
+        "COLUMNS": "400",
+    }
+    for start, name in (
+        (["bash", f"scripts/{script}"], f"scripts/{script}"),
+        ([str(typed)], str(typed)),
+        ([sys.executable, "-m", *COMMANDS[script]], f"python -m {' '.join(COMMANDS[script])}"),
+    ):
+        wrong = subprocess.run([*start, "--dance"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        first, *_, last = wrong.stderr.splitlines()
+        assert wrong.returncode == 2 and first.startswith(f"usage: {name} ["), wrong.stderr
+        assert last == f"{name}: error: unrecognized arguments: --dance"
+
+
+def test_help_names_what_the_user_typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for typed, shown in (("scripts/verify", "usage: scripts/verify ["), (None, "usage: python -m verification run [")):
         monkeypatch.setenv(TYPED, typed) if typed else monkeypatch.delenv(TYPED)
         with pytest.raises(SystemExit):
             main(("run", "--help"))
         assert capsys.readouterr().out.startswith(shown)
-    assert f"{TYPED}=$0 exec" in (ROOT / "scripts/verify").read_text()
+    monkeypatch.setenv(TYPED, "scripts/verify")
+    assert main(("run", "--world", "65")) == 2
+    assert capsys.readouterr().err.startswith("scripts/verify: error: argument --world: on gloo at most 64 ranks")
 
 
 @pytest.mark.parametrize(
@@ -105,6 +137,25 @@ def test_what_cannot_be_carried_out_gives_2(
     assert named in error and "Traceback" not in error
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    (
+        (("mutants", "merge-by-sigmoids"), "argument NAME: 'merge-by-sigmoids' is no defect; it must be one of the "),
+        (("mutants", "merge-by-sigmoids"), " of --list, close to it: merge-by-sigmoid"),
+        (("mutants", "merge-by-sigmoid", "dance", "--list"), "argument NAME: 'dance' is no defect"),
+        (("peers", "yunchang", "dance"), "argument NAME: 'dance' is no peer; it must be one of ring-attention-pytorch"),
+        (("peers", "dance", "--list"), "argument NAME: 'dance' is no peer"),
+        (("peers", "yunchang", "nowhere:adapter", "--list"), "nowhere:adapter cannot be imported"),
+    ),
+)
+def test_a_name_that_stands_for_nothing_is_refused_before_anything_is_said_or_run(
+    arguments: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    said = capsys.readouterr()
+    assert named in said.err and said.err.count("\n") == 1 and not said.out
+
+
 def ran(*arguments: object) -> int:
     raise AssertionError("it ran")
 
@@ -119,11 +170,20 @@ def ran(*arguments: object) -> int:
         (("run", "--json", "{folder}"), "argument --json: cannot write"),
         (("run", "--json", "{file}/report.json"), "argument --json: cannot write"),
         (("run", "--json", "/proc/report.json"), "argument --json: cannot write"),
+        (("run", "--json", "{new}/a.json"), "argument --json: cannot write {new}/a.json: there is no folder {new}"),
+        (("run", "--json", "new/a.json"), "argument --json: cannot write new/a.json: there is no folder {new}"),
+        (
+            ("run", "--profile", "nightly", "--json", "{new}/a.json"),
+            "argument --json: cannot write {new}/a.json: there",
+        ),
         (("run", "--profile", "nightly", "--state", "{folder}"), "argument --state: cannot write"),
         (("run", "--profile", "nightly", "--state", "/proc/night.json"), "argument --state: cannot write"),
         (("replay", "case.json", "--json", "{folder}"), "argument --json: cannot write"),
+        (("replay", "case.json", "--json", "{new}/a.json"), "there is no folder {new}"),
         (("mutants", "--json", "{folder}"), "argument --json: cannot write"),
+        (("mutants", "--json", "{new}/a.json"), "there is no folder {new}"),
         (("peers", "--json", "{folder}"), "argument --json: cannot write"),
+        (("peers", "--json", "{new}/a.json"), "there is no folder {new}"),
         (("peers", "--failures", "{file}"), "argument --failures: cannot write to"),
     ),
 )
@@ -136,17 +196,17 @@ def test_what_cannot_be_written_is_noticed_before_anything_runs(
     (tmp_path / "folder").mkdir()
     for module, function in ((runner, "run"), (nightly, "run"), (mutants, "main"), (peers, "main"), (replay, "replay")):
         monkeypatch.setattr(module, function, ran)
-    places = {"file": tmp_path / "file", "folder": tmp_path / "folder"}
+    places = {"file": tmp_path / "file", "folder": tmp_path / "folder", "new": tmp_path / "new"}
     assert main([argument.format(**places) for argument in arguments]) == 2
     said = capsys.readouterr()
-    assert named in said.err and said.err.count("\n") == 1 and "seed" not in said.out, said
-    assert (tmp_path / "file").read_text() == "kept"
+    assert named.format(**places) in said.err and said.err.count("\n") == 1 and "seed" not in said.out, said
+    assert (tmp_path / "file").read_text() == "kept" and not places["new"].exists()
 
 
 def test_what_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "there").write_text("kept")
     check_file("--json", tmp_path / "there")
-    check_file("--json", tmp_path / "new" / "report.json")
+    check_file("--json", tmp_path / "report.json")
     check_folder("--failures", tmp_path / "new" / "failures")
     assert (tmp_path / "there").read_text() == "kept"
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["failures"]
@@ -166,13 +226,13 @@ def test_an_error_of_the_tool_is_no_counter_example(tmp_path: Path) -> None:
 
 def test_a_run_that_holds(tmp_path: Path) -> None:
     done = verification(
-        "run", "--world", "2,1", "--examples", "12", "--seed", "7", "--real-size", "256", "--json", "out/report.json",
+        "run", "--world", "2,1", "--examples", "12", "--seed", "7", "--real-size", "256", "--json", "report.json",
         folder=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "--seed 7" in done.stdout and "all held" in done.stdout and "MiB sent" in done.stdout
     assert "\x1b" not in done.stdout, "no control codes where there is no terminal"
-    data = json.loads((tmp_path / "out/report.json").read_text())
+    data = json.loads((tmp_path / "report.json").read_text())
     assert data["held"] is True and data["failures"] == [] and data["seed"] == 7 and data["seconds"] > 0
     rows = {(row["property"], row["world"]): 0 for row in data["rows"]}
     for row in data["rows"]:

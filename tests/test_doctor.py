@@ -118,7 +118,7 @@ def test_an_interface_that_is_not_there_is_named() -> None:
 def test_a_report_that_cannot_be_written_ends_it_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     assert doctor.main(["--json", str(tmp_path / "file" / "x.json")]) == 2
-    assert "scripts/doctor: error: argument --json" in capsys.readouterr().err
+    assert "python -m verification.doctor: error: argument --json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

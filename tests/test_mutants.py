@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from argparse import ArgumentParser
 from collections.abc import Iterator
 from pathlib import Path
@@ -168,7 +169,10 @@ def test_a_defect_is_killed_and_its_case_holds_without_it(name: str) -> None:
             backend.close()
 
 
-def test_command_tells_of_survivors_and_writes_what_it_found(tmp_path: Path) -> None:
+def test_command_tells_of_progress_and_survivors_and_writes_what_it_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "LINE_EVERY", 0.1)
     parser = ArgumentParser()
     command.add_parser(parser.add_subparsers())
     file, name = tmp_path / "mutants.json", "carried-gradients-dropped"
@@ -182,7 +186,10 @@ def test_command_tells_of_survivors_and_writes_what_it_found(tmp_path: Path) -> 
     (outcome,) = found["mutants"]
     assert (outcome["name"], outcome["provenance"]) == (name, by_name(name).provenance)
     assert (outcome["killed"], outcome["check"], outcome["examples"], outcome["case"]) == (False, None, 1, None)
-    assert by_name(name).about in console.export_text()
+    said = console.export_text()
+    assert by_name(name).about in said
+    counts = [int(n) for n in re.findall(r"^without any defect, on sim: (\d+) of 60 examples held so far$", said, re.M)]
+    assert counts == sorted(counts) and 0 < counts[-1] <= 60 and len(set(counts)) > 2, said
 
 
 def test_a_defect_whose_own_code_does_not_run_is_no_kill() -> None:
@@ -199,4 +206,14 @@ def test_a_tool_that_fails_is_no_kill(capsys: pytest.CaptureFixture[str]) -> Non
     parser = ArgumentParser()
     command.add_parser(parser.add_subparsers())
     assert command.main(parser.parse_args(["mutants", "no-such-defect"]), Console()) == 2
-    assert "no-such-defect" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "argument NAME: 'no-such-defect' is no defect" in said.err and not said.out
+
+
+def test_a_list_has_what_was_asked_for() -> None:
+    parser, console = ArgumentParser(), Console(record=True, width=150)
+    command.add_parser(parser.add_subparsers())
+    name = DEFECTS[0].name
+    assert command.main(parser.parse_args(["mutants", name, "--list"]), console) == 0
+    text = console.export_text()
+    assert name in text and "1 seeded defect" in text and DEFECTS[1].name not in text

@@ -86,6 +86,28 @@ def test_a_failure_is_told_with_its_case_and_the_line_that_replays_it(tmp_path: 
     assert "no answer from rank 0" in text and "here" in text, "the stacks are part of it"
 
 
+@pytest.mark.parametrize(
+    ("held", "failed", "said"),
+    (
+        (2, 0, "2 examples, 2 of them distributed, in 0.0 s: all held"),
+        (1, 0, "1 example in 0.0 s: it held"),
+        (2, 1, "2 examples held, 2 of them distributed, in 0.0 s: 1 counter-example"),
+        (1, 2, "1 example held in 0.0 s: 2 counter-examples"),
+        (0, 1, "no example held in 0.0 s: 1 counter-example"),
+    ),
+)
+def test_the_last_line_says_what_is_true(held: int, failed: int, said: str, tmp_path: Path) -> None:
+    report = Report(Console(file=io.StringIO(), width=150))
+    report.start_world(2, held)
+    for _ in range(held):
+        report.held("float32", {"gradients": 0.5}, 0.0)
+    for _ in range(failed):
+        report.failed(save_record(WrongResult("values: out"), "output and lse", 2, {"world": 2}, tmp_path, "sim"))
+    report.end_world()
+    report.seconds = 0.0
+    assert printed(report).splitlines()[-1] == said
+
+
 def test_failures_of_an_earlier_world_are_not_fresh(tmp_path: Path) -> None:
     report = told()
     report.failed(save_record(WrongResult("values: out"), "output and lse", 3, {"world": 3}, tmp_path, "gloo"))

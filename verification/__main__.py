@@ -6,6 +6,8 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from verification.arguments import typed
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 all held, 1 a counter-example was found, 2 the run could not be carried out."""
@@ -16,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return command_line.main(arguments)
     except Exception:
         traceback.print_exc()
-        print("python -m verification: error: the machinery itself failed, see above", file=sys.stderr)
+        print(f"{typed()}: error: the machinery itself failed, see above", file=sys.stderr)
         return 2
 
 

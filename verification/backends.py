@@ -19,8 +19,9 @@ from verification.execute import home, observe
 from verification.failures import RankFailure
 from verification.observation import Observation
 from verification.pool import Pool, PoolError, Ticket
+from verification.rendezvous import subgroup
 from verification.simulation import Simulation
-from verification.worker import subgroup
+from verification.wording import counted
 
 BACKENDS = {
     "gloo": "one process for each rank on this machine, joined by gloo",
@@ -83,7 +84,7 @@ class PoolBackend:
         try:
             self._pool = Pool(world, timeout=self.patience, preload=PRELOAD, joined_by=joined_by)
         except PoolError as error:
-            raise Unavailable(f"the {world} ranks could not be started: {error}") from error
+            raise Unavailable(f"the {counted(world, 'rank')} could not be started: {error}") from error
 
     def post(self, function: Callable[..., Any], task: Task, case: Case, arguments: tuple[Any, ...]) -> None:
         """Have `function(task, case, arguments)` called in every process."""
@@ -141,7 +142,8 @@ class NcclBackend(GlooBackend):
     def start(self, world: int) -> None:
         there = torch.cuda.device_count()
         if there < world:
-            raise Unavailable(f"argument --backend: nccl needs {world} GPUs for {world} ranks, there are {there}")
+            needed = f"{counted(world, 'GPU')} for {counted(world, 'rank')}"
+            raise Unavailable(f"argument --backend: nccl needs {needed}, there are {there}")
         self.open_pool(world, "nccl")
 
 

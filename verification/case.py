@@ -21,6 +21,7 @@ from reference.pattern import Pattern
 from ring.layout import Layout
 from verification import definitions
 from verification.definitions import Shards
+from verification.wording import misfits
 
 DTYPES = {
     "float64": torch.float64,
@@ -240,7 +241,7 @@ class Case:
         unknown = sorted(set(data) - {f.name for f in fields(cls)})
         missing = sorted({f.name for f in fields(cls) if f.default is MISSING} - set(data))
         if unknown or missing:
-            raise ValueError(f"Case: unknown fields {unknown}, missing fields {missing}")
+            raise ValueError(f"Case: {misfits(unknown, missing)}")
         return cls(**data | {"pattern": Pattern.from_dict(data["pattern"])})
 
 

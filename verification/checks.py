@@ -23,6 +23,7 @@ from verification.definitions import Ints, default_bucket
 from verification.expectation import QUANTITIES, Expectation
 from verification.failures import MismatchedMessages, WrongResult
 from verification.observation import LONGER, Message, Observations
+from verification.wording import counted
 from verification.workspace import Workspace, limits
 
 Ratios = dict[str, float]
@@ -65,7 +66,7 @@ def check_layout(case: Case, expectation: Expectation, observations: Observation
 def check_answers(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
     """One answer per rank; every result has the type and the shape that the rank's inputs imply."""
     if len(observations) != len(case.ranks):
-        raise WrongResult(f"answers: {len(observations)} ranks answered, the group has {len(case.ranks)}")
+        raise WrongResult(f"answers: {counted(len(observations), 'rank')} answered, the group has {len(case.ranks)}")
     accumulator = "float64" if case.dtype == "float64" else "float32"
     for index, seen in enumerate(observations):
         for name, dtype in zip(QUANTITIES, seen.dtypes, strict=True):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import random
 import sys
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from verification import nightly, real_size, replay, runner
+from verification.arguments import MODULE, add_failures, add_json, add_seed, count, typed
 from verification.backends import BACKENDS, Unavailable, open_backend
 from verification.hunt import ToolError
 from verification.mutants import command as mutants
@@ -23,7 +23,6 @@ from verification.peers import command as peers
 from verification.report import Report
 
 PROFILES = runner.PROFILES | {"nightly": nightly.PROFILE}
-TYPED = "VERIFICATION_TYPED"  # in the environment: what the user typed where that was a script, for usage and errors
 DESCRIPTION = """\
 Checks ring_attention by properties: Hypothesis draws Cases (pattern, layout, world size, dtype, exchange, ...), real
 processes compute each of them, and every result is held against a dense fp64 oracle within bounds derived from the
@@ -50,16 +49,6 @@ def worlds(text: str) -> tuple[int, ...]:
     return sizes
 
 
-def count(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
-    return number
-
-
 def size(text: str) -> int:
     try:
         number = int(text)
@@ -83,7 +72,7 @@ def hours(text: str) -> float:
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
-        prog="python -m verification",
+        prog=MODULE,
         description=DESCRIPTION,
         epilog=EPILOGUE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -91,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     run = commands.add_parser(
-        "run", help="draw examples and check them", description=RUN, epilog=EPILOGUE, prog=os.environ.get(TYPED),
+        "run", help="draw examples and check them", description=RUN, epilog=EPILOGUE, prog=typed(f"{MODULE} run"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     run.add_argument(
@@ -119,20 +108,14 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="examples for each world size; a tenth more look for larger errors, and a fifth for laws",
     )
-    run.add_argument(
-        "--seed", type=int, metavar="N",
-        help="draw the same examples as an earlier run with this seed (default: a new one, printed)",
-    )  # fmt: skip
+    add_seed(run)
     _add_backend(run)
     run.add_argument(
         "--real-size", type=size, metavar="N",
         help=f"tokens of the problem of real size that ends the run; 0 leaves it out (default: {real_size.TOKENS})",
     )  # fmt: skip
-    run.add_argument(
-        "--failures", type=Path, default=Path(".verification/failures"), metavar="DIR",
-        help="where minimal Cases are saved (default: %(default)s)",
-    )  # fmt: skip
-    run.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON too")
+    add_failures(run)
+    add_json(run)
 
     again = commands.add_parser(
         "replay", help="run one saved counter-example again", epilog=EPILOGUE,
@@ -140,9 +123,11 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     again.add_argument("case", type=Path, metavar="FILE", help="the JSON file that a run saved")
     _add_backend(again)
-    again.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON too")
+    add_json(again)
     mutants.add_parser(commands)
     peers.add_parser(commands)
+    for command in commands.choices.values():
+        command.set_defaults(parser=command)
     return top
 
 
@@ -155,7 +140,9 @@ def _add_backend(command: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
+    options, unknown = parser().parse_known_args(arguments)
+    if unknown:  # left to `parse_args`, the usage would be that of all commands
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     # A log has no width of its own, and rich would take 80 columns: the table needs more.
     console = Console(width=None if sys.stdout.isatty() else 120)
     try:
@@ -168,15 +155,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.json is not None:
             options.json.write_text(json.dumps(report.to_dict(), indent=2, allow_nan=False) + "\n")
     except (Unavailable, OSError) as error:
-        print(f"python -m verification: error: {error}", file=sys.stderr)
+        print(f"{typed()}: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("python -m verification: interrupted", file=sys.stderr)
+        print(f"{typed()}: interrupted", file=sys.stderr)
         return 2
     except ToolError as error:
         if error.__cause__ is not None:  # an exception that nobody foresaw: its traceback is wanted
             raise RuntimeError(f"the machinery failed on an example: {error}") from error
-        print(f"python -m verification: error: {error}", file=sys.stderr)
+        print(f"{typed()}: error: {error}", file=sys.stderr)
         return 2
     return 1 if report.failures else 0
 
@@ -186,8 +173,8 @@ def _check_outputs(options: argparse.Namespace) -> None:
     if options.json is not None:
         check_file("--json", options.json)
     if getattr(options, "state", None) is not None:
-        check_file("--state", options.state)
         check_folder("--state", options.state.parent)  # a state is written beside the old one, then takes its place
+        check_file("--state", options.state)
     if getattr(options, "failures", None) is not None and not getattr(options, "list", False):
         check_folder("--failures", options.failures)
 

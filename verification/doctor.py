@@ -20,7 +20,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,10 +29,12 @@ from reference import Pattern
 from ring import Layout, kernels, ring_attention
 from ring.plan import EXCHANGES
 from ring.transport import SoloTransport
+from verification.arguments import MODULE, add_json, typed
 from verification.case import DTYPES
 from verification.outputs import check_file
 from verification.settings import in_force
 
+COMMAND = f"{MODULE}.doctor"
 TOPOLOGY_TIMEOUT = 20.0  # seconds
 
 
@@ -223,8 +224,8 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="scripts/doctor", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found as JSON too")
+    parser = argparse.ArgumentParser(prog=typed(COMMAND), description=(__doc__ or "").partition("\n")[0])
+    add_json(parser, "what was found")
     options = parser.parse_args(arguments)
     try:
         if options.json is not None:
@@ -235,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.json is not None:
             options.json.write_text(json.dumps(found, indent=2) + "\n")
     except (OSError, RuntimeError) as error:  # a driver that does not answer is a RuntimeError of torch
-        print(f"scripts/doctor: error: {error}", file=sys.stderr)
+        print(f"{typed(COMMAND)}: error: {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -19,6 +19,7 @@ from typing import Any
 from verification import real_size, runner
 from verification.backends import BACKENDS, SimBackend, Unavailable, open_backend
 from verification.report import Report, whole
+from verification.wording import counted
 
 STATE = Path(".verification/nightly.json")
 HOURS = 8.0
@@ -128,7 +129,8 @@ def resume(night: Night, report: Report) -> None:
         raise Unavailable(f"argument --state: cannot go on from {night.state}: {error}") from error
     if chunks != list(night.chunks):  # other world sizes or backends than last time: a round of their own
         night.done = len(night.chunks)
-    report.say(f"going on with round {night.round}, after {report.examples} examples in {report.seconds:.0f} s")
+    done = f"{counted(report.examples, 'example')} in {report.seconds:.0f} s"
+    report.say(f"going on with round {night.round}, after {done}")
 
 
 def _restore(night: Night, place: Any) -> list[Chunk]:
@@ -141,7 +143,7 @@ def _restore(night: Night, place: Any) -> list[Chunk]:
         whole("examples", chunk.examples)
     night.round, night.done = whole("round", place["round"]), whole("done", place["done"])
     if night.done > len(chunks):
-        raise ValueError(f"done is {night.done}; a round has {len(chunks)} chunks")
+        raise ValueError(f"done is {night.done}; a round has {counted(len(chunks), 'chunk')}")
     if type(place["round_seed"]) is not int:
         raise ValueError(f"round_seed is {place['round_seed']!r}; it must be an integer")
     night.round_seed = place["round_seed"]

@@ -17,7 +17,8 @@ def check_folder(argument: str, folder: Path) -> None:
 
 
 def check_file(argument: str, file: Path) -> None:
-    """See that the file can be written, and leave it as it is; its folder is made.
+    """See that the file can be written, and leave it as it is. Its folder is not made: one that is not there is
+    likelier a slip of the pen than a wish.
 
     Raises OSError naming the argument.
     """
@@ -25,7 +26,8 @@ def check_file(argument: str, file: Path) -> None:
         if file.exists():
             file.open("a").close()
         else:
-            file.parent.mkdir(parents=True, exist_ok=True)
+            if not file.parent.exists():
+                raise FileNotFoundError(f"there is no folder {file.parent.absolute()}")
             with tempfile.TemporaryFile(dir=file.parent):
                 pass
     except OSError as error:

@@ -22,6 +22,7 @@ from rich.table import Table
 from reference.pattern import Branch, Pattern
 from verification.case import AGAIN, DTYPES, EXCHANGES, KERNELS, LSE, ORDERS, VALUES, Case
 from verification.definitions import LEAST_BUCKET
+from verification.wording import counted
 from verification.workspace import LEAST_BLOCK, LEAST_ROWS
 
 Has = Callable[[Case], bool]
@@ -251,7 +252,7 @@ class Reach:
 
     def table(self) -> Table:
         """Features in three columns, with the number of Cases and their share."""
-        table = Table(title=f"what {self.cases} Cases reached", box=None)
+        table = Table(title=f"what {counted(self.cases, 'Case')} reached", box=None)
         for _ in range(_COLUMNS):
             table.add_column("feature", no_wrap=True)
             table.add_column("Cases", justify="right", no_wrap=True)

@@ -38,6 +38,7 @@ from verification.expectation import Expectation, evaluate
 from verification.failures import VerificationFailure
 from verification.observation import Observation
 from verification.report import Report, save_record
+from verification.wording import counted
 
 if TYPE_CHECKING:
     from verification.backends import Backend
@@ -180,7 +181,7 @@ def run(backend: Backend, report: Report, problem: Problem, failures: Path) -> N
     """
     case, patience, started = problem.case(), backend.patience, time.perf_counter()
     report.start_world(problem.world, 1)
-    report.say(f"{TITLE}: {problem.tokens} tokens, {HEADS} heads of {HEAD_DIM}, {problem.world} ranks ...")
+    report.say(f"{TITLE}: {problem.tokens} tokens, {HEADS} heads of {HEAD_DIM}, {counted(problem.world, 'rank')} ...")
     given = tensors(problem)
     backend.patience = PATIENCE
     try:

@@ -24,6 +24,7 @@ from rich.table import Table
 
 from verification.failures import RankHang, VerificationFailure
 from verification.reach import FEATURES, Reach
+from verification.wording import counted
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 LINE_EVERY = 5.0  # seconds between progress lines where the output is not a terminal
@@ -126,10 +127,9 @@ class Report:
         """Sums up since `start_world`; returns the seconds that passed."""
         spent = time.perf_counter() - self._since
         self.seconds += spent
-        failed = len(self.fresh)
-        found = f", {failed} counter-example{'s' * (failed > 1)}" if failed else ""
+        found = f", {counted(len(self.fresh), 'counter-example')}" if self.fresh else ""
         rate = f", {self._done / spent:.0f}/s" if self._done > 1 else ""
-        done = f"{self._done} examples held" if self._done != 1 else "1 example held"
+        done = f"{counted(self._done, 'example')} held" if self._done or not self.fresh else "no example held"
         self.say(f"world {self._world}, {what}: {done} in {spent:.1f} s{rate}{found}")
         return spent
 
@@ -164,13 +164,14 @@ class Report:
             self._live.update(self._progress_table(now), refresh=True)
         else:
             self.say(
-                f"world {self._world}: {self._done}/{self._goal} examples, "
+                f"world {self._world}: {self._done}/{counted(self._goal, 'example')}, "
                 f"{self._done / (now - self._since):.0f}/s, worst error / bound {self._worst:.3f}"
             )
 
     def _progress_table(self, now: float) -> Table:
         spent = now - self._since
-        table = Table(title=f"world {self._world}: {self._done} of {self._goal} examples, {self._done / spent:.0f}/s")
+        goal = counted(self._goal, "example")
+        table = Table(title=f"world {self._world}: {self._done} of {goal}, {self._done / spent:.0f}/s")
         for head in ("property", "examples", "examples/s", "worst error / bound"):
             table.add_column(head, justify="left" if head == "property" else "right")
         for name, rows in self._by_property(self._world).items():
@@ -220,10 +221,18 @@ class Report:
             self.say(f"worst error / bound: {worst}")
         for failure in self.failures:
             self._explain(failure)
-        verdict = "all held" if not self.failures else f"{len(self.failures)} counter-examples"
-        self.say(
-            f"{self.examples} examples, {self.distributed} of them distributed, in {self.seconds:.1f} s: {verdict}"
-        )
+        self.say(self._verdict())
+
+    def _verdict(self) -> str:
+        """How many examples held, of how many ranks, in what time; and that this was all, or what was not."""
+        held = counted(self.examples, "example") + (" held" if self.failures else "")
+        if self.examples > 1:
+            held += f", {self.distributed} of them distributed,"
+        elif not self.examples and self.failures:
+            held = "no example held"
+        every = "all held" if self.examples != 1 else "it held"
+        verdict = counted(len(self.failures), "counter-example") if self.failures else every
+        return f"{held} in {self.seconds:.1f} s: {verdict}"
 
     def _explain(self, failure: Failure) -> None:
         # Printed without markup or wrapping: the Case and the line must survive a copy.

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from verification.worker import Meeting, Membership, PoolError, Ranks
+from verification.rendezvous import Meeting, Membership
+from verification.worker import PoolError, Ranks
 
 NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 JOIN_TIMEOUT = 60.0  # seconds for all seats to come

@@ -37,6 +37,7 @@ from verification.failures import (
 )
 from verification.flight import Batch, Flight, described, overlap, span
 from verification.scheduler import Scheduler
+from verification.wording import counted
 
 T = TypeVar("T")
 _FRAMES = 12  # of a rank's stack, the innermost
@@ -238,7 +239,7 @@ class Simulation:
                 states[name] = RankState(name, "answered", "had answered")
         ordered = [states[name] for name in self.names]
         if not raised:
-            return Deadlock(f"deadlock of {self.size} ranks: {self._chain()}", ordered)
+            return Deadlock(f"deadlock of {counted(self.size, 'rank')}: {self._chain()}", ordered)
         first = scheduler.errors[raised[0]]
         assert first is not None
         kind = type(first) if isinstance(first, BrokenContract | MismatchedMessages) else RankError

@@ -21,8 +21,10 @@ from verification.backends import PRELOAD, GlooBackend, Preparation, Unavailable
 from verification.case import Case
 from verification.failures import name_ranks
 from verification.pool import START_TIMEOUT, Pool, PoolError, RankSet
+from verification.rendezvous import Meeting
 from verification.seats import JOIN_TIMEOUT, Hello, Orders, Place, Seat, listen, take_seat, vanish
-from verification.worker import LOOK_EVERY, LOOKS, STACK_TIMEOUT, Meeting, limit_sends
+from verification.wording import counted
+from verification.worker import LOOK_EVERY, LOOKS, STACK_TIMEOUT, limit_sends
 
 __all__ = ["SeatLost", "Table", "TorchrunBackend"]
 
@@ -289,7 +291,7 @@ class TorchrunBackend(GlooBackend):
             try:
                 self._pool = TorchrunPool(self.table, world, timeout=self.patience, joined_by=self.name)
             except PoolError as error:
-                raise Unavailable(f"the {world} ranks could not be started: {error}") from error
+                raise Unavailable(f"the {counted(world, 'rank')} could not be started: {error}") from error
 
     def submit(self, task: Callable[..., Any], case: Case, *arguments: Any) -> None:
         self.last = case

@@ -21,8 +21,8 @@ from rich.console import Console
 
 from verification import links, long_problems, runner
 from verification import replay as replays
+from verification.arguments import add_failures, add_json, add_seed, count
 from verification.backends import Preparation, SimBackend, Unavailable
-from verification.command_line import count
 from verification.failures import RankCrash, VerificationFailure
 from verification.hunt import ToolError
 from verification.long_problems import LongProblem
@@ -30,6 +30,7 @@ from verification.outputs import check_file, check_folder
 from verification.report import Failure, Report, save_record
 from verification.seats import NotUnderTorchrun, Place, Seat, take_seat
 from verification.torchrun import SeatLost, Table, TorchrunBackend
+from verification.wording import counted
 
 SCRIPT = "scripts/validate_nccl.py"
 HOW = f"torchrun --nproc-per-node=2 {SCRIPT}"
@@ -76,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
         help=f"Cases to draw (default: {EXAMPLES['nccl']}, gloo {EXAMPLES['gloo']}); a third more look for larger "
         "errors or are laws",
     )  # fmt: skip
-    found.add_argument("--seed", type=int, metavar="S", help="draw the same as an earlier run (default: a new one)")
+    add_seed(found)
     found.add_argument(
         "--timeout", type=seconds, default=TIMEOUT, metavar="S",
         help="seconds that the ranks may take for an example before they hang (default: %(default)g)",
@@ -92,11 +93,8 @@ def parser() -> argparse.ArgumentParser:
         help="seconds to shrink a failure, and after the first to look for others (default: %(default)g)",
     )  # fmt: skip
     found.add_argument("--replay", type=Path, metavar="CASE.json", help="run one saved counter-example instead")
-    found.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON too")
-    found.add_argument(
-        "--failures", type=Path, default=Path(".verification/failures"), metavar="DIR",
-        help="where minimal Cases are saved (default: %(default)s)",
-    )  # fmt: skip
+    add_json(found)
+    add_failures(found)
     return found
 
 
@@ -204,7 +202,8 @@ def _run(options: argparse.Namespace, report: Report, backend: TorchrunBackend, 
     seed = random.SystemRandom().getrandbits(32) if options.seed is None else options.seed
     report.extras["seed"] = seed
     report.say(
-        f"{world} ranks under torchrun, joined by {backend.name}; seed {seed}: repeat this run with --seed {seed}"
+        f"{counted(world, 'rank')} under torchrun, joined by {backend.name}; seed {seed}: repeat this run with "
+        f"--seed {seed}"
     )
     backend.start(world)
     with report:
@@ -297,7 +296,8 @@ def _replay(options: argparse.Namespace, report: Report, backend: TorchrunBacken
         special = next((name for name in ("links", "long") if isinstance(record, dict) and name in record), None)
         problem = LongProblem(**record["long"]) if special == "long" else None
         if special == "links" and record["links"]["world"] != backend.table.place.world_size:
-            raise ValueError(f"it was found on {record['links']['world']} ranks; torchrun must start as many")
+            found = counted(record["links"]["world"], "rank")
+            raise ValueError(f"it was found on {found}; torchrun must start as many")
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise Unavailable(f"argument --replay: cannot read a counter-example from {file}: {error}") from error
     if special is None:

@@ -1,14 +1,13 @@
 """The processes behind the pool: how they are started, both ends of the pipes to them, and what a rank does.
 
-`Ranks` is the parent's side of one generation of ranks. `main` is a rank's: it joins the process group, then serves
-one call after another until its parent closes the pipe or dies. `subgroup` is for functions that run in a rank.
+`Ranks` is the parent's side of one generation of ranks. `main` is a rank's: it joins the process group
+(`verification.rendezvous`), then serves one call after another until its parent closes the pipe or dies.
 
-torch is imported inside the functions, not here: ranks get it from the forkserver's preload, and check that.
+torch is not imported here: ranks get it from the forkserver's preload, and check that.
 """
 
 from __future__ import annotations
 
-import datetime
 import faulthandler
 import gc
 import importlib
@@ -24,19 +23,15 @@ import sys
 import threading
 import time
 import traceback
-from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from multiprocessing import Pipe, context, forkserver, popen_forkserver, reduction, spawn, util
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verification.failures import MismatchedMessages, Raised
+from verification.rendezvous import MeetingHere, Membership, join_group
 from verification.runnable import is_runnable
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Store
 
 STACK_SIGNAL = signal.SIGUSR1
 ANSWERED, RAISED = 0, 1
@@ -45,48 +40,13 @@ ANSWER = struct.Struct("<QB")  # number of the call, ANSWERED or RAISED; then on
 
 LOOKS, LOOK_EVERY = 5, 0.02  # seconds
 STACK_TIMEOUT = 1.0  # for a rank to write its stack; one that is stopped (SIGSTOP) never does
-# Only the pool decides that a rank hangs: it alone can show every rank's stack. So the group's patience is the longer.
-GROUP_TIMEOUT = datetime.timedelta(days=1)
-# A gloo group holds a socket to each other member; more groups than this, and the eldest is given up.
-MAX_SUBGROUPS = 32
 
 _IMPORTED_BY = os.getpid()  # differs from the rank's own pid exactly if the forkserver preloaded this module
-_subgroups: OrderedDict[tuple[int, ...], ProcessGroup | None] = OrderedDict()
 _servers: dict[tuple[str, ...], forkserver.ForkServer] = {}
 
 
 class PoolError(RuntimeError):
     """The pool cannot do its work (it is closed, its ranks do not start): no verdict on what is verified."""
-
-
-@dataclass(frozen=True)
-class Membership:
-    """What a process needs to know to be a rank."""
-
-    rank: int
-    world_size: int
-    store: Meeting
-    preload: tuple[str, ...]  # modules that must have come with the fork
-    joined_by: str  # "gloo", or "nccl"
-    gpu: int  # this process's, if NCCL joins it to the others
-    one_machine: bool = True  # whether all ranks are here: gloo then stays within it
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """Through what the ranks of one generation find each other: a FileStore, or a TCPStore that somebody serves."""
-
-    path: str = ""  # of the FileStore
-    host: str = ""  # of the TCPStore
-    port: int = 0
-    prefix: str = ""
-
-    def store(self, world_size: int) -> Store:
-        from torch.distributed import FileStore, PrefixStore, TCPStore
-
-        if self.path:
-            return FileStore(self.path, world_size)
-        return PrefixStore(self.prefix, TCPStore(self.host, self.port, is_master=False))
 
 
 class Ranks:
@@ -207,20 +167,20 @@ class Ranks:
 
 
 class LocalRanks(Ranks):
-    """Ranks that are all on this machine, and meet in a file."""
+    """Ranks that are all on this machine."""
 
     def __init__(self, world_size: int, preload: tuple[str, ...], timeout: float, joined_by: str) -> None:
-        # A file without a name: each generation has its own, and none is left behind however this process ends.
-        # (A TCPStore would need a port, and was seen to stall for the 5 s of a name server's timeout.)
-        self._store = os.memfd_create("rendezvous")
-        meeting = Meeting(path=f"/proc/{os.getpid()}/fd/{self._store}")
-        members = [Membership(rank, world_size, meeting, preload, joined_by, gpu=rank) for rank in range(world_size)]
+        self._place = MeetingHere()
+        members = [
+            Membership(rank, world_size, self._place.meeting, preload, joined_by, gpu=rank)
+            for rank in range(world_size)
+        ]
         super().__init__(members, timeout)
 
     def end(self) -> None:
         super().end()
         if os.getpid() == self._owner:
-            os.close(self._store)
+            self._place.close()
 
 
 def _is_complete(dump: bytes) -> bool:
@@ -351,28 +311,6 @@ def check_preload(preload: tuple[str, ...]) -> None:
     raise RuntimeError(f"the forkserver did not preload {', '.join(reasons)}")
 
 
-def join_group(membership: Membership) -> None:
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    if membership.one_machine:
-        os.environ["GLOO_SOCKET_IFNAME"] = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    device = None
-    if membership.joined_by == "nccl":
-        device = torch.device("cuda", membership.gpu)
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # the same sums in every run: two are compared bit for bit
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        membership.joined_by,
-        store=membership.store.store(membership.world_size),
-        rank=membership.rank,
-        world_size=membership.world_size,
-        timeout=GROUP_TIMEOUT,
-        device_id=device,  # given one, NCCL connects now, not within the first example
-    )
-
-
 def run_request(message: bytes) -> bytes:
     """The answer to one call. Whatever the function raises is an answer too."""
     (sequence,) = REQUEST.unpack_from(message)
@@ -396,30 +334,3 @@ def describe(error: BaseException) -> Raised:
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     return Raised(name, str(error), text, isinstance(error, MismatchedMessages))
-
-
-def subgroup(ranks: tuple[int, ...]) -> ProcessGroup | None:
-    """The group of these global ranks (group rank i is global rank `ranks[i]`).
-
-    To be called inside a rank, by *all* ranks of the world, in the same order of calls; None on ranks that are not
-    members. Made on first use, then kept (the last 32). The whole world is the default group itself.
-
-    Raises ValueError for ranks that do not ascend (torch sorts the ranks of a group), none at all, or one outside the
-    world.
-    """
-    import torch.distributed as dist
-
-    world = dist.get_world_size()
-    if not ranks or list(ranks) != sorted(set(ranks)) or ranks[0] < 0 or ranks[-1] >= world:
-        raise ValueError(f"ranks: got {ranks}; allowed are ascending ranks of 0..{world - 1}, at least one")
-    if ranks == tuple(range(world)):
-        return dist.group.WORLD
-    if ranks not in _subgroups:
-        if len(_subgroups) == MAX_SUBGROUPS:
-            _, eldest = _subgroups.popitem(last=False)
-            if eldest is not None:
-                dist.destroy_process_group(eldest)
-        made: Any = dist.new_group(list(ranks), timeout=GROUP_TIMEOUT)
-        _subgroups[ranks] = None if made == dist.GroupMember.NON_GROUP_MEMBER else made
-    _subgroups.move_to_end(ranks)
-    return _subgroups[ranks]

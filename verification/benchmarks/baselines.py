@@ -11,6 +11,7 @@ from torch import Tensor
 from verification.benchmarks import fused
 from verification.benchmarks.contender import Contender, Inputs
 from verification.benchmarks.settings import Problem
+from verification.wording import counted
 
 
 class Impossible(Exception):
@@ -64,7 +65,7 @@ def all_to_all(problem: Problem, inputs: Inputs) -> Contender:
     """DeepSpeed-Ulysses (arXiv 2309.14509): every rank gets all tokens of some heads, calls one kernel, and gives the
     tokens back. Contiguous order. Raises Impossible where heads do not divide among the ranks."""
     if problem.heads.kv % problem.world:
-        raise Impossible(f"{problem.heads.kv} key/value heads cannot be divided among {problem.world} ranks")
+        raise Impossible(f"{counted(problem.heads.kv, 'key/value head')} cannot be divided among {problem.world} ranks")
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         query, key, value = (_Exchanged.apply(x, True) for x in (q, k, v))

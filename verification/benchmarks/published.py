@@ -23,6 +23,7 @@ from verification.benchmarks import fused
 from verification.benchmarks.baselines import Impossible, kernels_alone
 from verification.benchmarks.contender import Contender, Inputs
 from verification.benchmarks.settings import Problem
+from verification.wording import counted
 
 # Newer torch has the same functions by other names, and warns of these.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -76,7 +77,7 @@ def grids(problem: Problem) -> list[Grid]:
                 f"segments of {segment}, shards of {problem.tokens} and rate {rate} do not divide as the method needs"
             )
         if problem.heads.query % min(rate, problem.heads.query):
-            raise Impossible(f"{problem.heads.query} heads do not divide by the rate {rate}")
+            raise Impossible(f"{counted(problem.heads.query, 'head')}, which the rate {rate} does not divide")
         found.append(Grid(length, rate, segment // length))
     return found
 

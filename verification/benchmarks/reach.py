@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from verification.benchmarks.ranks import Ranks
-from verification.benchmarks.records import ROOT
 from verification.benchmarks.settings import Problem
+from verification.provenance import ROOT
 
 if TYPE_CHECKING:
     from verification.benchmarks.sections import Options

@@ -6,8 +6,8 @@ import json
 import os
 import platform
 import shlex
-import subprocess
 import sys
+import textwrap
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,38 @@ from typing import Any
 import torch
 
 from verification.peers.adapters import ring_flash_attn
+from verification.provenance import commit
 
-ROOT = Path(__file__).resolve().parents[2]
+# What a row may have. Times are wall milliseconds, counts of bytes are those of one rank.
+COLUMNS = {
+    "section": "dense, longnet or reach",
+    "tokens": "of each rank; of reach the longest shard that every rank did, 0 for none",
+    "world": "ranks, a GPU each",
+    "kv_heads": "key/value heads",
+    "method": "what is timed",
+    "exchange": "of ring_attention: how keys and values travel",
+    "pass": "forward, or forward+backward",
+    "graph": "True: replayed from a CUDA graph",
+    "ms": "median of a call on the slowest rank",
+    "samples": "calls that the median is of",
+    "warmup": "calls before them",
+    "tflops": "floating-point operations that the pattern needs of a GPU in a second, on average, / 10^12",
+    "efficiency": "(ms of one GPU with the whole sequence, without a graph) / world / ms: 1 is a perfect division",
+    "kernels_alone_ms": "a rank's kernel calls without exchange and merge: the least that there can be",
+    "beyond_kernels_ms": "ms - kernels_alone_ms: messages, packing, merges, and gaps between kernels",
+    "exposed_ms": "ms - the same call without messages: what of the exchange is not hidden behind computing",
+    "sent_bytes": "what the rank that sends most sends, as reference/cost.py counts it",
+    "closed_form_bytes": "accumulators and communication buffers of the fullest rank, as reference/cost.py has them",
+    "peak_bytes": "most that torch's allocator held on the fullest rank: in a call without a graph, beyond inputs and "
+    "results; of reach, all",
+    "note": "what to know when comparing",
+    "left_out": "why it could not be timed here",
+    "error": "what it failed with",
+    "pattern": "of reach: dense or longnet",
+    "total": "of reach: tokens of all ranks",
+    "seconds": "of reach: one forward and backward at that size on the slowest rank",
+    "stopped": "of reach: why it went no further",
+}
 SETTINGS = ("NCCL_", "TORCH_", "CUDA_", "PYTORCH_")
 
 
@@ -37,18 +67,6 @@ def surroundings(device: torch.device, world: int) -> dict[str, Any]:
         "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith(SETTINGS)},
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-
-
-def commit() -> str | None:
-    """Of the working tree, with "+" where it differs from it; None where there is no git."""
-    try:
-        run = [
-            subprocess.run(("git", "-C", str(ROOT), *words), capture_output=True, text=True, check=True, timeout=30)
-            for words in (("rev-parse", "HEAD"), ("status", "--porcelain"))
-        ]
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return run[0].stdout.strip() + ("+" if run[1].stdout.strip() else "")
 
 
 class Record:
@@ -81,6 +99,14 @@ def line(row: dict[str, Any]) -> str:
     """A row as it is printed: names first, then what was found."""
     shown = [f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in row.items()]
     return "  ".join(text for text in shown if not text.endswith("=None"))
+
+
+def columns() -> str:
+    """What every column of a row means, a line or two each."""
+    found = ["columns of a row; one that does not apply is not printed:"]
+    for name, meaning in COLUMNS.items():
+        found += textwrap.wrap(meaning, 116, initial_indent=f"  {name:<19}", subsequent_indent=" " * 21)
+    return "\n".join(found)
 
 
 def fail(message: str) -> None:

@@ -84,6 +84,7 @@ _BY_NAME = {defect.name: defect for defect in DEFECTS}
 def by_name(name: str) -> Defect:
     """Raises ValueError, with the names that are close to it, for one that there is not."""
     if name not in _BY_NAME:
-        close = ", ".join(get_close_matches(name, _BY_NAME))
-        raise ValueError(f"no defect is called {name!r}; close to it are: {close or 'none'}; --list has them all")
+        close = get_close_matches(name, _BY_NAME)
+        nearest = f", close to it: {', '.join(close)}" if close else ""
+        raise ValueError(f"{name!r} is no defect; it must be one of the {len(_BY_NAME)} of --list{nearest}")
     return _BY_NAME[name]

@@ -10,19 +10,22 @@ import random
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import BrokenExecutor
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from verification.arguments import add_json, add_seed, count, typed
 from verification.backends import Unavailable
-from verification.benchmarks.records import commit
 from verification.hunt import ToolError
-from verification.mutants import DEFECTS, CannotPlant, by_name
-from verification.mutants.runner import ALL, LIMIT, SOON, NotSane, Outcome, hunt_all, totals
+from verification.mutants import DEFECTS, CannotPlant, Defect, by_name
+from verification.mutants.runner import LIMIT, SOON, NotSane, Outcome, hunt_all, totals
+from verification.provenance import commit
+from verification.wording import counted
 
 DESCRIPTION = """\
 Plants one defect after the other into the ranks' code and draws examples until a property or a law breaks. No check
@@ -38,33 +41,30 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     mutants.add_argument("names", nargs="*", metavar="NAME", help="the defects to hunt (default: all)")
-    mutants.add_argument("--list", action="store_true", help="print the catalogue and end")
+    mutants.add_argument("--list", action="store_true", help="print these of the catalogue and end")
     mutants.add_argument(
-        "--limit", type=_count, default=LIMIT, metavar="N", help="examples a defect (default: %(default)s)"
+        "--limit", type=count, default=LIMIT, metavar="N", help="examples a defect (default: %(default)s)"
     )
-    mutants.add_argument("--seed", type=int, metavar="N", help="draw the same examples as an earlier hunt")
-    mutants.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes as JSON too")
-
-
-def _count(text: str) -> int:
-    number = int(text) if text.isdecimal() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
-    return number
+    add_seed(mutants)
+    add_json(mutants, "the outcomes")
 
 
 def main(options: argparse.Namespace, console: Console) -> int:
     """0: all killed; 1: some survived; 2: the tool failed, of which stderr tells."""
+    try:
+        defects = [by_name(name) for name in options.names] or list(DEFECTS)
+    except ValueError as error:
+        print(f"{typed()}: error: argument NAME: {error}", file=sys.stderr)
+        return 2
     if options.list:
-        _list(console)
+        _list(defects, console)
         return 0
     seed = random.SystemRandom().randrange(2**32) if options.seed is None else options.seed
     console.print(f"seed {seed}; repeat this hunt with --seed {seed}", highlight=False)
     started = time.perf_counter()
     outcomes: list[Outcome] = []
     try:
-        names = [by_name(name).name for name in options.names] or list(ALL)
-        for outcome in hunt_all(names, seed, options.limit):
+        for outcome in hunt_all([defect.name for defect in defects], seed, options.limit, say=partial(_print, console)):
             outcomes.append(outcome)
             _say(outcome, console)
         spent = time.perf_counter() - started
@@ -72,7 +72,7 @@ def main(options: argparse.Namespace, console: Console) -> int:
         if options.json is not None:
             options.json.write_text(json.dumps(to_dict(outcomes, spent, seed, options.limit), indent=2) + "\n")
     except (ValueError, CannotPlant, NotSane, Unavailable, ToolError, BrokenExecutor, OSError) as error:
-        print(f"python -m verification: error: {error}", file=sys.stderr)
+        print(f"{typed()}: error: {error}", file=sys.stderr)
         return 2
     return 0 if all(outcome.killed for outcome in outcomes) else 1
 
@@ -93,20 +93,22 @@ def to_dict(outcomes: list[Outcome], seconds: float, seed: int, limit: int) -> d
     }
 
 
-def _list(console: Console) -> None:
-    table = Table(title=f"{len(DEFECTS)} seeded defects")
+def _print(console: Console, line: str) -> None:
+    console.print(line, highlight=False, soft_wrap=True)
+
+
+def _list(defects: Sequence[Defect], console: Console) -> None:
+    table = Table(title=counted(len(defects), "seeded defect"))
     for head in ("name", "provenance", "what is wrong"):
         table.add_column(head, no_wrap=head == "name")
-    for defect in DEFECTS:
+    for defect in defects:
         table.add_row(defect.name, defect.provenance, defect.about)
     console.print(table, highlight=False)
 
 
 def _say(outcome: Outcome, console: Console) -> None:
     what = f"killed by {outcome.check!r} ({outcome.kind})" if outcome.killed else "[bold red]survived[/]"
-    console.print(
-        f"{outcome.name}: {what}, {outcome.examples} examples, {outcome.seconds:.1f} s", highlight=False, soft_wrap=True
-    )
+    _print(console, f"{outcome.name}: {what}, {counted(outcome.examples, 'example')}, {outcome.seconds:.1f} s")
 
 
 def _summary(outcomes: list[Outcome], seconds: float, console: Console) -> None:
@@ -119,10 +121,7 @@ def _summary(outcomes: list[Outcome], seconds: float, console: Console) -> None:
     console.print(table, highlight=False)
     for outcome in outcomes:
         if not outcome.killed:
-            console.print(f"survived: {outcome.name}: {by_name(outcome.name).about}", highlight=False, soft_wrap=True)
+            _print(console, f"survived: {outcome.name}: {by_name(outcome.name).about}")
     said = totals(outcomes)
-    console.print(
-        f"{said['killed']} of {said['defects']} defects killed, {said['within_200']} of them within {SOON} examples, "
-        f"in {seconds:.1f} s",
-        highlight=False,
-    )
+    killed = f"{said['killed']} of {counted(said['defects'], 'defect')} killed"
+    _print(console, f"{killed}, {said['within_200']} of them within {SOON} examples, in {seconds:.1f} s")

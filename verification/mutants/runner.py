@@ -11,11 +11,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
@@ -26,10 +26,11 @@ from verification.case import Case
 from verification.failures import VerificationFailure
 from verification.hunt import PATIENCE, Experiment, Found, Hunt, ToolError
 from verification.laws import LAWS
-from verification.mutants import DEFECTS, Defect, by_name
+from verification.mutants import Defect, by_name
 from verification.mutants.plant import plant_by_name
-from verification.report import Report
+from verification.report import LINE_EVERY, Report
 from verification.runner import EXAMPLES, PROFILES, law_experiment
+from verification.wording import counted
 
 HUNTERS = 2  # processes, each with ranks of its own
 LIMIT = PROFILES["ci"].examples  # examples for a defect
@@ -42,6 +43,7 @@ GLOO_WORLDS = (2, 3, 4)
 GLOO_ROUND = 60  # examples on one world size before the next; each round of them all doubles it
 
 Draw = st.DrawFn
+T = TypeVar("T")
 _UNBOUND = re.compile(r"\b(NameError|UnboundLocalError): ")
 
 
@@ -67,27 +69,76 @@ class NotSane(Exception):
     """Without any defect an example fails: nothing can be said of defects."""
 
 
-def hunt_all(names: Sequence[str], seed: int, limit: int = LIMIT, hunters: int = HUNTERS) -> Iterator[Outcome]:
-    """The outcomes in the order of `names`, each as soon as it and those before it are there.
+def _nothing(line: str) -> None:
+    """Who does not want to be told."""
+
+
+def hunt_all(
+    names: Sequence[str], seed: int, limit: int = LIMIT, hunters: int = HUNTERS, say: Callable[[str], None] = _nothing
+) -> Iterator[Outcome]:
+    """The outcomes in the order of `names`, each as soon as it and those before it are there. `say` is told every few
+    seconds how far the one that is waited for has come.
 
     Raises NotSane, CannotPlant, Unavailable or ToolError; then no outcome is to be trusted.
     """
     # Two hunters share the cores with their ranks: one thread each, from the import of numpy on.
     os.environ.update({name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")})
-    executor = ProcessPoolExecutor(max(1, min(hunters, len(names))), mp_context=multiprocessing.get_context("spawn"))
+    context, backends = multiprocessing.get_context("spawn"), _backends_of(names)
+    held = context.RawArray("q", len(backends) + len(names))  # examples so far, by task
+    executor = ProcessPoolExecutor(max(1, min(hunters, len(names))), context, initializer=_share, initargs=(held,))
     try:
-        sane = [executor.submit(check_sane, backend, seed) for backend in _backends_of(names)]
-        for ready in sane:
-            ready.result()
-        futures = [executor.submit(hunt, name, seed, limit) for name in names]
-        for future in futures:
-            yield future.result()
+        sane = [executor.submit(_tallied, i, check_sane, backend, seed) for i, backend in enumerate(backends)]
+        for i, ready in enumerate(sane):
+            _wait(ready, say, partial(_progress, f"without any defect, on {backends[i]}", held, i, SANE))
+        futures = [
+            executor.submit(_tallied, i, hunt, name, seed, limit) for i, name in enumerate(names, start=len(backends))
+        ]
+        for i, future in enumerate(futures, start=len(backends)):
+            yield _wait(future, say, partial(_progress, names[i - len(backends)], held, i, limit))
     finally:
         executor.shutdown(cancel_futures=True)
 
 
+def _wait(future: Future[T], say: Callable[[str], None], progress: Callable[[], str]) -> T:
+    """The result; until it is there, `say` is told of the progress."""
+    while not wait([future], timeout=LINE_EVERY).done:
+        say(progress())
+    return future.result()
+
+
+def _progress(what: str, held: Sequence[int], task: int, limit: int) -> str:
+    return f"{what}: {held[task]} of {counted(limit, 'example')} held so far"
+
+
 def _backends_of(names: Sequence[str]) -> list[str]:
     return sorted({by_name(name).backend for name in names})
+
+
+# --- in a hunter ------------------------------------------------------------------------------------------------------
+
+_held: Any = None  # by task, how many examples held: seen by the process that waits. None: nobody waits
+_task = 0
+
+
+def _share(held: Any) -> None:
+    global _held
+    _held = held
+
+
+def _tallied(task: int, function: Callable[..., T], *arguments: Any) -> T:
+    """`function(*arguments)`, whose examples are counted as those of that task."""
+    global _task
+    _task = task
+    return function(*arguments)
+
+
+class Tally(Report):
+    """A silent report, by which another process sees how many examples held."""
+
+    def held(self, dtype: str, ratios: Mapping[str, float], seconds: float) -> None:
+        super().held(dtype, ratios, seconds)
+        if _held is not None:
+            _held[_task] += 1
 
 
 def check_sane(backend: str, seed: int) -> None:
@@ -146,7 +197,7 @@ def _chase(backend: str, prepare: Callable[[], object] | None, seed: str, limit:
 
 def _hunt_on(ranks: Backend, world: int, experiment: Experiment) -> Hunt:
     # A hang on real processes costs all the patience there is: it is not shrunk here.
-    return Hunt(experiment, ranks, Report(Console(quiet=True)), world, SHRINK, shrinks_hangs=False)
+    return Hunt(experiment, ranks, Tally(Console(quiet=True)), world, SHRINK, shrinks_hangs=False)
 
 
 def _in_turn(hunts: Sequence[Hunt], ranks: Backend, seed: str, limit: int) -> Found | None:
@@ -233,6 +284,3 @@ def totals(outcomes: Sequence[Outcome]) -> dict[str, int]:
         "survived": len(outcomes) - len(killed),
         "within_200": sum(outcome.examples <= SOON for outcome in killed),
     }
-
-
-ALL = tuple(defect.name for defect in DEFECTS)

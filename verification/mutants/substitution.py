@@ -23,7 +23,7 @@ from pathlib import Path
 
 PACKAGES = ("reference", "ring", "verification")
 # What runs in a rank while the others are forgotten. It knows nothing of `ring`.
-_KEPT = ("verification.failures", "verification.pool", "verification.worker")
+_KEPT = ("verification.failures", "verification.pool", "verification.rendezvous", "verification.worker")
 # Beyond what a rank has when the changed source comes: a loop that fills memory ends here.
 MEMORY = 3 * 2**30
 ROOT = Path(__file__).resolve().parents[2]

@@ -32,6 +32,7 @@ from hypothesis import HealthCheck, Phase, Verbosity, given, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
+from verification.arguments import MODULE, add_json, count, typed
 from verification.backends import PRELOAD, Backend, GlooBackend, SimBackend, Unavailable
 from verification.failures import RankFailure, VerificationFailure
 from verification.hunt import RUN
@@ -40,11 +41,12 @@ from verification.mutants.mutations import ROOT, Mutation, NoGenerator, mutation
 from verification.mutants.runner import Subject, anything
 from verification.mutants.substitution import limit_processor, run_tests, substitute
 from verification.mutants.summary import SURVIVORS, Record, explained, markdown, rate, read_reasons
-from verification.outputs import check_file
+from verification.outputs import check_file, check_folder
 from verification.pool import Pool, PoolError
 from verification.runner import law_experiment
 from verification.worker import exit_with_parent
 
+COMMAND = f"{MODULE}.mutants.syntactic"
 # By importance: a run that ends early has judged the first.
 FILES = (
     "ring/meetings.py", "ring/pieces.py", "ring/plan.py", "ring/diagonal.py", "ring/schedule.py", "ring/exchange.py",
@@ -298,7 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(options)
     except (NoGenerator, NotSane, Unavailable, PoolError, BrokenExecutor, ValueError, OSError) as error:
-        print(f"python -m verification.mutants.syntactic: error: {error}", file=sys.stderr)
+        print(f"{typed(COMMAND)}: error: {error}", file=sys.stderr)
         return 2
 
 
@@ -308,6 +310,7 @@ def _run(options: argparse.Namespace) -> int:
     if unknown:
         raise ValueError(f"--files must be of {', '.join(FILES)}; got {', '.join(unknown)}")
     reasons = read_reasons(SURVIVORS)
+    check_folder("--results", options.results.parent)
     for argument in ("results", "summary", "json"):
         if getattr(options, argument) is not None:
             check_file(f"--{argument}", getattr(options, argument))
@@ -329,7 +332,7 @@ def _run(options: argparse.Namespace) -> int:
             json.dumps([asdict(record) | {"verdict": v} for record, v, _ in judged], indent=1) + "\n"
         )
     if any(record.outcome == "not run" for record in records):
-        print("error: some changes could not be judged", file=sys.stderr)
+        print(f"{typed(COMMAND)}: error: some changes could not be judged", file=sys.stderr)
         return 2
     whole = rate(judged)
     return 0 if whole >= ENOUGH and all(verdict != "unexplained" for _, verdict, _ in judged) else 1
@@ -337,25 +340,18 @@ def _run(options: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m verification.mutants.syntactic", description=(__doc__ or "").partition("\n\n")[2],
+        prog=typed(COMMAND), description=(__doc__ or "").partition("\n\n")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="exit status: 0 enough killed, all survivors explained; 1 not so; 2 it could not be carried out.",
     )  # fmt: skip
     parser.add_argument("--files", nargs="+", metavar="FILE", help="ring/store.py ... (default: all)")
-    parser.add_argument("--jobs", type=_count, default=os.cpu_count() or 1, metavar="N", help="default: the cores")
-    parser.add_argument("--limit", type=_count, default=LIMIT, metavar="N", help="examples a change (%(default)s)")
+    parser.add_argument("--jobs", type=count, default=os.cpu_count() or 1, metavar="N", help="default: the cores")
+    parser.add_argument("--limit", type=count, default=LIMIT, metavar="N", help="examples a change (%(default)s)")
     parser.add_argument("--seed", type=int, default=SEED, metavar="N", help="of the examples (%(default)s)")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help="outcomes (%(default)s)")
     parser.add_argument("--summary", type=Path, metavar="FILE", help="write the summary as Markdown")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes with their verdicts as JSON")
+    add_json(parser, "the outcomes with their verdicts")
     return parser
-
-
-def _count(text: str) -> int:
-    number = int(text) if text.isdecimal() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
-    return number
 
 
 if __name__ == "__main__":

@@ -9,12 +9,13 @@ output, lse and gradients, inputs left alone, the same bits again. What it sends
     python -m verification peers ring-flash-attn yunchang   these only
     python -m verification peers my_attention:adapter       your own, from the working directory or installed
 
-Your own takes one module. This one, `my_attention.py`, gathers all keys and values, as a sum of shards padded with
-zeros, and has torch compute each rank's rows:
+Your own takes one module. This one, `my_attention.py`, gathers all keys and values, by DTensor, which sums
+their gradients on the way back, and has torch compute each rank's rows:
 
     import dataclasses
     import torch
-    from torch.distributed.nn.functional import all_reduce
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Partial, Shard
     from reference import Pattern
     from verification.peers import Peer
 
@@ -25,15 +26,15 @@ zeros, and has torch compute each rank's rows:
                                    lse="unused", exchange="ring", bucket=None, kernel="math")
 
     def attend(q, k, v, case, group):  # this rank's (B, tokens, H, D); group: the torch.distributed process group
-        start, end = group.rank() * q.shape[1], (group.rank() + 1) * q.shape[1]
-        k, v = (torch.nn.functional.pad(x, (0, 0, 0, 0, start, case.tokens - end)) for x in (k, v))
-        q, k, v = (x.transpose(1, 2) for x in (q, all_reduce(k, group=group), all_reduce(v, group=group)))
-        seen = torch.ones(end - start, case.tokens, dtype=torch.bool).tril(start)
+        mesh, start = DeviceMesh.from_group(group, "cpu"), group.rank() * q.shape[1]
+        k, v = (DTensor.from_local(x, mesh, [Shard(1)]).full_tensor(grad_placements=[Partial()]) for x in (k, v))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        seen = torch.ones(q.shape[2], case.tokens, dtype=torch.bool).tril(start)
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, seen).transpose(1, 2)
 
     adapter = Peer("my attention", "dense causal, fp32, even contiguous shards", claims, attend)
 
-With `torch.distributed.nn.functional.all_gather` instead of the sum it is reported within seconds: the backward of that
+With `torch.distributed.nn.functional.all_gather` instead it is reported within seconds: the backward of that
 function, over gloo in torch 2.13, loses the order of the axes of a gradient that is not contiguous.
 
 A Peer with `worlds=(1,)` runs in one process, and its group is None. `attend` may return (out, lse), with lse (B, H,

@@ -7,15 +7,15 @@ import json
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from verification.arguments import MODULE, add_failures, add_json, add_seed, count, typed
 from verification.backends import GlooBackend, Unavailable
 from verification.case import Case
 from verification.hunt import PATIENCE, Hunt, ToolError
@@ -25,6 +25,7 @@ from verification.peers.peer import KNOWN, Peer, Refused, load, selected
 from verification.peers.probe import probe
 from verification.report import Failure, Report
 from verification.runner import save
+from verification.wording import counted
 
 EXAMPLES = 150
 BUDGET = 20.0  # seconds to shrink a failure, and to look for others after the first one
@@ -75,34 +76,34 @@ def add_parser(commands: Any) -> None:
     """`peers` among the commands of `verification.command_line`."""
     parser = commands.add_parser(
         "peers", help="run other implementations on the same Cases", description=ABOUT, epilog=STATUS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=argparse.RawDescriptionHelpFormatter, prog=typed(f"{MODULE} peers"),
     )  # fmt: skip
     parser.add_argument("names", nargs="*", metavar="NAME", help="a peer, its package, or package.module:adapter")
     parser.add_argument(
-        "--examples", type=_positive, default=EXAMPLES, metavar="N", help="for each world size (default: %(default)s)"
+        "--examples", type=count, default=EXAMPLES, metavar="N", help="for each world size (default: %(default)s)"
     )
-    parser.add_argument("--seed", type=int, metavar="N", help="draw what an earlier run drew (default: new, printed)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON too")
-    parser.add_argument(
-        "--failures", type=Path, default=Path(".verification/failures"), metavar="DIR",
-        help="where minimal Cases are saved (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument("--list", action="store_true", help="print the peers and what they claim, and run none")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
-    return int(text)
+    add_seed(parser)
+    add_json(parser)
+    add_failures(parser)
+    parser.add_argument("--list", action="store_true", help="print these peers and what they claim, and run none")
 
 
 def main(options: argparse.Namespace, console: Console) -> int:
-    """The exit status. Whether `--json` and `--failures` can be written has been seen to."""
+    """The exit status. Whether `--json` and `--failures` can be written has been seen to.
+
+    Raises Unavailable for a name that stands for no peer, before anything is run or printed.
+    """
+    try:
+        chosen = _chosen(options.names)
+        listed = {name: load(spec) for name, spec in chosen.items()} if options.list else {}
+    except Refused as error:
+        raise Unavailable(str(error)) from error
     if options.list:
-        return _list(console)
+        _list(listed, console)
+        return 0
     seed = random.SystemRandom().randrange(2**32) if options.seed is None else options.seed
     console.print(f"seed {seed}; repeat this run with --seed {seed}", highlight=False)
-    outcomes, started = _outcomes(options.names or list(KNOWN)), time.perf_counter()
+    outcomes, started = [Outcome(name, spec) for name, spec in chosen.items()], time.perf_counter()
     for outcome in outcomes:
         _attempt(outcome, options, seed, console)
     seconds = time.perf_counter() - started
@@ -114,36 +115,27 @@ def main(options: argparse.Namespace, console: Console) -> int:
     return 2 if NOT_RUN in verdicts else 1 if FAILED in verdicts else 0
 
 
-def _list(console: Console) -> int:
-    for name, spec in KNOWN.items():
-        peer = load(spec)
+def _chosen(names: Sequence[str]) -> dict[str, str]:
+    """Name -> specification of all peers that these names stand for; without a name, of all that are known.
+
+    Raises Refused for a name that stands for none.
+    """
+    return {name: spec for given in names for name, spec in selected(given).items()} or dict(KNOWN)
+
+
+def _list(peers: Mapping[str, Peer], console: Console) -> None:
+    for name, peer in peers.items():
         worlds = ", ".join(map(str, peer.worlds))
         console.print(f"{name} ({peer.version or 'not installed'}; ranks {worlds}): {peer.supported}", highlight=False)
-    return 0
-
-
-def _outcomes(names: Sequence[str]) -> list[Outcome]:
-    """One for each peer that the names stand for; and one, with the reason, for a name that stands for none."""
-    found: dict[str, Outcome] = {}
-    for name in names:
-        try:
-            chosen = selected(name)
-        except Refused as error:
-            found[name] = Outcome(name, name, reason=str(error))
-        else:
-            for known, spec in chosen.items():
-                found.setdefault(known, Outcome(known, spec))
-    return list(found.values())
 
 
 def _attempt(outcome: Outcome, options: argparse.Namespace, seed: int, console: Console) -> None:
     """Fill in the outcome. What keeps this peer from being run does not keep the others."""
     started = time.perf_counter()
-    if not outcome.reason:
-        try:
-            _run(outcome, options, seed, console)
-        except (Refused, Unavailable, ToolError) as error:
-            outcome.reason = str(error)
+    try:
+        _run(outcome, options, seed, console)
+    except (Refused, Unavailable, ToolError) as error:
+        outcome.reason = str(error)
     outcome.seconds = time.perf_counter() - started
     if outcome.reason:
         console.print(f"{outcome.name}: not run: {outcome.reason}", markup=False, highlight=False, soft_wrap=True)
@@ -189,7 +181,7 @@ def _hunt(
     hunt = Hunt(experiment(spec, replace(peer, claims=claims)), backend, report, world, BUDGET)
     found = [save(failure, hunt, options.failures) for failure in hunt.explore(options.examples, seed)]
     if not found and not hunt.examples:
-        raise Refused(f"{peer.name} claims no Case of {asked} drawn on {world} ranks")
+        raise Refused(f"{peer.name} claims no Case of {asked} drawn on {counted(world, 'rank')}")
     for failure in found:
         report.failed(failure)
     report.end_world(peer.name)
@@ -212,6 +204,6 @@ def _summary(outcomes: Sequence[Outcome], seconds: float, console: Console) -> N
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
     counts = {verdict: sum(o.verdict == verdict for o in outcomes) for verdict in (HELD, FAILED, NOT_RUN)}
     words = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
-    console.print(f"{len(outcomes)} peers in {seconds:.1f} s: {words}", highlight=False)
+    console.print(f"{counted(len(outcomes), 'peer')} in {seconds:.1f} s: {words}", highlight=False)
     if counts[NOT_RUN]:
-        print("python -m verification peers: some peers could not be run, see above", file=sys.stderr)
+        print(f"{typed(f'{MODULE} peers')}: some peers could not be run, see above", file=sys.stderr)

@@ -1,0 +1,118 @@
+"""How the ranks of one generation meet: through a store into one process group, and within that into subgroups.
+
+`Meeting` is through what they find each other, `Membership` what each is told, `join_group` what each does first.
+`subgroup` is for functions that run in a rank.
+
+torch is imported inside the functions, not here: ranks get it from the forkserver's preload, and check that.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Store
+
+# Only the pool decides that a rank hangs: it alone can show every rank's stack. So the group's patience is the longer.
+GROUP_TIMEOUT = datetime.timedelta(days=1)
+# A gloo group holds a socket to each other member; more groups than this, and the eldest is given up.
+MAX_SUBGROUPS = 32
+
+_subgroups: OrderedDict[tuple[int, ...], ProcessGroup | None] = OrderedDict()
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Through what the ranks of one generation find each other: a FileStore, or a TCPStore that somebody serves."""
+
+    path: str = ""  # of the FileStore
+    host: str = ""  # of the TCPStore
+    port: int = 0
+    prefix: str = ""
+
+    def store(self, world_size: int) -> Store:
+        from torch.distributed import FileStore, PrefixStore, TCPStore
+
+        if self.path:
+            return FileStore(self.path, world_size)
+        return PrefixStore(self.prefix, TCPStore(self.host, self.port, is_master=False))
+
+
+class MeetingHere:
+    """A Meeting of processes of this machine, in a file of its own; to be closed by the process that made it."""
+
+    def __init__(self) -> None:
+        # A file without a name: each generation has its own, and none is left behind however this process ends.
+        # (A TCPStore would need a port, and was seen to stall for the 5 s of a name server's timeout.)
+        self._file = os.memfd_create("rendezvous")
+        self.meeting = Meeting(path=f"/proc/{os.getpid()}/fd/{self._file}")
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+@dataclass(frozen=True)
+class Membership:
+    """What a process needs to know to be a rank."""
+
+    rank: int
+    world_size: int
+    store: Meeting
+    preload: tuple[str, ...]  # modules that must have come with the fork
+    joined_by: str  # "gloo", or "nccl"
+    gpu: int  # this process's, if NCCL joins it to the others
+    one_machine: bool = True  # whether all ranks are here: gloo then stays within it
+
+
+def join_group(membership: Membership) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if membership.one_machine:
+        os.environ["GLOO_SOCKET_IFNAME"] = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    device = None
+    if membership.joined_by == "nccl":
+        device = torch.device("cuda", membership.gpu)
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # the same sums in every run: two are compared bit for bit
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        membership.joined_by,
+        store=membership.store.store(membership.world_size),
+        rank=membership.rank,
+        world_size=membership.world_size,
+        timeout=GROUP_TIMEOUT,
+        device_id=device,  # given one, NCCL connects now, not within the first example
+    )
+
+
+def subgroup(ranks: tuple[int, ...]) -> ProcessGroup | None:
+    """The group of these global ranks (group rank i is global rank `ranks[i]`).
+
+    To be called inside a rank, by *all* ranks of the world, in the same order of calls; None on ranks that are not
+    members. Made on first use, then kept (the last 32). The whole world is the default group itself.
+
+    Raises ValueError for ranks that do not ascend (torch sorts the ranks of a group), none at all, or one outside the
+    world.
+    """
+    import torch.distributed as dist
+
+    world = dist.get_world_size()
+    if not ranks or list(ranks) != sorted(set(ranks)) or ranks[0] < 0 or ranks[-1] >= world:
+        raise ValueError(f"ranks: got {ranks}; allowed are ascending ranks of 0..{world - 1}, at least one")
+    if ranks == tuple(range(world)):
+        return dist.group.WORLD
+    if ranks not in _subgroups:
+        if len(_subgroups) == MAX_SUBGROUPS:
+            _, eldest = _subgroups.popitem(last=False)
+            if eldest is not None:
+                dist.destroy_process_group(eldest)
+        made: Any = dist.new_group(list(ranks), timeout=GROUP_TIMEOUT)
+        _subgroups[ranks] = None if made == dist.GroupMember.NON_GROUP_MEMBER else made
+    _subgroups.move_to_end(ranks)
+    return _subgroups[ranks]

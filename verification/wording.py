@@ -1,0 +1,18 @@
+"""How reports and errors put numbers and lists into words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 example`, else `2 examples`. noun: in the singular; its plural ends in s."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def misfits(unknown: Iterable[str], missing: Iterable[str]) -> str:
+    """Which fields are unknown and which missing, only of what there is: `unknown field a, missing fields b, c`."""
+    kinds = (("unknown", list(unknown)), ("missing", list(missing)))
+    return ", ".join(
+        f"{kind} field{'s' if len(names) > 1 else ''} {', '.join(names)}" for kind, names in kinds if names
+    )
