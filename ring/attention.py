@@ -203,9 +203,12 @@ def _backward(
 ) -> list[torch.Tensor]:
     dq, dk, dv = (sum_for(x) for x in (q, k, v))
     rows = _Rows(Store(q), Store(dout), Store(out), lse_store(lse), dlse, dq)
-    for arrival in Exchange(walk.plan, walk.transport, k, v).round_trips(dk, dv):
+    exchange = Exchange(walk.plan, walk.transport, k, v)
+    for arrival in exchange.round_trips(dk, dv):
         _tile_gradients(walk, arrival, rows)
-    return _results((dq, dk, dv), q)
+    grads = _results((dq, dk, dv), q)
+    exchange.finish()
+    return grads
 
 
 @dataclass(eq=False)

@@ -68,6 +68,7 @@ class Exchange:
         assert (plan.rank, plan.tokens) == (transport.rank, k.shape[1])
         self.plan, self.transport, self.k, self.v = plan, transport, k, v
         self._allocated = 0
+        self._unread: Pending | None = None
 
     def arrivals(self) -> Iterator[Arrival]:
         """Forward: the own keys first, then what lands."""
@@ -76,7 +77,9 @@ class Exchange:
                 yield arrival
 
     def round_trips(self, dk: Summing, dv: Summing) -> Iterator[Arrival]:
-        """Backward: the same arrivals; gradients of landed keys go home and are added to dk, dv, (B, tokens, Hk, D)."""
+        """Backward: the same arrivals; gradients of landed keys go home and are added to dk, dv, (B, tokens, Hk, D).
+        `finish` belongs to it.
+        """
         with self._buffers("backward"):
             yield from self._round_trips(dk, dv)
 
@@ -96,9 +99,16 @@ class Exchange:
                 grad[: due[0].carried] += self._collect(due, returned, dk, dv)
                 dk.settle()  # the box is used again
                 dv.settle()
+                due[1].wait()
             due = step, self._return(step, number, grad, returned)
         if due is not None:
             self._collect(due, returned, dk, dv)
+            self._unread = due[1]
+
+    def finish(self) -> None:
+        """After a backward's gradients are summed: wait until others have read what was sent last."""
+        if self._unread is not None:
+            self._unread.wait()
 
     def _return(self, step: Step, number: int, grad: torch.Tensor, returned: torch.Tensor) -> Pending:
         return self.transport.post(
@@ -107,9 +117,9 @@ class Exchange:
         )
 
     def _collect(self, due: tuple[Step, Pending], returned: torch.Tensor, dk: Summing, dv: Summing) -> torch.Tensor:
-        """Wait for returned gradients, add those that are home, and give back those to be carried on."""
+        """Await returned gradients, add those that are home, and give back those to be carried on."""
         step, pending = due
-        pending.wait()
+        pending.arrive()
         key, value = Store.slots(returned[:, 0]), Store.slots(returned[:, 1])
         for pack in step.homes:
             dk.add(pack.rows, pack.heads, key.view(pack.slots, pack.columns))
@@ -122,7 +132,10 @@ class Exchange:
         outbox = self._allocate("outbox", sizes.outbox, self.k.dtype)
         landings = [self._allocate(f"landing {i}", sizes.landing, self.k.dtype) for i in range(sizes.turns)]
         arrival = Arrival(plan.local, Store(self.k), Store(self.v))
+        pending: Pending | None = None
         for number, step in enumerate(plan.steps, start=1):
+            if pending is not None:
+                pending.wait()
             landing, before = landings[(number - 1) % sizes.turns], landings[number % sizes.turns]
             self._pack(step.packs, outbox)
             pending = self.transport.post(
@@ -130,9 +143,11 @@ class Exchange:
                 _messages(step.receives, landing, f"keys and values {number}"),
             )
             yield arrival, number - 1
-            pending.wait()
+            pending.arrive()
             arrival = Arrival(step.tiles, Store.slots(landing[:, 0]), Store.slots(landing[:, 1]))
         yield arrival, len(plan.steps)
+        if pending is not None:
+            pending.wait()
 
     def _pack(self, packs: Sequence[Pack], outbox: torch.Tensor) -> None:
         if not packs:

@@ -56,14 +56,18 @@ class _Pool:
         return self.flags[at] + signals.BYTES * (len(self.flags) + receiver)
 
 
+@dataclass(frozen=True)
 class _Copied:
-    """A batch on the side stream."""
+    """A batch on the side stream. here: all that it receives was copied; read: so was all that it sends."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
+    here: torch.cuda.Event
+    read: torch.cuda.Event
+
+    def arrive(self) -> None:
+        torch.cuda.current_stream().wait_event(self.here)
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        torch.cuda.current_stream().wait_event(self.read)
 
 
 class SymmetricTransport(ProcessGroupTransport):
@@ -102,14 +106,18 @@ class SymmetricTransport(ProcessGroupTransport):
         if route.by_nccl:
             return super().post(sends, receives)
         self._side.wait_stream(torch.cuda.current_stream())
+        batch = _Copied(torch.cuda.Event(), torch.cuda.Event())
         with torch.cuda.stream(self._side):
             if route.pool is not None:
-                self._meet(route, route.pool, sends, receives)
-            event = torch.cuda.Event()
-            event.record(self._side)
-        return _Copied(event)
+                self._meet(route, route.pool, sends, receives, batch.here)
+            else:
+                batch.here.record(self._side)
+            batch.read.record(self._side)
+        return batch
 
-    def _meet(self, route: _Route, pool: _Pool, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+    def _meet(
+        self, route: _Route, pool: _Pool, sends: Sequence[Message], receives: Sequence[Message], here: torch.cuda.Event
+    ) -> None:
         """Neighbours first, so that not all ranks copy from the same one at a time; several copies at a time, each on a
         lane. All that others wait for is put before anything is waited for, or follows from what they put so: whatever
         streams the GPU takes one after the other, no ranks wait for each other in a circle.
@@ -129,6 +137,7 @@ class SymmetricTransport(ProcessGroupTransport):
                 signals.put(pool.done(peer, self.rank), 1)
         for lane in self._lanes[: len(owners)]:
             self._side.wait_stream(lane)
+        here.record(self._side)
         for peer in readers:
             signals.wait(pool.done(self.rank, peer), 1)
             signals.put(pool.done(self.rank, peer), 0)

@@ -46,8 +46,11 @@ class Outgoing:
 class Pending(Protocol):
     """A posted batch."""
 
+    def arrive(self) -> None:
+        """Return when every receive is there; the buffers of the sends may still be read."""
+
     def wait(self) -> None:
-        """Return when every send was read and every receive is there."""
+        """Return when every send was read too, and every receive is there."""
 
 
 @runtime_checkable
@@ -97,15 +100,23 @@ def collect_json(value: object, transport: Transport) -> list[Any]:
 
 
 class _Works:
-    """Handles of one batch, kept with the tensors until it is done: a dropped handle may lose its message."""
+    """Handles of one batch, kept with the tensors until it is done: a dropped handle may lose its message. Each is
+    waited for once: gloo hangs in a second wait.
+    """
 
-    def __init__(self, works: Sequence[dist.Work], messages: Sequence[Message]) -> None:
-        self._works, self._messages = works, messages
+    def __init__(self, sends: Sequence[dist.Work], receives: Sequence[dist.Work], messages: Sequence[Message]) -> None:
+        self._sends, self._receives, self._messages = sends, receives, messages
+
+    def arrive(self) -> None:
+        for work in self._receives:
+            work.wait()
+        self._receives = ()
 
     def wait(self) -> None:
-        for work in self._works:
+        self.arrive()
+        for work in self._sends:
             work.wait()
-        self._works, self._messages = (), ()
+        self._sends, self._messages = (), ()
 
 
 class ProcessGroupTransport(OwnBuffers):
@@ -130,13 +141,12 @@ class ProcessGroupTransport(OwnBuffers):
         if any(message.tensor.is_cuda for message in (*sends, *receives)):
             operations = [dist.P2POp(dist.isend, m.tensor, group=self.group, group_peer=m.peer) for m in sends]
             operations += [dist.P2POp(dist.irecv, m.tensor, group=self.group, group_peer=m.peer) for m in receives]
-            works = dist.batch_isend_irecv(operations)
-        else:
-            found = [dist.irecv(m.tensor, group=self.group, group_src=m.peer) for m in receives]
-            found += [dist.isend(m.tensor, group=self.group, group_dst=m.peer) for m in sends]
-            works = [work for work in found if work is not None]
-            assert len(works) == len(sends) + len(receives)
-        return _Works(works, (*sends, *receives))
+            return _Works((), dist.batch_isend_irecv(operations), (*sends, *receives))
+        found = [dist.irecv(m.tensor, group=self.group, group_src=m.peer) for m in receives]
+        found += [dist.isend(m.tensor, group=self.group, group_dst=m.peer) for m in sends]
+        works = [work for work in found if work is not None]
+        assert len(works) == len(sends) + len(receives)
+        return _Works(works[len(receives) :], works[: len(receives)], (*sends, *receives))
 
     def unanimous(self, payload: bytes) -> bool:
         mine = torch.frombuffer(bytearray(payload), dtype=torch.int64)
@@ -163,7 +173,7 @@ class SoloTransport(OwnBuffers):
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         assert not sends and not receives
-        return _Works((), ())
+        return _Works((), (), ())
 
     def unanimous(self, payload: bytes) -> bool:
         return True

@@ -80,6 +80,51 @@ def test_messages_between_two_ranks_keep_their_order() -> None:
         assert Simulation(2, seed).run(step) == [[10.0, 11.0, 12.0], [0.0, 1.0, 2.0]]
 
 
+def test_what_has_arrived_can_be_used_while_sends_are_read() -> None:
+    """Every rank receives into one buffer again and again, and sends from buffers that are waited for at the end."""
+
+    def step(transport: SimulatedTransport) -> list[float]:
+        after, before = neighbours(transport)
+        landing, seen, posted = torch.empty(2), [], []
+        for number in range(3):
+            sent = torch.full((2,), float(10 * transport.rank + number))
+            posted.append(transport.post([Message(after, sent, "x")], [Message(before, landing, "x")]))
+            posted[-1].arrive()
+            posted[-1].arrive()
+            seen.append(float(landing[0]))
+            landing.zero_()
+        for pending in posted:
+            pending.wait()
+        return seen
+
+    for seed in SEEDS:
+        assert Simulation(2, seed).run(step) == [[10.0, 11.0, 12.0], [0.0, 1.0, 2.0]]
+
+
+def test_who_awaits_arrivals_does_not_wait_for_receivers() -> None:
+    """Rank 1 receives what rank 0 sends only once a word of rank 0, given after the arrival, has come round."""
+
+    def step(transport: SimulatedTransport) -> None:
+        def word(peer: int) -> list[Message]:
+            return [Message(peer, torch.ones(1), "word")]
+
+        if transport.rank == 0:
+            both = transport.post([Message(1, torch.ones(1), "keys")], [Message(1, torch.empty(1), "keys")])
+            both.arrive()
+            transport.post(word(2), []).wait()
+            both.wait()
+        elif transport.rank == 2:
+            transport.post([], word(0)).wait()
+            transport.post(word(1), []).wait()
+        else:
+            transport.post([Message(0, torch.ones(1), "keys")], []).wait()
+            transport.post([], word(2)).wait()
+            transport.post([], [Message(0, torch.empty(1), "keys")]).wait()
+
+    for seed in SEEDS:
+        Simulation(3, seed).run(step)
+
+
 def test_all_ranks_meet() -> None:
     def step(transport: SimulatedTransport) -> tuple[bool, bool, list[bytes]]:
         same, other = transport.unanimous(b"8 bytes!"), transport.unanimous(bytes([transport.rank] * 8))
@@ -122,6 +167,24 @@ def never_wait(transport: SimulatedTransport) -> None:
         pending.wait()
 
 
+def reuse_send_buffer_on_arrival(transport: SimulatedTransport) -> None:
+    after, before = neighbours(transport)
+    x, y = torch.ones(4), torch.empty(4)
+    pending = transport.post([Message(after, x, "keys 1")], [Message(before, y, "keys 1")])
+    pending.arrive()
+    if transport.rank == 1:
+        x.zero_()
+    pending.wait()
+
+
+def arrive_and_never_wait(transport: SimulatedTransport) -> None:
+    after, before = neighbours(transport)
+    pending = transport.post([Message(after, torch.ones(4), "keys 1")], [Message(before, torch.empty(4), "keys 1")])
+    pending.arrive()
+    if transport.rank != 1:
+        pending.wait()
+
+
 def share_a_buffer(transport: SimulatedTransport) -> None:
     after, before = neighbours(transport)
     x = torch.ones(8)
@@ -142,6 +205,8 @@ KEYS = "'keys 1' (16 bytes of float32)"
 BROKEN: dict[Callable[[SimulatedTransport], None], str] = {
     reuse_send_buffer: f"rank 1 changed the send buffer of {KEYS} to rank 2 before its wait was over",
     write_receive_buffer: f"rank 1 wrote to the receive buffer of {KEYS} from rank 0 before its wait was over",
+    reuse_send_buffer_on_arrival: f"rank 1 changed the send buffer of {KEYS} to rank 2 before its wait was over",
+    arrive_and_never_wait: f"rank 1 never waited for batch 0: send of {KEYS} to rank 2, receive of {KEYS} from rank 0",
     never_wait: f"rank 1 never waited for batch 0: send of {KEYS} to rank 2, receive of {KEYS} from rank 0",
     share_a_buffer: "shares bytes between the buffers of the send of 'keys 1' and the receive of 'keys 1', both",
     share_with_an_older_batch: "shares bytes between the buffers of the send of 'keys 1' and the receive of 'keys 2'",

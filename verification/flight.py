@@ -41,7 +41,10 @@ class Batch:
     sends: list[Flight] = field(default_factory=list)
     receives: list[Flight] = field(default_factory=list)
     open: int = 0  # flights without which `wait` cannot return
-    over: bool = False
+    landing: int = 0  # of these, the receives: those without which `arrive` cannot
+    arriving: bool = False  # the rank is in `arrive`
+    landed: bool = False  # the rank has its receive buffers back
+    over: bool = False  # all of them
 
 
 def overlap(into: list[Span], out: list[Span]) -> tuple[str, str] | None:

@@ -4,7 +4,8 @@
 
 - A receive buffer is scribbled over as soon as it is posted, and filled either as soon as both ends are there or only
   when one of them waits; a send buffer is read at that same moment. So whoever reads, writes or posts a buffer before
-  its wait is over gets wrong numbers or, where the simulation can tell, `BrokenContract`: which buffer, which hop.
+  its wait is over (for a receive buffer, before it has arrived) gets wrong numbers or, where the simulation can tell,
+  `BrokenContract`: which buffer, which hop.
 - Batches that are never waited for, and buffers that share bytes while in flight, are `BrokenContract` too.
 - Ranks run one at a time in an order that the seed decides (`verification.scheduler`): one is starved, or runs as far
   ahead as it can, or all take turns. A send is complete when its receive is posted or, as the seed decides, at once.
@@ -92,7 +93,8 @@ class Simulation:
         """Take a batch off a rank's hands: match its messages with those that wait for them."""
         batch.receives = [Flight(message, batch, scribble=True) for message in receives]
         batch.sends = [Flight(message, batch, scribble=False) for message in sends]
-        batch.open = len(batch.receives) + (0 if self.buffered else len(batch.sends))
+        batch.landing = len(batch.receives)
+        batch.open = batch.landing + (0 if self.buffered else len(batch.sends))
         for flight in batch.receives:
             self._meet(flight, self._sends, self._receives, (flight.message.peer, batch.rank))
         for flight in batch.sends:
@@ -117,14 +119,16 @@ class Simulation:
             self._fill(receive, send.expected)
         elif self.scheduler.random.random() < 0.5:
             self._deliver(send, receive)
-        self._settle(receive.batch)
+        self._settle(receive.batch, landing=1)
         if not self.buffered:
-            self._settle(send.batch)
+            self._settle(send.batch, landing=0)
 
-    def _settle(self, batch: Batch) -> None:
+    def _settle(self, batch: Batch, landing: int) -> None:
         """One flight less to wait for."""
         batch.open -= 1
-        if not batch.open and self._waiting.get(batch.rank) is batch:
+        batch.landing -= landing
+        awaited = batch.landing if batch.arriving else batch.open
+        if not awaited and self._waiting.get(batch.rank) is batch:
             self.scheduler.wake(batch.rank)
 
     def _check_pair(self, send: Message, receive: Message, road: tuple[int, int]) -> None:
@@ -146,13 +150,19 @@ class Simulation:
         receive.bits.copy_(bits)
         receive.expected, receive.delivered = bits, True
 
-    def finish(self, batch: Batch) -> None:
-        """End of a wait: what was not read or written yet is now, and the rank has its buffers back."""
+    def land(self, batch: Batch) -> None:
+        """Receive buffers that were not written yet are now, and the rank has them back."""
         for flight in batch.receives:
             if not flight.delivered:
                 assert flight.partner is not None
                 self._deliver(flight.partner, flight)
             self._check_receive(flight)
+        batch.landed = True
+
+    def finish(self, batch: Batch) -> None:
+        """End of a wait: what was not read or written yet is now, and the rank has its buffers back."""
+        if not batch.landed:
+            self.land(batch)
         for flight in batch.sends:
             self._check_send(flight)
             if not flight.delivered and flight.partner is not None:
@@ -217,8 +227,8 @@ class Simulation:
         if isinstance(reason, _Assembly):
             missing = [other for other, payload in enumerate(reason.payloads) if payload is None]
             return [(other, f"{self.name(other)} to call {reason.kind}") for other in missing]
-        found = []
-        for flights, verb in ((reason.receives, "send"), ([] if self.buffered else reason.sends, "receive")):
+        found, sends = [], [] if self.buffered or reason.arriving else reason.sends
+        for flights, verb in ((reason.receives, "send"), (sends, "receive")):
             for flight in flights:
                 if flight.partner is None:
                     peer = flight.message.peer
@@ -289,6 +299,17 @@ class SimulatedTransport(OwnBuffers):
         simulation.launch(batch, sends, receives)
         return _Handle(self, batch)
 
+    def arrive(self, batch: Batch) -> None:
+        if batch.landed:
+            return
+        simulation = self._simulation
+        simulation.scheduler.pause(self.rank)
+        batch.arriving = True
+        if batch.landing:
+            simulation.wait_for(self.rank, batch)
+        batch.arriving = False
+        simulation.land(batch)
+
     def wait(self, batch: Batch) -> None:
         if batch.over:
             return
@@ -340,7 +361,7 @@ class SimulatedTransport(OwnBuffers):
         into = [(*span(m), m.label) for m in receives]
         out = [(*span(m), m.label) for m in sends]
         for batch in self._batches:
-            into += [(f.start, f.stop, f.message.label) for f in batch.receives]
+            into += [(f.start, f.stop, f.message.label) for f in batch.receives if not batch.landed]
             out += [(f.start, f.stop, f.message.label) for f in batch.sends]
         shared = overlap(into, out)
         if shared is not None:
@@ -354,6 +375,9 @@ class SimulatedTransport(OwnBuffers):
 class _Handle:
     transport: SimulatedTransport
     batch: Batch
+
+    def arrive(self) -> None:
+        self.transport.arrive(self.batch)
 
     def wait(self) -> None:
         self.transport.wait(self.batch)

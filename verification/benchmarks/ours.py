@@ -50,8 +50,11 @@ def without_messages(
 
 
 class _Nothing:
-    def wait(self) -> None:
-        """There is nothing to wait for."""
+    """There is nothing to wait for."""
+
+    def arrive(self) -> None: ...
+
+    def wait(self) -> None: ...
 
 
 class Silent(OwnBuffers):

@@ -17,7 +17,9 @@ _CARRIED = "                grad[: due[0].carried] += self._collect(due, returne
 _STEP_AND_GRAD = "            step, grad = plan.steps[number - 1], grads[(number - 1) % len(grads)]\n"
 _LANDED = "            with _summed(step, grad) as (key_grad, value_grad):\n"
 _ZEROED = "    sums = grad.zero_() if grad.dtype == work else torch.zeros_like(grad, dtype=work)\n"
-_LAST = "        if due is not None:\n            self._collect(due, returned, dk, dv)\n"
+_LAST = (
+    "        if due is not None:\n            self._collect(due, returned, dk, dv)\n            self._unread = due[1]\n"
+)
 
 BACKWARD = (
     Defect(

@@ -11,15 +11,17 @@ PLAN = "ring/plan.py"
 SCHEDULE = "ring/schedule.py"
 
 _TURNS = "            landing, before = landings[(number - 1) % sizes.turns], landings[number % sizes.turns]\n"
-_ARRIVED = "            pending.wait()\n            arrival = Arrival("
+_ARRIVED = "            pending.arrive()\n            arrival = Arrival("
 _POSTED = (
     "            pending = self.transport.post(\n"
     '                _messages(step.sends, before if step.relayed else outbox, f"keys and values {number}"),\n'
     '                _messages(step.receives, landing, f"keys and values {number}"),\n'
     "            )\n"
 )
+_LATER = "            if pending is not None:\n                pending.wait()\n"
+_LAST_KEYS = "        yield arrival, len(plan.steps)\n        if pending is not None:\n            pending.wait()\n"
 _COLLECT = (
-    "        pending.wait()\n"
+    "        pending.arrive()\n"
     "        key, value = Store.slots(returned[:, 0]), Store.slots(returned[:, 1])\n"
     "        for pack in step.homes:\n"
     "            dk.add(pack.rows, pack.heads, key.view(pack.slots, pack.columns))\n"
@@ -76,36 +78,49 @@ COMMUNICATION = (
         "keys-read-before-they-landed",
         "pytorch; Cornstarch#77",
         "Tiles are computed on a landing whose messages were not waited for.",
-        (Edit(EXCHANGE, _ARRIVED, "            arrival = Arrival("),),
+        (
+            Edit(EXCHANGE, _ARRIVED, "            arrival = Arrival("),
+            Edit(EXCHANGE, _LATER, ""),
+            Edit(EXCHANGE, _LAST_KEYS, "        yield arrival, len(plan.steps)\n"),
+        ),
         (37,),
     ),
     Defect(
         "keys-waited-for-after-use",
         "Cornstarch#77",
         "The wait for a landing comes after the tiles that read it.",
-        (
-            Edit(
-                EXCHANGE,
-                "            yield arrival, number - 1\n" + _ARRIVED,
-                "            yield arrival, number - 1\n"
-                "            if number > 1:\n"
-                "                earlier.wait()\n"
-                "            earlier = pending\n"
-                "            arrival = Arrival(",
-            ),
-            Edit(
-                EXCHANGE,
-                "        yield arrival, len(plan.steps)\n",
-                "        yield arrival, len(plan.steps)\n        if plan.steps:\n            earlier.wait()\n",
-            ),
-        ),
+        (Edit(EXCHANGE, _ARRIVED, "            arrival = Arrival("),),
         (37,),
+    ),
+    Defect(
+        "outbox-packed-once-keys-arrived",
+        "own",
+        "The next step's rows are packed once the own receives have arrived, though others may still read the outbox.",
+        (Edit(EXCHANGE, _LATER, ""),),
+        (36,),
+    ),
+    Defect(
+        "sent-gradients-changed-once-others-arrived",
+        "own",
+        "A gradient buffer is used again once returned gradients have arrived, though others may still read it.",
+        (
+            Edit(EXCHANGE, "                due[1].wait()\n", ""),
+            Edit(EXCHANGE, "            self._unread = due[1]\n", ""),
+        ),
+        (36,),
+    ),
+    Defect(
+        "last-gradients-sent-and-left",
+        "own",
+        "A backward returns though others may still read the gradients that it sent last.",
+        (Edit(EXCHANGE, "            self._unread.wait()\n", "            pass\n"),),
+        (36,),
     ),
     Defect(
         "returned-gradients-read-before-they-landed",
         "pytorch",
         "Returned gradients are added before they were waited for.",
-        (Edit(EXCHANGE, _COLLECT, _COLLECT.replace("        pending.wait()\n", "") + "        pending.wait()\n"),),
+        (Edit(EXCHANGE, _COLLECT, _COLLECT.replace("        pending.arrive()\n", "") + "        pending.arrive()\n"),),
         (37,),
     ),
     Defect(
@@ -115,7 +130,8 @@ COMMUNICATION = (
         (
             Edit(
                 EXCHANGE,
-                "        if due is not None:\n            self._collect(due, returned, dk, dv)\n",
+                "        if due is not None:\n            self._collect(due, returned, dk, dv)\n"
+                "            self._unread = due[1]\n",
                 "",
             ),
         ),

@@ -6,9 +6,9 @@ from verification.mutants.defect import Defect, Edit
 
 TRANSPORT = "ring/transport.py"
 
-_RECEIVE = "            found = [dist.irecv(m.tensor, group=self.group, group_src=m.peer) for m in receives]\n"
-_SEND = "            found += [dist.isend(m.tensor, group=self.group, group_dst=m.peer) for m in sends]\n"
-_WAIT_ALL = "        for work in self._works:\n            work.wait()\n"
+_RECEIVE = "        found = [dist.irecv(m.tensor, group=self.group, group_src=m.peer) for m in receives]\n"
+_SEND = "        found += [dist.isend(m.tensor, group=self.group, group_dst=m.peer) for m in sends]\n"
+_WAIT_ALL = "        for work in self._receives:\n            work.wait()\n"
 
 PROCESS_GROUPS = (
     Defect(
@@ -46,12 +46,12 @@ PROCESS_GROUPS = (
         "NVIDIA/nccl#479",
         "Sends of a batch block before its receives are posted.",
         (
-            Edit(TRANSPORT, _RECEIVE, "            found = []\n"),
+            Edit(TRANSPORT, _RECEIVE, "        found = []\n"),
             Edit(
                 TRANSPORT,
                 _SEND,
-                _SEND + "            for work in found:\n"
-                "                work.wait()\n" + _RECEIVE.replace("found = ", "found += "),
+                _SEND + "        for work in found:\n"
+                "            work.wait()\n" + _RECEIVE.replace("found = ", "found += "),
             ),
         ),
         (39,),
@@ -60,8 +60,8 @@ PROCESS_GROUPS = (
     Defect(
         "only-the-first-handle-waited-for",
         "seen in public ring-attention code",
-        "Of a batch only the first message is waited for.",
-        (Edit(TRANSPORT, _WAIT_ALL, _WAIT_ALL.replace("self._works:", "self._works[:1]:")),),
+        "Of what a batch receives only the first message is waited for.",
+        (Edit(TRANSPORT, _WAIT_ALL, _WAIT_ALL.replace("self._receives:", "self._receives[:1]:")),),
         (36, 37),
         "gloo",
     ),
@@ -72,8 +72,8 @@ PROCESS_GROUPS = (
         (
             Edit(
                 TRANSPORT,
-                "            assert len(works) == len(sends) + len(receives)\n",
-                "            works = works[: len(receives)]\n            found = []\n",
+                "        assert len(works) == len(sends) + len(receives)\n",
+                "        works = works[: len(receives)]\n        found = []\n",
             ),
         ),
         (36,),
