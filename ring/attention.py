@@ -233,21 +233,22 @@ class _Rows:
 def _tile_gradients(walk: _Walk, arrival: Arrival, rows: _Rows) -> None:
     assert arrival.key_grad is not None and arrival.value_grad is not None
     q = rows.q.x
-    for tile in arrival.tiles:
-        where = (tile.query_rows, tile.query_heads)
-        key, value = _keys(arrival, tile)
+    for whole in arrival.tiles:
         name = kernels.choose(
-            walk.kernel, q.device, q.dtype, q.shape[3], tile, walk.scale, rows.dlse is not None,
+            walk.kernel, q.device, q.dtype, q.shape[3], whole, walk.scale, rows.dlse is not None,
             torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
-        saved = kernels.Saved(
-            rows.dout.view(*where), rows.out.view(*where), rows.lse.view(*where).squeeze(-1),
-            rows.delta.view(*where).squeeze(-1) if name == "math" else None,
-        )  # fmt: skip
-        dq, dk, dv = kernels.backward(name, rows.q.view(*where), key, value, saved, tile, walk.scale)
-        rows.dq.add(*where, dq)
-        arrival.key_grad.add(tile.key_rows, tile.key_heads, dk)
-        arrival.value_grad.add(tile.key_rows, tile.key_heads, dv)
+        for tile in kernels.portions(name, whole, q):
+            where = (tile.query_rows, tile.query_heads)
+            key, value = _keys(arrival, tile)
+            saved = kernels.Saved(
+                rows.dout.view(*where), rows.out.view(*where), rows.lse.view(*where).squeeze(-1),
+                rows.delta.view(*where).squeeze(-1) if name == "math" else None,
+            )  # fmt: skip
+            dq, dk, dv = kernels.backward(name, rows.q.view(*where), key, value, saved, tile, walk.scale)
+            rows.dq.add(*where, dq)
+            arrival.key_grad.add(tile.key_rows, tile.key_heads, dk)
+            arrival.value_grad.add(tile.key_rows, tile.key_heads, dv)
 
 
 def _keys(arrival: Arrival, tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:

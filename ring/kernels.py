@@ -15,14 +15,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 
 from ring.accumulator import accumulator_dtype
+from ring.blocks import Heads
 from ring.meetings import Mask
 from ring.plan import Tile
+from ring.rows import Rows
 
 KERNELS = ("auto", "math", "flash", "cudnn")
 HALF = (torch.bfloat16, torch.float16)
@@ -32,6 +34,8 @@ Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 VECTOR = 16
 # The math kernel takes at least so many query rows at a time.
 _LEAST_ROWS = 8
+# Bytes that a fused backward on a GPU may take beyond what it reads and returns; more only for a single group of heads.
+MOST_WORKSPACE = 2**29
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,34 @@ def backward(
     if q.device.type == "cpu":
         return _flash_backward(q, k, v, saved, tile, scale)
     return _gpu_backward(name, q, k, v, saved, tile, scale)
+
+
+def portions(name: str, tile: Tile, q: torch.Tensor) -> list[Tile]:
+    """The tile in as many backward calls as keep a fused kernel's own memory within bounds, by groups of heads: it has
+    dq in fp32, and dk and dv of every query head. q: the whole (B, N, H, D).
+    """
+    query, key = tile.query_heads, tile.key_heads
+    if name == "math" or not q.is_cuda or query.ids is not None or key.ids is not None:
+        return [tile]
+    tokens = tile.query_rows.folds * tile.query_rows.length + tile.key_rows.folds * tile.key_rows.length
+    most = max(1, MOST_WORKSPACE // (4 * tokens * q.shape[0] * query.per_group * q.shape[3]))
+    if most >= query.groups:
+        return [tile]
+    return [_portion(tile, first, min(most, query.groups - first)) for first in range(0, query.groups, most)]
+
+
+def _portion(tile: Tile, first: int, count: int) -> Tile:
+    def rows(x: Rows) -> Rows:
+        on = first * x.head_step
+        return replace(x, start=x.start + on, index=None if x.index is None else x.index + on)
+
+    def heads(x: Heads) -> Heads:
+        return replace(x, groups=count, start=x.start + first * x.step)
+
+    return replace(
+        tile, query_rows=rows(tile.query_rows), key_rows=rows(tile.key_rows), query_heads=heads(tile.query_heads),
+        key_heads=heads(tile.key_heads),
+    )  # fmt: skip
 
 
 def _row_blocks(q: torch.Tensor, k: torch.Tensor) -> Iterator[slice]:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from reference.cost import EXCHANGES
 from ring.kernels import KERNELS
 from verification.benchmarks.ranks import Lost, Ranks, described
-from verification.benchmarks.records import Record, columns, fail, surroundings
+from verification.benchmarks.records import Record, columns, described_run, fail
 from verification.benchmarks.sections import Bench, Options
 from verification.benchmarks.settings import (
     DTYPES,
@@ -161,7 +161,7 @@ def main() -> int:
         ranks = Ranks.join(given.device)
     except Exception as error:  # torch.distributed raises whatever its backends do
         stop(f"the ranks could not be joined: {described(error)}")
-    record = Record(surroundings(ranks.device, ranks.world), given.json, speaks=ranks.rank == 0)
+    record = Record(described_run(ranks.device, ranks.world), given.json, speaks=ranks.rank == 0)
     bench = Bench(ranks, options, record)
     try:
         for section in sorted(given.section, key=lambda name: name != "reach"):  # reach first: no memory is taken yet

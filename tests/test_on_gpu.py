@@ -189,6 +189,27 @@ def test_whole_calls_are_the_math_kernel_s(pattern: Pattern, kernel: str) -> Non
         close(found, exact, 8 * UNIT[torch.bfloat16], pattern)
 
 
+@pytest.mark.parametrize("most", [1, 3 * 2**19])
+def test_a_backward_by_groups_of_heads_is_the_whole_one(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    n, dim, usual = 512, 64, kernels.MOST_WORKSPACE
+    torch.manual_seed(8)
+    for pattern, kv_heads in ((Pattern.dense(True), 4), (Pattern.longnet([64, 256], [1, 4], 8, True), 8)):
+        q, k, v, dout = (
+            torch.randn(1, n, h, dim, device="cuda", dtype=torch.bfloat16) for h in (8, *[kv_heads] * 2, 8)
+        )
+        leaves, results, calls = [x.requires_grad_() for x in (q, k, v)], [], []
+        for limit in (usual, most):
+            monkeypatch.setattr(kernels, "MOST_WORKSPACE", limit)
+            out = ring_attention(q, k, v, pattern, Layout.contiguous(n, 1))
+            assert isinstance(out, torch.Tensor)
+            with kernels.picked() as picked:
+                results.append(torch.autograd.grad(out, leaves, dout))
+            calls.append(picked["cudnn"])
+        assert calls[1] > calls[0]
+        for found, exact in zip(results[1], results[0], strict=True):
+            close(found, exact.double(), 4 * UNIT[torch.bfloat16], pattern)
+
+
 @pytest.mark.parametrize("kernel", ["auto", "flash"])
 @pytest.mark.parametrize("tokens", [1, 2, 40])
 def test_tensors_that_begin_anywhere(kernel: str, tokens: int) -> None:

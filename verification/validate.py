@@ -27,6 +27,7 @@ from verification.failures import RankCrash, VerificationFailure
 from verification.hunt import ToolError
 from verification.long_problems import LongProblem
 from verification.outputs import check_file, check_folder
+from verification.provenance import surroundings
 from verification.report import Failure, Report, save_record
 from verification.seats import NotUnderTorchrun, Place, Seat, take_seat
 from verification.torchrun import SeatLost, Table, TorchrunBackend
@@ -88,6 +89,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help=f"tokens of the long problems (default: {LONG['nccl']}, gloo {LONG['gloo']}); 0 leaves them out",
     )
+    found.add_argument(
+        "--long-kinds", nargs="+", metavar="KIND", choices=tuple(long_problems.KINDS),
+        default=tuple(long_problems.KINDS),
+        help=f"of {', '.join(map(repr, long_problems.KINDS))} (default: all)",
+    )  # fmt: skip
     found.add_argument(
         "--budget", type=seconds, default=BUDGET, metavar="S",
         help="seconds to shrink a failure, and after the first to look for others (default: %(default)g)",
@@ -177,6 +183,9 @@ def _serve(options: argparse.Namespace, table: Table, prepare: Preparation | Non
     finally:
         workshop.close()
     if options.json is not None:
+        world, typed = backend.table.place.world_size, shlex.join(sys.argv[1:])
+        command = f"torchrun --nproc-per-node={world} {SCRIPT} {typed}"
+        report.extras |= surroundings("cuda" if options.backend == "nccl" else "cpu", world, command.rstrip())
         options.json.write_text(json.dumps(report.to_dict(), indent=2, allow_nan=False) + "\n")
     return 1 if report.failures else 0
 
@@ -213,7 +222,7 @@ def _run(options: argparse.Namespace, report: Report, backend: TorchrunBackend, 
             if runner.hangs(report.failures):
                 report.say(f"ranks hang, so {long_problems.TITLE} are left out")
             elif length:
-                for kind in long_problems.KINDS:
+                for kind in options.long_kinds:
                     run_long(report, backend, LongProblem(world, length, kind), options.failures)
         else:
             report.say("the links fail, so everything else is left out")

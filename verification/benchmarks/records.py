@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import shlex
 import sys
 import textwrap
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from verification.peers.adapters import ring_flash_attn
-from verification.provenance import commit
+from verification.provenance import surroundings
 
 # What a row may have. Times are wall milliseconds, counts of bytes are those of one rank.
 COLUMNS = {
@@ -47,26 +44,12 @@ COLUMNS = {
     "seconds": "of reach: one forward and backward at that size on the slowest rank",
     "stopped": "of reach: why it went no further",
 }
-SETTINGS = ("NCCL_", "TORCH_", "CUDA_", "PYTORCH_")
 
 
-def surroundings(device: torch.device, world: int) -> dict[str, Any]:
-    """Device, versions, commit, command and the settings in force."""
-    gpu = device.type == "cuda"
-    return {
-        "device": torch.cuda.get_device_name(device) if gpu else f"{platform.machine()}, {os.cpu_count()} cores",
-        "world": world,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version() if gpu else None,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpu else None,
-        "python": platform.python_version(),
-        "ring-flash-attn": ring_flash_attn.zigzag.version,
-        "commit": commit(),
-        "command": f"torchrun --nproc-per-node={world} scripts/bench_ring.py {shlex.join(sys.argv[1:])}".rstrip(),
-        "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith(SETTINGS)},
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
+def described_run(device: torch.device, world: int) -> dict[str, Any]:
+    """`provenance.surroundings`, and the version of what `--peers` runs."""
+    command = f"torchrun --nproc-per-node={world} scripts/bench_ring.py {shlex.join(sys.argv[1:])}".rstrip()
+    return surroundings(device.type, world, command) | {"ring-flash-attn": ring_flash_attn.zigzag.version}
 
 
 class Record:
