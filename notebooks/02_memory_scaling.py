@@ -274,6 +274,10 @@ class Waited:
     def __init__(self, pending: object) -> None:
         self._pending = pending
 
+    def arrive(self) -> None:
+        with _disable_current_modes():
+            self._pending.arrive()
+
     def wait(self) -> None:
         with _disable_current_modes():
             self._pending.wait()
@@ -544,11 +548,31 @@ lacking = sorted(wanted - there)
 print(
     f"\nnot recorded yet ({len(lacking)} of {len(wanted)}):", "; ".join(f"{s} {e} on {w} GPUs" for s, e, w in lacking)
 )
-print("longest shards (section reach):", len(recorded_rows(section="reach")), "rows recorded")
 
 # %% [markdown]
 # The closed form is what the algorithm needs, not what the allocator is asked for. On GPUs forward holds less of it,
-# since partial results stay in 16 bits until one pass combines them, and no fp32 accumulator exists; backward may hold
-# more, since a fused kernel's results, and copies of operands that it wants contiguous, live beside the sums. Per token
-# the longest shards take least: their buffers have reached the bucket of 64 Ki tokens, and are a constant from there
-# on. (Of three lengths on either side of that bend no exponent can be fitted well: see the intervals.)
+# since partial results stay in 16 bits until one pass combines them, and no fp32 accumulator exists. Backward may hold
+# more: a fused kernel takes memory of its own, fp32 for dq and 16 bits for dk and dv of every query head. From 512 MiB
+# on it is called by groups of heads, so that it takes no more than that, and long shards stay below the closed form.
+# Per token they take least: their buffers have reached the bucket of 64 Ki tokens, and are a constant from there on.
+# (Of three lengths on either side of that bend no exponent can be fitted well: see the intervals.)
+
+# %% [markdown]
+# The longest shards for which forward and backward succeeded, by doubling from 128 Ki tokens on; peaks here are all
+# that the allocator held, inputs and outputs too. What ended each series is in the record: dense attention was stopped
+# by the clock, LongNet by the GPU's 140 GiB. A shard of one length takes the same memory however many ranks there are:
+# at a fixed length of the sequence, a rank's memory falls as $1/p$.
+
+# %%
+longest: dict[str, list[dict]] = {}
+for row in recorded_rows(section="reach"):
+    longest.setdefault(row["pattern"], []).append(row)
+    print(
+        f"{row['pattern']:8} {row['world']} GPUs: {binary(row['tokens']):>6} tokens each, {binary(row['total']):>6} in "
+        f"all, {row['seconds']:5.1f} s, {row['peak_bytes'] / 2**30:5.1f} GiB; {row['stopped'][7:30]}..."
+    )
+assert longest, "no record in notebooks/data has the section reach: scripts/bench_ring.py --section reach makes one"
+for name, rows in longest.items():
+    peaks = {row["world"]: row["peak_bytes"] / row["tokens"] for row in rows}
+    print(f"{name}: a token of a shard takes {max(peaks.values()) / min(peaks.values()):.3f} times the least, at most")
+    assert len(peaks) < 2 or max(peaks.values()) < 1.05 * min(peaks.values())

@@ -361,20 +361,20 @@ else:
     print(f"not recorded yet: notebooks/data/{LINKS}.json, made by: {MADE_BY}")
     print(f"link: at least {rate / 1e9:.0f} GB/s, from the calls themselves")
 
-print(f"\n{'problem':>34}  {'kernels':>8} {'ours':>8} {'exposed':>8}  needs     predicted")
+print(f"\n{'problem':>42}  {'kernels':>8} {'ours':>8} {'exposed':>8}  needs     predicted")
 hidden = []
 for row in timed:
-    if not row.get("kernels_alone_ms") or row.get("exposed_ms") is None:
-        continue
     p = row["world"]
+    if p == 1 or not row.get("kernels_alone_ms") or row.get("exposed_ms") is None:
+        continue
     # Bytes of one of p - 1 messages beside one of p pieces of the computation.
     needs = row["sent_bytes"] / (p - 1) / (row["kernels_alone_ms"] / p) * 1e3
     which = row["pass"].replace("forward+backward", "both") + (", graph" if row["graph"] else "")
-    name = f"{row['section']} {binary(row['tokens'])}, {which}"
+    name = f"{p} GPUs, {row['section']} {binary(row['tokens'])}, {which}"
     verdict = "hidden" if needs <= rate else "unknown" if measured_links is None else "exposed"
     hidden.append((row, needs, verdict))
     print(
-        f"{name:>34}  {row['kernels_alone_ms']:8.2f} {row['ms']:8.2f} {row['exposed_ms']:8.2f}  "
+        f"{name:>42}  {row['kernels_alone_ms']:8.2f} {row['ms']:8.2f} {row['exposed_ms']:8.2f}  "
         f"{needs / 1e9:5.1f} GB/s {verdict}"
     )
 
@@ -423,7 +423,7 @@ left.axvline(
 left.set(title="Dense: above the line, hops are hidden", xlabel="link rate per GPU (GB/s)", ylabel="tokens per GPU")
 binary_ticks(left.yaxis)
 left.legend(fontsize=8)
-graphs = [(row, verdict) for row, _, verdict in hidden if row["graph"]]
+graphs = [(row, verdict) for row, _, verdict in hidden if row["graph"] and row["record"].startswith("h200x4")]
 labels = [f"{r['section']}\n{binary(r['tokens'])}\n{r['pass'].replace('forward+backward', 'both')}" for r, _ in graphs]
 at = np.arange(len(graphs))
 right.bar(

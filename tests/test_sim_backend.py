@@ -144,6 +144,8 @@ def plant_no_wait() -> None:
     real = RecordingTransport.post
 
     class Done:
+        def arrive(self) -> None: ...
+
         def wait(self) -> None: ...
 
     def post(self: Any, sends: Any, receives: Any) -> Any:

@@ -28,7 +28,8 @@ COLUMNS = {
     "samples": "calls that the median is of",
     "warmup": "calls before them",
     "tflops": "floating-point operations that the pattern needs of a GPU in a second, on average, / 10^12",
-    "efficiency": "(ms of one GPU with the whole sequence, without a graph) / world / ms: 1 is a perfect division",
+    "efficiency": "(ms of one GPU with the whole sequence, from a graph if that is faster) / world / ms: 1 is a "
+    "perfect division",
     "kernels_alone_ms": "a rank's kernel calls without exchange and merge: the least that there can be",
     "beyond_kernels_ms": "ms - kernels_alone_ms: messages, packing, merges, and gaps between kernels",
     "exposed_ms": "ms - the same call without messages: what of the exchange is not hidden behind computing",
