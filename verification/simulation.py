@@ -6,6 +6,7 @@
   when one of them waits; a send buffer is read at that same moment. So whoever reads, writes or posts a buffer before
   its wait is over (for a receive buffer, before it has arrived) gets wrong numbers or, where the simulation can tell,
   `BrokenContract`: which buffer, which hop.
+- A call that sends from elsewhere than it told beforehand is `BrokenContract` (`verification.promises`).
 - Batches that are never waited for, and buffers that share bytes while in flight, are `BrokenContract` too.
 - Ranks run one at a time in an order that the seed decides (`verification.scheduler`): one is starved, or runs as far
   ahead as it can, or all take turns. A send is complete when its receive is posted or, as the seed decides, at once.
@@ -19,14 +20,14 @@ from __future__ import annotations
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, TypeVar
 
 import torch
 
-from ring.transport import Message, OwnBuffers, Pending
+from ring.transport import Message, Outgoing, OwnBuffers, Pending
 from verification.failures import (
     BrokenContract,
     Deadlock,
@@ -37,6 +38,7 @@ from verification.failures import (
     name_ranks,
 )
 from verification.flight import Batch, Flight, described, overlap, span
+from verification.promises import Promises
 from verification.scheduler import Scheduler
 from verification.wording import counted
 
@@ -56,6 +58,7 @@ class Simulation:
         self._sends: dict[tuple[int, int], deque[Flight]] = {}  # posted, not met by a receive: (from, to)
         self._receives: dict[tuple[int, int], deque[Flight]] = {}
         self._assemblies: list[_Assembly] = []
+        self.calls: list[Hashable] = []  # kinds of the calls that were prepared, in order
         self._waiting: dict[int, Batch | _Assembly] = {}
         self._states: list[RankState] = []
 
@@ -288,6 +291,24 @@ class SimulatedTransport(OwnBuffers):
         self._batches: list[Batch] = []  # not waited for yet
         self._posted = 0
         self._meetings = 0
+        self._calls = 0
+        self._promises: Promises | None = None
+
+    def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
+        simulation = self._simulation
+        simulation.scheduler.pause(self.rank)
+        if self._calls == len(simulation.calls):
+            simulation.calls.append(key)
+        if simulation.calls[self._calls] != key:
+            raise BrokenContract(f"{simulation.name(self.rank)} prepares another kind of call than others do")
+        self._calls += 1
+        self._promises = Promises(simulation.name(self.rank), outgoing())
+
+    def empty(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        buffer = super().empty(name, shape, dtype, device)
+        if self._promises is not None:
+            self._promises.made(name, buffer)
+        return buffer
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         simulation = self._simulation
@@ -295,6 +316,8 @@ class SimulatedTransport(OwnBuffers):
         batch = Batch(self._posted, self.rank)
         self._posted += 1
         self._check(sends, receives)
+        if self._promises is not None:
+            self._promises.keep(sends)
         self._batches.append(batch)
         simulation.launch(batch, sends, receives)
         return _Handle(self, batch)

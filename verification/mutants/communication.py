@@ -110,6 +110,13 @@ COMMUNICATION = (
         (36,),
     ),
     Defect(
+        "relayed-from-elsewhere-than-told",
+        "own",
+        "Receivers are told that a relayed message lies in the landing that is filled next. Only who copies out of the "
+        "sender's memory would read there.",
+        (Edit(EXCHANGE, '(f"landing {number % sizes.turns}", sizes.landing)', '("landing 0", sizes.landing)'),),
+    ),
+    Defect(
         "last-gradients-sent-and-left",
         "own",
         "A backward returns though others may still read the gradients that it sent last.",
