@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 
 from reference.oracle import attention, gradients
 from reference.pattern import Branch, Pattern, multiplicity
-from ring import Layout, ring_attention
+from ring import Layout, kernels, ring_attention
+from ring.attention import _combines
 from ring.exchange import measure
 from ring.transport import RecordingTransport, SoloTransport
 
@@ -225,6 +227,39 @@ def test_huge_half_precision_scores() -> None:
         out = plain(*leaves, Pattern.dense(), Layout.contiguous(n, 1), scale=25.0, kernel=kernel)
         assert out.equal(v.expand(1, n, 2, n))
         assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), leaves))
+
+
+# --- which way a call takes ---
+
+
+@pytest.mark.parametrize("kernel, name", [("auto", "flash"), ("math", "math")])
+def test_kernels_are_chosen_by_the_head_dim_and_only_one_is_given_delta(
+    kernel: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU any dim goes with any kernel, so that results do not tell by what a kernel was chosen."""
+    dims, saved = [], []
+    choose, backward = kernels.choose, kernels.backward
+
+    def chosen(*args: Any) -> str:
+        dims.append(args[3])
+        return choose(*args)
+
+    def gone_back(name: str, *args: Any) -> kernels.Tensors3:
+        saved.append((name, args[3].delta is not None))
+        return backward(name, *args)
+
+    monkeypatch.setattr(kernels, "choose", chosen)
+    monkeypatch.setattr(kernels, "backward", gone_back)
+    check(inputs(), Pattern.dense(), Layout.contiguous(17, 1), False, kernel=kernel)
+    assert set(dims) == {5}  # of 4 heads and 17 tokens
+    assert set(saved) == {(name, name == "math")}
+
+
+@pytest.mark.parametrize("device, combined", [("cpu", False), ("cuda", True), ("meta", False)])
+def test_partial_results_are_combined_on_gpus_but_for_fp64(device: str, combined: bool) -> None:
+    for dtype in DTYPES:
+        x: Any = SimpleNamespace(device=torch.device(device), dtype=dtype)  # no GPU is needed to ask
+        assert _combines(x) is (combined and dtype is not torch.float64)
 
 
 # --- the call ---

@@ -6,6 +6,7 @@ from collections import defaultdict
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from reference.pattern import Branch, Pattern, multiplicity, selected
 from ring.blocks import blocks_of
 from ring.layout import Layout
 from ring.meetings import Mask, Stretches, masked, meet, needs_of
-from ring.pieces import Pieces, pieces_of
+from ring.pieces import Pieces, joined, pieces_of
 
 # --- pieces, meetings and needs ---
 
@@ -62,6 +63,38 @@ def test_pieces_are_the_selected_rows(table: tuple[Pattern, Layout, Pieces]) -> 
     key = [pieces.block, pieces.segment, pieces.rank]
     order = list(zip(*(column.tolist() for column in key), strict=True))
     assert order == sorted(order)
+
+
+EVENS, ODDS = Branch(None, 2, 0), Branch(None, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("branches", "shard", "rows"),
+    (
+        # One piece: rows follow each other as positions do.
+        ((Branch(),), (0, 1, 2, 3, 12, 13, 14, 15), [[0, 1, 2, 3, 4, 5, 6, 7]]),
+        ((Branch(),), (0, 1, 4, 5, 6, 9, 10, 11, 12), [[0, 1, 2, 3, 4, 5, 6, 7, 8]]),
+        ((EVENS,), (0, 1, 2, 3, 12, 13, 14, 15), [[0, 2, 4, 6]]),
+        # Positions do not ascend where a run ends: 5 is before 6.
+        ((Branch(),), (0, 2, 4, 6, 5, 7), [[0, 1, 2, 3], [4, 5]]),
+        ((Branch(),), (0, 1, 2, 4, 6, 5, 7), [[0, 1, 2], [3, 4], [5, 6]]),
+        # Every row of the one run is selected, every other row of the other.
+        ((EVENS,), (0, 2, 4, 8, 9, 10, 11), [[0, 1, 2], [3, 5]]),
+        ((EVENS,), (0, 1, 2, 3, 6, 8, 10), [[0, 2], [4, 5, 6]]),
+        # Rows that follow each other, of two blocks: in one segment, and in two.
+        ((EVENS, ODDS), (2, 4, 5, 7), [[0, 1], [2, 3]]),
+        ((Branch(2, 2, 0), ODDS), (2, 4, 5, 7), [[0], [1], [2, 3]]),
+    ),
+)
+def test_own_pieces_are_one_where_rows_follow_as_positions_do(
+    branches: tuple[Branch, ...], shard: tuple[int, ...], rows: list[list[int]]
+) -> None:
+    """The shard of the first of four ranks, the rest in ascending order: the rows of its pieces, in their order."""
+    rest = sorted(set(range(16)) - set(shard))
+    layout = Layout.from_cuts((*shard, *rest), (0, len(shard), 16, 16, 16))
+    assert layout.runs is not None
+    own = joined(pieces_of(Pattern(branches), layout, 1, 1), 0)
+    assert [elements(own, piece)[0] for piece in range(len(own.count))] == rows
 
 
 @settings(max_examples=100, deadline=None)

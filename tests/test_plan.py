@@ -114,6 +114,9 @@ def check_sizes(setting: Setting) -> None:
                  4, 2, "ring", 4))  # fmt: skip
 @example(Setting(Pattern((Branch(4, 2, (0, 1), range(0, 2)), Branch(6, 2, 0, range(2, 3)))),
                  Layout.from_cuts(list(range(10)), (0, 4, 10)), 3, 1, "ring", 1000))  # fmt: skip
+# A diagonal that begins at the third key of a message, whose keys take two slots each.
+@example(Setting(Pattern.dense(True), Layout.from_cuts([*range(0, 12, 2), *range(1, 12, 2)], (0, 8, 12)),
+                 2, 2, "ring", 1000))  # fmt: skip
 @example(Setting(Pattern.dense(True), Layout.zigzag(12, 3), 2, 1, "ring", 2))
 @example(Setting(Pattern.longnet((4, 8), (1, 2), 4, True), Layout.striped(24, 4), 4, 2, "direct", 3))
 def test_a_plan_computes_moves_and_returns_exactly_what_the_pattern_says(setting: Setting) -> None:
@@ -162,6 +165,14 @@ def test_sixteen_ranks(order: str, causal: bool, exchange: str) -> None:
     check(Setting(pattern, layout, 4, 2, exchange, 2))
 
 
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_numpy_has_nothing_to_warn_of(exchange: str) -> None:
+    """A warning would be the user's to see."""
+    for n, pattern in ((0, Pattern.dense()), (24, Pattern.longnet((8, 24), (1, 3), 2, True))):
+        with np.errstate(all="raise"):
+            assert len(Setting(pattern, Layout.zigzag(n, 3), 2, 1, exchange, 5).plans) == 3
+
+
 @settings(max_examples=60, deadline=None)
 @given(drawn_settings())
 def test_runs_and_listing_plan_the_same_pairs(setting: Setting) -> None:
@@ -189,6 +200,7 @@ def check_calls(setting: Setting) -> None:
     (
         (Branch(5), 1),  # 12 segments, of which a rank has 4 queries each and the other 1 key each
         (Branch(5), 4),
+        (Branch(10), 1),  # 9 queries, of which LEAST_ROWS holds one time, and 7 more
         (Branch(6, 2), 2),
         (Branch(None, 1, 0, range(0, 2)), 1),  # two of three key/value heads: more rows in a message than the bucket
     ),
@@ -211,6 +223,16 @@ def test_keys_of_two_ranks_in_one_call_are_no_more_than_the_bucket(bucket: int, 
     """10 segments of 6, of each of which three ranks hold two: folded over segments, and joined from two ranks."""
     order = sorted(range(60), key=lambda x: (x % 6 // 2, x))
     check_calls(Setting(Pattern((Branch(6),)), Layout.from_cuts(order, (0, 20, 40, 60)), 1, 1, exchange, bucket))
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("bucket", range(1, 17))
+def test_query_rows_that_see_the_same_keys_in_one_call_are_no_more_than_the_bucket(bucket: int, exchange: str) -> None:
+    """8 segments of 21, of which another rank holds the 15th key: 6 query rows see it, the first 2 of them behind 14
+    that do not. Cut at 16, and folded over segments, the 2 and the 4 are too many for one call, but not each."""
+    order = sorted(range(168), key=lambda x: (x % 21 == 14, x))
+    layout = Layout.from_cuts(order, (0, 160, 168))
+    check_calls(Setting(Pattern((Branch(21),), True), layout, 1, 1, exchange, bucket))
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -294,6 +316,22 @@ def test_a_head_of_every_offset_is_one_call() -> None:
             landed = [tile for step in plan.steps for tile in step.tiles]
             assert [tile.query_heads.groups for tile in landed] == [8] * len(landed)
             assert len(landed) == (rank > 0 and exchange == "direct")
+
+
+@pytest.mark.parametrize("rate", (1, 2))
+def test_a_zigzag_shard_meets_itself_in_one_causal_call(rate: int) -> None:
+    for plan in Setting(Pattern((Branch(None, rate),), True), Layout.zigzag(48, 3), 1, 1, "ring", 48).plans:
+        (tile,) = plan.local
+        assert tile.mask is Mask.CAUSAL and tile.query_rows.length == tile.key_rows.length == 16 // rate
+
+
+@pytest.mark.parametrize("bucket", (32, 64))
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_both_halves_of_a_zigzag_shard_read_the_keys_of_another_rank_in_one_call(exchange: str, bucket: int) -> None:
+    for plan in Setting(Pattern.dense(), Layout.zigzag(64, 2), 1, 1, exchange, bucket).plans:
+        (step,) = plan.steps
+        (tile,) = step.tiles
+        assert tile.query_rows.length == tile.key_rows.length == 32
 
 
 @pytest.mark.parametrize("exchange", ("ring", "direct"))

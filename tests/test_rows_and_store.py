@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ring.blocks import Heads
 from ring.rows import Rows, concatenate, folds
-from ring.store import Store
+from ring.store import Store, _head_index, _row_index
 
 BATCH, DIM = 2, 3
 
@@ -314,3 +314,11 @@ def test_rows_that_move_with_the_heads(listed: bool) -> None:
     Store(moved).add(rows, heads, tile)
     assert moved.count_nonzero() == 2 * 3 * 2 * 2
     assert torch.equal(Store(moved).view(rows, heads), tile)
+
+
+def test_indices_are_made_once() -> None:
+    """On a GPU each would be a copy to wait for, and one that a graph cannot capture."""
+    device, heads = torch.device("cpu"), Heads.of(((0,), (1,), (3,)))
+    for rows in (Rows(1, 4, 2), Rows.of(np.array([[2, 0, 1]]))):
+        assert _row_index(rows, 3, device) is _row_index(rows, 3, device)
+    assert _head_index(heads, device) is _head_index(heads, device)

@@ -60,7 +60,7 @@ TESTS = {
     "ring/attention.py": ("attention_single", "attention_autograd"),
     "ring/blocks.py": ("rows_and_store", "pieces", "plan"),
     "ring/budget.py": ("attention_single",),
-    "ring/diagonal.py": ("plan",),
+    "ring/diagonal.py": ("diagonal", "plan"),
     "ring/exchange.py": ("attention_single",),
     "ring/kernels.py": ("portions", "kernels", "attention_single"),
     "ring/layout.py": ("layout", "pieces"),
