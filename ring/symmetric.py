@@ -23,7 +23,7 @@ from ring import signals
 from ring.transport import Message, Outgoing, Pending, ProcessGroupTransport, collect_json
 
 _ALIGNMENT = 256  # bytes at which a buffer begins
-_LANES = 4  # copies under way at a time: one alone takes less than half of what the links give
+_LANES = 4  # copies that may be under way at a time; in captured graphs they were seen one after the other
 _rendezvous = 0  # of this process, in all groups
 _Ranges = dict[str, dict[str, list[list[int]]]]  # label -> peer -> (start, stop) of its messages, in bytes
 
