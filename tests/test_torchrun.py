@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +18,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from plain_case import plain
 
 from ring.transport import SoloTransport
 from verification import links, long_problems
 from verification.case import Case
-from verification.execute import Pass
+from verification.execute import Pass, observe
 from verification.expectation import expect
 from verification.failures import WrongResult
 from verification.long_problems import Judgement, LongProblem
 from verification.seats import NotUnderTorchrun, Place
+from verification.torchrun import SeatLost, Table, Workshop
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT, PROGRAM = ROOT / "scripts/validate_nccl.py", ROOT / "tests/torchrun_program.py"
@@ -133,14 +139,15 @@ def test_torchrun_told_to_end_saves_what_was_under_way(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SCRIPT)]
     with subprocess.Popen([*torchrun, *given], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
         assert run.stdout is not None
-        lines = []
-        for line in run.stdout:  # until examples are under way
-            lines.append(line)
-            if re.search(r"world 2: \d+/", line):
-                run.terminate()
+        said = ""
+        while not re.search(r"world 2: \d+/", said):  # until examples are under way
+            line = run.stdout.readline()
+            assert line, said
+            said += line
+        run.terminate()
+        text = said + run.stdout.read()
         assert run.wait(PLENTY) != 0
-    text = "".join(lines)
-    assert "torchrun ends all its processes" in text and "machinery" not in text
+    assert "torchrun ends all its processes" in text and "machinery" not in text, text
     assert len(list(tmp_path.glob("*.json"))) == 1
 
 
@@ -163,6 +170,49 @@ def test_a_long_problem_that_is_wrong_is_found_and_replayed(tmp_path: Path) -> N
     assert run.status == 1 and run.failure["case"] == problem, run.text
     assert re.search(r"on rank 0: out of token \d+ is off by .* times its bound", run.failure["message"])
     assert under_torchrun(tmp_path, SCRIPT, "--backend", "gloo", "--replay", str(file)).status == 0
+
+
+# --- the word to leave ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[Table]:
+    """With the one seat of a world of one."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    table = Table(Place(rank=0, local_rank=0, world_size=1, host="127.0.0.1", port=port, served=False))
+    yield table
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the farewell is for a process that ends
+    table.farewell(0)
+
+
+def test_the_word_to_leave_is_heard_where_a_seat_is_next_turned_to(table: Table) -> None:
+    turns: list[Callable[[], Any]] = [
+        lambda: table.pump(0.0),
+        lambda: table.send([0], "end", 1, [None]),
+        lambda: table.ask([0], "stacks", None, PLENTY),
+        lambda: Workshop(table, None).submit(observe, plain(2)),
+    ]
+    assert table.ask([0], "stacks", None, PLENTY) == {0: ""}
+    table.told_to_leave()
+    for turn in turns:
+        with pytest.raises(SeatLost, match="torchrun ends all its processes"):
+            turn()
+    table.told_to_leave()  # a second time, while the first is being recorded
+
+
+def test_the_word_to_leave_wakes_who_waits_for_a_seat(table: Table) -> None:
+    threading.Timer(0.2, table.told_to_leave).start()
+    with pytest.raises(SeatLost, match="torchrun ends all its processes"):
+        table.pump(PLENTY)
+
+
+def test_who_is_gone_is_named_though_torchrun_then_ends_the_others(table: Table) -> None:
+    with pytest.raises(SeatLost, match="the process that torchrun started for rank 0 is gone"):
+        raise table.lose([0])
+    table.told_to_leave()
+    with pytest.raises(SeatLost, match="the process that torchrun started for rank 0 is gone"):
+        table.heed()
 
 
 # --- what cannot be carried out ---------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ only the loss of a process that torchrun itself started ends the run: `SeatLost`
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import threading
@@ -17,7 +18,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from verification.backends import PRELOAD, GlooBackend, Preparation, Unavailable
+from verification.backends import PRELOAD, GlooBackend, Preparation, SimBackend, Task, Unavailable
 from verification.case import Case
 from verification.failures import name_ranks
 from verification.pool import START_TIMEOUT, Pool, PoolError, RankSet
@@ -26,7 +27,7 @@ from verification.seats import JOIN_TIMEOUT, Hello, Orders, Place, Seat, listen,
 from verification.wording import counted
 from verification.worker import LOOK_EVERY, LOOKS, STACK_TIMEOUT, limit_sends
 
-__all__ = ["SeatLost", "Table", "TorchrunBackend"]
+__all__ = ["SeatLost", "Table", "TorchrunBackend", "Workshop"]
 
 SLACK = 2.0  # seconds that a seat may take beyond what its rank may
 FAREWELL = 10.0  # seconds for all seats to end their ranks and go
@@ -61,6 +62,8 @@ class Table:
         self._replies: dict[int, dict[int, Any]] = {}
         self._questions = 0
         self._leaving: set[int] = set()
+        self._told = False  # by torchrun, to leave
+        self._bell, self._rings = os.pipe()
         self._store = place.store()
         listener, word = listen(place, self._store)
         own = threading.Thread(target=lambda: Seat(place, take_seat(place, self._store)).serve(), daemon=True)
@@ -96,16 +99,34 @@ class Table:
     def one_machine(self) -> bool:
         return len({hello.machine for hello in self.hellos.values()}) == 1
 
+    def told_to_leave(self, *_: object) -> None:
+        """torchrun's word to all processes, a handler of SIGTERM. It raises nothing: it may come in the middle of a
+        message, which would be left half on its connection, or in a callback that swallows exceptions. `heed` does.
+        """
+        if not self._told:
+            self._told = True
+            os.write(self._rings, b"!")  # wakes who waits in `_take`
+
+    def heed(self) -> None:
+        """Raises SeatLost if torchrun has told all processes to leave or, once more, where a seat was lost before."""
+        if self.loss is None and self._told:
+            self.lose(self._culprits())
+        if self.loss is not None:
+            raise self.loss
+
     def send(self, ranks: Iterable[int], what: str, number: int, arguments: Iterable[Any]) -> None:
+        """Raises SeatLost as `heed` does."""
+        self.heed()
+        self._send(ranks, what, number, arguments)
+
+    def _send(self, ranks: Iterable[int], what: str, number: int, arguments: Iterable[Any]) -> None:
         for rank, argument in zip(ranks, arguments, strict=True):
             # One that takes nothing, or is gone, will be found not to answer.
             with suppress(OSError):
                 self._connections[rank].send((what, number, argument))
 
     def ask(self, ranks: Collection[int], what: str, argument: Any, timeout: float) -> dict[int, Any]:
-        """The replies that came in time, by rank. Raises SeatLost: once more, where a seat was lost before."""
-        if self.loss is not None:
-            raise self.loss
+        """The replies that came in time, by rank. Raises SeatLost."""
         self._questions += 1
         number = self._questions
         found = self._replies[number] = {}
@@ -117,9 +138,11 @@ class Table:
 
     def pump(self, timeout: float) -> None:
         """Take what the seats have to say: at least one message, unless the timeout is over first. Raises SeatLost."""
+        self.heed()
         lost = self._take(timeout)
         if lost:
             raise self.lose(lost)
+        self.heed()
 
     def lose(self, ranks: Collection[int]) -> SeatLost:
         """What to raise: these seats are gone, and nothing can be run any more."""
@@ -130,7 +153,9 @@ class Table:
         """The ranks whose seats are gone and did not say that they were told to leave."""
         ranks = {connection: rank for rank, connection in self._connections.items()}
         lost = set()
-        for ready in wait(list(ranks), timeout):
+        for ready in wait([*ranks] if self._told else [*ranks, self._bell], timeout):
+            if ready == self._bell:
+                continue
             assert isinstance(ready, Connection)
             try:
                 self._sort(ranks[ready], *ready.recv())
@@ -151,7 +176,7 @@ class Table:
                 assert what == "died", what
                 self.exits[rank] = value
 
-    def culprits(self) -> set[int]:
+    def _culprits(self) -> set[int]:
         """Once torchrun has told all to leave: whose end made it do so."""
         deadline, lost = time.monotonic() + LEAVE, set[int]()
         while (left := deadline - time.monotonic()) > 0 and self._connections:
@@ -173,7 +198,7 @@ class Table:
         self.ending = True
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first of them to go with another status than 0 brings it
         live = list(self._connections)
-        self.send(live, "bye", 0, [status] * len(live))
+        self._send(live, "bye", 0, [status] * len(live))
         deadline = time.monotonic() + FAREWELL
         while self._connections and (left := deadline - time.monotonic()) > 0:
             ranks = {connection: rank for rank, connection in self._connections.items()}
@@ -267,6 +292,18 @@ class TorchrunPool(Pool):
         return SeatedRanks(self._table, self.world_size, self.timeout, self._joined_by)
 
 
+class Workshop(SimBackend):
+    """A simulation, beside the seats, that ends when they do."""
+
+    def __init__(self, table: Table, prepare: Preparation | None) -> None:
+        super().__init__(prepare=prepare)
+        self._table = table
+
+    def submit(self, task: Task, case: Case, *arguments: Any) -> None:
+        self._table.heed()
+        super().submit(task, case, *arguments)
+
+
 class TorchrunBackend(GlooBackend):
     """The ranks that torchrun started, or the first so many of them. name: "gloo" or "nccl", what joins them."""
 
@@ -293,7 +330,7 @@ class TorchrunBackend(GlooBackend):
             except PoolError as error:
                 raise Unavailable(f"the {counted(world, 'rank')} could not be started: {error}") from error
 
-    def submit(self, task: Callable[..., Any], case: Case, *arguments: Any) -> None:
+    def submit(self, task: Task, case: Case, *arguments: Any) -> None:
         self.last = case
         super().submit(task, case, *arguments)
 

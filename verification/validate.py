@@ -22,7 +22,7 @@ from rich.console import Console
 from verification import links, long_problems, runner
 from verification import replay as replays
 from verification.arguments import add_failures, add_json, add_seed, count
-from verification.backends import Preparation, SimBackend, Unavailable
+from verification.backends import Preparation, Unavailable
 from verification.failures import RankCrash, VerificationFailure
 from verification.hunt import ToolError
 from verification.long_problems import LongProblem
@@ -30,7 +30,7 @@ from verification.outputs import check_file, check_folder
 from verification.provenance import surroundings
 from verification.report import Failure, Report, save_record
 from verification.seats import NotUnderTorchrun, Place, Seat, take_seat
-from verification.torchrun import SeatLost, Table, TorchrunBackend
+from verification.torchrun import SeatLost, Table, TorchrunBackend, Workshop
 from verification.wording import counted
 
 SCRIPT = "scripts/validate_nccl.py"
@@ -152,17 +152,11 @@ def main(arguments: Sequence[str] | None = None, prepare: Preparation | None = N
 
 def _serve(options: argparse.Namespace, table: Table, prepare: Preparation | None) -> int:
     """All that rank 0 does. Whatever goes wrong is said here: the other processes only end."""
-
-    def told_to_leave(*_: object) -> None:
-        if not table.ending:
-            table.ending = True
-            raise table.lose(table.culprits())
-
-    signal.signal(signal.SIGTERM, told_to_leave)
+    signal.signal(signal.SIGTERM, table.told_to_leave)
     console = Console(width=None if sys.stdout.isatty() else 120)
     report = LinkedReport(console, extras={"backend": options.backend, "world": table.place.world_size})
     backend = TorchrunBackend(table, options.backend, options.timeout, prepare)
-    workshop = SimBackend(prepare=prepare)
+    workshop = Workshop(table, prepare)
     try:
         check_folder("--failures", options.failures)
         if options.json is not None:
@@ -206,7 +200,7 @@ def _record_loss(lost: SeatLost, report: Report, backend: TorchrunBackend, folde
     report.summary()
 
 
-def _run(options: argparse.Namespace, report: Report, backend: TorchrunBackend, workshop: SimBackend) -> None:
+def _run(options: argparse.Namespace, report: Report, backend: TorchrunBackend, workshop: Workshop) -> None:
     world = backend.table.place.world_size
     seed = random.SystemRandom().getrandbits(32) if options.seed is None else options.seed
     report.extras["seed"] = seed
@@ -258,7 +252,7 @@ def run_links(report: Report, backend: TorchrunBackend, folder: Path) -> bool:
 
 
 def run_cases(
-    options: argparse.Namespace, report: Report, backend: TorchrunBackend, workshop: SimBackend, seed: int
+    options: argparse.Namespace, report: Report, backend: TorchrunBackend, workshop: Workshop, seed: int
 ) -> None:
     world = backend.table.place.world_size
     profile = replace(runner.PROFILES["quick"], budget=options.budget)
