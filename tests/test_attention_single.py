@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from attention_cases import LAYOUTS, PATTERNS, call, inputs, normal, plain
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -276,6 +278,27 @@ def test_what_comes_back() -> None:
     assert isinstance(again, torch.Tensor) and again.equal(alone)
 
 
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A default process group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_without_a_group_the_default_group_is_taken() -> None:
+    q, k, v, *_ = inputs()
+    layout = Layout.contiguous(17, 1)
+    wanted = ring_attention(q, k, v, Pattern.dense(), layout, group=SoloTransport())
+    assert isinstance(wanted, torch.Tensor)
+    for group in (None, dist.group.WORLD):
+        found = ring_attention(q, k, v, Pattern.dense(), layout, group=group)
+        assert isinstance(found, torch.Tensor) and found.equal(wanted)
+    with pytest.raises(ValueError, match="layout must be for the 1 ranks of the group, got one for 2"):
+        ring_attention(q, k, v, Pattern.dense(), TWO)
+
+
 def test_one_rank_sends_and_holds_nothing() -> None:
     q, k, v, dout, _ = inputs()
     for exchange in ("ring", "direct", "gather"):
@@ -296,12 +319,13 @@ def replaced(**changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 Q, K, *_ = inputs()
+TWO = Layout.contiguous(17, 2)
 BAD: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     ("pattern", ValueError, "pattern must be a Pattern", {"pattern": "dense"}),
     ("pattern of other heads", ValueError, "heads", {"pattern": Pattern((Branch(heads=range(2, 6)),))}),
     ("offsets of other heads", ValueError, "offset", {"pattern": Pattern((Branch(8, 2, (0, 1)),))}),
     ("layout", ValueError, "layout must be a Layout", {"layout": 17}),
-    ("layout of other ranks", ValueError, "group must be given|layout must be", {"layout": Layout.contiguous(17, 2)}),
+    ("layout of other ranks", ValueError, "group must be given, or .* for a layout of 2 ranks", {"layout": TWO}),
     ("layout of other tokens", ValueError, "q must have the 18 tokens", {"layout": Layout.contiguous(18, 1)}),
     ("exchange", ValueError, "exchange must be one of", {"exchange": "scatter"}),
     ("kernel", ValueError, "kernel must be one of", {"kernel": "cutlass"}),

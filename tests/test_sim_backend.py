@@ -12,7 +12,6 @@ from plain_case import plain
 
 from reference.pattern import Pattern
 from ring import Layout, ring_attention
-from ring.exchange import measure
 from verification.backends import SimBackend, observe_on
 from verification.case import Case
 from verification.failures import BrokenContract, Deadlock, RankError, RankFailure, RankHang
@@ -102,25 +101,6 @@ def test_calls_that_mean_the_same_agree() -> None:
 def test_whatever_is_wrong_on_one_rank_is_said_on_all(arguments: dict[str, Any], said: str) -> None:
     first, second = together(lambda rank: arguments if rank == 1 else {})
     assert first == second and first.startswith(said), first
-
-
-def test_buffers_are_counted_for_each_rank_and_given_back_after_each_call() -> None:
-    def step(transport: SimulatedTransport) -> tuple[int, int, int, int]:
-        layout, pattern = Layout.from_cuts(range(6), (0, 2, 6)), Pattern.dense()
-        q, k, v = (torch.randn(1, layout.counts[transport.rank], 1, 4) for _ in range(3))
-        with measure(transport) as outer, measure() as everybody:
-            with measure(transport) as first:
-                ring_attention(q, k, v, pattern, layout, group=transport)
-            ring_attention(q, k, v, pattern, layout, group=transport)
-        with measure(transport) as nothing:
-            pass
-        assert (first.held, outer.held, nothing.bytes) == (0, 0, 0)
-        return first.bytes, outer.bytes, everybody.bytes, transport.rank
-
-    for seed in range(8):
-        (a, a_twice, a_all, _), (b, b_twice, b_all, _) = Simulation(2, seed).run(step)
-        assert 0 < a == a_twice != b == b_twice > 0, "the peak of two calls is that of the larger"
-        assert max(a_all, b_all) > max(a, b), "both ranks are in this process"
 
 
 # --- defects, planted in the simulating process -----------------------------------------------------------------------

@@ -292,6 +292,7 @@ class SimulatedTransport(OwnBuffers):
         self._posted = 0
         self._meetings = 0
         self._calls = 0
+        self._told: dict[Hashable, list[Outgoing]] = {}
         self._promises: Promises | None = None
 
     def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
@@ -302,7 +303,9 @@ class SimulatedTransport(OwnBuffers):
         if simulation.calls[self._calls] != key:
             raise BrokenContract(f"{simulation.name(self.rank)} prepares another kind of call than others do")
         self._calls += 1
-        self._promises = Promises(simulation.name(self.rank), outgoing())
+        if key not in self._told:  # else the first call of the kind told, and is held against this one too
+            self._told[key] = outgoing()
+        self._promises = Promises(simulation.name(self.rank), self._told[key])
 
     def empty(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         buffer = super().empty(name, shape, dtype, device)
