@@ -7,16 +7,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 from plain_case import plain
 
 from reference.pattern import Pattern
-from ring import Layout, ring_attention
 from verification.backends import SimBackend, observe_on
 from verification.case import Case
 from verification.failures import BrokenContract, Deadlock, RankError, RankFailure, RankHang
 from verification.runner import check_case
-from verification.simulation import SimulatedTransport, Simulation
 
 
 @pytest.fixture(scope="module")
@@ -57,50 +54,6 @@ def test_the_same_case_gives_the_same_bits(simulation: SimBackend) -> None:
     case = plain(4, tokens=40, dtype="bfloat16")
     first, second = (observe_on(simulation, case) for _ in range(2))
     assert [x.out.tobytes() for x in first] == [x.out.tobytes() for x in second]
-
-
-class Unspeakable(str):
-    def __repr__(self) -> str:
-        raise RuntimeError("no words")
-
-
-def together(arguments: Callable[[int], dict[str, Any]]) -> list[str]:
-    """What ring_attention says on each of two ranks; "fine" where it raised nothing."""
-
-    def step(transport: SimulatedTransport) -> str:
-        q, k, v = (torch.randn(1, 2, 1, 4) for _ in range(3))
-        try:
-            ring_attention(
-                q, k, v, Pattern.dense(), Layout.contiguous(4, 2), group=transport, **arguments(transport.rank)
-            )
-        except (ValueError, NotImplementedError) as error:
-            return str(error)
-        return "fine"
-
-    return Simulation(2, 0).run(step)
-
-
-def test_calls_that_mean_the_same_agree() -> None:
-    assert together(lambda rank: {"scale": (1, 1.0)[rank]}) == ["fine"] * 2
-    assert together(lambda rank: {"scale": (0.0, -0.0)[rank]}) == ["fine"] * 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    (
-        ({"scale": float("nan")}, "rank 1: scale must be None or a finite number, got nan"),
-        ({"scale": 10**5000}, "rank 1: scale must be None or a finite number, got an integer of too many digits"),
-        ({"bucket": 10**5000}, "rank 1: bucket must be None or a number of tokens from 1 to 2**40, got an integer"),
-        (
-            {"bucket": 2**63},
-            "rank 1: bucket must be None or a number of tokens from 1 to 2**40, got 9223",
-        ),
-        ({"kernel": Unspeakable("magic")}, "rank 1: RuntimeError: no words"),
-    ),
-)
-def test_whatever_is_wrong_on_one_rank_is_said_on_all(arguments: dict[str, Any], said: str) -> None:
-    first, second = together(lambda rank: arguments if rank == 1 else {})
-    assert first == second and first.startswith(said), first
 
 
 # --- defects, planted in the simulating process -----------------------------------------------------------------------

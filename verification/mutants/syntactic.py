@@ -56,7 +56,7 @@ FILES = (
 # The unit tests of each, the fastest first: those that need no processes of their own.
 TESTS = {
     "ring/accumulator.py": ("accumulator", "kernels"),
-    "ring/agreement.py": ("attention_single", "sim_backend"),
+    "ring/agreement.py": ("agreement", "attention_single"),
     "ring/attention.py": ("attention_single", "attention_autograd"),
     "ring/blocks.py": ("rows_and_store", "pieces", "plan"),
     "ring/budget.py": ("attention_single",),
@@ -70,7 +70,7 @@ TESTS = {
     "ring/rows.py": ("rows_and_store", "plan"),
     "ring/schedule.py": ("plan",),
     "ring/store.py": ("rows_and_store",),
-    "ring/transport.py": ("attention_single",),
+    "ring/transport.py": ("transport", "attention_single"),
     "reference/pattern.py": ("oracle_on_paper", "pattern"),
 }
 # What only GPUs run, and nothing here could tell a change of: whole files, and functions of the files above.
