@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ring import signals
-from ring.transport import Message, Outgoing, Pending, ProcessGroupTransport, collect_json
+from ring.transport import Message, Outgoing, Pending, ProcessGroupTransport, backends_of, collect_json
 
 _ALIGNMENT = 256  # bytes at which a buffer begins
 _LANES = 4  # copies that may be under way at a time; in captured graphs they were seen one after the other
@@ -209,7 +209,7 @@ def transport_of(group: dist.ProcessGroup | None) -> ProcessGroupTransport:
     the first call with an NCCL group.
     """
     found: dist.ProcessGroup = dist.group.WORLD if group is None else group  # type: ignore[assignment]
-    if dist.get_rank(found) < 0 or dist.get_backend(found) != "nccl":
+    if dist.get_rank(found) < 0 or backends_of(found) != {"cuda": "nccl"}:
         return ProcessGroupTransport(found)
     if found not in _transports:
         plain = ProcessGroupTransport(found)

@@ -119,6 +119,13 @@ class _Works:
         self._sends, self._messages = (), ()
 
 
+def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
+    """By type of device, {"cuda": "nccl"}; None: of the default group. The name of a group's backend does not tell: of one that was made without
+    any, torch says "undefined".
+    """
+    return dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+
+
 class ProcessGroupTransport(OwnBuffers):
     """A torch process group (gloo or NCCL), the whole world or part of it; peers are ranks of the group.
 
@@ -131,7 +138,7 @@ class ProcessGroupTransport(OwnBuffers):
         if self.rank < 0:
             raise ValueError(f"group must contain the calling process; world rank {dist.get_rank()} is not a member")
         self.world_size = dist.get_world_size(self.group)
-        self._on_gpu = dist.get_backend(self.group) == "nccl"
+        self._on_gpu = "cpu" not in backends_of(self.group)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         for message in (*sends, *receives):

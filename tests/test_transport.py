@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
 
-from ring.transport import Message, ProcessGroupTransport, RecordingTransport, SoloTransport
+from ring.transport import Message, ProcessGroupTransport, RecordingTransport, SoloTransport, backends_of
 
 
 @pytest.fixture
@@ -59,12 +59,27 @@ def test_a_group_is_for_its_members(rank_1_of_3: ProcessGroupTransport) -> None:
         ProcessGroupTransport(others)
 
 
-@pytest.mark.skipif(dist.is_nccl_available(), reason="torch then takes NCCL for a group without the name of a backend")
+@pytest.mark.skipif(dist.is_nccl_available(), reason="torch then takes NCCL, which needs a GPU")
 def test_a_group_made_without_the_name_of_a_backend_is_used_from_the_cpu() -> None:
     """Without GPUs torch takes gloo, but calls it neither that nor anything known."""
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     try:
         transport = ProcessGroupTransport()
         assert transport.unanimous(b"8 bytes!") and transport.collect(b"all of it") == [b"all of it"]
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("backend", "said"), [("cuda:fake", {"cuda": "fake"}), ("cpu:gloo,cuda:fake", {"cpu": "gloo", "cuda": "fake"})]
+)
+def test_a_groups_backends_are_told_by_type_of_device(backend: str, said: dict[str, str]) -> None:
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert dist.group.WORLD is not None and backends_of(dist.group.WORLD) == said
+        device = torch.device("cpu") if "cpu" in said else torch.device("cuda", 5)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "current_device", lambda: 5)
+            assert ProcessGroupTransport()._device() == device, "where ranks agree"
     finally:
         dist.destroy_process_group()
