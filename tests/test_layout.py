@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import tracemalloc
 import warnings
@@ -254,8 +255,9 @@ def test_ranks_outside_are_refused(rank: int) -> None:
 
 def test_wrong_lengths_are_refused() -> None:
     layout = Layout.from_cuts(range(6), (0, 2, 6))
-    with pytest.raises(ValueError, match="x must have 6 tokens"):
-        layout.shard(torch.zeros(1, 5), 0)
+    for tokens in (5, 7):
+        with pytest.raises(ValueError, match=rf"^x must have 6 tokens along dim 1, got shape \(1, {tokens}\)$"):
+            layout.shard(torch.zeros(1, tokens), 0)
     with pytest.raises(ValueError, match="shards must have"):
         layout.unshard([torch.zeros(1, 4), torch.zeros(1, 2)])  # swapped
     with pytest.raises(ValueError, match="shards must have"):
@@ -310,19 +312,26 @@ def test_named_layouts_cost_nothing_per_token(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("order", "cuts"), [(3, (0, 3)), ([0, 1, 4], (0, 3)), ([], (0,)), (range(3), (-1, 3))], ids=str
+    ("order", "cuts", "words"),
+    [
+        (3, (0, 3), "order must be one sequence of integers, got 0 dimensions"),
+        ([0, 1, 4], (0, 3), "order must be a permutation of range(3); position 2 is missing"),
+        ([0, 1, -1], (0, 3), "order must be a permutation of range(3); position 2 is missing"),
+        ([], (0,), "cuts must be world size + 1 non-decreasing offsets from 0 to 0, got (0,)"),
+        (range(3), (-1, 3), "cuts must be world size + 1 non-decreasing offsets from 0 to 3, got (-1, 3)"),
+    ],
+    ids=["a number", "beyond the last", "below the first", "of no rank", "from below 0"],
 )
-def test_what_is_no_order_or_no_cuts_is_refused(order: Any, cuts: Any) -> None:
-    with pytest.raises(ValueError):
+def test_what_is_no_order_or_no_cuts_is_refused_in_these_words(order: Any, cuts: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(words)}"):
         Layout.from_cuts(order, cuts)
 
 
-def test_a_shard_is_along_the_second_dimension_unless_said_otherwise() -> None:
-    layout = Layout.contiguous(6, 2)
-    assert layout.shard(torch.zeros(1, 6), 0).shape == (1, 3)
-    assert layout.unshard([torch.zeros(1, 3)] * 2).shape == (1, 6)
-    with pytest.raises(ValueError):
-        layout.shard(torch.zeros(1, 7), 0)
+def test_tokens_are_along_the_second_dimension_unless_said_otherwise() -> None:
+    layout, x = Layout.zigzag(6, 2), torch.arange(12).view(2, 6)
+    parts = [layout.shard(x, rank) for rank in range(2)]
+    assert parts[0].equal(layout.shard(x, 0, 1)) and parts[0].shape == (2, 3)
+    assert layout.unshard(parts).equal(x)
 
 
 def test_equal_layouts_and_how_they_are_shown() -> None:

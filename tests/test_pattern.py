@@ -262,27 +262,40 @@ def _listed(heads: list[int]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "argument", "allowed", "got"),
     [
-        (lambda: Branch(4, 2, 3), "offset"),
-        (lambda: Branch(4, 2, (0, 1), range(1)), "offset"),
-        (lambda: Branch(4, 2, (0, 1), range(3)), "every head of range"),
-        (lambda: Pattern((Branch(4, 2, (0, 1, 0, 1)),)).validate(3), "offset"),
-        (lambda: Pattern.head_groups([8], [2], 0), "heads must be an integer >= 1"),
-        (lambda: Pattern.from_dict(_listed([2])), "heads"),
-        (lambda: Pattern.from_dict(_listed([-1, 2])), "integer >= 0"),
-        (lambda: Pattern.longnet([4], [1, 2], 2), "equally long"),
+        (lambda: Branch(4, 2, 3), "offset", "dilation rate 2", "3"),
+        (lambda: Branch(4, 2, ()), "offset", "every query head", "()"),
+        (lambda: Branch(4, 2, (0, 1), range(1)), "offset", "every head of range(0, 1)", "(0, 1)"),
+        (lambda: Branch(4, 2, (0, 1), range(3)), "offset", "every head of range(0, 3)", "(0, 1)"),
+        (lambda: Pattern((Branch(4, 2, (0, 1, 0, 1)),)).validate(3), "offset", "3 query heads", "(0, 1, 0, 1)"),
+        (lambda: Pattern.head_groups([8], [2], 0), "heads", "integer >= 1", "0"),
+        (lambda: Pattern.from_dict(_listed([2])), "heads", "[start, stop] or null", "[2]"),
+        (lambda: Pattern.from_dict(_listed([])), "heads", "[start, stop] or null", "[]"),
+        (lambda: Pattern.from_dict(_listed([-1, 2])), "heads", "integer >= 0", "-1"),
+        (lambda: Pattern.longnet([4], [1, 2], 2), "segment_lengths and dilation_rates", "equally long", "1 and 2"),
+        (lambda: Pattern.head_groups([4], [1, 2], 2), "segment_lengths and dilation_rates", "equally long", "1 and 2"),
     ],
 )
-def test_a_wrong_call_is_refused_by_name(make: Callable[[], object], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_a_refusal_names_the_argument_what_is_allowed_and_what_was_given(
+    make: Callable[[], object], argument: str, allowed: str, got: str
+) -> None:
+    with pytest.raises(ValueError) as refused:
         make()
+    said = str(refused.value)
+    assert said.startswith(f"{argument} ") and allowed in said and said.endswith(f" {got}")
 
 
-def test_named_patterns_at_their_simplest() -> None:
+def test_torchscale_rule_where_the_rate_divides_the_heads() -> None:
     assert Pattern.longnet([8], [2], 4, offsets="torchscale").branches[0].offset == (0, 0, 1, 1)
-    assert not Pattern.longnet([8], [2], 4).causal and not Pattern.head_groups([8], [2], 4).causal
-    assert (
-        len(Pattern.head_groups([8], [2], 1).branches) == 1
-        and len(Pattern.head_groups([8, 4], [2, 1], 2).branches) == 2
-    )
+
+
+def test_no_pattern_is_causal_unless_it_is_said() -> None:
+    for pattern in (Pattern.dense(), Pattern.longnet([8], [2], 4), Pattern.head_groups([8], [2], 4)):
+        assert not pattern.causal
+
+
+@pytest.mark.parametrize("groups", (1, 2, 3))
+def test_as_many_heads_as_groups_are_one_each(groups: int) -> None:
+    pattern = Pattern.head_groups([8] * groups, [2] * groups, groups)
+    assert [branch.heads for branch in pattern.branches] == [range(i, i + 1) for i in range(groups)]

@@ -35,12 +35,16 @@ def listed_rows(draw: Any, most: int = 20) -> Rows:
 
 
 @st.composite
-def heads_of(draw: Any, total: int) -> Heads:
-    """A rectangle of distinct heads, regular or not, in ascending order as blocks have them."""
+def rectangles(draw: Any, total: int) -> tuple[tuple[int, ...], ...]:
+    """Distinct heads, at equal distances or not, in ascending order as blocks have them."""
     groups = draw(st.integers(1, total))
     per_group = draw(st.integers(1, total // groups))
     chosen = sorted(draw(st.permutations(range(total)))[: groups * per_group])
-    return Heads.of(tuple(tuple(chosen[i * per_group : (i + 1) * per_group]) for i in range(groups)))
+    return tuple(tuple(chosen[i * per_group : (i + 1) * per_group]) for i in range(groups))
+
+
+def heads_of(total: int) -> st.SearchStrategy[Heads]:
+    return rectangles(total).map(Heads.of)
 
 
 rows_of_either_kind = st.one_of(regular_rows(disjoint=True), listed_rows())
@@ -139,17 +143,16 @@ def test_concatenate_puts_rows_side_by_side(starts: list[int], number: int, list
     assert (found.folds, found.length) == (number, 3 * len(starts))
 
 
-@given(heads_of(8))
-def test_heads_of_lists_what_was_given(heads: Heads) -> None:
-    listing = heads.listed()
-    assert len(listing) == heads.groups and all(len(row) == heads.per_group for row in listing)
-    assert Heads.of(listing) == heads
+@given(rectangles(8))
+def test_heads_of_lists_what_was_given(ids: tuple[tuple[int, ...], ...]) -> None:
+    heads = Heads.of(ids)
+    assert heads.listed() == ids and (heads.groups, heads.per_group) == (len(ids), len(ids[0]))
     if heads.ids is None:
         expected = [
             [heads.start + i * heads.step + j * heads.inner for j in range(heads.per_group)]
             for i in range(heads.groups)
         ]
-        assert [list(row) for row in listing] == expected
+        assert [list(row) for row in ids] == expected
 
 
 @pytest.mark.parametrize(
@@ -160,6 +163,9 @@ def test_heads_of_lists_what_was_given(heads: Heads) -> None:
         (((0, 2), (1, 3)), True),
         (((0, 1, 3),), False),
         (((0,), (1,), (3,)), False),
+        (((0, 2, 3),), False),  # nearer than the first two
+        (((0,), (2,), (3,)), False),
+        (((0, 2), (3, 4)), False),
         (((0, 1), (3, 4), (6, 8)), False),
         (((0, 1), (2, 4)), False),
     ],
