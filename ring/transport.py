@@ -120,8 +120,8 @@ class _Works:
 
 
 def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
-    """By type of device, {"cuda": "nccl"}; None: of the default group. The name of a group's backend does not tell: of one that was made without
-    any, torch says "undefined".
+    """By type of device, {"cuda": "nccl"}; None: of the default group. The name of a group's backend does not tell: of
+    a group that was made without any, torch says "undefined".
     """
     return dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
 
