@@ -12,7 +12,7 @@ from ring.budget import default_bucket as ring_bucket
 from ring.layout import Layout
 from verification import definitions
 from verification.case import _layout
-from verification.definitions import default_bucket, shards
+from verification.definitions import LEAST_BUCKET, default_bucket, shards
 
 ORDERS = ("contiguous", "zigzag", "striped", "hilbert", "spliced", "paired", "shuffled", "permuted")
 
@@ -119,15 +119,22 @@ def test_default_bucket_on_paper() -> None:
     assert default_bucket(1000, heads=8, kv_heads=1, itemsize=8) == 1000 * 144 // (10 * 80) == 180
     assert default_bucket(1000, heads=8, kv_heads=1, itemsize=2) == 1000 * 36 // (10 * 32) == 112
     assert default_bucket(10, heads=1, kv_heads=1, itemsize=4) == 32
+    assert default_bucket(1_638_400, heads=1, kv_heads=1, itemsize=4, device="cuda") == 65_536
+    assert default_bucket(1_638_425, heads=1, kv_heads=1, itemsize=4, device="cuda") == 65_537
 
 
 @given(
-    st.integers(1, 5000),
+    st.integers(1, 5000) | st.integers(10**6, 10**7),
     st.sampled_from([(1, 1), (4, 2), (6, 1), (12, 12)]),
     st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+    st.sampled_from(["cpu", "cuda", "mps"]),
 )
-def test_the_ring_s_default_bucket_is_this(n: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
-    assert ring_bucket(Layout.contiguous(n, 1), *heads, dtype) == default_bucket(n, *heads, dtype.itemsize)
-    assert ring_bucket(Layout.zigzag(n, 3), *heads, dtype) == default_bucket(
-        max(shards("zigzag", n, 3, None).counts), *heads, dtype.itemsize
-    )
+def test_the_ring_s_default_bucket_is_this(n: int, heads: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+    for world in (1, 3):
+        layout = Layout.zigzag(n, world)
+        wanted = default_bucket(max(layout.counts), *heads, dtype.itemsize, device)
+        assert ring_bucket(layout, *heads, dtype, device) == wanted
+
+
+def test_the_ring_takes_a_cpu_s_default_bucket_unless_told_otherwise() -> None:
+    assert ring_bucket(Layout.contiguous(100, 1), 1, 1, torch.float32) == LEAST_BUCKET

@@ -59,7 +59,7 @@ TESTS = {
     "ring/agreement.py": ("agreement", "attention_single"),
     "ring/attention.py": ("attention_single", "attention_autograd"),
     "ring/blocks.py": ("rows_and_store", "pieces", "plan"),
-    "ring/budget.py": ("attention_single",),
+    "ring/budget.py": ("definitions", "attention_single"),
     "ring/diagonal.py": ("diagonal", "plan"),
     "ring/exchange.py": ("exchange", "attention_single"),
     "ring/kernels.py": ("portions", "kernel_operations", "kernels", "attention_single"),
