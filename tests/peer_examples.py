@@ -55,6 +55,10 @@ def connected_to_nothing(q: Tensor, k: Tensor, v: Tensor, case: Case, group: Pro
     return plain(q, k, v.detach(), case, group)
 
 
+def heads_before_tokens(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | None) -> Result:
+    return plain(q, k, v, case, group).transpose(1, 2)
+
+
 class Spoil(torch.autograd.Function):
     """Changes v in its backward, when all results are there."""
 
@@ -127,6 +131,7 @@ raises = dataclasses.replace(sound, attend=raising)
 aborts = dataclasses.replace(sound, attend=aborting)
 hangs = dataclasses.replace(sound, attend=waiting)
 unconnected = dataclasses.replace(sound, attend=connected_to_nothing)
+transposed = dataclasses.replace(sound, attend=heads_before_tokens)
 spoils = dataclasses.replace(sound, attend=spoiling)
 forgets = dataclasses.replace(sound, attend=forgetting)
 wide = dataclasses.replace(sound, attend=widened)

@@ -83,6 +83,24 @@ def test_other_chunks_than_last_time_begin_a_round(tmp_path: Path, monkeypatch: 
     assert ran == [(8, CHUNKS[2])] and record(tmp_path)["examples"] == 20
 
 
+def test_another_seed_than_that_of_the_round_under_way_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_chunks(monkeypatch, 1)
+    go(tmp_path, seed=9)
+    with pytest.raises(Unavailable, match="within round 1, of seed 9; leave --seed out"):
+        nightly.run(Night(tmp_path / "night.json", tmp_path, CHUNKS, 11), Report(Console(quiet=True)), hours=1.0)
+    for seed in (None, 9):
+        fake_chunks(monkeypatch, 0)
+        assert go(tmp_path, seed).round_seed == 9
+
+
+def test_a_night_of_which_nothing_held_yet_does_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_chunks(monkeypatch, 0)
+    go(tmp_path)
+    assert record(tmp_path)["examples"] == 0 and record(tmp_path)["held"] is False
+
+
 def test_time_that_is_over_ends_it_with_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_chunks(monkeypatch, 1)
     go(tmp_path)

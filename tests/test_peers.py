@@ -110,6 +110,7 @@ FAULTS = {
     "raises": "every rank answers",
     "aborts": "every rank answers",
     "unconnected": "every rank answers",
+    "transposed": "every rank answers",
     "spoils": "inputs intact, repeatable",
     "forgets": "inputs intact, repeatable",
     "wide": "types, shapes, finite",
@@ -136,7 +137,9 @@ def test_each_fault_is_reported_as_what_it_is(backend: GlooBackend, name: str, c
     with pytest.raises(VerificationFailure) as caught:
         found.check(backend, case)
     assert found.property_of(case, caught.value) == check, str(caught.value)
-    said = {"raises": "never in this life", "aborts": "killed by SIGABRT", "unconnected": "not have been used in"}
+    said = {"raises": "never in this life", "aborts": "killed by SIGABRT"}
+    said["unconnected"] = "no gradient reaches v: what attend returned does not depend on it"
+    said["transposed"] = "attend returned out of shape (2, 2, 5, 4); it must be (2, 5, 2, 4)"
     assert said.get(name, "") in str(caught.value)
 
 

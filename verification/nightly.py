@@ -127,8 +127,14 @@ def resume(night: Night, report: Report) -> None:
         raise Unavailable(f"argument --state: cannot go on from {night.state}: there is no {error}") from error
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise Unavailable(f"argument --state: cannot go on from {night.state}: {error}") from error
-    if chunks != list(night.chunks):  # other world sizes or backends than last time: a round of their own
+    if chunks != list(night.chunks):
         night.done = len(night.chunks)
+        report.say("other world sizes or backends than last time: they begin a round of their own")
+    elif night.seed is not None and night.done < len(chunks) and night.round_seed != night.seed + night.round - 1:
+        raise Unavailable(
+            f"argument --seed: {night.state} is within round {night.round}, of seed {night.round_seed}; "
+            "leave --seed out to go on with it, or name another file by --state"
+        )
     done = f"{counted(report.examples, 'example')} in {report.seconds:.0f} s"
     report.say(f"going on with round {night.round}, after {done}")
 

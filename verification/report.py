@@ -269,7 +269,7 @@ class Report:
             "examples": self.examples,
             "distributed": self.distributed,
             "seconds": round(self.seconds, 3),
-            "held": not self.failures,
+            "held": self.examples > 0 and not self.failures,
             "worst_ratio": self.worst_by_dtype(),
             "rows": [
                 {

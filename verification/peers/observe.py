@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,9 @@ def observe_peer(transport: Transport, case: Case, spec: str) -> Observation | s
 
 
 def run_peer(peer: Peer, transport: Transport, case: Case, inputs: Tensors) -> Pass | str:
+    """As `observe_peer`. Raises ValueError for a result of another shape, or that leaves a gradient out: no fault of
+    the adapter's form, since it may be so for some Cases only.
+    """
     if not isinstance(transport, (ProcessGroupTransport, SoloTransport)):
         return "a peer talks through torch.distributed, which is not simulated; run it on gloo"
     *leaves, dout, dlse = inputs
@@ -44,8 +49,23 @@ def run_peer(peer: Peer, transport: Transport, case: Case, inputs: Tensors) -> P
         lse = None
     elif lse is None:
         return f'attend returned no lse, and the claim has lse {case.lse!r}; it must be "unused" then'
+    for name, value, like in (("out", out, dout), ("lse", lse, dlse)):
+        if value is not None and value.shape != like.shape:
+            raise ValueError(f"attend returned {name} of shape {tuple(value.shape)}; it must be {tuple(like.shape)}")
     outputs, incoming = [out], [dout]
     if lse is not None and case.through_lse:
         outputs, incoming = ([lse], [dlse]) if case.lse == "alone" else ([out, lse], [dout, dlse])
-    gradients = torch.autograd.grad(outputs, (q, k, v), incoming)
-    return Pass((out, lse, *gradients), (), (), (), (), 0, 0)
+    return Pass((out, lse, *gradients_of(outputs, (q, k, v), incoming, case.lse == "alone")), (), (), (), (), 0, 0)
+
+
+def gradients_of(outputs: Sequence[Tensor], leaves: Tensors, incoming: Sequence[Tensor], alone: bool) -> list[Tensor]:
+    """dq, dk, dv; alone: of an lse, on which v has no bearing. Raises ValueError naming what no gradient reaches."""
+    live = [i for i, x in enumerate(outputs) if x.requires_grad]
+    found: list[Tensor | None] = [None] * 3
+    if live:
+        chosen = [outputs[i] for i in live], leaves, [incoming[i] for i in live]
+        found = list(torch.autograd.grad(*chosen, allow_unused=True))
+    unreached = [name for name, x in zip("qkv", found, strict=True) if x is None and not (alone and name == "v")]
+    if unreached:
+        raise ValueError(f"no gradient reaches {', '.join(unreached)}: what attend returned does not depend on it")
+    return [torch.zeros_like(x) if dx is None else dx for x, dx in zip(leaves, found, strict=True)]
