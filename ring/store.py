@@ -77,7 +77,8 @@ class Written(Store):
 def _row_index(rows: Rows, groups: int, device: torch.device) -> torch.Tensor:
     """(F, L, groups or 1), copied to a GPU once: a copy at every call would be waited for, and cannot be captured."""
     index = (rows.index if rows.index is not None else torch.from_numpy(rows.listed())).unsqueeze(2)
-    return (index + rows.head_step * torch.arange(groups) if rows.head_step else index).to(device)
+    heads = torch.arange(groups, device=index.device)  # whatever the default device
+    return (index + rows.head_step * heads if rows.head_step else index).to(device)
 
 
 @lru_cache(maxsize=256)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -102,6 +104,24 @@ def test_distinct_defects_are_all_reported() -> None:
     found = found_by(plant_two_defects, workshop=True, budget=30)
     assert {failure.kind for failure, _ in found} == {"wrong result", "rank error"}
     assert all(case.batch == 3 for failure, case in found if failure.kind == "rank error")
+
+
+def test_what_fails_like_a_reported_one_is_counted(ranks: GlooBackend) -> None:
+    failing: set[str] = set()
+
+    def check(backend: Any, case: Case) -> dict[str, float]:
+        if case.seed % 2:
+            failing.add(case.to_json())
+            raise WrongResult("values: out is wrong")
+        return {"anything": 0.5}
+
+    report = Report(Console(file=io.StringIO()))
+    report.start_world(3, 40)
+    assert len(hunt.Hunt(replace(runner.EXAMPLES, check=check), ranks, report, 3).explore(40, 0)) == 1
+    report.end_world()
+    assert isinstance(report.console.file, io.StringIO)
+    found = re.search(r"(\d+) more examples failed", report.console.file.getvalue())
+    assert report.examples == 40 and found is not None and 0 < int(found[1]) < len(failing)
 
 
 def test_examples_are_as_many_as_asked_for_and_repeat_with_the_seed(ranks: GlooBackend) -> None:

@@ -108,6 +108,21 @@ def test_the_last_line_says_what_is_true(held: int, failed: int, said: str, tmp_
     assert printed(report).splitlines()[-1] == said
 
 
+def test_a_world_s_line_counts_what_failed_again(tmp_path: Path) -> None:
+    report = told()
+    for world, again in ((2, 1), (3, 12), (4, 0)):
+        report.start_world(world, 1)
+        report.failed(save_record(WrongResult("values: out"), "gradients", world, {"world": world}, tmp_path, "sim"))
+        for _ in range(again):
+            report.failed_again()
+        report.end_world()
+    assert isinstance(report.console.file, io.StringIO)
+    lines = [line for line in report.console.file.getvalue().splitlines() if "no example held" in line]
+    assert [line.partition("1 counter-example")[2] for line in lines] == [
+        " (1 more example failed in the same way)", " (12 more examples failed in the same way)", "",
+    ]  # fmt: skip
+
+
 def test_failures_of_an_earlier_world_are_not_fresh(tmp_path: Path) -> None:
     report = told()
     report.failed(save_record(WrongResult("values: out"), "output and lse", 3, {"world": 3}, tmp_path, "gloo"))

@@ -206,7 +206,9 @@ class Hunt:
         ratios, failure = self._look(place, subject)
         if failure is not None:
             found = Found(failure, subject, place.name)
-            if self._first is None and self._signature(found) not in self._reported:
+            if self._first is None and self._signature(found) in self._reported:
+                self.report.failed_again()
+            elif self._first is None:
                 self.seconds += time.perf_counter() - started
                 found = self._begin_to_shrink(found)
             self._failed[key] = found

@@ -100,6 +100,7 @@ class Report:
     _world: int = 0
     _goal: int = 0
     _done: int = 0
+    _alike: int = 0
     _worst: float = 0.0
     _failed_before: int = 0
     _since: float = 0.0
@@ -119,7 +120,7 @@ class Report:
 
     def start_world(self, world: int, goal: int) -> None:
         """From now on examples are on that world size; `goal` of them are planned."""
-        self._world, self._goal, self._done = world, goal, 0
+        self._world, self._goal, self._done, self._alike = world, goal, 0, 0
         self._failed_before, self._worst = len(self.failures), 0.0
         self._since = self._shown = time.perf_counter()
 
@@ -128,6 +129,7 @@ class Report:
         spent = time.perf_counter() - self._since
         self.seconds += spent
         found = f", {counted(len(self.fresh), 'counter-example')}" if self.fresh else ""
+        found += f" ({counted(self._alike, 'more example')} failed in the same way)" if self._alike else ""
         rate = f", {self._done / spent:.0f}/s" if self._done > 1 else ""
         done = f"{counted(self._done, 'example')} held" if self._done or not self.fresh else "no example held"
         self.say(f"world {self._world}, {what}: {done} in {spent:.1f} s{rate}{found}")
@@ -146,6 +148,10 @@ class Report:
     def failed(self, failure: Failure) -> None:
         self.failures.append(failure)
         self.say(f"[bold red]counter-example[/] {failure.kind}: {failure.broken}, world {failure.world}")
+
+    def failed_again(self) -> None:
+        """An example failed as one did that was reported: it is counted, and passed over."""
+        self._alike += 1
 
     @property
     def fresh(self) -> list[Failure]:
