@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -30,6 +30,12 @@ class Flight:
     @property
     def intact(self) -> bool:
         return torch.equal(self.bits, self.expected)
+
+    def let_go(self) -> None:
+        """Of the rank's memory, once the wait is over; what the message was can still be told."""
+        self.message = replace(self.message, tensor=self.message.tensor.to("meta"))
+        self.bits = bits_of(self.message.tensor)
+        self.partner = None
 
 
 @dataclass(eq=False)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from reference.pattern import Branch, Pattern
 from ring.transport import Transport
-from verification import misuse, properties
+from verification import leftovers, misuse, properties
 from verification.backends import Backend, observe_on
 from verification.bounds import Arithmetic
 from verification.case import Case
@@ -325,6 +325,21 @@ def misused(
     return errors, observe(transport, case, None, False)
 
 
+# --- what a process keeps of a call
+# ------------------------------------------------------------------------------------
+
+
+@st.composite
+def _neighbours(draw: st.DrawFn, world: int) -> tuple[Case, How]:
+    case = draw(cases(world))
+    return case, leftovers.draw_neighbour(draw, case)
+
+
+@st.composite
+def _left(draw: st.DrawFn, world: int) -> tuple[Case, How]:
+    return draw(cases(world)), {}
+
+
 # --- helpers
 # ---------------------------------------------------------------------------------------------------------
 
@@ -373,6 +388,8 @@ LAWS = (
     Law("batches and heads permute", _permuted, check_permuted, 0.03),
     Law("NaN and inf propagate", _poisoned, check_poisoned, 0.02),
     Law("wrong calls refused everywhere", _misused, check_misused, 0.08),
+    Law("no call takes another for its like", _neighbours, leftovers.check_neighbour, 0.05),
+    Law("a call leaves nothing behind", _left, leftovers.check_left, 0.01),
     Law("memory of longer shards", _long, check_long, 0.01, most=60),
     Law("error does not grow with ranks", _growth, check_growth, 0.003, most=20),
 )

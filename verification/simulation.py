@@ -172,6 +172,8 @@ class Simulation:
                 self._deliver(flight, flight.partner)
             flight.delivered = True  # or buffered: `expected` is the copy that its receive will get
         batch.over = True
+        for flight in (*batch.sends, *batch.receives):
+            flight.let_go()
 
     def _check_send(self, flight: Flight) -> None:
         if not flight.batch.over and not flight.intact:
