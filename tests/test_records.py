@@ -40,6 +40,7 @@ LATER, ANYWHERE, PERMUTED = (
     "batches and heads permute",
 )
 POISONED, MISUSED, GROWTH = "NaN and inf propagate", "wrong calls refused everywhere", "error does not grow with ranks"
+LIKE = "no call takes another for its like"
 MOVED = {"group": None, "order": "zigzag", "cuts": None, "exchange": "direct", "bucket": None}
 
 
@@ -112,6 +113,18 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "misused: list": (law(MISUSED, {"mistakes": [[[], 0]]}), "a mistake of how is []"),
     "misused: index": (law(MISUSED, {"mistakes": [["bucket of 0", 2]]}), "is 2; it must be an integer from 0 to 1"),
     "misused: all": (law(MISUSED, {"mistakes": [["another bucket than the others", None]]}), "takes one rank that"),
+    "neighbour: none": (law(LIKE, {}), "how is {}; it must be an object with some of the fields causal, twice"),
+    "neighbour: two": (law(LIKE, {"twice": 0, "causal": 3}), "causal of how is 3; it must be a boolean"),
+    "neighbour: unknown": (law(LIKE, {"tokens": 3}), "it must be an object with some of the fields causal, twice"),
+    "neighbour: list": (law(LIKE, ["causal"]), "how is ['causal']; it must be an object with some of the fields"),
+    "neighbour: causal": (law(LIKE, {"causal": 1}), "causal of how is 1; it must be a boolean"),
+    "neighbour: twice": (law(LIKE, {"twice": 1}), "twice of how is 1; it must be an integer from 0 to 0"),
+    "neighbour: shifted": (law(LIKE, {"shifted": 0}), "shifted of how is 0; that branch must have one offset, and a"),
+    "neighbour: bucket": (law(LIKE, {"bucket": 2**50}), "bucket of how is 1125899906842624; it must be at most"),
+    "neighbour: cuts": (law(LIKE, {"cuts": [0, 13, 12]}), "cuts is (0, 13, 12); it must be 3 non-decreasing offsets"),
+    "neighbour: heads": (law(LIKE, {"kv_heads": []}), "kv_heads is ()"),
+    "neighbour: order": (law(LIKE, {"order": "random"}), "order is 'random'; it must be one of"),
+    "left: more": (law("a call leaves nothing behind", {"by": 2}), "how must be an object with the fields none, got"),
     "long: more": (law("memory of longer shards", {"by": 2}), "how must be an object with the fields none, got the"),
     "growth: dtype": (law(GROWTH, {"shift": 1}), "dtype is 'float32'; for the law of growing errors"),
     "growth: shift": (law(GROWTH, {"shift": "1"}, SIXTEEN), "shift of how is '1'; it must be"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from typing import Any, TypeVar
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from reference.pattern import Branch
 from verification.case import AGAIN, EXCHANGES, ORDERS, Case
 from verification.laws import LAWS, Law
+from verification.leftovers import CHANGES, neighbour
 from verification.misuse import MISTAKES
 from verification.reach import FEATURES, count
 from verification.strategies import cases, digits, head_range, permutation
@@ -98,6 +100,8 @@ LAW_FEATURES: dict[str, dict[str, int]] = {
     "batches and heads permute": {"several batches": 100, "GQA": 1, "offsets by head": 4},
     "NaN and inf propagate": {"dead row": 10, "causal": 20, "kernel flash": 2, "kernel math": 2},
     "wrong calls refused everywhere": {"dtype float16": 2, "exchange gather": 3, "dead row": 5},
+    "no call takes another for its like": {"uneven cuts": 2, "GQA": 5, "causal": 20, "dilation": 20},
+    "a call leaves nothing behind": {"exchange gather": 3, "dtype float16": 2, "GQA": 5},
     "memory of longer shards": {
         "default bucket beyond the least": 20,
         "scores larger than queries": 80,
@@ -122,6 +126,17 @@ def test_laws_draw_what_they_are_about(law: Law) -> None:
     assert all(found[name] >= least for name, least in LAW_FEATURES[law.name].items()), found
     for name, wanted in LAW_CHOICES.get(law.name, {}).items():
         assert {how[name] for _, how in subjects} == wanted
+
+
+def test_every_change_of_a_neighbour_is_made_and_is_one() -> None:
+    (law,) = (law for law in LAWS if law.name == "no call takes another for its like")
+    subjects = draw_many(law.draw(3), 200)
+    assert {name for _, how in subjects for name in how} == set(CHANGES)
+    for case, how in subjects:
+        for name, value in how.items():
+            other = neighbour(case, name, value)
+            changed = [f.name for f in fields(case) if getattr(case, f.name) != getattr(other, f.name)]
+            assert changed in (["pattern"], [name]) or (name, changed) == ("cuts", []), "cuts may be drawn as they are"
 
 
 def test_every_mistake_is_made() -> None:

@@ -332,7 +332,7 @@ def misused(
 @st.composite
 def _neighbours(draw: st.DrawFn, world: int) -> tuple[Case, How]:
     case = draw(cases(world))
-    return case, leftovers.draw_neighbour(draw, case)
+    return case, leftovers.draw_changes(draw, case)
 
 
 @st.composite
@@ -388,8 +388,8 @@ LAWS = (
     Law("batches and heads permute", _permuted, check_permuted, 0.03),
     Law("NaN and inf propagate", _poisoned, check_poisoned, 0.02),
     Law("wrong calls refused everywhere", _misused, check_misused, 0.08),
-    Law("no call takes another for its like", _neighbours, leftovers.check_neighbour, 0.05),
-    Law("a call leaves nothing behind", _left, leftovers.check_left, 0.01),
+    Law("no call takes another for its like", _neighbours, leftovers.check_neighbours, 0.08),
+    Law("a call leaves nothing behind", _left, leftovers.check_left, 0.02),
     Law("memory of longer shards", _long, check_long, 0.01, most=60),
     Law("error does not grow with ranks", _growth, check_growth, 0.003, most=20),
 )

@@ -30,32 +30,34 @@ How = dict[str, Any]
 
 # --- calls that differ in one thing -----------------------------------------------------------------------------------
 
+CHANGES = ("causal", "twice", "shifted", "bucket", "exchange", "order", "cuts", "kv_heads")
 
-def draw_neighbour(draw: st.DrawFn, case: Case) -> How:
-    """One change of what a plan is made from, as JSON has it."""
+
+def draw_changes(draw: st.DrawFn, case: Case) -> How:
+    """Some changes of what a plan is made from, by name, as JSON has them."""
     branches = case.pattern.branches
-    shifted = [i for i, one in enumerate(branches) if isinstance(one.offset, int) and one.dilation_rate > 1]
+    shifted = [i for i, one in enumerate(branches) if can_shift(one)]
     divisors = [n for n in range(1, case.heads + 1) if case.heads % n == 0 and n != case.kv_heads]
-    found: list[How] = [
-        {"causal": not case.pattern.causal},
-        {"twice": draw(st.integers(0, len(branches) - 1))},
-        {"bucket": draw(st.sampled_from([n for n in (1, 2, 7, case.tokens, None) if n != case.bucket]))},
-        {"exchange": draw(st.sampled_from([name for name in EXCHANGES if name != case.exchange]))},
-        {"order": draw(st.sampled_from([name for name in ORDERS if name != case.order]))},
-    ]
+    found: How = {
+        "causal": not case.pattern.causal,
+        "twice": draw(st.integers(0, len(branches) - 1)),
+        "bucket": draw(st.sampled_from([n for n in (1, 2, 7, case.tokens, None) if n != case.bucket])),
+        "exchange": draw(st.sampled_from([name for name in EXCHANGES if name != case.exchange])),
+        "order": draw(st.sampled_from([name for name in ORDERS if name != case.order])),
+    }
     if len(case.ranks) > 1:
         inner = draw(st.lists(st.integers(0, case.tokens), min_size=len(case.ranks) - 1, max_size=len(case.ranks) - 1))
-        found.append({"cuts": [0, *sorted(inner), case.tokens]})
+        found["cuts"] = [0, *sorted(inner), case.tokens]
     if divisors:
-        found.append({"kv_heads": draw(st.sampled_from(divisors))})
+        found["kv_heads"] = draw(st.sampled_from(divisors))
     if shifted:
-        found.append({"shifted": draw(st.sampled_from(shifted))})
-    return draw(st.sampled_from(found))
+        found["shifted"] = draw(st.sampled_from(shifted))
+    chosen = draw(st.lists(st.sampled_from(sorted(found)), min_size=1, max_size=5, unique=True))
+    return {name: found[name] for name in chosen}
 
 
-def neighbour(case: Case, how: How) -> Case:
-    """The Case so changed."""
-    ((name, value),) = how.items()
+def neighbour(case: Case, name: str, value: Any) -> Case:
+    """The Case with that one change."""
     branches, causal = case.pattern.branches, case.pattern.causal
     if name == "causal":
         return replace(case, pattern=Pattern(branches, value))
@@ -68,15 +70,19 @@ def neighbour(case: Case, how: How) -> Case:
     return replace(case, **changes)
 
 
+def can_shift(branch: Branch) -> bool:
+    return isinstance(branch.offset, int) and branch.dilation_rate > 1
+
+
 def _shifted(branch: Branch) -> Branch:
     assert isinstance(branch.offset, int)
     return replace(branch, offset=(branch.offset + 1) % branch.dilation_rate)
 
 
-def check_neighbour(backend: Backend, case: Case, how: How) -> float:
-    """A Case, then one that differs in one thing, then the first again, in the same processes: all as if alone."""
+def check_neighbours(backend: Backend, case: Case, how: How) -> float:
+    """A Case, then Cases that differ from it in one thing, then it again, in the same processes: all as if alone."""
     worst = 0.0
-    for one in (case, neighbour(case, how), case):
+    for one in (case, *(neighbour(case, name, value) for name, value in how.items()), case):
         backend.submit(observe, one, None, False)
         worst = max(worst, *properties.check(one, expect(one), backend.collect()).values())
     return worst

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
-from verification import laws, misuse, real_size, runner
+from verification import laws, leftovers, misuse, real_size, runner
 from verification.case import Case
 from verification.hunt import Experiment
 from verification.peers.experiment import experiment_of
@@ -155,6 +155,26 @@ def _misused(case: Case, how: Any) -> None:
             raise ValueError(f"the index that makes {name!r} is {culprit}; it must be null: all ranks make it together")
 
 
+def _neighbours(case: Case, how: Any) -> None:
+    if not isinstance(how, dict) or not how or not set(how) <= set(leftovers.CHANGES):
+        raise ValueError(f"how is {how!r}; it must be an object with some of the fields {', '.join(leftovers.CHANGES)}")
+    for name, value in how.items():
+        _change(case, name, value)
+        _check_supported(leftovers.neighbour(case, name, value))
+
+
+def _change(case: Case, name: str, value: Any) -> None:
+    branches = case.pattern.branches
+    if name == "causal" and not isinstance(value, bool):
+        raise ValueError(f"causal of how is {value!r}; it must be a boolean")
+    if name in ("twice", "shifted"):
+        _index(f"{name} of how", value, len(branches))
+    if name == "shifted" and not leftovers.can_shift(branches[value]):
+        raise ValueError(f"shifted of how is {value}; that branch must have one offset, and a rate of more than 1")
+    if name in ("bucket", "kv_heads"):
+        _at_most(f"{name} of how", value, _INTEGER)
+
+
 def _long(case: Case, how: Any) -> None:
     """Holds for any Case."""
     _keys("how", how, [])
@@ -176,6 +196,8 @@ PREMISES: dict[str, Callable[[Case, Any], None]] = {
     "batches and heads permute": _permuted,
     "NaN and inf propagate": _poisoned,
     "wrong calls refused everywhere": _misused,
+    "no call takes another for its like": _neighbours,
+    "a call leaves nothing behind": _long,
     "memory of longer shards": _long,
     "error does not grow with ranks": _growth,
 }

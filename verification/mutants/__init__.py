@@ -4,7 +4,7 @@ A defect is killed when the ordinary properties and laws find it. No check knows
 a list of defect classes that were seen in public ring-attention code, by number in `Defect.listed`, and adds others.
 
     merge, backward, masks, dilation, diagonal              the catalogue
-    communication, process_groups, numerics, agreement
+    communication, process_groups, numerics, agreement, keeping
     defect, plant                                           what a defect is; bringing it into running code
     runner, command                                         the hunt; `python -m verification mutants`
 """
@@ -20,6 +20,7 @@ from verification.mutants.communication import COMMUNICATION
 from verification.mutants.defect import CannotPlant, Defect, Edit
 from verification.mutants.diagonal import DIAGONAL
 from verification.mutants.dilation import DILATION
+from verification.mutants.keeping import KEEPING
 from verification.mutants.masks import MASKS
 from verification.mutants.merge import MERGE
 from verification.mutants.numerics import NUMERICS
@@ -29,6 +30,7 @@ __all__ = ["DEFECTS", "NO_PLACE", "CannotPlant", "Defect", "Edit", "NoPlace", "b
 
 DEFECTS: tuple[Defect, ...] = (
     *MERGE, *BACKWARD, *MASKS, *DILATION, *DIAGONAL, *COMMUNICATION, *PROCESS_GROUPS, *NUMERICS, *AGREEMENTS,
+    *KEEPING,
 )  # fmt: skip
 
 

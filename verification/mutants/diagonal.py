@@ -23,7 +23,7 @@ DIAGONAL = (
         (
             Edit(
                 STORE,
-                "return (index + rows.head_step * torch.arange(groups) if rows.head_step else index)",
+                "return (index + rows.head_step * heads if rows.head_step else index)",
                 "return (index)",
             ),
         ),
