@@ -29,7 +29,8 @@ from ring.transport import Message
 from verification.backends import SimBackend
 from verification.failures import Deadlock
 from verification.outputs import check_file
-from verification.simulation import SimulatedTransport, Simulation
+from verification.simulated_transport import SimulatedTransport
+from verification.simulation import Simulation
 
 GOAL = 150  # examples a second at four ranks
 WORLD, TOKENS = 256, 512

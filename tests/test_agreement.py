@@ -13,7 +13,8 @@ import torch
 
 from reference.pattern import Pattern
 from ring import Layout, ring_attention
-from verification.simulation import SimulatedTransport, Simulation
+from verification.simulated_transport import SimulatedTransport
+from verification.simulation import Simulation
 
 Arguments = dict[str, Any]  # of ring_attention, by name
 

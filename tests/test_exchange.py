@@ -14,7 +14,8 @@ from ring import Layout, ring_attention
 from ring.exchange import Exchange, _summed, measure
 from ring.plan import Plan, plan_of
 from ring.transport import Outgoing, SoloTransport
-from verification.simulation import SimulatedTransport, Simulation
+from verification.simulated_transport import SimulatedTransport
+from verification.simulation import Simulation
 
 LAYOUT, DENSE = Layout.from_cuts(range(6), (0, 2, 6)), Pattern.dense()
 EXCHANGES = ("ring", "direct", "gather")

@@ -10,7 +10,8 @@ import torch
 
 from ring.transport import Message, Outgoing
 from verification.failures import BrokenContract
-from verification.simulation import SimulatedTransport, Simulation
+from verification.simulated_transport import SimulatedTransport
+from verification.simulation import Simulation
 
 
 def told(*ranges: tuple[int, int], size: int = 32) -> Callable[[SimulatedTransport], None]:
