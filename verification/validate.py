@@ -75,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--backend", choices=("nccl", "gloo"), default="nccl", help="what joins the ranks")
     found.add_argument(
         "--examples", type=count, metavar="N",
-        help=f"Cases to draw (default: {EXAMPLES['nccl']}, gloo {EXAMPLES['gloo']}); a third more look for larger "
+        help=f"Cases to draw (default: {EXAMPLES['nccl']}, gloo {EXAMPLES['gloo']}); two fifths more look for larger "
         "errors or are laws",
     )  # fmt: skip
     add_seed(found)
