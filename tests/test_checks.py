@@ -219,6 +219,29 @@ def test_nothing_else_is_infinite_or_nan(name: str, value: float) -> None:
     refused("values", wrong, WrongResult, f"values: {name} is .* token 8, head 0")
 
 
+def test_an_infinity_has_the_sign_of_what_the_bound_allows() -> None:
+    given = case(dtype="float16", pattern=Pattern.dense())
+    expectation = expect(given)
+    where = (0, 2, 1, 0)
+    for exact, bound, allowed in (
+        (-6e4, 1e4, (-np.inf,)),
+        (6e4, 1e4, (np.inf,)),
+        (-6e4, 2e5, (-np.inf, np.inf)),
+        (0.0, 7e4, (-np.inf, np.inf)),
+        (6e4, 5e3, ()),
+    ):
+        expectation.exact["dk"][where], expectation.bound["dk"][where] = exact, bound
+        seen = honest(given, expectation)
+        for value in (-np.inf, np.inf):
+            spoilt = on(1, dk=lambda x, value=value: altered(x, (0, 0, 1, 0), value))(seen)
+            if value in allowed:
+                assert CHECKS["finite"](given, expectation, spoilt) == {}
+                assert CHECKS["values"](given, expectation, spoilt)["dk"] <= 1
+            else:
+                with pytest.raises(WrongResult, match="finite: dk is .*dim 0"):
+                    CHECKS["finite"](given, expectation, spoilt)
+
+
 def test_overflow_of_the_type_is_right_where_the_result_passes_it() -> None:
     given = case(dtype="float16", pattern=Pattern.dense())
     expectation = expect(given)

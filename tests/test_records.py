@@ -73,6 +73,19 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a pattern that is none": (case(pattern=[]), "pattern must be a mapping"),
     "scale": (case(scale=float("nan")), "scale is nan; it must be"),
     "flash": (case(kernel="flash", lse="differentiated"), "kernel is 'flash' and lse is 'differentiated'; lse must be"),
+    "cudnn on the CPU": (case(kernel="cudnn"), "kernel is 'cudnn' and device is 'cpu'; device must be 'cuda' then"),
+    "cudnn: lse": (
+        case(kernel="cudnn", device="cuda", dtype="bfloat16", head_dim=8, lse="returned"),
+        "kernel is 'cudnn' and lse is 'returned'; lse must be 'unused' then",
+    ),
+    "cudnn: dtype": (
+        case(kernel="cudnn", device="cuda", head_dim=8),
+        "kernel is 'cudnn' on device 'cuda', dtype is 'float32', head_dim is 8; dtype must be 'float16' or",
+    ),
+    "flash: head dim": (
+        case(kernel="flash", device="cuda", dtype="float16", head_dim=136),
+        "kernel is 'flash' on device 'cuda', dtype is 'float16', head_dim is 136; dtype must be",
+    ),
     "flash, returned": (case(kernel="flash", lse="returned"), "lse must be 'unused' then"),
     "real size: no tokens": ({"real_size": {"world": 2, "tokens": 0, "seed": 0}}, "tokens is 0; it must be"),
     "real size: beyond": ({"real_size": {"world": 2, "tokens": 10**18, "seed": 0}}, "tokens is 1000000000000000000;"),
@@ -149,6 +162,15 @@ def test_what_is_no_json_is_refused(content: str, tmp_path: Path, capsys: pytest
     assert main(("replay", str(file))) == 2
     error = capsys.readouterr().err
     assert "cannot read a counter-example" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("dtype, scale", [("float32", 1024), ("bfloat16", 1024), ("float16", -1024)])
+def test_a_case_of_which_little_is_known_is_judged_as_far_as_it_can_be(dtype: str, scale: int, tmp_path: Path) -> None:
+    large = {"scale": scale, "score_scale": 1024, "values": "huge", "seed": 1, "lse": "differentiated"}
+    record = as_json(plain(2, tokens=8, pattern=Pattern.dense(True))) | large | {"dtype": dtype}
+    file = tmp_path / "case.json"
+    file.write_text(json.dumps(record))
+    assert main(("replay", str(file), "--backend", "sim")) == 0
 
 
 def test_every_law_has_its_premise() -> None:

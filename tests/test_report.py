@@ -130,6 +130,20 @@ def test_failures_of_an_earlier_world_are_not_fresh(tmp_path: Path) -> None:
     assert report.failures and not report.fresh
 
 
+def test_an_interrupted_run_is_not_taken_for_a_whole_one() -> None:
+    report = told()
+    report.start_world(2, 10)
+    report.held("float32", {"gradients": 0.5}, 1.0)
+    assert report.to_dict()["held"] and "interrupted" not in report.to_dict()
+    report.interrupt()
+    found = report.to_dict()
+    assert found["interrupted"] is True and found["held"] is False and found["examples"] == report.examples
+    assert printed(report).splitlines()[-1].endswith(", then interrupted")
+    spent = report.seconds
+    report.interrupt()  # between two world sizes nothing is under way
+    assert report.seconds == spent > 0
+
+
 def test_a_case_that_cannot_be_saved_is_told_all_the_same(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     failure = save_record(WrongResult("values: out"), "output and lse", 2, {"world": 2}, tmp_path / "file", "gloo")

@@ -151,6 +151,34 @@ def test_torchrun_told_to_end_saves_what_was_under_way(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.json"))) == 1
 
 
+def test_an_interrupt_reports_what_held_until_then(tmp_path: Path) -> None:
+    """To torchrun alone, as from a keyboard: each process that it starts has a session of its own, and it tells them
+    all."""
+    file = tmp_path / "report.json"
+    given = ["--backend", "gloo", "--examples", "100000", "--long", "0", "--failures", str(tmp_path / "failures")]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SCRIPT)]
+    with subprocess.Popen(
+        [*torchrun, *given, "--json", str(file)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=clean(), cwd=tmp_path,
+    ) as run:  # fmt: skip
+        assert run.stdout is not None
+        said = ""
+        while not re.search(r"world 2: [1-9]\d*/", said):  # until examples have held
+            line = run.stdout.readline()
+            assert line, said
+            said += line
+        run.send_signal(signal.SIGINT)
+        text = said + run.stdout.read()
+        assert run.wait(PLENTY) != 0
+    assert "error: interrupted" in text and "all held, then interrupted" in text and "machinery" not in text, text
+    report = json.loads(file.read_text())
+    assert report["interrupted"] is True and not report["held"], report
+    assert report["examples"] > 1 and report["failures"] == [] and report["seconds"] > 0
+    assert "output and lse" in {row["property"] for row in report["rows"]} and "links" in report
+    assert f"{report['examples']} examples, {report['examples']} of them distributed, in " in text, text
+    assert not (tmp_path / "failures").exists() or not list((tmp_path / "failures").iterdir())
+
+
 def test_links_that_lose_a_byte_end_the_run(tmp_path: Path) -> None:
     run = planted(tmp_path, "a_byte_lost", "--examples", "5")
     assert run.status == 1, run.text
@@ -204,6 +232,31 @@ def test_the_word_to_leave_is_heard_where_a_seat_is_next_turned_to(table: Table)
 def test_the_word_to_leave_wakes_who_waits_for_a_seat(table: Table) -> None:
     threading.Timer(0.2, table.told_to_leave).start()
     with pytest.raises(SeatLost, match="torchrun ends all its processes"):
+        table.pump(PLENTY)
+
+
+def test_an_interrupt_is_heeded_once_where_a_seat_is_next_turned_to(table: Table) -> None:
+    turns: list[Callable[[], Any]] = [
+        lambda: table.pump(0.0),
+        lambda: table.send([0], "end", 1, [None]),
+        lambda: table.ask([0], "stacks", None, PLENTY),
+        lambda: Workshop(table, None).submit(observe, plain(2)),
+    ]
+    for turn in turns:
+        table.interrupted()
+        table.interrupted()  # an impatient user's
+        with pytest.raises(KeyboardInterrupt):
+            turn()
+        assert table.ask([0], "stacks", None, PLENTY) == {0: ""}
+    table.interrupted()
+    table.told_to_leave()
+    with pytest.raises(SeatLost):
+        table.heed()
+
+
+def test_an_interrupt_wakes_who_waits_for_a_seat(table: Table) -> None:
+    threading.Timer(0.2, table.interrupted).start()
+    with pytest.raises(KeyboardInterrupt):
         table.pump(PLENTY)
 
 

@@ -25,7 +25,8 @@ b keys per row, b' rows per key, p and p' partial results merged; the rest as in
     T_dV = [P * (e + u_prob + g(b') + p' u_buf + k' u_partial + u_home) + c eta]^T |dO| + u_out |dV| + floor
 
 Where a score's error is not small, x above is replaced by e^x - 1 and rowsum(P eps) by log(1 + rowsum(P (e^eps -
-1))): the exact effect of relative errors on a softmax, so scores of any size are compared rightly.
+1))): the exact effect of relative errors on a softmax, so scores of any size are compared rightly. Where x is beyond
+all meaning, or a bound passes the largest number, the bound is infinite and promises nothing. It is never NaN.
 
 Terms that need a word:
 dlse        joins D, so two more roundings: forming D - dlse (or dP - D), hence u (|D| + |dlse|) and 3u where 2u would
@@ -44,6 +45,7 @@ fp64        the exact values come from fp64 as well: their own error obeys the s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,7 +82,7 @@ _KEY_BLOCK = 512
 _ROW_BLOCKS = ((32, 191), (64, 767), (256, None))
 
 _SMALL = 2.0**-10  # below it, e^x - 1 is x up to one part in 2000
-_LARGE = 600.0  # beyond it nothing is known any more; the limit keeps e^x finite
+_LARGE = 600.0  # beyond it nothing is known any more: e^x is taken for infinite
 
 
 @dataclass(frozen=True)
@@ -259,18 +261,41 @@ def _row_blocks(rows: int) -> int:
 
 # Arrays may be torch tensors too, of one type on one device: for problems that are too long for a CPU.
 
+_overflows = np.errstate(over="ignore", invalid="ignore")  # where bounds become infinite, on purpose
+
 
 def _growth(x: Array) -> Array:
-    """e^x - 1, or x where that is the same to first order."""
-    if 0 not in x.shape and x.max() > _SMALL:
-        library = _library(x)
-        grown: Array = library.expm1(library.clip(x, None, _LARGE))
-        return grown
+    """e^x - 1, or x where that is the same to first order; infinite beyond _LARGE."""
+    if 0 in x.shape or not (largest := x.max()) > _SMALL:
+        return x
+    library = _library(x)
+    grown: Array = library.expm1(library.clip(x, None, _LARGE))
+    if largest > _LARGE:
+        grown[x > _LARGE] = np.inf
+    return grown
+
+
+def _weigh(x: Array, p: Array, count: Array) -> Array:
+    """x * p in x's place. Where x is infinite, so is that if the pair is seen, however small its P, and 0 if not."""
+    x *= p
+    unknown = _library(x).isnan(x)
+    if unknown.any():
+        x[unknown] = 0.0
+        x[unknown & (count > 0)] = np.inf
     return x
 
 
 def _library(x: Array) -> Any:
     return np if isinstance(x, np.ndarray) else torch
+
+
+@_overflows
+def product(weights: Array, sizes: Array) -> Array:
+    """weights @ sizes. An infinite weight times 0 is infinite too: what overflows there may do so in the
+    implementation, where that product is none either."""
+    found: Array = weights @ sizes
+    found[_library(found).isnan(found)] = np.inf
+    return found
 
 
 def base_error(r: Arithmetic, size: Array) -> Array:
@@ -280,6 +305,7 @@ def base_error(r: Arithmetic, size: Array) -> Array:
     return base
 
 
+@_overflows
 def forward(
     r: Arithmetic, base: Array, p: Array, s: Array, top: Array, lse: Array, count: Array, v: Array, out: Array
 ) -> tuple[Array, Array]:
@@ -294,24 +320,28 @@ def forward(
     growth = _growth(eps)
     core = _library(p).einsum("...rn,...rn->...r", p, growth)
     if growth is not eps:
+        if _library(core).isnan(core).any():  # something is unseen, or of P = 0, whose growth is infinite
+            core = _weigh(growth, p, count).sum(-1)
         core = _library(p).log1p(core)
     mu = (abs(lse) + abs(top)) * (2 * r.merges * r.u) + 4 * r.merges * r.u
     t_lse = core + mu + abs(lse) * r.u + r.gamma(r.keys + 1)
     eps += core[..., None]
     weights = _growth(eps)
     weights += (mu + (2 * r.gamma(r.keys + 2) + 2 * r.u_prob + r.u_partial))[..., None]
-    weights *= p
+    weights = _weigh(weights, p, count)
     weights += count * r.eta
-    t_out = weights @ v
+    t_out = product(weights, v)
     t_out += r.u_out * out + r.floor_out
     return t_lse, t_out
 
 
+@_overflows
 def backward(
     r: Arithmetic, base: Array, p: Array, s: Array, lse: Array, count: Array, t_lse: Array, t_delta: Array,
     products: Array, t: Array, ds: Array, dlse: bool,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """(W_q, W_k, W_v), each (..., R, N): T_dQ = W_q |K|, T_dK = W_k^T |Q|, T_dV = W_v^T |dO|, before `settle`.
+    """(W_q, W_k, W_v), each (..., R, N): T_dQ = W_q |K|, T_dK = W_k^T |Q|, T_dV = W_v^T |dO|, by `product` and
+    before `settle`.
 
     t_delta: T_D (..., R); products: |dO||V|^T; t: |dP - D + dlse|; ds: |dS|, all (..., R, N). dlse: whether it takes
     part.
@@ -327,7 +357,7 @@ def backward(
     t_ds = other + t
     t_ds *= e
     t_ds += other
-    t_ds *= p
+    t_ds = _weigh(t_ds, p, count)
     if r.u_prob:
         t_ds += r.u_prob * ds
     t_ds += (t + 1) * (count * r.eta)
@@ -338,19 +368,29 @@ def backward(
     w_k += t_ds
     w_k *= r.scale
     e += r.u_prob + r.gamma(r.rows) + r.row_merges * r.u_buf + r.row_blocks * r.u_partial + r.u_home
-    e *= p
+    e = _weigh(e, p, count)
     e += count * r.eta
     return w_q, w_k, e
 
 
+@_overflows
 def delta_error(r: Arithmetic, dout: Array, out: Array, t_out: Array, delta: Array, dlse: Array | None) -> Array:
     """T_D (..., R). dout, out (..., R, D) absolute values; t_out (..., R, D); delta, dlse (..., R)."""
     t_delta: Array = _library(dout).einsum("...rd,...rd->...r", dout, r.gamma(r.dim) * out + t_out)
+    t_delta[_library(t_delta).isnan(t_delta)] = np.inf
     if dlse is not None:
         t_delta += r.u * (abs(delta) + abs(dlse))
     return t_delta
 
 
+def refuse_nan(found: Mapping[str, Any]) -> None:
+    """Raises ValueError for a bound, by quantity, that is somewhere NaN: with that nothing compares."""
+    for name, bound in found.items():
+        if _library(bound).isnan(bound).any():
+            raise ValueError(f"the bound of {name} is NaN; it must be a number, infinite where nothing is promised")
+
+
+@_overflows
 def settle(r: Arithmetic, bound: Array, exact: Array, floor: float) -> Array:
     """A gradient's bound from the part that its products gave: + u_out |exact| + floor, times `sides`."""
     settled = abs(exact) * r.u_out

@@ -113,8 +113,8 @@ def check_unseen(case: Case, expectation: Expectation, observations: Observation
 
 
 def check_finite(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
-    """No NaN or infinity but the -inf of rows that see nothing, and overflow where the exact result, or its bound,
-    passes the largest number of the type."""
+    """No NaN or infinity but the -inf of rows that see nothing, overflow where the exact result, give or take its
+    bound, passes the largest number of the type, and anything at all where the bound is infinite."""
     for name in _compared(case):
         seen = assemble(case, observations, name)
         if np.isfinite(seen).all():
@@ -323,11 +323,12 @@ def _compared(case: Case) -> Iterable[str]:
 
 
 def _overflow(case: Case, expectation: Expectation, name: str, seen: Array) -> NDArray[np.bool_]:
-    """Where an infinity of the right sign is what the type makes of a result that passes its largest number."""
+    """Where an infinity is what the type makes of a result within the bound that passes its largest number; and where
+    the bound is infinite: there anything is."""
     dtype = case.dtype if name != "lse" or case.dtype == "float64" else "float32"
-    exact = expectation.exact[name]
-    beyond = np.abs(exact) + expectation.bound[name] > LARGEST[dtype]
-    return np.isinf(seen) & beyond & (np.sign(seen) == np.sign(exact)) & np.isfinite(exact)
+    exact, bound = expectation.exact[name], expectation.bound[name]
+    beyond = np.where(seen > 0, exact, -exact) + bound > LARGEST[dtype]
+    return np.isinf(seen) & beyond & np.isfinite(exact) | np.isposinf(bound)
 
 
 def _ratio(error: Array, bound: Array) -> Array:

@@ -31,14 +31,19 @@ _BLOCK = 2**19
 class Expectation:
     """exact, bound: fp64 arrays by quantity: out, dq (B, N, H, D); dk, dv (B, N, Hk, D); lse (B, H, N).
 
-    Where nothing is selected out and gradients are 0, lse is -inf and the bound is 0.
+    Where nothing is selected out and gradients are 0, lse is -inf and the bound is 0. An infinite one promises nothing.
     dead_rows (H, N), dead_keys (Hk, N): rows that see nothing, keys that no row sees.
+
+    Raises ValueError, at construction, for a bound that is NaN.
     """
 
     exact: dict[str, Array]
     bound: dict[str, Array]
     dead_rows: Flags
     dead_keys: Flags
+
+    def __post_init__(self) -> None:
+        bounds.refuse_nan(self.bound)
 
 
 def expect(case: Case) -> Expectation:
@@ -215,9 +220,9 @@ class _Block:
         bound = {
             "out": t_out * (alive * r.sides),
             "lse": t_lse * (live * r.sides),
-            "dq": bounds.settle(r, w_q @ k_size, dq, r.floor_dq) * alive,
-            "dk": w_k.swapaxes(-1, -2) @ q_size,
-            "dv": w_v.swapaxes(-1, -2) @ dout_size,
+            "dq": bounds.settle(r, bounds.product(w_q, k_size), dq, r.floor_dq) * alive,
+            "dk": bounds.product(w_k.swapaxes(-1, -2), q_size),
+            "dv": bounds.product(w_v.swapaxes(-1, -2), dout_size),
         }
         return _Found(exact, bound, ~live, dead_keys)
 

@@ -62,10 +62,14 @@ def placed(experiment: Experiment, subject: Any, backend: str) -> Any:
     case, device = experiment.case_of(subject), "cuda" if backend == "nccl" else "cpu"
     if case.device == device:
         return subject
-    taken = case.dtype in ("bfloat16", "float16") and case.head_dim % 8 == 0
-    there = case.kernel != "cudnn" and (case.kernel != "flash" or taken or device == "cpu")
+    there = case.kernel != "cudnn" and (case.kernel != "flash" or fused_on_gpus(case) or device == "cpu")
     other = replace(case, device=device, kernel=case.kernel if there else "auto")
     return other if subject is case else (other, *subject[1:])
+
+
+def fused_on_gpus(case: Case) -> bool:
+    """Whether fused kernels on GPUs take tensors of its type and head dim."""
+    return case.dtype in ("bfloat16", "float16") and case.head_dim % 8 == 0 and case.head_dim <= 128
 
 
 class ToolError(BaseException):

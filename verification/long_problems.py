@@ -190,11 +190,11 @@ def allowed(case: Case, tensors: tuple[Tensor, ...], rows: Tensor, exact: dict[s
         out[:, part], lse[:, part], w_q, w_k, w_v = _block(
             r, case.softmax_scale, q[:, part], k, v, dout[:, part], count
         )
-        dq[:, part] = (w_q @ k.abs()) * live[..., None]
+        dq[:, part] = _bounds.product(w_q, k.abs()) * live[..., None]
         out[:, part] *= live[..., None]
         lse[:, part] *= live
-        dk += w_k.mT @ q[:, part].abs()
-        dv += w_v.mT @ dout[:, part].abs()
+        dk += _bounds.product(w_k.mT, q[:, part].abs())
+        dv += _bounds.product(w_v.mT, dout[:, part].abs())
         seen_keys |= (count > 0).any(1)
     seen = seen_keys.view(case.kv_heads, share, -1).any(1).T[None, :, :, None]  # (1, N, Hk, 1)
     found = {"out": out * r.sides, "lse": lse * r.sides, "dq": dq}
@@ -204,6 +204,7 @@ def allowed(case: Case, tensors: tuple[Tensor, ...], rows: Tensor, exact: dict[s
         folded = sums.view(case.kv_heads, share, *sums.shape[1:]).sum(1).transpose(0, 1)[None]  # (1, N, Hk, D)
         settled = _bounds.settle(r, folded, exact[name], floor)
         found[name] = settled * seen
+    numpy_bounds.refuse_nan(found)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
@@ -151,6 +152,19 @@ def _more(axis: int) -> Callable[[Arguments, Case], None]:
     return spoil
 
 
+def _more_of_k_and_v(axis: int) -> Callable[[Arguments, Case], None]:
+    """Batch or head dim: twice as much of k and v as of q."""
+
+    def spoil(arguments: Arguments, case: Case) -> None:
+        arguments.update({name: torch.cat((arguments[name],) * 2, axis) for name in "kv"})
+
+    return spoil
+
+
+def _no_batch(arguments: Arguments, case: Case) -> None:
+    arguments.update({name: arguments[name][:0] for name in "qkv"})
+
+
 def _more_query_heads(arguments: Arguments, case: Case) -> None:
     arguments["q"] = torch.cat((arguments["q"],) * 2, 2)
 
@@ -210,6 +224,10 @@ MISTAKES: dict[str, Mistake] = {
     "k in another dtype": Mistake("k", _change("k", _other_dtype)),
     "v in another dtype": Mistake("v", _change("v", _other_dtype)),
     "integers": Mistake("dtype", lambda a, case: a.update({name: a[name].long() for name in "qkv"})),
+    "k and v of another batch than q": Mistake("q's batch", _more_of_k_and_v(0)),
+    "k and v of another head dim than q": Mistake("head dim", _more_of_k_and_v(3)),
+    "a batch of nothing": Mistake("batch", _no_batch),
+    "sparse q": Mistake("q must be a dense", _change("q", lambda x: x.to_sparse())),
     "heads that do not divide": Mistake("heads", _heads_that_do_not_divide),
     "a pattern for more heads": Mistake("heads", _too_many_heads),
     "no pattern": Mistake("pattern", _set("pattern", None)),
@@ -220,6 +238,9 @@ MISTAKES: dict[str, Mistake] = {
     "bucket of 0": Mistake("bucket", _set("bucket", 0)),
     "negative bucket": Mistake("bucket", _set("bucket", -3)),
     "bucket that is no number": Mistake("bucket", _set("bucket", "all")),
+    "bucket that is a flag": Mistake("bucket", _set("bucket", True)),
+    "scale that is NaN": Mistake("scale", _set("scale", math.nan)),
+    "infinite scale": Mistake("scale", _set("scale", -math.inf)),
     "scale that is no number": Mistake("scale", _set("scale", "large")),
     "return_lse that is no flag": Mistake("return_lse", _set("return_lse", "yes")),
     "another exchange than the others": Mistake("exchange", _other_exchange, alone=False),

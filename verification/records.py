@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
-from verification import laws, leftovers, misuse, real_size, runner
+from verification import hunt, laws, leftovers, misuse, real_size, runner
 from verification.case import Case
 from verification.hunt import Experiment
 from verification.peers.experiment import experiment_of
@@ -79,10 +79,23 @@ def _check_supported(case: Case) -> None:
             f"batch, tokens, heads, head_dim are {case.batch}, {case.tokens}, {case.heads}, {case.head_dim}: {numbers} "
             f"numbers, {scores} scores; at most {_MOST_NUMBERS} and {_MOST_SCORES} can be checked"
         )
-    if case.kernel == "flash" and case.lse != "unused":
+    if case.kernel in ("flash", "cudnn"):
+        _check_fused(case)
+
+
+def _check_fused(case: Case) -> None:
+    """A fused kernel that is asked for by name is not to be had everywhere."""
+    if case.kernel == "cudnn" and case.device == "cpu":
+        raise ValueError("kernel is 'cudnn' and device is 'cpu'; device must be 'cuda' then: that kernel is of GPUs")
+    if case.device == "cuda" and not hunt.fused_on_gpus(case):
         raise ValueError(
-            f"kernel is 'flash' and lse is {case.lse!r}; lse must be 'unused' then: that kernel has no gradient "
-            "through lse"
+            f"kernel is {case.kernel!r} on device 'cuda', dtype is {case.dtype!r}, head_dim is {case.head_dim}; dtype "
+            "must be 'float16' or 'bfloat16' then, head_dim a multiple of 8 up to 128"
+        )
+    if case.lse != "unused":
+        raise ValueError(
+            f"kernel is {case.kernel!r} and lse is {case.lse!r}; lse must be 'unused' then: that kernel has no "
+            "gradient through lse"
         )
 
 

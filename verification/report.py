@@ -97,12 +97,14 @@ class Report:
     seconds: float = 0.0  # spent on checking; starting the ranks is not counted
     reach: Reach = field(default_factory=Reach)  # what the plain Cases among the examples had
     extras: dict[str, Any] = field(default_factory=dict)  # further fields of the JSON
+    interrupted: bool = False  # whether this is no whole run
     _world: int = 0
     _goal: int = 0
     _done: int = 0
     _alike: int = 0
     _worst: float = 0.0
     _failed_before: int = 0
+    _open: bool = False  # between `start_world` and `end_world`
     _since: float = 0.0
     _shown: float = 0.0
     _live: Live | None = None
@@ -121,19 +123,26 @@ class Report:
     def start_world(self, world: int, goal: int) -> None:
         """From now on examples are on that world size; `goal` of them are planned."""
         self._world, self._goal, self._done, self._alike = world, goal, 0, 0
-        self._failed_before, self._worst = len(self.failures), 0.0
+        self._failed_before, self._worst, self._open = len(self.failures), 0.0, True
         self._since = self._shown = time.perf_counter()
 
     def end_world(self, what: str = "examples") -> float:
         """Sums up since `start_world`; returns the seconds that passed."""
         spent = time.perf_counter() - self._since
         self.seconds += spent
+        self._open = False
         found = f", {counted(len(self.fresh), 'counter-example')}" if self.fresh else ""
         found += f" ({counted(self._alike, 'more example')} failed in the same way)" if self._alike else ""
         rate = f", {self._done / spent:.0f}/s" if self._done > 1 else ""
         done = f"{counted(self._done, 'example')} held" if self._done or not self.fresh else "no example held"
         self.say(f"world {self._world}, {what}: {done} in {spent:.1f} s{rate}{found}")
         return spent
+
+    def interrupt(self) -> None:
+        """The run ends here, before its time: sums up what was under way."""
+        self.interrupted = True
+        if self._open:
+            self.end_world("interrupted")
 
     def held(self, dtype: str, ratios: Mapping[str, float], seconds: float) -> None:
         """An example held: by property, its worst error as a fraction of the bound (0 for an exact check)."""
@@ -238,7 +247,7 @@ class Report:
             held = "no example held"
         every = "all held" if self.examples != 1 else "it held"
         verdict = counted(len(self.failures), "counter-example") if self.failures else every
-        return f"{held} in {self.seconds:.1f} s: {verdict}"
+        return f"{held} in {self.seconds:.1f} s: {verdict}{', then interrupted' if self.interrupted else ''}"
 
     def _explain(self, failure: Failure) -> None:
         # Printed without markup or wrapping: the Case and the line must survive a copy.
@@ -275,7 +284,7 @@ class Report:
             "examples": self.examples,
             "distributed": self.distributed,
             "seconds": round(self.seconds, 3),
-            "held": self.examples > 0 and not self.failures,
+            "held": self.examples > 0 and not self.failures and not self.interrupted,
             "worst_ratio": self.worst_by_dtype(),
             "rows": [
                 {
@@ -290,6 +299,7 @@ class Report:
             ],
             "reached": {"cases": self.reach.cases, "with": self.reach.to_dict()},
             "failures": [failure.to_dict() for failure in self.failures],
+            **({"interrupted": True} if self.interrupted else {}),
             **self.extras,
         }
 

@@ -117,6 +117,7 @@ def run(plan: Plan, report: Report, backend: Backend | None = None, workshop: Ba
             if plan.real_size:
                 run_real_size(plan, report, backend)
     except KeyboardInterrupt:
+        report.interrupt()
         report.summary()
         raise
     finally:

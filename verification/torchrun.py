@@ -63,6 +63,7 @@ class Table:
         self._questions = 0
         self._leaving: set[int] = set()
         self._told = False  # by torchrun, to leave
+        self._interrupted = False  # and not yet heeded
         self._bell, self._rings = os.pipe()
         self._store = place.store()
         listener, word = listen(place, self._store)
@@ -107,12 +108,25 @@ class Table:
             self._told = True
             os.write(self._rings, b"!")  # wakes who waits in `_take`
 
+    def interrupted(self, *_: object) -> None:
+        """A handler of SIGINT, which raises nothing for the same reasons. A second one while the first is not heeded
+        changes nothing.
+        """
+        if not self._interrupted:
+            self._interrupted = True
+            os.write(self._rings, b"!")
+
     def heed(self) -> None:
-        """Raises SeatLost if torchrun has told all processes to leave or, once more, where a seat was lost before."""
+        """Raises SeatLost if torchrun has told all processes to leave or, once more, where a seat was lost before; and
+        KeyboardInterrupt, once, after an interrupt.
+        """
         if self.loss is None and self._told:
             self.lose(self._culprits())
         if self.loss is not None:
             raise self.loss
+        if self._interrupted:
+            self._interrupted = False
+            raise KeyboardInterrupt
 
     def send(self, ranks: Iterable[int], what: str, number: int, arguments: Iterable[Any]) -> None:
         """Raises SeatLost as `heed` does."""
@@ -153,8 +167,9 @@ class Table:
         """The ranks whose seats are gone and did not say that they were told to leave."""
         ranks = {connection: rank for rank, connection in self._connections.items()}
         lost = set()
-        for ready in wait([*ranks] if self._told else [*ranks, self._bell], timeout):
+        for ready in wait([*ranks, self._bell], timeout):
             if ready == self._bell:
+                os.read(self._bell, 64)
                 continue
             assert isinstance(ready, Connection)
             try:

@@ -47,8 +47,9 @@ problems. What fails is shrunk in a simulation, saved, and printed with the line
     {HOW}                    # NCCL: one GPU for each rank
     {HOW} --backend gloo     # no GPU needed"""
 EPILOGUE = """\
-exit status: 0 all held; 1 a counter-example, or a process is gone; 2 it could not be carried out. torchrun itself ends
-with 1 wherever that is not 0."""
+exit status: 0 all held; 1 a counter-example, or a process is gone; 2 it could not be carried out, or was interrupted:
+then what held so far is reported all the same, and the JSON has "interrupted": true and "held": false. torchrun itself
+ends with 1 wherever that is not 0."""
 
 
 class LinkedReport(Report):
@@ -153,6 +154,7 @@ def main(arguments: Sequence[str] | None = None, prepare: Preparation | None = N
 def _serve(options: argparse.Namespace, table: Table, prepare: Preparation | None) -> int:
     """All that rank 0 does. Whatever goes wrong is said here: the other processes only end."""
     signal.signal(signal.SIGTERM, table.told_to_leave)
+    signal.signal(signal.SIGINT, table.interrupted)
     console = Console(width=None if sys.stdout.isatty() else 120)
     report = LinkedReport(console, extras={"backend": options.backend, "world": table.place.world_size})
     backend = TorchrunBackend(table, options.backend, options.timeout, prepare)
@@ -170,7 +172,9 @@ def _serve(options: argparse.Namespace, table: Table, prepare: Preparation | Non
     except (Unavailable, OSError) as error:
         return _refuse(str(error))
     except KeyboardInterrupt:
-        return _refuse("interrupted")
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is left to do is short; a second one would lose it
+        report.interrupt()
+        report.summary()
     except (Exception, ToolError):
         traceback.print_exc()
         return _refuse("the machinery itself failed, see above")
@@ -181,6 +185,8 @@ def _serve(options: argparse.Namespace, table: Table, prepare: Preparation | Non
         command = f"torchrun --nproc-per-node={world} {SCRIPT} {typed}"
         report.extras |= surroundings("cuda" if options.backend == "nccl" else "cpu", world, command.rstrip())
         options.json.write_text(json.dumps(report.to_dict(), indent=2, allow_nan=False) + "\n")
+    if report.interrupted:
+        return _refuse("interrupted")
     return 1 if report.failures else 0
 
 

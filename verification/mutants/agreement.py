@@ -10,6 +10,7 @@ SCHEDULE = "ring/schedule.py"
 
 _FOUND = "    except Exception as found:  # of any type: the other ranks must hear of it\n        error = found\n"
 _STEPS = "            landing, before = landings[(number - 1) % sizes.turns], landings[number % sizes.turns]\n"
+_SHAPES = "        if (x.shape[0], x.shape[3]) != (q.shape[0], q.shape[3]):\n"
 _JOINT = "    raise _joint_error(collect_json(said, transport))\n"
 
 
@@ -188,6 +189,30 @@ AGREEMENTS = (
         "own",
         "Keys and values of another type than the queries are not refused.",
         (Edit(AGREEMENT, "        if x.dtype != q.dtype:\n", "        if x.dtype.is_complex:\n"),),
+    ),
+    Defect(
+        "head-dim-of-keys-not-checked",
+        "own",
+        "Keys and values of another head dim than the queries are not refused.",
+        (Edit(AGREEMENT, _SHAPES, "        if x.shape[0] != q.shape[0]:\n"),),
+    ),
+    Defect(
+        "batch-of-keys-not-checked",
+        "own",
+        "Keys and values of another batch size than the queries are not refused.",
+        (Edit(AGREEMENT, _SHAPES, "        if x.shape[3] != q.shape[3]:\n"),),
+    ),
+    Defect(
+        "scale-nan-accepted",
+        "own",
+        "A scale that is NaN is not refused: it is not beyond the largest number.",
+        (Edit(AGREEMENT, "not abs(scale) <= _LARGEST", "abs(scale) > _LARGEST"),),
+    ),
+    Defect(
+        "scale-infinite-accepted",
+        "own",
+        "An infinite scale is not refused.",
+        (Edit(AGREEMENT, "not abs(scale) <= _LARGEST", 'not abs(scale) <= float("inf")'),),
     ),
     Defect(
         "uneven-heads-not-checked",
