@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from reference.pattern import Branch, Pattern
+from ring import store
+from ring.blocks import Heads
 from ring.transport import RecordingTransport, SoloTransport
 from verification import execute, properties
-from verification.backends import GlooBackend, observe_on
-from verification.case import AGAIN, Case
+from verification.backends import GlooBackend, SimBackend, observe_on
+from verification.case import AGAIN, Case, strided_copy
 from verification.execute import Pass, attend, observe, repeats, shards
 from verification.expectation import expect
+from verification.failures import RankError, VerificationFailure
+from verification.mutants.plant import plant_by_name
+from verification.second_run import ALIGNMENT, another_default_device, in_one_storage
 
 
 def case(**changes: Any) -> Case:
@@ -34,7 +40,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     def spy(q: Any, k: Any, v: Any, *args: Any, **options: Any) -> Any:
         wanted = "".join(name for name, x in zip("qkv", (q, k, v), strict=True) if x.requires_grad)
-        seen.append({**options, "wanted": wanted, "grad": torch.is_grad_enabled()})
+        seen.append({
+            **options, "wanted": wanted, "grad": torch.is_grad_enabled(), "device": torch.empty(0).device.type,
+            "together": k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr(),
+        })  # fmt: skip
         return real(q, k, v, *args, **options)
 
     monkeypatch.setattr(execute, "ring_attention", spy)
@@ -49,10 +58,12 @@ def test_the_first_run_is_ordinary_and_the_second_is_what_the_case_says(
     seen = calls(monkeypatch)
     given = case(again=again, lse=lse)
     properties.check(given, expect(given), [observe(SoloTransport(), given)])
-    # "between" has two more calls, on other numbers, and both around the second run's backward.
-    assert len(seen) == (4 if again == "between" else 2)
+    # On other numbers "between" has two more calls, both around the second run's backward, others one.
+    assert len(seen) == 2 + {"between": 2, "pipelined": 1, "no_grad": 1}.get(again, 0)
     first, second, *others = seen
-    assert all(call["wanted"] == "qkv" and call["check"] and call["grad"] for call in others)
+    assert all(call["wanted"] == "qkv" and call["check"] and call["grad"] is (again != "no_grad") for call in others)
+    assert [call["device"] for call in seen] == ["cpu", "meta" if again == "meta" else "cpu", *["cpu"] * len(others)]
+    assert [call["together"] for call in seen] == [False, again == "shared", *[False] * len(others)]
     assert (first["wanted"], first["grad"], first["check"]) == ("qkv", True, True)
     assert isinstance(first["group"], RecordingTransport)
     assert second["check"] is (again != "unchecked") and second["grad"] is (again != "no_grad")
@@ -69,7 +80,9 @@ def test_only_lse_is_differentiated() -> None:
     assert results[4] is not None and not results[4].any(), "dv goes by dout alone"
 
 
-@pytest.mark.parametrize("again", ["group", "unchecked", "no_grad", "kv"])
+@pytest.mark.parametrize(
+    "again", ["group", "unchecked", "no_grad", "kv", "backward", "between", "pipelined", "shared", "meta"]
+)
 def test_on_real_ranks(again: str) -> None:
     backend = GlooBackend()
     backend.start(3)
@@ -79,6 +92,68 @@ def test_on_real_ranks(again: str) -> None:
             properties.check(given, expect(given), observe_on(backend, given))
     finally:
         backend.close()
+
+
+# Heads whose grids are shifted against each other, over stretches in another order: their rows are listed.
+SHIFTED = {
+    "tokens": 53, "order": "permuted", "heads": 3, "kv_heads": 3,
+    "pattern": Pattern((Branch(None, 5, (0, 1, 2)),)), "bucket": None, "seed": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("again", "defect", "changes"),
+    [
+        ("pipelined", "lse-of-the-latest-call", {}),
+        ("backward", "delta-of-the-first-backward", {}),
+        ("no_grad", "output-written-again-without-gradients", {}),
+        ("shared", "keys-are-what-lies-first", {}),
+        ("meta", "index-on-the-default-device", SHIFTED),
+    ],
+)
+def test_one_way_finds_what_the_others_do_not(again: str, defect: str, changes: dict[str, Any]) -> None:
+    """And a call that failed leaves nothing behind at which others fail."""
+    backend = SimBackend(prepare=partial(plant_by_name, defect))
+    backend.start(2)
+    try:
+        found = [how for how in (*AGAIN, *AGAIN) if fails(backend, case(world=2, again=how, **changes))]
+    finally:
+        backend.close()
+    assert found == [again, again]
+
+
+def fails(backend: SimBackend, given: Case) -> bool:
+    try:
+        properties.check(given, expect(given), observe_on(backend, given))
+    except VerificationFailure as failure:
+        assert "repeat: a second run" in str(failure) or isinstance(failure, RankError), failure
+        return True
+    return False
+
+
+def test_in_one_storage_numbers_strides_and_alignment_are_as_they_were() -> None:
+    plain, empty = torch.arange(12.0).view(1, 3, 4, 1), torch.empty(1, 0, 4, 1)
+    given = [plain, strided_copy(plain + 12), empty, torch.ones(1, 32, 2, 1), plain[:, 1:] + 0.5]
+    found = in_one_storage(given)
+    assert len({x.untyped_storage().data_ptr() for x in found}) == 1
+    for x, y in zip(given, found, strict=True):
+        assert torch.equal(x, y) and x.stride() == y.stride() and not y.requires_grad
+        assert (y.storage_offset() - x.storage_offset()) * 4 % ALIGNMENT == 0
+    (size,) = {x.untyped_storage().nbytes() for x in found}
+    assert size == sum(-(-x.untyped_storage().nbytes() // ALIGNMENT) * ALIGNMENT for x in given)
+    for i, x in enumerate(found):  # nobody writes over another's numbers
+        x.fill_(float(i))
+    assert all(bool((x == i).all()) for i, x in enumerate(found))
+
+
+def test_the_default_device_is_another_only_inside_and_nothing_is_kept() -> None:
+    heads = Heads.of(((0,), (2,)))
+    store._head_index(heads, torch.device("cpu"))
+    with pytest.raises(ZeroDivisionError), another_default_device():
+        assert torch.ones(1).is_meta and store._head_index.cache_info().currsize == 0
+        store._head_index(heads, torch.device("cpu"))
+        raise ZeroDivisionError
+    assert not torch.ones(1).is_meta and store._head_index.cache_info().currsize == 0
 
 
 def test_what_the_second_run_did_not_give_is_not_compared() -> None:

@@ -34,7 +34,10 @@ EXCHANGES = ("ring", "direct", "gather")
 KERNELS = ("auto", "math", "flash", "cudnn")
 DEVICES = ("cpu", "cuda")
 LSE = ("unused", "returned", "differentiated", "alone")
-AGAIN = ("alike", "unchecked", "group", "no_grad", "backward", "between", "q", "k", "v", "qk", "qv", "kv")
+AGAIN = (
+    *("alike", "unchecked", "group", "no_grad", "backward", "between", "pipelined", "shared", "meta"),
+    *("q", "k", "v", "qk", "qv", "kv"),
+)
 
 _SMALLEST = {"world": 1, "tokens": 1, "batch": 1, "heads": 1, "kv_heads": 1, "head_dim": 1, "seed": 0}
 _GREATEST_SEED = 2**63 - 1  # what torch.Generator takes
@@ -68,9 +71,11 @@ class Case:
     strided       whether inputs and incoming gradients are non-contiguous (`strided_copy`)
     again         how the second run differs from the first, which must not change a bit of what both give: "alike";
                   "unchecked" (check=False); "group" (called with the process group itself, where there is one);
-                  "no_grad" (forward alone); "backward" (a second backward through the same graph); "between" (with
-                  another call, on other numbers, between forward and backward, and one after); or which of q, k
-                  and v require gradients
+                  "no_grad" (forward alone, and another after it, on other numbers); "backward" (after a backward of
+                  other gradients through the same graph); "between" (with another call, on other numbers, between
+                  forward and backward, and one after); "pipelined" (another call's forward follows the forward, its
+                  backward the backward); "shared" (k and v, or q too, lie in one storage); "meta" (while torch's
+                  meta device is the default one); or which of q, k and v require gradients
     device        "cpu", or "cuda": on GPUs, whose fused kernels work in 16 bits
     measured      whether the workspace of the first run is looked at (`verification.workspace`), which takes time
 

@@ -9,7 +9,7 @@ the backend's business.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ from ring.exchange import measure
 from ring.transport import ProcessGroupTransport, RecordingTransport, SoloTransport
 from verification.case import Case, strided_copy
 from verification.observation import LONGER, Division, Observation, carry, dtype_name
+from verification.second_run import another_default_device, in_one_storage
 from verification.workspace import Meter, Workspace
 
 Tensors = tuple[Tensor, ...]  # q, k, v, dout, dlse
@@ -122,40 +123,75 @@ class _Leg:
 
 def attend(transport: Transport, case: Case, inputs: Tensors, how: str = "alike", measured: bool = False) -> Pass:
     """ring_attention forward and backward on this rank's share of q, k, v, dout, dlse. how: as a Case's `again`."""
-    *leaves, dout, dlse = inputs
-    wanted = how if set(how) <= set("qkv") else "qkv"
-    q, k, v = (x.detach().requires_grad_(name in wanted) for name, x in zip("qkv", leaves, strict=True))
     group = _bare(transport) if how == "group" else RecordingTransport(transport)
     meter = Meter(case.head_dim) if measured else None
+    incoming, others = inputs[3:], _negated(inputs)
+    call, there = _watched(lambda: _Call.forward(group, case, inputs, how), group, meter)
+    if how == "no_grad":
+        _Call.forward(transport, case, others, how)  # what the earlier call gave must stay as it was
+        return _pass((call.out, call.lse, None, None, None), there, _Leg())
+    if how == "backward":
+        call.backward(others[3:], retain=True)
+    if how == "between":
+        attend(transport, case, others)
+    later = _Call.forward(transport, case, others, how) if how == "pipelined" else None
+    found, back = _watched(lambda: call.backward(incoming), group, meter)
+    if later is not None:
+        later.backward(others[3:])
+    if how == "between":  # and after it: what earlier calls gave must stay as it was
+        attend(transport, case, others)
+    return _pass((call.out, call.lse, *map(found.get, "qkv")), there, back)
 
-    def forward() -> Tensor | tuple[Tensor, Tensor]:
-        with torch.set_grad_enabled(how != "no_grad"):
-            return ring_attention(
-                q, k, v, case.pattern, case.layout(), group=group, exchange=case.exchange, bucket=case.bucket,
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of ring_attention: what it gave, and the leaves of its graph by their names."""
+
+    case: Case
+    how: str
+    out: Tensor
+    lse: Tensor | None
+    leaves: dict[str, Tensor]
+
+    @classmethod
+    def forward(
+        cls, group: Transport | dist.ProcessGroup | None, case: Case, inputs: Tensors, how: str = "alike"
+    ) -> _Call:
+        """On this rank's share of q, k, v, which the inputs begin with."""
+        given = _together(case, inputs[:3]) if how == "shared" else inputs[:3]
+        wanted = how if set(how) <= set("qkv") else "qkv"
+        q, k, v = (x.detach().requires_grad_(name in wanted) for name, x in zip("qkv", given, strict=True))
+        layout = case.layout()
+        with torch.set_grad_enabled(how != "no_grad"), _circumstances(how):
+            result = ring_attention(
+                q, k, v, case.pattern, layout, group=group, exchange=case.exchange, bucket=case.bucket,
                 kernel=case.kernel, scale=case.scale, return_lse=case.lse != "unused", check=how != "unchecked",
             )  # fmt: skip
+        out, lse = result if isinstance(result, tuple) else (result, None)
+        return cls(case, how, out, lse, {name: x for name, x in zip("qkv", (q, k, v), strict=True) if name in wanted})
 
-    result, there = _watched(forward, group, meter)
-    out, lse = result if isinstance(result, tuple) else (result, None)
-    if how == "no_grad":
-        return _pass((out, lse, None, None, None), there, _Leg())
-    outputs, incoming = [out], [dout]
-    if lse is not None and case.through_lse:
-        outputs, incoming = ([lse], [dlse]) if case.lse == "alone" else ([out, lse], [dout, dlse])
-    leaf = {name: x for name, x in zip("qkv", (q, k, v), strict=True) if name in wanted}
+    def backward(self, incoming: Tensors, retain: bool = False) -> dict[str, Tensor]:
+        """The gradients by the names of the leaves; incoming: dout, dlse."""
+        outputs, given = [self.out], [incoming[0]]
+        if self.lse is not None and self.case.through_lse:
+            alone = self.case.lse == "alone"
+            outputs, given = ([self.lse], [incoming[1]]) if alone else ([self.out, self.lse], list(incoming))
+        with _circumstances(self.how):
+            found = torch.autograd.grad(outputs, list(self.leaves.values()), given, retain_graph=retain)
+        return dict(zip(self.leaves, found, strict=True))
 
-    def backward(retain: bool = False) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(outputs, list(leaf.values()), incoming, retain_graph=retain)
 
-    if how == "backward":
-        backward(retain=True)
-    if how == "between":
-        attend(transport, case, _negated(inputs))
-    found, back = _watched(backward, group, meter)
-    if how == "between":  # and after it: what earlier calls gave must stay as it was
-        attend(transport, case, _negated(inputs))
-    gradients = dict(zip(leaf, found, strict=True))
-    return _pass((out, lse, *map(gradients.get, "qkv")), there, back)
+def _circumstances(how: str) -> AbstractContextManager[None]:
+    """Around nothing but a call's forward or backward: this program's own tensors are made as ever."""
+    return another_default_device() if how == "meta" else nullcontext()
+
+
+def _together(case: Case, inputs: Tensors) -> Tensors:
+    """q, k and v; k and v in one storage or, for every other seed, all three. For three seeds of four the last comes
+    first: who takes what lies first for the keys is then wrong."""
+    shared = inputs if case.seed % 2 else inputs[1:]
+    found = in_one_storage(shared) if case.seed % 4 == 3 else in_one_storage(shared[::-1])[::-1]
+    return (*inputs[: -len(shared)], *found)
 
 
 def _negated(inputs: Tensors) -> Tensors:

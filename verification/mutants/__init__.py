@@ -4,7 +4,7 @@ A defect is killed when the ordinary properties and laws find it. No check knows
 a list of defect classes that were seen in public ring-attention code, by number in `Defect.listed`, and adds others.
 
     merge, backward, masks, dilation, diagonal              the catalogue
-    communication, process_groups, numerics, agreement, keeping
+    communication, process_groups, numerics, agreement, keeping, calls
     defect, plant                                           what a defect is; bringing it into running code
     runner, command                                         the hunt; `python -m verification mutants`
 """
@@ -16,6 +16,7 @@ from difflib import get_close_matches
 
 from verification.mutants.agreement import AGREEMENTS
 from verification.mutants.backward import BACKWARD
+from verification.mutants.calls import CALLS
 from verification.mutants.communication import COMMUNICATION
 from verification.mutants.defect import CannotPlant, Defect, Edit
 from verification.mutants.diagonal import DIAGONAL
@@ -30,7 +31,7 @@ __all__ = ["DEFECTS", "NO_PLACE", "CannotPlant", "Defect", "Edit", "NoPlace", "b
 
 DEFECTS: tuple[Defect, ...] = (
     *MERGE, *BACKWARD, *MASKS, *DILATION, *DIAGONAL, *COMMUNICATION, *PROCESS_GROUPS, *NUMERICS, *AGREEMENTS,
-    *KEEPING,
+    *KEEPING, *CALLS,
 )  # fmt: skip
 
 

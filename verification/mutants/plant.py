@@ -11,12 +11,11 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
-import inspect
-import sys
 import types
 from collections.abc import Iterator
 from typing import Any
 
+from verification.caches import clear_caches, modules_of
 from verification.mutants.defect import CannotPlant, Defect
 from verification.mutants.names import unbound
 
@@ -69,26 +68,7 @@ def graft(module_name: str, source: str) -> None:
     if missing := unbound(source, code, scratch):
         raise CannotPlant(f"{module_name}: the edited source uses what is bound nowhere: {', '.join(missing)}")
     _Graft(_changed_statements(before, after)).namespace(after, vars(module), scratch, module_name)
-    clear_caches()
-
-
-def clear_caches() -> None:
-    """Empty every functools cache in the modules of this project: what they hold was computed by other code."""
-    for module in _modules():
-        for value in _members(module):
-            if isinstance(value, functools._lru_cache_wrapper):
-                value.cache_clear()
-
-
-def _members(module: types.ModuleType) -> Iterator[Any]:
-    for value in list(vars(module).values()):
-        yield value
-        if inspect.isclass(value) and value.__module__ == module.__name__:
-            yield from (getattr(member, "__func__", member) for member in list(vars(value).values()))
-
-
-def _modules() -> list[types.ModuleType]:
-    return [m for name, m in list(sys.modules.items()) if m is not None and name.partition(".")[0] in PACKAGES]
+    clear_caches(PACKAGES)  # what they hold was computed by other code
 
 
 # --- what may differ --------------------------------------------------------------------------------------------------
@@ -207,7 +187,7 @@ def _is_accessor(statement: ast.FunctionDef) -> bool:
 
 
 def _rebind(name: str, old: Any, new: Any) -> None:
-    for module in _modules():
+    for module in modules_of(PACKAGES):
         if name in vars(module) and vars(module)[name] is old:
             setattr(module, name, new)
 
