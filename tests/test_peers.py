@@ -107,10 +107,7 @@ def test_a_wrong_one_is_found_shrunk_and_replayed(folder: Path) -> None:
 
 
 FAULTS = {
-    "raises": "every rank answers",
-    "aborts": "every rank answers",
-    "unconnected": "every rank answers",
-    "transposed": "every rank answers",
+    **dict.fromkeys(("raises", "aborts", "unconnected", "transposed"), "every rank answers"),
     "spoils": "inputs intact, repeatable",
     "forgets": "inputs intact, repeatable",
     "wide": "types, shapes, finite",
