@@ -121,11 +121,14 @@ class _Leg:
     workspace: Workspace | None = None
 
 
+_WITH_ANOTHER = ("no_grad", "backward", "between", "pipelined")  # runs that take other numbers as well
+
+
 def attend(transport: Transport, case: Case, inputs: Tensors, how: str = "alike", measured: bool = False) -> Pass:
     """ring_attention forward and backward on this rank's share of q, k, v, dout, dlse. how: as a Case's `again`."""
     group = _bare(transport) if how == "group" else RecordingTransport(transport)
     meter = Meter(case.head_dim) if measured else None
-    incoming, others = inputs[3:], _negated(inputs)
+    incoming, others = inputs[3:], _negated(inputs) if how in _WITH_ANOTHER else ()
     call, there = _watched(lambda: _Call.forward(group, case, inputs, how), group, meter)
     if how == "no_grad":
         _Call.forward(transport, case, others, how)  # what the earlier call gave must stay as it was
