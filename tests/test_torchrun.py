@@ -13,20 +13,23 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from plain_case import plain
+from rich.console import Console
 
 from ring.transport import SoloTransport
-from verification import links, long_problems
+from verification import links, long_problems, validate
 from verification.case import Case
 from verification.execute import Pass, observe
 from verification.expectation import expect
 from verification.failures import WrongResult
 from verification.long_problems import Judgement, LongProblem
+from verification.report import Report
 from verification.seats import NotUnderTorchrun, Place
 from verification.torchrun import SeatLost, Table, Workshop
 
@@ -332,9 +335,10 @@ def test_contents_tell_sender_and_direction() -> None:
 # --- long problems, judged --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("kind", long_problems.KINDS)
-def test_bounds_on_a_device_are_those_of_the_expectation(kind: str) -> None:
-    case = LongProblem(2, 80, kind).case()
+def test_bounds_on_a_device_are_those_of_the_expectation(kind: str, device: str) -> None:
+    case = LongProblem(2, 80, kind).case(device)
     wanted = expect(case)
     q, k, v, dout, _ = case.tensors()
     exact = {name: torch.from_numpy(x) for name, x in wanted.exact.items()}
@@ -347,10 +351,10 @@ def test_bounds_on_a_device_are_those_of_the_expectation(kind: str) -> None:
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_rows_are_judged_all_or_sampled(monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
-    case = replace(LongProblem(1, 400, "LongNet float32").case(), order="striped")
+    case = replace(LongProblem(1, 400, "LongNet float32").case("cpu"), order="striped")
     if not whole:
         monkeypatch.setitem(long_problems.WHOLE, "cpu", 0)
-    rows = long_problems.judged_rows(case, "cpu").tolist()
+    rows = long_problems.judged_rows(case).tolist()
     assert len(rows) == (400 if whole else long_problems.SAMPLED) and rows == sorted(set(rows))
     assert rows[0] == 0 and rows[-1] == 399
     seen = long_problems.judge(SoloTransport(), case)
@@ -374,12 +378,25 @@ def test_each_quantity_is_judged(monkeypatch: pytest.MonkeyPatch, name: str, who
         return replace(run, results=tuple(results))
 
     monkeypatch.setattr(long_problems, "attend", spoilt)
-    seen = long_problems.judge(SoloTransport(), LongProblem(1, 300, "dense float32").case())
+    seen = long_problems.judge(SoloTransport(), LongProblem(1, 300, "dense float32").case("cpu"))
     assert [other for other, ratio in seen.ratios.items() if ratio > 1] == [name]
     assert any(said.startswith(f"{name} of token ") for said in seen.wrong)
     with pytest.raises(WrongResult, match=f"on rank 1: .*{name} of token"):
         fine = Judgement(300, dict.fromkeys(long_problems.QUANTITIES, 0.5), (), 0.0, 0)
         long_problems.verdict(LongProblem(2, 300, "dense float32"), [fine, seen])
+
+
+@pytest.mark.parametrize(("backend", "device"), [("gloo", "cpu"), ("nccl", "cuda")])
+def test_long_problems_are_judged_by_the_bounds_of_the_device_that_computes_them(
+    tmp_path: Path, backend: str, device: str
+) -> None:
+    submitted: list[Case] = []
+    fine = Judgement(300, dict.fromkeys(long_problems.QUANTITIES, 0.5), (), 0.0, 0)
+    table: Any = SimpleNamespace(
+        name=backend, patience=1.0, submit=lambda task, case: submitted.append(case), collect=lambda: [fine]
+    )
+    validate.run_long(Report(Console(quiet=True)), table, LongProblem(1, 300, "dense bfloat16"), tmp_path)
+    assert [case.device for case in submitted] == [device]
 
 
 def test_a_nan_is_not_within_its_bound() -> None:

@@ -60,7 +60,8 @@ class LongProblem:
         if self.kind not in KINDS:
             raise ValueError(f"kind is {self.kind!r}; it must be one of {', '.join(KINDS)}")
 
-    def case(self) -> Case:
+    def case(self, device: str) -> Case:
+        """device: "cuda" where it will run on GPUs, whose fused kernels have bounds of their own; else "cpu"."""
         dtype, exchange, sparse = KINDS[self.kind]
         segments = [self.tokens // part for part in (16, 8, 4, 2, 1)]
         pattern = Pattern.longnet(segments, (1, 2, 4, 6, 12), HEADS, causal=True) if sparse else Pattern.dense(True)
@@ -68,16 +69,16 @@ class LongProblem:
             world=self.world, group=None, tokens=self.tokens, order="zigzag", cuts=None, pattern=pattern, batch=1,
             heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=dtype, scale=None, score_scale=1.0,
             values="normal", seed=self.seed, exchange=exchange, bucket=None, kernel="auto", lse="returned",
-            strided=False,
+            strided=False, device=device,
         )  # fmt: skip
 
 
-def judged_rows(case: Case, device: str) -> Tensor:
-    """Ascending positions of the rows that are judged on that type of device: all, or SAMPLED of them.
+def judged_rows(case: Case) -> Tensor:
+    """Ascending positions of the rows that are judged on the Case's type of device: all, or SAMPLED of them.
 
     The sample has both ends of the sequence and of each rank's stretches, and others by the Case's seed.
     """
-    if case.heads * case.tokens**2 <= WHOLE[device]:
+    if case.heads * case.tokens**2 <= WHOLE[case.device]:
         return torch.arange(case.tokens)
     ends = []
     for positions in case.shards().positions:
@@ -107,7 +108,7 @@ class Judgement:
 def judge(transport: Transport, case: Case) -> Judgement:
     """Task: forward and backward on this rank's share, held against the oracle on this rank's device; and twice with
     deterministic kernels, for at such a length the fastest need not give the same bits again."""
-    rows = judged_rows(case, home().type)
+    rows = judged_rows(case)
     q, k, v, dout, dlse = case.tensors()
     others = torch.ones(case.tokens, dtype=torch.bool).scatter_(0, rows, False)
     dout[:, others] = 0

@@ -269,7 +269,8 @@ def run_cases(
 
 
 def run_long(report: Report, backend: TorchrunBackend, problem: LongProblem, folder: Path) -> None:
-    case, patience, started = problem.case(), backend.patience, time.perf_counter()
+    case = problem.case("cuda" if backend.name == "nccl" else "cpu")
+    patience, started = backend.patience, time.perf_counter()
     report.start_world(problem.world, 1)
     backend.patience = max(LARGE_PATIENCE, patience)
     try:
