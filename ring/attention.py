@@ -206,7 +206,9 @@ def _backward(
     exchange = Exchange(walk.plan, walk.transport, k, v)
     for arrival in exchange.round_trips(dk, dv):
         _tile_gradients(walk, arrival, rows)
-    grads = _results((dq, dk, dv), q)
+    grads = _results((dq,), q)  # while the last gradients of keys are on their way
+    exchange.last_home(dk, dv)
+    grads += _results((dk, dv), k)
     exchange.finish()
     return grads
 

@@ -68,7 +68,7 @@ class Exchange:
         assert (plan.rank, plan.tokens) == (transport.rank, k.shape[1])
         self.plan, self.transport, self.k, self.v = plan, transport, k, v
         self._allocated = 0
-        self._unread: Pending | None = None
+        self._last: tuple[tuple[Step, Pending], torch.Tensor] | None = None  # gradients on their way home, and the box
 
     def arrivals(self) -> Iterator[Arrival]:
         """Forward: the own keys first, then what lands."""
@@ -78,7 +78,7 @@ class Exchange:
 
     def round_trips(self, dk: Summing, dv: Summing) -> Iterator[Arrival]:
         """Backward: the same arrivals; gradients of landed keys go home and are added to dk, dv, (B, tokens, Hk, D).
-        `finish` belongs to it.
+        The last are then still on their way: `last_home` and `finish` belong to it.
         """
         with self._buffers("backward"):
             yield from self._round_trips(dk, dv)
@@ -102,13 +102,18 @@ class Exchange:
                 due[1].wait()
             due = step, self._return(step, number, grad, returned)
         if due is not None:
-            self._collect(due, returned, dk, dv)
-            self._unread = due[1]
+            self._last = due, returned
+
+    def last_home(self, dk: Summing, dv: Summing) -> None:
+        """After the round trips: await the gradients that come home last, and add them."""
+        if self._last is not None:
+            self._collect(*self._last, dk, dv)
 
     def finish(self) -> None:
         """After a backward's gradients are summed: wait until others have read what was sent last."""
-        if self._unread is not None:
-            self._unread.wait()
+        if self._last is not None:
+            (_, pending), _ = self._last
+            pending.wait()
 
     def _return(self, step: Step, number: int, grad: torch.Tensor, returned: torch.Tensor) -> Pending:
         return self.transport.post(

@@ -17,9 +17,7 @@ _CARRIED = "                grad[: due[0].carried] += self._collect(due, returne
 _STEP_AND_GRAD = "            step, grad = plan.steps[number - 1], grads[(number - 1) % len(grads)]\n"
 _LANDED = "            with _summed(step, grad) as (key_grad, value_grad):\n"
 _ZEROED = "    sums = grad.zero_() if grad.dtype == work else torch.zeros_like(grad, dtype=work)\n"
-_LAST = (
-    "        if due is not None:\n            self._collect(due, returned, dk, dv)\n            self._unread = due[1]\n"
-)
+_LAST = "            self._collect(*self._last, dk, dv)\n"
 
 BACKWARD = (
     Defect(
@@ -324,7 +322,7 @@ BACKWARD = (
         "last-returned-gradients-not-added",
         "own",
         "What the last step returns is waited for and not added.",
-        (Edit(EXCHANGE, _LAST, "        if due is not None:\n            due[1].wait()\n"),),
+        (Edit(EXCHANGE, _LAST, "            self._last[0][1].wait()\n"),),
         (14,),
     ),
     Defect(

@@ -20,6 +20,7 @@ _POSTED = (
 )
 _LATER = "            if pending is not None:\n                pending.wait()\n"
 _LAST_KEYS = "        yield arrival, len(plan.steps)\n        if pending is not None:\n            pending.wait()\n"
+_FINISH = "            (_, pending), _ = self._last\n            pending.wait()\n"
 _COLLECT = (
     "        pending.arrive()\n"
     "        key, value = Store.slots(returned[:, 0]), Store.slots(returned[:, 1])\n"
@@ -105,7 +106,7 @@ COMMUNICATION = (
         "A gradient buffer is used again once returned gradients have arrived, though others may still read it.",
         (
             Edit(EXCHANGE, "                due[1].wait()\n", ""),
-            Edit(EXCHANGE, "            self._unread = due[1]\n", ""),
+            Edit(EXCHANGE, _FINISH, "            pass\n"),
         ),
         (36,),
     ),
@@ -120,7 +121,7 @@ COMMUNICATION = (
         "last-gradients-sent-and-left",
         "own",
         "A backward returns though others may still read the gradients that it sent last.",
-        (Edit(EXCHANGE, "            self._unread.wait()\n", "            pass\n"),),
+        (Edit(EXCHANGE, _FINISH, "            pass\n"),),
         (36,),
     ),
     Defect(
@@ -134,14 +135,7 @@ COMMUNICATION = (
         "last-returned-gradients-not-waited-for",
         "Cornstarch#77",
         "The gradients of the last step are neither waited for nor added.",
-        (
-            Edit(
-                EXCHANGE,
-                "        if due is not None:\n            self._collect(due, returned, dk, dv)\n"
-                "            self._unread = due[1]\n",
-                "",
-            ),
-        ),
+        (Edit(EXCHANGE, "        if due is not None:\n            self._last = due, returned\n", ""),),
         (14, 37),
     ),
     Defect(
