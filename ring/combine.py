@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -49,12 +50,18 @@ def _rows_of(entry, where, mask, KIND: tl.constexpr, ALIGNED: tl.constexpr):  # 
 @triton.jit
 def _combine(  # type: ignore[no-untyped-def]
     entries, first, out, lse, out_batch, out_row, out_head, lse_batch, lse_head, lse_row, tokens, heads, apart,
+    twin, twin_entries,
     DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr,
     WEIGHTED: tl.constexpr, WIDE: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """Every `apart`-th row of one head and batch. WEIGHTED: softmax averages, by lse; else plain sums. KIND: the 16-bit
-    type. WIDE: the parts are fp32; 2: some of them are.
+    type. WIDE: the parts are fp32; 2: some of them are. twin: another output like it, whose entries lie that much
+    further.
     """
+    if tl.program_id(2) == 1:
+        out = twin
+        first += twin_entries
+        entries += twin_entries
     head = tl.program_id(0) % heads  # neighbours in memory are neighbours in time
     chunk = tl.program_id(0) // heads
     begin = chunk // apart * (ROWS * apart) + chunk % apart
@@ -93,7 +100,7 @@ def _combine(  # type: ignore[no-untyped-def]
                 higher = tl.where((top != top) | (new != new), top + new, tl.maximum(top, new))
                 base = tl.where(higher == float("-inf"), 0.0, higher)
                 old_share, share = tl.exp(top - base), tl.exp(new - base)
-                total = total * old_share[:, None] + tl.where(held[:, None], part * share[:, None], 0.0)
+                total = total * old_share[:, None] + part * share[:, None]  # not held: 0 * exp(-inf)
                 weight = weight * old_share + share
                 top = higher
             else:
@@ -101,7 +108,7 @@ def _combine(  # type: ignore[no-untyped-def]
     there = row < tokens
     if WEIGHTED:
         base = tl.where(top == float("-inf"), 0.0, top)
-        total = total / tl.where(weight == 0.0, 1.0, weight)[:, None]
+        total = total * (1.0 / tl.where(weight == 0.0, 1.0, weight))[:, None]  # a division for each number takes longer
         tl.store(lse + batch * lse_batch + head * lse_head + row * lse_row, base + tl.log(weight), there)
     to = out + (batch * out_batch + head * out_head + row.to(tl.int64) * out_row)[:, None] + column[None, :]
     if ALIGNED:
@@ -121,6 +128,8 @@ class _Kept:
         self._parts: list[_Part] = []
         self._kept = 0
         self._plain: Accumulator | Sum | None = None
+        self.since = torch.cuda.Event()
+        self.since.record()
 
     def keep(self, part: _Part) -> None:
         self._parts.append(part)
@@ -133,12 +142,13 @@ class _Kept:
         if self._plain is None:
             self._plain = Accumulator(self._like) if self._weighted else Sum(self._like)
         if self._parts:
-            _run([self._job(self._plain.out, self._plain.lse if isinstance(self._plain, Accumulator) else None)])
+            lse = self._plain.lse if isinstance(self._plain, Accumulator) else None
+            _run([self._job(self._plain.out, lse)], self.since)
         return self._plain
 
     def result(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
         job = self.last(dtype)
-        _run([job])
+        _run([job], self.since)
         return job.out, job.lse
 
     def last(self, dtype: torch.dtype) -> _Job:
@@ -167,16 +177,16 @@ class _Job:
     lse: torch.Tensor | None
     kind: torch.dtype
 
-    @property
+    @cached_property
     def apart(self) -> int:
         return min(_APART, max((part.rows.step for part in self.parts), default=1))
 
-    @property
+    @cached_property
     def aligned(self) -> bool:
         """Whether rows allow wide loads."""
         return self.out.shape[3] % 8 == 0 and all(_is_aligned(x) for x in (self.out, *(x.out for x in self.parts)))
 
-    @property
+    @cached_property
     def wide(self) -> int:
         fp32 = sum(part.out.dtype == torch.float32 for part in self.parts)
         return 0 if not fp32 else 1 if fp32 == len(self.parts) else 2
@@ -188,19 +198,36 @@ class _Job:
         first = np.searchsorted(table[:, 0], np.arange(self.out.shape[2] + 1))
         return np.concatenate([first, table[:, 1:].reshape(-1)])
 
-    def launch(self, entries: torch.Tensor) -> None:
+    def launch(self, entries: torch.Tensor, twin: torch.Tensor | None) -> None:
+        """twin: the output of another job of the same form, whose entries follow."""
         out, lse, apart = self.out, self.lse, self.apart
         batch, tokens, heads, dim = out.shape
         numbers = lse.stride() if lse is not None else (0, 0, 0)
-        _combine[(triton.cdiv(tokens, _ROWS * apart) * apart * heads, batch)](
+        _combine[(triton.cdiv(tokens, _ROWS * apart) * apart * heads, batch, 1 if twin is None else 2)](
             entries[heads + 1 :], entries, out, out if lse is None else lse, out.stride(0), out.stride(1),
-            out.stride(2), *numbers, tokens, heads, apart, dim, triton.next_power_of_2(dim), _ROWS,
-            _KINDS.get(self.kind, tl.bfloat16), self.aligned, lse is not None, self.wide, _FIELDS, num_warps=_WARPS,
+            out.stride(2), *numbers, tokens, heads, apart, out if twin is None else twin, len(entries), dim,
+            triton.next_power_of_2(dim), _ROWS, _KINDS.get(self.kind, tl.bfloat16), self.aligned, lse is not None,
+            self.wide, _FIELDS, num_warps=_WARPS,
         )  # fmt: skip
 
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What a launch is made for, but for the addresses; a sum's."""
+        assert self.lse is None
+        out = self.out
+        return out.shape, out.stride(), out.dtype, self.kind, self.apart, self.aligned, self.wide
 
-def _run(jobs: Sequence[_Job]) -> None:
-    """With one copy to the GPU for all: in a short call each keeps the kernels behind it waiting."""
+
+@lru_cache
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    """For copies that no kernel has to be done for."""
+    return torch.cuda.Stream(device)
+
+
+def _run(jobs: Sequence[_Job], since: torch.cuda.Event) -> None:
+    """With one copy to the GPU for all, which waits for what was there at `since` and for no kernel: in a short call
+    each copy keeps the kernels behind it waiting.
+    """
     jobs = [job for job in jobs if job.out.numel()]
     if not jobs:
         return
@@ -208,9 +235,18 @@ def _run(jobs: Sequence[_Job]) -> None:
     host = torch.from_numpy(np.concatenate(entries)).pin_memory()
     if torch.cuda.is_current_stream_capturing():
         _captured.append(host)
-    device = host.to(jobs[0].out.device, non_blocking=True)
-    for job, part in zip(jobs, device.split([len(x) for x in entries]), strict=True):
-        job.launch(part)
+    current, other = torch.cuda.current_stream(), _beside(jobs[0].out.device)
+    other.wait_event(since)
+    with torch.cuda.stream(other):
+        device = host.to(jobs[0].out.device, non_blocking=True)
+    current.wait_stream(other)
+    device.record_stream(current)
+    parts = device.split([len(x) for x in entries])
+    if len(jobs) == 2 and jobs[0].form == jobs[1].form and len(parts[0]) == len(parts[1]):  # keys' and values', mostly
+        jobs[0].launch(parts[0], jobs[1].out)
+        return
+    for job, part in zip(jobs, parts, strict=True):
+        job.launch(part, None)
 
 
 class CombinedAccumulator:
@@ -261,14 +297,17 @@ class CombinedSum:
     def last(self, dtype: torch.dtype) -> _Job:
         return self._kept.last(dtype)
 
+    @property
+    def since(self) -> torch.cuda.Event:
+        return self._kept.since
+
 
 def results(sums: Sequence[Summing], dtype: torch.dtype) -> list[torch.Tensor]:
     """The result of each in that type, all at once."""
-    jobs = []
-    for one in sums:
-        assert isinstance(one, CombinedSum)
-        jobs.append(one.last(dtype))
-    _run(jobs)
+    combined = [one for one in sums if isinstance(one, CombinedSum)]
+    assert len(combined) == len(sums)
+    jobs = [one.last(dtype) for one in combined]
+    _run(jobs, combined[0].since)
     return [job.out for job in jobs]
 
 

@@ -58,13 +58,14 @@ class _Pool:
 
 @dataclass(frozen=True)
 class _Copied:
-    """A batch on the side stream. here: all that it receives was copied; read: so was all that it sends."""
+    """A batch on the side stream. here: what it receives was copied, lane by lane; read: so was all that it sends."""
 
-    here: torch.cuda.Event
+    here: Sequence[torch.cuda.Event]
     read: torch.cuda.Event
 
     def arrive(self) -> None:
-        torch.cuda.current_stream().wait_event(self.here)
+        for lane in self.here:
+            torch.cuda.current_stream().wait_event(lane)
 
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self.read)
@@ -106,18 +107,15 @@ class SymmetricTransport(ProcessGroupTransport):
         if route.by_nccl:
             return super().post(sends, receives)
         self._side.wait_stream(torch.cuda.current_stream())
-        batch = _Copied(torch.cuda.Event(), torch.cuda.Event())
         with torch.cuda.stream(self._side):
-            if route.pool is not None:
-                self._meet(route, route.pool, sends, receives, batch.here)
-            else:
-                batch.here.record(self._side)
-            batch.read.record(self._side)
-        return batch
+            here = [] if route.pool is None else self._meet(route, route.pool, sends, receives)
+            read = torch.cuda.Event()
+            read.record()
+        return _Copied(here, read)
 
     def _meet(
-        self, route: _Route, pool: _Pool, sends: Sequence[Message], receives: Sequence[Message], here: torch.cuda.Event
-    ) -> None:
+        self, route: _Route, pool: _Pool, sends: Sequence[Message], receives: Sequence[Message]
+    ) -> list[torch.cuda.Event]:
         """Neighbours first, so that not all ranks copy from the same one at a time; several copies at a time, each on a
         lane. All that others wait for is put before anything is waited for, or follows from what they put so: whatever
         streams the GPU takes one after the other, no ranks wait for each other in a circle.
@@ -126,21 +124,23 @@ class SymmetricTransport(ProcessGroupTransport):
         for peer in readers:
             signals.put(pool.ready(peer, self.rank), 1)
         owners = sorted({message.peer for message in receives}, key=self._distance)
+        lanes = self._lanes[: len(owners)]
+        for lane in lanes:
+            lane.wait_stream(self._side)
+        here = [torch.cuda.Event() for _ in lanes]
         for number, peer in enumerate(owners):
-            lane = self._lanes[number % len(self._lanes)]
-            if number < len(self._lanes):
-                lane.wait_stream(self._side)
-            with torch.cuda.stream(lane):
+            with torch.cuda.stream(lanes[number % len(lanes)]):
                 signals.wait(pool.ready(self.rank, peer), 1)
                 signals.put(pool.ready(self.rank, peer), 0)
                 self._copy(route, pool, peer, [message for message in receives if message.peer == peer])
+                here[number % len(lanes)].record()  # the lane's last is what remains
                 signals.put(pool.done(peer, self.rank), 1)
-        for lane in self._lanes[: len(owners)]:
+        for lane in lanes:
             self._side.wait_stream(lane)
-        here.record(self._side)
         for peer in readers:
             signals.wait(pool.done(self.rank, peer), 1)
             signals.put(pool.done(self.rank, peer), 0)
+        return here
 
     def _distance(self, peer: int) -> int:
         return (peer - self.rank) % self.world_size

@@ -60,21 +60,21 @@ class _Nothing:
 class Silent(OwnBuffers):
     """A transport over which nothing is sent, for timing what is left.
 
-    The first time that it sees a receive buffer it fills it with random numbers: a GPU computes faster with zeros. Not
-    in a CUDA graph, where that would be repeated.
+    Its buffers hold random numbers from the start, for a GPU computes faster with zeros, and are kept: those of a CUDA
+    graph would be new, and hold whatever was there.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
-        self._filled: set[tuple[int, int]] = set()  # address and size: a buffer made anew at the same place is filled
+        self._buffers: dict[tuple[str, tuple[int, ...], torch.dtype], Tensor] = {}
+
+    def empty(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        key = name, tuple(shape), dtype
+        if key not in self._buffers:
+            self._buffers[key] = super().empty(name, shape, dtype, device).normal_()
+        return self._buffers[key]
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        for message in receives:
-            place = message.tensor.data_ptr(), message.bytes
-            capturing = message.tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-            if place not in self._filled and not capturing:
-                message.tensor.normal_()
-                self._filled.add(place)
         return _Nothing()
 
     def unanimous(self, payload: bytes) -> bool:

@@ -133,8 +133,10 @@ class Bench:
     def _ours(self, base: dict[str, Any], problem: Problem, found: Found, exchange: str) -> None:
         options, inputs = self.options, self._inputs(problem)
         make = partial(ours.ring, problem, inputs, exchange, options.kernel, options.bucket)
-        silent = ours.without_messages(problem, inputs, self.ranks.rank, exchange, options.kernel, options.bucket)
-        found.silent = self._timed({**base, "method": SILENT}, problem, found, nullcontext(silent))
+        alone = partial(
+            ours.without_messages, problem, inputs, self.ranks.rank, exchange, options.kernel, options.bucket
+        )
+        found.silent = self._timed({**base, "method": SILENT}, problem, found, _made(alone))
         base["method"] = OURS
         self._timed(base, problem, found, nullcontext(make(check=True)), exchange)
         if options.graph:
