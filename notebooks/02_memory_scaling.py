@@ -552,7 +552,7 @@ print(
 # %% [markdown]
 # The closed form is what the algorithm needs, not what the allocator is asked for. On GPUs forward holds less of it,
 # since partial results stay in 16 bits until one pass combines them, and no fp32 accumulator exists. Backward may hold
-# more: a fused kernel takes memory of its own, fp32 for dq and 16 bits for dk and dv of every query head. From 512 MiB
+# more: a fused kernel takes memory of its own, fp32 for dq and 16 bits for dk and dv of every query head. From 256 MiB
 # on it is called by groups of heads, so that it takes no more than that, and long shards stay below the closed form.
 # Per token they take least: their buffers have reached the bucket of 64 Ki tokens, and are a constant from there on.
 # (Of three lengths on either side of that bend no exponent can be fitted well: see the intervals.)

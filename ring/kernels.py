@@ -35,7 +35,7 @@ VECTOR = 16
 # The math kernel takes at least so many query rows at a time.
 _LEAST_ROWS = 8
 # Bytes that a fused backward on a GPU may take beyond what it reads and returns; more only for a single group of heads.
-MOST_WORKSPACE = 2**29
+MOST_WORKSPACE = 2**28
 
 
 @dataclass(frozen=True)

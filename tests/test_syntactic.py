@@ -105,6 +105,19 @@ def test_a_run_goes_on_where_another_ended(tmp_path: Path, monkeypatch: pytest.M
     assert len(read_results(results)) == 2
 
 
+@pytest.mark.parametrize(("verdict", "tested"), [("equivalent", False), ("performance", False), ("gap", True)])
+def test_settled_survivors_may_be_left_out_of_the_unit_tests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verdict: str, tested: bool
+) -> None:
+    made = change(*SAME)
+    monkeypatch.setattr(syntactic, "mutations_of", {"ring/store.py": [made]}.__getitem__)
+    monkeypatch.setattr(syntactic, "read_reasons", lambda path: {record_of(made).place: Reason(verdict, "because")})
+    results = tmp_path / "results"
+    arguments = ["--files", "ring/store.py", "--jobs", "1", "--limit", "3", "--unsettled", "--results", str(results)]
+    assert syntactic.main(arguments) == (1 if verdict == "gap" else 0)
+    assert [json.loads(line)["tested"] for line in results.read_text().splitlines()] == [False, True][: 1 + tested]
+
+
 def test_more_examples_are_for_survivors_only() -> None:
     killed, survivor = change(*WRONG), change(*SAME)
     known = {

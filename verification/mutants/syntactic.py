@@ -21,7 +21,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
@@ -40,7 +40,7 @@ from verification.laws import LAWS
 from verification.mutants.mutations import ROOT, Mutation, NoGenerator, mutations_of
 from verification.mutants.runner import Subject, anything
 from verification.mutants.substitution import limit_processor, run_tests, substitute
-from verification.mutants.summary import SURVIVORS, Record, explained, markdown, rate, read_reasons
+from verification.mutants.summary import SAME, SURVIVORS, Place, Record, explained, markdown, rate, read_reasons
 from verification.outputs import check_file, check_folder
 from verification.pool import Pool, PoolError
 from verification.runner import law_experiment
@@ -234,11 +234,13 @@ def misused_or_anything(draw: st.DrawFn, worlds: tuple[int, ...]) -> Subject:
 
 
 def judge_all(
-    changes: dict[str, list[Mutation]], known: dict[str, Record], seed: int, limit: int, jobs: int
-) -> Iterator[Record]:
+    changes: dict[str, list[Mutation]], known: dict[str, Record], seed: int, limit: int, jobs: int,
+    settled: Container[Place] = (),
+) -> Iterator[Record]:  # fmt: skip
     """New outcomes, which are put into `known` too: of all changes the examples, then of survivors the tests.
 
-    changes: by file, in the order in which they are wanted. Raises NotSane, BrokenExecutor.
+    changes: by file, in the order in which they are wanted. settled: survivors that the tests need not see. Raises
+    NotSane, BrokenExecutor.
     """
     # Every process computes on one core: from the import of numpy on.
     os.environ.update({name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")})
@@ -246,7 +248,8 @@ def judge_all(
     try:
         for tests in (False, True):
             for file, found in changes.items():
-                tasks = [task for change in found if (task := _task(change, known, seed, limit, tests)) is not None]
+                wanted = [change for change in found if not tests or _place(change) not in settled]
+                tasks = [task for change in wanted if (task := _task(change, known, seed, limit, tests)) is not None]
                 if not tasks:
                     continue
                 unchanged = Mutation(file, 0, "", "none", "", "", (ROOT / file).read_text())
@@ -264,6 +267,10 @@ def judge_all(
 def _end_with_the_run() -> None:
     """A worker of a run that was killed would wait for tasks for ever."""
     threading.Thread(target=exit_with_parent, daemon=True).start()
+
+
+def _place(change: Mutation) -> Place:
+    return change.file, change.function, change.before, change.after
 
 
 def _task(change: Mutation, known: dict[str, Record], seed: int, limit: int, tests: bool) -> Task | None:
@@ -320,7 +327,8 @@ def _run(options: argparse.Namespace) -> int:
     known = read_results(options.results)
     changes = {file: [x for x in mutations_of(file) if not _on_gpus(x)] for file in files}
     with options.results.open("a") as results:
-        for record in judge_all(changes, known, options.seed, options.limit, options.jobs):
+        settled = {place for place, reason in reasons.items() if reason.verdict in SAME} if options.unsettled else ()
+        for record in judge_all(changes, known, options.seed, options.limit, options.jobs, settled):
             results.write(json.dumps(asdict(record)) + "\n")
             results.flush()
             print(record, flush=True)
@@ -357,6 +365,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=count, default=os.cpu_count() or 1, metavar="N", help="default: the cores")
     parser.add_argument("--limit", type=count, default=LIMIT, metavar="N", help="examples a change (%(default)s)")
     parser.add_argument("--seed", type=int, default=SEED, metavar="N", help="of the examples (%(default)s)")
+    parser.add_argument(
+        "--unsettled", action="store_true",
+        help="leave out the unit tests of survivors that survivors.toml calls the same in the result: they had not "
+        "noticed these when that was written",
+    )  # fmt: skip
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help="outcomes (%(default)s)")
     parser.add_argument("--summary", type=Path, metavar="FILE", help="write the summary as Markdown")
     add_json(parser, "the outcomes with their verdicts")
