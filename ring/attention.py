@@ -8,10 +8,11 @@ one accumulator per query row. The backward of a partial takes its own q, k, v a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from functools import cached_property, wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,23 @@ from ring.transport import SoloTransport, Transport
 if TYPE_CHECKING:  # needs Triton, which is where CUDA is
     from ring.combine import CombinedAccumulator
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
+
+def _on_its_device(call: Callable[P, R]) -> Callable[P, R]:
+    """With the device of q as the current one: streams, kernels and the place where ranks meet go by that."""
+
+    @wraps(call)
+    def there(*arguments: P.args, **named: P.kwargs) -> R:
+        q = named.get("q", *arguments[:1])
+        with torch.cuda.device_of(q) if isinstance(q, torch.Tensor) else nullcontext():
+            return call(*arguments, **named)
+
+    return there
+
+
+@_on_its_device
 def ring_attention(
     q: torch.Tensor,
     k: torch.Tensor,

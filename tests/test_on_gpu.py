@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from reference import Branch, Pattern
 from ring import Layout, kernels, ring_attention
@@ -296,3 +297,32 @@ def test_a_captured_call_replays() -> None:
     replayed = [x.clone() for x in captured]
     for found, exact in zip(replayed, step(), strict=True):
         close(found, exact.double(), 2.0**-7, "replayed")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_the_current_device_need_not_be_that_of_the_tensors() -> None:
+    n = 256
+    torch.manual_seed(5)
+    q, k, v, dout = (torch.randn(1, n, h, 64, device="cuda:1", dtype=torch.bfloat16) for h in (4, 2, 2, 4))
+    assert torch.cuda.current_device() == 0
+    results = []
+    for name, dtype in (("auto", torch.bfloat16), ("math", torch.float64)):
+        leaves = [x.to(dtype).detach().requires_grad_() for x in (q, k, v)]
+        pattern, (a, b, c) = Pattern.longnet([64, 256], [1, 4], 4, True), leaves
+        out = ring_attention(a, b, c, pattern, Layout.zigzag(n, 1), kernel=name)
+        assert isinstance(out, torch.Tensor)
+        results.append((out, *torch.autograd.grad(out, leaves, dout.to(dtype))))
+    assert torch.cuda.current_device() == 0
+    for found, exact in zip(*results, strict=True):
+        close(found, exact, 8 * UNIT[torch.bfloat16], "cuda:1")
+
+
+def test_a_group_made_without_the_name_of_a_backend_is_used_from_a_gpu() -> None:
+    """Torch then makes gloo for the CPU and NCCL for GPUs."""
+    x = torch.ones(1, 8, 1, 8, device="cuda", dtype=torch.bfloat16)
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        out = ring_attention(x, x, x, Pattern.dense(True), Layout.zigzag(8, 1))
+        assert isinstance(out, torch.Tensor) and torch.equal(out, x)
+    finally:
+        dist.destroy_process_group()

@@ -75,7 +75,10 @@ TESTS = {
 }
 # What only GPUs run, and nothing here could tell a change of: whole files, and functions of the files above.
 ON_GPUS = ("ring/combine.py", "ring/packing.py", "ring/signals.py", "ring/symmetric.py")
-FUNCTIONS_ON_GPUS = {"ring/kernels.py": ("_alike", "_no_dropout", "_gpu_forward", "_gpu_backward")}
+FUNCTIONS_ON_GPUS = {
+    "ring/attention.py": ("_on_its_device",),
+    "ring/kernels.py": ("_alike", "_no_dropout", "_gpu_forward", "_gpu_backward"),
+}
 PROCESS_GROUPS = ("ring/transport.py", "ring/attention.py")  # have code that only real processes run
 RESULTS = Path(".verification/mutations.jsonl")
 SEED = 3
