@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -391,12 +391,24 @@ def test_long_problems_are_judged_by_the_bounds_of_the_device_that_computes_them
     tmp_path: Path, backend: str, device: str
 ) -> None:
     submitted: list[Case] = []
+    problem = LongProblem(1, 300, "dense bfloat16")
     fine = Judgement(300, dict.fromkeys(long_problems.QUANTITIES, 0.5), (), 0.0, 0)
     table: Any = SimpleNamespace(
         name=backend, patience=1.0, submit=lambda task, case: submitted.append(case), collect=lambda: [fine]
     )
-    validate.run_long(Report(Console(quiet=True)), table, LongProblem(1, 300, "dense bfloat16"), tmp_path)
+    validate.run_long(Report(Console(quiet=True)), table, problem, tmp_path)
     assert [case.device for case in submitted] == [device]
+    assert table.last == {"long": asdict(problem)}, "saved as that if the processes are ended, not as a Case"
+
+
+@pytest.mark.parametrize("last", [None, {"long": {"world": 2}}, plain(2)], ids=("nothing", "long", "Case"))
+def test_what_was_under_way_is_saved_as_what_it_is(tmp_path: Path, last: Any) -> None:
+    report = Report(Console(quiet=True))
+    table: Any = SimpleNamespace(name="gloo", last=last, table=SimpleNamespace(place=SimpleNamespace(world_size=2)))
+    validate._record_loss(SeatLost({1}), report, table, tmp_path)
+    ((failure,), saved) = report.failures, {} if last is None else last
+    wanted = json.loads(saved.to_json()) if isinstance(saved, Case) else saved
+    assert failure.record == wanted and json.loads(failure.file.read_text()) == wanted
 
 
 def test_a_nan_is_not_within_its_bound() -> None:

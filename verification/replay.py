@@ -17,15 +17,15 @@ from verification.peers.peer import KNOWN, Refused
 from verification.report import Failure, Report
 
 
-def replay(file: Path, report: Report, backend: Backend) -> Report:
+def replay(file: Path, report: Report, backend: Backend, argument: str = "FILE") -> Report:
     """Raises Unavailable for a file that is none, or holds no Case, law or problem; what is found is in the
-    report. Closes the backend.
+    report. Closes the backend. argument: by which the file was given.
     """
     try:
         record = json.loads(file.read_text())
         experiment, subject, case = records.understand(record)
     except (OSError, ValueError, RecursionError, Refused) as error:  # lists within lists are too much for the parser
-        raise Unavailable(f"argument FILE: cannot read a counter-example from {file}: {error}") from error
+        raise Unavailable(f"argument {argument}: cannot read a counter-example from {file}: {error}") from error
     if "peer" in record:
         if backend.name != "gloo":
             raise Unavailable(f"argument --backend: a peer needs torch.distributed, on gloo; got {backend.name}")
@@ -33,7 +33,9 @@ def replay(file: Path, report: Report, backend: Backend) -> Report:
     world = case.world
     most = runner.MOST_RANKS[backend.name]
     if world > most:
-        raise Unavailable(f"argument FILE: world is {world} in {file}; on {backend.name} it must be at most {most}")
+        raise Unavailable(
+            f"argument {argument}: world is {world} in {file}; on {backend.name} it must be at most {most}"
+        )
     try:
         backend.start(world)
         with report:

@@ -326,7 +326,7 @@ class TorchrunBackend(GlooBackend):
         super().__init__(patience, prepare)
         self.name = name
         self.table = table
-        self.last: Case | None = None  # what is, or was last, under way
+        self.last: Case | dict[str, Any] | None = None  # what is, or was last, under way: a Case, or how it is saved
 
     def start(self, world: int) -> None:
         """Ranks that are there and well are kept."""

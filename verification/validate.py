@@ -23,6 +23,7 @@ from verification import links, long_problems, runner
 from verification import replay as replays
 from verification.arguments import add_failures, add_json, add_seed, count
 from verification.backends import Preparation, Unavailable
+from verification.case import Case
 from verification.failures import RankCrash, VerificationFailure
 from verification.hunt import ToolError
 from verification.long_problems import LongProblem
@@ -197,8 +198,8 @@ def _refuse(why: str) -> int:
 
 def _record_loss(lost: SeatLost, report: Report, backend: TorchrunBackend, folder: Path) -> None:
     """There is nothing left to shrink it on: what was under way is saved as it was."""
-    case = backend.last
-    record = {} if case is None else json.loads(case.to_json())
+    last = backend.last
+    record: dict[str, Any] = json.loads(last.to_json()) if isinstance(last, Case) else last or {}
     failure = RankCrash(f"{lost}; what was under way, if anything, is saved as it was drawn, not shrunk")
     report.failed(
         save_record(failure, "every process stays", backend.table.place.world_size, record, folder, backend.name)
@@ -243,11 +244,12 @@ def run_links(report: Report, backend: TorchrunBackend, folder: Path) -> bool:
         large = any(isinstance(x, int) and x > 2**20 for x in arguments)
         return backend.run(function, *arguments, patience=patience if large else backend.patience)
 
+    backend.last = {"links": {"world": world}}
     try:
         rates = links.check_links(run, links.SIZES[backend.name])
     except VerificationFailure as failure:
         report.end_world(links.TITLE)
-        report.failed(save_record(failure, links.TITLE, world, {"links": {"world": world}}, folder, backend.name))
+        report.failed(save_record(failure, links.TITLE, world, backend.last, folder, backend.name))
         return False
     report.held("uint8", {links.TITLE: 0.0}, time.perf_counter() - started)
     report.end_world(links.TITLE)
@@ -275,6 +277,7 @@ def run_long(report: Report, backend: TorchrunBackend, problem: LongProblem, fol
     backend.patience = max(LARGE_PATIENCE, patience)
     try:
         backend.submit(long_problems.judge, case)
+        backend.last = {"long": asdict(problem)}
         seen: list[long_problems.Judgement] = backend.collect()
         ratios = long_problems.verdict(problem, seen)
     except VerificationFailure as failure:
@@ -311,7 +314,7 @@ def _replay(options: argparse.Namespace, report: Report, backend: TorchrunBacken
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise Unavailable(f"argument --replay: cannot read a counter-example from {file}: {error}") from error
     if special is None:
-        replays.replay(file, report, backend)
+        replays.replay(file, report, backend, "--replay")
         return
     with report:
         backend.start(backend.table.place.world_size if problem is None else problem.world)
