@@ -79,3 +79,42 @@ def test_fused_kernels_on_cpus_are_given_head_dims_without_gaps(how: str, dim: i
     assert dim == 1 or all(x.stride(3) == 1 for x in seen.fused)
     if how == "as it is":
         assert seen.fused[0].data_ptr() == q.data_ptr(), "no copy is needed"
+
+
+STRIDED = {  # of (batch, head, row), and where it begins, in numbers of 2 bytes; whether it stays where it is
+    "rows of a shard": ((2, 3, 5), (120, 8, 24), 0, True),
+    "heads of a shard apart": ((2, 3, 5), (256, 16, 48), 8, True),
+    "begins elsewhere": ((2, 3, 5), (120, 8, 24), 4, False),
+    "begins one number late": ((1, 1, 1), (120, 8, 24), 1, False),
+    "batches elsewhere": ((2, 3, 5), (124, 8, 24), 0, False),
+    "heads elsewhere": ((2, 3, 5), (160, 12, 32), 0, False),
+    "rows elsewhere": ((2, 3, 5), (160, 8, 28), 0, False),
+    "one batch, wherever the next would be": ((1, 3, 5), (7, 8, 24), 0, True),
+    "one head, wherever the next would be": ((2, 1, 5), (120, 3, 24), 0, True),
+    "one row, wherever the next would be": ((2, 3, 1), (120, 8, 5), 0, True),
+    "one of each": ((1, 1, 1), (3, 5, 7), 0, True),
+    "one head of one batch": ((1, 1, 5), (1, 1, 24), 0, True),
+    "one row of one batch": ((1, 3, 1), (9, 16, 11), 0, True),
+    "every row the same": ((2, 3, 5), (24, 8, 0), 0, True),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("sizes", "strides", "begin", "stays"), STRIDED.values(), ids=STRIDED)
+def test_rows_for_gpus_begin_at_multiples_of_16_bytes(
+    sizes: tuple[int, int, int], strides: tuple[int, int, int], begin: int, stays: bool, dtype: torch.dtype
+) -> None:
+    """And where there is one batch, head or row, its stride is what it would be were the rest contiguous."""
+    dim = 8
+    x = torch.arange(512, dtype=torch.float64).to(dtype).as_strided((*sizes, dim), (*strides, 1), begin)
+    found = kernels._aligned(x[None, :, :, None])
+    assert torch.equal(found, x)
+    assert (found.data_ptr() == x.data_ptr()) is stays
+    assert found.data_ptr() % 16 == 0 and found.stride(3) == 1
+    whole = dim
+    for i in (2, 1, 0):
+        if sizes[i] == 1:
+            assert found.stride(i) == whole
+        else:
+            assert 2 * found.stride(i) % 16 == 0 and (found.stride(i) == x.stride(i) or not stays)
+        whole = max(whole, found.stride(i) * sizes[i])
