@@ -6,13 +6,15 @@ What is wrong with arguments on one rank alone, `tests/test_attention_single.py`
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from reference.pattern import Pattern
-from ring import Layout, ring_attention
+from ring import Layout, agreement, ring_attention
 from verification.simulated_transport import SimulatedTransport
 from verification.simulation import Simulation
 
@@ -100,3 +102,21 @@ def test_whatever_is_wrong_on_one_rank_is_said_on_all(arguments: Arguments, said
 )
 def test_ranks_that_differ_are_told_in_what(changes: tuple[Arguments, ...], said: str) -> None:
     assert together(*changes) == [f"ValueError: {said}"] * len(changes)
+
+
+@pytest.mark.parametrize("kernel", ["flash", "cudnn"])
+@pytest.mark.parametrize(
+    ("dtype", "heads", "dim", "taken"),
+    [
+        (torch.bfloat16, 3, 64, True), (torch.float16, 1, 128, True), (torch.float16, 8, 12, False),
+        (torch.bfloat16, 8, 136, False), (torch.float32, 8, 64, False),
+    ],
+)  # fmt: skip
+def test_a_fused_kernel_of_gpus_is_refused_where_it_takes_no_tile(
+    kernel: str, dtype: torch.dtype, heads: int, dim: int, taken: bool
+) -> None:
+    """Needs no GPU: nothing is computed."""
+    q: Any = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 8, heads, dim))
+    call: Any = SimpleNamespace(kernel=kernel, q=q, return_lse=False, differentiated=True)
+    with nullcontext() if taken else pytest.raises(NotImplementedError, match=f"{dtype} and head dim {dim}"):
+        agreement._validate_fused(call)
