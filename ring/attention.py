@@ -21,13 +21,13 @@ from reference.pattern import Pattern
 from ring import kernels
 from ring.accumulator import Accumulator, Sum, Summing, accumulator_dtype, lse_store
 from ring.agreement import Call, agree
-from ring.budget import default_bucket
+from ring.budget import default_bucket, default_own
 from ring.exchange import Arrival, Exchange
 from ring.layout import Layout
 from ring.plan import Plan, Tile, plan_of
 from ring.store import Store
 from ring.symmetric import transport_of
-from ring.transport import SoloTransport, Transport
+from ring.transport import ProcessGroupTransport, SoloTransport, Transport
 
 if TYPE_CHECKING:  # needs Triton, which is where CUDA is
     from ring.combine import CombinedAccumulator
@@ -95,10 +95,14 @@ def ring_attention(
     transport = _transport(group, layout)
     call = Call(q, k, v, pattern, layout, exchange, bucket, kernel, scale, return_lse)
     agree(call, transport, check)
+    if q.is_cuda and not isinstance(group, Transport):
+        transport = _between_gpus(transport)  # only now: the ranks meet in it, and have all of them tensors on GPUs
     heads, kv_heads, dim = q.shape[2], k.shape[2], q.shape[3]
+    own = None
     if bucket is None:
         bucket = default_bucket(layout, heads, kv_heads, q.dtype, q.device.type)
-    plan = plan_of(pattern, layout, transport.rank, heads, kv_heads, exchange, bucket)
+        own = default_own(q, bucket)
+    plan = plan_of(pattern, layout, transport.rank, heads, kv_heads, exchange, bucket, own)
     walk = _Walk(plan, transport, kernel, dim**-0.5 if scale is None else float(scale))
     out, lse = _RingAttention.apply(q, k, v, walk)
     return (out, lse) if return_lse else out
@@ -115,7 +119,11 @@ def _transport(group: dist.ProcessGroup | Transport | None, layout: Layout) -> T
         return SoloTransport()
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise ValueError(f"group must be a process group, a Transport or None, got {group!r}")
-    return transport_of(group)
+    return ProcessGroupTransport(group)
+
+
+def _between_gpus(transport: Transport) -> Transport:
+    return transport_of(transport.group) if isinstance(transport, ProcessGroupTransport) else transport
 
 
 def accumulator_for(query: torch.Tensor) -> Accumulator | CombinedAccumulator:

@@ -13,6 +13,8 @@ SHARE = 0.1
 # it is also what several GPUs hold of a sequence of middle length, which then lands at once.
 LEAST = 32
 LEAST_ON_GPUS = 2**16
+# Numbers of a tensor of one kernel call on GPUs: some kernels count them in 32 bits.
+MOST_NUMBERS = 2**30
 
 
 def default_bucket(layout: Layout, heads: int, kv_heads: int, dtype: torch.dtype, device: str = "cpu") -> int:
@@ -26,3 +28,13 @@ def default_bucket(layout: Layout, heads: int, kv_heads: int, dtype: torch.dtype
     shard = max(layout.counts) * 2 * (heads + kv_heads) * item  # q, k, v and output
     token = 2 * kv_heads * (2 * item + 3 * work)
     return max(LEAST_ON_GPUS if device == "cuda" else LEAST, int(SHARE * shard / token))
+
+
+def default_own(q: torch.Tensor, bucket: int) -> int:
+    """Tokens of several segments of the own keys per kernel call for `bucket=None`. q: (B, N, H, D).
+
+    On GPUs more than in a bucket: own keys do not land, what a call returns is kept there until the merge in any case,
+    and what covers the whole shard alone need not be merged.
+    """
+    batch, _, heads, dim = q.shape
+    return max(bucket, MOST_NUMBERS // (batch * heads * dim)) if q.is_cuda else bucket

@@ -6,13 +6,13 @@ number is computed once, from the partial results that hold its row and head, in
 
 What a partial result covers is written down as integers, one entry for each of its heads: addresses, and the grid of
 its rows. A program of the kernel has tokens of one head, and asks each of the head's entries which of them it holds.
-Its tokens lie as far apart as those of the widest grid, so that a dilated grid holds all of them or, mostly, none. The
-plain version, `ring.accumulator`, is the reference; grids that are listed go there.
+Its tokens lie as far apart as those of the widest grid, so that a dilated grid holds all of them or, mostly, none. A
+partial result that covers everything, as a branch without dilation gives it, becomes the output: only what others hold
+too is touched. The plain version, `ring.accumulator`, is the reference; grids that are listed go there.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -24,15 +24,14 @@ import triton.language as tl
 
 from ring.accumulator import Accumulator, Sum, Summing
 from ring.blocks import Heads
+from ring.parts import FIELDS, Part, as_output, entries_of, is_aligned, is_grid, whole
 from ring.pieces import Ints
 from ring.rows import Rows
 
 # Partial results are kept until they hold this many times the bytes of an fp32 accumulator; then they are merged.
 MOST_KEPT = 2.0
-_FIELDS = 16
 _APART = 32  # tokens: a wider grid than this holds some of a program's
 _ROWS, _WARPS = 32, 4  # tokens, and warps, of a program
-_ALIGNMENT = 16  # bytes of the widest load
 _KINDS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 _captured: list[torch.Tensor] = []  # host copies of entries that captured graphs read again at every replay
@@ -48,15 +47,23 @@ def _rows_of(entry, where, mask, KIND: tl.constexpr, ALIGNED: tl.constexpr):  # 
 
 
 @triton.jit
+def _meets(entry, begin, span):  # type: ignore[no-untyped-def]
+    """Whether a part may hold some of a program's rows, which begin there and have that span."""
+    start, end = tl.load(entry + 2).to(tl.int32), tl.load(entry + 3).to(tl.int32)
+    common = tl.load(entry + 15).to(tl.int32)  # divides the grid's steps, and `apart`
+    return (begin < end) & (begin + span > start) & ((begin - start) % common == 0)
+
+
+@triton.jit
 def _combine(  # type: ignore[no-untyped-def]
     entries, first, out, lse, out_batch, out_row, out_head, lse_batch, lse_head, lse_row, tokens, heads, apart,
     twin, twin_entries,
     DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr,
-    WEIGHTED: tl.constexpr, WIDE: tl.constexpr, FIELDS: tl.constexpr,
+    WEIGHTED: tl.constexpr, WIDE: tl.constexpr, BASED: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """Every `apart`-th row of one head and batch. WEIGHTED: softmax averages, by lse; else plain sums. KIND: the 16-bit
-    type. WIDE: the parts are fp32; 2: some of them are. twin: another output like it, whose entries lie that much
-    further.
+    type. WIDE: the parts are fp32; 2: some of them are. BASED: `out` is the first part, so far. twin: another output
+    like it, whose entries lie that much further.
     """
     if tl.program_id(2) == 1:
         out = twin
@@ -69,14 +76,20 @@ def _combine(  # type: ignore[no-untyped-def]
     batch = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < DIM
+    begins, ends = tl.load(first + head), tl.load(first + head + 1)
+    changed = row < tokens
+    if BASED:
+        others = 0
+        for number in range(begins + 1, ends):
+            others += _meets(entries + number * FIELDS, begin, ROWS * apart).to(tl.int32)
+        changed &= others > 0
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
-    for number in range(tl.load(first + head), tl.load(first + head + 1)):
+    for number in range(begins, ends):
         entry = entries + number * FIELDS
-        start, end = tl.load(entry + 2).to(tl.int32), tl.load(entry + 3).to(tl.int32)
-        common = tl.load(entry + 15).to(tl.int32)  # divides the grid's steps, and `apart`
-        if (begin < end) & (begin + ROWS * apart > start) & ((begin - start) % common == 0):
+        if _meets(entry, begin, ROWS * apart):
+            start = tl.load(entry + 2).to(tl.int32)
             step, length = tl.load(entry + 4).to(tl.int32), tl.load(entry + 5).to(tl.int32)
             fold_step, folds = tl.load(entry + 6).to(tl.int32), tl.load(entry + 7).to(tl.int32)
             within = row - start
@@ -86,7 +99,8 @@ def _combine(  # type: ignore[no-untyped-def]
             held = (within >= 0) & (place - index * step == 0) & (index < length) & (row < tokens)
             offset = fold * tl.load(entry + 8) + batch * tl.load(entry + 9) + index * tl.load(entry + 10)
             where = offset[:, None] + column[None, :]
-            mask = held[:, None] & inside[None, :] if DIM < BLOCK else held[:, None]
+            read = held & changed
+            mask = read[:, None] & inside[None, :] if DIM < BLOCK else read[:, None]
             if WIDE == 2:  # some parts are fp32, some are not
                 if tl.load(entry + 14) != 0:
                     part = _rows_of(entry, where, mask, tl.float32, ALIGNED)
@@ -105,15 +119,14 @@ def _combine(  # type: ignore[no-untyped-def]
                 top = higher
             else:
                 total += part
-    there = row < tokens
     if WEIGHTED:
         base = tl.where(top == float("-inf"), 0.0, top)
         total = total * (1.0 / tl.where(weight == 0.0, 1.0, weight))[:, None]  # a division for each number takes longer
-        tl.store(lse + batch * lse_batch + head * lse_head + row * lse_row, base + tl.log(weight), there)
+        tl.store(lse + batch * lse_batch + head * lse_head + row * lse_row, base + tl.log(weight), row < tokens)
     to = out + (batch * out_batch + head * out_head + row.to(tl.int64) * out_row)[:, None] + column[None, :]
     if ALIGNED:
         to = tl.multiple_of(to, (16, 16))
-    mask = there[:, None] & inside[None, :] if DIM < BLOCK else there[:, None]
+    mask = changed[:, None] & inside[None, :] if DIM < BLOCK else changed[:, None]
     tl.store(to, total.to(out.dtype.element_ty), mask)
 
 
@@ -125,13 +138,13 @@ class _Kept:
 
     def __init__(self, like: torch.Tensor, weighted: bool) -> None:
         self._like, self._weighted = like, weighted
-        self._parts: list[_Part] = []
+        self._parts: list[Part] = []
         self._kept = 0
         self._plain: Accumulator | Sum | None = None
         self.since = torch.cuda.Event()
         self.since.record()
 
-    def keep(self, part: _Part) -> None:
+    def keep(self, part: Part) -> None:
         self._parts.append(part)
         self._kept += part.out.nbytes
         if self._kept > MOST_KEPT * 4 * self._like.numel():
@@ -154,28 +167,41 @@ class _Kept:
     def last(self, dtype: torch.dtype) -> _Job:
         """What is left to do for the result, in that type."""
         like = self._like
-        out = torch.empty(like.shape, dtype=dtype, device=like.device)
         batch, tokens, heads, _ = like.shape
         lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device=like.device) if self._weighted else None
-        return self._job(out, lse)
+        for number, part in enumerate(self._parts):
+            out = as_output(part, like, dtype)
+            if out is not None:
+                self._parts.insert(0, self._parts.pop(number))
+                return self._job(out, lse)
+        return self._job(torch.empty(like.shape, dtype=dtype, device=like.device), lse)
 
     def _job(self, out: torch.Tensor, lse: torch.Tensor | None) -> _Job:
-        """Write what all parts make together, the plain accumulator among them, which may be written to itself: a
-        program reads its rows before it writes them. Forget the parts.
+        """Write what all parts make together, the plain accumulator among them. It, or the first part, may be what is
+        written to: a program reads its rows before it writes them. Forget the parts.
         """
         parts, plain = self._parts, self._plain
         self._parts, self._kept = [], 0
-        return _Job(parts if plain is None else [*parts, _whole(plain)], out, lse, self._like.dtype)
+        return _Job(parts if plain is None else [*parts, whole(plain)], out, lse, self._like.dtype)
 
 
 @dataclass(frozen=True, eq=False)
 class _Job:
     """A pass over an output: its parts, out (B, N, H, D), lse (B, H, N) if it is weighted, and the 16-bit type."""
 
-    parts: list[_Part]
+    parts: list[Part]
     out: torch.Tensor
     lse: torch.Tensor | None
     kind: torch.dtype
+
+    @property
+    def based(self) -> bool:
+        """Whether `out` is the first part, so far."""
+        return bool(self.parts) and self.parts[0].out.data_ptr() == self.out.data_ptr()
+
+    @property
+    def done(self) -> bool:
+        return not self.out.numel() or (self.based and len(self.parts) == 1 and self.lse is None)
 
     @cached_property
     def apart(self) -> int:
@@ -184,7 +210,7 @@ class _Job:
     @cached_property
     def aligned(self) -> bool:
         """Whether rows allow wide loads."""
-        return self.out.shape[3] % 8 == 0 and all(_is_aligned(x) for x in (self.out, *(x.out for x in self.parts)))
+        return self.out.shape[3] % 8 == 0 and all(is_aligned(x) for x in (self.out, *(x.out for x in self.parts)))
 
     @cached_property
     def wide(self) -> int:
@@ -193,7 +219,7 @@ class _Job:
 
     def entries(self) -> Ints:
         """Where each head's begin, (H + 1,), then the parts by head, (entries, fields): one after the other."""
-        table = np.concatenate([np.empty((0, _FIELDS + 1), np.int64), *(_table(x, self.apart) for x in self.parts)])
+        table = np.concatenate([np.empty((0, FIELDS + 1), np.int64), *(entries_of(x, self.apart) for x in self.parts)])
         table = table[np.argsort(table[:, 0], kind="stable")]
         first = np.searchsorted(table[:, 0], np.arange(self.out.shape[2] + 1))
         return np.concatenate([first, table[:, 1:].reshape(-1)])
@@ -207,7 +233,7 @@ class _Job:
             entries[heads + 1 :], entries, out, out if lse is None else lse, out.stride(0), out.stride(1),
             out.stride(2), *numbers, tokens, heads, apart, out if twin is None else twin, len(entries), dim,
             triton.next_power_of_2(dim), _ROWS, _KINDS.get(self.kind, tl.bfloat16), self.aligned, lse is not None,
-            self.wide, _FIELDS, num_warps=_WARPS,
+            self.wide, self.based, FIELDS, num_warps=_WARPS,
         )  # fmt: skip
 
     @property
@@ -215,7 +241,7 @@ class _Job:
         """What a launch is made for, but for the addresses; a sum's."""
         assert self.lse is None
         out = self.out
-        return out.shape, out.stride(), out.dtype, self.kind, self.apart, self.aligned, self.wide
+        return out.shape, out.stride(), out.dtype, self.kind, self.apart, self.aligned, self.wide, self.based
 
 
 @lru_cache
@@ -228,7 +254,7 @@ def _run(jobs: Sequence[_Job], since: torch.cuda.Event) -> None:
     """With one copy to the GPU for all, which waits for what was there at `since` and for no kernel: in a short call
     each copy keeps the kernels behind it waiting.
     """
-    jobs = [job for job in jobs if job.out.numel()]
+    jobs = [job for job in jobs if not job.done]
     if not jobs:
         return
     entries = [job.entries() for job in jobs]
@@ -257,8 +283,8 @@ class CombinedAccumulator:
 
     def merge(self, rows: Rows, heads: Heads, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Merge a partial result. out: (F, B, groups, per_group, L, D); lse the same without D."""
-        if _is_grid(rows, heads, out):
-            self._kept.keep(_Part(rows, heads, out, lse))
+        if is_grid(rows, heads, out):
+            self._kept.keep(Part(rows, heads, out, lse))
         else:
             plain = self._kept.settle()
             assert isinstance(plain, Accumulator)
@@ -279,8 +305,8 @@ class CombinedSum:
 
     def add(self, rows: Rows, heads: Heads, tile: torch.Tensor) -> None:
         """Add a summand, (F, B, groups, per_group, L, D)."""
-        if _is_grid(rows, heads, tile):
-            self._kept.keep(_Part(rows, heads, tile, None))
+        if is_grid(rows, heads, tile):
+            self._kept.keep(Part(rows, heads, tile, None))
         else:
             plain = self._kept.settle()
             assert isinstance(plain, Sum)
@@ -309,56 +335,3 @@ def results(sums: Sequence[Summing], dtype: torch.dtype) -> list[torch.Tensor]:
     jobs = [one.last(dtype) for one in combined]
     _run(jobs, combined[0].since)
     return [job.out for job in jobs]
-
-
-@dataclass(frozen=True, eq=False)
-class _Part:
-    """A partial result, (F, B, groups, per_group, L, D), and the rows and heads that it is for."""
-
-    rows: Rows
-    heads: Heads
-    out: torch.Tensor
-    lse: torch.Tensor | None
-
-
-def _whole(plain: Accumulator | Sum) -> _Part:
-    _, tokens, heads, _ = plain.out.shape
-    out = plain.out.transpose(1, 2)[None, :, :, None]
-    lse = plain.lse[None, :, :, None] if isinstance(plain, Accumulator) else None
-    return _Part(Rows(0, 1, tokens), Heads(heads, 1, 0, 1, 1), out, lse)
-
-
-def _is_grid(rows: Rows, heads: Heads, tile: torch.Tensor) -> bool:
-    """Whether a row's place on the grid can be computed: fold by fold, one after the other."""
-    if rows.index is not None or heads.ids is not None or tile.stride(5) != 1:
-        return False
-    return rows.folds == 1 or rows.fold_step > (rows.length - 1) * rows.step
-
-
-def _table(part: _Part, apart: int) -> Ints:
-    """(heads, 1 + fields): the head, then its entry."""
-    rows, heads, out, lse = part.rows, part.heads, part.out, part.lse
-    group, member = np.divmod(np.arange(heads.groups * heads.per_group), heads.per_group)
-    table = np.zeros((len(group), _FIELDS + 1), np.int64)
-    table[:, 0] = heads.start + group * heads.step + member * heads.inner
-    fold, batch, by_group, by_member, by_row, _ = out.stride()
-    table[:, 1] = out.data_ptr() + (group * by_group + member * by_member) * out.element_size()
-    table[:, 3] = rows.start + group * rows.head_step
-    table[:, 4] = table[:, 3] + (rows.folds - 1) * rows.fold_step + (rows.length - 1) * rows.step + 1
-    table[:, 5:9] = rows.step, rows.length, rows.fold_step if rows.folds > 1 else 2**30, rows.folds
-    table[:, 9:12] = fold, batch, by_row
-    if lse is not None:
-        fold, batch, by_group, by_member, by_row = lse.stride()
-        table[:, 2] = lse.data_ptr() + (group * by_group + member * by_member) * lse.element_size()
-        table[:, 12:15] = fold, batch, by_row
-    table[:, 15] = out.dtype == torch.float32
-    table[:, 16] = math.gcd(rows.step, apart, *([rows.fold_step] if rows.folds > 1 else []))
-    return table
-
-
-def _is_aligned(x: torch.Tensor) -> bool:
-    steps = [
-        x.data_ptr(),
-        *(stride * x.element_size() for stride, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1),
-    ]
-    return all(step % _ALIGNMENT == 0 for step in steps)

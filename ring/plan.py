@@ -91,8 +91,12 @@ class Plan:
 
 
 @lru_cache(maxsize=128)
-def plan_of(pattern: Pattern, layout: Layout, rank: int, heads: int, kv_heads: int, exchange: str, bucket: int) -> Plan:
-    """The plan of `rank`. `bucket`: at most so many key/value tokens a kernel call and a landing, >= 1.
+def plan_of(
+    pattern: Pattern, layout: Layout, rank: int, heads: int, kv_heads: int, exchange: str, bucket: int,
+    own: int | None = None,
+) -> Plan:  # fmt: skip
+    """The plan of `rank`. `bucket`: at most so many key/value tokens a kernel call and a landing, >= 1. `own`: so many
+    where a call takes several segments of the rank's own keys, which do not land; None: as many.
 
     A kernel call takes as many query rows at most, or LEAST_ROWS if that is more: what it returns is bounded as well.
     The arguments are taken as valid (`ring.agreement` checks what users pass).
@@ -106,8 +110,9 @@ def plan_of(pattern: Pattern, layout: Layout, rank: int, heads: int, kv_heads: i
     else:
         route = schedule.gather(layout, kv_heads, rank)
     tiles: list[list[Tile]] = [[] for _ in range(len(route.stages) + 1)]
-    for table, keys in (_own_keys(pieces, rank), (pieces, _landed_keys(pieces, layout, route, rank, kv_heads))):
-        for stage, tile in _tiles(table, keys.cut(bucket), rank, pattern.causal, bucket):
+    landed = pieces, _landed_keys(pieces, layout, route, rank, kv_heads)
+    for (table, keys), most in ((_own_keys(pieces, rank), bucket if own is None else own), (landed, bucket)):
+        for stage, tile in _tiles(table, keys.cut(bucket), rank, pattern.causal, bucket, most):
             tiles[stage].append(tile)
     tiles = [along_diagonals(found, cap, number > 0 and not route.whole) for number, found in enumerate(tiles)]
     steps = tuple(
@@ -189,13 +194,15 @@ def _landed_keys(pieces: Pieces, layout: Layout, route: Schedule, rank: int, kv_
     return _Keys(stretches, stage_of[order], packed[order], base[order], scale[order])
 
 
-def _tiles(pieces: Pieces, keys: _Keys, rank: int, causal: bool, bucket: int) -> Iterator[tuple[int, Tile]]:
-    """(stage, tile) for all that `rank` has to compute with these keys."""
+def _tiles(
+    pieces: Pieces, keys: _Keys, rank: int, causal: bool, bucket: int, folded: int
+) -> Iterator[tuple[int, Tile]]:
+    """(stage, tile) for all that `rank` has to compute with these keys. folded: tokens of several segments."""
     most_rows = max(bucket, LEAST_ROWS)
     queries, _ = Stretches.whole(pieces, np.flatnonzero(pieces.rank == rank)).cut(most_rows)
     found = meet(pieces, queries, keys.stretches, causal)
     for mask, part in masked(pieces, found, causal):
-        drafts = _drafts(pieces, keys, mask, part, bucket)
+        drafts = _drafts(pieces, keys, mask, part, folded)
         if mask is Mask.FULL:
             drafts = _same_keys(drafts, most_rows)
         calls: dict[tuple[object, ...], list[_Draft]] = {}

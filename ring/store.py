@@ -9,6 +9,8 @@ import torch
 from ring.blocks import Heads
 from ring.rows import Rows
 
+_WORD = torch.complex128
+
 
 class Store:
     """A (B, N, H, D) tensor whose tiles are (folds, B, groups, per_group, length, D).
@@ -48,7 +50,7 @@ class Store:
     def put(self, rows: Rows, heads: Heads, tile: torch.Tensor) -> None:
         """Write a tile."""
         if rows.index is None and heads.ids is None:
-            self.view(rows, heads).copy_(tile)
+            _copy(self.view(rows, heads), tile)
         else:
             self.x[:, *self._index(rows, heads)] = tile.permute(1, 0, 4, 2, 3, 5).to(self.x.dtype)
 
@@ -71,6 +73,20 @@ class Written(Store):
 
     def add(self, rows: Rows, heads: Heads, tile: torch.Tensor) -> None:
         self.put(rows, heads, tile)
+
+
+def _copy(to: torch.Tensor, tile: torch.Tensor) -> None:
+    """On GPUs by words of 16 bytes, if both have such: number by number it took more than twice as long."""
+    if to.is_cuda and to.dtype == tile.dtype and _has_words(to) and _has_words(tile):
+        to, tile = to.view(_WORD), tile.view(_WORD)
+    to.copy_(tile)
+
+
+def _has_words(x: torch.Tensor) -> bool:
+    """Whether torch takes the last dim as words; it looks at the strides of dims of size 1 too."""
+    numbers = _WORD.itemsize // x.itemsize
+    steps = (x.shape[-1], x.storage_offset(), *x.stride()[:-1])
+    return x.stride(-1) == 1 and x.data_ptr() % _WORD.itemsize == 0 and all(step % numbers == 0 for step in steps)
 
 
 @lru_cache(maxsize=4096)

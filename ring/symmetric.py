@@ -72,7 +72,7 @@ class _Copied:
 
 
 class SymmetricTransport(ProcessGroupTransport):
-    """An NCCL group whose ranks are GPUs of one host with access to each other's memory: see `why_not`.
+    """A group with NCCL whose ranks are GPUs of one host with access to each other's memory: see `why_not`.
 
     A kind of call whose memory cannot be had goes by NCCL, on every rank.
     """
@@ -205,11 +205,11 @@ _transports: dict[dist.ProcessGroup, ProcessGroupTransport] = {}
 
 
 def transport_of(group: dist.ProcessGroup | None) -> ProcessGroupTransport:
-    """Symmetric memory where it can be had, else NCCL; on the CPU, gloo. The same on every rank, which meet here for
-    the first call with an NCCL group.
+    """For tensors on the current GPU: symmetric memory where it can be had, else NCCL; of a group without NCCL, what
+    there is. The same on every rank, which meet here for the first call with a group.
     """
     found: dist.ProcessGroup = dist.group.WORLD if group is None else group  # type: ignore[assignment]
-    if dist.get_rank(found) < 0 or backends_of(found) != {"cuda": "nccl"}:
+    if dist.get_rank(found) < 0 or backends_of(found).get("cuda") != "nccl":
         return ProcessGroupTransport(found)
     if found not in _transports:
         plain = ProcessGroupTransport(found)
@@ -218,7 +218,7 @@ def transport_of(group: dist.ProcessGroup | None) -> ProcessGroupTransport:
 
 
 def why_not(transport: ProcessGroupTransport) -> str:
-    """Why the ranks of an NCCL group cannot share memory, "" if they can. Every rank calls it, and hears the same."""
+    """Why ranks with a GPU each cannot share memory, "" if they can. Every rank calls it, and hears the same."""
     device = torch.cuda.current_device()
     mine = [socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid), torch.cuda.device_count()]
     everyone = collect_json(mine, transport)

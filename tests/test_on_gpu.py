@@ -20,6 +20,7 @@ from ring.meetings import Mask
 from ring.plan import Tile, plan_of
 from ring.rows import Rows
 from ring.store import Store
+from ring.symmetric import SymmetricTransport, transport_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -130,6 +131,43 @@ def test_the_one_pass_merge_is_the_plain_one(dtype: torch.dtype, dim: int) -> No
     for found, exact in zip(one_pass.result(torch.float32), plain.result(torch.float32), strict=True):
         assert torch.allclose(found, exact, rtol=1e-5, atol=1e-5)
     assert torch.allclose(one_sum.result(torch.float32), plain_sum.result(torch.float32), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("folds", [1, 3], ids="{} folds".format)
+@pytest.mark.parametrize("others", [0, 1, 3], ids="{} others".format)
+def test_a_part_that_covers_everything_becomes_the_output(others: int, folds: int) -> None:
+    from ring.combine import CombinedAccumulator, CombinedSum
+
+    torch.manual_seed(2)
+    batch, tokens, heads, dim = 1 if folds > 1 else 2, 1500, 6, 40
+    like = torch.empty(batch, tokens, heads, dim, dtype=torch.bfloat16, device="cuda")
+    small = [
+        (Rows(3, 32, 40), Heads(2, 3, 0, 3, 1)),
+        (Rows(700, 4, 100, 400, 2), Heads(3, 1, 1, 2, 1)),
+        (Rows(1400, 1, 100), Heads(6, 1, 0, 1, 1)),
+    ][:others]
+    memory = torch.randn(batch, tokens, heads, dim, device="cuda").to(torch.bfloat16)
+    whole = memory.view(batch, folds, tokens // folds, 2, 3, dim).permute(1, 0, 3, 4, 2, 5)
+    parts = [(Rows(0, 1, tokens // folds, tokens // folds, folds), Heads(2, 3, 0, 3, 1), whole)]
+    for rows, these in small:
+        shape = (rows.folds, batch, these.groups, these.per_group, rows.length, dim)
+        parts.insert(0, (rows, these, torch.randn(shape, device="cuda").to(torch.bfloat16)))
+    plain, one_pass = Accumulator(like), CombinedAccumulator(like)
+    for rows, these, out in parts:
+        lse = 3 * torch.randn(out.shape[:-1], device="cuda")
+        for accumulator in (plain, one_pass):
+            accumulator.merge(rows, these, out.clone() if accumulator is plain else out, lse)
+    found, lse = one_pass.result(torch.bfloat16)
+    exact, exact_lse = plain.result(torch.float32)
+    assert found.is_contiguous() and found.data_ptr() == memory.data_ptr()
+    close(found, exact.double(), 1.01 * UNIT[torch.bfloat16], "out")
+    assert torch.allclose(lse, exact_lse, rtol=1e-5, atol=1e-5)
+    plain_sum, one_sum = Sum(like), CombinedSum(like)
+    for rows, these, out in parts:
+        for total in (plain_sum, one_sum):
+            total.add(rows, these, out.clone())
+    del parts, out
+    close(one_sum.result(torch.bfloat16), plain_sum.result(torch.float32).double(), 1.01 * UNIT[torch.bfloat16], "sum")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
@@ -324,5 +362,9 @@ def test_a_group_made_without_the_name_of_a_backend_is_used_from_a_gpu() -> None
     try:
         out = ring_attention(x, x, x, Pattern.dense(True), Layout.zigzag(8, 1))
         assert isinstance(out, torch.Tensor) and torch.equal(out, x)
+        assert isinstance(transport_of(None), SymmetricTransport)
+        on_cpu = x.cpu()
+        out = ring_attention(on_cpu, on_cpu, on_cpu, Pattern.dense(True), Layout.zigzag(8, 1))
+        assert isinstance(out, torch.Tensor) and torch.equal(out, on_cpu)
     finally:
         dist.destroy_process_group()

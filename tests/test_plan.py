@@ -8,6 +8,8 @@ multiplicity, what travels against a dense look at who needs whom, and gradients
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from plan_walk import Array, Setting, Walk, drawn_settings, listed, rank_of_posi
 
 from reference.pattern import Branch, Pattern, multiplicity
 from ring.blocks import blocks_of
+from ring.budget import default_own
 from ring.layout import Layout
 from ring.meetings import Mask
 from ring.plan import EXCHANGES, LEAST_ROWS, plan_of
@@ -316,6 +319,24 @@ def test_a_head_of_every_offset_is_one_call() -> None:
             landed = [tile for step in plan.steps for tile in step.tiles]
             assert [tile.query_heads.groups for tile in landed] == [8] * len(landed)
             assert len(landed) == (rank > 0 and exchange == "direct")
+
+
+def test_segments_of_own_keys_fold_into_larger_calls_than_those_that_landed() -> None:
+    """16 segments of 8 on each of two ranks, and one across all: a bucket of 16 has two segments in a call."""
+    pattern, layout = Pattern((Branch(8), Branch(None)), causal=True), Layout.contiguous(256, 2)
+    for own, folds in ((None, [2] * 8), (16, [2] * 8), (64, [8, 8]), (70, [8, 8]), (1000, [16])):
+        plan = plan_of(pattern, layout, 1, 1, 1, "direct", 16, own)
+        found = [tile for tile in plan.local if tile.query_rows.length == 8]
+        assert [tile.query_rows.folds for tile in found] == [tile.key_rows.folds for tile in found] == folds
+        assert {tile.key_rows.length for tile in plan.local} == {8, 16}, "a single segment is cut by the bucket"
+        assert all(tile.key_rows.folds * tile.key_rows.length <= 16 for step in plan.steps for tile in step.tiles)
+
+
+def test_own_keys_per_call_by_default() -> None:
+    q = torch.empty(2, 3, 32, 128)
+    assert default_own(q, 40) == 40
+    on_gpu: Any = SimpleNamespace(shape=q.shape, is_cuda=True)
+    assert default_own(on_gpu, 40) == 2**30 // (2 * 32 * 128) and default_own(on_gpu, 2**20) == 2**20
 
 
 @pytest.mark.parametrize("rate", (1, 2))

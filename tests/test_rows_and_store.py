@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ring.blocks import Heads
 from ring.rows import Rows, concatenate, folds
-from ring.store import Store, _head_index, _row_index
+from ring.store import Store, _has_words, _head_index, _row_index
 
 BATCH, DIM = 2, 3
 
@@ -328,3 +328,23 @@ def test_indices_are_made_once() -> None:
     for rows in (Rows(1, 4, 2), Rows.of(np.array([[2, 0, 1]]))):
         assert _row_index(rows, 3, device) is _row_index(rows, 3, device)
     assert _head_index(heads, device) is _head_index(heads, device)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32, torch.float64), ids=str)
+def test_words_of_16_bytes_are_seen_where_torch_takes_them(dtype: torch.dtype) -> None:
+    """And where they begin at such addresses, too."""
+    seen = set()
+    memory = torch.arange(4096).to(dtype)
+    for dim in (1, 2, 4, 6, 8, 16, 24):
+        for row in (dim, dim + 1, dim + 2, dim + 4, 2 * dim, 3 * dim, 4 * dim + 8):
+            for start in (0, 1, 2, 3, 4, 8, 12, 16):
+                for last in (1, 2):
+                    x = memory.as_strided((1, 5, dim), (7 * row, row, last), start)
+                    try:
+                        taken = torch.equal(x.view(torch.complex128).view(dtype), x)
+                    except RuntimeError:
+                        taken = False
+                    # Of one number alone, at any stride, torch makes a word only where it is one.
+                    assert _has_words(x) == (taken and last == 1), (dim, row, start, last)
+                    seen.add(_has_words(x))
+    assert seen == {True, False}

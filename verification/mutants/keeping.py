@@ -6,12 +6,12 @@ from verification.mutants.defect import Defect, Edit
 
 ATTENTION = "ring/attention.py"
 
-_PLANNED = "    plan = plan_of(pattern, layout, transport.rank, heads, kv_heads, exchange, bucket)\n"
+_PLANNED = "    plan = plan_of(pattern, layout, transport.rank, heads, kv_heads, exchange, bucket, own)\n"
 _KEPT = """\
     rank = transport.rank
     kept = globals().setdefault("_plans", {})
     if (KEY) not in kept:
-        kept[KEY] = plan_of(pattern, layout, rank, heads, kv_heads, exchange, bucket)
+        kept[KEY] = plan_of(pattern, layout, rank, heads, kv_heads, exchange, bucket, own)
     plan = kept[KEY]
 """
 _AGREED = "    agree(call, transport, check)\n"

@@ -51,7 +51,8 @@ COMMAND = f"{MODULE}.mutants.syntactic"
 FILES = (
     "ring/meetings.py", "ring/pieces.py", "ring/plan.py", "ring/diagonal.py", "ring/schedule.py", "ring/exchange.py",
     "ring/attention.py", "ring/kernels.py", "ring/accumulator.py", "ring/rows.py", "ring/store.py", "ring/blocks.py",
-    "ring/transport.py", "ring/agreement.py", "ring/budget.py", "ring/layout.py", "reference/pattern.py",
+    "ring/transport.py", "ring/agreement.py", "ring/budget.py", "ring/layout.py", "ring/parts.py",
+    "reference/pattern.py",
 )  # fmt: skip
 # The unit tests of each, the fastest first: those that need no processes of their own.
 TESTS = {
@@ -59,12 +60,13 @@ TESTS = {
     "ring/agreement.py": ("agreement", "attention_single"),
     "ring/attention.py": ("attention_single", "attention_autograd"),
     "ring/blocks.py": ("rows_and_store", "pieces", "plan"),
-    "ring/budget.py": ("definitions", "attention_single"),
+    "ring/budget.py": ("definitions", "plan", "attention_single"),
     "ring/diagonal.py": ("diagonal", "plan"),
     "ring/exchange.py": ("exchange", "attention_single"),
     "ring/kernels.py": ("portions", "kernel_operations", "kernels", "attention_single"),
     "ring/layout.py": ("layout", "pieces"),
     "ring/meetings.py": ("pieces", "plan"),
+    "ring/parts.py": ("parts",),
     "ring/pieces.py": ("pieces", "plan"),
     "ring/plan.py": ("plan",),
     "ring/rows.py": ("rows_and_store", "plan"),
@@ -76,7 +78,7 @@ TESTS = {
 # What only GPUs run, and nothing here could tell a change of: whole files, and functions of the files above.
 ON_GPUS = ("ring/combine.py", "ring/packing.py", "ring/signals.py", "ring/symmetric.py")
 FUNCTIONS_ON_GPUS = {
-    "ring/attention.py": ("_on_its_device",),
+    "ring/attention.py": ("_on_its_device", "_between_gpus"),
     "ring/kernels.py": ("_alike", "_no_dropout", "_gpu_forward", "_gpu_backward"),
 }
 PROCESS_GROUPS = ("ring/transport.py", "ring/attention.py")  # have code that only real processes run
