@@ -34,7 +34,7 @@ from verification.wording import counted
 
 HUNTERS = 2  # processes, each with ranks of its own
 LIMIT = PROFILES["ci"].examples  # examples for a defect
-SHRINK = 2.0  # seconds for a failure
+SHRINK = 1.5  # seconds for a failure: there are hundreds, and all of them are to take less than ten minutes
 SOON = 200  # examples within which a defect should be found
 SANE = 60  # examples without any defect, which must hold
 # Small worlds first, so that shrinking ends there; most are distributed.
