@@ -99,7 +99,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     add("--segments", nargs="+", type=tokens, metavar="N", help=f"LongNet's ({' '.join(map(named, SEGMENTS))})")
     add("--rates", nargs="+", type=positive, metavar="N", help=f"LongNet's ({' '.join(map(str, RATES))})")
     add("--repeats", type=positive, default=7, metavar="N", help="timed calls; fewer where one takes 2 s (default: 7)")
-    add("--warmup", type=positive, default=3, metavar="N", help="calls before (default: 3)")
+    add("--warmup", type=positive, default=3, metavar="N", help="calls before, on GPUs for half a second (default: 3)")
     add("--whole-limit", type=tokens, default=256 * 2**10, metavar="N", help="longest dense sequence that one GPU is "
         "given whole, for the efficiency (default: 256Ki)")  # fmt: skip
     add("--reach-limit", type=tokens, metavar="N", help="longest shard to try (default: 4Mi)")

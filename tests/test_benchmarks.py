@@ -200,15 +200,18 @@ def test_calls_are_warmed_up_and_counted(monkeypatch: pytest.MonkeyPatch) -> Non
     made: list[int] = []
     timed = measured(ALONE, lambda: made.append(1), Repeats(warmup=3, repeats=7))
     assert (len(made), timed.samples, timed.warmup) == (10, 7, 3)
-    assert Repeats(3, 7, slow=2.0, few=3).of(2001.0) == (1, 3)
-    times = iter([[9.0], [9.0, 9.0], [5.0, 1.0, 2.0, 100.0, 3.0, 4.0, 4.5]])
+    repeats = Repeats(3, 7, slow=2.0, few=3, steady=0.5)
+    assert repeats.of(2001.0, False) == repeats.of(2001.0, True) == (2, 3)
+    assert repeats.of(0.8, False) == (3, 7) and repeats.of(0.8, True) == (625, 7), "a GPU becomes slower at first"
+    assert repeats.of(100.0, True) == (5, 7) and repeats.of(2000.0, True) == (3, 7)
+    times = iter([[3000.0], [9.0], [9.0], [5.0, 1.0, 2.0, 100.0, 3.0, 4.0, 4.5]])
     monkeypatch.setattr(timing, "clocked", lambda call, device, count: next(times))
     assert measured(ALONE, lambda: None, Repeats()).ms == 4.0
     assert len(clocked(lambda: None, CPU, 4)) == 4
 
 
 def test_the_slowest_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([[[1.0], [2.0]], [[1.0, 1.0], [2.0, 2.0]], [[1.0, 2.0, 90.0], [5.0, 4.0, 3.0]]])
+    times = iter([[[1.0], [2.0]], [[1.0], [2.0]], [[1.0], [2.0]], [[1.0, 2.0, 90.0], [5.0, 4.0, 3.0]]])
     monkeypatch.setattr(Ranks, "attempt", lambda self, call: next(times))
     assert measured(ALONE, lambda: None, Repeats()).ms == 4.0
 

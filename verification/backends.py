@@ -29,10 +29,10 @@ BACKENDS = {
     "nccl": "one process and one GPU for each rank on this machine, joined by NCCL",
 }
 
-# Imported once, before the ranks are forked. The last is what torch itself imports, at a cost of a quarter of
-# a second, in the first call of an autograd function: without it the first example of every new rank looks
-# like a hang.
-PRELOAD = ("torch", "ring", "verification.execute", "torch.fx.experimental.symbolic_shapes")
+# Imported once, before the ranks are forked. The last two are what torch itself imports, at a cost of a second, in the
+# first `requires_grad_` and the first call of an autograd function: without them the first example of every new rank
+# looks like a hang.
+PRELOAD = ("torch", "ring", "verification.execute", "torch.fx.experimental.symbolic_shapes", "torch._dynamo")
 WARM_UP_PATIENCE = 60.0
 RANKS_PER_PATIENCE = 16  # simulated ones share a core
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -18,17 +19,25 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Repeats:
-    """warmup calls, then the median of `repeats`. A call that takes longer than `slow` seconds is repeated `few` times
-    after one warm-up: there is less to average, and a run has to end."""
+    """warmup calls, then the median of `repeats`. A call that takes longer than `slow` seconds, once it is warm, is
+    repeated `few` times after two warm-ups: there is less to average, and a run has to end.
+
+    steady: seconds of warm-up on a GPU. One that was idle runs faster for the first tenth of a second, until its power
+    is at the limit: what is timed sooner is not to be compared with what is timed later.
+    """
 
     warmup: int = 3
     repeats: int = 7
     slow: float = 2.0
     few: int = 3
+    steady: float = 0.5
 
-    def of(self, milliseconds: float) -> tuple[int, int]:
+    def of(self, milliseconds: float, on_gpu: bool) -> tuple[int, int]:
         """(warm-up calls, timed calls) for calls of that length."""
-        return (1, min(self.few, self.repeats)) if milliseconds > 1000 * self.slow else (self.warmup, self.repeats)
+        if milliseconds > 1000 * self.slow:
+            return 2, min(self.few, self.repeats)
+        steady = math.ceil(1000 * self.steady / milliseconds) if on_gpu else 0
+        return max(self.warmup, steady), self.repeats
 
 
 @dataclass(frozen=True)
@@ -62,10 +71,11 @@ def clocked(call: Call, device: torch.device, count: int) -> list[float]:
 def measured(ranks: Ranks, call: Call, repeats: Repeats) -> Timing:
     """Every rank makes the call; the ranks begin the timed calls together. Raises Failed on all ranks where it failed
     on one."""
-    (first,) = _slowest(ranks, call, 1)  # with all that happens once: compilation, allocation, connections
-    warmup, samples = repeats.of(first)
-    if warmup > 1:
-        _slowest(ranks, call, warmup - 1)
+    _slowest(ranks, call, 1)  # with all that happens once: compilation, allocation, connections
+    (second,) = _slowest(ranks, call, 1)
+    warmup, samples = repeats.of(second, ranks.device.type == "cuda")
+    if warmup > 2:
+        _slowest(ranks, call, warmup - 2)
     return Timing(statistics.median(_slowest(ranks, call, samples)), samples, warmup)
 
 
