@@ -21,20 +21,17 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def put(address: int, value: int) -> None:
-    """Write the flag at that address, once all earlier work of the current stream is done and can be seen by others."""
-    _call("cuStreamWriteValue32_v2", address, value, 0)
+def put(address: int, value: int, stream: torch.cuda.Stream) -> None:
+    """Write the flag at that address, once all earlier work of the stream is done and can be seen by others."""
+    _call("cuStreamWriteValue32_v2", ctypes.c_void_p(stream.cuda_stream), address, value, 0)
 
 
-def wait(address: int, value: int) -> None:
-    """Hold up later work of the current stream until the flag at that address, on its own GPU, is that value."""
-    _call("cuStreamWaitValue32_v2", address, value, _EQUAL)
+def wait(address: int, value: int, stream: torch.cuda.Stream) -> None:
+    """Hold up later work of the stream until the flag at that address, on its own GPU, is that value."""
+    _call("cuStreamWaitValue32_v2", ctypes.c_void_p(stream.cuda_stream), address, value, _EQUAL)
 
 
-def _call(name: str, address: int, value: int, flags: int) -> None:
-    stream = torch.cuda.current_stream().cuda_stream
-    error = getattr(_driver(), name)(
-        ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint32(value), ctypes.c_uint(flags)
-    )
+def _call(name: str, stream: ctypes.c_void_p, address: int, value: int, flags: int) -> None:
+    error = getattr(_driver(), name)(stream, ctypes.c_uint64(address), ctypes.c_uint32(value), ctypes.c_uint(flags))
     if error:
         raise RuntimeError(f"CUDA's {name} failed with error {error}")

@@ -64,8 +64,9 @@ class _Copied:
     read: torch.cuda.Event
 
     def arrive(self) -> None:
+        current = torch.cuda.current_stream()
         for lane in self.here:
-            torch.cuda.current_stream().wait_event(lane)
+            current.wait_event(lane)
 
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self.read)
@@ -107,11 +108,8 @@ class SymmetricTransport(ProcessGroupTransport):
         if route.by_nccl:
             return super().post(sends, receives)
         self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side):
-            here = [] if route.pool is None else self._meet(route, route.pool, sends, receives)
-            read = torch.cuda.Event()
-            read.record()
-        return _Copied(here, read)
+        here = [] if route.pool is None else self._meet(route, route.pool, sends, receives)
+        return _Copied(here, self._side.record_event())
 
     def _meet(
         self, route: _Route, pool: _Pool, sends: Sequence[Message], receives: Sequence[Message]
@@ -122,24 +120,25 @@ class SymmetricTransport(ProcessGroupTransport):
         """
         readers = sorted({message.peer for message in sends}, key=self._distance)
         for peer in readers:
-            signals.put(pool.ready(peer, self.rank), 1)
+            signals.put(pool.ready(peer, self.rank), 1, self._side)
         owners = sorted({message.peer for message in receives}, key=self._distance)
         lanes = self._lanes[: len(owners)]
         for lane in lanes:
             lane.wait_stream(self._side)
         here = [torch.cuda.Event() for _ in lanes]
         for number, peer in enumerate(owners):
-            with torch.cuda.stream(lanes[number % len(lanes)]):
-                signals.wait(pool.ready(self.rank, peer), 1)
-                signals.put(pool.ready(self.rank, peer), 0)
+            lane = lanes[number % len(lanes)]
+            signals.wait(pool.ready(self.rank, peer), 1, lane)
+            signals.put(pool.ready(self.rank, peer), 0, lane)
+            with torch.cuda.stream(lane):
                 self._copy(route, pool, peer, [message for message in receives if message.peer == peer])
-                here[number % len(lanes)].record()  # the lane's last is what remains
-                signals.put(pool.done(peer, self.rank), 1)
+            here[number % len(lanes)].record(lane)  # the lane's last is what remains
+            signals.put(pool.done(peer, self.rank), 1, lane)
         for lane in lanes:
             self._side.wait_stream(lane)
         for peer in readers:
-            signals.wait(pool.done(self.rank, peer), 1)
-            signals.put(pool.done(self.rank, peer), 0)
+            signals.wait(pool.done(self.rank, peer), 1, self._side)
+            signals.put(pool.done(self.rank, peer), 0, self._side)
         return here
 
     def _distance(self, peer: int) -> int:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -158,9 +160,10 @@ class ProcessGroupTransport(OwnBuffers):
     def unanimous(self, payload: bytes) -> bool:
         mine = torch.frombuffer(bytearray(payload), dtype=torch.int64)
         both = torch.cat((mine, ~mine))
-        greatest = both.to(self._device(), copy=True)  # of the complements too: theirs is that of the least
-        dist.all_reduce(greatest, op=dist.ReduceOp.MAX, group=self.group)
-        return torch.equal(greatest.cpu(), both)
+        with self._aside():
+            greatest = both.to(self._device(), copy=True)  # of the complements too: theirs is that of the least
+            dist.all_reduce(greatest, op=dist.ReduceOp.MAX, group=self.group)
+            return torch.equal(greatest.cpu(), both)
 
     def collect(self, payload: bytes) -> list[bytes]:
         mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self._device())
@@ -168,8 +171,17 @@ class ProcessGroupTransport(OwnBuffers):
         dist.all_gather(everyone, mine, group=self.group)
         return [theirs.cpu().numpy().tobytes() for theirs in everyone]
 
+    def _aside(self) -> AbstractContextManager[object]:
+        """On GPUs a stream of its own: what ranks ask each other waits for no kernel."""
+        return torch.cuda.stream(_stream(torch.cuda.current_device())) if self._on_gpu else nullcontext()
+
     def _device(self) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device()) if self._on_gpu else torch.device("cpu")
+
+
+@lru_cache
+def _stream(device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 class SoloTransport(OwnBuffers):
