@@ -11,24 +11,19 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from plain_case import plain
 from rich.console import Console
 
-from ring.transport import SoloTransport
 from verification import links, long_problems, validate
 from verification.case import Case
-from verification.execute import Pass, observe
-from verification.expectation import expect
-from verification.failures import WrongResult
-from verification.long_problems import Judgement, LongProblem
+from verification.execute import observe
 from verification.report import Report
 from verification.seats import NotUnderTorchrun, Place
 from verification.torchrun import SeatLost, Table, Workshop
@@ -306,101 +301,6 @@ def test_an_environment_without_torchrun_is_named() -> None:
         Place.of({})
 
 
-# --- links, judged ----------------------------------------------------------------------------------------------------
-
-
-def test_a_number_at_the_wrong_hop_is_named() -> None:
-    links.check_round([[2, 1, 0], [0, 2, 1], [1, 0, 2]])
-    with pytest.raises(WrongResult, match=r"rank 1 got the numbers \[2, 0, 1\]; they must be \[0, 2, 1\]"):
-        links.check_round([[2, 1, 0], [2, 0, 1], [1, 0, 2]])
-
-
-def test_what_is_not_refused_is_named() -> None:
-    said = {what: f"it is not {word}" for what, word in links.NAMED.items()}
-    links.check_refusals([said, said])
-    with pytest.raises(WrongResult, match="rank 1 said nothing to an empty send"):
-        links.check_refusals([said, said | {"an empty send": ""}])
-
-
-def test_the_rate_is_that_of_the_slowest_rank() -> None:
-    answers: list[Any] = [([], [(1, 1e-3), (2, 1e-3)]), ([], [(1, 2e-3), (2, 4e-3)])]
-    assert [(x.ways, round(x.rate, 9)) for x in links.check_transfers(10**6, answers)] == [(1, 0.5), (2, 0.5)]
-
-
-def test_contents_tell_sender_and_direction() -> None:
-    seen = {tuple(links.contents(64, sender, shift).tolist()) for sender in range(8) for shift in (-1, 1)}
-    assert len(seen) == 16
-
-
-# --- long problems, judged --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("kind", long_problems.KINDS)
-def test_bounds_on_a_device_are_those_of_the_expectation(kind: str, device: str) -> None:
-    case = LongProblem(2, 80, kind).case(device)
-    wanted = expect(case)
-    q, k, v, dout, _ = case.tensors()
-    exact = {name: torch.from_numpy(x) for name, x in wanted.exact.items()}
-    exact["lse"] = exact["lse"].transpose(1, 2)
-    found = long_problems.allowed(case, (q, k, v, dout), torch.arange(80), exact)
-    found["lse"] = found["lse"].transpose(1, 2)
-    for name in long_problems.QUANTITIES:
-        np.testing.assert_allclose(found[name].numpy(), wanted.bound[name], rtol=1e-9)
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_rows_are_judged_all_or_sampled(monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
-    case = replace(LongProblem(1, 400, "LongNet float32").case("cpu"), order="striped")
-    if not whole:
-        monkeypatch.setitem(long_problems.WHOLE, "cpu", 0)
-    rows = long_problems.judged_rows(case).tolist()
-    assert len(rows) == (400 if whole else long_problems.SAMPLED) and rows == sorted(set(rows))
-    assert rows[0] == 0 and rows[-1] == 399
-    seen = long_problems.judge(SoloTransport(), case)
-    assert seen.wrong == () and seen.rows == len(rows) and 0 < max(seen.ratios.values()) <= 1
-
-
-@pytest.mark.parametrize("name", long_problems.QUANTITIES)
-@pytest.mark.parametrize("whole", [True, False])
-def test_each_quantity_is_judged(monkeypatch: pytest.MonkeyPatch, name: str, whole: bool) -> None:
-    real = long_problems.attend
-    if not whole:
-        monkeypatch.setitem(long_problems.WHOLE, "cpu", 0)
-
-    def spoilt(*arguments: Any) -> Pass:
-        run = real(*arguments)
-        results: list[Any] = list(run.results)
-        at = long_problems.QUANTITIES.index(name)
-        result = results[at]
-        assert isinstance(result, torch.Tensor)
-        results[at] = result.detach() + 1.0
-        return replace(run, results=tuple(results))
-
-    monkeypatch.setattr(long_problems, "attend", spoilt)
-    seen = long_problems.judge(SoloTransport(), LongProblem(1, 300, "dense float32").case("cpu"))
-    assert [other for other, ratio in seen.ratios.items() if ratio > 1] == [name]
-    assert any(said.startswith(f"{name} of token ") for said in seen.wrong)
-    with pytest.raises(WrongResult, match=f"on rank 1: .*{name} of token"):
-        fine = Judgement(300, dict.fromkeys(long_problems.QUANTITIES, 0.5), (), 0.0, 0)
-        long_problems.verdict(LongProblem(2, 300, "dense float32"), [fine, seen])
-
-
-@pytest.mark.parametrize(("backend", "device"), [("gloo", "cpu"), ("nccl", "cuda")])
-def test_long_problems_are_judged_by_the_bounds_of_the_device_that_computes_them(
-    tmp_path: Path, backend: str, device: str
-) -> None:
-    submitted: list[Case] = []
-    problem = LongProblem(1, 300, "dense bfloat16")
-    fine = Judgement(300, dict.fromkeys(long_problems.QUANTITIES, 0.5), (), 0.0, 0)
-    table: Any = SimpleNamespace(
-        name=backend, patience=1.0, submit=lambda task, case: submitted.append(case), collect=lambda: [fine]
-    )
-    validate.run_long(Report(Console(quiet=True)), table, problem, tmp_path)
-    assert [case.device for case in submitted] == [device]
-    assert table.last == {"long": asdict(problem)}, "saved as that if the processes are ended, not as a Case"
-
-
 @pytest.mark.parametrize("last", [None, {"long": {"world": 2}}, plain(2)], ids=("nothing", "long", "Case"))
 def test_what_was_under_way_is_saved_as_what_it_is(tmp_path: Path, last: Any) -> None:
     report = Report(Console(quiet=True))
@@ -409,10 +309,3 @@ def test_what_was_under_way_is_saved_as_what_it_is(tmp_path: Path, last: Any) ->
     ((failure,), saved) = report.failures, {} if last is None else last
     wanted = json.loads(saved.to_json()) if isinstance(saved, Case) else saved
     assert failure.record == wanted and json.loads(failure.file.read_text()) == wanted
-
-
-def test_a_nan_is_not_within_its_bound() -> None:
-    x, zero = torch.tensor([[[torch.nan]], [[torch.inf]], [[-torch.inf]]]), torch.zeros(3, 1, 1)
-    exact = torch.tensor([[[0.0]], [[0.0]], [[-torch.inf]]])
-    assert long_problems._ratio(x, exact, zero + 1).flatten().tolist() == [torch.inf, torch.inf, 0.0]
-    assert long_problems._ratio(zero, zero, zero).flatten().tolist() == [0.0, 0.0, 0.0]
