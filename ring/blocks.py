@@ -78,8 +78,10 @@ def blocks_of(pattern: Pattern, n: int, heads: int, kv_heads: int) -> tuple[Bloc
                 by_offset.setdefault(offset, []).append(head)
         whole = max(n, 1)
         length = whole if branch.segment_length is None else min(branch.segment_length, whole)
+        # No larger than it takes to see one row of a segment, or none: so that 64 bits hold every product.
+        rate = min(branch.dilation_rate, 2 * length + 1)
         for offset, served in sorted(by_offset.items()):
-            blocks.append(_block(length, branch.dilation_rate, offset, served, heads // kv_heads))
+            blocks.append(_block(length, rate, min(offset, length), served, heads // kv_heads))
     return tuple(blocks)
 
 

@@ -241,6 +241,9 @@ def _flash_forward(
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         *(_batched(x.to(work)) for x in (q, k, v)), 0.0, tile.mask is Mask.CAUSAL, scale=scale
     )
+    if not lse.all():  # of a row whose scores are all -inf it says lse 0, as of one with a single score of 0
+        _count("math")
+        return _math_forward(q, k, v, tile, scale)
     return out.view(q.shape), lse.view(q.shape[:-1])
 
 
@@ -249,6 +252,7 @@ def _flash_backward(
 ) -> Tensors3:
     work = accumulator_dtype(q.dtype)
     lse = saved.lse.reshape(q.shape[0] * q.shape[1], q.shape[2] * q.shape[3], q.shape[4])
+    lse = lse.masked_fill(lse == -torch.inf, 0.0)  # all scores of such a row are -inf: exp(-inf - 0) is 0
     dout, query, key, value, out = (_batched(x.to(work)) for x in (saved.dout, q, k, v, saved.out))
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dout, query, key, value, out, lse.contiguous(), 0.0, tile.mask is Mask.CAUSAL, scale=scale

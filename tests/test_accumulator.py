@@ -159,6 +159,13 @@ def test_nan_and_infinity_go_through(bad: float) -> None:
         assert out.isnan().all() and (lse.isnan().all() or lse.item() == bad)
 
 
+def test_nan_goes_through_whatever_it_weighs() -> None:
+    """As in one softmax over all keys, where 0 * NaN is NaN: how keys are cut into parts decides nothing."""
+    for bad in (one(float("nan"), -1e6), one(float("inf"), -1e6)):
+        for first, second in ((bad, one(1.0, 0.0)), (one(1.0, 0.0), bad)):
+            assert merge(*first, *second)[0].isnan().all()
+
+
 def test_a_bad_row_leaves_its_neighbours_alone() -> None:
     out, lse = normal(3, 2), normal(3, seed=1)
     other, other_lse = normal(3, 2, seed=2), normal(3, seed=3)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from reference.pattern import Pattern
+from reference.pattern import Branch, Pattern
 from ring import Layout, agreement, ring_attention
 from verification.simulated_transport import SimulatedTransport
 from verification.simulation import Simulation
@@ -37,9 +37,10 @@ def together(*changes: Arguments) -> list[str]:
 
     def step(transport: SimulatedTransport) -> str:
         q, k, v = (torch.randn(1, 2, 1, 4) for _ in range(3))
-        arguments: Arguments = {"pattern": Pattern.dense(), "layout": Layout.contiguous(2 * world, world)}
+        arguments: Arguments = {"q": q, "k": k, "v": v, "group": transport, "pattern": Pattern.dense()}
+        arguments |= {"layout": Layout.contiguous(2 * world, world)} | changes[transport.rank]
         try:
-            ring_attention(q, k, v, group=transport, **arguments | changes[transport.rank])
+            ring_attention(**arguments)
         except Exception as error:  # of any type: which it is, is what is asked
             return f"{type(error).__name__}: {error}"
         return "fine"
@@ -120,3 +121,23 @@ def test_a_fused_kernel_of_gpus_is_refused_where_it_takes_no_tile(
     call: Any = SimpleNamespace(kernel=kernel, q=q, return_lse=False, differentiated=True)
     with nullcontext() if taken else pytest.raises(NotImplementedError, match=f"{dtype} and head dim {dim}"):
         agreement._validate_fused(call)
+
+
+PATTERN = Pattern((Branch(4, 2, (0, 1), range(0, 2)), Branch(None, 3, 1)), causal=True)
+OTHERS = {
+    "causal": Pattern(PATTERN.branches, False),
+    "fewer branches": Pattern(PATTERN.branches[:1], True),
+    "the order of branches": Pattern(PATTERN.branches[::-1], True),
+    "a segment length": Pattern((Branch(5, 2, (0, 1), range(0, 2)), PATTERN.branches[1]), True),
+    "a dilation rate": Pattern((PATTERN.branches[0], Branch(None, 2, 1)), True),
+    "an offset": Pattern((PATTERN.branches[0], Branch(None, 3, 2)), True),
+    "offsets of heads": Pattern((Branch(4, 2, (1, 0), range(0, 2)), PATTERN.branches[1]), True),
+    "heads": Pattern((Branch(4, 2, (0,), range(0, 1)), PATTERN.branches[1]), True),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_patterns_that_differ_in_anything_are_refused(other: Pattern) -> None:
+    tensors = {name: torch.zeros(1, 2, 2, 4) for name in "qkv"}
+    said = together({**tensors, "pattern": PATTERN}, {**tensors, "pattern": other})
+    assert said[0] == said[1] and said[0].startswith("ValueError: pattern must be the same on every rank: rank 0 has")

@@ -127,6 +127,31 @@ def test_the_oracle_agrees_on_whatever_is_drawn(
     check(tensors, pattern, layout, with_lse, **options)
 
 
+@pytest.mark.parametrize("order", LAYOUTS)
+@pytest.mark.parametrize("offset", (0, 3, 16, 17, 2**30))
+@pytest.mark.parametrize("rate", (2**30 + 1, 2**56 + 1, 2**62 + 1, 2**63 - 1))
+def test_dilation_rates_far_beyond_the_sequence(rate: int, offset: int, order: str) -> None:
+    tensors = [x.double() for x in inputs()]
+    pattern = Pattern((Branch(9, rate, offset), Branch(None, rate, offset), Branch(5, 2)), causal=True)
+    check(tensors, pattern, LAYOUTS[order](17), True)
+
+
+def test_padded_keys_in_a_part_of_their_own() -> None:
+    """Keys that a row sees with scores of -inf only, in one kernel call, and others in the next."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 64, 1, 8) for _ in range(3))
+    q[..., -1] = 1.0
+    k[..., -1] = 0.0
+    k[:, :32, :, -1] = -INF
+    exact, exact_lse = attention(q, k, v, Pattern.dense())
+    for kernel in ("math", "flash", "auto"):
+        out, lse = ring_attention(
+            q, k, v, Pattern.dense(), Layout.contiguous(64, 1), kernel=kernel, bucket=32, return_lse=True
+        )
+        torch.testing.assert_close(out.double(), exact, rtol=0, atol=1e-5)
+        torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=1e-5)
+
+
 def test_segments_far_longer_than_the_sequence() -> None:
     pattern = Pattern((Branch(2**62, 2, 1), Branch(2**62)), causal=True)
     check(inputs(), pattern, Layout.contiguous(17, 1), True)

@@ -138,3 +138,9 @@ def test_the_ring_s_default_bucket_is_this(n: int, heads: tuple[int, int], dtype
 
 def test_the_ring_takes_a_cpu_s_default_bucket_unless_told_otherwise() -> None:
     assert ring_bucket(Layout.contiguous(100, 1), 1, 1, torch.float32) == LEAST_BUCKET
+
+
+@pytest.mark.parametrize("cuts", ((0, 9000, 9001, 9002), (0, 1, 9001, 9002), (0, 1, 2, 9002)), ids=str)
+def test_the_default_bucket_goes_by_the_largest_shard_wherever_it_is(cuts: tuple[int, ...]) -> None:
+    layout = Layout.from_cuts(range(9002), cuts)
+    assert ring_bucket(layout, 8, 1, torch.float32) == default_bucket(9000, 8, 1, 4) == 9000 * 72 // (10 * 40)

@@ -268,6 +268,30 @@ def test_nan_reaches_the_rows_that_see_it(mask: Mask, name: str) -> None:
     assert out[0, 0, :, 0].isnan().any(-1).equal(sees) and lse[0, 0, :, 0].isnan().equal(sees)
 
 
+@pytest.mark.parametrize("name", ["math", "flash"])
+def test_rows_whose_scores_are_all_minus_infinity_weigh_nothing(name: str) -> None:
+    """Keys padded by -inf in a dim of their own, or scores beyond fp32: such a row has out 0, lse -inf and no gradient;
+    beside it is a row with a single score of 0, whose lse is 0."""
+    size = Size(queries=20, keys=20)
+    q, k, v, dout = (normal(shape, seed, torch.float32) for seed, shape in enumerate((size.q, size.k, size.k, size.q)))
+    q[..., -1], k[..., -1] = 0.0, -3e38
+    q[..., 5, -1], q[..., 0, :] = 8.0, 0.0
+    tile = tile_of(Mask.CAUSAL, size)
+    with kernels.picked() as count:
+        out, lse = kernels.forward(name, q, k, v, tile, 1.0)
+    assert count[name] == 1 and count["math"] == 1
+    assert (out[..., 5, :] == 0).all() and (lse[..., 5] == -INF).all()
+    assert torch.allclose(out[..., 0, :], v[..., 0, :].expand(out[..., 0, :].shape)) and (lse[..., 0] == 0).all()
+    exact, exact_lse = kernels.forward("math", q.double(), k.double(), v.double(), tile, 1.0)
+    others = [i for i in range(20) if i != 5]
+    assert torch.allclose(out[..., others, :].double(), exact[..., others, :], atol=1e-5)
+    assert torch.allclose(lse[..., others].double(), exact_lse[..., others], atol=1e-5)
+    delta = (dout * out).sum(-1)
+    dq, dk, dv = kernels.backward(name, q, k, v, Saved(dout, out, lse, delta), tile, 1.0)
+    assert (dq[..., 5, :] == 0).all()
+    assert all(x.isfinite().all() for x in (dk, dv))
+
+
 def test_rows_that_see_nothing_at_all() -> None:
     size = Size(1, 1, 1, 2, 3, 4, 5)
     heads = Heads.of(((0, 1),))
