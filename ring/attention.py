@@ -78,6 +78,7 @@ def ring_attention(
         bucket: the most key/value tokens in a landing buffer and a kernel call; None: by a memory budget.
         kernel: "auto", "math", "flash" or, on GPUs, "cudnn" (torch's fused kernels, where they can take a tile). Sums
             of gradients in cuDNN's backward come in any order: with `torch.use_deterministic_algorithms` it is "flash".
+            A row whose scores in a kernel call are all -inf weighs nothing there; "flash" on GPUs makes it NaN.
         scale: factor of the scores, head dim ** -0.5 by default.
         return_lse: also return lse = log sum exp of a row's scores, (batch, query heads, local tokens), in fp32 (fp64
             for fp64). Gradients flow through it.

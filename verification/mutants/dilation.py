@@ -287,7 +287,7 @@ DILATION = (
         "own",
         "Query head h reads key/value head h mod Hk instead of h // (Hq / Hk).",
         (
-            Edit(BLOCKS, "offset, served, heads // kv_heads))", "offset, served, kv_heads))"),
+            Edit(BLOCKS, "served, heads // kv_heads))", "served, kv_heads))"),
             Edit(BLOCKS, "readers.setdefault(head // share, [])", "readers.setdefault(head % share, [])"),
         ),
         (27,),
