@@ -467,16 +467,16 @@ print(
 # than the kernels alone and yet took less time.
 #
 # LongNet's shards send a few MiB for milliseconds of kernels: any link hides them. What its captured calls take beyond
-# the kernels is not the messages. (Calls that are not captured also wait for the host.)
+# the kernels is mostly not the messages. (Calls that are not captured also wait for the host.)
 
 # %%
 sparse_rows = [(row, needs) for row, needs, _ in hidden if row["section"] == "longnet" and row["graph"]]
 for row, needs in sparse_rows:
-    assert needs < 20e9 and row["exposed_ms"] < 0.25 * row["beyond_kernels_ms"]
+    assert needs < 20e9 and row["exposed_ms"] < 0.5 * row["beyond_kernels_ms"]
 assert sparse_rows, "the record h200x4_longnet has captured calls"
 print(
     f"{len(sparse_rows)} recorded LongNet rows, captured: each needs less than 20 GB/s, "
-    "and messages are less than a quarter of what is beyond the kernels"
+    "and messages are less than half of what is beyond the kernels"
 )
 lacking = [
     f"{e} on {w} GPUs"
