@@ -168,7 +168,7 @@ def test_blocks_serve_every_head_once_with_its_offset(data: Any) -> None:
     kv_heads = data.draw(st.integers(1, 4))
     heads = kv_heads * data.draw(st.integers(1, 4))
     pattern = data.draw(patterns(heads))
-    served: dict[tuple[int | None, int, int, int], int] = defaultdict(int)
+    served: dict[tuple[int, range, int], int] = defaultdict(int)  # segment length, places in a segment, head
     for block in blocks_of(pattern, 10, heads, kv_heads):
         kv = listed_heads(block.key)[:, 0].tolist()
         assert kv == sorted(set(kv)) and block.width == len(kv)
@@ -178,11 +178,13 @@ def test_blocks_serve_every_head_once_with_its_offset(data: Any) -> None:
             assert (query // (heads // kv_heads) == key).all() and (np.array(kv)[column] == key).all()
             reading |= set(key.ravel().tolist())
             for head in query.ravel().tolist():
-                served[block.segment_length, block.dilation_rate, block.offset, head] += 1
+                places = range(block.offset, block.segment_length, block.dilation_rate)
+                served[block.segment_length, places, head] += 1
         assert reading == set(kv)
-    wanted: dict[tuple[int | None, int, int, int], int] = defaultdict(int)
+    wanted: dict[tuple[int, range, int], int] = defaultdict(int)
     for branch in pattern.branches:
         for head, offset in enumerate(branch.offsets(heads)):
             if offset is not None:
-                wanted[min(branch.segment_length or 10, 10), branch.dilation_rate, offset, head] += 1
+                length = min(branch.segment_length or 10, 10)
+                wanted[length, range(offset, length, branch.dilation_rate), head] += 1
     assert served == wanted
