@@ -32,7 +32,8 @@
 # | incoming gradients of out and lse | $L\,(H D\, b + H a)$ | |
 # | sums of dq, dk, dv | $L\,(H + 2 H_k) D\, a$ | `cost.resident(...).gradients` |
 # | communication buffers | by exchange, bucket and pattern | `cost.buffers(...).backward` |
-# | scratch of a kernel call | at most a few tensors as large as the rank's queries | `verification.workspace.limits` |
+# | scratch of a kernel call | at most a few tensors as large as the rank's queries |
+# `verification.run.workspace.limits` |
 #
 # `NOTEBOOKS_LONG=1` takes longer sequences and more world sizes.
 
@@ -63,13 +64,13 @@ from figures import (
 from torch.utils._python_dispatch import _disable_current_modes
 
 from reference import Pattern, cost
-from verification import definitions
-from verification.backends import GlooBackend
+from reference import shards as definitions
 from verification.case import Case
-from verification.execute import attend, shards
-from verification.real_size import LiveBytes, measured
-from verification.simulation import Simulation
-from verification.workspace import limits
+from verification.problems.real_size import LiveBytes, measured
+from verification.run.backends import GlooBackend
+from verification.run.rank import attend, shards
+from verification.run.simulation.simulation import Simulation
+from verification.run.workspace import limits
 
 LONG = os.environ.get("NOTEBOOKS_LONG") == "1"
 COLOUR = {"ring": BLUE, "direct": VERMILLION, "gather": GREEN}
@@ -125,7 +126,7 @@ def scratch(case: Case) -> np.ndarray:
 # ## Real ranks: 1 to 8 processes, lengths over three decades
 #
 # Each rank is a process, joined to the others by gloo. It runs forward and backward and counts the bytes of all tensors
-# that live at a time (`verification.real_size.LiveBytes`; scratch inside one of torch's kernels is not seen).
+# that live at a time (`verification.problems.real_size.LiveBytes`; scratch inside one of torch's kernels is not seen).
 
 # %%
 LENGTHS = [2**k for k in range(7, 20 if LONG else 18, 2)]
@@ -235,11 +236,11 @@ assert fit.low[1] < constant < fit.high[1]
 # %% [markdown]
 # ## More ranks than this machine has: simulated, up to 64
 #
-# All ranks live in one process and take turns (`verification.simulation`). Communication buffers are counted by
-# `ring.exchange.measure` and must equal the closed form *to the byte*, on every rank, forward and backward. For `ring`
-# and `direct` live tensors are counted as well, outside the simulated network, which keeps copies of its own. (That
-# network holds on to what `gather` landed until the last rank is through, so for `gather` only the buffers are
-# counted.)
+# All ranks live in one process and take turns (`verification.run.simulation.simulation`). Communication buffers are
+# counted by `ring.comm.exchange.measure` and must equal the closed form *to the byte*, on every rank, forward and
+# backward. For `ring` and `direct` live tensors are counted as well, outside the simulated network, which keeps copies
+# of its own. (That network holds on to what `gather` landed until the last rank is through, so for `gather` only the
+# buffers are counted.)
 
 
 # %%

@@ -51,12 +51,13 @@ from figures import (
 )  # fmt: skip
 
 from reference import Pattern, closed_forms, cost
-from verification import definitions, links
+from reference import shards as definitions
 from verification.benchmarks.settings import Heads, Problem
 from verification.case import Case
-from verification.execute import attend, shards
-from verification.pool import Pool
-from verification.simulation import Simulation
+from verification.problems import links
+from verification.run.processes.pool import Pool
+from verification.run.rank import attend, shards
+from verification.run.simulation.simulation import Simulation
 
 LONG = os.environ.get("NOTEBOOKS_LONG") == "1"
 EXCHANGES = {"ring": BLUE, "direct": VERMILLION, "gather": GREEN}
@@ -494,7 +495,7 @@ print("not recorded yet:", ", ".join(lacking) or "nothing")
 
 # %%
 size = 2**22
-with Pool(2, timeout=60, preload=("torch", "ring", "verification.execute", "verification.links")) as pool:
+with Pool(2, timeout=60, preload=("torch", "ring", "verification.run.rank", "verification.problems.links")) as pool:
     here = links.check_transfers(size, pool.run(links.transfers, size))
 slow_link = max(found.rate for found in here if found.ways == 1) * 1e9
 q = torch.randn(1, 4, 1024, 64)

@@ -16,7 +16,8 @@
 # %% [markdown]
 # # Errors: how large, how they grow, and what makes them worse
 #
-# The oracle is fp64 throughout (`reference/oracle.py`); bounds are derived, not tuned (`verification/bounds.py`). Here:
+# The oracle is fp64 throughout (`reference/oracle.py`); bounds are derived, not tuned (`verification/check/bounds.py`).
+# Here:
 #
 # 1. errors seen beside their bounds, by length, number of ranks, type and size of the scores;
 # 2. why 16-bit attention overflows, and what $-\infty$ does;
@@ -24,7 +25,7 @@
 #    with the lse of the partial result;
 # 4. gradients with the mixture's weights attached and detached.
 #
-# All ranks are simulated (`verification.simulation`); the arithmetic is that of real ones, on the CPU.
+# All ranks are simulated (`verification.run.simulation.simulation`); the arithmetic is that of real ones, on the CPU.
 
 # %%
 import os
@@ -38,17 +39,17 @@ import numpy as np
 import torch
 from figures import BLACK, BLUE, GREEN, ORANGE, PURPLE, VERMILLION, binary_ticks, power_law, style
 
-import ring.accumulator
 import ring.attention
+import ring.compute.accumulator
 from reference import Pattern, attention, gradients
-from ring import kernels
-from ring.accumulator import Accumulator, merge
-from verification.bounds import LARGEST, UNIT
+from ring.compute import kernels
+from ring.compute.accumulator import Accumulator, merge
 from verification.case import Case
-from verification.checks import assemble
-from verification.execute import observe
-from verification.expectation import QUANTITIES, Expectation, expect
-from verification.simulation import Simulation
+from verification.check.bounds import LARGEST, UNIT
+from verification.check.checks import assemble
+from verification.check.expectation import QUANTITIES, Expectation, expect
+from verification.run.rank import observe
+from verification.run.simulation.simulation import Simulation
 
 LONG = os.environ.get("NOTEBOOKS_LONG") == "1"
 TYPES = {"float64": BLACK, "float32": BLUE, "bfloat16": VERMILLION, "float16": GREEN}
@@ -411,7 +412,7 @@ def with_the_partial_lse(name, q, k, v, saved, tile, scale, backward=kernels.bac
 DEFECTS: dict[str, Callable[[], AbstractContextManager]] = {
     "none": nullcontext,
     "accumulator in 16 bits": lambda: patch.object(ring.attention, "accumulator_for", SixteenBitAccumulator),
-    "plain average": lambda: patch.object(ring.accumulator, "merge", plain_average),
+    "plain average": lambda: patch.object(ring.compute.accumulator, "merge", plain_average),
     "lse of the partial": lambda: patch.object(kernels, "backward", with_the_partial_lse),
 }
 PAINT = {"none": BLUE, "accumulator in 16 bits": VERMILLION, "plain average": GREEN, "lse of the partial": ORANGE}

@@ -44,18 +44,18 @@ from rich.console import Console
 
 from reference import Pattern, attention
 from reference.pattern import multiplicity
-from verification.backends import GlooBackend, SimBackend, observe_on
 from verification.case import Case
+from verification.check.laws import LAWS
 from verification.failures import VerificationFailure
-from verification.hunt import PATIENCE, Hunt
-from verification.laws import LAWS
 from verification.mutants import DEFECTS, by_name
 from verification.mutants.plant import plant_by_name
-from verification.mutants.runner import SOON, hunt_all
-from verification.reach import FEATURES, Reach
-from verification.replay import replay
-from verification.report import Report
+from verification.mutants.trials import SOON, hunt_all
+from verification.replay.replay import replay
+from verification.report.coverage import FEATURES, Reach
+from verification.report.report import Report
+from verification.run.backends import GlooBackend, SimBackend, observe_on
 from verification.runner import EXAMPLES, PROFILES, WORLDS, Plan, law_experiment, save
+from verification.search.search import PATIENCE, Hunt
 
 LONG = os.environ.get("NOTEBOOKS_LONG") == "1"
 SEED = "21"
@@ -203,10 +203,10 @@ assert {failures[0].broken for failures in replays.values() if failures} == {sav
 # %% [markdown]
 # ## 2. What the strategies cover
 #
-# `verification/reach.py` names features of a Case and tells from the Case, by definition, whether it has them. Here
-# are as many plain Cases as `scripts/verify` draws in its quick profile, by the same strategies, and those of the law
-# about longer shards, with nothing run on them. All but one of the features are reached by plain Cases; a default
-# bucket that is more than the least one takes the longer shards of that law.
+# `verification/report/coverage.py` names features of a Case and tells from the Case, by definition, whether it has
+# them. Here are as many plain Cases as `scripts/verify` draws in its quick profile, by the same strategies, and those
+# of the law about longer shards, with nothing run on them. All but one of the features are reached by plain Cases; a
+# default bucket that is more than the least one takes the longer shards of that law.
 
 # %%
 plan = Plan(WORLDS, PROFILES["quick"], None, 0, "sim", Path())

@@ -8,7 +8,7 @@ The road that the data takes, one module a stop:
 """
 
 from ring.attention import ring_attention
+from ring.comm.transport import Transport
 from ring.layout import Layout
-from ring.transport import Transport
 
 __all__ = ["Layout", "Transport", "ring_attention"]

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from reference.pattern import Pattern
-from ring.kernels import KERNELS, fused
+from ring.comm.transport import Transport, collect_json
+from ring.compute.kernels import KERNELS, fused
 from ring.layout import Layout
-from ring.plan import EXCHANGES
-from ring.transport import Transport, collect_json
+from ring.plan.plan import EXCHANGES
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _DIGEST = 16

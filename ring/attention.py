@@ -18,19 +18,19 @@ import torch
 import torch.distributed as dist
 
 from reference.pattern import Pattern
-from ring import kernels
-from ring.accumulator import Accumulator, Sum, Summing, accumulator_dtype, lse_store
 from ring.agreement import Call, agree
 from ring.budget import default_bucket, default_own
-from ring.exchange import Arrival, Exchange
+from ring.comm.exchange import Arrival, Exchange
+from ring.comm.symmetric_memory import transport_of
+from ring.comm.transport import ProcessGroupTransport, SoloTransport, Transport
+from ring.compute import kernels
+from ring.compute.accumulator import Accumulator, Sum, Summing, accumulator_dtype, lse_store
 from ring.layout import Layout
-from ring.plan import Plan, Tile, plan_of
-from ring.store import Store
-from ring.symmetric import transport_of
-from ring.transport import ProcessGroupTransport, SoloTransport, Transport
+from ring.plan.plan import Plan, Tile, plan_of
+from ring.strided_view import Store
 
 if TYPE_CHECKING:  # needs Triton, which is where CUDA is
-    from ring.combine import CombinedAccumulator
+    from ring.compute.combine import CombinedAccumulator
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -130,7 +130,7 @@ def _between_gpus(transport: Transport) -> Transport:
 def accumulator_for(query: torch.Tensor) -> Accumulator | CombinedAccumulator:
     if not _combines(query):
         return Accumulator(query)
-    from ring.combine import CombinedAccumulator
+    from ring.compute.combine import CombinedAccumulator
 
     return CombinedAccumulator(query)
 
@@ -138,7 +138,7 @@ def accumulator_for(query: torch.Tensor) -> Accumulator | CombinedAccumulator:
 def sum_for(x: torch.Tensor) -> Summing:
     if not _combines(x):
         return Sum(x)
-    from ring.combine import CombinedSum
+    from ring.compute.combine import CombinedSum
 
     return CombinedSum(x)
 
@@ -147,7 +147,7 @@ def _results(sums: Sequence[Summing], x: torch.Tensor) -> list[torch.Tensor]:
     """Of sums made for tensors like x, in x's type."""
     if not _combines(x):
         return [one.result(x.dtype) for one in sums]
-    from ring.combine import results
+    from ring.compute.combine import results
 
     return results(sums, x.dtype)
 

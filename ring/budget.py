@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ring.accumulator import accumulator_dtype
+from ring.compute.accumulator import accumulator_dtype
 from ring.layout import Layout
 
 # Of the memory that the largest shard's q, k, v and output take, the part that landing buffers may take.

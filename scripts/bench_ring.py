@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 
 from reference.cost import EXCHANGES
-from ring.kernels import KERNELS
+from ring.compute.kernels import KERNELS
 from verification.benchmarks.ranks import Lost, Ranks, described
-from verification.benchmarks.records import Record, columns, described_run, fail
+from verification.benchmarks.results import Record, columns, described_run, fail
 from verification.benchmarks.sections import Bench, Options
 from verification.benchmarks.settings import (
     DTYPES,
@@ -42,7 +42,7 @@ from verification.benchmarks.settings import (
     size,
 )
 from verification.benchmarks.timing import Repeats
-from verification.outputs import check_file
+from verification.cli.outputs import check_file
 from verification.wording import counted
 
 SECTIONS = ("dense", "longnet", "reach")

@@ -25,12 +25,12 @@ import torch
 from bench_verification import check_once, plain_rate, rate, small
 
 from reference.pattern import Pattern
-from ring.transport import Message
-from verification.backends import SimBackend
+from ring.comm.transport import Message
+from verification.cli.outputs import check_file
 from verification.failures import Deadlock
-from verification.outputs import check_file
-from verification.simulated_transport import SimulatedTransport
-from verification.simulation import Simulation
+from verification.run.backends import SimBackend
+from verification.run.simulation.simulated_transport import SimulatedTransport
+from verification.run.simulation.simulation import Simulation
 
 GOAL = 150  # examples a second at four ranks
 WORLD, TOKENS = 256, 512

@@ -34,17 +34,19 @@ from rich.console import Console
 from reference.pattern import Pattern
 from ring.budget import default_bucket
 from ring.layout import Layout
-from ring.plan import plan_of
-from verification import properties, real_size, runner
-from verification.backends import PRELOAD, Backend, GlooBackend
+from ring.plan.plan import plan_of
+from verification import runner
 from verification.case import Case
-from verification.checks import costs
-from verification.execute import observe
-from verification.expectation import expect
-from verification.hunt import Hunt
-from verification.outputs import check_file
-from verification.pool import Pool
-from verification.report import Report
+from verification.check import properties
+from verification.check.checks import costs
+from verification.check.expectation import expect
+from verification.cli.outputs import check_file
+from verification.problems import real_size
+from verification.report.report import Report
+from verification.run.backends import PRELOAD, Backend, GlooBackend
+from verification.run.processes.pool import Pool
+from verification.run.rank import observe
+from verification.search.search import Hunt
 
 GOALS = {2: 200, 4: 50, 8: 17}  # examples a second on two cores
 TOKENS = 8192
@@ -52,9 +54,9 @@ TOKENS = 8192
 RANK = """
 import sys
 import torch.distributed as dist
-from ring.transport import ProcessGroupTransport
+from ring.comm.transport import ProcessGroupTransport
 from verification.case import Case
-from verification.execute import observe
+from verification.run.rank import observe
 rank, world, port, text = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
 observe(ProcessGroupTransport(), Case.from_json(text))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # in place of scripts/: the packages need not be installed
 
-from verification.validate import main  # noqa: E402
+from verification.cli.validate import main  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""`python -m verification`: see `verification.command_line`."""
+"""`python -m verification`: see `verification.cli.command_line`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from verification.arguments import typed
+from verification.cli.arguments import typed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 all held, 1 a counter-example was found, 2 the run could not be carried out."""
     try:
         # Here, not above: a package that cannot be imported must not end in 1, which Python would make of it.
-        from verification import command_line
+        from verification.cli import command_line
 
         return command_line.main(arguments)
     except Exception:

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from reference import shards as definitions
 from reference.pattern import Pattern
+from reference.shards import Shards
 from ring.layout import Layout
-from verification import definitions
-from verification.definitions import Shards
 from verification.wording import misfits
 
 DTYPES = {
@@ -77,7 +77,7 @@ class Case:
                   backward the backward); "shared" (k and v, or q too, lie in one storage); "meta" (while torch's
                   meta device is the default one); or which of q, k and v require gradients
     device        "cpu", or "cuda": on GPUs, whose fused kernels work in 16 bits
-    measured      whether the workspace of the first run is looked at (`verification.workspace`), which takes time
+    measured      whether the workspace of the first run is looked at (`verification.run.workspace`), which takes time
 
     Raises ValueError, at construction, naming the field, what was given and what is allowed.
     """

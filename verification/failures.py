@@ -100,7 +100,7 @@ class RankHang(RankFailure):
 
 
 class Deadlock(RankHang):
-    """No rank could go on: who waits for whom is known without waiting (`verification.simulation`)."""
+    """No rank could go on: who waits for whom is known without waiting (`verification.run.simulation.simulation`)."""
 
 
 class BrokenContract(RankFailure):

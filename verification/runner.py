@@ -7,17 +7,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from verification import properties, real_size
-from verification.backends import Backend, SimBackend, open_backend
 from verification.case import Case
-from verification.checks import costs
-from verification.execute import observe
-from verification.expectation import expect
+from verification.check import properties
+from verification.check.checks import costs
+from verification.check.expectation import expect
+from verification.check.laws import LAWS, Law
+from verification.draw.cases import cases
 from verification.failures import RankHang
-from verification.hunt import Experiment, Found, Hunt, placed
-from verification.laws import LAWS, Law
-from verification.report import Failure, Report, save_record
-from verification.strategies import cases
+from verification.problems import real_size
+from verification.report.report import Failure, Report, save_record
+from verification.run.backends import Backend, SimBackend, open_backend
+from verification.run.rank import observe
+from verification.search.search import Experiment, Found, Hunt, placed
 
 WORLDS = (1, 2, 3, 4, 8)
 MOST_RANKS = {"gloo": 64, "sim": 1024, "nccl": 64}  # by backend
@@ -33,7 +34,7 @@ class Profile:
     remembers: bool = False  # failing examples are kept in `hunt.DATABASE` and tried first by the next run
 
 
-# "nightly" is `verification.nightly`: rounds of these, until time is over.
+# "nightly" is `verification.cli.nightly`: rounds of these, until time is over.
 PROFILES = {
     "quick": Profile("a few minutes", 1500, 30),
     "ci": Profile("a quarter of an hour", 8000, 60),

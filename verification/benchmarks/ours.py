@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ring import Transport, ring_attention
 from ring.budget import default_bucket
-from ring.transport import Message, OwnBuffers, Pending
+from ring.comm.transport import Message, OwnBuffers, Pending
 from verification.benchmarks.contender import Contender, Inputs
 from verification.benchmarks.settings import Problem
 

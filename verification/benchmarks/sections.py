@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from verification.benchmarks import baselines, ours, peers, published
+from verification.benchmarks import baselines, ours, published
+from verification.benchmarks import peer_rings as peers
 from verification.benchmarks.baselines import Impossible
 from verification.benchmarks.contender import PASSES, Contender
+from verification.benchmarks.longest import reach
 from verification.benchmarks.ranks import Failed, Lost, Ranks
-from verification.benchmarks.reach import reach
-from verification.benchmarks.records import Record
+from verification.benchmarks.results import Record
 from verification.benchmarks.settings import RATES, SEGMENTS, Heads, Problem
 from verification.benchmarks.timing import Repeats, captured, measured, peak_beyond
 

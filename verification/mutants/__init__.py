@@ -14,18 +14,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from verification.mutants.agreement import AGREEMENTS
-from verification.mutants.backward import BACKWARD
-from verification.mutants.calls import CALLS
-from verification.mutants.communication import COMMUNICATION
 from verification.mutants.defect import CannotPlant, Defect, Edit
-from verification.mutants.diagonal import DIAGONAL
-from verification.mutants.dilation import DILATION
-from verification.mutants.keeping import KEEPING
-from verification.mutants.masks import MASKS
-from verification.mutants.merge import MERGE
-from verification.mutants.numerics import NUMERICS
-from verification.mutants.process_groups import PROCESS_GROUPS
+from verification.mutants.defects.agreement import AGREEMENTS
+from verification.mutants.defects.backward import BACKWARD
+from verification.mutants.defects.calls import CALLS
+from verification.mutants.defects.communication import COMMUNICATION
+from verification.mutants.defects.diagonal import DIAGONAL
+from verification.mutants.defects.dilation import DILATION
+from verification.mutants.defects.keeping import KEEPING
+from verification.mutants.defects.masks import MASKS
+from verification.mutants.defects.merge import MERGE
+from verification.mutants.defects.numerics import NUMERICS
+from verification.mutants.defects.process_groups import PROCESS_GROUPS
 
 __all__ = ["DEFECTS", "NO_PLACE", "CannotPlant", "Defect", "Edit", "NoPlace", "by_name"]
 

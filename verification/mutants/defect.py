@@ -15,7 +15,7 @@ class CannotPlant(Exception):
 
 @dataclass(frozen=True)
 class Edit:
-    """One replacement. file: "ring/store.py"; `was` occurs exactly once in it."""
+    """One replacement. file: "ring/strided_view.py"; `was` occurs exactly once in it."""
 
     file: str
     was: str

@@ -15,9 +15,9 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from verification.caches import clear_caches, modules_of
 from verification.mutants.defect import CannotPlant, Defect
-from verification.mutants.names import unbound
+from verification.mutants.syntactic.names import unbound
+from verification.run.caches import clear_caches, modules_of
 
 PACKAGES = ("reference", "ring", "verification")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range)

@@ -1,7 +1,8 @@
 """What a merge of partial results by interpolation may lose, on top of the bounds of a weighted one.
 
 The field merges (o, L) with a further partial result (o', L') in two ways. Weighted: o e^(L-M) + o' e^(L'-M), M the
-merged lse; its rounding errors are relative to the contributions, so that `verification.bounds` has them. Interpolated:
+merged lse; its rounding errors are relative to the contributions, so that `verification.check.bounds` has them.
+Interpolated:
 
     o - s (o - o'),   s = sigmoid(L' - L)
 
@@ -20,8 +21,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from verification.bounds import Arithmetic, Array
-from verification.expectation import Expectation
+from verification.check.bounds import Arithmetic, Array
+from verification.check.expectation import Expectation
 
 ROUNDINGS = 13
 

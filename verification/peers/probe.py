@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from verification.backends import PRELOAD, Unavailable
 from verification.failures import RankFailure
 from verification.peers.peer import Refused, ready
-from verification.pool import Pool, PoolError
+from verification.run.backends import PRELOAD, Unavailable
+from verification.run.processes.pool import Pool, PoolError
 
 PATIENCE = 120.0  # seconds: a first import may have to compile
 

@@ -1,0 +1,75 @@
+"""Packing on GPUs: all rows that a step sends, keys and values, in one pass.
+
+A copy for every block, message and tensor, as on the CPU, keeps a short call waiting for a dozen small kernels before
+anything is computed. Here a table says for every slot of the outbox which row and head of the shard it holds; it is
+made once for a plan's step. The plain version is `Exchange._pack`'s, by `ring.strided_view`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from ring.plan.plan import Pack
+from ring.plan.ranges import Ints
+
+_SLOTS, _WARPS = 32, 4  # of a program
+
+_captured: list[torch.Tensor] = []  # tables that captured graphs read at every replay
+
+
+@triton.jit
+def _pack(  # type: ignore[no-untyped-def]
+    table, k, v, outbox, count, k_batch, k_row, k_head, k_dim, v_batch, v_row, v_head, v_dim, slot_step, value_step,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """outbox (slots, 2, B, D), contiguous; table (2, slots) int32: row and head of each."""
+    slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
+    batch = tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    there = slot < count
+    row, head = tl.load(table + slot, there, other=0).to(tl.int64), tl.load(table + count + slot, there, other=0)
+    mask = there[:, None] & (column < DIM)[None, :]
+    key = k + (batch * k_batch + row * k_row + head * k_head)[:, None] + column[None, :] * k_dim
+    value = v + (batch * v_batch + row * v_row + head * v_head)[:, None] + column[None, :] * v_dim
+    to = outbox + (slot.to(tl.int64) * slot_step + batch * DIM)[:, None] + column[None, :]
+    tl.store(to, tl.load(key, mask), mask)
+    tl.store(to + value_step, tl.load(value, mask), mask)
+
+
+def pack(packs: Sequence[Pack], k: torch.Tensor, v: torch.Tensor, outbox: torch.Tensor) -> None:
+    """Fill the outbox's front. k, v: (B, tokens, Hk, D), any strides; outbox (slots, 2, B, D), contiguous."""
+    table = _table(tuple(packs), k.device)
+    if torch.cuda.is_current_stream_capturing():
+        _captured.append(table)
+    count, (_, _, batch, dim) = table.shape[1], outbox.shape
+    _pack[(triton.cdiv(count, _SLOTS), batch)](
+        table, k, v, outbox, count, *k.stride(), *v.stride(), outbox.stride(0), outbox.stride(1), dim,
+        triton.next_power_of_2(dim), _SLOTS, num_warps=_WARPS,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _table(packs: tuple[Pack, ...], device: torch.device) -> torch.Tensor:
+    """(2, slots) int32: row and head of each slot, copied to a GPU once."""
+    slots, rows, heads = (np.concatenate(column) for column in zip(*map(_listed, packs), strict=True))
+    order = np.argsort(slots)
+    assert np.array_equal(slots[order], np.arange(len(slots)))  # every slot once, from the front
+    return torch.from_numpy(np.stack((rows[order], heads[order])).astype(np.int32)).to(device)
+
+
+def _listed(one: Pack) -> tuple[Ints, Ints, Ints]:
+    """Slots, and the row and head of the shard that each holds."""
+    columns, heads = (np.array(x.listed(), np.int64).reshape(-1) for x in (one.columns, one.heads))
+    rows, slots = (x.listed().reshape(-1) for x in (one.rows, one.slots))
+    shape = len(rows), len(heads)
+    return (
+        (slots[:, None] + columns).reshape(-1),
+        np.broadcast_to(rows[:, None], shape).reshape(-1),
+        np.broadcast_to(heads, shape).reshape(-1),
+    )

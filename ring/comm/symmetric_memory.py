@@ -1,0 +1,240 @@
+"""Messages between GPUs of one host through symmetric memory: the receiver copies from the sender's memory.
+
+The copies run on the copy engines, on streams of their own: beside them a kernel keeps all its multiprocessors, which
+NCCL's sends and receives take part of. Sender and receiver of a batch meet by flags in each other's memory: "ready"
+goes to the receiver, who copies, "done" to the sender; each resets the flag that it waited for. All that is on the
+stream (`ring.comm.signals`), so the host waits for nothing and a call can be captured.
+
+A receiver must know where in the sender's memory its messages lie. That follows from the sender's plan, so ranks tell
+each other once for every kind of call, and grow the memory together at that moment, never otherwise.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ring.comm import signals
+from ring.comm.transport import Message, Outgoing, Pending, ProcessGroupTransport, backends_of, collect_json
+
+_ALIGNMENT = 256  # bytes at which a buffer begins
+_LANES = 4  # copies that may be under way at a time; in captured graphs they were seen one after the other
+_rendezvous = 0  # of this process, in all groups
+_Ranges = dict[str, dict[str, list[list[int]]]]  # label -> peer -> (start, stop) of its messages, in bytes
+
+
+@dataclass(frozen=True, eq=False)
+class _Route:
+    """One kind of call: where the own buffers begin, what every rank sends from where, and the memory."""
+
+    begins: dict[str, int]
+    ranges: list[_Ranges]
+    pool: _Pool | None
+    by_nccl: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class _Pool:
+    """Memory of equal size on every rank. views: everyone's, as bytes, seen from here; flags: where they begin."""
+
+    own: torch.Tensor
+    views: list[torch.Tensor]
+    flags: list[int]
+    handle: Any
+
+    def ready(self, at: int, sender: int) -> int:
+        """Address, in the memory of rank `at`, of the flag that the sender's buffers are filled."""
+        return self.flags[at] + signals.BYTES * sender
+
+    def done(self, at: int, receiver: int) -> int:
+        """Address, in the memory of rank `at`, of the flag that the receiver has copied."""
+        return self.flags[at] + signals.BYTES * (len(self.flags) + receiver)
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """A batch on the side stream. here: what it receives was copied, lane by lane; read: so was all that it sends."""
+
+    here: Sequence[torch.cuda.Event]
+    read: torch.cuda.Event
+
+    def arrive(self) -> None:
+        current = torch.cuda.current_stream()
+        for lane in self.here:
+            current.wait_event(lane)
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self.read)
+
+
+class SymmetricTransport(ProcessGroupTransport):
+    """A group with NCCL whose ranks are GPUs of one host with access to each other's memory: see `why_not`.
+
+    A kind of call whose memory cannot be had goes by NCCL, on every rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(group)
+        self._side = torch.cuda.Stream()
+        self._lanes = [torch.cuda.Stream() for _ in range(min(_LANES, self.world_size - 1))]
+        self._routes: dict[Hashable, _Route] = {}
+        self._route: _Route | None = None
+        self._pools: list[_Pool] = []  # all that there ever were: a captured graph may use any
+
+    def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
+        """Ranks meet here for the first call of a kind, and for no other; so the key must be the same on all."""
+        if key not in self._routes:
+            self._routes[key] = self._new_route(outgoing())
+        self._route = self._routes[key]
+
+    def empty(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer: in the common memory if messages are sent from it."""
+        route = self._route
+        assert route is not None
+        if name not in route.begins or route.pool is None:
+            return super().empty(name, shape, dtype, device)
+        begin = route.begins[name]
+        size = dtype.itemsize * torch.Size(shape).numel()
+        return route.pool.own[begin : begin + size].view(dtype).view(*shape)
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        route = self._route
+        assert route is not None
+        if route.by_nccl:
+            return super().post(sends, receives)
+        self._side.wait_stream(torch.cuda.current_stream())
+        here = [] if route.pool is None else self._meet(route, route.pool, sends, receives)
+        return _Copied(here, self._side.record_event())
+
+    def _meet(
+        self, route: _Route, pool: _Pool, sends: Sequence[Message], receives: Sequence[Message]
+    ) -> list[torch.cuda.Event]:
+        """Neighbours first, so that not all ranks copy from the same one at a time; several copies at a time, each on a
+        lane. All that others wait for is put before anything is waited for, or follows from what they put so: whatever
+        streams the GPU takes one after the other, no ranks wait for each other in a circle.
+        """
+        readers = sorted({message.peer for message in sends}, key=self._distance)
+        for peer in readers:
+            signals.put(pool.ready(peer, self.rank), 1, self._side)
+        owners = sorted({message.peer for message in receives}, key=self._distance)
+        lanes = self._lanes[: len(owners)]
+        for lane in lanes:
+            lane.wait_stream(self._side)
+        here = [torch.cuda.Event() for _ in lanes]
+        for number, peer in enumerate(owners):
+            lane = lanes[number % len(lanes)]
+            signals.wait(pool.ready(self.rank, peer), 1, lane)
+            signals.put(pool.ready(self.rank, peer), 0, lane)
+            with torch.cuda.stream(lane):
+                self._copy(route, pool, peer, [message for message in receives if message.peer == peer])
+            here[number % len(lanes)].record(lane)  # the lane's last is what remains
+            signals.put(pool.done(peer, self.rank), 1, lane)
+        for lane in lanes:
+            self._side.wait_stream(lane)
+        for peer in readers:
+            signals.wait(pool.done(self.rank, peer), 1, self._side)
+            signals.put(pool.done(self.rank, peer), 0, self._side)
+        return here
+
+    def _distance(self, peer: int) -> int:
+        return (peer - self.rank) % self.world_size
+
+    def _copy(self, route: _Route, pool: _Pool, peer: int, receives: Sequence[Message]) -> None:
+        taken: dict[str, int] = {}
+        for message in receives:
+            number = taken.get(message.label, 0)
+            taken[message.label] = number + 1
+            start, stop = route.ranges[peer][message.label][str(self.rank)][number]
+            if stop - start != message.bytes:
+                raise RuntimeError(
+                    f"message {message.label!r} from rank {peer} has {stop - start} bytes, its buffer {message.bytes}"
+                )
+            message.tensor.view(-1).view(torch.uint8).copy_(pool.views[peer][start:stop])
+
+    def _new_route(self, outgoing: list[Outgoing]) -> _Route:
+        sizes: dict[str, int] = {}
+        for part in outgoing:
+            sizes[part.buffer] = max(sizes.get(part.buffer, 0), part.size)
+        begins, at = {}, 0
+        for name, size in sizes.items():
+            begins[name] = at
+            at += -(-size // _ALIGNMENT) * _ALIGNMENT
+        ranges: _Ranges = {}
+        for part in outgoing:
+            begin = begins[part.buffer]
+            places = ranges.setdefault(part.label, {}).setdefault(str(part.peer), [])
+            places.append([begin + part.start, begin + part.stop])
+        everyone: list[Any] = collect_json([at, ranges, _rendezvous], self)
+        size = max(size for size, _, _ in everyone)
+        grows = size > 0 and (not self._pools or self._pools[-1].own.numel() < size)
+        # torch numbers the rendezvous of a process, whatever the group, and ranks with other numbers never meet: so
+        # do ranks that are in overlapping groups, one in more than the other.
+        if grows and len({number for _, _, number in everyone}) > 1:
+            return _Route({}, [], None, by_nccl=True)
+        return _Route(begins, [theirs for _, theirs, _ in everyone], self._pool(size))
+
+    def _pool(self, size: int) -> _Pool | None:
+        """Memory of so many bytes at least; all ranks ask for as many, at the same time."""
+        if size == 0:
+            return None
+        if not self._pools or self._pools[-1].own.numel() < size:
+            import torch.distributed._symmetric_memory as symmetric
+
+            global _rendezvous
+            _rendezvous += 1
+            front = -(-2 * self.world_size * signals.BYTES // _ALIGNMENT) * _ALIGNMENT
+            device = torch.device("cuda", torch.cuda.current_device())
+            whole = symmetric.empty(front + size, dtype=torch.uint8, device=device)
+            whole[:front].zero_()
+            torch.cuda.synchronize()  # before any other rank knows of it
+            assert self.group is not None
+            handle = symmetric.rendezvous(whole, group=self.group)
+            everyone = [handle.get_buffer(rank, (front + size,), torch.uint8) for rank in range(self.world_size)]
+            flags = [theirs.data_ptr() for theirs in everyone]
+            self._pools.append(_Pool(whole[front:], [theirs[front:] for theirs in everyone], flags, handle))
+        return self._pools[-1]
+
+
+_transports: dict[dist.ProcessGroup, ProcessGroupTransport] = {}
+
+
+def transport_of(group: dist.ProcessGroup | None) -> ProcessGroupTransport:
+    """For tensors on the current GPU: symmetric memory where it can be had, else NCCL; of a group without NCCL, what
+    there is. The same on every rank, which meet here for the first call with a group.
+    """
+    found: dist.ProcessGroup = dist.group.WORLD if group is None else group  # type: ignore[assignment]
+    if dist.get_rank(found) < 0 or backends_of(found).get("cuda") != "nccl":
+        return ProcessGroupTransport(found)
+    if found not in _transports:
+        plain = ProcessGroupTransport(found)
+        _transports[found] = plain if why_not(plain) else SymmetricTransport(found)
+    return _transports[found]
+
+
+def why_not(transport: ProcessGroupTransport) -> str:
+    """Why ranks with a GPU each cannot share memory, "" if they can. Every rank calls it, and hears the same."""
+    device = torch.cuda.current_device()
+    mine = [socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid), torch.cuda.device_count()]
+    everyone = collect_json(mine, transport)
+    hosts, devices = {host for host, _, _ in everyone}, {uuid for _, uuid, _ in everyone}
+    if len(hosts) > 1:
+        return f"the ranks are on {len(hosts)} hosts"
+    if len(devices) < len(everyone):
+        return "two ranks share a GPU"
+    seen = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    apart = [
+        u for u in devices if u in seen and seen[u] != device and not torch.cuda.can_device_access_peer(device, seen[u])
+    ]
+    hidden = [u for u in devices if u not in seen]
+    said = collect_json([len(apart), len(hidden)], transport)
+    for rank, (number, unseen) in enumerate(said):
+        if number:
+            return f"rank {rank} has no access to the memory of {number} other GPUs"
+        if unseen:
+            return f"rank {rank} does not see {unseen} of the other ranks' GPUs"
+    return ""

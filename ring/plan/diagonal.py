@@ -1,0 +1,130 @@
+"""One kernel call for heads whose grids are shifted against each other.
+
+LongNet gives head h the offset h mod r: from r = 16 on, a block of its published setting serves a head or two, and as
+many calls as there are blocks leave most of a GPU idle. But row i of head h with offset h lies i * r + h rows and h
+heads into the tensor, which is linear in h: such heads are one strided view, whose step from head to head takes some
+rows along (`Rows.head_step`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ring.plan.blocks import Heads
+from ring.plan.range_pairs import Mask
+from ring.plan.rows import Rows
+
+if TYPE_CHECKING:
+    from ring.plan.plan import Tile
+
+
+class _Place(NamedTuple):
+    """Where one head of a tile begins."""
+
+    query_head: int
+    query_row: int
+    key_head: int
+    key_row: int
+
+    def step(self, after: _Place) -> _Place:
+        return _Place(*(b - a for a, b in zip(self, after, strict=True)))
+
+
+def along_diagonals(tiles: Sequence[Tile], most: int, packed: bool) -> list[Tile]:
+    """The tiles of a stage in fewer calls, where that can be. most: slots of keys, rows times heads, in a call. packed:
+    every block has slots of its own, so that no two tiles of different heads read the same.
+    """
+    alike: dict[object, list[Tile]] = {}
+    for number, tile in enumerate(tiles):
+        alike.setdefault(_shape(tile) or number, []).append(tile)
+    found = []
+    for several in alike.values():
+        runs = list(_runs(several, most, packed)) if len(several) > 1 else several
+        found += runs if len(runs) < len(several) else several
+    return found
+
+
+def _shape(tile: Tile) -> tuple[object, ...] | None:
+    """Equal for tiles that only lie elsewhere; None where heads are listed, every head would need a mask, or several
+    query heads share a key/value head: those of two branches may overlap.
+    """
+    heads, key_heads = tile.query_heads, tile.key_heads
+    if tile.mask is Mask.POSITION or heads.ids is not None or key_heads.ids is not None or heads.per_group > 1:
+        return None
+    return (tile.mask, *_grid(tile.query_rows), *_grid(tile.key_rows))
+
+
+def _grid(rows: Rows) -> tuple[object, ...]:
+    index = None if rows.index is None else (rows.index - rows.index[0, 0]).numpy().tobytes()
+    return rows.step, rows.length, rows.fold_step, rows.folds, index
+
+
+def _runs(tiles: Sequence[Tile], most: int, packed: bool) -> Iterator[Tile]:
+    """Tiles of one shape, head by head, in runs of equal steps."""
+    model = tiles[0]
+    limit = most // (model.key_rows.folds * model.key_rows.length)
+    for places in _layers(tiles):
+        run = places[:1]
+        for place in places[1:]:
+            step = run[-1].step(place)
+            goes_on = min(step) >= 0 and (len(run) == 1 or step == run[-2].step(run[-1]))
+            own_keys = packed or _own_keys(model.key_rows, step, len(run))
+            if goes_on and own_keys and len(run) < limit:
+                run.append(place)
+            else:
+                yield _tile(model, run)
+                run = [place]
+        yield _tile(model, run)
+
+
+def _layers(tiles: Sequence[Tile]) -> list[list[_Place]]:
+    """The heads of all tiles, ascending; where several are of one head, as stretches of its rows, the first of
+    every head, then the second of every head, and so on."""
+    places = sorted(
+        _Place(
+            tile.query_heads.start + i * tile.query_heads.step, tile.query_rows.start,
+            tile.key_heads.start + i * tile.key_heads.step, tile.key_rows.start,
+        )
+        for tile in tiles
+        for i in range(tile.query_heads.groups)
+    )  # fmt: skip
+    layers: list[list[_Place]] = []
+    seen: dict[int, int] = {}
+    for place in places:
+        layer = seen.get(place.query_head, 0)
+        seen[place.query_head] = layer + 1
+        if layer == len(layers):
+            layers.append([])
+        layers[layer].append(place)
+    return layers
+
+
+def _own_keys(rows: Rows, step: _Place, count: int) -> bool:
+    """Whether one more after `count` groups reads no key of the first: each key gets a gradient once. Those between
+    lie as far from it as earlier ones from the first.
+    """
+    if step.key_head:
+        return True
+    listed = rows.listed()
+    return not np.isin(listed, listed + count * step.key_row).any()
+
+
+def _tile(model: Tile, run: Sequence[_Place]) -> Tile:
+    first = run[0]
+    step = first.step(run[1]) if len(run) > 1 else _Place(1, 0, 1, 0)
+    return replace(
+        model,
+        query_rows=_moved(model.query_rows, first.query_row, step.query_row),
+        key_rows=_moved(model.key_rows, first.key_row, step.key_row),
+        query_heads=Heads(len(run), 1, first.query_head, step.query_head, 1),
+        key_heads=Heads(len(run), 1, first.key_head, step.key_head, 1),
+    )
+
+
+def _moved(rows: Rows, start: int, head_step: int) -> Rows:
+    index = None if rows.index is None else rows.index + (start - rows.start)
+    return replace(rows, start=start, index=index, head_step=head_step)

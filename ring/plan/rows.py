@@ -1,0 +1,95 @@
+"""Rows of a shard, or slots of a message, as a strided view wherever that is possible.
+
+Segments of equal length that lie at equal distances are folded into one batch: (folds, length) rows at
+start + fold * fold_step + i * step. Anything else is listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ring.plan.ranges import Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """(folds, length) indices: regular, or listed in `index`, a (folds, length) int64 tensor. Those of the first group
+    of heads; those of group i lie i * head_step further on.
+    """
+
+    start: int
+    step: int
+    length: int
+    fold_step: int = 0
+    folds: int = 1
+    index: torch.Tensor | None = None
+    head_step: int = 0
+
+    @classmethod
+    def of(cls, index: Ints) -> Rows:
+        """The rows listed in a (folds, length) array, as a regular grid if they are one."""
+        folds, length = index.shape
+        start = int(index[0, 0])
+        step = int(index[0, 1]) - start if length > 1 else 1
+        fold_step = int(index[1, 0]) - start if folds > 1 else 0
+        rows = cls(start, step, length, fold_step, folds)
+        if step > 0 and fold_step >= 0 and np.array_equal(rows.listed(), index):
+            return rows
+        return cls(start, step, length, fold_step, folds, torch.from_numpy(np.ascontiguousarray(index)))
+
+    def listed(self) -> Ints:
+        if self.index is not None:
+            return self.index.numpy()
+        fold = self.fold_step * np.arange(self.folds)[:, None]
+        return self.start + fold + self.step * np.arange(self.length)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for equal rows."""
+        index = None if self.index is None else self.index.numpy().tobytes()
+        return (self.start, self.step, self.length, self.fold_step, self.folds, self.head_step, index)
+
+
+def concatenate(parts: Sequence[Rows]) -> Rows:
+    """Rows of equal folds, side by side along their length."""
+    return parts[0] if len(parts) == 1 else Rows.of(np.concatenate([part.listed() for part in parts], axis=1))
+
+
+class Fold(NamedTuple):
+    """Members whose left and right starts both lie at equal distances."""
+
+    members: Ints
+    left_step: int
+    right_step: int
+
+
+def folds(signature: Sequence[Ints], segment: Ints, left: Ints, right: Ints, most: Ints) -> Iterator[Fold]:
+    """Group entries of equal signature and ascending segment into folds of at most `most` members each.
+
+    Two members are never of one segment: their rows are disjoint, so a fold can be written in place.
+    """
+    order = np.lexsort((segment, *reversed(signature)))
+    if not len(order):
+        return
+    apart = np.diff(segment[order]) == 0
+    for column in signature:
+        apart |= np.diff(column[order]) != 0
+    d_left, d_right = np.diff(left[order]), np.diff(right[order])
+    apart |= (d_left <= 0) | (d_right <= 0)
+    # A member also opens a fold if it lies at another distance than the one before it: left starts 0 4 8 20 24 with
+    # equal signatures are the folds (0 4 8), (20 24). A first distance is never uneven: there is none to compare with.
+    uneven = ~apart[:-1] & ((np.diff(d_left) != 0) | (np.diff(d_right) != 0))
+    opens = np.concatenate(([True], apart))
+    opens[2:] |= uneven
+    begins = np.flatnonzero(opens)
+    for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(order)], strict=True):
+        limit = int(most[order[begin]])
+        for at in range(begin, end, limit):
+            stop = min(at + limit, end)
+            several = stop - at > 1
+            yield Fold(order[at:stop], int(d_left[at]) if several else 0, int(d_right[at]) if several else 0)

@@ -1,0 +1,102 @@
+"""Tensors addressed by a plan's rows and heads: a view where both are regular, else a gathered copy."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from ring.plan.blocks import Heads
+from ring.plan.rows import Rows
+
+_WORD = torch.complex128
+
+
+class Store:
+    """A (B, N, H, D) tensor whose tiles are (folds, B, groups, per_group, length, D).
+
+    `Store(x)` is a shard: rows are tokens. `Store.slots(x)` takes (slots, B, D): row and head together name a slot.
+    """
+
+    def __init__(self, x: torch.Tensor, head_stride: int | None = None) -> None:
+        self.x = x
+        self._head_stride = x.stride(2) if head_stride is None else head_stride
+        self._slots = head_stride is not None
+
+    @classmethod
+    def slots(cls, x: torch.Tensor) -> Store:
+        return cls(x.transpose(0, 1).unsqueeze(2), head_stride=x.stride(0))
+
+    def view(self, rows: Rows, heads: Heads) -> torch.Tensor:
+        """The tile, (F, B, groups, per_group, L, D); writing to it writes to the tensor only if both are regular."""
+        x = self.x
+        if rows.index is None and heads.ids is None:
+            batch, row, _, dim = x.stride()
+            head = self._head_stride
+            return x.as_strided(
+                (rows.folds, x.shape[0], heads.groups, heads.per_group, rows.length, x.shape[3]),
+                (
+                    rows.fold_step * row,
+                    batch,
+                    heads.step * head + rows.head_step * row,
+                    heads.inner * head,
+                    rows.step * row,
+                    dim,
+                ),  # fmt: skip
+                x.storage_offset() + rows.start * row + heads.start * head,
+            )
+        return x[:, *self._index(rows, heads)].permute(1, 0, 3, 4, 2, 5)
+
+    def put(self, rows: Rows, heads: Heads, tile: torch.Tensor) -> None:
+        """Write a tile."""
+        if rows.index is None and heads.ids is None:
+            _copy(self.view(rows, heads), tile)
+        else:
+            self.x[:, *self._index(rows, heads)] = tile.permute(1, 0, 4, 2, 3, 5).to(self.x.dtype)
+
+    def add(self, rows: Rows, heads: Heads, tile: torch.Tensor) -> None:
+        """Add a tile; its rows and heads are all different."""
+        if rows.index is None and heads.ids is None:
+            self.view(rows, heads).add_(tile)
+        else:
+            self.put(rows, heads, self.view(rows, heads) + tile)
+
+    def _index(self, rows: Rows, heads: Heads) -> tuple[torch.Tensor, torch.Tensor]:
+        """Indices of dims 1 and 2 that broadcast to (F, L, groups, per_group)."""
+        device = self.x.device
+        row, head = _row_index(rows, heads.groups, device)[..., None], _head_index(heads, device)
+        return (row + head, torch.zeros_like(head)) if self._slots else (row, head)
+
+
+class Written(Store):
+    """A store that tiles cover without overlapping: added to nothing, they are written, over whatever was there."""
+
+    def add(self, rows: Rows, heads: Heads, tile: torch.Tensor) -> None:
+        self.put(rows, heads, tile)
+
+
+def _copy(to: torch.Tensor, tile: torch.Tensor) -> None:
+    """On GPUs by words of 16 bytes, if both have such: number by number it took more than twice as long."""
+    if to.is_cuda and to.dtype == tile.dtype and _has_words(to) and _has_words(tile):
+        to, tile = to.view(_WORD), tile.view(_WORD)
+    to.copy_(tile)
+
+
+def _has_words(x: torch.Tensor) -> bool:
+    """Whether torch takes the last dim as words; it looks at the strides of dims of size 1 too."""
+    numbers = _WORD.itemsize // x.itemsize
+    steps = (x.shape[-1], x.storage_offset(), *x.stride()[:-1])
+    return x.stride(-1) == 1 and x.data_ptr() % _WORD.itemsize == 0 and all(step % numbers == 0 for step in steps)
+
+
+@lru_cache(maxsize=4096)
+def _row_index(rows: Rows, groups: int, device: torch.device) -> torch.Tensor:
+    """(F, L, groups or 1), copied to a GPU once: a copy at every call would be waited for, and cannot be captured."""
+    index = (rows.index if rows.index is not None else torch.from_numpy(rows.listed())).unsqueeze(2)
+    heads = torch.arange(groups, device=index.device)  # whatever the default device
+    return (index + rows.head_step * heads if rows.head_step else index).to(device)
+
+
+@lru_cache(maxsize=256)
+def _head_index(heads: Heads, device: torch.device) -> torch.Tensor:
+    return torch.tensor(heads.listed(), device=device)

@@ -1,0 +1,125 @@
+"""An exchange in the simulation: how much its buffers hold, what a call tells of its messages, how gradients travel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from reference.pattern import Pattern
+from ring import Layout, ring_attention
+from ring.comm.exchange import Exchange, _summed, measure
+from ring.comm.transport import Outgoing, SoloTransport
+from ring.plan.plan import Plan, plan_of
+from verification.run.simulation.simulated_transport import SimulatedTransport
+from verification.run.simulation.simulation import Simulation
+
+LAYOUT, DENSE = Layout.from_cuts(range(6), (0, 2, 6)), Pattern.dense()
+EXCHANGES = ("ring", "direct", "gather")
+
+
+def attend(transport: SimulatedTransport, heads: int = 1, batch: int = 1, dim: int = 4, exchange: str = "ring") -> None:
+    """Forward and backward of one call on a rank of two."""
+    shape = batch, LAYOUT.counts[transport.rank], heads, dim
+    q, k, v = (torch.randn(shape).requires_grad_() for _ in range(3))
+    out = ring_attention(q, k, v, DENSE, LAYOUT, group=transport, exchange=exchange)
+    assert isinstance(out, torch.Tensor)
+    torch.autograd.grad(out.sum(), (q, k, v))
+
+
+def test_buffers_are_counted_for_each_rank_and_given_back_after_each_call() -> None:
+    def step(transport: SimulatedTransport) -> tuple[int, int, int]:
+        with measure(transport) as outer, measure() as everybody:
+            with measure(transport) as first:
+                attend(transport)
+            attend(transport)
+        assert (first.held, outer.held) == (0, 0)
+        return first.bytes, outer.bytes, everybody.bytes
+
+    for seed in range(8):
+        (a, a_twice, a_all), (b, b_twice, b_all) = Simulation(2, seed).run(step)
+        assert 0 < a == a_twice != b == b_twice > 0, "the peak of two calls is that of the larger"
+        assert max(a_all, b_all) > max(a, b), "both ranks are in this process"
+
+
+def test_a_measure_goes_on_when_one_inside_it_ends() -> None:
+    """Though both show the same until then."""
+
+    def step(transport: SimulatedTransport) -> tuple[int, int, int]:
+        with measure(transport) as nothing:
+            pass
+        with measure(transport) as outer:
+            with measure(transport) as inner:
+                attend(transport)
+            attend(transport, heads=2)
+        return nothing.bytes, inner.bytes, outer.bytes
+
+    for nothing, inner, outer in Simulation(2, 0).run(step):
+        assert nothing == 0 and outer == 2 * inner > 0
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("changes", ({"heads": 2}, {"batch": 3}, {"dim": 8}))
+def test_calls_of_other_sizes_are_of_other_kinds(exchange: str, changes: dict[str, int]) -> None:
+    """The simulation holds a call against what the first of its kind told; a kind without the batch would be wrong."""
+
+    def step(transport: SimulatedTransport) -> None:
+        for sizes in ({}, changes, {}):
+            attend(transport, exchange=exchange, **sizes)
+
+    Simulation(2, 0).run(step)
+
+
+# --- what only GPUs do, without one -----------------------------------------------------------------------------------
+
+
+class Told(Exception):
+    pass
+
+
+class Listener(SoloTransport):
+    """Hears what a call tells of its messages, and ends it."""
+
+    def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
+        raise Told(outgoing())
+
+
+def told(plan: Plan, gpu: bool, backward: bool) -> list[Outgoing]:
+    """Of a call with batch 3 and head dim 8 in bf16."""
+    k: Any = SimpleNamespace(is_cuda=gpu, dtype=torch.bfloat16, shape=(3, plan.tokens, 2, 8))
+    exchange, nowhere = Exchange(plan, Listener(), k, k), SimpleNamespace()
+    walk: Any = exchange.round_trips(nowhere, nowhere) if backward else exchange.arrivals()
+    with pytest.raises(Told) as caught:
+        next(walk)
+    found: list[Outgoing] = caught.value.args[0]
+    return found
+
+
+@pytest.mark.parametrize("gpu", (False, True))
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_gradients_travel_in_the_accumulators_type_but_for_complete_ones_between_gpus(exchange: str, gpu: bool) -> None:
+    plan = plan_of(DENSE, LAYOUT, 0, 2, 2, exchange, 64)
+    there, back = told(plan, gpu, backward=False), told(plan, gpu, backward=True)
+    keys = [one for one in back if one.label.startswith("keys")]
+    gradients = [one for one in back if one.label.startswith("gradients")]
+    assert there == keys and keys and gradients
+    # All 4 rows of rank 1, in 2 heads: 8 slots of K and V, each of 3 batches and 8 dims.
+    width = 2 if gpu and exchange == "direct" else 4
+    assert {one.stop - one.start for one in gradients} == {8 * 2 * 3 * 8 * width}
+    assert {one.stop - one.start for one in keys} == {4 * 2 * 3 * 8 * 2}  # the 2 rows of rank 0
+
+
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16))
+def test_gradients_of_slots_are_summed_in_the_accumulators_type(dtype: torch.dtype) -> None:
+    """1 and 256 times 2**-9: in bf16, of which 1 has a last place of 2**-7, nothing would be added."""
+    step: Any = SimpleNamespace(once=False)
+    grad = torch.full((1, 2, 1, 1), 7.0, dtype=dtype)
+    with _summed(step, grad) as sums:
+        for one in sums:
+            one.x += 1.0
+            for _ in range(256):
+                one.x += 2**-9
+    assert grad.flatten().tolist() == [1.5, 1.5]

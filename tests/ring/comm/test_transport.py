@@ -1,0 +1,85 @@
+"""What a transport promises, as far as one process can tell: whom it connects, what it refuses, what it does alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
+
+from ring.comm.transport import Message, ProcessGroupTransport, RecordingTransport, SoloTransport, backends_of
+
+
+@pytest.fixture
+def rank_1_of_3() -> Iterator[ProcessGroupTransport]:
+    """Of a group whose messages go nowhere and are done at once."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=3)
+    yield ProcessGroupTransport()
+    dist.destroy_process_group()
+
+
+PEER = "peer must be another rank of the 3, got {} on rank 1"
+TENSOR = "message 'keys' must be contiguous and not empty"
+FORBIDDEN = {
+    "to nobody": (-1, torch.ones(2), PEER.format(-1)),
+    "to oneself": (1, torch.ones(2), PEER.format(1)),
+    "beyond the last rank": (3, torch.ones(2), PEER.format(3)),
+    "far beyond the last rank": (9, torch.ones(2), PEER.format(9)),
+    "empty": (2, torch.ones(0), TENSOR),
+    "not contiguous": (2, torch.ones(2, 3).T, TENSOR),
+}
+
+
+@pytest.mark.parametrize("received", (False, True), ids=("sent", "received"))
+@pytest.mark.parametrize(("peer", "tensor", "said"), FORBIDDEN.values(), ids=FORBIDDEN)
+def test_a_message_that_the_contract_forbids_is_refused(
+    peer: int, tensor: torch.Tensor, said: str, received: bool, rank_1_of_3: ProcessGroupTransport
+) -> None:
+    allowed, forbidden = [Message(0, torch.ones(2), "values")], [Message(peer, tensor, "keys")]
+    with pytest.raises(ValueError) as caught:
+        rank_1_of_3.post(*((allowed, forbidden) if received else (forbidden, allowed)))
+    assert str(caught.value) == said
+
+
+def test_an_empty_batch_is_allowed(rank_1_of_3: ProcessGroupTransport) -> None:
+    solo = SoloTransport()
+    for transport in (rank_1_of_3, solo, RecordingTransport(solo)):
+        pending = transport.post([], [])
+        pending.arrive()
+        pending.wait()
+
+
+def test_a_group_is_for_its_members(rank_1_of_3: ProcessGroupTransport) -> None:
+    within = ProcessGroupTransport(dist.new_group([1, 2]))
+    assert (within.rank, within.world_size) == (0, 2)
+    others = dist.new_group([0, 2])
+    with pytest.raises(ValueError, match="group must contain the calling process; world rank 1 is not a member"):
+        ProcessGroupTransport(others)
+
+
+@pytest.mark.skipif(dist.is_nccl_available(), reason="torch then takes NCCL, which needs a GPU")
+def test_a_group_made_without_the_name_of_a_backend_is_used_from_the_cpu() -> None:
+    """Without GPUs torch takes gloo, but calls it neither that nor anything known."""
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        transport = ProcessGroupTransport()
+        assert transport.unanimous(b"8 bytes!") and transport.collect(b"all of it") == [b"all of it"]
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("backend", "said"), [("cuda:fake", {"cuda": "fake"}), ("cpu:gloo,cuda:fake", {"cpu": "gloo", "cuda": "fake"})]
+)
+def test_a_groups_backends_are_told_by_type_of_device(backend: str, said: dict[str, str]) -> None:
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert dist.group.WORLD is not None and backends_of(dist.group.WORLD) == said
+        device = torch.device("cpu") if "cpu" in said else torch.device("cuda", 5)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "current_device", lambda: 5)
+            assert ProcessGroupTransport()._device() == device, "where ranks agree"
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,250 @@
+"""The log-sum-exp merge against one softmax over everything, in fp64, and at its edges."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ring.compute.accumulator import Accumulator, accumulator_dtype, lse_store, merge
+from ring.plan.blocks import Heads
+from ring.plan.rows import Rows
+
+INF, NAN = float("inf"), float("nan")
+Part = tuple[torch.Tensor, torch.Tensor]  # out (rows, D), lse (rows,)
+
+
+def average(scores: torch.Tensor, values: torch.Tensor) -> Part:
+    """softmax(scores) values and log-sum-exp: scores (rows, keys), values (keys, D), in fp64."""
+    scores, values = scores.double(), values.double()
+    lse = torch.logsumexp(scores, -1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -INF)
+    return torch.softmax(scores, -1).masked_fill(lse[:, None] == -INF, 0.0) @ values, lse
+
+
+def one(out: float, lse: float, dtype: torch.dtype = torch.float64) -> Part:
+    return torch.tensor([[out]], dtype=dtype), torch.tensor([lse], dtype=dtype)
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def parts_of(scores: torch.Tensor, values: torch.Tensor, cuts: list[int], dtype: torch.dtype) -> list[Part]:
+    edges = [0, *cuts, scores.shape[-1]]
+    found = [average(scores[:, a:b], values[a:b]) for a, b in itertools.pairwise(edges)]
+    return [(out.to(dtype), lse.to(dtype)) for out, lse in found]
+
+
+def fold(parts: list[Part]) -> Part:
+    dtype = parts[0][0].dtype
+    state = torch.zeros_like(parts[0][0]), torch.full_like(parts[0][1], -INF)
+    for part in parts:
+        state = merge(*state, *part)
+    assert state[0].dtype is dtype and state[1].dtype is dtype
+    return state
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(0, 12),
+    st.lists(st.integers(0, 12), max_size=5),
+    st.sampled_from((0.0, 1e-3, 1.0, 30.0, 1e4)),
+    st.sampled_from((torch.float64, torch.float32)),
+    st.integers(0, 99),
+)
+def test_a_chain_of_merges_is_one_softmax(keys: int, cuts: list[int], spread: float, dtype: Any, seed: int) -> None:
+    scores = (spread * normal(3, keys, seed=seed)).to(dtype)
+    scores[1, ::2] = -INF  # a row that sees some of them
+    scores[2] = -INF  # a row that sees none
+    values = normal(keys, 2, seed=seed + 1).to(dtype)
+    parts = parts_of(scores, values, sorted(min(cut, keys) for cut in cuts), dtype)
+    out, lse = fold(parts)
+    wanted_out, wanted_lse = average(scores, values)
+    # mu and g(b) of a chain of p merges: p u (2 |lse| + 2 |score| + 4); the parts themselves are rounded once.
+    u = torch.finfo(dtype).eps / 2
+    size = max([1.0, *scores[scores.isfinite()].abs().tolist()])
+    bound = (len(parts) + 1) * u * (4 * size + 4)
+    torch.testing.assert_close(lse.double(), wanted_lse, rtol=0, atol=bound)
+    largest = max(1.0, *values.abs().flatten().tolist()) if keys else 1.0
+    torch.testing.assert_close(out.double(), wanted_out, rtol=0, atol=2 * bound * largest)
+    assert out[2].eq(0).all() and lse[2] == -INF
+
+
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32))
+@pytest.mark.parametrize("gap", (-1e4, -700.0, -100.0, 0.0, 1e-3, 100.0, 700.0, 1e4))
+@pytest.mark.parametrize("base", (0.0, 1e4, -1e4))
+def test_gaps_of_any_size(base: float, gap: float, dtype: torch.dtype) -> None:
+    a, b = one(1.0, base, dtype), one(-3.0, base + gap, dtype)
+    scores, values = torch.stack([a[1], b[1]], -1).double(), torch.tensor([[1.0], [-3.0]], dtype=torch.float64)
+    (wanted,), (wanted_lse,) = average(scores, values)
+    u = torch.finfo(dtype).eps / 2
+    for left, right in ((a, b), (b, a)):
+        out, lse = merge(*left, *right)
+        assert out.isfinite().all() and lse.isfinite().all()
+        assert abs(out.item() - wanted.item()) <= 16 * u
+        assert abs(lse.item() - wanted_lse.item()) <= 4 * u * max(1.0, abs(wanted_lse.item()))
+
+
+@pytest.mark.parametrize("lse", (0.0, 1e4, -1e4, 3e38, -3e38, 5e-324, -0.1))
+def test_nothing_counts_for_nothing(lse: float) -> None:
+    """A side without keys has weight exactly 0, whatever its out, and leaves the other bit for bit as it is."""
+    out = normal(1, 7)
+    here = torch.tensor([lse], dtype=torch.float64)
+    nothing = torch.tensor([-INF], dtype=torch.float64)
+    for empty in (torch.zeros(1, 7, dtype=torch.float64), torch.full((1, 7), 1e300, dtype=torch.float64)):
+        for merged, merged_lse in (merge(out, here, empty, nothing), merge(empty, nothing, out, here)):
+            assert merged.equal(out) and merged_lse.equal(here)
+
+
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32))
+def test_nothing_and_nothing_is_nothing(dtype: torch.dtype) -> None:
+    out, lse = merge(*one(0.0, -INF, dtype), *one(0.0, -INF, dtype))
+    assert out.item() == 0.0 and lse.item() == -INF
+    out, lse = merge(*one(7.0, -INF, dtype), *one(7.0, -INF, dtype))
+    assert out.item() == 0.0 and lse.item() == -INF  # no lse, no output: whatever a kernel left there
+
+
+def test_a_far_weaker_side_changes_nothing() -> None:
+    out, lse = merge(*one(2.0, 0.0), *one(1e6, -800.0))  # e^-800 is 0 in fp64
+    assert out.item() == 2.0 and lse.item() == 0.0
+
+
+def test_equal_sides_are_an_even_mean() -> None:
+    out, lse = merge(*one(2.0, 5.0), *one(4.0, 5.0))
+    assert out.item() == 3.0
+    assert lse.item() == pytest.approx(5.0 + 0.6931471805599453, abs=1e-15)
+
+
+def test_order_of_two_is_bitwise_indifferent() -> None:
+    a = normal(50, 4, seed=1), 10 * normal(50, seed=2)
+    b = normal(50, 4, seed=3), 10 * normal(50, seed=4)
+    for x, y in zip(merge(*a, *b), merge(*b, *a), strict=True):
+        assert x.equal(y)
+
+
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32))
+def test_associative_and_commutative_within_rounding(dtype: torch.dtype) -> None:
+    scores, values = 5 * normal(20, 24), normal(24, 3, seed=1)
+    scores[::3, 8:16] = -INF
+    parts = parts_of(scores, values, [8, 16], dtype)
+    wanted = average(scores, values)
+    u = torch.finfo(dtype).eps / 2
+    for a, b, c in itertools.permutations(parts):
+        for found in (merge(*merge(*a, *b), *c), merge(*a, *merge(*b, *c))):
+            for x, y in zip(found, wanted, strict=True):
+                torch.testing.assert_close(x.double(), y, rtol=0, atol=400 * u)
+
+
+def test_many_merges_of_equal_parts_do_not_drift() -> None:
+    """1000 parts of value 1: a mean of ones is one, whatever the number of merges."""
+    parts = [(torch.ones(1, 1), torch.tensor([0.25 * (i % 7)])) for i in range(1000)]
+    out, lse = fold(parts)
+    assert abs(out.item() - 1.0) <= 1000 * 2**-24
+    wanted = torch.logsumexp(torch.cat([part[1] for part in parts]).double(), 0)
+    assert abs(lse.item() - wanted.item()) <= 1000 * 2**-24 * 30
+
+
+@pytest.mark.parametrize("bad", (NAN, INF))
+def test_nan_and_infinity_go_through(bad: float) -> None:
+    fine, poisoned = one(1.0, 0.0), one(bad, 0.0)
+    for pair in ((fine, poisoned), (poisoned, fine)):
+        out, lse = merge(*pair[0], *pair[1])
+        assert not out.isfinite().any() and lse.isfinite().all()
+    for pair in ((fine, one(1.0, bad)), (one(1.0, bad), fine), (one(1.0, bad), one(0.0, -INF))):
+        out, lse = merge(*pair[0], *pair[1])
+        assert out.isnan().all() and (lse.isnan().all() or lse.item() == bad)
+
+
+def test_nan_goes_through_whatever_it_weighs() -> None:
+    """As in one softmax over all keys, where 0 * NaN is NaN: how keys are cut into parts decides nothing."""
+    for bad in (one(float("nan"), -1e6), one(float("inf"), -1e6)):
+        for first, second in ((bad, one(1.0, 0.0)), (one(1.0, 0.0), bad)):
+            assert merge(*first, *second)[0].isnan().all()
+
+
+def test_a_bad_row_leaves_its_neighbours_alone() -> None:
+    out, lse = normal(3, 2), normal(3, seed=1)
+    other, other_lse = normal(3, 2, seed=2), normal(3, seed=3)
+    clean = merge(out, lse, other, other_lse)
+    other_lse[1] = NAN
+    other[1] = NAN
+    dirty = merge(out, lse, other, other_lse)
+    for x, y in zip(clean, dirty, strict=True):
+        assert x[[0, 2]].equal(y[[0, 2]]) and y[1].isnan().all()
+
+
+def test_merge_leaves_its_arguments_alone() -> None:
+    given_ = [
+        normal(3, 2),
+        normal(3, seed=1),
+        normal(3, 2, seed=2),
+        torch.tensor([-INF, 0.0, 1e4], dtype=torch.float64),
+    ]
+    copies = [x.clone() for x in given_]
+    merge(*given_)
+    assert all(x.equal(y) for x, y in zip(given_, copies, strict=True))
+
+
+def test_the_accumulator_is_never_16_bits() -> None:
+    wanted = {
+        torch.float64: torch.float64,
+        torch.float32: torch.float32,
+        torch.bfloat16: torch.float32,
+        torch.float16: torch.float32,
+    }
+    for dtype, work in wanted.items():
+        assert accumulator_dtype(dtype) is work
+        accumulator = Accumulator(torch.zeros(2, 5, 4, 3, dtype=dtype))
+        assert accumulator.out.dtype is work and accumulator.lse.dtype is work
+        assert accumulator.out.shape == (2, 5, 4, 3) and accumulator.out.eq(0).all()
+        assert accumulator.lse.shape == (2, 4, 5) and accumulator.lse.eq(-INF).all()
+
+
+@pytest.mark.parametrize("listed", (False, True))
+def test_accumulator_merges_tiles_in_place(listed: bool) -> None:
+    """Tiles of some rows and heads, in turn: the rest stays as it was, and the whole is one softmax."""
+    batch, tokens, heads, keys, dim = 2, 6, 4, 9, 3
+    scores, values = 3 * normal(batch, heads, tokens, keys), normal(batch, heads, keys, dim, seed=1)
+    accumulator = Accumulator(torch.zeros(batch, tokens, heads, dim, dtype=torch.float64))
+    index = torch.tensor([[4, 0, 5], [1, 3, 2]]) if listed else None
+    rows = Rows(4, 1, 3, 0, 2, index) if listed else Rows(0, 1, 3, 3, 2)
+    where = torch.from_numpy(rows.listed())  # (F, L)
+    seen = torch.zeros(batch, heads, tokens, keys, dtype=torch.bool)
+    chosen = [
+        (Heads.of(((0, 1), (2, 3))), range(0, 4)),
+        (Heads.of(((0,), (3,))), range(4, 5)),
+        (Heads.of(((2,),)), range(5, 9)),
+    ]
+    for which, span in chosen:
+        listing = torch.tensor(which.listed())  # (G, P)
+        s = scores[:, listing][..., where, :][..., span.start : span.stop]  # (B, G, P, F, L, keys)
+        v = values[:, listing][..., span.start : span.stop, :]  # (B, G, P, keys, D)
+        lse = s.logsumexp(-1)
+        out = torch.einsum("bgpflk,bgpkd->fbgpld", torch.exp(s - lse[..., None]), v)
+        accumulator.merge(rows, which, out, lse.permute(3, 0, 1, 2, 4))
+        seen[:, listing.flatten(), :, span.start : span.stop] = True
+    masked = scores.masked_fill(~seen, -INF)
+    torch.testing.assert_close(accumulator.lse, masked.logsumexp(-1), rtol=1e-13, atol=1e-13)
+    wanted = (masked.softmax(-1) @ values).transpose(1, 2)
+    torch.testing.assert_close(accumulator.out, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_rows_without_a_tile_stay_as_they_were() -> None:
+    accumulator = Accumulator(torch.zeros(1, 4, 2, 3))
+    accumulator.merge(Rows(1, 2, 2), Heads.of(((1,),)), torch.ones(1, 1, 1, 1, 2, 3), torch.zeros(1, 1, 1, 1, 2))
+    touched = torch.zeros(1, 2, 4, dtype=torch.bool)
+    touched[0, 1, [1, 3]] = True
+    assert accumulator.lse.eq(0.0).equal(touched) and accumulator.lse[~touched].eq(-INF).all()
+    assert accumulator.out.eq(1.0).all(-1).equal(touched.transpose(1, 2)) and accumulator.out.sum() == 6
+
+
+def test_lse_store_is_a_view() -> None:
+    lse = normal(2, 4, 6)  # (B, H, N)
+    tile = lse_store(lse).view(Rows(1, 2, 3), Heads.of(((0, 1), (2, 3))))
+    assert tile.shape == (1, 2, 2, 2, 3, 1)
+    assert tile[0, :, 1, 0, :, 0].equal(lse[:, 2, 1::2])
+    assert tile.untyped_storage().data_ptr() == lse.untyped_storage().data_ptr()

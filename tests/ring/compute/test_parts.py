@@ -1,0 +1,99 @@
+"""What partial results on GPUs cover, as integers; told without a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from ring.compute.parts import Part, as_output, entries_of, is_aligned
+from ring.plan.blocks import Heads
+from ring.plan.rows import Rows
+
+B, N, H, D = 2, 12, 6, 8
+LIKE = torch.empty(B, N, H, D, dtype=torch.bfloat16)
+
+
+def part_of(memory: torch.Tensor, folds: int, per_group: int) -> Part:
+    """A (B, N, H, D) tensor as the tile of a call that takes all of it."""
+    length, groups = N // folds, H // per_group
+    tile = memory.view(B, folds, length, groups, per_group, D).permute(1, 0, 3, 4, 2, 5)
+    return Part(Rows(0, 1, length, length, folds), Heads(groups, per_group, 0, per_group, 1), tile, None)
+
+
+@pytest.mark.parametrize("folds", (1, 3))
+@pytest.mark.parametrize("per_group", (1, 2, 6))
+def test_a_part_that_covers_everything_is_an_output(folds: int, per_group: int) -> None:
+    memory = torch.randn(B, N, H, D).bfloat16()
+    found = as_output(part_of(memory, folds, per_group), LIKE, torch.bfloat16)
+    assert found is not None and found.data_ptr() == memory.data_ptr() and torch.equal(found, memory)
+
+
+def test_a_part_that_is_no_output() -> None:
+    part = part_of(torch.randn(B, N, H, D).bfloat16(), 3, 2)
+    rows, heads = part.rows, part.heads
+    shared = torch.randn(2, B, N, H, D).bfloat16()
+    by_head = torch.randn(B, H, N, D).bfloat16().transpose(1, 2).unflatten(1, (3, 4)).unflatten(3, (3, 2))
+    others = {
+        "another type": replace(part, out=part.out.float()),
+        "rows from the second on": replace(part, rows=replace(rows, start=1)),
+        "every other row": replace(part, rows=Rows(0, 2, 4, 4, 3)),
+        "segments in another order": replace(
+            part, rows=Rows.of(np.array([[4, 5, 6, 7], [0, 1, 2, 3], [8, 9, 10, 11]]))
+        ),
+        "rows that go by the head": replace(part, rows=replace(rows, head_step=1)),
+        "heads the other way round": replace(part, heads=Heads.of(((4, 5), (2, 3), (0, 1)))),
+        "every third head": replace(part, heads=Heads.of(((0, 3), (1, 4), (2, 5)))),
+        "among others in memory": part_of(shared[0], 3, 2),
+        "laid out by heads": replace(part, out=by_head.permute(1, 0, 3, 4, 2, 5)),
+    }
+    assert as_output(part, LIKE, torch.bfloat16) is not None
+    for name, other in others.items():
+        assert other.out.shape == part.out.shape
+        assert as_output(other, LIKE, torch.bfloat16) is None, name
+    fewer = torch.empty(B, N - 4, H, D, dtype=torch.bfloat16)
+    assert as_output(part, fewer, torch.bfloat16) is None
+    assert as_output(replace(part, rows=Rows(0, 1, 4, 4, 2), out=part.out[:2]), LIKE, torch.bfloat16) is None
+    assert heads.groups * heads.per_group == H
+
+
+def test_an_entry_for_each_head_finds_every_row() -> None:
+    """The numbers at the addresses are what `Rows` and `Heads` say: read back as the kernel does."""
+    rows, heads = Rows(5, 3, 4, 20, 2, head_step=1), Heads(3, 2, 1, 4, 2)
+    out = torch.arange(2 * B * 3 * 2 * 4 * D, dtype=torch.float32).view(2, B, 3, 2, 4, D)
+    lse = out[..., 0].contiguous()
+    table = entries_of(Part(rows, heads, out, lse), 32)
+    assert table[:, 0].tolist() == [1, 3, 5, 7, 9, 11]
+    for entry, (group, member) in zip(table, np.ndindex(3, 2), strict=True):
+        begin, begin_lse, start, end, step, length, fold_step, folds, *strides, fp32, common = entry[1:].tolist()
+        fold, batch, row, fold_lse, batch_lse, row_lse = strides
+        assert (start, end) == (5 + group, 5 + group + 20 + 9 + 1) and (step, length, fold_step, folds) == (3, 4, 20, 2)
+        assert fp32 == 1 and common == 1
+        for f, b, i in np.ndindex(2, B, 4):
+            at = (begin - out.data_ptr()) // 4 + f * fold + b * batch + i * row
+            assert out.view(-1)[at] == out[f, b, group, member, i, 0]
+            at = (begin_lse - lse.data_ptr()) // 4 + f * fold_lse + b * batch_lse + i * row_lse
+            assert lse.view(-1)[at] == lse[f, b, group, member, i]
+
+
+@pytest.mark.parametrize(
+    ("rows", "apart", "common"),
+    [
+        (Rows(0, 4, 2), 32, 4),
+        (Rows(0, 6, 2), 32, 2),
+        (Rows(0, 64, 2, 96, 3), 32, 32),
+        (Rows(0, 8, 2, 12, 3), 32, 4),
+    ],
+)
+def test_what_divides_the_steps_of_a_grid(rows: Rows, apart: int, common: int) -> None:
+    out = torch.empty(rows.folds, 1, 1, 1, rows.length, D)
+    assert entries_of(Part(rows, Heads(1, 1, 0, 1, 1), out, None), apart)[0, 16] == common
+
+
+def test_wide_loads_want_every_row_to_begin_at_16_bytes() -> None:
+    x = torch.empty(4, 3, 16, dtype=torch.bfloat16)
+    assert is_aligned(x) and is_aligned(x[1:, 2:]) and is_aligned(x[:, :, 8:])
+    assert not is_aligned(x[:, :, 4:]) and not is_aligned(torch.empty(4, 3, 12, dtype=torch.bfloat16))
+    assert is_aligned(torch.empty(1, 12, dtype=torch.bfloat16)), "one row begins where the tensor does"

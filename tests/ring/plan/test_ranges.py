@@ -1,0 +1,190 @@
+"""Pieces, meetings, needs and blocks, by themselves: what plans are made of, against a dense look at the pattern."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reference.pattern import Branch, Pattern, multiplicity, selected
+from ring.layout import Layout
+from ring.plan.blocks import blocks_of
+from ring.plan.range_pairs import Mask, Stretches, masked, meet, needs_of
+from ring.plan.ranges import Pieces, joined, pieces_of
+from tests.support.plan_walk import Array, layouts, listed, listed_heads, patterns, rank_of_position
+
+# --- pieces, meetings and needs ---
+
+
+def elements(pieces: Pieces, piece: int) -> tuple[list[int], list[int]]:
+    """Rows and positions of a piece."""
+    element = np.arange(pieces.count[piece])
+    which = np.full_like(element, piece)
+    if pieces.listed_rows is not None:
+        rows = pieces.listed_rows[pieces.row[piece] + element]
+    else:
+        rows = pieces.row[piece] + element * pieces.row_step[piece]
+    return rows.tolist(), pieces.position(which, element).tolist()
+
+
+@st.composite
+def tables(draw: Any) -> tuple[Pattern, Layout, Pieces]:
+    pattern, layout = draw(patterns(2)), draw(layouts())
+    if layout.n and draw(st.booleans()):
+        layout = listed(layout)
+    return pattern, layout, pieces_of(pattern, layout, 2, 1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(tables())
+def test_pieces_are_the_selected_rows(table: tuple[Pattern, Layout, Pieces]) -> None:
+    _, layout, pieces = table
+    found: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for piece in range(len(pieces.count)):
+        of_block, segment, rank = (int(column[piece]) for column in (pieces.block, pieces.segment, pieces.rank))
+        rows, positions = elements(pieces, piece)
+        assert rows and positions == sorted(set(positions)) and (np.diff(rows) > 0).all() or pieces.listed
+        assert layout.positions(rank)[rows].tolist() == positions
+        assert all(position // pieces.blocks[of_block].segment_length == segment for position in positions)
+        found[of_block, rank] += positions
+        at = np.arange(-1, layout.n + 1)
+        until = pieces.count_until(np.full_like(at, piece), at)
+        assert until.tolist() == [sum(position <= x for position in positions) for x in at.tolist()]
+    for number, block in enumerate(pieces.blocks):
+        branch = Branch(block.segment_length, block.dilation_rate, 0)
+        for rank in range(layout.world_size):
+            held = layout.positions(rank)
+            assert sorted(found[number, rank]) == sorted(held[selected(branch, held, block.offset)].tolist())
+    key = [pieces.block, pieces.segment, pieces.rank]
+    order = list(zip(*(column.tolist() for column in key), strict=True))
+    assert order == sorted(order)
+
+
+EVENS, ODDS = Branch(None, 2, 0), Branch(None, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("branches", "shard", "rows"),
+    (
+        # One piece: rows follow each other as positions do.
+        ((Branch(),), (0, 1, 2, 3, 12, 13, 14, 15), [[0, 1, 2, 3, 4, 5, 6, 7]]),
+        ((Branch(),), (0, 1, 4, 5, 6, 9, 10, 11, 12), [[0, 1, 2, 3, 4, 5, 6, 7, 8]]),
+        ((EVENS,), (0, 1, 2, 3, 12, 13, 14, 15), [[0, 2, 4, 6]]),
+        # Positions do not ascend where a run ends: 5 is before 6.
+        ((Branch(),), (0, 2, 4, 6, 5, 7), [[0, 1, 2, 3], [4, 5]]),
+        ((Branch(),), (0, 1, 2, 4, 6, 5, 7), [[0, 1, 2], [3, 4], [5, 6]]),
+        # Every row of the one run is selected, every other row of the other.
+        ((EVENS,), (0, 2, 4, 8, 9, 10, 11), [[0, 1, 2], [3, 5]]),
+        ((EVENS,), (0, 1, 2, 3, 6, 8, 10), [[0, 2], [4, 5, 6]]),
+        # Rows that follow each other, of two blocks: in one segment, and in two.
+        ((EVENS, ODDS), (2, 4, 5, 7), [[0, 1], [2, 3]]),
+        ((Branch(2, 2, 0), ODDS), (2, 4, 5, 7), [[0], [1], [2, 3]]),
+    ),
+)
+def test_own_pieces_are_one_where_rows_follow_as_positions_do(
+    branches: tuple[Branch, ...], shard: tuple[int, ...], rows: list[list[int]]
+) -> None:
+    """The shard of the first of four ranks, the rest in ascending order: the rows of its pieces, in their order."""
+    rest = sorted(set(range(16)) - set(shard))
+    layout = Layout.from_cuts((*shard, *rest), (0, len(shard), 16, 16, 16))
+    assert layout.runs is not None
+    own = joined(pieces_of(Pattern(branches), layout, 1, 1), 0)
+    assert [elements(own, piece)[0] for piece in range(len(own.count))] == rows
+
+
+@settings(max_examples=100, deadline=None)
+@given(tables(), st.data())
+def test_meetings_are_the_visible_pairs_and_nothing_blind(table: tuple[Pattern, Layout, Pieces], data: Any) -> None:
+    pattern, layout, pieces = table
+    every = np.arange(len(pieces.count))
+    # Any stretch of every piece: plans cut keys at buckets.
+    first = np.array([data.draw(st.integers(0, int(c) - 1)) for c in pieces.count], np.int64)
+    keys = Stretches(every, first, pieces.count - first)
+    queries = Stretches.whole(pieces, every)
+    found = meet(pieces, queries, keys, pattern.causal)
+    assert (found.key.piece == keys.piece[found.item]).all()
+    pairs = np.zeros((len(pieces.blocks), layout.n, layout.n), np.int64)
+    for mask, part in masked(pieces, found, pattern.causal):
+        for i in range(len(part.item)):
+            seen, q, k, of_block = dense_meeting(pieces, mask, part, i)
+            assert seen.any(0).all() and seen.any(1).all(), "a row or key of a meeting that sees nothing"
+            pairs[of_block][np.ix_(q, k)] += seen
+    for number, block in enumerate(pieces.blocks):
+        at = torch.arange(layout.n)
+        branch = Branch(block.segment_length, block.dilation_rate, block.offset)
+        seen = multiplicity(Pattern((branch,), pattern.causal), at, at, 1)[0].numpy().astype(bool)
+        kept = [elements(pieces, piece)[1][first[piece] :] for piece in every.tolist() if pieces.block[piece] == number]
+        seen[:, sorted(set(range(layout.n)) - {position for part in kept for position in part})] = False
+        assert (pairs[number] == seen).all()
+
+
+def dense_meeting(pieces: Pieces, mask: Mask, part: Any, i: int) -> tuple[Array, Array, Array, int]:
+    """What a meeting sees (query rows, keys), the positions of both, and its block."""
+
+    def positions(stretches: Stretches) -> Array:
+        element = stretches.first[i] + np.arange(stretches.count[i])
+        return pieces.position(np.full_like(element, stretches.piece[i]), element)
+
+    q, k = positions(part.query), positions(part.key)
+    if mask is Mask.CAUSAL:
+        assert len(q) == len(k)
+        seen = np.tril(np.ones((len(q), len(k)), bool))
+    else:
+        seen = np.ones((len(q), len(k)), bool) if mask is Mask.FULL else k[None] <= q[:, None]
+    return seen, q, k, int(pieces.block[part.query.piece[i]])
+
+
+@settings(max_examples=100, deadline=None)
+@given(tables())
+def test_needs_are_what_some_row_sees(table: tuple[Pattern, Layout, Pieces]) -> None:
+    pattern, layout, pieces = table
+    needs = needs_of(pieces, pattern.causal)
+    found = np.zeros((len(pieces.blocks), layout.world_size, layout.n), bool)
+    for rank, piece, count in zip(needs.rank.tolist(), needs.piece.tolist(), needs.count.tolist(), strict=True):
+        assert pieces.rank[piece] != rank and 0 < count <= pieces.count[piece]
+        positions = elements(pieces, piece)[1][:count]
+        assert not found[pieces.block[piece], rank, positions].any(), "one need said twice"
+        found[pieces.block[piece], rank, positions] = True
+    owner, at = rank_of_position(layout), torch.arange(layout.n)
+    for number, block in enumerate(pieces.blocks):
+        branch = Branch(block.segment_length, block.dilation_rate, block.offset)
+        seen = multiplicity(Pattern((branch,), pattern.causal), at, at, 1)[0].numpy() > 0
+        for rank in range(layout.world_size):
+            wanted = seen[owner == rank].any(0) & (owner != rank)
+            assert (found[number, rank] == wanted).all()
+
+
+# --- blocks ---
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_blocks_serve_every_head_once_with_its_offset(data: Any) -> None:
+    kv_heads = data.draw(st.integers(1, 4))
+    heads = kv_heads * data.draw(st.integers(1, 4))
+    pattern = data.draw(patterns(heads))
+    served: dict[tuple[int, range, int], int] = defaultdict(int)  # segment length, places in a segment, head
+    for block in blocks_of(pattern, 10, heads, kv_heads):
+        kv = listed_heads(block.key)[:, 0].tolist()
+        assert kv == sorted(set(kv)) and block.width == len(kv)
+        reading = set()
+        for group in block.head_groups:
+            query, key, column = (listed_heads(x) for x in (group.query, group.key, group.column))
+            assert (query // (heads // kv_heads) == key).all() and (np.array(kv)[column] == key).all()
+            reading |= set(key.ravel().tolist())
+            for head in query.ravel().tolist():
+                places = range(block.offset, block.segment_length, block.dilation_rate)
+                served[block.segment_length, places, head] += 1
+        assert reading == set(kv)
+    wanted: dict[tuple[int, range, int], int] = defaultdict(int)
+    for branch in pattern.branches:
+        for head, offset in enumerate(branch.offsets(heads)):
+            if offset is not None:
+                length = min(branch.segment_length or 10, 10)
+                wanted[length, range(offset, length, branch.dilation_rate), head] += 1
+    assert served == wanted

@@ -1,0 +1,159 @@
+"""`ring_attention` on one rank as a citizen of autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from reference.oracle import gradients
+from reference.pattern import Pattern
+from ring import Layout, ring_attention
+from tests.support.attention_cases import LAYOUTS, PATTERNS, call, inputs, plain
+
+INF = float("inf")
+
+
+@pytest.mark.parametrize(
+    "pattern, order",
+    [("dense", "contiguous"), ("longnet causal", "hilbert"), ("per head", "contiguous"), ("twice", "hilbert")],
+)
+def test_gradcheck(pattern: str, order: str) -> None:
+    q, k, v, *_ = (x.requires_grad_() for x in inputs(6, batch=1, dim=1))
+    layout = LAYOUTS[order](6)
+
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = call(q, k, v, PATTERNS[pattern], layout)
+        return out, lse.masked_fill(lse == -INF, 0.0)
+
+    assert torch.autograd.gradcheck(function, (q, k, v))
+    assert torch.autograd.gradcheck(lambda *x: plain(*x, PATTERNS[pattern], layout), (q, k, v), fast_mode=True)
+
+
+def test_a_second_derivative_is_refused_by_name() -> None:
+    q, k, v, dout, _ = inputs()
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = plain(*leaves, Pattern.dense(), Layout.contiguous(17, 1))
+    dout.requires_grad_()
+    first = torch.autograd.grad(out, leaves, dout, create_graph=True)
+    wanted = gradients(q, k, v, Pattern.dense(), dout)
+    for x, y in zip(first, wanted, strict=True):
+        torch.testing.assert_close(x.detach(), y, rtol=1e-9, atol=1e-9)
+    for gradient in first:
+        with pytest.raises(NotImplementedError, match="ring_attention: double backward"):
+            torch.autograd.grad(gradient.sum(), leaves, retain_graph=True)
+        with pytest.raises(NotImplementedError, match="ring_attention: double backward"):  # as jvps by two vjps ask
+            torch.autograd.grad(gradient.sum(), dout, retain_graph=True, allow_unused=True)
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)])
+@pytest.mark.parametrize("kernel", ("auto", "math", "flash"))
+def test_gradients_of_some_inputs_only(wanted: tuple[int, ...], kernel: str) -> None:
+    q, k, v, dout, _ = inputs()
+    pattern, layout = PATTERNS["longnet causal"], Layout.contiguous(17, 1)
+    expected = gradients(q, k, v, pattern, dout)
+    leaves = [x.requires_grad_(i in wanted) for i, x in enumerate((q, k, v))]
+    (plain(*leaves, pattern, layout, kernel=kernel) * dout).sum().backward()
+    for i, leaf in enumerate(leaves):
+        if i in wanted:
+            assert leaf.grad is not None
+            torch.testing.assert_close(leaf.grad, expected[i], rtol=1e-9, atol=1e-9)
+        else:
+            assert leaf.grad is None
+
+
+def test_gradients_through_lse_alone_and_through_out_alone() -> None:
+    q, k, v, dout, dlse = inputs()
+    pattern, layout = PATTERNS["longnet causal"], Layout.contiguous(17, 1)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = call(*leaves, pattern, layout)
+    alone = torch.autograd.grad((lse * dlse).sum(), leaves, retain_graph=True)
+    for x, y in zip(alone, gradients(q, k, v, pattern, 0 * dout, dlse), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
+    alone = torch.autograd.grad((out * dout).sum(), leaves)
+    for x, y in zip(alone, gradients(q, k, v, pattern, dout), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
+
+
+def test_no_grad_and_detached_inputs_leave_no_graph() -> None:
+    q, k, v, *_ = inputs()
+    layout = Layout.contiguous(17, 1)
+    assert not plain(q, k, v, Pattern.dense(), layout).requires_grad
+    with_graph = plain(q.requires_grad_(), k, v, Pattern.dense(), layout)
+    with torch.no_grad():
+        without = plain(q, k, v, Pattern.dense(), layout)
+    assert with_graph.requires_grad and not without.requires_grad and with_graph.detach().equal(without)
+    with torch.inference_mode():
+        assert plain(q, k, v, Pattern.dense(), layout).equal(without)
+
+
+@pytest.mark.parametrize("reentrant", (False, True))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_checkpointing_changes_no_bit(dtype: torch.dtype, reentrant: bool) -> None:
+    q, k, v, dout, _ = inputs(dtype=dtype)
+    pattern, layout = PATTERNS["longnet causal"], Layout.contiguous(17, 1)
+    results = []
+    for saves in (True, False):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+
+        def function(*x: torch.Tensor) -> torch.Tensor:
+            return plain(*(2 * y for y in x), pattern, layout).tanh()
+
+        out = function(*leaves) if saves else checkpoint(function, *leaves, use_reentrant=reentrant)
+        assert isinstance(out, torch.Tensor)
+        results.append(
+            (out.detach(), *torch.autograd.grad((out * dout).sum(), leaves))
+            if not reentrant
+            else backward(out, dout, leaves)
+        )
+    for x, y in zip(*results, strict=True):
+        assert x.equal(y)
+
+
+def backward(out: torch.Tensor, dout: torch.Tensor, leaves: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    (out * dout).sum().backward()
+    grads = [leaf.grad for leaf in leaves]
+    return out.detach(), *(grad for grad in grads if grad is not None)
+
+
+def test_two_runs_are_bitwise_equal() -> None:
+    results = []
+    for _ in range(2):
+        q, k, v, dout, dlse = inputs(dtype=torch.bfloat16)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out, lse = call(*leaves, PATTERNS["longnet causal"], Layout.hilbert(17, 1))
+        results.append((out, lse, *torch.autograd.grad([out, lse], leaves, [dout, dlse])))
+    assert all(x.equal(y) for x, y in zip(*results, strict=True))
+
+
+def test_backward_twice_gives_twice() -> None:
+    q, k, v, dout, _ = inputs()
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = plain(*leaves, PATTERNS["longnet"], Layout.contiguous(17, 1))
+    first = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    second = torch.autograd.grad(out, leaves, dout)
+    assert all(x.equal(y) for x, y in zip(first, second, strict=True))
+
+
+def test_changing_an_input_before_backward_is_noticed() -> None:
+    q, k, v, dout, _ = inputs()
+    k.requires_grad_()
+    doubled = 2 * k
+    out = plain(q, doubled, v, Pattern.dense(), Layout.contiguous(17, 1))
+    doubled.data.mul_(1.0)  # through .data nothing can be noticed ...
+    with torch.no_grad():
+        doubled.add_(1.0)  # ... but in-place operations are
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward(dout)
+
+
+@pytest.mark.parametrize("kernel", ("math", "auto"))
+def test_autocast_changes_nothing(kernel: str) -> None:
+    q, k, v = (torch.randn(1, 40, 2, 16, requires_grad=True) for _ in range(3))
+    layout, found = Layout.contiguous(40, 1), []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = ring_attention(q, k, v, Pattern.dense(causal=True), layout, kernel=kernel)
+            assert isinstance(out, torch.Tensor)
+            found.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -1,0 +1,416 @@
+"""`ring_attention` on one rank, without a process group, against the fp64 oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from reference.oracle import attention, gradients
+from reference.pattern import Branch, Pattern, multiplicity
+from ring import Layout, ring_attention
+from ring.attention import _combines
+from ring.comm.exchange import measure
+from ring.comm.transport import RecordingTransport, SoloTransport
+from ring.compute import kernels
+from tests.support.attention_cases import LAYOUTS, PATTERNS, call, inputs, normal, plain
+
+INF = float("inf")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Scores and outputs here are of size 1 to 10, over at most 40 keys in at most three branches: the unit roundoff of the
+# working type times some tens of rounded operations. 16-bit types round probabilities, outputs and gradients too.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 2**-8 * 24, torch.float16: 2**-11 * 24}
+
+
+def check(tensors: list[torch.Tensor], pattern: Pattern, layout: Layout, with_lse: bool, **options: Any) -> None:
+    """Output, lse and gradients of a call against the oracle; tensors are in the layout's order."""
+    q, k, v, dout, dlse = tensors
+    dtype = q.dtype
+    bound = TOLERANCE[dtype]
+    at: dict[str, Any] = {
+        "q_positions": layout.positions(0),
+        "k_positions": layout.positions(0),
+        "scale": options.get("scale"),
+    }
+    wanted, wanted_lse = attention(q, k, v, pattern, **at)
+    wanted_grads = gradients(q, k, v, pattern, dout, dlse if with_lse else None, **at)
+    copies = [x.clone() for x in tensors]
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    # "flash" has no gradient through lse, and says so: see its own test.
+    if options.get("kernel") == "flash":
+        assert not with_lse
+        out = plain(*leaves, pattern, layout, **options)
+        with torch.no_grad():
+            again, lse = call(*leaves, pattern, layout, **options)
+        assert again.equal(out)
+    else:
+        out, lse = call(*leaves, pattern, layout, **options)
+    assert out.dtype is dtype and out.shape == q.shape and out.is_contiguous()
+    assert lse.dtype is dlse.dtype and lse.shape == dlse.shape and lse.is_contiguous()
+    torch.testing.assert_close(out.double(), wanted, rtol=bound, atol=bound)
+    torch.testing.assert_close(lse.double(), wanted_lse, rtol=bound, atol=min(bound, 2e-4))
+    dead = wanted_lse == -INF
+    assert lse[dead].eq(-INF).all() and out[dead.transpose(1, 2)].eq(0).all()
+    loss = (out * dout).sum()
+    if with_lse:
+        loss = loss + (lse.masked_fill(dead, 0.0) * dlse).sum()
+    got = torch.autograd.grad(loss, leaves)
+    for x, y, leaf in zip(got, wanted_grads, leaves, strict=True):
+        assert x.dtype is dtype and x.shape == leaf.shape and x.is_contiguous()
+        torch.testing.assert_close(
+            x.double(), y, rtol=bound, atol=bound * max(1.0, float(y.abs().amax()) if y.numel() else 1.0)
+        )
+    assert got[0][dead.transpose(1, 2)].eq(0).all()
+    assert all(x.equal(y) for x, y in zip(tensors, copies, strict=True)), "inputs were changed"
+
+
+@pytest.mark.parametrize("with_lse", (False, True))
+@pytest.mark.parametrize("kernel", ("auto", "math", "flash"))
+@pytest.mark.parametrize("order", LAYOUTS)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_the_oracle_agrees_in_fp64(pattern: str, order: str, kernel: str, with_lse: bool) -> None:
+    if kernel != "flash" or not with_lse:
+        check(inputs(), PATTERNS[pattern], LAYOUTS[order](17), with_lse, kernel=kernel)
+
+
+@pytest.mark.parametrize("with_lse", (False, True))
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("order", ("contiguous", "hilbert"))
+def test_the_oracle_agrees_in_other_types(order: str, pattern: str, dtype: torch.dtype, with_lse: bool) -> None:
+    check(inputs(dtype=dtype), PATTERNS[pattern], LAYOUTS[order](17), with_lse)
+
+
+@pytest.mark.parametrize("kernel", ("auto", "math", "flash"))
+@pytest.mark.parametrize("scale", (0.0, -0.5, 2.0, 1))
+@pytest.mark.parametrize("pattern", ("dense", "causal", "longnet causal"))
+def test_any_scale_is_taken_as_it_is(pattern: str, scale: float, kernel: str) -> None:
+    check(inputs(), PATTERNS[pattern], Layout.contiguous(17, 1), False, kernel=kernel, scale=scale)
+
+
+@pytest.mark.parametrize("exchange", ("ring", "direct", "gather"))
+@pytest.mark.parametrize("bucket", (1, 3, 1000))
+def test_buckets_and_exchanges(bucket: int, exchange: str) -> None:
+    for name in ("dense", "longnet causal", "per head"):
+        check(inputs(), PATTERNS[name], Layout.contiguous(17, 1), True, bucket=bucket, exchange=exchange)
+
+
+@st.composite
+def drawn_calls(draw: Any) -> tuple[list[torch.Tensor], Pattern, Layout, bool, dict[str, Any]]:
+    n, kv_heads = draw(st.integers(0, 24)), draw(st.integers(1, 3))
+    heads = kv_heads * draw(st.integers(1, 3))
+    branches = []
+    for _ in range(draw(st.integers(1, 3))):
+        rate, first = draw(st.integers(1, 5)), draw(st.integers(0, heads - 1))
+        served = range(first, draw(st.integers(first + 1, heads))) if draw(st.booleans()) else None
+        offsets = tuple(draw(st.integers(0, rate - 1)) for _ in (range(heads) if served is None else served))
+        branches.append(Branch(draw(st.one_of(st.none(), st.integers(1, 30))), rate, offsets, served))
+    order = draw(st.permutations(range(n))) if draw(st.booleans()) else range(n)
+    kernel = draw(st.sampled_from(("auto", "math", "flash")))
+    tensors = inputs(n, heads, kv_heads, batch=draw(st.integers(1, 2)), dim=draw(st.integers(1, 6)))
+    options = {"kernel": kernel, "bucket": draw(st.sampled_from((None, 1, 4, 100)))}
+    with_lse = kernel != "flash" and draw(st.booleans())
+    return tensors, Pattern(tuple(branches), draw(st.booleans())), Layout.from_cuts(order, (0, n)), with_lse, options
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(drawn_calls())
+def test_the_oracle_agrees_on_whatever_is_drawn(
+    drawn: tuple[list[torch.Tensor], Pattern, Layout, bool, dict[str, Any]],
+) -> None:
+    tensors, pattern, layout, with_lse, options = drawn
+    check(tensors, pattern, layout, with_lse, **options)
+
+
+@pytest.mark.parametrize("order", LAYOUTS)
+@pytest.mark.parametrize("offset", (0, 3, 16, 17, 2**30))
+@pytest.mark.parametrize("rate", (2**30 + 1, 2**56 + 1, 2**62 + 1, 2**63 - 1))
+def test_dilation_rates_far_beyond_the_sequence(rate: int, offset: int, order: str) -> None:
+    tensors = [x.double() for x in inputs()]
+    pattern = Pattern((Branch(9, rate, offset), Branch(None, rate, offset), Branch(5, 2)), causal=True)
+    check(tensors, pattern, LAYOUTS[order](17), True)
+
+
+def test_padded_keys_in_a_part_of_their_own() -> None:
+    """Keys that a row sees with scores of -inf only, in one kernel call, and others in the next."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 64, 1, 8) for _ in range(3))
+    q[..., -1] = 1.0
+    k[..., -1] = 0.0
+    k[:, :32, :, -1] = -INF
+    exact, exact_lse = attention(q, k, v, Pattern.dense())
+    for kernel in ("math", "flash", "auto"):
+        out, lse = ring_attention(
+            q, k, v, Pattern.dense(), Layout.contiguous(64, 1), kernel=kernel, bucket=32, return_lse=True
+        )
+        torch.testing.assert_close(out.double(), exact, rtol=0, atol=1e-5)
+        torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=1e-5)
+
+
+def test_segments_far_longer_than_the_sequence() -> None:
+    pattern = Pattern((Branch(2**62, 2, 1), Branch(2**62)), causal=True)
+    check(inputs(), pattern, Layout.contiguous(17, 1), True)
+    check(inputs(), pattern, Layout.hilbert(17, 1), True)
+
+
+@pytest.mark.parametrize("n", (0, 1))
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_short_sequences(pattern: str, n: int) -> None:
+    check(inputs(n), PATTERNS[pattern], Layout.contiguous(n, 1), True)
+
+
+# --- strides, and values that are no numbers ---
+
+
+def restride(x: torch.Tensor, kind: str) -> torch.Tensor:
+    if kind == "heads first":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if kind == "dim first":
+        return x.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0)
+    wide = torch.zeros(x.shape[0] + 1, 2 * x.shape[1], x.shape[2] + 2, 2 * x.shape[3], dtype=x.dtype)
+    wide[1:, ::2, 1:-1, 1::2] = x
+    return wide[1:, ::2, 1:-1, 1::2]
+
+
+@pytest.mark.parametrize("kind", ("heads first", "dim first", "sliced"))
+@pytest.mark.parametrize("order", ("contiguous", "hilbert"))
+@pytest.mark.parametrize("kernel", ("auto", "math"))
+def test_strided_inputs(kernel: str, order: str, kind: str) -> None:
+    *qkvd, dlse = inputs()
+    strided = [restride(x, kind) for x in qkvd]
+    assert all(x.equal(y) and not x.is_contiguous() for x, y in zip(strided, qkvd, strict=True))
+    check([*strided, dlse], PATTERNS["longnet causal"], LAYOUTS[order](17), True, kernel=kernel)
+
+
+@pytest.mark.parametrize("kernel", ("auto", "math"))
+@pytest.mark.parametrize("order", ("contiguous", "hilbert"))
+@pytest.mark.parametrize("dims", [(0,), (1,), (2,), (3,), (0, 1, 2, 3)])
+def test_expanded_inputs(dims: tuple[int, ...], order: str, kernel: str) -> None:
+    q, k, v, dout, dlse = inputs()
+
+    def expanded(x: torch.Tensor) -> torch.Tensor:
+        small = x[tuple(slice(0, 1) if d in dims else slice(None) for d in range(4))]
+        return small.expand(x.shape)
+
+    tensors = [expanded(x) for x in (q, k, v, dout)]
+    assert all(0 in x.stride() for x in tensors)
+    check([*tensors, dlse], PATTERNS["longnet causal"], LAYOUTS[order](17), True, kernel=kernel)
+
+
+def test_one_tensor_as_q_k_and_v() -> None:
+    x, _, _, dout, _ = inputs(kv_heads=4)
+    x.requires_grad_()
+    out = plain(x, x, x, PATTERNS["longnet"], Layout.contiguous(17, 1))
+    (got,) = torch.autograd.grad(out, [x], dout)
+    torch.testing.assert_close(got, sum(gradients(x, x, x, PATTERNS["longnet"], dout)), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kernel", ("auto", "math"))
+@pytest.mark.parametrize("order", ("contiguous", "hilbert"))
+@pytest.mark.parametrize("pattern", [*PATTERNS, "alone"])
+@pytest.mark.parametrize("where", ("q", "k", "v"))
+@pytest.mark.parametrize("bad", (float("nan"), INF))
+def test_no_number_reaches_the_rows_that_see_it(bad: float, where: str, pattern: str, order: str, kernel: str) -> None:
+    """Exactly those, but for values: a key that the causal mask hides weighs 0; 0 * NaN is NaN, as in the oracle."""
+    chosen = Pattern((Branch(1),)) if pattern == "alone" else PATTERNS[pattern]
+    q, k, v, *_ = inputs()
+    layout, row, head = LAYOUTS[order](17), 6, 1
+    {"q": q, "k": k, "v": v}[where][1, row, head, 3] = bad
+    out, lse = call(q, k, v, chosen, layout, kernel=kernel)
+    at = layout.positions(0)
+    sees = multiplicity(chosen, at, at, 4) > 0  # (H, Nq, Nk)
+    in_segment = multiplicity(Pattern(chosen.branches), at, at, 4) > 0
+    hit, near = torch.zeros(4, 17, dtype=torch.bool), torch.zeros(4, 17, dtype=torch.bool)
+    if where == "q":
+        hit[head, row] = sees[head, row].any()
+    else:
+        shared = slice(2 * head, 2 * head + 2)  # the query heads of a key/value head
+        hit[shared], near[shared] = sees[shared, :, row], in_segment[shared, :, row]
+    finite = out.isfinite().all(-1).transpose(1, 2)  # (B, H, N)
+    assert finite[0].all()
+    unseen = ~sees.any(-1)
+    if where == "v":
+        assert (finite[1] | near).all() and not (finite[1] & hit).any()
+        assert (lse.isfinite() | unseen).all()
+    elif bad == INF and where == "k":  # a score of -inf has weight 0: it may leave no trace
+        assert (finite[1] | hit).all() and (lse[1].isfinite() | hit | unseen).all()
+    else:
+        assert finite[1].logical_not().equal(hit)
+        assert (~lse[1].isfinite() & ~unseen).equal(hit)
+
+
+def test_huge_half_precision_scores() -> None:
+    """Scores of about 10^6 in fp16: finite everywhere, and the right row wins."""
+    n = 16
+    q = 200 * torch.nn.functional.one_hot(torch.arange(n), n).to(torch.float16)[None, :, None].expand(1, n, 2, n)
+    v = normal(1, n, 1, 4 * 4, seed=0, dtype=torch.float16)
+    leaves = [x.clone().requires_grad_() for x in (q, q[:, :, :1], v)]
+    for kernel in ("auto", "math"):
+        out = plain(*leaves, Pattern.dense(), Layout.contiguous(n, 1), scale=25.0, kernel=kernel)
+        assert out.equal(v.expand(1, n, 2, n))
+        assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), leaves))
+
+
+# --- which way a call takes ---
+
+
+@pytest.mark.parametrize("kernel, name", [("auto", "flash"), ("math", "math")])
+def test_kernels_are_chosen_by_the_head_dim_and_only_one_is_given_delta(
+    kernel: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU any dim goes with any kernel, so that results do not tell by what a kernel was chosen."""
+    dims, saved = [], []
+    choose, backward = kernels.choose, kernels.backward
+
+    def chosen(*args: Any) -> str:
+        dims.append(args[3])
+        return choose(*args)
+
+    def gone_back(name: str, *args: Any) -> kernels.Tensors3:
+        saved.append((name, args[3].delta is not None))
+        return backward(name, *args)
+
+    monkeypatch.setattr(kernels, "choose", chosen)
+    monkeypatch.setattr(kernels, "backward", gone_back)
+    check(inputs(), Pattern.dense(), Layout.contiguous(17, 1), False, kernel=kernel)
+    assert set(dims) == {5}  # of 4 heads and 17 tokens
+    assert set(saved) == {(name, name == "math")}
+
+
+@pytest.mark.parametrize("device, combined", [("cpu", False), ("cuda", True), ("meta", False)])
+def test_partial_results_are_combined_on_gpus_but_for_fp64(device: str, combined: bool) -> None:
+    for dtype in DTYPES:
+        x: Any = SimpleNamespace(device=torch.device(device), dtype=dtype)  # no GPU is needed to ask
+        assert _combines(x) is (combined and dtype is not torch.float64)
+
+
+# --- the call ---
+
+
+def test_what_comes_back() -> None:
+    q, k, v, *_ = inputs(dtype=torch.float16)
+    layout = Layout.contiguous(17, 1)
+    alone = ring_attention(q, k, v, Pattern.dense(), layout)
+    out, lse = call(q, k, v, Pattern.dense(), layout)
+    assert isinstance(alone, torch.Tensor) and alone.equal(out)
+    assert out.dtype is torch.float16 and lse.dtype is torch.float32 and lse.shape == (2, 4, 17)
+    again = ring_attention(q, k, v, Pattern.dense(), layout, check=False)
+    assert isinstance(again, torch.Tensor) and again.equal(alone)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A default process group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_without_a_group_the_default_group_is_taken() -> None:
+    q, k, v, *_ = inputs()
+    layout = Layout.contiguous(17, 1)
+    wanted = ring_attention(q, k, v, Pattern.dense(), layout, group=SoloTransport())
+    assert isinstance(wanted, torch.Tensor)
+    for group in (None, dist.group.WORLD):
+        found = ring_attention(q, k, v, Pattern.dense(), layout, group=group)
+        assert isinstance(found, torch.Tensor) and found.equal(wanted)
+    with pytest.raises(ValueError, match="layout must be for the 1 ranks of the group, got one for 2"):
+        ring_attention(q, k, v, Pattern.dense(), TWO)
+
+
+def test_one_rank_sends_and_holds_nothing() -> None:
+    q, k, v, dout, _ = inputs()
+    for exchange in ("ring", "direct", "gather"):
+        transport = RecordingTransport(SoloTransport())
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        with measure() as found:
+            out = plain(*leaves, PATTERNS["longnet"], Layout.contiguous(17, 1), group=transport, exchange=exchange)
+            torch.autograd.grad(out, leaves, dout)
+        assert found.bytes == 0 and transport.sent == [] == transport.received
+
+
+def replaced(**changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    q, k, v, *_ = inputs()
+    arguments: dict[str, Any] = {"q": q, "k": k, "v": v, "pattern": Pattern.dense(), "layout": Layout.contiguous(17, 1)}
+    options = {name: value for name, value in changes.items() if name not in arguments}
+    arguments.update({name: value for name, value in changes.items() if name in arguments})
+    return tuple(arguments.values()), options
+
+
+Q, K, *_ = inputs()
+TWO = Layout.contiguous(17, 2)
+BAD: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
+    ("pattern", ValueError, "pattern must be a Pattern", {"pattern": "dense"}),
+    ("pattern of other heads", ValueError, "heads", {"pattern": Pattern((Branch(heads=range(2, 6)),))}),
+    ("offsets of other heads", ValueError, "offset", {"pattern": Pattern((Branch(8, 2, (0, 1)),))}),
+    ("layout", ValueError, "layout must be a Layout", {"layout": 17}),
+    ("layout of other ranks", ValueError, "group must be given, or .* for a layout of 2 ranks", {"layout": TWO}),
+    ("layout of other tokens", ValueError, "q must have the 18 tokens", {"layout": Layout.contiguous(18, 1)}),
+    ("exchange", ValueError, "exchange must be one of", {"exchange": "scatter"}),
+    ("kernel", ValueError, "kernel must be one of", {"kernel": "cutlass"}),
+    ("kernel", NotImplementedError, "kernel 'cudnn' takes cuda tensors, got cpu", {"kernel": "cudnn"}),
+    ("no bucket", ValueError, "bucket must be", {"bucket": 0}),
+    ("half a bucket", ValueError, "bucket must be", {"bucket": 1.5}),
+    ("bucket as flag", ValueError, "bucket must be", {"bucket": True}),
+    ("scale", ValueError, "scale must be", {"scale": "1"}),
+    ("scale as flag", ValueError, "scale must be", {"scale": True}),
+    ("scale as tensor", ValueError, "scale must be", {"scale": torch.tensor(1.0)}),
+    ("return_lse", ValueError, "return_lse must be", {"return_lse": 1}),
+    ("q as a list", ValueError, "q must be", {"q": [1.0]}),
+    ("q of three dims", ValueError, "q must be", {"q": Q[0]}),
+    ("k of five dims", ValueError, "k must be", {"k": K[None]}),
+    ("v as None", ValueError, "v must be", {"v": None}),
+    ("k unlike v", ValueError, "k and v must have one shape", {"k": K[:, :, :1]}),
+    ("v unlike k", ValueError, "k and v must have one shape", {"v": K[:, :, :1]}),
+    ("dtype", ValueError, "dtype must be one of", {"q": Q.long(), "k": K.long(), "v": K.long()}),
+    ("dtype of k", ValueError, "k must have q's dtype", {"k": K.float()}),
+    ("dtype of v", ValueError, "v must have q's dtype", {"v": K.half()}),
+    ("device of k", ValueError, "k must be on q's device", {"k": K.to("meta"), "v": K.to("meta")}),
+    ("batch", ValueError, "k must have q's batch", {"k": K[:1], "v": K[:1]}),
+    ("more batches", ValueError, "k must have q's batch", {"k": torch.cat((K, K)), "v": torch.cat((K, K))}),
+    ("head dim", ValueError, "k must have q's batch and head dim", {"k": K[..., :3], "v": K[..., :3]}),
+    ("heads", ValueError, "multiple of key/value heads", {"q": Q[:, :, :3]}),
+    ("fewer heads", ValueError, "multiple of key/value heads", {"q": Q[:, :, :1]}),
+    ("no heads", ValueError, "must be >= 1", {"k": K[:, :, :0], "v": K[:, :, :0]}),
+    ("no query heads", ValueError, "batch, heads and head dim must be >= 1", {"q": Q[:, :, :0]}),
+    ("no dim", ValueError, "must be >= 1", {"q": Q[..., :0], "k": K[..., :0], "v": K[..., :0]}),
+    ("no batch", ValueError, "must be >= 1", {"q": Q[:0], "k": K[:0], "v": K[:0]}),
+    ("tokens", ValueError, "q must have the 17 tokens", {"q": Q[:, :16]}),
+    ("key tokens", ValueError, "k must have the 17 tokens", {"k": K[:, :16], "v": K[:, :16]}),
+    ("sparse", NotImplementedError, "q must be a dense real tensor", {"q": Q.to_sparse()}),
+    ("complex", NotImplementedError, "k must be a dense real tensor", {"k": K.to(torch.complex128)}),
+]
+
+
+@pytest.mark.parametrize("check_", (True, False))
+@pytest.mark.parametrize("error, message, changes", [bad[1:] for bad in BAD], ids=[bad[0] for bad in BAD])
+def test_wrong_arguments_are_refused(
+    error: type[Exception], message: str, changes: dict[str, Any], check_: bool
+) -> None:
+    arguments, options = replaced(**changes)
+    with pytest.raises(error, match=message):
+        ring_attention(*arguments, check=check_, **options)
+
+
+def test_flash_refuses_a_gradient_through_lse() -> None:
+    q, k, v, *_ = inputs()
+    layout = Layout.contiguous(17, 1)
+    with pytest.raises(NotImplementedError, match="no gradient through lse"):
+        ring_attention(q.requires_grad_(), k, v, Pattern.dense(), layout, kernel="flash", return_lse=True)
+    with torch.no_grad():
+        call(q, k, v, Pattern.dense(), layout, kernel="flash")
+
+
+def test_a_refused_call_leaves_the_next_one_alone() -> None:
+    arguments, _ = replaced()
+    with pytest.raises(ValueError, match="exchange"):
+        ring_attention(*arguments, exchange="none")
+    wanted, _ = attention(*arguments[:4])
+    torch.testing.assert_close(plain(*arguments), wanted, rtol=1e-9, atol=1e-9)

@@ -1,0 +1,371 @@
+"""The kernels and the one-pass merge of GPUs, held to the plain versions. They need one GPU:
+
+python -m pytest tests/ring/test_on_gpu.py
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from reference import Branch, Pattern
+from ring import Layout, ring_attention
+from ring.comm.symmetric_memory import SymmetricTransport, transport_of
+from ring.compute import kernels
+from ring.compute.accumulator import Accumulator, Sum
+from ring.plan.blocks import Heads
+from ring.plan.plan import Tile, plan_of
+from ring.plan.range_pairs import Mask
+from ring.plan.rows import Rows
+from ring.strided_view import Store
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+SHAPES = tuple(itertools.product((1, 2, 7, 16, 129), (1, 5, 16, 130)))
+
+
+def tile_of(mask: Mask, queries: int, keys: int, folds: int = 1) -> Tile:
+    heads = Heads(1, 1, 0, 1, 1)
+    return Tile(Rows(0, 1, queries, queries, folds), Rows(0, 1, keys, keys, folds), heads, heads, mask)
+
+
+def tensors(
+    dtype: torch.dtype, folds: int, batch: int, groups: int, share: int, queries: int, keys: int, dim: int
+) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator("cuda").manual_seed(queries * 1000 + keys)
+    shapes = [(folds, batch, groups, share, queries, dim), *[(folds, batch, groups, 1, keys, dim)] * 2]
+    shapes.append(shapes[0])
+    return tuple(torch.randn(s, device="cuda", generator=generator).to(dtype) for s in shapes)
+
+
+@pytest.mark.parametrize("name", ["cudnn", "flash"])
+@pytest.mark.parametrize("dtype", list(UNIT), ids=str)
+@pytest.mark.parametrize("dim", [8, 16, 40, 64, 128])
+def test_fused_kernels_are_the_math_kernel_to_within_rounding(name: str, dtype: torch.dtype, dim: int) -> None:
+    for mask, (folds, groups, share) in itertools.product((Mask.FULL, Mask.CAUSAL), ((1, 1, 1), (3, 2, 1), (2, 2, 4))):
+        for queries, keys in SHAPES if mask is Mask.FULL else [(n, n) for n, _ in SHAPES[::4]]:
+            if queries == keys == 1:
+                continue  # never given to a fused kernel: see `kernels.choose`
+            tile = tile_of(mask, queries, keys, folds)
+            q, k, v, dout = tensors(dtype, folds, 1, groups, share, queries, keys, dim)
+            out, lse = kernels.forward(name, q, k, v, tile, dim**-0.5)
+            exact, exact_lse = kernels.forward("math", q.double(), k.double(), v.double(), tile, dim**-0.5)
+            close(out, exact, 4 * UNIT[dtype], (name, mask, folds, groups, share, queries, keys, dim))
+            close(lse, exact_lse, 1e-4, "lse")
+            # The global lse and out of a larger whole, half of which is elsewhere.
+            whole, whole_lse = exact.to(dtype), exact_lse.float() + 0.7
+            beside = torch.empty(whole_lse.numel() + 1, device="cuda")[1:].view(whole_lse.shape)  # begins anywhere
+            whole_lse = beside.copy_(whole_lse)
+            delta = (dout.float() * whole.float()).sum(-1)
+            saved = kernels.Saved(dout, whole, whole_lse, delta)
+            found = kernels.backward(name, q, k, v, saved, tile, dim**-0.5)
+            double = kernels.Saved(dout.double(), whole.double(), whole_lse.double(), delta.double())
+            wanted = kernels.backward("math", q.double(), k.double(), v.double(), double, tile, dim**-0.5)
+            for x, y, which in zip(found, wanted, ("dq", "dk", "dv"), strict=True):
+                close(x, y, 8 * UNIT[dtype], (which, name, mask, folds, groups, share, queries, keys, dim))
+
+
+@pytest.mark.parametrize("name", ["cudnn", "flash"])
+@pytest.mark.parametrize("strides", [(7, 3), (1, 1), (16, 48), (96, 32), (0, 0)])
+def test_strides_of_single_heads_and_rows_do_not_matter(name: str, strides: tuple[int, int]) -> None:
+    """(head, row): of a tile with one head, and of keys of which there is one."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    memory = [torch.randn(4096, device="cuda", generator=generator).bfloat16() for _ in range(4)]
+    head, row = strides
+    for queries, keys, causal in ((4, 1, False), (1, 4, False), (4, 4, True), (17, 1, False)):
+        tile = tile_of(Mask.CAUSAL if causal else Mask.FULL, queries, keys)
+        q, dout = (
+            x.as_strided((1, 1, 1, 1, queries, 16), (3, 5, head, 11, 96 if queries > 1 else row, 1)) for x in memory[:2]
+        )
+        k, v = (x.as_strided((1, 1, 1, 1, keys, 16), (3, 5, head, 11, 96 if keys > 1 else row, 1)) for x in memory[2:])
+        out, lse = kernels.forward(name, q, k, v, tile, 0.25)
+        exact, exact_lse = kernels.forward("math", q.double(), k.double(), v.double(), tile, 0.25)
+        close(out, exact, 4 * UNIT[torch.bfloat16], "out")
+        close(lse, exact_lse, 1e-4, "lse")
+        delta = (dout.double() * exact).sum(-1)
+        found = kernels.backward(name, q, k, v, kernels.Saved(dout, out, lse, None), tile, 0.25)
+        saved = kernels.Saved(dout.double(), exact, exact_lse, delta)
+        for x, y in zip(
+            found, kernels.backward("math", q.double(), k.double(), v.double(), saved, tile, 0.25), strict=True
+        ):
+            close(x, y, 8 * UNIT[torch.bfloat16], "gradients")
+
+
+def close(found: torch.Tensor, exact: torch.Tensor, tolerance: float, what: Any) -> None:
+    assert found.shape == exact.shape, what
+    error = (found.double() - exact).abs().max() / exact.abs().max().clamp(min=1.0)
+    assert error <= tolerance, (what, float(error))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dim", [8, 20, 128])
+def test_the_one_pass_merge_is_the_plain_one(dtype: torch.dtype, dim: int) -> None:
+    from ring.compute.combine import CombinedAccumulator, CombinedSum
+
+    torch.manual_seed(1)
+    like = torch.empty(2, 150, 6, dim, dtype=dtype, device="cuda")
+    plain, one_pass = Accumulator(like), CombinedAccumulator(like)
+    plain_sum, one_sum = Sum(like), CombinedSum(like)
+    parts = [
+        (Rows(0, 1, 150), Heads(6, 1, 0, 1, 1)),
+        (Rows(3, 4, 5, 20, 7), Heads(2, 3, 0, 3, 1)),
+        (Rows(1, 7, 20), Heads(3, 1, 1, 2, 1)),
+        (Rows.of(torch.randperm(150)[None, :40].numpy()), Heads(2, 1, 4, 1, 1)),
+        (Rows(149, 1, 1), Heads(1, 2, 2, 1, 3)),
+        (Rows(10, 2, 30), Heads.of(((0,), (1,), (5,)))),
+        (Rows(0, 1, 75, 75, 2), Heads(6, 1, 0, 1, 1)),
+    ]
+    for number, (rows, heads) in enumerate(parts):
+        shape = (rows.folds, 2, heads.groups, heads.per_group, rows.length, dim)
+        out = torch.randn(shape, device="cuda").to(dtype if number % 2 else torch.float32)
+        lse = 3 * torch.randn(shape[:-1], device="cuda")
+        lse[torch.rand_like(lse) < 0.1] = -torch.inf
+        out[lse == -torch.inf] = 0.0
+        for accumulator in (plain, one_pass):
+            accumulator.merge(rows, heads, out, lse)
+        for total in (plain_sum, one_sum):
+            total.add(rows, heads, out)
+    for found, exact in zip(one_pass.result(torch.float32), plain.result(torch.float32), strict=True):
+        assert torch.allclose(found, exact, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(one_sum.result(torch.float32), plain_sum.result(torch.float32), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("folds", [1, 3], ids="{} folds".format)
+@pytest.mark.parametrize("others", [0, 1, 3], ids="{} others".format)
+def test_a_part_that_covers_everything_becomes_the_output(others: int, folds: int) -> None:
+    from ring.compute.combine import CombinedAccumulator, CombinedSum
+
+    torch.manual_seed(2)
+    batch, tokens, heads, dim = 1 if folds > 1 else 2, 1500, 6, 40
+    like = torch.empty(batch, tokens, heads, dim, dtype=torch.bfloat16, device="cuda")
+    small = [
+        (Rows(3, 32, 40), Heads(2, 3, 0, 3, 1)),
+        (Rows(700, 4, 100, 400, 2), Heads(3, 1, 1, 2, 1)),
+        (Rows(1400, 1, 100), Heads(6, 1, 0, 1, 1)),
+    ][:others]
+    memory = torch.randn(batch, tokens, heads, dim, device="cuda").to(torch.bfloat16)
+    whole = memory.view(batch, folds, tokens // folds, 2, 3, dim).permute(1, 0, 3, 4, 2, 5)
+    parts = [(Rows(0, 1, tokens // folds, tokens // folds, folds), Heads(2, 3, 0, 3, 1), whole)]
+    for rows, these in small:
+        shape = (rows.folds, batch, these.groups, these.per_group, rows.length, dim)
+        parts.insert(0, (rows, these, torch.randn(shape, device="cuda").to(torch.bfloat16)))
+    plain, one_pass = Accumulator(like), CombinedAccumulator(like)
+    for rows, these, out in parts:
+        lse = 3 * torch.randn(out.shape[:-1], device="cuda")
+        for accumulator in (plain, one_pass):
+            accumulator.merge(rows, these, out.clone() if accumulator is plain else out, lse)
+    found, lse = one_pass.result(torch.bfloat16)
+    exact, exact_lse = plain.result(torch.float32)
+    assert found.is_contiguous() and found.data_ptr() == memory.data_ptr()
+    close(found, exact.double(), 1.01 * UNIT[torch.bfloat16], "out")
+    assert torch.allclose(lse, exact_lse, rtol=1e-5, atol=1e-5)
+    plain_sum, one_sum = Sum(like), CombinedSum(like)
+    for rows, these, out in parts:
+        for total in (plain_sum, one_sum):
+            total.add(rows, these, out.clone())
+    del parts, out
+    close(one_sum.result(torch.bfloat16), plain_sum.result(torch.float32).double(), 1.01 * UNIT[torch.bfloat16], "sum")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("exchange", ["direct", "ring", "gather"])
+@pytest.mark.parametrize("order", ["contiguous", "zigzag", "shuffled"])
+def test_packing_in_one_pass_is_the_plain_one(order: str, exchange: str, dtype: torch.dtype) -> None:
+    from ring.comm.packing import pack
+
+    n, p, heads, kv_heads, dim = 96, 3, 6, 2, 20
+    shuffled = Layout.from_cuts(torch.randperm(n, generator=torch.Generator().manual_seed(1)), (0, 20, 61, n))
+    layout = shuffled if order == "shuffled" else getattr(Layout, order)(n, p)
+    pattern = Pattern((Branch(16, 1), Branch(None, 3, (0, 1, 2, 0, 1, 2)), Branch(50, 2, 0, range(2, 4))), True)
+    steps = 0
+    for rank in range(p):
+        plan = plan_of(pattern, layout, rank, heads, kv_heads, exchange, 8)
+        k = torch.randn(2, plan.tokens, kv_heads, dim, device="cuda").to(dtype)
+        v = torch.randn(2, kv_heads, dim, plan.tokens, device="cuda").to(dtype).permute(0, 3, 1, 2)  # any strides
+        for packs in (step.packs for step in plan.steps if step.packs):
+            steps += 1
+            found, exact = torch.full((2, plan.sizes.outbox, 2, 2, dim), 7.0, device="cuda", dtype=dtype)
+            pack(packs, k, v, found)
+            for x, slots in ((k, Store.slots(exact[:, 0])), (v, Store.slots(exact[:, 1]))):
+                for one in packs:
+                    slots.put(one.slots, one.columns, Store(x).view(one.rows, one.heads))
+            assert torch.equal(found, exact)
+    assert steps >= 3
+
+
+def test_nothing_merged_is_zero_and_minus_infinity() -> None:
+    from ring.compute.combine import CombinedAccumulator, CombinedSum
+
+    like = torch.empty(1, 40, 2, 16, dtype=torch.bfloat16, device="cuda")
+    out, lse = CombinedAccumulator(like).result(torch.bfloat16)
+    assert not out.any() and bool((lse == -torch.inf).all())
+    assert not CombinedSum(like).result(torch.bfloat16).any()
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [Pattern.dense(True), Pattern.longnet([64, 256, 1024], [1, 4, 8], 8, True), Pattern((Branch(64, 3, 1),), True)],
+    ids=["dense", "longnet", "one branch"],
+)
+@pytest.mark.parametrize("kernel", ["auto", "flash"])
+def test_whole_calls_are_the_math_kernel_s(pattern: Pattern, kernel: str) -> None:
+    n, dim = 1024, 64
+    torch.manual_seed(2)
+    *inputs, dout = (torch.randn(1, n, 8, dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    results = []
+    for name, dtype in ((kernel, torch.bfloat16), ("math", torch.float64)):
+        leaves = [x.to(dtype).detach().requires_grad_() for x in inputs]
+        with kernels.picked() as picked:
+            q, k, v = leaves
+            out = ring_attention(q, k, v, pattern, Layout.contiguous(n, 1), kernel=name)
+            assert isinstance(out, torch.Tensor)
+            results.append((out, *torch.autograd.grad(out, leaves, dout.to(dtype))))
+        assert set(picked) == {{"auto": "cudnn"}.get(name, name)}
+    for found, exact in zip(*results, strict=True):
+        close(found, exact, 8 * UNIT[torch.bfloat16], pattern)
+
+
+@pytest.mark.parametrize("most", [1, 3 * 2**19])
+def test_a_backward_by_groups_of_heads_is_the_whole_one(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    n, dim, usual = 512, 64, kernels.MOST_WORKSPACE
+    torch.manual_seed(8)
+    for pattern, kv_heads in ((Pattern.dense(True), 4), (Pattern.longnet([64, 256], [1, 4], 8, True), 8)):
+        q, k, v, dout = (
+            torch.randn(1, n, h, dim, device="cuda", dtype=torch.bfloat16) for h in (8, *[kv_heads] * 2, 8)
+        )
+        leaves, results, calls = [x.requires_grad_() for x in (q, k, v)], [], []
+        for limit in (usual, most):
+            monkeypatch.setattr(kernels, "MOST_WORKSPACE", limit)
+            out = ring_attention(q, k, v, pattern, Layout.contiguous(n, 1))
+            assert isinstance(out, torch.Tensor)
+            with kernels.picked() as picked:
+                results.append(torch.autograd.grad(out, leaves, dout))
+            calls.append(picked["cudnn"])
+        assert calls[1] > calls[0]
+        for found, exact in zip(results[1], results[0], strict=True):
+            close(found, exact.double(), 4 * UNIT[torch.bfloat16], pattern)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "flash"])
+@pytest.mark.parametrize("tokens", [1, 2, 40])
+def test_tensors_that_begin_anywhere(kernel: str, tokens: int) -> None:
+    torch.manual_seed(5)
+    count = tokens * 16
+    memory = torch.randn(4, count + 8, device="cuda").to(torch.float16)
+    inputs = [x[1 : 1 + count].view(1, tokens, 1, 16) for x in memory]
+    results = []
+    for name, dtype in ((kernel, torch.float16), ("math", torch.float64)):
+        leaves = [(x if dtype == x.dtype else x.to(dtype)).detach().requires_grad_() for x in inputs[:3]]
+        q, k, v = leaves
+        out = ring_attention(q, k, v, Pattern.dense(False), Layout.contiguous(tokens, 1), kernel=name)
+        assert isinstance(out, torch.Tensor)
+        results.append((out, *torch.autograd.grad(out, leaves, inputs[3].to(dtype))))
+    for found, exact in zip(*results, strict=True):
+        close(found, exact, 8 * UNIT[torch.float16], tokens)
+
+
+def test_calls_that_differ_in_the_layout_of_the_output_only() -> None:
+    """q, k and v of two calls have the same strides: every other row of one tensor, and every row of wider ones."""
+    n, heads, dim = 128, 2, 64
+    torch.manual_seed(7)
+    narrow = [torch.randn(1, n, heads, dim, device="cuda", dtype=torch.float16) for _ in range(4)]
+    wide = [torch.randn(1, n // 2, 2, heads, dim, device="cuda", dtype=torch.float16)[:, :, 0] for _ in range(4)]
+    for (*inputs, dout), rate in ((narrow, 2), (wide, 1), (narrow, 2)):
+        tokens = inputs[0].shape[1]
+        assert inputs[0].stride(1) * rate == 2 * heads * dim
+        results = []
+        for name, dtype in (("auto", torch.float16), ("math", torch.float64)):
+            leaves = [(x if dtype == x.dtype else x.to(dtype)).detach().requires_grad_() for x in inputs]
+            q, k, v = leaves
+            out = ring_attention(q, k, v, Pattern((Branch(None, rate),)), Layout.contiguous(tokens, 1), kernel=name)
+            assert isinstance(out, torch.Tensor)
+            results.append((out, *torch.autograd.grad(out, leaves, dout.to(dtype).contiguous())))
+        for found, exact in zip(*results, strict=True):
+            close(found, exact, 8 * UNIT[torch.float16], rate)
+
+
+def test_deterministic_kernels_repeat_their_bits() -> None:
+    n = 4096
+    torch.manual_seed(6)
+    q, k, v, dout = (torch.randn(1, n, h, 64, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2, 8))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = []
+        for _ in range(4):
+            with kernels.picked() as picked:
+                out = ring_attention(q, k, v, Pattern.dense(True), Layout.zigzag(n, 1))
+                assert isinstance(out, torch.Tensor)
+                runs.append((out, *torch.autograd.grad(out, leaves, dout)))
+            assert set(picked) == {"cudnn", "flash"}
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for other in runs[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(runs[0], other, strict=True))
+
+
+def test_a_captured_call_replays() -> None:
+    n = 512
+    torch.manual_seed(3)
+    pattern, layout = Pattern.longnet([64, 256], [1, 4], 8, True), Layout.contiguous(n, 1)
+    q, k, v, dout = (torch.randn(1, n, h, 64, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2, 8))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def step() -> tuple[torch.Tensor, ...]:
+        out = ring_attention(q, k, v, pattern, layout, check=False)
+        assert isinstance(out, torch.Tensor)
+        return out, *torch.autograd.grad(out, leaves, dout)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for x in (*leaves, dout):
+            x.copy_(torch.randn_like(x))
+    graph.replay()
+    replayed = [x.clone() for x in captured]
+    for found, exact in zip(replayed, step(), strict=True):
+        close(found, exact.double(), 2.0**-7, "replayed")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_the_current_device_need_not_be_that_of_the_tensors() -> None:
+    n = 256
+    torch.manual_seed(5)
+    q, k, v, dout = (torch.randn(1, n, h, 64, device="cuda:1", dtype=torch.bfloat16) for h in (4, 2, 2, 4))
+    assert torch.cuda.current_device() == 0
+    results = []
+    for name, dtype in (("auto", torch.bfloat16), ("math", torch.float64)):
+        leaves = [x.to(dtype).detach().requires_grad_() for x in (q, k, v)]
+        pattern, (a, b, c) = Pattern.longnet([64, 256], [1, 4], 4, True), leaves
+        out = ring_attention(a, b, c, pattern, Layout.zigzag(n, 1), kernel=name)
+        assert isinstance(out, torch.Tensor)
+        results.append((out, *torch.autograd.grad(out, leaves, dout.to(dtype))))
+    assert torch.cuda.current_device() == 0
+    for found, exact in zip(*results, strict=True):
+        close(found, exact, 8 * UNIT[torch.bfloat16], "cuda:1")
+
+
+def test_a_group_made_without_the_name_of_a_backend_is_used_from_a_gpu() -> None:
+    """Torch then makes gloo for the CPU and NCCL for GPUs."""
+    x = torch.ones(1, 8, 1, 8, device="cuda", dtype=torch.bfloat16)
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        out = ring_attention(x, x, x, Pattern.dense(True), Layout.zigzag(8, 1))
+        assert isinstance(out, torch.Tensor) and torch.equal(out, x)
+        assert isinstance(transport_of(None), SymmetricTransport)
+        on_cpu = x.cpu()
+        out = ring_attention(on_cpu, on_cpu, on_cpu, Pattern.dense(True), Layout.zigzag(8, 1))
+        assert isinstance(out, torch.Tensor) and torch.equal(out, on_cpu)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,115 @@
+"""Defects, planted in every rank before its first task: what a backend's `prepare` is in tests."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ring.comm.transport import RecordingTransport
+from verification.run import rank as execute
+
+
+def plant(spoil: Callable[..., Any]) -> None:
+    """Replace the ring_attention that ranks call by `spoil(the real one, arguments, options)`."""
+    real = execute.ring_attention
+    execute.ring_attention = lambda *args, **kwargs: spoil(real, args, kwargs)
+
+
+def plant_wrong_result() -> None:
+    def spoil(real: Any, args: Any, kwargs: Any) -> Any:
+        result = real(*args, **kwargs)
+        pattern, layout = args[3], args[4]
+        if layout.n < 6 or not pattern.causal:
+            return result
+        return (result[0] * 1.01, result[1]) if isinstance(result, tuple) else result * 1.01
+
+    plant(spoil)
+
+
+def plant_hang() -> None:
+    def spoil(real: Any, args: Any, kwargs: Any) -> Any:
+        if args[4].n >= 4 and kwargs["exchange"] == "direct" and kwargs["group"].rank == 1:
+            time.sleep(3600)
+        return real(*args, **kwargs)
+
+    plant(spoil)
+
+
+class ReceiveFirst(RecordingTransport):
+    """A transport that sends nothing before what it is to receive is there: a ring of such ranks waits for ever."""
+
+    def post(self, sends: Any, receives: Any) -> Any:
+        self.inner.post([], receives).wait()
+        return self.inner.post(sends, [])
+
+
+def plant_receive_first() -> None:
+    """On three ranks or more."""
+    from ring.comm.exchange import Exchange
+
+    real = Exchange.__init__
+
+    def init(self: Any, plan: Any, transport: Any, *args: Any) -> None:
+        chosen: Any = ReceiveFirst(transport) if transport.world_size > 2 else transport
+        real(self, plan, chosen, *args)
+
+    Exchange.__init__ = init  # type: ignore[method-assign, assignment]
+
+
+def plant_crash() -> None:
+    def spoil(real: Any, args: Any, kwargs: Any) -> Any:
+        if args[0].dtype == torch.bfloat16 and kwargs["group"].rank == 1:
+            os.abort()
+        return real(*args, **kwargs)
+
+    plant(spoil)
+
+
+def plant_exception() -> None:
+    def spoil(real: Any, args: Any, kwargs: Any) -> Any:
+        if args[0].shape[0] == 3:
+            raise RuntimeError("three is too many")
+        return real(*args, **kwargs)
+
+    plant(spoil)
+
+
+def plant_two_defects() -> None:
+    plant_exception()
+    plant_wrong_result()
+
+
+def plant_16_bit_accumulator() -> None:
+    from ring.compute.accumulator import Accumulator
+
+    real = Accumulator.merge
+
+    def merge(self: Any, *args: Any) -> None:
+        real(self, *args)
+        self.out.copy_(self.out.bfloat16())
+
+    Accumulator.merge = merge  # type: ignore[method-assign, assignment]
+
+
+def plant_swallowed_error() -> None:
+    """The rank that is called wrongly gives back something instead of raising; the others are called rightly."""
+    from ring import agreement
+
+    agreement.validate = lambda call, transport: None
+
+
+def plant_zigzag_back_to_front() -> None:
+    from ring.layout import Layout
+
+    real = Layout.zigzag
+
+    def zigzag(n: int, p: int) -> Layout:
+        layout = real(n, p)
+        order = torch.cat([layout.positions(rank) for rank in range(p)])
+        return Layout.from_cuts(order.flip(0), layout.cuts) if n >= 5 else layout
+
+    Layout.zigzag = zigzag  # type: ignore[method-assign]

@@ -1,0 +1,106 @@
+"""Defects that the tests of `scripts/validate_nccl.py` plant in every rank before its first task."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ring.comm import transport
+from verification.run import rank as execute
+
+
+def plant(spoil: Callable[..., Any]) -> None:
+    """Replace the ring_attention that ranks call by `spoil(the real one, arguments, options)`."""
+    real = execute.ring_attention
+    execute.ring_attention = lambda *args, **kwargs: spoil(real, args, kwargs)
+
+
+def on_rank_1(kwargs: Any) -> bool:
+    return getattr(kwargs["group"], "rank", None) == 1
+
+
+def wrong_result() -> None:
+    def spoil(real: Any, args: Any, kwargs: Any) -> Any:
+        result = real(*args, **kwargs)
+        if args[4].n < 6 or not args[3].causal:
+            return result
+        return (result[0] * 1.01, result[1]) if isinstance(result, tuple) else result * 1.01
+
+    plant(spoil)
+
+
+def wrong_when_long() -> None:
+    def spoil(real: Any, args: Any, kwargs: Any) -> Any:
+        result = real(*args, **kwargs)
+        return (result[0] * 1.01, result[1]) if args[4].n >= 64 and isinstance(result, tuple) else result
+
+    plant(spoil)
+
+
+def stall() -> None:
+    """On real ranks only: in the simulation, nothing is wrong."""
+
+    def spoil(real: Any, args: Any, kwargs: Any) -> Any:
+        if dist.get_world_size() > 1 and dist.get_rank() == 1 and args[4].n >= 4:
+            time.sleep(3600)
+        return real(*args, **kwargs)
+
+    plant(spoil)
+
+
+def exception() -> None:
+    def spoil(real: Any, args: Any, kwargs: Any) -> Any:
+        if on_rank_1(kwargs):
+            raise RuntimeError("CUDA out of memory, or so")
+        return real(*args, **kwargs)
+
+    plant(spoil)
+
+
+def killed() -> None:
+    def spoil(real: Any, args: Any, kwargs: Any) -> Any:
+        if on_rank_1(kwargs):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **kwargs)
+
+    plant(spoil)
+
+
+def process_killed() -> None:
+    """Not the rank, but the process that torchrun started for it."""
+
+    def spoil(real: Any, args: Any, kwargs: Any) -> Any:
+        if dist.get_world_size() > 1 and dist.get_rank() == 1:
+            # The rank's parent is the forkserver, and that one's parent is the process.
+            stat = Path(f"/proc/{os.getppid()}/stat").read_text()
+            os.kill(int(stat.rpartition(")")[2].split()[1]), signal.SIGKILL)
+        return real(*args, **kwargs)
+
+    plant(spoil)
+
+
+def a_byte_lost() -> None:
+    """Large messages arrive with their last byte as it was before."""
+    real = transport.ProcessGroupTransport.post
+
+    def post(self: Any, sends: Any, receives: Any) -> Any:
+        large = [m for m in receives if m.bytes >= 4095]
+        before = [m.tensor.view(-1)[-1:].clone() for m in large]
+        pending = real(self, sends, receives)
+        wait = pending.wait
+
+        def waited() -> None:
+            wait()
+            for message, byte in zip(large, before, strict=True):
+                message.tensor.view(-1)[-1:] = byte
+
+        pending.wait = waited  # type: ignore[method-assign]
+        return pending
+
+    transport.ProcessGroupTransport.post = post  # type: ignore[method-assign]

@@ -1,0 +1,262 @@
+"""The command line as a user meets it: in a process of its own, with its exit status, its errors and its
+output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verification import runner
+from verification.__main__ import main
+from verification.cli import mutants, nightly, peers
+from verification.cli.arguments import TYPED
+from verification.cli.outputs import check_file, check_folder
+from verification.replay import replay
+
+ROOT = Path(__file__).parents[3]
+DEFECT = """
+def plant():
+    from verification.run import rank as execute
+    real = execute.ring_attention
+    def spoiled(*args, **kwargs):
+        result = real(*args, **kwargs)
+        if args[4].n < 3:
+            return result
+        return tuple(x * 1.5 for x in result) if isinstance(result, tuple) else result * 1.5
+    execute.ring_attention = spoiled
+"""
+SPOILED = """
+import sys
+from defect import plant
+from verification import __main__, runner
+from verification.run import backends
+
+runner.open_backend = lambda name: backends.GlooBackend(3.0, plant)
+if __name__ == "__main__":
+    sys.exit(__main__.main(sys.argv[1:]))
+"""
+
+
+def verification(*arguments: str, folder: Path, program: str = "verification") -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", program, *arguments],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", (("--help",), ("run", "--help"), ("replay", "--help")), ids=" ".join)
+def test_help_says_what_there_is(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert "exit status: 0 all held; 1 a counter-example was found; 2" in text
+    assert "--help" in text
+
+
+COMMANDS = {
+    "verify": ("verification", "run"),
+    "peers": ("verification", "peers"),
+    "mutate": ("verification.mutants.syntactic.command",),
+    "doctor": ("verification.cli.doctor",),
+}
+
+
+@pytest.mark.parametrize("script", COMMANDS)
+def test_usage_and_errors_name_what_the_user_typed(script: str, tmp_path: Path) -> None:
+    """The scripts as they are, but for the environment that they would set up."""
+    (tmp_path / "scripts").mkdir()
+    typed = shutil.copy(ROOT / "scripts" / script, tmp_path / "scripts")
+    (tmp_path / "scripts" / "_setup").write_text(f"python={shlex.quote(sys.executable)}; also() {{ :; }}")
+    environment = {name: value for name, value in os.environ.items() if name != TYPED} | {
+        "PYTHONPATH": str(ROOT),
+        "COLUMNS": "400",
+    }
+    for start, name in (
+        (["bash", f"scripts/{script}"], f"scripts/{script}"),
+        ([str(typed)], str(typed)),
+        ([sys.executable, "-m", *COMMANDS[script]], f"python -m {' '.join(COMMANDS[script])}"),
+    ):
+        wrong = subprocess.run([*start, "--dance"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        first, *_, last = wrong.stderr.splitlines()
+        assert wrong.returncode == 2 and first.startswith(f"usage: {name} ["), wrong.stderr
+        assert last == f"{name}: error: unrecognized arguments: --dance"
+
+
+def test_help_names_what_the_user_typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for typed, shown in (("scripts/verify", "usage: scripts/verify ["), (None, "usage: python -m verification run [")):
+        monkeypatch.setenv(TYPED, typed) if typed else monkeypatch.delenv(TYPED)
+        with pytest.raises(SystemExit):
+            main(("run", "--help"))
+        assert capsys.readouterr().out.startswith(shown)
+    monkeypatch.setenv(TYPED, "scripts/verify")
+    assert main(("run", "--world", "65")) == 2
+    assert capsys.readouterr().err.startswith("scripts/verify: error: argument --world: on gloo at most 64 ranks")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    (
+        (("run", "--world", "0"), "argument --world"),
+        (("run", "--world", "1,two"), "argument --world"),
+        (("run", "--examples", "0"), "argument --examples"),
+        (("run", "--examples", "many"), "argument --examples"),
+        (("run", "--seed", "x"), "argument --seed"),
+        (("run", "--profile", "slow"), "argument --profile"),
+        (("run", "--real-size", "3"), "argument --real-size"),
+        (("dance",), "dance"),
+    ),
+)
+def test_a_wrong_argument_is_named(arguments: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2 and named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    (
+        (("run", "--world", "65"), "argument --world: on gloo at most 64 ranks, got 65"),
+        (("run", "--backend", "nccl", "--world", "64"), "argument --backend: nccl needs 64 GPUs"),
+        (("replay", "nowhere.json"), "nowhere.json"),
+    ),
+)
+def test_what_cannot_be_carried_out_gives_2(
+    arguments: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert named in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    (
+        (("mutants", "merge-by-sigmoids"), "argument NAME: 'merge-by-sigmoids' is no defect; it must be one of the "),
+        (("mutants", "merge-by-sigmoids"), " of --list, close to it: merge-by-sigmoid"),
+        (("mutants", "merge-by-sigmoid", "dance", "--list"), "argument NAME: 'dance' is no defect"),
+        (("peers", "yunchang", "dance"), "argument NAME: 'dance' is no peer; it must be one of ring-attention-pytorch"),
+        (("peers", "dance", "--list"), "argument NAME: 'dance' is no peer"),
+        (("peers", "yunchang", "nowhere:adapter", "--list"), "nowhere:adapter cannot be imported"),
+    ),
+)
+def test_a_name_that_stands_for_nothing_is_refused_before_anything_is_said_or_run(
+    arguments: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    said = capsys.readouterr()
+    assert named in said.err and said.err.count("\n") == 1 and not said.out
+
+
+def ran(*arguments: object) -> int:
+    raise AssertionError("it ran")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    (
+        (("run", "--failures", "{file}/inside"), "argument --failures: cannot write to"),
+        (("run", "--failures", "{file}"), "argument --failures: cannot write to"),
+        (("run", "--failures", "/proc"), "argument --failures: cannot write to"),
+        (("run", "--failures", "/proc/here"), "argument --failures: cannot write to"),
+        (("run", "--json", "{folder}"), "argument --json: cannot write"),
+        (("run", "--json", "{file}/report.json"), "argument --json: cannot write"),
+        (("run", "--json", "/proc/report.json"), "argument --json: cannot write"),
+        (("run", "--json", "{new}/a.json"), "argument --json: cannot write {new}/a.json: there is no folder {new}"),
+        (("run", "--json", "new/a.json"), "argument --json: cannot write new/a.json: there is no folder {new}"),
+        (
+            ("run", "--profile", "nightly", "--json", "{new}/a.json"),
+            "argument --json: cannot write {new}/a.json: there",
+        ),
+        (("run", "--profile", "nightly", "--state", "{folder}"), "argument --state: cannot write"),
+        (("run", "--profile", "nightly", "--state", "/proc/night.json"), "argument --state: cannot write"),
+        (("replay", "case.json", "--json", "{folder}"), "argument --json: cannot write"),
+        (("replay", "case.json", "--json", "{new}/a.json"), "there is no folder {new}"),
+        (("mutants", "--json", "{folder}"), "argument --json: cannot write"),
+        (("mutants", "--json", "{new}/a.json"), "there is no folder {new}"),
+        (("peers", "--json", "{folder}"), "argument --json: cannot write"),
+        (("peers", "--json", "{new}/a.json"), "there is no folder {new}"),
+        (("peers", "--failures", "{file}"), "argument --failures: cannot write to"),
+    ),
+)
+def test_what_cannot_be_written_is_noticed_before_anything_runs(
+    arguments: tuple[str, ...], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "folder").mkdir()
+    for module, function in ((runner, "run"), (nightly, "run"), (mutants, "main"), (peers, "main"), (replay, "replay")):
+        monkeypatch.setattr(module, function, ran)
+    places = {"file": tmp_path / "file", "folder": tmp_path / "folder", "new": tmp_path / "new"}
+    assert main([argument.format(**places) for argument in arguments]) == 2
+    said = capsys.readouterr()
+    assert named.format(**places) in said.err and said.err.count("\n") == 1 and "seed" not in said.out, said
+    assert (tmp_path / "file").read_text() == "kept" and not places["new"].exists()
+
+
+def test_what_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "there").write_text("kept")
+    check_file("--json", tmp_path / "there")
+    check_file("--json", tmp_path / "report.json")
+    check_folder("--failures", tmp_path / "new" / "failures")
+    assert (tmp_path / "there").read_text() == "kept"
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["failures"]
+    assert not list((tmp_path / "new" / "failures").iterdir())
+
+
+def test_an_error_of_the_tool_is_no_counter_example(tmp_path: Path) -> None:
+    (tmp_path / "ring").mkdir()
+    (tmp_path / "ring" / "__init__.py").write_text("raise ImportError('no ring today')")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "verification", "run"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2 and "no ring today" in done.stderr
+
+
+def test_a_run_that_holds(tmp_path: Path) -> None:
+    done = verification(
+        "run", "--world", "2,1", "--examples", "12", "--seed", "7", "--real-size", "256", "--json", "report.json",
+        folder=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "--seed 7" in done.stdout and "all held" in done.stdout and "MiB sent" in done.stdout
+    assert "\x1b" not in done.stdout, "no control codes where there is no terminal"
+    data = json.loads((tmp_path / "report.json").read_text())
+    assert data["held"] is True and data["failures"] == [] and data["seed"] == 7 and data["seconds"] > 0
+    rows = {(row["property"], row["world"]): 0 for row in data["rows"]}
+    for row in data["rows"]:
+        assert set(row) == {"property", "world", "dtype", "examples", "worst_ratio", "seconds"}
+        assert 0 <= row["worst_ratio"] <= 1
+        rows[row["property"], row["world"]] += row["examples"]
+    assert rows["gradients", 1] == rows["gradients", 2] == rows["every rank answers", 2] == 12 + 1, "one looks for more"
+    assert data["real_size"]["tokens"] == 256 and len(data["real_size"]["ranks"]) == 2
+
+
+def test_a_counter_example_gives_1_and_a_line_that_replays_it(tmp_path: Path) -> None:
+    (tmp_path / "defect.py").write_text(DEFECT)
+    (tmp_path / "spoiled.py").write_text(SPOILED)
+    done = verification(
+        "run", "--world", "2", "--examples", "30", "--real-size", "0", "--json", "report.json",
+        folder=tmp_path, program="spoiled",
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    failures = json.loads((tmp_path / "report.json").read_text())["failures"]
+    first = next(failure for failure in failures if failure["property"] == "output and lse")
+    assert first["kind"] == "wrong result" and first["case"]["tokens"] == 3
+    assert first["replay"] in done.stdout and json.dumps(first["case"]) in done.stdout
+    line = shlex.split(first["replay"])
+    assert line[1:4] == ["-m", "verification", "replay"] and Path(line[-1]).is_absolute()
+    again = subprocess.run(line, cwd=ROOT, capture_output=True)
+    assert again.returncode == 0, "nothing is wrong without the defect"

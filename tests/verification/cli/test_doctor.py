@@ -1,0 +1,143 @@
+"""The doctor tells what is there, with and without GPUs, and says what each setting means."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ring.compute import kernels
+from ring.plan.plan import EXCHANGES
+from verification.case import DTYPES
+from verification.cli import doctor
+from verification.cli import environment as settings
+
+NO_GPU = "needs a GPU; there, run: scripts/test tests/verification/cli/test_doctor.py"
+
+
+def test_it_tells_everything_and_writes_the_same_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "found.json"
+    assert doctor.main(["--json", str(file)]) == 0
+    said, found = capsys.readouterr().out, json.loads(file.read_text())
+    assert f"torch {torch.__version__}" in said and found["versions"]["torch"] == torch.__version__
+    assert list(found["exchanges"]) == list(EXCHANGES)
+    assert {choice["dtype"] for choice in found["kernels"]} == set(DTYPES)
+    assert len(found["gpus"]) == len(found["peer_access"]) == torch.cuda.device_count()
+    for part in ("GPUs: ", "gloo's interface: ", "settings in force", "exchanges:", 'kernel "auto"'):
+        assert part in said
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so() -> None:
+    found = doctor.examine({})
+    assert "GPUs: none; everything runs on the CPU, joined by gloo" in list(doctor.lines(found))
+    assert all(list(roads) == ["cpu"] for roads in found["exchanges"].values())
+    assert doctor.exchange_road("ring", "cuda") == "none: there is no GPU"
+    assert found["versions"]["NCCL"] == "none"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_GPU)
+def test_with_a_gpu_it_tells_about_it() -> None:
+    found = doctor.examine({})
+    assert found["gpus"][0]["memory"] > 0 and found["versions"]["NCCL"] != "none"
+    assert {choice["device"] for choice in found["kernels"]} == {"cpu", "cuda"}
+
+
+def test_gpus_are_shown_with_who_reads_whom() -> None:
+    gpu = {"name": "X", "memory": 2**34, "capability": "9.0"}
+    found = doctor.examine({}) | {
+        "gpus": [gpu, gpu], "peer_access": [[True, False], [True, True]], "topology": "GPU0 NV18"
+    }  # fmt: skip
+    said = list(doctor.lines(found))
+    assert "  1: X, 16.0 GiB, compute capability 9.0" in said
+    assert "  0: yes NO " in said and "  1: yes yes" in said and "  GPU0 NV18" in said
+
+
+def test_kernels_are_those_that_were_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = kernels.choose
+    picked = {(x.dtype, x.what): x.kernel for x in doctor.kernel_choices() if x.device == "cpu"}
+    assert picked["float32", "full"] == "flash"
+    assert picked["float32", "full, gradient through lse"] == "flash, backward math"
+    assert "math" in picked["float32", "by position"]
+
+    def math_only(kernel: str, *arguments: Any, **options: Any) -> str:
+        return real("math", *arguments, **options)
+
+    monkeypatch.setattr(kernels, "choose", math_only)
+    assert {x.kernel for x in doctor.kernel_choices()} == {"math"}
+
+
+def test_an_exchange_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ValueError, match="exchange is 'carrier pigeon'; it must be one of ring, direct, gather"):
+        doctor.exchange_road("carrier pigeon", "cpu")
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+def test_settings_that_are_set_are_told_with_what_they_mean() -> None:
+    environment = {"NCCL_NVLS_ENABLE": "0", "HOME": "/x", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "SECRET": "s"}
+    found = settings.in_force(environment)
+    assert [(x.name, x.value) for x in found] == [("NCCL_NVLS_ENABLE", "0"), ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")]
+    assert all("multicast" in x.meaning for x in found)
+
+
+@pytest.mark.parametrize(
+    "name, part",
+    [
+        ("NCCL_IB_DISABLE", "TCP"),  # its own line, not that of its family
+        ("NCCL_IB_HCA", "InfiniBand"),
+        ("NCCL_SOMETHING_NEW", "a setting of NCCL"),
+        ("TORCH_NCCL_SOMETHING_NEW", "use of NCCL"),
+        ("TORCH_SOMETHING_NEW", "a setting of torch"),
+        ("OMP_NUM_THREADS", "threads of one rank"),
+    ],
+)
+def test_the_closest_meaning_is_told(name: str, part: str) -> None:
+    assert part in settings.meaning(name)
+
+
+def test_every_prefix_has_a_meaning_for_names_that_nobody_knows() -> None:
+    for prefix in settings.PREFIXES:
+        assert settings.meaning(prefix + "X")
+    with pytest.raises(KeyError):
+        settings.meaning("HOME")
+
+
+def test_an_interface_that_is_not_there_is_named() -> None:
+    assert doctor.gloo_interface({"GLOO_SOCKET_IFNAME": "lo"}) == "lo"
+    assert "nowhere0 is not there" in doctor.gloo_interface({"GLOO_SOCKET_IFNAME": "lo,nowhere0"})
+
+
+# --- what fails -------------------------------------------------------------------------------------------------------
+
+
+def test_a_report_that_cannot_be_written_ends_it_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert doctor.main(["--json", str(tmp_path / "file" / "x.json")]) == 2
+    assert "python -m verification.cli.doctor: error: argument --json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "made, said",
+    [
+        (subprocess.CompletedProcess([], 9, "", "no driver"), "ended with 9: no driver"),
+        (subprocess.CompletedProcess([], 0, "GPU0\n", ""), "GPU0"),
+        (subprocess.TimeoutExpired("nvidia-smi", 20), "not known: nvidia-smi topo -m"),
+    ],
+)
+def test_the_topology_or_why_it_is_not_known(monkeypatch: pytest.MonkeyPatch, made: Any, said: str) -> None:
+    def run(*_: Any, **__: Any) -> Any:
+        if isinstance(made, Exception):
+            raise made
+        return made
+
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: "/bin/nvidia-smi")
+    monkeypatch.setattr(doctor.subprocess, "run", run)
+    assert said in doctor.topology()
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    assert doctor.topology() == "not known: there is no nvidia-smi"

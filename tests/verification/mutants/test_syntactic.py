@@ -1,0 +1,243 @@
+"""Syntactic changes: they are brought into ranks, found or not, remembered, and summed up."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from verification.mutants.syntactic import command as syntactic
+from verification.mutants.syntactic.command import Task, judge, read_results
+from verification.mutants.syntactic.mutations import Mutation, NoGenerator, mutation, mutations_of
+from verification.mutants.syntactic.summary import (
+    SURVIVORS,
+    Reason,
+    Record,
+    counts,
+    explained,
+    markdown,
+    rate,
+    read_reasons,
+)
+
+ROOT = Path(__file__).resolve().parents[3]
+SEED = 5
+HAS_GENERATOR = importlib.util.find_spec("cosmic_ray") is not None
+
+
+def change(file: str, was: str, becomes: str) -> Mutation:
+    source = (ROOT / file).read_text()
+    assert source.count(was) == 1, (file, was)
+    return mutation(file, source, source.replace(was, becomes), "by hand")
+
+
+WRONG = (
+    "ring/compute/accumulator.py",
+    "return merged, top + torch.log(total)",
+    "return merged, top - torch.log(total)",
+)
+SAME = ("ring/strided_view.py", "@lru_cache(maxsize=256)", "@lru_cache(maxsize=257)")
+
+
+# --- one change -------------------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_change_is_killed_by_a_property() -> None:
+    record = judge(Task(change(*WRONG), SEED, 0, 30))
+    assert (record.outcome, record.by) == ("properties", "output and lse")
+    assert 1 <= record.examples <= 30
+    assert (record.line, record.function) == (34, "merge")
+
+
+def test_a_change_that_does_not_import_is_killed() -> None:
+    record = judge(Task(change(WRONG[0], "import torch\n", "import torch\n1 / 0\n"), SEED, 0, 5))
+    assert (record.outcome, record.by, record.examples) == ("properties", "every rank answers", 1)
+    assert "ZeroDivisionError" in str(record.message)
+
+
+def test_a_change_that_never_ends_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(syntactic, "PATIENCE", 1)
+    record = judge(Task(change(WRONG[0], WRONG[1], "while True:\n        pass"), SEED, 0, 5))
+    assert (record.outcome, record.by) == ("properties", "every rank answers")
+
+
+def test_an_equivalent_change_survives_examples_and_tests() -> None:
+    shown = judge(Task(change(*SAME), SEED, 0, 10))
+    assert (shown.outcome, shown.examples, shown.tested) == ("survived", 10, False)
+    tested = judge(Task(change(*SAME), SEED, 10, 10, tests=True))
+    assert (tested.outcome, tested.examples, tested.tested) == ("survived", 10, True)
+
+
+def test_unit_tests_kill_what_they_see() -> None:
+    record = judge(Task(change("reference/pattern.py", "at least one Branch, got", "got"), SEED, 0, 5, tests=True))
+    assert record.outcome == "survived"  # a wording
+    wrong = change("reference/pattern.py", 'raise ValueError(f"heads {self.heads!r} of', 'raise TypeError(f"heads of')
+    record = judge(Task(wrong, SEED, 0, 5, tests=True))
+    assert record.outcome == "tests"
+    assert str(record.by).startswith("tests/reference/test_pattern.py::")
+
+
+def test_a_fault_of_the_tool_is_no_verdict() -> None:
+    record = judge(Task(replace(change(*SAME), file="ring/missing.py"), SEED, 0, 5))
+    assert (record.outcome, record.kind) == ("not run", "Unavailable")
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_where_another_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {"ring/compute/accumulator.py": [change(*WRONG)], "ring/strided_view.py": [change(*SAME)]}
+    monkeypatch.setattr(syntactic, "mutations_of", made.__getitem__)
+    results, summary, outcomes = tmp_path / "results", tmp_path / "summary", tmp_path / "outcomes"
+    arguments = ["--files", *made, "--jobs", "1", "--results", str(results), "--summary", str(summary)]
+    arguments += ["--json", str(outcomes), "--limit"]
+    assert syntactic.main([*arguments, "8"]) in (0, 1)
+    lines = results.read_text().splitlines()
+    assert [(line["outcome"], line["tested"]) for line in map(json.loads, lines)] == [
+        ("properties", False), ("survived", False), ("survived", True),
+    ]  # fmt: skip
+    assert [entry["outcome"] for entry in json.loads(outcomes.read_text())] == ["properties", "survived"]
+    assert "| `ring/strided_view.py` | 1 | 0 | 0 | 0 |" in summary.read_text()
+
+    results.write_text("\n".join([*lines, lines[0][:40]]))  # interrupted while writing
+    assert syntactic.main([*arguments, "8"]) in (0, 1)
+    assert results.read_text().splitlines()[:3] == lines
+    assert len(read_results(results)) == 2
+
+
+@pytest.mark.parametrize(("verdict", "tested"), [("equivalent", False), ("performance", False), ("gap", True)])
+def test_settled_survivors_may_be_left_out_of_the_unit_tests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verdict: str, tested: bool
+) -> None:
+    made = change(*SAME)
+    monkeypatch.setattr(syntactic, "mutations_of", {"ring/strided_view.py": [made]}.__getitem__)
+    monkeypatch.setattr(syntactic, "read_reasons", lambda path: {record_of(made).place: Reason(verdict, "because")})
+    results = tmp_path / "results"
+    arguments = [
+        "--files",
+        "ring/strided_view.py",
+        "--jobs",
+        "1",
+        "--limit",
+        "3",
+        "--unsettled",
+        "--results",
+        str(results),
+    ]
+    assert syntactic.main(arguments) == (1 if verdict == "gap" else 0)
+    assert [json.loads(line)["tested"] for line in results.read_text().splitlines()] == [False, True][: 1 + tested]
+
+
+def test_more_examples_are_for_survivors_only() -> None:
+    killed, survivor = change(*WRONG), change(*SAME)
+    known = {
+        killed.key: replace(record_of(killed), outcome="properties"),
+        survivor.key: replace(record_of(survivor), examples=100, tested=True),
+    }
+    task = syntactic._task
+    assert task(killed, known, SEED, 500, False) is None
+    assert task(survivor, known, SEED, 100, False) is None
+    assert task(survivor, known, SEED, 500, False) == Task(survivor, SEED, 100, 500)
+    assert task(survivor, known, SEED + 1, 100, False) == Task(survivor, SEED + 1, 0, 100)
+    assert task(survivor, known, SEED, 500, True) is None
+    assert task(survivor, {}, SEED, 100, False) == Task(survivor, SEED, 0, 100)
+
+
+def test_a_line_that_is_no_outcome_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "results"
+    file.write_text('{"file": 1}\n{"file": 2}\n')
+    with pytest.raises(ValueError, match="line 1"):
+        read_results(file)
+
+
+def test_an_unknown_file_ends_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert syntactic.main(["--files", "ring/none.py", "--results", str(tmp_path / "results")]) == 2
+    assert "--files must be of" in capsys.readouterr().err
+
+
+# --- the summary ------------------------------------------------------------------------------------------------------
+
+
+def record_of(made: Mutation) -> Record:
+    return Record(
+        **made.described(), outcome="survived", by=None, kind=None, message=None, examples=9, tested=True, seed=SEED,
+        seconds=0.5,
+    )  # fmt: skip
+
+
+def test_counts_add_up() -> None:
+    one = record_of(change(*SAME))
+    outcomes = ["properties", "properties", "tests", "survived", "survived", "survived", "survived", "not run"]
+    records = [replace(one, outcome=outcome, after=f"{i}") for i, outcome in enumerate(outcomes)]
+    verdicts = {3: "equivalent", 4: "performance", 5: "gap"}
+    reasons = {records[i].place: Reason(verdict, "because") for i, verdict in verdicts.items()}
+    judged = explained(records, reasons)
+    assert counts(judged) == (8, 1, 2, 1, 1, 1, 1, 1)
+    assert counts(judged)[0] == sum(counts(judged)[1:])
+    assert rate(judged) == 3 / 5  # of two killed by properties, one by tests, a gap and an unexplained one
+    assert rate(explained(records[-1:], {})) == 1.0
+    text = markdown(records, reasons, SEED, [one.file], ["ring/plan/rows.py"])
+    assert "has seen 9 to 9 examples" in text and "Not judged: `ring/plan/rows.py`." in text
+    assert "| `ring/strided_view.py` | 8 | 1 | 2 | 1 | 1 | 1 | 1 | 1 | 60.0% |" in text
+    assert Counter(line for line in text.splitlines() if line.startswith("### ")) == {
+        "### Unexplained (1)": 1, "### Gaps: a legal call can tell, and no check does (1)": 1,
+        "### Equal in result; time or memory may differ (1)": 1, "### Equivalent (1)": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    (
+        ('[[survivor]]\nfile = "a"\n', "needs file"),
+        ('[[survivor]]\nfile="a"\nfunction=""\nbefore="b"\nafter="c"\nverdict="fine"\nreason="d"\n', "verdict must be"),
+        ('[[survivor]]\nfile="a"\nfunction=""\nbefore="b"\nafter="c"\nverdict="gap"\nreason=""\n', "with a reason"),
+        (2 * '[[survivor]]\nfile="a"\nfunction=""\nbefore="b"\nafter="c"\nverdict="gap"\nreason="d"\n', "twice"),
+    ),
+)
+def test_reasons_that_do_not_do_are_refused(tmp_path: Path, text: str, complaint: str) -> None:
+    file = tmp_path / "survivors.toml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=complaint):
+        read_reasons(file)
+
+
+def test_every_reason_is_for_a_line_that_is_there() -> None:
+    for file, _, before, after in read_reasons(SURVIVORS):
+        lines = [line.strip() for line in (ROOT / file).read_text().splitlines()]
+        assert before in lines, (file, before)
+        assert before != after
+
+
+# --- where the changes come from --------------------------------------------------------------------------------------
+
+generated = pytest.mark.skipif(
+    not HAS_GENERATOR, reason="needs cosmic-ray: .venv/bin/python -m pip install --no-deps -r requirements-mutate.txt"
+)
+
+
+@generated
+def test_changes_of_a_file_are_programs_and_distinct() -> None:
+    made = mutations_of("ring/strided_view.py")
+    assert len({one.key for one in made}) == len(made) > 50
+    for one in made:
+        compile(one.source, one.file, "exec")
+    decorators = [(one.before, one.after) for one in made if one.operator == "RemoveDecorator"]
+    assert decorators == [(one, "") for one in ("@classmethod", "@lru_cache(maxsize=4096)", "@lru_cache(maxsize=256)")]
+    assert ("_head_index", "@lru_cache(maxsize=257)") in {(one.function, one.after) for one in made}
+
+
+@generated
+def test_annotations_and_texts_of_errors_are_left_alone() -> None:
+    for one in mutations_of("ring/agreement.py"):
+        assert "int & None" not in one.after
+        assert not one.before.startswith(('f"', "f'")) or "layout" in one.before, one
+
+
+@pytest.mark.skipif(HAS_GENERATOR, reason="cosmic-ray is installed")
+def test_a_missing_generator_is_named() -> None:
+    with pytest.raises(NoGenerator, match="requirements-mutate.txt"):
+        mutations_of("ring/strided_view.py")

@@ -1,0 +1,162 @@
+"""Features on paper: a Case that has each, and one that has not; and their counts."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from rich.console import Console
+
+from reference.pattern import Branch, Pattern
+from verification.case import Case
+from verification.check.expectation import expect
+from verification.draw.cases import cases
+from verification.report.coverage import FEATURES, Reach, count
+
+
+def case(**changes: Any) -> Case:
+    given_: dict[str, Any] = {
+        "world": 2, "group": None, "tokens": 24, "order": "contiguous", "cuts": None, "pattern": Pattern.dense(),
+        "batch": 1, "heads": 4, "kv_heads": 4, "head_dim": 4, "dtype": "float32", "scale": None, "score_scale": 1.0,
+        "values": "normal", "seed": 0, "exchange": "ring", "bucket": 16, "kernel": "auto", "lse": "unused",
+        "strided": False,
+    }  # fmt: skip
+    return Case(**given_ | changes)
+
+
+def seen(*branches: Branch) -> dict[str, Any]:
+    return {"pattern": Pattern(branches)}
+
+
+SOME = Branch(heads=range(1, 3))
+# Feature -> changes to the Case above that make it have the feature; and changes that come close, and do not.
+EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "subgroup": ({"world": 3, "group": (0, 2)}, {"world": 3, "group": (0, 1, 2)}),
+    "subgroup without rank 0": ({"world": 3, "group": (1, 2)}, {"world": 3, "group": (0, 2)}),
+    "empty shard": ({"cuts": (0, 0, 24)}, {"cuts": (0, 1, 24)}),
+    "fewer tokens than ranks": ({"tokens": 1}, {"tokens": 2}),
+    "ranks do not divide tokens": ({"tokens": 23}, {}),
+    "uneven cuts": ({"cuts": (0, 10, 24)}, {"cuts": (0, 12, 24)}),
+    "one token": ({"tokens": 1}, {}),
+    "more than 32 tokens": ({"tokens": 33}, {"tokens": 32}),
+    "dense": ({}, seen(Branch(24))),
+    "causal": ({"pattern": Pattern.dense(True)}, {}),
+    "not causal": ({}, {"pattern": Pattern.dense(True)}),
+    "segments": (seen(Branch(23)), seen(Branch(24))),
+    "segment on several ranks": (seen(Branch(8)), seen(Branch(12))),
+    "w > n": (seen(Branch(25)), seen(Branch(24))),
+    "short tail": (seen(Branch(5)), seen(Branch(8))),
+    "offset past a short tail": (seen(Branch(5, 5, 4)), seen(Branch(5, 5, 3))),  # the tail has 4 tokens
+    "dilation": (seen(Branch(8, 2)), seen(Branch(8, 1))),
+    "r > w": (seen(Branch(3, 4)), seen(Branch(4, 4))),
+    "r does not divide w": (seen(Branch(8, 3)), seen(Branch(8, 4))),
+    "offset": (seen(Branch(8, 2, 1)), seen(Branch(8, 2))),
+    "offset past the segment": (seen(Branch(3, 4, 3)), seen(Branch(3, 4, 2))),
+    "offsets by head": (seen(Branch(8, 2, (0, 0, 0, 1))), seen(Branch(8, 2, (1, 1, 1, 1)))),
+    "one branch": (seen(SOME), seen(SOME, SOME)),
+    "several branches": (seen(SOME, SOME), {}),
+    "several branches on a row": (
+        seen(Branch(8, 2), Branch(8, 3)),
+        seen(Branch(None, 2), Branch(None, 2, 1), Branch(heads=range(0, 0 + 1), dilation_rate=30, offset=29)),
+    ),
+    "branch for some heads only": (seen(SOME), seen(Branch(heads=range(0, 4)))),
+    "head without branch": (seen(SOME), seen(SOME, Branch(heads=range(0, 1)), Branch(heads=range(3, 4)))),
+    "branches of other heads read one key": (
+        {"kv_heads": 2, **seen(Branch(8, 2, heads=range(0, 1)), Branch(None, 5, heads=range(1, 2)))},
+        {
+            "kv_heads": 2,
+            **seen(Branch(8, 2, heads=range(1, 2)), Branch(8, 2, heads=range(2, 3)), Branch(4, heads=range(1, 2))),
+        },
+    ),
+    "dead row": (seen(Branch(8, 2)), seen(Branch(8, 2), Branch(8, 2, 1))),
+    "dead key": (
+        {"kv_heads": 2, **seen(Branch(8, 2, (0, 1, 0, 0)))},
+        {"kv_heads": 2, **seen(Branch(8, 2, (0, 1, 1, 0)))},
+    ),
+    "nothing but dead rows": (seen(Branch(2, 3, 2)), seen(Branch(3, 3, 2))),
+    "MHA": ({}, {"heads": 1, "kv_heads": 1}),
+    "GQA": ({"kv_heads": 2}, {"kv_heads": 1}),
+    "MQA": ({"kv_heads": 1}, {"kv_heads": 2}),
+    "several phases per key/value head": (
+        {"kv_heads": 2, **seen(Branch(8, 2, (0, 0, 0, 1)))},
+        {"kv_heads": 2, **seen(Branch(8, 2, (0, 0, 1, 1)))},
+    ),
+    "several batches": ({"batch": 2}, {}),
+    "head dim 1": ({"head_dim": 1}, {}),
+    "head dim no power of two": ({"head_dim": 6}, {"head_dim": 1}),
+    "head dim >= 32": ({"head_dim": 32}, {"head_dim": 31}),
+    "bucket by default": ({"bucket": None}, {}),
+    "default bucket beyond the least": (
+        {"bucket": None, "tokens": 128, "cuts": (0, 0, 128), "heads": 16, "kv_heads": 1},  # 0.34 times 128
+        {"bucket": None, "tokens": 128, "heads": 16, "kv_heads": 1},
+    ),
+    "bucket of one token": ({"bucket": 1}, {}),
+    "bucket below a shard": ({"bucket": 11}, {"bucket": 12}),
+    "bucket beyond a shard": ({"bucket": 13}, {"bucket": 12}),
+    "bucket beyond the sequence": ({"bucket": None}, {"bucket": 24}),  # 32 by default
+    "query rows cut": ({"world": 1, "tokens": 17}, {"world": 1, "tokens": 17, "bucket": 17}),
+    "explicit scale": ({"scale": 0.5}, {}),
+    "scale <= 0": ({"scale": 0.0}, {}),
+    "huge scores": ({"score_scale": 32.0}, {"score_scale": 4.0}),
+    "strided": ({"strided": True}, {}),
+    "measured": ({"measured": True}, {}),
+    "scores larger than queries": (
+        {"measured": True, "kernel": "math", "bucket": 12, "head_dim": 11},  # 12 rows times 12 keys, 12 rows of 11
+        {"measured": True, "kernel": "math", "bucket": 12, "head_dim": 12},
+    ),
+    "descending stretches": (
+        {"world": 1, "tokens": 20, "order": "permuted", "seed": 5},  # 10 to 19, then 0 to 9
+        {"world": 1, "tokens": 20, "order": "permuted", "seed": 0},  # as they were
+    ),
+}
+CHOICES = ("order", "exchange", "kernel", "dtype", "values", "lse", "again")
+
+
+@pytest.mark.parametrize("feature", EXAMPLES)
+def test_on_paper(feature: str) -> None:
+    has, lacks = EXAMPLES[feature]
+    assert FEATURES[feature](case(**has))
+    assert not FEATURES[feature](case(**lacks))
+
+
+@pytest.mark.parametrize("feature", sorted(set(FEATURES) - set(EXAMPLES)))
+def test_choices(feature: str) -> None:
+    name, choice = feature.split(" ", 1)
+    assert name in CHOICES and FEATURES[feature](case(**{name: choice}))
+    assert sum(FEATURES[other](case()) for other in FEATURES if other.startswith(f"{name} ")) == 1
+
+
+def test_rows_of_one_segment_are_cut_only_where_one_rank_holds_too_many() -> None:
+    rows = FEATURES["query rows cut"]
+    assert rows(case(tokens=40, **seen(Branch(17)), world=1)) and not rows(case(tokens=40, **seen(Branch(16)), world=1))
+    assert rows(case(tokens=40)) and not rows(case(tokens=32))
+    assert not rows(case(tokens=40, **seen(Branch(None, 2)))) and rows(
+        case(tokens=40, **seen(Branch(None, 2)), world=1)
+    )
+
+
+@given(cases(2))
+@settings(database=None, deadline=None, max_examples=60)
+def test_dead_rows_and_keys_are_those_of_the_expectation(given_: Case) -> None:
+    expectation = expect(given_)
+    assert FEATURES["dead row"](given_) == bool(expectation.dead_rows.any())
+    assert FEATURES["dead key"](given_) == bool(expectation.dead_keys.any())
+    assert FEATURES["nothing but dead rows"](given_) == bool(np.all(expectation.dead_rows))
+
+
+def test_counts_and_the_table() -> None:
+    reach = Reach()
+    for batch in (1, 2, 2):
+        reach.add(case(batch=batch))
+    counts = reach.to_dict()
+    assert counts == count(case(batch=batch) for batch in (1, 2, 2))
+    assert (reach.cases, counts["several batches"], counts["dense"], counts["causal"]) == (3, 2, 3, 0)
+    console = Console(width=200, file=io.StringIO())
+    console.print(reach.table())
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "what 3 Cases reached" in text and all(name in text for name in FEATURES)
+    assert "several batches" in text and " 67 " in text

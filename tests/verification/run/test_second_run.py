@@ -1,0 +1,169 @@
+"""The second run of an example: called in every way that must not change a bit, and refused where it does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from reference.pattern import Branch, Pattern
+from ring import strided_view as store
+from ring.comm.transport import RecordingTransport, SoloTransport
+from ring.plan.blocks import Heads
+from verification.case import AGAIN, Case, strided_copy
+from verification.check import properties
+from verification.check.expectation import expect
+from verification.failures import RankError, VerificationFailure
+from verification.mutants.plant import plant_by_name
+from verification.run import rank as execute
+from verification.run.backends import GlooBackend, SimBackend, observe_on
+from verification.run.rank import Pass, attend, observe, repeats, shards
+from verification.run.second_run import ALIGNMENT, another_default_device, in_one_storage
+
+
+def case(**changes: Any) -> Case:
+    given: dict[str, Any] = {
+        "world": 1, "group": None, "tokens": 9, "order": "zigzag", "cuts": None,
+        "pattern": Pattern((Branch(), Branch(4, 2, 1)), causal=True), "batch": 1, "heads": 2, "kv_heads": 1,
+        "head_dim": 3, "dtype": "float32", "scale": None, "score_scale": 1.0, "values": "normal", "seed": 0,
+        "exchange": "ring", "bucket": 3, "kernel": "auto", "lse": "differentiated", "strided": True,
+    }  # fmt: skip
+    return Case(**given | changes)
+
+
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What ring_attention is called with, from now on."""
+    seen: list[dict[str, Any]] = []
+    real = execute.ring_attention
+
+    def spy(q: Any, k: Any, v: Any, *args: Any, **options: Any) -> Any:
+        wanted = "".join(name for name, x in zip("qkv", (q, k, v), strict=True) if x.requires_grad)
+        seen.append({
+            **options, "wanted": wanted, "grad": torch.is_grad_enabled(), "device": torch.empty(0).device.type,
+            "together": k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr(),
+        })  # fmt: skip
+        return real(q, k, v, *args, **options)
+
+    monkeypatch.setattr(execute, "ring_attention", spy)
+    return seen
+
+
+@pytest.mark.parametrize("again", AGAIN)
+@pytest.mark.parametrize("lse", ["unused", "returned", "differentiated", "alone"])
+def test_the_first_run_is_ordinary_and_the_second_is_what_the_case_says(
+    again: str, lse: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = calls(monkeypatch)
+    given = case(again=again, lse=lse)
+    properties.check(given, expect(given), [observe(SoloTransport(), given)])
+    # On other numbers "between" has two more calls, both around the second run's backward, others one.
+    assert len(seen) == 2 + {"between": 2, "pipelined": 1, "no_grad": 1}.get(again, 0)
+    first, second, *others = seen
+    assert all(call["wanted"] == "qkv" and call["check"] and call["grad"] is (again != "no_grad") for call in others)
+    assert [call["device"] for call in seen] == ["cpu", "meta" if again == "meta" else "cpu", *["cpu"] * len(others)]
+    assert [call["together"] for call in seen] == [False, again == "shared", *[False] * len(others)]
+    assert (first["wanted"], first["grad"], first["check"]) == ("qkv", True, True)
+    assert isinstance(first["group"], RecordingTransport)
+    assert second["check"] is (again != "unchecked") and second["grad"] is (again != "no_grad")
+    assert second["wanted"] == (again if set(again) <= set("qkv") else "qkv")
+    assert (second["group"] is None) is (again == "group")
+
+
+def test_only_lse_is_differentiated() -> None:
+    given = case(lse="alone")
+    _, _, _, dout, dlse = given.tensors()
+    assert not dout.any() and dlse.abs().min() > 0
+    results = attend(SoloTransport(), given, shards(given, 0, given.tensors())).results
+    assert results[2] is not None and results[2].any()
+    assert results[4] is not None and not results[4].any(), "dv goes by dout alone"
+
+
+@pytest.mark.parametrize(
+    "again", ["group", "unchecked", "no_grad", "kv", "backward", "between", "pipelined", "shared", "meta"]
+)
+def test_on_real_ranks(again: str) -> None:
+    backend = GlooBackend()
+    backend.start(3)
+    try:
+        for group in (None, (0, 2)):
+            given = case(world=3, group=group, again=again, exchange="direct")
+            properties.check(given, expect(given), observe_on(backend, given))
+    finally:
+        backend.close()
+
+
+# Heads whose grids are shifted against each other, over stretches in another order: their rows are listed.
+SHIFTED = {
+    "tokens": 53, "order": "permuted", "heads": 3, "kv_heads": 3,
+    "pattern": Pattern((Branch(None, 5, (0, 1, 2)),)), "bucket": None, "seed": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("again", "defect", "changes"),
+    [
+        ("pipelined", "lse-of-the-latest-call", {}),
+        ("backward", "delta-of-the-first-backward", {}),
+        ("no_grad", "output-written-again-without-gradients", {}),
+        ("shared", "keys-are-what-lies-first", {}),
+        ("meta", "index-on-the-default-device", SHIFTED),
+    ],
+)
+def test_one_way_finds_what_the_others_do_not(again: str, defect: str, changes: dict[str, Any]) -> None:
+    """And a call that failed leaves nothing behind at which others fail."""
+    backend = SimBackend(prepare=partial(plant_by_name, defect))
+    backend.start(2)
+    try:
+        found = [how for how in (*AGAIN, *AGAIN) if fails(backend, case(world=2, again=how, **changes))]
+    finally:
+        backend.close()
+    assert found == [again, again]
+
+
+def fails(backend: SimBackend, given: Case) -> bool:
+    try:
+        properties.check(given, expect(given), observe_on(backend, given))
+    except VerificationFailure as failure:
+        assert "repeat: a second run" in str(failure) or isinstance(failure, RankError), failure
+        return True
+    return False
+
+
+def test_in_one_storage_numbers_strides_and_alignment_are_as_they_were() -> None:
+    plain, empty = torch.arange(12.0).view(1, 3, 4, 1), torch.empty(1, 0, 4, 1)
+    given = [plain, strided_copy(plain + 12), empty, torch.ones(1, 32, 2, 1), plain[:, 1:] + 0.5]
+    found = in_one_storage(given)
+    assert len({x.untyped_storage().data_ptr() for x in found}) == 1
+    for x, y in zip(given, found, strict=True):
+        assert torch.equal(x, y) and x.stride() == y.stride() and not y.requires_grad
+        assert (y.storage_offset() - x.storage_offset()) * 4 % ALIGNMENT == 0
+    (size,) = {x.untyped_storage().nbytes() for x in found}
+    assert size == sum(-(-x.untyped_storage().nbytes() // ALIGNMENT) * ALIGNMENT for x in given)
+    for i, x in enumerate(found):  # nobody writes over another's numbers
+        x.fill_(float(i))
+    assert all(bool((x == i).all()) for i, x in enumerate(found))
+
+
+def test_the_default_device_is_another_only_inside_and_nothing_is_kept() -> None:
+    heads = Heads.of(((0,), (2,)))
+    store._head_index(heads, torch.device("cpu"))
+    with pytest.raises(ZeroDivisionError), another_default_device():
+        assert torch.ones(1).is_meta and store._head_index.cache_info().currsize == 0
+        store._head_index(heads, torch.device("cpu"))
+        raise ZeroDivisionError
+    assert not torch.ones(1).is_meta and store._head_index.cache_info().currsize == 0
+
+
+def test_what_the_second_run_did_not_give_is_not_compared() -> None:
+    x, y = torch.ones(2), torch.zeros(2)
+    run = Pass((x, None, x, x, x), ("a",), ("b",), ("c",), ("d",), 8, 9)
+    assert repeats(run, run)
+    assert repeats(run, replace(run, results=(x, None, None, None, None), sent_backward=None, buffer_backward=None))
+    assert not repeats(run, replace(run, results=(x, None, None, y, None)))
+    assert not repeats(run, replace(run, results=(x, x, None, None, None)))
+    for name in ("sent_forward", "received_forward", "sent_backward", "received_backward"):
+        assert not repeats(run, replace(run, **{name: ()}))  # type: ignore[arg-type]
+    assert not repeats(run, replace(run, buffer_backward=10)) and not repeats(run, replace(run, buffer_forward=0))

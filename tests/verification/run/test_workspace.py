@@ -1,0 +1,160 @@
+"""The workspace of a call: the meter, the limits on paper, and kernels that take too much."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, seed, settings
+
+from reference.pattern import Pattern
+from ring.comm.transport import SoloTransport
+from ring.compute import kernels
+from ring.plan import plan
+from verification.case import Case
+from verification.check.checks import check_workspace
+from verification.check.expectation import expect
+from verification.draw.cases import cases
+from verification.failures import WrongResult
+from verification.run.rank import observe
+from verification.run.workspace import Limits, Meter, Workspace, limits
+
+
+def case(**changes: Any) -> Case:
+    given_: dict[str, Any] = {
+        "world": 2, "group": None, "tokens": 100, "order": "contiguous", "cuts": (0, 60, 100),
+        "pattern": Pattern.dense(), "batch": 2, "heads": 6, "kv_heads": 3, "head_dim": 4, "dtype": "bfloat16",
+        "scale": None, "score_scale": 1.0, "values": "normal", "seed": 0, "exchange": "ring", "bucket": 20,
+        "kernel": "math", "lse": "unused", "strided": False, "measured": True,
+    }  # fmt: skip
+    return Case(**given_ | changes)
+
+
+def test_limits_on_paper() -> None:
+    rows, scores, keys = 2 * 60 * 6 * 4 * 4, 2 * 20 * 6 * 8 * 4, 2 * 20 * 3 * 4 * 4
+    assert rows > scores > keys
+    assert limits(case(), 0, 0, 0) == Limits(2 * 6 * 20, 2 * 3 * 20, rows, rows)
+    assert limits(case(bucket=3), 0, 0, 0) == Limits(2 * 6 * 16, 2 * 3 * 3, rows, rows)
+    assert limits(case(cuts=(0, 99, 100)), 1, 7, 9999) == Limits(2 * 6 * 20, 2 * 3 * 20, scores, 9999)
+    assert limits(case(cuts=(0, 100, 100), kv_heads=6, head_dim=9), 1, 0, 0).forward == 2 * 20 * 6 * 9 * 4
+    assert limits(case(cuts=(0, 99, 100), bucket=200, dtype="float64"), 1, 0, 0).forward == 2 * 100 * 6 * 8 * 8
+
+
+def test_the_meter_sees_products_and_what_is_made() -> None:
+    q, k = torch.randn(2, 3, 10, 4), torch.randn(2, 3, 7, 4)
+    before = torch.randn(1000)
+    meter = Meter(head_dim=4)
+    with meter:
+        q @ k.mT
+        assert meter.take() == Workspace(2 * 3 * 10 * 7 * 4, frozenset({(6 * 7, 6 * 10)}))
+        before[1:].view(3, 333).mul_(2)  # a view, and in place: nothing is made
+        torch.arange(5000)
+        assert meter.take() == Workspace(0, frozenset())
+        mask = before > 0
+        assert meter.take().largest == 1000 == mask.numel()
+        q[0, 0] @ k[0, 0].T
+        torch.baddbmm(torch.zeros(3, 10, 7), q[0], k[0].mT)
+        torch.randn(5, 6) @ torch.randn(6, 7)  # no product of vectors of the head dim
+        assert meter.take().products == {(7, 10), (21, 30)}
+        torch.nn.functional.scaled_dot_product_attention(q, k, k)
+        assert (6 * 7, 6 * 10) in meter.take().products
+
+
+def test_the_meter_sees_backward_too() -> None:
+    q, k = torch.randn(1, 10, 4, requires_grad=True), torch.randn(1, 7, 4, requires_grad=True)
+    meter = Meter(head_dim=4)
+    with meter:
+        scores = q @ k.mT
+        meter.take()
+        torch.autograd.grad(scores, (q, k), torch.ones_like(scores))
+    assert meter.take().products == {(7, 10)}
+
+
+@pytest.fixture(scope="module")
+def drawn() -> list[Case]:
+    """On one rank, where every kernel call is one's own; the simplest kernels, which all of them share."""
+    found: list[Case] = []
+
+    @seed(1)
+    @settings(max_examples=200, database=None, deadline=None, phases=(Phase.generate,))
+    @given(cases(1))
+    def collect(given_: Case) -> None:
+        found.append(replace(given_, measured=True))
+
+    collect()
+    return found
+
+
+def refused(drawn: list[Case], enough: int) -> int:
+    """On how many of the Cases the check fails; counts up to `enough`."""
+    count = 0
+    for given_ in drawn:
+        seen = observe(SoloTransport(), given_, None, False)
+        try:
+            assert check_workspace(given_, expect(given_), [seen]) == {}
+        except WrongResult as failure:
+            assert str(failure).startswith("workspace: ")
+            count += 1
+        if count == enough:
+            break
+    return count
+
+
+@pytest.fixture
+def planless() -> Iterator[None]:
+    """No plan outlives a defect, or meets one that it was not made with."""
+    plan.plan_of.cache_clear()
+    yield
+    plan.plan_of.cache_clear()
+
+
+def test_the_ring_stays_within(drawn: list[Case], planless: None) -> None:
+    assert refused(drawn, 1) == 0
+
+
+def whole_scores(q: torch.Tensor, k: torch.Tensor) -> Iterator[slice]:
+    yield slice(0, q.shape[-2])
+
+
+def uncut_keys(self: Any, most: int) -> Any:
+    return self
+
+
+def wide_folds(real: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda pieces, keys, mask, found, bucket: real(pieces, keys, mask, found, 2 * bucket)
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "defect"),
+    [
+        (kernels, "_row_blocks", whole_scores),
+        (plan._Keys, "cut", uncut_keys),
+        (plan, "_drafts", wide_folds(plan._drafts)),
+        (plan, "LEAST_ROWS", 10**6),
+    ],
+    ids=("all scores at once", "keys not cut", "folds beyond the bucket", "rows not cut"),
+)
+def test_what_takes_too_much_is_refused(
+    place: Any, name: str, defect: Any, drawn: list[Case], planless: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(place, name, defect)
+    assert refused(drawn, 2) == 2
+
+
+def test_a_kernel_that_the_meter_cannot_see_is_refused(planless: None) -> None:
+    given_ = case(world=1, cuts=None)
+    seen = observe(SoloTransport(), given_, None, False)
+    check_workspace(given_, expect(given_), [seen])
+    for phase in ("forward", "backward"):
+        blind = replace(seen, **{f"workspace_{phase}": Workspace(0, frozenset())})  # type: ignore[arg-type]
+        with pytest.raises(WrongResult, match=f"workspace: {phase}, rank 0 has rows .* no product"):
+            check_workspace(given_, expect(given_), [blind])
+
+
+def test_what_is_not_measured_is_not_looked_at() -> None:
+    given_ = case(world=1, cuts=None, measured=False)
+    seen = observe(SoloTransport(), given_, None, False)
+    assert seen.workspace_forward is None and check_workspace(given_, expect(given_), [seen]) == {}

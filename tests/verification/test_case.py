@@ -1,0 +1,180 @@
+"""Cases: validation, JSON, tensors that follow from the Case alone, layouts, strided copies."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from reference import Branch, Pattern
+from verification.case import DTYPES, ORDERS, VALUES, Case, strided_copy
+
+
+def case(**changes: object) -> Case:
+    given: dict[str, object] = {
+        "world": 4, "group": (0, 1, 3), "tokens": 13, "order": "zigzag", "cuts": (0, 5, 5, 13),
+        "pattern": Pattern((Branch(8, 2, (0, 1, 1, 0)), Branch(None, 1, 0, range(1, 3))), causal=True), "batch": 2,
+        "heads": 4, "kv_heads": 2, "head_dim": 3, "dtype": "float32", "scale": None, "score_scale": 1,
+        "values": "normal",
+        "seed": 7, "exchange": "direct", "bucket": 4, "kernel": "auto", "lse": "differentiated", "strided": True,
+    }  # fmt: skip
+    return Case(**given | changes)  # type: ignore[arg-type]
+
+
+def test_json_turns_back_into_an_equal_case() -> None:
+    for given in (case(), case(group=None, world=3, cuts=None, scale=-2, bucket=None)):
+        again = Case.from_json(given.to_json())
+        assert again == given and hash(again) == hash(given) and "\n" not in given.to_json()
+
+
+def test_json_from_before_a_field_with_a_default_is_read() -> None:
+    given = case(again="no_grad", measured=True)
+    assert Case.from_json(given.to_json()) == given
+    data = json.loads(given.to_json())
+    del data["again"], data["measured"]
+    assert Case.from_json(json.dumps(data)) == case()
+
+
+def test_json_is_strict() -> None:
+    data = json.loads(case().to_json())
+    with pytest.raises(ValueError, match="Case: missing field kernel$"):
+        Case.from_json(json.dumps({name: x for name, x in data.items() if name != "kernel"}))
+    with pytest.raises(ValueError, match="Case: unknown field speed$"):
+        Case.from_json(json.dumps(data | {"speed": 3}))
+    with pytest.raises(ValueError, match="JSON object"):
+        Case.from_json("[1, 2]")
+    with pytest.raises(ValueError):
+        Case.from_json("{")
+    with pytest.raises(ValueError, match="dtype"):
+        Case.from_json(json.dumps(data | {"dtype": ["float32"]}))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("world", 0), ("world", 2.0), ("world", True), ("group", ()), ("group", (0, 4)), ("group", (1, 1, 2)),
+        ("group", "012"), ("tokens", 0), ("order", "random"), ("order", None), ("cuts", (0, 13)),
+        ("cuts", (0, 6, 5, 13)),
+        ("cuts", (0, 5, 5, 12)), ("cuts", (1, 5, 5, 13)), ("pattern", None), ("batch", -1), ("heads", 3),
+        ("kv_heads", 0), ("head_dim", 0),
+        ("dtype", "float8"), ("scale", float("nan")), ("scale", float("inf")), ("scale", "1"), ("score_scale", 0.0),
+        ("score_scale", -1.0), ("score_scale", 1e4), ("values", "other"), ("seed", -1), ("seed", 2**63),
+        ("exchange", "all"),
+        ("bucket", 0), ("kernel", "cutlass"), ("lse", True), ("strided", 1), ("again", "never"), ("measured", None),
+    ],
+)  # fmt: skip
+def test_a_bad_field_is_named(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=field):
+        case(**{field: value})
+
+
+def test_a_pattern_that_does_not_fit_the_heads_is_refused() -> None:
+    with pytest.raises(ValueError, match="heads"):
+        case(pattern=Pattern((Branch(heads=range(3, 5)),)))
+
+
+def digest(given: Case) -> str:
+    return hashlib.sha256(
+        b"".join(x.contiguous().view(torch.uint8).numpy().tobytes() for x in given.tensors())
+    ).hexdigest()
+
+
+def test_another_process_makes_the_same_tensors() -> None:
+    given = [case(values=values, dtype=dtype) for values in VALUES for dtype in DTYPES]
+    script = (
+        "import sys; from tests.test_case import digest; from verification.case import Case\n"
+        "for line in sys.stdin: print(digest(Case.from_json(line)))"
+    )
+    lines = "\n".join(x.to_json() for x in given)
+    root = Path(__file__).parents[2]
+    answer = subprocess.run(
+        [sys.executable, "-c", script], input=lines, capture_output=True, text=True, check=True, cwd=root
+    )
+    assert answer.stdout.split() == [digest(x) for x in given]
+    assert digest(case(seed=8)) != digest(case())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("values", VALUES)
+def test_tensors_are_finite_and_shaped(values: str, dtype: str) -> None:
+    for scale in (1.0, 1024.0):
+        given = case(values=values, dtype=dtype, score_scale=scale)
+        q, k, v, dout, dlse = given.tensors()
+        assert (
+            q.shape == dout.shape == (2, 13, 4, 3) and k.shape == v.shape == (2, 13, 2, 3) and dlse.shape == (2, 4, 13)
+        )
+        assert {x.dtype for x in (q, k, v, dout)} == {DTYPES[dtype]}
+        assert dlse.dtype == (torch.float64 if dtype == "float64" else torch.float32)
+        assert all(x.isfinite().all() and x.is_contiguous() for x in (q, k, v, dout, dlse))
+
+
+def test_kinds_of_values_are_what_they_say() -> None:
+    q, k, v, *_ = case(values="ties").tensors()
+    assert all((x == x.round()).all() and x.abs().max() < 8 for x in (q, k, v))
+    q, k, v, *_ = case(values="onehot").tensors()
+    assert all((x.sum(-1) == 1).all() and ((x == 0) | (x == 1)).all() for x in (q, k, v))
+    q, k, v, *_ = case(values="constant").tensors()
+    assert all((x == x[:, :1]).all() for x in (q, k, v))
+    for dtype in ("float16", "bfloat16", "float32", "float64"):
+        q, k, *_ = case(values="huge", dtype=dtype, tokens=40, cuts=None, head_dim=8).tensors()
+        product = torch.einsum("bihd,bjhd->bhij", q[:, :, :2].double(), k.double())
+        assert q.abs().max() < 65504 < product.abs().max()
+        assert 100 < (product * 8**-0.5).abs().mean() < 10_000
+        product = torch.mul(*case(values="tiny", dtype=dtype).tensors()[1:3]).abs()
+        normal = torch.finfo(DTYPES[dtype]).tiny
+        assert (product < normal).any() and (product > normal).any()
+
+
+def test_dlse_is_zero_unless_lse_is_differentiated() -> None:
+    assert case().tensors()[4].abs().min() > 0
+    assert case(lse="alone").tensors()[4].abs().min() > 0 and not case(lse="alone").tensors()[3].any()
+    assert not case(lse="returned").tensors()[4].any()
+
+
+def test_shards_by_definition_are_the_layout_s() -> None:
+    for order in ORDERS:
+        for cuts in (None, (0, 5, 5, 13)):
+            given = case(order=order, cuts=cuts)
+            layout, defined = given.layout(), given.shards()
+            assert layout.counts == defined.counts
+            assert all(layout.positions(i).tolist() == defined.positions[i].tolist() for i in range(3))
+
+
+def test_tokens_per_call() -> None:
+    assert case(bucket=4).tokens_per_call == 4
+    assert case(bucket=None).tokens_per_call == 32
+    # q and output 4 heads, k and v 2: 12 elements of 2 bytes; 4 (2 x 2 + 3 x 4) bytes a token of a bucket
+    long = case(bucket=None, dtype="float16", tokens=6000, cuts=(0, 1000, 1000, 6000))
+    assert long.tokens_per_call == 5000 * 24 // (10 * 64)
+
+
+def test_layouts() -> None:
+    assert case(group=None, cuts=None, order="contiguous").layout().counts == (3, 3, 3, 4)
+    cut, own = case(cuts=(0, 5, 5, 13)).layout(), case(cuts=None).layout()
+    assert cut.counts == (5, 0, 8)
+    assert torch.equal(torch.cat([cut.positions(i) for i in range(3)]), torch.cat([own.positions(i) for i in range(3)]))
+    shuffled = [torch.cat([case(order="shuffled", seed=s).layout().positions(i) for i in range(3)]) for s in (7, 7, 8)]
+    assert torch.equal(shuffled[0], shuffled[1]) and not torch.equal(shuffled[1], shuffled[2])
+    assert torch.equal(shuffled[0].sort().values, torch.arange(13))
+    assert case(order="shuffled", cuts=None).layout().counts == (4, 4, 5)
+
+
+def test_ranks() -> None:
+    assert case().ranks == (0, 1, 3) and case(group=None, cuts=None).ranks == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 3, 4), (1, 5, 1, 1), (1, 1, 1, 1), (2, 0, 3, 4), (2, 3, 5)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_a_strided_copy_is_equal_and_strided(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = torch.randn(shape).to(dtype)
+    y = strided_copy(x)
+    assert torch.equal(x, y) and y.dtype == dtype and y.storage_offset() > 0
+    if x.numel() > max(shape):
+        assert not y.is_contiguous() and not y.transpose(1, 2).is_contiguous()
+    stored = torch.as_strided(y, (y.untyped_storage().nbytes() // y.element_size(),), (1,), 0)
+    assert stored.isnan().sum() == len(stored) - x.numel()

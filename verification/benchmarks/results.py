@@ -1,0 +1,97 @@
+"""One run as JSON: where, with what, by which command; and a row for everything that was measured."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verification.peers.adapters import ring_flash_attn
+from verification.report.provenance import surroundings
+
+# What a row may have. Times are wall milliseconds, counts of bytes are those of one rank.
+COLUMNS = {
+    "section": "dense, longnet or reach",
+    "tokens": "of each rank; of reach the longest shard that every rank did, 0 for none",
+    "world": "ranks, a GPU each",
+    "kv_heads": "key/value heads",
+    "method": "what is timed",
+    "exchange": "of ring_attention: how keys and values travel",
+    "pass": "forward, or forward+backward",
+    "graph": "True: replayed from a CUDA graph",
+    "ms": "median of a call on the slowest rank",
+    "samples": "calls that the median is of",
+    "warmup": "calls before them",
+    "tflops": "floating-point operations that the pattern needs of a GPU in a second, on average, / 10^12",
+    "efficiency": "(ms of one GPU with the whole sequence, from a graph if that is faster) / world / ms: 1 is a "
+    "perfect division",
+    "kernels_alone_ms": "a rank's kernel calls without exchange and merge: the least that there can be",
+    "beyond_kernels_ms": "ms - kernels_alone_ms: messages, packing, merges, and gaps between kernels",
+    "exposed_ms": "ms - the same call without messages: what of the exchange is not hidden behind computing",
+    "sent_bytes": "what the rank that sends most sends, as reference/cost.py counts it",
+    "closed_form_bytes": "accumulators and communication buffers of the fullest rank, as reference/cost.py has them",
+    "peak_bytes": "most that torch's allocator held on the fullest rank: in a call without a graph, beyond inputs and "
+    "results; of reach, all",
+    "note": "what to know when comparing",
+    "left_out": "why it could not be timed here",
+    "error": "what it failed with",
+    "pattern": "of reach: dense or longnet",
+    "total": "of reach: tokens of all ranks",
+    "seconds": "of reach: one forward and backward at that size on the slowest rank",
+    "stopped": "of reach: why it went no further",
+}
+
+
+def described_run(device: torch.device, world: int) -> dict[str, Any]:
+    """`provenance.surroundings`, and the version of what `--peers` runs."""
+    command = f"torchrun --nproc-per-node={world} scripts/bench_ring.py {shlex.join(sys.argv[1:])}".rstrip()
+    return surroundings(device.type, world, command) | {"ring-flash-attn": ring_flash_attn.zigzag.version}
+
+
+class Record:
+    """Prints rows, and keeps the file up to date: what was measured is there whatever becomes of the run.
+
+    file: None, or where the JSON goes; on rank 0 only, others keep silent.
+    """
+
+    def __init__(self, surroundings: dict[str, Any], file: Path | None, speaks: bool) -> None:
+        self.content: dict[str, Any] = {**surroundings, "rows": []}
+        self._file, self._speaks = file, speaks
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = self.content["rows"]
+        return rows
+
+    def add(self, **row: Any) -> None:
+        self.rows.append(row)
+        if not self._speaks:
+            return
+        print(line(row), flush=True)
+        if self._file is not None:
+            new = self._file.with_name(f"{self._file.name}.new")
+            new.write_text(json.dumps(self.content, indent=1) + "\n")
+            new.replace(self._file)
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row as it is printed: names first, then what was found."""
+    shown = [f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in row.items()]
+    return "  ".join(text for text in shown if not text.endswith("=None"))
+
+
+def columns() -> str:
+    """What every column of a row means, a line or two each."""
+    found = ["columns of a row; one that does not apply is not printed:"]
+    for name, meaning in COLUMNS.items():
+        found += textwrap.wrap(meaning, 116, initial_indent=f"  {name:<19}", subsequent_indent=" " * 21)
+    return "\n".join(found)
+
+
+def fail(message: str) -> None:
+    print(f"error: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""What every example must satisfy, and the laws between Cases."""

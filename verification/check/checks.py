@@ -1,0 +1,384 @@
+"""What is checked of every example: one small function per property, each with a failure of its own.
+
+A check takes a Case, its Expectation and one Observation per rank of the group (in the group's order). It returns the
+worst error as a fraction of its bound, by quantity - an empty dict where the property is exact and has no such
+fraction - and raises WrongResult or MismatchedMessages, naming what is wrong where, otherwise. Nothing is sampled and
+no tolerance is chosen here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reference import cost
+from reference.shards import Ints, default_bucket
+from verification.case import Case
+from verification.check.bounds import LARGEST, Array
+from verification.check.expectation import QUANTITIES, Expectation
+from verification.failures import MismatchedMessages, WrongResult
+from verification.run.observation import LONGER, Message, Observations
+from verification.run.workspace import Workspace, limits
+from verification.wording import counted
+
+Ratios = dict[str, float]
+
+
+def check_all(case: Case, expectation: Expectation, observations: Observations) -> dict[str, Ratios]:
+    """Every check, by name, in the order of CHECKS. Raises the first failure."""
+    return {name: check(case, expectation, observations) for name, check in CHECKS.items()}
+
+
+# --- who holds what ---------------------------------------------------------------------------------------------------
+
+
+def check_layout(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
+    """Every rank's layout is that of `reference.shards`, and `shard` and `unshard` go by it."""
+    defined = case.shards()
+    for index, (seen, mine) in enumerate(zip(observations, defined.positions, strict=False)):
+        for found, says in ((seen.layout.positions, "holds"), (seen.layout.sharded, "is given by `shard`")):
+            if not np.array_equal(found, mine):
+                raise WrongResult(
+                    f"layout: {_rank(case, index)} {says} positions {_listed(found)}; "
+                    f"{_order(case)} gives it {_listed(mine)}"
+                )
+        if seen.layout.counts != defined.counts:
+            raise WrongResult(
+                f"layout: {_rank(case, index)} has counts {seen.layout.counts}; {_order(case)} makes them "
+                f"{defined.counts}"
+            )
+        if not np.array_equal(seen.layout.place, defined.place):
+            raise WrongResult(
+                f"layout: on {_rank(case, index)}, `unshard` takes the tokens from places {_listed(seen.layout.place)}"
+                f" of the shards laid end to end; {_order(case)} has them at {_listed(defined.place)}"
+            )
+    return {}
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def check_answers(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
+    """One answer per rank; every result has the type and the shape that the rank's inputs imply."""
+    if len(observations) != len(case.ranks):
+        raise WrongResult(f"answers: {counted(len(observations), 'rank')} answered, the group has {len(case.ranks)}")
+    accumulator = "float64" if case.dtype == "float64" else "float32"
+    for index, seen in enumerate(observations):
+        for name, dtype in zip(QUANTITIES, seen.dtypes, strict=True):
+            result = getattr(seen, name)
+            if name == "lse" and case.lse == "unused":
+                if result is not None:
+                    raise WrongResult(f"answers: {_rank(case, index)} returned lse, which was not asked for")
+                continue
+            wanted = accumulator if name == "lse" else case.dtype
+            _check_shape(case, index, name, result)
+            if dtype != wanted:
+                raise WrongResult(f"answers: {name} of {_rank(case, index)} is {dtype}, not {wanted}")
+    return {}
+
+
+def _check_shape(case: Case, index: int, name: str, result: Array | None) -> None:
+    """Of one rank's result, None where there is none."""
+    length = case.shards().counts[index]
+    heads = case.kv_heads if name in ("dk", "dv") else case.heads
+    whole = (case.batch, length, heads, case.head_dim)
+    shape = (case.batch, heads, length) if name == "lse" else whole
+    if result is None or result.shape != shape:
+        found = None if result is None else result.shape
+        raise WrongResult(f"answers: {name} of {_rank(case, index)} has shape {found}, not {shape}")
+
+
+def check_unseen(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
+    """Rows that see nothing: out and dq exactly 0, lse exactly -inf. Keys that no row sees: dk and dv exactly 0."""
+    for name in _compared(case):
+        dead = expectation.dead_keys if name in ("dk", "dv") else expectation.dead_rows  # (H, N)
+        if not dead.any():
+            continue
+        seen = assemble(case, observations, name)
+        mask = dead[None] if name == "lse" else dead.T[None, :, :, None]
+        wanted = -np.inf if name == "lse" else 0.0
+        wrong = mask & (seen != wanted)
+        if wrong.any():
+            where = _first(wrong)
+            raise WrongResult(
+                f"unseen: {name} is {seen[where]} {_place(case, name, where)}, not exactly {wanted}: "
+                f"{'no query sees this key' if name in ('dk', 'dv') else 'this query sees no key'}"
+            )
+    return {}
+
+
+def check_finite(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
+    """No NaN or infinity but the -inf of rows that see nothing, overflow where the exact result, give or take its
+    bound, passes the largest number of the type, and anything at all where the bound is infinite."""
+    for name in _compared(case):
+        seen = assemble(case, observations, name)
+        if np.isfinite(seen).all():
+            continue
+        wrong = ~(np.isfinite(seen) | (seen == expectation.exact[name]) | _overflow(case, expectation, name, seen))
+        if wrong.any():
+            where = _first(wrong)
+            raise WrongResult(
+                f"finite: {name} is {seen[where]} {_place(case, name, where)}, "
+                f"expected {expectation.exact[name][where]}"
+            )
+    return {}
+
+
+def check_values(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
+    """|seen - exact| <= bound, everywhere."""
+    worst = {}
+    for name in _compared(case):
+        seen, exact, bound = (
+            assemble(case, observations, name),
+            expectation.exact[name],
+            expectation.bound[name],
+        )
+        with np.errstate(invalid="ignore"):
+            error = np.abs(seen - exact)
+        if not np.isfinite(error).all():  # -inf where -inf belongs, and overflow: as `check_finite` has it
+            error = np.where((seen == exact) | _overflow(case, expectation, name, seen), 0.0, error)
+        wrong = ~(error <= bound)
+        if wrong.any():
+            ratio = _ratio(error, bound)
+            where = np.unravel_index(int(np.argmax(np.where(wrong, ratio, -1.0))), ratio.shape)
+            raise WrongResult(
+                f"values: {name} is {seen[where]} {_place(case, name, where)}, expected {exact[where]}: "
+                f"error {error[where]:.3g} is {ratio[where]:.3g} times its bound {bound[where]:.3g}; "
+                f"{int(wrong.sum())} of {wrong.size} entries exceed theirs"
+            )
+        worst[name] = float(_ratio(error, bound).max(initial=0.0))
+    return worst
+
+
+def check_inputs(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
+    """Inputs and incoming gradients are as they were, bit for bit."""
+    changed = [i for i, x in enumerate(observations) if not x.inputs_unchanged]
+    if changed:
+        raise WrongResult(f"inputs: changed on {', '.join(_rank(case, i) for i in changed)}")
+    return {}
+
+
+def check_repeat(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
+    """A second run, called as `again` has it, gives the same bits and sends the same."""
+    differ = [i for i, x in enumerate(observations) if not x.repeat_equal]
+    if differ:
+        raise WrongResult(f"repeat: a second run ({case.again}) differs on {', '.join(_rank(case, i) for i in differ)}")
+    return {}
+
+
+# --- communication ----------------------------------------------------------------------------------------------------
+
+
+def check_messages(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
+    """What rank s posted for rank d, and what d expected from s, agree one by one in order, bytes and label."""
+    for phase in ("forward", "backward"):
+        sent = [_by_peer(case, i, getattr(x, f"sent_{phase}")) for i, x in enumerate(observations)]
+        received = [_by_peer(case, i, getattr(x, f"received_{phase}")) for i, x in enumerate(observations)]
+        for src, to in enumerate(sent):
+            for dst, back in enumerate(received):
+                gone, come = to.get(dst, []), back.get(src, [])
+                if gone != come:
+                    at = next((i for i, (a, b) in enumerate(zip(gone, come, strict=False)) if a != b), None)
+                    at = min(len(gone), len(come)) if at is None else at
+                    raise MismatchedMessages(
+                        f"messages: {phase}, number {at} from {_rank(case, src)} to {_rank(case, dst)}: "
+                        f"sent {_message(gone, at)}, received {_message(come, at)}"
+                    )
+    return {}
+
+
+def check_traffic(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
+    """Bytes sent from every rank to every other, forward and backward, are those of `reference.cost.sent`."""
+    p, wanted = len(observations), costs(case)
+    for phase in ("forward", "backward"):
+        sent = np.zeros((p, p), np.int64)
+        for src, seen in enumerate(observations):
+            for peer, size, _ in getattr(seen, f"sent_{phase}"):
+                sent[src, peer] += size
+        due = getattr(wanted, f"sent_{phase}")
+        if not np.array_equal(sent, due):
+            src, dst = _first(sent != due)
+            raise WrongResult(
+                f"traffic: {phase}, {_rank(case, src)} sent {sent[src, dst]} bytes to {_rank(case, dst)}; "
+                f"the pattern, layout and exchange make it {due[src, dst]}"
+            )
+    return {}
+
+
+def check_buffers(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
+    """The peak of communication buffers on every rank, forward and backward, is that of `reference.cost.buffers`; and
+    the default bucket of a long sequence is as defined.
+    """
+    bucket = default_bucket(LONGER, case.heads, case.kv_heads, case.torch_dtype.itemsize, case.device)
+    for index, seen in enumerate(observations):
+        if seen.layout.bucket != bucket:
+            raise WrongResult(
+                f"buffers: the default bucket on {_rank(case, index)} is {seen.layout.bucket} where the largest "
+                f"shard has {LONGER} tokens; the memory budget makes it {bucket}"
+            )
+    wanted = costs(case)
+    for phase in ("forward", "backward"):
+        for index, (seen, due) in enumerate(zip(observations, getattr(wanted, f"buffer_{phase}"), strict=True)):
+            held = getattr(seen, f"buffer_{phase}")
+            if held != due:
+                raise WrongResult(
+                    f"buffers: {phase}, {_rank(case, index)} held {held} bytes at most; "
+                    f"the pattern, layout, exchange and bucket make it {due}"
+                )
+    return {}
+
+
+def check_workspace(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
+    """Where it was measured: no kernel call takes more keys or rows, and no operation makes a larger tensor, than
+    `workspace.limits` allows."""
+    if not case.measured:
+        return {}
+    due = costs(case)
+    for index, seen in enumerate(observations):
+        allowed = limits(case, index, int(due.buffer_forward[index]), int(due.buffer_backward[index]))
+        sees = not expectation.dead_rows[:, case.shards().positions[index]].all()
+        for phase in ("forward", "backward"):
+            found: Workspace = getattr(seen, f"workspace_{phase}")
+            where = f"workspace: {phase}, {_rank(case, index)}"
+            if sees and not found.products:
+                raise WrongResult(f"{where} has rows that see keys, and no product of matrices was seen")
+            for few, many in found.products:  # either may be the keys
+                if few > min(allowed.query_vectors, allowed.key_vectors) or many > max(
+                    allowed.query_vectors, allowed.key_vectors
+                ):
+                    raise WrongResult(
+                        f"{where} multiplied {few} vectors by {many}; {case.tokens_per_call} tokens per call allow "
+                        f"{allowed.key_vectors} of keys and {allowed.query_vectors} of queries"
+                    )
+            most = getattr(allowed, phase)
+            if found.largest > most:
+                raise WrongResult(f"{where} made a tensor of {found.largest} bytes; the largest may have {most}")
+    return {}
+
+
+@dataclass(frozen=True, eq=False)
+class Costs:
+    """Of one Case: bytes sent (p, p), from row to column, and peak bytes of buffers (p,)."""
+
+    sent_forward: NDArray[np.int64]
+    sent_backward: NDArray[np.int64]
+    buffer_forward: NDArray[np.int64]
+    buffer_backward: NDArray[np.int64]
+
+
+@lru_cache(maxsize=64)
+def costs(case: Case) -> Costs:
+    """By `reference.cost`. Kept, so that it can be called while the ranks are at work."""
+    setting = cost.Setting(
+        case.pattern,
+        case.shards().positions,
+        case.batch,
+        case.heads,
+        case.kv_heads,
+        case.head_dim,
+        case.torch_dtype.itemsize,
+    )
+    sent = cost.sent(setting, case.exchange, case.narrow)
+    held = cost.buffers(setting, case.exchange, case.tokens_per_call, case.narrow)
+    return Costs(sent.forward, sent.backward, held.forward, held.backward)
+
+
+# Names of the properties, in the order in which they are checked: a wrong shape before wrong numbers, and so on.
+CHECKS: dict[str, Callable[[Case, Expectation, Observations], Ratios]] = {
+    "layout": check_layout,
+    "answers": check_answers,
+    "messages": check_messages,
+    "unseen": check_unseen,
+    "finite": check_finite,
+    "values": check_values,
+    "inputs": check_inputs,
+    "repeat": check_repeat,
+    "traffic": check_traffic,
+    "buffers": check_buffers,
+    "workspace": check_workspace,
+}
+
+
+# --- helpers ----------------------------------------------------------------------------------------------------------
+
+
+def assemble(case: Case, observations: Observations, name: str) -> Array:
+    """A result of the whole sequence, tokens in their global order, fp64, from the shards of all ranks. Raises
+    WrongResult for a shard of another shape.
+    """
+    axis = 2 if name == "lse" else 1
+    for index, seen in enumerate(observations):
+        _check_shape(case, index, name, getattr(seen, name))
+    shards = [np.asarray(getattr(x, name), np.float64) for x in observations]
+    return np.concatenate(shards, axis).take(case.shards().place, axis)
+
+
+def _compared(case: Case) -> Iterable[str]:
+    return (name for name in QUANTITIES if name != "lse" or case.lse != "unused")
+
+
+def _overflow(case: Case, expectation: Expectation, name: str, seen: Array) -> NDArray[np.bool_]:
+    """Where an infinity is what the type makes of a result within the bound that passes its largest number; and where
+    the bound is infinite: there anything is."""
+    dtype = case.dtype if name != "lse" or case.dtype == "float64" else "float32"
+    exact, bound = expectation.exact[name], expectation.bound[name]
+    beyond = np.where(seen > 0, exact, -exact) + bound > LARGEST[dtype]
+    return np.isinf(seen) & beyond & np.isfinite(exact) | np.isposinf(bound)
+
+
+def _ratio(error: Array, bound: Array) -> Array:
+    """error / bound, where 0 / 0 is 0: nothing is wrong where nothing may be. NaN counts as infinite."""
+    ratio = np.zeros_like(error)
+    np.divide(error, bound, out=ratio, where=bound > 0)
+    return np.where((bound == 0) & (error != 0) | np.isnan(error), np.inf, ratio)
+
+
+def _first(wrong: NDArray[np.bool_]) -> tuple[int, ...]:
+    return tuple(int(i) for i in np.argwhere(wrong)[0])
+
+
+def _place(case: Case, name: str, where: tuple[Any, ...]) -> str:
+    batch, *rest = (int(i) for i in where)
+    head, token = (rest[0], rest[1]) if name == "lse" else (rest[1], rest[0])
+    dim = "" if name == "lse" else f", dim {rest[2]}"
+    holder = int(case.shards().holder[token])
+    return f"at batch {batch}, token {token}, head {head}{dim} (held by {_rank(case, holder)})"
+
+
+def _rank(case: Case, index: int) -> str:
+    """`rank 3`, and where the group is a part of the world in which place of it."""
+    rank = case.ranks[index]
+    return f"rank {rank}" if case.group is None else f"rank {rank} (index {index} of the group)"
+
+
+def _order(case: Case) -> str:
+    return f"the {case.order} order" if case.cuts is None else f"the {case.order} order, cut at {case.cuts},"
+
+
+def _listed(numbers: Ints) -> str:
+    """The numbers, of many the first and the last few."""
+    return np.array2string(numbers, separator=", ", threshold=24, edgeitems=8, max_line_width=10_000)
+
+
+def _by_peer(case: Case, index: int, messages: Iterable[Message]) -> dict[int, list[tuple[int, Any]]]:
+    found: dict[int, list[tuple[int, Any]]] = {}
+    for peer, size, label in messages:
+        if not 0 <= peer < len(case.ranks) or peer == index:
+            raise MismatchedMessages(
+                f"messages: {_rank(case, index)} names peer {peer} for {label!r}; "
+                f"it must be another index of the group of {len(case.ranks)}"
+            )
+        found.setdefault(peer, []).append((size, label))
+    return found
+
+
+def _message(messages: list[tuple[int, Any]], at: int) -> str:
+    if at >= len(messages):
+        return "nothing"
+    size, label = messages[at]
+    return f"{label!r} of {size} bytes"

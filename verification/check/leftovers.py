@@ -1,0 +1,155 @@
+"""Laws about what a process keeps of a call: nothing that a later call could mistake for its own, no tensor of the
+caller's, and the process as it was.
+
+Implementations keep plans, masks and indices, by a key; one that lacks a field answers a call with another's plan.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from reference.pattern import Branch, Pattern
+from ring.comm.transport import RecordingTransport, Transport
+from verification.case import EXCHANGES, ORDERS, Case
+from verification.check import properties
+from verification.check.expectation import expect
+from verification.failures import WrongResult
+from verification.run.backends import Backend
+from verification.run.rank import attend, observe, shards, whole_tensors
+
+How = dict[str, Any]
+
+
+# --- calls that differ in one thing -----------------------------------------------------------------------------------
+
+CHANGES = ("causal", "twice", "shifted", "bucket", "exchange", "order", "cuts", "kv_heads")
+
+
+def draw_changes(draw: st.DrawFn, case: Case) -> How:
+    """Some changes of what a plan is made from, by name, as JSON has them."""
+    branches = case.pattern.branches
+    shifted = [i for i, one in enumerate(branches) if can_shift(one)]
+    divisors = [n for n in range(1, case.heads + 1) if case.heads % n == 0 and n != case.kv_heads]
+    found: How = {
+        "causal": not case.pattern.causal,
+        "twice": draw(st.integers(0, len(branches) - 1)),
+        "bucket": draw(st.sampled_from([n for n in (1, 2, 7, case.tokens, None) if n != case.bucket])),
+        "exchange": draw(st.sampled_from([name for name in EXCHANGES if name != case.exchange])),
+        "order": draw(st.sampled_from([name for name in ORDERS if name != case.order])),
+    }
+    if len(case.ranks) > 1:
+        inner = draw(st.lists(st.integers(0, case.tokens), min_size=len(case.ranks) - 1, max_size=len(case.ranks) - 1))
+        found["cuts"] = [0, *sorted(inner), case.tokens]
+    if divisors:
+        found["kv_heads"] = draw(st.sampled_from(divisors))
+    if shifted:
+        found["shifted"] = draw(st.sampled_from(shifted))
+    chosen = draw(st.lists(st.sampled_from(sorted(found)), min_size=1, max_size=5, unique=True))
+    return {name: found[name] for name in chosen}
+
+
+def neighbour(case: Case, name: str, value: Any) -> Case:
+    """The Case with that one change."""
+    branches, causal = case.pattern.branches, case.pattern.causal
+    if name == "causal":
+        return replace(case, pattern=Pattern(branches, value))
+    if name == "twice":
+        return replace(case, pattern=Pattern((*branches, branches[value]), causal))
+    if name == "shifted":
+        others = [_shifted(one) if i == value else one for i, one in enumerate(branches)]
+        return replace(case, pattern=Pattern(tuple(others), causal))
+    changes: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value}
+    return replace(case, **changes)
+
+
+def can_shift(branch: Branch) -> bool:
+    return isinstance(branch.offset, int) and branch.dilation_rate > 1
+
+
+def _shifted(branch: Branch) -> Branch:
+    assert isinstance(branch.offset, int)
+    return replace(branch, offset=(branch.offset + 1) % branch.dilation_rate)
+
+
+def check_neighbours(backend: Backend, case: Case, how: How) -> float:
+    """A Case, then Cases that differ from it in one thing, then it again, in the same processes: all as if alone."""
+    worst = 0.0
+    for one in (case, *(neighbour(case, name, value) for name, value in how.items()), case):
+        backend.submit(observe, one, None, False)
+        worst = max(worst, *properties.check(one, expect(one), backend.collect()).values())
+    return worst
+
+
+# --- a call leaves nothing behind -------------------------------------------------------------------------------------
+
+
+def check_left(backend: Backend, case: Case, how: How) -> float:
+    """No tensor of a call is alive when its results are dropped, and the process is as it was before."""
+    backend.submit(left, case)
+    for index, (changed, alive) in enumerate(backend.collect()):
+        for what, said in ((changed, "changed by the call"), (alive, "in memory when all results are dropped")):
+            if what:
+                raise WrongResult(f"on index {index} of the group, {said}: {', '.join(what)}")
+    return 0.0
+
+
+class _Lender(RecordingTransport):
+    """Another transport, with weak references to its buffers."""
+
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner)
+        self.lent: list[tuple[str, StorageWeakRef]] = []
+
+    def empty(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        buffer = super().empty(name, shape, dtype, device)
+        self.lent.append((f"the buffer {name!r}", StorageWeakRef(buffer.untyped_storage())))
+        return buffer
+
+
+def left(transport: Transport, case: Case) -> tuple[list[str], list[str]]:
+    """Task: (what of the process a call has changed, whose memory is still there)."""
+    shared = transport.rank != 0  # of simulated ranks, which are threads, one looks at what they share
+    if not shared:
+        (
+            torch.rand(1),
+            random.random(),
+            np.random.random(),
+        )  # so that who seeds them does not find them as he leaves them
+    before = {name: look() for name, look in _STATE.items()}
+    held = _held(transport, case)
+    changed = [name for name, look in _STATE.items() if look() != before[name] and not (shared and name in _SHARED)]
+    # On GPUs what was sent may be held until its messages are known to be over.
+    alive = [] if case.device == "cuda" else [name for name, storage in held if not storage.expired()]
+    return changed, list(dict.fromkeys(alive))
+
+
+def _held(transport: Transport, case: Case) -> list[tuple[str, StorageWeakRef]]:
+    lender = _Lender(transport)
+    inputs = tuple(x.clone() for x in shards(case, transport.rank, whole_tensors(case)))
+    results = attend(lender, case, inputs).results
+    named = zip(("q", "k", "v", "dout", "dlse", "out", "lse", "dq", "dk", "dv"), (*inputs, *results), strict=True)
+    return [(name, StorageWeakRef(x.untyped_storage())) for name, x in named if x is not None] + lender.lent
+
+
+_SHARED = ("torch's random numbers", "Python's random numbers", "NumPy's random numbers")
+_STATE: dict[str, Callable[[], object]] = {
+    "torch's random numbers": lambda: torch.get_rng_state().numpy().tobytes(),
+    "Python's random numbers": random.getstate,
+    "NumPy's random numbers": lambda: repr(np.random.get_state()),
+    "the default dtype": torch.get_default_dtype,
+    "the default device": torch.get_default_device,
+    "the number of threads": torch.get_num_threads,
+    "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
+    "gradients enabled": torch.is_grad_enabled,
+    "inference mode": torch.is_inference_mode_enabled,
+    "autocast": lambda: torch.is_autocast_enabled("cpu"),
+    "the precision of matrix products": torch.get_float32_matmul_precision,
+}

@@ -1,0 +1,209 @@
+"""`python -m verification peers`: run peers, say of each what held or the minimal counter-example, and as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from verification.case import Case
+from verification.cli.arguments import MODULE, add_failures, add_json, add_seed, count, typed
+from verification.peers import peer_rank as observe
+from verification.peers.peer import KNOWN, Peer, Refused, load, selected
+from verification.peers.peer_experiment import experiment
+from verification.peers.probe import probe
+from verification.report.report import Failure, Report
+from verification.run.backends import GlooBackend, Unavailable
+from verification.runner import save
+from verification.search.search import PATIENCE, Hunt, ToolError
+from verification.wording import counted
+
+EXAMPLES = 150
+BUDGET = 20.0  # seconds to shrink a failure, and to look for others after the first one
+HELD, FAILED, NOT_RUN = "held", "counter-example", "not run"
+ABOUT = """\
+Runs other implementations of attention on the Cases that they claim to support, and holds them against the dense oracle
+within derived bounds. A NAME is one of --list, or a package of several of them, or `package.module:adapter` for one of
+your own, found in the working directory or installed: `python -c "help('verification.peers')"` has an example of twenty
+lines. Without a NAME, all are run."""
+STATUS = """\
+exit status: 0 all held; 1 a counter-example was found; 2 a peer could not be run (not installed, cannot be imported, no
+adapter), whatever the others did: their report is printed all the same."""
+
+
+@dataclass
+class Outcome:
+    """Of one peer."""
+
+    name: str
+    spec: str
+    version: str | None = None
+    supported: str = ""
+    verdict: str = NOT_RUN
+    examples: int = 0
+    seconds: float = 0.0
+    reason: str = ""  # for which it was not run
+    failures: list[Failure] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The first counter-example in the peer's own fields, others of other properties under "others"."""
+        shown = [
+            {"case": dict(f.record)["case"], "check": f.broken, "message": f.message, "replay": f.replay}
+            for f in self.failures
+        ] or [{"case": None, "check": None, "message": self.reason or None, "replay": None}]
+        return {
+            "name": self.name,
+            "version": self.version,
+            "verdict": self.verdict,
+            "supported": self.supported,
+            "examples": self.examples,
+            **shown[0],
+            "others": shown[1:],
+            "seconds": round(self.seconds, 3),
+        }
+
+
+def add_parser(commands: Any) -> None:
+    """`peers` among the commands of `verification.cli.command_line`."""
+    parser = commands.add_parser(
+        "peers", help="run other implementations on the same Cases", description=ABOUT, epilog=STATUS,
+        formatter_class=argparse.RawDescriptionHelpFormatter, prog=typed(f"{MODULE} peers"),
+    )  # fmt: skip
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a peer, its package, or package.module:adapter")
+    parser.add_argument(
+        "--examples", type=count, default=EXAMPLES, metavar="N", help="for each world size (default: %(default)s)"
+    )
+    add_seed(parser)
+    add_json(parser)
+    add_failures(parser)
+    parser.add_argument("--list", action="store_true", help="print these peers and what they claim, and run none")
+
+
+def main(options: argparse.Namespace, console: Console) -> int:
+    """The exit status. Whether `--json` and `--failures` can be written has been seen to.
+
+    Raises Unavailable for a name that stands for no peer, before anything is run or printed.
+    """
+    try:
+        chosen = _chosen(options.names)
+        listed = {name: load(spec) for name, spec in chosen.items()} if options.list else {}
+    except Refused as error:
+        raise Unavailable(str(error)) from error
+    if options.list:
+        _list(listed, console)
+        return 0
+    seed = random.SystemRandom().randrange(2**32) if options.seed is None else options.seed
+    console.print(f"seed {seed}; repeat this run with --seed {seed}", highlight=False)
+    outcomes, started = [Outcome(name, spec) for name, spec in chosen.items()], time.perf_counter()
+    for outcome in outcomes:
+        _attempt(outcome, options, seed, console)
+    seconds = time.perf_counter() - started
+    _summary(outcomes, seconds, console)
+    if options.json is not None:
+        report = {"peers": [outcome.to_dict() for outcome in outcomes], "seconds": round(seconds, 3)}
+        options.json.write_text(json.dumps(report | {"seed": seed}, indent=2, allow_nan=False) + "\n")
+    verdicts = {outcome.verdict for outcome in outcomes}
+    return 2 if NOT_RUN in verdicts else 1 if FAILED in verdicts else 0
+
+
+def _chosen(names: Sequence[str]) -> dict[str, str]:
+    """Name -> specification of all peers that these names stand for; without a name, of all that are known.
+
+    Raises Refused for a name that stands for none.
+    """
+    return {name: spec for given in names for name, spec in selected(given).items()} or dict(KNOWN)
+
+
+def _list(peers: Mapping[str, Peer], console: Console) -> None:
+    for name, peer in peers.items():
+        worlds = ", ".join(map(str, peer.worlds))
+        console.print(f"{name} ({peer.version or 'not installed'}; ranks {worlds}): {peer.supported}", highlight=False)
+
+
+def _attempt(outcome: Outcome, options: argparse.Namespace, seed: int, console: Console) -> None:
+    """Fill in the outcome. What keeps this peer from being run does not keep the others."""
+    started = time.perf_counter()
+    try:
+        _run(outcome, options, seed, console)
+    except (Refused, Unavailable, ToolError) as error:
+        outcome.reason = str(error)
+    outcome.seconds = time.perf_counter() - started
+    if outcome.reason:
+        console.print(f"{outcome.name}: not run: {outcome.reason}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _run(outcome: Outcome, options: argparse.Namespace, seed: int, console: Console) -> None:
+    """World sizes in turn, up to the first with a counter-example: its Cases have the fewest ranks.
+
+    Raises Refused, Unavailable or ToolError where the peer cannot be run.
+    """
+    if outcome.name in KNOWN:  # its adapter can be imported whether its package is there or not
+        outcome.version, outcome.supported = load(outcome.spec).version, load(outcome.spec).supported
+    probe(outcome.spec)
+    peer = load(outcome.spec)
+    outcome.version, outcome.supported = peer.version, peer.supported
+    console.print(f"{outcome.name} {peer.version or ''}: {peer.supported}", markup=False, highlight=False)
+    report = Report(console)
+    backend = GlooBackend(PATIENCE, partial(observe.prepare, outcome.spec))
+    try:
+        with report:
+            for world in sorted(peer.worlds):
+                backend.start(world)
+                outcome.failures = _hunt(outcome.spec, peer, backend, report, world, options, seed)
+                outcome.examples = report.examples
+                if outcome.failures:
+                    break
+    finally:
+        backend.close()
+    outcome.verdict = FAILED if outcome.failures else HELD
+
+
+def _hunt(
+    spec: str, peer: Peer, backend: GlooBackend, report: Report, world: int, options: argparse.Namespace, seed: int
+) -> list[Failure]:
+    report.start_world(world, options.examples)
+    asked = 0
+
+    def claims(case: Case) -> Case | None:
+        nonlocal asked
+        asked += 1
+        return peer.claims(case)
+
+    hunt = Hunt(experiment(spec, replace(peer, claims=claims)), backend, report, world, BUDGET)
+    found = [save(failure, hunt, options.failures) for failure in hunt.explore(options.examples, seed)]
+    if not found and not hunt.examples:
+        raise Refused(f"{peer.name} claims no Case of {asked} drawn on {counted(world, 'rank')}")
+    for failure in found:
+        report.failed(failure)
+    report.end_world(peer.name)
+    return found
+
+
+def _summary(outcomes: Sequence[Outcome], seconds: float, console: Console) -> None:
+    table = Table(title="peers")
+    for head in ("peer", "version", "verdict", "check", "held", "seconds"):
+        table.add_column(head, justify="right" if head in ("held", "seconds") else "left")
+    for o in outcomes:
+        checks = ", ".join(failure.broken for failure in o.failures)
+        table.add_row(o.name, o.version or "-", o.verdict, checks, str(o.examples), f"{o.seconds:.1f}")
+    console.print(table)
+    for o in outcomes:
+        for failure in o.failures:
+            console.rule(style="red")
+            said = (f"{o.name}, {failure.kind}: {failure.broken}, world {failure.world}", failure.message)
+            for line in (*said, json.dumps(failure.record), f"replay: {failure.replay}"):
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
+    counts = {verdict: sum(o.verdict == verdict for o in outcomes) for verdict in (HELD, FAILED, NOT_RUN)}
+    words = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
+    console.print(f"{counted(len(outcomes), 'peer')} in {seconds:.1f} s: {words}", highlight=False)
+    if counts[NOT_RUN]:
+        print(f"{typed(f'{MODULE} peers')}: some peers could not be run, see above", file=sys.stderr)

@@ -1,0 +1,326 @@
+"""`scripts/validate_nccl.py`: links, drawn Cases and laws, long problems, on the ranks that torchrun started."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shlex
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from verification import runner
+from verification.case import Case
+from verification.cli.arguments import add_failures, add_json, add_seed, count
+from verification.cli.outputs import check_file, check_folder
+from verification.failures import RankCrash, VerificationFailure
+from verification.problems import links, long_problems
+from verification.problems.long_problems import LongProblem
+from verification.replay import replay as replays
+from verification.report.provenance import surroundings
+from verification.report.report import Failure, Report, save_record
+from verification.run.backends import Preparation, Unavailable
+from verification.run.torchrun.agents import NotUnderTorchrun, Place, Seat, take_seat
+from verification.run.torchrun.ranks import SeatLost, Table, TorchrunBackend, Workshop
+from verification.search.search import ToolError
+from verification.wording import counted
+
+SCRIPT = "scripts/validate_nccl.py"
+HOW = f"torchrun --nproc-per-node=2 {SCRIPT}"
+EXAMPLES = {"nccl": 300, "gloo": 200}
+LONG = {"nccl": 65_536, "gloo": 2048}
+TIMEOUT = 20.0  # seconds
+LARGE_PATIENCE = 300.0  # seconds for a message of 256 MiB, or a long problem, unless --timeout is more
+BUDGET = 60.0  # seconds
+DESCRIPTION = f"""\
+Checks ring_attention on the ranks that torchrun started: first the links between them, then drawn Cases and the laws
+between Cases, judged against the fp64 oracle within derived bounds as by `python -m verification run`, then long
+problems. What fails is shrunk in a simulation, saved, and printed with the line that replays it.
+    {HOW}                    # NCCL: one GPU for each rank
+    {HOW} --backend gloo     # no GPU needed"""
+EPILOGUE = """\
+exit status: 0 all held; 1 a counter-example, or a process is gone; 2 it could not be carried out, or was interrupted:
+then what held so far is reported all the same, and the JSON has "interrupted": true and "held": false. torchrun itself
+ends with 1 wherever that is not 0."""
+
+
+class LinkedReport(Report):
+    """A report whose counter-examples are replayed under torchrun, unless they show in the simulation only."""
+
+    def failed(self, failure: Failure) -> None:
+        if failure.backend != "sim":
+            failure = UnderTorchrun(**{field.name: getattr(failure, field.name) for field in fields(failure)})
+        super().failed(failure)
+
+
+class UnderTorchrun(Failure):
+    @property
+    def replay(self) -> str:
+        script = Path(sys.argv[0]).resolve()
+        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.world}"]
+        return shlex.join([*start, str(script), "--backend", self.backend, "--replay", str(self.file.resolve())])
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(
+        prog=HOW, description=DESCRIPTION, epilog=EPILOGUE, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    found.add_argument("--backend", choices=("nccl", "gloo"), default="nccl", help="what joins the ranks")
+    found.add_argument(
+        "--examples", type=count, metavar="N",
+        help=f"Cases to draw (default: {EXAMPLES['nccl']}, gloo {EXAMPLES['gloo']}); two fifths more look for larger "
+        "errors or are laws",
+    )  # fmt: skip
+    add_seed(found)
+    found.add_argument(
+        "--timeout", type=seconds, default=TIMEOUT, metavar="S",
+        help="seconds that the ranks may take for an example before they hang (default: %(default)g)",
+    )  # fmt: skip
+    found.add_argument(
+        "--long",
+        type=tokens,
+        metavar="N",
+        help=f"tokens of the long problems (default: {LONG['nccl']}, gloo {LONG['gloo']}); 0 leaves them out",
+    )
+    found.add_argument(
+        "--long-kinds", nargs="+", metavar="KIND", choices=tuple(long_problems.KINDS),
+        default=tuple(long_problems.KINDS),
+        help=f"of {', '.join(map(repr, long_problems.KINDS))} (default: all)",
+    )  # fmt: skip
+    found.add_argument(
+        "--budget", type=seconds, default=BUDGET, metavar="S",
+        help="seconds to shrink a failure, and after the first to look for others (default: %(default)g)",
+    )  # fmt: skip
+    found.add_argument("--replay", type=Path, metavar="CASE.json", help="run one saved counter-example instead")
+    add_json(found)
+    add_failures(found)
+    return found
+
+
+def seconds(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 < number < 86_400:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds > 0 and less than a day, got {text!r}")
+    return number
+
+
+def tokens(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = -1
+    if number != 0 and number < long_problems.LEAST:
+        raise argparse.ArgumentTypeError(f"must be 0 or an integer >= {long_problems.LEAST}, got {text!r}")
+    return number
+
+
+def main(arguments: Sequence[str] | None = None, prepare: Preparation | None = None) -> int:
+    """The exit status of this process. prepare: run in every rank, simulated ones too, before its first task."""
+    options = parser().parse_args(arguments)
+    try:
+        place = Place.of(os.environ)
+    except (NotUnderTorchrun, ValueError) as error:
+        return _refuse(f"this runs under torchrun, which starts the ranks ({error}):\n    {HOW}")
+    if place.rank:
+        try:
+            store = place.store()
+            return Seat(place, take_seat(place, store)).serve()
+        except (OSError, RuntimeError) as error:
+            return _refuse(f"rank {place.rank} could not reach rank 0: {error}")
+    try:
+        table = Table(place)
+    except (Unavailable, OSError, RuntimeError) as error:
+        return _refuse(str(error))
+    status = 2
+    try:
+        status = _serve(options, table, prepare)
+    finally:
+        sys.stdout.flush()
+        table.farewell(status)
+    return status
+
+
+def _serve(options: argparse.Namespace, table: Table, prepare: Preparation | None) -> int:
+    """All that rank 0 does. Whatever goes wrong is said here: the other processes only end."""
+    signal.signal(signal.SIGTERM, table.told_to_leave)
+    signal.signal(signal.SIGINT, table.interrupted)
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    report = LinkedReport(console, extras={"backend": options.backend, "world": table.place.world_size})
+    backend = TorchrunBackend(table, options.backend, options.timeout, prepare)
+    workshop = Workshop(table, prepare)
+    try:
+        check_folder("--failures", options.failures)
+        if options.json is not None:
+            check_file("--json", options.json)
+        if options.replay is not None:
+            _replay(options, report, backend)
+        else:
+            _run(options, report, backend, workshop)
+    except SeatLost as lost:
+        _record_loss(lost, report, backend, options.failures)
+    except (Unavailable, OSError) as error:
+        return _refuse(str(error))
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is left to do is short; a second one would lose it
+        report.interrupt()
+        report.summary()
+    except (Exception, ToolError):
+        traceback.print_exc()
+        return _refuse("the machinery itself failed, see above")
+    finally:
+        workshop.close()
+    if options.json is not None:
+        world, typed = backend.table.place.world_size, shlex.join(sys.argv[1:])
+        command = f"torchrun --nproc-per-node={world} {SCRIPT} {typed}"
+        report.extras |= surroundings("cuda" if options.backend == "nccl" else "cpu", world, command.rstrip())
+        options.json.write_text(json.dumps(report.to_dict(), indent=2, allow_nan=False) + "\n")
+    if report.interrupted:
+        return _refuse("interrupted")
+    return 1 if report.failures else 0
+
+
+def _refuse(why: str) -> int:
+    print(f"{SCRIPT}: error: {why}", file=sys.stderr, flush=True)
+    return 2
+
+
+def _record_loss(lost: SeatLost, report: Report, backend: TorchrunBackend, folder: Path) -> None:
+    """There is nothing left to shrink it on: what was under way is saved as it was."""
+    last = backend.last
+    record: dict[str, Any] = json.loads(last.to_json()) if isinstance(last, Case) else last or {}
+    failure = RankCrash(f"{lost}; what was under way, if anything, is saved as it was drawn, not shrunk")
+    report.failed(
+        save_record(failure, "every process stays", backend.table.place.world_size, record, folder, backend.name)
+    )
+    report.summary()
+
+
+def _run(options: argparse.Namespace, report: Report, backend: TorchrunBackend, workshop: Workshop) -> None:
+    world = backend.table.place.world_size
+    seed = random.SystemRandom().getrandbits(32) if options.seed is None else options.seed
+    report.extras["seed"] = seed
+    report.say(
+        f"{counted(world, 'rank')} under torchrun, joined by {backend.name}; seed {seed}: repeat this run with "
+        f"--seed {seed}"
+    )
+    backend.start(world)
+    with report:
+        if run_links(report, backend, options.failures):
+            run_cases(options, report, backend, workshop, seed)
+            length = LONG[backend.name] if options.long is None else options.long
+            if runner.hangs(report.failures):
+                report.say(f"ranks hang, so {long_problems.TITLE} are left out")
+            elif length:
+                for kind in options.long_kinds:
+                    run_long(report, backend, LongProblem(world, length, kind), options.failures)
+        else:
+            report.say("the links fail, so everything else is left out")
+    report.summary()
+
+
+def run_links(report: Report, backend: TorchrunBackend, folder: Path) -> bool:
+    """Whether they hold."""
+    world = backend.table.place.world_size
+    if world == 1:
+        report.say(f"{links.TITLE}: there is one rank, so there are none")
+        return True
+    report.start_world(world, 1)
+    started = time.perf_counter()
+    patience = max(LARGE_PATIENCE, backend.patience)
+
+    def run(function: Any, *arguments: Any) -> list[Any]:
+        large = any(isinstance(x, int) and x > 2**20 for x in arguments)
+        return backend.run(function, *arguments, patience=patience if large else backend.patience)
+
+    backend.last = {"links": {"world": world}}
+    try:
+        rates = links.check_links(run, links.SIZES[backend.name])
+    except VerificationFailure as failure:
+        report.end_world(links.TITLE)
+        report.failed(save_record(failure, links.TITLE, world, backend.last, folder, backend.name))
+        return False
+    report.held("uint8", {links.TITLE: 0.0}, time.perf_counter() - started)
+    report.end_world(links.TITLE)
+    report.extras["links"] = links.record(rates)
+    for line in links.table(rates):
+        report.say(line)
+    return True
+
+
+def run_cases(
+    options: argparse.Namespace, report: Report, backend: TorchrunBackend, workshop: Workshop, seed: int
+) -> None:
+    world = backend.table.place.world_size
+    profile = replace(runner.PROFILES["quick"], budget=options.budget)
+    plan = runner.Plan(
+        (world,), profile, options.examples or EXAMPLES[backend.name], seed, backend.name, options.failures, real_size=0
+    )
+    runner.run_world(plan, report, backend, workshop, world)
+
+
+def run_long(report: Report, backend: TorchrunBackend, problem: LongProblem, folder: Path) -> None:
+    case = problem.case("cuda" if backend.name == "nccl" else "cpu")
+    patience, started = backend.patience, time.perf_counter()
+    report.start_world(problem.world, 1)
+    backend.patience = max(LARGE_PATIENCE, patience)
+    try:
+        backend.submit(long_problems.judge, case)
+        backend.last = {"long": asdict(problem)}
+        seen: list[long_problems.Judgement] = backend.collect()
+        ratios = long_problems.verdict(problem, seen)
+    except VerificationFailure as failure:
+        report.end_world(f"{problem.kind}, {problem.tokens} tokens")
+        report.failed(
+            save_record(failure, long_problems.TITLE, problem.world, {"long": asdict(problem)}, folder, backend.name)
+        )
+        return
+    finally:
+        backend.patience = patience
+    report.held(case.dtype, {long_problems.TITLE: float(np.max(list(ratios.values())))}, time.perf_counter() - started)
+    rows = seen[0].rows
+    judged = "all rows" if rows == case.tokens else f"{rows} sampled rows, not all; dk and dv of all keys from these"
+    report.end_world(f"{problem.kind}, {problem.tokens} tokens, {judged}")
+    slowest, most = max(one.seconds for one in seen), max(one.bytes for one in seen)
+    worst = ", ".join(f"{name} {ratio:.3g}" for name, ratio in ratios.items())
+    report.say(
+        f"  worst error / bound {worst}; forward + backward {slowest:.3f} s, at most {most / 2**20:.0f} MiB of a rank"
+    )
+    report.extras.setdefault("long", []).append(
+        asdict(problem) | {"rows": rows, "worst_ratio": ratios, "seconds": slowest, "bytes": most}
+    )
+
+
+def _replay(options: argparse.Namespace, report: Report, backend: TorchrunBackend) -> None:
+    file: Path = options.replay
+    try:
+        record = json.loads(file.read_text())
+        special = next((name for name in ("links", "long") if isinstance(record, dict) and name in record), None)
+        problem = LongProblem(**record["long"]) if special == "long" else None
+        if special == "links" and record["links"]["world"] != backend.table.place.world_size:
+            found = counted(record["links"]["world"], "rank")
+            raise ValueError(f"it was found on {found}; torchrun must start as many")
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise Unavailable(f"argument --replay: cannot read a counter-example from {file}: {error}") from error
+    if special is None:
+        replays.replay(file, report, backend, "--replay")
+        return
+    with report:
+        backend.start(backend.table.place.world_size if problem is None else problem.world)
+        if problem is None:
+            run_links(report, backend, options.failures)
+        else:
+            run_long(report, backend, problem, options.failures)
+    report.summary()

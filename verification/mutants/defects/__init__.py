@@ -1,0 +1,1 @@
+"""The seeded defects, by what they break."""

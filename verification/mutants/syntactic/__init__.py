@@ -1,0 +1,1 @@
+"""Syntactic changes of the source, by cosmic-ray."""

@@ -1,0 +1,108 @@
+"""A peer as an Experiment: Cases drawn through its claim, held against exact values within the bounds of its class."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from functools import partial
+from typing import Any
+
+from hypothesis.strategies import SearchStrategy
+
+from verification.case import Case
+from verification.check import properties
+from verification.check.bounds import Arithmetic
+from verification.check.checks import CHECKS
+from verification.check.expectation import Expectation, evaluate
+from verification.draw.cases import cases
+from verification.peers import interpolation
+from verification.peers.peer import KNOWN, Peer, load
+from verification.peers.peer_rank import observe_peer
+from verification.run.backends import Backend
+from verification.search.search import Experiment, ToolError
+
+# Of `checks.CHECKS` those that concern any implementation: not its messages, their bytes, its buffers.
+CONCERNED = ("answers", "unseen", "finite", "values", "inputs", "repeat")
+
+
+def experiment(spec: str, peer: Peer | None = None) -> Experiment:
+    """What `spec` names is run; `peer`, by default the same, draws. Raises Refused where `spec` names no Peer."""
+    peer = load(spec) if peer is None else peer
+    return Experiment(
+        f"peer {peer.name}",
+        partial(draw, peer),
+        partial(check, spec, peer),
+        lambda case: case,
+        lambda case: {"peer": spec, "case": json.loads(case.to_json())},
+        lambda case, failure: properties.broken_by(failure),
+    )
+
+
+def experiment_of(record: dict[str, Any]) -> tuple[Experiment, Case, Case]:
+    """(experiment, subject, Case) of a saved counter-example, {"peer": specification, "case": ...}.
+
+    The Case is run as it was saved, without asking the claim again. Raises ValueError for a Case that is none, Refused
+    for a peer that cannot be loaded.
+    """
+    case = Case.from_json(json.dumps(record["case"]))
+    if not isinstance(record["peer"], str):
+        raise ValueError(f"peer is {record['peer']!r}; it must be package.module:adapter, or one of {', '.join(KNOWN)}")
+    return experiment(KNOWN.get(record["peer"], record["peer"])), case, case
+
+
+def draw(peer: Peer, world: int) -> SearchStrategy[Case | None]:
+    """Drawn Cases, each taken to the nearest one that the peer claims."""
+    return cases(world).map(partial(claimed, peer)).filter(lambda case: case is not None)
+
+
+def claimed(peer: Peer, case: Case) -> Case | None:
+    """`peer.claims(case)`. Raises ToolError for a claim that raises, gives anything but a Case of that world, or
+    would change that Case again: that is the adapter's fault, and no counter-example."""
+    try:
+        found = peer.claims(case)
+    except Exception as error:
+        raise ToolError(f"claims of {peer.name} raised {type(error).__name__}: {error}") from error
+    if found is not None and (not isinstance(found, Case) or found.world != case.world):
+        raise ToolError(f"claims of {peer.name} gave {found!r}; it must be a Case with world {case.world}, or None")
+    if found is not None and peer.claims(found) != found:
+        raise ToolError(f"claims of {peer.name} does not support the Case that it made itself: {found.to_json()}")
+    # How a second run is made and what is measured is this project's own affair.
+    return found and dataclasses.replace(found, again="alike", measured=False)
+
+
+def check(spec: str, peer: Peer, backend: Backend, case: Case) -> dict[str, float]:
+    """The worst error of each property as a fraction of its bound, 0 where it is exact. Raises the first failure."""
+    backend.submit(observe_peer, case, spec)
+    expectation = expect(peer, case)
+    observations = backend.collect()
+    malformed = [x for x in observations if isinstance(x, str)]
+    if malformed:
+        raise ToolError(f"the adapter {spec}: {malformed[0]}")
+    ratios = {name: CHECKS[name](case, expectation, observations) for name in CONCERNED}
+    kept = {title: 0.0 for title, checks in properties.PROPERTIES.items() if set(checks) <= set(CONCERNED)}
+    found = {properties.EVERY_RANK_ANSWERS: 0.0, **kept}
+    found[properties.OUTPUT] = properties.worst(ratios["values"], ("out", "lse"))
+    found[properties.GRADIENTS] = properties.worst(ratios["values"], ("dq", "dk", "dv"))
+    return found
+
+
+def expect(peer: Peer, case: Case) -> Expectation:
+    """Exact values, with the bounds of a sound implementation of the peer's class."""
+    q, k, v, dout, dlse = (x.double().numpy() for x in case.tensors())
+    r = arithmetic(peer, case)
+    through = dlse if case.through_lse else None
+    expectation = evaluate(q, k, v, dout, through, case.pattern, case.softmax_scale, r)
+    if peer.merge == "interpolated":
+        interpolation.allow(expectation, r, q, k, v, dout)
+    return expectation
+
+
+def arithmetic(peer: Peer, case: Case) -> Arithmetic:
+    """The counts (keys per row, partial results, blocks) are those of the Case, the roundings those of the class."""
+    sixteen = case.dtype in ("bfloat16", "float16")
+    kernel = "math" if peer.arithmetic == "half" and not sixteen else peer.arithmetic
+    counted = Arithmetic.of(dataclasses.replace(case, kernel="math"))
+    return Arithmetic.make(
+        case.dtype, kernel, case.head_dim, case.softmax_scale,
+        counted.keys, counted.rows, counted.merges, counted.row_merges, counted.key_blocks, counted.row_blocks,
+    )  # fmt: skip

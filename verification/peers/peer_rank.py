@@ -1,0 +1,71 @@
+"""What one rank does with a Case and a peer: rebuild the tensors, run it twice, say what was seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ring.comm.transport import ProcessGroupTransport, SoloTransport, Transport
+from verification.case import Case
+from verification.peers.peer import Peer, ready
+from verification.run.observation import Observation
+from verification.run.rank import Pass, Tensors, division, observation_of, shards, whole_tensors
+
+
+def prepare(spec: str) -> None:
+    """In every new rank, before its first example: imports are not held to an example's patience."""
+    ready(spec)
+
+
+def observe_peer(transport: Transport, case: Case, spec: str) -> Observation | str:
+    """Forward and backward by the peer that `spec` names; a string where the adapter does not keep to its form."""
+    peer = ready(spec)
+    inputs = shards(case, transport.rank, whole_tensors(case))
+    kept = [x.clone() for x in inputs]
+    run = run_peer(peer, transport, case, inputs)
+    if isinstance(run, str):
+        return run
+    again = run_peer(peer, transport, case, inputs)
+    return again if isinstance(again, str) else observation_of(division(case, transport.rank), inputs, kept, run, again)
+
+
+def run_peer(peer: Peer, transport: Transport, case: Case, inputs: Tensors) -> Pass | str:
+    """As `observe_peer`. Raises ValueError for a result of another shape, or that leaves a gradient out: no fault of
+    the adapter's form, since it may be so for some Cases only.
+    """
+    if not isinstance(transport, (ProcessGroupTransport, SoloTransport)):
+        return "a peer talks through torch.distributed, which is not simulated; run it on gloo"
+    *leaves, dout, dlse = inputs
+    q, k, v = (x.detach().requires_grad_() for x in leaves)
+    group = transport.group if isinstance(transport, ProcessGroupTransport) else None
+    found = peer.attend(q, k, v, case, group)
+    out, lse = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    for name, value in (("out", out), ("lse", lse)):
+        if not isinstance(value, Tensor) and (name == "out" or value is not None):
+            return f"attend returned {type(value).__name__} as {name}; it must be a tensor, or the pair (out, lse)"
+    if case.lse == "unused":
+        lse = None
+    elif lse is None:
+        return f'attend returned no lse, and the claim has lse {case.lse!r}; it must be "unused" then'
+    for name, value, like in (("out", out, dout), ("lse", lse, dlse)):
+        if value is not None and value.shape != like.shape:
+            raise ValueError(f"attend returned {name} of shape {tuple(value.shape)}; it must be {tuple(like.shape)}")
+    outputs, incoming = [out], [dout]
+    if lse is not None and case.through_lse:
+        outputs, incoming = ([lse], [dlse]) if case.lse == "alone" else ([out, lse], [dout, dlse])
+    return Pass((out, lse, *gradients_of(outputs, (q, k, v), incoming, case.lse == "alone")), (), (), (), (), 0, 0)
+
+
+def gradients_of(outputs: Sequence[Tensor], leaves: Tensors, incoming: Sequence[Tensor], alone: bool) -> list[Tensor]:
+    """dq, dk, dv; alone: of an lse, on which v has no bearing. Raises ValueError naming what no gradient reaches."""
+    live = [i for i, x in enumerate(outputs) if x.requires_grad]
+    found: list[Tensor | None] = [None] * 3
+    if live:
+        chosen = [outputs[i] for i in live], leaves, [incoming[i] for i in live]
+        found = list(torch.autograd.grad(*chosen, allow_unused=True))
+    unreached = [name for name, x in zip("qkv", found, strict=True) if x is None and not (alone and name == "v")]
+    if unreached:
+        raise ValueError(f"no gradient reaches {', '.join(unreached)}: what attend returned does not depend on it")
+    return [torch.zeros_like(x) if dx is None else dx for x, dx in zip(leaves, found, strict=True)]

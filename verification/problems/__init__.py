@@ -1,0 +1,1 @@
+"""Problems that are larger than drawn Cases."""

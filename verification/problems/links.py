@@ -1,0 +1,210 @@
+"""The links between ranks, before anything is computed over them: over the implementation's own transport.
+
+- every rank's number goes all the way round the ring, and is checked at each hop;
+- a message that is not contiguous, or empty, or to nobody, is refused by name, and the links work afterwards;
+- messages from a byte to 256 MiB between every two ranks, in each direction and in both at once, arrive as they were
+  sent, to the byte. How fast they went is told, not judged.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ring.comm.transport import Message, ProcessGroupTransport, Transport
+from verification.failures import WrongResult
+from verification.run.rank import home
+
+TITLE = "links between the ranks"
+# Bytes: around a word and a page, uneven ones, then large ones.
+SIZES = {
+    "gloo": (1, 7, 8, 4095, 4096, 65_537, 2**20, 2**22),
+    "nccl": (1, 7, 8, 4095, 4096, 65_537, 2**20, 2**24, 2**26, 2**28),
+}
+ROUNDS = 3  # of which the fastest is told
+PRIME = 251  # contents repeat after so many bytes: no power of two, so that a block in another's place shows
+
+
+@dataclass(frozen=True)
+class Rate:
+    """GB/s (10^9 bytes) that each rank sent at: of the slowest rank. ways: 1 to the next rank, -1 to the one before, 2
+    both at once, in which case the bytes of both count."""
+
+    size: int
+    ways: int
+    rate: float
+
+
+def go_round() -> list[int]:
+    """In a rank: the number that arrived at each of the p hops that it takes for the own number to come home."""
+    transport = ProcessGroupTransport()
+    rank, world = transport.rank, transport.world_size
+    held = torch.full((1,), rank, dtype=torch.int64, device=home())
+    seen = []
+    for hop in range(world):
+        landing = torch.full_like(held, -1)
+        send = Message((rank + 1) % world, held, f"number {hop}")
+        receive = Message((rank - 1) % world, landing, f"number {hop}")
+        transport.post([send], [receive]).wait()
+        seen.append(int(landing.item()))
+        held = landing
+    return seen
+
+
+def refusals() -> dict[str, str]:
+    """In a rank: what the transport says to messages that it must not take."""
+    transport = ProcessGroupTransport()
+    rank, world = transport.rank, transport.world_size
+    other = (rank + 1) % world
+    whole = torch.zeros(4, 4, device=home())
+    wrong = {
+        "a send that is not contiguous": ([Message(other, whole.T[1:], "columns")], []),
+        "a receive that is not contiguous": ([], [Message(other, whole[:, 1], "a column")]),
+        "an empty send": ([Message(other, whole[:0], "nothing")], []),
+        "a send to itself": ([Message(rank, whole, "to itself")], []),
+        "a send to nobody": ([Message(world, whole, "to nobody")], []),
+    }
+    said = {}
+    for what, (sends, receives) in wrong.items():
+        try:
+            transport.post(sends, receives)
+            said[what] = ""
+        except ValueError as error:
+            said[what] = str(error)
+    return said
+
+
+# What a refusal must name.
+NAMED = {
+    "a send that is not contiguous": "contiguous",
+    "a receive that is not contiguous": "contiguous",
+    "an empty send": "not empty",
+    "a send to itself": "peer",
+    "a send to nobody": "peer",
+}
+
+
+def transfers(size: int) -> tuple[list[str], list[tuple[int, float]]]:
+    """In a rank: messages of so many bytes to and from every other rank. (what was wrong, (ways, seconds))."""
+    transport = ProcessGroupTransport()
+    rank, world = transport.rank, transport.world_size
+    wrong, spent = [], []
+    for shift in range(1, world):
+        ahead, behind = (rank + shift) % world, (rank - shift) % world
+        wrong += _exchange(transport, size, [(ahead, shift)], [(behind, shift)])
+    steps = [(1, [1]), (-1, [-1]), (2, [1, -1])]
+    for ways, shifts in steps:
+        targets = [((rank + shift) % world, shift) for shift in shifts]
+        sources = [((rank - shift) % world, shift) for shift in shifts]
+        wrong += _exchange(transport, size, targets, sources)
+        spent.append((ways, min(_timed(transport, size, targets, sources) for _ in range(ROUNDS))))
+    return wrong, spent
+
+
+def contents(size: int, sender: int, shift: int) -> Tensor:
+    """Bytes that tell who sent them, which way, and where in the message they lie."""
+    start = (31 * sender + 101 * shift) % PRIME
+    row = (torch.arange(PRIME, device=home()) + start).remainder_(PRIME).to(torch.uint8)
+    return row.repeat(-(-size // PRIME))[:size]
+
+
+Roads = list[tuple[int, int]]  # (peer, shift)
+
+
+def _exchange(transport: Transport, size: int, targets: Roads, sources: Roads) -> list[str]:
+    sent = [contents(size, transport.rank, shift) for _, shift in targets]
+    landed = [torch.full((size,), 255, dtype=torch.uint8, device=home()) for _ in sources]
+    transport.post(
+        [Message(peer, x, f"{size} bytes") for (peer, _), x in zip(targets, sent, strict=True)],
+        [Message(peer, x, f"{size} bytes") for (peer, _), x in zip(sources, landed, strict=True)],
+    ).wait()
+    wrong = []
+    for (peer, shift), x in zip(sources, landed, strict=True):
+        differ = x != contents(size, peer, shift)
+        if differ.any():
+            at = int(differ.nonzero()[0])
+            wrong.append(f"of {size} bytes from rank {peer}, {int(differ.sum())} are wrong, the first at {at}")
+    return wrong
+
+
+def _timed(transport: Transport, size: int, targets: Roads, sources: Roads) -> float:
+    """Seconds from when all ranks are ready to when the messages are here."""
+    sent = [torch.zeros(size, dtype=torch.uint8, device=home()) for _ in targets]
+    landed = [torch.zeros(size, dtype=torch.uint8, device=home()) for _ in sources]
+    dist.barrier()
+    _finish()
+    started = time.perf_counter()
+    transport.post(
+        [Message(peer, x, "timed") for (peer, _), x in zip(targets, sent, strict=True)],
+        [Message(peer, x, "timed") for (peer, _), x in zip(sources, landed, strict=True)],
+    ).wait()
+    _finish()
+    return time.perf_counter() - started
+
+
+def _finish() -> None:
+    if home().type == "cuda":
+        torch.cuda.synchronize()
+
+
+# --- judged on rank 0 -------------------------------------------------------------------------------------------------
+
+
+def check_round(seen: list[list[int]]) -> None:
+    """Raises WrongResult unless rank r got (r - 1 - hop) mod p at each hop."""
+    world = len(seen)
+    for rank, numbers in enumerate(seen):
+        wanted = [(rank - 1 - hop) % world for hop in range(world)]
+        if numbers != wanted:
+            raise WrongResult(f"links: round the ring, rank {rank} got the numbers {numbers}; they must be {wanted}")
+
+
+def check_refusals(said: list[dict[str, str]]) -> None:
+    """Raises WrongResult unless every rank refused everything, naming what was wrong."""
+    for rank, answers in enumerate(said):
+        for what, word in NAMED.items():
+            if word not in answers[what]:
+                reply = repr(answers[what]) if answers[what] else "nothing"
+                raise WrongResult(f"links: rank {rank} said {reply} to {what}; the error must name {word!r}")
+
+
+def check_transfers(size: int, answers: list[tuple[list[str], list[tuple[int, float]]]]) -> list[Rate]:
+    """The rates; raises WrongResult for a message that did not arrive as it was sent."""
+    for rank, (wrong, _) in enumerate(answers):
+        if wrong:
+            raise WrongResult(f"links: on rank {rank}: {'; '.join(wrong)}")
+    rates = []
+    for number, (ways, _) in enumerate(answers[0][1]):
+        slowest = max(spent[number][1] for _, spent in answers)
+        rates.append(Rate(size, ways, abs(ways) * size / slowest / 1e9))
+    return rates
+
+
+def check_links(run: Any, sizes: tuple[int, ...]) -> list[Rate]:
+    """All of it; `run(function, *arguments)` calls a function in every rank and gives what each returned.
+
+    Raises WrongResult, or the RankFailure of a rank that crashed, raised or hung.
+    """
+    check_round(run(go_round))
+    check_refusals(run(refusals))
+    check_round(run(go_round))  # what was refused has left nothing behind
+    return [rate for size in sizes for rate in check_transfers(size, run(transfers, size))]
+
+
+def table(rates: list[Rate]) -> list[str]:
+    """One line for each size."""
+    lines = ["  bytes       GB/s: to the next rank, to the one before, both at once (of the slowest rank)"]
+    for size in dict.fromkeys(rate.size for rate in rates):
+        found = {rate.ways: rate.rate for rate in rates if rate.size == size}
+        lines.append(f"  {size:>9,}   " + "".join(f"{found[ways]:>12.3g}" for ways in (1, -1, 2)))
+    return lines
+
+
+def record(rates: list[Rate]) -> list[dict[str, Any]]:
+    """For JSON."""
+    return [asdict(rate) for rate in rates]

@@ -1,0 +1,227 @@
+"""One problem of real size, checked like any example: LongNet's proportions on the text of the Python
+installation.
+
+12 heads of 64; segments n/16, n/8, n/4, n/2, n with dilations 1, 2, 4, 6, 12 (arXiv 2307.02486 has 2048 ...
+32768 at n = 32768), causal, fp32. Tokens are the words of the standard library's sources, embedded and
+projected with a fixed seed; keys share a part of the queries' projection, so that a word attends to its other
+occurrences, as trained heads do.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import sys
+import tempfile
+import time
+import weakref
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from reference.pattern import Pattern
+from ring.comm.transport import Transport
+from verification.case import Case
+from verification.check import properties
+from verification.check.bounds import Arithmetic
+from verification.check.checks import costs
+from verification.check.expectation import Expectation, evaluate
+from verification.failures import VerificationFailure
+from verification.report.report import Report, save_record
+from verification.run.observation import Observation
+from verification.run.rank import attend, division, observation_of, shards
+from verification.wording import counted
+
+if TYPE_CHECKING:
+    from verification.run.backends import Backend
+
+TITLE = "one problem of real size"
+HEADS, HEAD_DIM, VOCABULARY = 12, 64, 4096
+DILATIONS = (1, 2, 4, 6, 12)
+TOKENS = 8192
+LEAST = 16  # tokens: of fewer, the smallest segment would be empty
+MOST = 2**17  # tokens: of more, the oracle would take a day
+PATIENCE = 300.0  # seconds that the ranks may take
+
+
+@dataclass(frozen=True)
+class Problem:
+    """How many ranks and tokens; the seed of embedding and projections.
+
+    Raises ValueError, at construction, for a field that is no integer or out of its range.
+    """
+
+    world: int
+    tokens: int = TOKENS
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least, most in (("world", 1, 2**16), ("tokens", LEAST, MOST), ("seed", 0, 2**63 - 1)):
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value <= most:
+                raise ValueError(f"{name} is {value!r}; it must be an integer from {least} to {most}")
+
+    def case(self) -> Case:
+        segments = [self.tokens // part for part in (16, 8, 4, 2, 1)]
+        return Case(
+            world=self.world, group=None, tokens=self.tokens, order="zigzag", cuts=None,
+            pattern=Pattern.longnet(segments, DILATIONS, HEADS, causal=True), batch=1, heads=HEADS, kv_heads=HEADS,
+            head_dim=HEAD_DIM, dtype="float32", scale=None, score_scale=1.0, values="normal", seed=self.seed,
+            exchange="ring", bucket=256, kernel="auto", lse="returned", strided=False, measured=True,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One rank's share: what it saw, wall seconds of a pass whose plan is cached, and memory."""
+
+    observation: Observation
+    seconds: float
+    tensor_bytes: int  # peak of live tensors, inputs and results included; scratch inside torch's kernels is not seen
+    resident_bytes: int  # peak resident set of the process, torch itself included
+
+
+def words(count: int) -> list[int]:
+    """So many words of the licence and the standard library's sources, as numbers below VOCABULARY."""
+    library = Path(os.__file__).parent
+    found: list[int] = []
+    for file in (library / "LICENSE.txt", *sorted(library.glob("*.py"))):
+        if file.is_file():
+            text = file.read_text(encoding="utf-8", errors="replace")
+            found += (zlib.crc32(word.encode()) % VOCABULARY for word in re.findall(r"\w+|[^\w\s]", text))
+        if len(found) >= count:
+            return found[:count]
+    raise RuntimeError(f"{library} holds {len(found)} words of Python source; {count} are needed")
+
+
+def tensors(problem: Problem) -> tuple[Tensor, ...]:
+    """q, k, v, dout (1, n, 12, 64) and dlse (1, 12, n) of zeros, fp32."""
+    generator = torch.Generator().manual_seed(problem.seed)
+    width = HEADS * HEAD_DIM
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    embedding = normal(VOCABULARY, width)
+    to_q, to_k, to_v = (normal(width, width) / width**0.5 for _ in range(3))
+    to_k = (to_q + to_k) / 2**0.5
+    ids = torch.tensor(words(problem.tokens))
+    q, k, v = ((embedding @ to)[ids].view(1, -1, HEADS, HEAD_DIM) for to in (to_q, to_k, to_v))
+    return q, k, v, normal(*q.shape), torch.zeros(1, HEADS, problem.tokens)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors that operations inside make, while they live; `.peak` is the most at any
+    time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = self.peak = 0
+        self._known: set[int] = set()
+
+    def count(self, x: Tensor) -> None:
+        storage = x.untyped_storage()
+        identity = storage._cdata
+        if identity not in self._known:
+            self._known.add(identity)
+            self.held += storage.nbytes()
+            self.peak = max(self.peak, self.held)
+            weakref.finalize(storage, self._freed, identity, storage.nbytes())
+
+    def _freed(self, identity: int, size: int) -> None:
+        self._known.discard(identity)
+        self.held -= size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        for result in tree_leaves(results):
+            if isinstance(result, Tensor):
+                self.count(result)
+        return results
+
+
+def measured(transport: Transport, case: Case, file: str) -> Measurement:
+    """Task: twice forward and backward on this rank's share of the tensors in a file, the first time counting
+    memory.
+    """
+    whole = torch.load(file, mmap=True)
+    inputs = shards(case, transport.rank, whole)
+    del whole
+    kept = [x.clone() for x in inputs]
+    with LiveBytes() as live:
+        for x in inputs:
+            live.count(x)
+        run = attend(transport, case, inputs, measured=True)
+    started = time.perf_counter()
+    again = attend(transport, case, inputs)
+    seconds = time.perf_counter() - started
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    observation = observation_of(division(case, transport.rank), inputs, kept, run, again)
+    return Measurement(observation, seconds, live.peak, resident)
+
+
+def expected(problem: Problem, given: tuple[Tensor, ...]) -> Expectation:
+    q, k, v, dout, _ = (x.double().numpy() for x in given)
+    case = problem.case()
+    return evaluate(q, k, v, dout, None, case.pattern, case.softmax_scale, Arithmetic.of(case))
+
+
+def run(backend: Backend, report: Report, problem: Problem, failures: Path) -> None:
+    """Every row and every gradient is checked, on the ranks that `backend` has; what was measured goes into
+    the report.
+    """
+    case, patience, started = problem.case(), backend.patience, time.perf_counter()
+    report.start_world(problem.world, 1)
+    report.say(f"{TITLE}: {problem.tokens} tokens, {HEADS} heads of {HEAD_DIM}, {counted(problem.world, 'rank')} ...")
+    given = tensors(problem)
+    backend.patience = PATIENCE
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            file = os.path.join(folder, "tensors.pt")
+            torch.save(given, file)
+            backend.submit(measured, case, file)
+            expectation = expected(problem, given)
+            costs(case)
+            seen: list[Measurement] = backend.collect()
+        ratios = properties.check(case, expectation, [x.observation for x in seen])
+    except VerificationFailure as failure:
+        report.end_world(TITLE)
+        report.failed(
+            save_record(failure, TITLE, problem.world, {"real_size": asdict(problem)}, failures, backend.name)
+        )
+        return
+    finally:
+        backend.patience = patience
+    spent = time.perf_counter() - started
+    report.held(case.dtype, {TITLE: float(np.max(list(ratios.values())))}, spent)
+    report.end_world(TITLE)
+    sent = [sum(size for _, size, _ in (*x.observation.sent_forward, *x.observation.sent_backward)) for x in seen]
+    report.extras["real_size"] = {
+        "tokens": problem.tokens,
+        "world": problem.world,
+        "seconds": round(spent, 3),
+        "worst_ratio": max(ratios.values()),
+        "ranks": [
+            {
+                "seconds": round(x.seconds, 3),
+                "bytes_sent": bytes_sent,
+                "tensor_bytes": x.tensor_bytes,
+                "resident_bytes": x.resident_bytes,
+            }
+            for x, bytes_sent in zip(seen, sent, strict=True)
+        ],
+    }
+    for rank, (x, bytes_sent) in enumerate(zip(seen, sent, strict=True)):
+        report.say(
+            f"  rank {rank}: forward + backward {x.seconds:.2f} s, {bytes_sent / 2**20:.1f} MiB sent, at most "
+            f"{x.tensor_bytes / 2**20:.1f} MiB in tensors, {x.resident_bytes / 2**20:.0f} MiB resident"
+        )

@@ -1,0 +1,1 @@
+"""Saved counter-examples, run again."""

@@ -1,0 +1,276 @@
+"""What a sample of Cases reaches: named features, told from the Case by definition, and how many Cases have each.
+
+    reach = Reach()
+    reach.add(case)
+    reach.to_dict()     feature -> Cases
+    reach.table()       the same for a terminal
+
+A strategy that stops reaching a feature shows here, and so does a run that was too short to mean anything for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import combinations, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.table import Table
+
+from reference.pattern import Branch, Pattern
+from reference.shards import LEAST_BUCKET
+from verification.case import AGAIN, DTYPES, EXCHANGES, KERNELS, LSE, ORDERS, VALUES, Case
+from verification.run.workspace import LEAST_BLOCK, LEAST_ROWS
+from verification.wording import counted
+
+Has = Callable[[Case], bool]
+HUGE = 100.0  # of this size, a score of 16 bits or a difference of two would lose all digits after the point
+
+
+# --- branches, one query head at a time -------------------------------------------------------------------------------
+
+
+def _length(case: Case, branch: Branch) -> int:
+    """Of the branch's segments; of the whole sequence where it has none."""
+    return case.tokens if branch.segment_length is None else branch.segment_length
+
+
+def _tail(case: Case, branch: Branch) -> int:
+    """Tokens of a last segment that is shorter than the others; 0 if there is none, or only that one."""
+    length = _length(case, branch)
+    return case.tokens % length if case.tokens > length else 0
+
+
+def _offsets(case: Case, branch: Branch) -> list[int]:
+    """Of the query heads that the branch serves."""
+    return [offset for offset in branch.offsets(case.heads) if offset is not None]
+
+
+def _phases(case: Case, branch: Branch) -> int:
+    """The most different offsets among the query heads of one key/value head."""
+    offsets, share = branch.offsets(case.heads), case.heads // case.kv_heads
+    groups = (offsets[first : first + share] for first in range(0, case.heads, share))
+    return max(len({offset for offset in group if offset is not None}) for group in groups)
+
+
+def _serving(case: Case) -> list[int]:
+    """Branches for each query head."""
+    every = [branch.offsets(case.heads) for branch in case.pattern.branches]
+    return [sum(offsets[head] is not None for offsets in every) for head in range(case.heads)]
+
+
+def _any_branch(has: Callable[[Case, Branch], bool]) -> Has:
+    return lambda case: any(has(case, branch) for branch in case.pattern.branches)
+
+
+# --- pairs ------------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=64)
+def _selected(pattern: Pattern, heads: int, tokens: int) -> NDArray[np.bool_]:
+    """(branches, H, n): whether a branch selects a position for a query head."""
+    found = np.zeros((len(pattern.branches), heads, tokens), np.bool_)
+    position = np.arange(tokens)
+    for number, branch in enumerate(pattern.branches):
+        local = position % (branch.segment_length or tokens)
+        for head, offset in enumerate(branch.offsets(heads)):
+            if offset is not None:
+                found[number, head] = (local >= offset) & ((local - offset) % branch.dilation_rate == 0)
+    return found
+
+
+def _rows_selected(case: Case) -> NDArray[np.bool_]:
+    """(H, n). A selected position sees itself, so these are the rows that see something."""
+    return np.asarray(_selected(case.pattern, case.heads, case.tokens).any(0))
+
+
+def _keys_selected(case: Case) -> NDArray[np.bool_]:
+    """(Hk, n), likewise: the keys that some row sees."""
+    return np.asarray(_rows_selected(case).reshape(case.kv_heads, -1, case.tokens).any(1))
+
+
+def _keys_shared(case: Case) -> bool:
+    """A key is read by two query heads of its key/value head, each by a branch that leaves the other out."""
+    branches = _selected(case.pattern, case.heads, case.tokens)
+    grouped = branches.reshape(len(branches), case.kv_heads, -1, case.tokens)  # (branches, Hk, H / Hk, n)
+    serves, read = np.asarray(grouped.any(3)), np.asarray(grouped.any(2))
+    for one, other in combinations(range(len(branches)), 2):
+        apart = ~(serves[one] & serves[other]).any(1)
+        if bool((read[one] & read[other])[apart].any()):
+            return True
+    return False
+
+
+def _rows_cut(case: Case) -> bool:
+    """A rank holds more rows of one segment's grid than a kernel call takes: they are taken in parts."""
+    most = max(case.tokens_per_call, LEAST_ROWS)
+    for branch in case.pattern.branches:
+        for held in case.shards().positions:
+            segment, local = np.divmod(held, _length(case, branch))
+            for offset in set(_offsets(case, branch)):
+                chosen = segment[(local >= offset) & ((local - offset) % branch.dilation_rate == 0)]
+                if chosen.size and np.bincount(chosen).max() > most:
+                    return True
+    return False
+
+
+def _divided(case: Case, branch: Branch) -> bool:
+    """Some segment lies with more than one rank."""
+    holder, segment = case.shards().holder, np.arange(case.tokens) // _length(case, branch)
+    return bool(((segment[1:] == segment[:-1]) & (holder[1:] != holder[:-1])).any())
+
+
+def _scores_are_large(case: Case) -> bool:
+    """A kernel call takes so many keys that a score for each would take more than the rank's queries, or than the keys
+    themselves: they are computed in blocks of rows. Told where it is measured, of dense patterns."""
+    if not case.measured or case.kernel != "math" or case.pattern.branches != (Branch(),):
+        return False
+    rows = min(max(_counts(case)), max(case.tokens_per_call, LEAST_ROWS))
+    keys = min(case.tokens_per_call, max(_counts(case)))
+    return rows > LEAST_BLOCK and rows * keys > max(_counts(case)) * case.head_dim
+
+
+def _descends(case: Case) -> bool:
+    """Some rank holds a stretch of neighbours, and after it an earlier one of at least two positions."""
+    for held in case.shards().positions:
+        ends = np.flatnonzero(np.diff(held) != 1)
+        stretches = [x for x in np.split(held, ends + 1) if len(x) > 1]
+        if any(after[0] < before[0] for before, after in pairwise(stretches)):
+            return True
+    return False
+
+
+# --- features ---------------------------------------------------------------------------------------------------------
+
+
+def _counts(case: Case) -> tuple[int, ...]:
+    return case.shards().counts
+
+
+def _scores_are_huge(case: Case) -> bool:
+    return case.values == "huge" or case.score_scale * abs(case.softmax_scale) * case.head_dim**0.5 >= HUGE / 4
+
+
+FEATURES: dict[str, Has] = {
+    # who takes part, and holds what
+    "subgroup": lambda case: len(case.ranks) < case.world,
+    "subgroup without rank 0": lambda case: case.ranks[0] > 0,
+    "empty shard": lambda case: 0 in _counts(case),
+    "fewer tokens than ranks": lambda case: case.tokens < len(case.ranks),
+    "ranks do not divide tokens": lambda case: bool(case.tokens % len(case.ranks)),
+    "uneven cuts": lambda case: case.cuts is not None and max(_counts(case)) - min(_counts(case)) > 1,
+    "one token": lambda case: case.tokens == 1,
+    "more than 32 tokens": lambda case: case.tokens > 32,
+    # who sees whom
+    "dense": lambda case: case.pattern.branches == (Branch(),),
+    "causal": lambda case: case.pattern.causal,
+    "not causal": lambda case: not case.pattern.causal,
+    "segments": _any_branch(lambda case, b: _length(case, b) < case.tokens),
+    "segment on several ranks": _any_branch(_divided),
+    "w > n": _any_branch(lambda case, b: _length(case, b) > case.tokens),
+    "short tail": _any_branch(lambda case, b: _tail(case, b) > 0),
+    "offset past a short tail": _any_branch(lambda case, b: 0 < _tail(case, b) <= max(_offsets(case, b))),
+    "dilation": _any_branch(lambda case, b: b.dilation_rate > 1),
+    "r > w": _any_branch(lambda case, b: b.dilation_rate > _length(case, b)),
+    "r does not divide w": _any_branch(lambda case, b: bool(_length(case, b) % b.dilation_rate)),
+    "offset": _any_branch(lambda case, b: any(_offsets(case, b))),
+    "offset past the segment": _any_branch(lambda case, b: max(_offsets(case, b)) >= _length(case, b)),
+    "offsets by head": _any_branch(lambda case, b: len(set(_offsets(case, b))) > 1),
+    "one branch": lambda case: len(case.pattern.branches) == 1,
+    "several branches": lambda case: len(case.pattern.branches) > 1,
+    "several branches on a row": lambda case: bool((_selected(case.pattern, case.heads, case.tokens).sum(0) > 1).any()),
+    "branch for some heads only": _any_branch(lambda case, b: len(_offsets(case, b)) < case.heads),
+    "head without branch": lambda case: 0 in _serving(case),
+    "dead row": lambda case: not _rows_selected(case).all(),
+    "dead key": lambda case: not _keys_selected(case).all(),
+    "nothing but dead rows": lambda case: not _rows_selected(case).any(),
+    # heads and sizes
+    "MHA": lambda case: 1 < case.heads == case.kv_heads,
+    "GQA": lambda case: 1 < case.kv_heads < case.heads,
+    "MQA": lambda case: 1 == case.kv_heads < case.heads,
+    "branches of other heads read one key": _keys_shared,
+    "several phases per key/value head": _any_branch(lambda case, b: _phases(case, b) > 1),
+    "several batches": lambda case: case.batch > 1,
+    "head dim 1": lambda case: case.head_dim == 1,
+    "head dim no power of two": lambda case: case.head_dim.bit_count() > 1,
+    "head dim >= 32": lambda case: case.head_dim >= 32,
+    # buckets
+    "bucket by default": lambda case: case.bucket is None,
+    "default bucket beyond the least": lambda case: case.bucket is None and case.tokens_per_call > LEAST_BUCKET,
+    "bucket of one token": lambda case: case.bucket == 1,
+    "bucket below a shard": lambda case: case.tokens_per_call < max(_counts(case)),
+    "bucket beyond a shard": lambda case: case.tokens_per_call > min(_counts(case)),
+    "bucket beyond the sequence": lambda case: case.tokens_per_call > case.tokens,
+    "query rows cut": _rows_cut,
+    # numbers
+    "explicit scale": lambda case: case.scale is not None,
+    "scale <= 0": lambda case: case.softmax_scale <= 0,
+    "huge scores": _scores_are_huge,
+    "strided": lambda case: case.strided,
+    "scores larger than queries": _scores_are_large,
+    "descending stretches": _descends,
+    "measured": lambda case: case.measured,
+}
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "order": ORDERS,
+    "exchange": EXCHANGES,
+    "kernel": tuple(kernel for kernel in KERNELS if kernel != "cudnn"),  # which is for GPUs alone
+    "dtype": tuple(DTYPES),
+    "values": VALUES,
+    "lse": LSE,
+    "again": AGAIN,
+}
+
+
+def _chosen(name: str, choice: str) -> Has:
+    return lambda case: getattr(case, name) == choice
+
+
+FEATURES |= {f"{name} {choice}": _chosen(name, choice) for name, choices in _CHOICES.items() for choice in choices}
+
+
+# --- counting ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Reach:
+    """Counts, Case by Case."""
+
+    cases: int = 0
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FEATURES, 0))
+
+    def add(self, case: Case) -> None:
+        self.cases += 1
+        for name, has in FEATURES.items():
+            self.counts[name] += has(case)
+
+    def to_dict(self) -> dict[str, int]:
+        """Feature -> Cases, all features, in their order."""
+        return dict(self.counts)
+
+    def table(self) -> Table:
+        """Features in three columns, with the number of Cases and their share."""
+        table = Table(title=f"what {counted(self.cases, 'Case')} reached", box=None)
+        for _ in range(_COLUMNS):
+            table.add_column("feature", no_wrap=True)
+            table.add_column("Cases", justify="right", no_wrap=True)
+            table.add_column("%", justify="right", no_wrap=True)
+        cells = [(name, str(count), f"{100 * count / max(1, self.cases):.0f}") for name, count in self.counts.items()]
+        cells += [("", "", "")] * (-len(cells) % _COLUMNS)
+        height = len(cells) // _COLUMNS
+        for row in range(height):
+            table.add_row(*(text for cell in cells[row::height] for text in cell))
+        return table
+
+
+_COLUMNS = 3
+
+
+def count(cases: Iterable[Case]) -> dict[str, int]:
+    """Feature -> how many of these Cases have it."""
+    reach = Reach()
+    for case in cases:
+        reach.add(case)
+    return reach.to_dict()

@@ -1,0 +1,45 @@
+"""Of which state of the code a record speaks, and where it was made."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SETTINGS = ("NCCL_", "TORCH_", "CUDA_", "PYTORCH_")
+ROOT = Path(__file__).resolve().parents[2]  # of the working tree
+
+
+def commit() -> str | None:
+    """Of the working tree, with "+" where it differs from it; None where there is no git."""
+    try:
+        run = [
+            subprocess.run(("git", "-C", str(ROOT), *words), capture_output=True, text=True, check=True, timeout=30)
+            for words in (("rev-parse", "HEAD"), ("status", "--porcelain"))
+        ]
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return run[0].stdout.strip() + ("+" if run[1].stdout.strip() else "")
+
+
+def surroundings(device: str, world: int, command: str) -> dict[str, Any]:
+    """Device ("cuda": the name of the present GPU; else of the processor), versions, commit, command, settings."""
+    gpu = device == "cuda"
+    return {
+        "device": torch.cuda.get_device_name() if gpu else f"{platform.machine()}, {os.cpu_count()} cores",
+        "world": world,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if gpu else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpu else None,
+        "python": platform.python_version(),
+        "commit": commit(),
+        "command": command,
+        "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith(SETTINGS)},
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+    }

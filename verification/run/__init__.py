@@ -1,0 +1,1 @@
+"""What runs an example: one rank's part, and the places where ranks run."""

@@ -1,0 +1,218 @@
+"""Where ranks run: one interface, behind it processes joined by gloo or NCCL, or a simulation.
+
+A backend is given a *task*: a function of `verification.run.rank` that takes a `Transport` and a Case and does
+what one rank does. `submit` starts it on every rank of the Case's group, `collect` waits for the answers; in
+between, the parent computes what to expect. A task knows nothing of how its ranks came to be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from ring.comm.symmetric_memory import transport_of
+from ring.comm.transport import SoloTransport, Transport
+from verification.case import Case
+from verification.failures import RankFailure
+from verification.run.observation import Observation
+from verification.run.processes.pool import Pool, PoolError, Ticket
+from verification.run.processes.rendezvous import subgroup
+from verification.run.rank import home, observe
+from verification.run.simulation.simulation import Simulation
+from verification.wording import counted
+
+BACKENDS = {
+    "gloo": "one process for each rank on this machine, joined by gloo",
+    "sim": "all ranks in one process, over a transport that does the worst its contract allows",
+    "nccl": "one process and one GPU for each rank on this machine, joined by NCCL",
+}
+
+# Imported once, before the ranks are forked. The last two are what torch itself imports, at a cost of a second, in the
+# first `requires_grad_` and the first call of an autograd function: without them the first example of every new rank
+# looks like a hang.
+PRELOAD = ("torch", "ring", "verification.run.rank", "torch.fx.experimental.symbolic_shapes", "torch._dynamo")
+WARM_UP_PATIENCE = 60.0
+RANKS_PER_PATIENCE = 16  # simulated ones share a core
+
+Task = Callable[..., Any]  # (transport, case, *arguments) -> what the rank answers
+Preparation = Callable[[], object]  # run once in every rank before its first task: how a defect is planted
+
+
+class Unavailable(Exception):
+    """The run cannot be carried out: a backend that is not there, or ranks that do not start."""
+
+
+class Backend(Protocol):
+    """One set of ranks at a time. Between `start` and `close`, tasks one after the other."""
+
+    name: str
+    patience: float  # seconds that a task may take before it counts as a hang
+    prepare: Preparation | None  # set before `start`
+
+    def start(self, world: int) -> None:
+        """Have so many ranks ready, instead of those there were. Raises Unavailable."""
+        ...
+
+    def submit(self, task: Task, case: Case, *arguments: Any) -> None:
+        """Start a task on every rank of the Case's group; returns at once."""
+        ...
+
+    def collect(self) -> list[Any]:
+        """What each rank of the Case's group answered, in the group's order. Raises a `VerificationFailure`
+        where a rank crashed, hung or raised; the next `submit` then meets ranks as good as new."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class PoolBackend:
+    """Processes of `verification.run.processes.pool`, kept alive from one task to the next."""
+
+    name: str
+
+    def __init__(self, patience: float = 10.0, prepare: Preparation | None = None) -> None:
+        self.patience = patience
+        self.prepare = prepare
+        self._pool: Pool | None = None
+        self._warm: int | None = None  # the generation of ranks that was prepared
+        self._under_way: tuple[Ticket, Case] | None = None
+
+    def open_pool(self, world: int, joined_by: str = "gloo") -> None:
+        self.close()
+        try:
+            self._pool = Pool(world, timeout=self.patience, preload=PRELOAD, joined_by=joined_by)
+        except PoolError as error:
+            raise Unavailable(f"the {counted(world, 'rank')} could not be started: {error}") from error
+
+    def post(self, function: Callable[..., Any], task: Task, case: Case, arguments: tuple[Any, ...]) -> None:
+        """Have `function(task, case, arguments)` called in every process."""
+        self._under_way = self.prepared().submit(function, task, case, arguments), case
+
+    def prepared(self) -> Pool:
+        """The pool, its ranks warm. Raises Unavailable."""
+        assert self._pool is not None
+        if self._pool.generation != self._warm:  # new ranks are not held to the patience that used ones have earned
+            try:
+                self._pool.run(warm_up, self.prepare, timeout=WARM_UP_PATIENCE)
+            except (RankFailure, PoolError) as error:
+                raise Unavailable(f"the ranks could not be prepared: {error}") from error
+            self._warm = self._pool.generation
+        return self._pool
+
+    def answers(self, patience: float) -> tuple[Case, list[Any]]:
+        """The Case under way, and what each process answered."""
+        assert self._pool is not None and self._under_way is not None
+        ticket, case = self._under_way
+        self._under_way = None
+        try:
+            return case, self._pool.collect(ticket, timeout=patience)
+        except PoolError as error:
+            raise Unavailable(str(error)) from error
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = self._warm = None
+
+
+class GlooBackend(PoolBackend):
+    """One process for each rank on this machine."""
+
+    name = "gloo"
+
+    def start(self, world: int) -> None:
+        self.open_pool(world)
+
+    def submit(self, task: Task, case: Case, *arguments: Any) -> None:
+        assert self._pool is not None and case.world == self._pool.world_size
+        self.post(work, task, case, arguments)
+
+    def collect(self) -> list[Any]:
+        case, answers = self.answers(self.patience)
+        return [answers[rank] for rank in case.ranks]
+
+
+class NcclBackend(GlooBackend):
+    """One process and one GPU for each rank on this machine."""
+
+    name = "nccl"
+
+    def start(self, world: int) -> None:
+        there = torch.cuda.device_count()
+        if there < world:
+            needed = f"{counted(world, 'GPU')} for {counted(world, 'rank')}"
+            raise Unavailable(f"argument --backend: nccl needs {needed}, there are {there}")
+        self.open_pool(world, "nccl")
+
+
+class SimBackend(PoolBackend):
+    """All ranks as threads of one process, over `verification.run.simulation.simulation`; Cases of any world size.
+
+    The schedule follows from the Case's seed. A deadlock is found without waiting; `patience` is for code that
+    computes for ever.
+    """
+
+    name = "sim"
+
+    def start(self, world: int) -> None:
+        if self._pool is None:
+            self.open_pool(1)
+
+    def submit(self, task: Task, case: Case, *arguments: Any) -> None:
+        self.post(simulate, task, case, arguments)
+
+    def collect(self) -> list[Any]:
+        assert self._under_way is not None
+        world = self._under_way[1].world
+        _, (answer,) = self.answers(self.patience * max(1.0, world / RANKS_PER_PATIENCE))
+        if isinstance(answer, RankFailure):
+            raise answer
+        return list(answer)
+
+
+def open_backend(name: str) -> Backend:
+    """The backend of that name in BACKENDS, not started."""
+    backends: dict[str, type[GlooBackend] | type[SimBackend]] = {
+        backend.name: backend for backend in (GlooBackend, SimBackend, NcclBackend)
+    }
+    return backends[name]()
+
+
+def observe_on(backend: Backend, case: Case, *arguments: Any) -> list[Observation]:
+    """`execute.observe` on every rank of the group, in the group's order."""
+    backend.submit(observe, case, *arguments)
+    return backend.collect()
+
+
+def warm_up(prepare: Preparation | None) -> None:
+    """What new ranks are called with first. Nothing of `ring` runs here: whatever is wrong with it is for
+    examples to find.
+    """
+    if home().type == "cuda":  # what a first product loads
+        torch.ones(8, 8, device=home()).mm(torch.ones(8, 8, device=home())).sum().item()
+    if prepare is not None:
+        prepare()
+
+
+def work(task: Task, case: Case, arguments: tuple[Any, ...]) -> Any:
+    """What a rank of the pool is called with. Ranks outside the group take no part, and answer None."""
+    transport = _transport(case)
+    return None if transport is None else task(transport, case, *arguments)
+
+
+def simulate(task: Task, case: Case, arguments: tuple[Any, ...]) -> list[Any] | RankFailure:
+    """What the one process of a simulation is called with. A failure is an answer: it says more than its traceback."""
+    simulation = Simulation(len(case.ranks), case.seed, case.ranks)
+    try:
+        return simulation.run(lambda transport: task(transport, case, *arguments))
+    except RankFailure as failure:
+        return failure
+
+
+def _transport(case: Case) -> Transport | None:
+    if case.world == 1:
+        return SoloTransport()
+    group = subgroup(case.ranks)  # by all ranks: making a group takes everyone
+    return None if group is None else transport_of(group)

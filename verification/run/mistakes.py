@@ -1,0 +1,331 @@
+"""Wrong calls of ring_attention, by name: what a rank, or every rank, does wrong, and what the error must name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from reference.pattern import Branch, Pattern
+from ring import Layout, Transport, ring_attention
+from verification.case import Case
+from verification.run.rank import shards, whole_tensors
+
+Arguments = dict[str, Any]  # of ring_attention, by name
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """`spoil` changes the arguments of a rank that is called wrongly. `alone`: wrong on its own, whatever others do, so
+    that all ranks can make it. `together`: all ranks have to. `possible`: with which Cases. `everyone`: what is changed
+    on all ranks before. `call`: what a rank that is wrong then does with the arguments. `error`: the type of the error,
+    where it is torch's own, whose text names this rank's shapes; None: one of the ring's, alike on all ranks.
+    """
+
+    argument: str
+    spoil: Callable[[Arguments, Case], None]
+    alone: bool = True
+    together: bool = False
+    possible: Callable[[Case], bool] = lambda case: True
+    everyone: Callable[[Arguments, Case], None] = lambda arguments, case: None
+    call: Callable[[Arguments], object] = lambda arguments: ring_attention(**arguments)
+    error: str | None = None
+
+
+def _set(name: str, value: Any) -> Callable[[Arguments, Case], None]:
+    def spoil(arguments: Arguments, case: Case) -> None:
+        arguments[name] = value
+
+    return spoil
+
+
+def _change(name: str, change: Callable[[Any], Any]) -> Callable[[Arguments, Case], None]:
+    def spoil(arguments: Arguments, case: Case) -> None:
+        arguments[name] = change(arguments[name])
+
+    return spoil
+
+
+def _longer(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat((x, x.new_zeros(x.shape[0], 1, *x.shape[2:])), 1)
+
+
+def _shorter(x: torch.Tensor) -> torch.Tensor:
+    return x[:, :-1]
+
+
+def _differentiable(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().requires_grad_()
+
+
+def _other_dtype(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.float32 if x.dtype == torch.float64 else torch.float64)
+
+
+def _other_layout(arguments: Arguments, case: Case) -> None:
+    arguments["layout"] = Layout.contiguous(case.tokens, len(case.ranks) + 1)
+
+
+def _heads_that_do_not_divide(arguments: Arguments, case: Case) -> None:
+    k = arguments["k"]
+    arguments["k"] = arguments["v"] = k.new_zeros(k.shape[0], k.shape[1], case.heads + 1, k.shape[3])
+
+
+def _too_many_heads(arguments: Arguments, case: Case) -> None:
+    arguments["pattern"] = Pattern((Branch(heads=range(case.heads, case.heads + 1)),))
+
+
+def _other_exchange(arguments: Arguments, case: Case) -> None:
+    arguments["exchange"] = "gather" if case.exchange != "gather" else "ring"
+
+
+def _order(layout: Layout) -> torch.Tensor:
+    return torch.cat([layout.positions(rank) for rank in range(layout.world_size)])
+
+
+def _shuffled_layout(arguments: Arguments, case: Case) -> None:
+    """As many tokens on every rank, other ones."""
+    layout = arguments["layout"]
+    arguments["layout"] = Layout.from_cuts(_order(layout).flip(0), layout.cuts)
+
+
+def _late_difference(arguments: Arguments, case: Case) -> None:
+    """As many tokens on every rank, all but the last two of the order in the same places."""
+    layout = arguments["layout"]
+    order = _order(layout)
+    arguments["layout"] = Layout.from_cuts(torch.cat((order[:-2], order[-2:].flip(0))), layout.cuts)
+
+
+def _second_half_first(arguments: Arguments, case: Case) -> None:
+    """Two runs, if the order was one: a layout whose first run does not tell it from others."""
+    layout = arguments["layout"]
+    arguments["layout"] = Layout.from_cuts(_order(layout).roll(layout.n // 2), layout.cuts)
+
+
+def _other_cuts_elsewhere(arguments: Arguments, case: Case) -> None:
+    """As many tokens in all and on this rank; of two other ranks one has a token of the other's."""
+    layout = arguments["layout"]
+    counts = list(layout.counts)
+    giver, taker, *_ = sorted(set(range(len(counts))) - {arguments["group"].rank}, key=lambda i: (-counts[i], i))
+    counts[giver] -= 1
+    counts[taker] += 1
+    arguments["layout"] = Layout.from_cuts(_order(layout), (0, *accumulate(counts)))
+
+
+def _longer_elsewhere(arguments: Arguments, case: Case) -> None:
+    """As many tokens on this rank, one more on another."""
+    layout = arguments["layout"]
+    last = layout.world_size - 1
+    more = last - (arguments["group"].rank == last)
+    cuts = [cut + (rank > more) for rank, cut in enumerate(layout.cuts)]
+    order = _order(layout)
+    at = layout.cuts[more + 1]
+    arguments["layout"] = Layout.from_cuts(torch.cat((order[:at], torch.tensor([layout.n]), order[at:])), cuts)
+
+
+def _all_in(dtype: torch.dtype) -> Callable[[Arguments, Case], None]:
+    def spoil(arguments: Arguments, case: Case) -> None:
+        other = torch.float16 if case.torch_dtype == dtype else dtype
+        arguments.update({name: arguments[name].to(other) for name in "qkv"})
+
+    return spoil
+
+
+def _other_bucket(arguments: Arguments, case: Case) -> None:
+    arguments["bucket"] = 1 if case.bucket is None else case.bucket + 1
+
+
+def _other_pattern(arguments: Arguments, case: Case) -> None:
+    arguments["pattern"] = Pattern(case.pattern.branches, not case.pattern.causal)
+
+
+def _more(axis: int) -> Callable[[Arguments, Case], None]:
+    """Batch, heads or head dim: twice as much of q, k and v."""
+
+    def spoil(arguments: Arguments, case: Case) -> None:
+        arguments.update({name: torch.cat((arguments[name],) * 2, axis) for name in "qkv"})
+
+    return spoil
+
+
+def _more_of_k_and_v(axis: int) -> Callable[[Arguments, Case], None]:
+    """Batch or head dim: twice as much of k and v as of q."""
+
+    def spoil(arguments: Arguments, case: Case) -> None:
+        arguments.update({name: torch.cat((arguments[name],) * 2, axis) for name in "kv"})
+
+    return spoil
+
+
+def _no_batch(arguments: Arguments, case: Case) -> None:
+    arguments.update({name: arguments[name][:0] for name in "qkv"})
+
+
+def _more_query_heads(arguments: Arguments, case: Case) -> None:
+    arguments["q"] = torch.cat((arguments["q"],) * 2, 2)
+
+
+def _nothing(arguments: Arguments, case: Case) -> None:
+    """The arguments are right; what is done with them is not."""
+
+
+def _differentiate_twice(arguments: Arguments) -> None:
+    q = arguments["q"].detach().requires_grad_()
+    result = ring_attention(**arguments | {"q": q})
+    out = result[0] if isinstance(result, tuple) else result
+    (once,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    torch.autograd.grad(once.sum(), q)
+
+
+def _require_gradients(arguments: Arguments, case: Case) -> None:
+    arguments.update({name: _differentiable(arguments[name]) for name in "qkv"})
+
+
+def _require_none(arguments: Arguments, case: Case) -> None:
+    arguments.update({name: arguments[name].detach() for name in "qkv"})
+
+
+def _without_grad(arguments: Arguments) -> None:
+    with torch.no_grad():
+        ring_attention(**arguments)
+
+
+def _change_in_place(name: str) -> Callable[[Arguments], None]:
+    """Forward, a change of an input or a result, backward: with the numbers that are then there it would be wrong."""
+
+    def call(arguments: Arguments) -> None:
+        tensors = {x: _differentiable(arguments[x]) for x in "qkv"}
+        options = {"return_lse": True, "kernel": "math"} if name == "lse" else {"return_lse": False}
+        result = ring_attention(**arguments | tensors | options)
+        out, *lse = result if isinstance(result, tuple) else (result,)
+        changed = lse[0] if name == "lse" else out if name == "out" else tensors[name]
+        with torch.no_grad():
+            changed.zero_()
+        torch.autograd.grad(out.sum(), [tensors[x] for x in "qkv"])
+
+    return call
+
+
+MISTAKES: dict[str, Mistake] = {
+    "one token too many in q": Mistake("q", _change("q", _longer)),
+    "one token too many in k and v": Mistake("k", lambda a, case: a.update(k=_longer(a["k"]), v=_longer(a["v"]))),
+    "one token too few in q": Mistake("q", _change("q", _shorter), possible=lambda case: min(case.layout().counts) > 0),
+    "one token too few in k and v": Mistake(
+        "k",
+        lambda a, case: a.update(k=_shorter(a["k"]), v=_shorter(a["v"])),
+        possible=lambda case: min(case.layout().counts) > 0,
+    ),
+    "k longer than v": Mistake("k", _change("k", _longer)),
+    "q without heads": Mistake("q", _change("q", lambda x: x[:, :, 0])),
+    "k in another dtype": Mistake("k", _change("k", _other_dtype)),
+    "v in another dtype": Mistake("v", _change("v", _other_dtype)),
+    "integers": Mistake("dtype", lambda a, case: a.update({name: a[name].long() for name in "qkv"})),
+    "k and v of another batch than q": Mistake("q's batch", _more_of_k_and_v(0)),
+    "k and v of another head dim than q": Mistake("head dim", _more_of_k_and_v(3)),
+    "a batch of nothing": Mistake("batch", _no_batch),
+    "sparse q": Mistake("q must be a dense", _change("q", lambda x: x.to_sparse())),
+    "heads that do not divide": Mistake("heads", _heads_that_do_not_divide),
+    "a pattern for more heads": Mistake("heads", _too_many_heads),
+    "no pattern": Mistake("pattern", _set("pattern", None)),
+    "layout for one rank more": Mistake("layout", _other_layout),
+    "no layout": Mistake("layout", _set("layout", None)),
+    "unknown exchange": Mistake("exchange", _set("exchange", "teleport")),
+    "unknown kernel": Mistake("kernel", _set("kernel", "magic")),
+    "bucket of 0": Mistake("bucket", _set("bucket", 0)),
+    "negative bucket": Mistake("bucket", _set("bucket", -3)),
+    "bucket that is no number": Mistake("bucket", _set("bucket", "all")),
+    "bucket that is a flag": Mistake("bucket", _set("bucket", True)),
+    "scale that is NaN": Mistake("scale", _set("scale", math.nan)),
+    "infinite scale": Mistake("scale", _set("scale", -math.inf)),
+    "scale that is no number": Mistake("scale", _set("scale", "large")),
+    "return_lse that is no flag": Mistake("return_lse", _set("return_lse", "yes")),
+    "another exchange than the others": Mistake("exchange", _other_exchange, alone=False),
+    "another bucket than the others": Mistake("bucket", _other_bucket, alone=False),
+    "another layout than the others": Mistake(
+        "layout", _shuffled_layout, alone=False, possible=lambda case: case.tokens > 1
+    ),
+    "a layout that differs from the others' at its end": Mistake(
+        "layout", _late_difference, alone=False, possible=lambda case: case.tokens > 1
+    ),
+    "a listing that differs from the others' at its end": Mistake(
+        "layout", _late_difference, alone=False, possible=lambda case: case.tokens > 1, everyone=_shuffled_layout
+    ),
+    "runs that differ from the others' at their end": Mistake(
+        "layout", _late_difference, alone=False, possible=lambda case: case.tokens > 1, everyone=_second_half_first
+    ),
+    "a layout that differs from the others' in their cuts": Mistake(
+        "layout",
+        _other_cuts_elsewhere,
+        alone=False,
+        possible=lambda case: len(case.ranks) > 2 and max(case.layout().counts) < case.tokens,
+    ),
+    "a layout with a token more on another rank": Mistake("layout", _longer_elsewhere, alone=False),
+    "another scale than the others": Mistake(
+        "scale", _change("scale", lambda x: 3.0 if x is None else x + 1), alone=False
+    ),
+    "another kernel than the others": Mistake(
+        "kernel", _change("kernel", lambda x: "math" if x != "math" else "auto"), alone=False
+    ),
+    "another return_lse than the others": Mistake("return_lse", _change("return_lse", lambda x: not x), alone=False),
+    "requires gradients, unlike the others": Mistake("requires_grad", _change("q", _differentiable), alone=False),
+    "k alone requires gradients, unlike the others": Mistake(
+        "requires_grad", _change("k", _differentiable), alone=False
+    ),
+    "v alone requires gradients, unlike the others": Mistake(
+        "requires_grad", _change("v", _differentiable), alone=False
+    ),
+    "requires no gradients, unlike the others": Mistake(
+        "requires_grad", _require_none, alone=False, everyone=_require_gradients
+    ),
+    "no_grad, unlike the others": Mistake(
+        "requires_grad", _nothing, alone=False, everyone=_require_gradients, call=_without_grad
+    ),
+    "another dtype than the others": Mistake("dtype", _all_in(torch.float64), alone=False),
+    "another pattern than the others": Mistake("pattern", _other_pattern, alone=False),
+    "another batch size than the others": Mistake("batch", _more(0), alone=False),
+    "another head dim than the others": Mistake("head dim", _more(3), alone=False),
+    "other heads than the others": Mistake("heads", _more(2), alone=False),
+    "other query heads than the others": Mistake("heads", _more_query_heads, alone=False),
+    "a gradient of a gradient": Mistake("double backward", _nothing, together=True, call=_differentiate_twice),
+}
+MISTAKES |= {
+    f"{name} changed in place before the backward": Mistake(
+        "inplace operation", _nothing, together=True, call=_change_in_place(name), error="RuntimeError"
+    )
+    for name in ("q", "k", "v", "out", "lse")
+}
+
+
+def applicable(case: Case) -> tuple[str, ...]:
+    """The mistakes that can be made with a Case: to differ from the others takes others."""
+    others = len(case.ranks) > 1
+    return tuple(name for name, mistake in MISTAKES.items() if (mistake.alone or others) and mistake.possible(case))
+
+
+def call(transport: Transport, case: Case, mistake: str, culprit: int | None) -> tuple[str, str] | None:
+    """Call ring_attention, wrongly on the rank at index `culprit`, or on every rank (None). The error as (type,
+    message); None if there was none.
+    """
+    q, k, v, *_ = shards(case, transport.rank, whole_tensors(case))
+    arguments: Arguments = {
+        "q": q, "k": k, "v": v, "pattern": case.pattern, "layout": case.layout(), "exchange": case.exchange,
+        "bucket": case.bucket, "kernel": case.kernel, "scale": case.scale, "return_lse": case.lse != "unused",
+        "group": transport,
+    }  # fmt: skip
+    made = MISTAKES[mistake]
+    made.everyone(arguments, case)
+    wrong = culprit is None or transport.rank == culprit
+    if wrong:
+        made.spoil(arguments, case)
+    try:
+        if wrong:
+            made.call(arguments)
+        else:
+            ring_attention(**arguments)
+    except Exception as error:  # of any type: which it is, is what the law is about
+        return type(error).__name__, str(error)
+    return None

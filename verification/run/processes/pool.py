@@ -1,0 +1,336 @@
+"""A pool of persistent ranks: one process each, joined by gloo, kept alive over thousands of calls.
+
+    with Pool(4, preload=("torch", "my_package.steps")) as pool:
+        results = pool.run(steps.forward, case)         # one result per rank, in rank order
+
+A rank that dies, raises or gives no answer makes the call raise `RankCrash`, `RankError` (or `MismatchedMessages`)
+or `RankHang` with every rank's stack. After any of these all ranks are replaced, even if each of them answered: a
+message that one sent and none received would otherwise reach a later call. Processes come from a forkserver that has
+already imported torch, so that this takes a fraction of a second. No call is ever made a second time.
+
+Needs Linux (/proc, memfd). A pool is to be used from one thread at a time.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from verification.failures import (
+    MismatchedMessages,
+    Raised,
+    RankCrash,
+    RankError,
+    RankFailure,
+    RankHang,
+    RankState,
+    is_answering,
+    name_exit,
+    name_ranks,
+    tidy_stack,
+)
+from verification.run.processes.worker import ANSWERED, REQUEST, LocalRanks, PoolError
+
+__all__ = ["Pool", "PoolError", "Ticket"]
+
+T = TypeVar("T")
+
+
+START_TIMEOUT = 60.0  # seconds for all ranks to come up, on however loaded a machine
+# When a rank has raised: how long the others may take to raise or answer too before they count as left waiting.
+GRACE = 0.3  # seconds
+BUSY = 10.0  # how often patience is drawn out while a rank computes, or waits for a processor
+_NO_ARGS = pickle.dumps(())
+
+
+class RankSet(Protocol):
+    """One generation of ranks, wherever they are: what the pool asks of `verification.run.processes.worker.Ranks`."""
+
+    world_size: int
+
+    @property
+    def pids(self) -> tuple[int, ...]: ...
+    def start(self) -> None: ...
+    def send(self, messages: Sequence[bytes]) -> None: ...
+    def events(self, timeout: float) -> list[tuple[int, bool]]: ...
+    def receive(self, rank: int) -> tuple[int, int, bytes] | None: ...
+    def has_answer(self, rank: int, timeout: float) -> bool: ...
+    def is_dead(self, rank: int) -> bool: ...
+    def exit_code(self, rank: int) -> int | None: ...
+    def stacks(self, ranks: Collection[int]) -> dict[int, str]: ...
+    def could_run(self, ranks: Collection[int]) -> bool: ...
+    def end(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A call under way: `collect` takes it, once."""
+
+    sequence: int
+    name: str
+    dead: tuple[int, ...] = ()  # ranks that had died since they answered the call before
+
+
+@dataclass
+class _Call:
+    """What the ranks have said so far to one call."""
+
+    waiting: set[int]
+    waited: float = 0.0  # seconds
+    results: dict[int, Any] = field(default_factory=dict)
+    raised: dict[int, Raised] = field(default_factory=dict)
+    died: set[int] = field(default_factory=set)
+
+
+class Pool:
+    """`world_size` ranks, ready when the constructor returns.
+
+    timeout: seconds that a call may take (`run` and `collect` can be given another), ten times as many while a rank
+        that has not answered is computing, or is kept from it by a loaded machine. It runs from `collect`.
+    preload: modules that the forkserver imports once, before any rank exists. Must contain "torch".
+    joined_by: "gloo", or "nccl", for which there must be a GPU for each rank.
+
+    Raises ValueError for bad arguments, PoolError if the ranks do not start (a module was not preloaded, say).
+    """
+
+    def __init__(
+        self, world_size: int, *, timeout: float = 30.0, preload: Sequence[str] = ("torch",), joined_by: str = "gloo"
+    ) -> None:
+        if world_size < 1:
+            raise ValueError(f"world_size: got {world_size}; allowed is 1 or more")
+        if timeout <= 0:
+            raise ValueError(f"timeout: got {timeout}; allowed is a positive number of seconds")
+        if isinstance(preload, str) or "torch" not in preload:
+            raise ValueError(f'preload: got {preload!r}; allowed is a sequence of module names, "torch" among them')
+        if joined_by not in ("gloo", "nccl"):
+            raise ValueError(f'joined_by: got {joined_by!r}; allowed are "gloo" and "nccl"')
+        self.world_size = world_size
+        self.timeout = timeout
+        self._joined_by = joined_by
+        self.generation = 0  # how many sets of ranks there have been
+        self._preload = tuple(preload)
+        self._sequence = 0
+        self._under_way: Ticket | None = None
+        self._ranks: RankSet | None = None
+        self._start()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The ranks' process identifiers, in rank order."""
+        return self._live().pids
+
+    def run(
+        self,
+        function: Callable[..., T],
+        *args: Any,
+        per_rank: Sequence[tuple[Any, ...]] | None = None,
+        timeout: float | None = None,
+    ) -> list[T]:
+        """`submit` and `collect` in one."""
+        return self.collect(self.submit(function, *args, per_rank=per_rank), timeout=timeout)
+
+    def submit(
+        self, function: Callable[..., Any], *args: Any, per_rank: Sequence[tuple[Any, ...]] | None = None
+    ) -> Ticket:
+        """Have every rank call `function(*args, *per_rank[rank])`; returns at once, the ranks work meanwhile.
+
+        The function travels by name, so it must be importable; arguments and results travel by pickle.
+        If an earlier call was never collected, the ranks are replaced first and that call is lost.
+
+        Raises ValueError for a function of `__main__` or a `per_rank` of another length, PoolError on a closed pool,
+        and what pickle raises (nothing has been sent then).
+        """
+        ranks = self._live()
+        if getattr(function, "__module__", None) == "__main__":
+            raise ValueError(
+                f"function: got {function!r} of __main__; allowed are functions of a module ranks can import"
+            )
+        if per_rank is not None and len(per_rank) != self.world_size:
+            raise ValueError(f"per_rank: got {len(per_rank)} entries; allowed are {self.world_size}, one per rank")
+        shared = pickle.dumps((function, args), protocol=5)
+        own = (
+            [_NO_ARGS] * self.world_size if per_rank is None else [pickle.dumps(tuple(a), protocol=5) for a in per_rank]
+        )
+        if self._under_way is not None:
+            ranks = self._start()
+        self._sequence += 1
+        dead = tuple(rank for rank, died in ranks.events(0.0) if died)
+        ticket = Ticket(self._sequence, _qualified_name(function), dead)
+        self._under_way = ticket
+        head = REQUEST.pack(ticket.sequence) + shared
+        ranks.send([head + tail for tail in own])
+        return ticket
+
+    def collect(self, ticket: Ticket, *, timeout: float | None = None) -> list[Any]:
+        """Every rank's result, in rank order.
+
+        timeout: seconds from now; None for the pool's own.
+
+        Raises RankCrash, RankError, MismatchedMessages or RankHang; the ranks have been replaced by then.
+        Raises ValueError for a ticket already collected or given up, PoolError on a closed pool.
+        """
+        ranks = self._live()
+        if ticket != self._under_way:
+            raise ValueError(f"ticket: got {ticket}, which is not under way; allowed is {self._under_way}")
+        patience = self.timeout if timeout is None else timeout
+        try:
+            call = _await_answers(ranks, ticket, patience)
+            failed = bool(call.waiting or call.raised or call.died)
+            failure = _diagnose(ranks, ticket, call, patience) if failed else None
+        except BaseException as error:  # Ctrl-C, a result that cannot be unpickled: the call's remains must not linger
+            self._start_after(error)
+            raise
+        self._under_way = None
+        if failure is None:
+            return [call.results[rank] for rank in range(self.world_size)]
+        self._start_after(failure)
+        # One line each: Hypothesis keeps failures from different lines apart.
+        if isinstance(failure, RankCrash):
+            raise failure
+        if isinstance(failure, MismatchedMessages):
+            raise failure
+        if isinstance(failure, RankError):
+            raise failure
+        raise failure
+
+    def rebuild(self) -> None:
+        """Replace all ranks: for a caller who finds an answer wrong, lest a stray message outlive the call."""
+        self._live()
+        self._start()
+
+    def close(self) -> None:
+        """End all ranks. Calling it again does nothing."""
+        if self._ranks is not None:
+            self._end()
+
+    def _live(self) -> RankSet:
+        if self._ranks is None:
+            raise PoolError("the pool is closed")
+        return self._ranks
+
+    def _end(self) -> None:
+        self._under_way = None
+        self._ranks = None
+        self._end_ranks()
+
+    def _start(self) -> RankSet:
+        """New ranks in place of the present ones, if any. PoolError, and a closed pool, if they do not start."""
+        if self._ranks is not None:
+            self._end()
+        self.generation += 1
+        ranks = self._new_ranks()
+        self._end_ranks = weakref.finalize(self, ranks.end)  # also when the pool is forgotten, or at interpreter exit
+        self._ranks = ranks
+        try:
+            ranks.start()
+            ticket = Ticket(0, "joining the process group")
+            call = _await_answers(ranks, ticket, START_TIMEOUT)
+            if call.waiting or call.raised or call.died:
+                raise PoolError(f"the ranks did not start\n{_diagnose(ranks, ticket, call, START_TIMEOUT)}")
+        except BaseException:
+            self.close()
+            raise
+        return ranks
+
+    def _new_ranks(self) -> RankSet:
+        return LocalRanks(self.world_size, self._preload, self.timeout, self._joined_by)
+
+    def _start_after(self, failure: BaseException) -> None:
+        try:
+            self._start()
+        except PoolError as error:
+            raise PoolError(f"the ranks could not be replaced after the failure above: {error}") from failure
+
+
+def _qualified_name(function: Callable[..., Any]) -> str:
+    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"
+
+
+def _await_answers(ranks: RankSet, ticket: Ticket, patience: float) -> _Call:
+    """Take answers until all are there, a rank died, the grace after an exception is over, or patience is.
+
+    Patience is wall time, and a loaded machine may leave ranks without a processor for long: while one that has not
+    answered could run, patience is drawn out, up to BUSY times. Ranks that wait for each other could not.
+    """
+    call = _Call(set(range(ranks.world_size)))
+    began = time.monotonic()
+    deadline, last = began + patience, began + BUSY * patience
+    while call.waiting and not call.died:
+        events = ranks.events(max(0.0, deadline - time.monotonic()))
+        if not events:
+            call.waited = time.monotonic() - began
+            if call.raised or time.monotonic() > last or not ranks.could_run(call.waiting):
+                break
+            deadline = time.monotonic() + patience / 4
+        for rank, dead in events:
+            if not dead and rank in call.waiting:
+                _take_answer(ranks, call, rank, ticket.sequence)
+            elif dead and rank not in call.raised:  # one that cannot join its group says why, and ends
+                call.died.add(rank)
+        if call.raised:
+            deadline = min(deadline, time.monotonic() + GRACE)
+    return call
+
+
+def _take_answer(ranks: RankSet, call: _Call, rank: int, expected: int) -> None:
+    received = ranks.receive(rank)
+    if received is None:
+        call.died.add(rank)
+        return
+    sequence, status, payload = received
+    if sequence != expected:
+        raise PoolError(f"rank {rank} answered call {sequence}, but call {expected} is under way")
+    value = pickle.loads(payload)
+    call.waiting.discard(rank)
+    if status == ANSWERED:
+        call.results[rank] = value
+    else:
+        call.raised[rank] = value
+
+
+def _diagnose(ranks: RankSet, ticket: Ticket, call: _Call, patience: float) -> RankFailure:
+    """The failure, with where every rank stands: the ranks must still be as the failure left them."""
+    stacks = ranks.stacks(call.waiting | call.died)
+    if call.raised or call.died:
+        for rank in sorted(call.waiting - call.died):
+            # The others' end may have made it raise; if it has left the call, its answer is about to come.
+            if ranks.has_answer(rank, GRACE if is_answering(stacks[rank]) else 0.0):
+                _take_answer(ranks, call, rank, ticket.sequence)
+    call.died |= {rank for rank in call.waiting if ranks.is_dead(rank)}
+    call.waiting -= call.died
+    states = [_state(ranks, call, rank, stacks) for rank in range(ranks.world_size)]
+    where = f"in {ticket.name} (world of {ranks.world_size})"
+    if call.died:
+        died = "; ".join(f"rank {state.rank} {state.detail}" for state in states if state.outcome == "died")
+        before = f" (it was dead before the call: {name_ranks(ticket.dead)})" if ticket.dead else ""
+        return RankCrash(f"{died} {where}{before}", states)
+    if call.raised:
+        who = sorted(call.raised)
+        headline = f"{name_ranks(who)} raised {where}: {call.raised[who[0]].headline}"
+        mismatched = any(raised.mismatched for raised in call.raised.values())
+        return MismatchedMessages(headline, states) if mismatched else RankError(headline, states)
+    longer = f", nor within {call.waited:.0f} s while it computed," if call.waited > 2 * patience else ""
+    return RankHang(f"no answer within {patience:g} s{longer} from {name_ranks(sorted(call.waiting))} {where}", states)
+
+
+def _state(ranks: RankSet, call: _Call, rank: int, stacks: dict[int, str]) -> RankState:
+    stack = tidy_stack(stacks.get(rank, ""))
+    if rank in call.died:
+        return RankState(rank, "died", name_exit(ranks.exit_code(rank)), stack)
+    if rank in call.raised:
+        return RankState(rank, "raised", f"raised {call.raised[rank].headline}", call.raised[rank].traceback)
+    if rank in call.results:
+        return RankState(rank, "answered", "had answered")
+    if not stack:
+        return RankState(rank, "blocked", "had not answered, and wrote no stack: it is stopped, or in the kernel")
+    return RankState(rank, "blocked", "had not answered; it stood at", stack)

@@ -1,0 +1,336 @@
+"""The processes behind the pool: how they are started, both ends of the pipes to them, and what a rank does.
+
+`Ranks` is the parent's side of one generation of ranks. `main` is a rank's: it joins the process group
+(`verification.run.processes.rendezvous`), then serves one call after another until its parent closes the pipe or dies.
+
+torch is not imported here: ranks get it from the forkserver's preload, and check that.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import io
+import multiprocessing
+import os
+import pickle
+import selectors
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import Pipe, context, forkserver, popen_forkserver, reduction, spawn, util
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from verification.failures import MismatchedMessages, Raised
+from verification.run.processes.rendezvous import MeetingHere, Membership, join_group
+from verification.run.processes.runnable import is_runnable
+
+STACK_SIGNAL = signal.SIGUSR1
+ANSWERED, RAISED = 0, 1
+REQUEST = struct.Struct("<Q")  # number of the call; then two pickles: (function, args), this rank's own args
+ANSWER = struct.Struct("<QB")  # number of the call, ANSWERED or RAISED; then one pickle: the result or a Raised
+
+LOOKS, LOOK_EVERY = 5, 0.02  # seconds
+STACK_TIMEOUT = 1.0  # for a rank to write its stack; one that is stopped (SIGSTOP) never does
+
+_IMPORTED_BY = os.getpid()  # differs from the rank's own pid exactly if the forkserver preloaded this module
+_servers: dict[tuple[str, ...], forkserver.ForkServer] = {}
+
+
+class PoolError(RuntimeError):
+    """The pool cannot do its work (it is closed, its ranks do not start): no verdict on what is verified."""
+
+
+class Ranks:
+    """One generation of rank processes: started from the forkserver, spoken to, seen to their end.
+
+    Ranks are called by their index among `members`.
+    """
+
+    def __init__(self, members: Sequence[Membership], timeout: float) -> None:
+        self.world_size = len(members)
+        self._members = tuple(members)
+        self._timeout = timeout
+        self._owner = os.getpid()
+        self._processes: list[RankProcess] = []
+        self._calls: list[Connection] = []
+        self._stacks: list[Connection] = []
+        self._selector = selectors.DefaultSelector()
+
+    def fileno(self) -> int:
+        """Readable while `events` has something to say."""
+        return self._selector.fileno()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return tuple(process.pid or 0 for process in self._processes)
+
+    def start(self) -> None:
+        """Fork the processes; each sends an answer to call 0 when it has joined its peers."""
+        for index, member in enumerate(self._members):
+            calls, rank_calls = Pipe(duplex=True)
+            stacks, rank_stacks = Pipe(duplex=False)
+            self._calls.append(calls)
+            self._stacks.append(stacks)
+            process = RankProcess(member, rank_calls, rank_stacks)
+            try:
+                process.start()
+            except (EOFError, OSError) as error:
+                raise PoolError("the forkserver died; a preloaded module may have ended it (see its stderr)") from error
+            finally:
+                rank_calls.close()
+                rank_stacks.close()
+            self._processes.append(process)
+            limit_sends(calls, self._timeout)
+            self._selector.register(calls, selectors.EVENT_READ, (index, False))
+            self._selector.register(process.sentinel, selectors.EVENT_READ, (index, True))
+
+    def send(self, messages: Sequence[bytes]) -> None:
+        """One message to each rank. A rank that does not take it will be found not to answer."""
+        for calls, message in zip(self._calls, messages, strict=True):
+            with suppress(BrokenPipeError, ConnectionResetError, BlockingIOError):
+                calls.send_bytes(message)
+
+    def events(self, timeout: float) -> list[tuple[int, bool]]:
+        """(rank, whether it died) for every rank that has something to say; answers before deaths."""
+        found: list[tuple[int, bool]] = [key.data for key, _ in self._selector.select(timeout)]
+        return sorted(found, key=lambda event: event[1])
+
+    def receive(self, rank: int) -> tuple[int, int, bytes] | None:
+        """(number of the call, ANSWERED or RAISED, pickle); None if the rank closed the pipe."""
+        try:
+            message = self._calls[rank].recv_bytes()
+        except (EOFError, ConnectionResetError):
+            return None
+        sequence, status = ANSWER.unpack_from(message)
+        return sequence, status, message[ANSWER.size :]
+
+    def has_answer(self, rank: int, timeout: float) -> bool:
+        return self._calls[rank].poll(timeout)
+
+    def is_dead(self, rank: int) -> bool:
+        return self._processes[rank].exitcode is not None
+
+    def exit_code(self, rank: int) -> int | None:
+        """Of a rank that closed its pipe; negative for a signal; None if the process lives on regardless."""
+        self._processes[rank].join(STACK_TIMEOUT)
+        return self._processes[rank].exitcode
+
+    def stacks(self, ranks: Collection[int]) -> dict[int, str]:
+        """The Python stacks of these ranks, all threads; of a dead one, what it wrote as it died."""
+        dumps = dict.fromkeys(ranks, b"")
+        deadline = time.monotonic() + STACK_TIMEOUT
+        with selectors.DefaultSelector() as selector:
+            for rank in ranks:
+                selector.register(self._stacks[rank], selectors.EVENT_READ, rank)
+                if not self.is_dead(rank):
+                    with suppress(ProcessLookupError):
+                        os.kill(self.pids[rank], STACK_SIGNAL)
+            while selector.get_map():
+                for key, _ in (ready := selector.select(max(0.0, deadline - time.monotonic()))):
+                    chunk = os.read(key.fd, 1 << 16)
+                    dumps[key.data] += chunk
+                    if not chunk or _is_complete(dumps[key.data]):
+                        selector.unregister(key.fileobj)
+                if not ready:
+                    break
+        return {rank: dump.decode(errors="replace") for rank, dump in dumps.items()}
+
+    def could_run(self, ranks: Collection[int]) -> bool:
+        """Whether any of these ranks computes, or would if it had a processor: seen in a few looks at all threads."""
+        for _ in range(LOOKS):
+            if any(is_runnable(self.pids[rank]) for rank in ranks):
+                return True
+            time.sleep(LOOK_EVERY)
+        return False
+
+    def end(self) -> None:
+        """Kill every rank, wait until it is gone, let go of all that belonged to it."""
+        if os.getpid() != self._owner:
+            return  # a fork of the owner has inherited this object, not the ranks
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+            process.close()
+        for connection in (*self._calls, *self._stacks):
+            connection.close()
+        self._selector.close()
+
+
+class LocalRanks(Ranks):
+    """Ranks that are all on this machine."""
+
+    def __init__(self, world_size: int, preload: tuple[str, ...], timeout: float, joined_by: str) -> None:
+        self._place = MeetingHere()
+        members = [
+            Membership(rank, world_size, self._place.meeting, preload, joined_by, gpu=rank)
+            for rank in range(world_size)
+        ]
+        super().__init__(members, timeout)
+
+    def end(self) -> None:
+        super().end()
+        if os.getpid() == self._owner:
+            self._place.close()
+
+
+def _is_complete(dump: bytes) -> bool:
+    """faulthandler writes the main thread last, its last frame the forkserver's (or dots, after 100 frames)."""
+    return dump.endswith((b" in <module>\n", b"  ...\n"))
+
+
+def limit_sends(connection: Connection, seconds: float) -> None:
+    """Let no send block for longer (a stopped rank reads nothing): it then raises BlockingIOError."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
+
+
+class RankProcess(context.ForkServerProcess):
+    """A process forked from a server that has imported `membership.preload`, and that runs `main`."""
+
+    def __init__(self, membership: Membership, calls: Connection, stacks: Connection) -> None:
+        super().__init__(name=f"rank {membership.rank}", target=main, args=(membership, calls, stacks), daemon=True)
+        self.preload = membership.preload
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> Popen:
+        return Popen(process_obj)
+
+
+class Popen(popen_forkserver.Popen):
+    """As multiprocessing's own, with two differences.
+
+    There is a server per set of preloaded modules, where multiprocessing has one for the whole program. And the rank
+    does not import the parent's `__main__` again: a heredoc or a notebook has none, pytest's costs more than the fork.
+    """
+
+    def _launch(self, process_obj: Any) -> None:
+        preparation = spawn.get_preparation_data(process_obj.name)
+        preparation.pop("init_main_from_name", None)
+        preparation.pop("init_main_from_path", None)
+        buffer = io.BytesIO()
+        context.set_spawning_popen(self)
+        try:
+            reduction.dump(preparation, buffer)
+            reduction.dump(process_obj, buffer)
+        finally:
+            context.set_spawning_popen(None)
+        self.sentinel, data_w = server(process_obj.preload).connect_to_new_process(self._fds)  # type: ignore[attr-defined]
+        # The rank's `parent_process().sentinel` is the other end of this: it tells of our end.
+        parent_w = os.dup(data_w)
+        self.finalizer = util.Finalize(self, util.close_fds, (parent_w, self.sentinel))  # type: ignore[attr-defined]
+        with open(data_w, "wb", closefd=True) as pipe:
+            pipe.write(buffer.getbuffer())
+        self.pid = forkserver.read_signed(self.sentinel)
+
+
+def server(preload: tuple[str, ...]) -> forkserver.ForkServer:
+    """The forkserver with these modules; started on first use, ends when this process and all ranks have."""
+    found = _servers.get(preload)
+    if found is None:
+        found = _servers[preload] = forkserver.ForkServer()
+        # This module last, so that ranks can tell that the preload took place.
+        found.set_forkserver_preload([*preload, __name__])
+    with _server_environment():
+        found.ensure_running()
+    return found
+
+
+@contextmanager
+def _server_environment() -> Iterator[None]:
+    """One thread per rank, from the import of numpy on; and a path on which the preload finds what we find."""
+    wanted = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    wanted["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def main(membership: Membership, calls: Connection, stacks: Connection) -> None:
+    """Serve calls until the parent is gone. Stacks go to `stacks`: on STACK_SIGNAL, and on a fatal error."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business, who then ends the ranks
+    gc.freeze()  # what came with the fork is never garbage: do not walk it, do not unshare its pages
+    faulthandler.enable(stacks.fileno())
+    faulthandler.register(STACK_SIGNAL, stacks.fileno(), all_threads=True)
+    threading.Thread(target=exit_with_parent, daemon=True).start()
+    try:
+        check_preload(membership.preload)
+        join_group(membership)
+        calls.send_bytes(ANSWER.pack(0, ANSWERED) + pickle.dumps(None))
+    except Exception as error:
+        calls.send_bytes(ANSWER.pack(0, RAISED) + pickle.dumps(describe(error)))
+        return
+    while True:
+        try:
+            calls.send_bytes(run_request(calls.recv_bytes()))
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            os._exit(0)  # the parent let go; nothing here is worth an orderly teardown and its warnings
+
+
+def exit_with_parent() -> None:
+    """End this process when the parent ends, however it ended and wherever the main thread is blocked.
+
+    PR_SET_PDEATHSIG would tell of the forkserver's death, not of the parent's.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+def check_preload(preload: tuple[str, ...]) -> None:
+    """RuntimeError for what the forkserver failed to preload: it keeps silent about it (cpython#117378)."""
+    missing = [name for name in preload if name not in sys.modules]
+    if os.getpid() == _IMPORTED_BY and not missing:
+        missing = [__name__]
+    if not missing:
+        return
+    reasons = []
+    for name in missing:
+        try:
+            importlib.import_module(name)
+            reasons.append(f"{name} (a rank itself can import it)")
+        except Exception as error:
+            reasons.append(f"{name} ({type(error).__name__}: {error})")
+    raise RuntimeError(f"the forkserver did not preload {', '.join(reasons)}")
+
+
+def run_request(message: bytes) -> bytes:
+    """The answer to one call. Whatever the function raises is an answer too."""
+    (sequence,) = REQUEST.unpack_from(message)
+    stream = io.BytesIO(message)
+    stream.seek(REQUEST.size)
+    try:
+        function, args = pickle.load(stream)
+        own_args = pickle.load(stream)
+        result = function(*args, *own_args)
+        return ANSWER.pack(sequence, ANSWERED) + pickle.dumps(result, protocol=5)
+    except BaseException as error:
+        return ANSWER.pack(sequence, RAISED) + pickle.dumps(describe(error))
+    finally:
+        sys.stdout.flush()  # a rank ends by SIGKILL: what it printed is to be seen nevertheless
+
+
+def describe(error: BaseException) -> Raised:
+    # The first frame is this module's own.
+    tb = error.__traceback__.tb_next if error.__traceback__ else None
+    text = "".join(traceback.format_exception(type(error), error, tb))
+    kind = type(error)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return Raised(name, str(error), text, isinstance(error, MismatchedMessages))

@@ -1,0 +1,309 @@
+"""What one rank does with a Case: rebuild the tensors, take its shard, run forward and backward, say what it
+saw.
+
+Tasks: functions of (transport, case, ...) for a `verification.run.backends.Backend`. They know the public face of
+`ring`, its recording transport and its counter of buffers, nothing else; where the transport comes from is
+the backend's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ring import Layout, Transport, ring_attention
+from ring.budget import default_bucket
+from ring.comm.exchange import measure
+from ring.comm.transport import ProcessGroupTransport, RecordingTransport, SoloTransport
+from verification.case import Case, strided_copy
+from verification.run.observation import LONGER, Division, Observation, carry, dtype_name
+from verification.run.second_run import another_default_device, in_one_storage
+from verification.run.workspace import Meter, Workspace
+
+Tensors = tuple[Tensor, ...]  # q, k, v, dout, dlse
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A change to a Case's tensors, for laws: the same on every rank, and in the parent.
+
+    after     replace q, k, v of all tokens beyond position `number` by other numbers
+    poison    put NaN (`number` even) or inf into the tensor `name` at the token `positions[0]`, head 0, dimension 0
+    permute   `order` of the batch, and `head_order` of the query heads with `kv_order` of the key/value heads
+    shift     add `number` to v, so that the outputs stay away from 0
+    """
+
+    kind: str
+    number: int = 0
+    positions: tuple[int, ...] = ()
+    name: str = "v"
+    order: tuple[int, ...] = ()
+    head_order: tuple[int, ...] = ()
+    kv_order: tuple[int, ...] = ()
+
+    def apply(self, tensors: Tensors) -> Tensors:
+        """New tensors for the whole sequence: q, dout (B, n, H, D), k, v (B, n, Hk, D), dlse (B, H, n)."""
+        q, k, v, dout, dlse = tensors
+        if self.kind == "after":
+            q, k, v = (torch.cat((x[:, : self.number + 1], _others(x[:, self.number + 1 :])), 1) for x in (q, k, v))
+        elif self.kind == "poison":
+            q, k, v = q.clone(), k.clone(), v.clone()
+            spoiled = {"q": q, "k": k, "v": v}[self.name]
+            spoiled[0, self.positions[0], 0, 0] = float("inf") if self.number % 2 else float("nan")
+        elif self.kind == "permute":
+            batch, heads, kv_heads = list(self.order), list(self.head_order), list(self.kv_order)
+            q, dout = q[batch][:, :, heads], dout[batch][:, :, heads]
+            k, v = k[batch][:, :, kv_heads], v[batch][:, :, kv_heads]
+            dlse = dlse[batch][:, heads]
+        elif self.kind == "shift":
+            v = v + self.number
+        else:
+            raise ValueError(f"kind is {self.kind!r}; it must be one of after, poison, permute, shift")
+        return q, k, v, dout, dlse
+
+
+def _others(x: Tensor) -> Tensor:
+    """Other numbers of the same kind and size, none of them in its old place with its old sign."""
+    return -x.flip(1)
+
+
+def whole_tensors(case: Case, edit: Edit | None = None) -> Tensors:
+    tensors = case.tensors()
+    return tensors if edit is None else edit.apply(tensors)
+
+
+def home() -> torch.device:
+    """Where this rank's tensors live: on its GPU if NCCL joins it to the others."""
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def shards(case: Case, index: int, tensors: Tensors) -> Tensors:
+    """The share of the rank at that index of the group; non-contiguous where the Case says so."""
+    layout = case.layout()
+    taken = tuple(layout.shard(x, index, dim=2 if x.dim() == 3 else 1).to(home()) for x in tensors)
+    if not case.strided:
+        return taken
+    return tuple(strided_copy(x, 2 if case.seed % 2 else -1) for x in taken)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One run forward and backward on one rank. None: not asked for, not run, not recorded or not measured."""
+
+    results: tuple[Tensor | None, ...]  # out, lse, dq, dk, dv
+    sent_forward: tuple[Any, ...] | None
+    received_forward: tuple[Any, ...] | None
+    sent_backward: tuple[Any, ...] | None
+    received_backward: tuple[Any, ...] | None
+    buffer_forward: int | None
+    buffer_backward: int | None
+    workspace_forward: Workspace | None = None
+    workspace_backward: Workspace | None = None
+
+
+@dataclass(frozen=True)
+class _Leg:
+    """Forward or backward of a pass."""
+
+    sent: tuple[Any, ...] | None = None
+    received: tuple[Any, ...] | None = None
+    buffer: int | None = None
+    workspace: Workspace | None = None
+
+
+_WITH_ANOTHER = ("no_grad", "backward", "between", "pipelined")  # runs that take other numbers as well
+
+
+def attend(transport: Transport, case: Case, inputs: Tensors, how: str = "alike", measured: bool = False) -> Pass:
+    """ring_attention forward and backward on this rank's share of q, k, v, dout, dlse. how: as a Case's `again`."""
+    group = _bare(transport) if how == "group" else RecordingTransport(transport)
+    meter = Meter(case.head_dim) if measured else None
+    incoming, others = inputs[3:], _negated(inputs) if how in _WITH_ANOTHER else ()
+    call, there = _watched(lambda: _Call.forward(group, case, inputs, how), group, meter)
+    if how == "no_grad":
+        _Call.forward(transport, case, others, how)  # what the earlier call gave must stay as it was
+        return _pass((call.out, call.lse, None, None, None), there, _Leg())
+    if how == "backward":
+        call.backward(others[3:], retain=True)
+    if how == "between":
+        attend(transport, case, others)
+    later = _Call.forward(transport, case, others, how) if how == "pipelined" else None
+    found, back = _watched(lambda: call.backward(incoming), group, meter)
+    if later is not None:
+        later.backward(others[3:])
+    if how == "between":  # and after it: what earlier calls gave must stay as it was
+        attend(transport, case, others)
+    return _pass((call.out, call.lse, *map(found.get, "qkv")), there, back)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of ring_attention: what it gave, and the leaves of its graph by their names."""
+
+    case: Case
+    how: str
+    out: Tensor
+    lse: Tensor | None
+    leaves: dict[str, Tensor]
+
+    @classmethod
+    def forward(
+        cls, group: Transport | dist.ProcessGroup | None, case: Case, inputs: Tensors, how: str = "alike"
+    ) -> _Call:
+        """On this rank's share of q, k, v, which the inputs begin with."""
+        given = _together(case, inputs[:3]) if how == "shared" else inputs[:3]
+        wanted = how if set(how) <= set("qkv") else "qkv"
+        q, k, v = (x.detach().requires_grad_(name in wanted) for name, x in zip("qkv", given, strict=True))
+        layout = case.layout()
+        with torch.set_grad_enabled(how != "no_grad"), _circumstances(how):
+            result = ring_attention(
+                q, k, v, case.pattern, layout, group=group, exchange=case.exchange, bucket=case.bucket,
+                kernel=case.kernel, scale=case.scale, return_lse=case.lse != "unused", check=how != "unchecked",
+            )  # fmt: skip
+        out, lse = result if isinstance(result, tuple) else (result, None)
+        return cls(case, how, out, lse, {name: x for name, x in zip("qkv", (q, k, v), strict=True) if name in wanted})
+
+    def backward(self, incoming: Tensors, retain: bool = False) -> dict[str, Tensor]:
+        """The gradients by the names of the leaves; incoming: dout, dlse."""
+        outputs, given = [self.out], [incoming[0]]
+        if self.lse is not None and self.case.through_lse:
+            alone = self.case.lse == "alone"
+            outputs, given = ([self.lse], [incoming[1]]) if alone else ([self.out, self.lse], list(incoming))
+        with _circumstances(self.how):
+            found = torch.autograd.grad(outputs, list(self.leaves.values()), given, retain_graph=retain)
+        return dict(zip(self.leaves, found, strict=True))
+
+
+def _circumstances(how: str) -> AbstractContextManager[None]:
+    """Around nothing but a call's forward or backward: this program's own tensors are made as ever."""
+    return another_default_device() if how == "meta" else nullcontext()
+
+
+def _together(case: Case, inputs: Tensors) -> Tensors:
+    """q, k and v; k and v in one storage or, for every other seed, all three. For three seeds of four the last comes
+    first: who takes what lies first for the keys is then wrong."""
+    shared = inputs if case.seed % 2 else inputs[1:]
+    found = in_one_storage(shared) if case.seed % 4 == 3 else in_one_storage(shared[::-1])[::-1]
+    return (*inputs[: -len(shared)], *found)
+
+
+def _negated(inputs: Tensors) -> Tensors:
+    """Other numbers, with other scores, results and gradients."""
+    q, k, v, dout, dlse = inputs
+    return q, -k, -v, -dout, -dlse
+
+
+def _pass(results: tuple[Tensor | None, ...], there: _Leg, back: _Leg) -> Pass:
+    return Pass(
+        results, there.sent, there.received, back.sent, back.received, there.buffer, back.buffer, there.workspace,
+        back.workspace,
+    )  # fmt: skip
+
+
+def _bare(transport: Transport) -> Transport | dist.ProcessGroup | None:
+    """What a user would pass who knows nothing of transports: None where all ranks take part, their group otherwise. In
+    a simulation there is no such thing but the transport itself.
+    """
+    if isinstance(transport, SoloTransport):
+        return None
+    if isinstance(transport, ProcessGroupTransport):
+        return None if transport.group is dist.group.WORLD else transport.group
+    return transport
+
+
+def _watched(call: Callable[[], Result], group: object, meter: Meter | None) -> tuple[Result, _Leg]:
+    """What a leg gave, and what it took."""
+    log = group if isinstance(group, RecordingTransport) else None
+    sent, received = (len(log.sent), len(log.received)) if log else (0, 0)
+    own = group if isinstance(group, Transport) else None
+    with measure(own) as buffers, meter or nullcontext():
+        result = call()
+    return result, _Leg(
+        tuple(log.sent[sent:]) if log else None,
+        tuple(log.received[received:]) if log else None,
+        buffers.bytes,
+        meter.take() if meter else None,
+    )
+
+
+def observe(transport: Transport, case: Case, edit: Edit | None = None, repeat: bool = True) -> Observation:
+    """Forward and backward, twice if `repeat`; what this rank saw, for `verification.check.checks`."""
+    inputs = shards(case, transport.rank, whole_tensors(case, edit))
+    kept = [x.clone() for x in inputs]
+    run = attend(transport, case, inputs, measured=case.measured)
+    again = attend(transport, case, inputs, case.again) if repeat else run
+    return observation_of(division(case, transport.rank), inputs, kept, run, again)
+
+
+def division(case: Case, index: int) -> Division:
+    """What the layout says on the rank at that index of the group."""
+    layout, everything = case.layout(), torch.arange(case.tokens)
+    return Division(
+        layout.positions(index).numpy(),
+        layout.counts,
+        layout.shard(everything, index, dim=0).numpy(),
+        layout.unshard(everything.split(layout.counts), dim=0).numpy(),
+        default_bucket(_uneven(), case.heads, case.kv_heads, case.torch_dtype, case.device),
+    )
+
+
+@cache
+def _uneven() -> Layout:
+    """Of two ranks, the larger shard of LONGER tokens, behind one of none."""
+    return Layout.from_cuts(range(LONGER), (0, 0, LONGER))
+
+
+def observation_of(layout: Division, inputs: Tensors, kept: Sequence[Tensor], run: Pass, again: Pass) -> Observation:
+    """What a pass and its repetition showed; `kept` are copies of the inputs from before."""
+    out, lse, dq, dk, dv = run.results
+    assert out is not None and dq is not None and dk is not None and dv is not None
+    assert run.sent_forward is not None and run.received_forward is not None and run.buffer_forward is not None
+    assert run.sent_backward is not None and run.received_backward is not None and run.buffer_backward is not None
+    return Observation(
+        layout=layout,
+        out=carry(out),
+        lse=None if lse is None else carry(lse),
+        dq=carry(dq),
+        dk=carry(dk),
+        dv=carry(dv),
+        dtypes=tuple(dtype_name(out if x is None else x) for x in run.results),
+        sent_forward=run.sent_forward,
+        received_forward=run.received_forward,
+        sent_backward=run.sent_backward,
+        received_backward=run.received_backward,
+        buffer_forward=run.buffer_forward,
+        buffer_backward=run.buffer_backward,
+        inputs_unchanged=all(same_bits(x, y) for x, y in zip(inputs, kept, strict=True)),
+        repeat_equal=repeats(run, again),
+        workspace_forward=run.workspace_forward,
+        workspace_backward=run.workspace_backward,
+    )
+
+
+_LOGS = ("sent_forward", "received_forward", "sent_backward", "received_backward", "buffer_forward", "buffer_backward")
+
+
+def repeats(run: Pass, again: Pass) -> bool:
+    """Whether all that the second run gave is the same, bit for bit, and so is what it sent and held."""
+    for x, y in zip(run.results, again.results, strict=True):
+        if y is not None and (x is None or not same_bits(x, y)):
+            return False
+    return all(getattr(again, log) in (None, getattr(run, log)) for log in _LOGS)
+
+
+def same_bits(x: Tensor, y: Tensor) -> bool:
+    """Equal bit for bit: NaN equals itself, and 0 does not equal -0."""
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return False
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize]
+    return torch.equal(x.contiguous().view(integers), y.contiguous().view(integers))

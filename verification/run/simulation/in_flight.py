@@ -1,0 +1,81 @@
+"""Messages in flight between simulated ranks: what their buffers must hold, and whether they overlap."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ring.comm.transport import Message
+
+Span = tuple[int, int, str]  # first byte, the byte after the last, label
+
+
+class Flight:
+    """One end of a message, from its post to the end of its wait."""
+
+    __slots__ = ("message", "batch", "bits", "expected", "partner", "delivered", "start", "stop")
+
+    def __init__(self, message: Message, batch: Batch, scribble: bool) -> None:
+        self.message, self.batch = message, batch
+        self.bits = bits_of(message.tensor)
+        if scribble:
+            self.bits.fill_(-1)  # every bit set: a NaN in any floating-point type
+        self.expected = self.bits.clone()  # what the buffer must hold until the wait is over
+        self.partner: Flight | None = None
+        self.delivered = False
+        self.start, self.stop = span(message)
+
+    @property
+    def intact(self) -> bool:
+        return torch.equal(self.bits, self.expected)
+
+    def let_go(self) -> None:
+        """Of the rank's memory, once the wait is over; what the message was can still be told."""
+        self.message = replace(self.message, tensor=self.message.tensor.to("meta"))
+        self.bits = bits_of(self.message.tensor)
+        self.partner = None
+
+
+@dataclass(eq=False)
+class Batch:
+    """What one `post` started."""
+
+    number: int
+    rank: int
+    sends: list[Flight] = field(default_factory=list)
+    receives: list[Flight] = field(default_factory=list)
+    open: int = 0  # flights without which `wait` cannot return
+    landing: int = 0  # of these, the receives: those without which `arrive` cannot
+    arriving: bool = False  # the rank is in `arrive`
+    landed: bool = False  # the rank has its receive buffers back
+    over: bool = False  # all of them
+
+
+def overlap(into: list[Span], out: list[Span]) -> tuple[str, str] | None:
+    """Two buffers that share a byte, of which one is received into; in words."""
+    into = sorted(into)
+    for (_, stop, label), (start, _, other) in zip(into, into[1:], strict=False):
+        if start < stop:
+            return f"the receive of {label!r}", f"the receive of {other!r}"
+    starts = [start for start, _, _ in into]
+    for start, stop, label in out:
+        at = bisect_left(starts, stop)  # receives before `at` begin before this send ends
+        if at and into[at - 1][1] > start:
+            return f"the send of {label!r}", f"the receive of {into[at - 1][2]!r}"
+    return None
+
+
+def bits_of(x: torch.Tensor) -> torch.Tensor:
+    """As integers, so that NaN equals itself. x is contiguous."""
+    return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+
+
+def span(message: Message) -> tuple[int, int]:
+    start = message.tensor.data_ptr()
+    return start, start + message.bytes
+
+
+def described(message: Message) -> str:
+    return f"{message.label!r} ({message.bytes} bytes of {str(message.tensor.dtype).removeprefix('torch.')})"

@@ -1,0 +1,139 @@
+"""Ranks as threads of one process, one of which runs at a time, in an order that a seed decides.
+
+Each rank has a baton, a lock; whoever holds its own runs. A rank gives way in `pause` (it could go on) and in `block`
+(it cannot, until somebody calls `wake`), and by ending. Where nobody can go on and not all have ended, every rank is
+stuck for good: that is found at once, without a clock. Threads, not coroutines, since the code under test is ordinary
+code, called through an autograd engine that keeps its state per thread.
+
+Knows nothing of messages: why a rank is blocked is for `verification.run.simulation.simulation` to know.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+# How the next rank is chosen among those that could go on.
+POLICIES = ("any", "starve", "deepest", "in turn")
+
+
+class Abandoned(BaseException):
+    """Unwinds a rank that can never go on. No `Exception`: code under test must not catch it."""
+
+
+class Scheduler:
+    """Runs one function per rank; the same seed gives the same interleaving.
+
+    outcomes: what each rank returned, or None. errors: what it raised, or None. stuck: ranks that were blocked when
+    nobody could go on; stacks: where these stood.
+    """
+
+    def __init__(self, size: int, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.policy = self.random.choice(POLICIES)
+        self.victim = self.random.randrange(size)  # of "starve": it runs when nobody else can
+        self.outcomes: list[Any] = [None] * size
+        self.errors: list[BaseException | None] = [None] * size
+        self.stuck: tuple[int, ...] = ()
+        self.stacks: dict[int, FrameType] = {}
+        self.on_stuck: Callable[[], None] = lambda: None  # called once, while every stuck rank stands where it stands
+        self._batons = [threading.Lock() for _ in range(size)]
+        self._runnable = list(range(size))
+        self._blocked: set[int] = set()
+        self._threads: list[threading.Thread] = []
+        self._all_ended = threading.Lock()
+        self._running = size
+        self._abandoned = False
+
+    def run(self, functions: Sequence[Callable[[], Any]]) -> None:
+        """Call them, rank by rank, until all have ended or are stuck. An exception is kept in `errors`."""
+        self._all_ended.acquire()
+        for rank, function in enumerate(functions):
+            self._batons[rank].acquire()
+            name = f"simulated rank {rank}"
+            self._threads.append(threading.Thread(target=self._live, args=(rank, function), name=name, daemon=True))
+        for thread in self._threads:
+            thread.start()
+        self._batons[self._pick()].release()
+        self._all_ended.acquire()
+        for thread in self._threads:
+            thread.join()
+
+    def pause(self, rank: int) -> None:
+        """Called by the running rank: perhaps others go first. Raises Abandoned if the others are stuck for good."""
+        if self._abandoned:
+            raise Abandoned  # code that cleans up talks to nobody any more
+        if self._runnable and self.random.random() < 0.5:
+            self._runnable.append(rank)
+            self._pass_on(rank)
+
+    def block(self, rank: int) -> None:
+        """Called by the running rank: return once `wake(rank)` was called. Raises Abandoned if that can never be."""
+        if self._abandoned:
+            raise Abandoned
+        self._blocked.add(rank)
+        self._pass_on(rank)
+
+    def wake(self, rank: int) -> None:
+        """Called by the running rank: a rank that is blocked can go on. Of one that is not, nothing happens."""
+        if rank in self._blocked and not self._abandoned:
+            self._blocked.remove(rank)
+            self._runnable.append(rank)
+
+    def _live(self, rank: int, function: Callable[[], Any]) -> None:
+        self._batons[rank].acquire()
+        try:
+            if not self._abandoned:
+                self.outcomes[rank] = function()
+        except Abandoned:
+            pass
+        except BaseException as error:
+            self.errors[rank] = error
+        self._end()
+
+    def _end(self) -> None:
+        self._running -= 1
+        if not self._running:
+            self._all_ended.release()
+        elif self._abandoned or not self._runnable:
+            self._give_up()
+        else:
+            self._batons[self._pick()].release()
+
+    def _pass_on(self, rank: int) -> None:
+        if self._runnable:
+            chosen = self._pick()
+            if chosen == rank:
+                return
+            self._batons[chosen].release()
+        else:
+            self._give_up()
+        self._batons[rank].acquire()
+        if self._abandoned:
+            raise Abandoned
+
+    def _give_up(self) -> None:
+        """Let one blocked rank after the other unwind; each hands on to the next when it ends."""
+        if not self._abandoned:
+            self._abandoned = True
+            self.stuck = tuple(sorted(self._blocked))
+            frames = sys._current_frames()
+            self.stacks = {rank: frames[self._threads[rank].ident or 0] for rank in self.stuck}
+            self.on_stuck()
+            self.stacks = {}  # frames keep what they hold alive
+        self._batons[self._blocked.pop()].release()
+
+    def _pick(self) -> int:
+        waiting = self._runnable
+        at = 0
+        if self.policy == "any" or (self.policy == "starve" and len(waiting) > 1):
+            at = self.random.randrange(len(waiting))
+            if self.policy == "starve" and waiting[at] == self.victim:
+                at = (at + 1) % len(waiting)
+        elif self.policy == "deepest":
+            at = len(waiting) - 1
+        return waiting.pop(at)

@@ -1,0 +1,1 @@
+"""Ranks on the processes that torchrun started."""

@@ -1,0 +1,220 @@
+"""The processes that torchrun started: each is a seat that keeps one rank, a process of its own, and serves rank 0's.
+
+A rank that hangs in a kernel or in NCCL can neither say where it stands nor be used again; the process beside it can
+take its stack, end it and start another in its place. Seat 0 is the process that draws and judges as well
+(`verification.run.torchrun.ranks`). Seats talk over sockets of their own, which they find through torchrun's store:
+neither the group under test nor the store carries a call.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from verification.run.processes.rendezvous import Meeting, Membership
+from verification.run.processes.worker import PoolError, Ranks
+
+NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+JOIN_TIMEOUT = 60.0  # seconds for all seats to come
+_ADDRESS = "verification/seat 0"
+_TERMINATED = 128 + signal.SIGTERM  # a shell's word for it
+
+
+class NotUnderTorchrun(RuntimeError):
+    """The environment lacks what torchrun sets."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What torchrun tells a process that it starts."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    host: str  # of the store through which all find each other
+    port: int
+    served: bool  # whether torchrun itself serves the store; otherwise rank 0 does
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Place:
+        """Raises NotUnderTorchrun for an environment that torchrun has not made."""
+        missing = [name for name in NEEDED if name not in environment]
+        if missing:
+            raise NotUnderTorchrun(f"{', '.join(missing)} not set")
+        return cls(
+            int(environment["RANK"]),
+            int(environment["LOCAL_RANK"]),
+            int(environment["WORLD_SIZE"]),
+            environment["MASTER_ADDR"],
+            int(environment["MASTER_PORT"]),
+            environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        )
+
+    def store(self) -> Store:
+        """The common store. Keep it: on rank 0 it may be the one that serves."""
+        serves = self.rank == 0 and not self.served
+        tcp = TCPStore(
+            self.host, self.port, is_master=serves, wait_for_workers=False, timeout=timedelta(seconds=JOIN_TIMEOUT)
+        )  # fmt: skip
+        return PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", tcp)
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What a seat says of itself when it comes."""
+
+    rank: int
+    pid: int
+    machine: str
+    gpus: int  # that it sees
+    local_rank: int
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What a seat must know to start a rank of a generation."""
+
+    generation: int
+    world_size: int
+    meeting: Meeting
+    preload: tuple[str, ...]
+    joined_by: str
+    one_machine: bool
+    timeout: float
+
+
+def listen(place: Place, store: Store) -> tuple[socket.socket, str]:
+    """Rank 0's end: a listening socket, and the word by which a seat shows that it belongs here."""
+    # The address by which this machine reaches the store is one by which the others reach this machine.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((place.host, place.port))
+        address = probe.getsockname()[0]
+    listener = socket.create_server((address, 0), backlog=place.world_size)
+    word = secrets.token_hex(16)
+    store.set(_ADDRESS, f"{address} {listener.getsockname()[1]} {word}")
+    return listener, word
+
+
+def take_seat(place: Place, store: Store) -> Connection:
+    """A connection to rank 0, to which this seat has introduced itself."""
+    address, port, word = store.get(_ADDRESS).decode().split()
+    with socket.create_connection((address, int(port)), timeout=JOIN_TIMEOUT) as end:
+        end.settimeout(None)
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection = Connection(end.detach())
+    connection.send_bytes(word.encode())
+    gpus = torch.cuda.device_count()
+    connection.send(Hello(place.rank, os.getpid(), socket.gethostname(), gpus, place.local_rank))
+    return connection
+
+
+class Seat:
+    """Serves rank 0 until it says good-bye or is gone.
+
+    From rank 0 come (what, number, argument), to it go (what, generation or number, value): a reply has the number of
+    its question, what a rank says has its generation.
+    """
+
+    def __init__(self, place: Place, control: Connection) -> None:
+        self._place, self._control = place, control
+        self._ranks: Ranks | None = None
+        self._watched = False
+        self._generation = 0
+
+    def serve(self) -> int:
+        """The exit status for this process."""
+        bell, rings = os.pipe()
+        os.set_blocking(rings, False)
+        if self._place.rank:  # in rank 0 the main thread is another's
+            signal.set_wakeup_fd(rings, warn_on_full_buffer=False)
+            signal.signal(signal.SIGTERM, lambda *_: None)  # the bell rings; nothing is cut off in its middle
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 ends us
+        try:
+            while True:
+                watched = self._ranks.fileno() if self._ranks and self._watched else None
+                ready = wait([self._control, bell] if watched is None else [self._control, bell, watched])
+                if bell in ready and signal.SIGTERM in os.read(bell, 64):
+                    # Rank 0 is to tell who was told to leave from who is gone.
+                    self._send("leaving", 0, None)
+                    return _TERMINATED
+                if watched in ready:
+                    self._pass_on()
+                if self._control in ready:
+                    status = self._obey(*self._control.recv())
+                    if status is not None:
+                        return status
+        except (EOFError, ConnectionError):
+            return 1  # rank 0 is gone
+        finally:
+            self._end()
+
+    def _send(self, what: str, number: int, value: Any) -> None:
+        self._control.send((what, number, value))
+
+    def _obey(self, what: str, number: int, argument: Any) -> int | None:
+        """One message of rank 0; the exit status if it is the last."""
+        if what == "call":
+            if self._ranks is not None:
+                self._ranks.send([argument])
+        elif what == "start":
+            self._send("reply", number, self._start(argument))
+        elif what == "stacks":
+            self._send("reply", number, self._ranks.stacks([0])[0] if self._ranks else "")
+        elif what == "could run":
+            self._send("reply", number, self._ranks is not None and self._ranks.could_run([0]))
+        elif what == "end":
+            self._end()
+            self._send("reply", number, None)
+        else:
+            assert what == "bye", what
+            return int(argument)
+        return None
+
+    def _start(self, orders: Orders) -> tuple[int, str]:
+        """(pid, "") of a new rank in place of the present one, or (0, why there is none)."""
+        self._end()
+        self._generation = orders.generation
+        member = Membership(
+            self._place.rank, orders.world_size, orders.meeting, orders.preload, orders.joined_by,
+            gpu=self._place.local_rank, one_machine=orders.one_machine,
+        )  # fmt: skip
+        self._ranks = Ranks([member], orders.timeout)
+        try:
+            self._ranks.start()
+        except PoolError as error:
+            return 0, str(error)
+        self._watched = True
+        return self._ranks.pids[0], ""
+
+    def _pass_on(self) -> None:
+        """What the rank has to say goes to rank 0."""
+        assert self._ranks is not None
+        for _, died in self._ranks.events(0.0):
+            answer = None if died else self._ranks.receive(0)
+            if answer is None:
+                self._watched = False
+                self._send("died", self._generation, self._ranks.exit_code(0))
+                return
+            self._send("answer", self._generation, answer)
+
+    def _end(self) -> None:
+        if self._ranks is not None:
+            self._ranks.end()
+            self._ranks, self._watched = None, False
+
+
+def vanish(connection: Connection) -> None:
+    """Close a connection whose other end may be gone."""
+    with suppress(OSError):
+        connection.close()

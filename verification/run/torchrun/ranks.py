@@ -1,0 +1,357 @@
+"""The verification on the processes that torchrun started: rank 0 draws and judges, each process keeps one rank.
+
+`TorchrunBackend` is a `verification.run.backends.Backend` like the others: Hunt, laws and replay run on it unchanged,
+and what fails is shrunk in the simulation. Ranks that crashed or hung are named, shown and replaced
+(`verification.run.processes.pool`); only the loss of a process that torchrun itself started ends the run: `SeatLost`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from verification.case import Case
+from verification.failures import name_ranks
+from verification.run.backends import PRELOAD, GlooBackend, Preparation, SimBackend, Task, Unavailable
+from verification.run.processes.pool import START_TIMEOUT, Pool, PoolError, RankSet
+from verification.run.processes.rendezvous import Meeting
+from verification.run.processes.worker import LOOK_EVERY, LOOKS, STACK_TIMEOUT, limit_sends
+from verification.run.torchrun.agents import JOIN_TIMEOUT, Hello, Orders, Place, Seat, listen, take_seat, vanish
+from verification.wording import counted
+
+__all__ = ["SeatLost", "Table", "TorchrunBackend", "Workshop"]
+
+SLACK = 2.0  # seconds that a seat may take beyond what its rank may
+FAREWELL = 10.0  # seconds for all seats to end their ranks and go
+LEAVE = 1.0  # seconds for those that torchrun told to leave to say so
+
+
+class SeatLost(BaseException):
+    """A process that torchrun started is gone, or torchrun ends them all. No `Exception`: no example is to be shrunk
+    for it, and nothing can be run after it. ranks: of the processes that are gone, none if that is not known.
+    """
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self.ranks = tuple(sorted(ranks))
+        super().__init__(
+            f"the process that torchrun started for {name_ranks(self.ranks)} is gone"
+            if self.ranks
+            else "torchrun ends all its processes"
+        )
+
+
+class Table:
+    """Rank 0's end of the connections to all seats, its own among them."""
+
+    def __init__(self, place: Place) -> None:
+        """Returns when all seats are taken. Raises Unavailable naming those that are not within a minute."""
+        self.place = place
+        self.generation = 0
+        self.ending = False
+        self.loss: SeatLost | None = None
+        self.answers: list[deque[tuple[int, int, bytes]]] = [deque() for _ in range(place.world_size)]
+        self.exits: dict[int, int | None] = {}
+        self._replies: dict[int, dict[int, Any]] = {}
+        self._questions = 0
+        self._leaving: set[int] = set()
+        self._told = False  # by torchrun, to leave
+        self._interrupted = False  # and not yet heeded
+        self._bell, self._rings = os.pipe()
+        self._store = place.store()
+        listener, word = listen(place, self._store)
+        own = threading.Thread(target=lambda: Seat(place, take_seat(place, self._store)).serve(), daemon=True)
+        own.start()
+        self._connections: dict[int, Connection] = {}
+        self.hellos: dict[int, Hello] = {}
+        try:
+            self._welcome(listener, word)
+        finally:
+            listener.close()
+
+    def _welcome(self, listener: socket.socket, word: str) -> None:
+        deadline = time.monotonic() + JOIN_TIMEOUT
+        while len(self.hellos) < self.place.world_size:
+            listener.settimeout(max(0.1, deadline - time.monotonic()))
+            try:
+                end, _ = listener.accept()
+            except TimeoutError as error:
+                missing = set(range(self.place.world_size)) - set(self.hellos)
+                raise Unavailable(f"{name_ranks(sorted(missing))} did not come in {JOIN_TIMEOUT:.0f} s") from error
+            end.settimeout(None)
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection = Connection(end.detach())
+            with suppress(EOFError, OSError):
+                if connection.poll(SLACK) and connection.recv_bytes(len(word)) == word.encode():
+                    hello = connection.recv()
+                    limit_sends(connection, START_TIMEOUT)
+                    self.hellos[hello.rank], self._connections[hello.rank] = hello, connection
+                    continue
+            vanish(connection)  # a stranger
+
+    @property
+    def one_machine(self) -> bool:
+        return len({hello.machine for hello in self.hellos.values()}) == 1
+
+    def told_to_leave(self, *_: object) -> None:
+        """torchrun's word to all processes, a handler of SIGTERM. It raises nothing: it may come in the middle of a
+        message, which would be left half on its connection, or in a callback that swallows exceptions. `heed` does.
+        """
+        if not self._told:
+            self._told = True
+            os.write(self._rings, b"!")  # wakes who waits in `_take`
+
+    def interrupted(self, *_: object) -> None:
+        """A handler of SIGINT, which raises nothing for the same reasons. A second one while the first is not heeded
+        changes nothing.
+        """
+        if not self._interrupted:
+            self._interrupted = True
+            os.write(self._rings, b"!")
+
+    def heed(self) -> None:
+        """Raises SeatLost if torchrun has told all processes to leave or, once more, where a seat was lost before; and
+        KeyboardInterrupt, once, after an interrupt.
+        """
+        if self.loss is None and self._told:
+            self.lose(self._culprits())
+        if self.loss is not None:
+            raise self.loss
+        if self._interrupted:
+            self._interrupted = False
+            raise KeyboardInterrupt
+
+    def send(self, ranks: Iterable[int], what: str, number: int, arguments: Iterable[Any]) -> None:
+        """Raises SeatLost as `heed` does."""
+        self.heed()
+        self._send(ranks, what, number, arguments)
+
+    def _send(self, ranks: Iterable[int], what: str, number: int, arguments: Iterable[Any]) -> None:
+        for rank, argument in zip(ranks, arguments, strict=True):
+            # One that takes nothing, or is gone, will be found not to answer.
+            with suppress(OSError):
+                self._connections[rank].send((what, number, argument))
+
+    def ask(self, ranks: Collection[int], what: str, argument: Any, timeout: float) -> dict[int, Any]:
+        """The replies that came in time, by rank. Raises SeatLost."""
+        self._questions += 1
+        number = self._questions
+        found = self._replies[number] = {}
+        self.send(ranks, what, number, [argument] * len(ranks))
+        deadline = time.monotonic() + timeout
+        while len(found) < len(ranks) and (left := deadline - time.monotonic()) > 0:
+            self.pump(left)
+        return self._replies.pop(number)
+
+    def pump(self, timeout: float) -> None:
+        """Take what the seats have to say: at least one message, unless the timeout is over first. Raises SeatLost."""
+        self.heed()
+        lost = self._take(timeout)
+        if lost:
+            raise self.lose(lost)
+        self.heed()
+
+    def lose(self, ranks: Collection[int]) -> SeatLost:
+        """What to raise: these seats are gone, and nothing can be run any more."""
+        self.ending, self.loss = True, SeatLost(ranks)
+        return self.loss
+
+    def _take(self, timeout: float) -> set[int]:
+        """The ranks whose seats are gone and did not say that they were told to leave."""
+        ranks = {connection: rank for rank, connection in self._connections.items()}
+        lost = set()
+        for ready in wait([*ranks, self._bell], timeout):
+            if ready == self._bell:
+                os.read(self._bell, 64)
+                continue
+            assert isinstance(ready, Connection)
+            try:
+                self._sort(ranks[ready], *ready.recv())
+            except (EOFError, OSError):
+                lost.add(ranks[ready])
+        return lost - self._leaving
+
+    def _sort(self, rank: int, what: str, number: int, value: Any) -> None:
+        if what == "leaving":
+            self._leaving.add(rank)
+        elif what == "reply":
+            if number in self._replies:
+                self._replies[number][rank] = value
+        elif number == self.generation:  # of ranks that have been replaced, nothing is of interest
+            if what == "answer":
+                self.answers[rank].append(value)
+            else:
+                assert what == "died", what
+                self.exits[rank] = value
+
+    def _culprits(self) -> set[int]:
+        """Once torchrun has told all to leave: whose end made it do so."""
+        deadline, lost = time.monotonic() + LEAVE, set[int]()
+        while (left := deadline - time.monotonic()) > 0 and self._connections:
+            lost |= self._take(left)
+            for rank in lost | self._leaving:
+                if rank in self._connections:
+                    self._connections.pop(rank)
+        return lost
+
+    def renew(self) -> None:
+        """From now on only the next generation is heard."""
+        self.generation += 1
+        self.exits.clear()
+        for queue in self.answers:
+            queue.clear()
+
+    def farewell(self, status: int) -> None:
+        """All processes end their ranks, and then themselves with that exit status; so should the caller's."""
+        self.ending = True
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first of them to go with another status than 0 brings it
+        live = list(self._connections)
+        self._send(live, "bye", 0, [status] * len(live))
+        deadline = time.monotonic() + FAREWELL
+        while self._connections and (left := deadline - time.monotonic()) > 0:
+            ranks = {connection: rank for rank, connection in self._connections.items()}
+            for ready in wait(list(ranks), left):
+                assert isinstance(ready, Connection)
+                with suppress(EOFError, OSError):
+                    ready.recv()
+                    continue
+                del self._connections[ranks[ready]]
+
+
+class SeatedRanks:
+    """The ranks of the first so many seats: a `verification.run.processes.pool.RankSet`."""
+
+    def __init__(self, table: Table, world_size: int, timeout: float, joined_by: str) -> None:
+        self.world_size = world_size
+        self._table, self._timeout, self._joined_by = table, timeout, joined_by
+        self._all = range(world_size)
+        self.pids: tuple[int, ...] = ()
+
+    def start(self) -> None:
+        table, place = self._table, self._table.place
+        table.renew()
+        meeting = Meeting(host=place.host, port=place.port, prefix=f"verification/generation {table.generation}")
+        orders = Orders(
+            table.generation, self.world_size, meeting, PRELOAD, self._joined_by, table.one_machine, self._timeout
+        )  # fmt: skip
+        started = table.ask(self._all, "start", orders, START_TIMEOUT)
+        for rank in self._all:
+            pid, error = started.get(rank, (0, f"its process gave no answer in {START_TIMEOUT:.0f} s"))
+            if error:
+                raise PoolError(f"rank {rank}: {error}")
+        self.pids = tuple(started[rank][0] for rank in self._all)
+
+    def send(self, messages: Sequence[bytes]) -> None:
+        self._table.send(self._all, "call", self._table.generation, messages)
+
+    def events(self, timeout: float) -> list[tuple[int, bool]]:
+        """Answers before deaths; a death is told again and again, as `Ranks.events` does."""
+        self._table.pump(0.0)
+        if not self._events():
+            self._table.pump(timeout)
+        return self._events()
+
+    def _events(self) -> list[tuple[int, bool]]:
+        table = self._table
+        return [(r, False) for r in self._all if table.answers[r]] + [(r, True) for r in self._all if r in table.exits]
+
+    def receive(self, rank: int) -> tuple[int, int, bytes] | None:
+        answers = self._table.answers[rank]
+        return answers.popleft() if answers else None
+
+    def has_answer(self, rank: int, timeout: float) -> bool:
+        deadline = time.monotonic() + timeout
+        self._table.pump(0.0)
+        while not self._table.answers[rank] and rank not in self._table.exits:
+            if (left := deadline - time.monotonic()) <= 0:
+                return False
+            self._table.pump(left)
+        return True
+
+    def is_dead(self, rank: int) -> bool:
+        return rank in self._table.exits
+
+    def exit_code(self, rank: int) -> int | None:
+        return self._table.exits.get(rank)
+
+    def stacks(self, ranks: Collection[int]) -> dict[int, str]:
+        found = self._table.ask(ranks, "stacks", None, STACK_TIMEOUT + SLACK) if ranks else {}
+        return {rank: found.get(rank, "") for rank in ranks}
+
+    def could_run(self, ranks: Collection[int]) -> bool:
+        """On GPUs never: who waits for a GPU spins, and looks as if he computed."""
+        if self._joined_by == "nccl":
+            return False
+        return any(self._table.ask(ranks, "could run", None, LOOKS * LOOK_EVERY + SLACK).values())
+
+    def end(self) -> None:
+        if not self._table.ending:  # else they have been told, or cannot be
+            self._table.ask(self._all, "end", None, SLACK + STACK_TIMEOUT)
+
+
+class TorchrunPool(Pool):
+    """A pool whose ranks are in the seats' care."""
+
+    def __init__(self, table: Table, world_size: int, *, timeout: float, joined_by: str) -> None:
+        self._table = table
+        super().__init__(world_size, timeout=timeout, preload=PRELOAD, joined_by=joined_by)
+
+    def _new_ranks(self) -> RankSet:
+        return SeatedRanks(self._table, self.world_size, self.timeout, self._joined_by)
+
+
+class Workshop(SimBackend):
+    """A simulation, beside the seats, that ends when they do."""
+
+    def __init__(self, table: Table, prepare: Preparation | None) -> None:
+        super().__init__(prepare=prepare)
+        self._table = table
+
+    def submit(self, task: Task, case: Case, *arguments: Any) -> None:
+        self._table.heed()
+        super().submit(task, case, *arguments)
+
+
+class TorchrunBackend(GlooBackend):
+    """The ranks that torchrun started, or the first so many of them. name: "gloo" or "nccl", what joins them."""
+
+    def __init__(self, table: Table, name: str, patience: float, prepare: Preparation | None = None) -> None:
+        super().__init__(patience, prepare)
+        self.name = name
+        self.table = table
+        self.last: Case | dict[str, Any] | None = None  # what is, or was last, under way: a Case, or how it is saved
+
+    def start(self, world: int) -> None:
+        """Ranks that are there and well are kept."""
+        there = self.table.place.world_size
+        if world > there:
+            raise Unavailable(f"{world} ranks are needed, torchrun started {there}: --nproc-per-node={world}")
+        if self.name == "nccl":
+            seats = [self.table.hellos[rank] for rank in range(world)]
+            without = [seat.rank for seat in seats if seat.gpus <= seat.local_rank]
+            if without:
+                raise Unavailable(f"there is no GPU for {name_ranks(without)}: NCCL needs one for each rank")
+        if self._pool is None or self._pool.world_size != world:
+            self.close()
+            try:
+                self._pool = TorchrunPool(self.table, world, timeout=self.patience, joined_by=self.name)
+            except PoolError as error:
+                raise Unavailable(f"the {counted(world, 'rank')} could not be started: {error}") from error
+
+    def submit(self, task: Task, case: Case, *arguments: Any) -> None:
+        self.last = case
+        super().submit(task, case, *arguments)
+
+    def run(self, function: Callable[..., Any], *arguments: Any, patience: float) -> list[Any]:
+        """`function(*arguments)` in every rank, and what each returned. Raises what `collect` does."""
+        try:
+            return self.prepared().run(function, *arguments, timeout=patience)
+        except PoolError as error:
+            raise Unavailable(str(error)) from error

@@ -1,0 +1,125 @@
+"""How much memory a kernel call may take, and a meter for it.
+
+What is promised is O(n / p) memory and that a bucket bounds a kernel call (`ring.attention`, `ring.plan.plan`,
+`ring.compute.kernels`). Nothing of a call's inside is patched or known: the meter looks at the tensors that operations
+take and make.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from verification.case import Case
+
+LEAST_ROWS = 16  # query rows that a kernel call may take, whatever the bucket
+LEAST_BLOCK = 8  # query rows whose scores may exist at a time, whatever their size
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """What one forward or backward took.
+
+    largest   bytes of the largest tensor that an operation made. Integers are not counted: they are positions
+    products  of matrix products that contract or make vectors of the head dim, the numbers of vectors on either
+              side, batch and folds counted in, the smaller number first: which side are the keys does not show
+    """
+
+    largest: int
+    products: frozenset[tuple[int, int]]
+
+
+class Meter(TorchDispatchMode):
+    """Watches the operations of one thread, forward and backward."""
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__()
+        self._dim = head_dim
+        self._largest = 0
+        self._products: set[tuple[int, int]] = set()
+
+    def take(self) -> Workspace:
+        """What was seen since the last time."""
+        taken = Workspace(self._largest, frozenset(self._products))
+        self._largest, self._products = 0, set()
+        return taken
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **kwargs) if kwargs else func(*args)
+        makes, multiplies = _kind(func)
+        if makes:
+            for made in results if isinstance(results, (tuple, list)) else (results,):
+                if isinstance(made, Tensor) and (made.is_floating_point() or made.dtype is torch.bool):
+                    self._largest = max(self._largest, made.numel() * made.element_size())
+        if multiplies is not None:
+            self._multiplied(args[multiplies], args[multiplies + 1])
+        return results
+
+    def _multiplied(self, a: Tensor, b: Tensor) -> None:
+        if a.dim() == 4:  # fused: queries and keys, (batch, heads, length, head dim)
+            few, many = sorted((a.numel() // a.shape[3], b.numel() // b.shape[3]))
+        else:  # (batch, M, K) and (batch, K, N), or without batch
+            sizes = [a.shape[-2], a.shape[-1], b.shape[-1]]
+            if self._dim not in sizes:
+                return
+            sizes.remove(self._dim)
+            few, many = sorted(size * (a.shape[0] if a.dim() == 3 else 1) for size in sizes)
+        self._products.add((few, many))
+
+
+@cache
+def _kind(func: Any) -> tuple[bool, int | None]:
+    """Whether an operation makes new tensors; and, of those that multiply matrices, which argument is the first."""
+    returns = func._schema.returns
+    makes = bool(returns) and all(x.alias_info is None for x in returns)
+    name = func._schema.name.removeprefix("aten::")
+    if "scaled_dot_product" in name:
+        return makes, 1 if name.endswith("backward") else 0
+    return makes, {"bmm": 0, "mm": 0, "baddbmm": 1, "addmm": 1}.get(name)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one rank: vectors in a kernel call, and bytes of any tensor."""
+
+    query_vectors: int
+    key_vectors: int
+    forward: int
+    backward: int
+
+
+def limits(case: Case, index: int, buffer_forward: int, buffer_backward: int) -> Limits:
+    """What rank `index` of the group may take. The buffers are its communication buffers, in bytes, all together.
+
+    With b the bucket, n_r the rank's tokens, n all, w bytes of the accumulator's type:
+
+    A kernel call takes at most b key tokens, so B Hk b key vectors, and max(b, 16) query rows, so B H max(b, 16)
+    query vectors: folds and joined stretches of keys count in full. Tensors that may exist are
+
+        the rank's queries, their output or gradient, or a part of them          B n_r H D w
+        the keys of a call, copied or as gradients                               B min(b, n) Hk D w
+        scores of a call: no more than its queries have numbers, or of 8 rows    B 8 H min(b, n) w
+        a communication buffer                                                   at most all of them together
+
+    Softmax weights are scores; masks are no larger; keys of the own shard are no more than its queries. No tensor of
+    n_r n, or of n_r n_r, numbers fits in this once a shard is long.
+    """
+    b, n, mine = case.tokens_per_call, case.tokens, case.shards().counts[index]
+    call = case.batch * min(b, n)  # key tokens
+    item = case.accumulator_dtype.itemsize
+    most = item * max(
+        case.batch * mine * case.heads * case.head_dim,
+        call * case.kv_heads * case.head_dim,
+        call * case.heads * LEAST_BLOCK,
+    )
+    return Limits(
+        case.batch * case.heads * max(b, LEAST_ROWS),
+        case.batch * case.kv_heads * b,
+        max(most, buffer_forward),
+        max(most, buffer_backward),
+    )

@@ -1,0 +1,1 @@
+"""The search for counter-examples, and their shrinking."""
