@@ -19,7 +19,7 @@ EXACT = 1e-12  # fp64, outputs and gradients of the order of 1
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    with Pool(3, preload=("torch", "ring_tasks")) as ranks:
+    with Pool(3, preload=("torch", "tests.support.ring_tasks")) as ranks:
         yield ranks
 
 

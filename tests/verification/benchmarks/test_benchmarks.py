@@ -37,7 +37,7 @@ ROUNDING = 1e-5  # the plain products on the CPU are formed in float32, of some 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    with Pool(2, timeout=60.0, preload=("torch", "benchmark_tasks")) as pool:
+    with Pool(2, timeout=60.0, preload=("torch", "tests.support.benchmark_tasks")) as pool:
         yield pool
 
 

@@ -33,7 +33,7 @@ LISTED = range(1, 43)  # the project's list of defect classes seen in public rin
 @pytest.fixture
 def process() -> Iterator[Pool]:
     """One that may be spoiled: planting cannot be undone."""
-    with Pool(1, preload=(*PRELOAD, "mutant_tasks")) as pool:
+    with Pool(1, preload=(*PRELOAD, "tests.support.mutant_tasks")) as pool:
         yield pool
 
 
