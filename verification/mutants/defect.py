@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Literal
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 class CannotPlant(Exception):
-    """A defect that cannot be brought into the running code: a fault of the tool, no verdict on what is verified."""
+    """A defect that cannot be brought into the ranks' code: a fault of the tool, no verdict on what is verified."""
 
 
 @dataclass(frozen=True)
 class Edit:
-    """One replacement. file: "ring/strided_view.py"; `was` occurs exactly once in it."""
+    """One replacement in the source of a module. `was` occurs there exactly once."""
 
-    file: str
+    module: ModuleType
     was: str
     becomes: str
 
     @property
-    def module(self) -> str:
-        return self.file.removesuffix(".py").replace("/", ".")
+    def path(self) -> Path:
+        assert self.module.__file__ is not None
+        return Path(self.module.__file__)
+
+    @property
+    def file(self) -> str:
+        """As the repository has it: "ring/strided_view.py"."""
+        return self.path.relative_to(ROOT).as_posix()
 
 
 @dataclass(frozen=True)
@@ -31,32 +40,53 @@ class Defect:
     """One seeded defect.
 
     name        kebab-case, unique
-    provenance  where the like was seen, as project#number or by name; "own": thought of here
     about       one sentence: what is wrong and what it does
     edits       all of them together are the defect
+    provenance  where the like was seen, as project#number or by name; "own": thought of here
     listed      its numbers in the project's list of defect classes that were seen in public ring-attention code, which
                 the catalogue and `NO_PLACE` cover together
     backend     "gloo" where the broken code runs on real process groups only
     """
 
     name: str
-    provenance: str
     about: str
     edits: tuple[Edit, ...]
+    provenance: str = "own"
     listed: tuple[int, ...] = ()
     backend: Literal["sim", "gloo"] = "sim"
 
     def sources(self) -> dict[str, str]:
-        """The edited source of every module concerned, by the module's name. Raises CannotPlant."""
+        """The edited source of every module concerned, by the module's name.
+
+        Raises CannotPlant where a text to replace is not there exactly once, or where the edits of a file make no
+        program or the same one.
+        """
         found: dict[str, str] = {}
         for edit in self.edits:
-            before = found.get(edit.module) or (ROOT / edit.file).read_text()
+            before = found.get(edit.module.__name__) or edit.path.read_text()
             times = before.count(edit.was)
             if times != 1:
                 raise CannotPlant(f"{self.name}: the text to replace stands {times} times, not once, in {edit.file}")
-            if edit.was == edit.becomes:
-                raise CannotPlant(f"{self.name}: nothing is changed in {edit.file}")
-            found[edit.module] = before.replace(edit.was, edit.becomes)
+            found[edit.module.__name__] = before.replace(edit.was, edit.becomes)
         if not found:
             raise CannotPlant(f"{self.name}: there is nothing to edit")
+        for edit in self.edits:
+            self._check(edit, found)
         return found
+
+    def _check(self, edit: Edit, sources: Mapping[str, str]) -> None:
+        """Raises CannotPlant."""
+        try:
+            after = ast.parse(sources[edit.module.__name__])
+        except SyntaxError as error:
+            raise CannotPlant(f"{self.name}: the edited {edit.file} does not compile: {error}") from error
+        if ast.dump(after) == ast.dump(ast.parse(edit.path.read_text())):
+            raise CannotPlant(f"{self.name}: the edited {edit.file} says the same as before")
+
+
+def defect(
+    name: str, about: str, *edits: Edit, provenance: str = "own", listed: tuple[int, ...] = (),
+    backend: Literal["sim", "gloo"] = "sim",
+) -> Defect:  # fmt: skip
+    """A `Defect`, as the catalogue writes them down."""
+    return Defect(name, about, edits, provenance, listed, backend)

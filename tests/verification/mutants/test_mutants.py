@@ -12,6 +12,8 @@ import pytest
 import torch
 from rich.console import Console
 
+from ring import budget
+from ring.comm import transport
 from tests.support import mutant_tasks
 from tests.support.plain_case import plain
 from verification.case import Case
@@ -62,8 +64,8 @@ def test_every_class_of_the_list_has_a_defect_or_a_reason() -> None:
 
 def test_only_transports_need_real_process_groups() -> None:
     for defect in DEFECTS:
-        touched = {edit.file for edit in defect.edits}
-        assert (defect.backend == "gloo") == (touched == {"ring/comm/transport.py"}), defect.name
+        touched = {edit.module for edit in defect.edits}
+        assert (defect.backend == "gloo") == (touched == {transport}), defect.name
 
 
 def test_every_defect_can_be_planted(process: Pool) -> None:
@@ -124,19 +126,19 @@ def test_a_source_that_says_the_same_is_refused() -> None:
     [
         ("no such text", "", "stands 0 times"),
         ("import", "", "times, not once"),
-        ("SHARE = 0.1", "SHARE = 0.1", "nothing is changed"),
+        ("SHARE = 0.1", "SHARE = 0.1", "says the same"),
         ("SHARE = 0.1", "SHARE  =  0.1", "says the same"),
     ],
 )
 def test_an_edit_that_does_not_apply_is_refused(was: str, becomes: str, said: str) -> None:
-    defect = Defect("a-name", "own", "About.", (Edit("ring/budget.py", was, becomes),))
+    defect = Defect("a-name", "About.", (Edit(budget, was, becomes),))
     with pytest.raises(CannotPlant, match=f"a-name: .*{said}"):
         plant(defect)
 
 
 def test_edits_of_one_file_add_up() -> None:
-    edits = (Edit("ring/budget.py", "SHARE = 0.1", "SHARE = 0.2"), Edit("ring/budget.py", "LEAST = 32", "LEAST = 1"))
-    (source,) = Defect("both", "own", "About.", edits).sources().values()
+    edits = (Edit(budget, "SHARE = 0.1", "SHARE = 0.2"), Edit(budget, "LEAST = 32", "LEAST = 1"))
+    (source,) = Defect("both", "About.", edits).sources().values()
     assert "SHARE = 0.2" in source and "LEAST = 1" in source
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from verification.mutants.defect import Defect, Edit
-
-AGREEMENT = "ring/agreement.py"
-EXCHANGE = "ring/comm/exchange.py"
-SCHEDULE = "ring/plan/schedule.py"
+from ring import agreement
+from ring.comm import exchange
+from ring.plan import schedule
+from verification.mutants.defect import Defect, Edit, defect
 
 _FOUND = "    except Exception as found:  # of any type: the other ranks must hear of it\n        error = found\n"
 _STEPS = "            landing, before = landings[(number - 1) % sizes.turns], landings[number % sizes.turns]\n"
@@ -16,110 +15,95 @@ _JOINT = "    raise _joint_error(collect_json(said, transport))\n"
 
 def _unsaid(name: str, line: str, about: str) -> Defect:
     """A field that is left out of what the ranks compare."""
-    return Defect(name, "own", about, (Edit(AGREEMENT, line, ""),), (42,))
+    return defect(
+        name,
+        about,
+        Edit(agreement, line, ""),
+        listed=(42,),
+    )
 
 
 AGREEMENTS = (
-    Defect(
+    defect(
         "rank-leaves-when-it-has-nothing-to-do",
-        "seen in public ring-attention code",
         "A rank that has no tile left to compute ends its walk, though others wait for what it would relay.",
-        (
-            Edit(
-                EXCHANGE,
-                _STEPS,
-                "            if not any(later.tiles for later in plan.steps[number - 1 :]):\n"
-                "                yield arrival, number - 1\n"
-                "                return\n" + _STEPS,
-            ),
+        Edit(
+            exchange,
+            _STEPS,
+            "            if not any(later.tiles for later in plan.steps[number - 1 :]):\n"
+            "                yield arrival, number - 1\n"
+            "                return\n" + _STEPS,
         ),
-        (41,),
+        provenance="seen in public ring-attention code",
+        listed=(41,),
     ),
-    Defect(
+    defect(
         "ring-ends-where-nothing-lands",
-        "seen in public ring-attention code",
         "A rank's ring ends at the first hop at which nothing lands on it, though others go on.",
-        (
-            Edit(
-                SCHEDULE,
-                "            if not prefix[:, chunk, t].any():\n",
-                "            if not prefix[home_of(t), chunk, t]:\n",
-            ),
+        Edit(
+            schedule,
+            "            if not prefix[:, chunk, t].any():\n",
+            "            if not prefix[home_of(t), chunk, t]:\n",
         ),
-        (41,),
+        provenance="seen in public ring-attention code",
+        listed=(41,),
     ),
-    Defect(
+    defect(
         "raises-without-telling",
-        "seen in public ring-attention code",
         "A rank that was called wrongly raises at once; the others wait for its word.",
-        (Edit(AGREEMENT, _FOUND, _FOUND.replace("error = found", "raise found")),),
-        (42,),
+        Edit(agreement, _FOUND, _FOUND.replace("error = found", "raise found")),
+        provenance="seen in public ring-attention code",
+        listed=(42,),
     ),
-    Defect(
+    defect(
         "only-the-culprit-raises",
-        "seen in public ring-attention code",
         "Ranks that were called rightly go on after another one's error.",
-        (
-            Edit(
-                AGREEMENT,
-                _JOINT,
-                "    said_by_all = collect_json(said, transport)\n"
-                "    if error is None and any(isinstance(words, list) for words in said_by_all):\n"
-                "        return\n"
-                "    raise _joint_error(said_by_all)\n",
-            ),
+        Edit(
+            agreement,
+            _JOINT,
+            "    said_by_all = collect_json(said, transport)\n"
+            "    if error is None and any(isinstance(words, list) for words in said_by_all):\n"
+            "        return\n"
+            "    raise _joint_error(said_by_all)\n",
         ),
-        (42,),
+        provenance="seen in public ring-attention code",
+        listed=(42,),
     ),
-    Defect(
+    defect(
         "every-rank-its-own-error",
-        "own",
         "A rank that was called wrongly raises its own error, the others one that names the rank.",
-        (
-            Edit(
-                AGREEMENT, _JOINT, "    joint = _joint_error(collect_json(said, transport))\n    raise error or joint\n"
-            ),
-        ),
-        (42,),
+        Edit(agreement, _JOINT, "    joint = _joint_error(collect_json(said, transport))\n    raise error or joint\n"),
+        listed=(42,),
     ),
-    Defect(
+    defect(
         "disagreement-not-noticed",
-        "own",
         "Ranks that were called differently go on.",
-        (
-            Edit(
-                AGREEMENT,
-                _JOINT,
-                "    said_by_all = collect_json(said, transport)\n"
-                "    if all(isinstance(words, dict) for words in said_by_all):\n"
-                "        return\n"
-                "    raise _joint_error(said_by_all)\n",
-            ),
+        Edit(
+            agreement,
+            _JOINT,
+            "    said_by_all = collect_json(said, transport)\n"
+            "    if all(isinstance(words, dict) for words in said_by_all):\n"
+            "        return\n"
+            "    raise _joint_error(said_by_all)\n",
         ),
-        (42,),
+        listed=(42,),
     ),
-    Defect(
+    defect(
         "errors-without-the-argument",
-        "own",
         "The error of all ranks does not say which argument is wrong.",
-        (
-            Edit(
-                AGREEMENT,
-                '            return ValueError(f"rank {rank}: {what}{words[1]}")\n',
-                '            return ValueError(f"rank {rank} was called wrongly")\n',
-            ),
+        Edit(
+            agreement,
+            '            return ValueError(f"rank {rank}: {what}{words[1]}")\n',
+            '            return ValueError(f"rank {rank} was called wrongly")\n',
         ),
     ),
-    Defect(
+    defect(
         "error-of-another-type",
-        "own",
         "The joint error is a RuntimeError.",
-        (
-            Edit(
-                AGREEMENT,
-                '            return ValueError(f"rank {rank}: {what}{words[1]}")\n',
-                '            return RuntimeError(f"rank {rank}: {what}{words[1]}")\n',
-            ),
+        Edit(
+            agreement,
+            '            return ValueError(f"rank {rank}: {what}{words[1]}")\n',
+            '            return RuntimeError(f"rank {rank}: {what}{words[1]}")\n',
         ),
     ),
     _unsaid(
@@ -172,64 +156,49 @@ AGREEMENTS = (
         '        "requires_grad": call.differentiated,\n',
         "Some ranks may go through backward while others do not: they wait for ever.",
     ),
-    Defect(
+    defect(
         "bucket-of-zero-accepted",
-        "own",
         "A bucket of 0 is not refused.",
-        (Edit(AGREEMENT, "not 1 <= bucket <= _MOST", "not 0 <= bucket <= _MOST"),),
+        Edit(agreement, "not 1 <= bucket <= _MOST", "not 0 <= bucket <= _MOST"),
     ),
-    Defect(
+    defect(
         "token-count-not-checked",
-        "own",
         "A shard that is longer or shorter than the layout says is not refused.",
-        (Edit(AGREEMENT, "        if x.shape[1] != tokens:\n", "        if x.shape[1] < tokens:\n"),),
+        Edit(agreement, "        if x.shape[1] != tokens:\n", "        if x.shape[1] < tokens:\n"),
     ),
-    Defect(
+    defect(
         "dtypes-not-checked",
-        "own",
         "Keys and values of another type than the queries are not refused.",
-        (Edit(AGREEMENT, "        if x.dtype != q.dtype:\n", "        if x.dtype.is_complex:\n"),),
+        Edit(agreement, "        if x.dtype != q.dtype:\n", "        if x.dtype.is_complex:\n"),
     ),
-    Defect(
+    defect(
         "head-dim-of-keys-not-checked",
-        "own",
         "Keys and values of another head dim than the queries are not refused.",
-        (Edit(AGREEMENT, _SHAPES, "        if x.shape[0] != q.shape[0]:\n"),),
+        Edit(agreement, _SHAPES, "        if x.shape[0] != q.shape[0]:\n"),
     ),
-    Defect(
+    defect(
         "batch-of-keys-not-checked",
-        "own",
         "Keys and values of another batch size than the queries are not refused.",
-        (Edit(AGREEMENT, _SHAPES, "        if x.shape[3] != q.shape[3]:\n"),),
+        Edit(agreement, _SHAPES, "        if x.shape[3] != q.shape[3]:\n"),
     ),
-    Defect(
+    defect(
         "scale-nan-accepted",
-        "own",
         "A scale that is NaN is not refused: it is not beyond the largest number.",
-        (Edit(AGREEMENT, "not abs(scale) <= _LARGEST", "abs(scale) > _LARGEST"),),
+        Edit(agreement, "not abs(scale) <= _LARGEST", "abs(scale) > _LARGEST"),
     ),
-    Defect(
+    defect(
         "scale-infinite-accepted",
-        "own",
         "An infinite scale is not refused.",
-        (Edit(AGREEMENT, "not abs(scale) <= _LARGEST", 'not abs(scale) <= float("inf")'),),
+        Edit(agreement, "not abs(scale) <= _LARGEST", 'not abs(scale) <= float("inf")'),
     ),
-    Defect(
+    defect(
         "uneven-heads-not-checked",
-        "own",
         "Query heads that are no multiple of key/value heads are not refused.",
-        (Edit(AGREEMENT, "    if q.shape[2] % k.shape[2]:\n", "    if q.shape[2] % k.shape[2] and False:\n"),),
+        Edit(agreement, "    if q.shape[2] % k.shape[2]:\n", "    if q.shape[2] % k.shape[2] and False:\n"),
     ),
-    Defect(
+    defect(
         "flags-not-checked",
-        "own",
         "A return_lse that is no flag is taken for one.",
-        (
-            Edit(
-                AGREEMENT,
-                "    if not isinstance(call.return_lse, bool):\n",
-                "    if call.return_lse is None:\n",
-            ),
-        ),
+        Edit(agreement, "    if not isinstance(call.return_lse, bool):\n", "    if call.return_lse is None:\n"),
     ),
 )

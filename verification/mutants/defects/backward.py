@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from verification.mutants.defect import Defect, Edit
-
-ATTENTION = "ring/attention.py"
-EXCHANGE = "ring/comm/exchange.py"
-KERNELS = "ring/compute/kernels.py"
-PLAN = "ring/plan/plan.py"
-SCHEDULE = "ring/plan/schedule.py"
-STORE = "ring/strided_view.py"
+from ring import attention, strided_view
+from ring.comm import exchange
+from ring.compute import kernels
+from ring.plan import plan, schedule
+from verification.mutants.defect import Edit, defect
 
 _WEIGHTS = "_scores(query, k, tile, scale, rows).sub_(lse.unsqueeze(-1)).exp_()"
 _DSCORES = "        dscores = (dout @ v.mT).sub_(delta.unsqueeze(-1)).mul_(weights).mul_(scale)\n"
@@ -20,340 +17,270 @@ _ZEROED = "    sums = grad.zero_() if grad.dtype == work else torch.zeros_like(g
 _LAST = "            self._collect(*self._last, dk, dv)\n"
 
 BACKWARD = (
-    Defect(
+    defect(
         "backward-with-the-lse-of-the-partial",
-        "tenstorrent/tt-metal#53205",
         "Probabilities are recomputed with each tile's own lse instead of the global one.",
-        (Edit(KERNELS, _WEIGHTS, "_scores(query, k, tile, scale, rows).softmax(-1)"),),
-        (12,),
+        Edit(kernels, _WEIGHTS, "_scores(query, k, tile, scale, rows).softmax(-1)"),
+        provenance="tenstorrent/tt-metal#53205",
+        listed=(12,),
     ),
-    Defect(
+    defect(
         "backward-with-the-output-of-the-partial",
-        "tenstorrent/tt-metal#53205; torchscale",
         "D is taken from each tile's own output, as if the weights of the mixture were constants: dV is exact.",
-        (
-            Edit(
-                KERNELS,
-                _DSCORES,
-                "        own = (weights @ v) / weights.sum(-1, keepdim=True)\n"
-                "        delta -= (dout * saved.out[..., rows, :].to(work).flatten(3, 4)).sum(-1)\n"
-                "        delta += (dout * own).sum(-1)\n" + _DSCORES,
-            ),
+        Edit(
+            kernels,
+            _DSCORES,
+            "        own = (weights @ v) / weights.sum(-1, keepdim=True)\n"
+            "        delta -= (dout * saved.out[..., rows, :].to(work).flatten(3, 4)).sum(-1)\n"
+            "        delta += (dout * own).sum(-1)\n" + _DSCORES,
         ),
-        (12, 20),
+        provenance="tenstorrent/tt-metal#53205; torchscale",
+        listed=(12, 20),
     ),
-    Defect(
+    defect(
         "backward-reuses-the-first-hop",
-        "huggingface/diffusers#14265",
         "The keys and values of the first hop are used at every hop of the backward pass.",
-        (
-            Edit(
-                EXCHANGE,
-                _LANDED,
-                "            if number == 1:\n"
-                "                found = (arrival.key, arrival.value)\n"
-                "                kept = (x.x.squeeze(2).transpose(0, 1).contiguous().clone() for x in found)\n"
-                "                first = [Store.slots(x) for x in kept]\n"
-                "            elif first[0].x.shape == arrival.key.x.shape:\n"
-                "                arrival = Arrival(arrival.tiles, *first)\n" + _LANDED,
-            ),
+        Edit(
+            exchange,
+            _LANDED,
+            "            if number == 1:\n"
+            "                found = (arrival.key, arrival.value)\n"
+            "                kept = (x.x.squeeze(2).transpose(0, 1).contiguous().clone() for x in found)\n"
+            "                first = [Store.slots(x) for x in kept]\n"
+            "            elif first[0].x.shape == arrival.key.x.shape:\n"
+            "                arrival = Arrival(arrival.tiles, *first)\n" + _LANDED,
         ),
-        (13,),
+        provenance="huggingface/diffusers#14265",
+        listed=(13,),
     ),
-    Defect(
+    defect(
         "gradients-one-rank-past-their-owner",
-        "seen in public ring-attention code",
         "The ring's last user of a slot sends its gradient to the owner's neighbour.",
-        (
-            Edit(
-                SCHEDULE,
-                "_moves((after, 0, onward), (source, onward, here))",
-                "_moves((after, 0, onward), ((source - 1) % p if p > 2 and t < p - 1 else source, onward, here))",
-            ),
-            Edit(
-                SCHEDULE,
-                "_moves((before, 0, carried), ((rank + t) % p, carried",
-                "_moves((before, 0, carried), ((rank + t + (p > 2 and t < p - 1)) % p, carried",
-            ),
+        Edit(
+            schedule,
+            "_moves((after, 0, onward), (source, onward, here))",
+            "_moves((after, 0, onward), ((source - 1) % p if p > 2 and t < p - 1 else source, onward, here))",
         ),
-        (14,),
+        Edit(
+            schedule,
+            "_moves((before, 0, carried), ((rank + t) % p, carried",
+            "_moves((before, 0, carried), ((rank + t + (p > 2 and t < p - 1)) % p, carried",
+        ),
+        provenance="seen in public ring-attention code",
+        listed=(14,),
     ),
-    Defect(
+    defect(
         "carried-gradients-dropped",
-        "seen in public ring-attention code",
         "Partial sums of gradients that a neighbour hands on are received and not added: they end one hop short.",
-        (Edit(EXCHANGE, _CARRIED, "                self._collect(due, returned, dk, dv)\n"),),
-        (14,),
+        Edit(exchange, _CARRIED, "                self._collect(due, returned, dk, dv)\n"),
+        provenance="seen in public ring-attention code",
+        listed=(14,),
     ),
-    Defect(
+    defect(
         "sent-and-received-swapped",
-        "lucidrains/ring-attention-pytorch",
         "The direct exchange returns what it should receive and expects what it should return.",
-        (
-            Edit(
-                SCHEDULE,
-                "Stage(packed, sends, False, receives, landed, receives, sends, 0, packed)",
-                "Stage(packed, sends, False, receives, landed, sends, receives, 0, packed)",
-            ),
+        Edit(
+            schedule,
+            "Stage(packed, sends, False, receives, landed, receives, sends, 0, packed)",
+            "Stage(packed, sends, False, receives, landed, sends, receives, 0, packed)",
         ),
-        (15,),
+        provenance="lucidrains/ring-attention-pytorch",
+        listed=(15,),
     ),
-    Defect(
+    defect(
         "returned-keys-and-values-swapped",
-        "lucidrains/ring-attention-pytorch",
         "Of gradients that come home, those of keys are added to dv and those of values to dk.",
-        (
-            Edit(
-                EXCHANGE,
-                "        key, value = Store.slots(returned[:, 0]), Store.slots(returned[:, 1])\n",
-                "        value, key = Store.slots(returned[:, 0]), Store.slots(returned[:, 1])\n",
-            ),
+        Edit(
+            exchange,
+            "        key, value = Store.slots(returned[:, 0]), Store.slots(returned[:, 1])\n",
+            "        value, key = Store.slots(returned[:, 0]), Store.slots(returned[:, 1])\n",
         ),
-        (15,),
+        provenance="lucidrains/ring-attention-pytorch",
+        listed=(15,),
     ),
-    Defect(
+    defect(
         "gather-without-reduction",
-        "DarcStar V2 collective; lucidrains zig-zag",
         "The gathering exchange receives the gradients of the own keys and adds none of them: remote dk, dv are lost.",
-        (
-            Edit(
-                PLAN,
-                "_whole_packs(layout, rank, kv_heads, layout.world_size - 1) if route.whole",
-                "() if route.whole",
-            ),
-        ),
-        (16,),
+        Edit(plan, "_whole_packs(layout, rank, kv_heads, layout.world_size - 1) if route.whole", "() if route.whole"),
+        provenance="DarcStar V2 collective; lucidrains zig-zag",
+        listed=(16,),
     ),
-    Defect(
+    defect(
         "gather-reduces-all-but-one",
-        "own",
         "The gathering exchange leaves out the gradients that the last of the other ranks returns.",
-        (
-            Edit(
-                PLAN,
-                "_whole_packs(layout, rank, kv_heads, layout.world_size - 1) if route.whole",
-                "_whole_packs(layout, rank, kv_heads, layout.world_size - 2) if route.whole",
-            ),
+        Edit(
+            plan,
+            "_whole_packs(layout, rank, kv_heads, layout.world_size - 1) if route.whole",
+            "_whole_packs(layout, rank, kv_heads, layout.world_size - 2) if route.whole",
         ),
-        (16,),
+        listed=(16,),
     ),
-    Defect(
+    defect(
         "delta-off-by-one-percent",
-        "tenstorrent/tt-metal#53205",
         "D is taken from an output that is 1 % too large.",
-        (Edit(ATTENTION, "self.out.x.to(work)).sum(-1)", "self.out.x.to(work) * 1.01).sum(-1)"),),
-        (17,),
+        Edit(attention, "self.out.x.to(work)).sum(-1)", "self.out.x.to(work) * 1.01).sum(-1)"),
+        provenance="tenstorrent/tt-metal#53205",
+        listed=(17,),
     ),
-    Defect(
+    defect(
         "delta-in-bfloat16",
-        "seen in public ring-attention code",
         "D is rounded to bfloat16, whatever the type of the inputs.",
-        (Edit(ATTENTION, "sum(-1).transpose(1, 2)  #", "sum(-1).transpose(1, 2).bfloat16().to(work)  #"),),
-        (17,),
+        Edit(attention, "sum(-1).transpose(1, 2)  #", "sum(-1).transpose(1, 2).bfloat16().to(work)  #"),
+        provenance="seen in public ring-attention code",
+        listed=(17,),
     ),
-    Defect(
+    defect(
         "delta-mis-shaped",
-        "TransformerEngine#1467",
         "D (B, N, H) is reshaped to (B, H, N) instead of transposed.",
-        (
-            Edit(
-                ATTENTION,
-                "sum(-1).transpose(1, 2)  #",
-                "sum(-1).flatten().view_as(self.lse.x[..., 0].transpose(1, 2))  #",
-            ),
+        Edit(
+            attention, "sum(-1).transpose(1, 2)  #", "sum(-1).flatten().view_as(self.lse.x[..., 0].transpose(1, 2))  #"
         ),
-        (7, 17),
+        provenance="TransformerEngine#1467",
+        listed=(7, 17),
     ),
-    Defect(
+    defect(
         "length-of-the-last-step-everywhere",
-        "pytorch#163075",
         "At every step as many carried gradients are added as at the last.",
-        (
-            Edit(
-                EXCHANGE,
-                _CARRIED,
-                "                came = self._collect(due, returned, dk, dv)[: plan.steps[-1].carried]\n"
-                "                grad[: len(came)] += came\n",
-            ),
+        Edit(
+            exchange,
+            _CARRIED,
+            "                came = self._collect(due, returned, dk, dv)[: plan.steps[-1].carried]\n"
+            "                grad[: len(came)] += came\n",
         ),
-        (18,),
+        provenance="pytorch#163075",
+        listed=(18,),
     ),
-    Defect(
+    defect(
         "gradients-in-bfloat16",
-        "zhuzilin/ring-flash-attention#87",
         "Gradients are rounded to bfloat16, whatever the type of the inputs.",
-        (
-            Edit(
-                ATTENTION,
-                "        return [one.result(x.dtype) for one in sums]\n",
-                "        return [one.result(torch.bfloat16).to(x.dtype) for one in sums]\n",
-            ),
+        Edit(
+            attention,
+            "        return [one.result(x.dtype) for one in sums]\n",
+            "        return [one.result(torch.bfloat16).to(x.dtype) for one in sums]\n",
         ),
-        (19,),
+        provenance="zhuzilin/ring-flash-attention#87",
+        listed=(19,),
     ),
-    Defect(
+    defect(
         "scale-missing-in-backward",
-        "seen in public ring-attention code",
         "dq and dk of the math kernel lack the factor of the scores.",
-        (Edit(KERNELS, ".mul_(weights).mul_(scale)\n", ".mul_(weights)\n"),),
-        (21,),
+        Edit(kernels, ".mul_(weights).mul_(scale)\n", ".mul_(weights)\n"),
+        provenance="seen in public ring-attention code",
+        listed=(21,),
     ),
-    Defect(
+    defect(
         "scale-twice-in-backward",
-        "seen in public ring-attention code",
         "dq and dk of the math kernel have the factor of the scores twice.",
-        (Edit(KERNELS, ".mul_(weights).mul_(scale)\n", ".mul_(weights).mul_(scale).mul_(scale)\n"),),
-        (21,),
+        Edit(kernels, ".mul_(weights).mul_(scale)\n", ".mul_(weights).mul_(scale).mul_(scale)\n"),
+        provenance="seen in public ring-attention code",
+        listed=(21,),
     ),
-    Defect(
+    defect(
         "fused-backward-with-the-default-scale",
-        "own",
         "The fused kernel's backward takes head dim ** -0.5, whatever scale was given.",
-        (
-            Edit(
-                KERNELS,
-                "dout, query, key, value, out, lse.contiguous(), 0.0, tile.mask is Mask.CAUSAL, scale=scale\n",
-                "dout, query, key, value, out, lse.contiguous(), 0.0, tile.mask is Mask.CAUSAL, scale=None\n",
-            ),
+        Edit(
+            kernels,
+            "dout, query, key, value, out, lse.contiguous(), 0.0, tile.mask is Mask.CAUSAL, scale=scale\n",
+            "dout, query, key, value, out, lse.contiguous(), 0.0, tile.mask is Mask.CAUSAL, scale=None\n",
         ),
-        (21,),
+        listed=(21,),
     ),
-    Defect(
+    defect(
         "gradient-of-lse-dropped",
-        "own",
         "The gradient that comes in through lse is left out.",
-        (Edit(ATTENTION, "else delta - self.dlse)", "else delta - 0 * self.dlse)"),),
+        Edit(attention, "else delta - self.dlse)", "else delta - 0 * self.dlse)"),
     ),
-    Defect(
+    defect(
         "gradient-of-lse-with-the-wrong-sign",
-        "own",
         "The gradient that comes in through lse is subtracted.",
-        (Edit(ATTENTION, "else delta - self.dlse)", "else delta + self.dlse)"),),
+        Edit(attention, "else delta - self.dlse)", "else delta + self.dlse)"),
     ),
-    Defect(
+    defect(
         "gradient-of-lse-by-the-fused-kernel",
-        "own",
         "Tiles go to the fused kernel although lse is differentiated, which it cannot.",
-        (
-            Edit(
-                ATTENTION,
-                "walk.scale, rows.dlse is not None,",
-                "walk.scale, False,",
-            ),
-        ),
+        Edit(attention, "walk.scale, rows.dlse is not None,", "walk.scale, False,"),
     ),
-    Defect(
+    defect(
         "gradient-of-lse-alone",
-        "own",
         "Where only lse is used, the missing gradient of the output counts as ones instead of zeros.",
-        (
-            Edit(
-                ATTENTION,
-                "torch.zeros_like(out) if dout is None else dout",
-                "torch.ones_like(out) if dout is None else dout",
-            ),
+        Edit(
+            attention,
+            "torch.zeros_like(out) if dout is None else dout",
+            "torch.ones_like(out) if dout is None else dout",
         ),
     ),
-    Defect(
+    defect(
         "double-backward-is-silent",
-        "own",
         "A derivative of the gradients is zero instead of an error that names it.",
-        (
-            Edit(
-                ATTENTION,
-                "        raise NotImplementedError(\n"
-                '            "ring_attention: double backward is not supported; got a derivative of its gradient, '
-                'allowed are first ones"\n'
-                "        )\n",
-                "        return (*grads[:3], *(None for _ in ctx.needs_input_grad[3:]))\n",
-            ),
+        Edit(
+            attention,
+            "        raise NotImplementedError(\n"
+            '            "ring_attention: double backward is not supported; got a derivative of its gradient, '
+            'allowed are first ones"\n'
+            "        )\n",
+            "        return (*grads[:3], *(None for _ in ctx.needs_input_grad[3:]))\n",
         ),
     ),
-    Defect(
+    defect(
         "gradients-of-own-keys-lost",
-        "own",
         "dk and dv of the tiles of the own keys are summed into tensors that nobody returns.",
-        (
-            Edit(
-                EXCHANGE,
-                "yield Arrival(arrival.tiles, arrival.key, arrival.value, dk, dv)",
-                "yield Arrival(arrival.tiles, arrival.key, arrival.value, "
-                "Store(torch.zeros_like(dk.x)), Store(torch.zeros_like(dv.x)))",
-            ),
+        Edit(
+            exchange,
+            "yield Arrival(arrival.tiles, arrival.key, arrival.value, dk, dv)",
+            "yield Arrival(arrival.tiles, arrival.key, arrival.value, "
+            "Store(torch.zeros_like(dk.x)), Store(torch.zeros_like(dv.x)))",
         ),
-        (16,),
+        listed=(16,),
     ),
-    Defect(
+    defect(
         "gradient-buffer-not-zeroed",
-        "own",
         "The buffer of landed gradients starts with those of two steps before.",
-        (
-            Edit(
-                EXCHANGE,
-                _LANDED,
-                "            if number <= len(grads):\n                grad.zero_()\n" + _LANDED,
-            ),
-            Edit(
-                EXCHANGE,
-                _ZEROED,
-                "    sums = grad\n",
-            ),
-        ),
+        Edit(exchange, _LANDED, "            if number <= len(grads):\n                grad.zero_()\n" + _LANDED),
+        Edit(exchange, _ZEROED, "    sums = grad\n"),
     ),
-    Defect(
+    defect(
         "gradient-buffer-never-zeroed",
-        "own",
         "The buffer of landed gradients starts as what memory held.",
-        (Edit(EXCHANGE, _ZEROED, "    sums = grad\n"),),
+        Edit(exchange, _ZEROED, "    sums = grad\n"),
     ),
-    Defect(
+    defect(
         "returned-gradients-added-twice",
-        "own",
         "dk that comes home is added twice.",
-        (
-            Edit(
-                EXCHANGE,
-                "            dk.add(pack.rows, pack.heads, key.view(pack.slots, pack.columns))\n",
-                "            dk.add(pack.rows, pack.heads, 2 * key.view(pack.slots, pack.columns))\n",
-            ),
+        Edit(
+            exchange,
+            "            dk.add(pack.rows, pack.heads, key.view(pack.slots, pack.columns))\n",
+            "            dk.add(pack.rows, pack.heads, 2 * key.view(pack.slots, pack.columns))\n",
         ),
     ),
-    Defect(
+    defect(
         "last-returned-gradients-not-added",
-        "own",
         "What the last step returns is waited for and not added.",
-        (Edit(EXCHANGE, _LAST, "            self._last[0][1].wait()\n"),),
-        (14,),
+        Edit(exchange, _LAST, "            self._last[0][1].wait()\n"),
+        listed=(14,),
     ),
-    Defect(
+    defect(
         "gradients-of-listed-rows-overwritten",
-        "own",
         "Where rows or heads are listed, a tile's gradients replace what was summed before.",
-        (
-            Edit(
-                STORE,
-                "            self.put(rows, heads, self.view(rows, heads) + tile)\n",
-                "            self.put(rows, heads, tile)\n",
-            ),
+        Edit(
+            strided_view,
+            "            self.put(rows, heads, self.view(rows, heads) + tile)\n",
+            "            self.put(rows, heads, tile)\n",
         ),
     ),
-    Defect(
+    defect(
         "dq-of-the-last-tile-only",
-        "own",
         "dq of a row is that of the last tile that saw it instead of the sum.",
-        (Edit(ATTENTION, "        rows.dq.add(*where, dq)\n", "        rows.dq.put(*where, dq)\n"),),
+        Edit(attention, "        rows.dq.add(*where, dq)\n", "        rows.dq.put(*where, dq)\n"),
     ),
-    Defect(
+    defect(
         "dv-of-the-last-rows-only",
-        "own",
         "dv of a tile is that of its last block of query rows instead of the sum.",
-        (Edit(KERNELS, "        dv += weights.mT @ dout\n", "        dv = weights.mT @ dout\n"),),
+        Edit(kernels, "        dv += weights.mT @ dout\n", "        dv = weights.mT @ dout\n"),
     ),
-    Defect(
+    defect(
         "home-slots-not-shifted",
-        "own",
         "In the ring's returned box, gradients that are home are read where those to be carried on lie.",
-        (Edit(SCHEDULE, "home=cut.packed(back).shifted(carried - kept)", "home=cut.packed(back).shifted(-kept)"),),
-        (14,),
+        Edit(schedule, "home=cut.packed(back).shifted(carried - kept)", "home=cut.packed(back).shifted(-kept)"),
+        listed=(14,),
     ),
 )

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from verification.mutants.defect import Defect, Edit
-
-BLOCKS = "ring/plan/blocks.py"
-KERNELS = "ring/compute/kernels.py"
-LAYOUT = "ring/layout.py"
-MEETINGS = "ring/plan/range_pairs.py"
-PATTERN = "reference/pattern.py"
-PIECES = "ring/plan/ranges.py"
-PLAN = "ring/plan/plan.py"
-ROWS = "ring/plan/rows.py"
+from reference import pattern
+from ring import layout
+from ring.compute import kernels
+from ring.plan import blocks, plan, range_pairs, ranges, rows
+from verification.mutants.defect import Edit, defect
 
 _TARGET = "    target = segment * w + offset - start\n"
 _OFFSETS = "        for head, offset in enumerate(branch.offsets(heads)):\n"
@@ -19,347 +14,263 @@ _MEET = "    found = meet(pieces, queries, keys.stretches, causal)\n"
 
 DILATION = (
     # --- dilation and segments
-    Defect(
+    defect(
         "phase-from-local-rows",
-        "DarcStar HybridFixed",
         "The dilated grid counts rows of the shard instead of positions of the sequence.",
-        (Edit(PIECES, _TARGET, "    target = segment * w + offset - at\n"),),
-        (26,),
+        Edit(ranges, _TARGET, "    target = segment * w + offset - at\n"),
+        provenance="DarcStar HybridFixed",
+        listed=(26,),
     ),
-    Defect(
+    defect(
         "phase-from-local-rows-when-listed",
-        "DarcStar HybridFixed",
         "In a listed layout the dilated grid counts rows of the shard.",
-        (Edit(PIECES, "within = position % block.segment_length", "within = rows % block.segment_length"),),
-        (26,),
+        Edit(ranges, "within = position % block.segment_length", "within = rows % block.segment_length"),
+        provenance="DarcStar HybridFixed",
+        listed=(26,),
     ),
-    Defect(
+    defect(
         "phase-not-restarted",
-        "DarcStar HybridFixed",
         "The grid runs on from segment to segment instead of beginning anew in each.",
-        (Edit(PIECES, _TARGET, "    target = offset - start\n"),),
-        (26,),
+        Edit(ranges, _TARGET, "    target = offset - start\n"),
+        provenance="DarcStar HybridFixed",
+        listed=(26,),
     ),
-    Defect(
+    defect(
         "phase-not-restarted-when-listed",
-        "DarcStar HybridFixed",
         "In a listed layout the grid runs on from segment to segment.",
-        (
-            Edit(
-                PIECES,
-                "on_grid = (within >= block.offset) & ((within - block.offset) % block.dilation_rate == 0)",
-                "on_grid = (within >= block.offset) & ((position - block.offset) % block.dilation_rate == 0)",
-            ),
+        Edit(
+            ranges,
+            "on_grid = (within >= block.offset) & ((within - block.offset) % block.dilation_rate == 0)",
+            "on_grid = (within >= block.offset) & ((position - block.offset) % block.dilation_rate == 0)",
         ),
-        (26,),
+        provenance="DarcStar HybridFixed",
+        listed=(26,),
     ),
-    Defect(
+    defect(
         "offset-by-key-value-head",
-        "seen in public ring-attention code",
         "All query heads of a key/value head have the offset of the first of them.",
-        (
-            Edit(
-                BLOCKS,
-                _OFFSETS,
-                "        share = heads // kv_heads\n"
-                "        by_kv = branch.offsets(heads)\n"
-                "        for head, offset in enumerate(by_kv[h // share * share] for h in range(heads)):\n",
-            ),
+        Edit(
+            blocks,
+            _OFFSETS,
+            "        share = heads // kv_heads\n"
+            "        by_kv = branch.offsets(heads)\n"
+            "        for head, offset in enumerate(by_kv[h // share * share] for h in range(heads)):\n",
         ),
-        (27,),
+        provenance="seen in public ring-attention code",
+        listed=(27,),
     ),
-    Defect(
+    defect(
         "padding-keys-attended",
-        "torchscale",
         "Tiles of an odd number of keys are padded with a zero key that nothing hides: it adds e^0 to the denominator.",
-        (
-            Edit(
-                KERNELS,
-                "        total = weights.sum(-1, keepdim=True)\n",
-                "        total = weights.sum(-1, keepdim=True) + k.shape[-2] % 2 * torch.exp(-top)\n",
-            ),
+        Edit(
+            kernels,
+            "        total = weights.sum(-1, keepdim=True)\n",
+            "        total = weights.sum(-1, keepdim=True) + k.shape[-2] % 2 * torch.exp(-top)\n",
         ),
-        (28,),
+        provenance="torchscale",
+        listed=(28,),
     ),
-    Defect(
+    defect(
         "segments-ignored",
-        "torchscale causal sequence parallel",
         "Rows meet the keys of all segments.",
-        (
-            Edit(
-                MEETINGS,
-                "    group = pieces.block * span + pieces.segment\n",
-                "    group = pieces.block * span\n",
-            ),
-        ),
-        (29,),
+        Edit(range_pairs, "    group = pieces.block * span + pieces.segment\n", "    group = pieces.block * span\n"),
+        provenance="torchscale causal sequence parallel",
+        listed=(29,),
     ),
-    Defect(
+    defect(
         "segments-across-ranks-ignored",
-        "torchscale causal sequence parallel",
         "Of segments after the first, only the part on the own rank is attended to.",
-        (
-            Edit(
-                PLAN,
-                _MEET,
-                _MEET + "    own = pieces.rank[found.key.piece] == rank\n"
-                "    found = found.take(np.flatnonzero(own | (pieces.segment[found.key.piece] == 0)))\n",
-            ),
+        Edit(
+            plan,
+            _MEET,
+            _MEET + "    own = pieces.rank[found.key.piece] == rank\n"
+            "    found = found.take(np.flatnonzero(own | (pieces.segment[found.key.piece] == 0)))\n",
         ),
-        (29,),
+        provenance="torchscale causal sequence parallel",
+        listed=(29,),
     ),
-    Defect(
+    defect(
         "own-shard-left-out",
-        "torchscale causal sequence parallel",
         "On several ranks only what others hold is attended to.",
-        (
-            Edit(
-                PLAN,
-                "    which = np.flatnonzero(own.rank == rank)\n",
-                "    which = np.flatnonzero((own.rank == rank) & (pieces.rank.max() == 0))\n",
-            ),
+        Edit(
+            plan,
+            "    which = np.flatnonzero(own.rank == rank)\n",
+            "    which = np.flatnonzero((own.rank == rank) & (pieces.rank.max() == 0))\n",
         ),
-        (29,),
+        provenance="torchscale causal sequence parallel",
+        listed=(29,),
     ),
-    Defect(
+    defect(
         "own-pieces-joined-across-gaps",
-        "own",
         "Own pieces of a segment become one call though their rows do not follow each other.",
-        (Edit(PIECES, "(row[1:] == row[:-1] + count[:-1] * step[:-1]) & (np.diff(step)", "(np.diff(step)"),),
+        Edit(ranges, "(row[1:] == row[:-1] + count[:-1] * step[:-1]) & (np.diff(step)", "(np.diff(step)"),
     ),
-    Defect(
+    defect(
         "own-pieces-joined-out-of-order",
-        "own",
         "Own pieces of a segment become one call though the second lies before the end of the first.",
-        (Edit(PIECES, " & (pieces.first[own][1:] > last[:-1])", ""),),
+        Edit(ranges, " & (pieces.first[own][1:] > last[:-1])", ""),
     ),
-    Defect(
+    defect(
         "queries-joined-across-gaps",
-        "own",
         "Query rows that see the same keys share a call, as one stretch even if they do not follow each other.",
-        (
-            Edit(
-                PLAN,
-                "                last = replace(last, query=rows)\n",
-                "                last = replace(last, query=replace(rows, index=None))\n",
-            ),
-            Edit(PLAN, "if rows.index is None and rows.length", "if rows.length"),
+        Edit(
+            plan,
+            "                last = replace(last, query=rows)\n",
+            "                last = replace(last, query=replace(rows, index=None))\n",
         ),
+        Edit(plan, "if rows.index is None and rows.length", "if rows.length"),
     ),
-    Defect(
+    defect(
         "queries-joined-beyond-the-bucket",
-        "own",
         "Query rows that see the same keys share a call, however many they are.",
-        (Edit(PLAN, " and rows.length * rows.folds <= most_rows:", ":"),),
+        Edit(plan, " and rows.length * rows.folds <= most_rows:", ":"),
     ),
-    Defect(
+    defect(
         "fold-distance-of-the-first-pair",
-        "torchscale",
         "Segments are folded as if all lay as far apart as the first two: rows are read and scattered to wrong places.",
-        (Edit(ROWS, "    opens[2:] |= uneven\n", ""),),
-        (30,),
+        Edit(rows, "    opens[2:] |= uneven\n", ""),
+        provenance="torchscale",
+        listed=(30,),
     ),
-    Defect(
+    defect(
         "fold-runs-into-the-next",
-        "own",
         "A fold that is full takes one member more, which the next fold has as well.",
-        (
-            Edit(
-                ROWS,
-                "            stop = min(at + limit, end)\n",
-                "            stop = min(at + limit + (limit > 1), end)\n",
-            ),
+        Edit(
+            rows, "            stop = min(at + limit, end)\n", "            stop = min(at + limit + (limit > 1), end)\n"
         ),
     ),
-    Defect(
+    defect(
         "listed-rows-taken-for-regular",
-        "own",
         "Rows that are listed count as regular if their last one lies where a regular grid would have it.",
-        (
-            Edit(
-                ROWS,
-                "np.array_equal(rows.listed(), index)",
-                "rows.listed()[-1, -1] == index[-1, -1]",
-            ),
-        ),
-        (30,),
+        Edit(rows, "np.array_equal(rows.listed(), index)", "rows.listed()[-1, -1] == index[-1, -1]"),
+        listed=(30,),
     ),
-    Defect(
+    defect(
         "segment-begins-off-the-grid",
-        "own",
         "Where a run enters a segment in its middle, the first row taken is off the grid.",
-        (
-            Edit(
-                PIECES,
-                "    element = low + (phase - low) % cycle\n",
-                "    element = np.maximum(low, phase)\n",
-            ),
-        ),
-        (26,),
+        Edit(ranges, "    element = low + (phase - low) % cycle\n", "    element = np.maximum(low, phase)\n"),
+        listed=(26,),
     ),
-    Defect(
+    defect(
         "phase-without-inverse",
-        "own",
         "The grid meets a run at a phase that lacks the modular inverse of the run's step.",
-        (
-            Edit(
-                PIECES,
-                "known = {(v, m): pow(v, -1, m) if m > 1 else 0",
-                "known = {(v, m): v % m if m > 1 else 0",
-            ),
-        ),
-        (26,),
+        Edit(ranges, "known = {(v, m): pow(v, -1, m) if m > 1 else 0", "known = {(v, m): v % m if m > 1 else 0"),
+        listed=(26,),
     ),
-    Defect(
+    defect(
         "grid-that-is-never-met",
-        "own",
         "A run whose step never meets the dilated grid is taken to meet it.",
-        (
-            Edit(
-                PIECES,
-                "count = np.where(target % common == 0, (high",
-                "count = np.where(target % common >= 0, (high",
-            ),
-        ),
-        (26,),
+        Edit(ranges, "count = np.where(target % common == 0, (high", "count = np.where(target % common >= 0, (high"),
+        listed=(26,),
     ),
-    Defect(
+    defect(
         "equal-branches-counted-once",
-        "own",
         "A branch that stands in the pattern twice is counted once.",
-        (Edit(BLOCKS, "    return tuple(blocks)\n", "    return tuple(dict.fromkeys(blocks))\n"),),
+        Edit(blocks, "    return tuple(blocks)\n", "    return tuple(dict.fromkeys(blocks))\n"),
     ),
     # --- heads
-    Defect(
+    defect(
         "heads-of-other-shares-unwritten",
-        "fkodom/dilated-attention-pytorch",
         "Where key/value heads serve unequally many heads of a branch, only those that serve most are computed.",
-        (
-            Edit(
-                BLOCKS,
-                "    for size in sorted({len(r) for r in readers.values()}):\n",
-                "    for size in sorted({len(r) for r in readers.values()})[-1:]:\n",
-            ),
+        Edit(
+            blocks,
+            "    for size in sorted({len(r) for r in readers.values()}):\n",
+            "    for size in sorted({len(r) for r in readers.values()})[-1:]:\n",
         ),
-        (31,),
+        provenance="fkodom/dilated-attention-pytorch",
+        listed=(31,),
     ),
-    Defect(
+    defect(
         "irregular-heads-as-a-range",
-        "fkodom/dilated-attention-pytorch",
         "Heads at unequal distances are addressed as if the first two told them all: ranges overlap.",
-        (Edit(BLOCKS, "None if regular else ids)", "None)"),),
-        (31,),
+        Edit(blocks, "None if regular else ids)", "None)"),
+        provenance="fkodom/dilated-attention-pytorch",
+        listed=(31,),
     ),
-    Defect(
+    defect(
         "head-range-starts-at-zero",
-        "fkodom/dilated-attention-pytorch",
         "A branch for a range of heads serves the first heads instead.",
-        (
-            Edit(
-                PATTERN,
-                "return (None,) * served.start + offset + (None,) * (num_heads - served.stop)",
-                "return offset + (None,) * (num_heads - len(offset))",
-            ),
+        Edit(
+            pattern,
+            "return (None,) * served.start + offset + (None,) * (num_heads - served.stop)",
+            "return offset + (None,) * (num_heads - len(offset))",
         ),
-        (31,),
+        provenance="fkodom/dilated-attention-pytorch",
+        listed=(31,),
     ),
-    Defect(
+    defect(
         "sequence-and-head-axes-swapped",
-        "DarcStar TrueRing",
         "Gathered shards are packed head by head and read token by token: queries attend across heads.",
-        (
-            Edit(
-                PLAN,
-                "slots = [Rows(copy * tokens * kv_heads, kv_heads, tokens) for",
-                "slots = [Rows(copy * tokens * kv_heads, 1, tokens) for",
-            ),
-            Edit(
-                PLAN,
-                "return tuple(Pack(Rows(0, 1, tokens), heads, place, heads) for place in slots)",
-                "columns = Heads.of(tuple((head * tokens,) for head in range(kv_heads)))\n"
-                "    return tuple(Pack(Rows(0, 1, tokens), heads, place, columns) for place in slots)",
-            ),
+        Edit(
+            plan,
+            "slots = [Rows(copy * tokens * kv_heads, kv_heads, tokens) for",
+            "slots = [Rows(copy * tokens * kv_heads, 1, tokens) for",
         ),
-        (32,),
+        Edit(
+            plan,
+            "return tuple(Pack(Rows(0, 1, tokens), heads, place, heads) for place in slots)",
+            "columns = Heads.of(tuple((head * tokens,) for head in range(kv_heads)))\n"
+            "    return tuple(Pack(Rows(0, 1, tokens), heads, place, columns) for place in slots)",
+        ),
+        provenance="DarcStar TrueRing",
+        listed=(32,),
     ),
-    Defect(
+    defect(
         "query-heads-interleaved",
-        "own",
         "Query head h reads key/value head h mod Hk instead of h // (Hq / Hk).",
-        (
-            Edit(BLOCKS, "served, heads // kv_heads))", "served, kv_heads))"),
-            Edit(BLOCKS, "readers.setdefault(head // share, [])", "readers.setdefault(head % share, [])"),
-        ),
-        (27,),
+        Edit(blocks, "served, heads // kv_heads))", "served, kv_heads))"),
+        Edit(blocks, "readers.setdefault(head // share, [])", "readers.setdefault(head % share, [])"),
+        listed=(27,),
     ),
-    Defect(
+    defect(
         "columns-by-head-number",
-        "own",
         "Packed slots are read at the number of the key/value head instead of its column in the block.",
-        (
-            Edit(
-                BLOCKS,
-                "column=Heads.of(tuple((kv.index(h),) for h in members)),",
-                "column=Heads.of(tuple((h,) for h in members)),",
-            ),
+        Edit(
+            blocks,
+            "column=Heads.of(tuple((kv.index(h),) for h in members)),",
+            "column=Heads.of(tuple((h,) for h in members)),",
         ),
-        (31,),
+        listed=(31,),
     ),
     # --- layouts
-    Defect(
+    defect(
         "zigzag-halves-swapped",
-        "seen in public ring-attention code",
         "A rank holds its two chunks of the zigzag in the other order.",
-        (
-            Edit(
-                LAYOUT,
-                "chunks = [c for r in range(p) for c in (r, 2 * p - 1 - r)]",
-                "chunks = [c for r in range(p) for c in (2 * p - 1 - r, r)]",
-            ),
+        Edit(
+            layout,
+            "chunks = [c for r in range(p) for c in (r, 2 * p - 1 - r)]",
+            "chunks = [c for r in range(p) for c in (2 * p - 1 - r, r)]",
         ),
-        (34,),
+        provenance="seen in public ring-attention code",
+        listed=(34,),
     ),
-    Defect(
+    defect(
         "zigzag-second-half-in-order",
-        "own",
         "Rank r holds the chunks r and p + r, as if the second half ran forward.",
-        (
-            Edit(
-                LAYOUT,
-                "chunks = [c for r in range(p) for c in (r, 2 * p - 1 - r)]",
-                "chunks = [c for r in range(p) for c in (r, p + r)]",
-            ),
+        Edit(
+            layout,
+            "chunks = [c for r in range(p) for c in (r, 2 * p - 1 - r)]",
+            "chunks = [c for r in range(p) for c in (r, p + r)]",
         ),
-        (34,),
+        listed=(34,),
     ),
-    Defect(
+    defect(
         "cut-run-without-its-step",
-        "own",
         "A run that is cut between ranks begins too early on the second of them, as if its step were 1.",
-        (Edit(LAYOUT, "Run(start + low * step, step, high - low)", "Run(start + low, step, high - low)"),),
+        Edit(layout, "Run(start + low * step, step, high - low)", "Run(start + low, step, high - low)"),
     ),
-    Defect(
+    defect(
         "unshard-without-the-order",
-        "own",
         "Shards are put together in rank order, whatever positions they hold.",
-        (
-            Edit(
-                LAYOUT,
-                "        return torch.empty_like(gathered).index_copy_(dim, order, gathered)\n",
-                "        return torch.empty_like(gathered).index_copy_(dim, order.sort().values, gathered)\n",
-            ),
+        Edit(
+            layout,
+            "        return torch.empty_like(gathered).index_copy_(dim, order, gathered)\n",
+            "        return torch.empty_like(gathered).index_copy_(dim, order.sort().values, gathered)\n",
         ),
     ),
-    Defect(
+    defect(
         "hilbert-without-the-turn",
-        "own",
         "Quadrants of the Hilbert curve are not turned: it is a Z-order, and not the layout that was asked for.",
-        (
-            Edit(
-                LAYOUT,
-                "        x, y = np.where(up == 0, y, x), np.where(up == 0, x, y)\n",
-                "",
-            ),
-        ),
+        Edit(layout, "        x, y = np.where(up == 0, y, x), np.where(up == 0, x, y)\n", ""),
     ),
 )

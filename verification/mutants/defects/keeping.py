@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from verification.mutants.defect import Defect, Edit
-
-ATTENTION = "ring/attention.py"
+from ring import attention
+from verification.mutants.defect import Defect, Edit, defect
 
 _PLANNED = "    plan = plan_of(pattern, layout, transport.rank, heads, kv_heads, exchange, bucket, own)\n"
 _KEPT = """\
@@ -19,7 +18,11 @@ _CONTEXT = "        ctx.walk = walk\n"
 
 
 def _poor_key(name: str, about: str, key: str) -> Defect:
-    return Defect(name, "own", about, (Edit(ATTENTION, _PLANNED, _KEPT.replace("KEY", key)),))
+    return defect(
+        name,
+        about,
+        Edit(attention, _PLANNED, _KEPT.replace("KEY", key)),
+    )
 
 
 KEEPING = (
@@ -53,36 +56,30 @@ KEEPING = (
         "Plans are kept whatever the exchange: `direct` sends what the ring would.",
         "pattern, layout, rank, heads, kv_heads, bucket",
     ),
-    Defect(
+    defect(
         "call-seeds-random-numbers",
-        "own",
         "Every call seeds torch's random numbers: the user's dropout and data repeat themselves on all ranks.",
-        (Edit(ATTENTION, _AGREED, _AGREED + "    torch.manual_seed(0)\n"),),
+        Edit(attention, _AGREED, _AGREED + "    torch.manual_seed(0)\n"),
     ),
-    Defect(
+    defect(
         "call-changes-the-default-dtype",
-        "own",
         "Every call makes its own type the default: what the user makes next has it too.",
-        (Edit(ATTENTION, _AGREED, _AGREED + "    torch.set_default_dtype(q.dtype)\n"),),
+        Edit(attention, _AGREED, _AGREED + "    torch.set_default_dtype(q.dtype)\n"),
     ),
-    Defect(
+    defect(
         "context-keeps-the-results",
-        "own",
         "Autograd's context keeps the results as well: a cycle, so that memory is only freed when Python collects it.",
-        (Edit(ATTENTION, _CONTEXT, _CONTEXT + "        ctx.result = (out, lse)\n"),),
+        Edit(attention, _CONTEXT, _CONTEXT + "        ctx.result = (out, lse)\n"),
     ),
-    Defect(
+    defect(
         "every-landing-is-kept",
-        "own",
         "What landed is kept by the module: memory grows with every call.",
-        (
-            Edit(
-                ATTENTION,
-                "    for arrival in Exchange(walk.plan, walk.transport, k, v).arrivals():\n",
-                "    kept = globals().setdefault('_kept', [])\n"
-                "    for arrival in Exchange(walk.plan, walk.transport, k, v).arrivals():\n"
-                "        kept.append(arrival)\n",
-            ),
+        Edit(
+            attention,
+            "    for arrival in Exchange(walk.plan, walk.transport, k, v).arrivals():\n",
+            "    kept = globals().setdefault('_kept', [])\n"
+            "    for arrival in Exchange(walk.plan, walk.transport, k, v).arrivals():\n"
+            "        kept.append(arrival)\n",
         ),
     ),
 )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from verification.mutants.defect import Defect, Edit
-
-ACCUMULATOR = "ring/compute/accumulator.py"
-ATTENTION = "ring/attention.py"
-KERNELS = "ring/compute/kernels.py"
+from ring import attention
+from ring.comm import exchange
+from ring.compute import accumulator, kernels
+from verification.mutants.defect import Edit, defect
 
 _PUT = "        self._out.put(rows, heads, merged)\n"
 _PUT_LSE = "        self._lse.put(rows, heads, merged_lse.unsqueeze(-1))\n"
@@ -16,213 +15,161 @@ _TOTAL = "        total = weights.sum(-1, keepdim=True)\n"
 _CHOOSE = '    if kernel == "math" or dlse or scale <= 0 or tile.mask is Mask.POSITION:\n'
 
 NUMERICS = (
-    Defect(
+    defect(
         "lse-in-bfloat16",
-        "tenstorrent/tt-metal#41683",
         "The running lse is rounded to bfloat16 at every merge.",
-        (Edit(ACCUMULATOR, _PUT_LSE, _PUT_LSE.replace("merged_lse.", "merged_lse.bfloat16().")),),
-        (5,),
+        Edit(accumulator, _PUT_LSE, _PUT_LSE.replace("merged_lse.", "merged_lse.bfloat16().")),
+        provenance="tenstorrent/tt-metal#41683",
+        listed=(5,),
     ),
-    Defect(
+    defect(
         "lse-in-float16",
-        "tenstorrent/tt-metal#41683",
         "The running lse is rounded to float16 at every merge.",
-        (Edit(ACCUMULATOR, _PUT_LSE, _PUT_LSE.replace("merged_lse.", "merged_lse.half().")),),
-        (5,),
+        Edit(accumulator, _PUT_LSE, _PUT_LSE.replace("merged_lse.", "merged_lse.half().")),
+        provenance="tenstorrent/tt-metal#41683",
+        listed=(5,),
     ),
-    Defect(
+    defect(
         "row-sums-in-the-input-type",
-        "tenstorrent/tt-metal#41683",
         "The sum of a row's weights is rounded to the type of the inputs.",
-        (Edit(KERNELS, _TOTAL, "        total = weights.sum(-1, keepdim=True).to(q.dtype).to(work)\n"),),
-        (5,),
+        Edit(kernels, _TOTAL, "        total = weights.sum(-1, keepdim=True).to(q.dtype).to(work)\n"),
+        provenance="tenstorrent/tt-metal#41683",
+        listed=(5,),
     ),
-    Defect(
+    defect(
         "accumulator-in-bfloat16",
-        "zhuzilin/ring-flash-attention#42",
         "The running output is rounded to bfloat16 at every merge.",
-        (Edit(ACCUMULATOR, _PUT, _PUT.replace("merged)", "merged.bfloat16())")),),
-        (6,),
+        Edit(accumulator, _PUT, _PUT.replace("merged)", "merged.bfloat16())")),
+        provenance="zhuzilin/ring-flash-attention#42",
+        listed=(6,),
     ),
-    Defect(
+    defect(
         "accumulator-in-the-input-type",
-        "zhuzilin/ring-flash-attention#42",
         "The running output is kept in the type of the inputs: in 16 bits the error grows with the number of ranks.",
-        (
-            Edit(
-                ACCUMULATOR,
-                "self.out = torch.zeros(batch, tokens, heads, dim, dtype=dtype, device",
-                "self.out = torch.zeros(batch, tokens, heads, dim, dtype=query.dtype, device",
-            ),
+        Edit(
+            accumulator,
+            "self.out = torch.zeros(batch, tokens, heads, dim, dtype=dtype, device",
+            "self.out = torch.zeros(batch, tokens, heads, dim, dtype=query.dtype, device",
         ),
-        (6,),
+        provenance="zhuzilin/ring-flash-attention#42",
+        listed=(6,),
     ),
-    Defect(
+    defect(
         "partials-in-the-input-type",
-        "zhuzilin/ring-flash-attention#42",
         "Partial outputs are rounded to the type of the inputs before they are merged.",
-        (
-            Edit(
-                ATTENTION,
-                "accumulator.merge(tile.query_rows, tile.query_heads, out, lse)",
-                "accumulator.merge(tile.query_rows, tile.query_heads, out.to(q.dtype).to(out.dtype), lse)",
-            ),
+        Edit(
+            attention,
+            "accumulator.merge(tile.query_rows, tile.query_heads, out, lse)",
+            "accumulator.merge(tile.query_rows, tile.query_heads, out.to(q.dtype).to(out.dtype), lse)",
         ),
-        (6,),
+        provenance="zhuzilin/ring-flash-attention#42",
+        listed=(6,),
     ),
-    Defect(
+    defect(
         "scale-off-by-a-thousandth",
-        "own",
         "The default factor of the scores is 0.1 % too large.",
-        (Edit(ATTENTION, _SCALE, "1.001 * " + _SCALE),),
-        (21,),
+        Edit(attention, _SCALE, "1.001 * " + _SCALE),
+        listed=(21,),
     ),
-    Defect(
+    defect(
         "scale-forgets-the-root",
-        "own",
         "The default factor of the scores is 1 / head dim instead of its root.",
-        (Edit(ATTENTION, _SCALE, _SCALE.replace("-0.5", "-1.0")),),
+        Edit(attention, _SCALE, _SCALE.replace("-0.5", "-1.0")),
     ),
-    Defect(
+    defect(
         "scale-of-zero-is-no-scale",
-        "own",
         "A scale of 0 counts as not given.",
-        (Edit(ATTENTION, _SCALE, "float(scale or dim**-0.5))"),),
+        Edit(attention, _SCALE, "float(scale or dim**-0.5))"),
     ),
-    Defect(
+    defect(
         "scores-in-bfloat16",
-        "own",
         "Scores are rounded to bfloat16.",
-        (Edit(KERNELS, _SCORES, _SCORES.replace(".mul_(scale)", ".mul_(scale).bfloat16().to(q.dtype)")),),
+        Edit(kernels, _SCORES, _SCORES.replace(".mul_(scale)", ".mul_(scale).bfloat16().to(q.dtype)")),
     ),
-    Defect(
+    defect(
         "scores-in-float16",
-        "own",
         "Scores are rounded to float16: beyond 65504 they are infinite.",
-        (Edit(KERNELS, _SCORES, _SCORES.replace(".mul_(scale)", ".mul_(scale).half().to(q.dtype)")),),
+        Edit(kernels, _SCORES, _SCORES.replace(".mul_(scale)", ".mul_(scale).half().to(q.dtype)")),
     ),
-    Defect(
+    defect(
         "products-clamped-to-float16",
-        "own",
         "Scores beyond the largest number of float16 are cut off there.",
-        (
-            Edit(
-                KERNELS,
-                _SCORES,
-                _SCORES.replace(".mul_(scale)", ".clamp_(-65504, 65504).mul_(scale)"),
-            ),
-        ),
+        Edit(kernels, _SCORES, _SCORES.replace(".mul_(scale)", ".clamp_(-65504, 65504).mul_(scale)")),
     ),
-    Defect(
+    defect(
         "probabilities-in-bfloat16",
-        "own",
         "Weights are rounded to bfloat16 before they meet the values.",
-        (Edit(KERNELS, "(weights @ v).div_", "(weights.bfloat16().to(work) @ v).div_"),),
+        Edit(kernels, "(weights @ v).div_", "(weights.bfloat16().to(work) @ v).div_"),
     ),
-    Defect(
+    defect(
         "gradient-scores-in-bfloat16",
-        "own",
         "The gradient of the scores is rounded to bfloat16.",
-        (Edit(KERNELS, ".mul_(weights).mul_(scale)\n", ".mul_(weights).mul_(scale).bfloat16().to(work)\n"),),
+        Edit(kernels, ".mul_(weights).mul_(scale)\n", ".mul_(weights).mul_(scale).bfloat16().to(work)\n"),
     ),
-    Defect(
+    defect(
         "gradient-sums-in-the-input-type",
-        "own",
         "dq, dk and dv are summed in the type of the inputs.",
-        (
-            Edit(
-                ACCUMULATOR,
-                "torch.zeros(like.shape, dtype=accumulator_dtype(like.dtype)",
-                "torch.zeros(like.shape, dtype=like.dtype",
-            ),
+        Edit(
+            accumulator,
+            "torch.zeros(like.shape, dtype=accumulator_dtype(like.dtype)",
+            "torch.zeros(like.shape, dtype=like.dtype",
         ),
-        (19,),
+        listed=(19,),
     ),
-    Defect(
+    defect(
         "returned-gradients-in-the-input-type",
-        "own",
         "Gradients travel home, and are summed on the way, in the type of the inputs.",
-        (
-            Edit(
-                "ring/comm/exchange.py",
-                'complete = self.plan.exchange == "direct" and self.k.is_cuda',
-                "complete = True",
-            ),
-        ),
-        (19,),
+        Edit(exchange, 'complete = self.plan.exchange == "direct" and self.k.is_cuda', "complete = True"),
+        listed=(19,),
     ),
-    Defect(
+    defect(
         "float64-computed-in-float32",
-        "own",
         "Everything is computed in fp32, for fp64 inputs too.",
-        (
-            Edit(
-                ACCUMULATOR,
-                "return torch.float64 if dtype == torch.float64 else torch.float32",
-                "return torch.float32",
-            ),
-        ),
+        Edit(accumulator, "return torch.float64 if dtype == torch.float64 else torch.float32", "return torch.float32"),
     ),
-    Defect(
+    defect(
         "float64-scores-in-float32",
-        "own",
         "Queries and keys of fp64 are rounded to fp32 for the scores.",
-        (Edit(KERNELS, _SCORES, "    scores = (q.flatten(3, 4).float() @ k.mT.float()).to(q.dtype).mul_(scale)\n"),),
+        Edit(kernels, _SCORES, "    scores = (q.flatten(3, 4).float() @ k.mT.float()).to(q.dtype).mul_(scale)\n"),
     ),
-    Defect(
+    defect(
         "fused-kernel-in-16-bits",
-        "own",
         "The fused kernel is given 16-bit operands, on which it rounds probabilities and sums gradients in 16 bits.",
-        (
-            Edit(
-                KERNELS,
-                "in 16 bits.\n    work = accumulator_dtype(q.dtype)\n",
-                "in 16 bits.\n    work = q.dtype\n",
-            ),
-        ),
+        Edit(kernels, "in 16 bits.\n    work = accumulator_dtype(q.dtype)\n", "in 16 bits.\n    work = q.dtype\n"),
     ),
-    Defect(
+    defect(
         "fused-kernel-with-any-scale",
-        "own",
         "The fused kernel is given negative scales, which turn its hidden scores into +inf.",
-        (Edit(KERNELS, _CHOOSE, _CHOOSE.replace(" or scale <= 0", "")),),
+        Edit(kernels, _CHOOSE, _CHOOSE.replace(" or scale <= 0", "")),
     ),
-    Defect(
+    defect(
         "fused-kernel-on-few-keys",
-        "own",
         "The fused kernel is given fewer keys than fill a vector, where it hides NaN.",
-        (Edit(KERNELS, "if tile.key_rows.length >= VECTOR else", "if tile.key_rows.length else"),),
+        Edit(kernels, "if tile.key_rows.length >= VECTOR else", "if tile.key_rows.length else"),
     ),
-    Defect(
+    defect(
         "fused-kernel-on-masks-by-position",
-        "own",
         "The fused kernel, which knows no mask by position, is given such tiles and shows them whole.",
-        (Edit(KERNELS, " or scale <= 0 or tile.mask is Mask.POSITION:", " or scale <= 0:"),),
-        (25,),
+        Edit(kernels, " or scale <= 0 or tile.mask is Mask.POSITION:", " or scale <= 0:"),
+        listed=(25,),
     ),
-    Defect(
+    defect(
         "queries-scaled-in-place",
-        "own",
         "Scaling is done on the queries themselves, which are the caller's where no cast is needed.",
-        (
-            Edit(
-                KERNELS,
-                "scores = _scores(q[..., rows, :].to(work), k, tile, scale, rows)\n        top",
-                "scores = _scores(q[..., rows, :].to(work).mul_(scale), k, tile, 1.0, rows)\n        top",
-            ),
+        Edit(
+            kernels,
+            "scores = _scores(q[..., rows, :].to(work), k, tile, scale, rows)\n        top",
+            "scores = _scores(q[..., rows, :].to(work).mul_(scale), k, tile, 1.0, rows)\n        top",
         ),
     ),
-    Defect(
+    defect(
         "sum-order-by-address",
-        "own",
         "Tiles are computed in an order that depends on where memory lies: two runs differ in their last bits.",
-        (
-            Edit(
-                ATTENTION,
-                "            accumulator.merge(tile.query_rows",
-                "            lse = lse + (accumulator.out.data_ptr() // 64 % 2) * 2.0**-22 * lse.abs()\n"
-                "            accumulator.merge(tile.query_rows",
-            ),
+        Edit(
+            attention,
+            "            accumulator.merge(tile.query_rows",
+            "            lse = lse + (accumulator.out.data_ptr() // 64 % 2) * 2.0**-22 * lse.abs()\n"
+            "            accumulator.merge(tile.query_rows",
         ),
     ),
 )
