@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import random
 import shlex
 import sys
@@ -15,14 +13,13 @@ from concurrent.futures import BrokenExecutor
 from functools import partial
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from verification.cli.arguments import add_json, add_seed, count, typed
 from verification.mutants import DEFECTS, CannotPlant, Defect, by_name
 from verification.mutants.trials import LIMIT, SOON, NotSane, Outcome, hunt_all, totals
-from verification.report.provenance import commit
+from verification.report.provenance import processor_run
 from verification.run.backends import Unavailable
 from verification.search.search import ToolError
 from verification.wording import counted
@@ -80,11 +77,7 @@ def main(options: argparse.Namespace, console: Console) -> int:
 def to_dict(outcomes: list[Outcome], seconds: float, seed: int, limit: int) -> dict[str, Any]:
     """The record of a hunt: where, with what, by which command; what became of each defect; the totals."""
     return {
-        "device": f"{platform.machine()}, {os.cpu_count()} cores",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "commit": commit(),
-        "command": f"python -m verification mutants {shlex.join(sys.argv[2:])}".rstrip(),
+        **processor_run(f"python -m verification mutants {shlex.join(sys.argv[2:])}".rstrip()),
         "mutants": [outcome.to_dict() for outcome in outcomes],
         **totals(outcomes),
         "seconds": round(seconds, 1),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from verification.peers import peer_rank as observe
 from verification.peers.peer import KNOWN, Peer, Refused, load, selected
 from verification.peers.peer_experiment import experiment
 from verification.peers.probe import probe
+from verification.report.provenance import processor_run
 from verification.report.report import Failure, Report
 from verification.run.backends import GlooBackend, Unavailable
 from verification.runner import save
@@ -109,8 +111,9 @@ def main(options: argparse.Namespace, console: Console) -> int:
     seconds = time.perf_counter() - started
     _summary(outcomes, seconds, console)
     if options.json is not None:
-        report = {"peers": [outcome.to_dict() for outcome in outcomes], "seconds": round(seconds, 3)}
-        options.json.write_text(json.dumps(report | {"seed": seed}, indent=2, allow_nan=False) + "\n")
+        report = processor_run(f"python -m verification peers {shlex.join(sys.argv[2:])}".rstrip())
+        report |= {"peers": [outcome.to_dict() for outcome in outcomes], "seconds": round(seconds, 3), "seed": seed}
+        options.json.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
     verdicts = {outcome.verdict for outcome in outcomes}
     return 2 if NOT_RUN in verdicts else 1 if FAILED in verdicts else 0
 

@@ -27,6 +27,17 @@ def commit() -> str | None:
     return run[0].stdout.strip() + ("+" if run[1].stdout.strip() else "")
 
 
+def processor_run(command: str) -> dict[str, Any]:
+    """Of a run on the processor, on any number of ranks: device, versions, commit, command."""
+    return {
+        "device": f"{platform.machine()}, {os.cpu_count()} cores",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": commit(),
+        "command": command,
+    }
+
+
 def surroundings(device: str, world: int, command: str) -> dict[str, Any]:
     """Device ("cuda": the name of the present GPU; else of the processor), versions, commit, command, settings."""
     gpu = device == "cuda"

@@ -33,6 +33,7 @@ from verification.peers import Refused, probe
 from verification.peers.adapters import flash_attn_shim, plain_attention, yunchang
 from verification.peers.peer import KNOWN, load, ready, selected
 from verification.peers.peer_experiment import claimed, expect, experiment
+from verification.report.provenance import commit
 from verification.run.backends import GlooBackend
 from verification.search.search import ToolError
 
@@ -63,7 +64,10 @@ def report(folder: Path, *arguments: str) -> tuple[int, dict[str, dict[str, Any]
     """(exit status, peers of the JSON report by name, what was printed, warnings included)."""
     done = verification(folder, "peers", *arguments, "--seed", "5", "--json", "report.json")
     assert (folder / "report.json").exists(), done.stdout + done.stderr
-    listed = json.loads((folder / "report.json").read_text())["peers"]
+    content = json.loads((folder / "report.json").read_text())
+    assert content["seed"] == 5 and content["torch"] == torch.__version__ and content["commit"] == commit()
+    assert content["command"].startswith("python -m verification peers ")
+    listed = content["peers"]
     return done.returncode, {peer["name"]: peer for peer in listed}, done.stdout + done.stderr
 
 
