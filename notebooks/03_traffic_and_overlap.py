@@ -44,6 +44,7 @@ from figures import (
     VERMILLION,
     binary,
     binary_ticks,
+    efficiency_bars,
     power_law,
     record,
     recorded_rows,
@@ -486,6 +487,40 @@ lacking = [
     if not any(r["exchange"] == e and r["world"] == w for r in timed)
 ]
 print("not recorded yet:", ", ".join(lacking) or "nothing")
+
+# %% [markdown]
+# ## Beside other ways to share a sequence
+#
+# Efficiency is the time that one GPU takes for the whole sequence, divided by the number of GPUs and by the time that
+# the GPUs take together. Dense causal attention in bf16, forward and backward; every method with the faster of its
+# calls, captured in a CUDA graph or not, and the ring without a graph beside it: there the host decides how long a
+# short call takes.
+
+# %%
+BESIDE = "h200x2_dense"
+chosen = [
+    row for row in recorded_rows(section="dense")
+    if row["record"] == BESIDE and row["pass"] == "forward+backward" and row.get("efficiency") is not None
+]  # fmt: skip
+methods = {
+    "ring_attention": [row for row in chosen if row["method"] == "ring_attention"],
+    "ring_attention, no CUDA graph": [r for r in chosen if r["method"] == "ring_attention" and not r["graph"]],
+    "all-to-all (Ulysses)": [row for row in chosen if row["method"].startswith("all-to-all")],
+    "ring-flash-attn, zigzag": [row for row in chosen if row["method"] == "ring-flash-attn zigzag"],
+    "torch context_parallel": [row for row in chosen if row["method"].startswith("torch context_parallel")],
+}
+efficiency = {
+    method: {
+        tokens: max(row["efficiency"] for row in rows if row["tokens"] == tokens) for tokens in (2048, 8192, 32768)
+    }
+    for method, rows in methods.items()
+}
+figure, axes = plt.subplots(figsize=(7.2, 3.2))
+efficiency_bars(axes, efficiency, title="Dense causal attention, forward + backward, on 2 H200s")
+for method, values in efficiency.items():
+    print(f"{method:>30}", "  ".join(f"{binary(tokens)}: {value:.2f}" for tokens, value in values.items()))
+ours = efficiency["ring_attention"]
+assert all(ours[tokens] >= values[tokens] for values in efficiency.values() for tokens in ours)
 
 # %% [markdown]
 # ## The same for this machine

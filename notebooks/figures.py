@@ -99,6 +99,20 @@ def who_sees_whom(
         axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=2, handlelength=1)
 
 
+def efficiency_bars(axes: Axes, efficiency: Mapping[str, Mapping[int, float]], *, title: str = "") -> None:
+    """One group of bars for each number of tokens, one bar for each method: method -> tokens -> efficiency."""
+    lengths = sorted({tokens for values in efficiency.values() for tokens in values})
+    width = 0.8 / len(efficiency)
+    for number, (method, values) in enumerate(efficiency.items()):
+        places = [group + (number - (len(efficiency) - 1) / 2) * width for group in range(len(lengths))]
+        bars = axes.bar(places, [values[tokens] for tokens in lengths], width * 0.92, label=method)
+        axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=1)
+    axes.set_xticks(range(len(lengths)), [f"{binary(tokens)} tokens a GPU" for tokens in lengths])
+    axes.grid(axis="x", visible=False)
+    axes.set(ylim=(0, 1.15), ylabel="efficiency", title=title)
+    axes.legend(loc="upper left", ncols=2, fontsize=7.5, bbox_to_anchor=(0, -0.1))
+
+
 def binary(value: float, unit: str = "") -> str:
     """A number with a binary prefix, as torch and the README write them: 65536 -> "64 Ki", 1.5 * 2**20 -> "1.5 Mi"."""
     power = 0
