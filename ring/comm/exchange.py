@@ -18,8 +18,8 @@ import torch
 
 from ring.comm.transport import Message, Outgoing, Pending, Transport
 from ring.compute.accumulator import Summing, accumulator_dtype
-from ring.plan.plan import Pack, Plan, Step, Tile
-from ring.plan.schedule import Move
+from ring.plan.plan import Plan, SlotMap, Step, Tile
+from ring.plan.schedule import Transfer
 from ring.strided_view import Store, Written
 
 
@@ -85,7 +85,7 @@ class Exchange:
 
     def _round_trips(self, dk: Summing, dv: Summing) -> Iterator[Arrival]:
         plan, kind = self.plan, self._gradient_dtype
-        grads = [self._allocate(f"gradients {i}", plan.sizes.landing, kind) for i in range(plan.sizes.turns)]
+        grads = [self._allocate(f"gradients {i}", plan.sizes.receive, kind) for i in range(plan.sizes.receive_buffers)]
         returned = self._allocate("returned", plan.sizes.returned, kind)
         due: tuple[Step, Pending] | None = None
         for arrival, number in self._landings():
@@ -126,7 +126,7 @@ class Exchange:
         step, pending = due
         pending.arrive()
         key, value = Store.slots(returned[:, 0]), Store.slots(returned[:, 1])
-        for pack in step.homes:
+        for pack in step.scatters:
             dk.add(pack.rows, pack.heads, key.view(pack.slots, pack.columns))
             dv.add(pack.rows, pack.heads, value.view(pack.slots, pack.columns))
         return returned[: step.carried]
@@ -134,15 +134,15 @@ class Exchange:
     def _landings(self) -> Iterator[tuple[Arrival, int]]:
         """(arrival, its number), number 0 being the own keys. Step n + 1 is in flight while n is computed."""
         plan, sizes = self.plan, self.plan.sizes
-        outbox = self._allocate("outbox", sizes.outbox, self.k.dtype)
-        landings = [self._allocate(f"landing {i}", sizes.landing, self.k.dtype) for i in range(sizes.turns)]
+        outbox = self._allocate("outbox", sizes.send, self.k.dtype)
+        landings = [self._allocate(f"landing {i}", sizes.receive, self.k.dtype) for i in range(sizes.receive_buffers)]
         arrival = Arrival(plan.local, Store(self.k), Store(self.v))
         pending: Pending | None = None
         for number, step in enumerate(plan.steps, start=1):
             if pending is not None:
                 pending.wait()
-            landing, before = landings[(number - 1) % sizes.turns], landings[number % sizes.turns]
-            self._pack(step.packs, outbox)
+            landing, before = landings[(number - 1) % len(landings)], landings[number % len(landings)]
+            self._pack(step.gathers, outbox)
             pending = self.transport.post(
                 _messages(step.sends, before if step.relayed else outbox, f"keys and values {number}"),
                 _messages(step.receives, landing, f"keys and values {number}"),
@@ -154,7 +154,7 @@ class Exchange:
         if pending is not None:
             pending.wait()
 
-    def _pack(self, packs: Sequence[Pack], outbox: torch.Tensor) -> None:
+    def _pack(self, packs: Sequence[SlotMap], outbox: torch.Tensor) -> None:
         if not packs:
             return
         if self.k.is_cuda:
@@ -194,17 +194,19 @@ class Exchange:
         found = []
         for number, step in enumerate(plan.steps, start=1):
             source, slots = (
-                ("outbox", sizes.outbox) if not step.relayed else (f"landing {number % sizes.turns}", sizes.landing)
+                ("outbox", sizes.send)
+                if not step.relayed
+                else (f"landing {number % sizes.receive_buffers}", sizes.receive)
             )
             found += [self._sent(source, slots, dtype, f"keys and values {number}", move) for move in step.sends]
             if direction == "backward":
-                source, kind = f"gradients {(number - 1) % sizes.turns}", self._gradient_dtype
+                source, kind = f"gradients {(number - 1) % sizes.receive_buffers}", self._gradient_dtype
                 found += [
-                    self._sent(source, sizes.landing, kind, f"gradients {number}", move) for move in step.return_sends
+                    self._sent(source, sizes.receive, kind, f"gradients {number}", move) for move in step.return_sends
                 ]
         return found
 
-    def _sent(self, buffer: str, slots: int, dtype: torch.dtype, label: str, move: Move) -> Outgoing:
+    def _sent(self, buffer: str, slots: int, dtype: torch.dtype, label: str, move: Transfer) -> Outgoing:
         slot = 2 * self.k.shape[0] * self.k.shape[3] * dtype.itemsize  # bytes
         return Outgoing(buffer, slots * slot, label, move.peer, move.start * slot, move.stop * slot)
 
@@ -233,5 +235,5 @@ def _summed(step: Step, grad: torch.Tensor) -> Iterator[tuple[Store, Store]]:
         grad.copy_(sums)
 
 
-def _messages(moves: Sequence[Move], buffer: torch.Tensor, label: str) -> list[Message]:
+def _messages(moves: Sequence[Transfer], buffer: torch.Tensor, label: str) -> list[Message]:
     return [Message(move.peer, buffer[move.start : move.stop], label) for move in moves]

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ring.plan.plan import Pack
+from ring.plan.plan import SlotMap
 from ring.plan.ranges import Ints
 
 _SLOTS, _WARPS = 32, 4  # of a program
@@ -42,7 +42,7 @@ def _pack(  # type: ignore[no-untyped-def]
     tl.store(to + value_step, tl.load(value, mask), mask)
 
 
-def pack(packs: Sequence[Pack], k: torch.Tensor, v: torch.Tensor, outbox: torch.Tensor) -> None:
+def pack(packs: Sequence[SlotMap], k: torch.Tensor, v: torch.Tensor, outbox: torch.Tensor) -> None:
     """Fill the outbox's front. k, v: (B, tokens, Hk, D), any strides; outbox (slots, 2, B, D), contiguous."""
     table = _table(tuple(packs), k.device)
     if torch.cuda.is_current_stream_capturing():
@@ -55,7 +55,7 @@ def pack(packs: Sequence[Pack], k: torch.Tensor, v: torch.Tensor, outbox: torch.
 
 
 @lru_cache(maxsize=1024)
-def _table(packs: tuple[Pack, ...], device: torch.device) -> torch.Tensor:
+def _table(packs: tuple[SlotMap, ...], device: torch.device) -> torch.Tensor:
     """(2, slots) int32: row and head of each slot, copied to a GPU once."""
     slots, rows, heads = (np.concatenate(column) for column in zip(*map(_listed, packs), strict=True))
     order = np.argsort(slots)
@@ -63,7 +63,7 @@ def _table(packs: tuple[Pack, ...], device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.stack((rows[order], heads[order])).astype(np.int32)).to(device)
 
 
-def _listed(one: Pack) -> tuple[Ints, Ints, Ints]:
+def _listed(one: SlotMap) -> tuple[Ints, Ints, Ints]:
     """Slots, and the row and head of the shard that each holds."""
     columns, heads = (np.array(x.listed(), np.int64).reshape(-1) for x in (one.columns, one.heads))
     rows, slots = (x.listed().reshape(-1) for x in (one.rows, one.slots))

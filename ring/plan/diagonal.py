@@ -82,7 +82,7 @@ def _runs(tiles: Sequence[Tile], most: int, packed: bool) -> Iterator[Tile]:
 
 
 def _layers(tiles: Sequence[Tile]) -> list[list[_Place]]:
-    """The heads of all tiles, ascending; where several are of one head, as stretches of its rows, the first of
+    """The heads of all tiles, ascending; where several are of one head, as subranges of its rows, the first of
     every head, then the second of every head, and so on."""
     places = sorted(
         _Place(

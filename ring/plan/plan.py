@@ -1,7 +1,7 @@
-"""The plan of one rank: for every stage the messages, and the tiles of attention to compute once they have landed.
+"""The plan of one rank: for every stage the messages, and the tiles of attention to compute once they are received.
 
-pattern + layout -> pieces -> meetings -> tiles, and pieces -> needs -> schedule. Pure integers, computed once for a
-setting and cached: every rank computes the same pieces and needs, so that both ends of a message agree on it without
+pattern + layout -> ranges -> range pairs -> tiles, and ranges -> needs -> schedule. Pure integers, computed once for a
+setting and cached: every rank computes the same ranges and needs, so that both ends of a message agree on it without
 a word.
 """
 
@@ -19,10 +19,10 @@ from ring.layout import Layout
 from ring.plan import schedule
 from ring.plan.blocks import Heads
 from ring.plan.diagonal import along_diagonals
-from ring.plan.range_pairs import Mask, Meetings, Stretches, masked, meet
-from ring.plan.ranges import Ints, Pieces, joined, pieces_of
+from ring.plan.range_pairs import Mask, RangePairs, Subranges, masked, pair_up
+from ring.plan.ranges import Ints, Ranges, joined, ranges_of
 from ring.plan.rows import Fold, Rows, concatenate, folds
-from ring.plan.schedule import Move, Packed, Schedule, Sizes
+from ring.plan.schedule import Schedule, Sizes, SlotRanges, Transfer
 
 EXCHANGES = ("ring", "direct", "gather")
 # With fewer query rows than this a kernel call costs more to start than to run.
@@ -33,9 +33,9 @@ LEAST_ROWS = 16
 class Tile:
     """One kernel call: query rows against key rows, folded over segments, for heads that share them.
 
-    `key_rows` are rows of the own shard before the first stage, slots of the stage's landing afterwards; `key_heads`
-    likewise are heads of the shard, or columns of the slots. Positions, (folds, rows) int64, are there where the mask
-    asks for them.
+    `key_rows` are rows of the own shard before the first stage, slots of the stage's receive buffer afterwards;
+    `key_heads` likewise are heads of the shard, or columns of the slots. Positions, (folds, rows) int64, are there
+    where the mask asks for them.
     """
 
     query_rows: Rows
@@ -48,7 +48,7 @@ class Tile:
 
 
 @dataclass(frozen=True, eq=False)
-class Pack:
+class SlotMap:
     """Rows of the own shard and the slots of a buffer that hold, or return, them."""
 
     rows: Rows
@@ -59,19 +59,19 @@ class Pack:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A stage with its tiles, ready to walk; the moves are those of `schedule.Stage`. once: every landed slot is read
-    by exactly one tile, so that gradients of slots are written, not summed.
+    """A stage with its tiles, ready to walk; the transfers are those of `schedule.Stage`. once: every received slot is
+    read by exactly one tile, so that gradients of slots are written, not summed.
     """
 
-    packs: tuple[Pack, ...]
-    sends: tuple[Move, ...]
+    gathers: tuple[SlotMap, ...]
+    sends: tuple[Transfer, ...]
     relayed: bool
-    receives: tuple[Move, ...]
+    receives: tuple[Transfer, ...]
     tiles: tuple[Tile, ...]
-    return_sends: tuple[Move, ...]
-    return_receives: tuple[Move, ...]
+    return_sends: tuple[Transfer, ...]
+    return_receives: tuple[Transfer, ...]
     carried: int
-    homes: tuple[Pack, ...]
+    scatters: tuple[SlotMap, ...]
     once: bool
 
 
@@ -95,32 +95,33 @@ def plan_of(
     pattern: Pattern, layout: Layout, rank: int, heads: int, kv_heads: int, exchange: str, bucket: int,
     own: int | None = None,
 ) -> Plan:  # fmt: skip
-    """The plan of `rank`. `bucket`: at most so many key/value tokens a kernel call and a landing, >= 1. `own`: so many
-    where a call takes several segments of the rank's own keys, which do not land; None: as many.
+    """The plan of `rank`. `bucket`: at most so many key/value tokens a kernel call and a receive buffer, >= 1. `own`:
+    so many where a call takes several segments of the rank's own keys, which are not received; None: as many.
 
     A kernel call takes as many query rows at most, or LEAST_ROWS if that is more: what it returns is bounded as well.
     The arguments are taken as valid (`ring.agreement` checks what users pass).
     """
-    pieces = pieces_of(pattern, layout, heads, kv_heads)
+    ranges = ranges_of(pattern, layout, heads, kv_heads)
     cap = bucket * kv_heads
     if exchange == "ring":
-        route = schedule.ring(pieces, layout, pattern.causal, rank, cap)
+        route = schedule.ring(ranges, layout, pattern.causal, rank, cap)
     elif exchange == "direct":
-        route = schedule.direct(pieces, layout, pattern.causal, rank, cap)
+        route = schedule.direct(ranges, layout, pattern.causal, rank, cap)
     else:
         route = schedule.gather(layout, kv_heads, rank)
     tiles: list[list[Tile]] = [[] for _ in range(len(route.stages) + 1)]
-    landed = pieces, _landed_keys(pieces, layout, route, rank, kv_heads)
-    for (table, keys), most in ((_own_keys(pieces, rank), bucket if own is None else own), (landed, bucket)):
+    received = ranges, _received_keys(ranges, layout, route, rank, kv_heads)
+    for (table, keys), most in ((_own_keys(ranges, rank), bucket if own is None else own), (received, bucket)):
         for stage, tile in _tiles(table, keys.cut(bucket), rank, pattern.causal, bucket, most):
             tiles[stage].append(tile)
     tiles = [along_diagonals(found, cap, number > 0 and not route.whole) for number, found in enumerate(tiles)]
+    others = layout.world_size - 1
     steps = tuple(
         Step(
-            _whole_packs(layout, rank, kv_heads, 1) if route.whole else _packs(pieces, stage.packed),
+            _whole_shard_maps(layout, rank, kv_heads, 1) if route.whole else _slot_maps(ranges, stage.gathers),
             stage.sends, stage.relayed, stage.receives, tuple(tiles[number]), stage.return_sends,
             stage.return_receives, stage.carried,
-            _whole_packs(layout, rank, kv_heads, layout.world_size - 1) if route.whole else _packs(pieces, stage.home),
+            _whole_shard_maps(layout, rank, kv_heads, others) if route.whole else _slot_maps(ranges, stage.scatters),
             exchange == "direct" and _read_once(stage.receives, tiles[number]),
         )
         for number, stage in enumerate(route.stages, start=1)
@@ -129,93 +130,93 @@ def plan_of(
     return Plan(rank, layout.counts[rank], exchange, tuple(tiles[0]), steps, route.sizes, setting)
 
 
-def _read_once(receives: Sequence[Move], tiles: Sequence[Tile]) -> bool:
+def _read_once(receives: Sequence[Transfer], tiles: Sequence[Tile]) -> bool:
     """Whether tiles read as many slots as land. With `direct` each is read at least once, so then each once."""
     read = sum(tile.key_rows.folds * tile.key_rows.length * tile.key_heads.groups for tile in tiles)
-    return read == sum(move.stop - move.start for move in receives)
+    return read == sum(transfer.stop - transfer.start for transfer in receives)
 
 
 @dataclass(frozen=True, eq=False)
 class _Keys:
-    """Stretches of keys, in order of piece, with the stage at which they are at hand (0: they are local) and address.
+    """Subranges of keys, in order of range, with the stage at which they are at hand (0: they are local) and address.
 
     own shard (stage 0)     packed 0    element e lies at its row                    base 0, scale 1
     gathered shards         packed 0    at base + scale * its row                    scale: key/value heads
     packed in a message     packed 1    at base + scale * (e - first)                scale: the block's width
 
-    A row is arithmetic, or looked up in the pieces' listing; packed slots are arithmetic in any layout.
+    A row is arithmetic, or looked up in the ranges' listing; packed slots are arithmetic in any layout.
     """
 
-    stretches: Stretches
+    subranges: Subranges
     stage: Ints
     packed: Ints  # 0 or 1
     base: Ints
     scale: Ints
 
     def cut(self, most: int) -> _Keys:
-        """The same in stretches of at most so many elements."""
-        stretches, which = self.stretches.cut(most)
-        skip = stretches.first - self.stretches.first[which]
+        """The same in subranges of at most so many elements."""
+        subranges, which = self.subranges.cut(most)
+        skip = subranges.first - self.subranges.first[which]
         base = self.base[which] + self.packed[which] * skip * self.scale[which]
-        return _Keys(stretches, self.stage[which], self.packed[which], base, self.scale[which])
+        return _Keys(subranges, self.stage[which], self.packed[which], base, self.scale[which])
 
 
-def _own_keys(pieces: Pieces, rank: int) -> tuple[Pieces, _Keys]:
-    """The own pieces, joined where they can be, as keys that are at hand from the start."""
-    own = joined(pieces, rank)
+def _own_keys(ranges: Ranges, rank: int) -> tuple[Ranges, _Keys]:
+    """The own ranges, joined where they can be, as keys that are at hand from the start."""
+    own = joined(ranges, rank)
     which = np.flatnonzero(own.rank == rank)
-    return own, _Keys(Stretches.whole(own, which), 0 * which, 0 * which, 0 * which, 0 * which + 1)
+    return own, _Keys(Subranges.whole(own, which), 0 * which, 0 * which, 0 * which, 0 * which + 1)
 
 
-def _landed_keys(pieces: Pieces, layout: Layout, route: Schedule, rank: int, kv_heads: int) -> _Keys:
-    width = np.array([block.width for block in pieces.blocks], np.int64)
+def _received_keys(ranges: Ranges, layout: Layout, route: Schedule, rank: int, kv_heads: int) -> _Keys:
+    width = np.array([block.width for block in ranges.blocks], np.int64)
     none = np.empty(0, np.int64)
-    parts = [(Stretches(none, none, none), 0, 0, none, none)]
+    parts = [(Subranges(none, none, none), 0, 0, none, none)]
     for number, stage in enumerate(route.stages, start=1):
         if route.whole:
             bases = np.zeros(layout.world_size, np.int64)
-            for move in stage.receives:
-                bases[move.peer] = move.start
-            others = np.flatnonzero(pieces.rank != rank)
-            theirs = Stretches.whole(pieces, others)
-            parts.append((theirs, number, 0, bases[pieces.rank[others]], 0 * others + kv_heads))
+            for transfer in stage.receives:
+                bases[transfer.peer] = transfer.start
+            others = np.flatnonzero(ranges.rank != rank)
+            theirs = Subranges.whole(ranges, others)
+            parts.append((theirs, number, 0, bases[ranges.rank[others]], 0 * others + kv_heads))
         else:
-            landed = stage.landed
-            parts.append((landed.stretches, number, 1, landed.slot, width[pieces.block[landed.stretches.piece]]))
-    piece, first, count, base, scale = (
+            received = stage.received
+            parts.append((received.subranges, number, 1, received.slot, width[ranges.block[received.subranges.range]]))
+    index, first, count, base, scale = (
         np.concatenate(column)
-        for column in zip(*((s.piece, s.first, s.count, base, scale) for s, _, _, base, scale in parts), strict=True)
+        for column in zip(*((s.range, s.first, s.count, base, scale) for s, _, _, base, scale in parts), strict=True)
     )
-    lengths = [len(stretches.piece) for stretches, *_ in parts]
+    lengths = [len(subranges.range) for subranges, *_ in parts]
     stage_of = np.repeat([number for _, number, *_ in parts], lengths)
     packed = np.repeat([flag for _, _, flag, *_ in parts], lengths)
-    order = np.argsort(piece, kind="stable")
-    stretches = Stretches(piece[order], first[order], count[order])
-    return _Keys(stretches, stage_of[order], packed[order], base[order], scale[order])
+    order = np.argsort(index, kind="stable")
+    subranges = Subranges(index[order], first[order], count[order])
+    return _Keys(subranges, stage_of[order], packed[order], base[order], scale[order])
 
 
 def _tiles(
-    pieces: Pieces, keys: _Keys, rank: int, causal: bool, bucket: int, folded: int
+    ranges: Ranges, keys: _Keys, rank: int, causal: bool, bucket: int, folded: int
 ) -> Iterator[tuple[int, Tile]]:
     """(stage, tile) for all that `rank` has to compute with these keys. folded: tokens of several segments."""
     most_rows = max(bucket, LEAST_ROWS)
-    queries, _ = Stretches.whole(pieces, np.flatnonzero(pieces.rank == rank)).cut(most_rows)
-    found = meet(pieces, queries, keys.stretches, causal)
-    for mask, part in masked(pieces, found, causal):
-        drafts = _drafts(pieces, keys, mask, part, folded)
+    queries, _ = Subranges.whole(ranges, np.flatnonzero(ranges.rank == rank)).cut(most_rows)
+    found = pair_up(ranges, queries, keys.subranges, causal)
+    for mask, part in masked(ranges, found, causal):
+        drafts = _drafts(ranges, keys, mask, part, folded)
         if mask is Mask.FULL:
             drafts = _same_keys(drafts, most_rows)
         calls: dict[tuple[object, ...], list[_Draft]] = {}
         for draft in drafts:
-            # Keys of several ranks or stretches that the same rows see alike go into one call, up to the bucket.
+            # Keys of several ranks or subranges that the same rows see alike go into one call, up to the bucket.
             peers = calls.setdefault((draft.stage, draft.block, draft.packed, draft.query.key), [])
             tokens = (sum(peer.key.length for peer in peers) + draft.key.length) * draft.key.folds
             if mask is Mask.CAUSAL or tokens > bucket:
-                yield from _finish(pieces, mask, peers)
+                yield from _finish(ranges, mask, peers)
                 peers.clear()
             peers.append(draft)
         for peers in calls.values():
-            yield from _finish(pieces, mask, peers)
+            yield from _finish(ranges, mask, peers)
 
 
 def _same_keys(drafts: Iterator[_Draft], most_rows: int) -> Iterator[_Draft]:
@@ -249,53 +250,53 @@ class _Draft:
     key_positions: Ints | None
 
 
-def _drafts(pieces: Pieces, keys: _Keys, mask: Mask, found: Meetings, bucket: int) -> Iterator[_Draft]:
+def _drafts(ranges: Ranges, keys: _Keys, mask: Mask, found: RangePairs, bucket: int) -> Iterator[_Draft]:
     if not len(found.item):
         return
     q, k, item = found.query, found.key, found.item
-    block, packed, base = pieces.block[q.piece], keys.packed[item], keys.base[item]
-    q_start, q_step = _row_addresses(pieces, q)
-    row_start, row_step = _row_addresses(pieces, k)
+    block, packed, base = ranges.block[q.range], keys.packed[item], keys.base[item]
+    q_start, q_step = _row_addresses(ranges, q)
+    row_start, row_step = _row_addresses(ranges, k)
     scale = keys.scale[item]
-    slot = base + (k.first - keys.stretches.first[item]) * scale
-    if pieces.listed:  # an address within the listing: base and scale come in when it is looked up
+    slot = base + (k.first - keys.subranges.first[item]) * scale
+    if ranges.listed:  # an address within the listing: base and scale come in when it is looked up
         k_start, k_step = np.where(packed, slot, row_start), np.where(packed, scale, row_step)
     else:
         k_start = np.where(packed, slot, base + scale * row_start)
         k_step = np.where(packed, scale, scale * row_step)
     origin = np.where(packed, 0, base)
-    source = pieces.rank[k.piece]  # keys of one owner lie at equal distances, those of several need not
+    source = ranges.rank[k.range]  # keys of one owner lie at equal distances, those of several need not
     signature = (keys.stage[item], block, packed, origin, source, q.count, k.count, q_step, k_step)
     most = np.maximum(np.minimum(bucket // k.count, max(bucket, LEAST_ROWS) // q.count), 1)
-    for fold in folds(signature, pieces.segment[q.piece], q_start, k_start, most):
+    for fold in folds(signature, ranges.segment[q.range], q_start, k_start, most):
         one, number = fold.members[0], len(fold.members)
         query = Rows(int(q_start[one]), int(q_step[one]), int(q.count[one]), fold.left_step, number)
         key = Rows(int(k_start[one]), int(k_step[one]), int(k.count[one]), fold.right_step, number)
-        if pieces.listed_rows is not None:
-            query = Rows.of(pieces.listed_rows[query.listed()])
+        if ranges.listed_rows is not None:
+            query = Rows.of(ranges.listed_rows[query.listed()])
             if not packed[one]:
-                key = Rows.of(origin[one] + scale[one] * pieces.listed_rows[key.listed()])
+                key = Rows.of(origin[one] + scale[one] * ranges.listed_rows[key.listed()])
         by_position = mask is Mask.POSITION
         yield _Draft(
             int(keys.stage[item[one]]), int(block[one]), bool(packed[one]), query, key,
-            _positions(pieces, q.take(fold.members)) if by_position else None,
-            _positions(pieces, k.take(fold.members)) if by_position else None,
+            _positions(ranges, q.take(fold.members)) if by_position else None,
+            _positions(ranges, k.take(fold.members)) if by_position else None,
         )  # fmt: skip
 
 
-def _row_addresses(pieces: Pieces, stretches: Stretches) -> tuple[Ints, Ints]:
-    """First row and step of every stretch; in a listing, first place and 1."""
-    step = pieces.row_step[stretches.piece]
-    return pieces.row[stretches.piece] + stretches.first * step, step
+def _row_addresses(ranges: Ranges, subranges: Subranges) -> tuple[Ints, Ints]:
+    """First row and step of every subrange; in a listing, first place and 1."""
+    step = ranges.row_step[subranges.range]
+    return ranges.row[subranges.range] + subranges.first * step, step
 
 
-def _positions(pieces: Pieces, stretches: Stretches) -> Ints:
-    """(stretches, elements) positions of stretches of equal count."""
-    elements = stretches.first[:, None] + np.arange(stretches.count[0])
-    return pieces.position(np.broadcast_to(stretches.piece[:, None], elements.shape), elements)
+def _positions(ranges: Ranges, subranges: Subranges) -> Ints:
+    """(subranges, elements) positions of subranges of equal count."""
+    elements = subranges.first[:, None] + np.arange(subranges.count[0])
+    return ranges.position(np.broadcast_to(subranges.range[:, None], elements.shape), elements)
 
 
-def _finish(pieces: Pieces, mask: Mask, drafts: list[_Draft]) -> Iterator[tuple[int, Tile]]:
+def _finish(ranges: Ranges, mask: Mask, drafts: list[_Draft]) -> Iterator[tuple[int, Tile]]:
     """One tile per head group of the block, from drafts of the same rows."""
     if not drafts:
         return
@@ -307,43 +308,43 @@ def _finish(pieces: Pieces, mask: Mask, drafts: list[_Draft]) -> Iterator[tuple[
         query_positions = torch.from_numpy(one.query_positions)
         listed = [draft.key_positions for draft in drafts if draft.key_positions is not None]
         key_positions = torch.from_numpy(np.concatenate(listed, axis=1))
-    for group in pieces.blocks[one.block].head_groups:
+    for group in ranges.blocks[one.block].head_groups:
         heads = group.column if one.packed else group.key
         yield one.stage, Tile(one.query, key, group.query, heads, mask, query_positions, key_positions)
 
 
-def _packs(pieces: Pieces, packed: Packed) -> tuple[Pack, ...]:
-    stretches = packed.stretches
-    if not len(stretches.piece):
+def _slot_maps(ranges: Ranges, slots: SlotRanges) -> tuple[SlotMap, ...]:
+    subranges = slots.subranges
+    if not len(subranges.range):
         return ()
-    block = pieces.block[stretches.piece]
-    start, step = _row_addresses(pieces, stretches)
-    signature = (packed.message, block, stretches.count, step)
-    packs = []
-    for fold in folds(signature, pieces.segment[stretches.piece], start, packed.slot, 0 * start + len(start)):
-        packs.append(_pack(pieces, fold, stretches, start, step, packed.slot))
-    return tuple(packs)
+    block = ranges.block[subranges.range]
+    start, step = _row_addresses(ranges, subranges)
+    signature = (slots.message, block, subranges.count, step)
+    maps = []
+    for fold in folds(signature, ranges.segment[subranges.range], start, slots.slot, 0 * start + len(start)):
+        maps.append(_slot_map(ranges, fold, subranges, start, step, slots.slot))
+    return tuple(maps)
 
 
-def _pack(pieces: Pieces, fold: Fold, stretches: Stretches, start: Ints, step: Ints, slot: Ints) -> Pack:
+def _slot_map(ranges: Ranges, fold: Fold, subranges: Subranges, start: Ints, step: Ints, slot: Ints) -> SlotMap:
     one, number = fold.members[0], len(fold.members)
-    block = pieces.blocks[pieces.block[stretches.piece[one]]]
-    length = int(stretches.count[one])
+    block = ranges.blocks[ranges.block[subranges.range[one]]]
+    length = int(subranges.count[one])
     rows = Rows(int(start[one]), int(step[one]), length, fold.left_step, number)
-    if pieces.listed_rows is not None:
-        rows = Rows.of(pieces.listed_rows[rows.listed()])
+    if ranges.listed_rows is not None:
+        rows = Rows.of(ranges.listed_rows[rows.listed()])
     slots = Rows(int(slot[one]), block.width, length, fold.right_step, number)
-    return Pack(rows, block.key, slots, _columns(block.width))
+    return SlotMap(rows, block.key, slots, _columns(block.width))
 
 
-def _whole_packs(layout: Layout, rank: int, kv_heads: int, copies: int) -> tuple[Pack, ...]:
+def _whole_shard_maps(layout: Layout, rank: int, kv_heads: int, copies: int) -> tuple[SlotMap, ...]:
     """The shard as it stands, so many copies of it one after the other."""
     tokens = layout.counts[rank]
     if tokens == 0:
         return ()
     heads = _columns(kv_heads)
     slots = [Rows(copy * tokens * kv_heads, kv_heads, tokens) for copy in range(copies)]
-    return tuple(Pack(Rows(0, 1, tokens), heads, place, heads) for place in slots)
+    return tuple(SlotMap(Rows(0, 1, tokens), heads, place, heads) for place in slots)
 
 
 def _columns(width: int) -> Heads:

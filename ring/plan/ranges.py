@@ -1,8 +1,8 @@
-"""Where the blocks meet the shards: the rows of one rank on one block's grid in one segment are a piece.
+"""Where the blocks meet the shards: the rows of one rank on one block's grid in one segment are a range.
 
-A table of pieces, one array per column, for all blocks and all ranks at once: the plan is a join of this table with
-itself. For a layout kept as runs a piece is arithmetic in rows and positions, and the table costs O(runs x segments).
-For a listed layout a piece is a stretch of a listing, ascending in position.
+A table of ranges, one array per column, for all blocks and all ranks at once: the plan is a join of this table with
+itself. For a layout kept as runs a range is arithmetic in rows and positions, and the table costs O(runs x segments).
+For a listed layout a range is a subrange of a listing, ascending in position.
 
 Integers only: no tensor, no rank's data, no communication.
 """
@@ -19,12 +19,12 @@ from reference.pattern import Pattern
 from ring.layout import Layout, Run
 from ring.plan.blocks import Block, blocks_of
 
-Ints = np.ndarray  # int64, one entry per piece (or per meeting of pieces)
+Ints = np.ndarray  # int64, one entry per range (or per pair of ranges)
 
 
 @dataclass(frozen=True, eq=False)
-class Pieces:
-    """Columns in the order (block, segment, rank). Element e of piece i, 0 <= e < count[i], counts upwards in position.
+class Ranges:
+    """Columns in the order (block, segment, rank). Element e of range i, 0 <= e < count[i], counts upwards in position.
 
     Arithmetic: its row is row[i] + e * row_step[i], its position first[i] + e * step[i].
     Listed: its row is listed_rows[row[i] + e], its position listed_positions[row[i] + e].
@@ -41,38 +41,38 @@ class Pieces:
     step: Ints
     listed_rows: Ints | None = None
     listed_positions: Ints | None = None
-    _sorted: Ints | None = field(default=None, repr=False)  # (piece, position) as one ascending number
+    _sorted: Ints | None = field(default=None, repr=False)  # (range, position) as one ascending number
     _span: int = 0
 
     @property
     def listed(self) -> bool:
         return self.listed_rows is not None
 
-    def position(self, piece: Ints, element: Ints) -> Ints:
-        """Global position of an element of a piece."""
+    def position(self, index: Ints, element: Ints) -> Ints:
+        """Global position of an element of a range."""
         if self.listed_positions is not None:
-            return self.listed_positions[self.row[piece] + element]
-        return self.first[piece] + element * self.step[piece]
+            return self.listed_positions[self.row[index] + element]
+        return self.first[index] + element * self.step[index]
 
-    def count_until(self, piece: Ints, position: Ints) -> Ints:
-        """How many elements of the piece lie at or before a position."""
+    def count_until(self, index: Ints, position: Ints) -> Ints:
+        """How many elements of the range lie at or before a position."""
         if self._sorted is not None:
-            return np.searchsorted(self._sorted, piece * self._span + position, side="right") - self.row[piece]
-        reached = (position - self.first[piece]) // self.step[piece] + 1
-        return np.clip(reached, 0, self.count[piece])
+            return np.searchsorted(self._sorted, index * self._span + position, side="right") - self.row[index]
+        reached = (position - self.first[index]) // self.step[index] + 1
+        return np.clip(reached, 0, self.count[index])
 
 
 @lru_cache(maxsize=64)
-def pieces_of(pattern: Pattern, layout: Layout, heads: int, kv_heads: int) -> Pieces:
-    """The pieces of all ranks."""
+def ranges_of(pattern: Pattern, layout: Layout, heads: int, kv_heads: int) -> Ranges:
+    """The ranges of all ranks."""
     blocks = blocks_of(pattern, layout.n, heads, kv_heads)
     if layout.listed is not None:
-        return _listed_pieces(blocks, layout)
+        return _listed_ranges(blocks, layout)
     runs = [(rank, at, run) for rank in range(layout.world_size) for at, run in _rows_and_runs(layout, rank)]
-    tables = [_arithmetic_pieces(b, block, runs) for b, block in enumerate(blocks)]
+    tables = [_arithmetic_ranges(b, block, runs) for b, block in enumerate(blocks)]
     columns = np.concatenate([np.empty((8, 0), np.int64), *tables], axis=1)
     order = np.lexsort((columns[2], columns[1], columns[0]))
-    return Pieces(blocks, *columns[:, order])
+    return Ranges(blocks, *columns[:, order])
 
 
 def _rows_and_runs(layout: Layout, rank: int) -> list[tuple[int, Run]]:
@@ -83,8 +83,8 @@ def _rows_and_runs(layout: Layout, rank: int) -> list[tuple[int, Run]]:
     return found
 
 
-def _arithmetic_pieces(index: int, block: Block, runs: Sequence[tuple[int, int, Run]]) -> Ints:
-    """The columns (block, segment, rank, count, row, row_step, first, step) of one block: (8, pieces)."""
+def _arithmetic_ranges(index: int, block: Block, runs: Sequence[tuple[int, int, Run]]) -> Ints:
+    """The columns (block, segment, rank, count, row, row_step, first, step) of one block: (8, ranges)."""
     if not runs:
         return np.empty((8, 0), np.int64)
     w, r, offset = block.segment_length, block.dilation_rate, block.offset
@@ -114,7 +114,7 @@ def _inverses(values: Ints, moduli: Ints) -> Ints:
     return np.array([known[pair] for pair in zip(values.tolist(), moduli.tolist(), strict=True)], np.int64)
 
 
-def _listed_pieces(blocks: tuple[Block, ...], layout: Layout) -> Pieces:
+def _listed_ranges(blocks: tuple[Block, ...], layout: Layout) -> Ranges:
     assert layout.listed is not None
     position = layout.listed
     ranks = np.repeat(np.arange(layout.world_size), layout.counts)
@@ -137,33 +137,33 @@ def _listed_pieces(blocks: tuple[Block, ...], layout: Layout) -> Pieces:
     one = np.ones_like(begin)
     listed_positions = position[entry]
     span = layout.n + 1
-    piece_of = np.repeat(np.arange(len(begin)), count)
-    return Pieces(
+    range_of = np.repeat(np.arange(len(begin)), count)
+    return Ranges(
         blocks, block_index[begin], segment[begin], ranks[entry][begin], count, begin, one,
-        listed_positions[begin], 0 * one, rows[entry], listed_positions, piece_of * span + listed_positions, span,
+        listed_positions[begin], 0 * one, rows[entry], listed_positions, range_of * span + listed_positions, span,
     )  # fmt: skip
 
 
-def joined(pieces: Pieces, rank: int) -> Pieces:
-    """The pieces of one rank, for what it attends to of its own; those of a block and segment as one where they follow
+def joined(ranges: Ranges, rank: int) -> Ranges:
+    """The ranges of one rank, for what it attends to of its own; those of a block and segment as one where they follow
     each other in rows as in positions.
 
-    Between own rows only their order counts, so positions of joined pieces are 0, 1, 2, ...: the two halves of a zigzag
+    Between own rows only their order counts, so positions of joined ranges are 0, 1, 2, ...: the two halves of a zigzag
     shard then meet themselves along one diagonal, and are one causal call instead of three.
     """
-    own = np.flatnonzero(pieces.rank == rank)
-    own = own[np.lexsort((pieces.first[own], pieces.segment[own], pieces.block[own]))]
-    if pieces.listed or not len(own):
-        return _chosen(pieces, own)
+    own = np.flatnonzero(ranges.rank == rank)
+    own = own[np.lexsort((ranges.first[own], ranges.segment[own], ranges.block[own]))]
+    if ranges.listed or not len(own):
+        return _chosen(ranges, own)
     block, segment, count, row, step = (
-        x[own] for x in (pieces.block, pieces.segment, pieces.count, pieces.row, pieces.row_step)
+        x[own] for x in (ranges.block, ranges.segment, ranges.count, ranges.row, ranges.row_step)
     )
-    last = pieces.position(own, count - 1)
+    last = ranges.position(own, count - 1)
     opens = np.ones(len(own), bool)
     opens[1:] = (np.diff(block) != 0) | (np.diff(segment) != 0)
     follows = opens.copy()
     follows[1:] |= (
-        (row[1:] == row[:-1] + count[:-1] * step[:-1]) & (np.diff(step) == 0) & (pieces.first[own][1:] > last[:-1])
+        (row[1:] == row[:-1] + count[:-1] * step[:-1]) & (np.diff(step) == 0) & (ranges.first[own][1:] > last[:-1])
     )
     begin = np.flatnonzero(opens)
     whole = np.logical_and.reduceat(follows, begin)
@@ -171,8 +171,8 @@ def joined(pieces: Pieces, rank: int) -> Pieces:
     total = np.add.reduceat(count, begin)
     group = np.cumsum(opens) - 1
     alone = np.diff(np.append(begin, len(own))) == 1
-    one = (whole & ~alone)[group]  # part of a group that becomes one piece
-    chosen = _chosen(pieces, own[kept])
+    one = (whole & ~alone)[group]  # part of a group that becomes one range
+    chosen = _chosen(ranges, own[kept])
     one, group = one[kept], group[kept]
     return replace(
         chosen,
@@ -182,21 +182,21 @@ def joined(pieces: Pieces, rank: int) -> Pieces:
     )
 
 
-def _chosen(pieces: Pieces, which: Ints) -> Pieces:
-    """Some rows of the table. Listed pieces look their positions up by piece, so of these all stay."""
-    if pieces.listed:
-        return pieces
+def _chosen(ranges: Ranges, which: Ints) -> Ranges:
+    """Some rows of the table. Listed ranges look their positions up by range, so of these all stay."""
+    if ranges.listed:
+        return ranges
     columns = (
-        pieces.block,
-        pieces.segment,
-        pieces.rank,
-        pieces.count,
-        pieces.row,
-        pieces.row_step,
-        pieces.first,
-        pieces.step,
+        ranges.block,
+        ranges.segment,
+        ranges.rank,
+        ranges.count,
+        ranges.row,
+        ranges.row_step,
+        ranges.first,
+        ranges.step,
     )
-    return Pieces(pieces.blocks, *(column[which] for column in columns))
+    return Ranges(ranges.blocks, *(column[which] for column in columns))
 
 
 def counter(counts: Ints) -> Ints:

@@ -186,9 +186,9 @@ def test_packing_in_one_pass_is_the_plain_one(order: str, exchange: str, dtype: 
         plan = plan_of(pattern, layout, rank, heads, kv_heads, exchange, 8)
         k = torch.randn(2, plan.tokens, kv_heads, dim, device="cuda").to(dtype)
         v = torch.randn(2, kv_heads, dim, plan.tokens, device="cuda").to(dtype).permute(0, 3, 1, 2)  # any strides
-        for packs in (step.packs for step in plan.steps if step.packs):
+        for packs in (step.gathers for step in plan.steps if step.gathers):
             steps += 1
-            found, exact = torch.full((2, plan.sizes.outbox, 2, 2, dim), 7.0, device="cuda", dtype=dtype)
+            found, exact = torch.full((2, plan.sizes.send, 2, 2, dim), 7.0, device="cuda", dtype=dtype)
             pack(packs, k, v, found)
             for x, slots in ((k, Store.slots(exact[:, 0])), (v, Store.slots(exact[:, 1]))):
                 for one in packs:

@@ -57,13 +57,16 @@ def steps_kept() -> dict[str, object]:
     before = len(blocks.blocks_of(Pattern.dense(), 8, 1, 1))
     graft("ring.compute.accumulator", edited("ring.compute.accumulator", "else torch.float32", "else torch.bfloat16"))
     graft("ring.plan.plan", edited("ring.plan.plan", '"direct", "gather")', '"direct", "gather", "other")'))
-    graft("ring.plan.schedule", edited("ring.plan.schedule", "    turns: int = 2\n", "    turns: int = 3\n"))
+    graft(
+        "ring.plan.schedule",
+        edited("ring.plan.schedule", "    receive_buffers: int = 2\n", "    receive_buffers: int = 3\n"),
+    )
     graft(
         "ring.plan.blocks", edited("ring.plan.blocks", "    return tuple(blocks)\n", "    return tuple(blocks * 2)\n")
     )
     return {
         "function": (kernels.accumulator_dtype(torch.float16), exchange.accumulator_dtype(torch.float16)),
         "constant": agreement.EXCHANGES,
-        "field": schedule.Sizes(1, 1, 1).turns,
+        "field": schedule.Sizes(1, 1, 1).receive_buffers,
         "cached": (before, len(blocks.blocks_of(Pattern.dense(), 8, 1, 1))),
     }

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from reference.pattern import Branch, Pattern
 from ring.layout import Layout
 from ring.plan.blocks import Heads
-from ring.plan.plan import EXCHANGES, Pack, Plan, Tile, plan_of
+from ring.plan.plan import EXCHANGES, Plan, SlotMap, Tile, plan_of
 from ring.plan.range_pairs import Mask
 from ring.plan.rows import Rows
-from ring.plan.schedule import Move
+from ring.plan.schedule import Transfer
 
 Array = np.ndarray
 NOTHING = -1  # an address to which nothing was written
@@ -118,10 +118,10 @@ def drawn_settings(draw: Any) -> Setting:
 # --- the walk ---
 
 
-def addresses(pack: Pack) -> tuple[Array, Array, Array]:
+def addresses(slot_map: SlotMap) -> tuple[Array, Array, Array]:
     """Row, head and slot of everything in a pack, flat."""
-    rows, heads = np.broadcast_arrays(pack.rows.listed()[:, :, None], listed_heads(pack.heads)[:, 0])
-    slots = pack.slots.listed()[:, :, None] + listed_heads(pack.columns)[:, 0]
+    rows, heads = np.broadcast_arrays(slot_map.rows.listed()[:, :, None], listed_heads(slot_map.heads)[:, 0])
+    slots = slot_map.slots.listed()[:, :, None] + listed_heads(slot_map.columns)[:, 0]
     assert slots.shape == rows.shape
     return rows.ravel(), heads.ravel(), slots.ravel()
 
@@ -165,15 +165,19 @@ class Walk:
         self.owner: list[int] = []
         self.position: list[int] = []
         self.head: list[int] = []
-        self.landed_on: dict[int, list[int]] = defaultdict(list)  # identity -> ranks, in the order of arrival
+        self.received_on: dict[int, list[int]] = defaultdict(list)  # identity -> ranks, in the order of arrival
         self.read_by: dict[int, set[int]] = defaultdict(set)
         self.sent, self.returned = [0] * p, [0] * p  # slots
         # Gradients: what each (position, head) is due, and what it got.
         self.due = np.zeros((n, setting.kv_heads), np.uint64)
         self.got = np.zeros((n, setting.kv_heads), np.uint64)
-        self.outbox = [np.full(plan.sizes.outbox, NOTHING) for plan in self.plans]
-        self.landing = [[np.full(plan.sizes.landing, NOTHING) for _ in range(plan.sizes.turns)] for plan in self.plans]
-        self.grads = [[self._noise(plan.sizes.landing) for _ in range(plan.sizes.turns)] for plan in self.plans]
+        self.send_buffers = [np.full(plan.sizes.send, NOTHING) for plan in self.plans]
+        self.receive_buffers = [
+            [np.full(plan.sizes.receive, NOTHING) for _ in range(plan.sizes.receive_buffers)] for plan in self.plans
+        ]
+        self.grads = [
+            [self._noise(plan.sizes.receive) for _ in range(plan.sizes.receive_buffers)] for plan in self.plans
+        ]
         self.box = [self._noise(plan.sizes.returned) for plan in self.plans]
 
     def _noise(self, size: int) -> Array:
@@ -189,11 +193,11 @@ class Walk:
         for number in range(len(self.plans[0].steps)):
             self._forward(number)
             for rank in range(self.setting.p):
-                grad = self._turn(self.grads, rank, number)
+                grad = self._in_turn(self.grads, rank, number)
                 step = self.plans[rank].steps[number]
                 grad[:] = self._noise(len(grad)) if step.once else 0
                 for tile in step.tiles:
-                    self._compute(rank, tile, self._turn(self.landing, rank, number), grad, step.once)
+                    self._compute(rank, tile, self._in_turn(self.receive_buffers, rank, number), grad, step.once)
             if number:
                 self._collect(number - 1, in_flight)
             in_flight = self._send_back(number)
@@ -202,58 +206,60 @@ class Walk:
             assert all(plan.steps[-1].carried == 0 for plan in self.plans), "gradients carried past the end"
         return self
 
-    def _turn(self, buffers: list[list[Array]], rank: int, number: int) -> Array:
-        turns = buffers[rank]
-        return turns[number % len(turns)]
+    def _in_turn(self, buffers: list[list[Array]], rank: int, number: int) -> Array:
+        buffers_in_turn = buffers[rank]
+        return buffers_in_turn[number % len(buffers_in_turn)]
 
     def _forward(self, number: int) -> None:
         messages: dict[tuple[int, int], list[Array]] = defaultdict(list)
         for rank, plan in enumerate(self.plans):
-            step, outbox = plan.steps[number], self.outbox[rank]
-            if step.packs:
-                outbox[:] = NOTHING  # what was packed before was sent before
-            for pack in step.packs:
-                self._pack(rank, pack, outbox)
-            source = self._turn(self.landing, rank, number - 1) if step.relayed else outbox
-            for move in step.sends:
-                content = self._slice(rank, move, source)
+            step, send_buffer = plan.steps[number], self.send_buffers[rank]
+            if step.gathers:
+                send_buffer[:] = NOTHING  # what was packed before was sent before
+            for slot_map in step.gathers:
+                self._pack(rank, slot_map, send_buffer)
+            source = self._in_turn(self.receive_buffers, rank, number - 1) if step.relayed else send_buffer
+            for transfer in step.sends:
+                content = self._slice(rank, transfer, source)
                 assert (content != NOTHING).all(), "sends what was never written"
                 self.sent[rank] += len(content)
-                messages[rank, move.peer].append(content.copy())
+                messages[rank, transfer.peer].append(content.copy())
         for rank, plan in enumerate(self.plans):
-            landing = self._turn(self.landing, rank, number)
-            landing[:] = NOTHING
-            for move in plan.steps[number].receives:
-                content = self._match(messages, move.peer, rank, move)
-                target = self._slice(rank, move, landing)
+            receive_buffer = self._in_turn(self.receive_buffers, rank, number)
+            receive_buffer[:] = NOTHING
+            for transfer in plan.steps[number].receives:
+                content = self._match(messages, transfer.peer, rank, transfer)
+                target = self._slice(rank, transfer, receive_buffer)
                 assert (target == NOTHING).all(), "two messages to one place"
                 target[:] = content
                 for identity in content.tolist():
-                    self.landed_on[identity].append(rank)
+                    self.received_on[identity].append(rank)
         assert not any(messages.values()), "a send without a receive"
 
-    def _pack(self, rank: int, pack: Pack, outbox: Array) -> None:
-        rows, heads, slots = addresses(pack)
-        assert len(set(slots.tolist())) == len(slots) and (outbox[slots] == NOTHING).all(), "a slot packed twice"
-        assert slots.min() >= 0 and slots.max() < len(outbox)
+    def _pack(self, rank: int, slot_map: SlotMap, send_buffer: Array) -> None:
+        rows, heads, slots = addresses(slot_map)
+        assert len(set(slots.tolist())) == len(slots) and (send_buffer[slots] == NOTHING).all(), "a slot packed twice"
+        assert slots.min() >= 0 and slots.max() < len(send_buffer)
         assert rows.min() >= 0 and rows.max() < self.setting.layout.counts[rank]
-        outbox[slots] = len(self.owner) + np.arange(len(slots))
+        send_buffer[slots] = len(self.owner) + np.arange(len(slots))
         self.owner += [rank] * len(slots)
         self.position += self.setting.order[self.cuts[rank] + rows].tolist()
         self.head += heads.tolist()
 
-    def _slice(self, rank: int, move: Move, buffer: Array) -> Array:
-        assert 0 <= move.peer < self.setting.p and move.peer != rank
-        assert 0 <= move.start < move.stop <= len(buffer), "a message outside of its buffer"
-        return buffer[move.start : move.stop]
+    def _slice(self, rank: int, transfer: Transfer, buffer: Array) -> Array:
+        assert 0 <= transfer.peer < self.setting.p and transfer.peer != rank
+        assert 0 <= transfer.start < transfer.stop <= len(buffer), "a message outside of its buffer"
+        return buffer[transfer.start : transfer.stop]
 
-    def _match(self, messages: dict[tuple[int, int], list[Array]], source: int, rank: int, move: Move) -> Array:
+    def _match(self, messages: dict[tuple[int, int], list[Array]], source: int, rank: int, transfer: Transfer) -> Array:
         assert messages[source, rank], f"rank {rank} waits for rank {source}, which sends nothing"
         content = messages[source, rank].pop(0)
-        assert len(content) == move.stop - move.start, "a message of another size"
+        assert len(content) == transfer.stop - transfer.start, "a message of another size"
         return content
 
-    def _compute(self, rank: int, tile: Tile, landing: Array | None, grad: Array | None, once: bool = False) -> None:
+    def _compute(
+        self, rank: int, tile: Tile, receive_buffer: Array | None, grad: Array | None, once: bool = False
+    ) -> None:
         """Count the pairs of a tile; give each of its keys a gradient."""
         setting = self.setting
         query_heads, key_heads = listed_heads(tile.query_heads), listed_heads(tile.key_heads)  # (G, P), (G, 1)
@@ -266,16 +272,16 @@ class Walk:
         assert keys[:, 0].size <= setting.bucket, "more keys than the bucket"
         assert keys.size <= setting.bucket * setting.kv_heads, "more keys and heads than the bucket"
         queries = setting.order[self.cuts[rank] + rows]  # positions
-        if landing is None:
+        if receive_buffer is None:
             assert keys.min() >= 0 and keys.max() < setting.layout.counts[rank]
             positions = setting.order[self.cuts[rank] + keys]
             heads = key_heads[None] + 0 * keys
             flat = keys * setting.kv_heads + heads
         else:
             flat = keys + key_heads[None]
-            assert flat.min() >= 0 and flat.max() < len(landing)
-            identity = landing[flat]
-            assert (identity != NOTHING).all(), "a tile reads what has not landed"
+            assert flat.min() >= 0 and flat.max() < len(receive_buffer)
+            identity = receive_buffer[flat]
+            assert (identity != NOTHING).all(), "a tile reads what was not received"
             for one in set(identity.ravel().tolist()):
                 self.read_by[one].add(rank)
                 assert self.owner[one] != rank
@@ -306,31 +312,31 @@ class Walk:
     def _send_back(self, number: int) -> dict[tuple[int, int], list[Array]]:
         messages: dict[tuple[int, int], list[Array]] = defaultdict(list)
         for rank, plan in enumerate(self.plans):
-            for move in plan.steps[number].return_sends:
-                content = self._slice(rank, move, self._turn(self.grads, rank, number))
+            for transfer in plan.steps[number].return_sends:
+                content = self._slice(rank, transfer, self._in_turn(self.grads, rank, number))
                 self.returned[rank] += len(content)
-                messages[rank, move.peer].append(content.copy())
+                messages[rank, transfer.peer].append(content.copy())
         return messages
 
     def _collect(self, number: int, messages: dict[tuple[int, int], list[Array]]) -> None:
         for rank, plan in enumerate(self.plans):
             step, box = plan.steps[number], self.box[rank]
             fresh = np.zeros(len(box), bool)
-            for move in step.return_receives:
-                content = self._match(messages, move.peer, rank, move)
-                assert not self._slice(rank, move, fresh).any(), "two messages to one place"
-                self._slice(rank, move, fresh)[:] = True
-                self._slice(rank, move, box)[:] = content
+            for transfer in step.return_receives:
+                content = self._match(messages, transfer.peer, rank, transfer)
+                assert not self._slice(rank, transfer, fresh).any(), "two messages to one place"
+                self._slice(rank, transfer, fresh)[:] = True
+                self._slice(rank, transfer, box)[:] = content
             used = np.zeros(len(box), bool)
             used[: step.carried] = True
-            for pack in step.homes:
-                rows, heads, slots = addresses(pack)
-                assert len(set(zip(rows.tolist(), heads.tolist(), strict=True))) == len(rows), "a home added to twice"
+            for slot_map in step.scatters:
+                rows, heads, slots = addresses(slot_map)
+                assert len(set(zip(rows.tolist(), heads.tolist(), strict=True))) == len(rows), "a gradient added twice"
                 assert not used[slots].any(), "a gradient used twice"
                 used[slots] = True
                 positions = self.setting.order[self.cuts[rank] + rows]
                 np.add.at(self.got, (positions, heads), box[slots])
             assert (used == fresh).all(), "gradients that come and those that are used differ"
             if step.carried:
-                self._turn(self.grads, rank, number + 1)[: step.carried] += box[: step.carried]
+                self._in_turn(self.grads, rank, number + 1)[: step.carried] += box[: step.carried]
         assert not any(messages.values()), "a return without a receive"

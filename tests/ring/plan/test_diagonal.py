@@ -82,7 +82,7 @@ def test_heads_of_two_branches_on_the_same_rows(packed: bool) -> None:
 
 
 def test_stretches_of_each_head() -> None:
-    """A bucket cuts every head's rows alike: the first stretches are a call, and the second ones."""
+    """A bucket cuts every head's rows alike: the first subranges are a call, and the second ones."""
     cut = [tile(grid(start + head), grid(start + head), head) for head in range(3) for start in (0, 16)]
     check(cut, [[0, 1, 2], [0, 1, 2]])
 

@@ -2,7 +2,7 @@
 
 Nothing here shares code with the plan: the pairs that the tiles compute are counted against the pattern's own
 multiplicity, what travels against a dense look at who needs whom, and gradients are random numbers whose sums
-(mod 2^64) must come home.
+(mod 2^64) must come back to the owner.
 """
 
 from __future__ import annotations
@@ -78,19 +78,19 @@ def check(setting: Setting) -> None:
 
 
 def check_nothing_in_vain(setting: Setting, walk: Walk) -> None:
-    landed = [0] * setting.p
-    for identity, ranks in walk.landed_on.items():
-        assert len(set(ranks)) == len(ranks) and walk.owner[identity] not in ranks, "a slot lands where it already was"
+    received = [0] * setting.p
+    for identity, ranks in walk.received_on.items():
+        assert len(set(ranks)) == len(ranks) and walk.owner[identity] not in ranks, "a slot is sent to where it was"
         for rank in ranks:
-            landed[rank] += 1
+            received[rank] += 1
         if setting.exchange == "direct":
             assert walk.read_by[identity] == set(ranks), "a slot is sent to a rank that does not read it"
         if setting.exchange == "ring":
             assert ranks[-1] in walk.read_by[identity], "a slot travels beyond the last rank that reads it"
             hops = [(rank - walk.owner[identity]) % setting.p for rank in ranks]
             assert hops == list(range(1, len(ranks) + 1)), "a slot leaves the ring's order"
-    assert set(walk.landed_on) == set(range(len(walk.owner))), "packed, but not sent"
-    assert walk.returned == landed, "every landed slot sends its gradient on once"
+    assert set(walk.received_on) == set(range(len(walk.owner))), "packed, but not sent"
+    assert walk.returned == received, "every received slot sends its gradient on once"
 
 
 def check_sizes(setting: Setting) -> None:
@@ -99,7 +99,7 @@ def check_sizes(setting: Setting) -> None:
     widths = [block.width for block in blocks_of(setting.pattern, setting.layout.n, setting.heads, setting.kv_heads)]
     most = setting.bucket * setting.kv_heads + max(widths) - 1
     for plan in setting.plans:
-        assert plan.sizes.landing <= most and plan.sizes.outbox <= most
+        assert plan.sizes.receive <= most and plan.sizes.send <= most
         assert plan.sizes.returned <= 2 * most
 
 
@@ -122,7 +122,7 @@ def check_sizes(setting: Setting) -> None:
                  2, 2, "ring", 1000))  # fmt: skip
 @example(Setting(Pattern.dense(True), Layout.zigzag(12, 3), 2, 1, "ring", 2))
 @example(Setting(Pattern.longnet((4, 8), (1, 2), 4, True), Layout.striped(24, 4), 4, 2, "direct", 3))
-def test_a_plan_computes_moves_and_returns_exactly_what_the_pattern_says(setting: Setting) -> None:
+def test_a_plan_computes_sends_and_returns_exactly_what_the_pattern_says(setting: Setting) -> None:
     check(setting)
 
 
@@ -132,7 +132,7 @@ def test_a_plan_computes_moves_and_returns_exactly_what_the_pattern_says(setting
 @pytest.mark.parametrize(
     "runs",
     (
-        (range(0, 20, 2), range(1, 20, 2)),  # a rank with two runs that see prefixes of one piece, of unequal length
+        (range(0, 20, 2), range(1, 20, 2)),  # a rank with two runs that see prefixes of one range, of unequal length
         (range(1, 20, 2), range(0, 20, 2)),
         (range(0, 8), range(8, 20, 3), range(9, 20, 3), range(10, 20, 3)),  # steps 1 and 3
         (range(12, 20), range(0, 12, 3), range(1, 12, 3), range(2, 12, 3)),
@@ -280,7 +280,7 @@ def test_more_bucket_means_fewer_steps_and_one_is_enough_without_a_cap() -> None
 def test_a_segment_within_a_rank_sends_nothing() -> None:
     for exchange in ("ring", "direct"):
         setting = Setting(Pattern.longnet((4, 8), (1, 2), 2), Layout.contiguous(64, 4), 2, 2, exchange, 4)
-        assert all(plan.steps == () and plan.sizes.landing == plan.sizes.outbox == 0 for plan in setting.plans)
+        assert all(plan.steps == () and plan.sizes.receive == plan.sizes.send == 0 for plan in setting.plans)
 
 
 # --- how plans grow ---
@@ -296,7 +296,7 @@ def tile_count(n: int, order: str, causal: bool, exchange: str) -> tuple[int, in
     return (
         max(len(plan.local) for plan in plans),
         max(len(plan.local) + sum(len(step.tiles) for step in plan.steps) for plan in plans),
-        max(sum(len(step.packs) + len(step.homes) for step in plan.steps) for plan in plans),
+        max(sum(len(step.gathers) + len(step.scatters) for step in plan.steps) for plan in plans),
     )
 
 
@@ -316,12 +316,12 @@ def test_a_head_of_every_offset_is_one_call() -> None:
         for rank in range(layout.world_size):
             plan = plan_of(pattern, layout, rank, 8, 8, exchange, 256)
             assert [tile.query_heads.groups for tile in plan.local] == [8]
-            landed = [tile for step in plan.steps for tile in step.tiles]
-            assert [tile.query_heads.groups for tile in landed] == [8] * len(landed)
-            assert len(landed) == (rank > 0 and exchange == "direct")
+            received = [tile for step in plan.steps for tile in step.tiles]
+            assert [tile.query_heads.groups for tile in received] == [8] * len(received)
+            assert len(received) == (rank > 0 and exchange == "direct")
 
 
-def test_segments_of_own_keys_fold_into_larger_calls_than_those_that_landed() -> None:
+def test_segments_of_own_keys_fold_into_larger_calls_than_those_received() -> None:
     """16 segments of 8 on each of two ranks, and one across all: a bucket of 16 has two segments in a call."""
     pattern, layout = Pattern((Branch(8), Branch(None)), causal=True), Layout.contiguous(256, 2)
     for own, folds in ((None, [2] * 8), (16, [2] * 8), (64, [8, 8]), (70, [8, 8]), (1000, [16])):

@@ -1,4 +1,4 @@
-"""Pieces, meetings, needs and blocks, by themselves: what plans are made of, against a dense look at the pattern."""
+"""Ranges, range pairs, needs and blocks, by themselves: what plans are made of, against a dense look at the pattern."""
 
 from __future__ import annotations
 
@@ -14,53 +14,53 @@ from hypothesis import strategies as st
 from reference.pattern import Branch, Pattern, multiplicity, selected
 from ring.layout import Layout
 from ring.plan.blocks import blocks_of
-from ring.plan.range_pairs import Mask, Stretches, masked, meet, needs_of
-from ring.plan.ranges import Pieces, joined, pieces_of
+from ring.plan.range_pairs import Mask, Subranges, masked, needs_of, pair_up
+from ring.plan.ranges import Ranges, joined, ranges_of
 from tests.support.plan_walk import Array, layouts, listed, listed_heads, patterns, rank_of_position
 
-# --- pieces, meetings and needs ---
+# --- ranges, range pairs and needs ---
 
 
-def elements(pieces: Pieces, piece: int) -> tuple[list[int], list[int]]:
-    """Rows and positions of a piece."""
-    element = np.arange(pieces.count[piece])
-    which = np.full_like(element, piece)
-    if pieces.listed_rows is not None:
-        rows = pieces.listed_rows[pieces.row[piece] + element]
+def elements(ranges: Ranges, index: int) -> tuple[list[int], list[int]]:
+    """Rows and positions of a range."""
+    element = np.arange(ranges.count[index])
+    which = np.full_like(element, index)
+    if ranges.listed_rows is not None:
+        rows = ranges.listed_rows[ranges.row[index] + element]
     else:
-        rows = pieces.row[piece] + element * pieces.row_step[piece]
-    return rows.tolist(), pieces.position(which, element).tolist()
+        rows = ranges.row[index] + element * ranges.row_step[index]
+    return rows.tolist(), ranges.position(which, element).tolist()
 
 
 @st.composite
-def tables(draw: Any) -> tuple[Pattern, Layout, Pieces]:
+def tables(draw: Any) -> tuple[Pattern, Layout, Ranges]:
     pattern, layout = draw(patterns(2)), draw(layouts())
     if layout.n and draw(st.booleans()):
         layout = listed(layout)
-    return pattern, layout, pieces_of(pattern, layout, 2, 1)
+    return pattern, layout, ranges_of(pattern, layout, 2, 1)
 
 
 @settings(max_examples=100, deadline=None)
 @given(tables())
-def test_pieces_are_the_selected_rows(table: tuple[Pattern, Layout, Pieces]) -> None:
-    _, layout, pieces = table
+def test_ranges_are_the_selected_rows(table: tuple[Pattern, Layout, Ranges]) -> None:
+    _, layout, ranges = table
     found: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for piece in range(len(pieces.count)):
-        of_block, segment, rank = (int(column[piece]) for column in (pieces.block, pieces.segment, pieces.rank))
-        rows, positions = elements(pieces, piece)
-        assert rows and positions == sorted(set(positions)) and (np.diff(rows) > 0).all() or pieces.listed
+    for index in range(len(ranges.count)):
+        of_block, segment, rank = (int(column[index]) for column in (ranges.block, ranges.segment, ranges.rank))
+        rows, positions = elements(ranges, index)
+        assert rows and positions == sorted(set(positions)) and (np.diff(rows) > 0).all() or ranges.listed
         assert layout.positions(rank)[rows].tolist() == positions
-        assert all(position // pieces.blocks[of_block].segment_length == segment for position in positions)
+        assert all(position // ranges.blocks[of_block].segment_length == segment for position in positions)
         found[of_block, rank] += positions
         at = np.arange(-1, layout.n + 1)
-        until = pieces.count_until(np.full_like(at, piece), at)
+        until = ranges.count_until(np.full_like(at, index), at)
         assert until.tolist() == [sum(position <= x for position in positions) for x in at.tolist()]
-    for number, block in enumerate(pieces.blocks):
+    for number, block in enumerate(ranges.blocks):
         branch = Branch(block.segment_length, block.dilation_rate, 0)
         for rank in range(layout.world_size):
             held = layout.positions(rank)
             assert sorted(found[number, rank]) == sorted(held[selected(branch, held, block.offset)].tolist())
-    key = [pieces.block, pieces.segment, pieces.rank]
+    key = [ranges.block, ranges.segment, ranges.rank]
     order = list(zip(*(column.tolist() for column in key), strict=True))
     assert order == sorted(order)
 
@@ -71,7 +71,7 @@ EVENS, ODDS = Branch(None, 2, 0), Branch(None, 2, 1)
 @pytest.mark.parametrize(
     ("branches", "shard", "rows"),
     (
-        # One piece: rows follow each other as positions do.
+        # One range: rows follow each other as positions do.
         ((Branch(),), (0, 1, 2, 3, 12, 13, 14, 15), [[0, 1, 2, 3, 4, 5, 6, 7]]),
         ((Branch(),), (0, 1, 4, 5, 6, 9, 10, 11, 12), [[0, 1, 2, 3, 4, 5, 6, 7, 8]]),
         ((EVENS,), (0, 1, 2, 3, 12, 13, 14, 15), [[0, 2, 4, 6]]),
@@ -86,49 +86,49 @@ EVENS, ODDS = Branch(None, 2, 0), Branch(None, 2, 1)
         ((Branch(2, 2, 0), ODDS), (2, 4, 5, 7), [[0], [1], [2, 3]]),
     ),
 )
-def test_own_pieces_are_one_where_rows_follow_as_positions_do(
+def test_own_ranges_are_one_where_rows_follow_as_positions_do(
     branches: tuple[Branch, ...], shard: tuple[int, ...], rows: list[list[int]]
 ) -> None:
-    """The shard of the first of four ranks, the rest in ascending order: the rows of its pieces, in their order."""
+    """The shard of the first of four ranks, the rest in ascending order: the rows of its ranges, in their order."""
     rest = sorted(set(range(16)) - set(shard))
     layout = Layout.from_cuts((*shard, *rest), (0, len(shard), 16, 16, 16))
     assert layout.runs is not None
-    own = joined(pieces_of(Pattern(branches), layout, 1, 1), 0)
-    assert [elements(own, piece)[0] for piece in range(len(own.count))] == rows
+    own = joined(ranges_of(Pattern(branches), layout, 1, 1), 0)
+    assert [elements(own, index)[0] for index in range(len(own.count))] == rows
 
 
 @settings(max_examples=100, deadline=None)
 @given(tables(), st.data())
-def test_meetings_are_the_visible_pairs_and_nothing_blind(table: tuple[Pattern, Layout, Pieces], data: Any) -> None:
-    pattern, layout, pieces = table
-    every = np.arange(len(pieces.count))
-    # Any stretch of every piece: plans cut keys at buckets.
-    first = np.array([data.draw(st.integers(0, int(c) - 1)) for c in pieces.count], np.int64)
-    keys = Stretches(every, first, pieces.count - first)
-    queries = Stretches.whole(pieces, every)
-    found = meet(pieces, queries, keys, pattern.causal)
-    assert (found.key.piece == keys.piece[found.item]).all()
-    pairs = np.zeros((len(pieces.blocks), layout.n, layout.n), np.int64)
-    for mask, part in masked(pieces, found, pattern.causal):
+def test_range_pairs_are_the_visible_pairs_and_nothing_blind(table: tuple[Pattern, Layout, Ranges], data: Any) -> None:
+    pattern, layout, ranges = table
+    every = np.arange(len(ranges.count))
+    # Any subrange of every range: plans cut keys at buckets.
+    first = np.array([data.draw(st.integers(0, int(c) - 1)) for c in ranges.count], np.int64)
+    keys = Subranges(every, first, ranges.count - first)
+    queries = Subranges.whole(ranges, every)
+    found = pair_up(ranges, queries, keys, pattern.causal)
+    assert (found.key.range == keys.range[found.item]).all()
+    pairs = np.zeros((len(ranges.blocks), layout.n, layout.n), np.int64)
+    for mask, part in masked(ranges, found, pattern.causal):
         for i in range(len(part.item)):
-            seen, q, k, of_block = dense_meeting(pieces, mask, part, i)
-            assert seen.any(0).all() and seen.any(1).all(), "a row or key of a meeting that sees nothing"
+            seen, q, k, of_block = dense_pair(ranges, mask, part, i)
+            assert seen.any(0).all() and seen.any(1).all(), "a row or key of a range pair that sees nothing"
             pairs[of_block][np.ix_(q, k)] += seen
-    for number, block in enumerate(pieces.blocks):
+    for number, block in enumerate(ranges.blocks):
         at = torch.arange(layout.n)
         branch = Branch(block.segment_length, block.dilation_rate, block.offset)
         seen = multiplicity(Pattern((branch,), pattern.causal), at, at, 1)[0].numpy().astype(bool)
-        kept = [elements(pieces, piece)[1][first[piece] :] for piece in every.tolist() if pieces.block[piece] == number]
+        kept = [elements(ranges, index)[1][first[index] :] for index in every.tolist() if ranges.block[index] == number]
         seen[:, sorted(set(range(layout.n)) - {position for part in kept for position in part})] = False
         assert (pairs[number] == seen).all()
 
 
-def dense_meeting(pieces: Pieces, mask: Mask, part: Any, i: int) -> tuple[Array, Array, Array, int]:
-    """What a meeting sees (query rows, keys), the positions of both, and its block."""
+def dense_pair(ranges: Ranges, mask: Mask, part: Any, i: int) -> tuple[Array, Array, Array, int]:
+    """What a range pair sees (query rows, keys), the positions of both, and its block."""
 
-    def positions(stretches: Stretches) -> Array:
-        element = stretches.first[i] + np.arange(stretches.count[i])
-        return pieces.position(np.full_like(element, stretches.piece[i]), element)
+    def positions(subranges: Subranges) -> Array:
+        element = subranges.first[i] + np.arange(subranges.count[i])
+        return ranges.position(np.full_like(element, subranges.range[i]), element)
 
     q, k = positions(part.query), positions(part.key)
     if mask is Mask.CAUSAL:
@@ -136,22 +136,22 @@ def dense_meeting(pieces: Pieces, mask: Mask, part: Any, i: int) -> tuple[Array,
         seen = np.tril(np.ones((len(q), len(k)), bool))
     else:
         seen = np.ones((len(q), len(k)), bool) if mask is Mask.FULL else k[None] <= q[:, None]
-    return seen, q, k, int(pieces.block[part.query.piece[i]])
+    return seen, q, k, int(ranges.block[part.query.range[i]])
 
 
 @settings(max_examples=100, deadline=None)
 @given(tables())
-def test_needs_are_what_some_row_sees(table: tuple[Pattern, Layout, Pieces]) -> None:
-    pattern, layout, pieces = table
-    needs = needs_of(pieces, pattern.causal)
-    found = np.zeros((len(pieces.blocks), layout.world_size, layout.n), bool)
-    for rank, piece, count in zip(needs.rank.tolist(), needs.piece.tolist(), needs.count.tolist(), strict=True):
-        assert pieces.rank[piece] != rank and 0 < count <= pieces.count[piece]
-        positions = elements(pieces, piece)[1][:count]
-        assert not found[pieces.block[piece], rank, positions].any(), "one need said twice"
-        found[pieces.block[piece], rank, positions] = True
+def test_needs_are_what_some_row_sees(table: tuple[Pattern, Layout, Ranges]) -> None:
+    pattern, layout, ranges = table
+    needs = needs_of(ranges, pattern.causal)
+    found = np.zeros((len(ranges.blocks), layout.world_size, layout.n), bool)
+    for rank, index, count in zip(needs.rank.tolist(), needs.range.tolist(), needs.count.tolist(), strict=True):
+        assert ranges.rank[index] != rank and 0 < count <= ranges.count[index]
+        positions = elements(ranges, index)[1][:count]
+        assert not found[ranges.block[index], rank, positions].any(), "one need said twice"
+        found[ranges.block[index], rank, positions] = True
     owner, at = rank_of_position(layout), torch.arange(layout.n)
-    for number, block in enumerate(pieces.blocks):
+    for number, block in enumerate(ranges.blocks):
         branch = Branch(block.segment_length, block.dilation_rate, block.offset)
         seen = multiplicity(Pattern((branch,), pattern.causal), at, at, 1)[0].numpy() > 0
         for rank in range(layout.world_size):

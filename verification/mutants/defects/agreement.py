@@ -8,7 +8,7 @@ from ring.plan import schedule
 from verification.mutants.defect import Defect, Edit, defect
 
 _FOUND = "    except Exception as found:  # of any type: the other ranks must hear of it\n        error = found\n"
-_STEPS = "            landing, before = landings[(number - 1) % sizes.turns], landings[number % sizes.turns]\n"
+_STEPS = "            landing, before = landings[(number - 1) % len(landings)], landings[number % len(landings)]\n"
 _SHAPES = "        if (x.shape[0], x.shape[3]) != (q.shape[0], q.shape[3]):\n"
 _JOINT = "    raise _joint_error(collect_json(said, transport))\n"
 
@@ -43,7 +43,7 @@ AGREEMENTS = (
         Edit(
             schedule,
             "            if not prefix[:, chunk, t].any():\n",
-            "            if not prefix[home_of(t), chunk, t]:\n",
+            "            if not prefix[owner_at(t), chunk, t]:\n",
         ),
         provenance="seen in public ring-attention code",
         listed=(41,),

@@ -58,13 +58,13 @@ BACKWARD = (
         "The ring's last user of a slot sends its gradient to the owner's neighbour.",
         Edit(
             schedule,
-            "_moves((after, 0, onward), (source, onward, here))",
-            "_moves((after, 0, onward), ((source - 1) % p if p > 2 and t < p - 1 else source, onward, here))",
+            "_transfers((after, 0, onward), (source, onward, here))",
+            "_transfers((after, 0, onward), ((source - 1) % p if p > 2 and t < p - 1 else source, onward, here))",
         ),
         Edit(
             schedule,
-            "_moves((before, 0, carried), ((rank + t) % p, carried",
-            "_moves((before, 0, carried), ((rank + t + (p > 2 and t < p - 1)) % p, carried",
+            "_transfers((before, 0, carried), ((rank + t) % p, carried",
+            "_transfers((before, 0, carried), ((rank + t + (p > 2 and t < p - 1)) % p, carried",
         ),
         provenance="seen in public ring-attention code",
         listed=(14,),
@@ -81,8 +81,8 @@ BACKWARD = (
         "The direct exchange returns what it should receive and expects what it should return.",
         Edit(
             schedule,
-            "Stage(packed, sends, False, receives, landed, receives, sends, 0, packed)",
-            "Stage(packed, sends, False, receives, landed, sends, receives, 0, packed)",
+            "Stage(gathers, sends, False, receives, received, receives, sends, 0, gathers)",
+            "Stage(gathers, sends, False, receives, received, sends, receives, 0, gathers)",
         ),
         provenance="lucidrains/ring-attention-pytorch",
         listed=(15,),
@@ -101,7 +101,7 @@ BACKWARD = (
     defect(
         "gather-without-reduction",
         "The gathering exchange receives the gradients of the own keys and adds none of them: remote dk, dv are lost.",
-        Edit(plan, "_whole_packs(layout, rank, kv_heads, layout.world_size - 1) if route.whole", "() if route.whole"),
+        Edit(plan, "_whole_shard_maps(layout, rank, kv_heads, others) if route.whole", "() if route.whole"),
         provenance="DarcStar V2 collective; lucidrains zig-zag",
         listed=(16,),
     ),
@@ -110,8 +110,8 @@ BACKWARD = (
         "The gathering exchange leaves out the gradients that the last of the other ranks returns.",
         Edit(
             plan,
-            "_whole_packs(layout, rank, kv_heads, layout.world_size - 1) if route.whole",
-            "_whole_packs(layout, rank, kv_heads, layout.world_size - 2) if route.whole",
+            "_whole_shard_maps(layout, rank, kv_heads, others) if route.whole",
+            "_whole_shard_maps(layout, rank, kv_heads, others - 1) if route.whole",
         ),
         listed=(16,),
     ),
@@ -280,7 +280,11 @@ BACKWARD = (
     defect(
         "home-slots-not-shifted",
         "In the ring's returned box, gradients that are home are read where those to be carried on lie.",
-        Edit(schedule, "home=cut.packed(back).shifted(carried - kept)", "home=cut.packed(back).shifted(-kept)"),
+        Edit(
+            schedule,
+            "scatters=cut.slot_ranges(back).shifted(carried - kept)",
+            "scatters=cut.slot_ranges(back).shifted(-kept)",
+        ),
         listed=(14,),
     ),
 )

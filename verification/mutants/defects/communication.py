@@ -8,7 +8,7 @@ from ring.compute import kernels
 from ring.plan import plan, range_pairs, schedule
 from verification.mutants.defect import Edit, defect
 
-_TURNS = "            landing, before = landings[(number - 1) % sizes.turns], landings[number % sizes.turns]\n"
+_TURNS = "            landing, before = landings[(number - 1) % len(landings)], landings[number % len(landings)]\n"
 _ARRIVED = "            pending.arrive()\n            arrival = Arrival("
 _POSTED = (
     "            pending = self.transport.post(\n"
@@ -22,12 +22,12 @@ _FINISH = "            (_, pending), _ = self._last\n            pending.wait()\
 _COLLECT = (
     "        pending.arrive()\n"
     "        key, value = Store.slots(returned[:, 0]), Store.slots(returned[:, 1])\n"
-    "        for pack in step.homes:\n"
+    "        for pack in step.scatters:\n"
     "            dk.add(pack.rows, pack.heads, key.view(pack.slots, pack.columns))\n"
     "            dv.add(pack.rows, pack.heads, value.view(pack.slots, pack.columns))\n"
 )
 _MESSAGES = "    return [Message(move.peer, buffer[move.start : move.stop], label) for move in moves]\n"
-_LANDINGS = "self.k.dtype) for i in range(sizes.turns)]\n"
+_LANDINGS = "self.k.dtype) for i in range(sizes.receive_buffers)]\n"
 
 COMMUNICATION = (
     # --- buffers in flight
@@ -57,7 +57,7 @@ COMMUNICATION = (
             exchange,
             _ARRIVED,
             "            if number < len(plan.steps):\n"
-            "                self._pack(plan.steps[number].packs, outbox)\n" + _ARRIVED,
+            "                self._pack(plan.steps[number].gathers, outbox)\n" + _ARRIVED,
         ),
         provenance="pytorch#61875",
         listed=(36,),
@@ -102,7 +102,7 @@ COMMUNICATION = (
         "relayed-from-elsewhere-than-told",
         "Receivers are told that a relayed message lies in the landing that is filled next. Only who copies out of the "
         "sender's memory would read there.",
-        Edit(exchange, '(f"landing {number % sizes.turns}", sizes.landing)', '("landing 0", sizes.landing)'),
+        Edit(exchange, '(f"landing {number % sizes.receive_buffers}", sizes.receive)', '("landing 0", sizes.receive)'),
     ),
     defect(
         "last-gradients-sent-and-left",
@@ -153,8 +153,8 @@ COMMUNICATION = (
         "The outbox is packed at the first step only: later ones send the rows of the first.",
         Edit(
             exchange,
-            "            self._pack(step.packs, outbox)\n",
-            "            if number == 1:\n                self._pack(step.packs, outbox)\n",
+            "            self._pack(step.gathers, outbox)\n",
+            "            if number == 1:\n                self._pack(step.gathers, outbox)\n",
         ),
         listed=(13,),
     ),
@@ -176,7 +176,7 @@ COMMUNICATION = (
     defect(
         "relayed-message-one-slot-short",
         "What the ring passes on lacks its last slot: the receiver keeps stale data there.",
-        Edit(schedule, "sends=_moves((after, 0, sent))", "sends=_moves((after, 0, sent - (t > 1)))"),
+        Edit(schedule, "sends=_transfers((after, 0, sent))", "sends=_transfers((after, 0, sent - (t > 1)))"),
     ),
     defect(
         "relay-sends-the-outbox",
@@ -189,8 +189,8 @@ COMMUNICATION = (
         "As many returned slots are carried on as land at this hop, not at the next.",
         Edit(
             schedule,
-            "carried = int(prefix[home_of(t + 1), chunk, t + 1])",
-            "carried = int(prefix[home_of(t), chunk, t + 1])",
+            "carried = int(prefix[owner_at(t + 1), chunk, t + 1])",
+            "carried = int(prefix[owner_at(t), chunk, t + 1])",
         ),
         listed=(14, 18),
     ),
@@ -224,17 +224,17 @@ COMMUNICATION = (
         "Gathered shards of ranks after the own are looked for one rank too early.",
         Edit(
             plan,
-            "                bases[move.peer] = move.start\n",
-            "                bases[max(move.peer - (move.peer > rank + 1), 0)] = move.start\n",
+            "                bases[transfer.peer] = transfer.start\n",
+            "                bases[max(transfer.peer - (transfer.peer > rank + 1), 0)] = transfer.start\n",
         ),
     ),
     defect(
         "whole-pieces-sent",
-        "Whole pieces are sent where only their leading rows are needed.",
+        "Whole ranges are sent where only their leading rows are needed.",
         Edit(
             range_pairs,
-            "    return Needs(reader[begin], piece[begin], most)\n",
-            "    return Needs(reader[begin], piece[begin], np.maximum(most, pieces.count[piece[begin]]))\n",
+            "    return Needs(reader[begin], index[begin], most)\n",
+            "    return Needs(reader[begin], index[begin], np.maximum(most, ranges.count[index[begin]]))\n",
         ),
     ),
     defect(
@@ -242,8 +242,8 @@ COMMUNICATION = (
         "Every slot of the ring travels to the last rank, whether that needs it or not.",
         Edit(
             schedule,
-            "    reach[needs.piece, (needs.rank - pieces.rank[needs.piece]) % p] = needs.count\n",
-            "    np.maximum.at(reach, (needs.piece, p - 1), needs.count)\n",
+            "    reach[needs.range, (needs.rank - ranges.rank[needs.range]) % p] = needs.count\n",
+            "    np.maximum.at(reach, (needs.range, p - 1), needs.count)\n",
         ),
     ),
     defect(
@@ -251,8 +251,8 @@ COMMUNICATION = (
         "Keys are sent to ranks from whose rows causality hides them.",
         Edit(
             range_pairs,
-            "    found = meet(pieces, everything, everything, causal)\n",
-            "    found = meet(pieces, everything, everything, False)\n",
+            "    found = pair_up(ranges, everything, everything, causal)\n",
+            "    found = pair_up(ranges, everything, everything, False)\n",
         ),
     ),
     # --- memory
@@ -261,15 +261,17 @@ COMMUNICATION = (
         "The outbox is allocated anew at every step and the old ones are kept.",
         Edit(
             exchange,
-            "            self._pack(step.packs, outbox)\n",
-            '            outbox = self._allocate("outbox", sizes.outbox, self.k.dtype)\n'
-            "            self._pack(step.packs, outbox)\n",
+            "            self._pack(step.gathers, outbox)\n",
+            '            outbox = self._allocate("outbox", sizes.send, self.k.dtype)\n'
+            "            self._pack(step.gathers, outbox)\n",
         ),
     ),
     defect(
         "one-landing-too-many",
         "One landing more than is used in turn.",
-        Edit(exchange, _LANDINGS, _LANDINGS.replace("range(sizes.turns)", "range(sizes.turns + 1)")),
+        Edit(
+            exchange, _LANDINGS, _LANDINGS.replace("range(sizes.receive_buffers)", "range(sizes.receive_buffers + 1)")
+        ),
     ),
     defect(
         "landing-not-bounded-by-the-bucket",

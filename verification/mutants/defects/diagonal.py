@@ -48,8 +48,8 @@ DIAGONAL = (
         "Gradients of landed keys that several tiles read are written by each in turn instead of summed.",
         Edit(
             plan,
-            "    return read == sum(move.stop - move.start for move in receives)\n",
-            "    return read >= sum(move.stop - move.start for move in receives)\n",
+            "    return read == sum(transfer.stop - transfer.start for transfer in receives)\n",
+            "    return read >= sum(transfer.stop - transfer.start for transfer in receives)\n",
         ),
     ),
     defect(

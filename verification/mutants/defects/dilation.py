@@ -10,7 +10,7 @@ from verification.mutants.defect import Edit, defect
 
 _TARGET = "    target = segment * w + offset - start\n"
 _OFFSETS = "        for head, offset in enumerate(branch.offsets(heads)):\n"
-_MEET = "    found = meet(pieces, queries, keys.stretches, causal)\n"
+_MEET = "    found = pair_up(ranges, queries, keys.subranges, causal)\n"
 
 DILATION = (
     # --- dilation and segments
@@ -73,7 +73,7 @@ DILATION = (
     defect(
         "segments-ignored",
         "Rows meet the keys of all segments.",
-        Edit(range_pairs, "    group = pieces.block * span + pieces.segment\n", "    group = pieces.block * span\n"),
+        Edit(range_pairs, "    group = ranges.block * span + ranges.segment\n", "    group = ranges.block * span\n"),
         provenance="torchscale causal sequence parallel",
         listed=(29,),
     ),
@@ -83,8 +83,8 @@ DILATION = (
         Edit(
             plan,
             _MEET,
-            _MEET + "    own = pieces.rank[found.key.piece] == rank\n"
-            "    found = found.take(np.flatnonzero(own | (pieces.segment[found.key.piece] == 0)))\n",
+            _MEET + "    own = ranges.rank[found.key.range] == rank\n"
+            "    found = found.take(np.flatnonzero(own | (ranges.segment[found.key.range] == 0)))\n",
         ),
         provenance="torchscale causal sequence parallel",
         listed=(29,),
@@ -95,24 +95,24 @@ DILATION = (
         Edit(
             plan,
             "    which = np.flatnonzero(own.rank == rank)\n",
-            "    which = np.flatnonzero((own.rank == rank) & (pieces.rank.max() == 0))\n",
+            "    which = np.flatnonzero((own.rank == rank) & (ranges.rank.max() == 0))\n",
         ),
         provenance="torchscale causal sequence parallel",
         listed=(29,),
     ),
     defect(
         "own-pieces-joined-across-gaps",
-        "Own pieces of a segment become one call though their rows do not follow each other.",
+        "Own ranges of a segment become one call though their rows do not follow each other.",
         Edit(ranges, "(row[1:] == row[:-1] + count[:-1] * step[:-1]) & (np.diff(step)", "(np.diff(step)"),
     ),
     defect(
         "own-pieces-joined-out-of-order",
-        "Own pieces of a segment become one call though the second lies before the end of the first.",
-        Edit(ranges, " & (pieces.first[own][1:] > last[:-1])", ""),
+        "Own ranges of a segment become one call though the second lies before the end of the first.",
+        Edit(ranges, " & (ranges.first[own][1:] > last[:-1])", ""),
     ),
     defect(
         "queries-joined-across-gaps",
-        "Query rows that see the same keys share a call, as one stretch even if they do not follow each other.",
+        "Query rows that see the same keys share a call, as one subrange even if they do not follow each other.",
         Edit(
             plan,
             "                last = replace(last, query=rows)\n",
@@ -208,9 +208,9 @@ DILATION = (
         ),
         Edit(
             plan,
-            "return tuple(Pack(Rows(0, 1, tokens), heads, place, heads) for place in slots)",
+            "return tuple(SlotMap(Rows(0, 1, tokens), heads, place, heads) for place in slots)",
             "columns = Heads.of(tuple((head * tokens,) for head in range(kv_heads)))\n"
-            "    return tuple(Pack(Rows(0, 1, tokens), heads, place, columns) for place in slots)",
+            "    return tuple(SlotMap(Rows(0, 1, tokens), heads, place, columns) for place in slots)",
         ),
         provenance="DarcStar TrueRing",
         listed=(32,),
@@ -224,7 +224,7 @@ DILATION = (
     ),
     defect(
         "columns-by-head-number",
-        "Packed slots are read at the number of the key/value head instead of its column in the block.",
+        "SlotRanges slots are read at the number of the key/value head instead of its column in the block.",
         Edit(
             blocks,
             "column=Heads.of(tuple((kv.index(h),) for h in members)),",

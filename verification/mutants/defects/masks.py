@@ -8,8 +8,8 @@ from ring.plan import plan, range_pairs, ranges
 from verification.mutants.defect import Edit, defect
 
 _HIDDEN = "        hidden = key[:, None, :] > query[:, rows, None]  # (F, L, Lk)\n"
-_BLIND = "    blind = np.maximum(pieces.count_until(q.piece, first_key - 1) - q.first, 0)\n"
-_BEFORE = "    before = (first_row - pieces.position(k.piece, k.first)) // pieces.step[k.piece]  # c\n"
+_BLIND = "    blind = np.maximum(ranges.count_until(q.range, first_key - 1) - q.first, 0)\n"
+_BEFORE = "    before = (first_row - ranges.position(k.range, k.first)) // ranges.step[k.range]  # c\n"
 
 MASKS = (
     # --- tokens and segments at the end
@@ -49,7 +49,7 @@ MASKS = (
     ),
     defect(
         "bucket-remainder-dropped",
-        "Keys beyond the last whole bucket of a stretch are left out.",
+        "Keys beyond the last whole bucket of a subrange are left out.",
         Edit(range_pairs, "parts = -(-self.count // most)", "parts = np.maximum(self.count // most, 1)"),
         listed=(22,),
     ),
@@ -96,8 +96,8 @@ MASKS = (
         "In a listed layout the last key that a row may see is its own, and counts as beyond it.",
         Edit(
             ranges,
-            'np.searchsorted(self._sorted, piece * self._span + position, side="right")',
-            'np.searchsorted(self._sorted, piece * self._span + position, side="left")',
+            'np.searchsorted(self._sorted, index * self._span + position, side="right")',
+            'np.searchsorted(self._sorted, index * self._span + position, side="left")',
         ),
         provenance="seen in public ring-attention code",
         listed=(23,),
@@ -121,8 +121,8 @@ MASKS = (
         "Tiles that need a mask by position, being partly visible, are skipped.",
         Edit(
             plan,
-            "    for mask, part in masked(pieces, found, causal):\n",
-            "    for mask, part in masked(pieces, found, causal):\n"
+            "    for mask, part in masked(ranges, found, causal):\n",
+            "    for mask, part in masked(ranges, found, causal):\n"
             "        if mask is Mask.POSITION:\n            continue\n",
         ),
         provenance="seen in public ring-attention code",
@@ -150,8 +150,8 @@ MASKS = (
         "Runs of different steps are masked along a diagonal, as if they had one.",
         Edit(
             range_pairs,
-            "    aligned = pieces.step[q.piece] == pieces.step[k.piece]\n",
-            "    aligned = pieces.step[q.piece] > 0\n",
+            "    aligned = ranges.step[q.range] == ranges.step[k.range]\n",
+            "    aligned = ranges.step[q.range] > 0\n",
         ),
     ),
     defect(
@@ -159,8 +159,8 @@ MASKS = (
         "A tile counts as wholly visible as soon as its first row sees its first key.",
         Edit(
             range_pairs,
-            "    full = pieces.position(k.piece, k.first + k.count - 1) <= first_row\n",
-            "    full = pieces.position(k.piece, k.first) <= first_row\n",
+            "    full = ranges.position(k.range, k.first + k.count - 1) <= first_row\n",
+            "    full = ranges.position(k.range, k.first) <= first_row\n",
         ),
         listed=(23,),
     ),
@@ -174,8 +174,8 @@ MASKS = (
     ),
     defect(
         "blind-rows-off-by-one",
-        "The first query row that sees a stretch of keys is trimmed with those that see none of it.",
-        Edit(range_pairs, "count_until(q.piece, first_key - 1)", "count_until(q.piece, first_key)"),
+        "The first query row that sees a subrange of keys is trimmed with those that see none of it.",
+        Edit(range_pairs, "count_until(q.range, first_key - 1)", "count_until(q.range, first_key)"),
         listed=(23, 33),
     ),
 )

@@ -96,7 +96,7 @@ def plant_one_landing() -> None:
     known: dict[int, Any] = {}
 
     def allocate(self: Any, name: str, slots: int, dtype: Any) -> Any:
-        if slots != self.plan.sizes.landing:
+        if slots != self.plan.sizes.receive:
             return real(self, name, slots, dtype)
         if id(self) not in known:
             known.clear()
