@@ -53,7 +53,7 @@ from figures import (
 
 from reference import Pattern, closed_forms, cost
 from reference import shards as definitions
-from verification.benchmarks.settings import Heads, Problem
+from verification.benchmarks.workload import AttentionShape, Workload
 from verification.case import Case
 from verification.problems import links
 from verification.run.processes.pool import Pool
@@ -334,8 +334,8 @@ timed = [r for r in recorded_rows(method="ring_attention") if r.get("sent_bytes"
 assert timed, "no record in notebooks/data has times of ring_attention: scripts/bench_ring.py --json makes one"
 forms = set()
 for row in timed:
-    one = Heads(kv=row["kv_heads"])
-    problem = (Problem.dense if row["section"] == "dense" else Problem.longnet)(row["tokens"], row["world"], one)
+    one = AttentionShape(kv=row["kv_heads"])
+    problem = (Workload.dense if row["section"] == "dense" else Workload.longnet)(row["tokens"], row["world"], one)
     counted = {}
     for narrow in (True, False):
         traffic = cost.sent(problem.setting, row["exchange"], narrow)

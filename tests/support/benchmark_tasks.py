@@ -1,4 +1,4 @@
-"""What ranks of a pool are asked to do with the benchmark's parts: importable functions."""
+"""Functions that the ranks of a pool call with the benchmark's parts: they can be imported there."""
 
 from __future__ import annotations
 
@@ -11,48 +11,47 @@ import torch.distributed as dist
 
 from reference import attention, gradients
 from ring import Layout
-from verification.benchmarks import baselines, published
-from verification.benchmarks import longest as reach
+from verification.benchmarks import baselines, longest, published
 from verification.benchmarks.contender import Contender
-from verification.benchmarks.ranks import Failed, Ranks
-from verification.benchmarks.settings import Heads, Problem
+from verification.benchmarks.rank_group import Failed, RankGroup
+from verification.benchmarks.workload import AttentionShape, Workload
 
-HEADS = Heads(8, 2, 4, 2, "float64")
-
-
-def ranks() -> Ranks:
-    return Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), dist.group.WORLD)
+HEADS = AttentionShape(8, 2, 4, 2, "float64")
 
 
-def longnet(tokens: int, world: int) -> Problem:
+def ranks() -> RankGroup:
+    return RankGroup(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), dist.group.WORLD)
+
+
+def longnet(tokens: int, world: int) -> Workload:
     """A segment inside a shard, one over all shards, one whose rate exceeds the heads."""
-    return Problem.longnet(tokens, world, HEADS, (4, 16 * world, 16 * world), (1, 4, 16))
+    return Workload.longnet(tokens, world, HEADS, (4, 16 * world, 16 * world), (1, 4, 16))
 
 
-def errors(problem: Problem, method: str, rank: int) -> dict[str, float]:
+def errors(workload: Workload, method: str, rank: int) -> dict[str, float]:
     """The greatest errors of a rank's forward and training against the oracle; the shards are contiguous."""
-    layout = Layout.contiguous(problem.total, problem.world)
-    whole = problem.draw(torch.device("cpu"), 5, problem.total)
+    layout = Layout.contiguous(workload.total, workload.world)
+    whole = workload.draw(torch.device("cpu"), 5, workload.total)
     q, k, v, dout = (layout.shard(x.detach(), rank) for x in whole)
     inputs = q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout
-    contender = made(problem, method, inputs, rank)
+    contender = made(workload, method, inputs, rank)
     (forward,), found = contender.forward(), contender.training()
     with torch.no_grad():
-        exact, _ = attention(*whole[:3], problem.pattern)
-        exact_gradients = gradients(*whole[:3], problem.pattern, whole[3])
+        exact, _ = attention(*whole[:3], workload.pattern)
+        exact_gradients = gradients(*whole[:3], workload.pattern, whole[3])
     names = ("forward", "out", "dq", "dk", "dv")
     pairs = zip(names, (forward, *found), (exact, exact, *exact_gradients), strict=True)
     return {name: float((x - layout.shard(y, rank)).abs().max()) for name, x, y in pairs}
 
 
-def made(problem: Problem, method: str, inputs: Any, rank: int) -> Contender:
+def made(workload: Workload, method: str, inputs: Any, rank: int) -> Contender:
     if method == "all-to-all":
-        return baselines.all_to_all(problem, inputs)
-    return published.longnet(problem, inputs, rank)
+        return baselines.all_to_all(workload, inputs)
+    return published.longnet(workload, inputs, rank)
 
 
-def errors_on_ranks(problem: Problem, method: str) -> dict[str, float]:
-    return errors(problem, method, dist.get_rank())
+def errors_on_ranks(workload: Workload, method: str) -> dict[str, float]:
+    return errors(workload, method, dist.get_rank())
 
 
 def one_fails(wrong: tuple[int, ...], memory: bool) -> tuple[str, bool, bool, list[int]]:
@@ -72,6 +71,6 @@ def one_fails(wrong: tuple[int, ...], memory: bool) -> tuple[str, bool, bool, li
 
 
 def follow(scripts: tuple[str, ...], deadline: float) -> dict[str, Any]:
-    """`reach.followed` with a program for every rank."""
+    """`longest.followed` with a program for every rank."""
     here = ranks()
-    return reach.followed(here, [sys.executable, "-c", scripts[here.rank]], dict(os.environ), deadline)
+    return longest.followed(here, [sys.executable, "-c", scripts[here.rank]], dict(os.environ), deadline)

@@ -1,4 +1,4 @@
-"""Dense causal attention without a ring: one GPU with the whole sequence, the kernels of a ring alone, all-to-all."""
+"""Dense causal attention without a ring: one GPU with the whole sequence, a ring's kernels alone, all-to-all."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from torch import Tensor
 
 from verification.benchmarks import fused
 from verification.benchmarks.contender import Contender, Inputs
-from verification.benchmarks.settings import Problem
+from verification.benchmarks.workload import Workload
 from verification.wording import counted
 
 
 class Impossible(Exception):
-    """A method that cannot take a problem; says why."""
+    """A method cannot take a workload; the message says why."""
 
 
-def whole(problem: Problem, device: torch.device, seed: int) -> Contender:
-    """One GPU, the whole sequence, one call: divided by the number of ranks it is what a perfect division takes."""
-    inputs = problem.draw(device, seed, problem.total)
+def whole(workload: Workload, device: torch.device, seed: int) -> Contender:
+    """One GPU, the whole sequence, one call. Its time over the number of ranks is that of a perfect division."""
+    inputs = workload.draw(device, seed, workload.total)
     return Contender.of(
-        lambda q, k, v: fused.attention(q, k, v, problem.scale, True)[0], inputs, local=True, capturable=True
+        lambda q, k, v: fused.attention(q, k, v, workload.scale, True)[0], inputs, local=True, capturable=True
     )  # fmt: skip
 
 
-def zigzag_kernels(problem: Problem, inputs: Inputs, rank: int) -> Contender:
+def zigzag_kernels(workload: Workload, inputs: Inputs, rank: int) -> Contender:
     """The kernel calls of one rank of a zigzag ring, all earlier ranks in one call and all later ones in another; no
-    exchange, no merge. The earlier ranks' first chunks are seen by all own rows, the later ranks' shards by the second
-    half of them."""
+    exchange, no merge. All rows of the rank see the earlier ranks' first chunks; the second half of them sees the later
+    ranks' whole shards."""
     q, k, v, dout = (x.detach() for x in inputs)
-    half, batch = problem.tokens // 2, problem.heads.batch
-    earlier, later = rank * half, (problem.world - 1 - rank) * problem.tokens
+    half, batch = workload.tokens // 2, workload.shape.batch
+    earlier, later = rank * half, (workload.world - 1 - rank) * workload.tokens
     keys = torch.randn(2, batch, max(earlier, later), *k.shape[2:], dtype=k.dtype, device=k.device)
     calls = [(q, k, v, dout, True)]
     if earlier:
         calls.append((q, keys[0, :, :earlier], keys[1, :, :earlier], dout, False))
     if later:
         calls.append((q[:, half:], keys[0, :, :later], keys[1, :, :later], dout[:, half:], False))
-    return kernels_alone(calls, problem.scale)
+    return kernels_alone(calls, workload.scale)
 
 
 def kernels_alone(calls: list[tuple[Tensor, Tensor, Tensor, Tensor, bool]], scale: float) -> Contender:
-    """calls: (q, k, v, dout, causal) of each. Returns the last one's results: the others' memory is free at once."""
+    """calls: (q, k, v, dout, causal) of each. It returns the last call's results only, to free memory early."""
 
     def forward() -> tuple[Tensor, ...]:
         results: tuple[Tensor, ...] = ()
@@ -61,15 +61,17 @@ def kernels_alone(calls: list[tuple[Tensor, Tensor, Tensor, Tensor, bool]], scal
     return Contender(forward, training, local=True, capturable=True)
 
 
-def all_to_all(problem: Problem, inputs: Inputs) -> Contender:
+def all_to_all(workload: Workload, inputs: Inputs) -> Contender:
     """DeepSpeed-Ulysses (arXiv 2309.14509): every rank gets all tokens of some heads, calls one kernel, and gives the
     tokens back. Contiguous order. Raises Impossible where heads do not divide among the ranks."""
-    if problem.heads.kv % problem.world:
-        raise Impossible(f"{counted(problem.heads.kv, 'key/value head')} cannot be divided among {problem.world} ranks")
+    if workload.shape.kv % workload.world:
+        raise Impossible(
+            f"{counted(workload.shape.kv, 'key/value head')} cannot be divided among {workload.world} ranks"
+        )
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         query, key, value = (_Exchanged.apply(x, True) for x in (q, k, v))
-        out: Tensor = _Exchanged.apply(fused.attention(query, key, value, problem.scale, True)[0], False)
+        out: Tensor = _Exchanged.apply(fused.attention(query, key, value, workload.scale, True)[0], False)
         return out
 
     return Contender.of(attend, inputs, capturable=True)

@@ -1,4 +1,4 @@
-"""Something to be timed."""
+"""A method to be timed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ PASSES = ("forward", "forward+backward")
 
 @dataclass(frozen=True)
 class Contender:
-    """What it does in a forward pass, and in a forward and backward pass: callables without arguments that return their
-    results, so that a caller can tell them from working memory.
+    """forward: a forward pass; training: a forward and backward pass. Both take no arguments and return their results,
+    so that a caller can tell these from working memory.
 
-    local: no rank waits for another in it. capturable: it may be put into a CUDA graph. note: what a reader must know
-    to compare it.
+    local: no rank waits for another. capturable: a CUDA graph can capture it. note: what a reader must know to compare
+    it with others.
     """
 
     forward: Callable[[], tuple[Tensor, ...]]
@@ -32,7 +32,7 @@ class Contender:
     def of(
         cls, attend: Attend, inputs: Inputs, local: bool = False, capturable: bool = False, note: str = ""
     ) -> Contender:
-        """From a differentiable function of q, k, v and (q, k, v, dout); q, k, v require gradients."""
+        """attend: a differentiable function of q, k, v. inputs: (q, k, v, dout), where q, k, v require gradients."""
         q, k, v, dout = inputs
 
         def forward() -> tuple[Tensor, ...]:

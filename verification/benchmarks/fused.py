@@ -1,7 +1,7 @@
-"""Attention of one call by torch's own kernels, forward and backward, with lse: what baselines and peers run on.
+"""Attention of one call by torch's own kernels, forward and backward, with lse: baselines and peers run on it.
 
-On a GPU cuDNN's kernel, which takes bf16 and fp16 and as many key/value heads as there are; on the CPU plain products,
-by the stand-in for flash_attn. No ring code is used.
+On a GPU it is cuDNN's kernel, which takes bf16 and fp16 and any number of key/value heads; on the CPU it is the
+stand-in for flash_attn, which uses matrix products and a softmax. No code of ring/ is used.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def backward(
 
 @lru_cache(maxsize=8)
 def _no_dropout(device: torch.device) -> Tensor:
-    """The state of a random generator that is asked nothing."""
+    """The kernel asks for the state of a random generator, which it does not use without dropout."""
     return torch.zeros((), dtype=torch.int64, device=device)
 
 

@@ -1,8 +1,8 @@
-"""The longest shards for which forward and backward succeed, by doubling until memory runs out.
+"""The longest shards for which forward and backward succeed: they are doubled until memory or time runs out.
 
-Every rank has a process of its own do it, `reach_rank`: where one rank runs out of memory, others may wait on their GPU
-for a message that never comes, and nothing but the end of the process ends that. The processes go from size to size
-together; once one fails, all are ended.
+Every rank runs `longest_rank` in a process of its own: where one rank runs out of memory, others may wait on their GPU
+for a message that never comes, and only the end of the process ends that wait. The processes go from size to size
+together; when one fails, all are ended.
 """
 
 from __future__ import annotations
@@ -15,25 +15,22 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
-from verification.benchmarks.ranks import Ranks
-from verification.benchmarks.settings import Problem
+from verification.benchmarks import longest_rank
+from verification.benchmarks.longest_rank import OUT_OF_MEMORY, Task
+from verification.benchmarks.options import Options
+from verification.benchmarks.rank_group import RankGroup
 from verification.report.provenance import ROOT
 
-if TYPE_CHECKING:
-    from verification.benchmarks.sections import Options
-
-MODULE = "verification.benchmarks.longest_rank"
-OUT_OF_MEMORY = "failed: out of memory"
 STEP = 0.2  # seconds between two looks at the processes
-START = 120.0  # seconds that they may take to begin, on top of the time they are given
+START = 120.0  # seconds that they may take to start, on top of the time they are given
 
 
 @dataclass
 class Progress:
-    """What a rank's process has said so far: the largest size done, its seconds and peak memory; and why it ended."""
+    """What a rank's process has printed so far: the largest size done, its seconds and peak memory, why it ended."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -41,30 +38,26 @@ class Progress:
     ended: str | None = None
 
 
-def reach(ranks: Ranks, problem: Problem, pattern: str, exchange: str, options: Options) -> dict[str, Any]:
-    """Tokens of each rank that the whole group held, the slowest rank's seconds for that pass, and what ended it."""
+def longest(ranks: RankGroup, pattern: str, exchange: str, options: Options) -> dict[str, Any]:
+    """The most tokens of each rank that the whole group finished, the slowest rank's seconds for that pass, and what
+    ended the search."""
     with socket.create_server(("", 0)) as server:
         port = ranks.gathered(server.getsockname()[1])[0]
-    task = {
-        "pattern": pattern, "device": ranks.device.type, "exchange": exchange, "kernel": options.kernel,
-        "bucket": options.bucket, "heads": asdict(problem.heads), "segments": options.segments,
-        "rates": options.rates, "first": options.tokens[0], "limit": options.reach_limit,
-        "seconds": options.reach_seconds,
-    }  # fmt: skip
-    command = [sys.executable, "-m", MODULE, json.dumps(task)]
-    return followed(ranks, command, environment(ranks, port), START + 2 * options.reach_seconds)
+    task = Task.of(options, pattern, exchange, ranks.device.type)
+    command = [sys.executable, "-m", longest_rank.__name__, task.to_json()]
+    return followed(ranks, command, environment(ranks, port), START + 2 * task.seconds)
 
 
-def environment(ranks: Ranks, port: int) -> dict[str, str]:
-    """torchrun's for this rank, with another port, and a store of the processes' own."""
+def environment(ranks: RankGroup, port: int) -> dict[str, str]:
+    """torchrun's variables for this rank, with another port and without torchrun's own store."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     own = {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False", "PYTHONPATH": path}
     own |= {"RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.world)}
     return {"MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": str(ranks.rank)} | os.environ | own
 
 
-def followed(ranks: Ranks, command: list[str], settings: dict[str, str], deadline: float) -> dict[str, Any]:
-    """Start the command on every rank, follow what it prints until all have ended or one has failed, end all."""
+def followed(ranks: RankGroup, command: list[str], settings: dict[str, str], deadline: float) -> dict[str, Any]:
+    """Starts the command on every rank, reads what it prints until all have ended or one has failed, then ends all."""
     child = subprocess.Popen(command, env=settings, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     lines: queue.Queue[str | None] = queue.Queue()
     threading.Thread(target=_read, args=(child, lines), daemon=True).start()
@@ -94,7 +87,7 @@ def _read(child: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
 
 
 def _take(mine: Progress, lines: queue.Queue[str | None], child: subprocess.Popen[str]) -> None:
-    """What the process has printed since: JSON lines, {"tokens": ...} or {"ended": why}."""
+    """Reads the new JSON lines of the process, {"tokens": ...} or {"ended": why}, into `mine`."""
     while mine.ended is None:
         try:
             text = lines.get_nowait()
@@ -108,12 +101,12 @@ def _take(mine: Progress, lines: queue.Queue[str | None], child: subprocess.Pope
 
 
 def _summary(everyone: list[Progress]) -> dict[str, Any]:
-    """A size counts if all ranks did it."""
+    """A size counts if all ranks finished it."""
     least = min(everyone, key=lambda x: x.tokens)
     same = [x for x in everyone if x.tokens == least.tokens]
     reasons = [(rank, x.ended) for rank, x in enumerate(everyone) if x.ended is not None]
     failed = [(rank, why) for rank, why in reasons if why.startswith("failed")]
-    first = [(rank, why) for rank, why in failed if why.startswith(OUT_OF_MEMORY)]  # others then fail of that
+    first = [(rank, why) for rank, why in failed if why.startswith(OUT_OF_MEMORY)]  # other ranks then fail of that
     rank, why = (first or failed or reasons)[0]
     peaks = [x.peak_bytes for x in same if x.peak_bytes is not None]
     return {

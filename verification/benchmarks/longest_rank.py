@@ -1,7 +1,7 @@
-"""One rank of `reach`: forward and backward of ever longer shards.
+"""One rank's process in the search for the longest shards: forward and backward of ever longer shards.
 
-Prints a JSON line for every size that all ranks did, {"tokens": ..., "seconds": ..., "peak_bytes": ...}, and at the end
-{"ended": why}.
+`longest` starts it with a `Task` as its argument. It prints a JSON line for every size that all ranks finished,
+{"tokens": ..., "seconds": ..., "peak_bytes": ...}, and one at the end, {"ended": why}.
 """
 
 from __future__ import annotations
@@ -11,78 +11,111 @@ import os
 import sys
 import threading
 import time
-from typing import Any
+from dataclasses import asdict, dataclass
 
 import torch
 
 from verification.benchmarks import ours
-from verification.benchmarks.longest import OUT_OF_MEMORY
-from verification.benchmarks.ranks import Ranks, described, is_memory
-from verification.benchmarks.settings import Heads, Problem
+from verification.benchmarks.options import Options
+from verification.benchmarks.rank_group import RankGroup, described, is_memory
+from verification.benchmarks.workload import AttentionShape, Workload
 
-GROWTH = 4.5  # of a dense pass's time when the sequence doubles, with a little in hand
+OUT_OF_MEMORY = "failed: out of memory"
+GROWTH = 4.5  # a dense pass takes 4 times as long when the sequence doubles; some margin
+
+
+@dataclass(frozen=True)
+class Task:
+    """pattern: "dense" or "longnet". first, limit: tokens of a rank's shard. seconds: for the whole search."""
+
+    pattern: str
+    device: str
+    exchange: str
+    kernel: str
+    bucket: int | None
+    shape: AttentionShape
+    segments: tuple[int, ...]
+    rates: tuple[int, ...]
+    first: int
+    limit: int
+    seconds: float
+
+    @classmethod
+    def of(cls, options: Options, pattern: str, exchange: str, device: str) -> Task:
+        return cls(
+            pattern, device, exchange, options.kernel, options.bucket, options.workload(pattern, 1, 1).shape,
+            options.segments, options.rates, options.tokens[0], options.longest_limit, options.longest_seconds,
+        )  # fmt: skip
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Task:
+        fields = json.loads(text)
+        lists = {name: tuple(fields[name]) for name in ("segments", "rates")}
+        return cls(**fields | lists | {"shape": AttentionShape(**fields["shape"])})
+
+    def workload(self, tokens: int, world: int) -> Workload:
+        if self.pattern == "dense":
+            return Workload.dense(tokens, world, self.shape)
+        return Workload.longnet(tokens, world, self.shape, self.segments, self.rates)
 
 
 def main() -> None:
-    task: dict[str, Any] = json.loads(sys.argv[1])
+    task = Task.from_json(sys.argv[1])
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    if task["device"] == "cuda":
+    if task.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     try:
-        ranks = Ranks.join(task["device"])
-        say(ended=double(ranks, task))
+        ranks = RankGroup.join(task.device)
+        report(ended=double(ranks, task))
     except Exception as error:
-        # Said before anything else: the others may be waiting for this rank, and only the parents can end that.
+        # Printed before anything else: other ranks may be waiting for this one, and only the parents can end that.
         what = OUT_OF_MEMORY if is_memory(error) else "failed"
-        say(ended=f"{what}: {described(error)}")
+        report(ended=f"{what}: {described(error)}")
     sys.stdout.flush()
-    os._exit(0)  # what is stuck on a GPU would hold up an orderly end
+    os._exit(0)  # a call that hangs on a GPU would delay a normal exit
 
 
-def double(ranks: Ranks, task: dict[str, Any]) -> str:
-    """Why it ended, if not by an error."""
-    tokens, began = task["first"], time.monotonic()
+def double(ranks: RankGroup, task: Task) -> str:
+    """Doubles the shards until the limit, or until the next size would take too long. Returns which of the two."""
+    tokens, began = task.first, time.monotonic()
     last = 0.0
-    while tokens <= task["limit"]:
-        left = task["seconds"] - (time.monotonic() - began)
+    while tokens <= task.limit:
+        left = task.seconds - (time.monotonic() - began)
         if not all(ranks.gathered(GROWTH * last <= left)):
-            return f"stopped before {tokens} tokens: they would take longer than the {task['seconds']:.0f} s allowed"
+            return f"stopped before {tokens} tokens: they would take longer than the {task.seconds:.0f} s allowed"
         started = time.monotonic()
-        peak = once(problem_of(task, tokens, ranks.world), ranks, task)
-        last = max(ranks.gathered(time.monotonic() - started))  # by now all have done it
-        say(tokens=tokens, seconds=last, peak_bytes=peak)
+        peak = one_pass(task.workload(tokens, ranks.world), ranks, task)
+        last = max(ranks.gathered(time.monotonic() - started))  # by now all ranks have finished this size
+        report(tokens=tokens, seconds=last, peak_bytes=peak)
         tokens *= 2
-    return f"stopped at the limit of {task['limit']} tokens"
+    return f"stopped at the limit of {task.limit} tokens"
 
 
-def problem_of(task: dict[str, Any], tokens: int, world: int) -> Problem:
-    heads = Heads(**task["heads"])
-    if task["pattern"] == "dense":
-        return Problem.dense(tokens, world, heads)
-    return Problem.longnet(tokens, world, heads, tuple(task["segments"]), tuple(task["rates"]))
-
-
-def once(problem: Problem, ranks: Ranks, task: dict[str, Any]) -> int | None:
-    """One pass. Returns the peak of allocated GPU memory in bytes. Raises ValueError if a result is not finite."""
+def one_pass(workload: Workload, ranks: RankGroup, task: Task) -> int | None:
+    """Forward and backward. Returns the peak of allocated GPU memory in bytes. Raises ValueError if a result is not
+    finite."""
     gpu = ranks.device.type == "cuda"
     if gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    inputs = problem.draw(ranks.device, 1 + ranks.rank)
-    contender = ours.ring(problem, inputs, task["exchange"], task["kernel"], task["bucket"], check=True)
+    inputs = workload.draw(ranks.device, 1 + ranks.rank)
+    contender = ours.ring(workload, inputs, task.exchange, task.kernel, task.bucket, check=True)
     results = contender.training()
     sampled = [x[:, :: max(1, x.shape[1] // 64)] for x in results]
     if not all(bool(x.isfinite().all()) for x in sampled):  # waits for the GPU
-        raise ValueError(f"{problem.tokens} tokens a rank: a result is not finite")
+        raise ValueError(f"{workload.tokens} tokens a rank: a result is not finite")
     return torch.cuda.max_memory_allocated() if gpu else None
 
 
-def say(**what: Any) -> None:
-    print(json.dumps(what), flush=True)
+def report(**fields: object) -> None:
+    print(json.dumps(fields), flush=True)
 
 
 def _end_with_parent() -> None:
-    """The parent holds the other end of this process's input: it ends when the parent does, however that ended."""
+    """The parent holds the other end of this process's stdin, which closes when the parent ends for any reason."""
     sys.stdin.read()
     os._exit(1)
 

@@ -12,26 +12,26 @@ from ring import Transport, ring_attention
 from ring.budget import default_bucket
 from ring.comm.transport import Message, OwnBuffers, Pending
 from verification.benchmarks.contender import Contender, Inputs
-from verification.benchmarks.settings import Problem
+from verification.benchmarks.workload import Workload
 
 
-def bucket_of(problem: Problem, bucket: int | None, device: torch.device) -> int:
-    """Tokens: as given, or what ring_attention chooses by itself."""
+def bucket_of(workload: Workload, bucket: int | None, device: torch.device) -> int:
+    """In tokens: as given, or as ring_attention chooses it."""
     if bucket is not None:
         return bucket
-    return default_bucket(problem.layout, problem.heads.query, problem.heads.kv, problem.dtype, device.type)
+    return default_bucket(workload.layout, workload.shape.query, workload.shape.kv, workload.dtype, device.type)
 
 
 def ring(
-    problem: Problem, inputs: Inputs, exchange: str, kernel: str, bucket: int | None, check: bool,
+    workload: Workload, inputs: Inputs, exchange: str, kernel: str, bucket: int | None, check: bool,
     transport: Transport | None = None,
 ) -> Contender:  # fmt: skip
-    """transport: None for the default process group. check: whether the ranks agree on the call before it begins,
-    which a GPU waits for."""
+    """transport: None for the default process group. check: whether the ranks agree on the call before it begins, for
+    which the host waits."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = ring_attention(
-            q, k, v, problem.pattern, problem.layout,
+            q, k, v, workload.pattern, workload.layout,
             group=transport, exchange=exchange, kernel=kernel, bucket=bucket, check=check,
         )  # fmt: skip
         return cast(Tensor, out)
@@ -40,17 +40,17 @@ def ring(
 
 
 def without_messages(
-    problem: Problem, inputs: Inputs, rank: int, exchange: str, kernel: str, bucket: int | None
+    workload: Workload, inputs: Inputs, rank: int, exchange: str, kernel: str, bucket: int | None
 ) -> Contender:
-    """The tiles, the packing and the merges of the call, on what the landing buffers happen to hold. What the call
-    takes longer is what its exchange costs that nothing hides."""
-    silent = Silent(rank, problem.world)
-    contender = ring(problem, inputs, exchange, kernel, bucket, False, silent)
+    """The same call with nothing sent: it computes on what its receive buffers happen to hold. The call itself takes
+    longer by the part of its exchange that computing does not hide."""
+    silent = Silent(rank, workload.world)
+    contender = ring(workload, inputs, exchange, kernel, bucket, False, silent)
     return Contender(contender.forward, contender.training, local=True, capturable=True)
 
 
 class _Nothing:
-    """There is nothing to wait for."""
+    """A message that was never sent: there is nothing to wait for."""
 
     def arrive(self) -> None: ...
 
@@ -58,10 +58,10 @@ class _Nothing:
 
 
 class Silent(OwnBuffers):
-    """A transport over which nothing is sent, for timing what is left.
+    """A transport that sends nothing, to time the rest of a call.
 
-    Its buffers hold random numbers from the start, for a GPU computes faster with zeros, and are kept: those of a CUDA
-    graph would be new, and hold whatever was there.
+    Its buffers hold random numbers from the start, since a GPU computes faster with zeros. They are kept, since a CUDA
+    graph would otherwise allocate new ones with undefined content.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:

@@ -1,6 +1,6 @@
-"""Other people's rings, on the kernels that the baselines have, so that only the ring differs.
+"""Other people's rings on the kernels of the baselines, so that only the ring differs.
 
-ring-flash-attn's calls of flash_attn are served by `fused`; torch's context_parallel calls torch's own kernels itself.
+ring-flash-attn calls flash_attn, for which `fused` stands in; torch's context_parallel calls torch's own kernels.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from verification.benchmarks import fused
 from verification.benchmarks.baselines import Impossible
 from verification.benchmarks.contender import Contender, Inputs
-from verification.benchmarks.settings import Problem
+from verification.benchmarks.workload import Workload
 from verification.peers.adapters import context_parallel as torch_adapter
 from verification.peers.adapters import flash_attn_shim, ring_flash_attn
 from verification.peers.peer import Refused
@@ -50,7 +50,7 @@ def flash_backward(
 
 
 @contextmanager
-def zigzag(problem: Problem, inputs: Inputs) -> Iterator[Contender]:
+def zigzag(workload: Workload, inputs: Inputs) -> Iterator[Contender]:
     """ring-flash-attn's zigzag ring. Raises Impossible where it is not installed, or cannot be imported."""
     try:
         ring_flash_attn.prepare()
@@ -61,7 +61,7 @@ def zigzag(problem: Problem, inputs: Inputs) -> Iterator[Contender]:
     module._flash_attn_forward, module._flash_attn_backward = flash_forward, flash_backward
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return cast(Tensor, module.zigzag_ring_flash_attn_func(q, k, v, causal=True, softmax_scale=problem.scale))
+        return cast(Tensor, module.zigzag_ring_flash_attn_func(q, k, v, causal=True, softmax_scale=workload.scale))
 
     try:
         yield Contender.of(attend, inputs)
@@ -70,10 +70,10 @@ def zigzag(problem: Problem, inputs: Inputs) -> Iterator[Contender]:
 
 
 @contextmanager
-def context_parallel(problem: Problem, inputs: Inputs, rotation: str) -> Iterator[Contender]:
+def context_parallel(workload: Workload, inputs: Inputs, rotation: str) -> Iterator[Contender]:
     """torch's context_parallel, with its load balance. Raises Impossible without GPUs, where it has no kernels.
 
-    It takes equal heads only, so keys and values are expanded before; the time of that is not in.
+    It needs as many key/value heads as query heads, so keys and values are expanded before; that is not timed.
     """
     if inputs[0].device.type != "cuda":
         raise Impossible("torch's context_parallel has kernels on GPUs only")
@@ -82,25 +82,25 @@ def context_parallel(problem: Problem, inputs: Inputs, rotation: str) -> Iterato
         entered, rotate = module.context_parallel, module.set_rotate_method
     except (ImportError, AttributeError) as error:
         raise Impossible(f"torch {torch.__version__} has no context_parallel as known here: {error}") from error
-    share = problem.heads.query // problem.heads.kv
+    share = workload.shape.query // workload.shape.kv
     q, k, v, dout = inputs
     expanded = [x.detach().repeat_interleave(share, dim=2) for x in (k, v)]
     own: Inputs = (_heads_first(q), _heads_first(expanded[0]), _heads_first(expanded[1]), _heads_first(dout).detach())
-    mesh = init_device_mesh("cuda", (problem.world,), mesh_dim_names=("cp",))
-    positions = torch.arange(problem.total, device=q.device).unsqueeze(0)
+    mesh = init_device_mesh("cuda", (workload.world,), mesh_dim_names=("cp",))
+    positions = torch.arange(workload.total, device=q.device).unsqueeze(0)
     rotate(rotation)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        # By its module: entering replaces it there, and a name taken before would attend to the own shard only.
+        # Looked up here: context_parallel replaces it in its module, and the old function sees this rank's shard only.
         attention = torch.nn.functional.scaled_dot_product_attention
-        return attention(query, key, value, is_causal=True, scale=problem.scale)
+        return attention(query, key, value, is_causal=True, scale=workload.scale)
 
     chosen = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION)
     with chosen, entered(mesh, buffers=[positions], buffer_seq_dims=[1]):
-        note = f"keys and values expanded to {problem.heads.query} heads" if share > 1 else ""
+        note = f"keys and values expanded to {workload.shape.query} heads" if share > 1 else ""
         yield Contender.of(attend, own, note=note)
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """(B, N, H, D) -> (B, H, N, D), a leaf of its own."""
+    """(B, N, H, D) -> (B, H, N, D), a copy that requires gradients."""
     return x.detach().transpose(1, 2).contiguous().requires_grad_()

@@ -1,13 +1,13 @@
-"""LongNet's method as it was published (arXiv 2307.02486, section 2.3 and 3; microsoft/torchscale at 11e745e).
+"""LongNet's method as it was published (arXiv 2307.02486, sections 2.3 and 3; microsoft/torchscale at 11e745e).
 
 For every branch the rows of each head's grid are gathered into a copy; where a segment is longer than a shard, the
 keys and values gathered so are all-gathered; one kernel call; outputs and lse are scattered to full size, 0 and -1e8
 where the branch selects nothing; the branches are added with the softmax of their lse as weights, which are constants
 in backward, so that dV is exact and dQ, dK are not. The heads are not padded where the rate exceeds their number.
 
-Two things are added, without which the result is another: the causal part of the own shard where a segment is longer
-than a shard (the published code has the earlier ranks' keys only), as a second call with its own lse; and key/value
-heads that are shared, by expanding them first.
+Two things are added, since the result would be wrong without them: where a segment is longer than a shard, the causal
+part of the rank's own shard, as a second call with its own lse (the published code has the earlier ranks' keys only);
+and shared key/value heads, which are expanded first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from verification.benchmarks import fused
 from verification.benchmarks.baselines import Impossible, kernels_alone
 from verification.benchmarks.contender import Contender, Inputs
-from verification.benchmarks.settings import Problem
+from verification.benchmarks.workload import Workload
 from verification.wording import counted
 
 # Newer torch has the same functions by other names, and warns of these.
@@ -44,7 +44,7 @@ class Grid:
         return self._of_heads(x).permute(0, 1, 3, 4, 2).reshape(-1, self.length // self.rate, *x.shape[2:])
 
     def scatter(self, out: Tensor, shape: torch.Size) -> Tensor:
-        """The inverse, to zeros of that shape."""
+        """The inverse of `gather`; all other rows are 0."""
         full = torch.zeros(shape, dtype=out.dtype, device=out.device)
         place = self._of_heads(full)  # (segments, rows, D, groups, phases)
         groups, phases = place.shape[3:]
@@ -60,47 +60,47 @@ class Grid:
         return full
 
     def _of_heads(self, x: Tensor) -> Tensor:
-        """View of the rows on the heads' grids, (segments, rows, D, groups, phases), head = group * phases + phase."""
+        """View of the rows on each head's grid, (segments, rows, D, groups, phases); head = group * phases + phase."""
         phases = min(self.rate, x.shape[2])
         y = x.view(-1, self.length // self.rate, self.rate, x.shape[2] // phases, phases, x.shape[3])
         return torch.diagonal(y, dim1=2, dim2=4).transpose(2, 3)
 
 
-def grids(problem: Problem) -> list[Grid]:
+def grids(workload: Workload) -> list[Grid]:
     """Raises Impossible where segments and shards, or rates and lengths or heads, do not divide each other."""
     found = []
-    for branch in problem.pattern.branches:
-        segment = min(branch.segment_length or problem.total, problem.total)
-        length, rate = min(segment, problem.tokens), branch.dilation_rate
-        if max(segment, problem.tokens) % length or length % rate or problem.world % (segment // length):
+    for branch in workload.pattern.branches:
+        segment = min(branch.segment_length or workload.total, workload.total)
+        length, rate = min(segment, workload.tokens), branch.dilation_rate
+        if max(segment, workload.tokens) % length or length % rate or workload.world % (segment // length):
             raise Impossible(
-                f"segments of {segment}, shards of {problem.tokens} and rate {rate} do not divide as the method needs"
+                f"segments of {segment}, shards of {workload.tokens} and rate {rate} do not divide as the method needs"
             )
-        if problem.heads.query % min(rate, problem.heads.query):
-            raise Impossible(f"{counted(problem.heads.query, 'head')}, which the rate {rate} does not divide")
+        if workload.shape.query % min(rate, workload.shape.query):
+            raise Impossible(f"{counted(workload.shape.query, 'head')}, which the rate {rate} does not divide")
         found.append(Grid(length, rate, segment // length))
     return found
 
 
-def longnet(problem: Problem, inputs: Inputs, rank: int) -> Contender:
+def longnet(workload: Workload, inputs: Inputs, rank: int) -> Contender:
     """The published method on one rank's shard."""
-    branches = grids(problem)
+    branches = grids(workload)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        share = problem.heads.query // problem.heads.kv
+        share = workload.shape.query // workload.shape.kv
         if share > 1:
             k, v = (x.repeat_interleave(share, dim=2) for x in (k, v))
         outs, lses = [], []
         for grid in branches:
             query, key, value = (grid.gather(x) for x in (q, k, v))
-            parts = [fused.attention(query, key, value, problem.scale, True)]
+            parts = [fused.attention(query, key, value, workload.scale, True)]
             if grid.ranks > 1:
                 everyone = _AllGathered.apply(torch.stack((key, value)))  # (p, 2, segments, rows, H, D)
                 earlier = everyone[rank - rank % grid.ranks : rank]
                 if len(earlier):
                     key, value = earlier.permute(1, 2, 0, 3, 4, 5).flatten(2, 3)
-                    parts.append(fused.attention(query, key, value, problem.scale, False))
-                else:  # every rank takes part in the backward of the gathering
+                    parts.append(fused.attention(query, key, value, workload.scale, False))
+                else:  # every rank has to take part in the backward of the all-gather
                     parts[0] = parts[0][0] + 0 * everyone[:0].sum(), parts[0][1]
             outs += [grid.scatter(out, q.shape) for out, _ in parts]
             lses += [grid.scatter_lse(lse, q.shape) for _, lse in parts]
@@ -122,24 +122,24 @@ def weighted(outs: list[Tensor], lses: list[Tensor]) -> Tensor:
     return out
 
 
-def longnet_kernels(problem: Problem, inputs: Inputs, rank: int) -> Contender:
-    """The method's kernel calls alone, on copies that were gathered before; what other ranks have is made up. For a
-    problem of one rank: all of it on one GPU."""
-    share = problem.heads.query // problem.heads.kv
+def longnet_kernels(workload: Workload, inputs: Inputs, rank: int) -> Contender:
+    """The method's kernel calls alone, on copies that were gathered before; random numbers stand for the keys of other
+    ranks. With a workload of one rank, one GPU computes all of it."""
+    share = workload.shape.query // workload.shape.kv
     q, k, v, dout = (x.detach() for x in inputs)
     k, v = (x.repeat_interleave(share, dim=2) for x in (k, v))
     calls: list[tuple[Tensor, Tensor, Tensor, Tensor, bool]] = []
-    for grid in grids(problem):
+    for grid in grids(workload):
         query, key, value, gradient = (grid.gather(x) for x in (q, k, v, dout))
         calls.append((query, key, value, gradient, True))
         if earlier := rank % grid.ranks:
             other_key, other_value = (torch.randn_like(x).repeat(1, earlier, 1, 1) for x in (key, value))
             calls.append((query, other_key, other_value, gradient, False))
-    return kernels_alone(calls, problem.scale)
+    return kernels_alone(calls, workload.scale)
 
 
 class _AllGathered(torch.autograd.Function):
-    """x of every rank, (p, ...)."""
+    """All-gather: x of every rank, (p, ...)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""One run as JSON: where, with what, by which command; and a row for everything that was measured."""
+"""One run as JSON: device, versions, commit and command, and a row for everything that was measured."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 from verification.peers.adapters import ring_flash_attn
 from verification.report.provenance import surroundings
 
-# What a row may have. Times are wall milliseconds, counts of bytes are those of one rank.
+# The columns that a row may have. Times are wall-clock milliseconds; bytes are those of one rank.
 COLUMNS = {
     "section": "dense, longnet or reach",
-    "tokens": "of each rank; of reach the longest shard that every rank did, 0 for none",
+    "tokens": "of each rank; of reach the longest shard that every rank finished, 0 for none",
     "world": "ranks, a GPU each",
     "kv_heads": "key/value heads",
-    "method": "what is timed",
+    "method": "the method that is timed",
     "exchange": "of ring_attention: how keys and values travel",
     "pass": "forward, or forward+backward",
     "graph": "True: replayed from a CUDA graph",
@@ -30,20 +30,20 @@ COLUMNS = {
     "tflops": "floating-point operations that the pattern needs of a GPU in a second, on average, / 10^12",
     "efficiency": "(ms of one GPU with the whole sequence, from a graph if that is faster) / world / ms: 1 is a "
     "perfect division",
-    "kernels_alone_ms": "a rank's kernel calls without exchange and merge: the least that there can be",
+    "kernels_alone_ms": "a rank's kernel calls without exchange and merge: a lower bound",
     "beyond_kernels_ms": "ms - kernels_alone_ms: messages, packing, merges, and gaps between kernels",
-    "exposed_ms": "ms - the same call without messages: what of the exchange is not hidden behind computing",
-    "sent_bytes": "what the rank that sends most sends, as reference/cost.py counts it",
-    "closed_form_bytes": "accumulators and communication buffers of the fullest rank, as reference/cost.py has them",
-    "peak_bytes": "most that torch's allocator held on the fullest rank: in a call without a graph, beyond inputs and "
-    "results; of reach, all",
+    "exposed_ms": "ms - (ms of the same call without messages): the part of the exchange that computing does not hide",
+    "sent_bytes": "bytes that the busiest rank sends, as reference/cost.py counts them",
+    "closed_form_bytes": "accumulators and communication buffers of the fullest rank, by reference/cost.py",
+    "peak_bytes": "peak of torch's allocator on the fullest rank: in a call without a graph beyond inputs and results, "
+    "of reach in total",
     "note": "what to know when comparing",
     "left_out": "why it could not be timed here",
-    "error": "what it failed with",
+    "error": "the error with which it failed",
     "pattern": "of reach: dense or longnet",
     "total": "of reach: tokens of all ranks",
     "seconds": "of reach: one forward and backward at that size on the slowest rank",
-    "stopped": "of reach: why it went no further",
+    "stopped": "of reach: what ended the search",
 }
 
 
@@ -53,10 +53,10 @@ def described_run(device: torch.device, world: int) -> dict[str, Any]:
     return surroundings(device.type, world, command) | {"ring-flash-attn": ring_flash_attn.zigzag.version}
 
 
-class Record:
-    """Prints rows, and keeps the file up to date: what was measured is there whatever becomes of the run.
+class RunRecord:
+    """Prints rows, and writes the file anew after each: if the run is interrupted, the file has all rows so far.
 
-    file: None, or where the JSON goes; on rank 0 only, others keep silent.
+    file: where the JSON goes, or None. speaks: whether this rank prints and writes: rank 0 alone does.
     """
 
     def __init__(self, surroundings: dict[str, Any], file: Path | None, speaks: bool) -> None:
@@ -80,13 +80,13 @@ class Record:
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row as it is printed: names first, then what was found."""
+    """A row as it is printed."""
     shown = [f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in row.items()]
     return "  ".join(text for text in shown if not text.endswith("=None"))
 
 
 def columns() -> str:
-    """What every column of a row means, a line or two each."""
+    """What every column of a row means, in a line or two each."""
     found = ["columns of a row; one that does not apply is not printed:"]
     for name, meaning in COLUMNS.items():
         found += textwrap.wrap(meaning, 116, initial_indent=f"  {name:<19}", subsequent_indent=" " * 21)

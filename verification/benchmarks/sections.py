@@ -1,4 +1,8 @@
-"""What is measured beside what: for every size the ceilings, the ring with every exchange, and what else there is."""
+"""Which methods are timed for each workload, and the rows of the record that come of it.
+
+For every size: what limits any implementation (one GPU with the whole sequence, the kernels alone), ring_attention with
+every exchange, with and without its messages, and on request other people's methods.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +14,15 @@ from typing import Any
 
 import torch
 
-from verification.benchmarks import baselines, ours, published
-from verification.benchmarks import peer_rings as peers
+from verification.benchmarks import baselines, ours, peer_rings, published
 from verification.benchmarks.baselines import Impossible
-from verification.benchmarks.contender import PASSES, Contender
-from verification.benchmarks.longest import reach
-from verification.benchmarks.ranks import Failed, Lost, Ranks
-from verification.benchmarks.results import Record
-from verification.benchmarks.settings import RATES, SEGMENTS, Heads, Problem
-from verification.benchmarks.timing import Repeats, captured, measured, peak_beyond
+from verification.benchmarks.contender import PASSES, Contender, Inputs
+from verification.benchmarks.longest import longest
+from verification.benchmarks.options import Options
+from verification.benchmarks.rank_group import Failed, Lost, RankGroup
+from verification.benchmarks.results import RunRecord
+from verification.benchmarks.timing import captured, measured, peak_beyond
+from verification.benchmarks.workload import Workload
 
 Times = dict[tuple[str, bool], float]  # (pass, whether from a graph) -> milliseconds
 SEED = 1
@@ -26,138 +30,120 @@ OURS, SILENT = "ring_attention", "ring_attention without messages"
 WHOLE, KERNELS = "one GPU, whole sequence", "kernels alone"
 
 
-@dataclass(frozen=True)
-class Options:
-    """What the command line chose. whole_limit: the longest sequence, in tokens, that one GPU is given whole; a dense
-    one takes as long as its square. longnet_heads: LongNet's own, which has as many key/value heads as query heads."""
-
-    tokens: tuple[int, ...]
-    exchanges: tuple[str, ...] = ("direct", "ring", "gather")
-    kernel: str = "auto"
-    bucket: int | None = None
-    graph: bool = False
-    peers: bool = False
-    heads: Heads = Heads()
-    longnet_heads: Heads = Heads(kv=32)
-    segments: tuple[int, ...] = SEGMENTS
-    rates: tuple[int, ...] = RATES
-    repeats: Repeats = Repeats()
-    whole_limit: int = 256 * 2**10
-    reach_limit: int = 4 * 2**20
-    reach_seconds: float = 120.0
-
-    def problem(self, name: str, tokens: int, world: int) -> Problem:
-        if name == "dense":
-            return Problem.dense(tokens, world, self.heads)
-        return Problem.longnet(tokens, world, self.longnet_heads, self.segments, self.rates)
-
-
 @dataclass
-class Found:
-    """Times of: one GPU with the whole sequence, the kernels alone, the call without its messages."""
+class Section:
+    """One workload while it is measured, and the times that others are compared with: one GPU with the whole sequence,
+    the kernels alone, the present exchange's call without its messages."""
 
+    name: str
+    workload: Workload
     whole: Times = field(default_factory=dict)
     kernels: Times = field(default_factory=dict)
     silent: Times = field(default_factory=dict)
 
+    def row(self, method: str, exchange: str | None = None) -> dict[str, Any]:
+        """The columns that say what is timed."""
+        one = self.workload
+        row = {"section": self.name, "tokens": one.tokens, "world": one.world, "kv_heads": one.shape.kv}
+        return row | ({} if exchange is None else {"exchange": exchange}) | {"method": method}
+
 
 class Bench:
-    """One run. Every rank walks through the same contenders in the same order."""
+    """One run. Every rank times the same contenders in the same order."""
 
-    def __init__(self, ranks: Ranks, options: Options, record: Record) -> None:
+    def __init__(self, ranks: RankGroup, options: Options, record: RunRecord) -> None:
         self.ranks, self.options, self.record = ranks, options, record
 
     def dense(self) -> None:
         for tokens in self.options.tokens:
-            self._section("dense", self.options.problem("dense", tokens, self.ranks.world))
+            self._measure(Section("dense", self.options.workload("dense", tokens, self.ranks.world)))
 
     def longnet(self) -> None:
         for tokens in self.options.tokens:
-            self._section("longnet", self.options.problem("longnet", tokens, self.ranks.world))
+            self._measure(Section("longnet", self.options.workload("longnet", tokens, self.ranks.world)))
 
     def reach(self) -> None:
-        """The longest shards, in processes of their own."""
-        for name in ("dense", "longnet"):
+        """The longest shards; the records call this section "reach"."""
+        for pattern in ("dense", "longnet"):
             for exchange in self.options.exchanges:
-                row = reach(self.ranks, self.options.problem(name, 1, self.ranks.world), name, exchange, self.options)
-                self.record.add(section="reach", pattern=name, world=self.ranks.world, exchange=exchange, **row)
+                row = longest(self.ranks, pattern, exchange, self.options)
+                self.record.add(section="reach", pattern=pattern, world=self.ranks.world, exchange=exchange, **row)
 
-    def _section(self, name: str, problem: Problem) -> None:
+    def _measure(self, section: Section) -> None:
         self.ranks.connect()
-        found, base = Found(), {"section": name, "tokens": problem.tokens, "world": problem.world}
-        base["kv_heads"] = problem.heads.kv
-        found.whole = self._timed({**base, "method": WHOLE}, problem, found, self._whole(name, problem))
-        found.kernels = self._timed({**base, "method": KERNELS}, problem, found, self._kernels(name, problem))
+        section.whole = self._timed(section, section.row(WHOLE), self._whole(section))
+        section.kernels = self._timed(section, section.row(KERNELS), self._kernels(section))
         for exchange in self.options.exchanges:
-            self._ours({**base, "exchange": exchange}, problem, found, exchange)
+            self._ours(section, exchange)
         if self.options.peers:
-            for method, contender in self._others(name, problem):
-                self._timed({**base, "method": method}, problem, found, contender)
+            for method, contender in self._others(section):
+                self._timed(section, section.row(method), contender)
 
     # --- contenders ---------------------------------------------------------------------------------------------------
 
-    def _inputs(self, problem: Problem) -> Any:
-        return problem.draw(self.ranks.device, SEED + self.ranks.rank)
+    def _inputs(self, workload: Workload) -> Inputs:
+        return workload.draw(self.ranks.device, SEED + self.ranks.rank)
 
     @contextmanager
-    def _whole(self, name: str, problem: Problem) -> Iterator[Contender]:
-        if name == "dense":
-            if problem.total > self.options.whole_limit:
+    def _whole(self, section: Section) -> Iterator[Contender]:
+        total = section.workload.total
+        if section.name == "dense":
+            if total > self.options.whole_limit:
                 raise Impossible(
-                    f"{problem.total} tokens are more than --whole-limit {self.options.whole_limit}, so there is no "
-                    "efficiency"
+                    f"{total} tokens are more than --whole-limit {self.options.whole_limit}, so there is no efficiency"
                 )
-            yield baselines.whole(problem, self.ranks.device, SEED)
+            yield baselines.whole(section.workload, self.ranks.device, SEED)
         else:
-            alone = self.options.problem(name, problem.total, 1)
+            alone = self.options.workload(section.name, total, 1)
             inputs = alone.draw(self.ranks.device, SEED)
             yield published.longnet_kernels(alone, inputs, 0)
 
     @contextmanager
-    def _kernels(self, name: str, problem: Problem) -> Iterator[Contender]:
-        inputs, rank = self._inputs(problem), self.ranks.rank
-        if name == "dense":
-            yield baselines.zigzag_kernels(problem, inputs, rank)
-        else:
-            yield published.longnet_kernels(problem, inputs, rank)
+    def _kernels(self, section: Section) -> Iterator[Contender]:
+        make = baselines.zigzag_kernels if section.name == "dense" else published.longnet_kernels
+        yield make(section.workload, self._inputs(section.workload), self.ranks.rank)
 
-    def _others(self, name: str, problem: Problem) -> Iterator[tuple[str, AbstractContextManager[Contender]]]:
-        inputs = self._inputs(problem)
-        if name == "dense":
-            yield "all-to-all (Ulysses)", _made(partial(baselines.all_to_all, problem, inputs))
-            yield "ring-flash-attn zigzag", peers.zigzag(problem, inputs)
-            for rotation in peers.ROTATIONS:
-                yield f"torch context_parallel, {rotation}", peers.context_parallel(problem, inputs, rotation)
+    def _others(self, section: Section) -> Iterator[tuple[str, AbstractContextManager[Contender]]]:
+        workload, inputs = section.workload, self._inputs(section.workload)
+        if section.name == "dense":
+            yield "all-to-all (Ulysses)", _made(partial(baselines.all_to_all, workload, inputs))
+            yield "ring-flash-attn zigzag", peer_rings.zigzag(workload, inputs)
+            for rotation in peer_rings.ROTATIONS:
+                yield f"torch context_parallel, {rotation}", peer_rings.context_parallel(workload, inputs, rotation)
         else:
-            yield "LongNet as published", _made(partial(published.longnet, problem, inputs, self.ranks.rank))
+            yield "LongNet as published", _made(partial(published.longnet, workload, inputs, self.ranks.rank))
 
-    def _ours(self, base: dict[str, Any], problem: Problem, found: Found, exchange: str) -> None:
-        options, inputs = self.options, self._inputs(problem)
-        make = partial(ours.ring, problem, inputs, exchange, options.kernel, options.bucket)
-        alone = partial(
-            ours.without_messages, problem, inputs, self.ranks.rank, exchange, options.kernel, options.bucket
+    def _ours(self, section: Section, exchange: str) -> None:
+        """The call without its messages first: the rows of the call itself are compared with it."""
+        options, workload = self.options, section.workload
+        inputs = self._inputs(workload)
+        make = partial(ours.ring, workload, inputs, exchange, options.kernel, options.bucket)
+        silent = partial(
+            ours.without_messages, workload, inputs, self.ranks.rank, exchange, options.kernel, options.bucket
         )
-        found.silent = self._timed({**base, "method": SILENT}, problem, found, _made(alone))
-        base["method"] = OURS
-        self._timed(base, problem, found, nullcontext(make(check=True)), exchange)
+        section.silent = self._timed(section, section.row(SILENT, exchange), _made(silent))
+        row = section.row(OURS, exchange)
+        self._timed(section, row, nullcontext(make(check=True)))
         if options.graph:
-            self._timed(base, problem, found, nullcontext(make(check=False)), exchange)
-        found.silent = {}
+            self._timed(section, row, nullcontext(make(check=False)))
+        section.silent = {}
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
-    def _timed(
-        self, base: dict[str, Any], problem: Problem, found: Found, made: AbstractContextManager[Contender],
-        exchange: str | None = None,
-    ) -> Times:  # fmt: skip
-        """A row for each pass. A contender that cannot be is a row that says why."""
+    def _timed(self, section: Section, row: dict[str, Any], made: AbstractContextManager[Contender]) -> Times:
+        """Adds a row for each pass of a contender; or one that says why the contender cannot take this workload."""
         times: Times = {}
         try:
             with self._entered(made) as contender:
-                self._passes(base, problem, found, contender, exchange, times)
-                del contender  # with all that it holds, before memory is given back
+                for number, (name, call) in enumerate(contender.passes()):
+                    for graph in self._graphs(contender, row):
+                        one = {**row, "pass": name, "graph": graph}
+                        ms = self._one(section, one, contender, number, call)
+                        if ms is not None:
+                            times[name, graph] = ms
+                del contender, call  # with all that they hold, before memory is given back
         except (Impossible, Failed) as reason:
-            self.record.add(**base, left_out=str(reason))
+            self.record.add(**row, left_out=str(reason))
         if self.ranks.device.type == "cuda":
             torch.cuda.empty_cache()
         return times
@@ -180,65 +166,51 @@ class Bench:
                 raise Impossible(reasons[0])
             yield held.pop()
 
-    def _passes(
-        self, base: dict[str, Any], problem: Problem, found: Found, contender: Contender, exchange: str | None,
-        times: Times,
-    ) -> None:  # fmt: skip
-        for number, (name, call) in enumerate(contender.passes()):
-            for graph in self._graphs(contender, exchange):
-                row = {**base, "pass": name, "graph": graph}
-                self._one(row, problem, found, contender, number, call, exchange, times)
-
-    def _graphs(self, contender: Contender, exchange: str | None) -> tuple[bool, ...]:
+    def _graphs(self, contender: Contender, row: dict[str, Any]) -> tuple[bool, ...]:
         if not self.options.graph or not contender.capturable:
             return (False,)
-        return (True,) if exchange is not None else (False, True)  # ours without a graph is timed with its checks
+        return (True,) if row["method"] == OURS else (False, True)  # ours without a graph is timed with its checks
 
     def _one(
-        self, row: dict[str, Any], problem: Problem, found: Found, contender: Contender, number: int,
-        call: Callable[[], Any], exchange: str | None, times: Times,
-    ) -> None:  # fmt: skip
+        self, section: Section, row: dict[str, Any], contender: Contender, number: int, call: Callable[[], Any]
+    ) -> float | None:
+        """Times one pass and adds its row. Returns its milliseconds, None where it failed. Raises Lost where the
+        ranks cannot go on."""
         try:
             with captured(self.ranks, call) if row["graph"] else nullcontext(call) as timed:
                 timing = measured(self.ranks, timed, self.options.repeats)
             peak = None
-            if exchange is not None and self.ranks.device.type == "cuda" and not row["graph"]:
+            if row["method"] == OURS and self.ranks.device.type == "cuda" and not row["graph"]:
                 peak = peak_beyond(self.ranks, call)
         except Failed as failure:
             self.record.add(**row, error=str(failure))
             if not contender.local and (failure.memory or not failure.everywhere):
-                raise Lost(f"{row['method']} of {problem.tokens} tokens a rank: {failure}") from failure
-            return
-        times[row["pass"], row["graph"]] = timing.ms
+                raise Lost(f"{row['method']} of {section.workload.tokens} tokens a rank: {failure}") from failure
+            return None
         if self.ranks.rank:
-            return  # what follows is counted once
-        seconds = timing.ms / 1000
-        whole = min(
-            (found.whole[at] for at in ((row["pass"], False), (row["pass"], True)) if at in found.whole), default=None
-        )
+            return timing.ms  # the counts below are made on one rank
         row |= {"ms": timing.ms, "samples": timing.samples, "warmup": timing.warmup}
-        row["tflops"] = problem.flops[number] / problem.world / seconds / 1e12
-        if whole is not None:
-            row["efficiency"] = whole / problem.world / timing.ms
-        if exchange is not None:
-            row |= self._beside(problem, found, exchange, number, row["graph"], timing.ms)
-            row["peak_bytes"] = peak
+        row["tflops"] = section.workload.flops[number] / section.workload.world / timing.ms * 1000 / 1e12
+        whole = [section.whole[at] for at in ((row["pass"], False), (row["pass"], True)) if at in section.whole]
+        if whole:
+            row["efficiency"] = min(whole) / section.workload.world / timing.ms
+        if row["method"] == OURS:
+            row |= self._compared(section, row, number) | {"peak_bytes": peak}
         self.record.add(**row, note=contender.note or None)
+        return timing.ms
 
-    def _beside(
-        self, problem: Problem, found: Found, exchange: str, number: int, graph: bool, ms: float
-    ) -> dict[str, Any]:
-        """What a time of ours is to be read beside; from graphs where it is."""
-        which = PASSES[number], graph
-        kernels, silent = found.kernels.get(which), found.silent.get(which)
-        bucket = ours.bucket_of(problem, self.options.bucket, self.ranks.device)
+    def _compared(self, section: Section, row: dict[str, Any], number: int) -> dict[str, Any]:
+        """The times and counts that a time of ring_attention is compared with; from graphs where it is from one."""
+        which, workload, exchange = (PASSES[number], row["graph"]), section.workload, row["exchange"]
+        kernels, silent = section.kernels.get(which), section.silent.get(which)
+        bucket = ours.bucket_of(workload, self.options.bucket, self.ranks.device)
         on_gpus = self.ranks.device.type == "cuda"
         return {
             "kernels_alone_ms": kernels,
-            "beyond_kernels_ms": None if kernels is None else ms - kernels,
-            "exposed_ms": None if silent is None else ms - silent,
-            "sent_bytes": problem.sent(exchange, on_gpus)[number],
-            "closed_form_bytes": problem.memory(exchange, bucket, on_gpus)[number],
+            "beyond_kernels_ms": None if kernels is None else row["ms"] - kernels,
+            "exposed_ms": None if silent is None else row["ms"] - silent,
+            "sent_bytes": workload.sent(exchange, on_gpus)[number],
+            "closed_form_bytes": workload.memory(exchange, bucket, on_gpus)[number],
         }
 
 

@@ -12,18 +12,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verification.benchmarks.ranks import Ranks
+from verification.benchmarks.rank_group import RankGroup
 
 Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Repeats:
-    """warmup calls, then the median of `repeats`. A call that takes longer than `slow` seconds, once it is warm, is
-    repeated `few` times after two warm-ups: there is less to average, and a run has to end.
+    """`warmup` calls, then the median of `repeats`. A call that takes longer than `slow` seconds once it is warm is
+    timed `few` times after two warm-up calls: its times vary less, and the run has to end.
 
-    steady: seconds of warm-up on a GPU. One that was idle runs faster for the first tenth of a second, until its power
-    is at the limit: what is timed sooner is not to be compared with what is timed later.
+    steady: seconds of warm-up on a GPU. An idle GPU runs faster for the first tenth of a second, until it reaches its
+    power limit: times from before cannot be compared with later ones.
     """
 
     warmup: int = 3
@@ -42,7 +42,7 @@ class Repeats:
 
 @dataclass(frozen=True)
 class Timing:
-    """ms: the median of the slowest rank; of so many samples after so many warm-up calls."""
+    """ms: the median on the slowest rank, of `samples` calls after `warmup` ones."""
 
     ms: float
     samples: int
@@ -50,7 +50,7 @@ class Timing:
 
 
 def clocked(call: Call, device: torch.device, count: int) -> list[float]:
-    """Milliseconds of `count` calls in a row, without a wait between them on a GPU."""
+    """Milliseconds of `count` calls in a row; on a GPU the host does not wait between them."""
     if device.type != "cuda":
         times = []
         for _ in range(count):
@@ -68,10 +68,10 @@ def clocked(call: Call, device: torch.device, count: int) -> list[float]:
     return [before.elapsed_time(after) for before, after in pairs]
 
 
-def measured(ranks: Ranks, call: Call, repeats: Repeats) -> Timing:
+def measured(ranks: RankGroup, call: Call, repeats: Repeats) -> Timing:
     """Every rank makes the call; the ranks begin the timed calls together. Raises Failed on all ranks where it failed
     on one."""
-    _slowest(ranks, call, 1)  # with all that happens once: compilation, allocation, connections
+    _slowest(ranks, call, 1)  # the first includes compilation, allocation and connecting
     (second,) = _slowest(ranks, call, 1)
     warmup, samples = repeats.of(second, ranks.device.type == "cuda")
     if warmup > 2:
@@ -79,21 +79,21 @@ def measured(ranks: Ranks, call: Call, repeats: Repeats) -> Timing:
     return Timing(statistics.median(_slowest(ranks, call, samples)), samples, warmup)
 
 
-def _slowest(ranks: Ranks, call: Call, count: int) -> list[float]:
+def _slowest(ranks: RankGroup, call: Call, count: int) -> list[float]:
     """The times on the rank with the greatest median."""
     everyone = ranks.attempt(lambda: clocked(call, ranks.device, count))
     return max(everyone, key=statistics.median)
 
 
 @contextmanager
-def captured(ranks: Ranks, call: Call) -> Iterator[Call]:
-    """The replay of a call that was captured into a CUDA graph. Raises Failed on all ranks where one cannot."""
+def captured(ranks: RankGroup, call: Call) -> Iterator[Call]:
+    """A replay of the call, captured into a CUDA graph. Raises Failed on all ranks where one cannot capture it."""
     graph = torch.cuda.CUDAGraph()
 
     def capture() -> None:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # what is made on first use must not be made during a capture
+        with torch.cuda.stream(side):  # whatever the first call allocates or compiles must not be captured
             for _ in range(3):
                 call()
         torch.cuda.current_stream().wait_stream(side)
@@ -109,9 +109,9 @@ def captured(ranks: Ranks, call: Call) -> Iterator[Call]:
         graph.reset()
 
 
-def peak_beyond(ranks: Ranks, call: Callable[[], tuple[Tensor, ...]]) -> int:
-    """Bytes of GPU memory that torch's allocator holds at most during a call, beyond what it held before and the call's
-    results; the fullest rank's. Memory that is not the allocator's, such as NCCL's own, is not in it."""
+def peak_beyond(ranks: RankGroup, call: Callable[[], tuple[Tensor, ...]]) -> int:
+    """Peak bytes of torch's allocator during a call, beyond what it held before and the call's results, on the fullest
+    rank. Memory that is not the allocator's, such as NCCL's own, is not counted."""
 
     def one() -> int:
         torch.cuda.synchronize(ranks.device)

@@ -1,5 +1,5 @@
-"""The benchmark's parts on the CPU: that its baselines compute what they are said to, that its counts are right, that a
-failing rank keeps nobody waiting. How fast anything is, is not asked."""
+"""The parts of the benchmark on the CPU: its baselines compute what they claim, its counts are right, and a rank that
+fails keeps no other waiting. No test looks at speed."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ import torch
 
 from reference import cost
 from tests.support.benchmark_tasks import HEADS, errors, errors_on_ranks, follow, longnet, one_fails
-from verification.benchmarks import baselines, fused, ours, published, timing
-from verification.benchmarks import peer_rings as peers
+from verification.benchmarks import baselines, fused, ours, peer_rings, published, timing
 from verification.benchmarks.baselines import Impossible
-from verification.benchmarks.ranks import Ranks
-from verification.benchmarks.results import COLUMNS, Record, line
-from verification.benchmarks.settings import Heads, Problem, named, size
+from verification.benchmarks.rank_group import RankGroup
+from verification.benchmarks.results import COLUMNS, RunRecord, line
 from verification.benchmarks.timing import Repeats, clocked, measured
+from verification.benchmarks.workload import AttentionShape, Workload, named, size
 from verification.peers.adapters import flash_attn_shim
 from verification.run.processes.pool import Pool
 
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
-ALONE = Ranks(0, 1, CPU)
+ALONE = RankGroup(0, 1, CPU)
 ROUNDING = 1e-5  # the plain products on the CPU are formed in float32, of some hundred terms of size 1
 
 
@@ -63,29 +62,29 @@ def test_sizes() -> None:
 
 def test_heads_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="multiple of the key/value heads, 3"):
-        Heads(8, 3)
+        AttentionShape(8, 3)
     with pytest.raises(ValueError, match="dim is 0"):
-        Heads(dim=0)
+        AttentionShape(dim=0)
     with pytest.raises(ValueError, match="dtype is 'int8'"):
-        Heads(dtype="int8")
+        AttentionShape(dtype="int8")
 
 
-def test_counts_of_a_dense_problem() -> None:
-    problem = Problem.dense(8, 4, Heads(4, 2, 16, 1, "bfloat16"))
+def test_counts_of_a_dense_workload() -> None:
+    workload = Workload.dense(8, 4, AttentionShape(4, 2, 16, 1, "bfloat16"))
     pairs = 4 * 32 * 33 // 2
-    assert problem.flops == (4 * 16 * pairs, 14 * 16 * pairs)
+    assert workload.flops == (4 * 16 * pairs, 14 * 16 * pairs)
     slot = 2 * 16 * 2  # bytes of a key and a value of one head
-    assert problem.sent("gather", True) == (
+    assert workload.sent("gather", True) == (
         3 * 8 * 2 * slot,
         3 * 8 * 2 * slot * 4,
     )  # and backward: again, and twice as wide
     accumulator = 8 * 4 * (16 + 1) * 4
     received, own = 24 * 2 * slot, 8 * 2 * slot
-    assert problem.memory("gather", 8, True)[0] == accumulator + received + own
-    narrow, wide = (problem.sent("direct", on_gpus) for on_gpus in (True, False))
+    assert workload.memory("gather", 8, True)[0] == accumulator + received + own
+    narrow, wide = (workload.sent("direct", on_gpus) for on_gpus in (True, False))
     assert narrow[0] == wide[0] and narrow[1] < wide[1]
     gradients = 8 * (4 + 2 * 2) * 16 * 4 + 8 * 4 * 4
-    assert problem.memory("gather", 8, True)[1] == gradients + received * 3 + own + 3 * own * 2
+    assert workload.memory("gather", 8, True)[1] == gradients + received * 3 + own + 3 * own * 2
 
 
 def pairs_of(calls: list[tuple[Any, ...]]) -> int:
@@ -102,14 +101,14 @@ def test_kernels_alone_compute_what_the_pattern_asks_for(monkeypatch: pytest.Mon
     seen: list[list[tuple[Any, ...]]] = []
     for module in (baselines, published):
         monkeypatch.setattr(module, "kernels_alone", lambda calls, scale: seen.append(calls))
-    heads = Heads(8, 2, 4, 1, "float32")
-    dense = Problem.dense(8, world, heads)
-    dilated = Problem.longnet(16, world, heads, (4, 8 * world, 16 * world), (1, 4, 16))
-    for problem, make in ((dense, baselines.zigzag_kernels), (dilated, published.longnet_kernels)):
+    shape = AttentionShape(8, 2, 4, 1, "float32")
+    dense = Workload.dense(8, world, shape)
+    dilated = Workload.longnet(16, world, shape, (4, 8 * world, 16 * world), (1, 4, 16))
+    for workload, make in ((dense, baselines.zigzag_kernels), (dilated, published.longnet_kernels)):
         seen.clear()
         for rank in range(world):
-            make(problem, problem.draw(CPU, rank), rank)
-        assert tuple(map(pairs_of, seen)) == cost.flops(problem.setting).pairs
+            make(workload, workload.draw(CPU, rank), rank)
+        assert tuple(map(pairs_of, seen)) == cost.flops(workload.setting).pairs
 
 
 # --- baselines --------------------------------------------------------------------------------------------------------
@@ -127,35 +126,37 @@ def test_longnet_as_published_on_two_ranks(pool: Pool) -> None:
 
 
 def test_all_to_all(pool: Pool) -> None:
-    for found in pool.run(errors_on_ranks, Problem.dense(8, 2, HEADS), "all-to-all"):
+    for found in pool.run(errors_on_ranks, Workload.dense(8, 2, HEADS), "all-to-all"):
         assert max(found.values()) < ROUNDING, found
 
 
 def test_what_a_baseline_cannot_take() -> None:
-    three = Problem.dense(8, 3, HEADS)
+    three = Workload.dense(8, 3, HEADS)
     with pytest.raises(Impossible, match="2 key/value heads cannot be divided among 3 ranks"):
         baselines.all_to_all(three, three.draw(CPU, 0))
     with pytest.raises(Impossible, match="do not divide"):
-        published.grids(Problem.longnet(24, 1, HEADS, (16,), (1,)))
+        published.grids(Workload.longnet(24, 1, HEADS, (16,), (1,)))
     with pytest.raises(Impossible, match="8 heads, which the rate 3 does not divide"):
-        published.grids(Problem.longnet(24, 1, HEADS, (12,), (3,)))
+        published.grids(Workload.longnet(24, 1, HEADS, (12,), (3,)))
 
 
 def test_the_stand_in_has_the_arguments_of_flash_attn() -> None:
     for mine, theirs in (
-        (peers.flash_forward, flash_attn_shim.forward),
-        (peers.flash_backward, flash_attn_shim.backward),
+        (peer_rings.flash_forward, flash_attn_shim.forward),
+        (peer_rings.flash_backward, flash_attn_shim.backward),
     ):
         assert inspect.signature(mine) == inspect.signature(theirs)
     with pytest.raises(NotImplementedError, match="dropout_p=0.5"):
-        peers.flash_forward(torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4), 0.5, 1.0, True)
+        peer_rings.flash_forward(
+            torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4), 0.5, 1.0, True
+        )
 
 
 def test_the_stand_in_computes_as_the_kernel() -> None:
-    q, k, v, dout = Problem.dense(6, 1, Heads(4, 2, 8, 1, "float32")).draw(CPU, 3)
-    out, lse, _, _ = peers.flash_forward(q.detach(), k.detach(), v.detach(), 0.0, 0.5, True)
+    q, k, v, dout = Workload.dense(6, 1, AttentionShape(4, 2, 8, 1, "float32")).draw(CPU, 3)
+    out, lse, _, _ = peer_rings.flash_forward(q.detach(), k.detach(), v.detach(), 0.0, 0.5, True)
     dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, k, v))
-    peers.flash_backward(dout, q, k, v, out, lse, dq, dk, dv, 0.0, 0.5, True)
+    peer_rings.flash_backward(dout, q, k, v, out, lse, dq, dk, dv, 0.0, 0.5, True)
     whole, _ = fused.attention(q, k, v, 0.5, True)
     assert torch.equal(whole, out)
     for place, exact in zip((dq, dk, dv), torch.autograd.grad(whole, (q, k, v), dout), strict=True):
@@ -163,23 +164,23 @@ def test_the_stand_in_computes_as_the_kernel() -> None:
 
 
 def test_a_missing_peer_says_so() -> None:
-    problem = Problem.dense(8, 1, HEADS)
+    workload = Workload.dense(8, 1, HEADS)
     with (
         pytest.raises(Impossible, match="GPUs only"),
-        peers.context_parallel(problem, problem.draw(CPU, 0), "alltoall"),
+        peer_rings.context_parallel(workload, workload.draw(CPU, 0), "alltoall"),
     ):
         pass
     if importlib.util.find_spec("ring_flash_attn") is None:
         with pytest.raises(Impossible, match="ring-flash-attn is not installed"):
-            peers.zigzag(problem, problem.draw(CPU, 0)).__enter__()
+            peer_rings.zigzag(workload, workload.draw(CPU, 0)).__enter__()
 
 
 @pytest.mark.parametrize("exchange", ["ring", "direct", "gather"])
 def test_without_messages_every_rank_ends_alone(exchange: str) -> None:
-    problem = Problem.dense(8, 4, HEADS)
+    workload = Workload.dense(8, 4, HEADS)
     for rank in range(4):
-        inputs = problem.draw(CPU, rank)
-        contender = ours.without_messages(problem, inputs, rank, exchange, "auto", None)
+        inputs = workload.draw(CPU, rank)
+        contender = ours.without_messages(workload, inputs, rank, exchange, "auto", None)
         results = contender.training()
         assert [x.shape for x in results] == [x.shape for x in (inputs[0], *inputs[:3])]
         assert all(bool(x.isfinite().all()) for x in contender.forward())  # the landings hold numbers
@@ -213,7 +214,7 @@ def test_calls_are_warmed_up_and_counted(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_slowest_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([[[1.0], [2.0]], [[1.0], [2.0]], [[1.0], [2.0]], [[1.0, 2.0, 90.0], [5.0, 4.0, 3.0]]])
-    monkeypatch.setattr(Ranks, "attempt", lambda self, call: next(times))
+    monkeypatch.setattr(RankGroup, "attempt", lambda self, call: next(times))
     assert measured(ALONE, lambda: None, Repeats()).ms == 4.0
 
 
@@ -232,7 +233,7 @@ STUCK = SAYS + "say(tokens=8, seconds=2.5, peak_bytes=9); import threading; thre
 
 def test_reach_ends_when_one_rank_is_out_of_memory_and_another_waits(pool: Pool) -> None:
     out = SAYS + "say(ended='failed: out of memory: no more')"
-    for found in pool.run(follow, (STUCK, out), 600.0):  # the pool has less patience
+    for found in pool.run(follow, (STUCK, out), 600.0):  # the pool's own timeout is shorter
         assert found.pop("stopped") == "rank 1 failed: out of memory: no more"
         assert found == {"tokens": 4, "total": 8, "seconds": 1.5, "peak_bytes": 7}
 
@@ -246,12 +247,12 @@ def test_reach_ends_when_nobody_answers_or_a_process_dies(pool: Pool) -> None:
 
 def test_a_record_is_on_disk_after_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "record.json"
-    record = Record({"world": 2}, file, speaks=True)
+    record = RunRecord({"world": 2}, file, speaks=True)
     for number in range(2):
         record.add(section="dense", ms=1.23456, note=None)
         assert len(json.loads(file.read_text())["rows"]) == number + 1
     assert capsys.readouterr().out.splitlines() == ["section=dense  ms=1.235"] * 2 == [line(record.rows[0])] * 2
-    Record({}, tmp_path / "other.json", speaks=False).add(section="dense")
+    RunRecord({}, tmp_path / "other.json", speaks=False).add(section="dense")
     assert not (tmp_path / "other.json").exists() and not capsys.readouterr().out
 
 

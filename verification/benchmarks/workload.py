@@ -1,4 +1,4 @@
-"""What is measured: sizes, heads, patterns; and what `reference` says that it must cost."""
+"""What is measured: sizes, heads and patterns, with the costs that `reference` counts for them."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ def named(tokens: int) -> str:
 
 
 @dataclass(frozen=True)
-class Heads:
-    """Raises ValueError, at construction, where the numbers do not make sense together."""
+class AttentionShape:
+    """query, kv: numbers of heads; dim: of each head. Raises ValueError, at construction, for numbers that do not fit
+    together."""
 
     query: int = 32
     kv: int = 8
@@ -57,34 +58,39 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Problem:
-    """One sequence over the ranks. `tokens`: of each rank; order: "zigzag" or "contiguous"."""
+class Workload:
+    """Attention over one sequence on all ranks. tokens: of each rank; order: "zigzag" or "contiguous"."""
 
     pattern: Pattern
     order: str
     tokens: int
     world: int
-    heads: Heads
+    shape: AttentionShape
 
     @classmethod
-    def dense(cls, tokens: int, world: int, heads: Heads) -> Problem:
+    def dense(cls, tokens: int, world: int, shape: AttentionShape) -> Workload:
         """Plain causal attention, in the order that gives every rank the same work."""
-        return cls(Pattern.dense(causal=True), "zigzag", tokens, world, heads)
+        return cls(Pattern.dense(causal=True), "zigzag", tokens, world, shape)
 
     @classmethod
     def longnet(
-        cls, tokens: int, world: int, heads: Heads, segments: tuple[int, ...] = SEGMENTS, rates: tuple[int, ...] = RATES
-    ) -> Problem:
+        cls,
+        tokens: int,
+        world: int,
+        shape: AttentionShape,
+        segments: tuple[int, ...] = SEGMENTS,
+        rates: tuple[int, ...] = RATES,
+    ) -> Workload:
         """LongNet's branches, offsets h mod r, causal."""
-        return cls(Pattern.longnet(segments, rates, heads.query, causal=True), "contiguous", tokens, world, heads)
+        return cls(Pattern.longnet(segments, rates, shape.query, causal=True), "contiguous", tokens, world, shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        return DTYPES[self.heads.dtype]
+        return DTYPES[self.shape.dtype]
 
     @property
     def scale(self) -> float:
-        return float(self.heads.dim**-0.5)
+        return float(self.shape.dim**-0.5)
 
     @property
     def total(self) -> int:
@@ -100,38 +106,38 @@ class Problem:
 
     @cached_property
     def setting(self) -> cost.Setting:
-        """As `reference.cost` takes it; its counts take O(tokens), some seconds for a million."""
+        """As `reference.cost` takes it. Its counts take O(tokens) time, some seconds for a million tokens."""
         positions = [self.layout.positions(rank).numpy() for rank in range(self.world)]
-        one = self.heads
+        one = self.shape
         return cost.Setting(self.pattern, positions, one.batch, one.query, one.kv, one.dim, self.dtype.itemsize)
 
     @cached_property
     def flops(self) -> tuple[int, int]:
-        """Of all ranks: (forward, forward and backward)."""
+        """Of all ranks together: (forward, forward and backward)."""
         counted = cost.flops(self.setting)
         return sum(counted.forward), counted.total
 
     def sent(self, exchange: str, on_gpus: bool) -> tuple[int, int]:
-        """Bytes that the busiest rank sends: (forward, forward and backward)."""
+        """Bytes that the busiest rank sends: (in forward, in forward and backward)."""
         traffic = cost.sent(self.setting, exchange, on_gpus and exchange == "direct")
         both = traffic.forward + traffic.backward
         return int(traffic.forward.sum(1).max()), int(both.sum(1).max())
 
     def memory(self, exchange: str, bucket: int, on_gpus: bool) -> tuple[int, int]:
-        """The closed form of what the fullest rank holds beyond inputs and outputs, in bytes: (forward, forward and
-        backward). Accumulators and communication buffers; between the two passes lse is kept."""
+        """Bytes that the fullest rank holds beyond inputs and outputs, by the closed form: (forward, forward and
+        backward). These are accumulators and communication buffers, and lse, which is kept between the two passes."""
         narrow = on_gpus and exchange == "direct"
         held, resident = cost.buffers(self.setting, exchange, bucket, narrow), cost.resident(self.setting)
-        one = self.heads
+        one = self.shape
         lse = one.batch * one.query * self.setting.counts * self.setting.accumulator_itemsize
         forward = resident.accumulator + held.forward
         backward = resident.gradients + held.backward + lse
         return int(forward.max()), int(max(forward.max(), backward.max()))
 
     def draw(self, device: torch.device, seed: int, tokens: int | None = None) -> Inputs:
-        """Random q, k, v, dout of one rank, or of so many tokens: (B, tokens, H or Hk, D); for autograd."""
+        """Random q, k, v, dout, (B, tokens, H or Hk, D), by default of one rank; q, k, v require gradients."""
         draw = torch.Generator(device).manual_seed(seed)
-        one = self.heads
+        one = self.shape
 
         def drawn(heads: int) -> Tensor:
             shape = (one.batch, tokens or self.tokens, heads, one.dim)

@@ -1,6 +1,6 @@
-"""What the ranks of a run tell each other: results, failures, the slowest time.
+"""How the ranks of a run share results, failures and times.
 
-Over gloo, whatever the tensors go over: a GPU on which something is stuck does not keep the ranks from talking."""
+They do so over gloo, whatever the tensors travel by, so that a call that hangs on a GPU does not block it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
-PATIENCE = 300.0  # seconds that a rank waits for the others
-# What torch says where the CPU's memory is at an end; it has no type of its own.
+TIMEOUT = 300.0  # seconds that a rank waits for the others
+# torch's message when the CPU is out of memory; the error has no type of its own.
 NO_CPU_MEMORY = "can't allocate memory"
 
 
 class Failed(Exception):
-    """The same attempt on all ranks failed on some, or on all. The same on every rank.
+    """An attempt that all ranks made failed on at least one. Every rank raises the same.
 
-    everywhere: on all of them. memory: on one of them at least for want of memory.
+    everywhere: it failed on all ranks. memory: at least one rank ran out of memory.
     """
 
     def __init__(self, errors: list[str | None], memory: bool) -> None:
@@ -34,7 +34,7 @@ class Failed(Exception):
 
 
 class Lost(Exception):
-    """The run cannot go on: some rank does not answer, or the communication is in an unknown state."""
+    """The run cannot go on: a rank does not answer, or the communication is in an unknown state."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class _Answer:
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """One rank's view of all. control: a gloo group of all ranks; None for a run of one."""
+class RankGroup:
+    """All ranks as one of them sees them. control: a gloo group of all ranks; None for a run of one."""
 
     rank: int
     world: int
@@ -54,24 +54,24 @@ class Ranks:
     control: dist.ProcessGroup | None = None
 
     @classmethod
-    def join(cls, device: str) -> Ranks:
-        """Joined as torchrun's environment says: NCCL or gloo, `device` being "cuda" or "cpu". A rank that waits for
-        another longer than PATIENCE ends."""
-        patience = timedelta(seconds=PATIENCE)
+    def join(cls, device: str) -> RankGroup:
+        """By torchrun's environment variables, over NCCL for device "cuda" and gloo for "cpu". A rank that waits for
+        another longer than TIMEOUT ends."""
+        timeout = timedelta(seconds=TIMEOUT)
         place = torch.device(device)
         if device == "cuda":
             place = torch.device("cuda", torch.cuda.current_device())
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=patience)
-        control = dist.new_group(backend="gloo", timeout=patience)
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timeout)
+        control = dist.new_group(backend="gloo", timeout=timeout)
         return cls(dist.get_rank(), dist.get_world_size(), place, control)
 
     def connect(self) -> None:
-        """Have the tensors' own group connected: NCCL connects at the first call, which all ranks must take part in."""
+        """Connects the group that the tensors use: NCCL connects at the first call, which all ranks must make."""
         if self.control is not None:
             self.attempt(lambda: dist.all_reduce(torch.zeros(1, device=self.device)))
 
     def gathered(self, value: T) -> list[T]:
-        """Every rank's value, in rank order; waits for all. Raises Lost where one does not come."""
+        """Every rank's value, in rank order; waits for all. Raises Lost where one does not answer."""
         if self.control is None:
             return [value]
         found: list[T | None] = [None] * self.world
@@ -87,7 +87,7 @@ class Ranks:
             answer = _Answer(call())
         except Lost:
             raise
-        except Exception as error:  # whatever a kernel, a library or an allocator raises: reported, never dropped
+        except Exception as error:  # a kernel, a library or an allocator may raise anything; all is reported
             answer = _Answer(None, described(error), is_memory(error))
         answers = self.gathered(answer)
         if any(x.error is not None for x in answers):
@@ -96,7 +96,7 @@ class Ranks:
 
 
 def is_memory(error: BaseException) -> bool:
-    """Whether an error says that memory is at an end."""
+    """Whether an error means that memory ran out."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or NO_CPU_MEMORY in str(error)
 
 
