@@ -145,7 +145,8 @@ def spawned_rate(world: int, examples: int) -> float:
             subprocess.Popen([sys.executable, "-c", RANK, str(rank), str(world), port, case.to_json()], env=environment)
             for rank in range(world)
         ]
-        if any([rank.wait() for rank in ranks]):
+        statuses = [rank.wait() for rank in ranks]
+        if any(statuses):
             raise SystemExit("a spawned rank failed")
     return examples / (time.perf_counter() - started)
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -147,7 +147,7 @@ class Case:
         if self.cuts is None:
             return
         cuts, p = _integers("cuts", self.cuts), len(self.ranks)
-        rising = all(a <= b for a, b in zip(cuts, cuts[1:], strict=False))
+        rising = all(a <= b for a, b in pairwise(cuts))
         if len(cuts) != p + 1 or cuts[0] != 0 or cuts[-1] != self.tokens or not rising:
             raise ValueError(
                 f"cuts is {cuts}; it must be {p + 1} non-decreasing offsets from 0 to {self.tokens}, for a group of {p}"
@@ -335,7 +335,7 @@ def _onehot(case: Case, generator: torch.Generator, *x: Tensor) -> tuple[Tensor,
 def _constant(case: Case, generator: torch.Generator, *x: Tensor) -> tuple[Tensor, ...]:
     """Every token has the same query, key and value: the output is that value, whatever the pattern."""
     q, k, v, dout = x
-    return tuple(t[:, :1].expand_as(t) for t in (q, k, v)) + (dout,)
+    return (*(t[:, :1].expand_as(t) for t in (q, k, v)), dout)
 
 
 _VALUES: dict[str, Any] = {

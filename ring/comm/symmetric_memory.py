@@ -185,7 +185,7 @@ class SymmetricTransport(ProcessGroupTransport):
         if not self._pools or self._pools[-1].own.numel() < size:
             import torch.distributed._symmetric_memory as symmetric
 
-            global _rendezvous
+            global _rendezvous  # noqa: PLW0603 - counted for all transports of the process
             _rendezvous += 1
             front = -(-2 * self.world_size * signals.BYTES // _ALIGNMENT) * _ALIGNMENT
             device = torch.device("cuda", torch.cuda.current_device())

@@ -36,8 +36,7 @@ def branches(draw: st.DrawFn, heads: int) -> Branch:
     served = draw(st.none() | st.integers(start + 1, heads).map(lambda stop: range(start, stop)))
     count = heads if served is None else len(served)
     offset = draw(
-        st.integers(0, rate - 1)
-        | st.lists(st.integers(0, rate - 1), min_size=count, max_size=count).map(lambda x: tuple(x))
+        st.integers(0, rate - 1) | st.lists(st.integers(0, rate - 1), min_size=count, max_size=count).map(tuple)
     )
     return Branch(draw(st.none() | st.integers(1, 20)), rate, offset, served)
 

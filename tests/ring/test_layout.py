@@ -7,6 +7,7 @@ import time
 import tracemalloc
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -87,7 +88,7 @@ def test_from_cuts_holds_what_was_given(given_: tuple[list[int], tuple[int, ...]
     order, cuts = given_
     layout = Layout.from_cuts(order, cuts)
     assert layout.cuts == cuts
-    assert shards(layout) == [order[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+    assert shards(layout) == [order[a:b] for a, b in pairwise(cuts)]
 
 
 @given(orders_and_cuts())

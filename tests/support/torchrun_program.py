@@ -7,8 +7,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.support import torchrun_tasks  # noqa: E402
-from verification.cli.validate import main  # noqa: E402
+from tests.support import torchrun_tasks
+from verification.cli.validate import main
 
 if __name__ == "__main__":
     prepare = getattr(torchrun_tasks, sys.argv.pop(1))

@@ -226,7 +226,7 @@ def most_seen(case: Case) -> tuple[int, int]:
             if offset is not None:
                 seen[head] += len(range(offset, length, branch.dilation_rate))
     group = case.heads // case.kv_heads
-    return max(1, max(seen)), max(1, max(sum(seen[h : h + group]) for h in range(0, case.heads, group)))
+    return max(1, *seen), max(1, *(sum(seen[h : h + group]) for h in range(0, case.heads, group)))
 
 
 def most_pieces(case: Case) -> int:

@@ -232,7 +232,7 @@ class _Block:
 
 def _by_blocks(whole: _Block, pattern: Pattern, heads: int, n: int) -> _Found:
     """The same, a few rows of one query head at a time."""
-    batch, kv_heads, rows, dim = whole.q.shape
+    batch, kv_heads, rows, _ = whole.q.shape
     group = heads // kv_heads
     exact = {x: np.zeros(whole.q.shape) for x in ("out", "dq")} | {x: np.zeros(whole.k.shape) for x in ("dk", "dv")}
     bound = {x: np.zeros_like(value) for x, value in exact.items()}

@@ -118,11 +118,8 @@ def left(transport: Transport, case: Case) -> tuple[list[str], list[str]]:
     """Task: (what of the process a call has changed, whose memory is still there)."""
     shared = transport.rank != 0  # of simulated ranks, which are threads, one looks at what they share
     if not shared:
-        (
-            torch.rand(1),
-            random.random(),
-            np.random.random(),
-        )  # so that who seeds them does not find them as he leaves them
+        # Moves each generator on, so that a call that seeds it cannot leave it as it was found.
+        torch.rand(1), random.random(), np.random.random()  # noqa: NPY002 - the global generator is meant
     before = {name: look() for name, look in _STATE.items()}
     held = _held(transport, case)
     changed = [name for name, look in _STATE.items() if look() != before[name] and not (shared and name in _SHARED)]
@@ -143,7 +140,7 @@ _SHARED = ("torch's random numbers", "Python's random numbers", "NumPy's random 
 _STATE: dict[str, Callable[[], object]] = {
     "torch's random numbers": lambda: torch.get_rng_state().numpy().tobytes(),
     "Python's random numbers": random.getstate,
-    "NumPy's random numbers": lambda: repr(np.random.get_state()),
+    "NumPy's random numbers": lambda: repr(np.random.get_state()),  # noqa: NPY002 - the global generator is meant
     "the default dtype": torch.get_default_dtype,
     "the default device": torch.get_default_device,
     "the number of threads": torch.get_num_threads,

@@ -82,7 +82,7 @@ def hunt_all(
     Raises NotSane, CannotPlant, Unavailable or ToolError; then no outcome is to be trusted.
     """
     # Two hunters share the cores with their ranks: one thread each, from the import of numpy on.
-    os.environ.update({name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")})
+    os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"))
     context, backends = multiprocessing.get_context("spawn"), _backends_of(names)
     held = context.RawArray("q", len(backends) + len(names))  # examples so far, by task
     executor = ProcessPoolExecutor(max(1, min(hunters, len(names))), context, initializer=_share, initargs=(held,))
@@ -121,13 +121,13 @@ _task = 0
 
 
 def _share(held: Any) -> None:
-    global _held
+    global _held  # noqa: PLW0603 - one process, one counter
     _held = held
 
 
 def _tallied(task: int, function: Callable[..., T], *arguments: Any) -> T:
     """`function(*arguments)`, whose examples are counted as those of that task."""
-    global _task
+    global _task  # noqa: PLW0603 - likewise
     _task = task
     return function(*arguments)
 

@@ -48,7 +48,7 @@ def test_ranges_are_the_selected_rows(table: tuple[Pattern, Layout, Ranges]) -> 
     for index in range(len(ranges.count)):
         of_block, segment, rank = (int(column[index]) for column in (ranges.block, ranges.segment, ranges.rank))
         rows, positions = elements(ranges, index)
-        assert rows and positions == sorted(set(positions)) and (np.diff(rows) > 0).all() or ranges.listed
+        assert (rows and positions == sorted(set(positions)) and (np.diff(rows) > 0).all()) or ranges.listed
         assert layout.positions(rank)[rows].tolist() == positions
         assert all(position // ranges.blocks[of_block].segment_length == segment for position in positions)
         found[of_block, rank] += positions

@@ -196,7 +196,8 @@ def test_command_tells_of_progress_and_survivors_and_writes_what_it_found(
     assert (outcome["killed"], outcome["check"], outcome["examples"], outcome["case"]) == (False, None, 1, None)
     said = console.export_text()
     assert by_name(name).about in said
-    counts = [int(n) for n in re.findall(r"^without any defect, on sim: (\d+) of 60 examples held so far$", said, re.M)]
+    progress = r"^without any defect, on sim: (\d+) of 60 examples held so far$"
+    counts = [int(n) for n in re.findall(progress, said, re.MULTILINE)]
     assert counts == sorted(counts) and 0 < counts[-1] <= 60 and len(set(counts)) > 2, said
 
 

@@ -69,8 +69,8 @@ def test_each_quantity_is_judged(monkeypatch: pytest.MonkeyPatch, name: str, who
     seen = long_problems.judge(SoloTransport(), LongProblem(1, 300, "dense float32").case("cpu"))
     assert [other for other, ratio in seen.ratios.items() if ratio > 1] == [name]
     assert any(said.startswith(f"{name} of token ") for said in seen.wrong)
+    fine = Judgement(300, dict.fromkeys(long_problems.QUANTITIES, 0.5), (), 0.0, 0)
     with pytest.raises(WrongResult, match=f"on rank 1: .*{name} of token"):
-        fine = Judgement(300, dict.fromkeys(long_problems.QUANTITIES, 0.5), (), 0.0, 0)
         long_problems.verdict(LongProblem(2, 300, "dense float32"), [fine, seen])
 
 

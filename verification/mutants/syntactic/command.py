@@ -264,7 +264,7 @@ def judge_all(
     NotSane, BrokenExecutor.
     """
     # Every process computes on one core: from the import of numpy on.
-    os.environ.update({name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")})
+    os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"))
     executor = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_end_with_the_run)
     try:
         for tests in (False, True):

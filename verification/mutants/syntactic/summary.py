@@ -128,11 +128,11 @@ def markdown(
     seen = [record.examples for record in records if record.survived] or [0]
     lines = [
         "# Syntactic changes", "",
-        "Written by `scripts/mutate --summary verification/mutants/syntactic/SYNTACTIC.md`. Which changes are made, "
-        "and which not, `verification/mutants/syntactic/mutations.py` says.", "",
-        f"Seed {seed}. What survived has seen {min(seen)} to {max(seen)} examples in the simulation, and the unit "
+        ("Written by `scripts/mutate --summary verification/mutants/syntactic/SYNTACTIC.md`. Which changes are made, "
+        "and which not, `verification/mutants/syntactic/mutations.py` says."), "",
+        (f"Seed {seed}. What survived has seen {min(seen)} to {max(seen)} examples in the simulation, and the unit "
         "tests of its module unless said otherwise. Of the changes that are not equivalent (in the result), the last "
-        "column has the part that was killed.", "",
+        "column has the part that was killed."), "",
         *([f"Not judged: {', '.join(f'`{file}`' for file in absent)}.", ""] if absent else []),
         "| file | " + " | ".join(_COLUMNS) + " | killed of the not equivalent |",
         "|---|" + "---:|" * (len(_COLUMNS) + 1),

@@ -202,7 +202,7 @@ class RankProcess(context.ForkServerProcess):
         self.preload = membership.preload
 
     @staticmethod
-    def _Popen(process_obj: Any) -> Popen:
+    def _Popen(process_obj: Any) -> Popen:  # noqa: N802 - multiprocessing's name for it
         return Popen(process_obj)
 
 
@@ -248,7 +248,7 @@ def server(preload: tuple[str, ...]) -> forkserver.ForkServer:
 @contextmanager
 def _server_environment() -> Iterator[None]:
     """One thread per rank, from the import of numpy on; and a path on which the preload finds what we find."""
-    wanted = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    wanted = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     wanted["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
 
@@ -56,7 +57,7 @@ class Batch:
 def overlap(into: list[Span], out: list[Span]) -> tuple[str, str] | None:
     """Two buffers that share a byte, of which one is received into; in words."""
     into = sorted(into)
-    for (_, stop, label), (start, _, other) in zip(into, into[1:], strict=False):
+    for (_, stop, label), (start, _, other) in pairwise(into):
         if start < stop:
             return f"the receive of {label!r}", f"the receive of {other!r}"
     starts = [start for start, _, _ in into]

@@ -243,7 +243,7 @@ class SeatedRanks:
         )  # fmt: skip
         started = table.ask(self._all, "start", orders, START_TIMEOUT)
         for rank in self._all:
-            pid, error = started.get(rank, (0, f"its process gave no answer in {START_TIMEOUT:.0f} s"))
+            _, error = started.get(rank, (0, f"its process gave no answer in {START_TIMEOUT:.0f} s"))
             if error:
                 raise PoolError(f"rank {rank}: {error}")
         self.pids = tuple(started[rank][0] for rank in self._all)
