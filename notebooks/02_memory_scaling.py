@@ -136,7 +136,7 @@ assert LENGTHS[-1] / LENGTHS[0] >= 1000, "three decades"
 
 def on_processes(cases: list[Case]) -> list[np.ndarray]:
     """Peak bytes of live tensors per rank, for Cases on the ranks of one world or some of them."""
-    backend, found = GlooBackend(patience=300), []
+    backend, found = GlooBackend(timeout=300), []
     backend.start(max(WORLDS))
     with tempfile.TemporaryDirectory() as folder:
         for case in cases:

@@ -24,7 +24,7 @@
 # 2. What the drawn Cases reach.
 # 3. How many examples each seeded defect takes.
 #
-# `NOTEBOOKS_LONG=1` hunts more defects with more seeds.
+# `NOTEBOOKS_LONG=1` looks for more defects with more seeds.
 
 # %%
 import dataclasses
@@ -49,13 +49,13 @@ from verification.check.laws import LAWS
 from verification.failures import VerificationFailure
 from verification.mutants import DEFECTS, by_name
 from verification.mutants.plant import plant_by_name
-from verification.mutants.trials import SOON, hunt_all
+from verification.mutants.trials import SOON, search_all
 from verification.replay.replay import replay
-from verification.report.coverage import FEATURES, Reach
+from verification.report.coverage import FEATURES, Coverage
 from verification.report.report import Report
 from verification.run.backends import GlooBackend, SimBackend, observe_on
 from verification.runner import EXAMPLES, PROFILES, WORLDS, Plan, law_experiment, save
-from verification.search.search import PATIENCE, Hunt
+from verification.search.search import TIMEOUT, Search
 
 LONG = os.environ.get("NOTEBOOKS_LONG") == "1"
 SEED = "21"
@@ -81,7 +81,7 @@ print(*difflib.ndiff(edit.was.splitlines(), edit.becomes.splitlines()), sep="\n"
 # %% [markdown]
 # **Plant.** The defect is brought into the ranks' processes, never into this one. The ranks are simulated.
 #
-# **Find and shrink.** `Hunt` lets Hypothesis draw Cases and checks each. After the first failure, it draws smaller
+# **Find and shrink.** `Search` lets Hypothesis draw Cases and checks each. After the first failure, it draws smaller
 # Cases around it and keeps the smallest that breaks the same property in the same way. We look over its shoulder.
 
 # %%
@@ -100,10 +100,10 @@ def look(backend, case):
     return ratios
 
 
-ranks = SimBackend(PATIENCE, planted)
+ranks = SimBackend(TIMEOUT, planted)
 ranks.start(2)
-hunt = Hunt(dataclasses.replace(EXAMPLES, check=look), ranks, silent(), world=2)
-found = hunt.find(PROFILES["quick"].examples, SEED)
+search = Search(dataclasses.replace(EXAMPLES, check=look), ranks, silent(), world=2)
+found = search.find(PROFILES["quick"].examples, SEED)
 assert found is not None, "the defect was not found"
 first = next(number for number, (_, failure) in enumerate(looked) if failure is not None)
 case, smallest = looked[first][0], found.subject
@@ -186,11 +186,11 @@ assert (right[:3, :3] == wrong[:3, :3]).all() and (right[3:6, 3:6] != wrong[3:6,
 
 # %%
 with tempfile.TemporaryDirectory() as folder:
-    saved = save(found, hunt, Path(folder))
+    saved = save(found, search, Path(folder))
     assert Case.from_json(saved.file.read_text()) == smallest
     replays = {}
     for where, prepare in (("with the defect", planted), ("without", None)):
-        for backend in (SimBackend(PATIENCE, prepare), GlooBackend(PATIENCE, prepare)):
+        for backend in (SimBackend(TIMEOUT, prepare), GlooBackend(TIMEOUT, prepare)):
             replays[where, backend.name] = replay(saved.file, silent(), backend).failures
 print(saved.file.name)
 for (where, backend), failures in replays.items():
@@ -220,7 +220,7 @@ def drawn(experiment, world: int, examples: int, seed: str) -> list[Case]:
         cases.append(experiment.case_of(subject))
         return {}
 
-    noted = Hunt(dataclasses.replace(experiment, check=only_note), SimBackend(), silent(), world)
+    noted = Search(dataclasses.replace(experiment, check=only_note), SimBackend(), silent(), world)
     assert noted.find(examples, seed) is None
     return cases
 
@@ -236,7 +236,7 @@ every = [c for cases in by_world.values() for c in cases]
 
 
 def reach(cases) -> dict[str, int]:
-    counted = Reach()
+    counted = Coverage()
     for c in cases:
         counted.add(c)
     return counted.to_dict()
@@ -295,7 +295,7 @@ assert min(after_200) > 0.9 * len(FEATURES)
 # %% [markdown]
 # ## 3. How many examples a defect takes
 #
-# Six defects are hunted here and now; before that, the ranks without a defect must hold.
+# Six defects are planted and looked for here and now; before that, the ranks without a defect must hold.
 
 # %%
 CHOSEN = [
@@ -304,7 +304,7 @@ CHOSEN = [
 ]  # fmt: skip
 live = {name: [] for name in CHOSEN}
 for seed in range(1, 21 if LONG else 2):
-    for outcome in hunt_all(CHOSEN, seed):
+    for outcome in search_all(CHOSEN, seed):
         live[outcome.name].append(outcome)
 for name, outcomes in live.items():
     taken = [outcome.examples for outcome in outcomes]
@@ -312,26 +312,26 @@ for name, outcomes in live.items():
 assert all(outcome.killed for outcomes in live.values() for outcome in outcomes)
 
 # %% [markdown]
-# All seeded defects, from a recorded hunt:
+# All seeded defects, from a recorded search:
 
 # %%
 COMMAND = "python -m verification mutants --seed 21 --json notebooks/data/mutants.json"
-hunted = record("mutants", ("mutants", "defects", "killed", "within_200", "seed", "seconds"), COMMAND)
-outcomes = hunted["mutants"]
+result = record("mutants", ("mutants", "defects", "killed", "within_200", "seed", "seconds"), COMMAND)
+outcomes = result["mutants"]
 killed = [outcome for outcome in outcomes if outcome["killed"]]
 taken = np.sort([outcome["examples"] for outcome in killed])
-print(f"{len(outcomes)} defects, {len(killed)} killed, in {hunted['seconds']:.0f} s, seed {hunted['seed']}")
+print(f"{len(outcomes)} defects, {len(killed)} killed, in {result['seconds']:.0f} s, seed {result['seed']}")
 print(f"median {np.median(taken):.0f} examples; 90 % within {np.percentile(taken, 90):.0f}; at most {taken[-1]}")
 known = {defect.name for defect in DEFECTS}
 recorded = {outcome["name"] for outcome in outcomes}
 print(f"not in the record: {', '.join(sorted(known - recorded)) or 'none'}")
 assert recorded <= known, f"the record is of another catalogue: {sorted(recorded - known)}"
-assert hunted["defects"] == len(outcomes) and hunted["killed"] == len(killed) == len(outcomes)
-assert hunted["within_200"] == (taken <= SOON).sum() >= 0.9 * len(taken)
+assert result["defects"] == len(outcomes) and result["killed"] == len(killed) == len(outcomes)
+assert result["within_200"] == (taken <= SOON).sum() >= 0.9 * len(taken)
 
 # %%
 figure, (left, right_) = plt.subplots(1, 2, figsize=(9.5, 3.4), width_ratios=(3, 2))
-left.step(taken, 100 * np.arange(1, len(taken) + 1) / len(outcomes), where="post", color=BLUE, label="recorded hunt")
+left.step(taken, 100 * np.arange(1, len(taken) + 1) / len(outcomes), where="post", color=BLUE, label="recorded search")
 left.axvline(SOON, color="black", linestyle=":", linewidth=1, label=f"{SOON} examples")
 left.set(xscale="log", xlabel="examples until found", ylabel="defects found (%)", ylim=(0, 102))
 left.set_title(f"Half of the {len(outcomes)} defects are found within {np.median(taken):.0f} examples")
@@ -339,9 +339,9 @@ left.legend(loc="lower right")
 in_record = {outcome["name"]: outcome["examples"] for outcome in outcomes}
 for number, (name, now) in enumerate(live.items()):
     right_.plot([o.examples for o in now], [number] * len(now), "o", color=VERMILLION,
-                label="hunted above" if not number else None)  # fmt: skip
+                label="planted above" if not number else None)  # fmt: skip
     right_.plot(in_record.get(name, np.nan), number, "D", color=BLUE, fillstyle="none", markersize=7,
-                label="recorded hunt" if not number else None)  # fmt: skip
+                label="recorded search" if not number else None)  # fmt: skip
 right_.set_yticks(range(len(live)), live, fontsize=7)
 right_.set(xscale="log", xlabel="examples until found", xlim=(0.8, 300))
 right_.set_title("Six of them, with other seeds")

@@ -46,7 +46,7 @@ from verification.report.report import Report
 from verification.run.backends import PRELOAD, Backend, GlooBackend
 from verification.run.processes.pool import Pool
 from verification.run.rank import observe
-from verification.search.search import Hunt
+from verification.search.search import Search
 
 GOALS = {2: 200, 4: 50, 8: 17}  # examples a second on two cores
 TOKENS = 8192
@@ -102,10 +102,10 @@ def rate(
     try:
         report = Report(Console(quiet=True))
         for count in (max(5, examples // 20), examples):  # the first are a warm-up
-            hunt = Hunt(replace(runner.EXAMPLES, check=check), backend, report, world)
+            search = Search(replace(runner.EXAMPLES, check=check), backend, report, world)
             report.start_world(world, count)
             started = time.perf_counter()
-            found = hunt.explore(count, 0)
+            found = search.explore(count, 0)
             spent = time.perf_counter() - started
             if found:
                 raise SystemExit(f"a counter-example; run python -m verification first:\n{found[0].failure}")
@@ -170,7 +170,7 @@ def memory(exchange: str, pattern: Pattern) -> dict[str, Any]:
             case = small(world, tokens=TOKENS, pattern=pattern, head_dim=64, exchange=exchange)
             file = os.path.join(folder, "tensors.pt")
             torch.save(case.tensors(), file)
-            backend = GlooBackend(patience=300)
+            backend = GlooBackend(timeout=300)
             backend.start(world)
             backend.submit(real_size.measured, case, file)
             peaks[world] = max(seen.tensor_bytes for seen in backend.collect())

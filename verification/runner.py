@@ -18,7 +18,7 @@ from verification.problems import real_size
 from verification.report.report import Failure, Report, save_record
 from verification.run.backends import Backend, SimBackend, open_backend
 from verification.run.rank import observe
-from verification.search.search import Experiment, Found, Hunt, placed
+from verification.search.search import Experiment, Found, Search, placed
 
 WORLDS = (1, 2, 3, 4, 8)
 MOST_RANKS = {"gloo": 64, "sim": 1024, "nccl": 64}  # by backend
@@ -31,7 +31,7 @@ class Profile:
     about: str
     examples: int
     budget: float  # seconds to shrink a failure, and seconds to look for others after the first one
-    remembers: bool = False  # failing examples are kept in `hunt.DATABASE` and tried first by the next run
+    remembers: bool = False  # failing examples are kept in `search.DATABASE` and tried first by the next run
 
 
 # "nightly" is `verification.cli.nightly`: rounds of these, until time is over.
@@ -101,20 +101,20 @@ def on_gpus(experiment: Experiment) -> Experiment:
     return replace(experiment, draw=lambda world: experiment.draw(world).map(change))
 
 
-def run(plan: Plan, report: Report, backend: Backend | None = None, workshop: Backend | None = None) -> Report:
-    """The whole run. `workshop`: where failures are shrunk, a simulation if none is given; a backend that simulates
-    is its own.
+def run(plan: Plan, report: Report, backend: Backend | None = None, shrink_backend: Backend | None = None) -> Report:
+    """The whole run. `shrink_backend`: where failures are shrunk, a simulation if none is given; a backend that
+    simulates is its own.
 
     Raises `backends.Unavailable` where it cannot be carried out; whatever is found is in the report.
     """
     backend = open_backend(plan.backend) if backend is None else backend
-    if workshop is None:
-        workshop = backend if isinstance(backend, SimBackend) else SimBackend()
+    if shrink_backend is None:
+        shrink_backend = backend if isinstance(backend, SimBackend) else SimBackend()
     report.say(f"seed {plan.seed}; repeat this run with --seed {plan.seed}")
     try:
         with report:
             for world in plan.worlds:
-                run_world(plan, report, backend, workshop, world)
+                run_world(plan, report, backend, shrink_backend, world)
             if plan.real_size:
                 run_real_size(plan, report, backend)
     except KeyboardInterrupt:
@@ -123,12 +123,12 @@ def run(plan: Plan, report: Report, backend: Backend | None = None, workshop: Ba
         raise
     finally:
         backend.close()
-        workshop.close()
+        shrink_backend.close()
     report.summary()
     return report
 
 
-def run_world(plan: Plan, report: Report, backend: Backend, workshop: Backend, world: int) -> None:
+def run_world(plan: Plan, report: Report, backend: Backend, shrink_backend: Backend, world: int) -> None:
     backend.start(world)
     count = plan.examples_for(world)
     shares = [(EXAMPLES, count), (PUSHED, max(1, round(count * PUSHED_SHARE)))]
@@ -137,8 +137,8 @@ def run_world(plan: Plan, report: Report, backend: Backend, workshop: Backend, w
         shares = [(on_gpus(experiment), examples) for experiment, examples in shares]
     report.start_world(world, sum(examples for _, examples in shares))
     for experiment, examples in shares:
-        hunt = Hunt(experiment, backend, report, world, plan.profile.budget, plan.profile.remembers, workshop)
-        failures = [save(found, hunt, plan.failures) for found in hunt.explore(examples, plan.seed)]
+        search = Search(experiment, backend, report, world, plan.profile.budget, plan.profile.remembers, shrink_backend)
+        failures = [save(found, search, plan.failures) for found in search.explore(examples, plan.seed)]
         for failure in failures:
             if any(failure.file == known.file for known in report.failures):
                 report.say(f"world {world}: {failure.broken} is broken by the same example as before")
@@ -166,8 +166,8 @@ def hangs(failures: list[Failure]) -> bool:
     return any(failure.kind == RankHang.kind for failure in failures)
 
 
-def save(found: Found, hunt: Hunt, folder: Path) -> Failure:
-    experiment = hunt.experiment
+def save(found: Found, search: Search, folder: Path) -> Failure:
+    experiment = search.experiment
     world, record = experiment.case_of(found.subject).world, experiment.record_of(found.subject)
     broken = experiment.property_of(found.subject, found.failure)
     return save_record(found.failure, broken, world, record, folder, found.backend)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from reference.pattern import Branch, Pattern
 from ring.comm.transport import Transport
 from verification.case import Case
-from verification.check import leftovers, properties
+from verification.check import isolation, properties
 from verification.check.bounds import Arithmetic
 from verification.check.checks import assemble
 from verification.check.expectation import QUANTITIES, Expectation, evaluate, expect, multiplicity
@@ -334,7 +334,7 @@ def misused(
 @st.composite
 def _neighbours(draw: st.DrawFn, world: int) -> tuple[Case, How]:
     case = draw(cases(world))
-    return case, leftovers.draw_changes(draw, case)
+    return case, isolation.draw_changes(draw, case)
 
 
 @st.composite
@@ -390,8 +390,8 @@ LAWS = (
     Law("batches and heads permute", _permuted, check_permuted, 0.03),
     Law("NaN and inf propagate", _poisoned, check_poisoned, 0.02),
     Law("wrong calls refused everywhere", _misused, check_misused, 0.08),
-    Law("no call takes another for its like", _neighbours, leftovers.check_neighbours, 0.08),
-    Law("a call leaves nothing behind", _left, leftovers.check_left, 0.02),
+    Law("no call takes another for its like", _neighbours, isolation.check_neighbours, 0.08),
+    Law("a call leaves nothing behind", _left, isolation.check_left, 0.02),
     Law("memory of longer shards", _long, check_long, 0.01, most=60),
     Law("error does not grow with ranks", _growth, check_growth, 0.003, most=20),
 )

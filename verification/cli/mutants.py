@@ -18,7 +18,7 @@ from rich.table import Table
 
 from verification.cli.arguments import add_json, add_seed, count, typed
 from verification.mutants import DEFECTS, CannotPlant, Defect, by_name
-from verification.mutants.trials import LIMIT, SOON, NotSane, Outcome, hunt_all, totals
+from verification.mutants.trials import LIMIT, SOON, NotSane, Outcome, search_all, totals
 from verification.report.provenance import processor_run
 from verification.run.backends import Unavailable
 from verification.search.search import ToolError
@@ -28,16 +28,16 @@ DESCRIPTION = """\
 Plants one defect after the other into the ranks' code and draws examples until a property or a law breaks. No check
 knows of a defect: what survives shows where the properties are blind."""
 EPILOGUE = """\
-exit status: 0 all killed; 1 some survived; 2 the hunt itself could not be carried out."""
+exit status: 0 all killed; 1 some survived; 2 the search itself could not be carried out."""
 
 
 def add_parser(commands: Any) -> None:
     """`commands`: what `ArgumentParser.add_subparsers` returned."""
     mutants = commands.add_parser(
-        "mutants", help="hunt seeded defects", description=DESCRIPTION, epilog=EPILOGUE,
+        "mutants", help="plant defects, and see which check finds each", description=DESCRIPTION, epilog=EPILOGUE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    mutants.add_argument("names", nargs="*", metavar="NAME", help="the defects to hunt (default: all)")
+    mutants.add_argument("names", nargs="*", metavar="NAME", help="the defects to plant (default: all)")
     mutants.add_argument("--list", action="store_true", help="print these of the catalogue and end")
     mutants.add_argument(
         "--limit", type=count, default=LIMIT, metavar="N", help="examples a defect (default: %(default)s)"
@@ -57,11 +57,13 @@ def main(options: argparse.Namespace, console: Console) -> int:
         _list(defects, console)
         return 0
     seed = random.SystemRandom().randrange(2**32) if options.seed is None else options.seed
-    console.print(f"seed {seed}; repeat this hunt with --seed {seed}", highlight=False)
+    console.print(f"seed {seed}; repeat this search with --seed {seed}", highlight=False)
     started = time.perf_counter()
     outcomes: list[Outcome] = []
     try:
-        for outcome in hunt_all([defect.name for defect in defects], seed, options.limit, say=partial(_print, console)):
+        for outcome in search_all(
+            [defect.name for defect in defects], seed, options.limit, say=partial(_print, console)
+        ):
             outcomes.append(outcome)
             _say(outcome, console)
         spent = time.perf_counter() - started
@@ -75,7 +77,7 @@ def main(options: argparse.Namespace, console: Console) -> int:
 
 
 def to_dict(outcomes: list[Outcome], seconds: float, seed: int, limit: int) -> dict[str, Any]:
-    """The record of a hunt: where, with what, by which command; what became of each defect; the totals."""
+    """The record of a search: where, with what, by which command; what became of each defect; the totals."""
     return {
         **processor_run(f"python -m verification mutants {shlex.join(sys.argv[2:])}".rstrip()),
         "mutants": [outcome.to_dict() for outcome in outcomes],

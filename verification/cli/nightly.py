@@ -90,7 +90,7 @@ def run(night: Night, report: Report, hours: float) -> Report:
 
 def run_chunk(night: Night, report: Report, chunk: Chunk) -> None:
     backend = open_backend(chunk.backend)
-    workshop = backend if isinstance(backend, SimBackend) else SimBackend()
+    shrink_backend = backend if isinstance(backend, SimBackend) else SimBackend()
     plan = runner.Plan(
         (chunk.world,), PROFILE, chunk.examples, night.round_seed, chunk.backend, night.failures, real_size.TOKENS
     )
@@ -98,12 +98,12 @@ def run_chunk(night: Night, report: Report, chunk: Chunk) -> None:
     report.say(f"on {chunk.backend}:")
     try:
         if chunk.examples:
-            runner.run_world(plan, report, backend, workshop, chunk.world)
+            runner.run_world(plan, report, backend, shrink_backend, chunk.world)
         else:
             runner.run_real_size(plan, report, backend)
     finally:
         backend.close()
-        workshop.close()
+        shrink_backend.close()
     night.examples_on[chunk.backend] = night.examples_on.get(chunk.backend, 0) + report.examples - before
 
 

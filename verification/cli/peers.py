@@ -26,7 +26,7 @@ from verification.report.provenance import processor_run
 from verification.report.report import Failure, Report
 from verification.run.backends import GlooBackend, Unavailable
 from verification.runner import save
-from verification.search.search import PATIENCE, Hunt, ToolError
+from verification.search.search import TIMEOUT, Search, ToolError
 from verification.wording import counted
 
 EXAMPLES = 150
@@ -156,12 +156,12 @@ def _run(outcome: Outcome, options: argparse.Namespace, seed: int, console: Cons
     outcome.version, outcome.supported = peer.version, peer.supported
     console.print(f"{outcome.name} {peer.version or ''}: {peer.supported}", markup=False, highlight=False)
     report = Report(console)
-    backend = GlooBackend(PATIENCE, partial(observe.prepare, outcome.spec))
+    backend = GlooBackend(TIMEOUT, partial(observe.prepare, outcome.spec))
     try:
         with report:
             for world in sorted(peer.worlds):
                 backend.start(world)
-                outcome.failures = _hunt(outcome.spec, peer, backend, report, world, options, seed)
+                outcome.failures = _search(outcome.spec, peer, backend, report, world, options, seed)
                 outcome.examples = report.examples
                 if outcome.failures:
                     break
@@ -170,7 +170,7 @@ def _run(outcome: Outcome, options: argparse.Namespace, seed: int, console: Cons
     outcome.verdict = FAILED if outcome.failures else HELD
 
 
-def _hunt(
+def _search(
     spec: str, peer: Peer, backend: GlooBackend, report: Report, world: int, options: argparse.Namespace, seed: int
 ) -> list[Failure]:
     report.start_world(world, options.examples)
@@ -181,9 +181,9 @@ def _hunt(
         asked += 1
         return peer.claims(case)
 
-    hunt = Hunt(experiment(spec, replace(peer, claims=claims)), backend, report, world, BUDGET)
-    found = [save(failure, hunt, options.failures) for failure in hunt.explore(options.examples, seed)]
-    if not found and not hunt.examples:
+    search = Search(experiment(spec, replace(peer, claims=claims)), backend, report, world, BUDGET)
+    found = [save(failure, search, options.failures) for failure in search.explore(options.examples, seed)]
+    if not found and not search.examples:
         raise Refused(f"{peer.name} claims no Case of {asked} drawn on {counted(world, 'rank')}")
     for failure in found:
         report.failed(failure)

@@ -30,8 +30,8 @@ from verification.replay import replay as replays
 from verification.report.provenance import surroundings
 from verification.report.report import Failure, Report, save_record
 from verification.run.backends import Preparation, Unavailable
-from verification.run.torchrun.agents import NotUnderTorchrun, Place, Seat, take_seat
-from verification.run.torchrun.ranks import SeatLost, Table, TorchrunBackend, Workshop
+from verification.run.torchrun.agents import Agent, NotUnderTorchrun, Place, connect
+from verification.run.torchrun.ranks import AgentLost, Agents, ShrinkBackend, TorchrunBackend
 from verification.search.search import ToolError
 from verification.wording import counted
 
@@ -40,7 +40,7 @@ HOW = f"torchrun --nproc-per-node=2 {SCRIPT}"
 EXAMPLES = {"nccl": 300, "gloo": 200}
 LONG = {"nccl": 65_536, "gloo": 2048}
 TIMEOUT = 20.0  # seconds
-LARGE_PATIENCE = 300.0  # seconds for a message of 256 MiB, or a long problem, unless --timeout is more
+LARGE_TIMEOUT = 300.0  # seconds for a message of 256 MiB, or a long problem, unless --timeout is more
 BUDGET = 60.0  # seconds
 DESCRIPTION = f"""\
 Checks ring_attention on the ranks that torchrun started: first the links between them, then drawn Cases and the laws
@@ -137,30 +137,30 @@ def main(arguments: Sequence[str] | None = None, prepare: Preparation | None = N
     if place.rank:
         try:
             store = place.store()
-            return Seat(place, take_seat(place, store)).serve()
+            return Agent(place, connect(place, store)).serve()
         except (OSError, RuntimeError) as error:
             return _refuse(f"rank {place.rank} could not reach rank 0: {error}")
     try:
-        table = Table(place)
+        agents = Agents(place)
     except (Unavailable, OSError, RuntimeError) as error:
         return _refuse(str(error))
     status = 2
     try:
-        status = _serve(options, table, prepare)
+        status = _serve(options, agents, prepare)
     finally:
         sys.stdout.flush()
-        table.farewell(status)
+        agents.farewell(status)
     return status
 
 
-def _serve(options: argparse.Namespace, table: Table, prepare: Preparation | None) -> int:
+def _serve(options: argparse.Namespace, agents: Agents, prepare: Preparation | None) -> int:
     """All that rank 0 does. Whatever goes wrong is said here: the other processes only end."""
-    signal.signal(signal.SIGTERM, table.told_to_leave)
-    signal.signal(signal.SIGINT, table.interrupted)
+    signal.signal(signal.SIGTERM, agents.told_to_leave)
+    signal.signal(signal.SIGINT, agents.interrupted)
     console = Console(width=None if sys.stdout.isatty() else 120)
-    report = LinkedReport(console, extras={"backend": options.backend, "world": table.place.world_size})
-    backend = TorchrunBackend(table, options.backend, options.timeout, prepare)
-    workshop = Workshop(table, prepare)
+    report = LinkedReport(console, extras={"backend": options.backend, "world": agents.place.world_size})
+    backend = TorchrunBackend(agents, options.backend, options.timeout, prepare)
+    shrink_backend = ShrinkBackend(agents, prepare)
     try:
         check_folder("--failures", options.failures)
         if options.json is not None:
@@ -168,8 +168,8 @@ def _serve(options: argparse.Namespace, table: Table, prepare: Preparation | Non
         if options.replay is not None:
             _replay(options, report, backend)
         else:
-            _run(options, report, backend, workshop)
-    except SeatLost as lost:
+            _run(options, report, backend, shrink_backend)
+    except AgentLost as lost:
         _record_loss(lost, report, backend, options.failures)
     except (Unavailable, OSError) as error:
         return _refuse(str(error))
@@ -181,9 +181,9 @@ def _serve(options: argparse.Namespace, table: Table, prepare: Preparation | Non
         traceback.print_exc()
         return _refuse("the machinery itself failed, see above")
     finally:
-        workshop.close()
+        shrink_backend.close()
     if options.json is not None:
-        world, typed = backend.table.place.world_size, shlex.join(sys.argv[1:])
+        world, typed = backend.agents.place.world_size, shlex.join(sys.argv[1:])
         command = f"torchrun --nproc-per-node={world} {SCRIPT} {typed}"
         report.extras |= surroundings("cuda" if options.backend == "nccl" else "cpu", world, command.rstrip())
         options.json.write_text(json.dumps(report.to_dict(), indent=2, allow_nan=False) + "\n")
@@ -197,19 +197,19 @@ def _refuse(why: str) -> int:
     return 2
 
 
-def _record_loss(lost: SeatLost, report: Report, backend: TorchrunBackend, folder: Path) -> None:
+def _record_loss(lost: AgentLost, report: Report, backend: TorchrunBackend, folder: Path) -> None:
     """There is nothing left to shrink it on: what was under way is saved as it was."""
     last = backend.last
     record: dict[str, Any] = json.loads(last.to_json()) if isinstance(last, Case) else last or {}
     failure = RankCrash(f"{lost}; what was under way, if anything, is saved as it was drawn, not shrunk")
     report.failed(
-        save_record(failure, "every process stays", backend.table.place.world_size, record, folder, backend.name)
+        save_record(failure, "every process stays", backend.agents.place.world_size, record, folder, backend.name)
     )
     report.summary()
 
 
-def _run(options: argparse.Namespace, report: Report, backend: TorchrunBackend, workshop: Workshop) -> None:
-    world = backend.table.place.world_size
+def _run(options: argparse.Namespace, report: Report, backend: TorchrunBackend, shrink_backend: ShrinkBackend) -> None:
+    world = backend.agents.place.world_size
     seed = random.SystemRandom().getrandbits(32) if options.seed is None else options.seed
     report.extras["seed"] = seed
     report.say(
@@ -219,7 +219,7 @@ def _run(options: argparse.Namespace, report: Report, backend: TorchrunBackend, 
     backend.start(world)
     with report:
         if run_links(report, backend, options.failures):
-            run_cases(options, report, backend, workshop, seed)
+            run_cases(options, report, backend, shrink_backend, seed)
             length = LONG[backend.name] if options.long is None else options.long
             if runner.hangs(report.failures):
                 report.say(f"ranks hang, so {long_problems.TITLE} are left out")
@@ -233,17 +233,17 @@ def _run(options: argparse.Namespace, report: Report, backend: TorchrunBackend, 
 
 def run_links(report: Report, backend: TorchrunBackend, folder: Path) -> bool:
     """Whether they hold."""
-    world = backend.table.place.world_size
+    world = backend.agents.place.world_size
     if world == 1:
         report.say(f"{links.TITLE}: there is one rank, so there are none")
         return True
     report.start_world(world, 1)
     started = time.perf_counter()
-    patience = max(LARGE_PATIENCE, backend.patience)
+    timeout = max(LARGE_TIMEOUT, backend.timeout)
 
     def run(function: Any, *arguments: Any) -> list[Any]:
         large = any(isinstance(x, int) and x > 2**20 for x in arguments)
-        return backend.run(function, *arguments, patience=patience if large else backend.patience)
+        return backend.run(function, *arguments, timeout=timeout if large else backend.timeout)
 
     backend.last = {"links": {"world": world}}
     try:
@@ -261,21 +261,21 @@ def run_links(report: Report, backend: TorchrunBackend, folder: Path) -> bool:
 
 
 def run_cases(
-    options: argparse.Namespace, report: Report, backend: TorchrunBackend, workshop: Workshop, seed: int
+    options: argparse.Namespace, report: Report, backend: TorchrunBackend, shrink_backend: ShrinkBackend, seed: int
 ) -> None:
-    world = backend.table.place.world_size
+    world = backend.agents.place.world_size
     profile = replace(runner.PROFILES["quick"], budget=options.budget)
     plan = runner.Plan(
         (world,), profile, options.examples or EXAMPLES[backend.name], seed, backend.name, options.failures, real_size=0
     )
-    runner.run_world(plan, report, backend, workshop, world)
+    runner.run_world(plan, report, backend, shrink_backend, world)
 
 
 def run_long(report: Report, backend: TorchrunBackend, problem: LongProblem, folder: Path) -> None:
     case = problem.case("cuda" if backend.name == "nccl" else "cpu")
-    patience, started = backend.patience, time.perf_counter()
+    timeout, started = backend.timeout, time.perf_counter()
     report.start_world(problem.world, 1)
-    backend.patience = max(LARGE_PATIENCE, patience)
+    backend.timeout = max(LARGE_TIMEOUT, timeout)
     try:
         backend.submit(long_problems.judge, case)
         backend.last = {"long": asdict(problem)}
@@ -288,7 +288,7 @@ def run_long(report: Report, backend: TorchrunBackend, problem: LongProblem, fol
         )
         return
     finally:
-        backend.patience = patience
+        backend.timeout = timeout
     report.held(case.dtype, {long_problems.TITLE: float(np.max(list(ratios.values())))}, time.perf_counter() - started)
     rows = seen[0].rows
     judged = "all rows" if rows == case.tokens else f"{rows} sampled rows, not all; dk and dv of all keys from these"
@@ -309,7 +309,7 @@ def _replay(options: argparse.Namespace, report: Report, backend: TorchrunBacken
         record = json.loads(file.read_text())
         special = next((name for name in ("links", "long") if isinstance(record, dict) and name in record), None)
         problem = LongProblem(**record["long"]) if special == "long" else None
-        if special == "links" and record["links"]["world"] != backend.table.place.world_size:
+        if special == "links" and record["links"]["world"] != backend.agents.place.world_size:
             found = counted(record["links"]["world"], "rank")
             raise ValueError(f"it was found on {found}; torchrun must start as many")
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
@@ -318,7 +318,7 @@ def _replay(options: argparse.Namespace, report: Report, backend: TorchrunBacken
         replays.replay(file, report, backend, "--replay")
         return
     with report:
-        backend.start(backend.table.place.world_size if problem is None else problem.world)
+        backend.start(backend.agents.place.world_size if problem is None else problem.world)
         if problem is None:
             run_links(report, backend, options.failures)
         else:

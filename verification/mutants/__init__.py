@@ -6,7 +6,7 @@ a list of defect classes that were seen in public ring-attention code, by number
     merge, backward, masks, dilation, diagonal              the catalogue
     communication, process_groups, numerics, agreement, keeping, calls
     defect, plant                                           what a defect is; bringing it into running code
-    runner, command                                         the hunt; `python -m verification mutants`
+    runner, command                                         the search; `python -m verification mutants`
 """
 
 from __future__ import annotations

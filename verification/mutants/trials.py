@@ -1,4 +1,4 @@
-"""The hunt for seeded defects: examples on ranks that run with one, until a property or a law breaks.
+"""The search for seeded defects: examples on ranks that run with one, until a property or a law breaks.
 
 What is drawn and what is checked is that of `verification.runner`: plain Cases, and the laws between them in proportion
 to their share. Of the first failure it is noted what broke and after how many examples; it is then shrunk for a moment.
@@ -29,10 +29,10 @@ from verification.mutants.plant import plant_by_name
 from verification.report.report import LINE_EVERY, Report
 from verification.run.backends import Backend, GlooBackend, SimBackend
 from verification.runner import EXAMPLES, PROFILES, law_experiment
-from verification.search.search import PATIENCE, Experiment, Found, Hunt, ToolError
+from verification.search.search import TIMEOUT, Experiment, Found, Search, ToolError
 from verification.wording import counted
 
-HUNTERS = 2  # processes, each with ranks of its own
+PROCESSES = 2  # processes, each with ranks of its own
 LIMIT = PROFILES["ci"].examples  # examples for a defect
 SHRINK = 1.5  # seconds for a failure: there are hundreds, and all of them are to take less than ten minutes
 SOON = 200  # examples within which a defect should be found
@@ -73,25 +73,29 @@ def _nothing(line: str) -> None:
     """Who does not want to be told."""
 
 
-def hunt_all(
-    names: Sequence[str], seed: int, limit: int = LIMIT, hunters: int = HUNTERS, say: Callable[[str], None] = _nothing
+def search_all(
+    names: Sequence[str],
+    seed: int,
+    limit: int = LIMIT,
+    processes: int = PROCESSES,
+    say: Callable[[str], None] = _nothing,
 ) -> Iterator[Outcome]:
     """The outcomes in the order of `names`, each as soon as it and those before it are there. `say` is told every few
     seconds how far the one that is waited for has come.
 
     Raises NotSane, CannotPlant, Unavailable or ToolError; then no outcome is to be trusted.
     """
-    # Two hunters share the cores with their ranks: one thread each, from the import of numpy on.
+    # Two processes share the cores with their ranks: one thread each, from the import of numpy on.
     os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"))
     context, backends = multiprocessing.get_context("spawn"), _backends_of(names)
     held = context.RawArray("q", len(backends) + len(names))  # examples so far, by task
-    executor = ProcessPoolExecutor(max(1, min(hunters, len(names))), context, initializer=_share, initargs=(held,))
+    executor = ProcessPoolExecutor(max(1, min(processes, len(names))), context, initializer=_share, initargs=(held,))
     try:
         sane = [executor.submit(_tallied, i, check_sane, backend, seed) for i, backend in enumerate(backends)]
         for i, ready in enumerate(sane):
             _wait(ready, say, partial(_progress, f"without any defect, on {backends[i]}", held, i, SANE))
         futures = [
-            executor.submit(_tallied, i, hunt, name, seed, limit) for i, name in enumerate(names, start=len(backends))
+            executor.submit(_tallied, i, search, name, seed, limit) for i, name in enumerate(names, start=len(backends))
         ]
         for i, future in enumerate(futures, start=len(backends)):
             yield _wait(future, say, partial(_progress, names[i - len(backends)], held, i, limit))
@@ -114,7 +118,7 @@ def _backends_of(names: Sequence[str]) -> list[str]:
     return sorted({by_name(name).backend for name in names})
 
 
-# --- in a hunter ------------------------------------------------------------------------------------------------------
+# --- in one process ---------------------------------------------------------------------------------------------
 
 _held: Any = None  # by task, how many examples held: seen by the process that waits. None: nobody waits
 _task = 0
@@ -151,7 +155,7 @@ def check_sane(backend: str, seed: int) -> None:
         )
 
 
-def hunt(name: str, seed: int, limit: int = LIMIT) -> Outcome:
+def search(name: str, seed: int, limit: int = LIMIT) -> Outcome:
     """One defect of the catalogue. Raises ToolError for one whose own code cannot run."""
     defect = by_name(name)
     return outcome_of(defect, _chase(defect.backend, partial(plant_by_name, name), f"{seed}/{name}", limit))
@@ -180,35 +184,35 @@ class Chase:
 
 
 def _chase(backend: str, prepare: Callable[[], object] | None, seed: str, limit: int) -> Chase:
-    ranks = SimBackend(PATIENCE, prepare) if backend == "sim" else GlooBackend(PATIENCE, prepare)
+    ranks = SimBackend(TIMEOUT, prepare) if backend == "sim" else GlooBackend(TIMEOUT, prepare)
     try:
         if backend == "sim":
             ranks.start(1)  # it takes Cases of any world size
-            hunts = [_hunt_on(ranks, max(WORLDS), EVERYTHING)]
-            found = hunts[0].find(limit, seed)
+            searches = [_search_on(ranks, max(WORLDS), EVERYTHING)]
+            found = searches[0].find(limit, seed)
         else:
-            hunts = [_hunt_on(ranks, world, ON_ONE_WORLD) for world in GLOO_WORLDS]
-            found = _in_turn(hunts, ranks, seed, limit)
+            searches = [_search_on(ranks, world, ON_ONE_WORLD) for world in GLOO_WORLDS]
+            found = _in_turn(searches, ranks, seed, limit)
     finally:
         ranks.close()
-    examples = sum(hunt.examples for hunt in hunts) + (found is not None)
-    return Chase(found, examples, sum(hunt.seconds for hunt in hunts))
+    examples = sum(search.examples for search in searches) + (found is not None)
+    return Chase(found, examples, sum(search.seconds for search in searches))
 
 
-def _hunt_on(ranks: Backend, world: int, experiment: Experiment) -> Hunt:
-    # A hang on real processes costs all the patience there is: it is not shrunk here.
-    return Hunt(experiment, ranks, Tally(Console(quiet=True)), world, SHRINK, shrinks_hangs=False)
+def _search_on(ranks: Backend, world: int, experiment: Experiment) -> Search:
+    # A hang on real processes costs a whole timeout: it is not shrunk here.
+    return Search(experiment, ranks, Tally(Console(quiet=True)), world, SHRINK, shrinks_hangs=False)
 
 
-def _in_turn(hunts: Sequence[Hunt], ranks: Backend, seed: str, limit: int) -> Found | None:
+def _in_turn(searches: Sequence[Search], ranks: Backend, seed: str, limit: int) -> Found | None:
     """Each on its own world size, round after round, until so many examples held on all of them together."""
     size, before = GLOO_ROUND, -1
-    while before < (held := sum(hunt.examples for hunt in hunts)) < limit:
+    while before < (held := sum(search.examples for search in searches)) < limit:
         before = held
-        for hunt in hunts:
-            ranks.start(hunt.world)
-            left = limit - sum(other.examples for other in hunts)
-            found = hunt.find(hunt.examples + min(size, left), f"{seed}/{hunt.world}/{size}")
+        for search in searches:
+            ranks.start(search.world)
+            left = limit - sum(other.examples for other in searches)
+            found = search.find(search.examples + min(size, left), f"{seed}/{search.world}/{size}")
             if found is not None:
                 return found
         size *= 2

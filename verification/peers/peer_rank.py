@@ -15,7 +15,7 @@ from verification.run.rank import Pass, Tensors, division, observation_of, shard
 
 
 def prepare(spec: str) -> None:
-    """In every new rank, before its first example: imports are not held to an example's patience."""
+    """In every new rank, before its first example: imports are not held to an example's timeout."""
     ready(spec)
 
 

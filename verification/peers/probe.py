@@ -7,13 +7,13 @@ from verification.peers.peer import Refused, ready
 from verification.run.backends import PRELOAD, Unavailable
 from verification.run.processes.pool import Pool, PoolError
 
-PATIENCE = 120.0  # seconds: a first import may have to compile
+TIMEOUT = 120.0  # seconds: a first import may have to compile
 
 
-def probe(spec: str, patience: float = PATIENCE) -> None:
+def probe(spec: str, timeout: float = TIMEOUT) -> None:
     """Raises Refused where the peer, or what it needs, cannot be imported; Unavailable where no process starts."""
     try:
-        with Pool(1, timeout=patience, preload=PRELOAD) as pool:
+        with Pool(1, timeout=timeout, preload=PRELOAD) as pool:
             (reason,) = pool.run(refusal, spec)
     except PoolError as error:
         raise Unavailable(f"no process to import {spec} in could be started: {error}") from error

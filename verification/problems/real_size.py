@@ -49,7 +49,7 @@ DILATIONS = (1, 2, 4, 6, 12)
 TOKENS = 8192
 LEAST = 16  # tokens: of fewer, the smallest segment would be empty
 MOST = 2**17  # tokens: of more, the oracle would take a day
-PATIENCE = 300.0  # seconds that the ranks may take
+TIMEOUT = 300.0  # seconds that the ranks may take
 
 
 @dataclass(frozen=True)
@@ -179,11 +179,11 @@ def run(backend: Backend, report: Report, problem: Problem, failures: Path) -> N
     """Every row and every gradient is checked, on the ranks that `backend` has; what was measured goes into
     the report.
     """
-    case, patience, started = problem.case(), backend.patience, time.perf_counter()
+    case, timeout, started = problem.case(), backend.timeout, time.perf_counter()
     report.start_world(problem.world, 1)
     report.say(f"{TITLE}: {problem.tokens} tokens, {HEADS} heads of {HEAD_DIM}, {counted(problem.world, 'rank')} ...")
     given = tensors(problem)
-    backend.patience = PATIENCE
+    backend.timeout = TIMEOUT
     try:
         with tempfile.TemporaryDirectory() as folder:
             file = os.path.join(folder, "tensors.pt")
@@ -200,7 +200,7 @@ def run(backend: Backend, report: Report, problem: Problem, failures: Path) -> N
         )
         return
     finally:
-        backend.patience = patience
+        backend.timeout = timeout
     spent = time.perf_counter() - started
     report.held(case.dtype, {TITLE: float(np.max(list(ratios.values())))}, spent)
     report.end_world(TITLE)

@@ -13,12 +13,11 @@ from typing import Any
 
 from verification import runner
 from verification.case import Case
-from verification.check import laws, leftovers
+from verification.check import isolation, laws
 from verification.peers.peer_experiment import experiment_of
 from verification.problems import real_size
 from verification.run import mistakes as misuse
-from verification.search import search as hunt
-from verification.search.search import Experiment
+from verification.search.search import Experiment, fused_on_gpus
 
 _INTEGER = 2**40  # buckets, and what patterns count in: tokens that a plan can count
 _MOST = {
@@ -91,7 +90,7 @@ def _check_fused(case: Case) -> None:
     """A fused kernel that is asked for by name is not to be had everywhere."""
     if case.kernel == "cudnn" and case.device == "cpu":
         raise ValueError("kernel is 'cudnn' and device is 'cpu'; device must be 'cuda' then: that kernel is of GPUs")
-    if case.device == "cuda" and not hunt.fused_on_gpus(case):
+    if case.device == "cuda" and not fused_on_gpus(case):
         raise ValueError(
             f"kernel is {case.kernel!r} on device 'cuda', dtype is {case.dtype!r}, head_dim is {case.head_dim}; dtype "
             "must be 'float16' or 'bfloat16' then, head_dim a multiple of 8 up to 128"
@@ -173,11 +172,11 @@ def _misused(case: Case, how: Any) -> None:
 
 
 def _neighbours(case: Case, how: Any) -> None:
-    if not isinstance(how, dict) or not how or not set(how) <= set(leftovers.CHANGES):
-        raise ValueError(f"how is {how!r}; it must be an object with some of the fields {', '.join(leftovers.CHANGES)}")
+    if not isinstance(how, dict) or not how or not set(how) <= set(isolation.CHANGES):
+        raise ValueError(f"how is {how!r}; it must be an object with some of the fields {', '.join(isolation.CHANGES)}")
     for name, value in how.items():
         _change(case, name, value)
-        _check_supported(leftovers.neighbour(case, name, value))
+        _check_supported(isolation.neighbour(case, name, value))
 
 
 def _change(case: Case, name: str, value: Any) -> None:
@@ -186,7 +185,7 @@ def _change(case: Case, name: str, value: Any) -> None:
         raise ValueError(f"causal of how is {value!r}; it must be a boolean")
     if name in ("twice", "shifted"):
         _index(f"{name} of how", value, len(branches))
-    if name == "shifted" and not leftovers.can_shift(branches[value]):
+    if name == "shifted" and not isolation.can_shift(branches[value]):
         raise ValueError(f"shifted of how is {value}; that branch must have one offset, and a rate of more than 1")
     if name in ("bucket", "kv_heads"):
         _at_most(f"{name} of how", value, _INTEGER)

@@ -1,9 +1,9 @@
 """What a sample of Cases reaches: named features, told from the Case by definition, and how many Cases have each.
 
-    reach = Reach()
-    reach.add(case)
-    reach.to_dict()     feature -> Cases
-    reach.table()       the same for a terminal
+    coverage = Coverage()
+    coverage.add(case)
+    coverage.to_dict()     feature -> Cases
+    coverage.table()       the same for a terminal
 
 A strategy that stops reaching a feature shows here, and so does a run that was too short to mean anything for one.
 """
@@ -235,7 +235,7 @@ FEATURES |= {f"{name} {choice}": _chosen(name, choice) for name, choices in _CHO
 
 
 @dataclass
-class Reach:
+class Coverage:
     """Counts, Case by Case."""
 
     cases: int = 0
@@ -270,7 +270,7 @@ _COLUMNS = 3
 
 def count(cases: Iterable[Case]) -> dict[str, int]:
     """Feature -> how many of these Cases have it."""
-    reach = Reach()
+    coverage = Coverage()
     for case in cases:
-        reach.add(case)
-    return reach.to_dict()
+        coverage.add(case)
+    return coverage.to_dict()

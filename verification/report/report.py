@@ -23,7 +23,7 @@ from rich.live import Live
 from rich.table import Table
 
 from verification.failures import RankHang, VerificationFailure
-from verification.report.coverage import FEATURES, Reach
+from verification.report.coverage import FEATURES, Coverage
 from verification.wording import counted
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -95,7 +95,7 @@ class Report:
     examples: int = 0  # checked and held, each Case or law once, however many properties were looked at
     distributed: int = 0  # of these, on two or more ranks
     seconds: float = 0.0  # spent on checking; starting the ranks is not counted
-    reach: Reach = field(default_factory=Reach)  # what the plain Cases among the examples had
+    coverage: Coverage = field(default_factory=Coverage)  # what the plain Cases among the examples had
     extras: dict[str, Any] = field(default_factory=dict)  # further fields of the JSON
     interrupted: bool = False  # whether this is no whole run
     _world: int = 0
@@ -229,8 +229,8 @@ class Report:
             table.add_section()
         if self.rows:
             self.console.print(table)
-        if self.reach.cases:
-            self.console.print(self.reach.table())
+        if self.coverage.cases:
+            self.console.print(self.coverage.table())
         worst = ", ".join(f"{x} {_ratio(ratio)}" for x, ratio in self.worst_by_dtype().items() if ratio is not None)
         if worst:
             self.say(f"worst error / bound: {worst}")
@@ -277,7 +277,7 @@ class Report:
             self.rows[key] = Row(whole("examples", row["examples"]), ratio, _real("seconds", row["seconds"]))
         self.failures = [Failure.from_dict(entry) for entry in data["failures"]]
         reached = {_text("a feature", name): whole(name, n) for name, n in dict(data["reached"]["with"]).items()}
-        self.reach = Reach(whole("cases", data["reached"]["cases"]), dict.fromkeys(FEATURES, 0) | reached)
+        self.coverage = Coverage(whole("cases", data["reached"]["cases"]), dict.fromkeys(FEATURES, 0) | reached)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -297,7 +297,7 @@ class Report:
                 }
                 for (name, world, dtype), row in sorted(self.rows.items())
             ],
-            "reached": {"cases": self.reach.cases, "with": self.reach.to_dict()},
+            "reached": {"cases": self.coverage.cases, "with": self.coverage.to_dict()},
             "failures": [failure.to_dict() for failure in self.failures],
             **({"interrupted": True} if self.interrupted else {}),
             **self.extras,

@@ -33,8 +33,8 @@ BACKENDS = {
 # first `requires_grad_` and the first call of an autograd function: without them the first example of every new rank
 # looks like a hang.
 PRELOAD = ("torch", "ring", "verification.run.rank", "torch.fx.experimental.symbolic_shapes", "torch._dynamo")
-WARM_UP_PATIENCE = 60.0
-RANKS_PER_PATIENCE = 16  # simulated ones share a core
+WARM_UP_TIMEOUT = 60.0
+RANKS_PER_TIMEOUT = 16  # simulated ones share a core
 
 Task = Callable[..., Any]  # (transport, case, *arguments) -> what the rank answers
 Preparation = Callable[[], object]  # run once in every rank before its first task: how a defect is planted
@@ -48,7 +48,7 @@ class Backend(Protocol):
     """One set of ranks at a time. Between `start` and `close`, tasks one after the other."""
 
     name: str
-    patience: float  # seconds that a task may take before it counts as a hang
+    timeout: float  # seconds that a task may take before it counts as a hang
     prepare: Preparation | None  # set before `start`
 
     def start(self, world: int) -> None:
@@ -72,8 +72,8 @@ class PoolBackend:
 
     name: str
 
-    def __init__(self, patience: float = 10.0, prepare: Preparation | None = None) -> None:
-        self.patience = patience
+    def __init__(self, timeout: float = 10.0, prepare: Preparation | None = None) -> None:
+        self.timeout = timeout
         self.prepare = prepare
         self._pool: Pool | None = None
         self._warm: int | None = None  # the generation of ranks that was prepared
@@ -82,7 +82,7 @@ class PoolBackend:
     def open_pool(self, world: int, joined_by: str = "gloo") -> None:
         self.close()
         try:
-            self._pool = Pool(world, timeout=self.patience, preload=PRELOAD, joined_by=joined_by)
+            self._pool = Pool(world, timeout=self.timeout, preload=PRELOAD, joined_by=joined_by)
         except PoolError as error:
             raise Unavailable(f"the {counted(world, 'rank')} could not be started: {error}") from error
 
@@ -93,21 +93,21 @@ class PoolBackend:
     def prepared(self) -> Pool:
         """The pool, its ranks warm. Raises Unavailable."""
         assert self._pool is not None
-        if self._pool.generation != self._warm:  # new ranks are not held to the patience that used ones have earned
+        if self._pool.generation != self._warm:  # new ranks are not held to the timeout that used ones have earned
             try:
-                self._pool.run(warm_up, self.prepare, timeout=WARM_UP_PATIENCE)
+                self._pool.run(warm_up, self.prepare, timeout=WARM_UP_TIMEOUT)
             except (RankFailure, PoolError) as error:
                 raise Unavailable(f"the ranks could not be prepared: {error}") from error
             self._warm = self._pool.generation
         return self._pool
 
-    def answers(self, patience: float) -> tuple[Case, list[Any]]:
+    def answers(self, timeout: float) -> tuple[Case, list[Any]]:
         """The Case under way, and what each process answered."""
         assert self._pool is not None and self._under_way is not None
         ticket, case = self._under_way
         self._under_way = None
         try:
-            return case, self._pool.collect(ticket, timeout=patience)
+            return case, self._pool.collect(ticket, timeout=timeout)
         except PoolError as error:
             raise Unavailable(str(error)) from error
 
@@ -130,7 +130,7 @@ class GlooBackend(PoolBackend):
         self.post(work, task, case, arguments)
 
     def collect(self) -> list[Any]:
-        case, answers = self.answers(self.patience)
+        case, answers = self.answers(self.timeout)
         return [answers[rank] for rank in case.ranks]
 
 
@@ -150,7 +150,7 @@ class NcclBackend(GlooBackend):
 class SimBackend(PoolBackend):
     """All ranks as threads of one process, over `verification.run.simulation.simulation`; Cases of any world size.
 
-    The schedule follows from the Case's seed. A deadlock is found without waiting; `patience` is for code that
+    The schedule follows from the Case's seed. A deadlock is found without waiting; `timeout` is for code that
     computes for ever.
     """
 
@@ -166,7 +166,7 @@ class SimBackend(PoolBackend):
     def collect(self) -> list[Any]:
         assert self._under_way is not None
         world = self._under_way[1].world
-        _, (answer,) = self.answers(self.patience * max(1.0, world / RANKS_PER_PATIENCE))
+        _, (answer,) = self.answers(self.timeout * max(1.0, world / RANKS_PER_TIMEOUT))
         if isinstance(answer, RankFailure):
             raise answer
         return list(answer)

@@ -30,10 +30,10 @@ from verification.report.report import Report
 from verification.run.backends import Backend
 
 DATABASE = Path(".verification/examples")
-PATIENCE = 10.0  # seconds before the first hang is called one
+TIMEOUT = 10.0  # seconds before the first hang is called one
 # Once a hang was seen, shrinking meets many: none waits longer than this, or than 8 times the slowest good
 # example.
-SHORT_PATIENCE, SLOWER = 0.7, 8
+SHORT_TIMEOUT, SLOWER = 0.7, 8
 # Examples of one run of Hypothesis. After ten it begins to vary what it has drawn: of 200 in one run a third are
 # repeats, and what is rare is missed more often. IDLE_RUNS without a new example: there are no more.
 RUN, IDLE_RUNS = 10, 20
@@ -92,13 +92,13 @@ class _Interesting(Exception):
 
 
 @dataclass
-class Hunt:
+class Search:
     """One experiment on one world size: draw until something fails, shrink that, draw on for something else.
 
     `find` draws up to the next failure, and shrinks it; `explore` goes on to the others.
 
-    A failure is shrunk in the `workshop`, a simulation, if it shows there: a hang is found there without waiting, on
-    any number of ranks. What comes out is run once more where the failure was found.
+    A failure is shrunk on the `shrink_backend`, a simulation, if it shows there: a hang is found there without waiting,
+    on any number of ranks. What comes out is run once more where the failure was found.
 
     Hypothesis, left alone, draws for ten seconds more after a first failure, which is a long time where each
     further one is a hang. So each failure gets a run of its own. What was reported is passed over when it
@@ -111,8 +111,8 @@ class Hunt:
     world: int
     budget: float = 60.0  # seconds to shrink a failure; and, after the first one, to look for others
     remembers: bool = False
-    workshop: Backend | None = None  # None: failures are shrunk where they are found
-    shrinks_hangs: bool = True  # on real processes, where each costs patience
+    shrink_backend: Backend | None = None  # None: failures are shrunk where they are found
+    shrinks_hangs: bool = True  # on real processes, where each costs a timeout
     examples: int = 0  # that held, shrinking left out
     seconds: float = 0.0  # that they took, and the failures that were shrunk
     _failed: dict[str, Found] = field(default_factory=dict)  # by record: what failed once fails always
@@ -128,7 +128,7 @@ class Hunt:
     def explore(self, examples: int, seed: int) -> list[Found]:
         """Draw that many; the distinct failures, each shrunk, with the subject that shows it."""
         found: list[Found] = []
-        patience, last = self.backend.patience, math.inf
+        timeout, last = self.backend.timeout, math.inf
         try:
             while self.examples < examples and time.perf_counter() < last:
                 seeds = f"{seed}/{self.world}/{self.experiment.name}/{len(found)}"
@@ -137,13 +137,13 @@ class Hunt:
                     break
                 last = min(last, time.perf_counter() + self.budget)
                 smallest = self._on_fewer_ranks(smallest, seeds)
-                found.append(self._confirmed(smallest, self._first, patience))
+                found.append(self._confirmed(smallest, self._first, timeout))
                 self._reported += [self._signature(self._first), self._signature(smallest)]
                 if isinstance(smallest.failure, RankHang):
                     break  # whatever else there is, the hang would be met again on the way to it, at its price
                 self._first = self._wanted = self._place = None
         finally:
-            self.backend.patience = patience
+            self.backend.timeout = timeout
         return found
 
     def find(self, examples: int, seed: str, last: float = math.inf) -> Found | None:
@@ -217,7 +217,7 @@ class Hunt:
                 found = self._begin_to_shrink(found)
             self._failed[key] = found
             if isinstance(failure, RankHang) and place is self.backend:
-                self.backend.patience = min(self.backend.patience, max(SHORT_PATIENCE, SLOWER * self._slowest))
+                self.backend.timeout = min(self.backend.timeout, max(SHORT_TIMEOUT, SLOWER * self._slowest))
             return self._judge(found)
         self._held.add(key)
         if self._first is not None:
@@ -233,18 +233,18 @@ class Hunt:
         if self.experiment.pushes and 0.0 < largest < math.inf:
             target(largest, label=f"error / bound, {case.dtype}")
         elif isinstance(subject, Case):
-            self.report.reach.add(case)
+            self.report.coverage.add(case)
 
     def _begin_to_shrink(self, found: Found) -> Found:
-        """From now on only this failure counts; in the workshop, if it shows there. What it looks like there."""
+        """From now on only this failure counts; on the shrink backend, if it shows there. What it looks like there."""
         self._first, self._place = found, self.backend
         costly = isinstance(found.failure, RankHang) and self.backend.name != "sim"
         self._deadline = time.perf_counter() + (0.0 if costly and not self.shrinks_hangs else self.budget)
-        if self.workshop is not None:
-            failure = self._failure_on(self.workshop, found.subject)
+        if self.shrink_backend is not None:
+            failure = self._failure_on(self.shrink_backend, found.subject)
             if failure is not None:
-                self._place = self.workshop
-                found = Found(failure, found.subject, self.workshop.name)
+                self._place = self.shrink_backend
+                found = Found(failure, found.subject, self.shrink_backend.name)
         self._wanted = self._signature(found)
         return found
 
@@ -282,18 +282,18 @@ class Hunt:
                     return smaller
         return found
 
-    def _confirmed(self, found: Found, first: Found, patience: float) -> Found:
-        """What was shrunk elsewhere, or as a hang with little patience, is shown once more where the failure was
+    def _confirmed(self, found: Found, first: Found, timeout: float) -> Found:
+        """What was shrunk elsewhere, or as a hang with a short timeout, is shown once more where the failure was
         found. If it does not show there, what is reported is what the simulation says or, of a hang, the first one.
         """
-        hurried = isinstance(found.failure, RankHang) and self.backend.patience < patience
+        hurried = isinstance(found.failure, RankHang) and self.backend.timeout < timeout
         if found.backend == self.backend.name and not hurried:
             return found
-        self.backend.patience, short = patience, self.backend.patience
+        self.backend.timeout, short = timeout, self.backend.timeout
         try:
             failure = self._failure_on(self.backend, found.subject)
         finally:
-            self.backend.patience = short
+            self.backend.timeout = short
             if self.experiment.case_of(found.subject).world != self.world:
                 self.backend.start(self.world)
         if failure is not None:

@@ -17,7 +17,7 @@ from verification.check import laws
 from verification.failures import WrongResult
 from verification.report.report import Report
 from verification.run.backends import GlooBackend
-from verification.search import search as hunt
+from verification.search.search import Search
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def ranks() -> Any:
 def test_laws_hold(law: laws.Law, ranks: GlooBackend) -> None:
     report = Report(Console(quiet=True))
     report.start_world(3, 8)
-    found = hunt.Hunt(runner.law_experiment(law), ranks, report, 3).explore(min(8, law.most), 1)
+    found = Search(runner.law_experiment(law), ranks, report, 3).explore(min(8, law.most), 1)
     assert not found, str(found)
 
 

@@ -27,7 +27,7 @@ from verification.report.report import Report
 from verification.run.backends import PRELOAD, SimBackend
 from verification.run.processes.pool import Pool
 from verification.runner import EXAMPLES
-from verification.search.search import Found, Hunt, ToolError
+from verification.search.search import Found, Search, ToolError
 
 LISTED = range(1, 43)  # the project's list of defect classes seen in public ring-attention code
 
@@ -142,7 +142,7 @@ def test_edits_of_one_file_add_up() -> None:
     assert "SHARE = 0.2" in source and "LEAST = 1" in source
 
 
-# --- the hunt ---------------------------------------------------------------------------------------------------------
+# --- the search -------------------------------------------------------------------------------------------------------
 
 
 def test_a_hunt_draws_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,9 +153,9 @@ def test_a_hunt_draws_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
         return {}
 
     monkeypatch.setattr(runner.Subject, "check", check)
-    hunt = Hunt(runner.EVERYTHING, SimBackend(), Report(Console(quiet=True)), max(runner.WORLDS))
-    assert hunt.find(300, "afresh") is None
-    assert hunt.examples == len(seen) == len({json.dumps(subject.record()) for subject in seen}) == 300
+    search = Search(runner.EVERYTHING, SimBackend(), Report(Console(quiet=True)), max(runner.WORLDS))
+    assert search.find(300, "afresh") is None
+    assert search.examples == len(seen) == len({json.dumps(subject.record()) for subject in seen}) == 300
     names = [subject.experiment.name for subject in seen]
     assert {EXAMPLES.name, *(law.name for law in LAWS if law.share >= 0.02)} <= set(names)  # the rarest may be missing
     assert 0.7 < names.count(EXAMPLES.name) / 300 < 0.95
@@ -165,7 +165,7 @@ def test_a_hunt_draws_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["merge-by-plain-average", "one-landing-for-sends-and-receives"])
 def test_a_defect_is_killed_and_its_case_holds_without_it(name: str) -> None:
-    outcome = runner.hunt(name, seed=3, limit=300)
+    outcome = runner.search(name, seed=3, limit=300)
     assert outcome.killed and outcome.examples <= 300 and outcome.check
     assert outcome.case is not None
     if "law" not in outcome.case:

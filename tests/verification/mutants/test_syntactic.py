@@ -60,7 +60,7 @@ def test_a_change_that_does_not_import_is_killed() -> None:
 
 
 def test_a_change_that_never_ends_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(syntactic, "PATIENCE", 1)
+    monkeypatch.setattr(syntactic, "TIMEOUT", 1)
     record = judge(Task(change(WRONG[0], WRONG[1], "while True:\n        pass"), SEED, 0, 5))
     assert (record.outcome, record.by) == ("properties", "every rank answers")
 

@@ -9,13 +9,13 @@ import pytest
 
 from verification.mutants import Defect
 from verification.mutants.defects.numerics import NUMERICS
-from verification.mutants.trials import hunt
+from verification.mutants.trials import search
 
 PRECISION = [defect for defect in NUMERICS if not defect.name.startswith("fused-kernel")]
 
 
 @pytest.mark.parametrize("defect", PRECISION, ids=lambda defect: defect.name)
 def test_a_numerical_defect_is_found(defect: Defect) -> None:
-    outcome = hunt(defect.name, seed=1, limit=600)
+    outcome = search(defect.name, seed=1, limit=600)
     assert outcome.killed, f"{outcome.examples} examples held"
     print(f"{outcome.check}: after {outcome.examples} examples")

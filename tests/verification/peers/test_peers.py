@@ -216,7 +216,7 @@ def test_what_is_no_adapter(spec: str, said: str) -> None:
 
 def test_an_import_that_never_ends_is_refused() -> None:
     with pytest.raises(Refused, match="no answer within 0.5 s from rank 0"):
-        probe.probe("peer_examples:endless", patience=0.5)
+        probe.probe("peer_examples:endless", timeout=0.5)
 
 
 @pytest.fixture

@@ -82,7 +82,7 @@ def test_long_problems_are_judged_by_the_bounds_of_the_device_that_computes_them
     problem = LongProblem(1, 300, "dense bfloat16")
     fine = Judgement(300, dict.fromkeys(long_problems.QUANTITIES, 0.5), (), 0.0, 0)
     table: Any = SimpleNamespace(
-        name=backend, patience=1.0, submit=lambda task, case: submitted.append(case), collect=lambda: [fine]
+        name=backend, timeout=1.0, submit=lambda task, case: submitted.append(case), collect=lambda: [fine]
     )
     validate.run_long(Report(Console(quiet=True)), table, problem, tmp_path)
     assert [case.device for case in submitted] == [device]

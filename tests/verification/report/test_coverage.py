@@ -14,7 +14,7 @@ from reference.pattern import Branch, Pattern
 from verification.case import Case
 from verification.check.expectation import expect
 from verification.draw.cases import cases
-from verification.report.coverage import FEATURES, Reach, count
+from verification.report.coverage import FEATURES, Coverage, count
 
 
 def case(**changes: Any) -> Case:
@@ -148,14 +148,14 @@ def test_dead_rows_and_keys_are_those_of_the_expectation(given_: Case) -> None:
 
 
 def test_counts_and_the_table() -> None:
-    reach = Reach()
+    coverage = Coverage()
     for batch in (1, 2, 2):
-        reach.add(case(batch=batch))
-    counts = reach.to_dict()
+        coverage.add(case(batch=batch))
+    counts = coverage.to_dict()
     assert counts == count(case(batch=batch) for batch in (1, 2, 2))
-    assert (reach.cases, counts["several batches"], counts["dense"], counts["causal"]) == (3, 2, 3, 0)
+    assert (coverage.cases, counts["several batches"], counts["dense"], counts["causal"]) == (3, 2, 3, 0)
     console = Console(width=200, file=io.StringIO())
-    console.print(reach.table())
+    console.print(coverage.table())
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     assert "what 3 Cases reached" in text and all(name in text for name in FEATURES)

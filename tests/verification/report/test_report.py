@@ -152,7 +152,7 @@ def test_a_case_that_cannot_be_saved_is_told_all_the_same(tmp_path: Path) -> Non
 
 def test_a_report_goes_on_from_its_own_json(tmp_path: Path) -> None:
     first = told()
-    first.reach.add(Case.from_json(CASE))
+    first.coverage.add(Case.from_json(CASE))
     first.held("bfloat16", {"gradients": math.nan}, 1.0)
     first.failed(save_record(WrongResult("values: out"), "output and lse", 3, {"world": 3}, tmp_path, "sim"))
     first.end_world()

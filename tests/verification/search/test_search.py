@@ -26,25 +26,25 @@ from verification.check import properties
 from verification.failures import RankHang, WrongResult
 from verification.report.report import Report
 from verification.run.backends import GlooBackend, SimBackend
-from verification.search import search as hunt
+from verification.search.search import Search, ToolError
 
 
 def found_by(
     prepare: Callable[[], None] | None,
     world: int = 2,
     examples: int = 150,
-    patience: float = 3.0,
-    workshop: bool = False,
+    timeout: float = 3.0,
+    shrink_backend: bool = False,
     budget: float = 120.0,
 ) -> list[tuple[Any, Case]]:
-    """What is found on gloo, shrunk there or, with `workshop`, in a simulation that has the same defect."""
-    backend, simulation = GlooBackend(patience, prepare), SimBackend(patience, prepare)
+    """What is found on gloo, shrunk there or, with `shrink_backend`, in a simulation that has the same defect."""
+    backend, simulation = GlooBackend(timeout, prepare), SimBackend(timeout, prepare)
     backend.start(world)
     try:
         report = Report(Console(quiet=True))
         report.start_world(world, examples)
-        workplace = simulation if workshop else None
-        search = hunt.Hunt(runner.EXAMPLES, backend, report, world, budget, workshop=workplace)
+        workplace = simulation if shrink_backend else None
+        search = Search(runner.EXAMPLES, backend, report, world, budget, shrink_backend=workplace)
         found = search.explore(examples, 1)
     finally:
         backend.close()
@@ -79,19 +79,19 @@ def test_a_layout_that_is_not_as_defined_is_named_before_what_follows_from_it() 
 def test_a_hang_is_found_shrunk_quickly_and_shown_with_stacks() -> None:
     ((failure, case),) = found_by(plant_hang)
     assert failure.kind == "rank hang" and "time.sleep(3600)" not in str(failure) and "spoil" in str(failure)
-    assert "within 3 s" in str(failure), "the minimal case is shown once with all the patience"
+    assert "within 3 s" in str(failure), "the minimal case is shown once with the whole timeout"
     assert case.tokens == 4 and case.exchange == "direct" and len(case.ranks) == 2
 
 
 def test_a_hang_of_three_ranks_found_on_four_is_shrunk_in_simulation_and_confirmed_where_it_was_found() -> None:
-    ((failure, case),) = found_by(plant_receive_first, world=4, workshop=True)
+    ((failure, case),) = found_by(plant_receive_first, world=4, shrink_backend=True)
     assert failure.kind == "rank hang" and "within 3 s" in str(failure) and "(world of 3)" in str(failure)
     assert (case.world, case.group, case.tokens, case.exchange) == (3, None, 3, "ring")
     assert (case.pattern, case.batch, case.heads, case.dtype) == (Pattern.dense(), 1, 1, "float32")
 
 
 def test_a_wrong_result_found_on_gloo_is_shrunk_in_simulation_alike() -> None:
-    (failure, case), *_ = found_by(plant_wrong_result, workshop=True)
+    (failure, case), *_ = found_by(plant_wrong_result, shrink_backend=True)
     assert failure.kind == "wrong result" and case.tokens == 6 and case.pattern == Pattern.dense(causal=True)
     assert case.world == 1, "on the fewest ranks that show it"
 
@@ -103,7 +103,7 @@ def test_a_crash_is_found_and_the_next_world_is_as_good_as_new() -> None:
 
 
 def test_distinct_defects_are_all_reported() -> None:
-    found = found_by(plant_two_defects, workshop=True, budget=30)
+    found = found_by(plant_two_defects, shrink_backend=True, budget=30)
     assert {failure.kind for failure, _ in found} == {"wrong result", "rank error"}
     assert all(case.batch == 3 for failure, case in found if failure.kind == "rank error")
 
@@ -119,7 +119,7 @@ def test_what_fails_like_a_reported_one_is_counted(ranks: GlooBackend) -> None:
 
     report = Report(Console(file=io.StringIO()))
     report.start_world(3, 40)
-    assert len(hunt.Hunt(replace(runner.EXAMPLES, check=check), ranks, report, 3).explore(40, 0)) == 1
+    assert len(Search(replace(runner.EXAMPLES, check=check), ranks, report, 3).explore(40, 0)) == 1
     report.end_world()
     assert isinstance(report.console.file, io.StringIO)
     found = re.search(r"(\d+) more examples failed", report.console.file.getvalue())
@@ -138,7 +138,7 @@ def test_examples_are_as_many_as_asked_for_and_repeat_with_the_seed(ranks: GlooB
         report = Report(Console(quiet=True))
         report.start_world(3, 40)
         experiment = replace(runner.EXAMPLES, check=check)
-        assert hunt.Hunt(experiment, ranks, report, 3).explore(40, seed) == []
+        assert Search(experiment, ranks, report, 3).explore(40, seed) == []
         assert report.examples == len(seen) == 40
         drawn.append(seen)
     assert drawn[0] == drawn[1] != drawn[2]
@@ -155,7 +155,7 @@ def test_a_failure_that_does_not_come_back_is_still_a_failure(ranks: GlooBackend
 
     report = Report(Console(quiet=True))
     report.start_world(3, 40)
-    found = hunt.Hunt(replace(runner.EXAMPLES, check=check), ranks, report, 3).explore(40, 1)
+    found = Search(replace(runner.EXAMPLES, check=check), ranks, report, 3).explore(40, 1)
     ((failure, case),) = ((one.failure, one.subject) for one in found)
     assert str(failure) == "values: out is wrong, this once" and case.to_json() == calls[4]
     assert calls.count(calls[4]) == 1, "a failing example is never run again"
@@ -171,12 +171,10 @@ def test_a_hang_is_shrunk_only_where_it_may(ranks: GlooBackend, shrinks: bool) -
             raise RankHang("no answer")
         return {}
 
-    search = hunt.Hunt(
-        replace(runner.EXAMPLES, check=check), ranks, Report(Console(quiet=True)), 3, shrinks_hangs=shrinks
-    )
-    patience = ranks.patience
+    search = Search(replace(runner.EXAMPLES, check=check), ranks, Report(Console(quiet=True)), 3, shrinks_hangs=shrinks)
+    timeout = ranks.timeout
     found = search.find(100, "hang")
-    ranks.patience = patience
+    ranks.timeout = timeout
     first = next(number for number, case in enumerate(seen) if case.tokens >= 4)
     assert found is not None and search.examples == first
     assert (len(seen) > first + 1) == shrinks and (found.subject.tokens == 4 or not shrinks)
@@ -185,7 +183,7 @@ def test_a_hang_is_shrunk_only_where_it_may(ranks: GlooBackend, shrinks: bool) -
 
 def test_a_strategy_that_lets_nothing_through_ends_the_search(ranks: GlooBackend) -> None:
     nothing = replace(runner.EXAMPLES, draw=lambda world: runner.EXAMPLES.draw(world).filter(lambda case: False))
-    search = hunt.Hunt(nothing, ranks, Report(Console(quiet=True)), 3)
+    search = Search(nothing, ranks, Report(Console(quiet=True)), 3)
     assert search.explore(100, 1) == [] and search.examples == 0
 
 
@@ -195,5 +193,5 @@ def test_a_fault_of_the_machinery_is_no_counter_example(ranks: GlooBackend) -> N
 
     report = Report(Console(quiet=True))
     report.start_world(3, 40)
-    with pytest.raises(hunt.ToolError):
-        hunt.Hunt(replace(runner.EXAMPLES, check=check), ranks, report, 3).explore(40, 1)
+    with pytest.raises(ToolError):
+        Search(replace(runner.EXAMPLES, check=check), ranks, report, 3).explore(40, 1)

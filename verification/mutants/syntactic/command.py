@@ -104,9 +104,9 @@ LIMIT = 300  # examples in the simulation
 GLOO_LIMIT = 40  # examples on two ranks, and again on three
 MOST_WORK = 160  # ranks times tokens of an example: the few beyond take half of the time
 WORLDS = (1, 2, 3, 4, 2, 3, 4, 5)
-PATIENCE = 3  # seconds of the processor for an example, fifty times what one takes
-TEST_PATIENCE = 60  # the same for the unit tests of a module
-GLOO_PATIENCE = 20.0  # seconds for an example: processes that wait for each other take no time of the processor
+TIMEOUT = 3  # seconds of the processor for an example, fifty times what one takes
+TEST_TIMEOUT = 60  # the same for the unit tests of a module
+GLOO_TIMEOUT = 20.0  # seconds for an example: processes that wait for each other take no time of the processor
 LONG = 600.0  # seconds after which something else than the change must be wrong
 TEST_PRELOAD = (*PRELOAD, "pytest", "hypothesis")
 ENOUGH = 0.95  # of what is not equivalent in ring/
@@ -154,8 +154,8 @@ def judge(task: Task) -> Record:
         if task.tests:
             found |= _unit_tests(mutation)
         else:
-            for backend, world, subjects in _hunts(task):
-                killed, seen = _hunt(backend, world, subjects)
+            for backend, world, subjects in _searches(task):
+                killed, seen = _search(backend, world, subjects)
                 examples += seen if backend.name == "sim" else 0
                 found |= killed
                 if killed:
@@ -168,17 +168,17 @@ def judge(task: Task) -> Record:
     )
 
 
-def _hunts(task: Task) -> Iterator[tuple[Backend, int, Sequence[Subject]]]:
+def _searches(task: Task) -> Iterator[tuple[Backend, int, Sequence[Subject]]]:
     """(backend, world to start it on, examples), one after the other."""
     file, seed = task.mutation.file, task.seed
     prepare = partial(substitute, task.mutation.module, task.mutation.source)
-    yield CountedSimulation(PATIENCE, prepare), 1, subjects_for(file, seed, task.limit)[task.begin :]
+    yield CountedSimulation(TIMEOUT, prepare), 1, subjects_for(file, seed, task.limit)[task.begin :]
     if file in PROCESS_GROUPS and not task.begin:
         for world in (2, 3):
-            yield GlooBackend(GLOO_PATIENCE, prepare), world, drawn("misuse", (world,), seed, GLOO_LIMIT)
+            yield GlooBackend(GLOO_TIMEOUT, prepare), world, drawn("mistakes", (world,), seed, GLOO_LIMIT)
 
 
-def _hunt(backend: Backend, world: int, subjects: Sequence[Subject]) -> tuple[dict[str, Any], int]:
+def _search(backend: Backend, world: int, subjects: Sequence[Subject]) -> tuple[dict[str, Any], int]:
     """What broke first, {} if nothing; and how many examples were looked at."""
     try:
         backend.start(world)
@@ -198,7 +198,7 @@ def _unit_tests(mutation: Mutation) -> dict[str, Any]:
     with Pool(1, timeout=LONG, preload=TEST_PRELOAD) as pool:
         pool.run(substitute, mutation.module, mutation.source)
         try:
-            (verdict,) = pool.run(run_tests, files, TEST_PATIENCE)
+            (verdict,) = pool.run(run_tests, files, TEST_TIMEOUT)
         except RankFailure as failure:  # its process died, or was ended; an exception is pytest's, and no verdict
             if failure.ranks("raised"):
                 raise
@@ -217,7 +217,7 @@ def _first_line(error: BaseException) -> str:
 
 def subjects_for(file: str, seed: int, count: int) -> list[Subject]:
     """What a change of this file is shown: of wrong calls more where they are what the file is about."""
-    return drawn("misuse" if file == "ring/agreement.py" else "anything", WORLDS, seed, count)
+    return drawn("mistakes" if file == "ring/agreement.py" else "anything", WORLDS, seed, count)
 
 
 @lru_cache
@@ -234,7 +234,7 @@ def drawn(what: str, worlds: tuple[int, ...], seed: int, count: int) -> list[Sub
         max_examples=RUN, database=None, phases=(Phase.generate,), deadline=None, derandomize=False,
         verbosity=Verbosity.quiet, suppress_health_check=list(HealthCheck),
     )  # fmt: skip
-    strategy = misused_or_anything(worlds) if what == "misuse" else anything(worlds)
+    strategy = mistakes_or_anything(worlds) if what == "mistakes" else anything(worlds)
     number = 0
     while len(found) < count:
         seeded(f"{seed}/{what}/{worlds}/{number}")(chosen(given(strategy)(keep)))()
@@ -243,7 +243,7 @@ def drawn(what: str, worlds: tuple[int, ...], seed: int, count: int) -> list[Sub
 
 
 @st.composite
-def misused_or_anything(draw: st.DrawFn, worlds: tuple[int, ...]) -> Subject:
+def mistakes_or_anything(draw: st.DrawFn, worlds: tuple[int, ...]) -> Subject:
     """Two wrong calls for every other example."""
     if draw(st.integers(0, 2)) == 0:
         return draw(anything(worlds))

@@ -43,7 +43,9 @@ T = TypeVar("T")
 START_TIMEOUT = 60.0  # seconds for all ranks to come up, on however loaded a machine
 # When a rank has raised: how long the others may take to raise or answer too before they count as left waiting.
 GRACE = 0.3  # seconds
-BUSY = 10.0  # how often patience is drawn out while a rank computes, or waits for a processor
+BUSY = (
+    10.0  # the timeout is prolonged to at most so many times its length while a rank computes, or waits for a processor
+)
 _NO_ARGS = pickle.dumps(())
 
 
@@ -182,11 +184,11 @@ class Pool:
         ranks = self._live()
         if ticket != self._under_way:
             raise ValueError(f"ticket: got {ticket}, which is not under way; allowed is {self._under_way}")
-        patience = self.timeout if timeout is None else timeout
+        timeout = self.timeout if timeout is None else timeout
         try:
-            call = _await_answers(ranks, ticket, patience)
+            call = _await_answers(ranks, ticket, timeout)
             failed = bool(call.waiting or call.raised or call.died)
-            failure = _diagnose(ranks, ticket, call, patience) if failed else None
+            failure = _diagnose(ranks, ticket, call, timeout) if failed else None
         except BaseException as error:  # Ctrl-C, a result that cannot be unpickled: the call's remains must not linger
             self._start_after(error)
             raise
@@ -256,22 +258,22 @@ def _qualified_name(function: Callable[..., Any]) -> str:
     return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"
 
 
-def _await_answers(ranks: RankSet, ticket: Ticket, patience: float) -> _Call:
-    """Take answers until all are there, a rank died, the grace after an exception is over, or patience is.
+def _await_answers(ranks: RankSet, ticket: Ticket, timeout: float) -> _Call:
+    """Take answers until all are there, a rank died, the grace after an exception is over, or the timeout is.
 
-    Patience is wall time, and a loaded machine may leave ranks without a processor for long: while one that has not
-    answered could run, patience is drawn out, up to BUSY times. Ranks that wait for each other could not.
+    The timeout is wall time, and a loaded machine may leave ranks without a processor for long: while one that has not
+    answered could run, the timeout is prolonged, up to BUSY times. Ranks that wait for each other could not.
     """
     call = _Call(set(range(ranks.world_size)))
     began = time.monotonic()
-    deadline, last = began + patience, began + BUSY * patience
+    deadline, last = began + timeout, began + BUSY * timeout
     while call.waiting and not call.died:
         events = ranks.events(max(0.0, deadline - time.monotonic()))
         if not events:
             call.waited = time.monotonic() - began
             if call.raised or time.monotonic() > last or not ranks.could_run(call.waiting):
                 break
-            deadline = time.monotonic() + patience / 4
+            deadline = time.monotonic() + timeout / 4
         for rank, dead in events:
             if not dead and rank in call.waiting:
                 _take_answer(ranks, call, rank, ticket.sequence)
@@ -298,7 +300,7 @@ def _take_answer(ranks: RankSet, call: _Call, rank: int, expected: int) -> None:
         call.raised[rank] = value
 
 
-def _diagnose(ranks: RankSet, ticket: Ticket, call: _Call, patience: float) -> RankFailure:
+def _diagnose(ranks: RankSet, ticket: Ticket, call: _Call, timeout: float) -> RankFailure:
     """The failure, with where every rank stands: the ranks must still be as the failure left them."""
     stacks = ranks.stacks(call.waiting | call.died)
     if call.raised or call.died:
@@ -319,8 +321,8 @@ def _diagnose(ranks: RankSet, ticket: Ticket, call: _Call, patience: float) -> R
         headline = f"{name_ranks(who)} raised {where}: {call.raised[who[0]].headline}"
         mismatched = any(raised.mismatched for raised in call.raised.values())
         return MismatchedMessages(headline, states) if mismatched else RankError(headline, states)
-    longer = f", nor within {call.waited:.0f} s while it computed," if call.waited > 2 * patience else ""
-    return RankHang(f"no answer within {patience:g} s{longer} from {name_ranks(sorted(call.waiting))} {where}", states)
+    longer = f", nor within {call.waited:.0f} s while it computed," if call.waited > 2 * timeout else ""
+    return RankHang(f"no answer within {timeout:g} s{longer} from {name_ranks(sorted(call.waiting))} {where}", states)
 
 
 def _state(ranks: RankSet, call: _Call, rank: int, stacks: dict[int, str]) -> RankState:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
 
-# Only the pool decides that a rank hangs: it alone can show every rank's stack. So the group's patience is the longer.
+# Only the pool decides that a rank hangs: it alone can show every rank's stack. So the group's timeout is the longer.
 GROUP_TIMEOUT = datetime.timedelta(days=1)
 # A gloo group holds a socket to each other member; more groups than this, and the eldest is given up.
 MAX_SUBGROUPS = 32

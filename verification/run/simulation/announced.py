@@ -18,7 +18,7 @@ from verification.failures import BrokenContract
 from verification.run.simulation.in_flight import described
 
 
-class Promises:
+class Announced:
     """Of one rank, for the call under way."""
 
     def __init__(self, rank: str, outgoing: Sequence[Outgoing]) -> None:

@@ -13,7 +13,7 @@ from ring.comm.transport import Message
 Span = tuple[int, int, str]  # first byte, the byte after the last, label
 
 
-class Flight:
+class InFlight:
     """One end of a message, from its post to the end of its wait."""
 
     __slots__ = ("message", "batch", "bits", "expected", "partner", "delivered", "start", "stop")
@@ -24,7 +24,7 @@ class Flight:
         if scribble:
             self.bits.fill_(-1)  # every bit set: a NaN in any floating-point type
         self.expected = self.bits.clone()  # what the buffer must hold until the wait is over
-        self.partner: Flight | None = None
+        self.partner: InFlight | None = None
         self.delivered = False
         self.start, self.stop = span(message)
 
@@ -45,8 +45,8 @@ class Batch:
 
     number: int
     rank: int
-    sends: list[Flight] = field(default_factory=list)
-    receives: list[Flight] = field(default_factory=list)
+    sends: list[InFlight] = field(default_factory=list)
+    receives: list[InFlight] = field(default_factory=list)
     open: int = 0  # flights without which `wait` cannot return
     landing: int = 0  # of these, the receives: those without which `arrive` cannot
     arriving: bool = False  # the rank is in `arrive`

@@ -11,7 +11,7 @@ import torch
 
 from ring.comm.transport import Message, Outgoing, OwnBuffers, Pending
 from verification.failures import BrokenContract
-from verification.run.simulation.announced import Promises
+from verification.run.simulation.announced import Announced
 from verification.run.simulation.in_flight import Batch, described, overlap, span
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class SimulatedTransport(OwnBuffers):
         self._meetings = 0
         self._calls = 0
         self._told: dict[Hashable, list[Outgoing]] = {}
-        self._promises: Promises | None = None
+        self._announced: Announced | None = None
 
     def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
         simulation = self._simulation
@@ -41,12 +41,12 @@ class SimulatedTransport(OwnBuffers):
         self._calls += 1
         if key not in self._told:  # else the first call of the kind told, and is held against this one too
             self._told[key] = outgoing()
-        self._promises = Promises(simulation.name(self.rank), self._told[key])
+        self._announced = Announced(simulation.name(self.rank), self._told[key])
 
     def empty(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         buffer = super().empty(name, shape, dtype, device)
-        if self._promises is not None:
-            self._promises.made(name, buffer)
+        if self._announced is not None:
+            self._announced.made(name, buffer)
         return buffer
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
@@ -55,8 +55,8 @@ class SimulatedTransport(OwnBuffers):
         batch = Batch(self._posted, self.rank)
         self._posted += 1
         self._check(sends, receives)
-        if self._promises is not None:
-            self._promises.keep(sends)
+        if self._announced is not None:
+            self._announced.keep(sends)
         self._batches.append(batch)
         simulation.launch(batch, sends, receives)
         return _Handle(self, batch)

@@ -39,7 +39,7 @@ from verification.failures import (
     RankState,
     name_ranks,
 )
-from verification.run.simulation.in_flight import Batch, Flight, described
+from verification.run.simulation.in_flight import Batch, InFlight, described
 from verification.run.simulation.scheduler import Scheduler
 from verification.run.simulation.simulated_transport import SimulatedTransport
 from verification.wording import counted
@@ -57,8 +57,8 @@ class Simulation:
         self.scheduler = Scheduler(size, seed)
         self.buffered = self.scheduler.random.random() < 0.25  # sends complete before their receive is posted
         self.transports = [SimulatedTransport(self, rank) for rank in range(size)]
-        self._sends: dict[tuple[int, int], deque[Flight]] = {}  # posted, not met by a receive: (from, to)
-        self._receives: dict[tuple[int, int], deque[Flight]] = {}
+        self._sends: dict[tuple[int, int], deque[InFlight]] = {}  # posted, not met by a receive: (from, to)
+        self._receives: dict[tuple[int, int], deque[InFlight]] = {}
         self._assemblies: list[_Assembly] = []
         self.calls: list[Hashable] = []  # kinds of the calls that were prepared, in order
         self._waiting: dict[int, Batch | _Assembly] = {}
@@ -96,8 +96,8 @@ class Simulation:
 
     def launch(self, batch: Batch, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         """Take a batch off a rank's hands: match its messages with those that wait for them."""
-        batch.receives = [Flight(message, batch, scribble=True) for message in receives]
-        batch.sends = [Flight(message, batch, scribble=False) for message in sends]
+        batch.receives = [InFlight(message, batch, scribble=True) for message in receives]
+        batch.sends = [InFlight(message, batch, scribble=False) for message in sends]
         batch.landing = len(batch.receives)
         batch.open = batch.landing + (0 if self.buffered else len(batch.sends))
         for flight in batch.receives:
@@ -107,9 +107,9 @@ class Simulation:
 
     def _meet(
         self,
-        flight: Flight,
-        partners: dict[tuple[int, int], deque[Flight]],
-        own: dict[tuple[int, int], deque[Flight]],
+        flight: InFlight,
+        partners: dict[tuple[int, int], deque[InFlight]],
+        own: dict[tuple[int, int], deque[InFlight]],
         road: tuple[int, int],
     ) -> None:
         waiting = partners.get(road)
@@ -144,13 +144,13 @@ class Simulation:
                 f"which there meets the receive of {described(receive)}"
             )
 
-    def _deliver(self, send: Flight, receive: Flight) -> None:
+    def _deliver(self, send: InFlight, receive: InFlight) -> None:
         """Read the one buffer, write the other: at any time between both posts and the end of either wait."""
         self._check_send(send)
         self._fill(receive, send.expected)
         send.delivered = True
 
-    def _fill(self, receive: Flight, bits: torch.Tensor) -> None:
+    def _fill(self, receive: InFlight, bits: torch.Tensor) -> None:
         self._check_receive(receive)
         receive.bits.copy_(bits)
         receive.expected, receive.delivered = bits, True
@@ -177,14 +177,14 @@ class Simulation:
         for flight in (*batch.sends, *batch.receives):
             flight.let_go()
 
-    def _check_send(self, flight: Flight) -> None:
+    def _check_send(self, flight: InFlight) -> None:
         if not flight.batch.over and not flight.intact:
             raise BrokenContract(
                 f"{self.name(flight.batch.rank)} changed the send buffer of {described(flight.message)} "
                 f"to {self.name(flight.message.peer)} before its wait was over"
             )
 
-    def _check_receive(self, flight: Flight) -> None:
+    def _check_receive(self, flight: InFlight) -> None:
         if not flight.intact:
             raise BrokenContract(
                 f"{self.name(flight.batch.rank)} wrote to the receive buffer of {described(flight.message)} "

@@ -1,8 +1,8 @@
-"""The processes that torchrun started: each is a seat that keeps one rank, a process of its own, and serves rank 0's.
+"""The processes that torchrun started: each is an agent that keeps one rank, a process of its own, and serves rank 0's.
 
 A rank that hangs in a kernel or in NCCL can neither say where it stands nor be used again; the process beside it can
-take its stack, end it and start another in its place. Seat 0 is the process that draws and judges as well
-(`verification.run.torchrun.ranks`). Seats talk over sockets of their own, which they find through torchrun's store:
+take its stack, end it and start another in its place. Agent 0 is the process that draws and judges as well
+(`verification.run.torchrun.ranks`). Agents talk over sockets of their own, which they find through torchrun's store:
 neither the group under test nor the store carries a call.
 """
 
@@ -26,8 +26,8 @@ from verification.run.processes.rendezvous import Meeting, Membership
 from verification.run.processes.worker import PoolError, Ranks
 
 NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-JOIN_TIMEOUT = 60.0  # seconds for all seats to come
-_ADDRESS = "verification/seat 0"
+JOIN_TIMEOUT = 60.0  # seconds for all agents to come
+_ADDRESS = "verification/agent 0"
 _TERMINATED = 128 + signal.SIGTERM  # a shell's word for it
 
 
@@ -72,7 +72,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Hello:
-    """What a seat says of itself when it comes."""
+    """What an agent says of itself when it comes."""
 
     rank: int
     pid: int
@@ -83,7 +83,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class Orders:
-    """What a seat must know to start a rank of a generation."""
+    """What an agent must know to start a rank of a generation."""
 
     generation: int
     world_size: int
@@ -95,7 +95,7 @@ class Orders:
 
 
 def listen(place: Place, store: Store) -> tuple[socket.socket, str]:
-    """Rank 0's end: a listening socket, and the word by which a seat shows that it belongs here."""
+    """Rank 0's end: a listening socket, and the word by which an agent shows that it belongs here."""
     # The address by which this machine reaches the store is one by which the others reach this machine.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((place.host, place.port))
@@ -106,8 +106,8 @@ def listen(place: Place, store: Store) -> tuple[socket.socket, str]:
     return listener, word
 
 
-def take_seat(place: Place, store: Store) -> Connection:
-    """A connection to rank 0, to which this seat has introduced itself."""
+def connect(place: Place, store: Store) -> Connection:
+    """A connection to rank 0, to which this agent has introduced itself."""
     address, port, word = store.get(_ADDRESS).decode().split()
     with socket.create_connection((address, int(port)), timeout=JOIN_TIMEOUT) as end:
         end.settimeout(None)
@@ -119,7 +119,7 @@ def take_seat(place: Place, store: Store) -> Connection:
     return connection
 
 
-class Seat:
+class Agent:
     """Serves rank 0 until it says good-bye or is gone.
 
     From rank 0 come (what, number, argument), to it go (what, generation or number, value): a reply has the number of

@@ -1,8 +1,8 @@
 """The verification on the processes that torchrun started: rank 0 draws and judges, each process keeps one rank.
 
-`TorchrunBackend` is a `verification.run.backends.Backend` like the others: Hunt, laws and replay run on it unchanged,
+`TorchrunBackend` is a `verification.run.backends.Backend` like the others: Search, laws and replay run on it unchanged,
 and what fails is shrunk in the simulation. Ranks that crashed or hung are named, shown and replaced
-(`verification.run.processes.pool`); only the loss of a process that torchrun itself started ends the run: `SeatLost`.
+(`verification.run.processes.pool`); only the loss of a process that torchrun itself started ends the run: `AgentLost`.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from verification.run.backends import PRELOAD, GlooBackend, Preparation, SimBack
 from verification.run.processes.pool import START_TIMEOUT, Pool, PoolError, RankSet
 from verification.run.processes.rendezvous import Meeting
 from verification.run.processes.worker import LOOK_EVERY, LOOKS, STACK_TIMEOUT, limit_sends
-from verification.run.torchrun.agents import JOIN_TIMEOUT, Hello, Orders, Place, Seat, listen, take_seat, vanish
+from verification.run.torchrun.agents import JOIN_TIMEOUT, Agent, Hello, Orders, Place, connect, listen, vanish
 from verification.wording import counted
 
-__all__ = ["SeatLost", "Table", "TorchrunBackend", "Workshop"]
+__all__ = ["AgentLost", "Agents", "ShrinkBackend", "TorchrunBackend"]
 
-SLACK = 2.0  # seconds that a seat may take beyond what its rank may
-FAREWELL = 10.0  # seconds for all seats to end their ranks and go
+SLACK = 2.0  # seconds that an agent may take beyond what its rank may
+FAREWELL = 10.0  # seconds for all agents to end their ranks and go
 LEAVE = 1.0  # seconds for those that torchrun told to leave to say so
 
 
-class SeatLost(BaseException):
+class AgentLost(BaseException):
     """A process that torchrun started is gone, or torchrun ends them all. No `Exception`: no example is to be shrunk
     for it, and nothing can be run after it. ranks: of the processes that are gone, none if that is not known.
     """
@@ -48,15 +48,15 @@ class SeatLost(BaseException):
         )
 
 
-class Table:
-    """Rank 0's end of the connections to all seats, its own among them."""
+class Agents:
+    """Rank 0's end of the connections to all agents, its own among them."""
 
     def __init__(self, place: Place) -> None:
-        """Returns when all seats are taken. Raises Unavailable naming those that are not within a minute."""
+        """Returns when all agents are taken. Raises Unavailable naming those that are not within a minute."""
         self.place = place
         self.generation = 0
         self.ending = False
-        self.loss: SeatLost | None = None
+        self.loss: AgentLost | None = None
         self.answers: list[deque[tuple[int, int, bytes]]] = [deque() for _ in range(place.world_size)]
         self.exits: dict[int, int | None] = {}
         self._replies: dict[int, dict[int, Any]] = {}
@@ -67,7 +67,7 @@ class Table:
         self._bell, self._rings = os.pipe()
         self._store = place.store()
         listener, word = listen(place, self._store)
-        own = threading.Thread(target=lambda: Seat(place, take_seat(place, self._store)).serve(), daemon=True)
+        own = threading.Thread(target=lambda: Agent(place, connect(place, self._store)).serve(), daemon=True)
         own.start()
         self._connections: dict[int, Connection] = {}
         self.hellos: dict[int, Hello] = {}
@@ -117,8 +117,8 @@ class Table:
             os.write(self._rings, b"!")
 
     def heed(self) -> None:
-        """Raises SeatLost if torchrun has told all processes to leave or, once more, where a seat was lost before; and
-        KeyboardInterrupt, once, after an interrupt.
+        """Raises AgentLost if torchrun has told all processes to leave or, once more, where an agent was lost
+        before; and KeyboardInterrupt, once, after an interrupt.
         """
         if self.loss is None and self._told:
             self.lose(self._culprits())
@@ -129,7 +129,7 @@ class Table:
             raise KeyboardInterrupt
 
     def send(self, ranks: Iterable[int], what: str, number: int, arguments: Iterable[Any]) -> None:
-        """Raises SeatLost as `heed` does."""
+        """Raises AgentLost as `heed` does."""
         self.heed()
         self._send(ranks, what, number, arguments)
 
@@ -140,7 +140,7 @@ class Table:
                 self._connections[rank].send((what, number, argument))
 
     def ask(self, ranks: Collection[int], what: str, argument: Any, timeout: float) -> dict[int, Any]:
-        """The replies that came in time, by rank. Raises SeatLost."""
+        """The replies that came in time, by rank. Raises AgentLost."""
         self._questions += 1
         number = self._questions
         found = self._replies[number] = {}
@@ -151,20 +151,20 @@ class Table:
         return self._replies.pop(number)
 
     def pump(self, timeout: float) -> None:
-        """Take what the seats have to say: at least one message, unless the timeout is over first. Raises SeatLost."""
+        """Take what the agents have sent: at least one message, unless the timeout is over first. Raises AgentLost."""
         self.heed()
         lost = self._take(timeout)
         if lost:
             raise self.lose(lost)
         self.heed()
 
-    def lose(self, ranks: Collection[int]) -> SeatLost:
-        """What to raise: these seats are gone, and nothing can be run any more."""
-        self.ending, self.loss = True, SeatLost(ranks)
+    def lose(self, ranks: Collection[int]) -> AgentLost:
+        """What to raise: these agents are gone, and nothing can be run any more."""
+        self.ending, self.loss = True, AgentLost(ranks)
         return self.loss
 
     def _take(self, timeout: float) -> set[int]:
-        """The ranks whose seats are gone and did not say that they were told to leave."""
+        """The ranks whose agents are gone and did not say that they were told to leave."""
         ranks = {connection: rank for rank, connection in self._connections.items()}
         lost = set()
         for ready in wait([*ranks, self._bell], timeout):
@@ -225,23 +225,23 @@ class Table:
                 del self._connections[ranks[ready]]
 
 
-class SeatedRanks:
-    """The ranks of the first so many seats: a `verification.run.processes.pool.RankSet`."""
+class AgentRanks:
+    """The ranks of the first so many agents: a `verification.run.processes.pool.RankSet`."""
 
-    def __init__(self, table: Table, world_size: int, timeout: float, joined_by: str) -> None:
+    def __init__(self, agents: Agents, world_size: int, timeout: float, joined_by: str) -> None:
         self.world_size = world_size
-        self._table, self._timeout, self._joined_by = table, timeout, joined_by
+        self._agents, self._timeout, self._joined_by = agents, timeout, joined_by
         self._all = range(world_size)
         self.pids: tuple[int, ...] = ()
 
     def start(self) -> None:
-        table, place = self._table, self._table.place
-        table.renew()
-        meeting = Meeting(host=place.host, port=place.port, prefix=f"verification/generation {table.generation}")
+        agents, place = self._agents, self._agents.place
+        agents.renew()
+        meeting = Meeting(host=place.host, port=place.port, prefix=f"verification/generation {agents.generation}")
         orders = Orders(
-            table.generation, self.world_size, meeting, PRELOAD, self._joined_by, table.one_machine, self._timeout
+            agents.generation, self.world_size, meeting, PRELOAD, self._joined_by, agents.one_machine, self._timeout
         )  # fmt: skip
-        started = table.ask(self._all, "start", orders, START_TIMEOUT)
+        started = agents.ask(self._all, "start", orders, START_TIMEOUT)
         for rank in self._all:
             _, error = started.get(rank, (0, f"its process gave no answer in {START_TIMEOUT:.0f} s"))
             if error:
@@ -249,99 +249,101 @@ class SeatedRanks:
         self.pids = tuple(started[rank][0] for rank in self._all)
 
     def send(self, messages: Sequence[bytes]) -> None:
-        self._table.send(self._all, "call", self._table.generation, messages)
+        self._agents.send(self._all, "call", self._agents.generation, messages)
 
     def events(self, timeout: float) -> list[tuple[int, bool]]:
         """Answers before deaths; a death is told again and again, as `Ranks.events` does."""
-        self._table.pump(0.0)
+        self._agents.pump(0.0)
         if not self._events():
-            self._table.pump(timeout)
+            self._agents.pump(timeout)
         return self._events()
 
     def _events(self) -> list[tuple[int, bool]]:
-        table = self._table
-        return [(r, False) for r in self._all if table.answers[r]] + [(r, True) for r in self._all if r in table.exits]
+        agents = self._agents
+        return [(r, False) for r in self._all if agents.answers[r]] + [
+            (r, True) for r in self._all if r in agents.exits
+        ]
 
     def receive(self, rank: int) -> tuple[int, int, bytes] | None:
-        answers = self._table.answers[rank]
+        answers = self._agents.answers[rank]
         return answers.popleft() if answers else None
 
     def has_answer(self, rank: int, timeout: float) -> bool:
         deadline = time.monotonic() + timeout
-        self._table.pump(0.0)
-        while not self._table.answers[rank] and rank not in self._table.exits:
+        self._agents.pump(0.0)
+        while not self._agents.answers[rank] and rank not in self._agents.exits:
             if (left := deadline - time.monotonic()) <= 0:
                 return False
-            self._table.pump(left)
+            self._agents.pump(left)
         return True
 
     def is_dead(self, rank: int) -> bool:
-        return rank in self._table.exits
+        return rank in self._agents.exits
 
     def exit_code(self, rank: int) -> int | None:
-        return self._table.exits.get(rank)
+        return self._agents.exits.get(rank)
 
     def stacks(self, ranks: Collection[int]) -> dict[int, str]:
-        found = self._table.ask(ranks, "stacks", None, STACK_TIMEOUT + SLACK) if ranks else {}
+        found = self._agents.ask(ranks, "stacks", None, STACK_TIMEOUT + SLACK) if ranks else {}
         return {rank: found.get(rank, "") for rank in ranks}
 
     def could_run(self, ranks: Collection[int]) -> bool:
         """On GPUs never: who waits for a GPU spins, and looks as if he computed."""
         if self._joined_by == "nccl":
             return False
-        return any(self._table.ask(ranks, "could run", None, LOOKS * LOOK_EVERY + SLACK).values())
+        return any(self._agents.ask(ranks, "could run", None, LOOKS * LOOK_EVERY + SLACK).values())
 
     def end(self) -> None:
-        if not self._table.ending:  # else they have been told, or cannot be
-            self._table.ask(self._all, "end", None, SLACK + STACK_TIMEOUT)
+        if not self._agents.ending:  # else they have been told, or cannot be
+            self._agents.ask(self._all, "end", None, SLACK + STACK_TIMEOUT)
 
 
 class TorchrunPool(Pool):
-    """A pool whose ranks are in the seats' care."""
+    """A pool whose ranks are in the agents' care."""
 
-    def __init__(self, table: Table, world_size: int, *, timeout: float, joined_by: str) -> None:
-        self._table = table
+    def __init__(self, agents: Agents, world_size: int, *, timeout: float, joined_by: str) -> None:
+        self._agents = agents
         super().__init__(world_size, timeout=timeout, preload=PRELOAD, joined_by=joined_by)
 
     def _new_ranks(self) -> RankSet:
-        return SeatedRanks(self._table, self.world_size, self.timeout, self._joined_by)
+        return AgentRanks(self._agents, self.world_size, self.timeout, self._joined_by)
 
 
-class Workshop(SimBackend):
-    """A simulation, beside the seats, that ends when they do."""
+class ShrinkBackend(SimBackend):
+    """A simulation, beside the agents, that ends when they do."""
 
-    def __init__(self, table: Table, prepare: Preparation | None) -> None:
+    def __init__(self, agents: Agents, prepare: Preparation | None) -> None:
         super().__init__(prepare=prepare)
-        self._table = table
+        self._agents = agents
 
     def submit(self, task: Task, case: Case, *arguments: Any) -> None:
-        self._table.heed()
+        self._agents.heed()
         super().submit(task, case, *arguments)
 
 
 class TorchrunBackend(GlooBackend):
     """The ranks that torchrun started, or the first so many of them. name: "gloo" or "nccl", what joins them."""
 
-    def __init__(self, table: Table, name: str, patience: float, prepare: Preparation | None = None) -> None:
-        super().__init__(patience, prepare)
+    def __init__(self, agents: Agents, name: str, timeout: float, prepare: Preparation | None = None) -> None:
+        super().__init__(timeout, prepare)
         self.name = name
-        self.table = table
+        self.agents = agents
         self.last: Case | dict[str, Any] | None = None  # what is, or was last, under way: a Case, or how it is saved
 
     def start(self, world: int) -> None:
         """Ranks that are there and well are kept."""
-        there = self.table.place.world_size
+        there = self.agents.place.world_size
         if world > there:
             raise Unavailable(f"{world} ranks are needed, torchrun started {there}: --nproc-per-node={world}")
         if self.name == "nccl":
-            seats = [self.table.hellos[rank] for rank in range(world)]
-            without = [seat.rank for seat in seats if seat.gpus <= seat.local_rank]
+            agents = [self.agents.hellos[rank] for rank in range(world)]
+            without = [agent.rank for agent in agents if agent.gpus <= agent.local_rank]
             if without:
                 raise Unavailable(f"there is no GPU for {name_ranks(without)}: NCCL needs one for each rank")
         if self._pool is None or self._pool.world_size != world:
             self.close()
             try:
-                self._pool = TorchrunPool(self.table, world, timeout=self.patience, joined_by=self.name)
+                self._pool = TorchrunPool(self.agents, world, timeout=self.timeout, joined_by=self.name)
             except PoolError as error:
                 raise Unavailable(f"the {counted(world, 'rank')} could not be started: {error}") from error
 
@@ -349,9 +351,9 @@ class TorchrunBackend(GlooBackend):
         self.last = case
         super().submit(task, case, *arguments)
 
-    def run(self, function: Callable[..., Any], *arguments: Any, patience: float) -> list[Any]:
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout: float) -> list[Any]:
         """`function(*arguments)` in every rank, and what each returned. Raises what `collect` does."""
         try:
-            return self.prepared().run(function, *arguments, timeout=patience)
+            return self.prepared().run(function, *arguments, timeout=timeout)
         except PoolError as error:
             raise Unavailable(str(error)) from error

@@ -147,7 +147,7 @@ def test_a_hang_in_python_shows_its_stack(pools: Pools, tmp_path: Path, world: i
     assert "no answer within 0.2 s from rank 0" in failure.headline
 
 
-def test_a_rank_that_computes_for_longer_than_patience_does_not_hang(pools: Pools) -> None:
+def test_a_rank_that_computes_for_longer_than_the_timeout_does_not_hang(pools: Pools) -> None:
     (spent,) = pools(1).run(compute_for, 0.4, timeout=0.3)
     assert spent >= 0.4
 

@@ -125,8 +125,8 @@ def plant_exception() -> None:
     Accumulator.merge = merge  # type: ignore[method-assign, assignment]
 
 
-def failure_of(prepare: Callable[[], None], case: Case, patience: float = 10.0) -> RankFailure:
-    backend = SimBackend(patience, prepare)
+def failure_of(prepare: Callable[[], None], case: Case, timeout: float = 10.0) -> RankFailure:
+    backend = SimBackend(timeout, prepare)
     backend.start(case.world)
     try:
         with pytest.raises(RankFailure) as caught:
@@ -137,7 +137,7 @@ def failure_of(prepare: Callable[[], None], case: Case, patience: float = 10.0) 
 
 
 def test_a_deadlock_of_the_ring_is_reported_without_waiting() -> None:
-    failure = failure_of(plant_receive_first, plain(8, tokens=16), patience=600.0)
+    failure = failure_of(plant_receive_first, plain(8, tokens=16), timeout=600.0)
     assert isinstance(failure, Deadlock) and failure.headline.startswith("deadlock of 8 ranks: rank 0 waits for rank 7")
     assert "to send 'keys and values 1'" in str(failure) and "in arrivals" in str(failure), "the stack is there"
     for state in failure.states:
@@ -156,7 +156,7 @@ def test_a_buffer_in_use_that_is_filled_again_is_named() -> None:
 
 def test_an_endless_loop_is_a_hang() -> None:
     started = time.perf_counter()
-    failure = failure_of(plant_endless_loop, plain(2), patience=1.0)
+    failure = failure_of(plant_endless_loop, plain(2), timeout=1.0)
     assert type(failure) is RankHang and "ring_attention" in str(failure)
     assert time.perf_counter() - started < 30
 

@@ -27,7 +27,7 @@ from verification.problems import links, long_problems
 from verification.report.report import Report
 from verification.run.rank import observe
 from verification.run.torchrun.agents import NotUnderTorchrun, Place
-from verification.run.torchrun.ranks import SeatLost, Table, Workshop
+from verification.run.torchrun.ranks import AgentLost, Agents, ShrinkBackend
 
 ROOT = Path(__file__).resolve().parents[4]
 SCRIPT, PROGRAM = ROOT / "scripts/validate_nccl.py", ROOT / "tests/support/torchrun_program.py"
@@ -203,68 +203,68 @@ def test_a_long_problem_that_is_wrong_is_found_and_replayed(tmp_path: Path) -> N
 
 
 @pytest.fixture
-def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[Table]:
-    """With the one seat of a world of one."""
+def agents(monkeypatch: pytest.MonkeyPatch) -> Iterator[Agents]:
+    """With the one agent of a world of one."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    table = Table(Place(rank=0, local_rank=0, world_size=1, host="127.0.0.1", port=port, served=False))
-    yield table
+    found = Agents(Place(rank=0, local_rank=0, world_size=1, host="127.0.0.1", port=port, served=False))
+    yield found
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # the farewell is for a process that ends
-    table.farewell(0)
+    found.farewell(0)
 
 
-def test_the_word_to_leave_is_heard_where_a_seat_is_next_turned_to(table: Table) -> None:
+def test_the_word_to_leave_is_heard_when_an_agent_is_next_spoken_to(agents: Agents) -> None:
     turns: list[Callable[[], Any]] = [
-        lambda: table.pump(0.0),
-        lambda: table.send([0], "end", 1, [None]),
-        lambda: table.ask([0], "stacks", None, PLENTY),
-        lambda: Workshop(table, None).submit(observe, plain(2)),
+        lambda: agents.pump(0.0),
+        lambda: agents.send([0], "end", 1, [None]),
+        lambda: agents.ask([0], "stacks", None, PLENTY),
+        lambda: ShrinkBackend(agents, None).submit(observe, plain(2)),
     ]
-    assert table.ask([0], "stacks", None, PLENTY) == {0: ""}
-    table.told_to_leave()
+    assert agents.ask([0], "stacks", None, PLENTY) == {0: ""}
+    agents.told_to_leave()
     for turn in turns:
-        with pytest.raises(SeatLost, match="torchrun ends all its processes"):
+        with pytest.raises(AgentLost, match="torchrun ends all its processes"):
             turn()
-    table.told_to_leave()  # a second time, while the first is being recorded
+    agents.told_to_leave()  # a second time, while the first is being recorded
 
 
-def test_the_word_to_leave_wakes_who_waits_for_a_seat(table: Table) -> None:
-    threading.Timer(0.2, table.told_to_leave).start()
-    with pytest.raises(SeatLost, match="torchrun ends all its processes"):
-        table.pump(PLENTY)
+def test_the_word_to_leave_wakes_who_waits_for_an_agent(agents: Agents) -> None:
+    threading.Timer(0.2, agents.told_to_leave).start()
+    with pytest.raises(AgentLost, match="torchrun ends all its processes"):
+        agents.pump(PLENTY)
 
 
-def test_an_interrupt_is_heeded_once_where_a_seat_is_next_turned_to(table: Table) -> None:
+def test_an_interrupt_is_heeded_once_when_an_agent_is_next_spoken_to(agents: Agents) -> None:
     turns: list[Callable[[], Any]] = [
-        lambda: table.pump(0.0),
-        lambda: table.send([0], "end", 1, [None]),
-        lambda: table.ask([0], "stacks", None, PLENTY),
-        lambda: Workshop(table, None).submit(observe, plain(2)),
+        lambda: agents.pump(0.0),
+        lambda: agents.send([0], "end", 1, [None]),
+        lambda: agents.ask([0], "stacks", None, PLENTY),
+        lambda: ShrinkBackend(agents, None).submit(observe, plain(2)),
     ]
     for turn in turns:
-        table.interrupted()
-        table.interrupted()  # an impatient user's
+        agents.interrupted()
+        agents.interrupted()  # an impatient user's
         with pytest.raises(KeyboardInterrupt):
             turn()
-        assert table.ask([0], "stacks", None, PLENTY) == {0: ""}
-    table.interrupted()
-    table.told_to_leave()
-    with pytest.raises(SeatLost):
-        table.heed()
+        assert agents.ask([0], "stacks", None, PLENTY) == {0: ""}
+    agents.interrupted()
+    agents.told_to_leave()
+    with pytest.raises(AgentLost):
+        agents.heed()
 
 
-def test_an_interrupt_wakes_who_waits_for_a_seat(table: Table) -> None:
-    threading.Timer(0.2, table.interrupted).start()
+def test_an_interrupt_wakes_who_waits_for_an_agent(agents: Agents) -> None:
+    threading.Timer(0.2, agents.interrupted).start()
     with pytest.raises(KeyboardInterrupt):
-        table.pump(PLENTY)
+        agents.pump(PLENTY)
 
 
-def test_who_is_gone_is_named_though_torchrun_then_ends_the_others(table: Table) -> None:
-    with pytest.raises(SeatLost, match="the process that torchrun started for rank 0 is gone"):
-        raise table.lose([0])
-    table.told_to_leave()
-    with pytest.raises(SeatLost, match="the process that torchrun started for rank 0 is gone"):
-        table.heed()
+def test_who_is_gone_is_named_though_torchrun_then_ends_the_others(agents: Agents) -> None:
+    with pytest.raises(AgentLost, match="the process that torchrun started for rank 0 is gone"):
+        raise agents.lose([0])
+    agents.told_to_leave()
+    with pytest.raises(AgentLost, match="the process that torchrun started for rank 0 is gone"):
+        agents.heed()
 
 
 # --- what cannot be carried out ---------------------------------------------------------------------------------------
@@ -305,8 +305,8 @@ def test_an_environment_without_torchrun_is_named() -> None:
 @pytest.mark.parametrize("last", [None, {"long": {"world": 2}}, plain(2)], ids=("nothing", "long", "Case"))
 def test_what_was_under_way_is_saved_as_what_it_is(tmp_path: Path, last: Any) -> None:
     report = Report(Console(quiet=True))
-    table: Any = SimpleNamespace(name="gloo", last=last, table=SimpleNamespace(place=SimpleNamespace(world_size=2)))
-    validate._record_loss(SeatLost({1}), report, table, tmp_path)
+    backend: Any = SimpleNamespace(name="gloo", last=last, agents=SimpleNamespace(place=SimpleNamespace(world_size=2)))
+    validate._record_loss(AgentLost({1}), report, backend, tmp_path)
     ((failure,), saved) = report.failures, {} if last is None else last
     wanted = json.loads(saved.to_json()) if isinstance(saved, Case) else saved
     assert failure.record == wanted and json.loads(failure.file.read_text()) == wanted
