@@ -237,7 +237,7 @@ assert fit.low[1] < constant < fit.high[1]
 # ## More ranks than this machine has: simulated, up to 64
 #
 # All ranks live in one process and take turns (`verification.run.simulation.simulation`). Communication buffers are
-# counted by `ring.comm.exchange.measure` and must equal the closed form *to the byte*, on every rank, forward and
+# counted by `ring.comm.buffer_memory.measure` and must equal the closed form *to the byte*, on every rank, forward and
 # backward. For `ring` and `direct` live tensors are counted as well, outside the simulated network, which keeps copies
 # of its own. (That network holds on to what `gather` landed until the last rank is through, so for `gather` only the
 # buffers are counted.)
@@ -255,13 +255,13 @@ class Aside:
             pending = self._transport.post(sends, receives)
         return Waited(pending)
 
-    def unanimous(self, payload: bytes) -> bool:
+    def all_equal(self, payload: bytes) -> bool:
         with _disable_current_modes():
-            return self._transport.unanimous(payload)
+            return self._transport.all_equal(payload)
 
-    def collect(self, payload: bytes) -> list[bytes]:
+    def all_gather(self, payload: bytes) -> list[bytes]:
         with _disable_current_modes():
-            return self._transport.collect(payload)
+            return self._transport.all_gather(payload)
 
     def prepare(self, key: object, outgoing: object) -> None:
         gc.collect()  # messages of the call before refer to each other, and so to its buffers

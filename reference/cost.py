@@ -131,14 +131,14 @@ class Setting:
 
     @cached_property
     def ending(self) -> Ints:
-        """(p, p): slots of rank [s] whose travel is exactly [t]; column 0 is those that stay at home."""
+        """(p, p): slots of rank [s] whose travel is exactly [t]; column 0: those that stay with their owner."""
         p, total = self.world, np.zeros(self.world**2, np.int64)
         for need in self.needs:
             total += np.bincount(self.owner * p + need.travel, need.width, p * p).astype(np.int64)
         return total.reshape(p, p)
 
     @cached_property
-    def visiting(self) -> Ints:
+    def in_flight(self) -> Ints:
         """(p, p): slots of rank [s] whose travel is at least [t]: what arrives at rank s + t."""
         return np.cumsum(self.ending[:, ::-1], axis=1)[:, ::-1]
 
@@ -217,7 +217,7 @@ def sent(setting: Setting, exchange: str, narrow: bool = False) -> Traffic:
 
     direct  d receives from s the slots that it needs; their gradients go the same way back.
     ring    a slot goes r -> r+1 `travel` times. Its gradient starts at the first rank visited, follows it for
-            travel - 1 hops, and goes straight home from the last: `travel` messages as well.
+            travel - 1 hops, and the last of them returns it to its owner: `travel` messages as well.
     gather  every shard, all rows and heads, to every other rank; its gradients back from every other rank.
     """
     p, ranks = setting.world, np.arange(setting.world)
@@ -225,9 +225,9 @@ def sent(setting: Setting, exchange: str, narrow: bool = False) -> Traffic:
         keys, gradients = np.zeros((2, p, p), np.int64)
         for t in range(1, p):
             before, here = (ranks + t - 1) % p, (ranks + t) % p
-            keys[before, here] += setting.visiting[:, t]
+            keys[before, here] += setting.in_flight[:, t]
             if t > 1:
-                gradients[before, here] += setting.visiting[:, t]
+                gradients[before, here] += setting.in_flight[:, t]
             gradients[here, ranks] += setting.ending[:, t]
     elif exchange == "direct":
         keys, gradients = setting.slots, setting.slots.T
@@ -248,14 +248,14 @@ def known(exchange: str) -> str:
 class Buffers:
     """Bytes of communication buffers per rank, each (p,)."""
 
-    landings: Ints  # keys and values received, working type
-    outbox: Ints  # own keys and values packed, working type
-    gradients: Ints  # gradients of what landed, in the type in which they travel; backward only
-    returned: Ints  # gradients that come home, likewise
+    receive: Ints  # keys and values received, working type
+    send: Ints  # own keys and values that are sent, working type
+    gradients: Ints  # gradients of what was received, in the type in which they travel; backward only
+    returned: Ints  # gradients that are returned to their owner, likewise
 
     @property
     def forward(self) -> Ints:
-        return self.landings + self.outbox
+        return self.receive + self.send
 
     @property
     def backward(self) -> Ints:
@@ -269,48 +269,48 @@ def buffers(setting: Setting, exchange: str, bucket: int, narrow: bool = False) 
     With cap = bucket * Hk slots, most = cap + W - 1, v(s, t) = slots of s with travel >= t, e(s, t) = those
     with travel == t, n_r = rows of rank r; in slots of rank d:
 
-                 landing                       outbox                      returned
-        ring     max_t min(v(d-t, t), most)    min(v(d, 1), most)          landing + max_t min(e(d, t), most)
-        direct   max over rounds, sum over     the same, over what         as the outbox
+                 receive                       send                        returned
+        ring     max_t min(v(d-t, t), most)    min(v(d, 1), most)          receive + max_t min(e(d, t), most)
+        direct   max over rounds, sum over     the same, over what         as send
                  distances of the slots        rank d serves in
                  taken (<= most if cut)        the round
         gather   Hk * (n - n_d)                Hk * n_d                    (p - 1) * Hk * n_d
 
-    Forward: landings (two, so that one fills while the other is used; one for gather) and the outbox, in the
-    working type. Backward: the same again, and in the type of gradients on their way as many gradient buffers as
-    there are landings, and `returned`.
+    Forward: the receive buffers (two, so that one fills while the other is used; one for gather) and the send buffer,
+    in the working type. Backward: the same again, and in the type in which gradients travel as many gradient buffers
+    as receive buffers, and `returned`.
     """
-    one, outbox, returned = _boxes(setting, exchange, bucket)
+    receive, send, returned = _buffer_slots(setting, exchange, bucket)
     copies = 1 if exchange == "gather" else 2
     size, gradient_size = setting.slot_bytes(narrow)
-    return Buffers(copies * one * size, outbox * size, copies * one * gradient_size, returned * gradient_size)
+    return Buffers(copies * receive * size, send * size, copies * receive * gradient_size, returned * gradient_size)
 
 
-def landing(setting: Setting, exchange: str, bucket: int) -> Ints:
+def receive_slots(setting: Setting, exchange: str, bucket: int) -> Ints:
     """Slots (p,) of one receive buffer of each rank; times `slot_bytes` for bytes."""
-    return _boxes(setting, exchange, bucket)[0]
+    return _buffer_slots(setting, exchange, bucket)[0]
 
 
-def _boxes(setting: Setting, exchange: str, bucket: int) -> tuple[Ints, Ints, Ints]:
-    """The table of `buffers`: slots (p,) of landing, outbox, returned."""
+def _buffer_slots(setting: Setting, exchange: str, bucket: int) -> tuple[Ints, Ints, Ints]:
+    """The table of `buffers`: slots (p,) of a receive buffer, of the send buffer, and of `returned`."""
     p, ranks = setting.world, np.arange(setting.world)
     most = _cap(setting, bucket) + setting.widest - 1
     own = setting.counts * setting.kv_heads
-    landing, outbox, home = np.zeros((3, p), np.int64)
+    receive, send, ended = np.zeros((3, p), np.int64)
     if known(exchange) == "gather":
         return own.sum() - own, own if p > 1 else 0 * own, (p - 1) * own
     if exchange == "ring":
         for t in range(1, p):
-            landing = np.maximum(landing, np.minimum(setting.visiting[ranks - t, t], most))
-            home = np.maximum(home, np.minimum(setting.ending[:, t], most))
-        outbox = np.minimum(setting.visiting[:, 1:2].sum(axis=1), most)  # no column 1 where p is 1
-        return landing, outbox, landing + home
+            receive = np.maximum(receive, np.minimum(setting.in_flight[ranks - t, t], most))
+            ended = np.maximum(ended, np.minimum(setting.ending[:, t], most))
+        send = np.minimum(setting.in_flight[:, 1:2].sum(axis=1), most)  # no column 1 where p is 1
+        return receive, send, receive + ended
     taken = _by_distance(setting)  # (t, d)
     served = setting.slots[ranks, (ranks + ranks[:, None]) % p]  # (t, s)
     for distances, _ in rounds(setting, bucket):  # only what is cut can be more than `most`
-        landing = np.maximum(landing, np.minimum(taken[distances], most).sum(axis=0))
-        outbox = np.maximum(outbox, np.minimum(served[distances], most).sum(axis=0))
-    return landing, outbox, outbox
+        receive = np.maximum(receive, np.minimum(taken[distances], most).sum(axis=0))
+        send = np.maximum(send, np.minimum(served[distances], most).sum(axis=0))
+    return receive, send, send
 
 
 def _cap(setting: Setting, bucket: int) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from reference.pattern import Pattern
-from ring.comm.transport import Transport, collect_json
+from ring.comm.transport import Transport, all_gather_json
 from ring.compute.kernels import KERNELS, fused
 from ring.layout import Layout
 from ring.plan.plan import EXCHANGES
@@ -64,10 +64,10 @@ def agree(call: Call, transport: Transport, check: bool) -> None:
     said = [type(error).__name__, str(error)] if error is not None else signature
     words = json.dumps(said).encode()
     digest = b"\0" * _DIGEST if error is not None else hashlib.blake2b(words, digest_size=_DIGEST).digest()
-    if transport.unanimous(digest) and error is None:
+    if transport.all_equal(digest) and error is None:
         return
     # Only on the way to an error, so two more messages do no harm.
-    raise _joint_error(collect_json(said, transport))
+    raise _joint_error(all_gather_json(said, transport))
 
 
 def _joint_error(said: list[object]) -> Exception:

@@ -24,10 +24,11 @@ from ring.comm.exchange import Arrival, Exchange
 from ring.comm.symmetric_memory import transport_of
 from ring.comm.transport import ProcessGroupTransport, SoloTransport, Transport
 from ring.compute import kernels
-from ring.compute.accumulator import Accumulator, Sum, Summing, accumulator_dtype, lse_store
+from ring.compute.accumulator import Accumulator, Sum, lse_view
 from ring.layout import Layout
 from ring.plan.plan import Plan, Tile, plan_of
-from ring.strided_view import Store
+from ring.precision import accumulator_dtype
+from ring.strided_view import GradientSum, StridedView
 
 if TYPE_CHECKING:  # needs Triton, which is where CUDA is
     from ring.compute.combine import CombinedAccumulator
@@ -135,7 +136,7 @@ def accumulator_for(query: torch.Tensor) -> Accumulator | CombinedAccumulator:
     return CombinedAccumulator(query)
 
 
-def sum_for(x: torch.Tensor) -> Summing:
+def sum_for(x: torch.Tensor) -> GradientSum:
     if not _combines(x):
         return Sum(x)
     from ring.compute.combine import CombinedSum
@@ -143,7 +144,7 @@ def sum_for(x: torch.Tensor) -> Summing:
     return CombinedSum(x)
 
 
-def _results(sums: Sequence[Summing], x: torch.Tensor) -> list[torch.Tensor]:
+def _results(sums: Sequence[GradientSum], x: torch.Tensor) -> list[torch.Tensor]:
     """Of sums made for tensors like x, in x's type."""
     if not _combines(x):
         return [one.result(x.dtype) for one in sums]
@@ -206,7 +207,7 @@ class _Once(torch.autograd.Function):
 
 
 def _forward(walk: _Walk, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    accumulator, queries = accumulator_for(q), Store(q)
+    accumulator, queries = accumulator_for(q), StridedView(q)
     for arrival in Exchange(walk.plan, walk.transport, k, v).arrivals():
         for tile in arrival.tiles:
             query = queries.view(tile.query_rows, tile.query_heads)
@@ -228,12 +229,12 @@ def _backward(
     dlse: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     dq, dk, dv = (sum_for(x) for x in (q, k, v))
-    rows = _Rows(Store(q), Store(dout), Store(out), lse_store(lse), dlse, dq)
+    rows = _Rows(StridedView(q), StridedView(dout), StridedView(out), lse_view(lse), dlse, dq)
     exchange = Exchange(walk.plan, walk.transport, k, v)
     for arrival in exchange.round_trips(dk, dv):
         _tile_gradients(walk, arrival, rows)
     grads = _results((dq,), q)  # while the last gradients of keys are on their way
-    exchange.last_home(dk, dv)
+    exchange.last_returned(dk, dv)
     grads += _results((dk, dv), k)
     exchange.finish()
     return grads
@@ -243,19 +244,19 @@ def _backward(
 class _Rows:
     """The own query rows in backward."""
 
-    q: Store
-    dout: Store
-    out: Store
-    lse: Store
+    q: StridedView
+    dout: StridedView
+    out: StridedView
+    lse: StridedView
     dlse: torch.Tensor | None
-    dq: Summing
+    dq: GradientSum
 
     @cached_property
-    def delta(self) -> Store:
+    def delta(self) -> StridedView:
         """rowsum(dout out) - dlse, which fused kernels work out for themselves."""
         work = accumulator_dtype(self.q.x.dtype)
         delta = (self.dout.x.to(work) * self.out.x.to(work)).sum(-1).transpose(1, 2)  # (B, H, N)
-        return lse_store(delta if self.dlse is None else delta - self.dlse)
+        return lse_view(delta if self.dlse is None else delta - self.dlse)
 
 
 def _tile_gradients(walk: _Walk, arrival: Arrival, rows: _Rows) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ring.compute.accumulator import accumulator_dtype
 from ring.layout import Layout
+from ring.precision import accumulator_dtype
 
 # Of the memory that the largest shard's q, k, v and output take, the part that landing buffers may take.
 SHARE = 0.1

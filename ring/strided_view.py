@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Protocol
 
 import torch
 
@@ -12,10 +13,11 @@ from ring.plan.rows import Rows
 _WORD = torch.complex128
 
 
-class Store:
+class StridedView:
     """A (B, N, H, D) tensor whose tiles are (folds, B, groups, per_group, length, D).
 
-    `Store(x)` is a shard: rows are tokens. `Store.slots(x)` takes (slots, B, D): row and head together name a slot.
+    `StridedView(x)` is a shard: rows are tokens. `StridedView.of_slots(x)` takes (slots, B, D), where row and head
+    together name a slot.
     """
 
     def __init__(self, x: torch.Tensor, head_stride: int | None = None) -> None:
@@ -24,7 +26,7 @@ class Store:
         self._slots = head_stride is not None
 
     @classmethod
-    def slots(cls, x: torch.Tensor) -> Store:
+    def of_slots(cls, x: torch.Tensor) -> StridedView:
         return cls(x.transpose(0, 1).unsqueeze(2), head_stride=x.stride(0))
 
     def view(self, rows: Rows, heads: Heads) -> torch.Tensor:
@@ -68,11 +70,27 @@ class Store:
         return (row + head, torch.zeros_like(head)) if self._slots else (row, head)
 
 
-class Written(Store):
-    """A store that tiles cover without overlapping: added to nothing, they are written, over whatever was there."""
+class OverwritingView(StridedView):
+    """A view whose tiles never overlap: a tile that is added is written instead, over whatever was there."""
 
     def add(self, rows: Rows, heads: Heads, tile: torch.Tensor) -> None:
         self.put(rows, heads, tile)
+
+
+class GradientSum(Protocol):
+    """Gradients of rows of the own shard, added up tile by tile."""
+
+    def add(self, rows: Rows, heads: Heads, tile: torch.Tensor) -> None:
+        """Add a summand, (F, B, groups, per_group, L, D)."""
+        ...
+
+    def settle(self) -> None:
+        """After this, tiles that were added may change."""
+        ...
+
+    def result(self, dtype: torch.dtype) -> torch.Tensor:
+        """The sum, (B, N, H, D), in that type."""
+        ...
 
 
 def _copy(to: torch.Tensor, tile: torch.Tensor) -> None:

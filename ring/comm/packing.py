@@ -1,8 +1,8 @@
-"""Packing on GPUs: all rows that a step sends, keys and values, in one pass.
+"""On GPUs, fills the send buffer with all rows that a step sends, keys and values, in one pass.
 
-A copy for every block, message and tensor, as on the CPU, keeps a short call waiting for a dozen small kernels before
-anything is computed. Here a table says for every slot of the outbox which row and head of the shard it holds; it is
-made once for a plan's step. The plain version is `Exchange._pack`'s, by `ring.strided_view`.
+A copy for every block, message and tensor, as on the CPU, would keep a short call waiting for a dozen small kernels
+before anything is computed. Here a table says which row and head of the shard every slot of the send buffer holds; it
+is made once for a plan's step. The plain version is that of `Exchange._pack`, which uses `ring.strided_view`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ _captured: list[torch.Tensor] = []  # tables that captured graphs read at every 
 
 @triton.jit
 def _pack(  # type: ignore[no-untyped-def]
-    table, k, v, outbox, count, k_batch, k_row, k_head, k_dim, v_batch, v_row, v_head, v_dim, slot_step, value_step,
+    table, k, v, send_buffer, count,
+    k_batch, k_row, k_head, k_dim, v_batch, v_row, v_head, v_dim, slot_step, value_step,
     DIM: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """outbox (slots, 2, B, D), contiguous; table (2, slots) int32: row and head of each."""
+    """send_buffer (slots, 2, B, D), contiguous; table (2, slots) int32: row and head of each."""
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
     batch = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -37,27 +38,32 @@ def _pack(  # type: ignore[no-untyped-def]
     mask = there[:, None] & (column < DIM)[None, :]
     key = k + (batch * k_batch + row * k_row + head * k_head)[:, None] + column[None, :] * k_dim
     value = v + (batch * v_batch + row * v_row + head * v_head)[:, None] + column[None, :] * v_dim
-    to = outbox + (slot.to(tl.int64) * slot_step + batch * DIM)[:, None] + column[None, :]
+    to = send_buffer + (slot.to(tl.int64) * slot_step + batch * DIM)[:, None] + column[None, :]
     tl.store(to, tl.load(key, mask), mask)
     tl.store(to + value_step, tl.load(value, mask), mask)
 
 
-def pack(packs: Sequence[SlotMap], k: torch.Tensor, v: torch.Tensor, outbox: torch.Tensor) -> None:
-    """Fill the outbox's front. k, v: (B, tokens, Hk, D), any strides; outbox (slots, 2, B, D), contiguous."""
-    table = _table(tuple(packs), k.device)
+def pack(gathers: Sequence[SlotMap], k: torch.Tensor, v: torch.Tensor, send_buffer: torch.Tensor) -> None:
+    """Fill the front of the send buffer, (slots, 2, B, D), contiguous. k, v: (B, tokens, Hk, D), any strides."""
+    table = _table(tuple(gathers), k.device)
     if torch.cuda.is_current_stream_capturing():
         _captured.append(table)
-    count, (_, _, batch, dim) = table.shape[1], outbox.shape
+    count, (_, _, batch, dim) = table.shape[1], send_buffer.shape
+    k_batch, k_row, k_head, k_dim = k.stride()
+    v_batch, v_row, v_head, v_dim = v.stride()
     _pack[(triton.cdiv(count, _SLOTS), batch)](
-        table, k, v, outbox, count, *k.stride(), *v.stride(), outbox.stride(0), outbox.stride(1), dim,
-        triton.next_power_of_2(dim), _SLOTS, num_warps=_WARPS,
+        table=table, k=k, v=v, send_buffer=send_buffer, count=count,
+        k_batch=k_batch, k_row=k_row, k_head=k_head, k_dim=k_dim,
+        v_batch=v_batch, v_row=v_row, v_head=v_head, v_dim=v_dim,
+        slot_step=send_buffer.stride(0), value_step=send_buffer.stride(1),
+        DIM=dim, BLOCK=triton.next_power_of_2(dim), SLOTS=_SLOTS, num_warps=_WARPS,
     )  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
-def _table(packs: tuple[SlotMap, ...], device: torch.device) -> torch.Tensor:
+def _table(gathers: tuple[SlotMap, ...], device: torch.device) -> torch.Tensor:
     """(2, slots) int32: row and head of each slot, copied to a GPU once."""
-    slots, rows, heads = (np.concatenate(column) for column in zip(*map(_listed, packs), strict=True))
+    slots, rows, heads = (np.concatenate(column) for column in zip(*map(_listed, gathers), strict=True))
     order = np.argsort(slots)
     assert np.array_equal(slots[order], np.arange(len(slots)))  # every slot once, from the front
     return torch.from_numpy(np.stack((rows[order], heads[order])).astype(np.int32)).to(device)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ring.comm import signals
-from ring.comm.transport import Message, Outgoing, Pending, ProcessGroupTransport, backends_of, collect_json
+from ring.comm.transport import Message, Outgoing, Pending, ProcessGroupTransport, all_gather_json, backends_of
 
 _ALIGNMENT = 256  # bytes at which a buffer begins
 _LANES = 4  # copies that may be under way at a time; in captured graphs they were seen one after the other
@@ -169,7 +169,7 @@ class SymmetricTransport(ProcessGroupTransport):
             begin = begins[part.buffer]
             places = ranges.setdefault(part.label, {}).setdefault(str(part.peer), [])
             places.append([begin + part.start, begin + part.stop])
-        everyone: list[Any] = collect_json([at, ranges, _rendezvous], self)
+        everyone: list[Any] = all_gather_json([at, ranges, _rendezvous], self)
         size = max(size for size, _, _ in everyone)
         grows = size > 0 and (not self._pools or self._pools[-1].own.numel() < size)
         # torch numbers the rendezvous of a process, whatever the group, and ranks with other numbers never meet: so
@@ -220,7 +220,7 @@ def why_not(transport: ProcessGroupTransport) -> str:
     """Why ranks with a GPU each cannot share memory, "" if they can. Every rank calls it, and hears the same."""
     device = torch.cuda.current_device()
     mine = [socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid), torch.cuda.device_count()]
-    everyone = collect_json(mine, transport)
+    everyone = all_gather_json(mine, transport)
     hosts, devices = {host for host, _, _ in everyone}, {uuid for _, uuid, _ in everyone}
     if len(hosts) > 1:
         return f"the ranks are on {len(hosts)} hosts"
@@ -231,7 +231,7 @@ def why_not(transport: ProcessGroupTransport) -> str:
         u for u in devices if u in seen and seen[u] != device and not torch.cuda.can_device_access_peer(device, seen[u])
     ]
     hidden = [u for u in devices if u not in seen]
-    said = collect_json([len(apart), len(hidden)], transport)
+    said = all_gather_json([len(apart), len(hidden)], transport)
     for rank, (number, unseen) in enumerate(said):
         if number:
             return f"rank {rank} has no access to the memory of {number} other GPUs"

@@ -66,11 +66,11 @@ class Transport(Protocol):
         """Start a batch of messages; an empty batch is allowed."""
         ...
 
-    def unanimous(self, payload: bytes) -> bool:
+    def all_equal(self, payload: bytes) -> bool:
         """Whether all ranks gave the same bytes; every rank calls it, with equally many, a multiple of 8."""
         ...
 
-    def collect(self, payload: bytes) -> list[bytes]:
+    def all_gather(self, payload: bytes) -> list[bytes]:
         """The payloads of all ranks in rank order; every rank calls it, with equally many bytes."""
         ...
 
@@ -93,11 +93,11 @@ class OwnBuffers(Transport):
         return torch.empty(*shape, dtype=dtype, device=device)
 
 
-def collect_json(value: object, transport: Transport) -> list[Any]:
+def all_gather_json(value: object, transport: Transport) -> list[Any]:
     """Everyone's value, which JSON can say, in rank order. Every rank calls it."""
     mine = json.dumps(value).encode()
-    lengths = [int.from_bytes(other, "little") for other in transport.collect(len(mine).to_bytes(8, "little"))]
-    padded = transport.collect(mine.ljust(max(lengths)))
+    lengths = [int.from_bytes(other, "little") for other in transport.all_gather(len(mine).to_bytes(8, "little"))]
+    padded = transport.all_gather(mine.ljust(max(lengths)))
     return [json.loads(words[:length]) for words, length in zip(padded, lengths, strict=True)]
 
 
@@ -157,7 +157,7 @@ class ProcessGroupTransport(OwnBuffers):
         assert len(works) == len(sends) + len(receives)
         return _Works(works[len(receives) :], works[: len(receives)], (*sends, *receives))
 
-    def unanimous(self, payload: bytes) -> bool:
+    def all_equal(self, payload: bytes) -> bool:
         mine = torch.frombuffer(bytearray(payload), dtype=torch.int64)
         both = torch.cat((mine, ~mine))
         with self._aside():
@@ -165,7 +165,7 @@ class ProcessGroupTransport(OwnBuffers):
             dist.all_reduce(greatest, op=dist.ReduceOp.MAX, group=self.group)
             return torch.equal(greatest.cpu(), both)
 
-    def collect(self, payload: bytes) -> list[bytes]:
+    def all_gather(self, payload: bytes) -> list[bytes]:
         mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self._device())
         everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(everyone, mine, group=self.group)
@@ -194,10 +194,10 @@ class SoloTransport(OwnBuffers):
         assert not sends and not receives
         return _Works((), (), ())
 
-    def unanimous(self, payload: bytes) -> bool:
+    def all_equal(self, payload: bytes) -> bool:
         return True
 
-    def collect(self, payload: bytes) -> list[bytes]:
+    def all_gather(self, payload: bytes) -> list[bytes]:
         return [payload]
 
 
@@ -214,11 +214,11 @@ class RecordingTransport(Transport):
         self.received += [(m.peer, m.bytes, m.label) for m in receives]
         return self.inner.post(sends, receives)
 
-    def unanimous(self, payload: bytes) -> bool:
-        return self.inner.unanimous(payload)
+    def all_equal(self, payload: bytes) -> bool:
+        return self.inner.all_equal(payload)
 
-    def collect(self, payload: bytes) -> list[bytes]:
-        return self.inner.collect(payload)
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        return self.inner.all_gather(payload)
 
     def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
         self.inner.prepare(key, outgoing)

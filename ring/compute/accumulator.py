@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
 from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
-from ring.strided_view import Store
-
-
-def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Scores, lse, merges and gradient sums are kept in fp32, in fp64 for fp64; never in 16 bits."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+from ring.precision import accumulator_dtype
+from ring.strided_view import StridedView
 
 
 def merge(
@@ -42,7 +36,7 @@ class Accumulator:
         dtype = accumulator_dtype(query.dtype)
         self.out = torch.zeros(batch, tokens, heads, dim, dtype=dtype, device=query.device)
         self.lse = torch.full((batch, heads, tokens), -torch.inf, dtype=dtype, device=query.device)
-        self._out, self._lse = Store(self.out), lse_store(self.lse)
+        self._out, self._lse = StridedView(self.out), lse_view(self.lse)
 
     def merge(self, rows: Rows, heads: Heads, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Merge a partial result. out: (F, B, groups, per_group, L, D); lse the same without D."""
@@ -56,28 +50,12 @@ class Accumulator:
         return self.out.to(dtype), self.lse
 
 
-class Summing(Protocol):
-    """Gradients of rows of the own shard, added up tile by tile."""
-
-    def add(self, rows: Rows, heads: Heads, tile: torch.Tensor) -> None:
-        """Add a summand, (F, B, groups, per_group, L, D)."""
-        ...
-
-    def settle(self) -> None:
-        """After this, tiles that were added may change."""
-        ...
-
-    def result(self, dtype: torch.dtype) -> torch.Tensor:
-        """The sum, (B, N, H, D), in that type."""
-        ...
-
-
 class Sum:
     """A sum of tiles, shaped like a (B, N, H, D) tensor: gradients, in the accumulator's type."""
 
     def __init__(self, like: torch.Tensor) -> None:
         self.out = torch.zeros(like.shape, dtype=accumulator_dtype(like.dtype), device=like.device)
-        self._out = Store(self.out)
+        self._out = StridedView(self.out)
 
     def add(self, rows: Rows, heads: Heads, tile: torch.Tensor) -> None:
         """Add a summand, (F, B, groups, per_group, L, D)."""
@@ -91,6 +69,6 @@ class Sum:
         return self.out.to(dtype)
 
 
-def lse_store(lse: torch.Tensor) -> Store:
+def lse_view(lse: torch.Tensor) -> StridedView:
     """A (B, H, N) tensor of one number per query row as a store of tiles with D = 1."""
-    return Store(lse.transpose(1, 2).unsqueeze(-1))
+    return StridedView(lse.transpose(1, 2).unsqueeze(-1))

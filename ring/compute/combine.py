@@ -23,11 +23,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ring.compute.accumulator import Accumulator, Sum, Summing
+from ring.compute.accumulator import Accumulator, Sum
 from ring.compute.parts import FIELDS, Part, as_output, entries_of, is_aligned, is_grid, whole
 from ring.plan.blocks import Heads
 from ring.plan.ranges import Ints
 from ring.plan.rows import Rows
+from ring.strided_view import GradientSum
 
 # Partial results are kept until they hold this many times the bytes of an fp32 accumulator; then they are merged.
 MOST_KEPT = 2.0
@@ -329,7 +330,7 @@ class CombinedSum:
         return self._kept.since
 
 
-def results(sums: Sequence[Summing], dtype: torch.dtype) -> list[torch.Tensor]:
+def results(sums: Sequence[GradientSum], dtype: torch.dtype) -> list[torch.Tensor]:
     """The result of each in that type, all at once."""
     combined = [one for one in sums if isinstance(one, CombinedSum)]
     assert len(combined) == len(sums)

@@ -20,11 +20,11 @@ from functools import lru_cache
 
 import torch
 
-from ring.compute.accumulator import accumulator_dtype
 from ring.plan.blocks import Heads
 from ring.plan.plan import Tile
 from ring.plan.range_pairs import Mask
 from ring.plan.rows import Rows
+from ring.precision import accumulator_dtype
 
 KERNELS = ("auto", "math", "flash", "cudnn")
 HALF = (torch.bfloat16, torch.float16)

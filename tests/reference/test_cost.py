@@ -18,8 +18,8 @@ from reference.cost import (
     blocks,
     buffers,
     flops,
-    landing,
     needed_rows,
+    receive_slots,
     resident,
     rounds,
     sent,
@@ -76,7 +76,7 @@ class Count:
     def taken(self, dst: int, src: int) -> int:
         return sum(dst in users for slot, users in self.users.items() if self.owner[slot[2]] == src)
 
-    def visiting(self, src: int, t: int) -> int:
+    def in_flight(self, src: int, t: int) -> int:
         return sum(self.travel(slot) >= t for slot in self.users if self.owner[slot[2]] == src)
 
     def ending(self, src: int, t: int) -> int:
@@ -147,20 +147,20 @@ def test_sent_message_by_message(s: Setting) -> None:
                     kv[src, dst] += len(s.positions[src]) * s.kv_heads * size
                     gradients[dst, src] += len(s.positions[src]) * s.kv_heads * gradient_size
         for slot, users in true.users.items():
-            home = true.owner[slot[2]]
+            owner = true.owner[slot[2]]
             if exchange == "direct":
                 for user in users:
-                    kv[home, user] += size
-                    gradients[user, home] += gradient_size
+                    kv[owner, user] += size
+                    gradients[user, owner] += gradient_size
             elif exchange == "ring":
-                place, left, carries = home, set(users), False
+                place, left, carries = owner, set(users), False
                 while left:
                     kv[place, (place + 1) % p] += size
                     if carries:
                         gradients[place, (place + 1) % p] += gradient_size
                     place, carries = (place + 1) % p, True
                     left.discard(place)
-                gradients[place, home] += gradient_size
+                gradients[place, owner] += gradient_size
         traffic = sent(s, exchange)
         assert (traffic.forward == kv).all() and (traffic.backward_kv == kv).all()
         assert (traffic.backward_gradients == gradients).all()
@@ -185,8 +185,8 @@ def plain_rounds(true: Count, cap: float) -> list[tuple[list[int], bool]]:
     return found
 
 
-def plain_boxes(s: Setting, true: Count, exchange: str, bucket: int, d: int) -> tuple[int, int, int]:
-    """Slots of (landing, outbox, returned) of rank d."""
+def plain_slots(s: Setting, true: Count, exchange: str, bucket: int, d: int) -> tuple[int, int, int]:
+    """Slots of (receive, send, returned) of rank d."""
     p, distances = true.world, range(1, true.world)
     cap = bucket * s.kv_heads
     most = cap + true.widest - 1
@@ -194,9 +194,9 @@ def plain_boxes(s: Setting, true: Count, exchange: str, bucket: int, d: int) -> 
         own = len(s.positions[d]) * s.kv_heads
         return sum(len(x) for x in s.positions) * s.kv_heads - own, own if p > 1 else 0, (p - 1) * own
     if exchange == "ring":
-        land = max((min(true.visiting((d - t) % p, t), most) for t in distances), default=0)
-        home = max((min(true.ending(d, t), most) for t in distances), default=0)
-        return land, min(true.visiting(d, 1), most), land + home
+        land = max((min(true.in_flight((d - t) % p, t), most) for t in distances), default=0)
+        ended = max((min(true.ending(d, t), most) for t in distances), default=0)
+        return land, min(true.in_flight(d, 1), most), land + ended
     land = out = 0
     for group, cut in plain_rounds(true, cap):
         takes = [true.taken(d, (d - t) % p) for t in group]
@@ -216,9 +216,9 @@ def test_buffers(s: Setting, bucket: int) -> None:
     for exchange in EXCHANGES:
         copies, got = 1 if exchange == "gather" else 2, buffers(s, exchange, bucket)
         for d in range(true.world):
-            land, out, returned = plain_boxes(s, true, exchange, bucket, d)
-            assert landing(s, exchange, bucket)[d] == land
-            assert got.landings[d] == copies * land * size and got.outbox[d] == out * size
+            land, out, returned = plain_slots(s, true, exchange, bucket, d)
+            assert receive_slots(s, exchange, bucket)[d] == land
+            assert got.receive[d] == copies * land * size and got.send[d] == out * size
             assert got.gradients[d] == copies * land * gradient_size
             assert got.returned[d] == returned * gradient_size
             forward = (copies * land + out) * size
@@ -228,7 +228,7 @@ def test_buffers(s: Setting, bucket: int) -> None:
 
 @budget
 @given(problems(), st.integers(1, 20), st.randoms(use_true_random=False))
-def test_chunks_fit_the_landing(s: Setting, bucket: int, random: Random) -> None:
+def test_chunks_fit_the_receive_buffer(s: Setting, bucket: int, random: Random) -> None:
     """Whatever the order of rows in a message, no chunk of whole rows is larger than its buffer."""
     cap, p = bucket * s.kv_heads, len(s.positions)
     for distances, cut in rounds(s, bucket):
@@ -243,7 +243,7 @@ def test_chunks_fit_the_landing(s: Setting, bucket: int, random: Random) -> None
                     chunks[at // cap if cut else 0] += width
                     at += width
                 total += max(chunks.values(), default=0)
-            assert total <= landing(s, "direct", bucket)[d]
+            assert total <= receive_slots(s, "direct", bucket)[d]
             assert total <= cap + s.widest - 1
 
 
@@ -264,15 +264,15 @@ def test_cheaper_exchanges(s: Setting) -> None:
         low, middle, high = (getattr(x, part).sum() for x in (direct, ring, gather))
         assert low <= middle <= m * high
         assert (getattr(direct, part) <= m * getattr(gather, part)).all()  # holds pair by pair, too
-    assert (landing(s, "direct", UNBOUNDED) <= m * landing(s, "gather", UNBOUNDED)).all()
+    assert (receive_slots(s, "direct", UNBOUNDED) <= m * receive_slots(s, "gather", UNBOUNDED)).all()
 
 
 @budget
 @given(problems(), st.integers(1, 20))
-def test_bucket_bounds_landings(s: Setting, bucket: int) -> None:
-    whole = landing(s, "ring", UNBOUNDED), landing(s, "direct", UNBOUNDED)
+def test_bucket_bounds_receive_buffers(s: Setting, bucket: int) -> None:
+    whole = receive_slots(s, "ring", UNBOUNDED), receive_slots(s, "direct", UNBOUNDED)
     for exchange, unbounded in zip(("ring", "direct"), whole, strict=True):
-        got = landing(s, exchange, bucket)
+        got = receive_slots(s, exchange, bucket)
         assert (got <= unbounded).all() and (got <= bucket * s.kv_heads + max(s.widest - 1, 0)).all()
 
 

@@ -16,7 +16,7 @@ from reference.oracle import attention, gradients
 from reference.pattern import Branch, Pattern, multiplicity
 from ring import Layout, ring_attention
 from ring.attention import _combines
-from ring.comm.exchange import measure
+from ring.comm.buffer_memory import measure
 from ring.comm.transport import RecordingTransport, SoloTransport
 from ring.compute import kernels
 from tests.support.attention_cases import LAYOUTS, PATTERNS, call, inputs, normal, plain

@@ -21,7 +21,7 @@ from ring.plan.blocks import Heads
 from ring.plan.plan import Tile, plan_of
 from ring.plan.range_pairs import Mask
 from ring.plan.rows import Rows
-from ring.strided_view import Store
+from ring.strided_view import StridedView
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -190,9 +190,9 @@ def test_packing_in_one_pass_is_the_plain_one(order: str, exchange: str, dtype: 
             steps += 1
             found, exact = torch.full((2, plan.sizes.send, 2, 2, dim), 7.0, device="cuda", dtype=dtype)
             pack(packs, k, v, found)
-            for x, slots in ((k, Store.slots(exact[:, 0])), (v, Store.slots(exact[:, 1]))):
+            for x, slots in ((k, StridedView.of_slots(exact[:, 0])), (v, StridedView.of_slots(exact[:, 1]))):
                 for one in packs:
-                    slots.put(one.slots, one.columns, Store(x).view(one.rows, one.heads))
+                    slots.put(one.slots, one.columns, StridedView(x).view(one.rows, one.heads))
             assert torch.equal(found, exact)
     assert steps >= 3
 

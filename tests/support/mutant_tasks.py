@@ -55,7 +55,7 @@ def refusals(edits: list[tuple[str, str, str]]) -> list[str]:
 def steps_kept() -> dict[str, object]:
     """What users of the code see once it was grafted."""
     before = len(blocks.blocks_of(Pattern.dense(), 8, 1, 1))
-    graft("ring.compute.accumulator", edited("ring.compute.accumulator", "else torch.float32", "else torch.bfloat16"))
+    graft("ring.precision", edited("ring.precision", "else torch.float32", "else torch.bfloat16"))
     graft("ring.plan.plan", edited("ring.plan.plan", '"direct", "gather")', '"direct", "gather", "other")'))
     graft(
         "ring.plan.schedule",

@@ -77,8 +77,8 @@ class Silent(OwnBuffers):
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         return _Nothing()
 
-    def unanimous(self, payload: bytes) -> bool:
+    def all_equal(self, payload: bytes) -> bool:
         return True
 
-    def collect(self, payload: bytes) -> list[bytes]:
+    def all_gather(self, payload: bytes) -> list[bytes]:
         return [payload] * self.world_size

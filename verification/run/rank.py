@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ring import Layout, Transport, ring_attention
 from ring.budget import default_bucket
-from ring.comm.exchange import measure
+from ring.comm.buffer_memory import measure
 from ring.comm.transport import ProcessGroupTransport, RecordingTransport, SoloTransport
 from verification.case import Case, strided_copy
 from verification.run.observation import LONGER, Division, Observation, carry, dtype_name

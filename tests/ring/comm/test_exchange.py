@@ -11,7 +11,8 @@ import torch
 
 from reference.pattern import Pattern
 from ring import Layout, ring_attention
-from ring.comm.exchange import Exchange, _summed, measure
+from ring.comm.buffer_memory import measure
+from ring.comm.exchange import Exchange, _summed
 from ring.comm.transport import Outgoing, SoloTransport
 from ring.plan.plan import Plan, plan_of
 from verification.run.simulation.simulated_transport import SimulatedTransport

@@ -65,7 +65,7 @@ def test_a_group_made_without_the_name_of_a_backend_is_used_from_the_cpu() -> No
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     try:
         transport = ProcessGroupTransport()
-        assert transport.unanimous(b"8 bytes!") and transport.collect(b"all of it") == [b"all of it"]
+        assert transport.all_equal(b"8 bytes!") and transport.all_gather(b"all of it") == [b"all of it"]
     finally:
         dist.destroy_process_group()
 

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ring.compute.accumulator import Accumulator, accumulator_dtype, lse_store, merge
+from ring.compute.accumulator import Accumulator, lse_view, merge
 from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
+from ring.precision import accumulator_dtype
 
 INF, NAN = float("inf"), float("nan")
 Part = tuple[torch.Tensor, torch.Tensor]  # out (rows, D), lse (rows,)
@@ -242,9 +243,9 @@ def test_rows_without_a_tile_stay_as_they_were() -> None:
     assert accumulator.out.eq(1.0).all(-1).equal(touched.transpose(1, 2)) and accumulator.out.sum() == 6
 
 
-def test_lse_store_is_a_view() -> None:
+def test_lse_view_is_a_view() -> None:
     lse = normal(2, 4, 6)  # (B, H, N)
-    tile = lse_store(lse).view(Rows(1, 2, 3), Heads.of(((0, 1), (2, 3))))
+    tile = lse_view(lse).view(Rows(1, 2, 3), Heads.of(((0, 1), (2, 3))))
     assert tile.shape == (1, 2, 2, 2, 3, 1)
     assert tile[0, :, 1, 0, :, 0].equal(lse[:, 2, 1::2])
     assert tile.untyped_storage().data_ptr() == lse.untyped_storage().data_ptr()

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from ring.compute import kernels
-from ring.compute.accumulator import accumulator_dtype
 from ring.compute.kernels import Saved
 from ring.plan.blocks import Heads
 from ring.plan.plan import Tile
 from ring.plan.range_pairs import Mask
 from ring.plan.rows import Rows
+from ring.precision import accumulator_dtype
 
 INF = float("inf")
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ring.plan.blocks import Heads
 from ring.plan.rows import Rows, concatenate, folds
-from ring.strided_view import Store, _has_words, _head_index, _row_index
+from ring.strided_view import StridedView, _has_words, _head_index, _row_index
 
 BATCH, DIM = 2, 3
 
@@ -224,7 +224,7 @@ def test_folds_take_as_many_as_they_may() -> None:
 @given(rows_of_either_kind, heads_of(6), st.sampled_from(KINDS))
 def test_a_view_of_a_shard(rows: Rows, heads: Heads, kind: str) -> None:
     x = shard(kind)
-    tile = Store(x).view(rows, heads)
+    tile = StridedView(x).view(rows, heads)
     assert tile.equal(expected_tile(x, rows, heads))
     if rows.index is None and heads.ids is None:
         assert tile.untyped_storage().data_ptr() == x.untyped_storage().data_ptr(), "a copy where a view would do"
@@ -245,8 +245,8 @@ def test_put_and_add_touch_their_tile_only(rows: Rows, heads: Heads, kind: str) 
                     wanted[:, int(row[f, i]), head[g][j]] = new[f, :, g, j, i]
                     added[:, int(row[f, i]), head[g][j]] += new[f, :, g, j, i]
     put, add = shard(kind), shard(kind)
-    Store(put).put(rows, heads, new)
-    Store(add).add(rows, heads, new)
+    StridedView(put).put(rows, heads, new)
+    StridedView(add).add(rows, heads, new)
     assert put.equal(wanted) and add.equal(added)
 
 
@@ -271,7 +271,7 @@ def test_slots_are_addressed_by_row_plus_column(drawn: tuple[Rows, Heads, int], 
     buffer = torch.arange(90.0 * 2 * BATCH * DIM).view(90, 2, BATCH, DIM)
     x = buffer[:, int(half)]  # the keys, or the values, of a communication buffer
     row, head = rows.listed(), heads.listed()
-    tile = Store.slots(x).view(rows, heads)
+    tile = StridedView.of_slots(x).view(rows, heads)
     assert tile.shape == (rows.folds, BATCH, heads.groups, heads.per_group, rows.length, DIM)
     new = torch.randn(tile.shape, generator=torch.Generator().manual_seed(0))
     put, added = buffer.clone(), buffer.clone()
@@ -284,8 +284,8 @@ def test_slots_are_addressed_by_row_plus_column(drawn: tuple[Rows, Heads, int], 
                     put[slot, int(half)] = new[f, :, g, j, i]
                     added[slot, int(half)] += new[f, :, g, j, i]
     written, summed = buffer.clone(), buffer.clone()
-    Store.slots(written[:, int(half)]).put(rows, heads, new)
-    Store.slots(summed[:, int(half)]).add(rows, heads, new)
+    StridedView.of_slots(written[:, int(half)]).put(rows, heads, new)
+    StridedView.of_slots(summed[:, int(half)]).add(rows, heads, new)
     assert written.equal(put) and summed.equal(added)
 
 
@@ -295,15 +295,15 @@ def test_tiles_of_another_type_are_stored_in_the_type_of_the_store(listed: bool)
     heads = Heads.of(((0,), (1,)))
     x = torch.zeros(1, 4, 2, 3, dtype=torch.float32)
     tile = torch.full((1, 1, 2, 1, 3, 3), 1.5, dtype=torch.float16)
-    Store(x).put(rows, heads, tile)
-    Store(x).add(rows, heads, tile)
+    StridedView(x).put(rows, heads, tile)
+    StridedView(x).add(rows, heads, tile)
     assert x.dtype is torch.float32 and x[:, :3].eq(3.0).all() and x[:, 3].eq(0).all()
 
 
 def test_an_expanded_shard_is_read_as_it_is() -> None:
     x = torch.arange(3.0).expand(2, 8, 2, 3)
     rows, heads = Rows(1, 2, 3), Heads.of(((0,), (1,)))
-    assert Store(x).view(rows, heads).equal(expected_tile(x, rows, heads))
+    assert StridedView(x).view(rows, heads).equal(expected_tile(x, rows, heads))
 
 
 @pytest.mark.parametrize("listed", [False, True])
@@ -313,13 +313,13 @@ def test_rows_that_move_with_the_heads(listed: bool) -> None:
     if listed:
         rows = Rows(1, 4, 2, index=torch.tensor([[1, 5]]), head_step=1)
     heads = Heads(3, 1, 0, 1, 1)
-    tile = Store(x).view(rows, heads)
+    tile = StridedView(x).view(rows, heads)
     for head in range(3):
         assert torch.equal(tile[0, :, head, 0], x[:, [1 + head, 5 + head], head])
     moved = torch.zeros_like(x)
-    Store(moved).add(rows, heads, tile)
+    StridedView(moved).add(rows, heads, tile)
     assert moved.count_nonzero() == 2 * 3 * 2 * 2
-    assert torch.equal(Store(moved).view(rows, heads), tile)
+    assert torch.equal(StridedView(moved).view(rows, heads), tile)
 
 
 def test_indices_are_made_once() -> None:

@@ -188,10 +188,10 @@ def test_without_messages_every_rank_ends_alone(exchange: str) -> None:
 
 def test_buffers_without_messages_are_random_and_stay_where_they_are() -> None:
     silent = ours.Silent(0, 2)
-    first = silent.empty("landing 0", (4, 2), torch.bfloat16, CPU)
+    first = silent.empty("receive buffer 0", (4, 2), torch.bfloat16, CPU)
     assert first.unique().numel() > 1
-    assert silent.empty("landing 0", (4, 2), torch.bfloat16, CPU) is first, "a captured call would have new ones"
-    others = (("landing 1", (4, 2), torch.bfloat16), ("landing 0", (2, 4), torch.bfloat16))
+    assert silent.empty("receive buffer 0", (4, 2), torch.bfloat16, CPU) is first, "a captured call would have new ones"
+    others = (("receive buffer 1", (4, 2), torch.bfloat16), ("receive buffer 0", (2, 4), torch.bfloat16))
     assert all(silent.empty(*other, CPU).data_ptr() != first.data_ptr() for other in others)
 
 

@@ -8,9 +8,9 @@ from ring.plan import schedule
 from verification.mutants.defect import Defect, Edit, defect
 
 _FOUND = "    except Exception as found:  # of any type: the other ranks must hear of it\n        error = found\n"
-_STEPS = "            landing, before = landings[(number - 1) % len(landings)], landings[number % len(landings)]\n"
+_STEPS = "            into, before = received[(number - 1) % len(received)], received[number % len(received)]\n"
 _SHAPES = "        if (x.shape[0], x.shape[3]) != (q.shape[0], q.shape[3]):\n"
-_JOINT = "    raise _joint_error(collect_json(said, transport))\n"
+_JOINT = "    raise _joint_error(all_gather_json(said, transport))\n"
 
 
 def _unsaid(name: str, line: str, about: str) -> Defect:
@@ -61,7 +61,7 @@ AGREEMENTS = (
         Edit(
             agreement,
             _JOINT,
-            "    said_by_all = collect_json(said, transport)\n"
+            "    said_by_all = all_gather_json(said, transport)\n"
             "    if error is None and any(isinstance(words, list) for words in said_by_all):\n"
             "        return\n"
             "    raise _joint_error(said_by_all)\n",
@@ -72,7 +72,9 @@ AGREEMENTS = (
     defect(
         "every-rank-its-own-error",
         "A rank that was called wrongly raises its own error, the others one that names the rank.",
-        Edit(agreement, _JOINT, "    joint = _joint_error(collect_json(said, transport))\n    raise error or joint\n"),
+        Edit(
+            agreement, _JOINT, "    joint = _joint_error(all_gather_json(said, transport))\n    raise error or joint\n"
+        ),
         listed=(42,),
     ),
     defect(
@@ -81,7 +83,7 @@ AGREEMENTS = (
         Edit(
             agreement,
             _JOINT,
-            "    said_by_all = collect_json(said, transport)\n"
+            "    said_by_all = all_gather_json(said, transport)\n"
             "    if all(isinstance(words, dict) for words in said_by_all):\n"
             "        return\n"
             "    raise _joint_error(said_by_all)\n",

@@ -10,11 +10,11 @@ from verification.mutants.defect import Edit, defect
 
 _WEIGHTS = "_scores(query, k, tile, scale, rows).sub_(lse.unsqueeze(-1)).exp_()"
 _DSCORES = "        dscores = (dout @ v.mT).sub_(delta.unsqueeze(-1)).mul_(weights).mul_(scale)\n"
-_CARRIED = "                grad[: due[0].carried] += self._collect(due, returned, dk, dv)\n"
+_CARRIED = "                grad[: due[0].carried] += self._add_returned(due, returned, dk, dv)\n"
 _STEP_AND_GRAD = "            step, grad = plan.steps[number - 1], grads[(number - 1) % len(grads)]\n"
-_LANDED = "            with _summed(step, grad) as (key_grad, value_grad):\n"
+_SUMMED = "            with _summed(step, grad) as (key_grad, value_grad):\n"
 _ZEROED = "    sums = grad.zero_() if grad.dtype == work else torch.zeros_like(grad, dtype=work)\n"
-_LAST = "            self._collect(*self._last, dk, dv)\n"
+_LAST = "            self._add_returned(*self._last, dk, dv)\n"
 
 BACKWARD = (
     defect(
@@ -42,13 +42,13 @@ BACKWARD = (
         "The keys and values of the first hop are used at every hop of the backward pass.",
         Edit(
             exchange,
-            _LANDED,
+            _SUMMED,
             "            if number == 1:\n"
             "                found = (arrival.key, arrival.value)\n"
             "                kept = (x.x.squeeze(2).transpose(0, 1).contiguous().clone() for x in found)\n"
-            "                first = [Store.slots(x) for x in kept]\n"
+            "                first = [StridedView.of_slots(x) for x in kept]\n"
             "            elif first[0].x.shape == arrival.key.x.shape:\n"
-            "                arrival = Arrival(arrival.tiles, *first)\n" + _LANDED,
+            "                arrival = Arrival(arrival.tiles, *first)\n" + _SUMMED,
         ),
         provenance="huggingface/diffusers#14265",
         listed=(13,),
@@ -72,7 +72,7 @@ BACKWARD = (
     defect(
         "carried-gradients-dropped",
         "Partial sums of gradients that a neighbour hands on are received and not added: they end one hop short.",
-        Edit(exchange, _CARRIED, "                self._collect(due, returned, dk, dv)\n"),
+        Edit(exchange, _CARRIED, "                self._add_returned(due, returned, dk, dv)\n"),
         provenance="seen in public ring-attention code",
         listed=(14,),
     ),
@@ -89,11 +89,11 @@ BACKWARD = (
     ),
     defect(
         "returned-keys-and-values-swapped",
-        "Of gradients that come home, those of keys are added to dv and those of values to dk.",
+        "Of returned gradients, those of keys are added to dv and those of values to dk.",
         Edit(
             exchange,
-            "        key, value = Store.slots(returned[:, 0]), Store.slots(returned[:, 1])\n",
-            "        value, key = Store.slots(returned[:, 0]), Store.slots(returned[:, 1])\n",
+            "        key, value = StridedView.of_slots(returned[:, 0]), StridedView.of_slots(returned[:, 1])\n",
+            "        value, key = StridedView.of_slots(returned[:, 0]), StridedView.of_slots(returned[:, 1])\n",
         ),
         provenance="lucidrains/ring-attention-pytorch",
         listed=(15,),
@@ -144,7 +144,7 @@ BACKWARD = (
         Edit(
             exchange,
             _CARRIED,
-            "                came = self._collect(due, returned, dk, dv)[: plan.steps[-1].carried]\n"
+            "                came = self._add_returned(due, returned, dk, dv)[: plan.steps[-1].carried]\n"
             "                grad[: len(came)] += came\n",
         ),
         provenance="pytorch#163075",
@@ -228,28 +228,28 @@ BACKWARD = (
             exchange,
             "yield Arrival(arrival.tiles, arrival.key, arrival.value, dk, dv)",
             "yield Arrival(arrival.tiles, arrival.key, arrival.value, "
-            "Store(torch.zeros_like(dk.x)), Store(torch.zeros_like(dv.x)))",
+            "StridedView(torch.zeros_like(dk.x)), StridedView(torch.zeros_like(dv.x)))",
         ),
         listed=(16,),
     ),
     defect(
         "gradient-buffer-not-zeroed",
-        "The buffer of landed gradients starts with those of two steps before.",
-        Edit(exchange, _LANDED, "            if number <= len(grads):\n                grad.zero_()\n" + _LANDED),
+        "The buffer of gradients of received keys starts with those of two steps before.",
+        Edit(exchange, _SUMMED, "            if number <= len(grads):\n                grad.zero_()\n" + _SUMMED),
         Edit(exchange, _ZEROED, "    sums = grad\n"),
     ),
     defect(
         "gradient-buffer-never-zeroed",
-        "The buffer of landed gradients starts as what memory held.",
+        "The buffer of gradients of received keys starts as what memory held.",
         Edit(exchange, _ZEROED, "    sums = grad\n"),
     ),
     defect(
         "returned-gradients-added-twice",
-        "dk that comes home is added twice.",
+        "Returned dk is added twice.",
         Edit(
             exchange,
-            "            dk.add(pack.rows, pack.heads, key.view(pack.slots, pack.columns))\n",
-            "            dk.add(pack.rows, pack.heads, 2 * key.view(pack.slots, pack.columns))\n",
+            "            dk.add(one.rows, one.heads, key.view(one.slots, one.columns))\n",
+            "            dk.add(one.rows, one.heads, 2 * key.view(one.slots, one.columns))\n",
         ),
     ),
     defect(
@@ -279,7 +279,7 @@ BACKWARD = (
     ),
     defect(
         "home-slots-not-shifted",
-        "In the ring's returned box, gradients that are home are read where those to be carried on lie.",
+        "In the ring's buffer of returned gradients, the rank's own are read where those to be carried on lie.",
         Edit(
             schedule,
             "scatters=cut.slot_ranges(back).shifted(carried - kept)",

@@ -8,39 +8,39 @@ from ring.compute import kernels
 from ring.plan import plan, range_pairs, schedule
 from verification.mutants.defect import Edit, defect
 
-_TURNS = "            landing, before = landings[(number - 1) % len(landings)], landings[number % len(landings)]\n"
+_TURNS = "            into, before = received[(number - 1) % len(received)], received[number % len(received)]\n"
 _ARRIVED = "            pending.arrive()\n            arrival = Arrival("
 _POSTED = (
     "            pending = self.transport.post(\n"
-    '                _messages(step.sends, before if step.relayed else outbox, f"keys and values {number}"),\n'
-    '                _messages(step.receives, landing, f"keys and values {number}"),\n'
+    '                _messages(step.sends, before if step.relayed else send_buffer, f"keys and values {number}"),\n'
+    '                _messages(step.receives, into, f"keys and values {number}"),\n'
     "            )\n"
 )
 _LATER = "            if pending is not None:\n                pending.wait()\n"
 _LAST_KEYS = "        yield arrival, len(plan.steps)\n        if pending is not None:\n            pending.wait()\n"
 _FINISH = "            (_, pending), _ = self._last\n            pending.wait()\n"
-_COLLECT = (
+_ADDED = (
     "        pending.arrive()\n"
-    "        key, value = Store.slots(returned[:, 0]), Store.slots(returned[:, 1])\n"
-    "        for pack in step.scatters:\n"
-    "            dk.add(pack.rows, pack.heads, key.view(pack.slots, pack.columns))\n"
-    "            dv.add(pack.rows, pack.heads, value.view(pack.slots, pack.columns))\n"
+    "        key, value = StridedView.of_slots(returned[:, 0]), StridedView.of_slots(returned[:, 1])\n"
+    "        for one in step.scatters:\n"
+    "            dk.add(one.rows, one.heads, key.view(one.slots, one.columns))\n"
+    "            dv.add(one.rows, one.heads, value.view(one.slots, one.columns))\n"
 )
-_MESSAGES = "    return [Message(move.peer, buffer[move.start : move.stop], label) for move in moves]\n"
-_LANDINGS = "self.k.dtype) for i in range(sizes.receive_buffers)]\n"
+_MESSAGES = "    return [Message(one.peer, buffer[one.start : one.stop], label) for one in transfers]\n"
+_RECEIVED = "sizes.receive, dtype) for i in range(sizes.receive_buffers)]\n"
 
 COMMUNICATION = (
     # --- buffers in flight
     defect(
         "one-landing-for-sends-and-receives",
-        "Landings do not alternate: a hop receives into the buffer that it relays and that is being computed on.",
-        Edit(exchange, _TURNS, "            landing = before = landings[0]\n"),
+        "Receive buffers do not alternate: a hop receives into the buffer that it relays and computes on.",
+        Edit(exchange, _TURNS, "            into = before = received[0]\n"),
         provenance="DarcStar V3",
         listed=(35,),
     ),
     defect(
         "returned-gradients-share-the-sent-buffer",
-        "Gradients that come back land in the buffer of those that are sent.",
+        "Returned gradients are received into the buffer of those that are sent.",
         Edit(
             exchange,
             '            _messages(step.return_receives, returned, f"gradients {number}"),\n',
@@ -52,12 +52,12 @@ COMMUNICATION = (
     ),
     defect(
         "outbox-packed-before-its-send-ended",
-        "The next step's rows are packed while the outbox is still being sent.",
+        "The next step's rows are packed while the send buffer is still being sent.",
         Edit(
             exchange,
             _ARRIVED,
             "            if number < len(plan.steps):\n"
-            "                self._pack(plan.steps[number].gathers, outbox)\n" + _ARRIVED,
+            "                self._pack(plan.steps[number].gathers, send_buffer)\n" + _ARRIVED,
         ),
         provenance="pytorch#61875",
         listed=(36,),
@@ -71,7 +71,7 @@ COMMUNICATION = (
     ),
     defect(
         "keys-read-before-they-landed",
-        "Tiles are computed on a landing whose messages were not waited for.",
+        "Tiles are computed on a receive buffer whose messages were not waited for.",
         Edit(exchange, _ARRIVED, "            arrival = Arrival("),
         Edit(exchange, _LATER, ""),
         Edit(exchange, _LAST_KEYS, "        yield arrival, len(plan.steps)\n"),
@@ -80,14 +80,14 @@ COMMUNICATION = (
     ),
     defect(
         "keys-waited-for-after-use",
-        "The wait for a landing comes after the tiles that read it.",
+        "The wait for a receive buffer comes after the tiles that read it.",
         Edit(exchange, _ARRIVED, "            arrival = Arrival("),
         provenance="Cornstarch#77",
         listed=(37,),
     ),
     defect(
         "outbox-packed-once-keys-arrived",
-        "The next step's rows are packed once the own receives have arrived, though others may still read the outbox.",
+        "The next step's rows are packed once the rank's receives arrived, while others may still read the buffer.",
         Edit(exchange, _LATER, ""),
         listed=(36,),
     ),
@@ -100,9 +100,13 @@ COMMUNICATION = (
     ),
     defect(
         "relayed-from-elsewhere-than-told",
-        "Receivers are told that a relayed message lies in the landing that is filled next. Only who copies out of the "
-        "sender's memory would read there.",
-        Edit(exchange, '(f"landing {number % sizes.receive_buffers}", sizes.receive)', '("landing 0", sizes.receive)'),
+        "Receivers are told that a relayed message lies in the receive buffer that is filled next. Only a receiver "
+        "that copies out of the sender's memory reads there.",
+        Edit(
+            exchange,
+            'f"receive buffer {number % sizes.receive_buffers}", sizes.receive',
+            '"receive buffer 0", sizes.receive',
+        ),
     ),
     defect(
         "last-gradients-sent-and-left",
@@ -113,7 +117,7 @@ COMMUNICATION = (
     defect(
         "returned-gradients-read-before-they-landed",
         "Returned gradients are added before they were waited for.",
-        Edit(exchange, _COLLECT, _COLLECT.replace("        pending.arrive()\n", "") + "        pending.arrive()\n"),
+        Edit(exchange, _ADDED, _ADDED.replace("        pending.arrive()\n", "") + "        pending.arrive()\n"),
         provenance="pytorch",
         listed=(37,),
     ),
@@ -131,10 +135,10 @@ COMMUNICATION = (
             exchange,
             _POSTED,
             _POSTED.replace("pending = self.transport.post(\n", "self.transport.post(\n").replace(
-                '                _messages(step.receives, landing, f"keys and values {number}"),\n            )\n',
+                '                _messages(step.receives, into, f"keys and values {number}"),\n            )\n',
                 "                (),\n            ).wait()\n"
                 "            pending = self.transport.post(\n"
-                '                (), _messages(step.receives, landing, f"keys and values {number}")\n'
+                '                (), _messages(step.receives, into, f"keys and values {number}")\n'
                 "            )\n",
             ),
         ),
@@ -144,34 +148,36 @@ COMMUNICATION = (
     defect(
         "message-not-contiguous",
         "Messages are views with swapped dimensions.",
-        Edit(exchange, _MESSAGES, _MESSAGES.replace("move.stop]", "move.stop].transpose(0, 1)")),
+        Edit(exchange, _MESSAGES, _MESSAGES.replace("one.stop]", "one.stop].transpose(0, 1)")),
         provenance='seen in public ring-attention code, as "illegal memory access"',
         listed=(40,),
     ),
     defect(
         "outbox-not-packed-again",
-        "The outbox is packed at the first step only: later ones send the rows of the first.",
+        "The send buffer is packed at the first step only: later ones send the rows of the first.",
         Edit(
             exchange,
-            "            self._pack(step.gathers, outbox)\n",
-            "            if number == 1:\n                self._pack(step.gathers, outbox)\n",
+            "            self._pack(step.gathers, send_buffer)\n",
+            "            if number == 1:\n                self._pack(step.gathers, send_buffer)\n",
         ),
         listed=(13,),
     ),
     defect(
         "values-not-packed",
-        "The outbox holds the keys twice, and no values.",
+        "The send buffer holds the keys twice, and no values.",
         Edit(
             exchange,
-            "value.put(pack.slots, pack.columns, v.view(pack.rows, pack.heads))",
-            "value.put(pack.slots, pack.columns, k.view(pack.rows, pack.heads))",
+            "value.put(one.slots, one.columns, v.view(one.rows, one.heads))",
+            "value.put(one.slots, one.columns, k.view(one.rows, one.heads))",
         ),
     ),
     # --- who, what, how much
     defect(
         "labels-of-sends-one-behind",
         "Sends are labelled with the number of the step before.",
-        Edit(exchange, 'outbox, f"keys and values {number}"),\n', 'outbox, f"keys and values {number - 1}"),\n'),
+        Edit(
+            exchange, 'send_buffer, f"keys and values {number}"),\n', 'send_buffer, f"keys and values {number - 1}"),\n'
+        ),
     ),
     defect(
         "relayed-message-one-slot-short",
@@ -180,13 +186,13 @@ COMMUNICATION = (
     ),
     defect(
         "relay-sends-the-outbox",
-        "At every hop the ring sends the own keys instead of those that landed.",
+        "At every hop the ring sends the own keys instead of those that it received.",
         Edit(schedule, "relayed=t > 1", "relayed=False"),
         listed=(13,),
     ),
     defect(
         "carried-slots-of-this-hop",
-        "As many returned slots are carried on as land at this hop, not at the next.",
+        "As many returned slots are carried on as are received at this hop, not at the next.",
         Edit(
             schedule,
             "carried = int(prefix[owner_at(t + 1), chunk, t + 1])",
@@ -196,7 +202,7 @@ COMMUNICATION = (
     ),
     defect(
         "onward-slots-of-this-hop",
-        "All that landed is handed on as if it travelled farther, and nothing goes home before the last hop.",
+        "All that was received is passed on as if it travelled farther, and nothing is returned before the last hop.",
         Edit(
             schedule,
             "int(prefix[source, chunk, t]), int(prefix[source, chunk, t + 1])",
@@ -258,24 +264,24 @@ COMMUNICATION = (
     # --- memory
     defect(
         "outbox-made-at-every-step",
-        "The outbox is allocated anew at every step and the old ones are kept.",
+        "The send buffer is allocated anew at every step and the old ones are kept.",
         Edit(
             exchange,
-            "            self._pack(step.gathers, outbox)\n",
-            '            outbox = self._allocate("outbox", sizes.send, self.k.dtype)\n'
-            "            self._pack(step.gathers, outbox)\n",
+            "            self._pack(step.gathers, send_buffer)\n",
+            '            send_buffer = self._allocate("send buffer", sizes.send, dtype)\n'
+            "            self._pack(step.gathers, send_buffer)\n",
         ),
     ),
     defect(
         "one-landing-too-many",
-        "One landing more than is used in turn.",
+        "One receive buffer more than is used.",
         Edit(
-            exchange, _LANDINGS, _LANDINGS.replace("range(sizes.receive_buffers)", "range(sizes.receive_buffers + 1)")
+            exchange, _RECEIVED, _RECEIVED.replace("range(sizes.receive_buffers)", "range(sizes.receive_buffers + 1)")
         ),
     ),
     defect(
         "landing-not-bounded-by-the-bucket",
-        "Landings and outbox are as large as whole messages, however small the bucket.",
+        "Receive and send buffers are as large as whole messages, however small the bucket.",
         Edit(schedule, "lambda slots: min(slots, cap + width - 1)", "lambda slots: slots"),
     ),
     defect(
@@ -285,7 +291,7 @@ COMMUNICATION = (
     ),
     defect(
         "default-bucket-ignores-the-budget",
-        "Without a bucket whole shards land at a time, whatever the budget.",
+        "Without a bucket whole shards are received at a time, whatever the budget.",
         Edit(budget, " else LEAST, int(SHARE * shard / token))", " else LEAST, max(layout.counts))"),
     ),
     defect(

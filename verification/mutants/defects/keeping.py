@@ -73,7 +73,7 @@ KEEPING = (
     ),
     defect(
         "every-landing-is-kept",
-        "What landed is kept by the module: memory grows with every call.",
+        "What was received is kept by the module: memory grows with every call.",
         Edit(
             attention,
             "    for arrival in Exchange(walk.plan, walk.transport, k, v).arrivals():\n",

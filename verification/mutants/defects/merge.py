@@ -82,8 +82,8 @@ MERGE = (
         "lse (B, H, N) is addressed as (B, N, H) by a reshape instead of a transposition.",
         Edit(
             accumulator,
-            "    return Store(lse.transpose(1, 2).unsqueeze(-1))",
-            "    return Store(lse.reshape(lse.shape[0], lse.shape[2], lse.shape[1], 1))",
+            "    return StridedView(lse.transpose(1, 2).unsqueeze(-1))",
+            "    return StridedView(lse.reshape(lse.shape[0], lse.shape[2], lse.shape[1], 1))",
         ),
         provenance="TransformerEngine#1467; zhuzilin/ring-flash-attention#46",
         listed=(7,),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ring import attention
+from ring import attention, precision
 from ring.comm import exchange
 from ring.compute import accumulator, kernels
 from verification.mutants.defect import Edit, defect
@@ -125,7 +125,7 @@ NUMERICS = (
     defect(
         "float64-computed-in-float32",
         "Everything is computed in fp32, for fp64 inputs too.",
-        Edit(accumulator, "return torch.float64 if dtype == torch.float64 else torch.float32", "return torch.float32"),
+        Edit(precision, "return torch.float64 if dtype == torch.float64 else torch.float32", "return torch.float32"),
     ),
     defect(
         "float64-scores-in-float32",

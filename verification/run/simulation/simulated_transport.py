@@ -82,13 +82,13 @@ class SimulatedTransport(OwnBuffers):
         simulation.finish(batch)
         self._batches.remove(batch)
 
-    def unanimous(self, payload: bytes) -> bool:
+    def all_equal(self, payload: bytes) -> bool:
         if len(payload) % 8:
             raise ValueError(f"payload must be a multiple of 8 bytes, got {len(payload)}")
-        return len(set(self._meet("unanimous", payload))) == 1
+        return len(set(self._meet("all_equal", payload))) == 1
 
-    def collect(self, payload: bytes) -> list[bytes]:
-        return self._meet("collect", payload)
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        return self._meet("all_gather", payload)
 
     def check_all_waited(self) -> None:
         """BrokenContract if this rank ends with a batch that it posted and never waited for."""

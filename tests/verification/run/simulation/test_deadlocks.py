@@ -69,8 +69,8 @@ def test_a_message_that_nobody_takes_is_named_even_if_its_send_was_buffered() ->
 
 
 def test_a_rank_that_does_not_come_to_a_meeting_is_named() -> None:
-    failure = failure_of(3, 0, lambda t: t.collect(b"x") if t.rank else None)
-    assert type(failure) is Deadlock and "waited for rank 0 to call collect" in str(failure)
+    failure = failure_of(3, 0, lambda t: t.all_gather(b"x") if t.rank else None)
+    assert type(failure) is Deadlock and "waited for rank 0 to call all_gather" in str(failure)
 
 
 def test_an_exception_of_one_rank_is_told_apart_from_who_waits_for_it() -> None:
@@ -90,17 +90,17 @@ def test_names_are_those_of_the_group() -> None:
         Simulation(2, 0, names=(2, 5)).run(blocking_ring)
 
 
-@pytest.mark.parametrize("last", ("post", "wait", "unanimous", "collect"))
+@pytest.mark.parametrize("last", ("post", "wait", "all_equal", "all_gather"))
 def test_ranks_that_talk_while_they_clean_up_are_stuck_all_the_same(last: str) -> None:
     def step(transport: SimulatedTransport) -> None:
         peer = 1 - transport.rank
         try:
             transport.post([], [Message(peer, torch.empty(1), "keys")]).wait()
         finally:
-            if last == "unanimous":
-                transport.unanimous(b"8 bytes!")
-            elif last == "collect":
-                transport.collect(b"x")
+            if last == "all_equal":
+                transport.all_equal(b"8 bytes!")
+            elif last == "all_gather":
+                transport.all_gather(b"x")
             else:
                 pending = transport.post([Message(peer, torch.ones(1), "keys")], [])
                 if last == "wait":

@@ -106,8 +106,8 @@ def test_who_awaits_arrivals_does_not_wait_for_receivers() -> None:
 
 def test_all_ranks_meet() -> None:
     def step(transport: SimulatedTransport) -> tuple[bool, bool, list[bytes]]:
-        same, other = transport.unanimous(b"8 bytes!"), transport.unanimous(bytes([transport.rank] * 8))
-        return same, other, transport.collect(bytes([transport.rank]))
+        same, other = transport.all_equal(b"8 bytes!"), transport.all_equal(bytes([transport.rank] * 8))
+        return same, other, transport.all_gather(bytes([transport.rank]))
 
     for seed in SEEDS:
         assert Simulation(3, seed).run(step) == [(True, False, [b"\0", b"\1", b"\2"])] * 3
@@ -226,9 +226,9 @@ def test_messages_that_do_not_fit_are_named() -> None:
 
     def meetings(transport: SimulatedTransport) -> None:
         if transport.rank == 0:
-            transport.collect(b"12345678")
+            transport.all_gather(b"12345678")
         else:
-            transport.unanimous(b"12345678")
+            transport.all_equal(b"12345678")
 
     for seed in SEEDS:
         for function in (sizes, labels, dtypes):
