@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verification.benchmarks import longest_rank
-from verification.benchmarks.longest_rank import OUT_OF_MEMORY, Task
+from verification.benchmarks.longest_rank import OUT_OF_MEMORY, LongestTask
 from verification.benchmarks.options import Options
 from verification.benchmarks.rank_group import RankGroup
 from verification.report.provenance import ROOT
@@ -43,7 +43,7 @@ def longest(ranks: RankGroup, pattern: str, exchange: str, options: Options) -> 
     ended the search."""
     with socket.create_server(("", 0)) as server:
         port = ranks.gathered(server.getsockname()[1])[0]
-    task = Task.of(options, pattern, exchange, ranks.device.type)
+    task = LongestTask.of(options, pattern, exchange, ranks.device.type)
     command = [sys.executable, "-m", longest_rank.__name__, task.to_json()]
     return followed(ranks, command, environment(ranks, port), START + 2 * task.seconds)
 

@@ -1,6 +1,6 @@
 """One rank's process in the search for the longest shards: forward and backward of ever longer shards.
 
-`longest` starts it with a `Task` as its argument. It prints a JSON line for every size that all ranks finished,
+`longest` starts it with a `LongestTask` as its argument. It prints a JSON line for every size that all ranks finished,
 {"tokens": ..., "seconds": ..., "peak_bytes": ...}, and one at the end, {"ended": why}.
 """
 
@@ -25,7 +25,7 @@ GROWTH = 4.5  # a dense pass takes 4 times as long when the sequence doubles; so
 
 
 @dataclass(frozen=True)
-class Task:
+class LongestTask:
     """pattern: "dense" or "longnet". first, limit: tokens of a rank's shard. seconds: for the whole search."""
 
     pattern: str
@@ -41,7 +41,7 @@ class Task:
     seconds: float
 
     @classmethod
-    def of(cls, options: Options, pattern: str, exchange: str, device: str) -> Task:
+    def of(cls, options: Options, pattern: str, exchange: str, device: str) -> LongestTask:
         return cls(
             pattern, device, exchange, options.kernel, options.bucket, options.workload(pattern, 1, 1).shape,
             options.segments, options.rates, options.tokens[0], options.longest_limit, options.longest_seconds,
@@ -51,7 +51,7 @@ class Task:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Task:
+    def from_json(cls, text: str) -> LongestTask:
         fields = json.loads(text)
         lists = {name: tuple(fields[name]) for name in ("segments", "rates")}
         return cls(**fields | lists | {"shape": AttentionShape(**fields["shape"])})
@@ -63,7 +63,7 @@ class Task:
 
 
 def main() -> None:
-    task = Task.from_json(sys.argv[1])
+    task = LongestTask.from_json(sys.argv[1])
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if task.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -78,7 +78,7 @@ def main() -> None:
     os._exit(0)  # a call that hangs on a GPU would delay a normal exit
 
 
-def double(ranks: RankGroup, task: Task) -> str:
+def double(ranks: RankGroup, task: LongestTask) -> str:
     """Doubles the shards until the limit, or until the next size would take too long. Returns which of the two."""
     tokens, began = task.first, time.monotonic()
     last = 0.0
@@ -94,7 +94,7 @@ def double(ranks: RankGroup, task: Task) -> str:
     return f"stopped at the limit of {task.limit} tokens"
 
 
-def one_pass(workload: Workload, ranks: RankGroup, task: Task) -> int | None:
+def one_pass(workload: Workload, ranks: RankGroup, task: LongestTask) -> int | None:
     """Forward and backward. Returns the peak of allocated GPU memory in bytes. Raises ValueError if a result is not
     finite."""
     gpu = ranks.device.type == "cuda"
