@@ -1,5 +1,5 @@
-"""Peers for tests/verification/peers/test_peers.py, one sound and the others with one fault each: all in one process,
-plain attention."""
+"""Peers for tests/verification/peers/test_peers.py: a sound one, and others with one fault each. All run plain
+attention in one process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from verification.peers.peer import Result
 
 
 def claim(case: Case) -> Case:
-    case = claims.dense(claims.alone(claims.settled(claims.own_scale(claims.without_lse(case)))))
+    case = claims.dense(claims.one_process(claims.without_own_settings(claims.default_scale(claims.without_lse(case)))))
     return claims.equal_heads(claims.in_dtypes(case, "float32", "float64"))
 
 

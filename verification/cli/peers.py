@@ -19,9 +19,10 @@ from rich.table import Table
 from verification.case import Case
 from verification.cli.arguments import MODULE, add_failures, add_json, add_seed, count, typed
 from verification.peers import peer_rank as observe
-from verification.peers.peer import KNOWN, Peer, Refused, load, selected
+from verification.peers.peer import Peer, Refused
 from verification.peers.peer_experiment import experiment
 from verification.peers.probe import probe
+from verification.peers.registry import KNOWN, load, selected
 from verification.report.provenance import processor_run
 from verification.report.report import Failure, Report
 from verification.run.backends import GlooBackend, Unavailable
@@ -47,7 +48,6 @@ class Outcome:
     """Of one peer."""
 
     name: str
-    spec: str
     version: str | None = None
     supported: str = ""
     verdict: str = NOT_RUN
@@ -97,7 +97,7 @@ def main(options: argparse.Namespace, console: Console) -> int:
     """
     try:
         chosen = _chosen(options.names)
-        listed = {name: load(spec) for name, spec in chosen.items()} if options.list else {}
+        listed = {name: load(name) for name in chosen} if options.list else {}
     except Refused as error:
         raise Unavailable(str(error)) from error
     if options.list:
@@ -105,7 +105,7 @@ def main(options: argparse.Namespace, console: Console) -> int:
         return 0
     seed = random.SystemRandom().randrange(2**32) if options.seed is None else options.seed
     console.print(f"seed {seed}; repeat this run with --seed {seed}", highlight=False)
-    outcomes, started = [Outcome(name, spec) for name, spec in chosen.items()], time.perf_counter()
+    outcomes, started = [Outcome(name) for name in chosen], time.perf_counter()
     for outcome in outcomes:
         _attempt(outcome, options, seed, console)
     seconds = time.perf_counter() - started
@@ -118,12 +118,12 @@ def main(options: argparse.Namespace, console: Console) -> int:
     return 2 if NOT_RUN in verdicts else 1 if FAILED in verdicts else 0
 
 
-def _chosen(names: Sequence[str]) -> dict[str, str]:
-    """Name -> specification of all peers that these names stand for; without a name, of all that are known.
+def _chosen(names: Sequence[str]) -> list[str]:
+    """All peers that these names stand for, each once; without a name, all that are known.
 
     Raises Refused for a name that stands for none.
     """
-    return {name: spec for given in names for name, spec in selected(given).items()} or dict(KNOWN)
+    return list(dict.fromkeys(name for given in names for name in selected(given))) or list(KNOWN)
 
 
 def _list(peers: Mapping[str, Peer], console: Console) -> None:
@@ -150,18 +150,18 @@ def _run(outcome: Outcome, options: argparse.Namespace, seed: int, console: Cons
     Raises Refused, Unavailable or ToolError where the peer cannot be run.
     """
     if outcome.name in KNOWN:  # its adapter can be imported whether its package is there or not
-        outcome.version, outcome.supported = load(outcome.spec).version, load(outcome.spec).supported
-    probe(outcome.spec)
-    peer = load(outcome.spec)
+        outcome.version, outcome.supported = load(outcome.name).version, load(outcome.name).supported
+    probe(outcome.name)
+    peer = load(outcome.name)
     outcome.version, outcome.supported = peer.version, peer.supported
     console.print(f"{outcome.name} {peer.version or ''}: {peer.supported}", markup=False, highlight=False)
     report = Report(console)
-    backend = GlooBackend(TIMEOUT, partial(observe.prepare, outcome.spec))
+    backend = GlooBackend(TIMEOUT, partial(observe.prepare, outcome.name))
     try:
         with report:
             for world in sorted(peer.worlds):
                 backend.start(world)
-                outcome.failures = _search(outcome.spec, peer, backend, report, world, options, seed)
+                outcome.failures = _search(outcome.name, peer, backend, report, world, options, seed)
                 outcome.examples = report.examples
                 if outcome.failures:
                     break

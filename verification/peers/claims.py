@@ -1,6 +1,6 @@
-"""Steps that claims are made of: each takes a Case to the nearest one with some property.
+"""Steps of a claim: each takes a Case to the nearest one with a certain property.
 
-A step changes as little as it can and never makes a small Case large, so that what Hypothesis shrinks stays small.
+A step changes as little as it can and never makes a small Case large, so that Cases that Hypothesis shrank stay small.
 """
 
 from __future__ import annotations
@@ -11,34 +11,34 @@ from reference.pattern import Pattern
 from verification.case import Case
 
 
-def settled(case: Case) -> Case:
-    """Without what only this project's own implementation has: exchange, bucket, kernel."""
+def without_own_settings(case: Case) -> Case:
+    """The settings that only this project's own implementation has, exchange, bucket and kernel, at fixed values."""
     return dataclasses.replace(case, exchange="ring", bucket=None, kernel="math")
 
 
 def dense(case: Case, causal: bool | None = None) -> Case:
-    """Plain attention. causal: always or never; None: as the Case has it."""
+    """Plain attention. causal: True for always, False for never, None as the Case has it."""
     return dataclasses.replace(case, pattern=Pattern.dense(case.pattern.causal if causal is None else causal))
 
 
-def everyone(case: Case) -> Case:
-    """All ranks take part: for what uses the default group."""
+def all_ranks(case: Case) -> Case:
+    """All ranks take part: for implementations that use the default group."""
     return dataclasses.replace(case, group=None, cuts=None)
 
 
-def together(case: Case) -> Case:
-    """A subgroup of two ranks at least: a ring of one sends to itself, which NCCL can and gloo cannot."""
+def two_ranks_or_more(case: Case) -> Case:
+    """A subgroup of at least two ranks: in a ring of one, a rank sends to itself, which NCCL can and gloo cannot."""
     return dataclasses.replace(case, group=None, cuts=None) if len(case.ranks) == 1 else case
 
 
-def even(case: Case, order: str, chunks: int = 1) -> Case:
+def even_shards(case: Case, order: str, chunks: int = 1) -> Case:
     """Shards of one length, a multiple of `chunks`, in that order."""
     unit = len(case.ranks) * chunks
     tokens = max(1, -(-case.tokens // unit)) * unit
     return dataclasses.replace(case, order=order, tokens=tokens, cuts=None)
 
 
-def alone(case: Case) -> Case:
+def one_process(case: Case) -> Case:
     """One process: the whole sequence, in its own order."""
     return dataclasses.replace(case, group=None, cuts=None, order="contiguous")
 
@@ -53,8 +53,8 @@ def in_dtypes(case: Case, *dtypes: str) -> Case:
     return case if case.dtype in dtypes else dataclasses.replace(case, dtype=dtypes[0])
 
 
-def own_scale(case: Case) -> Case:
-    """head_dim ** -0.5: for what takes no other factor."""
+def default_scale(case: Case) -> Case:
+    """head_dim ** -0.5: for implementations that take no other scale."""
     return dataclasses.replace(case, scale=None)
 
 

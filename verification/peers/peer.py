@@ -1,14 +1,10 @@
-"""Peer: what an adapter is made of; and finding one by its name or by `package.module:attribute`."""
+"""Peer: what an adapter declares about the implementation that it wraps."""
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -16,45 +12,46 @@ from torch.distributed import ProcessGroup
 from verification.case import Case
 
 Result = Tensor | tuple[Tensor, Tensor]  # out (B, L, H, D); lse (B, H, L), natural logarithm
+Attend = Callable[[Tensor, Tensor, Tensor, Case, ProcessGroup | None], Result]
 ARITHMETICS = ("math", "flash", "half")
 MERGES = ("weighted", "interpolated")
 MOST_RANKS = 8
 
 
 class Refused(Exception):
-    """A peer that cannot be run: not installed, not importable, no adapter. Never counted as held or failed."""
+    """A peer cannot be run: not installed, not importable, no adapter. It counts neither as held nor as failed."""
 
 
 def nothing() -> None:
-    """What a peer without a package of its own has to prepare."""
+    """The preparation of a peer that has no package of its own."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """An implementation of attention, and what it claims to support.
+    """An implementation of attention, and the Cases that it claims to support.
 
     name        as the report prints it
     supported   the claim in words
-    claims      any drawn Case -> the nearest one that the implementation says it supports, with the same world; None
-                if there is none. A Case it returns it must return unchanged when it is given that.
+    claims      any drawn Case -> the nearest Case of the same world that the implementation says it supports, or None
+                if there is none. Given a Case that it returned, it must return that Case unchanged.
     attend      (q, k, v, case, group) -> out, or (out, lse): one rank's part, differentiable by autograd. q, out
-                (B, L, H, D), k, v (B, L, Hk, D) are the rank's shard in the order of `case.layout()`; group is the
-                process group of the Case's ranks, None where the world is 1.
-    worlds      the world sizes it is run on
-    package     name of its distribution, which has its version; None for a function of one's own
-    arithmetic  how 16-bit inputs are computed with, as `bounds.Arithmetic.make` has it: "math" in fp32, rounded once
-                at the end; "flash" the same with a coarser exponential; "half" probabilities and partial results are
-                rounded to 16 bits, as fused kernels do. fp32 and fp64 have no "half": there it means "math".
+                (B, L, H, D), k, v (B, L, Hk, D) are the rank's shard in the order of the Case; group is the process
+                group of the Case's ranks, None where the world is 1.
+    worlds      the world sizes that it is run on
+    package     the name of its distribution, from which its version is read; None for a function of your own
+    arithmetic  the precision for 16-bit inputs, as `Arithmetic.make` takes it: "math" computes in fp32 and rounds once
+                at the end; "flash" does so with a coarser exponential; "half" rounds probabilities and partial results
+                to 16 bits, as fused kernels do. For fp32 and fp64 "half" means "math".
     merge       how partial results are merged: "weighted", or "interpolated", which loses more: see `interpolation`
     prepare     imports what `attend` needs, in every process that is to run it. Raises ImportError or Refused.
 
-    Raises ValueError, at construction, for a field that cannot be.
+    Raises ValueError, at construction, for a field with a wrong value.
     """
 
     name: str
     supported: str
     claims: Callable[[Case], Case | None]
-    attend: Callable[[Tensor, Tensor, Tensor, Case, ProcessGroup | None], Result]
+    attend: Attend
     worlds: tuple[int, ...] = (2, 3, 4)
     package: str | None = None
     arithmetic: str = "math"
@@ -78,68 +75,8 @@ class Peer:
 
     @property
     def version(self) -> str | None:
-        """Of the installed distribution; None where it has none, or is not installed."""
+        """Of the installed distribution; None where there is no package, or it is not installed."""
         try:
             return None if self.package is None else importlib.metadata.version(self.package)
         except importlib.metadata.PackageNotFoundError:
             return None
-
-
-_ADAPTERS = "verification.peers.adapters"
-# Name -> specification. A name before the first "/" stands for all that begin with it.
-KNOWN = {
-    "ring-attention-pytorch": f"{_ADAPTERS}.ring_attention_pytorch:plain",
-    "ring-attention-pytorch/striped": f"{_ADAPTERS}.ring_attention_pytorch:striped",
-    "ring-flash-attn/ring": f"{_ADAPTERS}.ring_flash_attn:ring",
-    "ring-flash-attn/zigzag": f"{_ADAPTERS}.ring_flash_attn:zigzag",
-    "ring-flash-attn/stripe": f"{_ADAPTERS}.ring_flash_attn:stripe",
-    "yunchang/basic": f"{_ADAPTERS}.yunchang:basic",
-    "yunchang/zigzag": f"{_ADAPTERS}.yunchang:zigzag",
-    "yunchang/strip": f"{_ADAPTERS}.yunchang:strip",
-    "torchscale": f"{_ADAPTERS}.torchscale:adapter",
-    "dilated-attention-pytorch": f"{_ADAPTERS}.dilated_attention_pytorch:adapter",
-    "torch-context-parallel": f"{_ADAPTERS}.context_parallel:adapter",
-}
-
-
-def selected(name: str) -> dict[str, str]:
-    """Name -> specification of the peers that a name stands for. Raises Refused for one that is neither known nor of
-    the form `package.module:attribute`."""
-    found = {known: spec for known, spec in KNOWN.items() if name in (known, known.partition("/")[0])}
-    if found:
-        return found
-    if ":" in name and all(part.isidentifier() for part in name.replace(":", ".", 1).split(".")):
-        return {name: name}
-    raise Refused(
-        f"argument NAME: {name!r} is no peer; it must be one of {', '.join(KNOWN)}, or package.module:adapter"
-    )
-
-
-@lru_cache(maxsize=64)
-def load(spec: str) -> Peer:
-    """The Peer that `package.module:attribute` names. The working directory is searched after all else: scripts run
-    Python with -P, which leaves it out. Raises Refused for a module that cannot be imported or has no such Peer."""
-    module, _, attribute = spec.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # whatever a user's module raises when it is imported
-        raise Refused(f"{spec} cannot be imported: {type(error).__name__}: {error}") from error
-    if not isinstance(found, Peer):
-        raise Refused(f"{spec} is {found!r}; it must be a verification.peers.Peer")
-    return found
-
-
-def ready(spec: str) -> Peer:
-    """The Peer, with all that it needs imported. Raises Refused."""
-    peer = load(spec)
-    try:
-        peer.prepare()
-    except Refused:
-        raise
-    except Exception as error:
-        if peer.package is not None and peer.version is None:
-            raise Refused(f"the package {peer.package} is not installed ({type(error).__name__}: {error})") from error
-        raise Refused(f"{peer.package or spec} cannot be imported: {type(error).__name__}: {error}") from error
-    return peer

@@ -1,4 +1,4 @@
-"""A peer as an Experiment: Cases drawn through its claim, held against exact values within the bounds of its class."""
+"""A peer as an Experiment: Cases drawn through its claim, results compared within the bounds of its class."""
 
 from __future__ import annotations
 
@@ -16,38 +16,41 @@ from verification.check.checks import CHECKS
 from verification.check.expectation import Expectation, evaluate
 from verification.draw.cases import cases
 from verification.peers import interpolation
-from verification.peers.peer import KNOWN, Peer, load
+from verification.peers.peer import Peer
 from verification.peers.peer_rank import observe_peer
+from verification.peers.registry import KNOWN, load
 from verification.run.backends import Backend
 from verification.search.search import Experiment, ToolError
 
-# Of `checks.CHECKS` those that concern any implementation: not its messages, their bytes, its buffers.
-CONCERNED = ("answers", "unseen", "finite", "values", "inputs", "repeat")
+# The `checks.CHECKS` that concern any implementation; those of messages, bytes and buffers concern this project's own.
+APPLICABLE = ("answers", "unseen", "finite", "values", "inputs", "repeat")
 
 
-def experiment(spec: str, peer: Peer | None = None) -> Experiment:
-    """What `spec` names is run; `peer`, by default the same, draws. Raises Refused where `spec` names no Peer."""
-    peer = load(spec) if peer is None else peer
+def experiment(name: str, peer: Peer | None = None) -> Experiment:
+    """The ranks run the peer of that name; Cases are drawn through the claim of `peer`, by default the same one.
+
+    Raises Refused where there is no such Peer."""
+    peer = load(name) if peer is None else peer
     return Experiment(
         f"peer {peer.name}",
         partial(draw, peer),
-        partial(check, spec, peer),
+        partial(check, name, peer),
         lambda case: case,
-        lambda case: {"peer": spec, "case": json.loads(case.to_json())},
+        lambda case: {"peer": name, "case": json.loads(case.to_json())},
         lambda case, failure: properties.broken_by(failure),
     )
 
 
 def experiment_of(record: dict[str, Any]) -> tuple[Experiment, Case, Case]:
-    """(experiment, subject, Case) of a saved counter-example, {"peer": specification, "case": ...}.
+    """(experiment, subject, Case) of a saved counter-example, {"peer": name, "case": ...}.
 
-    The Case is run as it was saved, without asking the claim again. Raises ValueError for a Case that is none, Refused
-    for a peer that cannot be loaded.
+    The Case is run as it was saved, without asking the claim. Raises ValueError for a malformed Case, Refused for a
+    peer that cannot be loaded.
     """
     case = Case.from_json(json.dumps(record["case"]))
     if not isinstance(record["peer"], str):
         raise ValueError(f"peer is {record['peer']!r}; it must be package.module:adapter, or one of {', '.join(KNOWN)}")
-    return experiment(KNOWN.get(record["peer"], record["peer"])), case, case
+    return experiment(record["peer"]), case, case
 
 
 def draw(peer: Peer, world: int) -> SearchStrategy[Case | None]:
@@ -56,8 +59,8 @@ def draw(peer: Peer, world: int) -> SearchStrategy[Case | None]:
 
 
 def claimed(peer: Peer, case: Case) -> Case | None:
-    """`peer.claims(case)`. Raises ToolError for a claim that raises, gives anything but a Case of that world, or
-    would change that Case again: that is the adapter's fault, and no counter-example."""
+    """`peer.claims(case)`. Raises ToolError for a claim that raises, returns anything but a Case of that world, or
+    would change the returned Case again: these are faults of the adapter, and no counter-examples."""
     try:
         found = peer.claims(case)
     except Exception as error:
@@ -66,20 +69,20 @@ def claimed(peer: Peer, case: Case) -> Case | None:
         raise ToolError(f"claims of {peer.name} gave {found!r}; it must be a Case with world {case.world}, or None")
     if found is not None and peer.claims(found) != found:
         raise ToolError(f"claims of {peer.name} does not support the Case that it made itself: {found.to_json()}")
-    # How a second run is made and what is measured is this project's own affair.
+    # How the second run differs, and what is measured, concerns this project's own implementation only.
     return found and dataclasses.replace(found, again="alike", measured=False)
 
 
-def check(spec: str, peer: Peer, backend: Backend, case: Case) -> dict[str, float]:
+def check(name: str, peer: Peer, backend: Backend, case: Case) -> dict[str, float]:
     """The worst error of each property as a fraction of its bound, 0 where it is exact. Raises the first failure."""
-    backend.submit(observe_peer, case, spec)
+    backend.submit(observe_peer, case, name)
     expectation = expect(peer, case)
     observations = backend.collect()
     malformed = [x for x in observations if isinstance(x, str)]
     if malformed:
-        raise ToolError(f"the adapter {spec}: {malformed[0]}")
-    ratios = {name: CHECKS[name](case, expectation, observations) for name in CONCERNED}
-    kept = {title: 0.0 for title, checks in properties.PROPERTIES.items() if set(checks) <= set(CONCERNED)}
+        raise ToolError(f"the adapter {name}: {malformed[0]}")
+    ratios = {one: CHECKS[one](case, expectation, observations) for one in APPLICABLE}
+    kept = {title: 0.0 for title, checks in properties.PROPERTIES.items() if set(checks) <= set(APPLICABLE)}
     found = {properties.EVERY_RANK_ANSWERS: 0.0, **kept}
     found[properties.OUTPUT] = properties.worst(ratios["values"], ("out", "lse"))
     found[properties.GRADIENTS] = properties.worst(ratios["values"], ("dq", "dk", "dv"))
@@ -98,7 +101,7 @@ def expect(peer: Peer, case: Case) -> Expectation:
 
 
 def arithmetic(peer: Peer, case: Case) -> Arithmetic:
-    """The counts (keys per row, partial results, blocks) are those of the Case, the roundings those of the class."""
+    """The counts (keys per row, partial results, blocks) come from the Case, the roundings from the peer's class."""
     sixteen = case.dtype in ("bfloat16", "float16")
     kernel = "math" if peer.arithmetic == "half" and not sixteen else peer.arithmetic
     counted = Arithmetic.of(dataclasses.replace(case, kernel="math"))

@@ -1,4 +1,4 @@
-"""What one rank does with a Case and a peer: rebuild the tensors, run it twice, say what was seen."""
+"""One rank's part in an example of a peer: rebuild the tensors, run the peer twice, report what was seen."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from torch import Tensor
 
 from ring.comm.transport import ProcessGroupTransport, SoloTransport, Transport
 from verification.case import Case
-from verification.peers.peer import Peer, ready
+from verification.peers.peer import Peer
+from verification.peers.registry import ready
 from verification.run.observation import Observation
 from verification.run.rank import Pass, Tensors, division, observation_of, shards, whole_tensors
 
 
-def prepare(spec: str) -> None:
-    """In every new rank, before its first example: imports are not held to an example's timeout."""
-    ready(spec)
+def prepare(name: str) -> None:
+    """Called in every new rank before its first example, so that imports do not count towards an example's timeout."""
+    ready(name)
 
 
-def observe_peer(transport: Transport, case: Case, spec: str) -> Observation | str:
-    """Forward and backward by the peer that `spec` names; a string where the adapter does not keep to its form."""
-    peer = ready(spec)
+def observe_peer(transport: Transport, case: Case, name: str) -> Observation | str:
+    """Forward and backward by the peer of that name. Returns a string where the adapter returned something of the
+    wrong form."""
+    peer = ready(name)
     inputs = shards(case, transport.rank, whole_tensors(case))
     kept = [x.clone() for x in inputs]
     run = run_peer(peer, transport, case, inputs)
@@ -32,8 +34,8 @@ def observe_peer(transport: Transport, case: Case, spec: str) -> Observation | s
 
 
 def run_peer(peer: Peer, transport: Transport, case: Case, inputs: Tensors) -> Pass | str:
-    """As `observe_peer`. Raises ValueError for a result of another shape, or that leaves a gradient out: no fault of
-    the adapter's form, since it may be so for some Cases only.
+    """As `observe_peer`. Raises ValueError for a result of another shape, or one that leaves a gradient out: these may
+    concern some Cases only, so they are counter-examples and no fault of the adapter.
     """
     if not isinstance(transport, (ProcessGroupTransport, SoloTransport)):
         return "a peer talks through torch.distributed, which is not simulated; run it on gloo"
@@ -59,7 +61,7 @@ def run_peer(peer: Peer, transport: Transport, case: Case, inputs: Tensors) -> P
 
 
 def gradients_of(outputs: Sequence[Tensor], leaves: Tensors, incoming: Sequence[Tensor], alone: bool) -> list[Tensor]:
-    """dq, dk, dv; alone: of an lse, on which v has no bearing. Raises ValueError naming what no gradient reaches."""
+    """dq, dk, dv. alone: of lse only, which does not depend on v. Raises ValueError for inputs without gradient."""
     live = [i for i, x in enumerate(outputs) if x.requires_grad]
     found: list[Tensor | None] = [None] * 3
     if live:

@@ -1,32 +1,33 @@
-"""Whether a peer can be run, found out in a process of its own: an import may hang or abort."""
+"""Finds out in a separate process whether a peer can be run, since an import may hang or abort."""
 
 from __future__ import annotations
 
 from verification.failures import RankFailure
-from verification.peers.peer import Refused, ready
+from verification.peers.peer import Refused
+from verification.peers.registry import ready
 from verification.run.backends import PRELOAD, Unavailable
 from verification.run.processes.pool import Pool, PoolError
 
 TIMEOUT = 120.0  # seconds: a first import may have to compile
 
 
-def probe(spec: str, timeout: float = TIMEOUT) -> None:
+def probe(name: str, timeout: float = TIMEOUT) -> None:
     """Raises Refused where the peer, or what it needs, cannot be imported; Unavailable where no process starts."""
     try:
         with Pool(1, timeout=timeout, preload=PRELOAD) as pool:
-            (reason,) = pool.run(refusal, spec)
+            (reason,) = pool.run(refusal, name)
     except PoolError as error:
-        raise Unavailable(f"no process to import {spec} in could be started: {error}") from error
+        raise Unavailable(f"no process to import {name} in could be started: {error}") from error
     except RankFailure as failure:
-        raise Refused(f"importing {spec} failed: {failure.headline}") from failure
+        raise Refused(f"importing {name} failed: {failure.headline}") from failure
     if reason is not None:
         raise Refused(reason)
 
 
-def refusal(spec: str) -> str | None:
-    """Called in the process: why the peer cannot be run; None if it can."""
+def refusal(name: str) -> str | None:
+    """Called in that process: the reason why the peer cannot be run; None if it can."""
     try:
-        ready(spec)
+        ready(name)
     except Refused as error:
         return str(error)
     return None

@@ -10,7 +10,7 @@ from typing import Any
 
 from verification import runner
 from verification.failures import VerificationFailure
-from verification.peers.peer import KNOWN, Refused
+from verification.peers.peer import Refused
 from verification.peers.peer_rank import prepare
 from verification.problems import real_size
 from verification.replay import records
@@ -31,7 +31,7 @@ def replay(file: Path, report: Report, backend: Backend, argument: str = "FILE")
     if "peer" in record:
         if backend.name != "gloo":
             raise Unavailable(f"argument --backend: a peer needs torch.distributed, on gloo; got {backend.name}")
-        backend.prepare = partial(prepare, KNOWN.get(record["peer"], record["peer"]))
+        backend.prepare = partial(prepare, record["peer"])
     world = case.world
     most = runner.MOST_RANKS[backend.name]
     if world > most:

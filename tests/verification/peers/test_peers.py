@@ -1,5 +1,5 @@
-"""Peers: a user's own adapter from the working directory, what each kind of fault is reported as, what is refused, the
-adapters' claims and stand-ins. None of the packages needs to be installed, and none is run."""
+"""Peers: a user's own adapter from the working directory, how each kind of fault is reported, what is refused, the
+claims and stand-ins of the adapters. None of the packages needs to be installed, and none is run."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ from verification.draw.cases import cases
 from verification.failures import RankHang, VerificationFailure
 from verification.peers import Refused, probe
 from verification.peers.adapters import flash_attn_shim, plain_attention, yunchang
-from verification.peers.peer import KNOWN, load, ready, selected
 from verification.peers.peer_experiment import claimed, expect, experiment
+from verification.peers.registry import KNOWN, load, ready, selected
 from verification.report.provenance import commit
 from verification.run.backends import GlooBackend
 from verification.search.search import ToolError
 
 ROOT = Path(__file__).parents[3]
+EXAMPLES = "tests.support.peer_examples"
 PLAIN = Case(
     world=1, group=None, tokens=5, order="contiguous", cuts=None, pattern=Pattern.dense(True), batch=2, heads=2,
     kv_heads=2, head_dim=4, dtype="float32", scale=None, score_scale=1.0, values="normal", seed=3, exchange="ring",
@@ -133,8 +134,8 @@ def backend() -> Iterator[GlooBackend]:
 
 @pytest.mark.parametrize(("name", "check"), FAULTS.items())
 def test_each_fault_is_reported_as_what_it_is(backend: GlooBackend, name: str, check: str) -> None:
-    found = experiment(f"peer_examples:{name}")
-    case = claimed(load(f"peer_examples:{name}"), PLAIN)
+    found = experiment(f"{EXAMPLES}:{name}")
+    case = claimed(load(f"{EXAMPLES}:{name}"), PLAIN)
     with pytest.raises(VerificationFailure) as caught:
         found.check(backend, case)
     assert found.property_of(case, caught.value) == check, str(caught.value)
@@ -149,14 +150,14 @@ def test_a_hang_is_reported_as_one() -> None:
     impatient.start(1)
     try:
         with pytest.raises(RankHang, match="no answer within 0.5 s from rank 0"):
-            experiment("peer_examples:hangs").check(impatient, claimed(load("peer_examples:hangs"), PLAIN))
+            experiment(f"{EXAMPLES}:hangs").check(impatient, claimed(load(f"{EXAMPLES}:hangs"), PLAIN))
     finally:
         impatient.close()
 
 
 def test_a_sound_one_holds(backend: GlooBackend) -> None:
-    found = experiment("peer_examples:sound")
-    ratios = found.check(backend, claimed(load("peer_examples:sound"), PLAIN))
+    found = experiment(f"{EXAMPLES}:sound")
+    ratios = found.check(backend, claimed(load(f"{EXAMPLES}:sound"), PLAIN))
     assert set(ratios) == {"every rank answers", "inputs intact, repeatable", *FAULTS.values()}
     assert 0 < ratios["gradients"] < 1 and 0 < ratios["output and lse"] < 1
 
@@ -164,14 +165,14 @@ def test_a_sound_one_holds(backend: GlooBackend) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     (
-        ("returns_list", "the adapter peer_examples:returns_list: attend returned list as out"),
+        ("returns_list", f"the adapter {EXAMPLES}:returns_list: attend returned list as out"),
         ("no_lse", "attend returned no lse, and the claim has lse 'differentiated'"),
     ),
 )
 def test_an_adapter_that_does_not_keep_to_its_form_is_no_counter_example(
     backend: GlooBackend, name: str, said: str
 ) -> None:
-    spec = f"peer_examples:{name}"
+    spec = f"{EXAMPLES}:{name}"
     with pytest.raises(ToolError, match=said):
         experiment(spec).check(backend, claimed(load(spec), PLAIN))
 
@@ -198,15 +199,15 @@ def test_what_cannot_be_run_gives_2_and_the_others_still_run(folder: Path) -> No
         assert found[name]["examples"] == 0 and found[name]["case"] is None
     assert re.fullmatch(r"mine claims no Case of \d\d+ drawn on 1 rank", found["mine:claims_nothing"]["message"])
     assert found["mine:sound"]["verdict"] == "held" and found["mine:shifted"]["verdict"] == "counter-example"
-    assert found["torchscale"]["supported"] == load(KNOWN["torchscale"]).supported
+    assert found["torchscale"]["supported"] == load("torchscale").supported
 
 
 @pytest.mark.parametrize(
     ("spec", "said"),
     (
         ("nowhere.at_all:adapter", "No module named 'nowhere'"),
-        ("peer_examples:nothing_of_the_kind", "has no attribute 'nothing_of_the_kind'"),
-        ("peer_examples:number", "it must be a verification.peers.Peer"),
+        (f"{EXAMPLES}:nothing_of_the_kind", "has no attribute 'nothing_of_the_kind'"),
+        (f"{EXAMPLES}:number", "it must be a verification.peers.Peer"),
     ),
 )
 def test_what_is_no_adapter(spec: str, said: str) -> None:
@@ -216,7 +217,7 @@ def test_what_is_no_adapter(spec: str, said: str) -> None:
 
 def test_an_import_that_never_ends_is_refused() -> None:
     with pytest.raises(Refused, match="no answer within 0.5 s from rank 0"):
-        probe.probe("peer_examples:endless", timeout=0.5)
+        probe.probe(f"{EXAMPLES}:endless", timeout=0.5)
 
 
 @pytest.fixture
@@ -233,7 +234,7 @@ def modules() -> Iterator[None]:
 def test_a_package_that_is_not_installed_is_refused_by_name(
     name: str, monkeypatch: pytest.MonkeyPatch, modules: None
 ) -> None:
-    package = load(KNOWN[name]).package
+    package = load(name).package
     assert package is not None
     monkeypatch.setitem(sys.modules, package.replace("-", "_"), None)  # so that importing it fails
 
@@ -241,15 +242,15 @@ def test_a_package_that_is_not_installed_is_refused_by_name(
         raise importlib.metadata.PackageNotFoundError(distribution)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    assert load(KNOWN[name]).version is None
+    assert load(name).version is None
     with pytest.raises(Refused, match=f"the package {package} is not installed"):
-        ready(KNOWN[name])
+        ready(name)
 
 
 def test_names() -> None:
-    assert list(selected("ring-flash-attn")) == [f"ring-flash-attn/{kind}" for kind in ("ring", "zigzag", "stripe")]
-    assert selected("yunchang/strip") == {"yunchang/strip": KNOWN["yunchang/strip"]}
-    assert selected("a.b:c") == {"a.b:c": "a.b:c"}
+    assert selected("ring-flash-attn") == [f"ring-flash-attn/{kind}" for kind in ("ring", "zigzag", "stripe")]
+    assert selected("yunchang/strip") == ["yunchang/strip"]
+    assert selected("a.b:c") == ["a.b:c"]
     for wrong in ("ring-flash", "a.b", ":c", "a:", "a:b:c", "a.:b", "/", ""):
         with pytest.raises(Refused, match="argument NAME"):
             selected(wrong)
@@ -270,7 +271,7 @@ def test_names() -> None:
 )
 def test_a_peer_that_cannot_be(change: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        dataclasses.replace(load(KNOWN["torchscale"]), **change)
+        dataclasses.replace(load("torchscale"), **change)
 
 
 # --- claims -----------------------------------------------------------------------------------------------------------
@@ -281,7 +282,7 @@ def test_a_peer_that_cannot_be(change: dict[str, Any], said: str) -> None:
 @settings(max_examples=60, derandomize=True, deadline=None, database=None)
 def test_claims(name: str, data: st.DataObject) -> None:
     """A claim is settled: asked again it changes nothing. It keeps what the implementation says it takes."""
-    peer = load(KNOWN[name])
+    peer = load(name)
     case = data.draw(cases(data.draw(st.sampled_from(peer.worlds))))
     found = claimed(peer, case)
     assert found is not None and found.world == case.world and claimed(peer, found) == found
@@ -297,10 +298,10 @@ def test_claims(name: str, data: st.DataObject) -> None:
 
 def test_a_claim_that_is_none_is_the_adapters_fault() -> None:
     with pytest.raises(ToolError, match="it must be a Case with world 1, or None"):
-        claimed(load("peer_examples:claims_other_world"), PLAIN)
+        claimed(load(f"{EXAMPLES}:claims_other_world"), PLAIN)
     with pytest.raises(ToolError, match="claims of mine raised ZeroDivisionError"):
-        claimed(load("peer_examples:claims_raise"), PLAIN)
-    assert claimed(dataclasses.replace(load("peer_examples:sound"), claims=lambda case: None), PLAIN) is None
+        claimed(load(f"{EXAMPLES}:claims_raise"), PLAIN)
+    assert claimed(dataclasses.replace(load(f"{EXAMPLES}:sound"), claims=lambda case: None), PLAIN) is None
 
 
 # --- bounds -----------------------------------------------------------------------------------------------------------
@@ -324,7 +325,7 @@ def test_an_interpolating_merge_is_allowed_what_it_loses_and_no_more(seed: int) 
     )
     q, k, v, _, _ = case.tensors()
     out = interpolated(q, k, v).double().numpy()
-    peer = load(KNOWN["torch-context-parallel"])
+    peer = load("torch-context-parallel")
     allowed = expect(peer, case)
     error = np.abs(out - allowed.exact["out"])
     assert (error <= allowed.bound["out"]).all()
@@ -339,7 +340,7 @@ def test_an_interpolating_merge_is_allowed_what_it_loses_and_no_more(seed: int) 
 def test_what_is_not_seen_is_allowed_nothing() -> None:
     pattern = Pattern.longnet([2], [2], heads=2)  # odd heads see odd positions only, and their rows others nothing
     case = dataclasses.replace(PLAIN, pattern=pattern)
-    found = expect(load(KNOWN["torch-context-parallel"]), case)
+    found = expect(load("torch-context-parallel"), case)
     assert found.dead_rows.any() and found.dead_keys.any()
     for name, dead in (("out", found.dead_rows), ("dq", found.dead_rows), ("dk", found.dead_keys)):
         assert (found.bound[name][:, dead.T] == 0).all() and (found.bound[name][:, ~dead.T] > 0).all()
@@ -401,4 +402,4 @@ def test_plain_attention(causal: bool) -> None:
 )
 def test_yunchang_joins_as_many_ranks_as_leave_a_ring(world: int, kv_heads: int, wanted: int) -> None:
     case = dataclasses.replace(PLAIN, world=world, heads=kv_heads, kv_heads=kv_heads)
-    assert yunchang.joined(case) == wanted
+    assert yunchang.all_to_all_ranks(case) == wanted

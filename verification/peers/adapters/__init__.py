@@ -1,1 +1,1 @@
-"""One adapter a file: other people's packages as `verification.peers.Peer`. None of them is needed by anything else."""
+"""Adapters for other people's packages, one a file, and stand-ins for kernels that need a GPU."""

@@ -1,13 +1,13 @@
 """torch's own `context_parallel` (torch.distributed.tensor.experimental): the ring behind it.
 
-`context_parallel` itself replaces three CUDA kernels only. On the CPU it ends in "Operator
+`context_parallel` itself replaces three CUDA kernels only. On the CPU it raises "Operator
 aten._scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy registered" (torch 2.13).
-Its ring takes the kernel as an argument, though: `_templated_ring_attention` and its backward - rotation, load balance,
-merge of partial results, gradients sent round - are run here, over gloo, with plain products as the kernel. These names
-are private, so another release may refuse.
+Its ring, however, takes the kernel as an argument: `_templated_ring_attention` and its backward (rotation, load
+balance, merge of partial results, rotation of gradients) run here over gloo, with the stand-in for flash_attn as the
+kernel. These names are private, so another release may not have them.
 
-A Case's exchange stands for the rotation: "gather" for all-gather, "ring" for all-to-all. Causal is load-balanced,
-which is zigzag order; the rest is contiguous, as `context_parallel` chooses where it can.
+A Case's exchange chooses the rotation: "gather" is all-gather, "ring" is all-to-all. Causal attention is load-balanced,
+which is zigzag order; the rest is contiguous, as `context_parallel` does it.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def prepare() -> None:
 
 def claimed(case: Case) -> Case:
     exchange = "gather" if case.exchange == "gather" else "ring"
-    case = claims.dense(claims.together(claims.settled(case)))
-    case = claims.even(case, "zigzag", 2) if case.pattern.causal else claims.even(case, "contiguous")
+    case = claims.dense(claims.two_ranks_or_more(claims.without_own_settings(case)))
+    case = claims.even_shards(case, "zigzag", 2) if case.pattern.causal else claims.even_shards(case, "contiguous")
     case = claims.equal_heads(claims.without_lse(claims.in_dtypes(case, "float32", "bfloat16", "float16")))
     return dataclasses.replace(case, exchange=exchange)
 
 
 def kernel(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """As aten's: (B, H, N, D) -> out, lse (B, H, N)."""
+    """In place of aten's kernel: (B, H, N, D) -> out, lse (B, H, N)."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     out, lse, _, _ = flash_attn_shim.forward(q, k, v, 0.0, scale, is_causal)
     return out.transpose(1, 2), lse
@@ -64,8 +64,8 @@ def kernel_backward(
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-class RingAttention(torch.autograd.Function):
-    """The two halves joined, as the dispatcher joins aten's."""
+class _TorchRing(torch.autograd.Function):
+    """Joins forward and backward, as the dispatcher does for aten's kernel."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, group: ProcessGroup) -> Tensor:
@@ -91,7 +91,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | No
     module._cp_options.enable_load_balance = case.pattern.causal
     module.set_rotate_method("allgather" if case.exchange == "gather" else "alltoall")
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out: Tensor = RingAttention.apply(q, k, v, case.pattern.causal, case.softmax_scale, group)
+    out: Tensor = _TorchRing.apply(q, k, v, case.pattern.causal, case.softmax_scale, group)
     return out.transpose(1, 2)
 
 

@@ -1,7 +1,7 @@
 """fkodom/dilated-attention-pytorch (`dilated-attention-pytorch`): LongNet's dilated attention by groups of heads.
 
-One process. Its `DilatedAttention` over a stand-in for `xformers.ops.memory_efficient_attention`, which needs a GPU.
-The package asks for segments that divide the sequence, and takes numbers of heads that its groups do not divide.
+`DilatedAttention` runs in one process, over a stand-in for `xformers.ops.memory_efficient_attention`, which needs a
+GPU. The package requires segments that divide the sequence; its groups need not divide the number of heads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MODULE = "dilated_attention_pytorch.dilated_attention"
 
 
 class LowerTriangularMask:
-    """The one bias that the package uses."""
+    """The only attention bias that the package uses."""
 
 
 def memory_efficient_attention(
@@ -53,7 +53,8 @@ def prepare() -> None:
 
 def claimed(case: Case) -> Case:
     """As many of the Case's branches as it has heads, one group of heads each; segments that divide the sequence."""
-    case = claims.equal_heads(claims.own_scale(claims.without_lse(claims.alone(claims.settled(case)))))
+    case = claims.one_process(claims.without_own_settings(case))
+    case = claims.equal_heads(claims.default_scale(claims.without_lse(case)))
     case = claims.in_dtypes(case, "float32", "float64")
     branches = case.pattern.branches[: case.heads]
     segments = [math.gcd(b.segment_length or case.tokens, case.tokens) for b in branches]

@@ -1,9 +1,9 @@
-"""A stand-in for the package flash_attn, which needs a GPU, in plain products: what public ring code calls, on the CPU.
+"""A stand-in on the CPU for the package flash_attn, which needs a GPU: the two functions that public ring code calls.
 
-Semantics as flash_attn 2.6.3 documents them: layout (B, tokens, heads, dim); fewer key/value heads than query heads are
-shared by groups; a causal mask is aligned to the last query and the last key; out has the inputs' type, lse (B, H, Nq)
-is float32, a row that sees nothing has output 0 and lse inf; the backward takes the lse and the output of the whole
-softmax. Whatever the inputs are, products are formed in float32 and results rounded once, to the inputs' type.
+Semantics as flash_attn 2.6.3 documents them: layout (B, tokens, heads, dim); groups of query heads share a key/value
+head; a causal mask is aligned to the last query and the last key; out has the inputs' type, lse (B, H, Nq) is float32;
+a row that sees nothing has output 0 and lse inf; the backward takes the lse and the output of the whole softmax.
+Products are formed in float32 for all inputs, and results are rounded once, to the inputs' type.
 
 Dropout, windows, soft caps, ALiBi and packed sequences are refused.
 """
@@ -22,8 +22,8 @@ VERSION = "2.6.3"  # whose signatures these are
 
 
 def install() -> None:
-    """Let `import flash_attn` find this, in this process. A flash_attn that is installed is passed over: the ranks
-    compute on the CPU, where it does not run."""
+    """Makes `import flash_attn` return this stand-in in this process, even where flash_attn is installed: the ranks
+    compute on the CPU, where that does not run."""
     package, interface = types.ModuleType("flash_attn"), types.ModuleType("flash_attn.flash_attn_interface")
     package.__path__ = []
     names: dict[str, Any] = {
@@ -57,13 +57,13 @@ def forward(
     alibi_slopes: Tensor | None = None,
     return_softmax: bool = False,
 ) -> tuple[Tensor, Tensor, None, None]:
-    """q (B, Nq, H, D), k, v (B, Nk, Hk, D) -> out (B, Nq, H, D), lse (B, H, Nq) and two fields of no use."""
-    plain(dropout_p, window_size_left, window_size_right, softcap, alibi_slopes)
+    """q (B, Nq, H, D), k, v (B, Nk, Hk, D) -> out (B, Nq, H, D), lse (B, H, Nq) and two unused fields."""
+    refuse_options(dropout_p, window_size_left, window_size_right, softcap, alibi_slopes)
     scores = masked_scores(q, k, softmax_scale, causal)
     lse = scores.logsumexp(-1)
     dead = lse == -math.inf
     p = (scores - lse.masked_fill(dead, 0.0).unsqueeze(-1)).exp()
-    out = torch.einsum("bhij,bjhd->bihd", p, shared(v, q))
+    out = torch.einsum("bhij,bjhd->bihd", p, expanded(v, q))
     return out.to(q.dtype), lse.masked_fill(dead, math.inf), None, None
 
 
@@ -88,20 +88,20 @@ def backward(
     rng_state: Tensor | None = None,
 ) -> None:
     """Writes the gradients of q, k, v into dq, dk, dv. out and softmax_lse are those of the whole softmax."""
-    plain(dropout_p, window_size_left, window_size_right, softcap, alibi_slopes)
+    refuse_options(dropout_p, window_size_left, window_size_right, softcap, alibi_slopes)
     scores = masked_scores(q, k, softmax_scale, causal)
     p = (scores - softmax_lse.float().unsqueeze(-1)).exp()  # lse inf: 0
     wide = dout.float()
     delta = (wide * out.float()).sum(-1).transpose(1, 2).unsqueeze(-1)  # (B, H, Nq, 1)
-    ds = p * (torch.einsum("bihd,bjhd->bhij", wide, shared(v, q)) - delta) * softmax_scale
-    dq.copy_(torch.einsum("bhij,bjhd->bihd", ds, shared(k, q)))
-    dk.copy_(gathered(torch.einsum("bhij,bihd->bjhd", ds, q.float()), k))
-    dv.copy_(gathered(torch.einsum("bhij,bihd->bjhd", p, wide), v))
+    ds = p * (torch.einsum("bihd,bjhd->bhij", wide, expanded(v, q)) - delta) * softmax_scale
+    dq.copy_(torch.einsum("bhij,bjhd->bihd", ds, expanded(k, q)))
+    dk.copy_(summed_by_group(torch.einsum("bhij,bihd->bjhd", ds, q.float()), k))
+    dv.copy_(summed_by_group(torch.einsum("bhij,bihd->bjhd", p, wide), v))
 
 
 def masked_scores(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
     """float32 (B, H, Nq, Nk)."""
-    scores = torch.einsum("bihd,bjhd->bhij", q.float(), shared(k, q)) * scale
+    scores = torch.einsum("bihd,bjhd->bhij", q.float(), expanded(k, q)) * scale
     if not causal:
         return scores
     rows, keys = scores.shape[-2:]
@@ -109,17 +109,17 @@ def masked_scores(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
     return scores.masked_fill(~seen, -math.inf)
 
 
-def shared(x: Tensor, q: Tensor) -> Tensor:
+def expanded(x: Tensor, q: Tensor) -> Tensor:
     """float32 (B, N, Hk, D) -> (B, N, H, D): each key/value head for its group of query heads."""
     return x.float().repeat_interleave(q.shape[2] // x.shape[2], dim=2)
 
 
-def gathered(gradient: Tensor, x: Tensor) -> Tensor:
+def summed_by_group(gradient: Tensor, x: Tensor) -> Tensor:
     """(B, N, H, D) -> (B, N, Hk, D): summed over the group of query heads."""
     return gradient.unflatten(2, (x.shape[2], -1)).sum(3)
 
 
-def plain(dropout_p: float, left: int, right: int, softcap: float | None, alibi_slopes: Tensor | None) -> None:
+def refuse_options(dropout_p: float, left: int, right: int, softcap: float | None, alibi_slopes: Tensor | None) -> None:
     if dropout_p or (left, right) != (-1, -1) or softcap or alibi_slopes is not None:
         raise NotImplementedError(
             "the stand-in for flash_attn has no dropout, window, soft cap or ALiBi, got "

@@ -1,30 +1,27 @@
-"""What implementations of a ring over flash_attn have in common: 16 bits, dense patterns, shards of one length."""
+"""What the peers with a ring over flash_attn have in common: 16 bits, dense patterns, shards of one length."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor
-from torch.distributed import ProcessGroup
-
 from verification.case import Case
 from verification.peers import claims
-from verification.peers.peer import Peer, Result
+from verification.peers.peer import Attend, Peer
 
 Step = Callable[[Case], Case]
 
 
 @dataclass(frozen=True)
 class Ring:
-    """Of one ring: the order of its tokens, how many chunks a shard has, and causal: always (True), or as asked."""
+    """One ring: the order of its tokens, the chunks of a shard, and whether it is always causal (None: as asked)."""
 
     order: str = "contiguous"
     chunks: int = 1
     causal: bool | None = None
 
     def claimed(self, case: Case) -> Case:
-        case = claims.even(claims.dense(claims.settled(case), self.causal), self.order, self.chunks)
+        case = claims.even_shards(claims.dense(claims.without_own_settings(case), self.causal), self.order, self.chunks)
         return claims.in_dtypes(case, "float16", "bfloat16")
 
     @property
@@ -39,10 +36,10 @@ def peer(
     words: str,
     ranks: Step,
     lse: Step,
-    attend: Callable[[Tensor, Tensor, Tensor, Case, ProcessGroup | None], Result],
+    attend: Attend,
     prepare: Callable[[], None],
 ) -> Peer:
-    """name: its package's, "/", and its own. words: what it claims beside its ring. ranks, lse: steps of its claim."""
+    """name: package/ring. words: what it supports beside its ring's order. ranks, lse: steps of its claim."""
     return Peer(
         name=name,
         package=name.partition("/")[0],

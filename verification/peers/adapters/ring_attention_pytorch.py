@@ -1,10 +1,11 @@
 """lucidrains/ring-attention-pytorch (`ring-attention-pytorch`): its ring in plain PyTorch, `ring_flash_attn`.
 
-The package states neither types nor accuracy; its own tests are fp32. It keeps sums in fp32 and the output in the
-inputs' type, so that fp64 would be fp32 and 16 bits are merged in 16 bits: the claim is fp32.
+The package states neither types nor accuracy; its own tests use fp32. It keeps sums in fp32 and the output in the
+inputs' type, so that fp64 would be computed in fp32, and 16-bit results merged in 16 bits: the claim is fp32.
 
-With fewer key/value heads, its query head h takes key/value head h mod Hk, where a Case has neighbours share one: the
-claim has as many of both. With more than one bucket in a shard, striped order is one of buckets, which no Case has.
+With fewer key/value heads, its query head h uses key/value head h mod Hk, whereas in a Case neighbouring heads share
+one: the claim is equal heads. With several buckets in a shard, its striped order deals out buckets, which is an order
+that no Case has: the claim is one bucket a shard.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ def prepare() -> None:
 
 
 def common(case: Case, order: str, causal: bool | None) -> Case:
-    """The buckets of a Case, as far as they divide a shard: the package asserts that they do."""
+    """The Case's bucket, reduced until it divides a shard, as the package requires."""
     bucket = case.bucket
-    case = claims.even(claims.dense(claims.everyone(claims.settled(case)), causal), order)
-    case = claims.without_lse(claims.own_scale(claims.in_dtypes(case, "float32")))
+    case = claims.even_shards(claims.dense(claims.all_ranks(claims.without_own_settings(case)), causal), order)
+    case = claims.without_lse(claims.default_scale(claims.in_dtypes(case, "float32")))
     local = case.tokens // case.world
     return dataclasses.replace(case, bucket=local if bucket is None else math.gcd(bucket, local))
 

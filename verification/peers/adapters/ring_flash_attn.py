@@ -1,8 +1,8 @@
 """zhuzilin/ring-flash-attention (`ring-flash-attn`): ring, zigzag and striped ring attention over flash_attn.
 
-Its logic - who sends what, which blocks are masked, how partial results are merged - over a stand-in for flash_attn.
-Types are those that flash_attn takes, 16 bits: sums of gradients begin as `x.to(float32)` of a buffer that is written
-again, which is a copy only because x is not float32 already.
+The package decides who sends what, which blocks are masked and how partial results are merged; `flash_attn_shim` stands
+in for flash_attn. The claim is 16 bits, as flash_attn takes: the package starts its sums of gradients as
+`x.to(float32)` of a buffer that it writes again, which is a copy only if x is not float32.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WORDS = "bf16 and fp16, GQA, subgroups of two ranks or more, any scale; lse is r
 
 
 def prepare() -> None:
-    """The package's own __init__ imports transformers, which its metadata do not name: it is passed over."""
+    """Skips the package's own __init__, which imports transformers, a package that its metadata do not require."""
     flash_attn_shim.install()
     if PACKAGE not in sys.modules:
         found = importlib.util.find_spec(PACKAGE)
@@ -48,7 +48,7 @@ def variant(module: str, ring: Ring) -> Peer:
         return out, lse
 
     name = f"ring-flash-attn/{module.partition('_')[0]}"
-    return peer(name, ring, WORDS, claims.together, claims.lse_returned, attend, prepare)
+    return peer(name, ring, WORDS, claims.two_ranks_or_more, claims.lse_returned, attend, prepare)
 
 
 VARIANTS = {

@@ -1,8 +1,8 @@
 """microsoft/torchscale (`torchscale`): LongNet's dilated attention in one process, without its linear projections.
 
-Its gathering of a branch's rows, its scattering and its mixture of the branches are its own; the attention inside a
-branch is plain products in place of flash_attn, in fp32 and fp64. The package pads what does not divide, segments,
-dilations and heads, so its claim has any of them.
+The package's own code gathers a branch's rows, scatters the results and mixes the branches. Inside a branch,
+`plain_attention` stands in for flash_attn, in fp32 and fp64. The package pads segments, dilations and heads that do not
+divide, so it supports any of them.
 
 Releases up to 0.3.0 have no dilated attention; the repository has, from commit 11e745e on:
     pip install --no-deps git+https://github.com/microsoft/torchscale
@@ -37,21 +37,22 @@ def prepare() -> None:
             f"there is no {MODULE}: releases of torchscale up to 0.3.0 do not have it, the repository does: "
             "pip install --no-deps git+https://github.com/microsoft/torchscale"
         ) from error
-    # The name under which its attention looks flash_attn up.
+    # Its attention looks flash_attn up by this name.
     importlib.import_module("torchscale.component.multihead_attention").__dict__["flash_attn_func"] = flash_attn_func
 
 
 def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, dropout: float, bias: None, softmax_scale: float | None, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """In the form in which the package calls it: q (B, N, H, D) -> out, lse (B, H, N)."""
+    """With the arguments that the package passes: q (B, N, H, D) -> out, lse (B, H, N)."""
     assert not dropout and bias is None
     return attention(q, k, v, q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, is_causal)
 
 
 def claimed(case: Case) -> Case:
-    """The branches of the Case, each for all heads, with the package's offsets."""
-    case = claims.equal_heads(claims.own_scale(claims.without_lse(claims.alone(claims.settled(case)))))
+    """The segment lengths and dilation rates of the Case, each for all heads, with the package's offsets."""
+    case = claims.one_process(claims.without_own_settings(case))
+    case = claims.equal_heads(claims.default_scale(claims.without_lse(case)))
     case = claims.in_dtypes(case, "float32", "float64")
     segments, dilations = zip(*((b.segment_length, b.dilation_rate) for b in case.pattern.branches), strict=True)
     pattern = Pattern.longnet(segments, dilations, case.heads, case.pattern.causal, offsets="torchscale")

@@ -1,9 +1,9 @@
 """feifeibear/long-context-attention (`yunchang`): USP, all-to-all over heads (Ulysses) times a ring, over flash_attn.
 
-Its logic over a stand-in for flash_attn. The Case decides how many of its ranks are joined by all-to-all: as many as
-divide both the ranks and the key/value heads, and leave a ring of two ranks or more, since a ring of one sends to
-itself, which NCCL can and gloo cannot. zigzag and strip are the package's names for its other rings; with more than one
-rank in the all-to-all their shards are an order of the tokens that no Case has, so they are run as rings only.
+`flash_attn_shim` stands in for flash_attn. The number of ranks in an all-to-all is the largest that divides both the
+ranks and the key/value heads and leaves a ring of at least two ranks: in a ring of one, a rank sends to itself, which
+NCCL can and gloo cannot. zigzag and strip are the package's names for its other rings; with more than one rank in the
+all-to-all their shards are in an order that no Case has, so they run as rings only.
 """
 
 from __future__ import annotations
@@ -31,15 +31,14 @@ def prepare() -> None:
     importlib.import_module("yunchang")
 
 
-def joined(case: Case) -> int:
-    """Ranks in an all-to-all."""
+def all_to_all_ranks(case: Case) -> int:
     most = math.gcd(case.world, case.kv_heads)
     return max(size for size in range(1, most + 1) if most % size == 0 and size < case.world)
 
 
 @lru_cache(maxsize=64)
 def groups(ulysses: int, world: int) -> tuple[Any, Any]:
-    """The package's own two groups for that split, made by all ranks, once: they are never given back."""
+    """The package's two process groups for that split. All ranks make them once; they are never destroyed."""
     globals_ = importlib.import_module("yunchang.globals")
     globals_.set_seq_parallel_pg(ulysses, world // ulysses, dist.get_rank(), world)
     return globals_.PROCESS_GROUP.ULYSSES_PG, globals_.PROCESS_GROUP.RING_PG
@@ -47,14 +46,14 @@ def groups(ulysses: int, world: int) -> tuple[Any, Any]:
 
 def variant(name: str, ring: Ring) -> Peer:
     def attend(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | None) -> Result:
-        ulysses = joined(case) if name == "basic" else 1
+        ulysses = all_to_all_ranks(case) if name == "basic" else 1
         chosen = importlib.import_module("yunchang.globals").PROCESS_GROUP
         chosen.ULYSSES_PG, chosen.RING_PG = groups(ulysses, case.world)
         attention: Any = importlib.import_module("yunchang").LongContextAttention(ring_impl_type=name)
         out: Tensor = attention(q, k, v, causal=case.pattern.causal, softmax_scale=case.scale)
         return out
 
-    return peer(f"yunchang/{name}", ring, WORDS, claims.everyone, claims.without_lse, attend, prepare)
+    return peer(f"yunchang/{name}", ring, WORDS, claims.all_ranks, claims.without_lse, attend, prepare)
 
 
 VARIANTS = {"basic": Ring(), "zigzag": Ring("zigzag", 2, causal=True), "strip": Ring("striped", causal=True)}

@@ -1,0 +1,82 @@
+"""Finds a peer: one of the adapters of this package by its name, or a user's own by `package.module:attribute`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from functools import lru_cache
+
+from verification.peers.adapters import (
+    context_parallel,
+    dilated_attention_pytorch,
+    ring_attention_pytorch,
+    ring_flash_attn,
+    torchscale,
+    yunchang,
+)
+from verification.peers.peer import Peer, Refused
+
+# A name before the first "/" stands for all that begin with it.
+KNOWN = {
+    peer.name: peer
+    for peer in (
+        ring_attention_pytorch.plain,
+        ring_attention_pytorch.striped,
+        ring_flash_attn.ring,
+        ring_flash_attn.zigzag,
+        ring_flash_attn.stripe,
+        yunchang.basic,
+        yunchang.zigzag,
+        yunchang.strip,
+        torchscale.adapter,
+        dilated_attention_pytorch.adapter,
+        context_parallel.adapter,
+    )
+}
+
+
+def selected(name: str) -> list[str]:
+    """The peers that a name stands for. Raises Refused for a name that is neither known nor of the form
+    `package.module:attribute`."""
+    found = [known for known in KNOWN if name in (known, known.partition("/")[0])]
+    if found:
+        return found
+    if ":" in name and all(part.isidentifier() for part in name.replace(":", ".", 1).split(".")):
+        return [name]
+    raise Refused(
+        f"argument NAME: {name!r} is no peer; it must be one of {', '.join(KNOWN)}, or package.module:adapter"
+    )
+
+
+@lru_cache(maxsize=64)
+def load(name: str) -> Peer:
+    """The known Peer of that name, or the one that `package.module:attribute` names. The working directory is searched
+    last: scripts run Python with -P, which leaves it out of sys.path. Raises Refused for a module that cannot be
+    imported or has no such Peer."""
+    if name in KNOWN:
+        return KNOWN[name]
+    module, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # a user's module may raise anything when it is imported
+        raise Refused(f"{name} cannot be imported: {type(error).__name__}: {error}") from error
+    if not isinstance(found, Peer):
+        raise Refused(f"{name} is {found!r}; it must be a verification.peers.Peer")
+    return found
+
+
+def ready(name: str) -> Peer:
+    """The Peer, after it imported all that it needs. Raises Refused."""
+    peer = load(name)
+    try:
+        peer.prepare()
+    except Refused:
+        raise
+    except Exception as error:
+        if peer.package is not None and peer.version is None:
+            raise Refused(f"the package {peer.package} is not installed ({type(error).__name__}: {error})") from error
+        raise Refused(f"{peer.package or name} cannot be imported: {type(error).__name__}: {error}") from error
+    return peer
