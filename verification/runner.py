@@ -15,7 +15,8 @@ from verification.check.laws import LAWS, Law
 from verification.draw.cases import cases
 from verification.failures import RankHang
 from verification.problems import real_size
-from verification.report.report import Failure, Report, save_record
+from verification.report.counter_example import CounterExample, save_record
+from verification.report.report import Report
 from verification.run.backends import Backend, SimBackend, open_backend
 from verification.run.rank import observe
 from verification.search.search import Experiment, Found, Search, placed
@@ -162,11 +163,11 @@ def run_real_size(plan: Plan, report: Report, backend: Backend) -> None:
         real_size.run(backend, report, problem, plan.failures)
 
 
-def hangs(failures: list[Failure]) -> bool:
+def hangs(failures: list[CounterExample]) -> bool:
     return any(failure.kind == RankHang.kind for failure in failures)
 
 
-def save(found: Found, search: Search, folder: Path) -> Failure:
+def save(found: Found, search: Search, folder: Path) -> CounterExample:
     experiment = search.experiment
     world, record = experiment.case_of(found.subject).world, experiment.record_of(found.subject)
     broken = experiment.property_of(found.subject, found.failure)

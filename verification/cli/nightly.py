@@ -18,7 +18,8 @@ from typing import Any
 
 from verification import runner
 from verification.problems import real_size
-from verification.report.report import Report, whole
+from verification.report.fields import whole
+from verification.report.report import Report
 from verification.run.backends import BACKENDS, SimBackend, Unavailable, open_backend
 from verification.wording import counted
 

@@ -23,8 +23,9 @@ from verification.peers.peer import Peer, Refused
 from verification.peers.peer_experiment import experiment
 from verification.peers.probe import probe
 from verification.peers.registry import KNOWN, load, selected
+from verification.report.counter_example import CounterExample
 from verification.report.provenance import processor_run
-from verification.report.report import Failure, Report
+from verification.report.report import Report
 from verification.run.backends import GlooBackend, Unavailable
 from verification.runner import save
 from verification.search.search import TIMEOUT, Search, ToolError
@@ -54,7 +55,7 @@ class Outcome:
     examples: int = 0
     seconds: float = 0.0
     reason: str = ""  # for which it was not run
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[CounterExample] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """The first counter-example in the peer's own fields, others of other properties under "others"."""
@@ -172,7 +173,7 @@ def _run(outcome: Outcome, options: argparse.Namespace, seed: int, console: Cons
 
 def _search(
     spec: str, peer: Peer, backend: GlooBackend, report: Report, world: int, options: argparse.Namespace, seed: int
-) -> list[Failure]:
+) -> list[CounterExample]:
     report.start_world(world, options.examples)
     asked = 0
 

@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,9 @@ from verification.failures import RankCrash, VerificationFailure
 from verification.problems import links, long_problems
 from verification.problems.long_problems import LongProblem
 from verification.replay import replay as replays
+from verification.report.counter_example import CounterExample, save_record
 from verification.report.provenance import surroundings
-from verification.report.report import Failure, Report, save_record
+from verification.report.report import Report
 from verification.run.backends import Preparation, Unavailable
 from verification.run.torchrun.agents import Agent, NotUnderTorchrun, Place, connect
 from verification.run.torchrun.ranks import AgentLost, Agents, ShrinkBackend, TorchrunBackend
@@ -54,21 +55,16 @@ then what held so far is reported all the same, and the JSON has "interrupted": 
 ends with 1 wherever that is not 0."""
 
 
-class LinkedReport(Report):
+class TorchrunReport(Report):
     """A report whose counter-examples are replayed under torchrun, unless they show in the simulation only."""
 
-    def failed(self, failure: Failure) -> None:
+    def failed(self, failure: CounterExample) -> None:
         if failure.backend != "sim":
-            failure = UnderTorchrun(**{field.name: getattr(failure, field.name) for field in fields(failure)})
+            script = Path(sys.argv[0]).resolve()
+            start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={failure.world}"]
+            again = [str(script), "--backend", failure.backend, "--replay", str(failure.file.resolve())]
+            failure = replace(failure, command=(*start, *again))
         super().failed(failure)
-
-
-class UnderTorchrun(Failure):
-    @property
-    def replay(self) -> str:
-        script = Path(sys.argv[0]).resolve()
-        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.world}"]
-        return shlex.join([*start, str(script), "--backend", self.backend, "--replay", str(self.file.resolve())])
 
 
 def parser() -> argparse.ArgumentParser:
@@ -158,7 +154,7 @@ def _serve(options: argparse.Namespace, agents: Agents, prepare: Preparation | N
     signal.signal(signal.SIGTERM, agents.told_to_leave)
     signal.signal(signal.SIGINT, agents.interrupted)
     console = Console(width=None if sys.stdout.isatty() else 120)
-    report = LinkedReport(console, extras={"backend": options.backend, "world": agents.place.world_size})
+    report = TorchrunReport(console, extras={"backend": options.backend, "world": agents.place.world_size})
     backend = TorchrunBackend(agents, options.backend, options.timeout, prepare)
     shrink_backend = ShrinkBackend(agents, prepare)
     try:

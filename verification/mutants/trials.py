@@ -26,7 +26,7 @@ from verification.check.laws import LAWS
 from verification.failures import VerificationFailure
 from verification.mutants import Defect, by_name
 from verification.mutants.plant import plant_by_name
-from verification.report.report import LINE_EVERY, Report
+from verification.report.report import Report
 from verification.run.backends import Backend, GlooBackend, SimBackend
 from verification.runner import EXAMPLES, PROFILES, law_experiment
 from verification.search.search import TIMEOUT, Experiment, Found, Search, ToolError
@@ -35,6 +35,7 @@ from verification.wording import counted
 PROCESSES = 2  # processes, each with ranks of its own
 LIMIT = PROFILES["ci"].examples  # examples for a defect
 SHRINK = 1.5  # seconds for a failure: there are hundreds, and all of them are to take less than ten minutes
+LINE_EVERY = 5.0  # seconds between reports of progress
 SOON = 200  # examples within which a defect should be found
 SANE = 60  # examples without any defect, which must hold
 # Small worlds first, so that shrinking ends there; most are distributed.

@@ -35,7 +35,8 @@ from verification.check.bounds import Arithmetic
 from verification.check.checks import costs
 from verification.check.expectation import Expectation, evaluate
 from verification.failures import VerificationFailure
-from verification.report.report import Report, save_record
+from verification.report.counter_example import save_record
+from verification.report.report import Report
 from verification.run.observation import Observation
 from verification.run.rank import attend, division, observation_of, shards
 from verification.wording import counted

@@ -14,7 +14,8 @@ from verification.peers.peer import Refused
 from verification.peers.peer_rank import prepare
 from verification.problems import real_size
 from verification.replay import records
-from verification.report.report import Failure, Report
+from verification.report.counter_example import counter_example
+from verification.report.report import Report
 from verification.run.backends import Backend, Unavailable
 from verification.search.search import Experiment, ToolError, placed
 
@@ -53,7 +54,7 @@ def replay(file: Path, report: Report, backend: Backend, argument: str = "FILE")
                 report.end_world("replay")
     finally:
         backend.close()
-    report.summary()
+    report.summary(replayed=True)
     return report
 
 
@@ -66,7 +67,7 @@ def _check(
         ratios = experiment.check(backend, subject)
     except VerificationFailure as failure:
         name = experiment.property_of(subject, failure)
-        report.failed(Failure(failure.kind, name, case.world, record, file, str(failure), backend.name))
+        report.failed(counter_example(failure, name, case.world, record, file, backend.name))
     except Exception as error:
         raise ToolError(f"{experiment.name} of {file}") from error
     else:

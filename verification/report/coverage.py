@@ -1,11 +1,12 @@
-"""What a sample of Cases reaches: named features, told from the Case by definition, and how many Cases have each.
+"""What a sample of Cases covers: named features, told from the Case by definition, and how many Cases have each.
 
     coverage = Coverage()
     coverage.add(case)
     coverage.to_dict()     feature -> Cases
-    coverage.table()       the same for a terminal
+    coverage.rarest()      for a terminal: the features that few Cases have, or none
+    coverage.lines()       for a terminal: all features
 
-A strategy that stops reaching a feature shows here, and so does a run that was too short to mean anything for one.
+A strategy that no longer draws a feature shows here, and so does a run that was too short to say anything about one.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from itertools import combinations, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.table import Table
 
 from reference.pattern import Branch, Pattern
 from reference.shards import LEAST_BUCKET
 from verification.case import AGAIN, DTYPES, EXCHANGES, KERNELS, LSE, ORDERS, VALUES, Case
+from verification.report.text import listing, paragraph
 from verification.run.workspace import LEAST_BLOCK, LEAST_ROWS
 from verification.wording import counted
 
 Has = Callable[[Case], bool]
+RARE = 0.02  # of all Cases
 HUGE = 100.0  # of this size, a score of 16 bits or a difference of two would lose all digits after the point
 
 
@@ -84,6 +86,11 @@ def _selected(pattern: Pattern, heads: int, tokens: int) -> NDArray[np.bool_]:
 def _rows_selected(case: Case) -> NDArray[np.bool_]:
     """(H, n). A selected position sees itself, so these are the rows that see something."""
     return np.asarray(_selected(case.pattern, case.heads, case.tokens).any(0))
+
+
+def _branches_overlap(case: Case) -> bool:
+    """Some row sees keys by more than one branch."""
+    return bool((_selected(case.pattern, case.heads, case.tokens).sum(0) > 1).any())
 
 
 def _keys_selected(case: Case) -> NDArray[np.bool_]:
@@ -153,65 +160,70 @@ def _scores_are_huge(case: Case) -> bool:
     return case.values == "huge" or case.score_scale * abs(case.softmax_scale) * case.head_dim**0.5 >= HUGE / 4
 
 
-FEATURES: dict[str, Has] = {
-    # who takes part, and holds what
-    "subgroup": lambda case: len(case.ranks) < case.world,
-    "subgroup without rank 0": lambda case: case.ranks[0] > 0,
-    "empty shard": lambda case: 0 in _counts(case),
-    "fewer tokens than ranks": lambda case: case.tokens < len(case.ranks),
-    "ranks do not divide tokens": lambda case: bool(case.tokens % len(case.ranks)),
-    "uneven cuts": lambda case: case.cuts is not None and max(_counts(case)) - min(_counts(case)) > 1,
-    "one token": lambda case: case.tokens == 1,
-    "more than 32 tokens": lambda case: case.tokens > 32,
-    # who sees whom
-    "dense": lambda case: case.pattern.branches == (Branch(),),
-    "causal": lambda case: case.pattern.causal,
-    "not causal": lambda case: not case.pattern.causal,
-    "segments": _any_branch(lambda case, b: _length(case, b) < case.tokens),
-    "segment on several ranks": _any_branch(_divided),
-    "w > n": _any_branch(lambda case, b: _length(case, b) > case.tokens),
-    "short tail": _any_branch(lambda case, b: _tail(case, b) > 0),
-    "offset past a short tail": _any_branch(lambda case, b: 0 < _tail(case, b) <= max(_offsets(case, b))),
-    "dilation": _any_branch(lambda case, b: b.dilation_rate > 1),
-    "r > w": _any_branch(lambda case, b: b.dilation_rate > _length(case, b)),
-    "r does not divide w": _any_branch(lambda case, b: bool(_length(case, b) % b.dilation_rate)),
-    "offset": _any_branch(lambda case, b: any(_offsets(case, b))),
-    "offset past the segment": _any_branch(lambda case, b: max(_offsets(case, b)) >= _length(case, b)),
-    "offsets by head": _any_branch(lambda case, b: len(set(_offsets(case, b))) > 1),
-    "one branch": lambda case: len(case.pattern.branches) == 1,
-    "several branches": lambda case: len(case.pattern.branches) > 1,
-    "several branches on a row": lambda case: bool((_selected(case.pattern, case.heads, case.tokens).sum(0) > 1).any()),
-    "branch for some heads only": _any_branch(lambda case, b: len(_offsets(case, b)) < case.heads),
-    "head without branch": lambda case: 0 in _serving(case),
-    "dead row": lambda case: not _rows_selected(case).all(),
-    "dead key": lambda case: not _keys_selected(case).all(),
-    "nothing but dead rows": lambda case: not _rows_selected(case).any(),
-    # heads and sizes
-    "MHA": lambda case: 1 < case.heads == case.kv_heads,
-    "GQA": lambda case: 1 < case.kv_heads < case.heads,
-    "MQA": lambda case: 1 == case.kv_heads < case.heads,
-    "branches of other heads read one key": _keys_shared,
-    "several phases per key/value head": _any_branch(lambda case, b: _phases(case, b) > 1),
-    "several batches": lambda case: case.batch > 1,
-    "head dim 1": lambda case: case.head_dim == 1,
-    "head dim no power of two": lambda case: case.head_dim.bit_count() > 1,
-    "head dim >= 32": lambda case: case.head_dim >= 32,
-    # buckets
-    "bucket by default": lambda case: case.bucket is None,
-    "default bucket beyond the least": lambda case: case.bucket is None and case.tokens_per_call > LEAST_BUCKET,
-    "bucket of one token": lambda case: case.bucket == 1,
-    "bucket below a shard": lambda case: case.tokens_per_call < max(_counts(case)),
-    "bucket beyond a shard": lambda case: case.tokens_per_call > min(_counts(case)),
-    "bucket beyond the sequence": lambda case: case.tokens_per_call > case.tokens,
-    "query rows cut": _rows_cut,
-    # numbers
-    "explicit scale": lambda case: case.scale is not None,
-    "scale <= 0": lambda case: case.softmax_scale <= 0,
-    "huge scores": _scores_are_huge,
-    "strided": lambda case: case.strided,
-    "scores larger than queries": _scores_are_large,
-    "descending stretches": _descends,
-    "measured": lambda case: case.measured,
+GROUPS: dict[str, dict[str, Has]] = {
+    "ranks and tokens": {
+        "subgroup": lambda case: len(case.ranks) < case.world,
+        "subgroup without rank 0": lambda case: case.ranks[0] > 0,
+        "empty shard": lambda case: 0 in _counts(case),
+        "fewer tokens than ranks": lambda case: case.tokens < len(case.ranks),
+        "ranks do not divide tokens": lambda case: bool(case.tokens % len(case.ranks)),
+        "uneven cuts": lambda case: case.cuts is not None and max(_counts(case)) - min(_counts(case)) > 1,
+        "one token": lambda case: case.tokens == 1,
+        "more than 32 tokens": lambda case: case.tokens > 32,
+    },
+    "pattern": {
+        "dense": lambda case: case.pattern.branches == (Branch(),),
+        "causal": lambda case: case.pattern.causal,
+        "not causal": lambda case: not case.pattern.causal,
+        "segments": _any_branch(lambda case, b: _length(case, b) < case.tokens),
+        "segment on several ranks": _any_branch(_divided),
+        "w > n": _any_branch(lambda case, b: _length(case, b) > case.tokens),
+        "short tail": _any_branch(lambda case, b: _tail(case, b) > 0),
+        "offset past a short tail": _any_branch(lambda case, b: 0 < _tail(case, b) <= max(_offsets(case, b))),
+        "dilation": _any_branch(lambda case, b: b.dilation_rate > 1),
+        "r > w": _any_branch(lambda case, b: b.dilation_rate > _length(case, b)),
+        "r does not divide w": _any_branch(lambda case, b: bool(_length(case, b) % b.dilation_rate)),
+        "offset": _any_branch(lambda case, b: any(_offsets(case, b))),
+        "offset past the segment": _any_branch(lambda case, b: max(_offsets(case, b)) >= _length(case, b)),
+        "offsets by head": _any_branch(lambda case, b: len(set(_offsets(case, b))) > 1),
+        "one branch": lambda case: len(case.pattern.branches) == 1,
+        "several branches": lambda case: len(case.pattern.branches) > 1,
+        "several branches on a row": _branches_overlap,
+        "branch for some heads only": _any_branch(lambda case, b: len(_offsets(case, b)) < case.heads),
+        "head without branch": lambda case: 0 in _serving(case),
+        "dead row": lambda case: not _rows_selected(case).all(),
+        "dead key": lambda case: not _keys_selected(case).all(),
+        "nothing but dead rows": lambda case: not _rows_selected(case).any(),
+    },
+    "heads and sizes": {
+        "MHA": lambda case: 1 < case.heads == case.kv_heads,
+        "GQA": lambda case: 1 < case.kv_heads < case.heads,
+        "MQA": lambda case: 1 == case.kv_heads < case.heads,
+        "branches of other heads read one key": _keys_shared,
+        "several phases per key/value head": _any_branch(lambda case, b: _phases(case, b) > 1),
+        "several batches": lambda case: case.batch > 1,
+        "head dim 1": lambda case: case.head_dim == 1,
+        "head dim no power of two": lambda case: case.head_dim.bit_count() > 1,
+        "head dim >= 32": lambda case: case.head_dim >= 32,
+    },
+    "buckets": {
+        "bucket by default": lambda case: case.bucket is None,
+        "default bucket beyond the least": lambda case: case.bucket is None and case.tokens_per_call > LEAST_BUCKET,
+        "bucket of one token": lambda case: case.bucket == 1,
+        "bucket below a shard": lambda case: case.tokens_per_call < max(_counts(case)),
+        "bucket beyond a shard": lambda case: case.tokens_per_call > min(_counts(case)),
+        "bucket beyond the sequence": lambda case: case.tokens_per_call > case.tokens,
+        "query rows cut": _rows_cut,
+    },
+    "numbers": {
+        "explicit scale": lambda case: case.scale is not None,
+        "scale <= 0": lambda case: case.softmax_scale <= 0,
+        "huge scores": _scores_are_huge,
+        "strided": lambda case: case.strided,
+        "scores larger than queries": _scores_are_large,
+        "descending stretches": _descends,
+        "measured": lambda case: case.measured,
+    },
 }
 _CHOICES: dict[str, tuple[str, ...]] = {
     "order": ORDERS,
@@ -228,7 +240,10 @@ def _chosen(name: str, choice: str) -> Has:
     return lambda case: getattr(case, name) == choice
 
 
-FEATURES |= {f"{name} {choice}": _chosen(name, choice) for name, choices in _CHOICES.items() for choice in choices}
+for _name, _choices in _CHOICES.items():
+    GROUPS[_name] = {f"{_name} {choice}": _chosen(_name, choice) for choice in _choices}
+
+FEATURES: dict[str, Has] = {name: has for features in GROUPS.values() for name, has in features.items()}
 
 
 # --- counting ---------------------------------------------------------------------------------------------------------
@@ -250,22 +265,25 @@ class Coverage:
         """Feature -> Cases, all features, in their order."""
         return dict(self.counts)
 
-    def table(self) -> Table:
-        """Features in three columns, with the number of Cases and their share."""
-        table = Table(title=f"what {counted(self.cases, 'Case')} reached", box=None)
-        for _ in range(_COLUMNS):
-            table.add_column("feature", no_wrap=True)
-            table.add_column("Cases", justify="right", no_wrap=True)
-            table.add_column("%", justify="right", no_wrap=True)
-        cells = [(name, str(count), f"{100 * count / max(1, self.cases):.0f}") for name, count in self.counts.items()]
-        cells += [("", "", "")] * (-len(cells) % _COLUMNS)
-        height = len(cells) // _COLUMNS
-        for row in range(height):
-            table.add_row(*(text for cell in cells[row::height] for text in cell))
-        return table
+    def rarest(self) -> list[str]:
+        """At most 5 lines of 80 columns: the features that no Case has, and those of fewer than RARE of the Cases."""
+        missing = [name for name, count in self.counts.items() if not count]
+        few = sorted((count, name) for name, count in self.counts.items() if 0 < count < RARE * self.cases)
+        had = len(self.counts) - len(missing)
+        lines = [f"coverage: {counted(self.cases, 'Case')} had {had} of {len(self.counts)} features"]
+        if missing:
+            lines += listing("  none had: ", missing, 2)
+        if few:
+            lines += listing("  few had: ", (f"{name} {count}" for count, name in few), 2)
+        return lines
 
-
-_COLUMNS = 3
+    def lines(self) -> list[str]:
+        """Lines of 80 columns: every feature, with the number of Cases that have it."""
+        lines = [f"coverage: of {counted(self.cases, 'Case')} had"]
+        for group, features in GROUPS.items():
+            shown = (f"{name.removeprefix(f'{group} ')}: {self.counts[name]}" for name in features)
+            lines += paragraph(f"  {group} - " + ", ".join(shown), hanging="    ")
+        return lines
 
 
 def count(cases: Iterable[Case]) -> dict[str, int]:

@@ -13,7 +13,8 @@ from verification.__main__ import main
 from verification.cli import nightly
 from verification.cli.nightly import Chunk, Night
 from verification.failures import WrongResult
-from verification.report.report import Report, save_record
+from verification.report.counter_example import save_record
+from verification.report.report import Report
 from verification.run.backends import Unavailable
 
 CHUNKS = (Chunk("sim", 2, 10), Chunk("sim", 3, 10), Chunk("gloo", 2, 10))
@@ -136,8 +137,8 @@ CORRUPT: dict[str, tuple[tuple[str | int, ...], Any]] = {
     "dtype is 'float8'": (("rows", 0, "dtype"), "float8"),
     "dtype is []": (("rows", 0, "dtype"), []),
     "worst_ratio is 'large'": (("rows", 0, "worst_ratio"), "large"),
-    "a causal pattern is 'x'": (("reached", "with"), {"a causal pattern": "x"}),
-    "cases is None": (("reached", "cases"), None),
+    "a causal pattern is 'x'": (("coverage", "features"), {"a causal pattern": "x"}),
+    "cases is None": (("coverage", "cases"), None),
     "world is '3'": (("failures", 0, "world"), "3"),
     "replay is ''": (("failures", 0, "replay"), ""),
     "message is None": (("failures", 0, "message"), None),
@@ -160,6 +161,19 @@ def test_a_state_with_a_wrong_entry_is_refused(
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert "argument --state: cannot go on from" in error and said in error and error.count("\n") == 1, error
+
+
+def test_a_state_of_an_earlier_version_is_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It called the coverage `reached`."""
+    fake_chunks(monkeypatch, 1)
+    go(tmp_path)
+    data = record(tmp_path)
+    covered = data.pop("coverage") | {"cases": 3}
+    data["reached"] = {"cases": covered["cases"], "with": covered["features"]}
+    (tmp_path / "night.json").write_text(json.dumps(data))
+    fake_chunks(monkeypatch, 1)
+    go(tmp_path)
+    assert record(tmp_path)["examples"] == 20 and record(tmp_path)["coverage"]["cases"] == 3
 
 
 def test_a_real_chunk_on_each_backend(tmp_path: Path) -> None:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import io
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from rich.console import Console
 
 from reference.pattern import Branch, Pattern
+from tests.support.printed import unbroken
 from verification.case import Case
 from verification.check.expectation import expect
 from verification.draw.cases import cases
-from verification.report.coverage import FEATURES, Coverage, count
+from verification.report.coverage import FEATURES, GROUPS, Coverage, count
 
 
 def case(**changes: Any) -> Case:
@@ -147,16 +147,33 @@ def test_dead_rows_and_keys_are_those_of_the_expectation(given_: Case) -> None:
     assert FEATURES["nothing but dead rows"](given_) == bool(np.all(expectation.dead_rows))
 
 
-def test_counts_and_the_table() -> None:
+def test_counts() -> None:
     coverage = Coverage()
     for batch in (1, 2, 2):
         coverage.add(case(batch=batch))
     counts = coverage.to_dict()
     assert counts == count(case(batch=batch) for batch in (1, 2, 2))
     assert (coverage.cases, counts["several batches"], counts["dense"], counts["causal"]) == (3, 2, 3, 0)
-    console = Console(width=200, file=io.StringIO())
-    console.print(coverage.table())
-    assert isinstance(console.file, io.StringIO)
-    text = console.file.getvalue()
-    assert "what 3 Cases reached" in text and all(name in text for name in FEATURES)
-    assert "several batches" in text and " 67 " in text
+
+
+def test_few_lines_name_what_is_rare_or_missing() -> None:
+    coverage = Coverage(1000, dict.fromkeys(FEATURES, 500))
+    first = f"coverage: 1000 Cases had {len(FEATURES)} of {len(FEATURES)} features"
+    assert coverage.rarest() == [first]
+    coverage.counts |= {"one token": 0, "measured": 19, "strided": 3, "dense": 20}
+    first = first.replace(f"had {len(FEATURES)}", f"had {len(FEATURES) - 1}")
+    assert coverage.rarest() == [first, "  none had: one token", "  few had: strided 3, measured 19"]
+    coverage.counts = dict.fromkeys(FEATURES, 0)
+    first, *names = coverage.rarest()
+    assert len(names) == 2 and re.search(r"and \d+ more$", names[-1]) and max(map(len, names)) <= 80
+
+
+def test_all_lines_name_every_feature() -> None:
+    coverage = Coverage(2, {name: number for number, name in enumerate(FEATURES)})
+    lines = coverage.lines()
+    assert max(map(len, lines)) <= 80
+    text = unbroken("\n".join(lines))
+    for group, features in GROUPS.items():
+        assert f"{group} - " in text
+        for name in features:
+            assert f" {name.removeprefix(f'{group} ')}: {coverage.counts[name]}" in text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import shlex
@@ -11,16 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
+from tests.support.printed import printed, recording, unbroken
 from verification.case import Case
 from verification.failures import RankHang, RankState, WrongResult
-from verification.report.report import Report, Row, save_record
+from verification.report.counter_example import save_record
+from verification.report.report import Report
+from verification.report.rows import Row
 
 
 def told() -> Report:
     """Three examples on one rank, two on three ranks, of which one failed."""
-    report = Report(Console(file=io.StringIO(), width=140))
+    report = Report(recording())
     report.start_world(1, 3)
     for ratio in (0.25, 0.5, 0.125):
         report.held("float32", {"gradients": ratio, "buffers": 0.0}, 1.0)
@@ -30,10 +31,9 @@ def told() -> Report:
     return report
 
 
-def printed(report: Report) -> str:
+def said_by(report: Report) -> str:
     report.summary()
-    assert isinstance(report.console.file, io.StringIO)
-    return report.console.file.getvalue()
+    return printed(report.console)
 
 
 def test_counts_and_worst_ratios_are_those_of_what_held() -> None:
@@ -47,8 +47,12 @@ def test_counts_and_worst_ratios_are_those_of_what_held() -> None:
 
 
 def test_the_screen_says_the_same() -> None:
-    text = printed(told())
-    assert "worst error / bound: float32 0.500, float16 0.750" in text
+    text = said_by(told())
+    lines = {line.split("  ")[0]: line.split()[-6:] for line in text.splitlines()}
+    assert lines["gradients"] == ["4", "-", "0.500", "-", "0.750", "5.0"]
+    assert lines["buffers"] == ["3", "-", "0", "-", "-", "3.0"]
+    assert lines["all"][:-1] == ["4", "-", "0.500", "-", "0.750"]
+    assert "worst error / bound on 1, 3 ranks" in text
     assert "4 examples, 1 of them distributed" in text and "all held" in text
     assert "world 1, examples: 3 examples held" in text
 
@@ -61,7 +65,7 @@ def test_a_ratio_that_is_no_number_is_never_lost() -> None:
     report = told()
     report.held("float32", {"gradients": math.nan}, 0.0)
     assert report.to_dict()["worst_ratio"]["float32"] is None
-    assert "nan" in printed(report)
+    assert said_by(report).count("nan") == 2, "in its row, and in that of all"
 
 
 @pytest.mark.parametrize("backend", ("gloo", "sim", "nccl"))
@@ -81,8 +85,9 @@ def test_a_failure_is_told_with_its_case_and_the_line_that_replays_it(tmp_path: 
     place = [] if backend == "gloo" else ["--backend", backend]
     assert line[:-1] == [sys.executable, "-m", "verification", "replay", *place]
     assert json.loads(Path(line[-1]).read_text()) == record
-    text = printed(report)
-    assert "1 counter-example" in text and entry["replay"] in text and json.dumps(record) in text
+    text = said_by(report)
+    assert "1 counter-example" in text and json.dumps(record) in unbroken(text)
+    assert unbroken(text).endswith(f"replay: {entry['replay']}")
     assert "no answer from rank 0" in text and "here" in text, "the stacks are part of it"
 
 
@@ -96,8 +101,8 @@ def test_a_failure_is_told_with_its_case_and_the_line_that_replays_it(tmp_path: 
         (0, 1, "no example held in 0.0 s: 1 counter-example"),
     ),
 )
-def test_the_last_line_says_what_is_true(held: int, failed: int, said: str, tmp_path: Path) -> None:
-    report = Report(Console(file=io.StringIO(), width=150))
+def test_the_verdict_says_what_is_true(held: int, failed: int, said: str, tmp_path: Path) -> None:
+    report = Report(recording())
     report.start_world(2, held)
     for _ in range(held):
         report.held("float32", {"gradients": 0.5}, 0.0)
@@ -105,7 +110,9 @@ def test_the_last_line_says_what_is_true(held: int, failed: int, said: str, tmp_
         report.failed(save_record(WrongResult("values: out"), "output and lse", 2, {"world": 2}, tmp_path, "sim"))
     report.end_world()
     report.seconds = 0.0
-    assert printed(report).splitlines()[-1] == said
+    lines = said_by(report).splitlines()
+    assert said in lines
+    assert lines[-1].startswith("    " if failed else said), "what failed comes last, as the line that replays it"
 
 
 def test_a_world_s_line_counts_what_failed_again(tmp_path: Path) -> None:
@@ -116,8 +123,7 @@ def test_a_world_s_line_counts_what_failed_again(tmp_path: Path) -> None:
         for _ in range(again):
             report.failed_again()
         report.end_world()
-    assert isinstance(report.console.file, io.StringIO)
-    lines = [line for line in report.console.file.getvalue().splitlines() if "no example held" in line]
+    lines = [line for line in printed(report.console).splitlines() if "no example held" in line]
     assert [line.partition("1 counter-example")[2] for line in lines] == [
         " (1 more example failed in the same way)", " (12 more examples failed in the same way)", "",
     ]  # fmt: skip
@@ -138,7 +144,7 @@ def test_an_interrupted_run_is_not_taken_for_a_whole_one() -> None:
     report.interrupt()
     found = report.to_dict()
     assert found["interrupted"] is True and found["held"] is False and found["examples"] == report.examples
-    assert printed(report).splitlines()[-1].endswith(", then interrupted")
+    assert said_by(report).splitlines()[-1].endswith(", then interrupted")
     spent = report.seconds
     report.interrupt()  # between two world sizes nothing is under way
     assert report.seconds == spent > 0
@@ -157,7 +163,7 @@ def test_a_report_goes_on_from_its_own_json(tmp_path: Path) -> None:
     first.failed(save_record(WrongResult("values: out"), "output and lse", 3, {"world": 3}, tmp_path, "sim"))
     first.end_world()
     data = json.loads(json.dumps(first.to_dict(), allow_nan=False))
-    second = Report(Console(file=io.StringIO()))
+    second = Report(recording())
     second.restore(data)
     assert second.to_dict() == data
     second.start_world(1, 1)

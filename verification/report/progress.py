@@ -1,0 +1,107 @@
+"""What a run shows while it goes: on a terminal a bar for each part of it, elsewhere a plain line now and then.
+
+The bars vanish when the run ends. They are drawn between two examples, never by a thread of their own, since ranks are
+started while they are shown.
+"""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from verification.wording import counted
+
+DRAW_EVERY = 0.5  # seconds between drawings of the bars
+# Seconds until the first plain line of a part; each further one is twice as late, until they are so far apart.
+FIRST_LINE, LINES_APART = 5.0, 60.0
+
+
+def bars(console: Console, *more: ProgressColumn) -> Progress:
+    """What is done, of how much, and how long the rest takes, in a line of 80 columns. Drawn by `refresh` alone."""
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(bar_width=16), MofNCompleteColumn(), *more, TimeRemainingColumn(),
+        console=console, auto_refresh=False, transient=True,
+    )  # fmt: skip
+
+
+class PlainLines:
+    """Says when the next line is due where the output is not a terminal."""
+
+    def __init__(self) -> None:
+        self._wait, self._last = FIRST_LINE, time.perf_counter()
+
+    def due(self) -> bool:
+        """Whether a line is due now; it is then taken to be printed."""
+        now = time.perf_counter()
+        if now - self._last < self._wait:
+            return False
+        self._last, self._wait = now, min(2 * self._wait, LINES_APART)
+        return True
+
+
+class RunProgress:
+    """Of a run that consists of parts, each with a number of examples. Use as a context manager around them."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bars: Progress | None = None
+        self._task: TaskID | None = None
+        self._lines = PlainLines()
+        self._title = ""
+        self._goal = self._done = 0
+        self._drawn = self._since = time.perf_counter()
+
+    def __enter__(self) -> RunProgress:
+        if self._console.is_terminal:
+            self._bars = bars(self._console, TextColumn("{task.fields[rate]}/s"), TextColumn("{task.fields[worst]}"))
+            self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = self._task = None
+
+    def begin(self, title: str, goal: int) -> None:
+        """A part of so many examples."""
+        self._title, self._goal, self._done, self._lines = title, goal, 0, PlainLines()
+        self._since = time.perf_counter()
+        if self._bars is not None:
+            self._task = self._bars.add_task(title, total=goal, rate="0", worst="")
+            self._bars.refresh()
+
+    def advance(self, worst: float) -> None:
+        """One more example; the worst error / bound so far."""
+        self._done += 1
+        now = time.perf_counter()
+        rate = f"{self._done / max(1e-9, now - self._since):.0f}"
+        if self._bars is not None and self._task is not None:
+            self._bars.update(self._task, completed=self._done, rate=rate, worst=f"worst {worst:.3f}")
+            if now - self._drawn >= DRAW_EVERY:
+                self._bars.refresh()
+                self._drawn = now
+        elif self._lines.due():
+            done = f"{self._done}/{counted(self._goal, 'example')}"
+            self._console.print(
+                f"{self._title}: {done}, {rate}/s, worst error / bound {worst:.3f}", highlight=False, markup=False
+            )
+
+    def end(self) -> None:
+        """The part is over."""
+        if self._bars is not None and self._task is not None:
+            self._bars.stop_task(self._task)
+            self._bars.refresh()
+        self._task = None

@@ -1,0 +1,89 @@
+"""RunRecord: all that a run found, and the same as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from verification.report.counter_example import CounterExample
+from verification.report.coverage import FEATURES, Coverage
+from verification.report.fields import real, text, whole
+from verification.report.rows import DTYPES, Row, Rows, finite
+
+
+@dataclass
+class RunRecord:
+    """What held, what failed, and what the examples covered.
+
+    examples     checked and held, each Case or law once, however many properties were looked at
+    distributed  of these, on two or more ranks
+    seconds      spent on checking; starting the ranks is not counted
+    coverage     of the plain Cases among the examples
+    notable      lines of the summary beside the table
+    extras       further fields of the JSON
+    interrupted  whether this is no whole run
+    """
+
+    rows: Rows = field(default_factory=Rows)
+    failures: list[CounterExample] = field(default_factory=list)
+    examples: int = 0
+    distributed: int = 0
+    seconds: float = 0.0
+    coverage: Coverage = field(default_factory=Coverage)
+    notable: list[str] = field(default_factory=list)
+    extras: dict[str, Any] = field(default_factory=dict)
+    interrupted: bool = False
+
+    def worst_by_dtype(self) -> dict[str, float | None]:
+        """The largest error / bound of any property; None: not a number, or nothing compared in that type."""
+        worst = self.rows.of().worst
+        return {dtype: finite(worst.get(dtype)) for dtype in DTYPES}
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "examples": self.examples,
+            "distributed": self.distributed,
+            "seconds": round(self.seconds, 3),
+            "held": self.examples > 0 and not self.failures and not self.interrupted,
+            "worst_ratio": self.worst_by_dtype(),
+            "rows": [
+                {
+                    "property": name,
+                    "world": world,
+                    "dtype": dtype,
+                    "examples": row.examples,
+                    "worst_ratio": finite(row.worst_ratio),
+                    "seconds": round(row.seconds, 3),
+                }
+                for (name, world, dtype), row in sorted(self.rows.by_key.items())
+            ],
+            "coverage": {"cases": self.coverage.cases, "features": self.coverage.to_dict()},
+            "failures": [failure.to_dict() for failure in self.failures],
+            **({"interrupted": True} if self.interrupted else {}),
+            **self.extras,
+        }
+
+    def restore(self, data: Mapping[str, Any]) -> None:
+        """Go on from an earlier record, as `to_dict` made it.
+
+        Raises KeyError, TypeError, ValueError for anything else.
+        """
+        self.examples, self.distributed = (whole(name, data[name]) for name in ("examples", "distributed"))
+        self.seconds = real("seconds", data["seconds"])
+        for row in data["rows"]:
+            ratio = math.nan if row["worst_ratio"] is None else real("worst_ratio", row["worst_ratio"])
+            if row["dtype"] not in tuple(DTYPES):
+                raise ValueError(f"dtype is {row['dtype']!r}; it must be one of {', '.join(DTYPES)}")
+            key = text("property", row["property"]), whole("world", row["world"], 1), row["dtype"]
+            self.rows.by_key[key] = Row(whole("examples", row["examples"]), ratio, real("seconds", row["seconds"]))
+        self.failures = [CounterExample.from_dict(entry) for entry in data["failures"]]
+        covered = data["coverage"] if "reached" not in data else _named_before(data["reached"])
+        features = {text("a feature", name): whole(name, n) for name, n in dict(covered["features"]).items()}
+        self.coverage = Coverage(whole("cases", covered["cases"]), dict.fromkeys(FEATURES, 0) | features)
+
+
+def _named_before(reached: Mapping[str, Any]) -> dict[str, Any]:
+    """The coverage, from a file of an earlier version, which had other names for it."""
+    return {"cases": reached["cases"], "features": reached["with"]}
