@@ -33,7 +33,6 @@ import json
 import os
 import tempfile
 from collections import Counter
-from functools import partial
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -47,8 +46,8 @@ from reference.pattern import multiplicity
 from verification.case import Case
 from verification.check.laws import LAWS
 from verification.failures import VerificationFailure
-from verification.mutants import DEFECTS, by_name
-from verification.mutants.plant import plant_by_name
+from verification.mutants.catalogue import DEFECTS, by_name
+from verification.mutants.plant import preparation
 from verification.mutants.trials import SOON, search_all
 from verification.replay.replay import replay
 from verification.report.coverage import FEATURES, Coverage
@@ -85,7 +84,7 @@ print(*difflib.ndiff(edit.was.splitlines(), edit.becomes.splitlines()), sep="\n"
 # Cases around it and keeps the smallest that breaks the same property in the same way. We look over its shoulder.
 
 # %%
-planted = partial(plant_by_name, defect.name)
+planted = preparation(defect)
 looked: list[tuple[Case, VerificationFailure | None]] = []
 
 

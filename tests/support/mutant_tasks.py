@@ -1,72 +1,68 @@
-"""What tests of `verification.mutants` run in a process of its own: planting cannot be undone."""
+"""What tests of `verification.mutants` run in a process of its own: changed modules stay changed.
+
+What a task looks at is imported inside it: the modules at the top of this file are those from before the change.
+"""
 
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
+from typing import Any
 
 import torch
 
 from reference.pattern import Pattern
-from ring import agreement
-from ring.comm import exchange
-from ring.compute import kernels
-from ring.plan import blocks, schedule
-from verification.mutants import DEFECTS, CannotPlant
-from verification.mutants.plant import graft, plant
+from tests.support.unbound_names import unbound
+from verification.mutants.catalogue import DEFECTS
+from verification.mutants.defect import CannotPlant
 
 
-def plant_all() -> list[str]:
-    """Names of defects that cannot be planted. Each replaces what the one before changed in the same module."""
-    refused = []
+def faults_of_the_catalogue() -> list[str]:
+    """What is wrong with the source of a defect: it cannot be made, does not run, or uses a name that is bound nowhere.
+
+    Each edited module is run in a namespace of its own.
+    """
+    found = []
     for defect in DEFECTS:
         try:
-            plant(defect)
+            sources = defect.sources()
         except CannotPlant as error:
-            refused.append(f"{defect.name}: {error}")
-    return refused
+            found.append(str(error))
+            continue
+        for module, source in sources.items():
+            missing = unbound_names(module, source)
+            if missing:
+                found.append(f"{defect.name}: {module} uses what is bound nowhere: {', '.join(missing)}")
+    return found
 
 
-def source(module: str) -> str:
-    file = importlib.import_module(module).__file__
-    assert file is not None
-    return Path(file).read_text()
+def unbound_names(module: str, source: str) -> list[str]:
+    live = importlib.import_module(module)
+    assert live.__file__ is not None
+    namespace: dict[str, Any] = {"__name__": module, "__package__": live.__package__, "__file__": live.__file__}
+    code = compile(source, live.__file__, "exec")
+    exec(code, namespace)
+    return unbound(source, code, namespace)
 
 
-def edited(module: str, was: str, becomes: str) -> str:
-    text = source(module)
-    assert text.count(was) == 1, (module, was)
-    return text.replace(was, becomes)
+def seen_by_users() -> dict[str, object]:
+    """What the users of some modules know of these."""
+    from ring import agreement
+    from ring.comm import exchange
+    from ring.compute import accumulator
+    from ring.plan import blocks, plan, schedule
 
-
-def refusal(module: str, text: str) -> str:
-    """What `graft` says against a source; "" if it takes it."""
-    try:
-        graft(module, text)
-    except CannotPlant as error:
-        return str(error)
-    return ""
-
-
-def refusals(edits: list[tuple[str, str, str]]) -> list[str]:
-    return [refusal(module, edited(module, was, becomes)) for module, was, becomes in edits]
-
-
-def steps_kept() -> dict[str, object]:
-    """What users of the code see once it was grafted."""
-    before = len(blocks.blocks_of(Pattern.dense(), 8, 1, 1))
-    graft("ring.precision", edited("ring.precision", "else torch.float32", "else torch.bfloat16"))
-    graft("ring.plan.plan", edited("ring.plan.plan", '"direct", "gather")', '"direct", "gather", "other")'))
-    graft(
-        "ring.plan.schedule",
-        edited("ring.plan.schedule", "    receive_buffers: int = 2\n", "    receive_buffers: int = 3\n"),
-    )
-    graft(
-        "ring.plan.blocks", edited("ring.plan.blocks", "    return tuple(blocks)\n", "    return tuple(blocks * 2)\n")
-    )
     return {
-        "function": (kernels.accumulator_dtype(torch.float16), exchange.accumulator_dtype(torch.float16)),
-        "constant": agreement.EXCHANGES,
+        "function": (accumulator.accumulator_dtype(torch.float16), exchange.accumulator_dtype(torch.float16)),
+        "constant": (plan.EXCHANGES, agreement.EXCHANGES),
         "field": schedule.Sizes(1, 1, 1).receive_buffers,
-        "cached": (before, len(blocks.blocks_of(Pattern.dense(), 8, 1, 1))),
+        "cached": len(blocks.blocks_of(Pattern.dense(), 8, 1, 1)),
     }
+
+
+def types_of_failures() -> list[int]:
+    """Where the types are by which the worker of a rank, and code that was imported anew, know a failure."""
+    from verification import failures
+    from verification.run.processes import worker
+    from verification.run.simulation import simulation
+
+    return [id(module.MismatchedMessages) for module in (failures, worker, simulation)]

@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from verification.cli.arguments import add_json, add_seed, count, typed
-from verification.mutants import DEFECTS, CannotPlant, Defect, by_name
+from verification.mutants.catalogue import DEFECTS, by_name
+from verification.mutants.defect import CannotPlant, Defect
 from verification.mutants.trials import LIMIT, SOON, NotSane, Outcome, search_all, totals
 from verification.report.provenance import processor_run
 from verification.run.backends import Unavailable

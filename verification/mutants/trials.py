@@ -24,8 +24,9 @@ from rich.console import Console
 from verification.case import Case
 from verification.check.laws import LAWS
 from verification.failures import VerificationFailure
-from verification.mutants import Defect, by_name
-from verification.mutants.plant import plant_by_name
+from verification.mutants.catalogue import by_name
+from verification.mutants.defect import Defect
+from verification.mutants.plant import preparation
 from verification.report.report import Report
 from verification.run.backends import Backend, GlooBackend, SimBackend
 from verification.runner import EXAMPLES, PROFILES, law_experiment
@@ -159,7 +160,7 @@ def check_sane(backend: str, seed: int) -> None:
 def search(name: str, seed: int, limit: int = LIMIT) -> Outcome:
     """One defect of the catalogue. Raises ToolError for one whose own code cannot run."""
     defect = by_name(name)
-    return outcome_of(defect, _chase(defect.backend, partial(plant_by_name, name), f"{seed}/{name}", limit))
+    return outcome_of(defect, _chase(defect.backend, preparation(defect), f"{seed}/{name}", limit))
 
 
 def outcome_of(defect: Defect, chase: Chase) -> Outcome:

@@ -7,24 +7,28 @@ import re
 from argparse import ArgumentParser
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from rich.console import Console
 
-from ring import budget
+from ring import budget, precision
 from ring.comm import transport
+from ring.compute import accumulator
+from ring.plan import blocks, plan, schedule
 from tests.support import mutant_tasks
 from tests.support.plain_case import plain
 from verification.case import Case
 from verification.check.laws import LAWS
 from verification.cli import mutants as command
 from verification.failures import RankError
-from verification.mutants import DEFECTS, NO_PLACE, CannotPlant, Defect, Edit, by_name
 from verification.mutants import trials as runner
-from verification.mutants.plant import graft, plant
+from verification.mutants.catalogue import DEFECTS, NO_PLACE, by_name
+from verification.mutants.defect import CannotPlant, Defect, Edit
+from verification.mutants.plant import preparation, substitute
 from verification.report.report import Report
-from verification.run.backends import PRELOAD, SimBackend
+from verification.run.backends import PRELOAD, SimBackend, Unavailable
 from verification.run.processes.pool import Pool
 from verification.runner import EXAMPLES
 from verification.search.search import Found, Search, ToolError
@@ -68,57 +72,55 @@ def test_only_transports_need_real_process_groups() -> None:
         assert (defect.backend == "gloo") == (touched == {transport}), defect.name
 
 
-def test_every_defect_can_be_planted(process: Pool) -> None:
-    assert process.run(mutant_tasks.plant_all, timeout=100) == [[]]
+def test_every_defect_can_be_planted_and_uses_only_names_that_are_bound(process: Pool) -> None:
+    """A name that is bound nowhere fails on its first use, which would look like a defect that was found."""
+    assert process.run(mutant_tasks.faults_of_the_catalogue, timeout=100) == [[]]
+
+
+UNBOUND = {
+    "peak": "peak + torch.log(total)",
+    "torch.logg": "top + torch.logg(total)",
+    "ring.strided_view.Shelf": "top + torch.log(total)\n\n\ndef f() -> None:\n    from ring.strided_view import Shelf",
+}
+
+
+def test_names_that_are_bound_nowhere_are_found(process: Pool) -> None:
+    for name, text in UNBOUND.items():
+        (source,) = changed(accumulator, "top + torch.log(total)", text).sources().values()
+        assert process.run(mutant_tasks.unbound_names, accumulator.__name__, source) == [[name]]
 
 
 # --- planting ---------------------------------------------------------------------------------------------------------
 
 
-def test_users_of_grafted_code_see_it(process: Pool) -> None:
-    (seen,) = process.run(mutant_tasks.steps_kept)
-    assert seen["function"] == (torch.bfloat16, torch.bfloat16)  # through `from` imports
-    assert seen["constant"] == ("ring", "direct", "gather", "other")
-    assert seen["field"] == 3
-    assert seen["cached"] == (1, 2)
+def changed(module: ModuleType, was: str, becomes: str) -> Defect:
+    return Defect("a-name", "About.", (Edit(module, was, becomes),))
 
 
-REFUSED = {
-    "a function more": ("ring.strided_view", "import torch\n\n", "import torch\n\n\ndef more() -> None: ...\n\n\n"),
-    "a decorator less": ("ring.strided_view", "@lru_cache(maxsize=256)\n", ""),
-    "another cache": ("ring.strided_view", "maxsize=256", "maxsize=1"),
-    "another import": ("ring.strided_view", "from ring.plan.rows import Rows", "from ring.plan.rows import Rows, Fold"),
-    "another base": ("ring.layout", "class Run(NamedTuple):", "class Run(tuple):"),
-    "another member": ("ring.plan.range_pairs", "FULL = 0", "FULL = 7"),
-    "another value of no plain type": ("ring.agreement", "torch.bfloat16, torch.float16)", "torch.bfloat16)"),
-    "what does not compile": ("ring.budget", "SHARE = 0.1", "SHARE = ("),
-    "what does not run": ("ring.budget", "SHARE = 0.1", "SHARE = 1 / 0"),
-    "a name that nobody binds": ("ring.compute.accumulator", "top + torch.log(total)", "peak + torch.log(total)"),
-    "an attribute that a module lacks": (
-        "ring.compute.accumulator",
-        "top + torch.log(total)",
-        "top + torch.logg(total)",
-    ),
-    "an import that fails when it is reached": (
-        "ring.compute.accumulator",
-        "    return merged, top + torch.log(total)",
-        "    from ring.strided_view import Shelf\n\n    return merged, Shelf(top, total)",
-    ),
-}
+def test_users_of_changed_code_see_it(process: Pool) -> None:
+    (before,) = process.run(mutant_tasks.seen_by_users)
+    edits = (
+        Edit(precision, "else torch.float32", "else torch.bfloat16"),
+        Edit(plan, '"direct", "gather")', '"direct", "gather", "other")'),
+        Edit(schedule, "    receive_buffers: int = 2\n", "    receive_buffers: int = 3\n"),
+        Edit(blocks, "    return tuple(blocks)\n", "    return tuple(blocks * 2)\n"),
+    )
+    process.run(preparation(Defect("four-modules", "About.", edits)))
+    (after,) = process.run(mutant_tasks.seen_by_users)
+    exchanges = ("ring", "direct", "gather")
+    assert before == {
+        "function": (torch.float32, torch.float32), "constant": (exchanges, exchanges), "field": 2, "cached": 1,
+    }  # fmt: skip
+    more = (*exchanges, "other")
+    assert after == {
+        "function": (torch.bfloat16, torch.bfloat16), "constant": (more, more), "field": 3, "cached": 2,
+    }  # fmt: skip
 
 
-def test_what_cannot_be_grafted_is_refused(process: Pool) -> None:
-    (said,) = process.run(mutant_tasks.refusals, list(REFUSED.values()))
-    assert [name for name, refusal in zip(REFUSED, said, strict=True) if not refusal] == []
-    unbound = [refusal.partition("bound nowhere: ")[2] for refusal in said if "bound nowhere" in refusal]
-    assert unbound == ["peak", "torch.logg", "ring.strided_view.Shelf"]
-    for (module, _, _), refusal in zip(REFUSED.values(), said, strict=True):
-        assert module in refusal
-
-
-def test_a_source_that_says_the_same_is_refused() -> None:
-    with pytest.raises(CannotPlant, match=r"ring\.budget: the edited source says the same"):
-        graft("ring.budget", mutant_tasks.source("ring.budget") + "\n# a comment\n")
+def test_failures_are_of_one_type_before_and_after(process: Pool) -> None:
+    process.run(substitute, {})
+    (places,) = process.run(mutant_tasks.types_of_failures)
+    assert len(set(places)) == 1
 
 
 @pytest.mark.parametrize(
@@ -128,12 +130,27 @@ def test_a_source_that_says_the_same_is_refused() -> None:
         ("import", "", "times, not once"),
         ("SHARE = 0.1", "SHARE = 0.1", "says the same"),
         ("SHARE = 0.1", "SHARE  =  0.1", "says the same"),
+        ("SHARE = 0.1", "SHARE = (", "does not compile"),
     ],
 )
-def test_an_edit_that_does_not_apply_is_refused(was: str, becomes: str, said: str) -> None:
-    defect = Defect("a-name", "About.", (Edit(budget, was, becomes),))
+def test_an_edit_that_makes_no_other_program_is_refused(was: str, becomes: str, said: str) -> None:
     with pytest.raises(CannotPlant, match=f"a-name: .*{said}"):
-        plant(defect)
+        preparation(changed(budget, was, becomes))
+
+
+def test_a_module_that_does_not_run_is_refused_by_the_rank() -> None:
+    backend = SimBackend(prepare=preparation(changed(budget, "SHARE = 0.1", "SHARE = 1 / 0")))
+    backend.start(1)
+    try:
+        with pytest.raises(Unavailable, match=r"a-name: the edited ring\.budget does not run: ZeroDivisionError"):
+            EXAMPLES.check(backend, plain(2))
+    finally:
+        backend.close()
+
+
+def test_a_module_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"sources must be of modules of the project, got ring\.missing"):
+        substitute({"ring.missing": ""})
 
 
 def test_edits_of_one_file_add_up() -> None:

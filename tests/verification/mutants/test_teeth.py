@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from verification.mutants import Defect
+from verification.mutants.defect import Defect
 from verification.mutants.defects.numerics import NUMERICS
 from verification.mutants.trials import search
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +16,8 @@ from verification.case import AGAIN, Case, strided_copy
 from verification.check import properties
 from verification.check.expectation import expect
 from verification.failures import RankError, VerificationFailure
-from verification.mutants.plant import plant_by_name
+from verification.mutants.catalogue import by_name
+from verification.mutants.plant import preparation
 from verification.run import rank as execute
 from verification.run.backends import GlooBackend, SimBackend, observe_on
 from verification.run.rank import Pass, attend, observe, repeats, shards
@@ -114,7 +114,7 @@ SHIFTED = {
 )
 def test_one_way_finds_what_the_others_do_not(again: str, defect: str, changes: dict[str, Any]) -> None:
     """And a call that failed leaves nothing behind at which others fail."""
-    backend = SimBackend(prepare=partial(plant_by_name, defect))
+    backend = SimBackend(prepare=preparation(by_name(defect)))
     backend.start(2)
     try:
         found = [how for how in (*AGAIN, *AGAIN) if fails(backend, case(world=2, again=how, **changes))]

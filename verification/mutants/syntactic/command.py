@@ -37,8 +37,8 @@ from verification.check.laws import LAWS
 from verification.cli.arguments import MODULE, add_json, count, typed
 from verification.cli.outputs import check_file, check_folder
 from verification.failures import RankFailure, VerificationFailure
+from verification.mutants.plant import substitute
 from verification.mutants.syntactic.mutations import ROOT, Mutation, NoGenerator, mutations_of
-from verification.mutants.syntactic.substitution import limit_processor, run_tests, substitute
 from verification.mutants.syntactic.summary import (
     SAME,
     SURVIVORS,
@@ -49,6 +49,7 @@ from verification.mutants.syntactic.summary import (
     rate,
     read_reasons,
 )
+from verification.mutants.syntactic.unit_tests import limit_processor, run_tests
 from verification.mutants.trials import Subject, anything
 from verification.run.backends import PRELOAD, Backend, GlooBackend, SimBackend, Unavailable
 from verification.run.processes.pool import Pool, PoolError
@@ -171,7 +172,7 @@ def judge(task: Task) -> Record:
 def _searches(task: Task) -> Iterator[tuple[Backend, int, Sequence[Subject]]]:
     """(backend, world to start it on, examples), one after the other."""
     file, seed = task.mutation.file, task.seed
-    prepare = partial(substitute, task.mutation.module, task.mutation.source)
+    prepare = partial(substitute, {task.mutation.module: task.mutation.source})
     yield CountedSimulation(TIMEOUT, prepare), 1, subjects_for(file, seed, task.limit)[task.begin :]
     if file in PROCESS_GROUPS and not task.begin:
         for world in (2, 3):
@@ -196,7 +197,7 @@ def _search(backend: Backend, world: int, subjects: Sequence[Subject]) -> tuple[
 def _unit_tests(mutation: Mutation) -> dict[str, Any]:
     files = [f"tests/{name}.py" for name in TESTS[mutation.file]]
     with Pool(1, timeout=LONG, preload=TEST_PRELOAD) as pool:
-        pool.run(substitute, mutation.module, mutation.source)
+        pool.run(substitute, {mutation.module: mutation.source})
         try:
             (verdict,) = pool.run(run_tests, files, TEST_TIMEOUT)
         except RankFailure as failure:  # its process died, or was ended; an exception is pytest's, and no verdict
