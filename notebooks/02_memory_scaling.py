@@ -66,11 +66,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from reference import Pattern, cost
 from reference import shards as definitions
 from verification.case import Case
-from verification.problems.real_size import LiveBytes, measured
+from verification.problems.real_size import measured
 from verification.run.backends import GlooBackend
 from verification.run.rank import attend, shards
 from verification.run.simulation.simulation import Simulation
-from verification.run.workspace import limits
+from verification.run.workspace import Meter, limits
 
 LONG = os.environ.get("NOTEBOOKS_LONG") == "1"
 COLOUR = {"ring": BLUE, "direct": VERMILLION, "gather": GREEN}
@@ -126,7 +126,7 @@ def scratch(case: Case) -> np.ndarray:
 # ## Real ranks: 1 to 8 processes, lengths over three decades
 #
 # Each rank is a process, joined to the others by gloo. It runs forward and backward and counts the bytes of all tensors
-# that live at a time (`verification.problems.real_size.LiveBytes`; scratch inside one of torch's kernels is not seen).
+# that live at a time (`verification.run.workspace.Meter`; scratch inside one of torch's kernels is not seen).
 
 # %%
 LENGTHS = [2**k for k in range(7, 20 if LONG else 18, 2)]
@@ -289,11 +289,11 @@ def one_rank(transport: object, case: Case, tensors: tuple, live_too: bool) -> t
     if not live_too:
         run = attend(transport, case, inputs)
         return None, run.buffer_forward, run.buffer_backward
-    with LiveBytes() as live:
-        for x in inputs:
-            live.count(x)
-        run = attend(Aside(transport), case, inputs)
-    return live.peak, run.buffer_forward, run.buffer_backward
+    meter = Meter(case.head_dim)
+    for x in inputs:
+        meter.count(x)
+    run = attend(Aside(transport), case, inputs, meter=meter)
+    return meter.peak, run.buffer_forward, run.buffer_backward
 
 
 def simulated(case: Case, live_too: bool) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:

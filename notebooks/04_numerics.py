@@ -16,7 +16,7 @@
 # %% [markdown]
 # # Errors: how large, how they grow, and what makes them worse
 #
-# The oracle is fp64 throughout (`reference/oracle.py`); bounds are derived, not tuned (`verification/check/bounds.py`).
+# The oracle is fp64 throughout (`reference/oracle.py`); bounds are derived, not tuned (`reference/bounds.py`).
 # Here:
 #
 # 1. errors seen beside their bounds, by length, number of ranks, type and size of the scores;
@@ -42,12 +42,13 @@ from figures import BLACK, BLUE, GREEN, ORANGE, PURPLE, VERMILLION, binary_ticks
 import ring.attention
 import ring.compute.accumulator
 from reference import Pattern, attention, gradients
+from reference.arithmetic import LARGEST, UNIT
+from reference.exact import QUANTITIES, Expectation
 from ring.compute import kernels
 from ring.compute.accumulator import Accumulator, merge
 from verification.case import Case
-from verification.check.bounds import LARGEST, UNIT
 from verification.check.checks import assemble
-from verification.check.expectation import QUANTITIES, Expectation, expect
+from verification.check.expectation import expect
 from verification.run.rank import observe
 from verification.run.simulation.simulation import Simulation
 

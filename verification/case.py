@@ -9,18 +9,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
-from functools import lru_cache
-from itertools import accumulate, pairwise
+from dataclasses import MISSING, dataclass
+from dataclasses import fields as fields_of
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from reference import shards as definitions
+from reference import fields, shards
 from reference.pattern import Pattern
 from reference.shards import Shards
-from ring.layout import Layout
 from verification.wording import misfits
 
 DTYPES = {
@@ -53,7 +52,7 @@ class Case:
     tokens        length n of the sequence
     order         order of the tokens: one of ORDERS; "spliced" has the even positions contiguous, the odd ones
                   striped; "paired" has neighbouring shards half the ring apart; "shuffled" is a permutation drawn from
-                  the seed, "permuted" one of a few whole stretches
+                  the seed, "permuted" one of a few whole ranges
     cuts          p + 1 non-decreasing offsets into the order from 0 to n, p the size of the group; None: the layout's
                   own
     pattern       who sees whom
@@ -68,7 +67,7 @@ class Case:
     kernel        "auto", "math", "flash" or, on GPUs, "cudnn"
     lse           "unused"; "returned" (and compared); "differentiated" (its gradient takes part as well); "alone" (only
                   lse is differentiated, not the output)
-    strided       whether inputs and incoming gradients are non-contiguous (`strided_copy`)
+    strided       whether inputs and incoming gradients are non-contiguous (`verification.run.layouts.strided_copy`)
     again         how the second run differs from the first, which must not change a bit of what both give: "alike";
                   "unchecked" (check=False); "group" (called with the process group itself, where there is one);
                   "no_grad" (forward alone, and another after it, on other numbers); "backward" (after a backward of
@@ -108,37 +107,33 @@ class Case:
 
     def __post_init__(self) -> None:
         for name, least in _SMALLEST.items():
-            _integer(name, getattr(self, name), least)
-        if self.seed > _GREATEST_SEED:
-            raise ValueError(f"seed is {self.seed}; it must be at most {_GREATEST_SEED}")
+            fields.integer(name, getattr(self, name), least)
+        fields.at_most("seed", self.seed, _GREATEST_SEED)
         for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
+            fields.choice(name, getattr(self, name), allowed)
         for name in ("strided", "measured"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"heads is {self.heads}; it must be a multiple of kv_heads, {self.kv_heads}")
+            fields.flag(name, getattr(self, name))
+        fields.grouped_heads(self.heads, self.kv_heads)
         if not isinstance(self.pattern, Pattern):
             raise ValueError(f"pattern is {self.pattern!r}; it must be a reference.Pattern")
         self.pattern.validate(self.heads)
         if self.bucket is not None:
-            _integer("bucket", self.bucket, 1)
+            fields.integer("bucket", self.bucket, 1)
         self._set_scales()
         self._set_group()
         self._set_cuts()
 
     def _set_scales(self) -> None:
-        object.__setattr__(self, "score_scale", _number("score_scale", self.score_scale))
+        object.__setattr__(self, "score_scale", fields.number("score_scale", self.score_scale, _GREATEST_SCALE))
         if self.score_scale <= 0:
             raise ValueError(f"score_scale is {self.score_scale}; it must be greater than 0")
         if self.scale is not None:
-            object.__setattr__(self, "scale", _number("scale", self.scale))
+            object.__setattr__(self, "scale", fields.number("scale", self.scale, _GREATEST_SCALE))
 
     def _set_group(self) -> None:
         if self.group is None:
             return
-        group = _integers("group", self.group)
+        group = fields.integers("group", self.group)
         if not group or list(group) != sorted(set(group)) or group[0] < 0 or group[-1] >= self.world:
             raise ValueError(f"group is {group}; it must be ascending ranks of range({self.world}), at least one")
         object.__setattr__(self, "group", group)
@@ -146,7 +141,7 @@ class Case:
     def _set_cuts(self) -> None:
         if self.cuts is None:
             return
-        cuts, p = _integers("cuts", self.cuts), len(self.ranks)
+        cuts, p = fields.integers("cuts", self.cuts), len(self.ranks)
         rising = all(a <= b for a, b in pairwise(cuts))
         if len(cuts) != p + 1 or cuts[0] != 0 or cuts[-1] != self.tokens or not rising:
             raise ValueError(
@@ -179,7 +174,7 @@ class Case:
 
     @property
     def narrow(self) -> bool:
-        """Whether gradients go home in 16 bits."""
+        """Whether gradients of keys return to their owner in 16 bits."""
         return self.device == "cuda" and self.exchange == "direct" and self.torch_dtype.itemsize == 2
 
     @property
@@ -188,20 +183,16 @@ class Case:
         if self.bucket is not None:
             return self.bucket
         largest = max(self.shards().counts)
-        return definitions.default_bucket(largest, self.heads, self.kv_heads, self.torch_dtype.itemsize, self.device)
+        return shards.default_bucket(largest, self.heads, self.kv_heads, self.torch_dtype.itemsize, self.device)
 
     def shards(self) -> Shards:
-        """Who holds which positions, by definition: for whoever judges."""
-        return definitions.shards(*self._division())
+        """Who holds which positions, by definition: what the ranks' `Layout` is checked against."""
+        return shards.shards(*self.division())
 
-    def layout(self) -> Layout:
-        """The same as the implementation has it: for the ranks."""
-        return _layout(*self._division())
-
-    def _division(self) -> tuple[str, int, int, tuple[int, ...] | None, int]:
-        seed = (
-            self.seed if self.order in ("shuffled", "permuted") else 0
-        )  # so that the others share an entry of the cache
+    def division(self) -> tuple[str, int, int, tuple[int, ...] | None, int]:
+        """(order, tokens, ranks, cuts, seed): what the shards depend on. The seed is 0 for an order that is not random,
+        so that a cache has one entry for all such Cases."""
+        seed = self.seed if self.order in ("shuffled", "permuted") else 0
         return self.order, self.tokens, len(self.ranks), self.cuts, seed
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -231,7 +222,7 @@ class Case:
 
     def to_json(self) -> str:
         """One line of JSON; `from_json` turns it back into an equal Case."""
-        data = {f.name: getattr(self, f.name) for f in fields(self)}
+        data = {f.name: getattr(self, f.name) for f in fields_of(self)}
         return json.dumps(data | {"pattern": self.pattern.to_dict()})
 
     @classmethod
@@ -243,49 +234,11 @@ class Case:
         data = json.loads(text)  # its JSONDecodeError is a ValueError
         if not isinstance(data, dict):
             raise ValueError(f"a Case must be a JSON object, got {text[:80]!r}")
-        unknown = sorted(set(data) - {f.name for f in fields(cls)})
-        missing = sorted({f.name for f in fields(cls) if f.default is MISSING} - set(data))
+        unknown = sorted(set(data) - {f.name for f in fields_of(cls)})
+        missing = sorted({f.name for f in fields_of(cls) if f.default is MISSING} - set(data))
         if unknown or missing:
             raise ValueError(f"Case: {misfits(unknown, missing)}")
         return cls(**data | {"pattern": Pattern.from_dict(data["pattern"])})
-
-
-@lru_cache(maxsize=256)
-def _layout(order: str, n: int, p: int, cuts: tuple[int, ...] | None, seed: int) -> Layout:
-    if order in ("shuffled", "permuted"):
-        listed = definitions.shuffled(n, seed) if order == "shuffled" else definitions.permuted(n, p, seed)
-        return Layout.from_cuts(listed, cuts or [r * n // p for r in range(p + 1)])
-    if order == "spliced":  # on each rank two runs of different steps that lie within each other
-        evens = (n + 1) // 2
-        runs = [
-            (range(2 * (r * evens // p), 2 * ((r + 1) * evens // p), 2), range(1 + 2 * r, n, 2 * p)) for r in range(p)
-        ]
-        counts = [len(even) + len(odd) for even, odd in runs]
-        spliced = torch.tensor([position for pair in runs for run in pair for position in run], dtype=torch.int64)
-        return Layout.from_cuts(spliced, cuts or list(accumulate(counts, initial=0)))
-    if order == "paired":
-        stretches = [range(i * n // p, (i + 1) * n // p) for i in (*range(0, p, 2), *range(1, p, 2))]
-        paired = torch.tensor([position for stretch in stretches for position in stretch], dtype=torch.int64)
-        return Layout.from_cuts(paired, cuts or list(accumulate(map(len, stretches), initial=0)))
-    layout: Layout = getattr(Layout, order)(n, p)
-    if cuts is None:
-        return layout
-    return Layout.from_cuts(torch.cat([layout.positions(rank) for rank in range(p)]), cuts)
-
-
-def strided_copy(x: Tensor, other: int = 2) -> Tensor:
-    """A tensor equal to x that is not contiguous: dimensions 1 and `other` lie in the other order, in a slice of a
-    larger buffer. With the last dimension as `other`, that is not the innermost one any more.
-
-    x has at least three dimensions (q is (B, n, H, D), lse (B, H, n)). What the slice leaves out is NaN, so that
-    whoever reads by the wrong strides shows. Tensors of one element or none have no other order, but lie in the
-    larger buffer too.
-    """
-    swapped = x.transpose(1, other)
-    buffer = x.new_full([size + 1 for size in swapped.shape], math.nan)
-    inner = buffer[tuple(slice(1, None) for _ in swapped.shape)]
-    inner.copy_(swapped)
-    return inner.transpose(1, other)
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
@@ -357,24 +310,3 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "again": AGAIN,
     "device": DEVICES,
 }
-
-
-# --- validation -------------------------------------------------------------------------------------------------------
-
-
-def _integer(name: str, value: object, least: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}")
-    return value
-
-
-def _integers(name: str, value: object) -> tuple[int, ...]:
-    if not isinstance(value, (tuple, list)):
-        raise ValueError(f"{name} is {value!r}; it must be a tuple of integers or None")
-    return tuple(_integer(f"an entry of {name}", entry, 0) for entry in value)
-
-
-def _number(name: str, value: object) -> float:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) <= _GREATEST_SCALE:
-        raise ValueError(f"{name} is {value!r}; it must be a number of size at most {_GREATEST_SCALE}")
-    return float(value)

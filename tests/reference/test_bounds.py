@@ -14,11 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from reference import Branch, Pattern, attention, gradients
+from reference import Branch, Pattern, attention, exact, gradients
+from reference.arithmetic import Arithmetic, Counts, most_partials, most_seen
+from reference.bounds import delta_error
+from reference.exact import QUANTITIES, Expectation, Inputs, evaluate, multiplicity
 from verification.case import DTYPES, Case
-from verification.check import bounds, expectation
-from verification.check.bounds import Arithmetic, delta_error
-from verification.check.expectation import QUANTITIES, Expectation, evaluate, expect, multiplicity
+from verification.check.expectation import arithmetic_of, expect
 
 B, N, H, HK, D = 1, 48, 4, 2, 8
 PATTERNS = {
@@ -111,11 +112,10 @@ def expected(tensors: list[Tensor], pattern: Pattern, parts: int, kernel: str) -
     count = multiplicity(pattern, H, N)
     keys, rows = int(count.sum(-1).max()), int(count.reshape(HK, -1, N).sum(1).max())
     merges = parts * len(pattern.branches)
-    r = Arithmetic.make(
-        dtype, fused(dtype) if kernel == "flash" else kernel, D, D**-0.5, keys, rows, merges, merges * (H // HK)
-    )
+    counts = Counts(keys, rows, merges, merges * (H // HK))
+    r = Arithmetic.of(dtype, fused(dtype) if kernel == "flash" else kernel, D, D**-0.5, counts)
     q, k, v, dout, dlse = (x.double().numpy() for x in tensors)
-    return evaluate(q, k, v, dout, dlse, pattern, D**-0.5, r)
+    return evaluate(Inputs(q, k, v, dout, dlse, pattern, D**-0.5), r)
 
 
 def ratios(results: dict[str, Tensor], expectation: Expectation) -> dict[str, float]:
@@ -173,7 +173,7 @@ def test_in_fp32_each_fault_exceeds_the_bounds(fault: str, parts: int, size: flo
 
 def literal(r: Arithmetic, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, c: Tensor) -> dict[str, Tensor]:
     """The bounds of the module's docstring, first order, without dlse, term by term. (H, N, D) each, equal heads."""
-    a, u, live = r.scale, r.u, c.sum(-1) > 0
+    a, u, n, live = r.scale, r.u, r.counts, c.sum(-1) > 0
     g = r.gamma
     s = a * q @ k.mT
     top = s.masked_fill(c == 0, -torch.inf).amax(-1, keepdim=True)
@@ -186,16 +186,16 @@ def literal(r: Arithmetic, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, c: Ten
     size = g(r.dim + 2) * a * q.abs() @ k.abs().mT
     eps = size + u * (s - top).abs() + r.u_exp
     mean = (p * eps).sum(-1, keepdim=True)
-    mu = r.merges * u * (2 * lse.abs() + 2 * top.abs() + 4)
-    t_lse = mean + g(r.keys + 1) + mu + u * lse.abs()
-    t_out = (p * (eps + r.u_prob)) @ v.abs() + (mean + 2 * g(r.keys + 2) + mu + r.u_prob + r.u_partial) * (p @ v.abs())
+    mu = n.merges * u * (2 * lse.abs() + 2 * top.abs() + 4)
+    t_lse = mean + g(n.keys + 1) + mu + u * lse.abs()
+    t_out = (p * (eps + r.u_prob)) @ v.abs() + (mean + 2 * g(n.keys + 2) + mu + r.u_prob + r.u_partial) * (p @ v.abs())
     t_out = t_out + r.u_out * out.abs()
     e = size + t_lse + u * (s - lse).abs() + r.u_exp
     t_delta = g(r.dim) * (dout.abs() * out.abs()).sum(-1, keepdim=True)
     t_delta = t_delta + (dout.abs() * t_out).sum(-1, keepdim=True)
     t_ds = p * (e * t + g(r.dim) * dout.abs() @ v.abs().mT + t_delta + 2 * u * t) + r.u_prob * ds
-    over_q = g(r.keys) + r.merges * r.u_buf + 2 * u + r.key_blocks * r.u_partial
-    over_k = g(r.rows) + r.row_merges * r.u_buf + r.row_blocks * r.u_partial
+    over_q = g(n.keys) + n.merges * r.u_buf + 2 * u + n.key_blocks * r.u_partial
+    over_k = g(n.rows) + n.row_merges * r.u_buf + n.row_blocks * r.u_partial
     dq, dk, dv = a * (p * (dp - delta)) @ k, a * (p * (dp - delta)).mT @ q, p.mT @ dout
     found = {
         "lse": t_lse.squeeze(-1),
@@ -213,10 +213,10 @@ def literal(r: Arithmetic, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, c: Ten
 def test_the_fused_computation_is_the_formulas_as_written(dtype: str, kernel: str) -> None:
     pattern = Pattern.longnet((8, None), (1, 2), H, causal=True)
     kernel = fused(dtype) if kernel == "flash" else kernel
-    r = Arithmetic.make(dtype, kernel, D, 0.3, keys=30, rows=40, merges=7, row_merges=9, key_blocks=2, row_blocks=3)
+    r = Arithmetic.of(dtype, kernel, D, 0.3, Counts(30, 40, merges=7, row_merges=9, key_blocks=2, row_blocks=3))
     draw = torch.Generator().manual_seed(3)
     q, k, v, dout = (torch.randn(1, N, H, D, generator=draw, dtype=torch.float64) for _ in range(4))
-    found = evaluate(q.numpy(), k.numpy(), v.numpy(), dout.numpy(), None, pattern, 0.3, r)
+    found = evaluate(Inputs(q.numpy(), k.numpy(), v.numpy(), dout.numpy(), None, pattern, 0.3), r)
     q, k, v, dout = (x[0].transpose(0, 1) for x in (q, k, v, dout))
     wanted = literal(r, q, k, v, dout, torch.from_numpy(multiplicity(pattern, H, N)))
     for name in QUANTITIES:
@@ -227,10 +227,10 @@ def test_the_fused_computation_is_the_formulas_as_written(dtype: str, kernel: st
 def test_gradients_of_lse_widen_the_bounds() -> None:
     tensors = problem("float32", 1.0)
     q, k, v, dout, dlse = (x.double().numpy() for x in tensors)
-    r = Arithmetic.make("float32", "math", D, D**-0.5, N, N)
-    with_dlse = evaluate(q, k, v, dout, dlse, PATTERNS["full"], D**-0.5, r)
-    with_zero = evaluate(q, k, v, dout, 0 * dlse, PATTERNS["full"], D**-0.5, r)
-    without = evaluate(q, k, v, dout, None, PATTERNS["full"], D**-0.5, r)
+    r = Arithmetic.of("float32", "math", D, D**-0.5, Counts(N, N))
+    with_dlse = evaluate(Inputs(q, k, v, dout, dlse, PATTERNS["full"], D**-0.5), r)
+    with_zero = evaluate(Inputs(q, k, v, dout, 0 * dlse, PATTERNS["full"], D**-0.5), r)
+    without = evaluate(Inputs(q, k, v, dout, None, PATTERNS["full"], D**-0.5), r)
     # With dlse = 0 what is added is u |D| in T_D and u |t|, weighted by P: more than nothing, less than all the rest.
     assert (with_zero.bound["dq"] > without.bound["dq"]).all()
     assert (with_zero.bound["dq"] < 1.5 * without.bound["dq"]).all()
@@ -248,8 +248,8 @@ def test_large_relative_errors_of_exp_are_bounded_exactly(error: float) -> None:
     tensors = problem("float64", 4.0)
     q, k, v, dout, _ = (x.numpy() for x in tensors)
     pattern = PATTERNS["full"]
-    r = replace(Arithmetic.make("float32", "math", D, D**-0.5, N, N), u_exp=error)
-    found = evaluate(q, k, v, dout, None, pattern, D**-0.5, r)
+    r = replace(Arithmetic.of("float32", "math", D, D**-0.5, Counts(N, N)), u_exp=error)
+    found = evaluate(Inputs(q, k, v, dout, None, pattern, D**-0.5), r)
     sign = torch.where(torch.arange(N) == 5, error, -error).double()
     s = D**-0.5 * torch.einsum("bihd,bjhd->bhij", tensors[0], tensors[1].repeat_interleave(H // HK, 2)) + sign
     p = s.softmax(-1)
@@ -262,15 +262,15 @@ def test_large_relative_errors_of_exp_are_bounded_exactly(error: float) -> None:
 
 def test_each_branch_that_sees_a_pair_may_lose_its_gradient_to_underflow() -> None:
     """Three branches, each with a dS of just below 2^-25: in fp16 all three are rounded to 0."""
-    r = Arithmetic.make("float16", "half", D, 1.0, 3 * N, 3 * N)
+    r = Arithmetic.of("float16", "half", D, 1.0, Counts(3 * N, 3 * N))
     q, k, v, dout, _ = (x.double().numpy() for x in problem("float16", 1.0))
-    found = evaluate(q, k, 0 * v, 0 * dout, None, PATTERNS["thrice"], 1.0, r)
+    found = evaluate(Inputs(q, k, 0 * v, 0 * dout, None, PATTERNS["thrice"], 1.0), r)
     per_key = np.abs(q).reshape(B, N, HK, H // HK, D).sum((1, 3))  # (B, HK, D): every row sees every key
     np.testing.assert_allclose(found.bound["dk"], np.broadcast_to(3 * r.eta * per_key[:, None] + r.floor_dk, k.shape))
 
 
 def test_only_fp64_has_an_oracle_as_coarse_as_itself() -> None:
-    assert {x: Arithmetic.make(x, "math", D, 1.0, 1, 1).sides for x in DTYPES} == {
+    assert {x: Arithmetic.of(x, "math", D, 1.0, Counts(1, 1)).sides for x in DTYPES} == {
         "float64": 2,
         "float32": 1,
         "bfloat16": 1,
@@ -299,20 +299,23 @@ MIXED = Pattern(
 @pytest.mark.parametrize("pattern", [*PATTERNS.values(), MIXED])
 @pytest.mark.parametrize("tokens", [1, 5, 24])
 def test_counts_of_keys_and_rows_bound_what_the_mask_has(pattern: Pattern, tokens: int) -> None:
-    case = small(pattern=pattern, tokens=tokens)
     count = multiplicity(pattern, 4, tokens)
-    keys, rows = bounds.most_seen(case)
+    keys, rows = most_seen(pattern, tokens, heads=4, kv_heads=2)
     assert keys >= count.sum(-1).max() and rows >= count.reshape(2, -1, tokens).sum(1).max()
     if not pattern.causal:
         assert keys == count.sum(-1).max() and rows == count.reshape(2, -1, tokens).sum(1).max()
 
 
-def test_counts_of_pieces() -> None:
-    assert bounds.most_pieces(small(world=4)) == 4
-    assert bounds.most_pieces(small(world=4, order="zigzag")) == 8
-    assert bounds.most_pieces(small(world=4, pattern=MIXED, bucket=5)) == 3 * (4 + 4 + 4)
-    assert bounds.most_pieces(small(world=4, order="striped", cuts=(0, 1, 1, 9, 24))) == 7
-    assert Arithmetic.of(small(world=8, order="zigzag", tokens=3)).merges == 3
+def test_counts_of_partial_results() -> None:
+    assert most_partials("contiguous", False, ranks=4, tokens=24, bucket=32, branches=1) == 4
+    assert most_partials("zigzag", False, ranks=4, tokens=24, bucket=32, branches=1) == 8
+    assert most_partials("contiguous", False, ranks=4, tokens=24, bucket=5, branches=3) == 3 * (4 + 4 + 4)
+    assert most_partials("striped", True, ranks=4, tokens=24, bucket=32, branches=1) == 7
+    assert arithmetic_of(small(world=4)).counts.merges == 4
+    long = arithmetic_of(small(world=4, tokens=240, bucket=5)).counts
+    assert (long.merges, long.row_merges) == (4 + 48 + 4, 2 * (4 + 48 + 4))
+    assert arithmetic_of(small(world=4, order="striped", cuts=(0, 1, 1, 9, 24))).counts.merges == 7
+    assert arithmetic_of(small(world=8, order="zigzag", tokens=3)).counts.merges == 3
 
 
 # --- exact values -----------------------------------------------------------------------------------------------------
@@ -327,8 +330,8 @@ def test_exact_values_are_the_oracles(
 ) -> None:
     case = small(pattern=pattern, values=values, lse=lse, dtype="float64", scale=-0.7)
     if blocks:
-        monkeypatch.setattr(expectation, "_WHOLE", 0)
-        monkeypatch.setattr(expectation, "_BLOCK", 300)
+        monkeypatch.setattr(exact, "WHOLE", 0)
+        monkeypatch.setitem(exact.BLOCK, "cpu", 300)
     found = expect(case)
     q, k, v, dout, dlse = case.tensors()
     out, logs = attention(q, k, v, pattern, scale=-0.7)
@@ -351,16 +354,17 @@ def test_the_mask_is_the_patterns(pattern: Pattern) -> None:
 
     positions = torch.arange(29)
     assert np.array_equal(multiplicity(pattern, 4, 29), stated(pattern, positions, positions, 4).numpy())
-    part = multiplicity(pattern, 4, 29, range(1, 3), slice(4, 9))
-    assert np.array_equal(part, stated(pattern, positions[4:9], positions, 4)[1:3].numpy())
+    at = np.array([4, 7, 8, 28])
+    part = exact._count(pattern, at, np.arange(29), range(1, 3), 4)
+    assert np.array_equal(part, stated(pattern, torch.from_numpy(at), positions, 4)[1:3].numpy())
 
 
 @pytest.mark.parametrize("size", [1.0, 300.0])
 def test_blocks_have_the_same_bounds(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
     case = small(pattern=MIXED, score_scale=size)
     whole = expect(case)
-    monkeypatch.setattr(expectation, "_WHOLE", 0)
-    monkeypatch.setattr(expectation, "_BLOCK", 300)
+    monkeypatch.setattr(exact, "WHOLE", 0)
+    monkeypatch.setitem(exact.BLOCK, "cpu", 300)
     blocks = expect(case)
     for name in QUANTITIES:
         np.testing.assert_allclose(blocks.bound[name], whole.bound[name], rtol=1e-3)

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from reference import Pattern
+from reference import Pattern, bounds, exact
+from reference.arithmetic import Arithmetic, Counts
+from reference.exact import QUANTITIES, Inputs, evaluate
 from tests.reference.test_bounds import MIXED, PATTERNS, D, N, problem, small
 from tests.verification.check.test_checks import CHECKS, altered, case, honest, on
-from verification.check import bounds, expectation
-from verification.check.bounds import Arithmetic
-from verification.check.expectation import QUANTITIES, evaluate, expect
+from verification.check.expectation import expect
 from verification.failures import WrongResult
 
 # Scores so large that the softmax of fp32 is another one: what its backward makes of that is anything.
@@ -27,8 +27,8 @@ def test_bounds_that_overflow_are_infinite_where_something_is_seen(
     pattern: Pattern, blocks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if blocks:
-        monkeypatch.setattr(expectation, "_WHOLE", 0)
-        monkeypatch.setattr(expectation, "_BLOCK", 300)
+        monkeypatch.setattr(exact, "WHOLE", 0)
+        monkeypatch.setitem(exact.BLOCK, "cpu", 300)
     found = expect(small(pattern=pattern, **NOTHING_KNOWN))
     for name, bound in found.bound.items():
         dead = found.dead_keys if name in ("dk", "dv") else found.dead_rows
@@ -40,11 +40,11 @@ def test_bounds_that_overflow_are_infinite_where_something_is_seen(
 
 def test_a_row_of_which_nothing_is_known_leaves_the_others_their_bounds() -> None:
     tensors = problem("float32", 1.0)
-    r = Arithmetic.make("float32", "math", D, D**-0.5, N, N)
+    r = Arithmetic.of("float32", "math", D, D**-0.5, Counts(N, N))
     q, k, v, dout, dlse = (x.double().numpy() for x in tensors)
-    usual = evaluate(q, k, v, dout, dlse, PATTERNS["causal"], D**-0.5, r)
+    usual = evaluate(Inputs(q, k, v, dout, dlse, PATTERNS["causal"], D**-0.5), r)
     q[:, 5] *= 1e12
-    found = evaluate(q, k, v, dout, dlse, PATTERNS["causal"], D**-0.5, r)
+    found = evaluate(Inputs(q, k, v, dout, dlse, PATTERNS["causal"], D**-0.5), r)
     for name in ("out", "lse", "dq"):
         axis = 2 if name == "lse" else 1
         infinite = np.moveaxis(np.isinf(found.bound[name]), axis, 0).reshape(N, -1)
@@ -58,9 +58,9 @@ def test_a_row_of_which_nothing_is_known_leaves_the_others_their_bounds() -> Non
 
 def test_the_bound_of_lse_does_not_stop_where_that_of_weights_does() -> None:
     """An error of 2000 in one score moves the lse by as much: a bound of 600 would refuse what is right."""
-    r = replace(Arithmetic.make("float32", "math", D, D**-0.5, N, N), u_exp=2000.0)
+    r = replace(Arithmetic.of("float32", "math", D, D**-0.5, Counts(N, N)), u_exp=2000.0)
     q, k, v, dout, _ = (x.double().numpy() for x in problem("float32", 1.0))
-    found = evaluate(q, k, v, dout, None, PATTERNS["causal"], D**-0.5, r)
+    found = evaluate(Inputs(q, k, v, dout, None, PATTERNS["causal"], D**-0.5), r)
     assert (found.bound["lse"] >= 2000.0).all() and (found.bound["out"] == np.inf).all()
 
 

@@ -12,7 +12,7 @@ from reference import shards as definitions
 from reference.shards import LEAST_BUCKET, default_bucket, shards
 from ring.budget import default_bucket as ring_bucket
 from ring.layout import Layout
-from verification.case import _layout
+from verification.run.layouts import _layout
 
 ORDERS = ("contiguous", "zigzag", "striped", "hilbert", "spliced", "paired", "shuffled", "permuted")
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from reference import Branch, Pattern
-from verification.case import DTYPES, ORDERS, VALUES, Case, strided_copy
+from verification.case import DTYPES, ORDERS, VALUES, Case
+from verification.run.layouts import layout_of, strided_copy
 
 
 def case(**changes: object) -> Case:
@@ -140,7 +141,7 @@ def test_shards_by_definition_are_the_layout_s() -> None:
     for order in ORDERS:
         for cuts in (None, (0, 5, 5, 13)):
             given = case(order=order, cuts=cuts)
-            layout, defined = given.layout(), given.shards()
+            layout, defined = layout_of(given), given.shards()
             assert layout.counts == defined.counts
             assert all(layout.positions(i).tolist() == defined.positions[i].tolist() for i in range(3))
 
@@ -154,14 +155,16 @@ def test_tokens_per_call() -> None:
 
 
 def test_layouts() -> None:
-    assert case(group=None, cuts=None, order="contiguous").layout().counts == (3, 3, 3, 4)
-    cut, own = case(cuts=(0, 5, 5, 13)).layout(), case(cuts=None).layout()
+    assert layout_of(case(group=None, cuts=None, order="contiguous")).counts == (3, 3, 3, 4)
+    cut, own = layout_of(case(cuts=(0, 5, 5, 13))), layout_of(case(cuts=None))
     assert cut.counts == (5, 0, 8)
     assert torch.equal(torch.cat([cut.positions(i) for i in range(3)]), torch.cat([own.positions(i) for i in range(3)]))
-    shuffled = [torch.cat([case(order="shuffled", seed=s).layout().positions(i) for i in range(3)]) for s in (7, 7, 8)]
+    shuffled = [
+        torch.cat([layout_of(case(order="shuffled", seed=s)).positions(i) for i in range(3)]) for s in (7, 7, 8)
+    ]
     assert torch.equal(shuffled[0], shuffled[1]) and not torch.equal(shuffled[1], shuffled[2])
     assert torch.equal(shuffled[0].sort().values, torch.arange(13))
-    assert case(order="shuffled", cuts=None).layout().counts == (4, 4, 5)
+    assert layout_of(case(order="shuffled", cuts=None)).counts == (4, 4, 5)
 
 
 def test_ranks() -> None:

@@ -17,10 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reference import cost
+from reference.arithmetic import LARGEST
+from reference.bounds import Array
+from reference.exact import QUANTITIES, Expectation
 from reference.shards import Ints, default_bucket
 from verification.case import Case
-from verification.check.bounds import LARGEST, Array
-from verification.check.expectation import QUANTITIES, Expectation
 from verification.failures import MismatchedMessages, WrongResult
 from verification.run.observation import LONGER, Message, Observations
 from verification.run.workspace import Workspace, limits

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from reference.exact import QUANTITIES, Expectation, evaluate, multiplicity
 from reference.pattern import Branch, Pattern
 from ring.comm.transport import Transport
 from verification.case import Case
 from verification.check import isolation, properties
-from verification.check.bounds import Arithmetic
 from verification.check.checks import assemble
-from verification.check.expectation import QUANTITIES, Expectation, evaluate, expect, multiplicity
+from verification.check.expectation import arithmetic_of, expect, inputs_of
 from verification.draw.cases import cases, elsewhere, long_cases, permutation_of
 from verification.failures import WrongResult
 from verification.run import mistakes as misuse
@@ -200,11 +200,10 @@ def check_growth(backend: Backend, case: Case, how: How) -> float:
 
 def _expect_edited(case: Case, edit: Edit, inner: bool = False) -> Expectation:
     """`expect` for edited tensors; `inner` leaves the last rounding of the output out of the bound."""
-    q, k, v, dout, _ = (x.double().numpy() for x in edit.apply(case.tensors()))
-    arithmetic = Arithmetic.of(case)
+    arithmetic = arithmetic_of(case)
     if inner:
         arithmetic = replace(arithmetic, u_out=0.0)
-    return evaluate(q, k, v, dout, None, case.pattern, case.softmax_scale, arithmetic)
+    return evaluate(inputs_of(case, edit.apply(case.tensors())), arithmetic)
 
 
 def _rms(x: np.ndarray) -> float:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from reference.exact import Expectation
 from verification.case import Case
 from verification.check.checks import CHECKS
-from verification.check.expectation import Expectation
 from verification.failures import RankFailure, VerificationFailure
 from verification.run.observation import Observations
 

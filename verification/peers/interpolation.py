@@ -1,7 +1,7 @@
 """What a merge of partial results by interpolation may lose, on top of the bounds of a weighted one.
 
 The field merges (o, L) with a further partial result (o', L') in two ways. Weighted: o e^(L-M) + o' e^(L'-M), M the
-merged lse; its rounding errors are relative to the contributions, so that `verification.check.bounds` has them.
+merged lse; its rounding errors are relative to the contributions, so that `reference.bounds` has them.
 Interpolated:
 
     o - s (o - o'),   s = sigmoid(L' - L)
@@ -21,20 +21,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from verification.check.bounds import Arithmetic, Array
-from verification.check.expectation import Expectation
+from reference.arithmetic import Arithmetic
+from reference.exact import Expectation
 
 ROUNDINGS = 13
 
 
-def allow(expectation: Expectation, r: Arithmetic, q: Array, k: Array, v: Array, dout: Array) -> None:
-    """Adds to the bounds of out, dq and dk. q, dout (B, N, H, D); k, v (B, N, Hk, D)."""
+def allow(expectation: Expectation, r: Arithmetic) -> None:
+    """Adds to the bounds of out, dq and dk."""
+    q, k, v, dout = (getattr(expectation.inputs, name) for name in ("q", "k", "v", "dout"))
     heads, kv_heads = q.shape[2], k.shape[2]
     largest_k, largest_v = (
         np.abs(x).max(1, keepdims=True).repeat(heads // kv_heads, 2) for x in (k, v)
     )  # (B, 1, H, D)
     live = ~expectation.dead_rows.T[None, :, :, None]  # (1, N, H, 1)
-    out = ROUNDINGS * r.u * r.merges * (1 + r.u_out) * largest_v * live  # (B, N, H, D)
+    out = ROUNDINGS * r.u * r.counts.merges * (1 + r.u_out) * largest_v * live  # (B, N, H, D)
     delta = (np.abs(dout) * out).sum(-1, keepdims=True)  # (B, N, H, 1)
     dk = (delta * np.abs(q)).sum(1)  # (B, H, D)
     dk = dk.reshape(dk.shape[0], kv_heads, -1, dk.shape[-1]).sum(2)  # (B, Hk, D)

@@ -35,11 +35,11 @@ class Peer:
     claims      any drawn Case -> the nearest Case of the same world that the implementation says it supports, or None
                 if there is none. Given a Case that it returned, it must return that Case unchanged.
     attend      (q, k, v, case, group) -> out, or (out, lse): one rank's part, differentiable by autograd. q, out
-                (B, L, H, D), k, v (B, L, Hk, D) are the rank's shard in the order of the Case; group is the process
-                group of the Case's ranks, None where the world is 1.
+                (B, L, H, D), k, v (B, L, Hk, D) are the rank's shard, `case.shards().positions[index in the group]`;
+                group is the process group of the Case's ranks, None where the world is 1.
     worlds      the world sizes that it is run on
     package     the name of its distribution, from which its version is read; None for a function of your own
-    arithmetic  the precision for 16-bit inputs, as `Arithmetic.make` takes it: "math" computes in fp32 and rounds once
+    arithmetic  the precision for 16-bit inputs, as `reference.arithmetic` has it: "math" computes in fp32 and rounds once
                 at the end; "flash" does so with a coarser exponential; "half" rounds probabilities and partial results
                 to 16 bits, as fused kernels do. For fp32 and fp64 "half" means "math".
     merge       how partial results are merged: "weighted", or "interpolated", which loses more: see `interpolation`

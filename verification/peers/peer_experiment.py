@@ -9,11 +9,12 @@ from typing import Any
 
 from hypothesis.strategies import SearchStrategy
 
+from reference.arithmetic import Arithmetic
+from reference.exact import Expectation, evaluate
 from verification.case import Case
 from verification.check import properties
-from verification.check.bounds import Arithmetic
 from verification.check.checks import CHECKS
-from verification.check.expectation import Expectation, evaluate
+from verification.check.expectation import counts_of, inputs_of
 from verification.draw.cases import cases
 from verification.peers import interpolation
 from verification.peers.peer import Peer
@@ -91,12 +92,10 @@ def check(name: str, peer: Peer, backend: Backend, case: Case) -> dict[str, floa
 
 def expect(peer: Peer, case: Case) -> Expectation:
     """Exact values, with the bounds of a sound implementation of the peer's class."""
-    q, k, v, dout, dlse = (x.double().numpy() for x in case.tensors())
     r = arithmetic(peer, case)
-    through = dlse if case.through_lse else None
-    expectation = evaluate(q, k, v, dout, through, case.pattern, case.softmax_scale, r)
+    expectation = evaluate(inputs_of(case, case.tensors()), r)
     if peer.merge == "interpolated":
-        interpolation.allow(expectation, r, q, k, v, dout)
+        interpolation.allow(expectation, r)
     return expectation
 
 
@@ -104,8 +103,4 @@ def arithmetic(peer: Peer, case: Case) -> Arithmetic:
     """The counts (keys per row, partial results, blocks) come from the Case, the roundings from the peer's class."""
     sixteen = case.dtype in ("bfloat16", "float16")
     kernel = "math" if peer.arithmetic == "half" and not sixteen else peer.arithmetic
-    counted = Arithmetic.of(dataclasses.replace(case, kernel="math"))
-    return Arithmetic.make(
-        case.dtype, kernel, case.head_dim, case.softmax_scale,
-        counted.keys, counted.rows, counted.merges, counted.row_merges, counted.key_blocks, counted.row_blocks,
-    )  # fmt: skip
+    return Arithmetic.of(case.dtype, kernel, case.head_dim, case.softmax_scale, counts_of(case, "math"))

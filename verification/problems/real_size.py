@@ -1,54 +1,48 @@
 """One problem of real size, checked like any example: LongNet's proportions on the text of the Python
 installation.
 
-12 heads of 64; segments n/16, n/8, n/4, n/2, n with dilations 1, 2, 4, 6, 12 (arXiv 2307.02486 has 2048 ...
-32768 at n = 32768), causal, fp32. Tokens are the words of the standard library's sources, embedded and
-projected with a fixed seed; keys share a part of the queries' projection, so that a word attends to its other
-occurrences, as trained heads do.
+12 heads of 64, causal, fp32; segments and dilations as in `verification.problems.longnet`. Tokens are the
+words of the standard library's sources, embedded and projected with a fixed seed; keys share a part of the queries'
+projection, so that a word attends to its other occurrences, as trained heads do.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import resource
-import sys
 import tempfile
 import time
-import weakref
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from reference.pattern import Pattern
+from reference import fields
+from reference.exact import Expectation, evaluate
 from ring.comm.transport import Transport
 from verification.case import Case
 from verification.check import properties
-from verification.check.bounds import Arithmetic
 from verification.check.checks import costs
-from verification.check.expectation import Expectation, evaluate
+from verification.check.expectation import arithmetic_of, inputs_of
 from verification.failures import VerificationFailure
+from verification.problems.longnet import HEAD_DIM, LEAST, case_of, longnet
 from verification.report.counter_example import save_record
 from verification.report.report import Report
 from verification.run.observation import Observation
 from verification.run.rank import attend, division, observation_of, shards
+from verification.run.workspace import Meter, process_peak
 from verification.wording import counted
 
 if TYPE_CHECKING:
     from verification.run.backends import Backend
 
 TITLE = "one problem of real size"
-HEADS, HEAD_DIM, VOCABULARY = 12, 64, 4096
-DILATIONS = (1, 2, 4, 6, 12)
+HEADS, VOCABULARY = 12, 4096
 TOKENS = 8192
-LEAST = 16  # tokens: of fewer, the smallest segment would be empty
 MOST = 2**17  # tokens: of more, the oracle would take a day
 TIMEOUT = 300.0  # seconds that the ranks may take
 
@@ -65,18 +59,14 @@ class Problem:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least, most in (("world", 1, 2**16), ("tokens", LEAST, MOST), ("seed", 0, 2**63 - 1)):
-            value = getattr(self, name)
-            if type(value) is not int or not least <= value <= most:
-                raise ValueError(f"{name} is {value!r}; it must be an integer from {least} to {most}")
+        fields.integer("world", self.world, 1, 2**16)
+        fields.integer("tokens", self.tokens, LEAST, MOST)
+        fields.integer("seed", self.seed, 0, 2**63 - 1)
 
     def case(self) -> Case:
-        segments = [self.tokens // part for part in (16, 8, 4, 2, 1)]
-        return Case(
-            world=self.world, group=None, tokens=self.tokens, order="zigzag", cuts=None,
-            pattern=Pattern.longnet(segments, DILATIONS, HEADS, causal=True), batch=1, heads=HEADS, kv_heads=HEADS,
-            head_dim=HEAD_DIM, dtype="float32", scale=None, score_scale=1.0, values="normal", seed=self.seed,
-            exchange="ring", bucket=256, kernel="auto", lse="returned", strided=False, measured=True,
+        return case_of(
+            self.world, self.tokens, longnet(self.tokens, HEADS), heads=HEADS, kv_heads=HEADS, dtype="float32",
+            exchange="ring", bucket=256, seed=self.seed, measured=True,
         )  # fmt: skip
 
 
@@ -119,37 +109,6 @@ def tensors(problem: Problem) -> tuple[Tensor, ...]:
     return q, k, v, normal(*q.shape), torch.zeros(1, HEADS, problem.tokens)
 
 
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors that operations inside make, while they live; `.peak` is the most at any
-    time.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held = self.peak = 0
-        self._known: set[int] = set()
-
-    def count(self, x: Tensor) -> None:
-        storage = x.untyped_storage()
-        identity = storage._cdata
-        if identity not in self._known:
-            self._known.add(identity)
-            self.held += storage.nbytes()
-            self.peak = max(self.peak, self.held)
-            weakref.finalize(storage, self._freed, identity, storage.nbytes())
-
-    def _freed(self, identity: int, size: int) -> None:
-        self._known.discard(identity)
-        self.held -= size
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = func(*args, **(kwargs or {}))
-        for result in tree_leaves(results):
-            if isinstance(result, Tensor):
-                self.count(result)
-        return results
-
-
 def measured(transport: Transport, case: Case, file: str) -> Measurement:
     """Task: twice forward and backward on this rank's share of the tensors in a file, the first time counting
     memory.
@@ -158,22 +117,20 @@ def measured(transport: Transport, case: Case, file: str) -> Measurement:
     inputs = shards(case, transport.rank, whole)
     del whole
     kept = [x.clone() for x in inputs]
-    with LiveBytes() as live:
-        for x in inputs:
-            live.count(x)
-        run = attend(transport, case, inputs, measured=True)
+    meter = Meter(case.head_dim)
+    for x in inputs:
+        meter.count(x)
+    run = attend(transport, case, inputs, meter=meter)
     started = time.perf_counter()
     again = attend(transport, case, inputs)
     seconds = time.perf_counter() - started
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     observation = observation_of(division(case, transport.rank), inputs, kept, run, again)
-    return Measurement(observation, seconds, live.peak, resident)
+    return Measurement(observation, seconds, meter.peak, process_peak())
 
 
 def expected(problem: Problem, given: tuple[Tensor, ...]) -> Expectation:
-    q, k, v, dout, _ = (x.double().numpy() for x in given)
     case = problem.case()
-    return evaluate(q, k, v, dout, None, case.pattern, case.softmax_scale, Arithmetic.of(case))
+    return evaluate(inputs_of(case, given), arithmetic_of(case))
 
 
 def run(backend: Backend, report: Report, problem: Problem, failures: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from reference.pattern import Branch, Pattern
 from ring import Layout, Transport, ring_attention
 from verification.case import Case
+from verification.run.layouts import layout_of
 from verification.run.rank import shards, whole_tensors
 
 Arguments = dict[str, Any]  # of ring_attention, by name
@@ -213,11 +214,13 @@ def _change_in_place(name: str) -> Callable[[Arguments], None]:
 MISTAKES: dict[str, Mistake] = {
     "one token too many in q": Mistake("q", _change("q", _longer)),
     "one token too many in k and v": Mistake("k", lambda a, case: a.update(k=_longer(a["k"]), v=_longer(a["v"]))),
-    "one token too few in q": Mistake("q", _change("q", _shorter), possible=lambda case: min(case.layout().counts) > 0),
+    "one token too few in q": Mistake(
+        "q", _change("q", _shorter), possible=lambda case: min(layout_of(case).counts) > 0
+    ),
     "one token too few in k and v": Mistake(
         "k",
         lambda a, case: a.update(k=_shorter(a["k"]), v=_shorter(a["v"])),
-        possible=lambda case: min(case.layout().counts) > 0,
+        possible=lambda case: min(layout_of(case).counts) > 0,
     ),
     "k longer than v": Mistake("k", _change("k", _longer)),
     "q without heads": Mistake("q", _change("q", lambda x: x[:, :, 0])),
@@ -261,7 +264,7 @@ MISTAKES: dict[str, Mistake] = {
         "layout",
         _other_cuts_elsewhere,
         alone=False,
-        possible=lambda case: len(case.ranks) > 2 and max(case.layout().counts) < case.tokens,
+        possible=lambda case: len(case.ranks) > 2 and max(layout_of(case).counts) < case.tokens,
     ),
     "a layout with a token more on another rank": Mistake("layout", _longer_elsewhere, alone=False),
     "another scale than the others": Mistake(
@@ -312,7 +315,7 @@ def call(transport: Transport, case: Case, mistake: str, culprit: int | None) ->
     """
     q, k, v, *_ = shards(case, transport.rank, whole_tensors(case))
     arguments: Arguments = {
-        "q": q, "k": k, "v": v, "pattern": case.pattern, "layout": case.layout(), "exchange": case.exchange,
+        "q": q, "k": k, "v": v, "pattern": case.pattern, "layout": layout_of(case), "exchange": case.exchange,
         "bucket": case.bucket, "kernel": case.kernel, "scale": case.scale, "return_lse": case.lse != "unused",
         "group": transport,
     }  # fmt: skip

@@ -1,5 +1,5 @@
-"""What one rank does with a Case: rebuild the tensors, take its shard, run forward and backward, say what it
-saw.
+"""What one rank does with a Case: it rebuilds the tensors, takes its shard, runs forward and backward, and returns what
+it saw.
 
 Tasks: functions of (transport, case, ...) for a `verification.run.backends.Backend`. They know the public face of
 `ring`, its recording transport and its counter of buffers, nothing else; where the transport comes from is
@@ -22,7 +22,8 @@ from ring import Layout, Transport, ring_attention
 from ring.budget import default_bucket
 from ring.comm.buffer_memory import measure
 from ring.comm.transport import ProcessGroupTransport, RecordingTransport, SoloTransport
-from verification.case import Case, strided_copy
+from verification.case import Case
+from verification.run.layouts import layout_of, strided_copy
 from verification.run.observation import LONGER, Division, Observation, carry, dtype_name
 from verification.run.second_run import another_default_device, in_one_storage
 from verification.run.workspace import Meter, Workspace
@@ -89,7 +90,7 @@ def home() -> torch.device:
 
 def shards(case: Case, index: int, tensors: Tensors) -> Tensors:
     """The share of the rank at that index of the group; non-contiguous where the Case says so."""
-    layout = case.layout()
+    layout = layout_of(case)
     taken = tuple(layout.shard(x, index, dim=2 if x.dim() == 3 else 1).to(home()) for x in tensors)
     if not case.strided:
         return taken
@@ -124,10 +125,10 @@ class _Leg:
 _WITH_ANOTHER = ("no_grad", "backward", "between", "pipelined")  # runs that take other numbers as well
 
 
-def attend(transport: Transport, case: Case, inputs: Tensors, how: str = "alike", measured: bool = False) -> Pass:
-    """ring_attention forward and backward on this rank's share of q, k, v, dout, dlse. how: as a Case's `again`."""
+def attend(transport: Transport, case: Case, inputs: Tensors, how: str = "alike", meter: Meter | None = None) -> Pass:
+    """ring_attention forward and backward on this rank's share of q, k, v, dout, dlse, watched by the meter if there is
+    one. how: as a Case's `again`."""
     group = _bare(transport) if how == "group" else RecordingTransport(transport)
-    meter = Meter(case.head_dim) if measured else None
     incoming, others = inputs[3:], _negated(inputs) if how in _WITH_ANOTHER else ()
     call, there = _watched(lambda: _Call.forward(group, case, inputs, how), group, meter)
     if how == "no_grad":
@@ -164,7 +165,7 @@ class _Call:
         given = _together(case, inputs[:3]) if how == "shared" else inputs[:3]
         wanted = how if set(how) <= set("qkv") else "qkv"
         q, k, v = (x.detach().requires_grad_(name in wanted) for name, x in zip("qkv", given, strict=True))
-        layout = case.layout()
+        layout = layout_of(case)
         with torch.set_grad_enabled(how != "no_grad"), _circumstances(how):
             result = ring_attention(
                 q, k, v, case.pattern, layout, group=group, exchange=case.exchange, bucket=case.bucket,
@@ -240,14 +241,14 @@ def observe(transport: Transport, case: Case, edit: Edit | None = None, repeat: 
     """Forward and backward, twice if `repeat`; what this rank saw, for `verification.check.checks`."""
     inputs = shards(case, transport.rank, whole_tensors(case, edit))
     kept = [x.clone() for x in inputs]
-    run = attend(transport, case, inputs, measured=case.measured)
+    run = attend(transport, case, inputs, meter=Meter(case.head_dim) if case.measured else None)
     again = attend(transport, case, inputs, case.again) if repeat else run
     return observation_of(division(case, transport.rank), inputs, kept, run, again)
 
 
 def division(case: Case, index: int) -> Division:
     """What the layout says on the rank at that index of the group."""
-    layout, everything = case.layout(), torch.arange(case.tokens)
+    layout, everything = layout_of(case), torch.arange(case.tokens)
     return Division(
         layout.positions(index).numpy(),
         layout.counts,

@@ -1,12 +1,15 @@
-"""How much memory a kernel call may take, and a meter for it.
+"""How much memory a call may take, and the meter for it.
 
-What is promised is O(n / p) memory and that a bucket bounds a kernel call (`ring.attention`, `ring.plan.plan`,
-`ring.compute.kernels`). Nothing of a call's inside is patched or known: the meter looks at the tensors that operations
-take and make.
+What has to hold is O(n / p) memory, and that a bucket bounds a kernel call (`ring.attention`, `ring.plan.plan`,
+`ring.compute.kernels`). The meter neither patches nor knows the inside of a call: it looks at the tensors that
+operations take and make.
 """
 
 from __future__ import annotations
 
+import resource
+import sys
+import weakref
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -14,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from verification.case import Case
 
@@ -35,13 +39,19 @@ class Workspace:
 
 
 class Meter(TorchDispatchMode):
-    """Watches the operations of one thread, forward and backward."""
+    """Watches the operations of one thread, forward and backward.
+
+    held, peak: bytes of all tensors, as long as they live, that operations inside made or `count` was told of: now, and
+    at most at any time. Scratch inside one of torch's kernels is not seen.
+    """
 
     def __init__(self, head_dim: int) -> None:
         super().__init__()
+        self.held = self.peak = 0
         self._dim = head_dim
         self._largest = 0
         self._products: set[tuple[int, int]] = set()
+        self._known: set[int] = set()  # storages that are counted
 
     def take(self) -> Workspace:
         """What was seen since the last time."""
@@ -49,8 +59,25 @@ class Meter(TorchDispatchMode):
         self._largest, self._products = 0, set()
         return taken
 
+    def count(self, x: Tensor) -> None:
+        """Counts the storage of x, once, until nobody holds it any more."""
+        storage = x.untyped_storage()
+        identity = storage._cdata
+        if identity not in self._known:
+            self._known.add(identity)
+            self.held += storage.nbytes()
+            self.peak = max(self.peak, self.held)
+            weakref.finalize(storage, self._freed, identity, storage.nbytes())
+
+    def _freed(self, identity: int, size: int) -> None:
+        self._known.discard(identity)
+        self.held -= size
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **kwargs) if kwargs else func(*args)
+        for result in tree_leaves(results):
+            if isinstance(result, Tensor):
+                self.count(result)
         makes, multiplies = _kind(func)
         if makes:
             for made in results if isinstance(results, (tuple, list)) else (results,):
@@ -83,6 +110,14 @@ def _kind(func: Any) -> tuple[bool, int | None]:
     return makes, {"bmm": 0, "mm": 0, "baddbmm": 1, "addmm": 1}.get(name)
 
 
+def process_peak(device: torch.device | None = None) -> int:
+    """The most bytes in use so far: of torch's allocator on that GPU, otherwise of this process with torch itself."""
+    if device is not None and device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
 @dataclass(frozen=True)
 class Limits:
     """Of one rank: vectors in a kernel call, and bytes of any tensor."""
@@ -99,7 +134,7 @@ def limits(case: Case, index: int, buffer_forward: int, buffer_backward: int) ->
     With b the bucket, n_r the rank's tokens, n all, w bytes of the accumulator's type:
 
     A kernel call takes at most b key tokens, so B Hk b key vectors, and max(b, 16) query rows, so B H max(b, 16)
-    query vectors: folds and joined stretches of keys count in full. Tensors that may exist are
+    query vectors: folds and joined ranges of keys count in full. Tensors that may exist are
 
         the rank's queries, their output or gradient, or a part of them          B n_r H D w
         the keys of a call, copied or as gradients                               B min(b, n) Hk D w

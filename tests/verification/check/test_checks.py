@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from reference import Branch, Pattern
+from reference.exact import QUANTITIES, Expectation
 from reference.shards import default_bucket
 from verification.case import Case
 from verification.check.checks import CHECKS, assemble, check_all, costs
-from verification.check.expectation import QUANTITIES, Expectation, expect
+from verification.check.expectation import expect
 from verification.failures import MismatchedMessages, WrongResult
 from verification.run import observation
+from verification.run.layouts import layout_of
 from verification.run.observation import LONGER, Division, Observation, carry
 from verification.run.workspace import Workspace, limits
 
@@ -36,7 +38,7 @@ def case(**changes: object) -> Case:
 
 def honest(given: Case, expectation: Expectation) -> list[Observation]:
     """What ranks see that compute exactly, round once, and send one message to each peer that is owed something."""
-    layout, defined, due = given.layout(), given.shards(), costs(given)
+    layout, defined, due = layout_of(given), given.shards(), costs(given)
 
     def shard(name: str, rank: int) -> Any:
         exact = torch.from_numpy(np.ascontiguousarray(expectation.exact[name]))

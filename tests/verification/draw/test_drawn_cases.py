@@ -10,13 +10,14 @@ import pytest
 from hypothesis import HealthCheck, Phase, find, given, seed, settings
 from hypothesis import strategies as st
 
+from reference.exact import multiplicity
 from reference.pattern import Branch
 from verification.case import AGAIN, EXCHANGES, ORDERS, Case
-from verification.check.expectation import multiplicity
 from verification.check.isolation import CHANGES, neighbour
 from verification.check.laws import LAWS, Law
 from verification.draw.cases import cases, digits, head_range, permutation
 from verification.report.coverage import FEATURES, count
+from verification.run.layouts import layout_of
 from verification.run.mistakes import MISTAKES
 
 DRAWS = 400  # for each world
@@ -160,7 +161,7 @@ def test_elsewhere_is_another_place() -> None:
 def test_cases_are_valid_and_come_back_from_json(drawn: dict[int, list[Case]]) -> None:
     for case in (case for world in WORLDS for case in drawn[world]):
         case.pattern.validate(case.heads)
-        layout = case.layout()
+        layout = layout_of(case)
         assert (layout.n, layout.world_size) == (case.tokens, members(case))
         assert case.heads % case.kv_heads == 0
         assert Case.from_json(case.to_json()) == case

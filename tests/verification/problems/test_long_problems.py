@@ -12,6 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from reference.exact import QUANTITIES
 from ring.comm.transport import SoloTransport
 from verification.case import Case
 from verification.check.expectation import expect
@@ -28,13 +29,10 @@ from verification.run.rank import Pass
 def test_bounds_on_a_device_are_those_of_the_expectation(kind: str, device: str) -> None:
     case = LongProblem(2, 80, kind).case(device)
     wanted = expect(case)
-    q, k, v, dout, _ = case.tensors()
-    exact = {name: torch.from_numpy(x) for name, x in wanted.exact.items()}
-    exact["lse"] = exact["lse"].transpose(1, 2)
-    found = long_problems.allowed(case, (q, k, v, dout), torch.arange(80), exact)
-    found["lse"] = found["lse"].transpose(1, 2)
-    for name in long_problems.QUANTITIES:
-        np.testing.assert_allclose(found[name].numpy(), wanted.bound[name], rtol=1e-9)
+    found = long_problems.expect_rows(case, torch.arange(80), case.tensors()[:4])
+    for name in QUANTITIES:
+        np.testing.assert_allclose(found.bound[name], wanted.bound[name], rtol=1e-9)
+        np.testing.assert_allclose(found.exact[name], wanted.exact[name], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -49,7 +47,7 @@ def test_rows_are_judged_all_or_sampled(monkeypatch: pytest.MonkeyPatch, whole: 
     assert seen.wrong == () and seen.rows == len(rows) and 0 < max(seen.ratios.values()) <= 1
 
 
-@pytest.mark.parametrize("name", long_problems.QUANTITIES)
+@pytest.mark.parametrize("name", QUANTITIES)
 @pytest.mark.parametrize("whole", [True, False])
 def test_each_quantity_is_judged(monkeypatch: pytest.MonkeyPatch, name: str, whole: bool) -> None:
     real = long_problems.attend
@@ -59,7 +57,7 @@ def test_each_quantity_is_judged(monkeypatch: pytest.MonkeyPatch, name: str, who
     def spoilt(*arguments: Any) -> Pass:
         run = real(*arguments)
         results: list[Any] = list(run.results)
-        at = long_problems.QUANTITIES.index(name)
+        at = QUANTITIES.index(name)
         result = results[at]
         assert isinstance(result, torch.Tensor)
         results[at] = result.detach() + 1.0
@@ -69,7 +67,7 @@ def test_each_quantity_is_judged(monkeypatch: pytest.MonkeyPatch, name: str, who
     seen = long_problems.judge(SoloTransport(), LongProblem(1, 300, "dense float32").case("cpu"))
     assert [other for other, ratio in seen.ratios.items() if ratio > 1] == [name]
     assert any(said.startswith(f"{name} of token ") for said in seen.wrong)
-    fine = Judgement(300, dict.fromkeys(long_problems.QUANTITIES, 0.5), (), 0.0, 0)
+    fine = Judgement(300, dict.fromkeys(QUANTITIES, 0.5), (), 0.0, 0)
     with pytest.raises(WrongResult, match=f"on rank 1: .*{name} of token"):
         long_problems.verdict(LongProblem(2, 300, "dense float32"), [fine, seen])
 
@@ -80,7 +78,7 @@ def test_long_problems_are_judged_by_the_bounds_of_the_device_that_computes_them
 ) -> None:
     submitted: list[Case] = []
     problem = LongProblem(1, 300, "dense bfloat16")
-    fine = Judgement(300, dict.fromkeys(long_problems.QUANTITIES, 0.5), (), 0.0, 0)
+    fine = Judgement(300, dict.fromkeys(QUANTITIES, 0.5), (), 0.0, 0)
     table: Any = SimpleNamespace(
         name=backend, timeout=1.0, submit=lambda task, case: submitted.append(case), collect=lambda: [fine]
     )

@@ -12,7 +12,7 @@ from reference.pattern import Branch, Pattern
 from ring import strided_view as store
 from ring.comm.transport import RecordingTransport, SoloTransport
 from ring.plan.blocks import Heads
-from verification.case import AGAIN, Case, strided_copy
+from verification.case import AGAIN, Case
 from verification.check import properties
 from verification.check.expectation import expect
 from verification.failures import RankError, VerificationFailure
@@ -20,6 +20,7 @@ from verification.mutants.catalogue import by_name
 from verification.mutants.plant import preparation
 from verification.run import rank as execute
 from verification.run.backends import GlooBackend, SimBackend, observe_on
+from verification.run.layouts import strided_copy
 from verification.run.rank import Pass, attend, observe, repeats, shards
 from verification.run.second_run import ALIGNMENT, another_default_device, in_one_storage
 

@@ -1,0 +1,205 @@
+"""How an implementation of attention computes, as far as its rounding errors depend on it.
+
+The bounds in `reference.bounds` take an `Arithmetic`: unit roundoffs of the types that it works with, and how often
+numbers are rounded or added up on their way. These counts are upper bounds that follow from the pattern, the sizes and
+the bucket alone, so they hold for every implementation that keeps to those.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from reference.pattern import Pattern
+
+# Unit roundoff of a type, its largest finite number, and the absolute error where a number of the type underflows:
+# half the smallest subnormal for fp16; for the others the smallest normal number, so that flushing to zero is allowed.
+UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+UNDERFLOW = {"float64": 2.0**-1022, "float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-25}
+LARGEST = {
+    "float64": float(np.finfo(np.float64).max),
+    "float32": float(np.finfo(np.float32).max),
+    "bfloat16": (2 - 2.0**-7) * 2.0**127,
+    "float16": 65504.0,
+}
+
+# On GPUs fused kernels take exp2 of scores times log2 e: ex2.approx is good to 2 units in the last place (CUDA C++
+# Programming Guide, mathematical functions), the factor and the product are rounded: 8 u in all. They accumulate
+# gradients in fp32 and round them once, those of keys that several query heads share once more: k = 1, k' = 2.
+#
+# Torch's fused CPU kernel (ATen/native/cpu/FlashAttentionKernel.cpp) takes exp from Vectorized::exp_u20, by its name
+# within 20 units in the last place (40 u), and where it works in 16 bits from fexp_u20, a cubic whose relative error
+# stays below 2^-13 (1.12e-4 over its whole range). Keys go by 512, rows by 32, 64 from 192 rows on, 256 from 768 on.
+KERNELS = ("math", "flash", "half", "gpu")
+_EXP_ROUNDINGS = {"math": 2, "flash": 40, "gpu": 8}
+_EXP_HALF = 2.0**-13
+_KEY_BLOCK = 512
+_ROW_BLOCKS = ((32, 191), (64, 767), (256, None))
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Upper bounds on how many numbers are added up or merged. With g query heads to a key/value head:
+
+    keys        pairs in a row, with multiplicity (b)
+    rows        pairs of a key, with multiplicity, over its g query heads (b')
+    merges      partial results that a row is merged from (p)
+    row_merges  partial gradients that a key's gradient is the sum of (p')
+    key_blocks  blocks of keys in one kernel call (k)
+    row_blocks  blocks of rows in one kernel call (k')
+    """
+
+    keys: int
+    rows: int
+    merges: int = 1
+    row_merges: int = 1
+    key_blocks: int = 1
+    row_blocks: int = 1
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """How the implementation computes. Counts are upper bounds; u, u_... are unit roundoffs.
+
+    dim         head dim
+    scale       size of the factor on q . k
+    u           of the working type: fp32, or fp64 for fp64
+    u_out       of the results
+    u_exp       relative error of exp
+    u_prob      of the probabilities that go into the second product; 0 where they stay in the working type
+    u_partial   of partial results before they are merged; 0 where they stay in the working type
+    u_buf       of the accumulator of gradients
+    eta         underflow of probabilities
+    eta_out     underflow of results
+    eta_mul     underflow of products in the working type
+    counts      how much is added up
+    sides       2 where the exact values are computed in the same type, else 1
+    u_returned  of sums of gradients on their way back to the key's owner; 0 where they stay in the working type
+    """
+
+    dim: int
+    scale: float
+    u: float
+    u_out: float
+    u_exp: float
+    u_prob: float
+    u_partial: float
+    u_buf: float
+    eta: float
+    eta_out: float
+    eta_mul: float
+    counts: Counts
+    sides: int = 1
+    u_returned: float = 0.0
+
+    @classmethod
+    def of(cls, dtype: str, kernel: str, dim: int, scale: float, counts: Counts) -> Arithmetic:
+        """Of a kernel on operands of that type, whose results it has too. kernel:
+
+        math    everything in the working type, results rounded once
+        flash   the same with the exponential of torch's fused CPU kernel
+        half    that kernel on 16-bit operands
+        gpu     fused kernels on GPUs, on 16-bit operands too
+
+        Raises ValueError for another kernel, or for "half" and "gpu" on wider operands.
+        """
+        if kernel not in KERNELS or (kernel in ("half", "gpu") and dtype not in ("bfloat16", "float16")):
+            raise ValueError(
+                f"kernel is {kernel!r} for {dtype}; it must be one of {KERNELS}, half and gpu in 16 bits only"
+            )
+        work = "float64" if dtype == "float64" else "float32"
+        half = UNIT[dtype] if kernel in ("half", "gpu") else 0.0
+        return cls(
+            dim=dim,
+            scale=abs(scale),
+            u=UNIT[work],
+            u_out=UNIT[dtype],
+            u_exp=_EXP_HALF if kernel == "half" else UNIT[work] * _EXP_ROUNDINGS[_exponential(kernel, dtype)],
+            u_prob=half,
+            u_partial=half,
+            u_buf=UNIT[work],
+            eta=UNDERFLOW[dtype] if half else UNDERFLOW[work],
+            eta_out=UNDERFLOW[dtype],
+            eta_mul=UNDERFLOW[work],
+            counts=counts,
+            sides=2 if dtype == "float64" else 1,
+        )
+
+    def gamma(self, k: int) -> float:
+        """g(k) = k u / (1 - k u): what k roundings in a row amount to."""
+        return k * self.u / (1 - k * self.u)
+
+    @property
+    def floor_out(self) -> float:
+        roundings = 2 if self.u_partial else 1  # of the partial results, whose weights add up to 1, and of the merged
+        return roundings * self.eta_out + self.counts.keys * self.eta_mul
+
+    @property
+    def floor_dq(self) -> float:
+        roundings = 1 + (self.counts.merges * self.counts.key_blocks if self.u_partial else 0)
+        return roundings * self.eta_out + self.scale * self.counts.keys * self.eta_mul
+
+    @property
+    def floor_dk(self) -> float:
+        return self._roundings_of_keys * self.eta_out + self.scale * self.counts.rows * self.eta_mul
+
+    @property
+    def floor_dv(self) -> float:
+        return self._roundings_of_keys * self.eta_out + self.counts.rows * self.eta_mul
+
+    @property
+    def _roundings_of_keys(self) -> int:
+        """To a result's type: of partial results, of those returned to their owner, which are no more, and of the
+        whole."""
+        partial = self.counts.row_blocks if self.u_partial else 0
+        return 1 + self.counts.row_merges * (partial + bool(self.u_returned))
+
+
+def _exponential(kernel: str, dtype: str) -> str:
+    """The entry of _EXP_ROUNDINGS. The double version of exp_u20 is exp."""
+    return "math" if kernel == "flash" and dtype == "float64" else kernel
+
+
+# --- counts -----------------------------------------------------------------------------------------------------------
+
+
+def most_seen(pattern: Pattern, tokens: int, heads: int, kv_heads: int) -> tuple[int, int]:
+    """(b, b'): pairs in the fullest row of a query head, and rows that see a key in the fullest group of query heads.
+
+    A segment of min(w, n) positions holds len(range(offset, min(w, n), r)) selected ones. A row sees at most those,
+    once through each branch that serves its head; and a key of that head is seen by at most as many rows.
+    """
+    seen = [0] * heads
+    for branch in pattern.branches:
+        length = min(branch.segment_length or tokens, tokens)
+        for head, offset in enumerate(branch.offsets(heads)):
+            if offset is not None:
+                seen[head] += len(range(offset, length, branch.dilation_rate))
+    group = heads // kv_heads
+    return max(1, *seen), max(1, *(sum(seen[h : h + group]) for h in range(0, heads, group)))
+
+
+def most_partials(order: str, cut: bool, ranks: int, tokens: int, bucket: int, branches: int) -> int:
+    """Into how many partial results the keys of one row, or the rows of one key, can fall.
+
+    order, cut: the order of the tokens, and whether it is cut into shards in another way than the order's own.
+
+    Per branch: the order of the tokens is a list of arithmetic runs (1 contiguous; p striped; 2 p zigzag; any other is
+    kept as at most 2 p runs, or else handled by position, one part per shard). The p - 1 cuts between shards add a
+    part each, where they do not coincide with the ends of runs. A bucket of tokens cuts shard i, of n_i tokens, at
+    most ceil(n_i / bucket) times, in all n / bucket + p, and not at all if it holds all branches' tokens. The fused
+    kernel takes 512 keys at a time: n / 512 more.
+    """
+    if not cut and order in ("contiguous", "striped"):
+        runs = ranks
+    else:
+        runs = {"contiguous": 1, "striped": ranks}.get(order, 2 * ranks) + (ranks - 1 if cut else 0)
+    chunks = 0 if branches * tokens <= bucket else tokens // bucket + ranks
+    return branches * (runs + chunks + tokens // _KEY_BLOCK)
+
+
+def blocks_of_a_call(tokens: int) -> tuple[int, int]:
+    """(k, k'): the most blocks of keys, and of rows, into which torch's fused CPU kernel divides up to so many."""
+    rows = max(-(-(tokens if last is None else min(tokens, last)) // size) for size, last in _ROW_BLOCKS)
+    return -(-tokens // _KEY_BLOCK), rows

@@ -1,0 +1,217 @@
+"""A-priori rounding bounds for out, lse, dq, dk, dv of an implementation, against exact values on the inputs as
+rounded.
+
+A first-order model, derived for this project: no published theorem states it as a whole. Its parts are standard:
+Higham, "Accuracy and Stability of Numerical Algorithms", section 2.8 (underflow) and chapter 3 (gamma_k);
+Blanchard, Higham, Higham, "Accurately computing the log-sum-exp and softmax functions", IMA J. Numer. Anal. 41(4),
+2021. Nothing in it is tuned: every term is a count of roundings. It assumes no TF32, and exp and log as good as
+`u_exp` says.
+
+Notation: P exact probabilities (with the count c of branches in them), s scores, m their row maximum, L the lse,
+t = dP - D + dlse, dP = dO V^T, D = rowsum(dO * O), |X| entrywise, a = |scale|, d = head dim; g(k) = k u / (1 - k u);
+b keys per row, b' rows per key, p and p' partial results merged, k and k' blocks in a call: `arithmetic.Counts`; the
+rest as in `arithmetic.Arithmetic`.
+
+    base = g(d+2) a |Q||K|^T + u_exp
+    eps  = base + u |s - m|                                  relative error of exp(s - m)
+    mu   = p u (2|L| + 2|m| + 4)                             p merges by lse
+    T_L  = rowsum(P eps) + g(b+1) + mu + u |L|
+    T_O  = [P * (eps + rowsum(P eps) + 2 g(b+2) + mu + 2 u_prob + u_partial) + c eta] |V| + u_out |O| + floor
+
+    e    = base + u |s - L| + T_L                            relative error of exp(s - L), lse global
+    T_D  = g(d) (|dO| . |O|) + |dO| . T_O + u (|D| + |dlse|)
+    T_dS = P * (e |t| + g(d) |dO||V|^T + T_D + 3u |t|) + u_prob |dS| + c eta (1 + |t|)
+    T_dQ = a [T_dS + (g(b) + p u_buf + 2u + k u_partial) |dS|] |K| + u_out |dQ| + floor
+    T_dK = a [T_dS + (g(b') + p' u_buf + 2u + k' u_partial + u_returned) |dS|]^T |Q| + u_out |dK| + floor
+    T_dV = [P * (e + u_prob + g(b') + p' u_buf + k' u_partial + u_returned) + c eta]^T |dO| + u_out |dV| + floor
+
+Where a score's error is not small, x above is replaced by e^x - 1 and rowsum(P eps) by log(1 + rowsum(P (e^eps -
+1))): the exact effect of relative errors on a softmax, so scores of any size are compared rightly. Where x is beyond
+all meaning, or a bound passes the largest number, the bound is infinite and promises nothing. It is never NaN.
+
+Terms that need a word:
+dlse        joins D, so two more roundings: forming D - dlse (or dP - D), hence u (|D| + |dlse|) and 3u where 2u would
+            do. Without dlse both are left out.
+u_partial   a fused kernel that works in 16 bits rounds its partial output before the merge: once per row, since the
+            merge is convex. Its dq, dk, dv it also accumulates in 16 bits, block by block inside one call: k, k'
+            blocks per call. They are summed, not averaged, so each counts; but the sizes of the summands add up to at
+            most a |dS||K|.
+u_returned  between GPUs `direct` sends the gradients that a rank has summed for another rank's keys in 16 bits, rounded
+            once.
+c eta       underflow of P and dS, once for each branch that sees the pair: each computes its own.
+floor       underflow: eta_out for every rounding to a result's type (u_out, u_partial, u_returned), eta_mul for every
+            product that makes it up.
+fp64        the exact values come from fp64 as well: their own error obeys the same bound (with p = 1), hence `sides`
+            = 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from reference.arithmetic import Arithmetic
+
+Array = NDArray[np.float64]  # or a torch tensor of fp64, all of them on one device: for what is too long for a CPU
+
+_SMALL = 2.0**-10  # below it, e^x - 1 is x up to one part in 2000
+_LARGE = 600.0  # beyond it nothing is known any more: e^x is taken for infinite
+
+# Shapes: R rows, N keys, D head dim; "..." are batch and key/value heads; R may hold the query heads of a group one
+# after another. Rows that see nothing have P = 0, any finite top and lse, and get the bound 0 from the caller.
+
+_overflows = np.errstate(over="ignore", invalid="ignore")  # where bounds become infinite, on purpose
+
+
+@dataclass(frozen=True, eq=False)
+class Softmax:
+    """Some rows of a softmax, in exact values.
+
+    base, p, s  (..., R, N): error of a score and of its exponential (`base_error`), probabilities P, scores
+    top, lse    (..., R): m and L
+    count       (..., R, N): c
+    """
+
+    base: Array
+    p: Array
+    s: Array
+    top: Array
+    lse: Array
+    count: Array
+
+
+def library(x: Array) -> Any:
+    """numpy or torch: what computes with x."""
+    return np if isinstance(x, np.ndarray) else torch
+
+
+def base_error(r: Arithmetic, size: Array) -> Array:
+    """Error of a score and of the exponential of it. size: a |Q||K|^T (..., R, N)."""
+    base = size * r.gamma(r.dim + 2)
+    base += r.u_exp
+    return base
+
+
+@_overflows
+def forward(r: Arithmetic, x: Softmax, v: Array, out: Array) -> tuple[Array, Array]:
+    """T_L (..., R) and T_O (..., R, D), not yet times `sides`. v (..., N, D), out (..., R, D): absolute values."""
+    counts = r.counts
+    eps = abs(x.s - x.top[..., None])
+    eps *= r.u
+    eps += x.base
+    growth = _growth(eps)
+    core = library(eps).einsum("...rn,...rn->...r", x.p, growth)
+    if growth is not eps:
+        if library(eps).isnan(core).any():  # something is unseen, or of P = 0, whose growth is infinite
+            core = _weigh(growth, x.p, x.count).sum(-1)
+        core = library(eps).log1p(core)
+    mu = (abs(x.lse) + abs(x.top)) * (2 * counts.merges * r.u) + 4 * counts.merges * r.u
+    t_lse = core + mu + abs(x.lse) * r.u + r.gamma(counts.keys + 1)
+    eps += core[..., None]
+    weights = _growth(eps)
+    weights += (mu + (2 * r.gamma(counts.keys + 2) + 2 * r.u_prob + r.u_partial))[..., None]
+    weights = _weigh(weights, x.p, x.count)
+    weights += x.count * r.eta
+    t_out = product(weights, v)
+    t_out += r.u_out * out + r.floor_out
+    return t_lse, t_out
+
+
+@_overflows
+def delta_error(r: Arithmetic, dout: Array, out: Array, t_out: Array, delta: Array, dlse: Array | None) -> Array:
+    """T_D (..., R). dout, out (..., R, D) absolute values; t_out (..., R, D); delta, dlse (..., R)."""
+    t_delta: Array = library(dout).einsum("...rd,...rd->...r", dout, r.gamma(r.dim) * out + t_out)
+    t_delta[library(t_delta).isnan(t_delta)] = np.inf
+    if dlse is not None:
+        t_delta += r.u * (abs(delta) + abs(dlse))
+    return t_delta
+
+
+@_overflows
+def backward(
+    r: Arithmetic, x: Softmax, t_lse: Array, t_delta: Array, products: Array, t: Array, ds: Array, dlse: bool
+) -> tuple[Array, Array, Array]:
+    """(W_q, W_k, W_v), each (..., R, N): T_dQ = W_q |K|, T_dK = W_k^T |Q|, T_dV = W_v^T |dO|, by `product` and
+    before `settle`.
+
+    t_lse, t_delta: T_L, T_D (..., R); products: |dO||V|^T; t: |dP - D + dlse|; ds: |dS|, all (..., R, N). dlse: whether
+    it takes part.
+    """
+    counts = r.counts
+    e = abs(x.s - x.lse[..., None])
+    e *= r.u
+    e += x.base
+    e += t_lse[..., None]
+    e = _growth(e)
+    other = products * r.gamma(r.dim)
+    other += (t_delta + r.dim * r.eta_mul)[..., None]
+    other += t * ((3 if dlse else 2) * r.u)
+    t_ds = other + t
+    t_ds *= e
+    t_ds += other
+    t_ds = _weigh(t_ds, x.p, x.count)
+    if r.u_prob:
+        t_ds += r.u_prob * ds
+    t_ds += (t + 1) * (x.count * r.eta)
+    w_q = ds * (r.gamma(counts.keys) + counts.merges * r.u_buf + 2 * r.u + counts.key_blocks * r.u_partial)
+    w_q += t_ds
+    w_q *= r.scale
+    sums = r.gamma(counts.rows) + counts.row_merges * r.u_buf
+    w_k = ds * (sums + 2 * r.u + counts.row_blocks * r.u_partial + r.u_returned)
+    w_k += t_ds
+    w_k *= r.scale
+    e += r.u_prob + r.gamma(counts.rows) + counts.row_merges * r.u_buf + counts.row_blocks * r.u_partial + r.u_returned
+    e = _weigh(e, x.p, x.count)
+    e += x.count * r.eta
+    return w_q, w_k, e
+
+
+@_overflows
+def settle(r: Arithmetic, bound: Array, exact: Array, floor: float) -> Array:
+    """A gradient's bound from the part that its products gave: + u_out |exact| + floor, times `sides`."""
+    settled = abs(exact) * r.u_out
+    settled += bound
+    settled += floor
+    settled *= r.sides
+    return settled
+
+
+@_overflows
+def product(weights: Array, sizes: Array) -> Array:
+    """weights @ sizes. An infinite weight times 0 is infinite too: what overflows there may do so in the
+    implementation, where that product is none either."""
+    found: Array = weights @ sizes
+    found[library(found).isnan(found)] = np.inf
+    return found
+
+
+def refuse_nan(found: Mapping[str, Any]) -> None:
+    """Raises ValueError for a bound, by quantity, that is somewhere NaN: nothing compares with that."""
+    for name, bound in found.items():
+        if library(bound).isnan(bound).any():
+            raise ValueError(f"the bound of {name} is NaN; it must be a number, infinite where nothing is promised")
+
+
+def _growth(x: Array) -> Array:
+    """e^x - 1, or x where that is the same to first order; infinite beyond _LARGE."""
+    if 0 in x.shape or not (largest := x.max()) > _SMALL:
+        return x
+    grown: Array = library(x).expm1(library(x).clip(x, None, _LARGE))
+    if largest > _LARGE:
+        grown[x > _LARGE] = np.inf
+    return grown
+
+
+def _weigh(x: Array, p: Array, count: Array) -> Array:
+    """x * p in x's place. Where x is infinite, so is that if the pair is seen, however small its P, and 0 if not."""
+    x *= p
+    unknown = library(x).isnan(x)
+    if unknown.any():
+        x[unknown] = 0.0
+        x[unknown & (count > 0)] = np.inf
+    return x

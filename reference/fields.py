@@ -1,0 +1,78 @@
+"""One validator for each kind of field.
+
+Each returns the value itself, or raises a ValueError that names the field, what was given and what is allowed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+
+def is_integer(value: object) -> bool:
+    """Whether it is an int. A bool is not one here."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def integer(name: str, value: object, least: int, most: int | None = None) -> int:
+    """An int from `least` to `most`, both included, or without an upper end."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
+        allowed = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
+        raise ValueError(f"{name} is {value!r}; it must be {allowed}")
+    return value
+
+
+def integers(name: str, value: object) -> tuple[int, ...]:
+    """A tuple of ints of at least 0. A list is turned into one; `None` has to be dealt with before."""
+    if not isinstance(value, (tuple, list)):
+        raise ValueError(f"{name} is {value!r}; it must be a tuple of integers or None")
+    return tuple(integer(f"an entry of {name}", entry, 0) for entry in value)
+
+
+def number(name: str, value: object, most: float) -> float:
+    """An int or a float of size at most `most`, so neither NaN nor, for a finite `most`, infinite."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) <= most:
+        raise ValueError(f"{name} is {value!r}; it must be a number of size at most {most}")
+    return float(value)
+
+
+def positive(name: str, value: object) -> float:
+    """A finite int or float of at least 0."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise ValueError(f"{name} is {value!r}; it must be a finite number of at least 0")
+    return float(value)
+
+
+def flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}; it must be True or False")
+    return value
+
+
+def text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is {value!r}; it must be text")
+    return value
+
+
+def choice(name: str, value: object, allowed: Collection[str]) -> str:
+    """One of the strings in `allowed`."""
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+    return value
+
+
+def at_least(name: str, value: float, least: float) -> None:
+    if value < least:
+        raise ValueError(f"{name} is {value}; it must be at least {least}")
+
+
+def at_most(name: str, value: float, most: float) -> None:
+    if value > most:
+        raise ValueError(f"{name} is {value}; it must be at most {most}")
+
+
+def grouped_heads(heads: int, kv_heads: int) -> None:
+    """Query heads come in groups of equal size, one for each key/value head."""
+    if heads % kv_heads:
+        raise ValueError(f"heads is {heads}; it must be a multiple of kv_heads, {kv_heads}")
