@@ -39,7 +39,7 @@ class Peer:
                 group is the process group of the Case's ranks, None where the world is 1.
     worlds      the world sizes that it is run on
     package     the name of its distribution, from which its version is read; None for a function of your own
-    arithmetic  the precision for 16-bit inputs, as `reference.arithmetic` has it: "math" computes in fp32 and rounds once
+    arithmetic  the precision for 16-bit inputs, see `reference.arithmetic`: "math" computes in fp32 and rounds once
                 at the end; "flash" does so with a coarser exponential; "half" rounds probabilities and partial results
                 to 16 bits, as fused kernels do. For fp32 and fp64 "half" means "math".
     merge       how partial results are merged: "weighted", or "interpolated", which loses more: see `interpolation`
