@@ -37,7 +37,7 @@ HELD, FAILED, NOT_RUN = "held", "counter-example", "not run"
 ABOUT = """\
 Runs other implementations of attention on the Cases that they claim to support, and holds them against the dense oracle
 within derived bounds. A NAME is one of --list, or a package of several of them, or `package.module:adapter` for one of
-your own, found in the working directory or installed: `python -c "help('verification.peers')"` has an example of twenty
+your own, found in the working directory or installed: verification/README.md has an example of twenty
 lines. Without a NAME, all are run."""
 STATUS = """\
 exit status: 0 all held; 1 a counter-example was found; 2 a peer could not be run (not installed, cannot be imported, no

@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from reference import Pattern, attention, gradients
+from tests.support.peers_table import disagreements
 from tests.support.printed import unbroken
-from verification import peers
 from verification.case import Case
 from verification.draw.cases import cases
 from verification.failures import RankHang, VerificationFailure
@@ -74,12 +73,11 @@ def report(folder: Path, *arguments: str) -> tuple[int, dict[str, dict[str, Any]
 
 
 def documented() -> str:
-    """The module that the package's documentation shows."""
-    assert peers.__doc__ is not None
-    text = peers.__doc__
-    code = text[text.index("    import dataclasses") : text.index("\nWith `torch.distributed")]
+    """The module that verification/README.md shows."""
+    page = (ROOT / "verification/README.md").read_text()
+    (code,) = re.findall(r"```python\n# my_attention\.py\n(.*?)```", page, re.DOTALL)
     assert sum(bool(line.strip()) for line in code.splitlines()) <= 20
-    return textwrap.dedent(code)
+    return str(code)
 
 
 # --- a user's own adapter ---------------------------------------------------------------------------------------------
@@ -246,6 +244,15 @@ def test_a_package_that_is_not_installed_is_refused_by_name(
     assert load(name).version is None
     with pytest.raises(Refused, match=f"the package {package} is not installed"):
         ready(name)
+
+
+def test_a_table_that_disagrees_with_the_record_is_noticed() -> None:
+    names = {text.partition(" ")[0] for text in disagreements("")}
+    assert names == set(KNOWN)
+    row = "| ring-flash-attn/zigzag | 0.1.8 | {} |"
+    assert not [text for text in disagreements(row.format("held")) if "ring-flash-attn/zigzag" in text]
+    (said,) = [text for text in disagreements(row.format("gradients")) if "ring-flash-attn/zigzag" in text]
+    assert said.endswith("lacks '^held'")
 
 
 def test_names() -> None:
