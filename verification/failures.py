@@ -49,15 +49,21 @@ class RankState:
 
 
 class VerificationFailure(AssertionError):
-    """What was verified does not hold. `kind` names in words how."""
+    """What was verified does not hold. `kind` names in words how; `broken` is the title of the property that it breaks,
+    where one of the checks of an example found it."""
 
     kind: ClassVar[str] = "failure"
+    broken: str | None = None
 
 
 class WrongResult(VerificationFailure):
-    """All ranks answered, and an answer is wrong."""
+    """All ranks answered, and an answer is wrong. quantity: the result ("out", "dq", ...) whose numbers are off."""
 
     kind = "wrong result"
+
+    def __init__(self, message: str = "", quantity: str | None = None) -> None:
+        super().__init__(message)
+        self.quantity = quantity
 
 
 class RankFailure(VerificationFailure):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,8 @@ from verification.report.counter_example import CounterExample, save_record
 from verification.report.report import Report
 from verification.run.backends import Backend, SimBackend, open_backend
 from verification.run.rank import observe
-from verification.search.search import Experiment, Found, Search, placed
+from verification.search.experiment import Experiment, Found, case_record
+from verification.search.search import Search
 
 WORLDS = (1, 2, 3, 4, 8)
 MOST_RANKS = {"gloo": 64, "sim": 1024, "nccl": 64}  # by backend
@@ -71,14 +71,7 @@ def check_case(backend: Backend, case: Case) -> dict[str, float]:
     return properties.check(case, expectation, backend.collect())
 
 
-EXAMPLES = Experiment(
-    "examples",
-    cases,
-    check_case,
-    lambda case: case,
-    lambda case: json.loads(case.to_json()),
-    lambda case, failure: properties.broken_by(failure),
-)
+EXAMPLES = Experiment("examples", cases, check_case)
 
 # Apart from EXAMPLES, since its Cases are much alike: with half of them drawn around one, the others miss what is rare.
 PUSHED = replace(EXAMPLES, name="examples with larger errors", pushes=True)
@@ -86,19 +79,21 @@ PUSHED_SHARE = 0.1  # of the examples that a world size is given
 
 
 def law_experiment(law: Law) -> Experiment:
+    """Its subjects are pairs (Case, how), and each failure breaks the law itself."""
     return Experiment(
         law.name,
         law.draw,
-        lambda backend, subject: {law.name: law.check(backend, *subject)},
-        lambda subject: subject[0],
-        lambda subject: {"law": law.name, "case": json.loads(subject[0].to_json()), "how": subject[1]},
-        lambda subject, failure: law.name,
+        check=lambda backend, subject: {law.name: law.check(backend, *subject)},
+        case_of=lambda subject: subject[0],
+        with_case=lambda subject, case: (case, subject[1]),
+        record_of=lambda subject: {"law": law.name, "case": case_record(subject[0]), "how": subject[1]},
+        property_of=lambda subject, failure: law.name,
     )
 
 
 def on_gpus(experiment: Experiment) -> Experiment:
     """The same on GPUs."""
-    change = partial(placed, experiment, backend="nccl")
+    change = partial(experiment.placed, backend="nccl")
     return replace(experiment, draw=lambda world: experiment.draw(world).map(change))
 
 
@@ -132,12 +127,11 @@ def run(plan: Plan, report: Report, backend: Backend | None = None, shrink_backe
 def run_world(plan: Plan, report: Report, backend: Backend, shrink_backend: Backend, world: int) -> None:
     backend.start(world)
     count = plan.examples_for(world)
-    shares = [(EXAMPLES, count), (PUSHED, max(1, round(count * PUSHED_SHARE)))]
-    shares += [(law_experiment(law), min(law.most, max(1, round(count * law.share)))) for law in LAWS]
-    if backend.name == "nccl":
-        shares = [(on_gpus(experiment), examples) for experiment, examples in shares]
-    report.start_world(world, sum(examples for _, examples in shares))
-    for experiment, examples in shares:
+    plain = [(EXAMPLES, count), (PUSHED, max(1, round(count * PUSHED_SHARE)))]
+    laws = [(law_experiment(law), min(law.most, max(1, round(count * law.share)))) for law in LAWS]
+    report.start_world(world, sum(examples for _, examples in (*plain, *laws)))
+    for number, (drawn, examples) in enumerate((*plain, *laws)):
+        experiment = on_gpus(drawn) if backend.name == "nccl" else drawn
         search = Search(experiment, backend, report, world, plan.profile.budget, plan.profile.remembers, shrink_backend)
         failures = [save(found, search, plan.failures) for found in search.explore(examples, plan.seed)]
         for failure in failures:
@@ -148,7 +142,7 @@ def run_world(plan: Plan, report: Report, backend: Backend, shrink_backend: Back
         if hangs(failures):
             report.say(f"world {world}: ranks hang, so the rest is left out on this world size")
             break
-        if experiment.record_of is EXAMPLES.record_of and failures:
+        if number < len(plain) and failures:
             report.say(f"world {world}: plain examples fail, so the laws between them are left out")
             break
     report.end_world()

@@ -150,7 +150,8 @@ def check_values(case: Case, expectation: Expectation, observations: Observation
             raise WrongResult(
                 f"values: {name} is {seen[where]} {_place(case, name, where)}, expected {exact[where]}: "
                 f"error {error[where]:.3g} is {ratio[where]:.3g} times its bound {bound[where]:.3g}; "
-                f"{int(wrong.sum())} of {wrong.size} entries exceed theirs"
+                f"{int(wrong.sum())} of {wrong.size} entries exceed theirs",
+                name,
             )
         worst[name] = float(_ratio(error, bound).max(initial=0.0))
     return worst

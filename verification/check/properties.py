@@ -6,56 +6,72 @@ wrong shape before wrong numbers, a message that nobody takes before the bytes t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 
 from reference.exact import Expectation
 from verification.case import Case
-from verification.check.checks import CHECKS
-from verification.failures import RankFailure, VerificationFailure
+from verification.check.checks import CHECKS, Ratios
+from verification.failures import VerificationFailure, WrongResult
 from verification.run.observation import Observations
 
-# Title -> the checks behind it. "values" serves two titles: which one is told by the quantity.
-OUTPUT = "output and lse"
-GRADIENTS = "gradients"
-WORKSPACE = "workspace of a call"  # looked at where the Case is measured
-PROPERTIES: dict[str, tuple[str, ...]] = {
-    "layout as defined": ("layout",),
-    "types, shapes, finite": ("answers", "finite"),
-    "messages match": ("messages",),
-    "nothing selected: 0, -inf": ("unseen",),
-    OUTPUT: ("values",),
-    GRADIENTS: ("values",),
-    "inputs intact, repeatable": ("inputs", "repeat"),
-    "bytes sent": ("traffic",),
-    "buffers": ("buffers",),
-    WORKSPACE: ("workspace",),
-}
-EVERY_RANK_ANSWERS = "every rank answers"  # broken by a crash, a hang or an exception
+
+@dataclass(frozen=True)
+class Property:
+    """A title in the report, and the checks (names in CHECKS) that it stands for. quantities: of a check that compares
+    several results, those that this property is about; none: all."""
+
+    title: str
+    checks: tuple[str, ...]
+    quantities: tuple[str, ...] = ()
+
+    def covers(self, check: str, quantity: str | None) -> bool:
+        """Whether a failure of that check, in that quantity, breaks the property."""
+        return check in self.checks and (not self.quantities or quantity in (None, *self.quantities))
+
+    def worst(self, ratios: dict[str, Ratios]) -> float:
+        """The largest error / bound of its checks, 0 where they are exact; NaN is larger than any number."""
+        found = [ratio for check in self.checks for name, ratio in ratios[check].items() if self.covers(check, name)]
+        return float(np.max(found, initial=0.0))
 
 
-def check(case: Case, expectation: Expectation, observations: Observations) -> dict[str, float]:
-    """The worst error of each property as a fraction of its bound, 0 where it is exact. Raises the first
-    failure.
+EVERY_RANK_ANSWERS = Property("every rank answers", ())  # broken by a crash, a hang or an exception
+WORKSPACE = Property("workspace of a call", ("workspace",))  # looked at where the Case is measured
+PROPERTIES = (
+    EVERY_RANK_ANSWERS,
+    Property("layout as defined", ("layout",)),
+    Property("types, shapes, finite", ("answers", "finite")),
+    Property("messages match", ("messages",)),
+    Property("nothing selected: 0, -inf", ("unseen",)),
+    Property("output and lse", ("values",), ("out", "lse")),
+    Property("gradients", ("values",), ("dq", "dk", "dv")),
+    Property("inputs intact, repeatable", ("inputs", "repeat")),
+    Property("bytes sent", ("traffic",)),
+    Property("buffers", ("buffers",)),
+    WORKSPACE,
+)
+
+
+def check(
+    case: Case, expectation: Expectation, observations: Observations, names: Sequence[str] = tuple(CHECKS)
+) -> dict[str, float]:
+    """By the title of each property that these checks (by default all) make up: its worst error as a fraction of the
+    bound, 0 where it is exact. Raises the first failure, whose `broken` is the title of the property.
     """
-    ratios = {name: ratio(case, expectation, observations) for name, ratio in CHECKS.items()}
-    found = dict.fromkeys((EVERY_RANK_ANSWERS, *PROPERTIES), 0.0)
-    found[OUTPUT] = worst(ratios["values"], ("out", "lse"))
-    found[GRADIENTS] = worst(ratios["values"], ("dq", "dk", "dv"))
-    if not case.measured:
-        del found[WORKSPACE]
-    return found
-
-
-def worst(ratios: dict[str, float], quantities: tuple[str, ...]) -> float:
-    """The largest of these; NaN, which no comparison finds, is the largest of all."""
-    return float(np.max([ratios[name] for name in quantities if name in ratios], initial=0.0))
+    ratios: dict[str, Ratios] = {}
+    for name in names:
+        try:
+            ratios[name] = CHECKS[name](case, expectation, observations)
+        except VerificationFailure as failure:
+            quantity = failure.quantity if isinstance(failure, WrongResult) else None
+            failure.broken = next(one.title for one in PROPERTIES if one.covers(name, quantity))
+            raise
+    looked_at = [one for one in PROPERTIES if set(one.checks) <= set(names) and (one is not WORKSPACE or case.measured)]
+    return {one.title: one.worst(ratios) for one in looked_at}
 
 
 def broken_by(failure: VerificationFailure) -> str:
-    """The title of the property that a failure of a check breaks: checks begin their message with their name."""
-    if isinstance(failure, RankFailure) and failure.states:  # from the pool: it knows where the ranks stand
-        return EVERY_RANK_ANSWERS
-    name, _, rest = str(failure).partition(": ")
-    if name == "values":
-        return OUTPUT if rest.split(" ", 1)[0] in ("out", "lse") else GRADIENTS
-    return next((title for title, checks in PROPERTIES.items() if name in checks), name)
+    """The title of the property that a failure breaks: a failure that no check raised is that of a rank."""
+    return failure.broken or EVERY_RANK_ANSWERS.title

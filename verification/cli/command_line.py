@@ -21,7 +21,7 @@ from verification.problems import real_size
 from verification.replay import replay
 from verification.report.report import Report
 from verification.run.backends import BACKENDS, Unavailable, open_backend
-from verification.search.search import ToolError
+from verification.search.experiment import ToolError
 
 PROFILES = runner.PROFILES | {"nightly": nightly.PROFILE}
 DESCRIPTION = """\

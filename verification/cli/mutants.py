@@ -22,7 +22,7 @@ from verification.mutants.defect import CannotPlant, Defect
 from verification.mutants.trials import LIMIT, SOON, NotSane, Outcome, search_all, totals
 from verification.report.provenance import processor_run
 from verification.run.backends import Unavailable
-from verification.search.search import ToolError
+from verification.search.experiment import ToolError
 from verification.wording import counted
 
 DESCRIPTION = """\

@@ -28,7 +28,8 @@ from verification.report.provenance import processor_run
 from verification.report.report import Report
 from verification.run.backends import GlooBackend, Unavailable
 from verification.runner import save
-from verification.search.search import TIMEOUT, Search, ToolError
+from verification.search.experiment import ToolError
+from verification.search.search import TIMEOUT, Search
 from verification.wording import counted
 
 EXAMPLES = 150

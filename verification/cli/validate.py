@@ -33,7 +33,7 @@ from verification.report.report import Report
 from verification.run.backends import Preparation, Unavailable
 from verification.run.torchrun.agents import Agent, NotUnderTorchrun, Place, connect
 from verification.run.torchrun.ranks import AgentLost, Agents, ShrinkBackend, TorchrunBackend
-from verification.search.search import ToolError
+from verification.search.experiment import ToolError
 from verification.wording import counted
 
 SCRIPT = "scripts/validate_nccl.py"

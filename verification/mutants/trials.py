@@ -30,7 +30,8 @@ from verification.mutants.plant import preparation
 from verification.report.report import Report
 from verification.run.backends import Backend, GlooBackend, SimBackend
 from verification.runner import EXAMPLES, PROFILES, law_experiment
-from verification.search.search import TIMEOUT, Experiment, Found, Search, ToolError
+from verification.search.experiment import Experiment, Found, ToolError
+from verification.search.search import TIMEOUT, Search
 from verification.wording import counted
 
 PROCESSES = 2  # processes, each with ranks of its own
@@ -235,6 +236,9 @@ class Subject:
     def case(self) -> Case:
         return self.experiment.case_of(self.drawn)
 
+    def with_case(self, case: Case) -> Subject:
+        return replace(self, drawn=self.experiment.with_case(self.drawn, case))
+
     def check(self, backend: Backend) -> dict[str, float]:
         return self.experiment.check(backend, self.drawn)
 
@@ -273,10 +277,11 @@ def anything(draw: Draw, worlds: tuple[int, ...]) -> Subject:
 EVERYTHING = Experiment(
     "everything",
     lambda most: anything(tuple(world for world in WORLDS if world <= most)),
-    lambda backend, subject: subject.check(backend),
-    lambda subject: subject.case,
-    lambda subject: subject.record(),
-    lambda subject, failure: subject.title(failure),
+    check=lambda backend, subject: subject.check(backend),
+    case_of=lambda subject: subject.case,
+    with_case=lambda subject, case: subject.with_case(case),
+    record_of=lambda subject: subject.record(),
+    property_of=lambda subject, failure: subject.title(failure),
 )
 ON_ONE_WORLD = replace(EVERYTHING, draw=lambda world: anything((world,)))
 

@@ -13,7 +13,6 @@ from reference.arithmetic import Arithmetic
 from reference.exact import Expectation, evaluate
 from verification.case import Case
 from verification.check import properties
-from verification.check.checks import CHECKS
 from verification.check.expectation import counts_of, inputs_of
 from verification.draw.cases import cases
 from verification.peers import interpolation
@@ -21,7 +20,7 @@ from verification.peers.peer import Peer
 from verification.peers.peer_rank import observe_peer
 from verification.peers.registry import KNOWN, load
 from verification.run.backends import Backend
-from verification.search.search import Experiment, ToolError
+from verification.search.experiment import Experiment, ToolError
 
 # The `checks.CHECKS` that concern any implementation; those of messages, bytes and buffers concern this project's own.
 APPLICABLE = ("answers", "unseen", "finite", "values", "inputs", "repeat")
@@ -36,9 +35,7 @@ def experiment(name: str, peer: Peer | None = None) -> Experiment:
         f"peer {peer.name}",
         partial(draw, peer),
         partial(check, name, peer),
-        lambda case: case,
-        lambda case: {"peer": name, "case": json.loads(case.to_json())},
-        lambda case, failure: properties.broken_by(failure),
+        record_of=lambda case: {"peer": name, "case": json.loads(case.to_json())},
     )
 
 
@@ -82,12 +79,7 @@ def check(name: str, peer: Peer, backend: Backend, case: Case) -> dict[str, floa
     malformed = [x for x in observations if isinstance(x, str)]
     if malformed:
         raise ToolError(f"the adapter {name}: {malformed[0]}")
-    ratios = {one: CHECKS[one](case, expectation, observations) for one in APPLICABLE}
-    kept = {title: 0.0 for title, checks in properties.PROPERTIES.items() if set(checks) <= set(APPLICABLE)}
-    found = {properties.EVERY_RANK_ANSWERS: 0.0, **kept}
-    found[properties.OUTPUT] = properties.worst(ratios["values"], ("out", "lse"))
-    found[properties.GRADIENTS] = properties.worst(ratios["values"], ("dq", "dk", "dv"))
-    return found
+    return properties.check(case, expectation, observations, APPLICABLE)
 
 
 def expect(peer: Peer, case: Case) -> Expectation:

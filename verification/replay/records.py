@@ -14,18 +14,17 @@ from typing import Any
 from verification import runner
 from verification.case import Case
 from verification.check import isolation, laws
+from verification.check.supported import check_supported
 from verification.peers.peer_experiment import experiment_of
 from verification.problems import real_size
 from verification.run import mistakes as misuse
-from verification.search.search import Experiment, fused_on_gpus
+from verification.search.experiment import Experiment
 
 _INTEGER = 2**40  # buckets, and what patterns count in: tokens that a plan can count
 _MOST = {
     "world": max(runner.MOST_RANKS.values()), "tokens": 2**17, "batch": 2**12, "heads": 2**12, "kv_heads": 2**12,
     "head_dim": 2**12, "bucket": _INTEGER,
 }  # fmt: skip
-_MOST_NUMBERS = 2**28  # of a tensor
-_MOST_SCORES = 2**31  # of the oracle: the problem of real size has less than half as many
 
 
 def understand(record: object) -> tuple[Experiment | None, Any, Any]:
@@ -69,37 +68,8 @@ def _case(data: object) -> Case:
         for number in _integers(data.get("pattern")):
             _at_most("an integer of pattern", number, _INTEGER)
     case = Case.from_json(json.dumps(data))
-    _check_supported(case)
+    check_supported(case)
     return case
-
-
-def _check_supported(case: Case) -> None:
-    """Raises ValueError for what is too large, or what ring_attention refuses although each field is good."""
-    numbers = case.batch * case.tokens * case.heads * case.head_dim
-    scores = case.batch * case.heads * case.tokens**2
-    if numbers > _MOST_NUMBERS or scores > _MOST_SCORES:
-        raise ValueError(
-            f"batch, tokens, heads, head_dim are {case.batch}, {case.tokens}, {case.heads}, {case.head_dim}: {numbers} "
-            f"numbers, {scores} scores; at most {_MOST_NUMBERS} and {_MOST_SCORES} can be checked"
-        )
-    if case.kernel in ("flash", "cudnn"):
-        _check_fused(case)
-
-
-def _check_fused(case: Case) -> None:
-    """A fused kernel that is asked for by name is not to be had everywhere."""
-    if case.kernel == "cudnn" and case.device == "cpu":
-        raise ValueError("kernel is 'cudnn' and device is 'cpu'; device must be 'cuda' then: that kernel is of GPUs")
-    if case.device == "cuda" and not fused_on_gpus(case):
-        raise ValueError(
-            f"kernel is {case.kernel!r} on device 'cuda', dtype is {case.dtype!r}, head_dim is {case.head_dim}; dtype "
-            "must be 'float16' or 'bfloat16' then, head_dim a multiple of 8 up to 128"
-        )
-    if case.lse != "unused":
-        raise ValueError(
-            f"kernel is {case.kernel!r} and lse is {case.lse!r}; lse must be 'unused' then: that kernel has no "
-            "gradient through lse"
-        )
 
 
 def _at_most(name: str, value: object, most: int) -> None:
@@ -123,7 +93,7 @@ def _anywhere(case: Case, how: Any) -> None:
     _keys("how", how, ["group", "order", "cuts", "exchange", "bucket"])
     _tame(case)
     _at_most("bucket", how["bucket"], _INTEGER)
-    _check_supported(replace(case, **how))
+    check_supported(replace(case, **how))
 
 
 def _later(case: Case, how: Any) -> None:
@@ -176,7 +146,7 @@ def _neighbours(case: Case, how: Any) -> None:
         raise ValueError(f"how is {how!r}; it must be an object with some of the fields {', '.join(isolation.CHANGES)}")
     for name, value in how.items():
         _change(case, name, value)
-        _check_supported(isolation.neighbour(case, name, value))
+        check_supported(isolation.neighbour(case, name, value))
 
 
 def _change(case: Case, name: str, value: Any) -> None:

@@ -17,7 +17,7 @@ from verification.replay import records
 from verification.report.counter_example import counter_example
 from verification.report.report import Report
 from verification.run.backends import Backend, Unavailable
-from verification.search.search import Experiment, ToolError, placed
+from verification.search.experiment import Experiment, ToolError
 
 
 def replay(file: Path, report: Report, backend: Backend, argument: str = "FILE") -> Report:
@@ -46,7 +46,7 @@ def replay(file: Path, report: Report, backend: Backend, argument: str = "FILE")
                 real_size.run(backend, report, subject, file.parent)
             else:
                 report.start_world(world, 1)
-                here = placed(experiment, subject, backend.name)
+                here = experiment.placed(subject, backend.name)
                 if here is not subject:
                     report.say(f"the Case has device {case.device!r}; on {backend.name} it runs on "
                                f"{experiment.case_of(here).device!r}")  # fmt: skip

@@ -1,10 +1,9 @@
 """The search for one counter-example after the other: draw, and shrink what fails.
 
-Hypothesis draws and shrinks. What it is told: a random profile, not a derandomised one, with the seed
-printed; no deadline; no Phase.explain (with it, a hang that needs three ranks takes ten times as many runs to
-shrink). What it is not told: a failure is a failure the first time it is seen. Its exception is kept with its
-example and raised again, not run again, when Hypothesis comes back to it, so that a fault that shows only now
-and then is neither retried nor called flaky.
+Hypothesis draws and shrinks. Its settings: a random profile, not a derandomised one, with the seed printed; no
+deadline; no Phase.explain, with which a hang that needs three ranks takes ten times as many runs to shrink. And a
+failure is a failure the first time it is seen: its exception is kept with its example and raised again, not run again,
+when Hypothesis comes back to it, so that a fault that shows only now and then is neither retried nor called flaky.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from hypothesis import HealthCheck, Phase, Verbosity, given, settings, target
 from hypothesis import seed as seeded
@@ -25,9 +24,10 @@ from hypothesis.errors import Unsatisfiable
 from hypothesis.strategies import SearchStrategy
 
 from verification.case import Case
-from verification.failures import RankHang, VerificationFailure
-from verification.report.report import Report
+from verification.failures import RankHang
 from verification.run.backends import Backend
+from verification.search.experiment import Experiment, Found
+from verification.search.shrinking import Shrinking, Signature, failure_on, is_costly, look, signature
 
 DATABASE = Path(".verification/examples")
 TIMEOUT = 10.0  # seconds before the first hang is called one
@@ -38,51 +38,20 @@ SHORT_TIMEOUT, SLOWER = 0.7, 8
 # repeats, and what is rare is missed more often. IDLE_RUNS without a new example: there are no more.
 RUN, IDLE_RUNS = 10, 20
 RUNS_ON_FEWER = 6  # on each smaller world size in search of the same failure
-Signature = tuple[str, str]  # kind and property: failures that agree in both are one
 WARM_UP = 5  # examples that do not count as slow: modules are imported, groups are made
 
 
-@dataclass(frozen=True)
-class Experiment:
-    """Something that Hypothesis draws subjects for: plain Cases, or Cases with what a law does to them."""
+class Events(Protocol):
+    """What a search tells as it goes; a `verification.report.report.Report` listens."""
 
-    name: str
-    draw: Callable[[int], SearchStrategy[Any]]
-    check: Callable[[Backend, Any], dict[str, float]]  # by property: worst error / bound; raises VerificationFailure
-    case_of: Callable[[Any], Case]
-    record_of: Callable[[Any], dict[str, Any]]  # what is saved, and replayed
-    property_of: Callable[[Any, VerificationFailure], str]  # of a subject: the title of what is broken
-    pushes: bool = False  # whether Hypothesis is to look for larger errors: it then draws around what had the largest
+    def held(self, dtype: str, ratios: Mapping[str, float], seconds: float) -> None:
+        """An example held: by property, its worst error / bound."""
 
+    def covered(self, case: Case) -> None:
+        """The example that held is a plain Case: this one."""
 
-def placed(experiment: Experiment, subject: Any, backend: str) -> Any:
-    """The subject as it runs on that backend: on GPUs for "nccl", else on the CPU; with kernel "auto" in place of a
-    fused one that is not there, or does not take all that was drawn.
-    """
-    case, device = experiment.case_of(subject), "cuda" if backend == "nccl" else "cpu"
-    if case.device == device:
-        return subject
-    there = case.kernel != "cudnn" and (case.kernel != "flash" or fused_on_gpus(case) or device == "cpu")
-    other = replace(case, device=device, kernel=case.kernel if there else "auto")
-    return other if subject is case else (other, *subject[1:])
-
-
-def fused_on_gpus(case: Case) -> bool:
-    """Whether fused kernels on GPUs take tensors of its type and head dim."""
-    return case.dtype in ("bfloat16", "float16") and case.head_dim % 8 == 0 and case.head_dim <= 128
-
-
-class ToolError(BaseException):
-    """The machinery itself failed on an example. No `Exception`, so that Hypothesis lets it through at once."""
-
-
-@dataclass(frozen=True)
-class Found:
-    """A failure, the subject that shows it, and the name of the backend on which it does."""
-
-    failure: VerificationFailure
-    subject: Any
-    backend: str
+    def failed_again(self) -> None:
+        """An example failed as one did that was found before; it is passed over."""
 
 
 class _Interesting(Exception):
@@ -95,19 +64,17 @@ class _Interesting(Exception):
 class Search:
     """One experiment on one world size: draw until something fails, shrink that, draw on for something else.
 
-    `find` draws up to the next failure, and shrinks it; `explore` goes on to the others.
+    `find` draws up to the next failure, and shrinks it; `explore` goes on to the others. What is shrunk on the
+    `shrink_backend` (see `Shrinking`) is run once more where the failure was found.
 
-    A failure is shrunk on the `shrink_backend`, a simulation, if it shows there: a hang is found there without waiting,
-    on any number of ranks. What comes out is run once more where the failure was found.
-
-    Hypothesis, left alone, draws for ten seconds more after a first failure, which is a long time where each
-    further one is a hang. So each failure gets a run of its own. What was reported is passed over when it
-    comes up again, and while one failure is being shrunk all others are.
+    Hypothesis, left alone, draws for ten seconds more after a first failure, which is a long time where each further
+    one is a hang. So each failure gets a run of its own. What was found before is passed over when it comes up again,
+    and while one failure is being shrunk all others are.
     """
 
     experiment: Experiment
     backend: Backend
-    report: Report
+    events: Events
     world: int
     budget: float = 60.0  # seconds to shrink a failure; and, after the first one, to look for others
     remembers: bool = False
@@ -118,10 +85,8 @@ class Search:
     _failed: dict[str, Found] = field(default_factory=dict)  # by record: what failed once fails always
     _held: set[str] = field(default_factory=set)  # likewise, what held: it is not looked at, or counted, again
     _reported: list[Signature] = field(default_factory=list)
-    _first: Found | None = None  # the failure that is being shrunk, as it was found
-    _wanted: Signature | None = None  # what it looks like where it is being shrunk
-    _place: Backend | None = None  # where that is
-    _deadline: float = math.inf
+    _shrinking: Shrinking | None = None
+    _last: float = math.inf  # no example begins after it, but those that shrink
     _slowest: float = 0.0
     _goal: float = math.inf
 
@@ -133,15 +98,16 @@ class Search:
             while self.examples < examples and time.perf_counter() < last:
                 seeds = f"{seed}/{self.world}/{self.experiment.name}/{len(found)}"
                 smallest = self.find(examples, seeds, last)
-                if smallest is None or self._first is None:
+                if smallest is None or self._shrinking is None:
                     break
                 last = min(last, time.perf_counter() + self.budget)
-                smallest = self._on_fewer_ranks(smallest, seeds)
-                found.append(self._confirmed(smallest, self._first, timeout))
-                self._reported += [self._signature(self._first), self._signature(smallest)]
+                first = self._shrinking.first
+                smallest = self._on_fewer_ranks(smallest, self._shrinking.place, seeds)
+                found.append(self._confirmed(smallest, first, timeout))
+                self._reported += [signature(self.experiment, one) for one in (first, smallest)]
                 if isinstance(smallest.failure, RankHang):
                     break  # whatever else there is, the hang would be met again on the way to it, at its price
-                self._first = self._wanted = self._place = None
+                self._shrinking = None
         finally:
             self.backend.timeout = timeout
         return found
@@ -150,9 +116,9 @@ class Search:
         """Runs of Hypothesis until that many examples held in all, or one failed, which is shrunk within its run. No
         example begins after `last`, by `time.perf_counter`, but those that shrink.
         """
-        strategy, self._goal, self._deadline = self.experiment.draw(self.world), examples, last
+        strategy, self._goal, self._last = self.experiment.draw(self.world), examples, last
         run = idle = 0
-        while self.examples < examples and idle < IDLE_RUNS and time.perf_counter() < self._deadline:
+        while self.examples < examples and idle < IDLE_RUNS and time.perf_counter() < last:
             before = self.examples
             most = examples if self.experiment.pushes else RUN
             try:
@@ -203,76 +169,54 @@ class Search:
             return self._judge(self._failed[key])
         if key in self._held:
             return
-        started = time.perf_counter()
-        if started > self._deadline or (self._first is None and self.examples >= self._goal):
+        shrinking, started = self._shrinking, time.perf_counter()
+        if started > (self._last if shrinking is None else shrinking.deadline):
             return
-        place = self._place or self.backend
-        ratios, failure = self._look(place, subject)
+        if shrinking is None and self.examples >= self._goal:
+            return
+        place = self.backend if shrinking is None else shrinking.place
+        ratios, failure = look(self.experiment, place, subject)
         if failure is not None:
-            found = Found(failure, subject, place.name)
-            if self._first is None and self._signature(found) in self._reported:
-                self.report.failed_again()
-            elif self._first is None:
-                self.seconds += time.perf_counter() - started
-                found = self._begin_to_shrink(found)
-            self._failed[key] = found
-            if isinstance(failure, RankHang) and place is self.backend:
-                self.backend.timeout = min(self.backend.timeout, max(SHORT_TIMEOUT, SLOWER * self._slowest))
-            return self._judge(found)
+            self._note_failure(key, Found(failure, subject, place.name), place, started)
+            return self._judge(self._failed[key])
         self._held.add(key)
-        if self._first is not None:
-            return  # shrinking: these examples are not part of the sample
-        spent = time.perf_counter() - started
+        if shrinking is None:  # else these examples are not part of the sample
+            self._note_held(subject, ratios, time.perf_counter() - started)
+
+    def _note_failure(self, key: str, found: Found, place: Backend, started: float) -> None:
+        hangs = isinstance(found.failure, RankHang)
+        if self._shrinking is None and signature(self.experiment, found) in self._reported:
+            self.events.failed_again()
+        elif self._shrinking is None:
+            self.seconds += time.perf_counter() - started
+            budget = self.budget if self.shrinks_hangs or not is_costly(found.failure, place) else 0.0
+            self._shrinking = Shrinking.begin(self.experiment, found, place, self.shrink_backend, budget)
+            found = self._shrinking.shown
+        self._failed[key] = found
+        if hangs and place is self.backend:
+            self.backend.timeout = min(self.backend.timeout, max(SHORT_TIMEOUT, SLOWER * self._slowest))
+
+    def _note_held(self, subject: Any, ratios: dict[str, float], spent: float) -> None:
         self.examples += 1
         self.seconds += spent
         if self.examples > WARM_UP:
             self._slowest = max(self._slowest, spent)
         case = self.experiment.case_of(subject)
-        self.report.held(case.dtype, ratios, spent)
+        self.events.held(case.dtype, ratios, spent)
         largest = max(ratios.values(), default=0.0)
         if self.experiment.pushes and 0.0 < largest < math.inf:
             target(largest, label=f"error / bound, {case.dtype}")
         elif isinstance(subject, Case):
-            self.report.coverage.add(case)
-
-    def _begin_to_shrink(self, found: Found) -> Found:
-        """From now on only this failure counts; on the shrink backend, if it shows there. What it looks like there."""
-        self._first, self._place = found, self.backend
-        costly = isinstance(found.failure, RankHang) and self.backend.name != "sim"
-        self._deadline = time.perf_counter() + (0.0 if costly and not self.shrinks_hangs else self.budget)
-        if self.shrink_backend is not None:
-            failure = self._failure_on(self.shrink_backend, found.subject)
-            if failure is not None:
-                self._place = self.shrink_backend
-                found = Found(failure, found.subject, self.shrink_backend.name)
-        self._wanted = self._signature(found)
-        return found
-
-    def _failure_on(self, place: Backend, subject: Any) -> VerificationFailure | None:
-        """What is wrong with the subject on that backend, with as many ranks as the subject has."""
-        place.start(self.experiment.case_of(subject).world)
-        return self._look(place, subject)[1]
-
-    def _look(self, place: Backend, subject: Any) -> tuple[dict[str, float], VerificationFailure | None]:
-        """The ratios of a subject that holds, or what is wrong with it."""
-        try:
-            return self.experiment.check(place, placed(self.experiment, subject, place.name)), None
-        except VerificationFailure as failure:
-            return {}, failure
-        except Exception as error:  # not the ranks' fault: no example is to be shrunk for it
-            raise ToolError(f"{self.experiment.name}, {self.experiment.record_of(subject)}: {error!r}") from error
+            self.events.covered(case)
 
     def _judge(self, found: Found) -> None:
         """Raise it if it is the failure that is being shrunk; any other is passed over."""
-        if self._first is not None and self._signature(found) == self._wanted:
+        if self._shrinking is not None and signature(self.experiment, found) == self._shrinking.wanted:
             raise _Interesting(found)
 
-    def _signature(self, found: Found) -> Signature:
-        return found.failure.kind, self.experiment.property_of(found.subject, found.failure)
-
-    def _on_fewer_ranks(self, found: Found, seed: str) -> Found:
+    def _on_fewer_ranks(self, found: Found, place: Backend, seed: str) -> Found:
         """The same failure on the fewest ranks on which a few examples show it, if the place is a simulation."""
-        if self._place is None or self._place.name != "sim":
+        if place.name != "sim":
             return found
         for world in range(1, self.experiment.case_of(found.subject).world):
             strategy = self.experiment.draw(world)
@@ -291,7 +235,7 @@ class Search:
             return found
         self.backend.timeout, short = timeout, self.backend.timeout
         try:
-            failure = self._failure_on(self.backend, found.subject)
+            failure = failure_on(self.experiment, self.backend, found.subject)
         finally:
             self.backend.timeout = short
             if self.experiment.case_of(found.subject).world != self.world:

@@ -31,7 +31,8 @@ from verification.report.report import Report
 from verification.run.backends import PRELOAD, SimBackend, Unavailable
 from verification.run.processes.pool import Pool
 from verification.runner import EXAMPLES
-from verification.search.search import Found, Search, ToolError
+from verification.search.experiment import Found, ToolError
+from verification.search.search import Search
 
 LISTED = range(1, 43)  # the project's list of defect classes seen in public ring-attention code
 

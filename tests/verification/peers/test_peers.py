@@ -35,7 +35,7 @@ from verification.peers.peer_experiment import claimed, expect, experiment
 from verification.peers.registry import KNOWN, load, ready, selected
 from verification.report.provenance import commit
 from verification.run.backends import GlooBackend
-from verification.search.search import ToolError
+from verification.search.experiment import ToolError
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = "tests.support.peer_examples"

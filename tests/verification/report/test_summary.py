@@ -17,6 +17,7 @@ from verification.report.report import Report
 from verification.report.rows import DTYPES
 from verification.report.summary import LINES
 
+TITLES = [one.title for one in PROPERTIES]
 LONG = "values: out is 0.62 at batch 0, token 3, head 1, dim 0 (rank 1), expected 0.41: error 0.2 is 1.2e+05 times its "
 LONG += "bound 1.2e-07; 4 of 24 entries exceed theirs"
 STACK = "\n".join(f'  File "/somewhere/in/a/folder/module_{n}.py", line {n} in function' for n in range(40))
@@ -36,7 +37,7 @@ def report(verbose: bool = False, terminal: bool = False) -> Report:
     for world in (1, 2, 3, 4, 8):
         found.start_world(world, 3)
         for dtype in DTYPES:
-            found.held(dtype, dict.fromkeys(PROPERTIES, 0.0) | {"gradients": 0.1 * world}, 1.0)
+            found.held(dtype, dict.fromkeys(TITLES, 0.0) | {"gradients": 0.1 * world}, 1.0)
             found.covered(plain(world, dtype=dtype))
         for law in LAWS:
             found.held("float32", {law.name: 3e-4}, 1.0)
@@ -77,7 +78,7 @@ def test_it_stays_within_its_lines_and_columns(
 def test_one_row_for_a_property_and_the_worlds_in_the_title() -> None:
     lines = summary(report())
     assert lines[0] == "worst error / bound on 1, 2, 3, 4, 8 ranks (0: exact, -: not drawn)"
-    names = [*PROPERTIES, *(law.name for law in LAWS)]
+    names = [*TITLES, *(law.name for law in LAWS)]
     assert [line[:40].strip() for line in lines[2 : 2 + len(names)]] == names
     assert lines[2 + len(names)].startswith("all ")
     assert lines[-1].endswith(": all held")
@@ -116,7 +117,7 @@ def test_verbose_has_every_row_and_every_counter_example(folder: Path) -> None:
     failures = fail(found, folder, 3, WrongResult(LONG))
     lines = summary(found)
     assert max(map(len, lines)) <= 80
-    assert sum(line.startswith("  world 4 ") for line in lines) == len(PROPERTIES) + len(LAWS)
+    assert sum(line.startswith("  world 4 ") for line in lines) == len(TITLES) + len(LAWS)
     text = unbroken("\n".join(lines))
     assert all(json.dumps(failure.record) in text for failure in failures) and "again - alike: 20" in text
 

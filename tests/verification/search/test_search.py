@@ -26,7 +26,8 @@ from verification.check import properties
 from verification.failures import RankHang, WrongResult
 from verification.report.report import Report
 from verification.run.backends import GlooBackend, SimBackend
-from verification.search.search import Search, ToolError
+from verification.search.experiment import ToolError
+from verification.search.search import Search
 
 
 def found_by(
