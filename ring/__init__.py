@@ -11,4 +11,6 @@ from ring.attention import ring_attention
 from ring.comm.transport import Transport
 from ring.layout import Layout
 
+__version__ = "0.2.0"  # the one place: pyproject.toml and the reports read it here
+
 __all__ = ["Layout", "Transport", "ring_attention"]

@@ -25,8 +25,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import numpy as np
 import torch
 from rich.console import Console
@@ -136,7 +134,7 @@ def spawned_rate(world: int, examples: int) -> float:
     left out).
     """
     case = small(world)
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent.parent), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     started = time.perf_counter()
     for _ in range(examples):
         with socket.create_server(("127.0.0.1", 0)) as server:

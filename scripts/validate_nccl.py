@@ -1,19 +1,22 @@
-"""Validates ring_attention on the ranks that torchrun starts: links, drawn Cases, laws, long problems.
+#!/usr/bin/env python3
+"""Validates ring_attention on the ranks that torchrun starts: `verification.cli.validate`, for which the packages must
+be installed.
 
-    torchrun --nproc-per-node=P scripts/validate_nccl.py [--examples N] [--seed S] [--json FILE] [--timeout S]
-                                                         [--replay CASE.json] [--long N] [--backend nccl|gloo]
-
-Exit status: 0 all held, 1 a counter-example, 2 it could not be carried out (torchrun makes 1 of that).
+    torchrun --nproc-per-node=P scripts/validate_nccl.py [--help]
 """
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # in place of scripts/: the packages need not be installed
-
-from verification.cli.validate import main  # noqa: E402
+try:
+    from verification.cli.validate import main
+except ModuleNotFoundError as error:
+    if error.name != "verification":
+        raise
+    again = "torchrun --nproc-per-node=P -m verification.cli.validate"
+    print(f"error: install the packages with `pip install -e .`, or run in the checkout: {again}", file=sys.stderr)
+    sys.exit(2)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,6 +24,7 @@ from verification.benchmarks.rank_group import RankGroup
 from verification.benchmarks.results import COLUMNS, RunRecord, line
 from verification.benchmarks.timing import Repeats, clocked, measured
 from verification.benchmarks.workload import AttentionShape, Workload, named, size
+from verification.cli import bench
 from verification.peers.adapters import flash_attn_shim
 from verification.run.processes.pool import Pool
 
@@ -38,15 +38,6 @@ ROUNDING = 1e-5  # the plain products on the CPU are formed in float32, of some 
 def pool() -> Iterator[Pool]:
     with Pool(2, timeout=60.0, preload=("torch", "tests.support.benchmark_tasks")) as pool:
         yield pool
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_ring", ROOT / "scripts/bench_ring.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 # --- what is measured -------------------------------------------------------------------------------------------------
@@ -270,19 +261,19 @@ def test_a_record_is_on_disk_after_every_row(tmp_path: Path, capsys: pytest.Capt
         (["--json", "/nowhere/at/a.json"], "--json: cannot write /nowhere/at/a.json: there is no folder /nowhere/at"),
     ],
 )
-def test_refused(script: ModuleType, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+def test_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
     with pytest.raises(SystemExit) as stopped:
-        script.checked(script.parsed(arguments))
+        bench.checked(bench.parsed(arguments))
     (said,) = capsys.readouterr().err.splitlines()
     assert stopped.value.code == 2 and said.startswith("error: ") and message in said
 
 
 def test_help_names_what_was_typed_and_explains_every_column(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["../scripts/bench_ring.py"])
     with pytest.raises(SystemExit) as stopped:
-        script.parsed(["--help"])
+        bench.parsed(["--help"])
     said = capsys.readouterr().out
     assert stopped.value.code == 0
     assert said.startswith("usage: torchrun --nproc-per-node=P ../scripts/bench_ring.py [OPTION ...]\n")
@@ -290,25 +281,24 @@ def test_help_names_what_was_typed_and_explains_every_column(
         assert f"\n  {name:<19}{meaning[:60]}" in said, name
 
 
-def test_places_that_will_not_do(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_places_that_will_not_do(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SystemExit) as stopped:
-        script.check_place("cuda")
+        bench.check_place("cuda")
     assert stopped.value.code == 2 and "start it with torchrun" in capsys.readouterr().err
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(SystemExit) as stopped:
-        script.check_place("cuda")
+        bench.check_place("cuda")
     assert stopped.value.code == 2 and "there must be 2 GPUs, one a rank, and there are 1" in capsys.readouterr().err
 
 
 def test_a_run_over_gloo(tmp_path: Path) -> None:
     file = tmp_path / "record.json"
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "scripts/bench_ring.py",
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m",
+         "verification.cli.bench",
          "--device", "cpu", "--section", "dense", "longnet", "reach", "--tokens", "16", "--exchange", "direct",
          "--repeats", "2", "--warmup", "1", "--reach-limit", "32", "--peers", "--json", str(file)],
         cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240,

@@ -61,8 +61,9 @@ def under_torchrun(folder: Path, program: Path, *arguments: str, ranks: int = 2)
 
 
 def clean() -> dict[str, str]:
-    """An environment as a user has it: without what a torchrun around the tests has set."""
-    return {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    """An environment as a user has it: with these packages, without what a torchrun around the tests has set."""
+    rest = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return rest | {"PYTHONPATH": str(ROOT)}
 
 
 def planted(folder: Path, defect: str, *arguments: str) -> Run:
