@@ -1,4 +1,4 @@
-"""What partial results on GPUs cover, as integers; told without a GPU."""
+"""Which partial results become outputs, and which memory allows wide loads; checked without a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ring.compute.parts import Part, as_output, entries_of, is_aligned
+from ring.compute.parts import Part, as_output, is_aligned
 from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
 
@@ -57,39 +57,6 @@ def test_a_part_that_is_no_output() -> None:
     assert as_output(part, fewer, torch.bfloat16) is None
     assert as_output(replace(part, rows=Rows(0, 1, 4, 4, 2), out=part.out[:2]), LIKE, torch.bfloat16) is None
     assert heads.groups * heads.per_group == H
-
-
-def test_an_entry_for_each_head_finds_every_row() -> None:
-    """The numbers at the addresses are what `Rows` and `Heads` say: read back as the kernel does."""
-    rows, heads = Rows(5, 3, 4, 20, 2, head_step=1), Heads(3, 2, 1, 4, 2)
-    out = torch.arange(2 * B * 3 * 2 * 4 * D, dtype=torch.float32).view(2, B, 3, 2, 4, D)
-    lse = out[..., 0].contiguous()
-    table = entries_of(Part(rows, heads, out, lse), 32)
-    assert table[:, 0].tolist() == [1, 3, 5, 7, 9, 11]
-    for entry, (group, member) in zip(table, np.ndindex(3, 2), strict=True):
-        begin, begin_lse, start, end, step, length, fold_step, folds, *strides, fp32, common = entry[1:].tolist()
-        fold, batch, row, fold_lse, batch_lse, row_lse = strides
-        assert (start, end) == (5 + group, 5 + group + 20 + 9 + 1) and (step, length, fold_step, folds) == (3, 4, 20, 2)
-        assert fp32 == 1 and common == 1
-        for f, b, i in np.ndindex(2, B, 4):
-            at = (begin - out.data_ptr()) // 4 + f * fold + b * batch + i * row
-            assert out.view(-1)[at] == out[f, b, group, member, i, 0]
-            at = (begin_lse - lse.data_ptr()) // 4 + f * fold_lse + b * batch_lse + i * row_lse
-            assert lse.view(-1)[at] == lse[f, b, group, member, i]
-
-
-@pytest.mark.parametrize(
-    ("rows", "apart", "common"),
-    [
-        (Rows(0, 4, 2), 32, 4),
-        (Rows(0, 6, 2), 32, 2),
-        (Rows(0, 64, 2, 96, 3), 32, 32),
-        (Rows(0, 8, 2, 12, 3), 32, 4),
-    ],
-)
-def test_what_divides_the_steps_of_a_grid(rows: Rows, apart: int, common: int) -> None:
-    out = torch.empty(rows.folds, 1, 1, 1, rows.length, D)
-    assert entries_of(Part(rows, Heads(1, 1, 0, 1, 1), out, None), apart)[0, 16] == common
 
 
 def test_wide_loads_want_every_row_to_begin_at_16_bytes() -> None:

@@ -64,7 +64,7 @@ FILES = (
     "ring/plan/schedule.py", "ring/comm/exchange.py", "ring/attention.py", "ring/compute/kernels.py",
     "ring/compute/accumulator.py", "ring/plan/rows.py", "ring/strided_view.py", "ring/plan/blocks.py",
     "ring/comm/transport.py", "ring/agreement.py", "ring/budget.py", "ring/layout.py", "ring/compute/parts.py",
-    "reference/pattern.py",
+    "ring/compute/entries.py", "reference/pattern.py",
 )  # fmt: skip
 # The unit tests of each, the fastest first: those that need no processes of their own.
 TESTS = {
@@ -83,6 +83,7 @@ TESTS = {
     ),
     "ring/layout.py": ("ring/test_layout", "ring/plan/test_ranges"),
     "ring/plan/range_pairs.py": ("ring/plan/test_ranges", "ring/plan/test_plan"),
+    "ring/compute/entries.py": ("ring/compute/test_entries",),
     "ring/compute/parts.py": ("ring/compute/test_parts",),
     "ring/plan/ranges.py": ("ring/plan/test_ranges", "ring/plan/test_plan"),
     "ring/plan/plan.py": ("ring/plan/test_plan",),
@@ -93,7 +94,10 @@ TESTS = {
     "reference/pattern.py": ("reference/test_oracle_on_paper", "reference/test_pattern"),
 }
 # What only GPUs run, and nothing here could tell a change of: whole files, and functions of the files above.
-ON_GPUS = ("ring/compute/combine.py", "ring/comm/packing.py", "ring/comm/signals.py", "ring/comm/symmetric_memory.py")
+ON_GPUS = (
+    "ring/compute/combine.py", "ring/compute/merge_kernel.py", "ring/comm/packing.py", "ring/comm/signals.py",
+    "ring/comm/symmetric_memory.py",
+)  # fmt: skip
 FUNCTIONS_ON_GPUS = {
     "ring/attention.py": ("_on_its_device", "_between_gpus"),
     "ring/compute/kernels.py": ("_alike", "_no_dropout", "_gpu_forward", "_gpu_backward"),
