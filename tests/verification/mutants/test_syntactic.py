@@ -50,7 +50,7 @@ def test_a_wrong_change_is_killed_by_a_property() -> None:
     record = judge(Task(change(*WRONG), SEED, 0, 30))
     assert (record.outcome, record.by) == ("properties", "output and lse")
     assert 1 <= record.examples <= 30
-    assert (record.line, record.function) == (34, "merge")
+    assert (record.line, record.function) == (28, "merge")
 
 
 def test_a_change_that_does_not_import_is_killed() -> None:
