@@ -26,9 +26,9 @@
 #
 # A pattern is one or more branches: a pair that $c$ branches see counts $c$ times under one softmax
 # ([LongNet](https://arxiv.org/abs/2307.02486)). `reference/pattern.py` is that definition; `reference/oracle.py`
-# computes attention over it, densely, in fp64. Everything below asks these two.
+# computes attention by it, densely, in fp64. All numbers below come from these two.
 #
-# `NOTEBOOKS_LONG=1` takes longer sequences.
+# With `NOTEBOOKS_LONG=1` in the environment, sequences are longer.
 
 # %%
 import itertools
@@ -69,17 +69,16 @@ for axes, branch in zip(grid.flat, BRANCHES, strict=True):
     mask = seen(Pattern((branch,), causal=True), N)[0]
     who_sees_whom(axes, mask, title=f"w = {w or 'n'}, r = {r}, offset = {o}: {mask.sum()} pairs", legend=False)
     w = w or N
-    for i, j in itertools.product(range(N), repeat=2):  # the formula above, word for word
+    for i, j in itertools.product(range(N), repeat=2):  # the formula above
         selected = [p % w >= o and (p % w - o) % r == 0 for p in (i, j)]
         assert mask[i, j] == (i // w == j // w and all(selected) and j <= i)
-figure.suptitle("Causal, n = 16, blue: seen. w cuts blocks along the diagonal, r thins them out, offsets shift them")
+figure.suptitle("Causal, n = 16, blue: seen. w makes blocks, r keeps every r-th row and column, the offset shifts")
 plt.show()
 
 # %% [markdown]
-# Selected rows and selected keys are the same positions. So a row sees itself or nothing at all, and a branch alone
-# leaves $1 - 1/r$ of the rows without an output. The pairs of one branch, for $r$ dividing $w$ dividing $n$, are those
-# of
-# $n/w$ triangles of $g = w/r$ rows: $\frac{n}{w} \cdot \frac{g (g+1)}{2}$, about $n w / 2 r^2$.
+# Selected rows and selected keys are the same positions. So a row sees at least itself, or nothing at all, and a single
+# branch leaves $1 - 1/r$ of the rows without an output. If $r$ divides $w$ and $w$ divides $n$, the pairs of a branch
+# form $n/w$ triangles of $g = w/r$ rows: $\frac{n}{w} \cdot \frac{g (g+1)}{2}$, about $n w / 2 r^2$.
 
 # %%
 for w, r in ((16, 1), (16, 2), (16, 4), (64, 4), (64, 16)):
@@ -91,17 +90,17 @@ for w, r in ((16, 1), (16, 2), (16, 4), (64, 4), (64, 16)):
 # %% [markdown]
 # ## 2. A mixture of branches
 #
-# LongNet takes several branches whose $w$ and $r$ grow together: near keys densely, far keys sparsely. Its mixture
-# weights each branch's output by its share of the softmax denominators, $O = \sum_b \alpha_b O_b$ with
-# $\alpha_b = e^{\mathrm{lse}_b} / \sum_{b'} e^{\mathrm{lse}_{b'}}$ (equations 9 and 10). That is one softmax over the
-# multiset of all the keys that the branches see.
+# LongNet combines several branches whose $w$ and $r$ grow together, so that a query sees near keys densely and far keys
+# sparsely. Its mixture weights each branch's output by its share of the softmax denominators, $O = \sum_b \alpha_b O_b$
+# with $\alpha_b = e^{\mathrm{lse}_b} / \sum_{b'} e^{\mathrm{lse}_{b'}}$ (equations 9 and 10). This equals one softmax
+# over the multiset of all keys that the branches see.
 
 # %%
 mixture = Pattern.longnet([8, 16, 32], [1, 2, 4], heads=1, causal=True)
 count = seen(mixture, 32)[0]
 figure, axes = plt.subplots(figsize=(5.2, 5.2))
 who_sees_whom(axes, count, [f"by {c} branch{'es' * (c > 1)}" for c in (1, 2, 3)],
-              title="w = 8, 16, 32 with r = 1, 2, 4: near keys densely, far ones sparsely")  # fmt: skip
+              title="w = 8, 16, 32 with r = 1, 2, 4: near keys are seen densely, far ones sparsely")  # fmt: skip
 plt.show()
 apart = np.subtract.outer(np.arange(32), np.arange(32))
 near, far = ((count > 0)[range_].mean() for range_ in ((apart >= 0) & (apart < 8), apart >= 8))
@@ -117,16 +116,16 @@ alpha = (
     torch.softmax(torch.stack([lse_b for _, lse_b in alone]), 0).transpose(2, 3).unsqueeze(-1)
 )  # (branches, B, N, H, 1)
 mixed = sum(a * out_b for a, (out_b, _) in zip(alpha, alone, strict=True))
-print(f"one softmax over the multiset against the mixture of branches: {(out - mixed).abs().max():.1e}")
+print(f"one softmax over the multiset and the mixture of branches differ by {(out - mixed).abs().max():.1e}")
 assert (out - mixed).abs().max() < 1e-13
 assert (torch.logsumexp(torch.stack([lse_b for _, lse_b in alone]), 0) - lse).abs().max() < 1e-13
 
 # %% [markdown]
 # ## 3. LongNet's published setting
 #
-# 12 heads; segments of 2048 to 32768 with rates 1, 2, 4, 6, 12; here causal. How much of the sequence does each branch
-# see, and what does it cost? Costs are exact counts by `reference/cost.py`: (query head, query, key) pairs; the
-# forward pass takes $4 d$ floating-point operations a pair.
+# The paper uses 12 heads and segments of 2048 to 32768 tokens with rates 1, 2, 4, 6, 12; here causal. How much of the
+# sequence does each branch see, and what does it cost? `reference/cost.py` counts (query head, query, key) pairs
+# exactly; the forward pass takes $4 d$ floating-point operations a pair.
 
 # %%
 HEADS, SEGMENTS, RATES = 12, (2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12)
@@ -156,8 +155,9 @@ print(f"  all      {total:12,}  {total / dense:8.3%}")
 assert total == pairs(longnet, n)
 
 # %% [markdown]
-# The local branch, dense over 2048 tokens, costs nearly as much as all the others together. A head sees $w / r$ keys
-# from one row in $r$: about $w / 2 r^2$ pairs a token. The rates grow so fast that this falls from branch to branch.
+# The local branch, dense over 2048 tokens, costs nearly as much as all the others together. In a head, one row in $r$
+# sees up to $w / r$ keys, which makes about $w / 2 r^2$ pairs a token. The rates grow so fast that this falls from
+# branch to branch.
 
 # %%
 assert 0.45 < rows[0] / total < 0.5 and all(a > b for a, b in itertools.pairwise(rows))
@@ -165,7 +165,7 @@ names = [f"w = {binary(w)}, r = {r}" for w, r in zip(SEGMENTS, RATES, strict=Tru
 
 
 def by_distance(branch: Branch, n: int) -> np.ndarray:
-    """Causal pairs that lie 0, 1, ... n - 1 apart, for a query and a head in the mean.
+    """Causal pairs that lie 0, 1, ... n - 1 apart, per query and head on average.
 
     g selected rows of a segment have g - m pairs that are m r apart."""
     found = np.zeros(n)
@@ -178,7 +178,7 @@ def by_distance(branch: Branch, n: int) -> np.ndarray:
 
 distance = [by_distance(branch, n) for branch in longnet.branches]
 for cost, found in zip(rows, distance, strict=True):
-    assert math.isclose(found.sum() * n * HEADS, cost, rel_tol=1e-12)  # the same pairs, counted another way
+    assert math.isclose(found.sum() * n * HEADS, cost, rel_tol=1e-12)  # the same pairs, counted in another way
 
 octaves = 2 ** np.arange(15)
 keys = np.array([np.add.reduceat(found, octaves) for found in distance])  # (branches, octaves)
@@ -192,7 +192,7 @@ left.set(
     yscale="log", xlabel="distance from query to key (tokens, up to twice as many)", ylabel="keys per query and head"
 )
 binary_ticks(left.xaxis)
-left.set_title("Beyond 2 Ki tokens, ever fewer keys")
+left.set_title("Beyond 2 Ki tokens, each octave has fewer keys")
 left.legend(fontsize=7)
 right.barh(names, [100 * cost / total for cost in rows], color=COLOURS[: len(rows)])
 right.invert_yaxis()
@@ -206,10 +206,11 @@ print(f"of the farthest octave dense attention sees {in_dense[-1]:.0f}, LongNet 
 assert 2 * octaves[peak] <= 2048 and (np.diff(every[peak:]) < 0).all() and every[-1] < in_dense[-1] / 100
 
 # %% [markdown]
-# (Near by, the branches together have more keys than there are: what several branches see counts several times.)
+# (At short distances the branches together count more keys than dense attention has: a key that several branches see
+# counts several times.)
 #
-# **Cost against $n$.** Segments do not grow with the sequence, so the cost is linear in $n$, where dense attention is
-# quadratic. The fit is by least squares in logarithms, its interval the 95 % confidence interval of the exponent.
+# **Cost against $n$.** Segments do not grow with the sequence, so the cost is linear in $n$; that of dense attention is
+# quadratic. The fit is by least squares in logarithms, with the 95 % confidence interval of the exponent.
 
 # %%
 lengths = [2**e for e in range(15, 20 if LONG else 18)]
@@ -223,7 +224,7 @@ for (name, law), points, colour in zip(laws.items(), (sparse, full), (BLUE, VERM
 binary_ticks(axes.xaxis)
 axes.set(xlabel="sequence length n (tokens)", ylabel="(head, query, key) pairs")
 axes.set_title(
-    f"Linear against quadratic: at {binary(lengths[-1])} tokens, {full[-1] / sparse[-1]:.0f} times fewer pairs"
+    f"Linear and quadratic cost: at {binary(lengths[-1])} tokens, {full[-1] / sparse[-1]:.0f} times fewer pairs"
 )
 axes.legend()
 plt.show()
@@ -234,8 +235,8 @@ assert abs(laws["LongNet"].exponent - 1) < 1e-9 and abs(laws["dense"].exponent -
 # %% [markdown]
 # ## 4. Offsets by head
 #
-# With one offset for all heads, the same positions are left out in every head. LongNet gives head $h$ the offset
-# $h \bmod r$: with at least $r$ heads, every position is selected by some head.
+# With one offset for all heads, every head leaves out the same positions. LongNet gives head $h$ the offset $h \bmod
+# r$: with at least $r$ heads, some head selects every position.
 
 # %%
 by_head = seen(Pattern.longnet([16], [4], heads=4), 16, heads=4)
@@ -250,12 +251,12 @@ who_sees_whom(panels[2], np.where(few.any(0), few.argmax(0) + 1, 0), heads, titl
 plt.show()
 assert by_head.sum(0).max() == 1  # no pair is seen by two heads
 rows_seen = [mask.any(0).any(1).mean() for mask in (one, by_head, few)]
-print("rows that some head of this branch serves:", *(f"{share:.0%}" for share in rows_seen))
+print("rows that some head of this branch selects:", *(f"{share:.0%}" for share in rows_seen))
 assert rows_seen == [1 / 4, 1, 1 / 2]
 
 # %% [markdown]
 # With fewer heads than the rate, some positions are on no head's grid. In the published setting all rates divide the
-# number of heads, so that every branch selects every position, and each in equally many heads.
+# number of heads, so every branch selects every position, each in equally many heads.
 
 # %%
 for branch in longnet.branches:
@@ -265,9 +266,9 @@ for branch in longnet.branches:
 # %% [markdown]
 # ## 5. Edges: short tails, $r > w$, offsets past the end
 #
-# Nothing needs to divide anything. A last segment may be short; an offset may lie past its end, and then it selects
-# nothing there; with $r > w$ a segment has one selected position or none. A row that no branch selects has output 0,
-# lse $-\infty$ and zero gradients, never NaN.
+# No length has to divide another. The last segment may be short; an offset past its end selects nothing there; with $r
+# > w$ a segment has at most one selected position. A row that no branch selects has output 0, lse $-\infty$ and zero
+# gradients, never NaN.
 
 # %%
 EDGES = {
@@ -298,18 +299,18 @@ assert dead_rows == [7, 12, 9, 14]
 # %% [markdown]
 # ## 6. Other definitions
 #
-# Two public implementations differ from the paper's text, and from each other. Here are the numbers,
-# in fp64, against the oracle.
+# Two public implementations differ from the paper's text, and from each other. The cells below compare them with the
+# oracle in fp64.
 #
-# **microsoft/torchscale** gives neighbouring heads the same offset, $\lfloor h / \lceil H / r \rceil \rfloor$ and not
-# $h \bmod r$. And it fills what does not divide with zeros, which take part in its softmax as keys with score 0 unless
-# causality hides them. No release of it has its dilated attention, so its method is written out here: of each segment,
-# filled up, each head's rows; attention; the mixture by lse.
+# **microsoft/torchscale** gives neighbouring heads the same offset, $\lfloor h / \lceil H / r \rceil \rfloor$ instead
+# of $h \bmod r$. It also pads segments with zeros up to a multiple of the rate; these take part in its softmax as keys
+# with score 0, unless the causal mask hides them. No release of it has the dilated attention, so its method is written
+# out here: it pads each segment, takes each head's rows, computes attention, and mixes the branches by lse.
 
 
 # %%
 def torchscale(q, k, v, segments, rates, causal):
-    """(1, N, H, D) -> out, as torchscale gathers, fills and mixes; a row that a branch does not select has lse -1e8."""
+    """(1, N, H, D) -> out, as torchscale gathers, pads and mixes; a row that a branch does not select has lse -1e8."""
     n, heads = q.shape[1:3]
     outs, lses = [], []
     for w, r in zip(segments, rates, strict=True):
@@ -347,19 +348,18 @@ for n in (32, 27):
         theirs = torchscale(q, k, v, segments, rates, causal)
         patterns = [Pattern.longnet(segments, rates, H, causal, offsets=rule) for rule in ("paper", "torchscale")]
         paper, own = (furthest(theirs, attention(q, k, v, pattern)[0]) for pattern in patterns)
-        print(f"n = {n}, causal {causal!s:5}: from offsets h mod r {paper:.2f}, from torchscale's own {own:.1e}")
+        print(f"n = {n}, causal {causal!s:5}: difference for offsets h mod r {paper:.2f}, for its own {own:.1e}")
         assert paper > 0.1  # other pairs
-        assert own < 1e-12 if causal else own > 1e-3  # filled keys lie after all others: causality hides them
+        assert own < 1e-12 if causal else own > 1e-3  # padded keys come last: the causal mask hides them
 
 # %% [markdown]
-# With its own offsets, and causal, it is the oracle to rounding, at any length. Without causality, the zeros count:
-# even
-# $n = 32$ has them, since 3 does not divide 32. (In backward it takes the mixture weights for constants; `04_numerics`
-# has what that costs.)
+# With its own offsets and a causal mask, it equals the oracle up to rounding at any length. Without the mask the
+# padding counts, even for $n = 32$, since 3 does not divide 32. (In backward it treats the mixture weights as
+# constants; `04_numerics` shows the effect.)
 #
-# **fkodom/dilated-attention-pytorch** gives each head one branch only, with offset $i \bmod r$ for branch $i$:
-# `Pattern.head_groups`. Here the package itself runs, over plain attention in place of a kernel for GPUs. Afterwards
-# it divides each group's output by its sum over the positions, and by the number of groups.
+# **fkodom/dilated-attention-pytorch** gives each head one branch only, with offset $i \bmod r$ for branch $i$
+# (`Pattern.head_groups`). Here the package itself runs, with plain attention in place of its GPU kernel. It finally
+# divides each group's output by its sum over the positions, and by the number of groups.
 
 # %%
 fkodom.prepare()
@@ -378,14 +378,14 @@ def package(q, k, v, pattern):
 q, k, v = torch.randn(3, 1, 32, 6, 8, dtype=torch.float64, generator=generator)
 theirs, defined = package(q, k, v, GROUPS), attention(q, k, v, GROUPS)[0]
 normalised = defined / defined.sum(1, keepdim=True) / len(GROUPS.branches)
-print(f"the package from attention over its groups: {furthest(theirs, defined):.2f}")
-print(f"from that, divided by its sum over the positions and the groups: {furthest(theirs, normalised):.1e}")
+print(f"difference between the package and attention over its groups: {furthest(theirs, defined):.2f}")
+print(f"after that is divided by its sum over the positions and by the groups: {furthest(theirs, normalised):.1e}")
 assert furthest(theirs, defined) > 0.1
 assert torch.allclose(theirs, normalised, rtol=1e-9, atol=0)
 
 # %% [markdown]
-# Dividing by a sum over the positions makes a causal row depend on later tokens. Change the last value only, and the
-# first outputs change:
+# Dividing by a sum over the positions makes causal rows depend on later tokens. If only the last value changes, the
+# first outputs change too:
 
 # %%
 later = v.clone()
@@ -396,8 +396,8 @@ print(f"change of the first 16 rows when the last token changes: package {leak:.
 assert clean == 0 and leak > 1e-3
 
 # %% [markdown]
-# Where the groups do not divide the heads, it addresses group $i$ at head $i \cdot g_i$, $g_i$ its own size: 5 heads
-# in groups of 3 and 2 are taken for heads 0 to 2 and 2 to 3. Head 4 has no output at all.
+# If the groups do not divide the heads, it lets group $i$ of size $g_i$ start at head $i \cdot g_i$: of 5 heads in
+# groups of 3 and 2, it computes heads 0 to 2 and heads 2 to 3. Head 4 has no output at all.
 
 # %%
 uneven = Pattern.head_groups([8, 16], [1, 2], 5, causal=True)

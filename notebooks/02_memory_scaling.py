@@ -18,13 +18,13 @@
 #
 # A rank of a ring should hold $O(n/p)$. Three questions:
 #
-# 1. Is it so, measured, for each exchange? `ring` passes keys and values from neighbour to neighbour, `direct` fetches
-#    from their owner just the rows that are needed, `gather` lands everything (the baseline, which should *not* be so).
-# 2. Does the closed form of `reference/cost.py` say how many bytes?
-# 3. What then is the longest sequence for a given memory, and which term is in the way?
+# 1. Do measurements show this for each exchange? `ring` passes keys and values from neighbour to neighbour, `direct`
+#    fetches only the rows that are needed from their owner, `gather` receives everything (a baseline that is $O(n)$).
+# 2. Does the closed form of `reference/cost.py` give the number of bytes?
+# 3. What is then the longest sequence for a given memory, and which term limits it?
 #
-# What a rank holds in backward, where it holds most, with $L = n/p$ local tokens, $H$ query and $H_k$ key/value heads
-# of dimension $D$, $b$ bytes in the working type and $a$ in the accumulator's (4; 8 for fp64):
+# A rank holds most in backward. With $L = n/p$ local tokens, $H$ query and $H_k$ key/value heads of dimension $D$, $b$
+# bytes an element in the working type and $a$ in the accumulator's (4; 8 for fp64), it holds:
 #
 # | term | bytes | in |
 # |---|---|---|
@@ -32,10 +32,9 @@
 # | incoming gradients of out and lse | $L\,(H D\, b + H a)$ | |
 # | sums of dq, dk, dv | $L\,(H + 2 H_k) D\, a$ | `cost.resident(...).gradients` |
 # | communication buffers | by exchange, bucket and pattern | `cost.buffers(...).backward` |
-# | scratch of a kernel call | at most a few tensors as large as the rank's queries |
-# `verification.run.workspace.limits` |
+# | workspace of a kernel call | at most a few tensors as large as the rank's queries | `verification.run.workspace` |
 #
-# `NOTEBOOKS_LONG=1` takes longer sequences and more world sizes.
+# With `NOTEBOOKS_LONG=1` in the environment, sequences are longer and there are more world sizes.
 
 # %%
 import gc
@@ -82,13 +81,13 @@ style()
 # %% [markdown]
 # ## The problem, and its closed form
 #
-# One branch of segments of 128 tokens, and one that sees 64 rows of the whole sequence, so that every rank needs
-# something of every earlier one however long the sequence is.
+# One branch has segments of 128 tokens; the other selects 64 rows of the whole sequence, so that every rank needs rows
+# of every earlier rank, however long the sequence is.
 
 
 # %%
 def problem(tokens: int, ranks: int, exchange: str, world: int | None = None, **changes: object) -> Case:
-    """fp32, one head of 32, contiguous shards, causal; on the first ranks of `world`, by default on all."""
+    """fp32, one head of dimension 32, contiguous shards, causal, on `ranks` ranks out of `world` (by default all)."""
     pattern = Pattern.longnet([128, tokens], [1, max(1, tokens // 64)], 1, causal=True)
     settings = dict(
         world=world or ranks, group=tuple(range(ranks)), tokens=tokens, order="contiguous", cuts=None,
@@ -106,14 +105,14 @@ def setting(case: Case) -> cost.Setting:
 
 
 def closed_form(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Bytes per rank: (all terms but scratch, buffers in forward, buffers in backward)."""
+    """Bytes per rank: (all terms but the workspace, buffers in forward, buffers in backward)."""
     one = setting(case)
     buffers, resident = cost.buffers(one, case.exchange, case.tokens_per_call), cost.resident(one)
     incoming = one.counts * case.batch * case.heads * (case.head_dim * one.itemsize + one.accumulator_itemsize)
     return resident.shards + incoming + resident.gradients + buffers.backward, buffers.forward, buffers.backward
 
 
-def scratch(case: Case) -> np.ndarray:
+def workspace(case: Case) -> np.ndarray:
     """Bytes per rank that the largest single tensor of a call may take."""
     _, forward, backward = closed_form(case)
     return np.array([
@@ -125,8 +124,8 @@ def scratch(case: Case) -> np.ndarray:
 # %% [markdown]
 # ## Real ranks: 1 to 8 processes, lengths over three decades
 #
-# Each rank is a process, joined to the others by gloo. It runs forward and backward and counts the bytes of all tensors
-# that live at a time (`verification.run.workspace.Meter`; scratch inside one of torch's kernels is not seen).
+# Each rank is a process, and gloo connects them. It runs forward and backward and counts the bytes of all tensors that
+# exist at a time (`verification.run.workspace.Meter`, which does not see memory inside one of torch's kernels).
 
 # %%
 LENGTHS = [2**k for k in range(7, 20 if LONG else 18, 2)]
@@ -135,7 +134,7 @@ assert LENGTHS[-1] / LENGTHS[0] >= 1000, "three decades"
 
 
 def on_processes(cases: list[Case]) -> list[np.ndarray]:
-    """Peak bytes of live tensors per rank, for Cases on the ranks of one world or some of them."""
+    """Peak bytes of live tensors on each rank that takes part, for each Case."""
     backend, found = GlooBackend(timeout=300), []
     backend.start(max(WORLDS))
     with tempfile.TemporaryDirectory() as folder:
@@ -153,14 +152,14 @@ expected: dict[tuple[str, int, int], int] = {}
 sizes = sorted({(4, n) for n in LENGTHS} | {(ranks, AT) for ranks in WORLDS})
 cases = [problem(n, ranks, exchange, max(WORLDS)) for ranks, n in sizes for exchange in COLOUR]
 for case, seen in zip(cases, on_processes(cases), strict=True):
-    terms, most = closed_form(case)[0], scratch(case)
-    # The closed form is there in full, and what is beyond it is scratch: never more than two of the largest tensors.
+    terms, most = closed_form(case)[0], workspace(case)
+    # A rank holds all of the closed form, and beyond it at most two of the largest tensors of a call.
     assert (terms <= seen).all() and (seen <= terms + 2 * most).all(), case
     key = case.exchange, len(case.ranks), case.tokens
     peaks[key], expected[key] = int(seen.max()), int(terms.max())
 
 beyond = {key: peaks[key] / expected[key] - 1 for key in peaks}
-print(f"{len(peaks)} problems; scratch beyond the closed form, of it:")
+print(f"{len(peaks)} problems; measured bytes beyond the closed form, relative to it:")
 for n in sorted({key[2] for key in beyond}):
     print(f"  {binary(n, ' tokens'):>14}: " + ", ".join(f"{e} {beyond[e, 4, n]:.1%}" for e in COLOUR))
 
@@ -197,9 +196,8 @@ plt.show()
 # %% [markdown]
 # ### The fits
 #
-# Two of them. The power law $M \propto p^{\beta}$ at fixed $n$; and, because a power law only says that *something*
-# does not fall, the sum $M / n = A / p + B$, in which $A$ is what is divided among the ranks and $B$ is what every rank
-# holds of the whole sequence. Intervals are at 95 %.
+# There are two: the power law $M \propto p^{\beta}$ at fixed $n$, and the sum $M / n = A / p + B$, in which $A$ is
+# divided among the ranks and every rank holds $B$ for each token of the whole sequence. Intervals are at 95 %.
 
 # %%
 p = np.array(WORLDS, float)
@@ -211,18 +209,18 @@ for e in COLOUR:
     print(f"        bytes per token of the sequence: {parts[e]}")
 
 for e in ("ring", "direct"):
-    assert by_world[e].low < -1 < by_world[e].high < -0.8, "1/p is within the interval, anything near constant is not"
-    assert parts[e].low[1] < 0 < parts[e].high[1], "nothing of the whole sequence: 0 is within the interval of B"
+    assert by_world[e].low < -1 < by_world[e].high < -0.8, "the interval holds -1, and nothing near 0"
+    assert parts[e].low[1] < 0 < parts[e].high[1], "the interval of B holds 0"
     assert abs(parts[e].coefficients[1]) < 0.02 * parts[e].coefficients[0], "and B is less than 2 % of A"
     assert by_length[e].low < 1 < by_length[e].high, "linear in n"
-assert by_world["gather"].low > -0.5, "gather does not fall as 1/p"
-assert parts["gather"].low[1] > 0, "a part of its memory is not divided, whatever p"
+assert by_world["gather"].low > -0.5, "gather falls more slowly than 1/p"
+assert parts["gather"].low[1] > 0, "a part of its memory is not divided among the ranks"
 assert by_length["gather"].low < 1 < by_length["gather"].high
 
 # %% [markdown]
-# `gather` is $O(n)$: in backward a rank holds the keys and values of all others ($2 b$ bytes an element), the gradients
-# of these ($2 a$), and what comes home from $p - 1$ others for its own ($2 a$ each). Per token of the *whole* sequence
-# that is $H_k D\,(2 b + 2 a + 2 a)$ up to a share of $1/p$, whatever $p$. The fit must find it:
+# `gather` is $O(n)$: in backward a rank holds the keys and values of all others ($2 b$ bytes an element), their
+# gradients ($2 a$), and the gradients that $p - 1$ others return for its own keys and values ($2 a$ each). Per token of
+# the *whole* sequence that is $H_k D\,(2 b + 2 a + 2 a)$ up to a share of $1/p$, for every $p$. The fit must find it:
 
 # %%
 constant = 1 * 32 * (2 * 4 + 2 * 4 + 2 * 4)
@@ -236,16 +234,16 @@ assert fit.low[1] < constant < fit.high[1]
 # %% [markdown]
 # ## More ranks than this machine has: simulated, up to 64
 #
-# All ranks live in one process and take turns (`verification.run.simulation.simulation`). Communication buffers are
-# counted by `ring.comm.buffer_memory.measure` and must equal the closed form *to the byte*, on every rank, forward and
-# backward. For `ring` and `direct` live tensors are counted as well, outside the simulated network, which keeps copies
-# of its own. (That network holds on to what `gather` landed until the last rank is through, so for `gather` only the
-# buffers are counted.)
+# All ranks run in one process, one at a time (`verification.run.simulation.simulation`).
+# `ring.comm.buffer_memory.measure` counts the communication buffers, which must equal the closed form *to the byte* on
+# every rank, forward and backward. For `ring` and `direct` live tensors are counted as well, without the copies that
+# the simulated network keeps. (It keeps the messages of `gather` until the last rank has finished, so for `gather` only
+# the buffers are counted.)
 
 
 # %%
-class Aside:
-    """A rank's transport whose own tensors are not counted among the rank's."""
+class Uncounted:
+    """A rank's transport whose own tensors do not count as the rank's."""
 
     def __init__(self, transport: object) -> None:
         self._transport, self.rank, self.world_size = transport, transport.rank, transport.world_size
@@ -264,7 +262,7 @@ class Aside:
             return self._transport.all_gather(payload)
 
     def prepare(self, key: object, outgoing: object) -> None:
-        gc.collect()  # messages of the call before refer to each other, and so to its buffers
+        gc.collect()  # messages of the previous call refer to each other, and so keep its buffers
         self._transport.prepare(key, outgoing)
 
     def empty(self, *arguments: object) -> torch.Tensor:
@@ -292,7 +290,7 @@ def one_rank(transport: object, case: Case, tensors: tuple, live_too: bool) -> t
     meter = Meter(case.head_dim)
     for x in inputs:
         meter.count(x)
-    run = attend(Aside(transport), case, inputs, meter=meter)
+    run = attend(Uncounted(transport), case, inputs, meter=meter)
     return meter.peak, run.buffer_forward, run.buffer_backward
 
 
@@ -307,7 +305,7 @@ def simulated(case: Case, live_too: bool) -> tuple[np.ndarray | None, np.ndarray
 
 
 MANY, TOKENS = ((1, 2, 4, 8, 16, 32, 64) if LONG else (1, 2, 8, 32, 64)), 2**14
-COUNTED = MANY if LONG else (1, 2, 8, 32)  # where live tensors are counted too, which takes time
+COUNTED = MANY if LONG else (1, 2, 8, 32)  # where live tensors are counted too, which is slow
 live, buffers = {}, {}
 for world in MANY:
     for exchange in COLOUR:
@@ -318,7 +316,7 @@ for world in MANY:
         assert np.array_equal(seen_forward, forward) and np.array_equal(seen_backward, backward), "to the byte"
         buffers[exchange, world] = int(seen_backward.max()) / case.tokens
         if seen is not None:
-            assert (terms <= seen).all() and (seen <= terms + 3 * scratch(case)).all()
+            assert (terms <= seen).all() and (seen <= terms + 3 * workspace(case)).all()
             live[exchange, world] = int(seen.max())
 
 # %%
@@ -335,7 +333,7 @@ left.set(
     xlabel="ranks p",
     ylabel="peak per rank (MiB)",
 )
-right.set(title="Buffers are small and bounded, but for gather", xlabel="ranks p", ylabel="buffers per rank (KiB)")
+right.set(title="Buffers are small and bounded, except for gather", xlabel="ranks p", ylabel="buffers per rank (KiB)")
 left.plot([], [], "-", color=BLACK, alpha=0.6, label="closed form")
 for axes in (left, right):
     axes.set_xticks(MANY, [str(w) for w in MANY])
@@ -352,19 +350,21 @@ for exchange in ("ring", "direct"):
     by_part = sum_of({"A": 1 / np.array(COUNTED), "B": np.ones(len(COUNTED))}, [live[exchange, w] for w in COUNTED])
     print(f"        bytes: {by_part}")
     assert fit.high < -0.8
-    assert abs(by_part.coefficients[1]) < 0.02 * by_part.coefficients[0], "what does not fall with p is less than 2 %"
+    assert abs(by_part.coefficients[1]) < 0.02 * by_part.coefficients[0], (
+        "the part that does not fall with p is less than 2 %"
+    )
 assert buffers["gather", 64] > buffers["gather", 2], "gather's buffers do not fall with p"
 assert max(buffers["ring", 64], buffers["direct", 64]) < buffers["gather", 64] / 10
 
 # %% [markdown]
-# Shards are short here. What keeps the slope from $-1$ is the least bucket (32 tokens, whatever the
-# shard), of which a rank has up to five buffers, and the scratch of a call: both are constants, so that longer shards
-# come nearer.
+# Shards are short here. The slope is not quite $-1$ because of two constants: the smallest bucket (32 tokens for shards
+# of any length), of which a rank has up to five buffers, and the workspace of a call. With longer shards it comes
+# closer.
 #
 # ## The bucket
 #
-# The bucket bounds landing buffers, at the price of more messages. Dense attention on 4 simulated ranks, where whole
-# shards travel: buffers grow with the bucket until it holds a shard, then no more. `gather` ignores it.
+# The bucket bounds the receive buffers, at the price of more messages. In dense attention on 4 simulated ranks whole
+# shards travel: buffers grow with the bucket until it holds a shard, and no further. `gather` ignores it.
 
 # %%
 BUCKETS, SHARD = (4, 8, 16, 32, 64, 128), 32
@@ -391,24 +391,24 @@ binary_ticks(axes.xaxis)
 axes.legend()
 plt.show()
 assert by_bucket["ring", 4] * 8 == by_bucket["ring", SHARD], "proportional to the bucket below a shard"
-assert by_bucket["ring", SHARD] == by_bucket["ring", 4 * SHARD], "and no larger than shards beyond"
+assert by_bucket["ring", SHARD] == by_bucket["ring", 4 * SHARD], "and constant beyond a shard"
 assert len({by_bucket["gather", b] for b in BUCKETS}) == 1
 
 # %% [markdown]
-# `direct` joins the messages of several distances into one round where the bucket has room for them: beyond a shard its
-# buffers grow on, to all that a rank needs. That is what it is faster for, and what a bucket larger than the shard
-# costs.
+# `direct` combines the messages of several steps if the bucket has room for them: with a bucket larger than the shard
+# its buffers grow, up to all rows that a rank needs. Fewer, larger messages make it faster; this is their price in
+# memory.
 
 # %%
 assert by_bucket["direct", 4 * SHARD] > by_bucket["direct", SHARD]
 assert by_bucket["direct", SHARD] <= by_bucket["ring", SHARD]
 
 # %% [markdown]
-# ## The longest sequence for a given memory, and which term binds
+# ## The longest sequence for a given memory, and the term that limits it
 #
-# One layer, forward and backward, bf16, 32 query and 8 key/value heads of 128, dense causal in zigzag order; 64 GiB of
-# memory for what is counted here. Every term is linear in the length of a shard, buckets by the budget of `ring.budget`
-# included, up to a constant: two lengths determine it, a third one checks that.
+# One layer, forward and backward, bf16, 32 query and 8 key/value heads of 128, dense causal in zigzag order, and 64 GiB
+# of memory for these terms. Up to a constant every term is linear in the length of a shard, also the buffers, whose
+# bucket `ring.budget` chooses: two lengths determine the line, and a third one checks it.
 
 # %%
 HEADS, KV_HEADS, DIM, MEMORY = 32, 8, 128, 64 * 2**30
@@ -438,10 +438,10 @@ for exchange in COLOUR:
     for world in RANKS:
         short, middle, long = (terms_of(local, world, exchange) for local in (512, 1024, 1536))
         assert np.array_equal(long - middle, middle - short), "linear in the shard"
-        assert (short - (middle - short) < 1e-4 * MEMORY).all(), "and the constant is nothing beside the memory"
+        assert (short - (middle - short) < 1e-4 * MEMORY).all(), "and the constant is negligible"
         per_token[exchange, world] = (middle - short) / 512
 longest = {key: MEMORY / value.sum() * key[1] for key, value in per_token.items()}
-binding = {key: list(TERMS)[int(value.argmax())] for key, value in per_token.items()}
+limiting = {key: list(TERMS)[int(value.argmax())] for key, value in per_token.items()}
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.8))
 for exchange, colour in COLOUR.items():
@@ -458,32 +458,34 @@ for index, (name, colour) in enumerate(TERMS.items()):
     right.bar(range(len(shown)), share, bottom=bottom, color=colour, label=name)
     bottom += share
 right.set_xticks(range(len(shown)), [f"{e}\n{w}" for e, w in shown], fontsize=7)
-right.set(title="What the memory goes to, by exchange and ranks", ylabel="share of the total")
+right.set(title="Share of each term, by exchange and ranks", ylabel="share of the total")
 right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), fontsize=7)
 plt.show()
 for exchange in COLOUR:
-    print(f"{exchange:6} on 64 ranks: {binary(longest[exchange, 64])} tokens; binding: {binding[exchange, 64]}")
+    print(f"{exchange:6} on 64 ranks: {binary(longest[exchange, 64])} tokens; largest term: {limiting[exchange, 64]}")
 
 for exchange in ("ring", "direct"):
     assert longest[exchange, 64] > 0.9 * 32 * longest[exchange, 2], "more ranks, longer sequences, in proportion"
-    assert all("buffers" not in binding[exchange, w] for w in RANKS)
+    assert all("buffers" not in limiting[exchange, w] for w in RANKS)
     assert all(per_token[exchange, w][2] < 0.1 * per_token[exchange, w].sum() for w in RANKS)
 assert longest["gather", 64] < 2 * longest["gather", 8], "8 times the ranks, less than twice the length"
-assert all("buffers" in binding["gather", w] for w in RANKS if w >= 8)
+assert all("buffers" in limiting["gather", w] for w in RANKS if w >= 8)
 
 # %% [markdown]
-# With `ring` and `direct` it is the rank's own data that binds: the inputs, their gradients, and the sums in fp32. The
-# buffers are less than a tenth of all, by the budget of the bucket. With `gather` it is the buffers, from a few ranks
-# on.
+# With `ring` and `direct` the rank's own data is the largest term: the inputs, their gradients, and the sums in fp32.
+# The budget of the bucket keeps the buffers below a tenth of the total. With `gather` the buffers are the largest term
+# from a few ranks on.
 #
-# On GPUs the default bucket is at least 64 Ki tokens, so that shorter shards land whole, and with `direct` several at
-# once. That is a constant, not a share. How much, per rank:
+# On GPUs the default bucket is at least 64 Ki tokens, so that a shorter shard is received whole, and with `direct`
+# several shards at once. This memory is bounded by a constant, which per rank is:
 
 # %%
 bucket = definitions.default_bucket(1024, HEADS, KV_HEADS, 2, "cuda")
 assert bucket == 2**16 > definitions.default_bucket(1024, HEADS, KV_HEADS, 2)
 item, gradient = dense(512, 2).slot_bytes(narrow=True)
-most = (bucket + 1) * KV_HEADS * 3 * (item + gradient)  # two landings, an outbox; the same for gradients, in bf16
+most = (
+    (bucket + 1) * KV_HEADS * 3 * (item + gradient)
+)  # two receive buffers and a send buffer; the same for gradients, in bf16
 for world in (8, 64):
     seen = int(cost.buffers(dense(1536, world), "direct", bucket, narrow=True).backward.max())
     print(f"{world:2} ranks, shards of 1.5 Ki tokens: {seen / MIB:.0f} MiB of at most {most / MIB:.0f}")
@@ -492,8 +494,8 @@ for world in (8, 64):
 # %% [markdown]
 # ## GPUs: recorded peaks
 #
-# What PyTorch's allocator reported at its highest beyond inputs and outputs, on the fullest GPU, beside the closed form
-# for the same call (accumulators and buffers). From `notebooks/data/`; nothing is typed in.
+# The peak that PyTorch's allocator reported beyond inputs and outputs, on the fullest GPU, beside the closed form for
+# the same call (accumulators and buffers). All numbers come from the records in `notebooks/data/`.
 
 # %%
 gpu = [row for row in recorded_rows(method="ring_attention") if row.get("peak_bytes")]
@@ -551,19 +553,19 @@ print(
 )
 
 # %% [markdown]
-# The closed form is what the algorithm needs, not what the allocator is asked for. On GPUs forward holds less of it,
-# since partial results stay in 16 bits until one pass combines them, and no fp32 accumulator exists. Least where one
-# call covers the shard, and its result becomes the output: LongNet at 128 Ki tokens, not at 512 Ki. Backward may hold
-# more: a fused kernel takes memory of its own, fp32 for dq and 16 bits for dk and dv of every query head. From 256 MiB
-# on it is called by groups of heads, so that it takes no more than that, and long shards stay below the closed form.
-# Per token they take least: their buffers have reached the bucket of 64 Ki tokens, and are a constant from there on.
-# (Of three lengths on either side of that bend no exponent can be fitted well: see the intervals.)
+# The closed form counts what the algorithm needs; the allocator's peak differs from it on GPUs. Forward takes less,
+# since partial results stay in 16 bits until one pass combines them, and there is no fp32 accumulator. It takes least
+# if one call covers the shard and its result becomes the output, as for LongNet at 128 Ki tokens, but not at 512 Ki.
+# Backward may take more: a fused kernel allocates memory of its own, fp32 for dq and 16 bits for dk and dv of every
+# query head. If that would exceed 256 MiB, the kernel is called for groups of heads, so long shards stay below the
+# closed form. They also take least per token, since the buffers do not grow beyond the bucket of 64 Ki tokens. (Because
+# of that bend, the exponents fitted above have wide intervals.)
 
 # %% [markdown]
-# The longest shards for which forward and backward succeeded, by doubling from 128 Ki tokens on; peaks here are all
-# that the allocator held, inputs and outputs too. What ended each series is in the record: dense attention was stopped
-# by the clock, LongNet by the GPU's 140 GiB. A shard of one length takes the same memory however many ranks there are:
-# at a fixed length of the sequence, a rank's memory falls as $1/p$.
+# The longest shards for which forward and backward succeeded, doubled from 128 Ki tokens on; these peaks are all that
+# the allocator held, inputs and outputs included. The record says what ended each series: for dense attention the time
+# limit, for LongNet the GPU's 140 GiB. A shard of a given length takes the same memory on any number of ranks: at a
+# fixed length of the sequence, the memory of a rank falls as $1/p$.
 
 # %%
 longest: dict[str, list[dict]] = {}
@@ -576,5 +578,5 @@ for row in recorded_rows(section="reach"):
 assert longest, "no record in notebooks/data has the section reach: scripts/bench_ring.py --section reach makes one"
 for name, rows in longest.items():
     peaks = {row["world"]: row["peak_bytes"] / row["tokens"] for row in rows}
-    print(f"{name}: a token of a shard takes {max(peaks.values()) / min(peaks.values()):.3f} times the least, at most")
+    print(f"{name}: bytes per token, the most over the least: {max(peaks.values()) / min(peaks.values()):.3f}")
     assert len(peaks) < 2 or max(peaks.values()) < 1.05 * min(peaks.values())

@@ -14,17 +14,17 @@
 # ---
 
 # %% [markdown]
-# # What travels, who works, and when the one hides behind the other
+# # Traffic, balance of work, and overlap of the two
 #
-# 1. How many bytes does each rank send, by pattern, layout and exchange; and over which hop?
+# 1. How many bytes does each rank send, by pattern, layout and exchange, and at which hop?
 # 2. Is the work of causal attention balanced between ranks?
-# 3. When is a hop hidden behind the computation? From recorded kernel times; beside what GPUs took.
-# 4. What does that say of many hosts?
+# 3. When does computing hide a hop? A prediction from recorded kernel times, beside what GPUs took.
+# 4. What follows for many hosts?
 #
-# All counts are those of `reference/cost.py`, which knows nothing of the implementation. In `scripts/verify` every
-# example's messages are held against them to the byte; the first cell does so once more.
+# `reference/cost.py` makes all counts, independently of the implementation. `scripts/verify` compares the messages of
+# every example with them to the byte; the first cell does so once more.
 #
-# A *slot* is one key and one value vector of one row and head. A row that is needed through two branches travels twice.
+# A *slot* is one key and one value vector of one row and head. A row that two branches need is sent twice.
 
 # %%
 import os
@@ -81,9 +81,9 @@ def setting(kind: str, n: int, p: int, order: str, heads: int = 32, kv_heads: in
 
 
 # %% [markdown]
-# ## The counts are what is sent
+# ## The counts equal what is sent
 #
-# Simulated ranks run forward and backward, and every message is written down.
+# Simulated ranks run forward and backward, and every message is recorded.
 
 # %%
 checked = 0
@@ -110,13 +110,13 @@ for order in ORDERS:
                         seen[rank, peer] += size
                 assert np.array_equal(seen, expected), (order, kind, exchange, phase)
                 checked += 1
-print(f"{checked} matrices of bytes from rank to rank: all as counted")
+print(f"{checked} matrices of bytes from rank to rank equal the counts")
 
 # %% [markdown]
 # ## Bytes by exchange and layout
 #
-# 8 ranks, 8 Ki tokens, 32 query and 8 key/value heads of 128, bf16, causal. Forward; backward sends the keys and values
-# once more and their gradients back.
+# 8 ranks, 8 Ki tokens, 32 query and 8 key/value heads of 128, bf16, causal, forward. Backward sends the keys and values
+# once more and returns their gradients.
 
 # %%
 RANKS, TOKENS = 8, 8192
@@ -134,8 +134,8 @@ for axes, kind in zip(both, ("dense", "LongNet"), strict=True):
     axes.set_xticks(range(len(ORDERS)), list(ORDERS))
     axes.set(ylabel="sent by a rank in forward (MiB)")
 both[0].plot([], [], "_", color=BLACK, label="the busiest rank")
-both[0].set_title("Dense: the layout decides, and direct sends least")
-both[1].set_title("LongNet: contiguous shards keep it at home")
+both[0].set_title("Dense: the layout matters, and direct sends least")
+both[1].set_title("LongNet: contiguous shards send little")
 figure.legend(*both[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
 plt.show()
 
@@ -150,18 +150,20 @@ for order in ORDERS:
 
 less = total["LongNet", "contiguous", "gather"].sum() / total["LongNet", "contiguous", "direct"].sum()
 more = total["LongNet", "striped", "ring"].sum() / total["LongNet", "striped", "gather"].sum()
-print(f"LongNet: contiguous, direct sends {less:.1f} times less than gather; striped, ring {more:.2f} times as much")
+print(
+    f"LongNet, against gather: contiguous, direct sends {less:.1f} times less; striped, ring {more:.2f} times as much"
+)
 assert less > 5 and more > 1
 
 # %% [markdown]
-# Two things to remember. With dilated patterns contiguous shards keep short segments at home, and only rows of the
-# dilated branches travel. And `ring` can send *more* than the whole of the keys and values: a row that several branches
-# select travels once for each, and in striped order every rank needs it.
+# Two results matter most. With dilated patterns and contiguous shards, a short segment lies within one rank, and only
+# rows of the long branches are sent. And `ring` can send *more* than all keys and values: a row that several branches
+# select is sent once for each of them, and in striped order every rank needs it.
 #
-# ### From whom to whom
+# ### From rank to rank
 #
-# The same as matrices. `direct` sends from the owner; `ring` only to the next rank, so what a far rank needs passes
-# through all in between.
+# The same bytes as matrices. With `direct`, the owner of a row sends it to each rank that needs it; with `ring`, a rank
+# sends to the next rank only, so rows for a distant rank pass through all ranks in between.
 
 # %%
 shown = [
@@ -181,15 +183,16 @@ for kind, order, exchange in shown:
     matrix = total[kind, order, exchange]
     if exchange == "ring":
         assert all(matrix[s, d] == 0 for s in range(RANKS) for d in range(RANKS) if d != (s + 1) % RANKS)
-    elif order == "contiguous":  # causal: only later ranks need anything, and they need whole shards or rows of them
+    elif order == "contiguous":  # causal: only later ranks need rows
         assert (np.tril(matrix) == 0).all() and (matrix[np.triu_indices(RANKS, 1)] > 0).all()
 
 # %% [markdown]
 # ### Hop by hop
 #
-# At hop $t$ of the ring, a rank receives what rank $-t$ sent on its way. The slowest rank sets the pace, so the figure
-# has the fullest message of each hop. Contiguous causal shards have full hops to the end, although half the ranks get
-# nothing; LongNet's hops in contiguous order are light, and lighter with distance.
+# At hop $t$ of the ring, a rank receives rows of the rank $t$ places before it. The slowest rank sets the pace, so the
+# figure shows the largest message of each hop. Dense causal attention over contiguous shards has full messages at every
+# hop, although half the ranks need nothing; LongNet's messages in contiguous order are small, and smaller at later
+# hops.
 
 # %%
 figure, both = plt.subplots(1, 2, figsize=(9.5, 3.3))
@@ -205,7 +208,7 @@ for axes, kind in zip(both, ("dense", "LongNet"), strict=True):
         if (kind, order) == ("LongNet", "contiguous"):
             assert (np.diff(fullest) <= 0).all() and fullest[0] < 0.7 * TOKENS // RANKS * 8 * item / MIB
     axes.set(
-        title="Dense: a whole shard at every hop" if kind == "dense" else "LongNet: contiguous hops are light",
+        title="Dense: a whole shard at every hop" if kind == "dense" else "LongNet: small messages in contiguous order",
         xlabel="hop",
         ylabel="MiB",
     )
@@ -214,10 +217,10 @@ for axes, kind in zip(both, ("dense", "LongNet"), strict=True):
 plt.show()
 
 # %% [markdown]
-# ### Gradients on their way home
+# ### Returned gradients
 #
-# `ring` sums a key's gradients along the way, in fp32. With `direct` they are complete when they leave, and between
-# GPUs they go in the working type: half the bytes.
+# With `ring`, the sums of a key's gradients travel with it, in fp32, and each rank adds its part. With `direct`, each
+# rank returns its complete sum to the owner, and between GPUs it does so in the working type, which is half the bytes.
 
 # %%
 one = setting("dense", TOKENS, RANKS, "zigzag")
@@ -233,9 +236,9 @@ assert back["direct"] == 2 * back["direct between GPUs"] and back["ring"] > back
 # %% [markdown]
 # ## More ranks, as many tokens on each
 #
-# 1 Ki tokens on every rank, so that the sequence grows with $p$. Dense attention sends in proportion to $p$: the work
-# grows as fast, so the balance between the two stays. LongNet's segments grow with the sequence, each branch sees the
-# same number of keys, and one more branch is added for every factor of 4: bytes per rank grow as the logarithm.
+# Every rank has 1 Ki tokens, so the sequence grows with $p$. In dense attention, the bytes per rank grow in proportion
+# to $p$, and so does the work, so their ratio stays. LongNet's segments grow with the sequence, each branch sees the
+# same number of keys, and every factor of 4 adds one branch: bytes per rank grow with the logarithm of $p$.
 
 # %%
 LOCAL, WORLDS = 1024, (4, 16, 64)
@@ -258,7 +261,7 @@ figure, axes = plt.subplots(figsize=(5.5, 3.3))
 for (name, sent), colour in zip(weak.items(), COLOURS, strict=False):
     axes.loglog(WORLDS, np.array(sent) / MIB, "o-", color=colour, label=name)
 axes.set(
-    title=f"{binary(LOCAL)} tokens a rank, direct: dense grows with p, LongNet hardly",
+    title=f"{binary(LOCAL)} tokens a rank, direct: dense grows with p, LongNet slowly",
     xlabel="ranks p",
     ylabel="sent by a rank, mean (MiB)",
 )
@@ -275,10 +278,11 @@ assert (sparse[1:] - sparse[:-1] < 1.5 * sparse[0]).all() and steps[1] < 1.5 * s
 )
 
 # %% [markdown]
-# ## Who works
+# ## Balance of work
 #
-# Pairs of a query and a key that a rank computes, the busiest over the mean. Contiguous: the last rank sees everything,
-# $2 - 1/p$ for long sequences. Zigzag gives each rank an early and a late chunk: exactly 1. Striped: nearly.
+# The figure shows the (query, key) pairs of the busiest rank over the mean. In contiguous order the last rank sees all
+# keys, and the ratio is $2 - 1/p$ for long sequences. Zigzag order gives each rank an early and a late chunk, and the
+# ratio is exactly 1. In striped order it is nearly 1.
 
 # %%
 MANY = (2, 4, 8, 16, 32, 64)
@@ -293,7 +297,7 @@ for axes, kind in zip(both, ("dense", "LongNet"), strict=True):
         xscale="log",
         xlabel="ranks p",
         ylabel="busiest rank over the mean",
-        title="Dense: contiguous wastes half" if kind == "dense" else "LongNet: balanced while shards are long",
+        title="Dense: contiguous order is unbalanced" if kind == "dense" else "LongNet: balanced while shards are long",
     )
     axes.set_xticks(MANY, [str(p) for p in MANY])
     axes.minorticks_off()
@@ -313,21 +317,21 @@ for p in MANY:
 print("LongNet, contiguous:", ", ".join(f"{p} ranks {imbalance['LongNet', 'contiguous', p]:.3f}" for p in MANY))
 
 # %% [markdown]
-# LongNet is the other way round from dense attention: contiguous shards are nearly balanced as long as they are longer
-# than most segments, and they send least. For it there is little reason to leave contiguous order.
+# For LongNet it is the other way round than for dense attention: contiguous shards are nearly balanced as long as they
+# are longer than most segments, and they send least, so there is little reason for another order.
 #
 # ## When is a hop hidden?
 #
-# A rank computes on what has landed while the next message is under way. With $F$ the kernel's rate (FLOP/s), $B$ the
-# link's (byte/s), a hop is hidden if its message takes no longer than the computation beside it:
+# A rank computes on the rows that it has received while the next message is in flight. With the kernel's rate $F$
+# (FLOP/s) and the link's rate $B$ (byte/s), computing hides a hop if the message takes no longer than the computation:
 # $\text{bytes}/B \le \text{FLOPs}/F$. Dense causal attention in zigzag order does $2 D H L^2$ FLOPs at each hop and
 # receives about $2 \cdot \tfrac34 L H_k D\, b$ bytes, so that
 #
 # $$ L \ge \frac34\, b\, \frac{H_k}{H} \cdot \frac{F}{B} . $$
 #
-# What decides is the number of tokens *per rank*, whatever the number of ranks. First the records: what a call sent
-# must be what is counted today, with gradients either in the working type (as `direct` has it between GPUs now) or in
-# fp32 (as it had before).
+# So the number of tokens *per rank* decides, for any number of ranks. First a check of the records: the bytes that a
+# recorded call sent must equal today's counts, with gradients either in the working type (as `direct` sends them
+# between GPUs now) or in fp32 (as it did before).
 
 # %%
 timed = [r for r in recorded_rows(method="ring_attention") if r.get("sent_bytes") is not None and "ms" in r]
@@ -343,14 +347,14 @@ for row in timed:
     assert row["sent_bytes"] in counted.values(), (row["record"], row["tokens"], row["sent_bytes"], counted)
     if row["pass"] != "forward" and counted[True] != counted[False]:
         forms.add((row["record"], "bf16" if row["sent_bytes"] == counted[True] else "fp32"))
-print(f"{len(timed)} rows: the bytes of the busiest rank are as counted")
+print(f"{len(timed)} rows: the bytes of the busiest rank equal the counts")
 for name, form in sorted(forms):
     print(f"  {name} (commit {record(name, ['commit'])['commit'][:7]}): gradients travelled in {form}")
 
 # %% [markdown]
-# Kernel times are measured alone ("kernels alone": the calls of one rank, without exchange and merge). The link's rate
-# is measured by `scripts/validate_nccl.py --json` (its field `links`); where there is no such record, the calls
-# themselves give a lower bound, since all their bytes arrived within their time: $B \ge \text{bytes} / \text{time}$.
+# Kernels are timed by themselves ("kernels alone": the calls of one rank, without exchange and merge). The rate of the
+# links is that of a record of `scripts/validate_nccl.py --json` (its field `links`). Without such a record the calls
+# give a lower bound, since all their bytes arrived within their time: $B \ge \text{bytes} / \text{time}$.
 
 # %%
 LINKS, MADE_BY = "h200x4_links", "torchrun --nproc-per-node=4 scripts/validate_nccl.py --json FILE"
@@ -369,7 +373,7 @@ for row in timed:
     p = row["world"]
     if p == 1 or not row.get("kernels_alone_ms") or row.get("exposed_ms") is None:
         continue
-    # Bytes of one of p - 1 messages beside one of p pieces of the computation.
+    # Bytes of one of p - 1 messages, sent during one of p parts of the computation.
     needs = row["sent_bytes"] / (p - 1) / (row["kernels_alone_ms"] / p) * 1e3
     which = row["pass"].replace("forward+backward", "both") + (", graph" if row["graph"] else "")
     name = f"{p} GPUs, {row['section']} {binary(row['tokens'])}, {which}"
@@ -381,7 +385,7 @@ for row in timed:
     )
 
 # %% [markdown]
-# The rate that a problem needs falls with its length, as the formula has it: FLOPs grow as $L^2$, bytes as $L$.
+# The rate that a problem needs falls with its length, as in the formula: FLOPs grow as $L^2$, bytes as $L$.
 
 # %%
 dense_rows = sorted(
@@ -405,7 +409,7 @@ for tokens, needs in dense_rows:
         f"  {binary(tokens):>6} tokens: needs {needs / 1e9:6.1f} GB/s, by the formula {predicted / tokens / 1e9:6.1f}"
     )
     assert 0.5 < needs / (predicted / tokens) < 2, (
-        "the formula has one kernel rate for all lengths, and the mean of all ranks"
+        "the formula takes one kernel rate for all lengths, and the mean of all ranks"
     )
 
 # %%
@@ -422,7 +426,9 @@ left.axvline(
     linestyle=":" if measured_links is None else "-",
     label="link, measured" if measured_links else "link, at least",
 )
-left.set(title="Dense: above the line, hops are hidden", xlabel="link rate per GPU (GB/s)", ylabel="tokens per GPU")
+left.set(
+    title="Dense: above the line, computing hides the hops", xlabel="link rate per GPU (GB/s)", ylabel="tokens per GPU"
+)
 binary_ticks(left.yaxis)
 left.legend(fontsize=8)
 graphs = [(row, verdict) for row, _, verdict in hidden if row["graph"] and row["record"].startswith("h200x4")]
@@ -438,7 +444,7 @@ right.bar(
 worst = [max(0.0, r["sent_bytes"] / rate * 1e3) / r["ms"] * 100 for r, _ in graphs]
 right.bar(at + 0.2, worst, 0.38, color=ORANGE, label="if nothing were hidden" + ("" if measured_links else ", at most"))
 right.set_xticks(at, labels, fontsize=7)
-right.set(title="What messages add, beside what they could", ylabel="% of the call's time")
+right.set(title="Time that messages add, and could add at most", ylabel="% of the call's time")
 right.legend(fontsize=8)
 plt.show()
 spread = max(
@@ -448,7 +454,7 @@ spread = max(
     if "ms" in kernels and "ms" in silent
     and all(kernels[x] == silent[x] for x in ("record", "section", "tokens", "pass", "graph"))
 )  # fmt: skip
-print(f"spread of the timings: a call that does more than the kernels alone was up to {spread:.1%} faster than they")
+print(f"spread of the timings: a call that does more than the kernels alone was up to {spread:.1%} faster")
 assert spread > 0
 by_problem = {
     (r["section"], r["tokens"], r["pass"], r["graph"]): r for r, _, _ in hidden if r["record"].startswith("h200x4")
@@ -459,17 +465,17 @@ for tokens in (8192, 32768):
 longest = by_problem["dense", 32768, "forward", True]
 print(
     f"dense 32 Ki, forward: messages add {longest['exposed_ms']:.1f} ms; "
-    f"all its bytes need at most {longest['sent_bytes'] / rate * 1e3:.1f} ms"
+    f"at the link's rate, all its bytes take {longest['sent_bytes'] / rate * 1e3:.1f} ms"
 )
 
 # %% [markdown]
-# From 8 Ki tokens a GPU on the prediction is that the links hide, and at 8 Ki messages add little. At 32 Ki they add
-# milliseconds that the prediction does not have. The record does not say why: copies share the memory with the kernels,
-# the clock follows the power, and the timings themselves spread by some percent, as the calls show that do more work
-# than the kernels alone and yet took less time.
+# From 8 Ki tokens a GPU on, the prediction is that computing hides the messages, and at 8 Ki they add little. At 32 Ki
+# they add milliseconds that the prediction does not explain. The record does not show the cause: copies share the
+# memory with the kernels, the clock depends on the power, and the timings vary by some percent, since calls that do
+# more work than the kernels alone sometimes took less time.
 #
-# LongNet's shards send a few MiB for milliseconds of kernels: any link hides them. What its captured calls take beyond
-# the kernels is mostly not the messages. (Calls that are not captured also wait for the host.)
+# LongNet's shards send a few MiB during milliseconds of computing, which any link can do. Most of the time that its
+# captured calls take beyond the kernels is not due to messages. (Calls that are not captured also wait for the host.)
 
 # %%
 sparse_rows = [(row, needs) for row, needs, _ in hidden if row["section"] == "longnet" and row["graph"]]
@@ -489,12 +495,12 @@ lacking = [
 print("not recorded yet:", ", ".join(lacking) or "nothing")
 
 # %% [markdown]
-# ## Beside other ways to share a sequence
+# ## Compared with other ways to share a sequence
 #
 # Efficiency is the time that one GPU takes for the whole sequence, divided by the number of GPUs and by the time that
-# the GPUs take together. Dense causal attention in bf16, forward and backward; every method with the faster of its
-# calls, captured in a CUDA graph or not, and the ring without a graph beside it: there the host decides how long a
-# short call takes.
+# the GPUs take together. The figure shows dense causal attention in bf16, forward and backward. Of every method it
+# shows the faster of two calls, captured in a CUDA graph or not; the ring without a graph stands beside it, since there
+# the host limits how fast a short call is.
 
 # %%
 BESIDE = "h200x2_dense"
@@ -525,8 +531,8 @@ assert all(ours[tokens] >= values[tokens] for values in efficiency.values() for 
 # %% [markdown]
 # ## The same for this machine
 #
-# Two processes, joined by gloo; the fused CPU kernel on one thread. Whatever the numbers: the formula is the same, and
-# the ratio of link to kernel is what matters. (Nothing is asserted of a machine that others may be using.)
+# Two processes, connected by gloo; the fused CPU kernel on one thread. The formula is the same, and only the ratio of
+# the two rates matters. (Other programs may be using this machine, so nothing is asserted of these times.)
 
 # %%
 size = 2**22
@@ -543,19 +549,19 @@ slow_kernel = 4 * 4 * 1024**2 * 64 / min(spent)
 threshold = 0.75 * 4 * slow_kernel / slow_link  # fp32, as many key/value heads as query heads
 print(
     f"gloo {slow_link / 1e9:.2f} GB/s, kernel {slow_kernel / 1e9:.0f} GFLOP/s in fp32: "
-    f"hops are hidden from {threshold:.0f} tokens a rank on"
+    f"computing hides hops from {threshold:.0f} tokens a rank on"
 )
 
 # %% [markdown]
 # ## Many hosts: a projection
 #
-# Hosts of 8 GPUs, ranks in order, one sequence over all of them; 32 Ki tokens a GPU for dense attention, 128 Ki for
-# LongNet; the recorded kernel rates. The links between hosts are not measured here: the figure says what they *must*
-# carry. Per host, in forward: all bytes that leave it, over the time that the kernels take.
+# One sequence over hosts of 8 GPUs, ranks in order, with 32 Ki tokens a GPU for dense attention and 128 Ki for LongNet,
+# at the recorded kernel rates. The links between hosts were not measured: the figure shows the rate that they *must*
+# have, which is all bytes that leave a host in forward, over the time that the kernels take.
 
 # %%
 HOST = 8
-SCALE = 16 if LONG else 64  # counted with so many times fewer tokens and shorter segments: slots go by the length
+SCALE = 16 if LONG else 64  # counts are made for so many times fewer tokens and shorter segments
 
 
 def leaving(matrix: np.ndarray) -> int:
@@ -581,7 +587,7 @@ need = {}
 for kind in rates_of:
     for hosts in HOSTS:
         one = many(kind, HOST * hosts)
-        work = max(cost.flops(one).forward) * SCALE**2  # as long a segment, so many times as many keys for every query
+        work = max(cost.flops(one).forward) * SCALE**2  # pairs grow with the square
         for exchange in ("ring", "direct"):
             need[kind, exchange, hosts] = leaving(cost.sent(one, exchange).forward) * SCALE / (work / rates_of[kind])
 
@@ -597,7 +603,7 @@ for (kind, line), colour in zip((("dense", "-"), ("LongNet", "--")), (BLUE, VERM
         )
 ratio = {h: need["dense", "direct", h] / need["dense", "ring", h] for h in HOSTS}
 axes.set(
-    title=f"Between hosts, dense, 64 GPUs: direct needs {ratio[8]:.1f} times what ring does",
+    title=f"Between hosts, dense, 64 GPUs: direct needs {ratio[8]:.1f} times the rate of ring",
     xlabel="GPUs",
     ylabel="needed out of a host (GB/s)",
 )
@@ -609,9 +615,11 @@ plt.show()
 for key, value in need.items():
     print(f"{key[0]:8} {key[1]:7} {HOST * key[2]:3} GPUs: {value / 1e9:7.2f} GB/s out of each host")
 assert ratio[8] > ratio[4] > ratio[2] > 4
-assert need["dense", "ring", 8] < 1.1 * need["dense", "ring", 2], "with ring, no more hosts need any more"
+assert need["dense", "ring", 8] < 1.1 * need["dense", "ring", 2], (
+    "with ring, the rate does not grow with the number of hosts"
+)
 assert need["LongNet", "ring", 8] < need["LongNet", "direct", 8]
-# That the counts may be scaled: half the scale gives the same.
+# Scaling the counts is legitimate: half the scale gives the same rates.
 if not LONG:
     p, kept = HOST * 2, SCALE
     for kind in rates_of:
@@ -634,8 +642,7 @@ if not LONG:
 
 # %% [markdown]
 # Within a host `direct` sends least. Between hosts it is the other way round: with `ring` only the last GPU of a host
-# sends anything out, each slot once, whereas with `direct` every GPU of every other host fetches its own copy. What a
-# host must send per second stays the same with `ring`, however many hosts there are.
+# sends to another host, each slot once, whereas with `direct` every GPU of every other host fetches its own copy. The
+# rate that a host must send at does not grow with the number of hosts with `ring`.
 #
-# What is missing here: a record of the links between GPUs and between hosts, and runs on more than one host. With those
-# the last figure gets its horizontal line.
+# There is no record yet of links between hosts, or of runs on more than one host.

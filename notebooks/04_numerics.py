@@ -14,18 +14,19 @@
 # ---
 
 # %% [markdown]
-# # Errors: how large, how they grow, and what makes them worse
+# # Rounding errors: their size, their growth, and what makes them worse
 #
-# The oracle is fp64 throughout (`reference/oracle.py`); bounds are derived, not tuned (`reference/bounds.py`).
-# Here:
+# The oracle computes in fp64 throughout (`reference/oracle.py`); bounds are derived, not tuned (`reference/bounds.py`).
+# This notebook shows:
 #
-# 1. errors seen beside their bounds, by length, number of ranks, type and size of the scores;
-# 2. why 16-bit attention overflows, and what $-\infty$ does;
-# 3. what three well-known defects cost: an accumulator in 16 bits, a plain average of partial results, a backward pass
-#    with the lse of the partial result;
+# 1. measured errors beside their bounds, by length, number of ranks, type and size of the scores;
+# 2. why 16-bit attention overflows, and how to handle $-\infty$;
+# 3. the effect of three well-known defects: an accumulator in 16 bits, a plain average of partial results, a backward
+#    pass with the lse of the partial result;
 # 4. gradients with the mixture's weights attached and detached.
 #
-# All ranks are simulated (`verification.run.simulation.simulation`); the arithmetic is that of real ones, on the CPU.
+# All ranks are simulated (`verification.run.simulation.simulation`); their arithmetic is the same as that of real ranks
+# on the CPU.
 
 # %%
 import os
@@ -66,7 +67,7 @@ PLAIN = Case(
 
 
 def results(case: Case) -> tuple[dict[str, np.ndarray], Expectation]:
-    """What simulated ranks gave, whole tensors by name (out, lse, dq, dk, dv); and what is exact, with bounds."""
+    """The results of simulated ranks, whole tensors by name (out, lse, dq, dk, dv); and exact values with bounds."""
     seen = Simulation(case.world, seed=1).run(lambda transport: observe(transport, case, None, False))
     return {name: assemble(case, seen, name) for name in QUANTITIES}, expect(case)
 
@@ -85,8 +86,8 @@ def errors(case: Case) -> dict[str, tuple[float, float, float]]:
 # %% [markdown]
 # ## By length and type
 #
-# 4 ranks, dense causal, normal inputs. Dots are the largest error seen, lines the largest bound. That no error passes
-# its own bound is asserted of every entry of every tensor in this notebook.
+# 4 ranks, dense causal, normal inputs. Dots are the largest measured error, lines the largest bound. For every entry of
+# every tensor in this notebook, an assertion checks that the error is within its own bound.
 
 # %%
 LENGTHS = [32, 64, 128, 256, 512, *([1024, 2048, 4096] if LONG else [])]
@@ -99,7 +100,7 @@ for axes, name in zip(both, ("out", "dk"), strict=True):
     axes.plot([], [], "-", color=BLACK, alpha=0.6, label="bound")
     axes.set(xlabel="sequence length n (tokens)", ylabel=f"largest error of {name}")
     binary_ticks(axes.xaxis)
-both[0].set_title("Errors hardly grow with n; bounds, which suppose the worst, do")
+both[0].set_title("Errors hardly grow with n; worst-case bounds do")
 both[1].set_title("Gradients of keys: sums over n rows")
 both[0].legend(fontsize=7, ncols=2)
 plt.show()
@@ -108,12 +109,12 @@ for name in ("out", "lse", "dk"):
     seen = power_law(LENGTHS, [by_length["float32", n][name][0] for n in LENGTHS])
     bound = power_law(LENGTHS, [by_length["float32", n][name][1] for n in LENGTHS])
     print(f"float32 {name:3}: error {seen};  bound {bound}")
-    assert seen.exponent < bound.exponent, "the worst case grows faster than what happens"
+    assert seen.exponent < bound.exponent, "the worst case grows faster than the measured error"
     assert bound.high < 1.1, "the bound grows no faster than n"
 
 # %% [markdown]
-# In 16 bits the error is that of rounding the exact result once, at the end: everything before happens in fp32. So it
-# cannot grow with $n$. The cell rounds the oracle's output to the type and compares the largest errors.
+# In 16 bits the error is that of rounding the exact result once, at the end, since everything before is computed in
+# fp32. So it does not grow with $n$. The cell rounds the oracle's output to the type and compares the largest errors.
 
 # %%
 for dtype in ("bfloat16", "float16"):
@@ -124,15 +125,15 @@ for dtype in ("bfloat16", "float16"):
             exact = expected.exact[name]
             rounded = torch.from_numpy(exact).to(case.torch_dtype).double().numpy()
             ratio = np.abs(seen[name] - exact).max() / np.abs(rounded - exact).max()
-            # dk and dq are made with the output as it was rounded, so some of its rounding comes in.
+            # Backward computes dq and dk from the rounded output, so its rounding contributes.
             assert ratio < (1.01 if name in ("out", "dv") else 3), (dtype, n, name, ratio)
             print(f"{dtype:8} n = {n:5} {name:3}: largest error is {ratio:.3f} times that of one rounding")
 
 # %% [markdown]
 # ## By number of ranks
 #
-# More ranks are more partial results to merge: $p$ merges in a row. The weights of a merge add up to 1, so a merge
-# cannot enlarge the errors before it. The bound grows with $p$; the errors do not.
+# With more ranks there are more partial results to merge: $p$ merges one after another. The weights of a merge add up
+# to 1, so it does not enlarge earlier errors. The bound grows with $p$; the errors do not.
 
 # %%
 WORLDS = (1, 2, 4, 8, 16, 32, 64)
@@ -163,10 +164,10 @@ assert fit.high < 0.2
 # %% [markdown]
 # ## By the size of the scores
 #
-# The queries are multiplied by a factor. A score's rounding error is relative to the *products* that make it up, so it
-# grows with the factor, and the exponential turns an absolute error of a score into a relative one of a weight. So does
-# the error of the lse. Once scores are so large that the softmax is a maximum, most outputs are exact, and what remains
-# are near ties.
+# The queries are multiplied by a factor. The rounding error of a score is relative to the *products* that it sums, so
+# it grows with the factor; the exponential turns this absolute error of a score into a relative error of a weight. The
+# error of the lse grows likewise. If scores are so large that the softmax is a maximum, most outputs are exact, and
+# errors remain in near ties only.
 
 # %%
 FACTORS = [0.25, 1, 4, 16, 64, 256]
@@ -176,7 +177,9 @@ by_factor = {
 figure, both = plt.subplots(1, 2, figsize=(9.5, 3.5))
 for axes, name in zip(both, ("lse", "out"), strict=True):
     for dtype, colour in (("float32", BLUE), ("bfloat16", VERMILLION)):
-        axes.loglog(FACTORS, [by_factor[dtype, f][name][0] for f in FACTORS], "o", color=colour, label=f"{dtype}, seen")
+        axes.loglog(
+            FACTORS, [by_factor[dtype, f][name][0] for f in FACTORS], "o", color=colour, label=f"{dtype}, measured"
+        )
         axes.loglog(
             FACTORS,
             [by_factor[dtype, f][name][1] for f in FACTORS],
@@ -186,31 +189,29 @@ for axes, name in zip(both, ("lse", "out"), strict=True):
             label=f"{dtype}, bound",
         )
     axes.set(xlabel="factor on the queries", ylabel=f"largest error of {name}")
-both[0].set_title("lse: in proportion to the scores, fp32 in either type")
-both[1].set_title("out: in 16 bits the last rounding hides it")
+both[0].set_title("lse: in proportion to the scores, fp32 for both types")
+both[1].set_title("out: in 16 bits the last rounding dominates")
 both[0].legend(fontsize=7)
 plt.show()
 large = [f for f in FACTORS if f >= 4]
 fit = power_law(large, [by_factor["float32", f]["lse"][0] for f in large])
 print("float32, lse, error by factor from 4 on:", fit)
 assert abs(fit.exponent - 1) < 0.15 and fit.low < 1 < fit.high
-assert by_factor["bfloat16", 256]["lse"][0] < 10 * by_factor["float32", 256]["lse"][0], (
-    "lse is fp32 whatever the inputs"
-)
+assert by_factor["bfloat16", 256]["lse"][0] < 10 * by_factor["float32", 256]["lse"][0], "lse is fp32 for all inputs"
 assert by_factor["bfloat16", 256]["out"][0] < 3 * by_factor["bfloat16", 0.25]["out"][0]
 
 # %% [markdown]
 # ## Why 16 bits overflow
 #
-# The largest number of fp16 is 65504. Of what early experiments reported as "fp16 fails beyond 1024 tokens", the code
-# is not here, so that which of the following it was is not said; each of them is enough. All start from the *same* fp16
-# inputs, on which the ring stays finite and within its bounds.
+# The largest number of fp16 is 65504. Early experiments reported that "fp16 fails beyond 1024 tokens"; their code is
+# not available, so the cause is not known. Each of the following effects suffices. The ring stays finite and within its
+# bounds on fp16 inputs with such scores.
 #
-# **Sums of exponentials.** Without the maximum subtracted, a row's denominator is $\sum_j e^{s_j}$. For normal scores
-# of standard deviation $\sigma$ its mean is $n\, e^{\sigma^2/2}$, which passes 65504 at $n = 65504\, e^{-\sigma^2/2}$:
-# length alone does it, and sooner the larger the scores.
+# **Sums of exponentials.** If the maximum is not subtracted, a row's denominator is $\sum_j e^{s_j}$. For normal scores
+# of standard deviation $\sigma$ its mean is $n\, e^{\sigma^2/2}$, which exceeds 65504 from $n = 65504\,
+# e^{-\sigma^2/2}$ on: length alone overflows, and sooner for larger scores.
 #
-# **Raw products.** $q \cdot k$ before the scale is applied is $\sqrt D$ times larger than the score.
+# **Raw products.** $q \cdot k$, before the scale is applied, is $\sqrt D$ times larger than the score.
 
 # %%
 SIGMAS = (2.0, 2.5, 3.0)
@@ -241,7 +242,7 @@ for sigma in SIGMAS:
     assert share[sigma, lengths[0]] < 0.1
     assert all(share[sigma, n] > 0.5 for n in lengths if n > 2 * where)
     assert all(share[sigma, n] < 0.5 for n in lengths if n < where / 2)
-assert share[3.0, 1024] > 0.5 > share[3.0, 512], "at a deviation of 3 it is between 512 and 1024 tokens"
+assert share[3.0, 1024] > 0.5 > share[3.0, 512], "at a deviation of 3, rows overflow between 512 and 1024 tokens"
 
 # Raw products: inputs of growing size, head dim 128, in fp16; NaN where +inf meets +inf in the softmax.
 sizes = (8.0, 16.0, 32.0, 64.0)
@@ -259,7 +260,7 @@ for size in sizes:
 right.plot([s * s for s in sizes], [x * 100 for x in naive], "o-", color=VERMILLION, label="products kept in fp16")
 right.plot([s * s for s in sizes], [0 for _ in sizes], "s-", color=BLUE, label="ring: scores in fp32")
 right.set(
-    title="Products beyond 65504 make NaN of whole rows",
+    title="Products beyond 65504 turn whole rows into NaN",
     xlabel="mean size of |q||k| / D",
     ylabel="rows with NaN (%)",
     xscale="log",
@@ -278,8 +279,8 @@ print(
 )
 
 # %% [markdown]
-# **Sums that stall.** In 16 bits a running sum stops growing long before it overflows: once it is $2/u$ times the
-# summand, adding it changes nothing. Probabilities that add up to 1, in 16 bits:
+# **Sums that stop growing.** In 16 bits a running sum stops growing long before it overflows: once it is $1/u$ times
+# the summand, adding that changes nothing. Here are probabilities that add up to 1, added in 16 bits:
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3.2))
@@ -297,7 +298,7 @@ for dtype, colour in (("bfloat16", VERMILLION), ("float16", GREEN)):
         assert total == min(1.0, 2 ** round(np.log2(1 / UNIT[dtype])) / n), (dtype, n, total)
 axes.plot([], [], ":", color=BLACK, label="1 / u of the type")
 axes.set(
-    title="n weights of 1/n, added one by one in 16 bits: beyond 1/u they vanish",
+    title="n weights of 1/n, added one by one in 16 bits: beyond 1/u they are lost",
     xlabel="n",
     ylabel="their sum (exactly 1)",
 )
@@ -305,11 +306,10 @@ axes.legend()
 plt.show()
 
 # %% [markdown]
-# ## What $-\infty$ does
+# ## How to handle $-\infty$
 #
-# A row that has seen nothing has lse $-\infty$. $e^{-\infty} = 0$ is what is wanted, but $-\infty - (-\infty)$ is NaN,
-# and so is the derivative of a maximum over nothing. Four ways to merge two partial results, and what becomes of four
-# pairs:
+# A row that has seen no key has lse $-\infty$. Its weight $e^{-\infty} = 0$ is right, but $-\infty - (-\infty)$ is NaN.
+# The cell merges four pairs of partial results in four ways:
 
 
 # %%
@@ -355,13 +355,13 @@ for way in (relative_to_the_maximum, by_sigmoid, minus_1e8_for_nothing, as_here)
 assert all(table[as_here, name] for name in PAIRS)
 assert not table[relative_to_the_maximum, "nothing twice"] and not table[by_sigmoid, "nothing twice"]
 assert not table[minus_1e8_for_nothing, "nothing twice"], (
-    "a number instead of -inf: lse is -1e8, and 'nothing' cannot be told"
+    "lse is -1e8 instead of -inf, so 'nothing' cannot be recognised"
 )
 assert all(table[way, "both have keys"] for way in (relative_to_the_maximum, by_sigmoid, minus_1e8_for_nothing))
 
 # %% [markdown]
-# A finite number for hidden *scores* fails earlier: with $-10^4$ instead of $-\infty$, a row whose real scores lie
-# below attends to what is hidden. The ring is exact there:
+# A finite number for masked *scores* fails earlier: with $-10^4$ instead of $-\infty$, a row whose real scores are
+# lower attends to masked keys. The ring is exact there:
 
 # %%
 q = torch.full((1, 4, 1, 2), -200.0)
@@ -385,9 +385,9 @@ assert torch.allclose(seen.double(), exact) and not torch.allclose(sentinel[0].d
 # %% [markdown]
 # ## Three defects, planted in the ring
 #
-# Each replaces one function of `ring/` while the simulated ranks run; `verification/mutants` has these and 185 more.
+# Each replaces one function of `ring/` while the simulated ranks run; `verification/mutants` has these and many more.
 #
-# * **Accumulator in 16 bits**: the running output is rounded to bf16 at every merge (inputs are bf16 anyway).
+# * **Accumulator in 16 bits**: the running output is rounded to bf16 at every merge (the inputs are bf16 too).
 # * **Plain average**: two partial results are averaged as if both had seen the same keys.
 # * **lse of the partial result**: backward recomputes probabilities with the tile's own lse instead of the global one.
 
@@ -424,7 +424,7 @@ def planted(defect: str, case: Case) -> tuple[dict[str, np.ndarray], Expectation
         return results(case)
 
 
-# One partial result for each shard: the bucket holds the sequence. (By default a rank cuts its own shard as well.)
+# The bucket holds the sequence, so there is one partial result for each shard. (By default a rank divides its own too.)
 HALF, FEW = replace(PLAIN, dtype="bfloat16", exchange="ring", bucket=256), WORLDS[:-1]  # up to 32
 largest, rms, shows = {}, {}, {defect: [] for defect in DEFECTS}
 for defect in DEFECTS:
@@ -433,7 +433,7 @@ for defect in DEFECTS:
         wrong = {name: np.abs(seen[name] - expected.exact[name]) for name in QUANTITIES}
         largest[defect, p] = {name: float(error.max()) for name, error in wrong.items()}
         rms[defect, p] = float(np.sqrt(np.mean(wrong["out"] ** 2)))
-        if any((wrong[name] > expected.bound[name]).any() for name in QUANTITIES):  # what scripts/verify looks at
+        if any((wrong[name] > expected.bound[name]).any() for name in QUANTITIES):  # what scripts/verify checks
             shows[defect].append(p)
         if defect == "none":
             largest["bound", p] = {name: float(expected.bound[name].max()) for name in QUANTITIES}
@@ -446,25 +446,23 @@ for axes, name in zip(both, ("out", "dq"), strict=True):
     axes.set_xticks(FEW, [str(p) for p in FEW])
     axes.minorticks_off()
 both[0].set_title("bf16: a plain average is wrong in forward")
-both[1].set_title("The lse of the partial result, only in backward")
+both[1].set_title("The lse of the partial result is wrong in backward only")
 both[1].legend(fontsize=7)
 plt.show()
 
 assert largest["plain average", 2]["out"] > 10 * largest["none", 2]["out"]
 assert largest["lse of the partial", 2]["dq"] > 10 * largest["none", 2]["dq"]
 assert largest["lse of the partial", 2]["out"] == largest["none", 2]["out"], "forward is right: only gradients show it"
-assert largest["accumulator in 16 bits", 32]["out"] < 2 * largest["none", 32]["out"], (
-    "the largest error hardly shows it"
-)
+assert largest["accumulator in 16 bits", 32]["out"] < 2 * largest["none", 32]["out"], "the largest error hardly changes"
 for defect, worlds in shows.items():
-    print(f"{defect:24} beyond its bound on {worlds or 'no'} ranks")
+    print(f"{defect:24} exceeds a bound on {worlds or 'no'} ranks")
 assert shows["none"] == [] and shows["plain average"] == shows["lse of the partial"] == [p for p in FEW if p > 1]
 assert set(shows["accumulator in 16 bits"]) >= {8, 16, 32}
 
 # %% [markdown]
-# The 16-bit accumulator is the quiet one: its largest error hardly differs from that of the last rounding, and only a
-# bound for each single entry tells the two apart. Its error grows with the number of merges, that of the ring does not.
-# Typical errors (root mean square over all outputs) show it best:
+# The 16-bit accumulator is the hardest to notice: its largest error hardly differs from that of the last rounding, and
+# only a bound for each entry tells the two apart. Its error grows with the number of merges; that of the ring does not.
+# The root mean square error over all outputs shows it best:
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3.3))
@@ -477,7 +475,7 @@ for defect in ("none", "accumulator in 16 bits"):
         label="fp32 accumulator" if defect == "none" else defect,
     )
 axes.set(
-    title="bf16: only with a 16-bit accumulator more ranks are worse",
+    title="bf16: errors grow with the ranks only with a 16-bit accumulator",
     xlabel="ranks p",
     ylabel="root mean square error of out",
 )
@@ -495,9 +493,9 @@ assert all(
 # %% [markdown]
 # ### Where the errors are
 #
-# Error of each row, on 4 ranks, fp32. A plain average is right on the first shard, which merges nothing, and the more
-# wrong the more shards a row has seen. With the lse of the partial result every rank but the first is wrong: it counts
-# each shard's probabilities as if they alone added up to 1.
+# The error of each row, on 4 ranks, in fp32. A plain average is right on the first shard, which merges nothing, and
+# wrong on all later ones. With the lse of the partial result, every rank but the first is wrong: it treats each shard's
+# probabilities as if they added up to 1 by themselves.
 
 # %%
 case = replace(HALF, dtype="float32", heads=1, kv_heads=1)
@@ -515,7 +513,7 @@ for defect, label in (
 for cut in (64, 128, 192):
     axes.axvline(cut - 0.5, color=BLACK, linewidth=0.6, linestyle=":")
 axes.set(
-    title="4 shards: both defects start where the second shard does",
+    title="4 shards: both defects begin with the second shard",
     xlabel="row (dotted: where shards begin)",
     ylabel="largest error of the row",
 )
@@ -526,15 +524,15 @@ for defect in ("plain average", "lse of the partial"):
 assert pictures["none"].max() < 1e-5
 
 # %% [markdown]
-# A plain average is only exact where both sides have the same denominator. How wrong it is depends on how uneven the
-# shards are: rank 1's first row weighs 64 keys of shard 0 like its own single key.
+# A plain average is exact only where both sides have the same denominator. The first row of rank 1, for example, gives
+# 64 keys of shard 0 together the same weight as its own single key.
 #
 # ## Attached and detached weights
 #
-# LongNet mixes branches by their shares of the softmax denominator. torchscale takes these shares for constants in
-# backward (detached); this project differentiates them (attached), so that the gradient is that of the function that is
-# computed. $dV$ is the same: only $dS$ differs, by $D_b$ of each branch instead of the whole's $D$. Finite differences
-# of the oracle decide which is the gradient.
+# LongNet mixes branches by their shares of the softmax denominator. torchscale treats these shares as constants in
+# backward (detached); this project differentiates them (attached), so that the result is the gradient of the function
+# that is computed. $dV$ is the same: only $dS$ differs, since it uses the $D_b$ of each branch instead of the $D$ of
+# the whole. Finite differences of the oracle show which one is the gradient.
 
 
 # %%
@@ -549,7 +547,7 @@ def tensors(factor: float) -> tuple[torch.Tensor, ...]:
 
 
 def difference(pattern: Pattern, factor: float) -> tuple[float, float]:
-    """Of dq and dk: relative size of what detaching changes; cosine between the two gradients of q."""
+    """Detaching the weights: the relative change of dq, and the cosine between the two dq."""
     q, k, v, dout = tensors(factor)
     attached, detached = (gradients(q, k, v, pattern, dout, weights=w) for w in ("attached", "detached"))
     assert torch.allclose(attached[2], detached[2], rtol=1e-12, atol=1e-14), "dv"
@@ -586,7 +584,7 @@ left.set(
     xlabel="factor on the queries",
     ylabel="|attached - detached| / |attached| (%)",
 )
-right.set(title="and turns it away from the gradient", xlabel="factor on the queries", ylabel="cosine between the two")
+right.set(title="and changes its direction", xlabel="factor on the queries", ylabel="cosine between the two")
 for axes in (left, right):
     axes.set_xticks(SIZES, [f"{f:g}" for f in SIZES])
     axes.minorticks_off()
@@ -598,5 +596,5 @@ assert all(by_count[c, 1.0][0] < by_count[c + 1, 1.0][0] for c in COUNTS[:-1]), 
 print("three branches, factor 1: dq differs by {:.0%}, cosine {:.3f}".format(*by_count[3, 1.0]))
 
 # %% [markdown]
-# The output and the gradient of the values are the same either way; a model trained with detached weights follows a
-# direction a few degrees off the gradient of what it computes. Where there is one branch, there is no difference.
+# The output and the gradient of the values are the same either way. A model trained with detached weights follows a
+# direction that differs from the gradient of what it computes. With a single branch there is no difference.

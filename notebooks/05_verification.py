@@ -16,13 +16,13 @@
 # %% [markdown]
 # # How a defect is found
 #
-# The verification knows no defect. It draws a *Case* (sizes, pattern, layout, exchange, dtype, numbers), runs it on
-# ranks, and compares all that the ranks answer with a dense oracle in fp64, within bounds that are derived. What fails
-# is shrunk to the smallest Case that fails alike, and that one is kept.
+# The verification does not know the defects. It draws a *Case* (sizes, pattern, layout, exchange, dtype, numbers), runs
+# it on ranks, and compares all results with a dense oracle in fp64, within derived bounds. If the Case fails, it is
+# shrunk to the smallest Case that fails in the same way, and that one is saved.
 #
 # 1. One defect is planted, found, shrunk, saved and replayed, step by step.
-# 2. What the drawn Cases reach.
-# 3. How many examples each seeded defect takes.
+# 2. Which features the drawn Cases cover.
+# 3. How many examples it takes to find each seeded defect.
 #
 # `NOTEBOOKS_LONG=1` looks for more defects with more seeds.
 
@@ -68,8 +68,8 @@ def silent() -> Report:
 # %% [markdown]
 # ## 1. One defect, from planting to replay
 #
-# A seeded defect is a replacement of text in the source. This one counts the dilated grid in rows of the shard where
-# it must count positions of the sequence. Every rank alone looks right: each takes every $r$-th row.
+# A seeded defect replaces text in the source. This one counts the dilated grid in rows of the shard instead of
+# positions of the sequence. Each rank by itself looks right, since it takes every $r$-th row.
 
 # %%
 defect = by_name("phase-from-local-rows")
@@ -78,10 +78,11 @@ print(defect.about, edit.file, "", sep="\n")
 print(*difflib.ndiff(edit.was.splitlines(), edit.becomes.splitlines()), sep="\n")
 
 # %% [markdown]
-# **Plant.** The defect is brought into the ranks' processes, never into this one. The ranks are simulated.
+# **Plant.** The defect is planted in the processes of the ranks, never in this one. The ranks are simulated.
 #
 # **Find and shrink.** `Search` lets Hypothesis draw Cases and checks each. After the first failure, it draws smaller
-# Cases around it and keeps the smallest that breaks the same property in the same way. We look over its shoulder.
+# Cases similar to it and keeps the smallest one that breaks the same property in the same way. The cell records every
+# Case that is checked.
 
 # %%
 planted = preparation(defect)
@@ -89,7 +90,7 @@ looked: list[tuple[Case, VerificationFailure | None]] = []
 
 
 def look(backend, case):
-    """The check of an ordinary example; what came out is noted."""
+    """The check of an ordinary example; the outcome is recorded."""
     try:
         ratios = EXAMPLES.check(backend, case)
     except VerificationFailure as failure:
@@ -110,7 +111,7 @@ print(f"failed: example {first + 1}; then {len(looked) - first - 1} smaller Case
 
 
 # %% [markdown]
-# The size of a Case: how many numbers its queries have, times its branches.
+# As the size of a Case we take the numbers in its queries, times its branches.
 
 
 # %%
@@ -132,10 +133,9 @@ plt.show()
 assert size(smallest) < size(case) and size(smallest) == min(s for _, s in failed)
 
 # %% [markdown]
-# **The smallest Case.** What has no part in the failure is at its simplest value: one batch, one head of one number,
-# one branch over the whole sequence, contiguous order, exchange `ring`, fp32. What is left is what the defect needs:
-# two ranks with a token each, and a dilation. (Shrinking ends where no step makes the Case simpler. The kernel may
-# stay at `flash`: it takes one choice less, since it has no gradient through lse.)
+# **The smallest Case.** Every field that does not matter for the failure has its simplest value: one batch, one head of
+# dimension one, one branch over the whole sequence, contiguous order, exchange `ring`, fp32. What remains is needed for
+# the defect: two ranks with a token each, and a dilation. (Shrinking ends when no step makes the Case simpler.)
 
 # %%
 before, after = (json.loads(c.to_json()) for c in (case, smallest))
@@ -150,9 +150,9 @@ assert (smallest.tokens, smallest.world, smallest.batch, smallest.heads, smalles
 assert (branch.segment_length, branch.dilation_rate, branch.offset) == (None, 2, 0)
 
 # %% [markdown]
-# Which token answered wrongly, and what did it see? Token 1 lies off the grid $0, 2, 4, \dots$ and must see nothing:
-# output exactly 0, lse $-\infty$. On its rank it is row 0, and the defect takes it for a token on the grid. So both
-# tokens see both, and what comes out is dense attention.
+# Which token is wrong, and what did it see? Token 1 is not on the grid $0, 2, 4, \dots$ and must see nothing: its
+# output must be exactly 0 and its lse $-\infty$. On its rank it is row 0, so the defect treats it as a token on the
+# grid. Both tokens then see both, and the result is dense attention.
 
 # %%
 q, k, v, _, _ = smallest.tensors()
@@ -180,8 +180,9 @@ assert (right[:3, :3] == wrong[:3, :3]).all() and (right[3:6, 3:6] != wrong[3:6,
 # Blue: the key is seen. The lines are the cuts between four ranks. Among the tokens of rank 0 both patterns agree;
 # among those of rank 1 they do not.
 #
-# **Save and replay.** The Case is the whole report: a file of JSON, from which any process makes the same tensors.
-# With the defect it fails again, on simulated ranks as on real processes joined by gloo; without the defect it holds.
+# **Save and replay.** The Case is all that is needed: a JSON file, from which any process makes the same tensors. With
+# the defect it fails again, both on simulated ranks and on real processes that gloo connects; without the defect it
+# holds.
 
 # %%
 with tempfile.TemporaryDirectory() as folder:
@@ -200,19 +201,19 @@ assert {key: len(failures) for key, failures in replays.items()} == {
 assert {failures[0].broken for failures in replays.values() if failures} == {saved.broken}
 
 # %% [markdown]
-# ## 2. What the strategies cover
+# ## 2. What the drawn Cases cover
 #
-# `verification/report/coverage.py` names features of a Case and tells from the Case, by definition, whether it has
-# them. Here are as many plain Cases as `scripts/verify` draws in its quick profile, by the same strategies, and those
-# of the law about longer shards, with nothing run on them. All but one of the features are reached by plain Cases; a
-# default bucket that is more than the least one takes the longer shards of that law.
+# `verification/report/coverage.py` names features of a Case and decides from the Case alone whether it has them. The
+# cell draws as many plain Cases as `scripts/verify` does in its quick profile, with the same strategies, and the Cases
+# of the law about longer shards, without running them. Plain Cases cover all features but one: a default bucket above
+# its minimum needs the longer shards of that law.
 
 # %%
 plan = Plan(WORLDS, PROFILES["quick"], None, 0, "sim", Path())
 
 
 def drawn(experiment, world: int, examples: int, seed: str) -> list[Case]:
-    """The Cases that a run would draw on that world size."""
+    """The Cases that a run draws on that world size."""
     cases: list[Case] = []
 
     def only_note(_, subject):
@@ -234,22 +235,22 @@ for world in WORLDS:
 every = [c for cases in by_world.values() for c in cases]
 
 
-def reach(cases) -> dict[str, int]:
+def covered(cases) -> dict[str, int]:
     counted = Coverage()
     for c in cases:
         counted.add(c)
     return counted.to_dict()
 
 
-reached = {world: reach(cases) for world, cases in by_world.items()}
-total = {name: sum(counts[name] for counts in reached.values()) for name in FEATURES}
-print(f"{len(every)} Cases; of {len(FEATURES)} features reached: {sum(count > 0 for count in total.values())}")
+coverage = {world: covered(cases) for world, cases in by_world.items()}
+total = {name: sum(counts[name] for counts in coverage.values()) for name in FEATURES}
+print(f"{len(every)} Cases; they cover {sum(count > 0 for count in total.values())} of {len(FEATURES)} features")
 rarest = sorted(total, key=total.__getitem__)[:5]
 print("rarest:", ", ".join(f"{name} ({total[name]})" for name in rarest))
-assert all(total.values()), "a feature that nothing reaches"
-plain = reach(c for world in WORLDS for c in by_world[world][: plan.examples_for(world)])
+assert all(total.values()), "no Case has this feature"
+plain = covered(c for world in WORLDS for c in by_world[world][: plan.examples_for(world)])
 assert [name for name, count in plain.items() if not count] == ["default bucket beyond the least"]
-assert all(reached[1][name] == 0 for name in ("subgroup", "empty shard", "uneven cuts", "segment on several ranks"))
+assert all(coverage[1][name] == 0 for name in ("subgroup", "empty shard", "uneven cuts", "segment on several ranks"))
 
 # %%
 names = sorted(total, key=total.__getitem__)
@@ -260,20 +261,20 @@ for axes, part in zip(sides, (names[half:], names[:half]), strict=True):
     axes.hlines(range(len(part)), 0.1, shares, color=SKY, linewidth=1)
     axes.plot(shares, range(len(part)), "o", color=BLUE, label="all world sizes")
     for world, colour, marker in ((1, ORANGE, "v"), (8, GREEN, "^")):
-        counts = [100 * reached[world][name] / len(by_world[world]) or np.nan for name in part]
+        counts = [100 * coverage[world][name] / len(by_world[world]) or np.nan for name in part]
         axes.plot(
             counts, range(len(part)), marker, color=colour, label=f"{world} rank{'s' * (world > 1)}", markersize=3
         )
     axes.set(xscale="log", xlabel="share of Cases (%)", xlim=(0.1, 100), ylim=(-0.6, len(part) - 0.4))
     axes.set_yticks(range(len(part)), part, fontsize=7)
 figure.legend(*sides[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-figure.suptitle("Most features are in more than a tenth of the Cases; some need more ranks than one", fontsize=10)
+figure.suptitle("More than a tenth of the Cases have most features; some need several ranks", fontsize=10)
 plt.show()
 assert np.mean([count >= len(every) / 10 for count in total.values()]) > 0.5
 
 # %% [markdown]
-# A feature that is in a share $s$ of Cases is missed by $n$ of them with probability $(1-s)^n$. The curve shows how
-# many features have been met after so many plain Cases, in the order in which they were drawn on 4 ranks.
+# If a share $s$ of Cases has a feature, $n$ Cases miss it with probability $(1-s)^n$. The curve shows how many features
+# the first plain Cases cover, in the order in which they were drawn on 4 ranks.
 
 # %%
 figure, axes = plt.subplots()
@@ -285,16 +286,16 @@ for colour, seed in zip((BLUE, VERMILLION, GREEN), ("1", "2", "3"), strict=True)
     after_200.append(met[199])
     axes.step(range(1, len(met) + 1), met, where="post", color=colour, label=f"seed {seed}")
 axes.axhline(len(FEATURES), color="black", linewidth=1, linestyle=":", label="all features")
-axes.set(xscale="log", xlabel="Cases drawn", ylabel="features met", ylim=(0, None))
-axes.set_title(f"200 Cases meet {min(after_200)} to {max(after_200)} of {len(FEATURES)} features")
+axes.set(xscale="log", xlabel="Cases drawn", ylabel="features covered", ylim=(0, None))
+axes.set_title(f"200 Cases cover {min(after_200)} to {max(after_200)} of {len(FEATURES)} features")
 axes.legend()
 plt.show()
 assert min(after_200) > 0.9 * len(FEATURES)
 
 # %% [markdown]
-# ## 3. How many examples a defect takes
+# ## 3. How many examples it takes to find a defect
 #
-# Six defects are planted and looked for here and now; before that, the ranks without a defect must hold.
+# Six defects are planted here, one after another. Before that, the ranks without a defect must hold.
 
 # %%
 CHOSEN = [
@@ -347,11 +348,11 @@ right_.set_title("Six of them, with other seeds")
 right_.legend(loc="lower right")
 plt.show()
 kinds = Counter(outcome["kind"] for outcome in killed)
-print("how they show:", ", ".join(f"{kind} {count}" for kind, count in kinds.most_common()))
+print("kinds of failure:", ", ".join(f"{kind} {count}" for kind, count in kinds.most_common()))
 assert kinds["wrong result"] > len(killed) / 2
 
 # %% [markdown]
-# The hardest ones: each needs a rare combination. They say what a short run may miss.
+# The defects that took most examples each need a rare combination. They show what a short run may miss.
 
 # %%
 for outcome in sorted(killed, key=lambda outcome: -outcome["examples"])[:8]:

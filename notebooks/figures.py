@@ -1,6 +1,6 @@
-"""What the notebooks share: how figures look, who sees whom as a picture, fits of power laws, records of earlier runs.
+"""What the notebooks share: the style of figures, pictures of patterns, fits, and the records of earlier runs.
 
-Nothing here computes attention, and nothing is written to disk: a notebook keeps its own figures.
+Nothing here computes attention or writes to disk: a notebook keeps its own figures.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from matplotlib.ticker import FuncFormatter
 from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 
-# Okabe and Ito (2008): eight colours that people with any kind of colour blindness tell apart.
+# Okabe and Ito (2008): eight colours that people with any kind of colour blindness can tell apart.
 BLUE, VERMILLION, GREEN, ORANGE = "#0072B2", "#D55E00", "#009E73", "#E69F00"
 SKY, PURPLE, YELLOW, BLACK = "#56B4E9", "#CC79A7", "#F0E442", "#000000"
 COLOURS = (BLUE, VERMILLION, GREEN, ORANGE, SKY, PURPLE, YELLOW, BLACK)
@@ -32,7 +32,7 @@ PREFIXES = ("", "Ki", "Mi", "Gi", "Ti", "Pi")
 
 
 def style() -> None:
-    """Sets matplotlib up for all figures that follow: colours, sizes, 90 dots an inch, so that notebooks stay small."""
+    """Sets matplotlib up for all later figures: colours, sizes, and 90 dots an inch, so that notebooks stay small."""
     matplotlib.rcParams.update(
         {
             "axes.prop_cycle": cycler(color=COLOURS),
@@ -68,9 +68,9 @@ def who_sees_whom(
     """One square for each pair of a query (row) and a key (column) that see each other.
 
     mask:   (Nq, Nk), bool, or integers: 0 where the key is not seen, else 1 + the index of the pair's label.
-    labels: what each kind of pair is called in the legend, at most `len(COLOURS)` of them.
+    labels: the name of each kind of pair in the legend, at most `len(COLOURS)` of them.
     cuts:   positions before which a line is drawn across both axes, as between shards.
-    Raises ValueError for a mask of another shape, or with values that have no label.
+    Raises ValueError for a mask of another shape or type, or with values that have no label.
     """
     kinds = np.asarray(mask)
     if kinds.ndim != 2 or kinds.dtype.kind not in "bui":
@@ -114,7 +114,7 @@ def efficiency_bars(axes: Axes, efficiency: Mapping[str, Mapping[int, float]], *
 
 
 def binary(value: float, unit: str = "") -> str:
-    """A number with a binary prefix, as torch and the README write them: 65536 -> "64 Ki", 1.5 * 2**20 -> "1.5 Mi"."""
+    """A number with a binary prefix: 65536 -> "64 Ki", 1.5 * 2**20 -> "1.5 Mi"."""
     power = 0
     while abs(value) >= 1024 and power < len(PREFIXES) - 1:
         value, power = value / 1024, power + 1
@@ -122,7 +122,7 @@ def binary(value: float, unit: str = "") -> str:
 
 
 def binary_ticks(axis: Axis, unit: str = "") -> None:
-    """A logarithmic axis to base 2 whose ticks read "64 Ki" and the like."""
+    """Makes an axis logarithmic to base 2, with ticks such as "64 Ki"."""
     set_scale = axis.axes.set_xscale if isinstance(axis, XAxis) else axis.axes.set_yscale
     set_scale("log", base=2)
     axis.set_major_formatter(FuncFormatter(lambda value, _: binary(value, unit)))
@@ -150,9 +150,9 @@ class PowerLaw:
 def power_law(x: ArrayLike, y: ArrayLike, confidence: float = 0.95) -> PowerLaw:
     """Least squares of log y against log x, both (points,), positive.
 
-    The interval is Student's, with points - 2 degrees of freedom: it supposes that log y scatters about the line
-    independently and alike. Raises ValueError for fewer than three points, for x that are all the same, and for
-    numbers that are not positive and finite.
+    The interval is Student's, with points - 2 degrees of freedom: it assumes that the deviations of log y from the line
+    are independent and have one variance. Raises ValueError for fewer than three points, for x that are all the same,
+    and for numbers that are not positive and finite.
     """
     u, v = np.asarray(x, np.float64), np.asarray(y, np.float64)
     if u.ndim != 1 or u.shape != v.shape or len(u) < 3:
@@ -176,7 +176,7 @@ def record(name: str, fields: Sequence[str] = (), made_by: str = "") -> dict[str
 
     fields:  what it must have at the top, such as "device", "commit", "command", "rows".
     made_by: the command that makes it, for the message if it is missing.
-    Raises FileNotFoundError for a record that is not there, ValueError for one that is not JSON or lacks a field.
+    Raises FileNotFoundError for a missing record, ValueError for one that is not JSON or lacks a field.
     """
     file = DATA / f"{name}.json"
     made = f"; it is made by: {made_by}" if made_by else ""
@@ -215,9 +215,9 @@ class Sum:
 def sum_of(columns: Mapping[str, ArrayLike], y: ArrayLike, confidence: float = 0.95) -> Sum:
     """Least squares of y (points,) against the named columns, (points,) each; for a constant term, a column of ones.
 
-    The intervals are Student's, with points - columns degrees of freedom: they suppose that y scatters about the sum
-    independently and alike. Raises ValueError for too few points, numbers that are not finite, and columns that
-    depend on each other.
+    The intervals are Student's, with points - columns degrees of freedom: they assume that the deviations from the
+    sum are independent and have one variance. Raises ValueError for too few points, numbers that are not finite, and
+    columns that depend on each other.
     """
     a, v = np.stack([np.asarray(x, np.float64) for x in columns.values()], axis=-1), np.asarray(y, np.float64)
     if v.shape != a.shape[:1] or len(v) <= a.shape[1]:
@@ -240,7 +240,7 @@ def sum_of(columns: Mapping[str, ArrayLike], y: ArrayLike, confidence: float = 0
 
 def recorded_rows(**wanted: Any) -> list[dict[str, Any]]:
     """Rows of all records in `notebooks/data/` that have rows, each with its record's name and device as `record` and
-    `device`, for which every wanted field has the wanted value. A row that has none of that name is not taken.
+    `device`, for which every wanted field has the wanted value. A row without that field is left out.
 
     Raises ValueError for a record that does not parse.
     """

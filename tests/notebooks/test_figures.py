@@ -1,4 +1,4 @@
-"""What the notebooks share: fits against laws that are known, pictures read back by squares, records that fail."""
+"""What the notebooks share: fits of known laws, pictures read back square by square, records that cannot be read."""
 
 from __future__ import annotations
 

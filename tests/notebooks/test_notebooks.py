@@ -1,6 +1,6 @@
-"""The notebooks as they are committed: each pair agrees, was executed from top to bottom, and stays small.
+"""The notebooks as they are committed: each pair agrees, was executed from top to bottom, and is small.
 
-That they run, and that their claims hold, is for `scripts/notebooks --run`, with which `scripts/test` ends.
+`scripts/notebooks --run`, with which `scripts/test` ends, checks that they run and that their claims hold.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def test_a_notebook_asserts_and_draws(source: Path) -> None:
 
 
 def test_figures_of_the_readme_are_the_notebooks_own() -> None:
-    """After `scripts/notebooks --save`, a figure that changed is to be copied anew."""
+    """A figure that changed with `scripts/notebooks --save` must be copied to images/ again."""
     drawn = set()
     for source in SOURCES:
         for cell in notebook_of(source).cells:
