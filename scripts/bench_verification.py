@@ -36,8 +36,6 @@ from ring.plan.plan import plan_of
 from verification import runner
 from verification.case import Case
 from verification.check import properties
-from verification.check.checks import costs
-from verification.check.expectation import expect
 from verification.cli.outputs import check_file
 from verification.problems import real_size
 from verification.report.report import Report
@@ -86,8 +84,7 @@ def pool_times() -> dict[str, float]:
 def check_once(backend: Backend, case: Case) -> dict[str, float]:
     """As `runner.check_case`, without the second pass that shows that results repeat."""
     backend.submit(observe, case, None, False)
-    expectation = expect(case)
-    costs(case)
+    expectation = properties.prepare(case)
     return properties.check(case, expectation, backend.collect())
 
 

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from verification.case import Case
 from verification.check import properties
-from verification.check.checks import costs
-from verification.check.expectation import expect
 from verification.check.laws import LAWS, Law
 from verification.draw.cases import cases
 from verification.failures import RankHang
@@ -66,8 +64,7 @@ class Plan:
 def check_case(backend: Backend, case: Case) -> dict[str, float]:
     """All properties of one Case. The expectation is computed while the ranks are at work."""
     backend.submit(observe, case)
-    expectation = expect(case)
-    costs(case)
+    expectation = properties.prepare(case)
     return properties.check(case, expectation, backend.collect())
 
 

@@ -22,6 +22,7 @@ from reference.bounds import Array
 from reference.exact import QUANTITIES, Expectation
 from reference.shards import Ints, default_bucket
 from verification.case import Case
+from verification.check.twin import check_twin
 from verification.failures import MismatchedMessages, WrongResult
 from verification.run.observation import LONGER, Message, Observations
 from verification.run.workspace import Workspace, limits
@@ -290,8 +291,9 @@ def costs(case: Case) -> Costs:
     return Costs(sent.forward, sent.backward, held.forward, held.backward)
 
 
-# Names of the properties, in the order in which they are checked: a wrong shape before wrong numbers, and so on.
+# In the order in which they are made: a wrong shape before wrong numbers, and so on.
 CHECKS: dict[str, Callable[[Case, Expectation, Observations], Ratios]] = {
+    "oracle": check_twin,
     "layout": check_layout,
     "answers": check_answers,
     "messages": check_messages,

@@ -1,19 +1,22 @@
 """The properties of one example that the report lists, each made of checks of `verification.check.checks`.
 
-Every property but the workspace is looked at on every example, in an order in which a cause comes before its effects: a
-wrong shape before wrong numbers, a message that nobody takes before the bytes that it makes too many.
+They are looked at in an order in which a cause comes before its effects: a wrong shape before wrong numbers, a message
+that nobody takes before the bytes that it makes too many. The first is about the judge, not the ranks: that the oracle
+and the computation that judges the example agree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from reference.exact import Expectation
 from verification.case import Case
-from verification.check.checks import CHECKS, Ratios
+from verification.check.checks import CHECKS, Ratios, costs
+from verification.check.expectation import expect
+from verification.check.twin import by_the_oracle, is_compared
 from verification.failures import VerificationFailure, WrongResult
 from verification.run.observation import Observations
 
@@ -21,11 +24,12 @@ from verification.run.observation import Observations
 @dataclass(frozen=True)
 class Property:
     """A title in the report, and the checks (names in CHECKS) that it stands for. quantities: of a check that compares
-    several results, those that this property is about; none: all."""
+    several results, those that this property is about; none: all. concerns: whether it is looked at on a Case."""
 
     title: str
     checks: tuple[str, ...]
     quantities: tuple[str, ...] = ()
+    concerns: Callable[[Case], bool] = lambda case: True
 
     def covers(self, check: str, quantity: str | None) -> bool:
         """Whether a failure of that check, in that quantity, breaks the property."""
@@ -38,9 +42,9 @@ class Property:
 
 
 EVERY_RANK_ANSWERS = Property("every rank answers", ())  # broken by a crash, a hang or an exception
-WORKSPACE = Property("workspace of a call", ("workspace",))  # looked at where the Case is measured
 PROPERTIES = (
     EVERY_RANK_ANSWERS,
+    Property("oracle and its twin agree", ("oracle",), concerns=is_compared),
     Property("layout as defined", ("layout",)),
     Property("types, shapes, finite", ("answers", "finite")),
     Property("messages match", ("messages",)),
@@ -50,8 +54,18 @@ PROPERTIES = (
     Property("inputs intact, repeatable", ("inputs", "repeat")),
     Property("bytes sent", ("traffic",)),
     Property("buffers", ("buffers",)),
-    WORKSPACE,
+    Property("workspace of a call", ("workspace",), concerns=lambda case: case.measured),
 )
+
+
+def prepare(case: Case) -> Expectation:
+    """What the Case must give; besides, all else that `check` needs and that does not depend on the ranks' answers is
+    computed and kept. So this can be done while the ranks are at work."""
+    expectation = expect(case)
+    costs(case)
+    if is_compared(case):
+        by_the_oracle(expectation.inputs)
+    return expectation
 
 
 def check(
@@ -68,7 +82,7 @@ def check(
             quantity = failure.quantity if isinstance(failure, WrongResult) else None
             failure.broken = next(one.title for one in PROPERTIES if one.covers(name, quantity))
             raise
-    looked_at = [one for one in PROPERTIES if set(one.checks) <= set(names) and (one is not WORKSPACE or case.measured)]
+    looked_at = [one for one in PROPERTIES if set(one.checks) <= set(names) and one.concerns(case)]
     return {one.title: one.worst(ratios) for one in looked_at}
 
 
