@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
+import verification.peers.saved  # noqa: F401 - so that saved counter-examples of peers can be replayed
 from verification import runner
 from verification.cli import mutants, nightly, peers
 from verification.cli.arguments import MODULE, add_failures, add_json, add_seed, count, typed

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+import verification.peers.saved  # noqa: F401 - so that saved counter-examples of peers can be replayed
 from verification import runner
 from verification.case import Case
 from verification.cli.arguments import add_failures, add_json, add_seed, count

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from functools import partial
-from typing import Any
 
 from hypothesis.strategies import SearchStrategy
 
@@ -18,9 +16,9 @@ from verification.draw.cases import cases
 from verification.peers import interpolation
 from verification.peers.peer import Peer
 from verification.peers.peer_rank import observe_peer
-from verification.peers.registry import KNOWN, load
+from verification.peers.registry import load
 from verification.run.backends import Backend
-from verification.search.experiment import Experiment, ToolError
+from verification.search.experiment import Experiment, ToolError, case_record
 
 # The `checks.CHECKS` that concern any implementation; those of messages, bytes and buffers concern this project's own.
 APPLICABLE = ("answers", "unseen", "finite", "values", "inputs", "repeat")
@@ -35,20 +33,8 @@ def experiment(name: str, peer: Peer | None = None) -> Experiment:
         f"peer {peer.name}",
         partial(draw, peer),
         partial(check, name, peer),
-        record_of=lambda case: {"peer": name, "case": json.loads(case.to_json())},
+        record_of=lambda case: {"peer": name, "case": case_record(case)},
     )
-
-
-def experiment_of(record: dict[str, Any]) -> tuple[Experiment, Case, Case]:
-    """(experiment, subject, Case) of a saved counter-example, {"peer": name, "case": ...}.
-
-    The Case is run as it was saved, without asking the claim. Raises ValueError for a malformed Case, Refused for a
-    peer that cannot be loaded.
-    """
-    case = Case.from_json(json.dumps(record["case"]))
-    if not isinstance(record["peer"], str):
-        raise ValueError(f"peer is {record['peer']!r}; it must be package.module:adapter, or one of {', '.join(KNOWN)}")
-    return experiment(record["peer"]), case, case
 
 
 def draw(peer: Peer, world: int) -> SearchStrategy[Case | None]:

@@ -18,7 +18,7 @@ from tests.support.planted_isolation import (
     seeds_random_numbers,
     sets_the_default_dtype,
 )
-from verification.check.isolation import check_left, check_neighbours, neighbour
+from verification.check.laws.isolation import check_left, check_neighbours, neighbour
 from verification.failures import WrongResult
 from verification.run.backends import GlooBackend, SimBackend
 
@@ -80,7 +80,7 @@ def test_one_thing_is_changed() -> None:
 
 def test_looking_at_random_numbers_draws_none_but_once() -> None:
     """Who looks, and finds all as it was, has not changed it himself."""
-    from verification.check.isolation import _STATE
+    from verification.check.laws.isolation import _STATE
 
     seen = [[look() for look in _STATE.values()] for _ in range(2)]
     assert seen[0] == seen[1]

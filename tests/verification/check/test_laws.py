@@ -13,7 +13,10 @@ from tests.support.plain_case import plain
 from tests.support.planted import plant_16_bit_accumulator, plant_swallowed_error
 from verification import runner
 from verification.case import Case
-from verification.check import laws
+from verification.check.laws import LAWS, How, Law
+from verification.check.laws.growth import check_growth
+from verification.check.laws.mistakes import check_refused
+from verification.check.laws.order import permuted
 from verification.failures import WrongResult
 from verification.report.report import Report
 from verification.run.backends import GlooBackend
@@ -28,15 +31,15 @@ def ranks() -> Any:
     backend.close()
 
 
-@pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.name)
-def test_laws_hold(law: laws.Law, ranks: GlooBackend) -> None:
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
+def test_laws_hold(law: Law, ranks: GlooBackend) -> None:
     report = Report(Console(quiet=True))
     report.start_world(3, 8)
     found = Search(runner.law_experiment(law), ranks, report, 3).explore(min(8, law.most), 1)
     assert not found, str(found)
 
 
-def broken(prepare: Callable[[], None], law: Callable[..., float], case: Case, how: laws.How) -> str:
+def broken(prepare: Callable[[], None], law: Callable[..., float], case: Case, how: How) -> str:
     backend = GlooBackend(10.0, prepare)
     backend.start(case.world)
     try:
@@ -50,7 +53,7 @@ def broken(prepare: Callable[[], None], law: Callable[..., float], case: Case, h
 @pytest.mark.parametrize("exchange", ("ring", "direct", "gather"))
 def test_a_16_bit_accumulator_makes_the_error_grow(exchange: str) -> None:
     case = plain(8, tokens=512, heads=4, kv_heads=4, head_dim=16, dtype="bfloat16", exchange=exchange)
-    message = broken(plant_16_bit_accumulator, laws.check_growth, case, {"shift": 1})
+    message = broken(plant_16_bit_accumulator, check_growth, case, {"shift": 1})
     assert "the RMS error of out" in message
 
 
@@ -61,12 +64,12 @@ def test_a_rank_that_does_not_refuse_is_found() -> None:
     backend.start(2)
     try:
         with pytest.raises(AssertionError):
-            laws.check_misused(backend, case, how)
+            check_refused(backend, case, how)
     finally:
         backend.close()
 
 
 def test_patterns_are_permuted_with_their_heads() -> None:
     pattern = Pattern((Branch(8, 2, (0, 1, 1, 0)), Branch(4, 1, 0, range(0, 2))))
-    assert laws.permuted(pattern, (2, 3, 0, 1)) == Pattern((Branch(8, 2, (1, 0, 0, 1)), Branch(4, 1, 0, range(2, 4))))
-    assert laws.permuted(pattern, (0, 2, 1, 3)) is None, "heads 0 and 1 would be no range"
+    assert permuted(pattern, (2, 3, 0, 1)) == Pattern((Branch(8, 2, (1, 0, 0, 1)), Branch(4, 1, 0, range(2, 4))))
+    assert permuted(pattern, (0, 2, 1, 3)) is None, "heads 0 and 1 would be no range"

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from reference.exact import multiplicity
 from reference.pattern import Branch
 from verification.case import AGAIN, EXCHANGES, ORDERS, Case
-from verification.check.isolation import CHANGES, neighbour
 from verification.check.laws import LAWS, Law
+from verification.check.laws.isolation import CHANGES, neighbour
 from verification.draw.cases import cases, digits, head_range, permutation
 from verification.report.coverage import FEATURES, count
 from verification.run.layouts import layout_of

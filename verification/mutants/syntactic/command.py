@@ -33,7 +33,7 @@ from hypothesis import HealthCheck, Phase, Verbosity, given, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
-from verification.check.laws import LAWS
+from verification.check.laws.mistakes import WRONG_CALLS_REFUSED
 from verification.cli.arguments import MODULE, add_json, count, typed
 from verification.cli.outputs import check_file, check_folder
 from verification.failures import RankFailure, VerificationFailure
@@ -252,8 +252,8 @@ def mistakes_or_anything(draw: st.DrawFn, worlds: tuple[int, ...]) -> Subject:
     """Two wrong calls for every other example."""
     if draw(st.integers(0, 2)) == 0:
         return draw(anything(worlds))
-    law = next(law for law in LAWS if law.name == "wrong calls refused everywhere")
-    return Subject(law_experiment(law), draw(law.draw(draw(st.sampled_from(worlds)))))
+    drawn = WRONG_CALLS_REFUSED.draw(draw(st.sampled_from(worlds)))
+    return Subject(law_experiment(WRONG_CALLS_REFUSED), draw(drawn))
 
 
 # --- all of them ------------------------------------------------------------------------------------------------------

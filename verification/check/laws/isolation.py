@@ -21,12 +21,12 @@ from ring.comm.transport import RecordingTransport, Transport
 from verification.case import EXCHANGES, ORDERS, Case
 from verification.check import properties
 from verification.check.expectation import expect
+from verification.check.laws.law import MOST_INTEGER, How, Law, needs_at_most, needs_fields, needs_index
+from verification.check.supported import check_supported
+from verification.draw.cases import cases
 from verification.failures import WrongResult
 from verification.run.backends import Backend
 from verification.run.rank import attend, observe, shards, whole_tensors
-
-How = dict[str, Any]
-
 
 # --- calls that differ in one thing -----------------------------------------------------------------------------------
 
@@ -79,6 +79,32 @@ def _shifted(branch: Branch) -> Branch:
     return replace(branch, offset=(branch.offset + 1) % branch.dilation_rate)
 
 
+@st.composite
+def _draw_neighbours(draw: st.DrawFn, world: int) -> tuple[Case, How]:
+    case = draw(cases(world))
+    return case, draw_changes(draw, case)
+
+
+def _premise_of_changes(case: Case, how: Any) -> None:
+    if not isinstance(how, dict) or not how or not set(how) <= set(CHANGES):
+        raise ValueError(f"how is {how!r}; it must be an object with some of the fields {', '.join(CHANGES)}")
+    for name, value in how.items():
+        _change(case, name, value)
+        check_supported(neighbour(case, name, value))
+
+
+def _change(case: Case, name: str, value: Any) -> None:
+    branches = case.pattern.branches
+    if name == "causal" and not isinstance(value, bool):
+        raise ValueError(f"causal of how is {value!r}; it must be a boolean")
+    if name in ("twice", "shifted"):
+        needs_index(f"{name} of how", value, len(branches))
+    if name == "shifted" and not can_shift(branches[value]):
+        raise ValueError(f"shifted of how is {value}; that branch must have one offset, and a rate of more than 1")
+    if name in ("bucket", "kv_heads"):
+        needs_at_most(f"{name} of how", value, MOST_INTEGER)
+
+
 def check_neighbours(backend: Backend, case: Case, how: How) -> float:
     """A Case, then Cases that differ from it in one thing, then it again, in the same processes: all as if alone."""
     worst = 0.0
@@ -88,7 +114,22 @@ def check_neighbours(backend: Backend, case: Case, how: How) -> float:
     return worst
 
 
+NO_CALL_TAKES_ANOTHER = Law(
+    "no call takes another for its like", _draw_neighbours, check_neighbours, _premise_of_changes, share=0.08
+)
+
+
 # --- a call leaves nothing behind -------------------------------------------------------------------------------------
+
+
+@st.composite
+def _draw_any(draw: st.DrawFn, world: int) -> tuple[Case, How]:
+    return draw(cases(world)), {}
+
+
+def _premise_of_any(case: Case, how: Any) -> None:
+    """Holds for any Case."""
+    needs_fields("how", how, [])
 
 
 def check_left(backend: Backend, case: Case, how: How) -> float:
@@ -150,3 +191,5 @@ _STATE: dict[str, Callable[[], object]] = {
     "autocast": lambda: torch.is_autocast_enabled("cpu"),
     "the precision of matrix products": torch.get_float32_matmul_precision,
 }
+
+NOTHING_LEFT_BEHIND = Law("a call leaves nothing behind", _draw_any, check_left, _premise_of_any, share=0.02)

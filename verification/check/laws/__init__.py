@@ -1,0 +1,27 @@
+"""The laws between Cases, each in one place with what it draws, checks and takes for granted."""
+
+from __future__ import annotations
+
+from verification.check.laws.growth import ERROR_DOES_NOT_GROW
+from verification.check.laws.isolation import NO_CALL_TAKES_ANOTHER, NOTHING_LEFT_BEHIND
+from verification.check.laws.later_tokens import LATER_TOKENS_CHANGE_NOTHING
+from verification.check.laws.law import How, Law
+from verification.check.laws.memory import MEMORY_OF_LONGER_SHARDS
+from verification.check.laws.mistakes import WRONG_CALLS_REFUSED
+from verification.check.laws.non_finite import NON_FINITE_PROPAGATES
+from verification.check.laws.order import BATCHES_AND_HEADS_PERMUTE
+from verification.check.laws.ranks import SAME_ANYWHERE
+
+__all__ = ["LAWS", "How", "Law"]
+
+LAWS = (
+    SAME_ANYWHERE,
+    LATER_TOKENS_CHANGE_NOTHING,
+    BATCHES_AND_HEADS_PERMUTE,
+    NON_FINITE_PROPAGATES,
+    WRONG_CALLS_REFUSED,
+    NO_CALL_TAKES_ANOTHER,
+    NOTHING_LEFT_BEHIND,
+    MEMORY_OF_LONGER_SHARDS,
+    ERROR_DOES_NOT_GROW,
+)

@@ -1,0 +1,44 @@
+"""In causal patterns, later tokens change nothing, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import strategies as st
+
+from verification.case import Case
+from verification.check.checks import assemble
+from verification.check.laws.law import How, Law, needs_fields, needs_index, same_numbers
+from verification.draw.cases import cases
+from verification.run.backends import Backend, observe_on
+from verification.run.rank import Edit
+
+
+@st.composite
+def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
+    case = draw(cases(world))
+    case = replace(case, pattern=replace(case.pattern, causal=True))
+    return case, {"position": draw(st.integers(0, case.tokens - 1))}
+
+
+def check_later(backend: Backend, case: Case, how: How) -> float:
+    """Causal: what comes after a position changes no output up to it, not by a bit."""
+    seen = observe_on(backend, case, None, False)
+    edited = observe_on(backend, case, Edit("after", how["position"]), False)
+    upto = how["position"] + 1
+    for name in ("out", "lse") if case.lse != "unused" else ("out",):
+        axis = 2 if name == "lse" else 1
+        a, b = (assemble(case, x, name).take(range(upto), axis) for x in (seen, edited))
+        same_numbers(name, a, b, f"once the tokens after position {how['position']} are others")
+    return 0.0
+
+
+def _premise(case: Case, how: Any) -> None:
+    needs_fields("how", how, ["position"])
+    needs_index("position", how["position"], case.tokens)
+    if not case.pattern.causal:
+        raise ValueError("causal is False; the law that later tokens change nothing is one of causal patterns")
+
+
+LATER_TOKENS_CHANGE_NOTHING = Law("later tokens change nothing", _draw, check_later, _premise, share=0.03)

@@ -1,0 +1,36 @@
+"""What is checked of every example holds for longer shards, too, in which memory shows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from verification.case import Case
+from verification.check import properties
+from verification.check.expectation import expect
+from verification.check.laws.law import How, Law, needs_fields
+from verification.draw.cases import long_cases
+from verification.run.backends import Backend
+from verification.run.rank import observe
+
+
+@st.composite
+def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
+    return draw(long_cases(world)), {}
+
+
+def check_long(backend: Backend, case: Case, how: How) -> float:
+    """What is checked of every example, of Cases that are too large for every example: there scores are larger than
+    queries, and the default bucket follows from the largest shard.
+    """
+    backend.submit(observe, case, None, False)
+    return max(properties.check(case, expect(case), backend.collect()).values())
+
+
+def _premise(case: Case, how: Any) -> None:
+    """Holds for any Case."""
+    needs_fields("how", how, [])
+
+
+MEMORY_OF_LONGER_SHARDS = Law("memory of longer shards", _draw, check_long, _premise, share=0.01, most=60)

@@ -1,0 +1,101 @@
+"""Wrong calls are refused on every rank, by the same error, and leave the group usable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from ring.comm.transport import Transport
+from verification.case import Case
+from verification.check import properties
+from verification.check.expectation import expect
+from verification.check.laws.law import How, Law, changed, needs_fields, needs_index
+from verification.draw.cases import cases, elsewhere
+from verification.failures import WrongResult
+from verification.run.backends import Backend
+from verification.run.mistakes import MISTAKES, Mistake, applicable, call
+from verification.run.observation import Observation
+from verification.run.rank import observe
+
+
+@st.composite
+def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
+    case = draw(cases(world))
+    if draw(
+        st.booleans()
+    ):  # ranks of a part of the world have two numbers each: this is where they meet without tensors
+        case = changed(case, elsewhere(draw, case))
+    possible = applicable(case)
+    # What takes two ranks to be wrong comes twice as often: on each rank by itself it looks right.
+    possible += tuple(mistake for mistake in possible if not MISTAKES[mistake].alone)
+    one = st.tuples(st.sampled_from(possible), st.integers(-1, len(case.ranks) - 1))
+    # Many at a time, for each costs little beside the right call at the end. A list has 5 or 6 of 12 as a rule.
+    made = [pair for least in (1, 0, 0, 0) for pair in draw(st.lists(one, min_size=least, max_size=12))]
+    return case, {"mistakes": [[mistake, _culprit(mistake, number)] for mistake, number in made]}
+
+
+def _culprit(mistake: str, number: int) -> int | None:
+    """The index of the group that makes the mistake, None for all; to differ from the others takes just one."""
+    if MISTAKES[mistake].together:
+        return None
+    if number < 0:
+        return None if MISTAKES[mistake].alone else 0
+    return number
+
+
+def check_refused(backend: Backend, case: Case, how: How) -> float:
+    """One rank, or every rank, is called wrongly: every rank raises the same error, which names the argument. So one
+    mistake after the other; the next call works.
+    """
+    mistakes = [(mistake, culprit) for mistake, culprit in how["mistakes"]]
+    backend.submit(call_wrongly, case, mistakes)
+    expectation = expect(case)
+    answers = backend.collect()
+    for number, (mistake, culprit) in enumerate(mistakes):
+        where = "on every rank" if culprit is None else f"on index {culprit} of the group"
+        _check_errors(f"{mistake} {where}", MISTAKES[mistake], [errors[number] for errors, _ in answers])
+    properties.check(case, expectation, [observation for _, observation in answers])
+    return 0.0
+
+
+def _check_errors(what: str, mistake: Mistake, errors: list[tuple[str, str] | None]) -> None:
+    allowed = ("ValueError", "NotImplementedError") if mistake.error is None else (mistake.error,)
+    for index, error in enumerate(errors):
+        if error is None:
+            raise WrongResult(f"index {index} of the group raised nothing: {what}")
+        if error[0] not in allowed:
+            raise WrongResult(f"index {index} of the group raised {error[0]}: {error[1]}; {what}")
+        if mistake.error is None and error != errors[0]:
+            raise WrongResult(f"index {index} of the group raised {error}, index 0 {errors[0]}: {what}")
+        if mistake.argument not in error[1]:
+            raise WrongResult(f"the error does not name {mistake.argument!r}: {what}: {error[1]}")
+
+
+def call_wrongly(
+    transport: Transport, case: Case, mistakes: list[tuple[str, int | None]]
+) -> tuple[list[tuple[str, str] | None], Observation]:
+    """Task: call ring_attention wrongly, in one way after the other, then rightly on all ranks."""
+    errors = [call(transport, case, mistake, culprit) for mistake, culprit in mistakes]
+    return errors, observe(transport, case, None, False)
+
+
+def _premise(case: Case, how: Any) -> None:
+    needs_fields("how", how, ["mistakes"])
+    made = how["mistakes"]
+    if not isinstance(made, list) or not made or not all(isinstance(one, list) and len(one) == 2 for one in made):
+        raise ValueError(f"mistakes of how is {made!r}; it must be a list of at least one [mistake, index or null]")
+    possible = applicable(case)
+    for name, culprit in made:
+        if name not in possible:
+            raise ValueError(f"a mistake of how is {name!r}; with this Case it must be one of {', '.join(possible)}")
+        mistake = MISTAKES[name]
+        if culprit is not None:
+            needs_index(f"the index that makes {name!r}", culprit, len(case.ranks))
+        if culprit is None and not (mistake.alone or mistake.together):
+            raise ValueError(f"the index that makes {name!r} is null; it takes one rank that differs from the others")
+        if culprit is not None and mistake.together:
+            raise ValueError(f"the index that makes {name!r} is {culprit}; it must be null: all ranks make it together")
+
+
+WRONG_CALLS_REFUSED = Law("wrong calls refused everywhere", _draw, check_refused, _premise, share=0.08)

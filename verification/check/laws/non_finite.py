@@ -1,0 +1,63 @@
+"""NaN and infinities reach what sees them, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from reference.exact import multiplicity
+from verification.case import Case
+from verification.check.checks import assemble
+from verification.check.laws.law import How, Law, needs_fields, needs_index, same_numbers
+from verification.draw.cases import cases
+from verification.failures import WrongResult
+from verification.run.backends import Backend, observe_on
+from verification.run.rank import Edit
+
+
+@st.composite
+def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
+    case = draw(cases(world))
+    name = draw(st.sampled_from(("v", "q", "k")))
+    # Scores of inf may all be -inf, which is a row that sees nothing: only v tells inf from NaN.
+    infinite = name == "v" and draw(st.booleans())
+    return case, {"token": draw(st.integers(0, case.tokens - 1)), "tensor": name, "infinite": infinite}
+
+
+def check_poisoned(backend: Backend, case: Case, how: How) -> float:
+    """A NaN in q, k or v, or an inf in v, reaches every output that sees it, leaves other batches and heads alone, and
+    hangs nothing.
+    """
+    token, share = how["token"], case.heads // case.kv_heads
+    clean = assemble(case, observe_on(backend, case, None, False), "out")
+    edit = Edit("poison", int(how["infinite"]), positions=(token,), name=how["tensor"])
+    out = assemble(case, observe_on(backend, case, edit, False), "out")
+    seen = multiplicity(case.pattern, case.heads, case.tokens)[:share] > 0  # (query heads of kv head 0, N, N)
+    sees = seen[:, :, token]
+    if how["tensor"] == "q":  # of one row of query head 0, if that row sees anything
+        sees = np.zeros_like(sees)
+        sees[0, token] = seen[0, token].any()
+    missed = sees.T & np.isfinite(out[0, :, :share, 0])
+    if missed.any():
+        row, head = np.argwhere(missed)[0]
+        raise WrongResult(
+            f"out is {out[0, row, head, 0]} at batch 0, token {row}, head {head}, dim 0, which sees "
+            f"{'inf' if how['infinite'] else 'NaN'} in {how['tensor']} at token {token}"
+        )
+    same_numbers("out", clean[1:], out[1:], "of other batches, once batch 0 is not finite")
+    same_numbers("out", clean[:, :, share:], out[:, :, share:], "of other heads, once head 0 is not finite")
+    return 0.0
+
+
+def _premise(case: Case, how: Any) -> None:
+    needs_fields("how", how, ["token", "tensor", "infinite"])
+    needs_index("token", how["token"], case.tokens)
+    if how["tensor"] not in ("q", "k", "v"):
+        raise ValueError(f"tensor of how is {how['tensor']!r}; it must be one of q, k, v")
+    if not isinstance(how["infinite"], bool) or (how["infinite"] and how["tensor"] != "v"):
+        raise ValueError(f"infinite of how is {how['infinite']!r}; it must be False or, with tensor 'v', True")
+
+
+NON_FINITE_PROPAGATES = Law("NaN and inf propagate", _draw, check_poisoned, _premise, share=0.02)

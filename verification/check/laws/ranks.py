@@ -1,0 +1,62 @@
+"""The result does not depend on who computes it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import strategies as st
+
+from verification.case import Case
+from verification.check.checks import assemble
+from verification.check.expectation import expect
+from verification.check.laws.law import (
+    MOST_INTEGER,
+    How,
+    Law,
+    changed,
+    compared,
+    needs_at_most,
+    needs_fields,
+    needs_tame,
+    tame,
+    worst_ratio,
+)
+from verification.check.supported import check_supported
+from verification.draw.cases import cases, elsewhere
+from verification.run.backends import Backend
+from verification.run.rank import observe
+
+
+@st.composite
+def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
+    case = tame(draw(cases(world)))
+    return case, elsewhere(draw, case)
+
+
+def check_anywhere(backend: Backend, case: Case, how: How) -> float:
+    """World size, layout, exchange, bucket: two ways to compute the same differ by no more than both their
+    bounds.
+    """
+    other = changed(case, how)
+    backend.submit(observe, case, None, False)
+    first = expect(case)
+    seen = backend.collect()
+    backend.submit(observe, other, None, False)
+    second = expect(other)
+    also_seen = backend.collect()
+    worst = 0.0
+    for name in compared(case):
+        a, b = assemble(case, seen, name), assemble(other, also_seen, name)
+        worst = max(worst, worst_ratio(name, a, b, first.bound[name] + second.bound[name], how))
+    return worst
+
+
+def _premise(case: Case, how: Any) -> None:
+    needs_fields("how", how, ["group", "order", "cuts", "exchange", "bucket"])
+    needs_tame(case)
+    needs_at_most("bucket", how["bucket"], MOST_INTEGER)
+    check_supported(replace(case, **how))
+
+
+SAME_ANYWHERE = Law("same on any ranks, layout, exchange", _draw, check_anywhere, _premise, share=0.05)

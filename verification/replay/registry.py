@@ -1,0 +1,81 @@
+"""What can be replayed: each kind of saved counter-example registers how it is read.
+
+A record is a JSON object. All but that of a plain Case have a field that only their kind has ("law", "peer", ...), by
+which its reader is found.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from verification.failures import VerificationFailure
+from verification.report.counter_example import counter_example
+from verification.report.report import Report
+from verification.run.backends import Backend
+from verification.search.experiment import Experiment, ToolError
+
+
+class Saved(Protocol):
+    """A saved counter-example that was understood. world: the ranks that it takes."""
+
+    @property
+    def world(self) -> int: ...
+
+    def prepare(self, backend: Backend) -> None:
+        """Called before the backend starts. Raises Unavailable for a backend on which this cannot be replayed."""
+
+    def run(self, backend: Backend, report: Report, file: Path) -> None:
+        """Check it once more on the ranks of the backend; what is found is in the report. file: where it is saved."""
+
+
+Reader = Callable[[dict[str, Any]], Saved]  # raises ValueError for a record that nothing can be made of
+_readers: dict[str, Reader] = {}
+
+
+def register(field: str, read: Reader) -> None:
+    """Records with this field are read by `read`."""
+    _readers[field] = read
+
+
+def reader_of(record: dict[str, Any], plain: Reader) -> Reader:
+    """The reader of such a record; `plain` for one that has no registered field."""
+    return next((read for field, read in _readers.items() if field in record), plain)
+
+
+@dataclass(frozen=True)
+class SavedExample:
+    """A subject of an experiment, and the record that it was read from."""
+
+    experiment: Experiment
+    subject: Any
+    record: dict[str, Any]
+
+    @property
+    def world(self) -> int:
+        return self.experiment.case_of(self.subject).world
+
+    def prepare(self, backend: Backend) -> None:
+        """Any backend will do."""
+
+    def run(self, backend: Backend, report: Report, file: Path) -> None:
+        report.start_world(self.world, 1)
+        here = self.experiment.placed(self.subject, backend.name)
+        case = self.experiment.case_of(here)
+        if here is not self.subject:
+            given = self.experiment.case_of(self.subject).device
+            report.say(f"the Case has device {given!r}; on {backend.name} it runs on {case.device!r}")
+        started = time.perf_counter()
+        try:
+            ratios = self.experiment.check(backend, here)
+        except VerificationFailure as failure:
+            title = self.experiment.property_of(here, failure)
+            report.failed(counter_example(failure, title, case.world, self.record, file, backend.name))
+        except Exception as error:
+            raise ToolError(f"{self.experiment.name} of {file}") from error
+        else:
+            report.held(case.dtype, ratios, time.perf_counter() - started)
+        report.end_world("replay")
