@@ -194,7 +194,7 @@ def test_what_is_drawn_is_read_again(case: Case) -> None:
 
 @pytest.mark.parametrize("name", ("example", "law", "wrong_calls"))
 def test_what_an_earlier_layout_of_the_code_saved_is_replayed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """These files were written before the modules were moved into folders: titles of laws and names of mistakes last."""
+    """These files were written before the modules were moved into folders: names of laws and mistakes last."""
     file = Path(__file__).parent / "saved_before" / f"{name}.json"
     assert main(("replay", str(file), "--backend", "sim")) == 0
     assert "1 example" in capsys.readouterr().out
