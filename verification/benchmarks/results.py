@@ -53,7 +53,7 @@ def described_run(device: torch.device, world: int) -> dict[str, Any]:
     return surroundings(device.type, world, command) | {"ring-flash-attn": ring_flash_attn.zigzag.version}
 
 
-class RunRecord:
+class BenchRecord:
     """Prints rows, and writes the file anew after each: if the run is interrupted, the file has all rows so far.
 
     file: where the JSON goes, or None. speaks: whether this rank prints and writes: rank 0 alone does.

@@ -20,7 +20,7 @@ from verification.benchmarks.contender import PASSES, Contender, Inputs
 from verification.benchmarks.longest import longest
 from verification.benchmarks.options import Options
 from verification.benchmarks.rank_group import Failed, Lost, RankGroup
-from verification.benchmarks.results import RunRecord
+from verification.benchmarks.results import BenchRecord
 from verification.benchmarks.timing import captured, measured, peak_beyond
 from verification.benchmarks.workload import Workload
 
@@ -51,7 +51,7 @@ class Section:
 class Bench:
     """One run. Every rank times the same contenders in the same order."""
 
-    def __init__(self, ranks: RankGroup, options: Options, record: RunRecord) -> None:
+    def __init__(self, ranks: RankGroup, options: Options, record: BenchRecord) -> None:
         self.ranks, self.options, self.record = ranks, options, record
 
     def dense(self) -> None:

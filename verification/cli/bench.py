@@ -29,7 +29,7 @@ from reference.cost import EXCHANGES
 from ring.compute.kernels import KERNELS
 from verification.benchmarks.options import Options
 from verification.benchmarks.rank_group import Lost, RankGroup, described
-from verification.benchmarks.results import RunRecord, columns, described_run, fail
+from verification.benchmarks.results import BenchRecord, columns, described_run, fail
 from verification.benchmarks.sections import Bench
 from verification.benchmarks.timing import Repeats
 from verification.benchmarks.workload import (
@@ -172,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ranks = RankGroup.join(given.device)
     except Exception as error:  # torch.distributed raises whatever its backends do
         stop(f"the ranks could not be joined: {described(error)}")
-    record = RunRecord(described_run(ranks.device, ranks.world), given.json, speaks=ranks.rank == 0)
+    record = BenchRecord(described_run(ranks.device, ranks.world), given.json, speaks=ranks.rank == 0)
     bench = Bench(ranks, options, record)
     try:
         # reach first, while no memory is in use

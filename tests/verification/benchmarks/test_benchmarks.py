@@ -21,7 +21,7 @@ from tests.support.benchmark_tasks import HEADS, errors, errors_on_ranks, follow
 from verification.benchmarks import baselines, fused, ours, peer_rings, published, timing
 from verification.benchmarks.baselines import Impossible
 from verification.benchmarks.rank_group import RankGroup
-from verification.benchmarks.results import COLUMNS, RunRecord, line
+from verification.benchmarks.results import COLUMNS, BenchRecord, line
 from verification.benchmarks.timing import Repeats, clocked, measured
 from verification.benchmarks.workload import AttentionShape, Workload, named, size
 from verification.cli import bench
@@ -238,12 +238,12 @@ def test_reach_ends_when_nobody_answers_or_a_process_dies(pool: Pool) -> None:
 
 def test_a_record_is_on_disk_after_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "record.json"
-    record = RunRecord({"world": 2}, file, speaks=True)
+    record = BenchRecord({"world": 2}, file, speaks=True)
     for number in range(2):
         record.add(section="dense", ms=1.23456, note=None)
         assert len(json.loads(file.read_text())["rows"]) == number + 1
     assert capsys.readouterr().out.splitlines() == ["section=dense  ms=1.235"] * 2 == [line(record.rows[0])] * 2
-    RunRecord({}, tmp_path / "other.json", speaks=False).add(section="dense")
+    BenchRecord({}, tmp_path / "other.json", speaks=False).add(section="dense")
     assert not (tmp_path / "other.json").exists() and not capsys.readouterr().out
 
 
