@@ -26,7 +26,8 @@ from ring.comm.transport import ProcessGroupTransport, SoloTransport, Transport
 from ring.compute import kernels
 from ring.compute.accumulator import Accumulator, Sum, lse_view
 from ring.layout import Layout
-from ring.plan.plan import Plan, Tile, plan_of
+from ring.plan.plan import Plan, plan_of
+from ring.plan.tile import Tile
 from ring.precision import accumulator_dtype
 from ring.strided_view import GradientSum, StridedView
 

@@ -20,8 +20,9 @@ import torch
 
 from ring.comm import buffer_memory
 from ring.comm.transport import Message, Outgoing, Pending, Transport
-from ring.plan.plan import Plan, SlotMap, Step, Tile
+from ring.plan.plan import Plan, SlotMap, Step
 from ring.plan.schedule import Transfer
+from ring.plan.tile import Tile
 from ring.precision import accumulator_dtype
 from ring.strided_view import GradientSum, OverwritingView, StridedView
 

@@ -21,9 +21,8 @@ from functools import lru_cache
 import torch
 
 from ring.plan.blocks import Heads
-from ring.plan.plan import Tile
-from ring.plan.range_pairs import Mask
 from ring.plan.rows import Rows
+from ring.plan.tile import Mask, Tile
 from ring.precision import accumulator_dtype
 
 KERNELS = ("auto", "math", "flash", "cudnn")

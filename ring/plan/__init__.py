@@ -1,1 +1,32 @@
-"""What a rank computes and what it sends, as integers: no tensors of data, no communication."""
+"""What a rank computes and what it sends, as integers: no tensors of data, no communication.
+
+The road, one module a stop; a module imports only what stands before it:
+
+    layout        which rank holds which positions
+    blocks        the pattern as grids: a branch and an offset, with the heads that select the same rows
+    ranges        the rows of a rank on a grid, segment by segment, as arithmetic progressions
+    range_pairs   which ranges see which: the join of the table of ranges with itself
+    needs         which elements of a range another rank has to be sent
+    schedule      what is sent when, and the slots of the buffers that hold it, for each of the three exchanges
+    rows          rows or slots as strided views, folded over segments
+    tile          one kernel call
+    diagonal      fewer calls for heads whose grids are shifted against each other
+    tiling        the kernel calls that compute all range pairs of a rank
+    plan          all of it for one rank, step by step, ready to walk
+
+One example goes through the docstrings of all these modules. `tests/ring/plan/test_worked_example.py` computes every
+table in them and compares. 16 tokens are cut for 2 ranks in zigzag order; 2 heads, with a key/value head each, attend
+causally within segments of 8 tokens to every second token, head h beginning at token h of a segment:
+
+    pattern = Pattern.longnet(segment_lengths=(8,), dilation_rates=(2,), heads=2, causal=True)
+    layout = Layout.zigzag(16, 2)
+    plan_of(pattern, layout, rank, heads=2, kv_heads=2, exchange="direct", bucket=8)
+
+    rank  positions
+    0     0 1 2 3 12 13 14 15
+    1     4 5 6 7 8 9 10 11
+
+Segment 0 has the positions 0 to 7, segment 1 the positions 8 to 15, so each segment lies on both ranks. Head 0 selects
+the even positions, head 1 the odd ones. In segment 0 rank 1 must see keys of rank 0; in segment 1, where rank 0 holds
+the later positions, rank 0 must see keys of rank 1.
+"""

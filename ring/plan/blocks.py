@@ -1,11 +1,19 @@
-"""The pattern as blocks: one branch and one offset, with the heads that share it.
+"""The pattern as blocks. A block is one branch and one offset, with all heads that the branch gives this offset.
 
-All heads of a block select the same rows, so one set of integers plans for all of them. Offsets go by query head; a
-key/value head serves the query heads h with h // (H / Hk) equal to it, and may stand in several blocks of a branch.
+All heads of a block select the same rows, so one set of integers plans for all of them. A branch gives offsets to query
+heads. A key/value head serves several query heads, h with h // (heads / kv_heads) equal to it; if these have different
+offsets, it stands in several blocks of the branch.
+
+The example (see `ring.plan`): the one branch has two offsets, and each of them one head.
+
+    block  segment_length  dilation_rate  offset  query heads  key heads
+    0      8               2              0       0            0
+    1      8               2              1       1            1
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -16,7 +24,8 @@ from reference.pattern import Pattern
 class Heads:
     """A rectangle of heads, (groups, per_group): `per_group` query heads for each of `groups` key/value heads.
 
-    Regular heads lie at start + i * step + j * inner, and are a strided view; others are listed in `ids`.
+    If head (i, j) is start + i * step + j * inner everywhere, the heads are a strided view of a tensor. If not, they
+    are listed in `ids`.
     """
 
     groups: int
@@ -28,6 +37,7 @@ class Heads:
 
     @classmethod
     def of(cls, ids: tuple[tuple[int, ...], ...]) -> Heads:
+        """The heads listed in `ids`, (groups, per_group), as a strided view if they are one."""
         groups, per_group = len(ids), len(ids[0])
         start = ids[0][0]
         step = ids[1][0] - start if groups > 1 else 1
@@ -35,7 +45,13 @@ class Heads:
         regular = all(ids[i][j] == start + i * step + j * inner for i in range(groups) for j in range(per_group))
         return cls(groups, per_group, start, step, inner, None if regular else ids)
 
+    @classmethod
+    def column(cls, ids: Sequence[int]) -> Heads:
+        """One head in each group: (len(ids), 1)."""
+        return cls.of(tuple((head,) for head in ids))
+
     def listed(self) -> tuple[tuple[int, ...], ...]:
+        """All heads by number, (groups, per_group)."""
         if self.ids is not None:
             return self.ids
         rows, columns = range(self.groups), range(self.per_group)
@@ -44,7 +60,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class HeadGroup:
-    """Query heads of a block whose key/value heads serve equally many of them: what one kernel call can take."""
+    """Query heads of a block whose key/value heads serve equally many of them: one kernel call can take them all."""
 
     query: Heads  # (groups, per_group)
     key: Heads  # (groups, 1): the key/value heads, where a shard or a gathered copy is read
@@ -53,7 +69,7 @@ class HeadGroup:
 
 @dataclass(frozen=True)
 class Block:
-    """A branch and an offset: the grid offset, offset + dilation_rate, ... of every segment."""
+    """A branch and an offset: the grid offset, offset + dilation_rate, ... within every segment."""
 
     segment_length: int
     dilation_rate: int
@@ -63,13 +79,13 @@ class Block:
 
     @property
     def width(self) -> int:
-        """Slots that a row of the block takes in a message: its key/value heads."""
+        """Slots that a row of the block takes in a message: one for each of the block's key/value heads."""
         return self.key.groups
 
 
 @lru_cache(maxsize=256)
 def blocks_of(pattern: Pattern, n: int, heads: int, kv_heads: int) -> tuple[Block, ...]:
-    """The blocks of a pattern over n tokens; a branch without a segment length has one segment, the whole."""
+    """The blocks of a pattern over n tokens. A branch without a segment length has one segment, all n tokens."""
     blocks = []
     for branch in pattern.branches:
         by_offset: dict[int, list[int]] = {}
@@ -78,14 +94,15 @@ def blocks_of(pattern: Pattern, n: int, heads: int, kv_heads: int) -> tuple[Bloc
                 by_offset.setdefault(offset, []).append(head)
         whole = max(n, 1)
         length = whole if branch.segment_length is None else min(branch.segment_length, whole)
-        # No larger than it takes to see one row of a segment, or none: so that 64 bits hold every product.
+        # A larger rate than this selects the same: one row of a segment, or none. 64 bits then hold every product.
         rate = min(branch.dilation_rate, 2 * length + 1)
         for offset, served in sorted(by_offset.items()):
-            blocks.append(_block(length, rate, min(offset, length), served, heads // kv_heads))
+            blocks.append(_block(length, rate, min(offset, length), served, share=heads // kv_heads))
     return tuple(blocks)
 
 
 def _block(length: int, rate: int, offset: int, query_heads: list[int], share: int) -> Block:
+    """share: query heads that a key/value head serves."""
     readers: dict[int, list[int]] = {}
     for head in query_heads:
         readers.setdefault(head // share, []).append(head)
@@ -96,8 +113,10 @@ def _block(length: int, rate: int, offset: int, query_heads: list[int], share: i
         groups.append(
             HeadGroup(
                 query=Heads.of(tuple(tuple(readers[h]) for h in members)),
-                key=Heads.of(tuple((h,) for h in members)),
-                column=Heads.of(tuple((kv.index(h),) for h in members)),
+                key=Heads.column(members),
+                column=Heads.column([kv.index(h) for h in members]),
             )
         )
-    return Block(length, rate, offset, Heads.of(tuple((h,) for h in kv)), tuple(groups))
+    return Block(
+        segment_length=length, dilation_rate=rate, offset=offset, key=Heads.column(kv), head_groups=tuple(groups)
+    )

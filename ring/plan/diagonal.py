@@ -4,22 +4,26 @@ LongNet gives head h the offset h mod r: from r = 16 on, a block of its publishe
 many calls as there are blocks leave most of a GPU idle. But row i of head h with offset h lies i * r + h rows and h
 heads into the tensor, which is linear in h: such heads are one strided view, whose step from head to head takes some
 rows along (`Rows.head_step`).
+
+The example (see `ring.plan`): on rank 0 the calls of the blocks 0 and 1 become one, for own keys (where a head's keys
+lie one row further on) as for received ones (where they lie two slots further on, both in column 0 of their slots).
+
+    keys      query heads  query rows of head 0  query rows of head 1  key rows of head 0  key rows of head 1
+    own       0 1          0 2 4 6               1 3 5 7               0 2 4 6             1 3 5 7
+    received  0 1          4 6                   5 7                   0 1                 2 3
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ring.plan.blocks import Heads
-from ring.plan.range_pairs import Mask
 from ring.plan.rows import Rows
-
-if TYPE_CHECKING:
-    from ring.plan.plan import Tile
+from ring.plan.tile import Mask, Tile
 
 
 class _Place(NamedTuple):
@@ -35,8 +39,8 @@ class _Place(NamedTuple):
 
 
 def along_diagonals(tiles: Sequence[Tile], most: int, packed: bool) -> list[Tile]:
-    """The tiles of a stage in fewer calls, where that can be. most: slots of keys, rows times heads, in a call. packed:
-    every block has slots of its own, so that no two tiles of different heads read the same.
+    """The tiles of a stage in fewer calls, where that can be. most: keys of a call, rows times heads. packed: every
+    block has slots of its own, so that no two tiles of different heads read the same.
     """
     alike: dict[object, list[Tile]] = {}
     for number, tile in enumerate(tiles):
@@ -49,8 +53,9 @@ def along_diagonals(tiles: Sequence[Tile], most: int, packed: bool) -> list[Tile
 
 
 def _shape(tile: Tile) -> tuple[object, ...] | None:
-    """Equal for tiles that only lie elsewhere; None where heads are listed, every head would need a mask, or several
-    query heads share a key/value head: those of two branches may overlap.
+    """Equal for tiles that differ only in where they begin. None for a tile that must stay as it is: its heads are
+    listed, or every head would need a mask of its own, or several query heads share a key/value head (and those of two
+    branches may overlap).
     """
     heads, key_heads = tile.query_heads, tile.key_heads
     if tile.mask is Mask.POSITION or heads.ids is not None or key_heads.ids is not None or heads.per_group > 1:
@@ -64,7 +69,7 @@ def _grid(rows: Rows) -> tuple[object, ...]:
 
 
 def _runs(tiles: Sequence[Tile], most: int, packed: bool) -> Iterator[Tile]:
-    """Tiles of one shape, head by head, in runs of equal steps."""
+    """Tiles of one shape, head by head, as runs of heads at equal steps: one tile for each run."""
     model = tiles[0]
     limit = most // (model.key_rows.folds * model.key_rows.length)
     for places in _layers(tiles):
@@ -82,16 +87,19 @@ def _runs(tiles: Sequence[Tile], most: int, packed: bool) -> Iterator[Tile]:
 
 
 def _layers(tiles: Sequence[Tile]) -> list[list[_Place]]:
-    """The heads of all tiles, ascending; where several are of one head, as subranges of its rows, the first of
-    every head, then the second of every head, and so on."""
+    """Where the heads of all tiles begin, ascending. Several tiles may have parts of one head's rows: a layer takes the
+    first of every head, the next layer the second of every head, and so on.
+    """
     places = sorted(
         _Place(
-            tile.query_heads.start + i * tile.query_heads.step, tile.query_rows.start,
-            tile.key_heads.start + i * tile.key_heads.step, tile.key_rows.start,
+            query_head=tile.query_heads.start + i * tile.query_heads.step,
+            query_row=tile.query_rows.start,
+            key_head=tile.key_heads.start + i * tile.key_heads.step,
+            key_row=tile.key_rows.start,
         )
         for tile in tiles
         for i in range(tile.query_heads.groups)
-    )  # fmt: skip
+    )
     layers: list[list[_Place]] = []
     seen: dict[int, int] = {}
     for place in places:
@@ -104,8 +112,8 @@ def _layers(tiles: Sequence[Tile]) -> list[list[_Place]]:
 
 
 def _own_keys(rows: Rows, step: _Place, count: int) -> bool:
-    """Whether one more after `count` groups reads no key of the first: each key gets a gradient once. Those between
-    lie as far from it as earlier ones from the first.
+    """Whether one more head after `count` heads reads no key that the first reads, since a call may write each key's
+    gradient only once. The heads between lie as far from the new one as earlier ones did from the first.
     """
     if step.key_head:
         return True
@@ -114,14 +122,15 @@ def _own_keys(rows: Rows, step: _Place, count: int) -> bool:
 
 
 def _tile(model: Tile, run: Sequence[_Place]) -> Tile:
+    """One call for a run of heads at equal steps, shaped like the model."""
     first = run[0]
-    step = first.step(run[1]) if len(run) > 1 else _Place(1, 0, 1, 0)
+    step = first.step(run[1]) if len(run) > 1 else _Place(query_head=1, query_row=0, key_head=1, key_row=0)
     return replace(
         model,
         query_rows=_moved(model.query_rows, first.query_row, step.query_row),
         key_rows=_moved(model.key_rows, first.key_row, step.key_row),
-        query_heads=Heads(len(run), 1, first.query_head, step.query_head, 1),
-        key_heads=Heads(len(run), 1, first.key_head, step.key_head, 1),
+        query_heads=Heads(groups=len(run), per_group=1, start=first.query_head, step=step.query_head, inner=1),
+        key_heads=Heads(groups=len(run), per_group=1, start=first.key_head, step=step.key_head, inner=1),
     )
 
 

@@ -1,151 +1,70 @@
-"""Which ranges see which: the join of query ranges with key ranges on (block, segment), trimmed by causality.
+"""Which ranges see which: the join of query ranges with key ranges of the same block and segment.
 
-Integers only. A range pair names a subrange of elements of a query range and of a key range and the mask between them;
-every query row of it sees at least one of its keys and every key is seen by at least one of its query rows.
+A pair names some elements of a query range and some of a key range. Causality trims it, so that every query of a pair
+sees at least one of its keys and every key is seen by at least one of its queries.
+
+The example (see `ring.plan`): in a block and segment each of two ranges could see both, but causality hides every key
+of a later range. These are the pairs of block 0; ranges 1 and 3 are rank 1's. Those of block 1 are the same pairs of
+ranges 4 to 7, one position further on.
+
+    query  positions  key  positions
+    0      0 2        0    0 2
+    1      4 6        0    0 2
+    1      4 6        1    4 6
+    2      12 14      2    12 14
+    2      12 14      3    8 10
+    3      8 10       3    8 10
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
-from functools import lru_cache
 
 import numpy as np
 
-from ring.plan.ranges import Ints, Ranges, counter
-
-
-class Mask(IntEnum):
-    """What the query rows of a tile see of its keys."""
-
-    FULL = 0  # everything
-    CAUSAL = 1  # square; row i sees the keys j <= i
-    POSITION = 2  # row i sees the keys whose position is not beyond its own
-
-
-@dataclass(frozen=True, eq=False)
-class Subranges:
-    """Elements first .. first + count - 1 of ranges."""
-
-    range: Ints
-    first: Ints
-    count: Ints
-
-    @classmethod
-    def whole(cls, ranges: Ranges, which: Ints) -> Subranges:
-        return cls(which, np.zeros_like(which), ranges.count[which])
-
-    def take(self, which: Ints) -> Subranges:
-        return Subranges(self.range[which], self.first[which], self.count[which])
-
-    def part(self, skip: Ints, count: Ints) -> Subranges:
-        return Subranges(self.range, self.first + skip, count)
-
-    def cut(self, most: int) -> tuple[Subranges, Ints]:
-        """The same in subranges of at most so many elements, and the index of the subrange that each is part of."""
-        parts = -(-self.count // most)
-        which = np.repeat(np.arange(len(parts)), parts)
-        skip, whole = counter(parts) * most, self.take(which)
-        return whole.part(skip, np.minimum(whole.count - skip, most)), which
+from ring.plan.ranges import Ints, Ranges, Subranges, counter
 
 
 @dataclass(frozen=True, eq=False)
 class RangePairs:
-    """Pairs of subranges, `query` and `key` side by side; `item`: the index of the key subrange that was joined."""
+    """Pairs of subranges, `query` and `key` side by side; `item`: which of the keys that were joined the key is."""
 
     query: Subranges
     key: Subranges
     item: Ints
 
+    def __len__(self) -> int:
+        return len(self.item)
+
     def take(self, which: Ints) -> RangePairs:
         return RangePairs(self.query.take(which), self.key.take(which), self.item[which])
 
-    def part(self, q_skip: Ints, q_count: Ints, k_skip: Ints, k_count: Ints) -> RangePairs:
-        return RangePairs(self.query.part(q_skip, q_count), self.key.part(k_skip, k_count), self.item)
+    def part(self, *, queries: tuple[Ints, Ints], keys: tuple[Ints, Ints]) -> RangePairs:
+        """Of each pair some elements, given as (how many to skip, how many to take)."""
+        return RangePairs(self.query.part(*queries), self.key.part(*keys), self.item)
 
 
 def pair_up(ranges: Ranges, queries: Subranges, keys: Subranges, causal: bool) -> RangePairs:
-    """All pairs of a block and segment in which something is visible, trimmed to it. `keys` in order of range."""
+    """All pairs in which something is visible, trimmed to what is. `keys` must be in ascending order of range."""
     span = int(ranges.segment.max(initial=0)) + 1
     group = ranges.block * span + ranges.segment
     key_group, query_group = group[keys.range], group[queries.range]
     low = np.searchsorted(key_group, query_group, side="left")
-    pairs = np.searchsorted(key_group, query_group, side="right") - low
-    item = np.repeat(low, pairs) + counter(pairs)
-    found = RangePairs(queries.take(np.repeat(np.arange(len(pairs)), pairs)), keys.take(item), item)
+    partners = np.searchsorted(key_group, query_group, side="right") - low
+    query = np.repeat(np.arange(len(partners)), partners)
+    key = low[query] + counter(partners)
+    found = RangePairs(queries.take(query), keys.take(key), item=key)
     return _trim(ranges, found) if causal else found
 
 
 def _trim(ranges: Ranges, found: RangePairs) -> RangePairs:
-    """Drop the keys beyond the last query row, then the query rows before the first key."""
+    """Drop the keys beyond the last query, then the queries before the first key."""
     q, k = found.query, found.key
-    last_row = ranges.position(q.range, q.first + q.count - 1)
-    visible = np.clip(ranges.count_until(k.range, last_row) - k.first, 0, k.count)
+    last_query = ranges.position(q.range, q.first + q.count - 1)
+    visible = np.clip(ranges.count_until(k.range, last_query) - k.first, 0, k.count)
     some = np.flatnonzero(visible)
     found, visible = found.take(some), visible[some]
     q, k = found.query, found.key
     first_key = ranges.position(k.range, k.first)
     blind = np.maximum(ranges.count_until(q.range, first_key - 1) - q.first, 0)
-    return found.part(blind, q.count - blind, 0 * visible, visible)
-
-
-def masked(ranges: Ranges, found: RangePairs, causal: bool) -> list[tuple[Mask, RangePairs]]:
-    """The range pairs cut so that each part has one of the three masks.
-
-    Two arithmetic ranges of one step meet along a diagonal: row i sees the keys j <= i + c with c >= 0 once trimmed.
-    That is c keys seen by every row, a causal square of t rows and keys, and the rows below the square, which see it
-    whole.
-    """
-    if not causal:
-        return [(Mask.FULL, found)]
-    q, k = found.query, found.key
-    first_row = ranges.position(q.range, q.first)
-    full = ranges.position(k.range, k.first + k.count - 1) <= first_row
-    if ranges.listed:
-        return [(Mask.FULL, found.take(np.flatnonzero(full))), (Mask.POSITION, found.take(np.flatnonzero(~full)))]
-    aligned = ranges.step[q.range] == ranges.step[k.range]
-    parts = [
-        (Mask.FULL, found.take(np.flatnonzero(full))),
-        (Mask.POSITION, found.take(np.flatnonzero(~full & ~aligned))),
-    ]
-    which = np.flatnonzero(~full & aligned)
-    found, first_row = found.take(which), first_row[which]
-    q, k = found.query, found.key
-    before = (first_row - ranges.position(k.range, k.first)) // ranges.step[k.range]  # c
-    square = k.count - before  # t
-    zero = np.zeros_like(square)
-    left = found.part(zero, q.count, zero, before)
-    diagonal = found.part(zero, square, before, square)
-    below = found.part(square, q.count - square, before, square)
-    return [
-        *parts,
-        (Mask.FULL, left.take(np.flatnonzero(before))),
-        (Mask.CAUSAL, diagonal),
-        (Mask.FULL, below.take(np.flatnonzero(q.count > square))),
-    ]
-
-
-@dataclass(frozen=True, eq=False)
-class Needs:
-    """Sparse: rank `rank[e]` needs the first `count[e]` elements of the range `range[e]`, which another rank holds."""
-
-    rank: Ints
-    range: Ints
-    count: Ints
-
-
-@lru_cache(maxsize=16)
-def needs_of(ranges: Ranges, causal: bool) -> Needs:
-    """What every rank needs of every other: prefixes, as whoever sees a key sees all before it in its range."""
-    everything = Subranges.whole(ranges, np.arange(len(ranges.count)))
-    found = pair_up(ranges, everything, everything, causal)
-    reader = ranges.rank[found.query.range]
-    remote = np.flatnonzero(reader != ranges.rank[found.key.range])
-    reader, index, count = reader[remote], found.key.range[remote], found.key.count[remote]
-    order = np.lexsort((index, reader))
-    reader, index, count = reader[order], index[order], count[order]
-    new = np.ones(len(index), bool)
-    new[1:] = (np.diff(reader) != 0) | (np.diff(index) != 0)
-    begin = np.flatnonzero(new)
-    most = np.maximum.reduceat(count, begin) if len(begin) else count
-    return Needs(reader[begin], index[begin], most)
+    return found.part(queries=(blind, q.count - blind), keys=(np.zeros_like(visible), visible))

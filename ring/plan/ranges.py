@@ -1,33 +1,60 @@
-"""Where the blocks meet the shards: the rows of one rank on one block's grid in one segment are a range.
+"""Where the blocks meet the shards. A range is what one rank holds of one block's grid in one segment.
 
-A table of ranges, one array per column, for all blocks and all ranks at once: the plan is a join of this table with
-itself. For a layout kept as runs a range is arithmetic in rows and positions, and the table costs O(runs x segments).
-For a listed layout a range is a subrange of a listing, ascending in position.
+All ranges of all ranks are one table with an array for each column; the plan is made by joining this table with itself.
+A range is mostly an arithmetic progression in rows and in positions, as Python's `range` is. A layout that is kept as
+runs has at most one such range for each run, block and segment, so the table takes O(runs x segments), not O(tokens).
+A layout whose order is listed has ranges that are listed too, in ascending order of position.
 
-Integers only: no tensor, no rank's data, no communication.
+The example (see `ring.plan`): 2 blocks, 2 segments and 2 ranks make 8 ranges. Each has two elements, two rows and two
+positions apart. Range 2, say, has rows 4 and 6 of rank 0, which are the positions 12 and 14.
+
+    range  block  segment  rank  count  row  row_step  first  step
+    0      0      0        0     2      0    2         0      2
+    1      0      0        1     2      0    2         4      2
+    2      0      1        0     2      4    2         12     2
+    3      0      1        1     2      4    2         8      2
+    4      1      0        0     2      1    2         1      2
+    5      1      0        1     2      1    2         5      2
+    6      1      1        0     2      5    2         13     2
+    7      1      1        1     2      5    2         9      2
+
+Which elements of a run lie on a grid is a congruence; `_on_grid` solves it and explains how.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
 from reference.pattern import Pattern
-from ring.layout import Layout, Run
+from ring.layout import Layout
 from ring.plan.blocks import Block, blocks_of
 
-Ints = np.ndarray  # int64, one entry per range (or per pair of ranges)
+Ints = np.ndarray  # int64, one entry for each range, or pair of ranges
+
+COLUMNS = ("block", "segment", "rank", "count", "row", "row_step", "first", "step")
+
+
+@dataclass(frozen=True, eq=False)
+class Listing:
+    """Elements of ranges that are not arithmetic: range after range, each in ascending order of position."""
+
+    rows: Ints
+    positions: Ints
+    order: Ints  # span * range + position, ascending: one binary search finds a position within its range
+    span: int
 
 
 @dataclass(frozen=True, eq=False)
 class Ranges:
-    """Columns in the order (block, segment, rank). Element e of range i, 0 <= e < count[i], counts upwards in position.
+    """The table, in the order (block, segment, rank). Element e of a range, 0 <= e < count, ascends in position.
 
-    Arithmetic: its row is row[i] + e * row_step[i], its position first[i] + e * step[i].
-    Listed: its row is listed_rows[row[i] + e], its position listed_positions[row[i] + e].
+    Without a listing its row is row + e * row_step and its position first + e * step. With one its row is
+    listing.rows[row + e] and its position listing.positions[row + e].
     """
 
     blocks: tuple[Block, ...]
@@ -39,27 +66,72 @@ class Ranges:
     row_step: Ints
     first: Ints
     step: Ints
-    listed_rows: Ints | None = None
-    listed_positions: Ints | None = None
-    _sorted: Ints | None = field(default=None, repr=False)  # (range, position) as one ascending number
-    _span: int = 0
-
-    @property
-    def listed(self) -> bool:
-        return self.listed_rows is not None
+    listing: Listing | None = None
 
     def position(self, index: Ints, element: Ints) -> Ints:
-        """Global position of an element of a range."""
-        if self.listed_positions is not None:
-            return self.listed_positions[self.row[index] + element]
+        """Global position of an element of the range `index`."""
+        if self.listing is not None:
+            return self.listing.positions[self.row[index] + element]
         return self.first[index] + element * self.step[index]
 
     def count_until(self, index: Ints, position: Ints) -> Ints:
-        """How many elements of the range lie at or before a position."""
-        if self._sorted is not None:
-            return np.searchsorted(self._sorted, index * self._span + position, side="right") - self.row[index]
+        """How many elements of the range `index` lie at or before a position."""
+        if self.listing is not None:
+            until = np.searchsorted(self.listing.order, index * self.listing.span + position, side="right")
+            return until - self.row[index]
         reached = (position - self.first[index]) // self.step[index] + 1
         return np.clip(reached, 0, self.count[index])
+
+    def rows(self, subranges: Subranges) -> tuple[Ints, Ints]:
+        """First row of every subrange and the step between its rows; with a listing, first place in it and 1."""
+        step = self.row_step[subranges.range]
+        return self.row[subranges.range] + subranges.first * step, step
+
+    @property
+    def width(self) -> Ints:
+        """Slots that an element of each range takes in a message."""
+        return np.array([block.width for block in self.blocks], np.int64)[self.block]
+
+    def take(self, which: Ints) -> Ranges:
+        """Some rows of the table. Not for a table with a listing, where a range's number is part of `order`."""
+        assert self.listing is None
+        return replace(self, **{name: getattr(self, name)[which] for name in COLUMNS})
+
+
+@dataclass(frozen=True, eq=False)
+class Subranges:
+    """Elements first .. first + count - 1 of ranges, which are named by their numbers in the table."""
+
+    range: Ints
+    first: Ints
+    count: Ints
+
+    @classmethod
+    def whole(cls, ranges: Ranges, which: Ints) -> Subranges:
+        """All elements of some ranges."""
+        return cls(range=which, first=np.zeros_like(which), count=ranges.count[which])
+
+    @classmethod
+    def join(cls, parts: Sequence[Subranges]) -> Subranges:
+        """The subranges of all parts, one part after the other."""
+        return cls(*(concatenated([getattr(part, name) for part in parts]) for name in ("range", "first", "count")))
+
+    def __len__(self) -> int:
+        return len(self.range)
+
+    def take(self, which: Ints) -> Subranges:
+        return Subranges(self.range[which], self.first[which], self.count[which])
+
+    def part(self, skip: Ints, count: Ints) -> Subranges:
+        """Of each subrange `count` elements, behind the first `skip`."""
+        return Subranges(self.range, self.first + skip, count)
+
+    def cut(self, most: int) -> tuple[Subranges, Ints]:
+        """The same elements in subranges of at most `most`, and for each the subrange that it is part of."""
+        parts = -(-self.count // most)
+        which = np.repeat(np.arange(len(parts)), parts)
+        skip, uncut = counter(parts) * most, self.take(which)
+        return uncut.part(skip, np.minimum(uncut.count - skip, most)), which
 
 
 @lru_cache(maxsize=64)
@@ -68,138 +140,178 @@ def ranges_of(pattern: Pattern, layout: Layout, heads: int, kv_heads: int) -> Ra
     blocks = blocks_of(pattern, layout.n, heads, kv_heads)
     if layout.listed is not None:
         return _listed_ranges(blocks, layout)
-    runs = [(rank, at, run) for rank in range(layout.world_size) for at, run in _rows_and_runs(layout, rank)]
-    tables = [_arithmetic_ranges(b, block, runs) for b, block in enumerate(blocks)]
-    columns = np.concatenate([np.empty((8, 0), np.int64), *tables], axis=1)
-    order = np.lexsort((columns[2], columns[1], columns[0]))
-    return Ranges(blocks, *columns[:, order])
+    runs = _Runs.of(layout)
+    tables = [_arithmetic_ranges(index, block, runs) for index, block in enumerate(blocks)]
+    columns: dict[str, Any] = {name: concatenated([table[name] for table in tables]) for name in COLUMNS}
+    found = Ranges(blocks, **columns)
+    return found.take(np.lexsort((found.rank, found.segment, found.block)))
 
 
-def _rows_and_runs(layout: Layout, rank: int) -> list[tuple[int, Run]]:
-    at, found = 0, []
-    for run in layout.shard_runs(rank):
-        found.append((at, run))
-        at += run.length
-    return found
+@dataclass(frozen=True, eq=False)
+class _Runs:
+    """The runs of all ranks: element e lies at position start + e * step, and in row `row` + e of the rank."""
+
+    rank: Ints
+    row: Ints
+    start: Ints
+    step: Ints
+    length: Ints
+
+    @classmethod
+    def of(cls, layout: Layout) -> _Runs:
+        table = []
+        for rank in range(layout.world_size):
+            row = 0
+            for run in layout.shard_runs(rank):
+                table.append((rank, row, *run))
+                row += run.length
+        return cls(*np.array(table, np.int64).reshape(-1, 5).T)
+
+    def take(self, which: Ints) -> _Runs:
+        return _Runs(self.rank[which], self.row[which], self.start[which], self.step[which], self.length[which])
 
 
-def _arithmetic_ranges(index: int, block: Block, runs: Sequence[tuple[int, int, Run]]) -> Ints:
-    """The columns (block, segment, rank, count, row, row_step, first, step) of one block: (8, ranges)."""
-    if not runs:
-        return np.empty((8, 0), np.int64)
-    w, r, offset = block.segment_length, block.dilation_rate, block.offset
-    table = np.array([(rank, at, *run) for rank, at, run in runs], np.int64).T
-    low_segment = table[2] // w
-    segments = (table[2] + (table[4] - 1) * table[3]) // w - low_segment + 1
-    rank, at, start, step, length = np.repeat(table, segments, axis=1)
-    segment = np.repeat(low_segment, segments) + counter(segments)
-    # Element e of the run lies in the segment for low <= e < high ...
-    low = np.maximum(-((start - segment * w) // step), 0)
-    high = np.minimum(-((start - (segment + 1) * w) // step), length)
-    # ... and on the grid where step * e = segment * w + offset - start (mod r): every `cycle`-th element, if at all.
-    common = np.gcd(step, r)
-    target = segment * w + offset - start
-    cycle = r // common
-    phase = (target // common * _inverses(step // common, cycle)) % cycle
+def _arithmetic_ranges(index: int, block: Block, runs: _Runs) -> dict[str, Ints]:
+    """The columns of one block's ranges."""
+    w, r = block.segment_length, block.dilation_rate
+    first_segment = runs.start // w
+    segments = (runs.start + (runs.length - 1) * runs.step) // w - first_segment + 1
+    which = np.repeat(np.arange(len(segments)), segments)
+    run, segment = runs.take(which), first_segment[which] + counter(segments)
+    # The run's elements low .. high - 1 lie in the segment ...
+    low = np.maximum(-((run.start - segment * w) // run.step), 0)
+    high = np.minimum(-((run.start - (segment + 1) * w) // run.step), run.length)
+    # ... and of these every `cycle`-th, from the first on that `_on_grid` finds, lies on the grid, if any does.
+    target = segment * w + block.offset - run.start
+    cycle, phase, any_at_all = _on_grid(run.step, target, r)
     element = low + (phase - low) % cycle
-    count = np.where(target % common == 0, (high - element + cycle - 1) // cycle, 0)
-    some = count > 0
-    columns = (segment, rank, count, at + element, cycle, start + element * step, step * cycle)
-    return np.stack([np.full_like(segment, index), *columns])[:, some]
+    count = np.where(any_at_all, (high - element + cycle - 1) // cycle, 0)
+    columns = {
+        "block": np.full_like(segment, index),
+        "segment": segment,
+        "rank": run.rank,
+        "count": count,
+        "row": run.row + element,
+        "row_step": cycle,
+        "first": run.start + element * run.step,
+        "step": run.step * cycle,
+    }
+    some = np.flatnonzero(count > 0)
+    return {name: column[some] for name, column in columns.items()}
+
+
+def _on_grid(step: Ints, target: Ints, rate: int) -> tuple[Ints, Ints, Ints]:
+    """The elements e of a run that lie on a grid: e = phase, phase + cycle, phase + 2 * cycle, ..., if any at all.
+
+    Element e lies `step * e` behind the run's start, and the grid's first point `target` behind (or, if negative,
+    before) it. So e is on the grid where step * e and target differ by a multiple of the dilation rate, which is
+    written step * e = target (mod rate). The left side changes by multiples of the greatest common divisor of step and
+    rate only, so there is no such e unless it divides the target. If it does, divide all three numbers by it. What
+    remains of the step then has an inverse, a number whose product with it leaves the remainder 1 when divided by
+    cycle = rate / divisor; multiplying by it gives e = inverse * target (mod cycle).
+
+    The example's runs have step 1. Other runs, and the positions that they have on the grid 0, rate, 2 * rate, ...:
+
+        start  step  rate  target  cycle  phase  on the grid
+        12     1     2     -12     2      0      12 14 16
+        1      3     2     -1      2      1      4 10 16
+        2      2     6     -2      3      2      6 12 18
+        1      2     6     -1      -      -      -
+    """
+    divisor = np.gcd(step, rate)
+    cycle = rate // divisor
+    phase = target // divisor * _inverses(step // divisor, cycle) % cycle
+    return cycle, phase, target % divisor == 0
 
 
 def _inverses(values: Ints, moduli: Ints) -> Ints:
-    """The inverse of each value modulo each modulus; few distinct pairs occur."""
-    known = {(v, m): pow(v, -1, m) if m > 1 else 0 for v, m in {*zip(values.tolist(), moduli.tolist(), strict=True)}}
-    return np.array([known[pair] for pair in zip(values.tolist(), moduli.tolist(), strict=True)], np.int64)
+    """The inverse of each value modulo each modulus. Few distinct pairs occur, so each is computed once."""
+    pairs = list(zip(values.tolist(), moduli.tolist(), strict=True))
+    known = {(value, modulus): pow(value, -1, modulus) for value, modulus in set(pairs)}
+    return np.array([known[pair] for pair in pairs], np.int64)
 
 
 def _listed_ranges(blocks: tuple[Block, ...], layout: Layout) -> Ranges:
+    """For a layout whose order is listed: every selected position is looked at."""
     assert layout.listed is not None
-    position = layout.listed
     ranks = np.repeat(np.arange(layout.world_size), layout.counts)
     rows = np.arange(layout.n) - np.asarray(layout.cuts)[ranks]
-    chosen, of_block = [], []
-    for index, block in enumerate(blocks):
-        within = position % block.segment_length
-        on_grid = (within >= block.offset) & ((within - block.offset) % block.dilation_rate == 0)
-        chosen.append(np.flatnonzero(on_grid))
-        of_block.append(np.full(len(chosen[-1]), index))
-    entry, block_index = np.concatenate(chosen), np.concatenate(of_block)
-    lengths = np.array([block.segment_length for block in blocks])
-    segment = position[entry] // lengths[block_index]
-    order = np.lexsort((position[entry], ranks[entry], segment, block_index))
-    entry, block_index, segment = entry[order], block_index[order], segment[order]
-    new = np.ones(len(entry), bool)
-    new[1:] = (np.diff(block_index) != 0) | (np.diff(segment) != 0) | (np.diff(ranks[entry]) != 0)
-    begin = np.flatnonzero(new)
+    chosen = [_selected(block, layout.listed) for block in blocks]
+    entry = np.concatenate(chosen)
+    block = np.repeat(np.arange(len(blocks)), [len(some) for some in chosen])
+    segment = layout.listed[entry] // np.array([one.segment_length for one in blocks])[block]
+    order = np.lexsort((layout.listed[entry], ranks[entry], segment, block))
+    entry, block, segment = entry[order], block[order], segment[order]
+    begin = np.flatnonzero(opens(block, segment, ranks[entry]))
     count = np.diff(np.append(begin, len(entry)))
-    one = np.ones_like(begin)
-    listed_positions = position[entry]
-    span = layout.n + 1
-    range_of = np.repeat(np.arange(len(begin)), count)
+    positions, span = layout.listed[entry], layout.n + 1
     return Ranges(
-        blocks, block_index[begin], segment[begin], ranks[entry][begin], count, begin, one,
-        listed_positions[begin], 0 * one, rows[entry], listed_positions, range_of * span + listed_positions, span,
-    )  # fmt: skip
+        blocks,
+        block=block[begin],
+        segment=segment[begin],
+        rank=ranks[entry][begin],
+        count=count,
+        row=begin,
+        row_step=np.ones_like(begin),
+        first=positions[begin],
+        step=np.zeros_like(begin),
+        listing=Listing(rows[entry], positions, np.repeat(np.arange(len(begin)), count) * span + positions, span),
+    )
+
+
+def _selected(block: Block, position: Ints) -> Ints:
+    """Where in an array of positions those of a block's grid are."""
+    within = position % block.segment_length
+    return np.flatnonzero((within >= block.offset) & ((within - block.offset) % block.dilation_rate == 0))
 
 
 def joined(ranges: Ranges, rank: int) -> Ranges:
-    """The ranges of one rank, for what it attends to of its own; those of a block and segment as one where they follow
-    each other in rows as in positions.
+    """The ranges of one rank, for what it attends to of its own. Those of a block and segment become one range where
+    they follow each other both in rows and in positions.
 
-    Between own rows only their order counts, so positions of joined ranges are 0, 1, 2, ...: the two halves of a zigzag
-    shard then meet themselves along one diagonal, and are one causal call instead of three.
+    Between own rows only their order counts, so the positions of a joined range are 0, 1, 2, ... The two halves of a
+    zigzag shard then see themselves as one causal square: one kernel call instead of three.
     """
+    if ranges.listing is not None:
+        return ranges
     own = np.flatnonzero(ranges.rank == rank)
     own = own[np.lexsort((ranges.first[own], ranges.segment[own], ranges.block[own]))]
-    if ranges.listed or not len(own):
-        return _chosen(ranges, own)
-    block, segment, count, row, step = (
-        x[own] for x in (ranges.block, ranges.segment, ranges.count, ranges.row, ranges.row_step)
-    )
-    last = ranges.position(own, count - 1)
-    opens = np.ones(len(own), bool)
-    opens[1:] = (np.diff(block) != 0) | (np.diff(segment) != 0)
-    follows = opens.copy()
+    chosen = ranges.take(own)
+    if not len(own):
+        return chosen
+    row, step, count = chosen.row, chosen.row_step, chosen.count
+    last = chosen.position(np.arange(len(own)), count - 1)
+    leads = opens(chosen.block, chosen.segment)  # the first range of its block and segment
+    follows = leads.copy()
     follows[1:] |= (
-        (row[1:] == row[:-1] + count[:-1] * step[:-1]) & (np.diff(step) == 0) & (ranges.first[own][1:] > last[:-1])
+        (row[1:] == row[:-1] + count[:-1] * step[:-1]) & (step[1:] == step[:-1]) & (chosen.first[1:] > last[:-1])
     )
-    begin = np.flatnonzero(opens)
-    whole = np.logical_and.reduceat(follows, begin)
-    kept = np.repeat(~whole, np.diff(np.append(begin, len(own)))) | opens
-    total = np.add.reduceat(count, begin)
-    group = np.cumsum(opens) - 1
-    alone = np.diff(np.append(begin, len(own))) == 1
-    one = (whole & ~alone)[group]  # part of a group that becomes one range
-    chosen = _chosen(ranges, own[kept])
-    one, group = one[kept], group[kept]
-    return replace(
+    begin, group = np.flatnonzero(leads), np.cumsum(leads) - 1
+    several = np.diff(np.append(begin, len(own))) > 1
+    merged = (np.logical_and.reduceat(follows, begin) & several)[group]
+    found = replace(
         chosen,
-        count=np.where(one, total[group], chosen.count),
-        first=np.where(one, 0, chosen.first),
-        step=np.where(one, 1, chosen.step),
+        count=np.where(merged, np.add.reduceat(count, begin)[group], count),
+        first=np.where(merged, 0, chosen.first),
+        step=np.where(merged, 1, chosen.step),
     )
+    return found.take(np.flatnonzero(leads | ~merged))
 
 
-def _chosen(ranges: Ranges, which: Ints) -> Ranges:
-    """Some rows of the table. Listed ranges look their positions up by range, so of these all stay."""
-    if ranges.listed:
-        return ranges
-    columns = (
-        ranges.block,
-        ranges.segment,
-        ranges.rank,
-        ranges.count,
-        ranges.row,
-        ranges.row_step,
-        ranges.first,
-        ranges.step,
-    )
-    return Ranges(ranges.blocks, *(column[which] for column in columns))
+def opens(*columns: Ints) -> np.ndarray:
+    """Whether each entry opens a group of neighbours that are equal in all columns."""
+    found = np.ones(len(columns[0]), bool)
+    if len(found):
+        found[1:] = np.logical_or.reduce([column[1:] != column[:-1] for column in columns])
+    return found
 
 
 def counter(counts: Ints) -> Ints:
     """0, 1, .. counts[0] - 1, 0, 1, .. counts[1] - 1, ..."""
     total = int(counts.sum())
     return np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def concatenated(arrays: Sequence[Ints]) -> Ints:
+    """One array after the other; of none, an empty one."""
+    return np.concatenate([np.empty(0, np.int64), *arrays])

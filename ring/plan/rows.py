@@ -2,12 +2,18 @@
 
 Segments of equal length that lie at equal distances are folded into one batch: (folds, length) rows at
 start + fold * fold_step + i * step. Anything else is listed.
+
+The example (see `ring.plan`): rank 0 holds ranges 0 and 2 of block 0, two rows in each of two segments. They are equal
+but for the segment, so they are one fold.
+
+    start  step  length  fold_step  folds  rows of fold 0  rows of fold 1
+    0      2     2       4          2      0 2             4 6
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -18,8 +24,9 @@ from ring.plan.ranges import Ints
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """(folds, length) indices: regular, or listed in `index`, a (folds, length) int64 tensor. Those of the first group
-    of heads; those of group i lie i * head_step further on.
+    """(folds, length) indices, computed from the steps or, if there is `index`, listed in it: (folds, length) int64.
+
+    These are the rows of the first group of heads; those of group i lie i * head_step further on.
     """
 
     start: int
@@ -40,9 +47,10 @@ class Rows:
         rows = cls(start, step, length, fold_step, folds)
         if step > 0 and fold_step >= 0 and np.array_equal(rows.listed(), index):
             return rows
-        return cls(start, step, length, fold_step, folds, torch.from_numpy(np.ascontiguousarray(index)))
+        return replace(rows, index=torch.from_numpy(np.ascontiguousarray(index)))
 
     def listed(self) -> Ints:
+        """All indices, (folds, length)."""
         if self.index is not None:
             return self.index.numpy()
         fold = self.fold_step * np.arange(self.folds)[:, None]
@@ -61,7 +69,7 @@ def concatenate(parts: Sequence[Rows]) -> Rows:
 
 
 class Fold(NamedTuple):
-    """Members whose left and right starts both lie at equal distances."""
+    """Entries whose left and right starts both lie at equal distances, one fold each."""
 
     members: Ints
     left_step: int
@@ -69,9 +77,10 @@ class Fold(NamedTuple):
 
 
 def folds(signature: Sequence[Ints], segment: Ints, left: Ints, right: Ints, most: Ints) -> Iterator[Fold]:
-    """Group entries of equal signature and ascending segment into folds of at most `most` members each.
+    """Group entries of equal signature, in ascending order of segment, into folds of at most `most` members each.
 
-    Two members are never of one segment: their rows are disjoint, so a fold can be written in place.
+    left, right: where an entry begins, its first query row and key row, say. Two members are never of one segment, so
+    their rows are disjoint and a fold can be written in place.
     """
     order = np.lexsort((segment, *reversed(signature)))
     if not len(order):

@@ -18,9 +18,9 @@ from ring.comm.symmetric_memory import SymmetricTransport, transport_of
 from ring.compute import kernels
 from ring.compute.accumulator import Accumulator, Sum
 from ring.plan.blocks import Heads
-from ring.plan.plan import Tile, plan_of
-from ring.plan.range_pairs import Mask
+from ring.plan.plan import plan_of
 from ring.plan.rows import Rows
+from ring.plan.tile import Mask, Tile
 from ring.strided_view import StridedView
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from reference.pattern import Branch, Pattern
 from ring.layout import Layout
 from ring.plan.blocks import Heads
-from ring.plan.plan import EXCHANGES, Plan, SlotMap, Tile, plan_of
-from ring.plan.range_pairs import Mask
+from ring.plan.plan import EXCHANGES, Plan, SlotMap, plan_of
 from ring.plan.rows import Rows
 from ring.plan.schedule import Transfer
+from ring.plan.tile import Mask, Tile
 
 Array = np.ndarray
 NOTHING = -1  # an address to which nothing was written

@@ -11,9 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ring.compute import kernels
 from ring.compute.kernels import Saved
 from ring.plan.blocks import Heads
-from ring.plan.plan import Tile
-from ring.plan.range_pairs import Mask
 from ring.plan.rows import Rows
+from ring.plan.tile import Mask, Tile
 
 
 class Operations(TorchDispatchMode):

@@ -11,9 +11,8 @@ import torch
 from ring.compute import kernels
 from ring.compute.kernels import Saved
 from ring.plan.blocks import Heads
-from ring.plan.plan import Tile
-from ring.plan.range_pairs import Mask
 from ring.plan.rows import Rows
+from ring.plan.tile import Mask, Tile
 from ring.precision import accumulator_dtype
 
 INF = float("inf")

@@ -11,9 +11,8 @@ import pytest
 
 from ring.compute import kernels
 from ring.plan.blocks import Heads
-from ring.plan.plan import Tile
-from ring.plan.range_pairs import Mask
 from ring.plan.rows import Rows
+from ring.plan.tile import Mask, Tile
 
 
 def portioned(tile: Tile, most: int, monkeypatch: pytest.MonkeyPatch, gpu: bool = True, name: str = "cudnn") -> Any:

@@ -13,9 +13,8 @@ import torch
 
 from ring.plan.blocks import Heads
 from ring.plan.diagonal import along_diagonals
-from ring.plan.plan import Tile
-from ring.plan.range_pairs import Mask
 from ring.plan.rows import Rows
+from ring.plan.tile import Mask, Tile
 
 PLENTY = 1000  # slots of keys in a call
 Half = tuple[int, list[list[int]]]  # a head, and the rows (folds, length) that it has in a tile

@@ -20,8 +20,9 @@ from reference.pattern import Branch, Pattern, multiplicity
 from ring.budget import default_own
 from ring.layout import Layout
 from ring.plan.blocks import blocks_of
-from ring.plan.plan import EXCHANGES, LEAST_ROWS, plan_of
-from ring.plan.range_pairs import Mask
+from ring.plan.plan import EXCHANGES, plan_of
+from ring.plan.tile import Mask
+from ring.plan.tiling import LEAST_ROWS
 from tests.support.plan_walk import Array, Setting, Walk, drawn_settings, listed, rank_of_position
 
 # --- a dense look at the same ---

@@ -14,8 +14,11 @@ from hypothesis import strategies as st
 from reference.pattern import Branch, Pattern, multiplicity, selected
 from ring.layout import Layout
 from ring.plan.blocks import blocks_of
-from ring.plan.range_pairs import Mask, Subranges, masked, needs_of, pair_up
-from ring.plan.ranges import Ranges, joined, ranges_of
+from ring.plan.needs import needs_of
+from ring.plan.range_pairs import pair_up
+from ring.plan.ranges import Ranges, Subranges, joined, ranges_of
+from ring.plan.tile import Mask
+from ring.plan.tiling import masked
 from tests.support.plan_walk import Array, layouts, listed, listed_heads, patterns, rank_of_position
 
 # --- ranges, range pairs and needs ---
@@ -25,8 +28,8 @@ def elements(ranges: Ranges, index: int) -> tuple[list[int], list[int]]:
     """Rows and positions of a range."""
     element = np.arange(ranges.count[index])
     which = np.full_like(element, index)
-    if ranges.listed_rows is not None:
-        rows = ranges.listed_rows[ranges.row[index] + element]
+    if ranges.listing is not None:
+        rows = ranges.listing.rows[ranges.row[index] + element]
     else:
         rows = ranges.row[index] + element * ranges.row_step[index]
     return rows.tolist(), ranges.position(which, element).tolist()
@@ -48,7 +51,8 @@ def test_ranges_are_the_selected_rows(table: tuple[Pattern, Layout, Ranges]) -> 
     for index in range(len(ranges.count)):
         of_block, segment, rank = (int(column[index]) for column in (ranges.block, ranges.segment, ranges.rank))
         rows, positions = elements(ranges, index)
-        assert (rows and positions == sorted(set(positions)) and (np.diff(rows) > 0).all()) or ranges.listed
+        ascending = positions == sorted(set(positions)) and (np.diff(rows) > 0).all()
+        assert (rows and ascending) or ranges.listing is not None
         assert layout.positions(rank)[rows].tolist() == positions
         assert all(position // ranges.blocks[of_block].segment_length == segment for position in positions)
         found[of_block, rank] += positions

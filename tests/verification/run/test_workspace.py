@@ -13,7 +13,7 @@ from hypothesis import Phase, given, seed, settings
 from reference.pattern import Pattern
 from ring.comm.transport import SoloTransport
 from ring.compute import kernels
-from ring.plan import plan
+from ring.plan import plan, tiling
 from verification.case import Case
 from verification.check.checks import check_workspace
 from verification.check.expectation import expect
@@ -124,16 +124,19 @@ def uncut_keys(self: Any, most: int) -> Any:
 
 
 def wide_folds(real: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda pieces, keys, mask, found, bucket: real(pieces, keys, mask, found, 2 * bucket)
+    def wider(ranges: Any, keys: Any, mask: Any, found: Any, most_keys: int, most_rows: int) -> Any:
+        return real(ranges, keys, mask, found, 2 * most_keys, 2 * most_rows)
+
+    return wider
 
 
 @pytest.mark.parametrize(
     ("place", "name", "defect"),
     [
         (kernels, "_row_blocks", whole_scores),
-        (plan._Keys, "cut", uncut_keys),
-        (plan, "_drafts", wide_folds(plan._drafts)),
-        (plan, "LEAST_ROWS", 10**6),
+        (tiling._Keys, "cut", uncut_keys),
+        (tiling, "_drafts", wide_folds(tiling._drafts)),
+        (tiling, "LEAST_ROWS", 10**6),
     ],
     ids=("all scores at once", "keys not cut", "folds beyond the bucket", "rows not cut"),
 )

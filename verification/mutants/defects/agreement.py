@@ -42,8 +42,8 @@ AGREEMENTS = (
         "A rank's ring ends at the first hop at which nothing lands on it, though others go on.",
         Edit(
             schedule,
-            "            if not prefix[:, chunk, t].any():\n",
-            "            if not prefix[owner_at(t), chunk, t]:\n",
+            "            if not travelling.prefix[:, chunk, t].any():\n",
+            "            if not travelling.prefix[(rank - t) % p, chunk, t]:\n",
         ),
         provenance="seen in public ring-attention code",
         listed=(41,),

@@ -81,8 +81,8 @@ BACKWARD = (
         "The direct exchange returns what it should receive and expects what it should return.",
         Edit(
             schedule,
-            "Stage(gathers, sends, False, receives, received, receives, sends, 0, gathers)",
-            "Stage(gathers, sends, False, receives, received, sends, receives, 0, gathers)",
+            "return_sends=receives, return_receives=sends",
+            "return_sends=sends, return_receives=receives",
         ),
         provenance="lucidrains/ring-attention-pytorch",
         listed=(15,),
@@ -101,7 +101,7 @@ BACKWARD = (
     defect(
         "gather-without-reduction",
         "The gathering exchange receives the gradients of the own keys and adds none of them: remote dk, dv are lost.",
-        Edit(plan, "_whole_shard_maps(layout, rank, kv_heads, others) if route.whole", "() if route.whole"),
+        Edit(plan, "_shard_maps(tokens, kv_heads, others) if route.whole", "() if route.whole"),
         provenance="DarcStar V2 collective; lucidrains zig-zag",
         listed=(16,),
     ),
@@ -110,8 +110,8 @@ BACKWARD = (
         "The gathering exchange leaves out the gradients that the last of the other ranks returns.",
         Edit(
             plan,
-            "_whole_shard_maps(layout, rank, kv_heads, others) if route.whole",
-            "_whole_shard_maps(layout, rank, kv_heads, others - 1) if route.whole",
+            "_shard_maps(tokens, kv_heads, others) if route.whole",
+            "_shard_maps(tokens, kv_heads, others - 1) if route.whole",
         ),
         listed=(16,),
     ),
@@ -282,8 +282,8 @@ BACKWARD = (
         "In the ring's buffer of returned gradients, the rank's own are read where those to be carried on lie.",
         Edit(
             schedule,
-            "scatters=cut.slot_ranges(back).shifted(carried - kept)",
-            "scatters=cut.slot_ranges(back).shifted(-kept)",
+            ".shifted(carried - kept)",
+            ".shifted(-kept)",
         ),
         listed=(14,),
     ),

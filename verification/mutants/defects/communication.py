@@ -5,7 +5,7 @@ from __future__ import annotations
 from ring import budget
 from ring.comm import exchange
 from ring.compute import kernels
-from ring.plan import plan, range_pairs, schedule
+from ring.plan import chunks, needs, schedule, tiling
 from verification.mutants.defect import Edit, defect
 
 _TURNS = "            into, before = received[(number - 1) % len(received)], received[number % len(received)]\n"
@@ -182,7 +182,7 @@ COMMUNICATION = (
     defect(
         "relayed-message-one-slot-short",
         "What the ring passes on lacks its last slot: the receiver keeps stale data there.",
-        Edit(schedule, "sends=_transfers((after, 0, sent))", "sends=_transfers((after, 0, sent - (t > 1)))"),
+        Edit(schedule, "(after, 0, slots(source + 1, t))", "(after, 0, slots(source + 1, t) - (t > 1))"),
     ),
     defect(
         "relay-sends-the-outbox",
@@ -195,8 +195,8 @@ COMMUNICATION = (
         "As many returned slots are carried on as are received at this hop, not at the next.",
         Edit(
             schedule,
-            "carried = int(prefix[owner_at(t + 1), chunk, t + 1])",
-            "carried = int(prefix[owner_at(t), chunk, t + 1])",
+            "carried = slots(source - 1, t + 1)",
+            "carried = slots(source, t + 1)",
         ),
         listed=(14, 18),
     ),
@@ -205,31 +205,31 @@ COMMUNICATION = (
         "All that was received is passed on as if it travelled farther, and nothing is returned before the last hop.",
         Edit(
             schedule,
-            "int(prefix[source, chunk, t]), int(prefix[source, chunk, t + 1])",
-            "int(prefix[source, chunk, t]), int(prefix[source, chunk, t if t < p - 1 else p])",
+            "slots(source, t), slots(source, t + 1)",
+            "slots(source, t), slots(source, t if t < p - 1 else p)",
         ),
         listed=(14,),
     ),
     defect(
         "direct-peers-mirrored",
         "The direct exchange takes from the rank t after what it should take from the rank t before.",
-        Edit(schedule, "incoming.append((t, (rank - t) % p,", "incoming.append((t, (rank + t) % p,"),
-        Edit(schedule, "served.append((t, (rank + t) % p,", "served.append((t, (rank - t) % p,"),
+        Edit(schedule, "reader=rank, distance=t, peer=(rank - t) % p", "reader=rank, distance=t, peer=(rank + t) % p"),
+        Edit(schedule, "% p, distance=t, peer=(rank + t) % p", "% p, distance=t, peer=(rank - t) % p"),
     ),
     defect(
         "direct-rounds-with-room-left-from-before",
         "A short message joins the last part of a longer one, by the room that was left before that.",
         Edit(
             schedule,
-            "            rounds += [([t], chunk) for chunk in range(-(-slots // cap))]\n            room = 0\n",
-            "            rounds += [([t], chunk) for chunk in range(-(-slots // cap))]\n",
+            "            rounds += [([t], chunk) for chunk in range(-(-slots // most))]\n            left = 0\n",
+            "            rounds += [([t], chunk) for chunk in range(-(-slots // most))]\n",
         ),
     ),
     defect(
         "gathered-shards-in-the-wrong-places",
         "Gathered shards of ranks after the own are looked for one rank too early.",
         Edit(
-            plan,
+            tiling,
             "                bases[transfer.peer] = transfer.start\n",
             "                bases[max(transfer.peer - (transfer.peer > rank + 1), 0)] = transfer.start\n",
         ),
@@ -238,9 +238,9 @@ COMMUNICATION = (
         "whole-pieces-sent",
         "Whole ranges are sent where only their leading rows are needed.",
         Edit(
-            range_pairs,
-            "    return Needs(reader[begin], index[begin], most)\n",
-            "    return Needs(reader[begin], index[begin], np.maximum(most, ranges.count[index[begin]]))\n",
+            needs,
+            "needs.range[begin], most)\n",
+            "needs.range[begin], np.maximum(most, ranges.count[needs.range[begin]]))\n",
         ),
     ),
     defect(
@@ -248,15 +248,15 @@ COMMUNICATION = (
         "Every slot of the ring travels to the last rank, whether that needs it or not.",
         Edit(
             schedule,
-            "    reach[needs.range, (needs.rank - ranges.rank[needs.range]) % p] = needs.count\n",
-            "    np.maximum.at(reach, (needs.range, p - 1), needs.count)\n",
+            "    rows[needs.range, (needs.rank - ranges.rank[needs.range]) % p] = needs.count\n",
+            "    np.maximum.at(rows, (needs.range, p - 1), needs.count)\n",
         ),
     ),
     defect(
         "hidden-keys-sent",
         "Keys are sent to ranks from whose rows causality hides them.",
         Edit(
-            range_pairs,
+            needs,
             "    found = pair_up(ranges, everything, everything, causal)\n",
             "    found = pair_up(ranges, everything, everything, False)\n",
         ),
@@ -282,12 +282,12 @@ COMMUNICATION = (
     defect(
         "landing-not-bounded-by-the-bucket",
         "Receive and send buffers are as large as whole messages, however small the bucket.",
-        Edit(schedule, "lambda slots: min(slots, cap + width - 1)", "lambda slots: slots"),
+        Edit(chunks, "return min(slots, most + widest - 1)", "return slots"),
     ),
     defect(
         "rounds-forget-what-they-hold",
         "Distances are put into one stage although together they pass the bucket.",
-        Edit(schedule, "            room -= slots\n", "            room -= 0\n"),
+        Edit(schedule, "            left -= slots\n", "            left -= 0\n"),
     ),
     defect(
         "default-bucket-ignores-the-budget",
@@ -297,7 +297,7 @@ COMMUNICATION = (
     defect(
         "bucket-ignored-by-kernel-calls",
         "A kernel call takes all keys of a stage, however small the bucket: its workspace is not bounded.",
-        Edit(plan, "keys.cut(bucket)", "keys.cut(1 << 30)"),
+        Edit(tiling, "keys.cut(limits.bucket)", "keys.cut(1 << 30)"),
     ),
     defect(
         "quadratic-workspace",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ring import strided_view
-from ring.plan import diagonal, plan
+from ring.plan import diagonal, plan, tiling
 from verification.mutants.defect import Edit, defect
 
 _GOES_ON = "goes_on = min(step) >= 0 and (len(run) == 1 or step == run[-2].step(run[-1]))"
@@ -32,7 +32,7 @@ DIAGONAL = (
     defect(
         "shifted-heads-that-share-gathered-keys",
         "The same for gathered keys only: they are taken for packed, where each block has slots of its own.",
-        Edit(plan, "number > 0 and not route.whole)", "number > 0)"),
+        Edit(tiling, "packed=number > 0 and not route.whole)", "packed=number > 0)"),
     ),
     defect(
         "shifted-heads-of-unequal-folds",
@@ -55,6 +55,6 @@ DIAGONAL = (
     defect(
         "gradients-of-relayed-slots-written",
         "In the ring, too, gradients of landed keys are written, not summed: slots only passed on keep what there was.",
-        Edit(plan, 'exchange == "direct" and _read_once(', "_read_once("),
+        Edit(plan, "once=once and _read_once(", "once=_read_once("),
     ),
 )

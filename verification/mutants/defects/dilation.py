@@ -5,10 +5,10 @@ from __future__ import annotations
 from reference import pattern
 from ring import layout
 from ring.compute import kernels
-from ring.plan import blocks, plan, range_pairs, ranges, rows
+from ring.plan import blocks, plan, range_pairs, ranges, rows, tiling
 from verification.mutants.defect import Edit, defect
 
-_TARGET = "    target = segment * w + offset - start\n"
+_TARGET = "    target = segment * w + block.offset - run.start\n"
 _OFFSETS = "        for head, offset in enumerate(branch.offsets(heads)):\n"
 _MEET = "    found = pair_up(ranges, queries, keys.subranges, causal)\n"
 
@@ -17,21 +17,21 @@ DILATION = (
     defect(
         "phase-from-local-rows",
         "The dilated grid counts rows of the shard instead of positions of the sequence.",
-        Edit(ranges, _TARGET, "    target = segment * w + offset - at\n"),
+        Edit(ranges, _TARGET, "    target = segment * w + block.offset - run.row\n"),
         provenance="DarcStar HybridFixed",
         listed=(26,),
     ),
     defect(
         "phase-from-local-rows-when-listed",
         "In a listed layout the dilated grid counts rows of the shard.",
-        Edit(ranges, "within = position % block.segment_length", "within = rows % block.segment_length"),
+        Edit(ranges, "_selected(block, layout.listed)", "_selected(block, rows)"),
         provenance="DarcStar HybridFixed",
         listed=(26,),
     ),
     defect(
         "phase-not-restarted",
         "The grid runs on from segment to segment instead of beginning anew in each.",
-        Edit(ranges, _TARGET, "    target = offset - start\n"),
+        Edit(ranges, _TARGET, "    target = block.offset - run.start\n"),
         provenance="DarcStar HybridFixed",
         listed=(26,),
     ),
@@ -40,8 +40,8 @@ DILATION = (
         "In a listed layout the grid runs on from segment to segment.",
         Edit(
             ranges,
-            "on_grid = (within >= block.offset) & ((within - block.offset) % block.dilation_rate == 0)",
-            "on_grid = (within >= block.offset) & ((position - block.offset) % block.dilation_rate == 0)",
+            "(within >= block.offset) & ((within - block.offset) % block.dilation_rate == 0)",
+            "(within >= block.offset) & ((position - block.offset) % block.dilation_rate == 0)",
         ),
         provenance="DarcStar HybridFixed",
         listed=(26,),
@@ -81,7 +81,7 @@ DILATION = (
         "segments-across-ranks-ignored",
         "Of segments after the first, only the part on the own rank is attended to.",
         Edit(
-            plan,
+            tiling,
             _MEET,
             _MEET + "    own = ranges.rank[found.key.range] == rank\n"
             "    found = found.take(np.flatnonzero(own | (ranges.segment[found.key.range] == 0)))\n",
@@ -93,9 +93,9 @@ DILATION = (
         "own-shard-left-out",
         "On several ranks only what others hold is attended to.",
         Edit(
-            plan,
-            "    which = np.flatnonzero(own.rank == rank)\n",
-            "    which = np.flatnonzero((own.rank == rank) & (ranges.rank.max() == 0))\n",
+            tiling,
+            "_own_keys(own, rank), limits.own",
+            "_own_keys(own, rank if layout.world_size == 1 else -1), limits.own",
         ),
         provenance="torchscale causal sequence parallel",
         listed=(29,),
@@ -103,27 +103,27 @@ DILATION = (
     defect(
         "own-pieces-joined-across-gaps",
         "Own ranges of a segment become one call though their rows do not follow each other.",
-        Edit(ranges, "(row[1:] == row[:-1] + count[:-1] * step[:-1]) & (np.diff(step)", "(np.diff(step)"),
+        Edit(ranges, "(row[1:] == row[:-1] + count[:-1] * step[:-1]) & (step", "(step"),
     ),
     defect(
         "own-pieces-joined-out-of-order",
         "Own ranges of a segment become one call though the second lies before the end of the first.",
-        Edit(ranges, " & (ranges.first[own][1:] > last[:-1])", ""),
+        Edit(ranges, " & (chosen.first[1:] > last[:-1])", ""),
     ),
     defect(
         "queries-joined-across-gaps",
         "Query rows that see the same keys share a call, as one subrange even if they do not follow each other.",
         Edit(
-            plan,
+            tiling,
             "                last = replace(last, query=rows)\n",
             "                last = replace(last, query=replace(rows, index=None))\n",
         ),
-        Edit(plan, "if rows.index is None and rows.length", "if rows.length"),
+        Edit(tiling, "if rows.index is None and rows.length", "if rows.length"),
     ),
     defect(
         "queries-joined-beyond-the-bucket",
         "Query rows that see the same keys share a call, however many they are.",
-        Edit(plan, " and rows.length * rows.folds <= most_rows:", ":"),
+        Edit(tiling, " and rows.length * rows.folds <= most_rows:", ":"),
     ),
     defect(
         "fold-distance-of-the-first-pair",
@@ -154,13 +154,13 @@ DILATION = (
     defect(
         "phase-without-inverse",
         "The grid meets a run at a phase that lacks the modular inverse of the run's step.",
-        Edit(ranges, "known = {(v, m): pow(v, -1, m) if m > 1 else 0", "known = {(v, m): v % m if m > 1 else 0"),
+        Edit(ranges, "pow(value, -1, modulus) for", "value % modulus for"),
         listed=(26,),
     ),
     defect(
         "grid-that-is-never-met",
         "A run whose step never meets the dilated grid is taken to meet it.",
-        Edit(ranges, "count = np.where(target % common == 0, (high", "count = np.where(target % common >= 0, (high"),
+        Edit(ranges, "target % divisor == 0\n", "target % divisor >= 0\n"),
         listed=(26,),
     ),
     defect(
@@ -203,13 +203,13 @@ DILATION = (
         "Gathered shards are packed head by head and read token by token: queries attend across heads.",
         Edit(
             plan,
-            "slots = [Rows(copy * tokens * kv_heads, kv_heads, tokens) for",
-            "slots = [Rows(copy * tokens * kv_heads, 1, tokens) for",
+            "slots = [Rows(start=copy * tokens * kv_heads, step=kv_heads,",
+            "slots = [Rows(start=copy * tokens * kv_heads, step=1,",
         ),
         Edit(
             plan,
             "return tuple(SlotMap(Rows(0, 1, tokens), heads, place, heads) for place in slots)",
-            "columns = Heads.of(tuple((head * tokens,) for head in range(kv_heads)))\n"
+            "columns = Heads.column([head * tokens for head in range(kv_heads)])\n"
             "    return tuple(SlotMap(Rows(0, 1, tokens), heads, place, columns) for place in slots)",
         ),
         provenance="DarcStar TrueRing",
@@ -218,17 +218,17 @@ DILATION = (
     defect(
         "query-heads-interleaved",
         "Query head h reads key/value head h mod Hk instead of h // (Hq / Hk).",
-        Edit(blocks, "served, heads // kv_heads))", "served, kv_heads))"),
+        Edit(blocks, "share=heads // kv_heads))", "share=kv_heads))"),
         Edit(blocks, "readers.setdefault(head // share, [])", "readers.setdefault(head % share, [])"),
         listed=(27,),
     ),
     defect(
         "columns-by-head-number",
-        "SlotRanges slots are read at the number of the key/value head instead of its column in the block.",
+        "Packed slots are read at the number of the key/value head instead of its column in the block.",
         Edit(
             blocks,
-            "column=Heads.of(tuple((kv.index(h),) for h in members)),",
-            "column=Heads.of(tuple((h,) for h in members)),",
+            "column=Heads.column([kv.index(h) for h in members]),",
+            "column=Heads.column(members),",
         ),
         listed=(31,),
     ),

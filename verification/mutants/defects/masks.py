@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from ring import layout
 from ring.compute import kernels
-from ring.plan import plan, range_pairs, ranges
+from ring.plan import range_pairs, ranges, tiling
 from verification.mutants.defect import Edit, defect
 
 _HIDDEN = "        hidden = key[:, None, :] > query[:, rows, None]  # (F, L, Lk)\n"
 _BLIND = "    blind = np.maximum(ranges.count_until(q.range, first_key - 1) - q.first, 0)\n"
-_BEFORE = "    before = (first_row - ranges.position(k.range, k.first)) // ranges.step[k.range]  # c\n"
+_BEFORE = "    before = (first_query - ranges.position(k.range, k.first)) // ranges.step[k.range]  # c\n"
 
 MASKS = (
     # --- tokens and segments at the end
@@ -29,8 +29,8 @@ MASKS = (
         "The last token of every run of positions that a rank holds is on no grid.",
         Edit(
             ranges,
-            "np.minimum(-((start - (segment + 1) * w) // step), length)",
-            "np.minimum(-((start - (segment + 1) * w) // step), length - 1)",
+            "np.minimum(-((run.start - (segment + 1) * w) // run.step), run.length)",
+            "np.minimum(-((run.start - (segment + 1) * w) // run.step), run.length - 1)",
         ),
         provenance="TransformerEngine#1930",
         listed=(22,),
@@ -40,9 +40,9 @@ MASKS = (
         "In a listed layout the last segment, if it is short, selects nothing.",
         Edit(
             ranges,
-            "        chosen.append(np.flatnonzero(on_grid))\n",
-            "        on_grid &= position < layout.n // block.segment_length * block.segment_length\n"
-            "        chosen.append(np.flatnonzero(on_grid))\n",
+            "    within = position % block.segment_length\n",
+            "    within = position % block.segment_length\n"
+            "    within[position >= len(position) // block.segment_length * block.segment_length] = -1\n",
         ),
         provenance="TransformerEngine#1930",
         listed=(22,),
@@ -50,7 +50,7 @@ MASKS = (
     defect(
         "bucket-remainder-dropped",
         "Keys beyond the last whole bucket of a subrange are left out.",
-        Edit(range_pairs, "parts = -(-self.count // most)", "parts = np.maximum(self.count // most, 1)"),
+        Edit(ranges, "parts = -(-self.count // most)", "parts = np.maximum(self.count // most, 1)"),
         listed=(22,),
     ),
     defect(
@@ -65,8 +65,8 @@ MASKS = (
         "A segment takes the first position of the next one as well.",
         Edit(
             ranges,
-            "np.minimum(-((start - (segment + 1) * w) // step), length)",
-            "np.minimum(-((start - (segment + 1) * w - 1) // step), length)",
+            "np.minimum(-((run.start - (segment + 1) * w) // run.step), run.length)",
+            "np.minimum(-((run.start - (segment + 1) * w - 1) // run.step), run.length)",
         ),
     ),
     # --- causality
@@ -96,8 +96,8 @@ MASKS = (
         "In a listed layout the last key that a row may see is its own, and counts as beyond it.",
         Edit(
             ranges,
-            'np.searchsorted(self._sorted, index * self._span + position, side="right")',
-            'np.searchsorted(self._sorted, index * self._span + position, side="left")',
+            'self.listing.order, index * self.listing.span + position, side="right")',
+            'self.listing.order, index * self.listing.span + position, side="left")',
         ),
         provenance="seen in public ring-attention code",
         listed=(23,),
@@ -120,7 +120,7 @@ MASKS = (
         "partly-visible-tiles-skipped",
         "Tiles that need a mask by position, being partly visible, are skipped.",
         Edit(
-            plan,
+            tiling,
             "    for mask, part in masked(ranges, found, causal):\n",
             "    for mask, part in masked(ranges, found, causal):\n"
             "        if mask is Mask.POSITION:\n            continue\n",
@@ -139,7 +139,7 @@ MASKS = (
         "rows-below-the-diagonal-dropped",
         "Rows below a causal square, which see all of its keys, are left out.",
         Edit(
-            range_pairs,
+            tiling,
             "        (Mask.FULL, below.take(np.flatnonzero(q.count > square))),\n",
             "        (Mask.FULL, below.take(np.flatnonzero(q.count > square)[:0])),\n",
         ),
@@ -149,7 +149,7 @@ MASKS = (
         "steps-taken-for-equal",
         "Runs of different steps are masked along a diagonal, as if they had one.",
         Edit(
-            range_pairs,
+            tiling,
             "    aligned = ranges.step[q.range] == ranges.step[k.range]\n",
             "    aligned = ranges.step[q.range] > 0\n",
         ),
@@ -158,9 +158,9 @@ MASKS = (
         "full-if-the-first-key-is-visible",
         "A tile counts as wholly visible as soon as its first row sees its first key.",
         Edit(
-            range_pairs,
-            "    full = ranges.position(k.range, k.first + k.count - 1) <= first_row\n",
-            "    full = ranges.position(k.range, k.first) <= first_row\n",
+            tiling,
+            "    full = ranges.position(k.range, k.first + k.count - 1) <= first_query\n",
+            "    full = ranges.position(k.range, k.first) <= first_query\n",
         ),
         listed=(23,),
     ),
@@ -168,7 +168,7 @@ MASKS = (
         "striped-less-or-equal",
         "A row sees the key of its own number on every rank, also where that lies after it.",
         Edit(range_pairs, _BLIND, "    blind = 0 * q.first\n"),
-        Edit(range_pairs, _BEFORE, _BEFORE + "    before = np.maximum(before, 0)\n"),
+        Edit(tiling, _BEFORE, _BEFORE + "    before = np.maximum(before, 0)\n"),
         provenance="striped attention: `<` against `<=` between ranks",
         listed=(33,),
     ),

@@ -1,0 +1,128 @@
+"""Messages, and the chunks that they are cut into: which rows lie in which slots.
+
+A slot holds one row of one key/value head of a block, so a row takes as many slots as the block has key/value heads. A
+message is a row of slots. A message that is longer than a bucket is cut into chunks, each of which is sent by itself.
+
+The example (see `ring.plan`): by `direct` at distance 1 rank 0 takes 4 slots and rank 1 takes 4. In chunks of at most 2
+slots, each message would be two:
+
+    reader  range  elements  slot  chunk  slot of the chunk
+    0       3      0 1       0     0      0
+    0       7      0 1       2     1      0
+    1       0      0 1       0     0      0
+    1       4      0 1       2     1      0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ring.plan.ranges import Ints, Subranges, concatenated, counter, opens
+
+
+@dataclass(frozen=True, eq=False)
+class SlotRanges:
+    """Subranges and the consecutive slots that hold them, row after row, the first at `slot`; and the number of the
+    message that each is part of.
+    """
+
+    subranges: Subranges
+    slot: Ints
+    message: Ints
+
+    def shifted(self, by: int) -> SlotRanges:
+        return replace(self, slot=self.slot + by)
+
+    @classmethod
+    def join(cls, parts: Sequence[SlotRanges]) -> SlotRanges:
+        """The slot ranges of all parts, one part after the other; of no parts, none."""
+        return cls(
+            Subranges.join([part.subranges for part in parts]),
+            slot=concatenated([part.slot for part in parts]),
+            message=concatenated([part.message for part in parts]),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Entries:
+    """What messages consist of, in order: subranges, the slots that each of their rows takes, and the hops that they
+    travel round the ring (0 for `direct`).
+    """
+
+    message: Ints
+    travel: Ints
+    subranges: Subranges
+    width: Ints
+
+    def take(self, which: Ints) -> Entries:
+        return Entries(self.message[which], self.travel[which], self.subranges.take(which), self.width[which])
+
+    @property
+    def slots(self) -> Ints:
+        return self.subranges.count * self.width
+
+    @property
+    def widest(self) -> int:
+        return int(self.width.max(initial=1))
+
+
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """Entries, each with its chunk of the message and its first slot in the chunk; in the order (message, chunk)."""
+
+    entries: Entries
+    chunk: Ints
+    slot: Ints
+
+    @property
+    def count(self) -> int:
+        """Chunks of the longest message."""
+        return int(self.chunk.max(initial=-1)) + 1
+
+    def of(self, message: int, chunk: int) -> Ints:
+        """Which entries are in a chunk."""
+        low, high = np.searchsorted(self.entries.message, [message, message + 1])
+        low, high = low + np.searchsorted(self.chunk[low:high], [chunk, chunk + 1])
+        return np.arange(low, high)
+
+    def slot_ranges(self, which: Ints) -> SlotRanges:
+        return SlotRanges(self.entries.subranges.take(which), self.slot[which], self.entries.message[which])
+
+
+def whole_messages(entries: Entries) -> Chunks:
+    """Every message as one chunk."""
+    slots = entries.slots
+    begin = np.cumsum(slots) - slots
+    new = opens(entries.message)
+    return Chunks(entries, np.zeros_like(begin), begin - begin[new][np.cumsum(new) - 1])
+
+
+def cut(entries: Entries, most: int) -> Chunks:
+    """Messages in chunks: a row whose first slot is number x of its message goes into chunk x // most.
+
+    Entries of 3 and 2 rows, each row 2 slots wide, and `most` 4: rows begin at slots 0 2 | 4 6 | 8, so the chunks hold
+    rows (0 1 of the first entry), (2 of the first, 0 of the second), (1 of the second). Two entries become four.
+    """
+    begin, width = whole_messages(entries).slot, entries.width
+    first_chunk = begin // most
+    chunks = (begin + entries.slots - width) // most - first_chunk + 1
+    which = np.repeat(np.arange(len(chunks)), chunks)
+    chunk = first_chunk[which] + counter(chunks)
+    begin, width = begin[which], width[which]
+    low = np.maximum(-((begin - chunk * most) // width), 0)  # first row that begins in the chunk
+    high = np.minimum(-((begin - (chunk + 1) * most) // width), entries.subranges.count[which])
+    some = np.flatnonzero(high > low)
+    which, chunk, low, high = which[some], chunk[some], low[some], high[some]
+    begin = begin[some] + low * width[some]
+    found = entries.take(which)
+    found = replace(found, subranges=found.subranges.part(low, high - low))
+    new = opens(found.message, chunk)
+    return Chunks(found, chunk, begin - begin[new][np.cumsum(new) - 1])
+
+
+def room(slots: int, most: int, widest: int) -> int:
+    """Slots that the longest chunk of a message takes at most: a row is never split between chunks."""
+    return min(slots, most + widest - 1)

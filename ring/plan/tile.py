@@ -1,0 +1,50 @@
+"""One kernel call: some query rows of the own shard against some keys.
+
+The example (see `ring.plan`): rank 0 attends to its own keys in one call. This is its part for head 0, before
+`ring.plan.diagonal` puts both heads into one; fold 0 is segment 0, fold 1 is segment 1. In each row i sees keys j <= i.
+
+    mask    query heads  key heads  query rows of fold 0  query rows of fold 1  key rows of fold 0  key rows of fold 1
+    CAUSAL  0            0          0 2                   4 6                   0 2                 4 6
+
+In the one step after it, head 0 reads the keys 8 and 10, which rank 1 has sent, in slots 0 and 1 of the receive buffer.
+Its rows 4 and 6 are the positions 12 and 14, so they see both.
+
+    mask    query heads  key heads  query rows of fold 0  key rows of fold 0
+    FULL    0            0          4 6                   0 1
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+from ring.plan.blocks import Heads
+from ring.plan.rows import Rows
+
+
+class Mask(IntEnum):
+    """What the query rows of a tile see of its keys."""
+
+    FULL = 0  # everything
+    CAUSAL = 1  # as many rows as keys; row i sees the keys j <= i
+    POSITION = 2  # row i sees the keys whose position is not beyond its own
+
+
+@dataclass(frozen=True, eq=False)
+class Tile:
+    """Query rows against key rows, folded over segments, for heads that share them.
+
+    `key_rows` are rows of the own shard before the first step, slots of the step's receive buffer afterwards;
+    `key_heads` likewise are heads of the shard, or columns of the slots. Positions, (folds, rows) int64, are there
+    where the mask asks for them.
+    """
+
+    query_rows: Rows
+    key_rows: Rows
+    query_heads: Heads
+    key_heads: Heads
+    mask: Mask
+    query_positions: torch.Tensor | None = None
+    key_positions: torch.Tensor | None = None

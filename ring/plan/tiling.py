@@ -1,0 +1,354 @@
+"""The kernel calls of one rank: its range pairs, cut where the mask changes, folded and joined into tiles.
+
+Range pairs of own keys can be computed at once, those of remote keys after the stage that receives them. Each pair is
+cut so that every part has one mask; parts that are alike in all segments are folded; parts that the same rows see
+alike are joined; and heads with shifted grids share a call (`ring.plan.diagonal`).
+
+The example (see `ring.plan`): rank 0 has these four pairs with the ranges 0 and 2 of block 0 and the ranges 4 and 6 of
+block 1 as queries and own keys, and two more with remote keys, received in stage 1. A range pair of a range with itself
+is a causal square; ranges that another rank holds are either wholly visible here or not at all.
+
+    stage  mask    query  key  query rows  keys
+    0      CAUSAL  0      0    0 2         0 2
+    0      CAUSAL  2      2    4 6         4 6
+    0      CAUSAL  4      4    1 3         1 3
+    0      CAUSAL  6      6    5 7         5 7
+    1      FULL    2      3    4 6         0 1
+    1      FULL    6      7    5 7         2 3
+
+Folding makes one tile of the first two rows, one of the next two; joining heads makes one of these, and one of the last
+two rows: a rank computes this example in two kernel calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from ring.layout import Layout
+from ring.plan.diagonal import along_diagonals
+from ring.plan.range_pairs import RangePairs, pair_up
+from ring.plan.ranges import Ints, Ranges, Subranges, concatenated, joined
+from ring.plan.rows import Fold, Rows, concatenate, folds
+from ring.plan.schedule import Schedule
+from ring.plan.tile import Mask, Tile
+
+# With fewer query rows than this a kernel call costs more to start than to run.
+LEAST_ROWS = 16
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Key/value tokens of a kernel call: `bucket` in general, `own` where it takes several segments of own keys."""
+
+    bucket: int
+    own: int
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a call."""
+        return max(self.bucket, LEAST_ROWS)
+
+
+def tiles_of(
+    ranges: Ranges, layout: Layout, route: Schedule, *, rank: int, kv_heads: int, causal: bool, limits: Limits
+) -> list[tuple[Tile, ...]]:
+    """The tiles that `rank` computes with its own keys, then those of every stage."""
+    own, received = joined(ranges, rank), _received_keys(ranges, layout, route, rank, kv_heads)
+    tiles: list[list[Tile]] = [[] for _ in range(len(route.stages) + 1)]
+    for table, keys, folded in ((own, _own_keys(own, rank), limits.own), (ranges, received, limits.bucket)):
+        for stage, tile in _tiles(table, keys.cut(limits.bucket), rank, causal, limits, folded):
+            tiles[stage].append(tile)
+    most = limits.bucket * kv_heads
+    return [
+        tuple(along_diagonals(found, most, packed=number > 0 and not route.whole)) for number, found in enumerate(tiles)
+    ]
+
+
+# --- where keys are ---
+
+
+@dataclass(frozen=True, eq=False)
+class _Keys:
+    """Subranges of keys, in ascending order of range, with the stage after which they can be read, and their address.
+
+                              packed   address of element e           base            scale
+        own shard (stage 0)   False    its row                        0               1
+        gathered shards       False    base + scale * its row         shard's place   key/value heads
+        slots of a message    True     base + scale * (e - first)     first slot      the block's width
+
+    A row is arithmetic, or looked up in the listing of the ranges. Slots of a message are arithmetic in any layout.
+    """
+
+    subranges: Subranges
+    stage: Ints
+    packed: Ints  # bool
+    base: Ints
+    scale: Ints
+
+    @classmethod
+    def of(cls, subranges: Subranges, *, stage: int, packed: bool, base: Ints | int, scale: Ints | int) -> _Keys:
+        """Keys at one stage; base and scale are for all subranges or for each."""
+        columns = (np.broadcast_to(column, len(subranges)) for column in (stage, packed, base, scale))
+        return cls(subranges, *columns)
+
+    @classmethod
+    def join(cls, parts: Sequence[_Keys]) -> _Keys:
+        """The keys of all parts, in ascending order of range."""
+        subranges = Subranges.join([part.subranges for part in parts])
+        order = np.argsort(subranges.range, kind="stable")
+        names = ("stage", "packed", "base", "scale")
+        stage, packed, base, scale = (concatenated([getattr(part, name) for part in parts])[order] for name in names)
+        return cls(subranges.take(order), stage=stage, packed=packed.astype(bool), base=base, scale=scale)
+
+    def cut(self, most: int) -> _Keys:
+        """The same in subranges of at most so many elements."""
+        subranges, which = self.subranges.cut(most)
+        skip = subranges.first - self.subranges.first[which]
+        base = self.base[which] + np.where(self.packed[which], skip * self.scale[which], 0)
+        return _Keys(subranges, self.stage[which], self.packed[which], base, self.scale[which])
+
+
+def _own_keys(own: Ranges, rank: int) -> _Keys:
+    """The own keys, which can be read from the start. own: ranges, joined where they can be."""
+    whole = Subranges.whole(own, np.flatnonzero(own.rank == rank))
+    return _Keys.of(whole, stage=0, packed=False, base=0, scale=1)
+
+
+def _received_keys(ranges: Ranges, layout: Layout, route: Schedule, rank: int, kv_heads: int) -> _Keys:
+    parts = []
+    for number, stage in enumerate(route.stages, start=1):
+        if route.whole:
+            bases = np.zeros(layout.world_size, np.int64)
+            for transfer in stage.receives:
+                bases[transfer.peer] = transfer.start
+            theirs = Subranges.whole(ranges, np.flatnonzero(ranges.rank != rank))
+            base = bases[ranges.rank[theirs.range]]
+            parts.append(_Keys.of(theirs, stage=number, packed=False, base=base, scale=kv_heads))
+        else:
+            found = stage.received
+            scale = ranges.width[found.subranges.range]
+            parts.append(_Keys.of(found.subranges, stage=number, packed=True, base=found.slot, scale=scale))
+    return _Keys.join(parts)
+
+
+# --- one mask for each part ---
+
+
+def masked(ranges: Ranges, found: RangePairs, causal: bool) -> list[tuple[Mask, RangePairs]]:
+    """The range pairs, cut so that each part has one of the three masks.
+
+    Two arithmetic ranges with steps of equal length see each other along a diagonal: query i sees the keys j <= i + c,
+    with c >= 0 once trimmed. That makes c keys which all queries see, then a causal square of t queries and t keys,
+    then the queries below the square, which see all of it.
+    """
+    if not causal:
+        return [(Mask.FULL, found)]
+    q, k = found.query, found.key
+    first_query = ranges.position(q.range, q.first)
+    full = ranges.position(k.range, k.first + k.count - 1) <= first_query
+    if ranges.listing is not None:
+        return [(Mask.FULL, found.take(np.flatnonzero(full))), (Mask.POSITION, found.take(np.flatnonzero(~full)))]
+    aligned = ranges.step[q.range] == ranges.step[k.range]
+    diagonal = np.flatnonzero(~full & aligned)
+    return [
+        (Mask.FULL, found.take(np.flatnonzero(full))),
+        (Mask.POSITION, found.take(np.flatnonzero(~full & ~aligned))),
+        *_along_diagonal(ranges, found.take(diagonal), first_query[diagonal]),
+    ]
+
+
+def _along_diagonal(ranges: Ranges, found: RangePairs, first_query: Ints) -> list[tuple[Mask, RangePairs]]:
+    """See `masked`."""
+    q, k = found.query, found.key
+    before = (first_query - ranges.position(k.range, k.first)) // ranges.step[k.range]  # c
+    square = k.count - before  # t
+    none = np.zeros_like(square)
+    left = found.part(queries=(none, q.count), keys=(none, before))
+    diagonal = found.part(queries=(none, square), keys=(before, square))
+    below = found.part(queries=(square, q.count - square), keys=(before, square))
+    return [
+        (Mask.FULL, left.take(np.flatnonzero(before))),
+        (Mask.CAUSAL, diagonal),
+        (Mask.FULL, below.take(np.flatnonzero(q.count > square))),
+    ]
+
+
+# --- from parts of one mask to tiles ---
+
+
+@dataclass(frozen=True, eq=False)
+class _Draft:
+    """A tile before its heads are told apart."""
+
+    stage: int
+    block: int
+    packed: bool
+    query: Rows
+    key: Rows
+    query_positions: Ints | None
+    key_positions: Ints | None
+
+
+def _tiles(
+    ranges: Ranges, keys: _Keys, rank: int, causal: bool, limits: Limits, folded: int
+) -> Iterator[tuple[int, Tile]]:
+    """(stage, tile) for all that `rank` has to compute with these keys. folded: key tokens of several segments."""
+    queries, _ = Subranges.whole(ranges, np.flatnonzero(ranges.rank == rank)).cut(limits.rows)
+    found = pair_up(ranges, queries, keys.subranges, causal)
+    for mask, part in masked(ranges, found, causal):
+        drafts = _drafts(ranges, keys, mask, part, folded, max(folded, LEAST_ROWS))
+        if mask is Mask.FULL:
+            drafts = _same_keys(drafts, limits.rows)
+        for several in _same_rows(drafts, 0 if mask is Mask.CAUSAL else limits.bucket):
+            yield from _finish(ranges, mask, several)
+
+
+def _drafts(
+    ranges: Ranges, keys: _Keys, mask: Mask, found: RangePairs, most_keys: int, most_rows: int
+) -> Iterator[_Draft]:
+    """Range pairs of one mask, folded over segments as far as the limits allow."""
+    if not len(found):
+        return
+    addresses = _Addresses.of(ranges, keys, found)
+    q, k = found.query, found.key
+    most = np.maximum(np.minimum(most_keys // k.count, most_rows // q.count), 1)
+    for fold in folds(addresses.signature, ranges.segment[q.range], addresses.query, addresses.key, most):
+        one = fold.members[0]
+        query, key = addresses.rows(fold)
+        by_position = mask is Mask.POSITION
+        yield _Draft(
+            stage=int(keys.stage[found.item[one]]),
+            block=int(ranges.block[q.range[one]]),
+            packed=bool(keys.packed[found.item[one]]),
+            query=query,
+            key=key,
+            query_positions=_positions(ranges, q.take(fold.members)) if by_position else None,
+            key_positions=_positions(ranges, k.take(fold.members)) if by_position else None,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Addresses:
+    """Where the queries and keys of range pairs begin, and their steps: rows or slots, or places in a listing."""
+
+    ranges: Ranges
+    found: RangePairs
+    query: Ints
+    query_step: Ints
+    key: Ints
+    key_step: Ints
+    packed: Ints
+    origin: Ints  # what is added to the row of a key that is not packed: where its shard begins
+    scale: Ints
+    signature: tuple[Ints, ...]  # equal for pairs that are alike but for where they begin
+
+    @classmethod
+    def of(cls, ranges: Ranges, keys: _Keys, found: RangePairs) -> _Addresses:
+        q, k, item = found.query, found.key, found.item
+        query, query_step = ranges.rows(q)
+        row, row_step = ranges.rows(k)
+        packed, base, scale = keys.packed[item], keys.base[item], keys.scale[item]
+        if ranges.listing is None:
+            row, row_step = base + scale * row, scale * row_step
+        # With a listing, base and scale come in when rows are looked up in it.
+        slot = base + (k.first - keys.subranges.first[item]) * scale
+        key, key_step = np.where(packed, slot, row), np.where(packed, scale, row_step)
+        origin = np.where(packed, 0, base)
+        owner = ranges.rank[k.range]  # keys of one owner lie at equal distances, those of several need not
+        signature = (
+            keys.stage[item], ranges.block[q.range], packed, origin, owner, q.count, k.count, query_step, key_step
+        )  # fmt: skip
+        return cls(
+            ranges, found, query=query, query_step=query_step, key=key, key_step=key_step, packed=packed, origin=origin,
+            scale=scale, signature=signature,
+        )  # fmt: skip
+
+    def rows(self, fold: Fold) -> tuple[Rows, Rows]:
+        """The query rows and the key rows, or slots, of a fold."""
+        one, listing = fold.members[0], self.ranges.listing
+        query = Rows(
+            start=int(self.query[one]),
+            step=int(self.query_step[one]),
+            length=int(self.found.query.count[one]),
+            fold_step=fold.left_step,
+            folds=len(fold.members),
+        )
+        key = Rows(
+            start=int(self.key[one]),
+            step=int(self.key_step[one]),
+            length=int(self.found.key.count[one]),
+            fold_step=fold.right_step,
+            folds=len(fold.members),
+        )
+        if listing is not None:
+            query = Rows.of(listing.rows[query.listed()])
+            if not self.packed[one]:
+                key = Rows.of(self.origin[one] + self.scale[one] * listing.rows[key.listed()])
+        return query, key
+
+
+def _positions(ranges: Ranges, subranges: Subranges) -> Ints:
+    """(subranges, elements) positions of subranges of equal count."""
+    elements = subranges.first[:, None] + np.arange(subranges.count[0])
+    return ranges.position(np.broadcast_to(subranges.range[:, None], elements.shape), elements)
+
+
+def _same_keys(drafts: Iterator[_Draft], most_rows: int) -> Iterator[_Draft]:
+    """Query rows that see the same keys, and continue each other, as one: both halves of a zigzag shard, say."""
+    readers: dict[tuple[object, ...], list[_Draft]] = {}
+    for draft in drafts:
+        readers.setdefault((draft.stage, draft.block, draft.packed, draft.key.key), []).append(draft)
+    for found in readers.values():
+        found.sort(key=lambda draft: draft.query.start)
+        last = found[0]
+        for draft in found[1:]:
+            rows = concatenate([last.query, draft.query])
+            if rows.index is None and rows.length * rows.folds <= most_rows:
+                last = replace(last, query=rows)
+            else:
+                yield last
+                last = draft
+        yield last
+
+
+def _same_rows(drafts: Iterator[_Draft], most_keys: int) -> Iterator[list[_Draft]]:
+    """Drafts for one call each: keys of several ranks or subranges that the same rows see alike, up to so many."""
+    calls: dict[tuple[object, ...], list[_Draft]] = {}
+    for draft in drafts:
+        call = calls.setdefault((draft.stage, draft.block, draft.packed, draft.query.key), [])
+        tokens = (sum(peer.key.length for peer in call) + draft.key.length) * draft.key.folds
+        if call and tokens > most_keys:
+            yield list(call)
+            call.clear()
+        call.append(draft)
+    yield from calls.values()
+
+
+def _finish(ranges: Ranges, mask: Mask, drafts: list[_Draft]) -> Iterator[tuple[int, Tile]]:
+    """(stage, tile) for each head group of the block, from drafts of the same query rows."""
+    drafts = sorted(drafts, key=lambda draft: draft.key.start)  # ascending rows are a strided view if any are
+    one = drafts[0]
+    key = concatenate([draft.key for draft in drafts])
+    query_positions = key_positions = None
+    if one.query_positions is not None:
+        query_positions = torch.from_numpy(one.query_positions)
+        listed = [draft.key_positions for draft in drafts if draft.key_positions is not None]
+        key_positions = torch.from_numpy(np.concatenate(listed, axis=1))
+    for group in ranges.blocks[one.block].head_groups:
+        heads = group.column if one.packed else group.key
+        yield (
+            one.stage,
+            Tile(
+                query_rows=one.query,
+                key_rows=key,
+                query_heads=group.query,
+                key_heads=heads,
+                mask=mask,
+                query_positions=query_positions,
+                key_positions=key_positions,
+            ),
+        )
