@@ -1,9 +1,8 @@
-"""What a rank tells of a call's messages before it begins, held against what it then posts.
+"""The messages that a rank announces before a call, compared with those that it then posts.
 
 `Transport.prepare` is told from which buffer, and from which bytes of it, every message of the call will be sent. A
-transport whose receivers copy out of the sender's memory (`ring.comm.symmetric_memory`) takes that at its word and
-looks no further: a wrong number there is a wrong row here. The simulation copies from the message itself, so it has to
-compare.
+transport whose receivers copy out of the sender's memory (`ring.comm.symmetric_memory`) relies on that: a wrong number
+there is a wrong row here. The simulation copies from the message itself, so it has to compare.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from verification.run.simulation.in_flight import described
 
 
 class Announced:
-    """Of one rank, for the call under way."""
+    """What one rank announced for the call under way."""
 
     def __init__(self, rank: str, outgoing: Sequence[Outgoing]) -> None:
         self._rank = rank
@@ -31,7 +30,7 @@ class Announced:
         self._sent: Counter[tuple[str, int]] = Counter()
 
     def made(self, name: str, buffer: torch.Tensor) -> None:
-        """A buffer of the call was made. Raises BrokenContract if it is told of with another size."""
+        """A buffer of the call was made. Raises BrokenContract if another size was announced for it."""
         size = buffer.numel() * buffer.element_size()
         if self._sizes.get(name, size) != size:
             raise BrokenContract(
@@ -40,11 +39,11 @@ class Announced:
         self._begins[name] = buffer.data_ptr()
 
     def keep(self, sends: Sequence[Message]) -> None:
-        """Raises BrokenContract for a message that was not told of, or is sent from elsewhere."""
+        """Raises BrokenContract for a message that was not announced, or is sent from another place."""
         for message in sends:
-            road = message.label, message.peer
-            told, number = self._told.get(road, []), self._sent[road]
-            self._sent[road] += 1
+            route = message.label, message.peer
+            told, number = self._told.get(route, []), self._sent[route]
+            self._sent[route] += 1
             if number >= len(told):
                 raise BrokenContract(
                     f"{self._rank} sends {described(message)} to {message.peer}, which its call did not tell of"

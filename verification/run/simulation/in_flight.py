@@ -33,7 +33,7 @@ class InFlight:
         return torch.equal(self.bits, self.expected)
 
     def let_go(self) -> None:
-        """Of the rank's memory, once the wait is over; what the message was can still be told."""
+        """Forget the rank's memory once the wait is over, but keep what the message was, for reports."""
         self.message = replace(self.message, tensor=self.message.tensor.to("meta"))
         self.bits = bits_of(self.message.tensor)
         self.partner = None
@@ -47,11 +47,11 @@ class Batch:
     rank: int
     sends: list[InFlight] = field(default_factory=list)
     receives: list[InFlight] = field(default_factory=list)
-    open: int = 0  # flights without which `wait` cannot return
-    landing: int = 0  # of these, the receives: those without which `arrive` cannot
+    open: int = 0  # ends of messages that `wait` has to wait for
+    receiving: int = 0  # of these, the receives, which `arrive` has to wait for
     arriving: bool = False  # the rank is in `arrive`
-    landed: bool = False  # the rank has its receive buffers back
-    over: bool = False  # all of them
+    received: bool = False  # the rank has its receive buffers back
+    over: bool = False  # the rank has all its buffers back
 
 
 def overlap(into: list[Span], out: list[Span]) -> tuple[str, str] | None:

@@ -1,11 +1,12 @@
 """Ranks as threads of one process, one of which runs at a time, in an order that a seed decides.
 
-Each rank has a baton, a lock; whoever holds its own runs. A rank gives way in `pause` (it could go on) and in `block`
-(it cannot, until somebody calls `wake`), and by ending. Where nobody can go on and not all have ended, every rank is
-stuck for good: that is found at once, without a clock. Threads, not coroutines, since the code under test is ordinary
-code, called through an autograd engine that keeps its state per thread.
+Each rank has a lock, its baton, and only the rank that holds its own runs. A rank lets others run in `pause` (it could
+go on) and in `block` (it cannot go on until another rank calls `wake`), and when it ends. If no rank can go on and not
+all have ended, the blocked ranks are stuck for good: that is found at once, without a clock. Ranks are threads, not
+coroutines, since the code under test is ordinary code, called through an autograd engine that keeps its state per
+thread.
 
-Knows nothing of messages: why a rank is blocked is for `verification.run.simulation.simulation` to know.
+This module knows nothing of messages: `verification.run.simulation.simulation` knows why a rank is blocked.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ POLICIES = ("any", "starve", "deepest", "in turn")
 
 
 class Abandoned(BaseException):
-    """Unwinds a rank that can never go on. No `Exception`: code under test must not catch it."""
+    """Unwinds a rank that can never go on. It is no `Exception`, so that code under test does not catch it."""
 
 
 class Scheduler:
@@ -40,7 +41,7 @@ class Scheduler:
         self.errors: list[BaseException | None] = [None] * size
         self.stuck: tuple[int, ...] = ()
         self.stacks: dict[int, FrameType] = {}
-        self.on_stuck: Callable[[], None] = lambda: None  # called once, while every stuck rank stands where it stands
+        self.on_stuck: Callable[[], None] = lambda: None  # called once, before any stuck rank is unwound
         self._batons = [threading.Lock() for _ in range(size)]
         self._runnable = list(range(size))
         self._blocked: set[int] = set()
@@ -66,7 +67,7 @@ class Scheduler:
     def pause(self, rank: int) -> None:
         """Called by the running rank: perhaps others go first. Raises Abandoned if the others are stuck for good."""
         if self._abandoned:
-            raise Abandoned  # code that cleans up talks to nobody any more
+            raise Abandoned  # code that cleans up cannot talk to other ranks any more
         if self._runnable and self.random.random() < 0.5:
             self._runnable.append(rank)
             self._pass_on(rank)

@@ -1,11 +1,10 @@
-"""`ring.comm.transport.Transport` of a simulated rank: checks what the rank does, and asks the simulation for the
-rest."""
+"""`ring.comm.transport.Transport` of a simulated rank: checks what the rank does; the network does the rest."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -14,34 +13,58 @@ from verification.failures import BrokenContract
 from verification.run.simulation.announced import Announced
 from verification.run.simulation.in_flight import Batch, described, overlap, span
 
-if TYPE_CHECKING:
-    from verification.run.simulation.simulation import Simulation
+
+class Network(Protocol):
+    """What joins the simulated ranks: the `Simulation`. size: how many they are."""
+
+    size: int
+
+    def name(self, rank: int) -> str:
+        """What the rank is called in reports."""
+
+    def pause(self, rank: int) -> None:
+        """Perhaps other ranks go on first."""
+
+    def check_call(self, rank: int, number: int, key: Hashable) -> None:
+        """Raises BrokenContract unless the number-th call of this rank is of the same kind as the others'."""
+
+    def launch(self, batch: Batch, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """Start a batch that the rank has posted."""
+
+    def wait_for(self, rank: int, reason: Batch) -> None:
+        """Return once what the rank waits for has happened."""
+
+    def receive(self, batch: Batch) -> None:
+        """The rank has its receive buffers back."""
+
+    def finish(self, batch: Batch) -> None:
+        """The rank has all its buffers back."""
+
+    def collective(self, rank: int, number: int, kind: str, payload: bytes) -> list[bytes]:
+        """What every rank gave; returns once all have called."""
 
 
 class SimulatedTransport(OwnBuffers):
-    """Of one rank."""
+    """The transport of one rank."""
 
-    def __init__(self, simulation: Simulation, rank: int) -> None:
-        self.rank, self.world_size = rank, simulation.size
-        self._simulation = simulation
+    def __init__(self, network: Network, rank: int) -> None:
+        self.rank, self.world_size = rank, network.size
+        self._network = network
         self._batches: list[Batch] = []  # not waited for yet
         self._posted = 0
-        self._meetings = 0
+        self._collectives = 0
         self._calls = 0
-        self._told: dict[Hashable, list[Outgoing]] = {}
+        self._outgoing: dict[Hashable, list[Outgoing]] = {}
         self._announced: Announced | None = None
 
     def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
-        simulation = self._simulation
-        simulation.scheduler.pause(self.rank)
-        if self._calls == len(simulation.calls):
-            simulation.calls.append(key)
-        if simulation.calls[self._calls] != key:
-            raise BrokenContract(f"{simulation.name(self.rank)} prepares another kind of call than others do")
+        network = self._network
+        network.pause(self.rank)
+        network.check_call(self.rank, self._calls, key)
         self._calls += 1
-        if key not in self._told:  # else the first call of the kind told, and is held against this one too
-            self._told[key] = outgoing()
-        self._announced = Announced(simulation.name(self.rank), self._told[key])
+        if key not in self._outgoing:  # else what the first call of its kind announced holds for this one too
+            self._outgoing[key] = outgoing()
+        self._announced = Announced(network.name(self.rank), self._outgoing[key])
 
     def empty(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         buffer = super().empty(name, shape, dtype, device)
@@ -50,63 +73,61 @@ class SimulatedTransport(OwnBuffers):
         return buffer
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        simulation = self._simulation
-        simulation.scheduler.pause(self.rank)
+        network = self._network
+        network.pause(self.rank)
         batch = Batch(self._posted, self.rank)
         self._posted += 1
         self._check(sends, receives)
         if self._announced is not None:
             self._announced.keep(sends)
         self._batches.append(batch)
-        simulation.launch(batch, sends, receives)
+        network.launch(batch, sends, receives)
         return _Handle(self, batch)
 
     def arrive(self, batch: Batch) -> None:
-        if batch.landed:
+        if batch.received:
             return
-        simulation = self._simulation
-        simulation.scheduler.pause(self.rank)
+        network = self._network
+        network.pause(self.rank)
         batch.arriving = True
-        if batch.landing:
-            simulation.wait_for(self.rank, batch)
+        if batch.receiving:
+            network.wait_for(self.rank, batch)
         batch.arriving = False
-        simulation.land(batch)
+        network.receive(batch)
 
     def wait(self, batch: Batch) -> None:
         if batch.over:
             return
-        simulation = self._simulation
-        simulation.scheduler.pause(self.rank)
+        network = self._network
+        network.pause(self.rank)
         if batch.open:
-            simulation.wait_for(self.rank, batch)
-        simulation.finish(batch)
+            network.wait_for(self.rank, batch)
+        network.finish(batch)
         self._batches.remove(batch)
 
     def all_equal(self, payload: bytes) -> bool:
         if len(payload) % 8:
             raise ValueError(f"payload must be a multiple of 8 bytes, got {len(payload)}")
-        return len(set(self._meet("all_equal", payload))) == 1
+        return len(set(self._collective("all_equal", payload))) == 1
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        return self._meet("all_gather", payload)
+        return self._collective("all_gather", payload)
 
     def check_all_waited(self) -> None:
         """BrokenContract if this rank ends with a batch that it posted and never waited for."""
-        simulation = self._simulation
+        network = self._network
         if self._batches:
             batch = self._batches[0]
-            what = [f"send of {described(f.message)} to {simulation.name(f.message.peer)}" for f in batch.sends]
-            what += [
-                f"receive of {described(f.message)} from {simulation.name(f.message.peer)}" for f in batch.receives
-            ]
+            what = [f"send of {described(f.message)} to {network.name(f.message.peer)}" for f in batch.sends]
+            what += [f"receive of {described(f.message)} from {network.name(f.message.peer)}" for f in batch.receives]
             raise BrokenContract(
-                f"{simulation.name(self.rank)} never waited for batch {batch.number}: {', '.join(what) or 'empty'}"
+                f"{network.name(self.rank)} never waited for batch {batch.number}: {', '.join(what) or 'empty'}"
             )
 
-    def _meet(self, kind: str, payload: bytes) -> list[bytes]:
-        self._simulation.scheduler.pause(self.rank)
-        self._meetings += 1
-        return self._simulation.join(self.rank, self._meetings - 1, kind, payload)
+    def _collective(self, kind: str, payload: bytes) -> list[bytes]:
+        self._network.pause(self.rank)
+        self._collectives += 1
+        return self._network.collective(self.rank, self._collectives - 1, kind, payload)
 
     def _check(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         for message in (*sends, *receives):
@@ -119,16 +140,16 @@ class SimulatedTransport(OwnBuffers):
         self._check_disjoint(sends, receives)
 
     def _check_disjoint(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """A buffer that is received into shares no byte with any other in flight. Before any is scribbled over."""
+        """A buffer that is received into shares no byte with any other in flight. Called before any is overwritten."""
         into = [(*span(m), m.label) for m in receives]
         out = [(*span(m), m.label) for m in sends]
         for batch in self._batches:
-            into += [(f.start, f.stop, f.message.label) for f in batch.receives if not batch.landed]
+            into += [(f.start, f.stop, f.message.label) for f in batch.receives if not batch.received]
             out += [(f.start, f.stop, f.message.label) for f in batch.sends]
         shared = overlap(into, out)
         if shared is not None:
             raise BrokenContract(
-                f"{self._simulation.name(self.rank)} shares bytes between the buffers of {shared[0]} and {shared[1]}, "
+                f"{self._network.name(self.rank)} shares bytes between the buffers of {shared[0]} and {shared[1]}, "
                 "both in flight"
             )
 

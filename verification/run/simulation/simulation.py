@@ -2,16 +2,15 @@
 
     answers = Simulation(4, seed=7).run(lambda transport: step(transport, ...))
 
-- A receive buffer is scribbled over as soon as it is posted, and filled either as soon as both ends are there or only
-  when one of them waits; a send buffer is read at that same moment. So whoever reads, writes or posts a buffer before
-  its wait is over (for a receive buffer, before it has arrived) gets wrong numbers or, where the simulation can tell,
-  `BrokenContract`: which buffer, which hop.
-- A call that sends from elsewhere than it told beforehand is `BrokenContract`
-(`verification.run.simulation.announced`).
+- A receive buffer is overwritten as soon as it is posted, and filled either as soon as both ends are posted or only
+  when one of them waits; a send buffer is read at that same moment. So code that reads, writes or posts a buffer before its
+  wait is over (a receive buffer: before the message has arrived) computes wrong numbers or, where the simulation can
+  tell, raises `BrokenContract`, which names the buffer and the hop.
+- A call that sends from another place than it announced is `BrokenContract` (`verification.run.simulation.announced`).
 - Batches that are never waited for, and buffers that share bytes while in flight, are `BrokenContract` too.
 - Ranks run one at a time in an order that the seed decides (`verification.run.simulation.scheduler`): one is starved,
-or runs as far
-  ahead as it can, or all take turns. A send is complete when its receive is posted or, as the seed decides, at once.
+  or runs as far ahead as it can, or all take turns. A send is complete when its receive is posted or, if the seed
+  decides so, at once.
 - Where nobody can go on, `Deadlock` says who waits for whom.
 
 The same seed gives the same run. Knows nothing of attention.
@@ -59,9 +58,9 @@ class Simulation:
         self.transports = [SimulatedTransport(self, rank) for rank in range(size)]
         self._sends: dict[tuple[int, int], deque[InFlight]] = {}  # posted, not met by a receive: (from, to)
         self._receives: dict[tuple[int, int], deque[InFlight]] = {}
-        self._assemblies: list[_Assembly] = []
-        self.calls: list[Hashable] = []  # kinds of the calls that were prepared, in order
-        self._waiting: dict[int, Batch | _Assembly] = {}
+        self._collectives: list[_Collective] = []
+        self._calls: list[Hashable] = []  # kinds of the calls that were prepared, in order
+        self._waiting: dict[int, Batch | _Collective] = {}
         self._states: list[RankState] = []
 
     def run(self, function: Callable[[SimulatedTransport], T]) -> list[T]:
@@ -84,63 +83,74 @@ class Simulation:
         return scheduler.outcomes
 
     def _check_all_received(self) -> None:
-        """What was buffered has been taken by its receiver: such a message would meet a later receive."""
-        for (source, target), flights in self._sends.items():
-            for flight in flights:
+        """Raises MismatchedMessages for a buffered message that nobody received: a later receive would take it."""
+        for (source, target), ends in self._sends.items():
+            for end in ends:
                 raise MismatchedMessages(
-                    f"{self.name(target)} never received {described(flight.message)} from {self.name(source)}",
+                    f"{self.name(target)} never received {described(end.message)} from {self.name(source)}",
                     [RankState(name, "answered", "had answered") for name in self.names],
                 )
+
+    def pause(self, rank: int) -> None:
+        """Perhaps other ranks go on first."""
+        self.scheduler.pause(rank)
+
+    def check_call(self, rank: int, number: int, key: Hashable) -> None:
+        """Raises BrokenContract unless the number-th call of this rank is of the same kind as the others'."""
+        if number == len(self._calls):
+            self._calls.append(key)
+        if self._calls[number] != key:
+            raise BrokenContract(f"{self.name(rank)} prepares another kind of call than others do")
 
     # --- messages -----------------------------------------------------------------------------------------------------
 
     def launch(self, batch: Batch, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """Take a batch off a rank's hands: match its messages with those that wait for them."""
+        """Start a batch that a rank has posted: match its messages with those that wait for them."""
         batch.receives = [InFlight(message, batch, scribble=True) for message in receives]
         batch.sends = [InFlight(message, batch, scribble=False) for message in sends]
-        batch.landing = len(batch.receives)
-        batch.open = batch.landing + (0 if self.buffered else len(batch.sends))
-        for flight in batch.receives:
-            self._meet(flight, self._sends, self._receives, (flight.message.peer, batch.rank))
-        for flight in batch.sends:
-            self._meet(flight, self._receives, self._sends, (batch.rank, flight.message.peer))
+        batch.receiving = len(batch.receives)
+        batch.open = batch.receiving + (0 if self.buffered else len(batch.sends))
+        for end in batch.receives:
+            self._match(end, self._sends, self._receives, (end.message.peer, batch.rank))
+        for end in batch.sends:
+            self._match(end, self._receives, self._sends, (batch.rank, end.message.peer))
 
-    def _meet(
+    def _match(
         self,
-        flight: InFlight,
+        end: InFlight,
         partners: dict[tuple[int, int], deque[InFlight]],
         own: dict[tuple[int, int], deque[InFlight]],
-        road: tuple[int, int],
+        route: tuple[int, int],
     ) -> None:
-        waiting = partners.get(road)
+        waiting = partners.get(route)
         if not waiting:
-            own.setdefault(road, deque()).append(flight)
+            own.setdefault(route, deque()).append(end)
             return
         partner = waiting.popleft()
-        send, receive = (partner, flight) if own is self._receives else (flight, partner)
-        self._check_pair(send.message, receive.message, road)
+        send, receive = (partner, end) if own is self._receives else (end, partner)
+        self._check_pair(send.message, receive.message, route)
         send.partner, receive.partner = receive, send
         if send.delivered:  # it was buffered, and its wait is over
             self._fill(receive, send.expected)
         elif self.scheduler.random.random() < 0.5:
             self._deliver(send, receive)
-        self._settle(receive.batch, landing=1)
+        self._settle(receive.batch, receiving=1)
         if not self.buffered:
-            self._settle(send.batch, landing=0)
+            self._settle(send.batch, receiving=0)
 
-    def _settle(self, batch: Batch, landing: int) -> None:
-        """One flight less to wait for."""
+    def _settle(self, batch: Batch, receiving: int) -> None:
+        """The batch waits for one end of a message less; receiving: 1 if that end is a receive."""
         batch.open -= 1
-        batch.landing -= landing
-        awaited = batch.landing if batch.arriving else batch.open
+        batch.receiving -= receiving
+        awaited = batch.receiving if batch.arriving else batch.open
         if not awaited and self._waiting.get(batch.rank) is batch:
             self.scheduler.wake(batch.rank)
 
-    def _check_pair(self, send: Message, receive: Message, road: tuple[int, int]) -> None:
+    def _check_pair(self, send: Message, receive: Message, route: tuple[int, int]) -> None:
         same = (send.label, send.tensor.dtype, send.bytes) == (receive.label, receive.tensor.dtype, receive.bytes)
         if not same:
             raise MismatchedMessages(
-                f"{self.name(road[0])} sends {described(send)} to {self.name(road[1])}, "
+                f"{self.name(route[0])} sends {described(send)} to {self.name(route[1])}, "
                 f"which there meets the receive of {described(receive)}"
             )
 
@@ -155,64 +165,64 @@ class Simulation:
         receive.bits.copy_(bits)
         receive.expected, receive.delivered = bits, True
 
-    def land(self, batch: Batch) -> None:
-        """Receive buffers that were not written yet are now, and the rank has them back."""
-        for flight in batch.receives:
-            if not flight.delivered:
-                assert flight.partner is not None
-                self._deliver(flight.partner, flight)
-            self._check_receive(flight)
-        batch.landed = True
+    def receive(self, batch: Batch) -> None:
+        """Write the receive buffers that were not written yet; from now on the rank may read them."""
+        for end in batch.receives:
+            if not end.delivered:
+                assert end.partner is not None
+                self._deliver(end.partner, end)
+            self._check_receive(end)
+        batch.received = True
 
     def finish(self, batch: Batch) -> None:
-        """End of a wait: what was not read or written yet is now, and the rank has its buffers back."""
-        if not batch.landed:
-            self.land(batch)
-        for flight in batch.sends:
-            self._check_send(flight)
-            if not flight.delivered and flight.partner is not None:
-                self._deliver(flight, flight.partner)
-            flight.delivered = True  # or buffered: `expected` is the copy that its receive will get
+        """End of a wait: read and write what was not yet; from now on the buffers are the rank's own again."""
+        if not batch.received:
+            self.receive(batch)
+        for end in batch.sends:
+            self._check_send(end)
+            if not end.delivered and end.partner is not None:
+                self._deliver(end, end.partner)
+            end.delivered = True  # or buffered: `expected` is the copy that its receive will get
         batch.over = True
-        for flight in (*batch.sends, *batch.receives):
-            flight.let_go()
+        for end in (*batch.sends, *batch.receives):
+            end.let_go()
 
-    def _check_send(self, flight: InFlight) -> None:
-        if not flight.batch.over and not flight.intact:
+    def _check_send(self, end: InFlight) -> None:
+        if not end.batch.over and not end.intact:
             raise BrokenContract(
-                f"{self.name(flight.batch.rank)} changed the send buffer of {described(flight.message)} "
-                f"to {self.name(flight.message.peer)} before its wait was over"
+                f"{self.name(end.batch.rank)} changed the send buffer of {described(end.message)} "
+                f"to {self.name(end.message.peer)} before its wait was over"
             )
 
-    def _check_receive(self, flight: InFlight) -> None:
-        if not flight.intact:
+    def _check_receive(self, end: InFlight) -> None:
+        if not end.intact:
             raise BrokenContract(
-                f"{self.name(flight.batch.rank)} wrote to the receive buffer of {described(flight.message)} "
-                f"from {self.name(flight.message.peer)} before its wait was over"
+                f"{self.name(end.batch.rank)} wrote to the receive buffer of {described(end.message)} "
+                f"from {self.name(end.message.peer)} before its wait was over"
             )
 
     # --- all ranks together -------------------------------------------------------------------------------------------
 
-    def join(self, rank: int, number: int, kind: str, payload: bytes) -> list[bytes]:
-        """The number-th time that this rank meets all others; returns once all have come."""
-        if number == len(self._assemblies):
-            self._assemblies.append(_Assembly(kind, len(payload), [None] * self.size))
-        assembly = self._assemblies[number]
-        if (kind, len(payload)) != (assembly.kind, assembly.length):
+    def collective(self, rank: int, number: int, kind: str, payload: bytes) -> list[bytes]:
+        """The number-th collective call of this rank; returns what every rank gave once all have called."""
+        if number == len(self._collectives):
+            self._collectives.append(_Collective(kind, len(payload), [None] * self.size))
+        collective = self._collectives[number]
+        if (kind, len(payload)) != (collective.kind, collective.length):
             raise MismatchedMessages(
-                f"{self.name(rank)} calls {kind} with {len(payload)} bytes where others call {assembly.kind} "
-                f"with {assembly.length}"
+                f"{self.name(rank)} calls {kind} with {len(payload)} bytes where others call {collective.kind} "
+                f"with {collective.length}"
             )
-        assembly.payloads[rank] = payload
-        if None in assembly.payloads:
-            self.wait_for(rank, assembly)
+        collective.payloads[rank] = payload
+        if None in collective.payloads:
+            self.wait_for(rank, collective)
         else:
             for other in range(self.size):
-                if self._waiting.get(other) is assembly:
+                if self._waiting.get(other) is collective:
                     self.scheduler.wake(other)
-        return [given for given in assembly.payloads if given is not None]
+        return [given for given in collective.payloads if given is not None]
 
-    def wait_for(self, rank: int, reason: Batch | _Assembly) -> None:
+    def wait_for(self, rank: int, reason: Batch | _Collective) -> None:
         self._waiting[rank] = reason
         self.scheduler.block(rank)
         del self._waiting[rank]
@@ -231,20 +241,20 @@ class Simulation:
     def _awaited(self, rank: int) -> list[tuple[int, str]]:
         """Whom a blocked rank waits for, and what each of these would have to do."""
         reason = self._waiting[rank]
-        if isinstance(reason, _Assembly):
+        if isinstance(reason, _Collective):
             missing = [other for other, payload in enumerate(reason.payloads) if payload is None]
             return [(other, f"{self.name(other)} to call {reason.kind}") for other in missing]
         found, sends = [], [] if self.buffered or reason.arriving else reason.sends
-        for flights, verb in ((reason.receives, "send"), (sends, "receive")):
-            for flight in flights:
-                if flight.partner is None:
-                    peer = flight.message.peer
-                    found.append((peer, f"{self.name(peer)} to {verb} {described(flight.message)}"))
+        for ends, verb in ((reason.receives, "send"), (sends, "receive")):
+            for end in ends:
+                if end.partner is None:
+                    peer = end.message.peer
+                    found.append((peer, f"{self.name(peer)} to {verb} {described(end.message)}"))
         return found
 
     def _failure(self) -> RankFailure:
         scheduler = self.scheduler
-        # What a rank raises once it is stuck is of its own making: it was told to end, and did not.
+        # A stuck rank was told to end: what it raises then says nothing about why it was stuck.
         raised = [r for r, error in enumerate(scheduler.errors) if error is not None and r not in scheduler.stuck]
         states = {state.rank: state for state in self._states}
         for rank, name in enumerate(self.names):
@@ -278,8 +288,8 @@ class Simulation:
 
 
 @dataclass(eq=False)
-class _Assembly:
-    """One meeting of all ranks."""
+class _Collective:
+    """One collective call of all ranks. payloads: None for a rank that has not called yet."""
 
     kind: str
     length: int
@@ -295,7 +305,7 @@ def _headline(error: BaseException) -> str:
 
 def _stack(frame: Any) -> str:
     """The innermost frames of what the rank runs, without those of the simulation itself."""
-    begin = Scheduler._live.__code__  # where a rank's thread comes from its own beginnings to the rank's function
+    begin = Scheduler._live.__code__  # the frame that calls the rank's function
     called = takewhile(lambda entry: entry[0].f_code is not begin, traceback.walk_stack(frame))
     inner = traceback.StackSummary.extract(called, limit=4 * _FRAMES)
     inner.reverse()
