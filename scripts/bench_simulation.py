@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Measures the simulated backend: examples a second, 256 ranks forward and backward, how soon a deadlock is reported.
+"""Measures the simulated backend: examples a second, 256 ranks forward and backward, the time to report a deadlock.
 
     .venv/bin/python scripts/bench_simulation.py [--json FILE] [--examples N]
 
-All in one run; on other machines, or with others at work on this one, expect other numbers.
+Numbers of one run can be compared with each other; on another or a busy machine they differ.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WORLD, TOKENS = 256, 512
 
 
 def many_ranks() -> dict[str, float]:
-    """Seconds for one example on 256 ranks, two tokens on each: forward, backward, expectation, checks."""
+    """Seconds for one example on 256 ranks of two tokens: forward, backward, exact values, checks."""
     patterns = {
         "dense causal": Pattern.dense(causal=True),
         "LongNet": Pattern.longnet((8, 32, 128), (1, 2, 4), 2, True),

@@ -1,11 +1,9 @@
 #!/usr/bin/env python3
-"""Measures the verification: how soon ranks are ready, examples a second, memory by ranks, the time that a
-plan takes.
+"""Measures the verification: when ranks are ready, examples a second, memory by ranks, the time for a plan.
 
     .venv/bin/python scripts/bench_verification.py [--json FILE] [--examples N]
 
-All in one run, so that ratios mean something; on other machines, or with others at work on this one, expect
-other numbers.
+Numbers of one run can be compared with each other; on another or a busy machine they differ.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ from verification.search.search import Search
 
 GOALS = {2: 200, 4: 50, 8: 17}  # examples a second on two cores
 TOKENS = 8192
-# Fresh processes for one example: what everybody pays who has no pool.
+# One rank of an example whose processes are started for it alone, for comparison with the pool.
 RANK = """
 import sys
 import torch.distributed as dist
@@ -61,9 +59,7 @@ dist.destroy_process_group()
 
 
 def pool_times() -> dict[str, float]:
-    """Seconds until 8 ranks are ready: the first time (the forkserver imports torch), again, and after one
-    was lost.
-    """
+    """Seconds until 8 ranks are ready: the first time (the forkserver imports torch), again, and after one was lost."""
 
     def timed() -> tuple[Pool, float]:
         started = time.perf_counter()
@@ -82,7 +78,7 @@ def pool_times() -> dict[str, float]:
 
 
 def check_once(backend: Backend, case: Case) -> dict[str, float]:
-    """As `runner.check_case`, without the second pass that shows that results repeat."""
+    """As `runner.check_case`, without the second pass that checks that results repeat."""
     backend.submit(observe, case, None, False)
     expectation = properties.prepare(case)
     return properties.check(case, expectation, backend.collect())
@@ -91,7 +87,7 @@ def check_once(backend: Backend, case: Case) -> dict[str, float]:
 def rate(
     world: int, examples: int, check: Callable[[Backend, Case], dict[str, float]], place: type[Backend] = GlooBackend
 ) -> float:
-    """Examples a second, everything included: drawing, forward and backward, expectation, all checks."""
+    """Examples a second, with drawing, forward and backward, exact values and all checks."""
     backend = place()
     backend.start(world)
     try:
@@ -110,7 +106,7 @@ def rate(
 
 
 def plain_rate(world: int, examples: int, place: type[Backend] = GlooBackend) -> float:
-    """Examples a second of the plainest kind, one pass, not drawn: dense causal ring attention, 1 to 64 tokens."""
+    """Examples a second of dense causal ring attention on 1 to 64 tokens, one pass each, not drawn."""
     backend = place()
     backend.start(world)
     try:
@@ -127,9 +123,7 @@ def plain_rate(world: int, examples: int, place: type[Backend] = GlooBackend) ->
 
 
 def spawned_rate(world: int, examples: int) -> float:
-    """Examples a second where every example starts its own processes (the comparison, as good as free, is
-    left out).
-    """
+    """Examples a second if every example starts its own processes (without the comparison, which costs little)."""
     case = small(world)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     started = time.perf_counter()
@@ -156,9 +150,7 @@ def small(world: int, **changes: Any) -> Case:
 
 
 def memory(exchange: str, pattern: Pattern) -> dict[str, Any]:
-    """Peak bytes of live tensors on the fullest rank, forward and backward, by number of ranks; the slope of
-    its logarithm.
-    """
+    """Peak bytes of live tensors on the fullest rank, forward and backward, by number of ranks; log-log slope."""
     peaks = {}
     with tempfile.TemporaryDirectory() as folder:
         for world in (1, 2, 4, 8):
@@ -175,9 +167,7 @@ def memory(exchange: str, pattern: Pattern) -> dict[str, Any]:
 
 
 def plan_seconds() -> dict[str, float]:
-    """Seconds for one rank's plan: 1 Mi tokens, 8 ranks, LongNet's published pattern; the slowest rank. Then
-    from the cache.
-    """
+    """Seconds for the slowest plan of 8 ranks for 1 Mi tokens, LongNet's published pattern; then from the cache."""
     pattern = Pattern.longnet((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12), 12, causal=True)
     found = {}
     for order in ("contiguous", "zigzag", "striped"):
@@ -188,7 +178,7 @@ def plan_seconds() -> dict[str, float]:
             for _ in ("fresh", "cached"):
                 spent = []
                 gc.collect()
-                gc.disable()  # as timeit does: a collection of what the verification imported is not the plan's
+                gc.disable()  # as timeit does: collecting the verification's objects is no part of the plan's time
                 for rank in range(8):
                     started = time.perf_counter()
                     plan_of(pattern, layout, rank, 12, 12, exchange, bucket)

@@ -174,7 +174,7 @@ def test_without_messages_every_rank_ends_alone(exchange: str) -> None:
         contender = ours.without_messages(workload, inputs, rank, exchange, "auto", None)
         results = contender.training()
         assert [x.shape for x in results] == [x.shape for x in (inputs[0], *inputs[:3])]
-        assert all(bool(x.isfinite().all()) for x in contender.forward())  # the landings hold numbers
+        assert all(bool(x.isfinite().all()) for x in contender.forward())  # the receive buffers hold numbers
 
 
 def test_buffers_without_messages_are_random_and_stay_where_they_are() -> None:
