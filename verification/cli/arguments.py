@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
-MODULE = "python -m verification"
+
+def command(module: str, script: str) -> str:
+    """The console script `script` if that is what runs, else `python -m` and the module."""
+    return script if Path(sys.argv[0]).name == script else f"python -m {module}"
+
+
+MODULE = command("verification", "ring-verify")
 TYPED = "VERIFICATION_TYPED"  # in the environment: the script that the user typed, if it was one
 FAILURES = Path(".verification/failures")
 

@@ -78,8 +78,10 @@ def positive(text: str) -> int:
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    started = Path(sys.argv[0])
+    program = "-m verification.cli.bench" if started.resolve() == Path(__file__).resolve() else str(started)
     parser = Parser(
-        usage=f"torchrun --nproc-per-node=P {sys.argv[0]} [OPTION ...]", description=__doc__, epilog=columns(),
+        usage=f"torchrun --nproc-per-node=P {program} [OPTION ...]", description=__doc__, epilog=columns(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add = parser.add_argument

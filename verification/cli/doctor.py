@@ -31,11 +31,11 @@ from ring.comm.transport import SoloTransport
 from ring.compute import kernels
 from ring.plan.plan import EXCHANGES
 from verification.case import DTYPES
-from verification.cli.arguments import MODULE, add_json, typed
+from verification.cli.arguments import add_json, command, typed
 from verification.cli.environment import in_force
 from verification.cli.outputs import check_file
 
-COMMAND = f"{MODULE}.doctor"
+COMMAND = command("verification.cli.doctor", "ring-doctor")
 TOPOLOGY_TIMEOUT = 20.0  # seconds
 
 

@@ -62,8 +62,9 @@ class TorchrunReport(Report):
     def failed(self, failure: CounterExample) -> None:
         if failure.backend != "sim":
             script = Path(sys.argv[0]).resolve()
+            program = ["-m", "verification.cli.validate"] if script == Path(__file__).resolve() else [str(script)]
             start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={failure.world}"]
-            again = [str(script), "--backend", failure.backend, "--replay", str(failure.file.resolve())]
+            again = [*program, "--backend", failure.backend, "--replay", str(failure.file.resolve())]
             failure = replace(failure, command=(*start, *again))
         super().failed(failure)
 

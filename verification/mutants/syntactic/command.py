@@ -34,7 +34,7 @@ from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
 from verification.check.laws.mistakes import WRONG_CALLS_REFUSED
-from verification.cli.arguments import MODULE, add_json, count, typed
+from verification.cli.arguments import add_json, count, typed
 from verification.cli.outputs import check_file, check_folder
 from verification.failures import RankFailure, VerificationFailure
 from verification.mutants.plant import substitute
@@ -57,7 +57,7 @@ from verification.run.processes.worker import exit_with_parent
 from verification.runner import law_experiment
 from verification.search.search import RUN
 
-COMMAND = f"{MODULE}.mutants.syntactic"
+COMMAND = "python -m verification.mutants.syntactic.command"
 # By importance: a run that ends early has judged the first.
 FILES = (
     "ring/plan/range_pairs.py", "ring/plan/ranges.py", "ring/plan/plan.py", "ring/plan/diagonal.py",
