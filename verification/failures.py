@@ -15,13 +15,6 @@ from typing import ClassVar, Literal
 
 Outcome = Literal["answered", "raised", "died", "blocked"]
 
-# `File "...", line 7 in name`: the form in which faulthandler writes a frame.
-_WATCHER_FRAME = re.compile(r" in exit_with_parent$", re.MULTILINE)
-_DESCRIBE_FRAME = re.compile(r'^  File ".*worker\.py", line \d+ in describe$', re.MULTILINE)
-_MAIN_FRAME = re.compile(r'^  File ".*worker\.py", line \d+ in main$', re.MULTILINE)
-_FRAME = re.compile(r'^  File "', re.MULTILINE)
-_CALL_FRAME = re.compile(r'^  File ".*worker\.py", line \d+ in run_request$', re.MULTILINE)
-
 
 @dataclass(frozen=True)
 class Raised:
@@ -137,30 +130,6 @@ def name_exit(code: int | None) -> str:
         return f"was killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"was killed by signal {-code}"
-
-
-def is_answering(dump: str) -> bool:
-    """Whether that stack is of a rank that has left the function it was called with, and is about to answer.
-
-    So is, perhaps, one whose stack breaks off before `main`: it ran on while its frames were being listed.
-    """
-    for block in dump.split("\n\n"):
-        if _MAIN_FRAME.search(block):
-            call, innermost = _CALL_FRAME.search(block), _FRAME.search(block)
-            assert innermost is not None
-            return call is None or innermost.start() == call.start() or bool(_DESCRIBE_FRAME.search(block))
-    return True
-
-
-def tidy_stack(dump: str) -> str:
-    """A faulthandler dump without what every rank has: the watcher's thread, the frames that lead to the call."""
-    threads = []
-    for block in dump.strip().split("\n\n"):
-        if _WATCHER_FRAME.search(block) or block.startswith("Extension modules: "):
-            continue
-        call = _CALL_FRAME.search(block)
-        threads.append(block[: call.start()].rstrip() if call else block)
-    return "\n\n".join(threads)
 
 
 def _sections(states: Sequence[RankState]) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+import ring
 from ring.comm.symmetric_memory import transport_of
 from ring.comm.transport import SoloTransport, Transport
 from verification.case import Case
@@ -32,7 +33,7 @@ BACKENDS = {
 # Imported once, before the ranks are forked. The last two are what torch itself imports, at a cost of a second, in the
 # first `requires_grad_` and the first call of an autograd function: without them the first example of every new rank
 # looks like a hang.
-PRELOAD = ("torch", "ring", "verification.run.rank", "torch.fx.experimental.symbolic_shapes", "torch._dynamo")
+PRELOAD = (torch.__name__, ring.__name__, observe.__module__, "torch.fx.experimental.symbolic_shapes", "torch._dynamo")
 WARM_UP_TIMEOUT = 60.0
 RANKS_PER_TIMEOUT = 16  # simulated ones share a core
 

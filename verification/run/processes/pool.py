@@ -28,11 +28,10 @@ from verification.failures import (
     RankFailure,
     RankHang,
     RankState,
-    is_answering,
     name_exit,
     name_ranks,
-    tidy_stack,
 )
+from verification.run.processes.stacks import is_answering, tidy_stack
 from verification.run.processes.worker import ANSWERED, REQUEST, LocalRanks, PoolError
 
 __all__ = ["Pool", "PoolError", "Ticket"]

@@ -2,10 +2,10 @@
 
     answers = Simulation(4, seed=7).run(lambda transport: step(transport, ...))
 
-- A receive buffer is overwritten as soon as it is posted, and filled either as soon as both ends are posted or only
-  when one of them waits; a send buffer is read at that same moment. So code that reads, writes or posts a buffer before
-  its wait is over (a receive buffer: before the message has arrived) computes wrong numbers or, where the simulation
-  can tell, raises `BrokenContract`, which names the buffer and the hop.
+- A receive buffer is overwritten as soon as it is posted. It is filled either as soon as both ends are posted or only
+  when one of them waits, and the send buffer is read at that same moment. So code that reads, writes or posts a buffer
+  before its wait is over (a receive buffer: before the message has arrived) computes wrong numbers or, where the
+  simulation can tell, raises `BrokenContract`, which names the buffer and the hop.
 - A call that sends from another place than it announced is `BrokenContract` (`verification.run.simulation.announced`).
 - Batches that are never waited for, and buffers that share bytes while in flight, are `BrokenContract` too.
 - Ranks run one at a time in an order that the seed decides (`verification.run.simulation.scheduler`): one is starved,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verification.failures import is_answering
+from verification.run.processes.stacks import is_answering
 
 HEAD = 'Thread 0x01 (most recent call first):\n  File "worker.py", line 9 in exit_with_parent\n\nCurrent thread 0x02:\n'
 MAIN = '  File "/x/verification/worker.py", line 277 in main\n  File "<string>", line 1 in <module>\n'

@@ -1,0 +1,49 @@
+"""What a rank's stack, as faulthandler writes it, says about where the rank stands.
+
+A dump has a block for each thread, its frames from the innermost on: `File "...", line 7 in name`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from verification.run.processes import worker
+
+_FRAME = re.compile(r'^  File "', re.MULTILINE)
+
+
+def _frame_of(function: Callable[..., Any]) -> re.Pattern[str]:
+    """Finds a frame of that function. The folder may differ: the rank may be on another machine."""
+    file = re.escape(Path(function.__code__.co_filename).name)
+    return re.compile(rf'^  File ".*{file}", line \d+ in {function.__name__}$', re.MULTILINE)
+
+
+_WATCHER, _DESCRIBE = _frame_of(worker.exit_with_parent), _frame_of(worker.describe)
+_MAIN, _CALL = _frame_of(worker.main), _frame_of(worker.run_request)
+
+
+def is_answering(dump: str) -> bool:
+    """Whether that stack is of a rank that has left the function it was called with, and is about to answer.
+
+    A stack that breaks off before `main` may be of such a rank, too: it ran on while its frames were being listed.
+    """
+    for block in dump.split("\n\n"):
+        if _MAIN.search(block):
+            call, innermost = _CALL.search(block), _FRAME.search(block)
+            assert innermost is not None
+            return call is None or innermost.start() == call.start() or bool(_DESCRIBE.search(block))
+    return True
+
+
+def tidy_stack(dump: str) -> str:
+    """A dump without what every rank has: the watcher's thread, the frames that lead to the call."""
+    threads = []
+    for block in dump.strip().split("\n\n"):
+        if _WATCHER.search(block) or block.startswith("Extension modules: "):
+            continue
+        call = _CALL.search(block)
+        threads.append(block[: call.start()].rstrip() if call else block)
+    return "\n\n".join(threads)
