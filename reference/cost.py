@@ -23,6 +23,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from reference import fields
 from reference.pattern import Branch, Pattern
 
 Ints = NDArray[np.int64]
@@ -75,10 +76,8 @@ class Setting:
     def __post_init__(self) -> None:
         object.__setattr__(self, "positions", tuple(np.asarray(x, np.int64) for x in self.positions))
         for name in ("batch", "heads", "kv_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"heads is {self.heads}; it must be a multiple of kv_heads, {self.kv_heads}")
+            fields.at_least(name, getattr(self, name), 1)
+        fields.grouped_heads(self.heads, self.kv_heads)
         if self.itemsize not in (2, 4, 8):
             raise ValueError(f"itemsize is {self.itemsize}; it must be 2, 4 or 8 bytes")
         if not self.positions or any(x.ndim != 1 for x in self.positions):
@@ -239,9 +238,7 @@ def sent(setting: Setting, exchange: str, narrow: bool = False) -> Traffic:
 
 
 def known(exchange: str) -> str:
-    if exchange not in EXCHANGES:
-        raise ValueError(f"exchange is {exchange!r}; it must be one of {', '.join(EXCHANGES)}")
-    return exchange
+    return fields.choice("exchange", exchange, EXCHANGES)
 
 
 @dataclass(frozen=True)

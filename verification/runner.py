@@ -8,6 +8,8 @@ from pathlib import Path
 
 from verification.case import Case
 from verification.check import properties
+from verification.check.checks import costs
+from verification.check.expectation import expect
 from verification.check.laws import LAWS, Law
 from verification.draw.cases import cases
 from verification.failures import RankHang
@@ -68,10 +70,18 @@ def check_case(backend: Backend, case: Case) -> dict[str, float]:
     return properties.check(case, expectation, backend.collect())
 
 
+def check_errors(backend: Backend, case: Case) -> dict[str, float]:
+    """The same but for the property that the oracle and its twin agree: its ratio is no error of the ranks."""
+    backend.submit(observe, case)
+    expectation = expect(case)
+    costs(case)
+    return properties.check(case, expectation, backend.collect(), properties.OF_THE_RANKS)
+
+
 EXAMPLES = Experiment("examples", cases, check_case)
 
 # Apart from EXAMPLES, since its Cases are much alike: with half of them drawn around one, the others miss what is rare.
-PUSHED = replace(EXAMPLES, name="examples with larger errors", pushes=True)
+PUSHED = replace(EXAMPLES, name="examples with larger errors", check=check_errors, pushes=True)
 PUSHED_SHARE = 0.1  # of the examples that a world size is given
 
 

@@ -41,6 +41,8 @@ class Property:
         return float(np.max(found, initial=0.0))
 
 
+OF_THE_RANKS = tuple(name for name in CHECKS if name != "oracle")  # the others are about the judge
+
 EVERY_RANK_ANSWERS = Property("every rank answers", ())  # broken by a crash, a hang or an exception
 PROPERTIES = (
     EVERY_RANK_ANSWERS,
