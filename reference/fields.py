@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from typing import Any, TypeGuard
 
 
-def is_integer(value: object) -> bool:
+def is_integer(value: object) -> TypeGuard[int]:
     """Whether it is an int. A bool is not one here."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def integer(name: str, value: object, least: int, most: int | None = None) -> int:
     """An int from `least` to `most`, both included, or without an upper end."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
+    if not is_integer(value) or value < least or (most is not None and value > most):
         allowed = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
         raise ValueError(f"{name} is {value!r}; it must be {allowed}")
     return value
@@ -36,7 +37,7 @@ def number(name: str, value: object, most: float) -> float:
     return float(value)
 
 
-def positive(name: str, value: object) -> float:
+def real(name: str, value: object) -> float:
     """A finite int or float of at least 0."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
         raise ValueError(f"{name} is {value!r}; it must be a finite number of at least 0")
@@ -67,9 +68,18 @@ def at_least(name: str, value: float, least: float) -> None:
         raise ValueError(f"{name} is {value}; it must be at least {least}")
 
 
-def at_most(name: str, value: float, most: float) -> None:
-    if value > most:
+def at_most(name: str, value: object, most: float) -> None:
+    """Not a number beyond `most`; what is no number is left to others."""
+    if isinstance(value, (int, float)) and value > most:
         raise ValueError(f"{name} is {value}; it must be at most {most}")
+
+
+def exactly(what: str, data: Any, names: Collection[str]) -> dict[str, Any]:
+    """A JSON object with these fields and no others."""
+    if not isinstance(data, dict) or sorted(data) != sorted(names):
+        given = f"the fields {', '.join(data) or 'none'}" if isinstance(data, dict) else repr(data)
+        raise ValueError(f"{what} must be an object with the fields {', '.join(names) or 'none'}, got {given}")
+    return data
 
 
 def grouped_heads(heads: int, kv_heads: int) -> None:

@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 
+from reference.fields import is_integer
+
 
 def _integer(name: str, value: object, at_least: int) -> int:
     """`value` itself, if it is an int (a bool is not) no smaller than `at_least`; ValueError otherwise."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+    if not is_integer(value) or value < at_least:
         raise ValueError(f"{name} must be an integer >= {at_least}, got {value!r}")
     return value
 

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from reference import cost
+from reference import cost, fields
 from reference.pattern import Pattern
 from ring import Layout
 from verification.benchmarks.contender import Inputs
@@ -49,12 +49,10 @@ class AttentionShape:
 
     def __post_init__(self) -> None:
         for field in ("query", "kv", "dim", "batch"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 1")
+            fields.at_least(field, getattr(self, field), 1)
         if self.query % self.kv:
             raise ValueError(f"query heads are {self.query}; they must be a multiple of the key/value heads, {self.kv}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
+        fields.choice("dtype", self.dtype, DTYPES)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reference import Pattern
+from reference import Pattern, fields
 from ring import Layout, ring_attention
 from ring.comm.transport import SoloTransport
 from ring.compute import kernels
@@ -120,8 +120,7 @@ def exchange_road(exchange: str, device: str) -> str:
 
     The one place that knows: a further road is added here, and asked for its own conditions.
     """
-    if exchange not in EXCHANGES:
-        raise ValueError(f"exchange is {exchange!r}; it must be one of {', '.join(EXCHANGES)}")
+    fields.choice("exchange", exchange, EXCHANGES)
     if device == "cpu":
         return "gloo, point to point" if dist.is_gloo_available() else "none: this torch has no gloo"
     if not torch.cuda.is_available():

@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from reference import fields
 from verification import runner
 from verification.problems import real_size
-from verification.report.fields import whole
 from verification.report.report import Report
 from verification.run.backends import BACKENDS, SimBackend, Unavailable, open_backend
 from verification.wording import counted
@@ -145,17 +145,18 @@ def _restore(night: Night, place: Any) -> list[Chunk]:
     """Take up what `_place` said; the chunks that there were. Raises KeyError, TypeError, ValueError."""
     chunks = [Chunk(**chunk) for chunk in place["chunks"]]
     for chunk in chunks:
-        if chunk.backend not in tuple(BACKENDS):
-            raise ValueError(f"backend is {chunk.backend!r}; it must be one of {', '.join(BACKENDS)}")
-        whole("world", chunk.world, 1)
-        whole("examples", chunk.examples)
-    night.round, night.done = whole("round", place["round"]), whole("done", place["done"])
+        fields.choice("backend", chunk.backend, BACKENDS)
+        fields.integer("world", chunk.world, 1)
+        fields.integer("examples", chunk.examples, 0)
+    night.round, night.done = fields.integer("round", place["round"], 0), fields.integer("done", place["done"], 0)
     if night.done > len(chunks):
         raise ValueError(f"done is {night.done}; a round has {counted(len(chunks), 'chunk')}")
     if type(place["round_seed"]) is not int:
         raise ValueError(f"round_seed is {place['round_seed']!r}; it must be an integer")
     night.round_seed = place["round_seed"]
-    night.examples_on = {str(name): whole(f"examples on {name}", n) for name, n in dict(place["examples_on"]).items()}
+    night.examples_on = {
+        str(name): fields.integer(f"examples on {name}", n, 0) for name, n in dict(place["examples_on"]).items()
+    }
     return chunks
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from reference import fields
 from verification.case import Case
 
 Result = Tensor | tuple[Tensor, Tensor]  # out (B, L, H, D); lse (B, H, L), natural logarithm
@@ -70,8 +71,7 @@ class Peer:
         if not isinstance(sizes, tuple) or not sizes or not all(type(w) is int and 0 < w <= MOST_RANKS for w in sizes):
             raise ValueError(f"worlds is {sizes!r}; it must be a tuple of integers from 1 to {MOST_RANKS}")
         for field, allowed in (("arithmetic", ARITHMETICS), ("merge", MERGES)):
-            if getattr(self, field) not in allowed:
-                raise ValueError(f"{field} is {getattr(self, field)!r}; it must be one of {', '.join(allowed)}")
+            fields.choice(field, getattr(self, field), allowed)
 
     @property
     def version(self) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from verification.check.laws.law import needs_fields
+from reference import fields
 from verification.peers.peer import Refused
 from verification.peers.peer_experiment import experiment
 from verification.peers.peer_rank import prepare
@@ -26,7 +26,7 @@ class SavedPeerExample(SavedExample):
 
 def read_peer_example(record: dict[str, Any]) -> Saved:
     """Raises ValueError for a malformed record, and for a peer that cannot be loaded."""
-    needs_fields("a counter-example of a peer", record, ["peer", "case"])
+    fields.exactly("a counter-example of a peer", record, ["peer", "case"])
     case, name = read_case(record["case"]), record["peer"]
     if not isinstance(name, str):
         raise ValueError(f"peer is {name!r}; it must be package.module:adapter, or one of {', '.join(KNOWN)}")

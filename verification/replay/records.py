@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any
 
+from reference import fields
 from verification import runner
 from verification.case import Case
 from verification.check.laws import LAWS
-from verification.check.laws.law import MOST_INTEGER, needs_at_most, needs_fields
+from verification.check.laws.law import MOST_INTEGER
 from verification.check.supported import check_supported
 from verification.problems import real_size
 from verification.replay.registry import Saved, SavedExample, reader_of, register
@@ -41,9 +43,9 @@ def read_case(data: object) -> Case:
     if isinstance(data, dict):
         for name, most in _MOST.items():
             if name in data:
-                needs_at_most(name, data[name], most)
+                fields.at_most(name, data[name], most)
         for number in _integers(data.get("pattern")):
-            needs_at_most("an integer of pattern", number, MOST_INTEGER)
+            fields.at_most("an integer of pattern", number, MOST_INTEGER)
     case = Case.from_json(json.dumps(data))
     check_supported(case)
     return case
@@ -66,7 +68,7 @@ def _read_example(record: dict[str, Any]) -> Saved:
 
 
 def _read_law(record: dict[str, Any]) -> Saved:
-    needs_fields("a counter-example of a law", record, ["law", "case", "how"])
+    fields.exactly("a counter-example of a law", record, ["law", "case", "how"])
     known = {law.name: law for law in LAWS}
     name, how = record["law"], record["how"]
     if not isinstance(name, str) or name not in known:
@@ -92,8 +94,8 @@ class _SavedProblem:
 
 
 def _read_problem(record: dict[str, Any]) -> Saved:
-    needs_fields("a problem of real size", record, ["real_size"])
-    needs_fields("real_size", record["real_size"], [field.name for field in fields(real_size.Problem)])
+    fields.exactly("a problem of real size", record, ["real_size"])
+    fields.exactly("real_size", record["real_size"], [field.name for field in fields_of(real_size.Problem)])
     return _SavedProblem(real_size.Problem(**record["real_size"]))
 
 

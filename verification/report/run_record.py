@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from reference import fields
 from verification.report.counter_example import CounterExample
 from verification.report.coverage import FEATURES, Coverage
-from verification.report.fields import real, text, whole
 from verification.report.rows import DTYPES, Row, Rows, finite
 
 
@@ -70,18 +70,21 @@ class RunRecord:
 
         Raises KeyError, TypeError, ValueError for anything else.
         """
-        self.examples, self.distributed = (whole(name, data[name]) for name in ("examples", "distributed"))
-        self.seconds = real("seconds", data["seconds"])
+        self.examples, self.distributed = (fields.integer(name, data[name], 0) for name in ("examples", "distributed"))
+        self.seconds = fields.real("seconds", data["seconds"])
         for row in data["rows"]:
-            ratio = math.nan if row["worst_ratio"] is None else real("worst_ratio", row["worst_ratio"])
-            if row["dtype"] not in tuple(DTYPES):
-                raise ValueError(f"dtype is {row['dtype']!r}; it must be one of {', '.join(DTYPES)}")
-            key = text("property", row["property"]), whole("world", row["world"], 1), row["dtype"]
-            self.rows.by_key[key] = Row(whole("examples", row["examples"]), ratio, real("seconds", row["seconds"]))
+            ratio = math.nan if row["worst_ratio"] is None else fields.real("worst_ratio", row["worst_ratio"])
+            fields.choice("dtype", row["dtype"], DTYPES)
+            key = fields.text("property", row["property"]), fields.integer("world", row["world"], 1), row["dtype"]
+            self.rows.by_key[key] = Row(
+                fields.integer("examples", row["examples"], 0), ratio, fields.real("seconds", row["seconds"])
+            )
         self.failures = [CounterExample.from_dict(entry) for entry in data["failures"]]
         covered = data["coverage"] if "reached" not in data else _named_before(data["reached"])
-        features = {text("a feature", name): whole(name, n) for name, n in dict(covered["features"]).items()}
-        self.coverage = Coverage(whole("cases", covered["cases"]), dict.fromkeys(FEATURES, 0) | features)
+        features = {
+            fields.text("a feature", name): fields.integer(name, n, 0) for name, n in dict(covered["features"]).items()
+        }
+        self.coverage = Coverage(fields.integer("cases", covered["cases"], 0), dict.fromkeys(FEATURES, 0) | features)
 
 
 def _named_before(reached: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from reference import fields
 from reference.exact import Expectation, evaluate
 from reference.pattern import Pattern
 from verification.case import Case
 from verification.check.checks import assemble
 from verification.check.expectation import arithmetic_of, inputs_of
-from verification.check.laws.law import How, Law, needs_fields
+from verification.check.laws.law import How, Law
 from verification.failures import WrongResult
 from verification.run.backends import Backend, observe_on
 from verification.run.rank import Edit
@@ -77,7 +78,7 @@ def _rms(x: np.ndarray) -> float:
 
 
 def _premise(case: Case, how: Any) -> None:
-    needs_fields("how", how, ["shift"])
+    fields.exactly("how", how, ["shift"])
     if type(how["shift"]) is not int or abs(how["shift"]) > 1024:
         raise ValueError(f"shift of how is {how['shift']!r}; it must be an integer of size at most 1024")
     for name, wanted in (("dtype", "bfloat16"), ("group", None), ("cuts", None), ("lse", "unused")):

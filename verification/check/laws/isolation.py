@@ -16,12 +16,13 @@ import torch
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from reference import fields
 from reference.pattern import Branch, Pattern
 from ring.comm.transport import RecordingTransport, Transport
 from verification.case import EXCHANGES, ORDERS, Case
 from verification.check import properties
 from verification.check.expectation import expect
-from verification.check.laws.law import MOST_INTEGER, How, Law, needs_at_most, needs_fields, needs_index
+from verification.check.laws.law import MOST_INTEGER, How, Law
 from verification.check.supported import check_supported
 from verification.draw.cases import cases
 from verification.failures import WrongResult
@@ -98,11 +99,11 @@ def _change(case: Case, name: str, value: Any) -> None:
     if name == "causal" and not isinstance(value, bool):
         raise ValueError(f"causal of how is {value!r}; it must be a boolean")
     if name in ("twice", "shifted"):
-        needs_index(f"{name} of how", value, len(branches))
+        fields.integer(f"{name} of how", value, 0, len(branches) - 1)
     if name == "shifted" and not can_shift(branches[value]):
         raise ValueError(f"shifted of how is {value}; that branch must have one offset, and a rate of more than 1")
     if name in ("bucket", "kv_heads"):
-        needs_at_most(f"{name} of how", value, MOST_INTEGER)
+        fields.at_most(f"{name} of how", value, MOST_INTEGER)
 
 
 def check_neighbours(backend: Backend, case: Case, how: How) -> float:
@@ -129,7 +130,7 @@ def _draw_any(draw: st.DrawFn, world: int) -> tuple[Case, How]:
 
 def _premise_of_any(case: Case, how: Any) -> None:
     """Holds for any Case."""
-    needs_fields("how", how, [])
+    fields.exactly("how", how, [])
 
 
 def check_left(backend: Backend, case: Case, how: How) -> float:

@@ -7,9 +7,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from reference import fields
 from verification.case import Case
 from verification.check.checks import assemble
-from verification.check.laws.law import How, Law, needs_fields, needs_index, same_numbers
+from verification.check.laws.law import How, Law, same_numbers
 from verification.draw.cases import cases
 from verification.run.backends import Backend, observe_on
 from verification.run.rank import Edit
@@ -35,8 +36,8 @@ def check_later(backend: Backend, case: Case, how: How) -> float:
 
 
 def _premise(case: Case, how: Any) -> None:
-    needs_fields("how", how, ["position"])
-    needs_index("position", how["position"], case.tokens)
+    fields.exactly("how", how, ["position"])
+    fields.integer("position", how["position"], 0, case.tokens - 1)
     if not case.pattern.causal:
         raise ValueError("causal is False; the law that later tokens change nothing is one of causal patterns")
 

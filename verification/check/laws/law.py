@@ -84,25 +84,6 @@ def _plain(where: tuple[Any, ...]) -> tuple[int, ...]:
 # --- premises ---------------------------------------------------------------------------------------------------------
 
 
-def needs_fields(what: str, data: Any, names: list[str]) -> None:
-    """Raises ValueError unless `data` is an object with exactly these fields."""
-    if not isinstance(data, dict) or sorted(data) != sorted(names):
-        given = f"the fields {', '.join(data) or 'none'}" if isinstance(data, dict) else repr(data)
-        raise ValueError(f"{what} must be an object with the fields {', '.join(names) or 'none'}, got {given}")
-
-
-def needs_index(name: str, value: object, size: int) -> None:
-    """Raises ValueError unless it is an integer of range(size)."""
-    if type(value) is not int or not 0 <= value < size:
-        raise ValueError(f"{name} is {value!r}; it must be an integer from 0 to {size - 1}")
-
-
-def needs_at_most(name: str, value: object, most: int) -> None:
-    """Raises ValueError for a number that is larger."""
-    if isinstance(value, (int, float)) and value > most:
-        raise ValueError(f"{name} is {value}; it must be at most {most}")
-
-
 def needs_tame(case: Case) -> None:
     """Raises ValueError for a Case that `tame` would change."""
     if case.values == "huge":

@@ -6,10 +6,11 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from reference import fields
 from verification.case import Case
 from verification.check import properties
 from verification.check.expectation import expect
-from verification.check.laws.law import How, Law, needs_fields
+from verification.check.laws.law import How, Law
 from verification.draw.cases import long_cases
 from verification.run.backends import Backend
 from verification.run.rank import observe
@@ -30,7 +31,7 @@ def check_long(backend: Backend, case: Case, how: How) -> float:
 
 def _premise(case: Case, how: Any) -> None:
     """Holds for any Case."""
-    needs_fields("how", how, [])
+    fields.exactly("how", how, [])
 
 
 MEMORY_OF_LONGER_SHARDS = Law("memory of longer shards", _draw, check_long, _premise, share=0.01, most=60)

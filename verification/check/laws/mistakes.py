@@ -6,11 +6,12 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from reference import fields
 from ring.comm.transport import Transport
 from verification.case import Case
 from verification.check import properties
 from verification.check.expectation import expect
-from verification.check.laws.law import How, Law, changed, needs_fields, needs_index
+from verification.check.laws.law import How, Law, changed
 from verification.draw.cases import cases, elsewhere
 from verification.failures import WrongResult
 from verification.run.backends import Backend
@@ -81,7 +82,7 @@ def call_wrongly(
 
 
 def _premise(case: Case, how: Any) -> None:
-    needs_fields("how", how, ["mistakes"])
+    fields.exactly("how", how, ["mistakes"])
     made = how["mistakes"]
     if not isinstance(made, list) or not made or not all(isinstance(one, list) and len(one) == 2 for one in made):
         raise ValueError(f"mistakes of how is {made!r}; it must be a list of at least one [mistake, index or null]")
@@ -91,7 +92,7 @@ def _premise(case: Case, how: Any) -> None:
             raise ValueError(f"a mistake of how is {name!r}; with this Case it must be one of {', '.join(possible)}")
         mistake = MISTAKES[name]
         if culprit is not None:
-            needs_index(f"the index that makes {name!r}", culprit, len(case.ranks))
+            fields.integer(f"the index that makes {name!r}", culprit, 0, len(case.ranks) - 1)
         if culprit is None and not (mistake.alone or mistake.together):
             raise ValueError(f"the index that makes {name!r} is null; it takes one rank that differs from the others")
         if culprit is not None and mistake.together:

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from reference import fields
 from reference.exact import multiplicity
 from verification.case import Case
 from verification.check.checks import assemble
-from verification.check.laws.law import How, Law, needs_fields, needs_index, same_numbers
+from verification.check.laws.law import How, Law, same_numbers
 from verification.draw.cases import cases
 from verification.failures import WrongResult
 from verification.run.backends import Backend, observe_on
@@ -52,10 +53,9 @@ def check_poisoned(backend: Backend, case: Case, how: How) -> float:
 
 
 def _premise(case: Case, how: Any) -> None:
-    needs_fields("how", how, ["token", "tensor", "infinite"])
-    needs_index("token", how["token"], case.tokens)
-    if how["tensor"] not in ("q", "k", "v"):
-        raise ValueError(f"tensor of how is {how['tensor']!r}; it must be one of q, k, v")
+    fields.exactly("how", how, ["token", "tensor", "infinite"])
+    fields.integer("token", how["token"], 0, case.tokens - 1)
+    fields.choice("tensor of how", how["tensor"], ("q", "k", "v"))
     if not isinstance(how["infinite"], bool) or (how["infinite"] and how["tensor"] != "v"):
         raise ValueError(f"infinite of how is {how['infinite']!r}; it must be False or, with tensor 'v', True")
 

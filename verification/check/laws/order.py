@@ -7,11 +7,12 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from reference import fields
 from reference.pattern import Branch, Pattern
 from verification.case import Case
 from verification.check.checks import assemble
 from verification.check.expectation import expect
-from verification.check.laws.law import How, Law, compared, needs_fields, needs_tame, tame, worst_ratio
+from verification.check.laws.law import How, Law, compared, needs_tame, tame, worst_ratio
 from verification.draw.cases import cases, permutation_of
 from verification.run.backends import Backend, observe_on
 from verification.run.rank import Edit
@@ -69,7 +70,7 @@ def check_permuted(backend: Backend, case: Case, how: How) -> float:
 
 
 def _premise(case: Case, how: Any) -> None:
-    needs_fields("how", how, ["batch", "kv_heads"])
+    fields.exactly("how", how, ["batch", "kv_heads"])
     needs_tame(case)
     for name, size in (("batch", case.batch), ("kv_heads", case.kv_heads)):
         order = how[name]

@@ -7,6 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from reference import fields
 from verification.case import Case
 from verification.check.checks import assemble
 from verification.check.expectation import expect
@@ -16,8 +17,6 @@ from verification.check.laws.law import (
     Law,
     changed,
     compared,
-    needs_at_most,
-    needs_fields,
     needs_tame,
     tame,
     worst_ratio,
@@ -53,9 +52,9 @@ def check_anywhere(backend: Backend, case: Case, how: How) -> float:
 
 
 def _premise(case: Case, how: Any) -> None:
-    needs_fields("how", how, ["group", "order", "cuts", "exchange", "bucket"])
+    fields.exactly("how", how, ["group", "order", "cuts", "exchange", "bucket"])
     needs_tame(case)
-    needs_at_most("bucket", how["bucket"], MOST_INTEGER)
+    fields.at_most("bucket", how["bucket"], MOST_INTEGER)
     check_supported(replace(case, **how))
 
 
