@@ -8,10 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
+@pytest.mark.ranks
 def test_the_example_runs_under_torchrun(tmp_path: Path) -> None:
     (example,) = re.findall(r"```python\n(# example\.py.*?)```", README, re.DOTALL)
     script = tmp_path / "example.py"

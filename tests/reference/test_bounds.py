@@ -129,6 +129,7 @@ def ratios(results: dict[str, Tensor], expectation: Expectation) -> dict[str, fl
     return worst
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["math", "flash"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", PATTERNS)
@@ -142,6 +143,7 @@ def test_an_emulation_never_exceeds_the_bounds(name: str, dtype: str, kernel: st
                 assert max(worst.values()) <= 1.0, (parts, size, seed, worst)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["math", "flash"])
 @pytest.mark.parametrize("name", PATTERNS)
 def test_results_that_underflow_stay_within_the_bounds(name: str, kernel: str) -> None:

@@ -18,6 +18,8 @@ from ring import Layout, agreement, ring_attention
 from verification.run.simulation.simulated_transport import SimulatedTransport
 from verification.run.simulation.simulation import Simulation
 
+pytestmark = pytest.mark.ranks
+
 Arguments = dict[str, Any]  # of ring_attention, by name
 
 

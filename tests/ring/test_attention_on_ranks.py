@@ -14,6 +14,8 @@ from tests.support.ring_tasks import (
 )
 from verification.run.processes.pool import Pool
 
+pytestmark = pytest.mark.ranks
+
 EXACT = 1e-12  # fp64, outputs and gradients of the order of 1
 
 

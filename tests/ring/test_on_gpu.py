@@ -23,7 +23,7 @@ from ring.plan.rows import Rows
 from ring.plan.tile import Mask, Tile
 from ring.strided_view import StridedView
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 SHAPES = tuple(itertools.product((1, 2, 7, 16, 129), (1, 5, 16, 130)))
 

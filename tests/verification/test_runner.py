@@ -18,6 +18,8 @@ from verification.replay.replay import replay
 from verification.report.report import Report
 from verification.run.backends import GlooBackend, SimBackend, Unavailable, open_backend
 
+pytestmark = pytest.mark.ranks
+
 SHORT = runner.Profile("for tests", 100, budget=20)
 
 

@@ -18,6 +18,8 @@ from ring.plan.plan import Plan, plan_of
 from verification.run.simulation.simulated_transport import SimulatedTransport
 from verification.run.simulation.simulation import Simulation
 
+pytestmark = pytest.mark.ranks
+
 LAYOUT, DENSE = Layout.from_cuts(range(6), (0, 2, 6)), Pattern.dense()
 EXCHANGES = ("ring", "direct", "gather")
 

@@ -104,6 +104,7 @@ def check_sizes(setting: Setting) -> None:
         assert plan.sizes.returned <= 2 * most
 
 
+@pytest.mark.slow
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(drawn_settings())
 @example(Setting(Pattern.dense(), Layout.contiguous(0, 3), 2, 1, "ring", 4))
@@ -239,6 +240,7 @@ def test_query_rows_that_see_the_same_keys_in_one_call_are_no_more_than_the_buck
     check_calls(Setting(Pattern((Branch(21),), True), layout, 1, 1, exchange, bucket))
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(drawn_settings())
 def test_no_call_takes_more_than_any_bucket(setting: Setting) -> None:

@@ -28,6 +28,8 @@ from verification.cli import bench
 from verification.peers.adapters import flash_attn_shim
 from verification.run.processes.pool import Pool
 
+pytestmark = pytest.mark.ranks
+
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
 ALONE = RankGroup(0, 1, CPU)

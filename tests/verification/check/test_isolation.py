@@ -22,6 +22,8 @@ from verification.check.laws.isolation import check_left, check_neighbours, neig
 from verification.failures import WrongResult
 from verification.run.backends import GlooBackend, SimBackend
 
+pytestmark = pytest.mark.ranks
+
 BACKENDS = (SimBackend, GlooBackend)
 
 

@@ -22,6 +22,8 @@ from verification.report.report import Report
 from verification.run.backends import GlooBackend
 from verification.search.search import Search
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.fixture(scope="module")
 def ranks() -> Any:

@@ -22,6 +22,8 @@ from verification.cli.arguments import TYPED
 from verification.cli.outputs import check_file, check_folder
 from verification.replay import replay
 
+pytestmark = pytest.mark.ranks
+
 ROOT = Path(__file__).parents[3]
 DEFECT = """
 def plant():

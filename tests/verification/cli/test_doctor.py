@@ -40,6 +40,7 @@ def test_without_a_gpu_it_says_so() -> None:
     assert found["versions"]["NCCL"] == "none"
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_GPU)
 def test_with_a_gpu_it_tells_about_it() -> None:
     found = doctor.examine({})

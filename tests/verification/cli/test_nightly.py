@@ -17,6 +17,8 @@ from verification.report.counter_example import save_record
 from verification.report.report import Report
 from verification.run.backends import Unavailable
 
+pytestmark = pytest.mark.ranks
+
 CHUNKS = (Chunk("sim", 2, 10), Chunk("sim", 3, 10), Chunk("gloo", 2, 10))
 
 

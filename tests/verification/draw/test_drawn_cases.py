@@ -20,6 +20,8 @@ from verification.report.coverage import FEATURES, count
 from verification.run.layouts import layout_of
 from verification.run.mistakes import MISTAKES
 
+pytestmark = pytest.mark.slow  # thousands of draws
+
 DRAWS = 400  # for each world
 WORLDS = (1, 2, 3, 4)
 QUIET = settings(

@@ -34,6 +34,8 @@ from verification.runner import EXAMPLES
 from verification.search.experiment import Found, ToolError
 from verification.search.search import Search
 
+pytestmark = pytest.mark.ranks
+
 LISTED = range(1, 43)  # the project's list of defect classes seen in public ring-attention code
 
 

@@ -24,6 +24,8 @@ from verification.mutants.syntactic.summary import (
     read_reasons,
 )
 
+pytestmark = pytest.mark.ranks
+
 ROOT = Path(__file__).resolve().parents[3]
 SEED = 5
 HAS_GENERATOR = importlib.util.find_spec("cosmic_ray") is not None

@@ -11,6 +11,8 @@ from verification.mutants.defect import Defect
 from verification.mutants.defects.numerics import NUMERICS
 from verification.mutants.trials import search
 
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
 PRECISION = [defect for defect in NUMERICS if not defect.name.startswith("fused-kernel")]
 
 

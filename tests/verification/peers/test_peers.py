@@ -37,6 +37,8 @@ from verification.report.provenance import commit
 from verification.run.backends import GlooBackend
 from verification.search.experiment import ToolError
 
+pytestmark = pytest.mark.ranks
+
 ROOT = Path(__file__).parents[3]
 EXAMPLES = "tests.support.peer_examples"
 PLAIN = Case(

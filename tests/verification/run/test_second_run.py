@@ -24,6 +24,8 @@ from verification.run.layouts import strided_copy
 from verification.run.rank import Pass, attend, observe, repeats, shards
 from verification.run.second_run import ALIGNMENT, another_default_device, in_one_storage
 
+pytestmark = pytest.mark.ranks
+
 
 def case(**changes: Any) -> Case:
     given: dict[str, Any] = {

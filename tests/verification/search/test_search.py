@@ -29,6 +29,8 @@ from verification.run.backends import GlooBackend, SimBackend
 from verification.search.experiment import ToolError
 from verification.search.search import Search
 
+pytestmark = pytest.mark.ranks
+
 
 def found_by(
     prepare: Callable[[], None] | None,

@@ -35,6 +35,8 @@ from verification.failures import RankError
 from verification.run.processes import worker
 from verification.run.processes.pool import Pool, PoolError
 
+pytestmark = pytest.mark.ranks
+
 ROOT = Path(__file__).parents[4]
 
 

@@ -41,6 +41,8 @@ from verification.failures import MismatchedMessages, RankCrash, RankError, Rank
 from verification.run.processes import worker
 from verification.run.processes.pool import Pool, PoolError
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[Pools]:

@@ -13,6 +13,8 @@ from verification.failures import BrokenContract
 from verification.run.simulation.simulated_transport import SimulatedTransport
 from verification.run.simulation.simulation import Simulation
 
+pytestmark = pytest.mark.ranks
+
 
 def told(*ranges: tuple[int, int], size: int = 32) -> Callable[[SimulatedTransport], None]:
     """Every rank sends bytes 16 to 32 of its send buffer to the next, and tells the others of these ranges instead."""

@@ -13,6 +13,8 @@ from verification.failures import Deadlock, MismatchedMessages, RankError
 from verification.run.simulation.simulated_transport import SimulatedTransport
 from verification.run.simulation.simulation import Simulation
 
+pytestmark = pytest.mark.ranks
+
 
 def blocking_ring(transport: SimulatedTransport) -> None:
     after, before = neighbours(transport)

@@ -15,6 +15,8 @@ from verification.failures import BrokenContract, Deadlock, RankError, RankFailu
 from verification.run.backends import SimBackend, observe_on
 from verification.runner import check_case
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.fixture(scope="module")
 def simulation() -> Iterator[SimBackend]:

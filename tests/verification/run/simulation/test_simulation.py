@@ -15,6 +15,8 @@ from verification.run.simulation.scheduler import POLICIES
 from verification.run.simulation.simulated_transport import SimulatedTransport
 from verification.run.simulation.simulation import Simulation
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.mark.parametrize("size", (2, 3, 8, 64))
 def test_numbers_travel_round_the_ring(size: int) -> None:

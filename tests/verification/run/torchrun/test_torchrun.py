@@ -30,6 +30,8 @@ from verification.run.rank import observe
 from verification.run.torchrun.agents import NotUnderTorchrun, Place
 from verification.run.torchrun.ranks import AgentLost, Agents, ShrinkBackend
 
+pytestmark = pytest.mark.ranks
+
 ROOT = Path(__file__).resolve().parents[4]
 SCRIPT, PROGRAM = ROOT / "scripts/validate_nccl.py", ROOT / "tests/support/torchrun_program.py"
 PLENTY = 280  # seconds that no run needs, and less than pytest allows a test
@@ -292,6 +294,7 @@ def test_a_replay_of_what_is_no_counter_example_is_refused(tmp_path: Path) -> No
     assert "exitcode  : 2" in run.text and "tokens is 8; it must be an integer of at least 64" in run.text
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason=NO_GPUS)
 def test_nccl_holds_on_gpus(tmp_path: Path) -> None:
     run = under_torchrun(tmp_path, SCRIPT, "--examples", "20", "--long", "4096")
