@@ -1,8 +1,6 @@
 """Failures of named kinds.
 
-Each kind is an exception type of its own, raised from a line of its own: Hypothesis tells bugs apart by exactly
-these two (`hypothesis.internal.escalation.InterestingOrigin`), so that a hang is never shrunk into a wrong result.
-None of them is ever retried.
+Each kind is an exception type of its own. None of them is ever retried, and one is never shrunk into another.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ MOST_RANKS = {"gloo": 64, "sim": 1024, "nccl": 64}  # by backend
 
 @dataclass(frozen=True)
 class Profile:
-    """How much to draw, in words and as examples on one or two ranks; more ranks are slower and get fewer."""
+    """How much to draw: in words, and as examples on one or two ranks. More ranks are slower and get fewer examples."""
 
     about: str
     examples: int
@@ -80,7 +80,8 @@ def check_errors(backend: Backend, case: Case) -> dict[str, float]:
 
 EXAMPLES = Experiment("examples", cases, check_case)
 
-# Apart from EXAMPLES, since its Cases are much alike: with half of them drawn around one, the others miss what is rare.
+# An experiment of its own, since its Cases are much alike: with half of the EXAMPLES drawn around one Case, the others
+# would miss what is rare.
 PUSHED = replace(EXAMPLES, name="examples with larger errors", check=check_errors, pushes=True)
 PUSHED_SHARE = 0.1  # of the examples that a world size is given
 

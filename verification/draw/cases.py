@@ -38,7 +38,7 @@ _orders = st.sampled_from(("contiguous", "zigzag", "striped", "hilbert", "splice
 _exchanges = st.sampled_from(("ring", "direct", "gather"))
 _kernels = st.sampled_from(("auto", "math", "flash"))
 _lse = st.sampled_from(("unused", "returned", "differentiated", "alone"))
-# Every way of a second run is an ordinary one too. Those that say more of it come twice.
+# Every Case has a second run, so the rare ways of it come as often as the plain one; those that find most come twice.
 _again = st.sampled_from((
     *("alike", "alike", "alike", "unchecked", "group", "between", "q", "k", "v", "qk", "qv", "kv"),
     *("no_grad", "backward", "pipelined", "shared", "meta", "no_grad", "backward", "pipelined", "shared", "meta"),
@@ -190,8 +190,8 @@ def _cuts(draw: Draw, tokens: int, size: int) -> tuple[int, ...] | None:
 
 
 def _bucket(draw: Draw, tokens: int) -> int | None:
-    """None, a small part of the sequence, or anything up to twice of it. One token at a time only of short sequences:
-    of long ones that takes ten times as long as any other Case, and shows nothing more."""
+    """None, a small part of the sequence, or anything up to twice its length. One token at a time only for short
+    sequences: for long ones that takes ten times as long as any other Case, and finds nothing more."""
     choice = draw(_quarters)
     if choice < 2:
         return None
@@ -202,8 +202,8 @@ def _bucket(draw: Draw, tokens: int) -> int | None:
 
 
 def _apart(draw: Draw, case: Case) -> Case:
-    """Of at least four ranks, those half the ring apart share long segments, and their neighbours, if any, short ones:
-    of the messages of `direct`, those of one distance are longer than the bucket, between some that fit in one.
+    """On at least four ranks: ranks half the ring apart share long segments, neighbours at most short ones. So the
+    messages of `direct` to one distance are longer than the bucket, and those before and after them fit into one.
     """
     size = len(case.ranks)
     shard = max(8, case.tokens // size)
@@ -215,8 +215,8 @@ def _apart(draw: Draw, case: Case) -> Case:
 
 
 def _shifted(draw: Draw, case: Case) -> Case:
-    """Heads whose grids are shifted against each other, over stretches that lie anywhere: most such Cases have calls
-    that take listed rows along from head to head, of others nearly none.
+    """Heads whose grids are shifted against each other, over ranges that lie anywhere. Most such Cases make calls that
+    take listed rows along from head to head; hardly any other Case does.
     """
     heads, dilation = 3 + draw(_quarters) % 3, 5 + draw(_flags)
     return replace(
@@ -227,7 +227,7 @@ def _shifted(draw: Draw, case: Case) -> Case:
 
 
 def _blind(draw: Draw, case: Case) -> Case:
-    """Nobody sees anything: the offset lies past the segments. Left to chance, some runs have no such Case."""
+    """No query sees any key, since the offset lies past the segments. Without this, some runs have no such Case."""
     segment = 1 + draw(_quarters)
     return replace(case, pattern=Pattern((Branch(segment, segment + 1, segment),), case.pattern.causal))
 
@@ -236,11 +236,11 @@ def _blind(draw: Draw, case: Case) -> Case:
 def cases(draw: Draw, world: int) -> Case:
     """Cases for a world of that many ranks.
 
-    Reached are: every order of tokens, uneven cuts with empty shards, fewer tokens than ranks, subgroups; dense and
+    They cover every order of tokens, uneven cuts with empty shards, fewer tokens than ranks, subgroups; dense and
     causal patterns, one branch, LongNet's mixtures, mixtures of anything, head groups; segments longer than the
     sequence, dilations longer than the segment, offsets per query head; MQA and GQA; every dtype, exchange and kernel.
     """
-    # The greater of two: Hypothesis likes the ends of a range, and one token shows little, in a fifth of all Cases.
+    # The larger of two draws: Hypothesis likes the ends of a range, and a fifth of all Cases would have a single token.
     tokens = max(draw(_tokens[draw(_ceilings)]), draw(_least_tokens))
     heads, kv_heads = draw(_heads)
     group = _group(draw, world)
@@ -271,7 +271,7 @@ def cases(draw: Draw, world: int) -> Case:
         again=again,
         measured=measured,
     )
-    if again == "meta" and draw(_flags):  # where tensors are made that other calls need not
+    if again == "meta" and draw(_flags):  # such calls make tensors that others do not need
         return _shifted(draw, case)
     if draw(_eighths) == 7 and draw(_eighths) == 7:
         return _blind(draw, case)

@@ -2,7 +2,7 @@
 
 A backend is given a *task*: a function of `verification.run.rank` that takes a `Transport` and a Case and does
 what one rank does. `submit` starts it on every rank of the Case's group, `collect` waits for the answers; in
-between, the parent computes what to expect. A task knows nothing of how its ranks came to be.
+between, the parent computes what to expect. A task does not know how its ranks were started.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ BACKENDS = {
     "nccl": "one process and one GPU for each rank on this machine, joined by NCCL",
 }
 
-# Imported once, before the ranks are forked. The last two are what torch itself imports, at a cost of a second, in the
-# first `requires_grad_` and the first call of an autograd function: without them the first example of every new rank
-# looks like a hang.
+# Imported once, before the ranks are forked. torch itself imports the last two, which takes a second, in the first
+# `requires_grad_` and in the first call of an autograd function: without them the first example of every new rank would
+# look like a hang. They are named, not imported, so that this process does not spend that second.
 PRELOAD = (torch.__name__, ring.__name__, observe.__module__, "torch.fx.experimental.symbolic_shapes", "torch._dynamo")
 WARM_UP_TIMEOUT = 60.0
 RANKS_PER_TIMEOUT = 16  # simulated ones share a core
@@ -46,14 +46,14 @@ class Unavailable(Exception):
 
 
 class Backend(Protocol):
-    """One set of ranks at a time. Between `start` and `close`, tasks one after the other."""
+    """One set of ranks at a time, which run one task after the other between `start` and `close`."""
 
     name: str
     timeout: float  # seconds that a task may take before it counts as a hang
     prepare: Preparation | None  # set before `start`
 
     def start(self, world: int) -> None:
-        """Have so many ranks ready, instead of those there were. Raises Unavailable."""
+        """Have so many ranks ready, in place of those before. Raises Unavailable."""
         ...
 
     def submit(self, task: Task, case: Case, *arguments: Any) -> None:
@@ -94,7 +94,9 @@ class PoolBackend:
     def prepared(self) -> Pool:
         """The pool, its ranks warm. Raises Unavailable."""
         assert self._pool is not None
-        if self._pool.generation != self._warm:  # new ranks are not held to the timeout that used ones have earned
+        if (
+            self._pool.generation != self._warm
+        ):  # new ranks are slower: the timeout may have been shortened for ranks that are warm
             try:
                 self._pool.run(warm_up, self.prepare, timeout=WARM_UP_TIMEOUT)
             except (RankFailure, PoolError) as error:
@@ -182,16 +184,14 @@ def open_backend(name: str) -> Backend:
 
 
 def observe_on(backend: Backend, case: Case, *arguments: Any) -> list[Observation]:
-    """`execute.observe` on every rank of the group, in the group's order."""
+    """`verification.run.rank.observe` on every rank of the group, in the group's order."""
     backend.submit(observe, case, *arguments)
     return backend.collect()
 
 
 def warm_up(prepare: Preparation | None) -> None:
-    """What new ranks are called with first. Nothing of `ring` runs here: whatever is wrong with it is for
-    examples to find.
-    """
-    if home().type == "cuda":  # what a first product loads
+    """What new ranks are called with first. Nothing of `ring` runs here: examples are to find what is wrong with it."""
+    if home().type == "cuda":  # the first product loads libraries
         torch.ones(8, 8, device=home()).mm(torch.ones(8, 8, device=home())).sum().item()
     if prepare is not None:
         prepare()
@@ -204,7 +204,7 @@ def work(task: Task, case: Case, arguments: tuple[Any, ...]) -> Any:
 
 
 def simulate(task: Task, case: Case, arguments: tuple[Any, ...]) -> list[Any] | RankFailure:
-    """What the one process of a simulation is called with. A failure is an answer: it says more than its traceback."""
+    """What the one process of a simulation is called with. A failure is returned, not raised: its states are kept."""
     simulation = Simulation(len(case.ranks), case.seed, case.ranks)
     try:
         return simulation.run(lambda transport: task(transport, case, *arguments))
@@ -215,5 +215,5 @@ def simulate(task: Task, case: Case, arguments: tuple[Any, ...]) -> list[Any] | 
 def _transport(case: Case) -> Transport | None:
     if case.world == 1:
         return SoloTransport()
-    group = subgroup(case.ranks)  # by all ranks: making a group takes everyone
+    group = subgroup(case.ranks)  # called by all ranks: they make a group together
     return None if group is None else transport_of(group)

@@ -1,4 +1,6 @@
-"""Wrong calls of ring_attention, by name: what a rank, or every rank, does wrong, and what the error must name."""
+"""Wrong calls of ring_attention, by name: what a rank, or every rank, does wrong, and what the error must name.
+
+The names are saved with counter-examples: do not change them."""
 
 from __future__ import annotations
 
@@ -21,10 +23,17 @@ Arguments = dict[str, Any]  # of ring_attention, by name
 
 @dataclass(frozen=True)
 class Mistake:
-    """`spoil` changes the arguments of a rank that is called wrongly. `alone`: wrong on its own, whatever others do, so
-    that all ranks can make it. `together`: all ranks have to. `possible`: with which Cases. `everyone`: what is changed
-    on all ranks before. `call`: what a rank that is wrong then does with the arguments. `error`: the type of the error,
-    where it is torch's own, whose text names this rank's shapes; None: one of the ring's, alike on all ranks.
+    """One way to call ring_attention wrongly.
+
+    argument   what the error must name
+    spoil      changes the arguments of a rank that is called wrongly
+    alone      whether the call is wrong whatever other ranks do, so that all ranks can make the mistake
+    together   whether all ranks have to make it
+    possible   whether it can be made with a Case
+    everyone   changes the arguments of all ranks before
+    call       what a rank that is called wrongly does with its arguments
+    error      the type of the error, if torch raises it: its text then names the shapes of this rank. None: the ring
+               raises it, and it is the same on all ranks
     """
 
     argument: str
@@ -102,13 +111,13 @@ def _late_difference(arguments: Arguments, case: Case) -> None:
 
 
 def _second_half_first(arguments: Arguments, case: Case) -> None:
-    """Two runs, if the order was one: a layout whose first run does not tell it from others."""
+    """If the order was one run, two runs: another layout may then begin with the same run."""
     layout = arguments["layout"]
     arguments["layout"] = Layout.from_cuts(_order(layout).roll(layout.n // 2), layout.cuts)
 
 
 def _other_cuts_elsewhere(arguments: Arguments, case: Case) -> None:
-    """As many tokens in all and on this rank; of two other ranks one has a token of the other's."""
+    """As many tokens in all and on this rank; but one other rank has a token that was another's."""
     layout = arguments["layout"]
     counts = list(layout.counts)
     giver, taker, *_ = sorted(set(range(len(counts))) - {arguments["group"].rank}, key=lambda i: (-counts[i], i))
@@ -196,7 +205,7 @@ def _without_grad(arguments: Arguments) -> None:
 
 
 def _change_in_place(name: str) -> Callable[[Arguments], None]:
-    """Forward, a change of an input or a result, backward: with the numbers that are then there it would be wrong."""
+    """Forward, a change of an input or a result, backward: gradients from the changed numbers would be wrong."""
 
     def call(arguments: Arguments) -> None:
         tensors = {x: _differentiable(arguments[x]) for x in "qkv"}
@@ -304,7 +313,7 @@ MISTAKES |= {
 
 
 def applicable(case: Case) -> tuple[str, ...]:
-    """The mistakes that can be made with a Case: to differ from the others takes others."""
+    """The mistakes that can be made with a Case. A rank alone cannot differ from others."""
     others = len(case.ranks) > 1
     return tuple(name for name, mistake in MISTAKES.items() if (mistake.alone or others) and mistake.possible(case))
 
@@ -329,6 +338,6 @@ def call(transport: Transport, case: Case, mistake: str, culprit: int | None) ->
             made.call(arguments)
         else:
             ring_attention(**arguments)
-    except Exception as error:  # of any type: which it is, is what the law is about
+    except Exception as error:  # of any type: the law checks which it is
         return type(error).__name__, str(error)
     return None

@@ -23,7 +23,7 @@ from verification.run.rank import Edit
 
 @st.composite
 def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
-    """Many keys, outputs near 1: there a bfloat16 accumulator adds a rounding of full size at each merge."""
+    """Many keys and outputs near 1, where a bfloat16 accumulator would add a rounding of full size at each merge."""
     case = Case(
         world=world, group=None, tokens=draw(st.integers(256, 512)),
         order=draw(st.sampled_from(("contiguous", "striped"))),

@@ -1,7 +1,8 @@
-"""Laws about what a process keeps of a call: nothing that a later call could mistake for its own, no tensor of the
-caller's, and the process as it was.
+"""Laws about what a process keeps of a call: nothing that a later call could take for its own, no tensor of the caller,
+and the process as it was.
 
-Implementations keep plans, masks and indices, by a key; one that lacks a field answers a call with another's plan.
+Implementations cache plans, masks and indices by a key. If the key lacks a field, a call is answered with the plan of
+another call.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ CHANGES = ("causal", "twice", "shifted", "bucket", "exchange", "order", "cuts", 
 
 
 def draw_changes(draw: st.DrawFn, case: Case) -> How:
-    """Some changes of what a plan is made from, by name, as JSON has them."""
+    """Some changes of what a plan depends on, by name, as JSON has them."""
     branches = case.pattern.branches
     shifted = [i for i, one in enumerate(branches) if can_shift(one)]
     divisors = [n for n in range(1, case.heads + 1) if case.heads % n == 0 and n != case.kv_heads]
@@ -107,7 +108,8 @@ def _change(case: Case, name: str, value: Any) -> None:
 
 
 def check_neighbours(backend: Backend, case: Case, how: How) -> float:
-    """A Case, then Cases that differ from it in one thing, then it again, in the same processes: all as if alone."""
+    """A Case, then Cases that differ from it in one thing, then the first again, in the same processes: the results
+    of each are right, as if it had been the only one."""
     worst = 0.0
     for one in (case, *(neighbour(case, name, value) for name, value in how.items()), case):
         backend.submit(observe, one, None, False)
@@ -134,7 +136,7 @@ def _premise_of_any(case: Case, how: Any) -> None:
 
 
 def check_left(backend: Backend, case: Case, how: How) -> float:
-    """No tensor of a call is alive when its results are dropped, and the process is as it was before."""
+    """When the results of a call are dropped, none of its tensors is alive, and the process is as it was before."""
     backend.submit(left, case)
     for index, (changed, alive) in enumerate(backend.collect()):
         for what, said in ((changed, "changed by the call"), (alive, "in memory when all results are dropped")):
@@ -157,15 +159,15 @@ class _Lender(RecordingTransport):
 
 
 def left(transport: Transport, case: Case) -> tuple[list[str], list[str]]:
-    """Task: (what of the process a call has changed, whose memory is still there)."""
-    shared = transport.rank != 0  # of simulated ranks, which are threads, one looks at what they share
+    """Task: (which state of the process the call has changed, which tensors are still in memory)."""
+    shared = transport.rank != 0  # simulated ranks are threads: rank 0 looks at what they share
     if not shared:
         # Moves each generator on, so that a call that seeds it cannot leave it as it was found.
         torch.rand(1), random.random(), np.random.random()  # noqa: NPY002 - the global generator is meant
     before = {name: look() for name, look in _STATE.items()}
     held = _held(transport, case)
     changed = [name for name, look in _STATE.items() if look() != before[name] and not (shared and name in _SHARED)]
-    # On GPUs what was sent may be held until its messages are known to be over.
+    # On GPUs a sent buffer may be kept until its messages are known to be over.
     alive = [] if case.device == "cuda" else [name for name, storage in held if not storage.expired()]
     return changed, list(dict.fromkeys(alive))
 

@@ -24,7 +24,7 @@ def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
 
 
 def check_later(backend: Backend, case: Case, how: How) -> float:
-    """Causal: what comes after a position changes no output up to it, not by a bit."""
+    """In a causal pattern, tokens after a position change no output up to it, bit for bit."""
     seen = observe_on(backend, case, None, False)
     edited = observe_on(backend, case, Edit("after", how["position"]), False)
     upto = how["position"] + 1

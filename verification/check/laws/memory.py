@@ -22,8 +22,8 @@ def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
 
 
 def check_long(backend: Backend, case: Case, how: How) -> float:
-    """What is checked of every example, of Cases that are too large for every example: there scores are larger than
-    queries, and the default bucket follows from the largest shard.
+    """The properties of every example, on Cases that would be too large for every example: their scores take more
+    memory than the queries, and the default bucket follows from the largest shard.
     """
     backend.submit(observe, case, None, False)
     return max(properties.check(case, expect(case), backend.collect()).values())

@@ -23,15 +23,14 @@ from verification.run.rank import observe
 @st.composite
 def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
     case = draw(cases(world))
-    if draw(
-        st.booleans()
-    ):  # ranks of a part of the world have two numbers each: this is where they meet without tensors
+    # Ranks of a subgroup have two numbers each, and the refusal is where they talk to each other without tensors.
+    if draw(st.booleans()):
         case = changed(case, elsewhere(draw, case))
     possible = applicable(case)
-    # What takes two ranks to be wrong comes twice as often: on each rank by itself it looks right.
+    # A call that is wrong only beside the others comes twice as often: no rank by itself sees it.
     possible += tuple(mistake for mistake in possible if not MISTAKES[mistake].alone)
     one = st.tuples(st.sampled_from(possible), st.integers(-1, len(case.ranks) - 1))
-    # Many at a time, for each costs little beside the right call at the end. A list has 5 or 6 of 12 as a rule.
+    # Many at a time, since each costs little beside the right call at the end. A list has 5 or 6 as a rule.
     made = [pair for least in (1, 0, 0, 0) for pair in draw(st.lists(one, min_size=least, max_size=12))]
     return case, {"mistakes": [[mistake, _culprit(mistake, number)] for mistake, number in made]}
 
@@ -46,8 +45,8 @@ def _culprit(mistake: str, number: int) -> int | None:
 
 
 def check_refused(backend: Backend, case: Case, how: How) -> float:
-    """One rank, or every rank, is called wrongly: every rank raises the same error, which names the argument. So one
-    mistake after the other; the next call works.
+    """One rank, or every rank, is called wrongly: every rank raises the same error, which names the argument. Several
+    mistakes follow each other, and then a right call works.
     """
     mistakes = [(mistake, culprit) for mistake, culprit in how["mistakes"]]
     backend.submit(call_wrongly, case, mistakes)

@@ -52,7 +52,8 @@ def permuted(pattern: Pattern, order: tuple[int, ...]) -> Pattern | None:
 def check_permuted(backend: Backend, case: Case, how: How) -> float:
     """Batches, and heads with their offsets, in another order: the same results in that order, within their bounds.
 
-    Not to the bit: products of matrices may be rounded otherwise where their operands lie at other addresses.
+    They need not agree bit for bit: a product of matrices may be rounded differently if its operands lie at other
+    addresses.
     """
     batch, kv = list(how["batch"]), list(how["kv_heads"])
     heads = list(head_order(case, tuple(kv)))

@@ -34,9 +34,7 @@ def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
 
 
 def check_anywhere(backend: Backend, case: Case, how: How) -> float:
-    """World size, layout, exchange, bucket: two ways to compute the same differ by no more than both their
-    bounds.
-    """
+    """With another group, layout, exchange and bucket the results differ by no more than the sum of both bounds."""
     other = changed(case, how)
     backend.submit(observe, case, None, False)
     first = expect(case)

@@ -78,7 +78,7 @@ class Ticket:
 
 @dataclass
 class _Call:
-    """What the ranks have said so far to one call."""
+    """The answers so far to one call."""
 
     waiting: set[int]
     waited: float = 0.0  # seconds
@@ -146,7 +146,7 @@ class Pool:
         """Have every rank call `function(*args, *per_rank[rank])`; returns at once, the ranks work meanwhile.
 
         The function travels by name, so it must be importable; arguments and results travel by pickle.
-        If an earlier call was never collected, the ranks are replaced first and that call is lost.
+        If an earlier call was never collected, the ranks are replaced first, and its answers are lost.
 
         Raises ValueError for a function of `__main__` or a `per_rank` of another length, PoolError on a closed pool,
         and what pickle raises (nothing has been sent then).
@@ -188,7 +188,9 @@ class Pool:
             call = _await_answers(ranks, ticket, timeout)
             failed = bool(call.waiting or call.raised or call.died)
             failure = _diagnose(ranks, ticket, call, timeout) if failed else None
-        except BaseException as error:  # Ctrl-C, a result that cannot be unpickled: the call's remains must not linger
+        except (
+            BaseException
+        ) as error:  # Ctrl-C, or a result that cannot be unpickled: no later call must meet what is left of this one
             self._start_after(error)
             raise
         self._under_way = None
@@ -205,7 +207,7 @@ class Pool:
         raise failure
 
     def rebuild(self) -> None:
-        """Replace all ranks: for a caller who finds an answer wrong, lest a stray message outlive the call."""
+        """Replace all ranks: for a caller who found an answer wrong, so that no stray message reaches a later call."""
         self._live()
         self._start()
 
@@ -230,7 +232,7 @@ class Pool:
             self._end()
         self.generation += 1
         ranks = self._new_ranks()
-        self._end_ranks = weakref.finalize(self, ranks.end)  # also when the pool is forgotten, or at interpreter exit
+        self._end_ranks = weakref.finalize(self, ranks.end)  # also when the pool is garbage, or at interpreter exit
         self._ranks = ranks
         try:
             ranks.start()
@@ -276,7 +278,7 @@ def _await_answers(ranks: RankSet, ticket: Ticket, timeout: float) -> _Call:
         for rank, dead in events:
             if not dead and rank in call.waiting:
                 _take_answer(ranks, call, rank, ticket.sequence)
-            elif dead and rank not in call.raised:  # one that cannot join its group says why, and ends
+            elif dead and rank not in call.raised:  # a rank that cannot join its group raises, and then ends
                 call.died.add(rank)
         if call.raised:
             deadline = min(deadline, time.monotonic() + GRACE)
@@ -300,11 +302,11 @@ def _take_answer(ranks: RankSet, call: _Call, rank: int, expected: int) -> None:
 
 
 def _diagnose(ranks: RankSet, ticket: Ticket, call: _Call, timeout: float) -> RankFailure:
-    """The failure, with where every rank stands: the ranks must still be as the failure left them."""
+    """The failure, with where every rank stands. Call it before the ranks are replaced."""
     stacks = ranks.stacks(call.waiting | call.died)
     if call.raised or call.died:
         for rank in sorted(call.waiting - call.died):
-            # The others' end may have made it raise; if it has left the call, its answer is about to come.
+            # It may have raised because another rank ended; if it has left the call, its answer is about to come.
             if ranks.has_answer(rank, GRACE if is_answering(stacks[rank]) else 0.0):
                 _take_answer(ranks, call, rank, ticket.sequence)
     call.died |= {rank for rank in call.waiting if ranks.is_dead(rank)}

@@ -1,4 +1,4 @@
-"""The processes behind the pool: how they are started, both ends of the pipes to them, and what a rank does.
+"""The processes of the pool: how they are started, both ends of the pipes to them, and what a rank does.
 
 `Ranks` is the parent's side of one generation of ranks. `main` is a rank's: it joins the process group
 (`verification.run.processes.rendezvous`), then serves one call after another until its parent closes the pipe or dies.
@@ -50,9 +50,9 @@ class PoolError(RuntimeError):
 
 
 class Ranks:
-    """One generation of rank processes: started from the forkserver, spoken to, seen to their end.
+    """One generation of rank processes, from their start to their end.
 
-    Ranks are called by their index among `members`.
+    A rank's number is its index among `members`.
     """
 
     def __init__(self, members: Sequence[Membership], timeout: float) -> None:
@@ -66,7 +66,7 @@ class Ranks:
         self._selector = selectors.DefaultSelector()
 
     def fileno(self) -> int:
-        """Readable while `events` has something to say."""
+        """Readable while `events` has something to return."""
         return self._selector.fileno()
 
     @property
@@ -94,13 +94,13 @@ class Ranks:
             self._selector.register(process.sentinel, selectors.EVENT_READ, (index, True))
 
     def send(self, messages: Sequence[bytes]) -> None:
-        """One message to each rank. A rank that does not take it will be found not to answer."""
+        """One message to each rank. A rank that does not read it will be found not to answer."""
         for calls, message in zip(self._calls, messages, strict=True):
             with suppress(BrokenPipeError, ConnectionResetError, BlockingIOError):
                 calls.send_bytes(message)
 
     def events(self, timeout: float) -> list[tuple[int, bool]]:
-        """(rank, whether it died) for every rank that has something to say; answers before deaths."""
+        """(rank, whether it died) for every rank that has answered or died; answers before deaths."""
         found: list[tuple[int, bool]] = [key.data for key, _ in self._selector.select(timeout)]
         return sorted(found, key=lambda event: event[1])
 
@@ -120,7 +120,7 @@ class Ranks:
         return self._processes[rank].exitcode is not None
 
     def exit_code(self, rank: int) -> int | None:
-        """Of a rank that closed its pipe; negative for a signal; None if the process lives on regardless."""
+        """The exit code of a rank that closed its pipe; negative for a signal; None if the process lives on."""
         self._processes[rank].join(STACK_TIMEOUT)
         return self._processes[rank].exitcode
 
@@ -145,7 +145,7 @@ class Ranks:
         return {rank: dump.decode(errors="replace") for rank, dump in dumps.items()}
 
     def could_run(self, ranks: Collection[int]) -> bool:
-        """Whether any of these ranks computes, or would if it had a processor: seen in a few looks at all threads."""
+        """Whether any of these ranks computes, or would if it had a processor: a few looks at all their threads."""
         for _ in range(LOOKS):
             if any(is_runnable(self.pids[rank]) for rank in ranks):
                 return True
@@ -153,9 +153,9 @@ class Ranks:
         return False
 
     def end(self) -> None:
-        """Kill every rank, wait until it is gone, let go of all that belonged to it."""
+        """Kill every rank, wait until it is gone, and close what belonged to it."""
         if os.getpid() != self._owner:
-            return  # a fork of the owner has inherited this object, not the ranks
+            return  # this process is a fork of the owner: the ranks are not its own
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -189,7 +189,7 @@ def _is_complete(dump: bytes) -> bool:
 
 
 def limit_sends(connection: Connection, seconds: float) -> None:
-    """Let no send block for longer (a stopped rank reads nothing): it then raises BlockingIOError."""
+    """A send that blocks for longer raises BlockingIOError: a stopped rank reads nothing."""
     with socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
 
@@ -225,7 +225,7 @@ class Popen(popen_forkserver.Popen):
         finally:
             context.set_spawning_popen(None)
         self.sentinel, data_w = server(process_obj.preload).connect_to_new_process(self._fds)  # type: ignore[attr-defined]
-        # The rank's `parent_process().sentinel` is the other end of this: it tells of our end.
+        # The rank's `parent_process().sentinel` is the other end of this: it becomes readable when this process ends.
         parent_w = os.dup(data_w)
         self.finalizer = util.Finalize(self, util.close_fds, (parent_w, self.sentinel))  # type: ignore[attr-defined]
         with open(data_w, "wb", closefd=True) as pipe:
@@ -264,8 +264,8 @@ def _server_environment() -> Iterator[None]:
 
 def main(membership: Membership, calls: Connection, stacks: Connection) -> None:
     """Serve calls until the parent is gone. Stacks go to `stacks`: on STACK_SIGNAL, and on a fatal error."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business, who then ends the ranks
-    gc.freeze()  # what came with the fork is never garbage: do not walk it, do not unshare its pages
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends the ranks
+    gc.freeze()  # what came with the fork is never garbage: leave its pages shared
     faulthandler.enable(stacks.fileno())
     faulthandler.register(STACK_SIGNAL, stacks.fileno(), all_threads=True)
     threading.Thread(target=exit_with_parent, daemon=True).start()
@@ -280,13 +280,13 @@ def main(membership: Membership, calls: Connection, stacks: Connection) -> None:
         try:
             calls.send_bytes(run_request(calls.recv_bytes()))
         except (EOFError, BrokenPipeError, ConnectionResetError):
-            os._exit(0)  # the parent let go; nothing here is worth an orderly teardown and its warnings
+            os._exit(0)  # the parent closed the pipe; an orderly teardown would only print warnings
 
 
 def exit_with_parent() -> None:
     """End this process when the parent ends, however it ended and wherever the main thread is blocked.
 
-    PR_SET_PDEATHSIG would tell of the forkserver's death, not of the parent's.
+    PR_SET_PDEATHSIG would report the death of the forkserver, not that of the parent.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -295,7 +295,7 @@ def exit_with_parent() -> None:
 
 
 def check_preload(preload: tuple[str, ...]) -> None:
-    """RuntimeError for what the forkserver failed to preload: it keeps silent about it (cpython#117378)."""
+    """Raises RuntimeError for what the forkserver failed to preload: it does not report that (cpython#117378)."""
     missing = [name for name in preload if name not in sys.modules]
     if os.getpid() == _IMPORTED_BY and not missing:
         missing = [__name__]
@@ -312,7 +312,7 @@ def check_preload(preload: tuple[str, ...]) -> None:
 
 
 def run_request(message: bytes) -> bytes:
-    """The answer to one call. Whatever the function raises is an answer too."""
+    """The answer to one call. An exception that the function raises is an answer, too."""
     (sequence,) = REQUEST.unpack_from(message)
     stream = io.BytesIO(message)
     stream.seek(REQUEST.size)
@@ -324,7 +324,7 @@ def run_request(message: bytes) -> bytes:
     except BaseException as error:
         return ANSWER.pack(sequence, RAISED) + pickle.dumps(describe(error))
     finally:
-        sys.stdout.flush()  # a rank ends by SIGKILL: what it printed is to be seen nevertheless
+        sys.stdout.flush()  # a rank ends by SIGKILL, and what it printed would be lost
 
 
 def describe(error: BaseException) -> Raised:

@@ -1,9 +1,9 @@
-"""The processes that torchrun started: each is an agent that keeps one rank, a process of its own, and serves rank 0's.
+"""The processes that torchrun started. Each is an agent: it keeps one rank, a process of its own, and obeys rank 0.
 
-A rank that hangs in a kernel or in NCCL can neither say where it stands nor be used again; the process beside it can
-take its stack, end it and start another in its place. Agent 0 is the process that draws and judges as well
-(`verification.run.torchrun.ranks`). Agents talk over sockets of their own, which they find through torchrun's store:
-neither the group under test nor the store carries a call.
+A rank that hangs in a kernel or in NCCL can neither report where it stands nor be used again; the agent beside it can
+take its stack, end it and start another in its place. Agent 0 runs in the process that also draws and judges
+(`verification.run.torchrun.ranks`). Agents talk over sockets of their own, whose address they find in torchrun's store:
+calls go neither through the group under test nor through the store.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from verification.run.processes.rendezvous import Meeting, Membership
 from verification.run.processes.worker import PoolError, Ranks
 
 NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-JOIN_TIMEOUT = 60.0  # seconds for all agents to come
+JOIN_TIMEOUT = 60.0  # seconds for all agents to connect
 _ADDRESS = "verification/agent 0"
-_TERMINATED = 128 + signal.SIGTERM  # a shell's word for it
+_TERMINATED = 128 + signal.SIGTERM  # the exit status that a shell reports for it
 
 
 class NotUnderTorchrun(RuntimeError):
@@ -72,7 +72,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Hello:
-    """What an agent says of itself when it comes."""
+    """How an agent introduces itself."""
 
     rank: int
     pid: int
@@ -95,7 +95,7 @@ class Orders:
 
 
 def listen(place: Place, store: Store) -> tuple[socket.socket, str]:
-    """Rank 0's end: a listening socket, and the word by which an agent shows that it belongs here."""
+    """Rank 0's end: a listening socket, and the secret word with which an agent shows that it belongs to this run."""
     # The address by which this machine reaches the store is one by which the others reach this machine.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((place.host, place.port))
@@ -120,10 +120,10 @@ def connect(place: Place, store: Store) -> Connection:
 
 
 class Agent:
-    """Serves rank 0 until it says good-bye or is gone.
+    """Serves rank 0 until that says "bye" or is gone.
 
-    From rank 0 come (what, number, argument), to it go (what, generation or number, value): a reply has the number of
-    its question, what a rank says has its generation.
+    Messages from rank 0 are (what, number, argument), those to it (what, number, value): a reply has the number of its
+    question, what a rank sends has the generation of that rank.
     """
 
     def __init__(self, place: Place, control: Connection) -> None:
@@ -136,20 +136,22 @@ class Agent:
         """The exit status for this process."""
         bell, rings = os.pipe()
         os.set_blocking(rings, False)
-        if self._place.rank:  # in rank 0 the main thread is another's
+        if self._place.rank:  # the agent of rank 0 does not run in the main thread
             signal.set_wakeup_fd(rings, warn_on_full_buffer=False)
-            signal.signal(signal.SIGTERM, lambda *_: None)  # the bell rings; nothing is cut off in its middle
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 ends us
+            signal.signal(
+                signal.SIGTERM, lambda *_: None
+            )  # only the wake-up pipe is written to; no message is interrupted
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 ends this process
         try:
             while True:
                 watched = self._ranks.fileno() if self._ranks and self._watched else None
                 ready = wait([self._control, bell] if watched is None else [self._control, bell, watched])
                 if bell in ready and signal.SIGTERM in os.read(bell, 64):
-                    # Rank 0 is to tell who was told to leave from who is gone.
+                    # So that rank 0 can tell an agent that was told to leave from one that is gone.
                     self._send("leaving", 0, None)
                     return _TERMINATED
                 if watched in ready:
-                    self._pass_on()
+                    self._forward()
                 if self._control in ready:
                     status = self._obey(*self._control.recv())
                     if status is not None:
@@ -197,8 +199,8 @@ class Agent:
         self._watched = True
         return self._ranks.pids[0], ""
 
-    def _pass_on(self) -> None:
-        """What the rank has to say goes to rank 0."""
+    def _forward(self) -> None:
+        """Send on to rank 0 what the rank sends."""
         assert self._ranks is not None
         for _, died in self._ranks.events(0.0):
             answer = None if died else self._ranks.receive(0)

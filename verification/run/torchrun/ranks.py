@@ -1,7 +1,7 @@
-"""The verification on the processes that torchrun started: rank 0 draws and judges, each process keeps one rank.
+"""The verification on the processes that torchrun started: rank 0 draws and judges, each agent keeps one rank.
 
 `TorchrunBackend` is a `verification.run.backends.Backend` like the others: Search, laws and replay run on it unchanged,
-and what fails is shrunk in the simulation. Ranks that crashed or hung are named, shown and replaced
+and failures are shrunk in the simulation. Ranks that crashed or hung are named, shown and replaced
 (`verification.run.processes.pool`); only the loss of a process that torchrun itself started ends the run: `AgentLost`.
 """
 
@@ -52,7 +52,7 @@ class Agents:
     """Rank 0's end of the connections to all agents, its own among them."""
 
     def __init__(self, place: Place) -> None:
-        """Returns when all agents are taken. Raises Unavailable naming those that are not within a minute."""
+        """Returns when all agents are connected. Raises Unavailable naming those that are not within a minute."""
         self.place = place
         self.generation = 0
         self.ending = False
@@ -94,24 +94,22 @@ class Agents:
                     limit_sends(connection, START_TIMEOUT)
                     self.hellos[hello.rank], self._connections[hello.rank] = hello, connection
                     continue
-            vanish(connection)  # a stranger
+            vanish(connection)  # it does not belong to this run
 
     @property
     def one_machine(self) -> bool:
         return len({hello.machine for hello in self.hellos.values()}) == 1
 
     def told_to_leave(self, *_: object) -> None:
-        """torchrun's word to all processes, a handler of SIGTERM. It raises nothing: it may come in the middle of a
-        message, which would be left half on its connection, or in a callback that swallows exceptions. `heed` does.
+        """A handler of SIGTERM, which torchrun sends to all processes. It raises nothing, since it may come in the
+        middle of a message, which would be left half sent, or in a callback that swallows exceptions. `heed` raises.
         """
         if not self._told:
             self._told = True
             os.write(self._rings, b"!")  # wakes who waits in `_take`
 
     def interrupted(self, *_: object) -> None:
-        """A handler of SIGINT, which raises nothing for the same reasons. A second one while the first is not heeded
-        changes nothing.
-        """
+        """A handler of SIGINT; it raises nothing either. A second one before `heed` changes nothing."""
         if not self._interrupted:
             self._interrupted = True
             os.write(self._rings, b"!")
@@ -135,7 +133,7 @@ class Agents:
 
     def _send(self, ranks: Iterable[int], what: str, number: int, arguments: Iterable[Any]) -> None:
         for rank, argument in zip(ranks, arguments, strict=True):
-            # One that takes nothing, or is gone, will be found not to answer.
+            # An agent that does not read, or is gone, will be found not to answer.
             with suppress(OSError):
                 self._connections[rank].send((what, number, argument))
 
@@ -184,7 +182,7 @@ class Agents:
         elif what == "reply":
             if number in self._replies:
                 self._replies[number][rank] = value
-        elif number == self.generation:  # of ranks that have been replaced, nothing is of interest
+        elif number == self.generation:  # what ranks sent that have been replaced is ignored
             if what == "answer":
                 self.answers[rank].append(value)
             else:
@@ -192,7 +190,7 @@ class Agents:
                 self.exits[rank] = value
 
     def _culprits(self) -> set[int]:
-        """Once torchrun has told all to leave: whose end made it do so."""
+        """Once torchrun has told all to leave: the agents whose end made it do so."""
         deadline, lost = time.monotonic() + LEAVE, set[int]()
         while (left := deadline - time.monotonic()) > 0 and self._connections:
             lost |= self._take(left)
@@ -202,16 +200,18 @@ class Agents:
         return lost
 
     def renew(self) -> None:
-        """From now on only the next generation is heard."""
+        """From now on only messages of the next generation count."""
         self.generation += 1
         self.exits.clear()
         for queue in self.answers:
             queue.clear()
 
     def farewell(self, status: int) -> None:
-        """All processes end their ranks, and then themselves with that exit status; so should the caller's."""
+        """All agents end their ranks, and then themselves with that exit status; the caller should end with it, too."""
         self.ending = True
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first of them to go with another status than 0 brings it
+        signal.signal(
+            signal.SIGTERM, signal.SIG_IGN
+        )  # torchrun sends it as soon as one of them ends with another status than 0
         live = list(self._connections)
         self._send(live, "bye", 0, [status] * len(live))
         deadline = time.monotonic() + FAREWELL
@@ -226,7 +226,7 @@ class Agents:
 
 
 class AgentRanks:
-    """The ranks of the first so many agents: a `verification.run.processes.pool.RankSet`."""
+    """The ranks of the first `world_size` agents: a `verification.run.processes.pool.RankSet`."""
 
     def __init__(self, agents: Agents, world_size: int, timeout: float, joined_by: str) -> None:
         self.world_size = world_size
@@ -252,7 +252,7 @@ class AgentRanks:
         self._agents.send(self._all, "call", self._agents.generation, messages)
 
     def events(self, timeout: float) -> list[tuple[int, bool]]:
-        """Answers before deaths; a death is told again and again, as `Ranks.events` does."""
+        """Answers before deaths; a death is reported by every call, as by `Ranks.events`."""
         self._agents.pump(0.0)
         if not self._events():
             self._agents.pump(timeout)
@@ -288,18 +288,18 @@ class AgentRanks:
         return {rank: found.get(rank, "") for rank in ranks}
 
     def could_run(self, ranks: Collection[int]) -> bool:
-        """On GPUs never: who waits for a GPU spins, and looks as if he computed."""
+        """On GPUs never: a process that waits for a GPU spins, and looks as if it computed."""
         if self._joined_by == "nccl":
             return False
         return any(self._agents.ask(ranks, "could run", None, LOOKS * LOOK_EVERY + SLACK).values())
 
     def end(self) -> None:
-        if not self._agents.ending:  # else they have been told, or cannot be
+        if not self._agents.ending:  # else they have been told already, or cannot be reached
             self._agents.ask(self._all, "end", None, SLACK + STACK_TIMEOUT)
 
 
 class TorchrunPool(Pool):
-    """A pool whose ranks are in the agents' care."""
+    """A pool whose ranks are kept by the agents."""
 
     def __init__(self, agents: Agents, world_size: int, *, timeout: float, joined_by: str) -> None:
         self._agents = agents
@@ -310,7 +310,7 @@ class TorchrunPool(Pool):
 
 
 class ShrinkBackend(SimBackend):
-    """A simulation, beside the agents, that ends when they do."""
+    """A simulation that raises AgentLost as soon as an agent is lost."""
 
     def __init__(self, agents: Agents, prepare: Preparation | None) -> None:
         super().__init__(prepare=prepare)
@@ -322,13 +322,15 @@ class ShrinkBackend(SimBackend):
 
 
 class TorchrunBackend(GlooBackend):
-    """The ranks that torchrun started, or the first so many of them. name: "gloo" or "nccl", what joins them."""
+    """The ranks of the agents, or of the first so many. name: "gloo" or "nccl", what joins them."""
 
     def __init__(self, agents: Agents, name: str, timeout: float, prepare: Preparation | None = None) -> None:
         super().__init__(timeout, prepare)
         self.name = name
         self.agents = agents
-        self.last: Case | dict[str, Any] | None = None  # what is, or was last, under way: a Case, or how it is saved
+        self.last: Case | dict[str, Any] | None = (
+            None  # the last that was started: a Case, or the record of another problem
+        )
 
     def start(self, world: int) -> None:
         """Ranks that are there and well are kept."""
