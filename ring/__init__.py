@@ -1,16 +1,14 @@
 """Ring (context-parallel) dilated attention: a sequence sharded over ranks, exact outputs and gradients.
 
-The road that the data takes, one module a stop:
-
-    layout, blocks -> pieces -> meetings -> schedule -> rows -> plan    integers: who sees whom, what moves when
-    transport -> exchange -> store -> kernels -> accumulator            tensors: messages, tiles, partial results
-    budget, agreement, attention                                        the public function, and what it refuses
+README.md beside this file shows the modules in the order in which the data goes through them.
 """
 
+from reference.pattern import Branch, Pattern
 from ring.attention import ring_attention
 from ring.comm.transport import Transport
+from ring.compute.picked import picked_kernels
 from ring.layout import Layout
 
 __version__ = "0.2.0"  # the one place: pyproject.toml and the reports read it here
 
-__all__ = ["Layout", "Transport", "ring_attention"]
+__all__ = ["Branch", "Layout", "Pattern", "Transport", "picked_kernels", "ring_attention"]

@@ -25,6 +25,7 @@ from ring.comm.symmetric_memory import transport_of
 from ring.comm.transport import ProcessGroupTransport, SoloTransport, Transport
 from ring.compute import kernels
 from ring.compute.accumulator import Accumulator, Sum, lse_view
+from ring.compute.math_kernel import Saved
 from ring.layout import Layout
 from ring.plan.plan import Plan, plan_of
 from ring.plan.tile import Tile
@@ -271,7 +272,7 @@ def _tile_gradients(walk: _Walk, arrival: Arrival, rows: _Rows) -> None:
         for tile in kernels.portions(name, whole, q):
             where = (tile.query_rows, tile.query_heads)
             key, value = _keys(arrival, tile)
-            saved = kernels.Saved(
+            saved = Saved(
                 rows.dout.view(*where), rows.out.view(*where), rows.lse.view(*where).squeeze(-1),
                 rows.delta.view(*where).squeeze(-1) if name == "math" else None,
             )  # fmt: skip

@@ -19,6 +19,7 @@ from ring.attention import _combines
 from ring.comm.buffer_memory import measure
 from ring.comm.transport import RecordingTransport, SoloTransport
 from ring.compute import kernels
+from ring.compute.math_kernel import Tensors3
 from tests.support.attention_cases import LAYOUTS, PATTERNS, call, inputs, normal, plain
 
 INF = float("inf")
@@ -272,7 +273,7 @@ def test_kernels_are_chosen_by_the_head_dim_and_only_one_is_given_delta(
         dims.append(args[3])
         return choose(*args)
 
-    def gone_back(name: str, *args: Any) -> kernels.Tensors3:
+    def gone_back(name: str, *args: Any) -> Tensors3:
         saved.append((name, args[3].delta is not None))
         return backward(name, *args)
 

@@ -17,6 +17,8 @@ from ring import Layout, ring_attention
 from ring.comm.symmetric_memory import SymmetricTransport, transport_of
 from ring.compute import kernels
 from ring.compute.accumulator import Accumulator, Sum
+from ring.compute.math_kernel import Saved
+from ring.compute.picked import picked_kernels
 from ring.plan.blocks import Heads
 from ring.plan.plan import plan_of
 from ring.plan.rows import Rows
@@ -61,9 +63,9 @@ def test_fused_kernels_are_the_math_kernel_to_within_rounding(name: str, dtype: 
             beside = torch.empty(whole_lse.numel() + 1, device="cuda")[1:].view(whole_lse.shape)  # begins anywhere
             whole_lse = beside.copy_(whole_lse)
             delta = (dout.float() * whole.float()).sum(-1)
-            saved = kernels.Saved(dout, whole, whole_lse, delta)
+            saved = Saved(dout, whole, whole_lse, delta)
             found = kernels.backward(name, q, k, v, saved, tile, dim**-0.5)
-            double = kernels.Saved(dout.double(), whole.double(), whole_lse.double(), delta.double())
+            double = Saved(dout.double(), whole.double(), whole_lse.double(), delta.double())
             wanted = kernels.backward("math", q.double(), k.double(), v.double(), double, tile, dim**-0.5)
             for x, y, which in zip(found, wanted, ("dq", "dk", "dv"), strict=True):
                 close(x, y, 8 * UNIT[dtype], (which, name, mask, folds, groups, share, queries, keys, dim))
@@ -87,8 +89,8 @@ def test_strides_of_single_heads_and_rows_do_not_matter(name: str, strides: tupl
         close(out, exact, 4 * UNIT[torch.bfloat16], "out")
         close(lse, exact_lse, 1e-4, "lse")
         delta = (dout.double() * exact).sum(-1)
-        found = kernels.backward(name, q, k, v, kernels.Saved(dout, out, lse, None), tile, 0.25)
-        saved = kernels.Saved(dout.double(), exact, exact_lse, delta)
+        found = kernels.backward(name, q, k, v, Saved(dout, out, lse, None), tile, 0.25)
+        saved = Saved(dout.double(), exact, exact_lse, delta)
         for x, y in zip(
             found, kernels.backward("math", q.double(), k.double(), v.double(), saved, tile, 0.25), strict=True
         ):
@@ -219,7 +221,7 @@ def test_whole_calls_are_the_math_kernel_s(pattern: Pattern, kernel: str) -> Non
     results = []
     for name, dtype in ((kernel, torch.bfloat16), ("math", torch.float64)):
         leaves = [x.to(dtype).detach().requires_grad_() for x in inputs]
-        with kernels.picked() as picked:
+        with picked_kernels() as picked:
             q, k, v = leaves
             out = ring_attention(q, k, v, pattern, Layout.contiguous(n, 1), kernel=name)
             assert isinstance(out, torch.Tensor)
@@ -242,7 +244,7 @@ def test_a_backward_by_groups_of_heads_is_the_whole_one(most: int, monkeypatch: 
             monkeypatch.setattr(kernels, "MOST_WORKSPACE", limit)
             out = ring_attention(q, k, v, pattern, Layout.contiguous(n, 1))
             assert isinstance(out, torch.Tensor)
-            with kernels.picked() as picked:
+            with picked_kernels() as picked:
                 results.append(torch.autograd.grad(out, leaves, dout))
             calls.append(picked["cudnn"])
         assert calls[1] > calls[0]
@@ -297,7 +299,7 @@ def test_deterministic_kernels_repeat_their_bits() -> None:
     try:
         runs = []
         for _ in range(4):
-            with kernels.picked() as picked:
+            with picked_kernels() as picked:
                 out = ring_attention(q, k, v, Pattern.dense(True), Layout.zigzag(n, 1))
                 assert isinstance(out, torch.Tensor)
                 runs.append((out, *torch.autograd.grad(out, leaves, dout)))

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from ring.compute import kernels
-from ring.compute.kernels import Saved
+from ring.compute import fused_kernels, kernels, math_kernel
+from ring.compute.math_kernel import Saved
+from ring.compute.picked import picked_kernels
 from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
 from ring.plan.tile import Mask, Tile
@@ -108,7 +109,7 @@ def names(mask: Mask) -> tuple[str, ...]:
 
 def sizes_of(mask: Mask) -> tuple[Size, ...]:
     # So many rows that the math kernel takes them in several blocks, the last of them a short one.
-    many = 2 * kernels._LEAST_ROWS + 5
+    many = 2 * math_kernel._LEAST_ROWS + 5
     if mask is Mask.CAUSAL:
         square = Size(queries=7, keys=7), Size(share=3, queries=5, keys=5), Size(1, 1, 1, 1, 1, 1, 1)
         return *square, Size(2, 1, 1, 2, many, many, 2)
@@ -276,7 +277,7 @@ def test_rows_whose_scores_are_all_minus_infinity_weigh_nothing(name: str) -> No
     q[..., -1], k[..., -1] = 0.0, -3e38
     q[..., 5, -1], q[..., 0, :] = 8.0, 0.0
     tile = tile_of(Mask.CAUSAL, size)
-    with kernels.picked() as count:
+    with picked_kernels() as count:
         out, lse = kernels.forward(name, q, k, v, tile, 1.0)
     assert count[name] == 1 and count["math"] == 1
     assert (out[..., 5, :] == 0).all() and (lse[..., 5] == -INF).all()
@@ -358,7 +359,7 @@ def views_of_a_tile() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", views_of_a_tile())
 def test_tiles_for_gpus_begin_where_wide_loads_may(name: str) -> None:
     x = views_of_a_tile()[name]
-    found = kernels._aligned(x)
+    found = fused_kernels._aligned(x)
     assert torch.equal(found, x.reshape(found.shape))
     assert found.data_ptr() % 16 == 0
     assert found.stride(3) == 1
@@ -378,9 +379,9 @@ def test_head_dims_of_fused_kernels_on_gpus(dim: int, taken: bool) -> None:
 def test_what_was_picked_is_counted() -> None:
     size = Size()
     q, k, v = (normal(shape, i) for i, shape in enumerate((size.q, size.k, size.k)))
-    with kernels.picked() as outer:
+    with picked_kernels() as outer:
         kernels.forward("math", q, k, v, tile_of(Mask.FULL, size), 1.0)
-        with kernels.picked() as inner:
+        with picked_kernels() as inner:
             kernels.forward("flash", q, k, v, tile_of(Mask.FULL, size), 1.0)
         kernels.forward("math", q, k, v, tile_of(Mask.FULL, size), 1.0)
     kernels.forward("math", q, k, v, tile_of(Mask.FULL, size), 1.0)
@@ -392,8 +393,8 @@ def test_the_name_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     size = Size()
     q, k, v = (normal(shape, i) for i, shape in enumerate((size.q, size.k, size.k)))
     called = []
-    monkeypatch.setattr(kernels, "_flash_forward", lambda *_: called.append("flash"))
-    monkeypatch.setattr(kernels, "_math_forward", lambda *_: called.append("math"))
+    monkeypatch.setattr(fused_kernels, "_cpu_forward", lambda *_: called.append("flash"))
+    monkeypatch.setattr(math_kernel, "forward", lambda *_: called.append("math"))
     for name in ("flash", "math"):
         kernels.forward(name, q, k, v, tile_of(Mask.FULL, size), 1.0)
     assert called == ["flash", "math"]

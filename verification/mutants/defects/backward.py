@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ring import attention, strided_view
 from ring.comm import exchange
-from ring.compute import kernels
+from ring.compute import fused_kernels, math_kernel
 from ring.plan import plan, schedule
 from verification.mutants.defect import Edit, defect
 
@@ -20,7 +20,7 @@ BACKWARD = (
     defect(
         "backward-with-the-lse-of-the-partial",
         "Probabilities are recomputed with each tile's own lse instead of the global one.",
-        Edit(kernels, _WEIGHTS, "_scores(query, k, tile, scale, rows).softmax(-1)"),
+        Edit(math_kernel, _WEIGHTS, "_scores(query, k, tile, scale, rows).softmax(-1)"),
         provenance="tenstorrent/tt-metal#53205",
         listed=(12,),
     ),
@@ -28,7 +28,7 @@ BACKWARD = (
         "backward-with-the-output-of-the-partial",
         "D is taken from each tile's own output, as if the weights of the mixture were constants: dV is exact.",
         Edit(
-            kernels,
+            math_kernel,
             _DSCORES,
             "        own = (weights @ v) / weights.sum(-1, keepdim=True)\n"
             "        delta -= (dout * saved.out[..., rows, :].to(work).flatten(3, 4)).sum(-1)\n"
@@ -164,14 +164,14 @@ BACKWARD = (
     defect(
         "scale-missing-in-backward",
         "dq and dk of the math kernel lack the factor of the scores.",
-        Edit(kernels, ".mul_(weights).mul_(scale)\n", ".mul_(weights)\n"),
+        Edit(math_kernel, ".mul_(weights).mul_(scale)\n", ".mul_(weights)\n"),
         provenance="seen in public ring-attention code",
         listed=(21,),
     ),
     defect(
         "scale-twice-in-backward",
         "dq and dk of the math kernel have the factor of the scores twice.",
-        Edit(kernels, ".mul_(weights).mul_(scale)\n", ".mul_(weights).mul_(scale).mul_(scale)\n"),
+        Edit(math_kernel, ".mul_(weights).mul_(scale)\n", ".mul_(weights).mul_(scale).mul_(scale)\n"),
         provenance="seen in public ring-attention code",
         listed=(21,),
     ),
@@ -179,7 +179,7 @@ BACKWARD = (
         "fused-backward-with-the-default-scale",
         "The fused kernel's backward takes head dim ** -0.5, whatever scale was given.",
         Edit(
-            kernels,
+            fused_kernels,
             "dout, query, key, value, out, lse.contiguous(), 0.0, tile.mask is Mask.CAUSAL, scale=scale\n",
             "dout, query, key, value, out, lse.contiguous(), 0.0, tile.mask is Mask.CAUSAL, scale=None\n",
         ),
@@ -275,7 +275,7 @@ BACKWARD = (
     defect(
         "dv-of-the-last-rows-only",
         "dv of a tile is that of its last block of query rows instead of the sum.",
-        Edit(kernels, "        dv += weights.mT @ dout\n", "        dv = weights.mT @ dout\n"),
+        Edit(math_kernel, "        dv += weights.mT @ dout\n", "        dv = weights.mT @ dout\n"),
     ),
     defect(
         "home-slots-not-shifted",

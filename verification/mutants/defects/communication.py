@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ring import budget
 from ring.comm import exchange
-from ring.compute import kernels
+from ring.compute import math_kernel
 from ring.plan import chunks, needs, schedule, tiling
 from verification.mutants.defect import Edit, defect
 
@@ -303,7 +303,7 @@ COMMUNICATION = (
         "quadratic-workspace",
         "The math kernel makes the scores of all rows of a tile at once: O(n^2) memory.",
         Edit(
-            kernels,
+            math_kernel,
             "    step = max(_LEAST_ROWS, length * q.shape[-1] // keys)\n",
             "    step = max(_LEAST_ROWS, length)\n",
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from reference import pattern
 from ring import layout
-from ring.compute import kernels
+from ring.compute import math_kernel
 from ring.plan import blocks, plan, range_pairs, ranges, rows, tiling
 from verification.mutants.defect import Edit, defect
 
@@ -63,7 +63,7 @@ DILATION = (
         "padding-keys-attended",
         "Tiles of an odd number of keys are padded with a zero key that nothing hides: it adds e^0 to the denominator.",
         Edit(
-            kernels,
+            math_kernel,
             "        total = weights.sum(-1, keepdim=True)\n",
             "        total = weights.sum(-1, keepdim=True) + k.shape[-2] % 2 * torch.exp(-top)\n",
         ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ring import layout
-from ring.compute import kernels
+from ring.compute import math_kernel
 from ring.plan import range_pairs, ranges, tiling
 from verification.mutants.defect import Edit, defect
 
@@ -73,21 +73,21 @@ MASKS = (
     defect(
         "causal-diagonal-hidden",
         "On a diagonal tile a row does not see its own position.",
-        Edit(kernels, "hidden = (keys > keys[rows, None])", "hidden = (keys >= keys[rows, None])"),
+        Edit(math_kernel, "hidden = (keys > keys[rows, None])", "hidden = (keys >= keys[rows, None])"),
         provenance="DarcStar V2 collective",
         listed=(23,),
     ),
     defect(
         "causal-diagonal-one-too-many",
         "On a diagonal tile a row sees one key after its own position.",
-        Edit(kernels, "hidden = (keys > keys[rows, None])", "hidden = (keys > keys[rows, None] + 1)"),
+        Edit(math_kernel, "hidden = (keys > keys[rows, None])", "hidden = (keys > keys[rows, None] + 1)"),
         provenance="DarcStar V2 collective",
         listed=(23,),
     ),
     defect(
         "causal-diagonal-of-the-wrong-sign",
         "On a diagonal tile a row sees what comes after it.",
-        Edit(kernels, "hidden = (keys > keys[rows, None])", "hidden = (keys < keys[rows, None])"),
+        Edit(math_kernel, "hidden = (keys > keys[rows, None])", "hidden = (keys < keys[rows, None])"),
         provenance="DarcStar V2 collective",
         listed=(23,),
     ),
@@ -105,14 +105,14 @@ MASKS = (
     defect(
         "own-position-hidden-in-masks-by-position",
         "Where the mask goes by position a row does not see its own.",
-        Edit(kernels, _HIDDEN, _HIDDEN.replace(" > ", " >= ")),
+        Edit(math_kernel, _HIDDEN, _HIDDEN.replace(" > ", " >= ")),
         provenance="seen in public ring-attention code",
         listed=(23,),
     ),
     defect(
         "keep-mask-used-as-drop-mask",
         "Where the mask goes by position, what should be kept is hidden.",
-        Edit(kernels, _HIDDEN, _HIDDEN.replace(" > ", " <= ")),
+        Edit(math_kernel, _HIDDEN, _HIDDEN.replace(" > ", " <= ")),
         provenance="DarcStar bucketed",
         listed=(24,),
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ring import attention
-from ring.compute import accumulator, kernels
+from ring.compute import accumulator, math_kernel
 from verification.mutants.defect import Edit, defect
 
 _MERGED = "    merged = (weight / share).unsqueeze(-1) * out + (new_weight / share).unsqueeze(-1) * new_out\n"
@@ -103,7 +103,7 @@ MERGE = (
         "lse-of-later-rows-never-written",
         "The kernel writes lse for the first block of query rows only; that of the others is what memory held.",
         Edit(
-            kernels,
+            math_kernel,
             "        lse[..., rows] = (top + total.log()).view(lse[..., rows].shape)\n",
             "        if rows.start == 0:\n"
             "            lse[..., rows] = (top + total.log()).view(lse[..., rows].shape)\n",
@@ -126,7 +126,7 @@ MERGE = (
         "hidden-scores-are-minus-1e4",
         "Hidden scores are -10000 instead of -inf: rows whose real scores lie lower attend to what is hidden.",
         Edit(
-            kernels,
+            math_kernel,
             "masked_fill_(hidden[:, None, None, None], -torch.inf)",
             "masked_fill_(hidden[:, None, None, None], -1e4)",
         ),
@@ -187,7 +187,7 @@ MERGE = (
         "maximum-of-the-first-row-for-all",
         "The scores of a block are shifted by the maximum of its first row instead of each row's own.",
         Edit(
-            kernels,
+            math_kernel,
             "        top = scores.amax(-1, keepdim=True)\n",
             "        top = scores.amax(-1, keepdim=True)[..., :1, :].expand(*scores.shape[:-1], 1)\n",
         ),

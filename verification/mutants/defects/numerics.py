@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ring import attention, precision
 from ring.comm import exchange
-from ring.compute import accumulator, kernels
+from ring.compute import accumulator, fused_kernels, kernels, math_kernel
 from verification.mutants.defect import Edit, defect
 
 _PUT = "        self._out.put(rows, heads, merged)\n"
@@ -32,7 +32,7 @@ NUMERICS = (
     defect(
         "row-sums-in-the-input-type",
         "The sum of a row's weights is rounded to the type of the inputs.",
-        Edit(kernels, _TOTAL, "        total = weights.sum(-1, keepdim=True).to(q.dtype).to(work)\n"),
+        Edit(math_kernel, _TOTAL, "        total = weights.sum(-1, keepdim=True).to(q.dtype).to(work)\n"),
         provenance="tenstorrent/tt-metal#41683",
         listed=(5,),
     ),
@@ -84,27 +84,27 @@ NUMERICS = (
     defect(
         "scores-in-bfloat16",
         "Scores are rounded to bfloat16.",
-        Edit(kernels, _SCORES, _SCORES.replace(".mul_(scale)", ".mul_(scale).bfloat16().to(q.dtype)")),
+        Edit(math_kernel, _SCORES, _SCORES.replace(".mul_(scale)", ".mul_(scale).bfloat16().to(q.dtype)")),
     ),
     defect(
         "scores-in-float16",
         "Scores are rounded to float16: beyond 65504 they are infinite.",
-        Edit(kernels, _SCORES, _SCORES.replace(".mul_(scale)", ".mul_(scale).half().to(q.dtype)")),
+        Edit(math_kernel, _SCORES, _SCORES.replace(".mul_(scale)", ".mul_(scale).half().to(q.dtype)")),
     ),
     defect(
         "products-clamped-to-float16",
         "Scores beyond the largest number of float16 are cut off there.",
-        Edit(kernels, _SCORES, _SCORES.replace(".mul_(scale)", ".clamp_(-65504, 65504).mul_(scale)")),
+        Edit(math_kernel, _SCORES, _SCORES.replace(".mul_(scale)", ".clamp_(-65504, 65504).mul_(scale)")),
     ),
     defect(
         "probabilities-in-bfloat16",
         "Weights are rounded to bfloat16 before they meet the values.",
-        Edit(kernels, "(weights @ v).div_", "(weights.bfloat16().to(work) @ v).div_"),
+        Edit(math_kernel, "(weights @ v).div_", "(weights.bfloat16().to(work) @ v).div_"),
     ),
     defect(
         "gradient-scores-in-bfloat16",
         "The gradient of the scores is rounded to bfloat16.",
-        Edit(kernels, ".mul_(weights).mul_(scale)\n", ".mul_(weights).mul_(scale).bfloat16().to(work)\n"),
+        Edit(math_kernel, ".mul_(weights).mul_(scale)\n", ".mul_(weights).mul_(scale).bfloat16().to(work)\n"),
     ),
     defect(
         "gradient-sums-in-the-input-type",
@@ -130,12 +130,16 @@ NUMERICS = (
     defect(
         "float64-scores-in-float32",
         "Queries and keys of fp64 are rounded to fp32 for the scores.",
-        Edit(kernels, _SCORES, "    scores = (q.flatten(3, 4).float() @ k.mT.float()).to(q.dtype).mul_(scale)\n"),
+        Edit(math_kernel, _SCORES, "    scores = (q.flatten(3, 4).float() @ k.mT.float()).to(q.dtype).mul_(scale)\n"),
     ),
     defect(
         "fused-kernel-in-16-bits",
         "The fused kernel is given 16-bit operands, on which it rounds probabilities and sums gradients in 16 bits.",
-        Edit(kernels, "in 16 bits.\n    work = accumulator_dtype(q.dtype)\n", "in 16 bits.\n    work = q.dtype\n"),
+        Edit(
+            fused_kernels,
+            "in 16 bits.\n    work = accumulator_dtype(q.dtype)\n",
+            "in 16 bits.\n    work = q.dtype\n",
+        ),
     ),
     defect(
         "fused-kernel-with-any-scale",
@@ -157,7 +161,7 @@ NUMERICS = (
         "queries-scaled-in-place",
         "Scaling is done on the queries themselves, which are the caller's where no cast is needed.",
         Edit(
-            kernels,
+            math_kernel,
             "scores = _scores(q[..., rows, :].to(work), k, tile, scale, rows)\n        top",
             "scores = _scores(q[..., rows, :].to(work).mul_(scale), k, tile, 1.0, rows)\n        top",
         ),

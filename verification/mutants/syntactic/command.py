@@ -62,6 +62,7 @@ COMMAND = "python -m verification.mutants.syntactic.command"
 FILES = (
     "ring/plan/range_pairs.py", "ring/plan/ranges.py", "ring/plan/plan.py", "ring/plan/diagonal.py",
     "ring/plan/schedule.py", "ring/comm/exchange.py", "ring/attention.py", "ring/compute/kernels.py",
+    "ring/compute/math_kernel.py", "ring/compute/fused_kernels.py",
     "ring/compute/accumulator.py", "ring/plan/rows.py", "ring/strided_view.py", "ring/plan/blocks.py",
     "ring/comm/transport.py", "ring/agreement.py", "ring/budget.py", "ring/layout.py", "ring/compute/parts.py",
     "ring/compute/entries.py", "reference/pattern.py",
@@ -77,10 +78,11 @@ TESTS = {
     "ring/comm/exchange.py": ("ring/comm/test_exchange", "ring/test_attention_single"),
     "ring/compute/kernels.py": (
         "ring/compute/test_portions",
-        "ring/compute/test_kernel_operations",
         "ring/compute/test_kernels",
         "ring/test_attention_single",
     ),
+    "ring/compute/math_kernel.py": ("ring/compute/test_kernel_operations", "ring/compute/test_kernels"),
+    "ring/compute/fused_kernels.py": ("ring/compute/test_kernel_operations", "ring/compute/test_kernels"),
     "ring/layout.py": ("ring/test_layout", "ring/plan/test_ranges"),
     "ring/plan/range_pairs.py": ("ring/plan/test_ranges", "ring/plan/test_plan"),
     "ring/compute/entries.py": ("ring/compute/test_entries",),
@@ -100,7 +102,7 @@ ON_GPUS = (
 )  # fmt: skip
 FUNCTIONS_ON_GPUS = {
     "ring/attention.py": ("_on_its_device", "_between_gpus"),
-    "ring/compute/kernels.py": ("_alike", "_no_dropout", "_gpu_forward", "_gpu_backward"),
+    "ring/compute/fused_kernels.py": ("_alike", "_no_dropout", "_gpu_forward", "_gpu_backward"),
 }
 PROCESS_GROUPS = ("ring/comm/transport.py", "ring/attention.py")  # have code that only real processes run
 RESULTS = Path(".verification/mutations.jsonl")

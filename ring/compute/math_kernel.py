@@ -1,0 +1,104 @@
+"""The plain kernel: partial attention of one tile by matrix products. It takes every tile, in every type, on every
+device, and computes in the accumulator's type.
+
+Tiles: q, out, dout (F, B, G, P, Lq, D): folds, batch, key/value heads, query heads of each, rows, head dim;
+k, v (F, B, G, 1, Lk, D); lse, delta (F, B, G, P, Lq).
+
+The backward of a partial takes the *global* out and lse of its rows: dS = P (dO V^T - delta), P = exp(S - lse),
+delta = rowsum(dO out) - dlse, and its dQ, dK, dV are summands of the whole (FlashAttention-2, arXiv 2307.08691,
+algorithm 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from ring.plan.tile import Mask, Tile
+from ring.precision import accumulator_dtype
+
+Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+# The kernel takes at least so many query rows at a time.
+_LEAST_ROWS = 8
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What the backward of a tile takes besides q, k, v: the tile's rows of dout, out, lse and delta."""
+
+    dout: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    delta: torch.Tensor | None  # which only the math kernel takes
+
+
+def _row_blocks(q: torch.Tensor, k: torch.Tensor) -> Iterator[slice]:
+    """Query rows in blocks whose scores are no larger than q itself: the workspace is O(n / p), whatever the bucket."""
+    length, keys = q.shape[-2], k.shape[-2]
+    step = max(_LEAST_ROWS, length * q.shape[-1] // keys)
+    return (slice(start, min(start + step, length)) for start in range(0, length, step))
+
+
+@lru_cache(maxsize=4096)
+def _positions(tile: Tile, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of query rows (F, L) and of keys (F, Lk), copied to a GPU once."""
+    assert tile.query_positions is not None and tile.key_positions is not None
+    return tile.query_positions.to(device), tile.key_positions.to(device)
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, tile: Tile, scale: float, rows: slice) -> torch.Tensor:
+    """scale * q k^T, -inf where hidden: (F, B, G, P * L, Lk). q (F, B, G, P, L, D), k (F, B, G, Lk, D)."""
+    scores = (q.flatten(3, 4) @ k.mT).mul_(scale)
+    if tile.mask is Mask.FULL:
+        return scores
+    if tile.mask is Mask.CAUSAL:
+        keys = torch.arange(k.shape[-2], device=q.device)
+        hidden = (keys > keys[rows, None]).unsqueeze(0)  # (1, L, Lk)
+    else:
+        query, key = _positions(tile, q.device)
+        hidden = key[:, None, :] > query[:, rows, None]  # (F, L, Lk)
+    scores.unflatten(3, q.shape[3:5]).masked_fill_(hidden[:, None, None, None], -torch.inf)
+    return scores
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of the tile. A row that sees no key of the tile: out 0, lse -inf."""
+    work = accumulator_dtype(q.dtype)
+    out = torch.empty(q.shape, dtype=work, device=q.device)
+    lse = torch.empty(q.shape[:-1], dtype=work, device=q.device)
+    k, v = k.squeeze(3).to(work), v.squeeze(3).to(work)  # (F, B, G, Lk, D)
+    for rows in _row_blocks(q, k):
+        scores = _scores(q[..., rows, :].to(work), k, tile, scale, rows)
+        top = scores.amax(-1, keepdim=True)
+        top = top.masked_fill(top == -torch.inf, 0.0)  # a row that sees nothing: exp(-inf - 0) is 0
+        weights = scores.sub_(top).exp_()
+        total = weights.sum(-1, keepdim=True)
+        found = (weights @ v).div_(total.masked_fill(total == 0.0, 1.0))
+        out[..., rows, :] = found.view(out[..., rows, :].shape)
+        lse[..., rows] = (top + total.log()).view(lse[..., rows].shape)
+    return out, lse
+
+
+def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: Saved, tile: Tile, scale: float) -> Tensors3:
+    """The tile's summands of dq, dk, dv, shaped like q, k, v."""
+    work = accumulator_dtype(q.dtype)
+    k, v = k.squeeze(3).to(work), v.squeeze(3).to(work)  # (F, B, G, Lk, D)
+    dq = torch.empty(q.shape, dtype=work, device=q.device)
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    safe_lse = saved.lse.masked_fill(saved.lse == -torch.inf, 0.0)
+    assert saved.delta is not None
+    for rows in _row_blocks(q, k):
+        query, dout = q[..., rows, :].to(work), saved.dout[..., rows, :].to(work).flatten(3, 4)  # (F, B, G, P * L, D)
+        lse, delta = safe_lse[..., rows].flatten(3, 4), saved.delta[..., rows].flatten(3, 4)  # (F, B, G, P * L)
+        weights = _scores(query, k, tile, scale, rows).sub_(lse.unsqueeze(-1)).exp_()  # (F, B, G, P * L, Lk)
+        dv += weights.mT @ dout
+        dscores = (dout @ v.mT).sub_(delta.unsqueeze(-1)).mul_(weights).mul_(scale)
+        dq[..., rows, :] = (dscores @ k).view(query.shape)
+        dk += dscores.mT @ query.flatten(3, 4)
+    return dq, dk.unsqueeze(3), dv.unsqueeze(3)
