@@ -15,7 +15,6 @@ import time
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -32,13 +31,11 @@ from verification.failures import VerificationFailure
 from verification.problems.longnet import HEAD_DIM, LEAST, case_of, longnet
 from verification.report.counter_example import save_record
 from verification.report.report import Report
+from verification.run.backends import Backend
 from verification.run.observation import Observation
 from verification.run.rank import attend, division, observation_of, shards
 from verification.run.workspace import Meter, process_peak
 from verification.wording import counted
-
-if TYPE_CHECKING:
-    from verification.run.backends import Backend
 
 TITLE = "one problem of real size"
 HEADS, VOCABULARY = 12, 4096

@@ -1,7 +1,7 @@
-"""How the ranks of one generation meet: through a store into one process group, and within that into subgroups.
+"""How the ranks of one generation come together in a process group, and in subgroups of it.
 
-`Meeting` is through what they find each other, `Membership` what each is told, `join_group` what each does first.
-`subgroup` is for functions that run in a rank.
+A `Rendezvous` says where they find each other, a `Membership` what one of them needs to know; each begins with
+`join_group`. `subgroup` is for functions that run in a rank.
 
 torch is imported inside the functions, not here: ranks get it from the forkserver's preload, and check that.
 """
@@ -18,17 +18,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
 
-# Only the pool decides that a rank hangs: it alone can show every rank's stack. So the group's timeout is the longer.
+# Longer than any timeout of the pool: only the pool decides that a rank hangs, since it can show every rank's stack.
 GROUP_TIMEOUT = datetime.timedelta(days=1)
-# A gloo group holds a socket to each other member; more groups than this, and the eldest is given up.
+# A gloo group holds a socket to each other member: beyond so many groups, the one unused for longest is destroyed.
 MAX_SUBGROUPS = 32
 
 _subgroups: OrderedDict[tuple[int, ...], ProcessGroup | None] = OrderedDict()
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """Through what the ranks of one generation find each other: a FileStore, or a TCPStore that somebody serves."""
+class Rendezvous:
+    """Where the ranks of one generation find each other: a FileStore, or a TCPStore that another process serves."""
 
     path: str = ""  # of the FileStore
     host: str = ""  # of the TCPStore
@@ -43,14 +43,14 @@ class Meeting:
         return PrefixStore(self.prefix, TCPStore(self.host, self.port, is_master=False))
 
 
-class MeetingHere:
-    """A Meeting of processes of this machine, in a file of its own; to be closed by the process that made it."""
+class LocalRendezvous:
+    """A rendezvous of processes of this machine, in a file of its own, which the process that made it must close."""
 
     def __init__(self) -> None:
         # A file without a name: each generation has its own, and none is left behind however this process ends.
         # (A TCPStore would need a port, and was seen to stall for the 5 s of a name server's timeout.)
         self._file = os.memfd_create("rendezvous")
-        self.meeting = Meeting(path=f"/proc/{os.getpid()}/fd/{self._file}")
+        self.rendezvous = Rendezvous(path=f"/proc/{os.getpid()}/fd/{self._file}")
 
     def close(self) -> None:
         os.close(self._file)
@@ -62,11 +62,11 @@ class Membership:
 
     rank: int
     world_size: int
-    store: Meeting
+    rendezvous: Rendezvous
     preload: tuple[str, ...]  # modules that must have come with the fork
     joined_by: str  # "gloo", or "nccl"
-    gpu: int  # this process's, if NCCL joins it to the others
-    one_machine: bool = True  # whether all ranks are here: gloo then stays within it
+    gpu: int  # the number of this process's GPU, if NCCL joins it to the others
+    one_machine: bool = True  # whether all ranks are on this machine: gloo then uses its loopback interface
 
 
 def join_group(membership: Membership) -> None:
@@ -79,11 +79,13 @@ def join_group(membership: Membership) -> None:
     device = None
     if membership.joined_by == "nccl":
         device = torch.device("cuda", membership.gpu)
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # the same sums in every run: two are compared bit for bit
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = (
+            ":4096:8"  # sums in the same order in every run: two runs are compared bit for bit
+        )
         torch.cuda.set_device(device)
     dist.init_process_group(
         membership.joined_by,
-        store=membership.store.store(membership.world_size),
+        store=membership.rendezvous.store(membership.world_size),
         rank=membership.rank,
         world_size=membership.world_size,
         timeout=GROUP_TIMEOUT,
@@ -95,7 +97,7 @@ def subgroup(ranks: tuple[int, ...]) -> ProcessGroup | None:
     """The group of these global ranks (group rank i is global rank `ranks[i]`).
 
     To be called inside a rank, by *all* ranks of the world, in the same order of calls; None on ranks that are not
-    members. Made on first use, then kept (the last 32). The whole world is the default group itself.
+    members. It is made on first use and kept (the last 32 are). For all ranks it is the default group itself.
 
     Raises ValueError for ranks that do not ascend (torch sorts the ranks of a group), none at all, or one outside the
     world.

@@ -7,11 +7,11 @@ from contextlib import suppress
 
 
 def is_runnable(pid: int) -> bool:
-    """Whether a Python thread of the process is running or ready to, by its state in /proc.
+    """Whether a Python thread of the process is running or could run, by its state in /proc.
 
     Threads that Python starts have the process's name. Gloo's have their own, and may spin while every rank waits.
     """
-    with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+    with suppress(FileNotFoundError, ProcessLookupError):  # the process, or the thread, has ended
         states = {
             thread: _name_and_state(f"/proc/{pid}/task/{thread}/stat") for thread in os.listdir(f"/proc/{pid}/task")
         }

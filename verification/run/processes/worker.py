@@ -30,7 +30,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from verification.failures import MismatchedMessages, Raised
-from verification.run.processes.rendezvous import MeetingHere, Membership, join_group
+from verification.run.processes.rendezvous import LocalRendezvous, Membership, join_group
 from verification.run.processes.runnable import is_runnable
 
 STACK_SIGNAL = signal.SIGUSR1
@@ -170,9 +170,9 @@ class LocalRanks(Ranks):
     """Ranks that are all on this machine."""
 
     def __init__(self, world_size: int, preload: tuple[str, ...], timeout: float, joined_by: str) -> None:
-        self._place = MeetingHere()
+        self._place = LocalRendezvous()
         members = [
-            Membership(rank, world_size, self._place.meeting, preload, joined_by, gpu=rank)
+            Membership(rank, world_size, self._place.rendezvous, preload, joined_by, gpu=rank)
             for rank in range(world_size)
         ]
         super().__init__(members, timeout)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from verification.run.processes.rendezvous import Meeting, Membership
+from verification.run.processes.rendezvous import Membership, Rendezvous
 from verification.run.processes.worker import PoolError, Ranks
 
 NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -87,7 +87,7 @@ class Orders:
 
     generation: int
     world_size: int
-    meeting: Meeting
+    rendezvous: Rendezvous
     preload: tuple[str, ...]
     joined_by: str
     one_machine: bool
@@ -188,7 +188,7 @@ class Agent:
         self._end()
         self._generation = orders.generation
         member = Membership(
-            self._place.rank, orders.world_size, orders.meeting, orders.preload, orders.joined_by,
+            self._place.rank, orders.world_size, orders.rendezvous, orders.preload, orders.joined_by,
             gpu=self._place.local_rank, one_machine=orders.one_machine,
         )  # fmt: skip
         self._ranks = Ranks([member], orders.timeout)

@@ -22,7 +22,7 @@ from verification.case import Case
 from verification.failures import name_ranks
 from verification.run.backends import PRELOAD, GlooBackend, Preparation, SimBackend, Task, Unavailable
 from verification.run.processes.pool import START_TIMEOUT, Pool, PoolError, RankSet
-from verification.run.processes.rendezvous import Meeting
+from verification.run.processes.rendezvous import Rendezvous
 from verification.run.processes.worker import LOOK_EVERY, LOOKS, STACK_TIMEOUT, limit_sends
 from verification.run.torchrun.agents import JOIN_TIMEOUT, Agent, Hello, Orders, Place, connect, listen, vanish
 from verification.wording import counted
@@ -237,9 +237,9 @@ class AgentRanks:
     def start(self) -> None:
         agents, place = self._agents, self._agents.place
         agents.renew()
-        meeting = Meeting(host=place.host, port=place.port, prefix=f"verification/generation {agents.generation}")
+        rendezvous = Rendezvous(host=place.host, port=place.port, prefix=f"verification/generation {agents.generation}")
         orders = Orders(
-            agents.generation, self.world_size, meeting, PRELOAD, self._joined_by, agents.one_machine, self._timeout
+            agents.generation, self.world_size, rendezvous, PRELOAD, self._joined_by, agents.one_machine, self._timeout
         )  # fmt: skip
         started = agents.ask(self._all, "start", orders, START_TIMEOUT)
         for rank in self._all:
