@@ -19,10 +19,10 @@ from rich.table import Table
 from verification.case import Case
 from verification.cli.arguments import MODULE, add_failures, add_json, add_seed, count, typed
 from verification.peers import peer_rank as observe
+from verification.peers.known_peers import KNOWN, load, selected
 from verification.peers.peer import Peer, Refused
 from verification.peers.peer_experiment import experiment
 from verification.peers.probe import probe
-from verification.peers.registry import KNOWN, load, selected
 from verification.report.counter_example import CounterExample
 from verification.report.provenance import processor_run
 from verification.report.report import Report

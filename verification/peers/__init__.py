@@ -15,7 +15,7 @@ peer                what an adapter declares
 claims              steps of which a claim is made
 adapters/           one file for each package, and stand-ins for kernels that need a GPU
 interpolation       what a merge by interpolation loses beyond the bounds of a weighted one
-registry            finds a peer by its name
+known_peers         finds a peer by its name
 probe               finds out in a separate process whether a peer can be run
 peer_rank           one rank's part in an example
 peer_experiment     an example: draw, run, compare

@@ -14,9 +14,9 @@ from verification.check import properties
 from verification.check.expectation import counts_of, inputs_of
 from verification.draw.cases import cases
 from verification.peers import interpolation
+from verification.peers.known_peers import load
 from verification.peers.peer import Peer
 from verification.peers.peer_rank import observe_peer
-from verification.peers.registry import load
 from verification.run.backends import Backend
 from verification.search.experiment import Experiment, ToolError, case_record
 

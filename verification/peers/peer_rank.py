@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ring.comm.transport import ProcessGroupTransport, SoloTransport, Transport
 from verification.case import Case
+from verification.peers.known_peers import ready
 from verification.peers.peer import Peer
-from verification.peers.registry import ready
 from verification.run.observation import Observation
 from verification.run.rank import Pass, Tensors, division, observation_of, shards, whole_tensors
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from verification.failures import RankFailure
+from verification.peers.known_peers import ready
 from verification.peers.peer import Refused
-from verification.peers.registry import ready
 from verification.run.backends import PRELOAD, Unavailable
 from verification.run.processes.pool import Pool, PoolError
 

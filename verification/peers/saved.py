@@ -6,10 +6,10 @@ from functools import partial
 from typing import Any
 
 from reference import fields
+from verification.peers.known_peers import KNOWN
 from verification.peers.peer import Refused
 from verification.peers.peer_experiment import experiment
 from verification.peers.peer_rank import prepare
-from verification.peers.registry import KNOWN
 from verification.replay.records import read_case
 from verification.replay.registry import Saved, SavedExample, register
 from verification.run.backends import Backend, Unavailable

@@ -31,8 +31,8 @@ from verification.draw.cases import cases
 from verification.failures import RankHang, VerificationFailure
 from verification.peers import Refused, probe
 from verification.peers.adapters import flash_attn_shim, plain_attention, yunchang
+from verification.peers.known_peers import KNOWN, load, ready, selected
 from verification.peers.peer_experiment import claimed, expect, experiment
-from verification.peers.registry import KNOWN, load, ready, selected
 from verification.report.provenance import commit
 from verification.run.backends import GlooBackend
 from verification.search.experiment import ToolError
