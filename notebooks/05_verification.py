@@ -48,7 +48,7 @@ from verification.check.laws import LAWS
 from verification.failures import VerificationFailure
 from verification.mutants.catalogue import DEFECTS, by_name
 from verification.mutants.plant import preparation
-from verification.mutants.trials import SOON, search_all
+from verification.mutants.trials import SOON, try_all
 from verification.replay.replay import replay
 from verification.report.coverage import FEATURES, Coverage
 from verification.report.report import Report
@@ -304,7 +304,7 @@ CHOSEN = [
 ]  # fmt: skip
 live = {name: [] for name in CHOSEN}
 for seed in range(1, 21 if LONG else 2):
-    for outcome in search_all(CHOSEN, seed):
+    for outcome in try_all(CHOSEN, seed):
         live[outcome.name].append(outcome)
 for name, outcomes in live.items():
     taken = [outcome.examples for outcome in outcomes]

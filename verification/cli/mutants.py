@@ -19,7 +19,7 @@ from rich.table import Table
 from verification.cli.arguments import add_json, add_seed, count, typed
 from verification.mutants.catalogue import DEFECTS, by_name
 from verification.mutants.defect import CannotPlant, Defect
-from verification.mutants.trials import LIMIT, SOON, NotSane, Outcome, search_all, totals
+from verification.mutants.trials import LIMIT, SOON, NotSane, Outcome, totals, try_all
 from verification.report.provenance import processor_run
 from verification.run.backends import Unavailable
 from verification.search.experiment import ToolError
@@ -62,9 +62,7 @@ def main(options: argparse.Namespace, console: Console) -> int:
     started = time.perf_counter()
     outcomes: list[Outcome] = []
     try:
-        for outcome in search_all(
-            [defect.name for defect in defects], seed, options.limit, say=partial(_print, console)
-        ):
+        for outcome in try_all([defect.name for defect in defects], seed, options.limit, say=partial(_print, console)):
             outcomes.append(outcome)
             _say(outcome, console)
         spent = time.perf_counter() - started

@@ -13,23 +13,17 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
-from dataclasses import asdict, dataclass, replace
-from functools import lru_cache, partial
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, TypeVar
 
-from hypothesis import strategies as st
-from hypothesis.strategies import SearchStrategy
-from rich.console import Console
-
 from verification.case import Case
-from verification.check.laws import LAWS
-from verification.failures import VerificationFailure
 from verification.mutants.catalogue import by_name
 from verification.mutants.defect import Defect
 from verification.mutants.plant import preparation
-from verification.report.report import Report
+from verification.mutants.subjects import EVERYTHING, ON_ONE_WORLD, WORLDS
 from verification.run.backends import Backend, GlooBackend, SimBackend
-from verification.runner import EXAMPLES, PROFILES, law_experiment
+from verification.runner import PROFILES
 from verification.search.experiment import Experiment, Found, ToolError
 from verification.search.search import TIMEOUT, Search
 from verification.wording import counted
@@ -40,12 +34,9 @@ SHRINK = 1.5  # seconds for a failure: there are hundreds, and all of them are t
 LINE_EVERY = 5.0  # seconds between reports of progress
 SOON = 200  # examples within which a defect should be found
 SANE = 60  # examples without any defect, which must hold
-# Small worlds first, so that shrinking ends there; most are distributed.
-WORLDS = (1, 2, 3, 4, 2, 3, 4, 2, 3, 4, 5, 8)
 GLOO_WORLDS = (2, 3, 4)
 GLOO_ROUND = 60  # examples on one world size before the next; each round of them all doubles it
 
-Draw = st.DrawFn
 T = TypeVar("T")
 _UNBOUND = re.compile(r"\b(NameError|UnboundLocalError): ")
 
@@ -73,10 +64,10 @@ class NotSane(Exception):
 
 
 def _nothing(line: str) -> None:
-    """Who does not want to be told."""
+    """For callers who do not want to be told."""
 
 
-def search_all(
+def try_all(
     names: Sequence[str],
     seed: int,
     limit: int = LIMIT,
@@ -98,7 +89,8 @@ def search_all(
         for i, ready in enumerate(sane):
             _wait(ready, say, partial(_progress, f"without any defect, on {backends[i]}", held, i, SANE))
         futures = [
-            executor.submit(_tallied, i, search, name, seed, limit) for i, name in enumerate(names, start=len(backends))
+            executor.submit(_tallied, i, try_defect, name, seed, limit)
+            for i, name in enumerate(names, start=len(backends))
         ]
         for i, future in enumerate(futures, start=len(backends)):
             yield _wait(future, say, partial(_progress, names[i - len(backends)], held, i, limit))
@@ -121,7 +113,7 @@ def _backends_of(names: Sequence[str]) -> list[str]:
     return sorted({by_name(name).backend for name in names})
 
 
-# --- in one process ---------------------------------------------------------------------------------------------
+# --- in one process ---------------------------------------------------------------------------------------------------
 
 _held: Any = None  # by task, how many examples held: seen by the process that waits. None: nobody waits
 _task = 0
@@ -139,18 +131,23 @@ def _tallied(task: int, function: Callable[..., T], *arguments: Any) -> T:
     return function(*arguments)
 
 
-class Tally(Report):
-    """A silent report, by which another process sees how many examples held."""
+class Tally:
+    """What a search tells of: another process sees how many examples held."""
 
     def held(self, dtype: str, ratios: Mapping[str, float], seconds: float) -> None:
-        super().held(dtype, ratios, seconds)
         if _held is not None:
             _held[_task] += 1
+
+    def covered(self, case: Case) -> None:
+        """Coverage is that of `run`."""
+
+    def failed_again(self) -> None:
+        """A search ends at the first failure."""
 
 
 def check_sane(backend: str, seed: int) -> None:
     """A few dozen examples on ranks as they are. Raises NotSane."""
-    found = _chase(backend, None, f"{seed}/sane", SANE).found
+    found = _find(backend, None, f"{seed}/sane", SANE).found
     if found is not None:
         title = EVERYTHING.property_of(found.subject, found.failure)
         raise NotSane(
@@ -158,27 +155,27 @@ def check_sane(backend: str, seed: int) -> None:
         )
 
 
-def search(name: str, seed: int, limit: int = LIMIT) -> Outcome:
+def try_defect(name: str, seed: int, limit: int = LIMIT) -> Outcome:
     """One defect of the catalogue. Raises ToolError for one whose own code cannot run."""
     defect = by_name(name)
-    return outcome_of(defect, _chase(defect.backend, preparation(defect), f"{seed}/{name}", limit))
+    return outcome_of(defect, _find(defect.backend, preparation(defect), f"{seed}/{name}", limit))
 
 
-def outcome_of(defect: Defect, chase: Chase) -> Outcome:
-    found = chase.found
+def outcome_of(defect: Defect, result: Result) -> Outcome:
+    found = result.found
     if found is None:
-        return Outcome(defect.name, defect.provenance, False, None, None, chase.examples, chase.seconds, None)
+        return Outcome(defect.name, defect.provenance, False, None, None, result.examples, result.seconds, None)
     said = str(found.failure).partition("\n")[0]
-    if _UNBOUND.search(said):  # `plant` has looked up global names; this one is of a local variable
+    if _UNBOUND.search(said):  # a test looks up global names; this one is of a local variable
         raise ToolError(f"{defect.name}: the edited code does not run: {said}")
     return Outcome(
-        defect.name, defect.provenance, True, found.subject.title(found.failure), found.failure.kind, chase.examples,
-        chase.seconds, found.subject.record(), said,
+        defect.name, defect.provenance, True, found.subject.title(found.failure), found.failure.kind, result.examples,
+        result.seconds, found.subject.record(), said,
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Chase:
+class Result:
     """What came of looking for one failure. examples: until it was found, that one included; or all."""
 
     found: Found | None
@@ -186,7 +183,7 @@ class Chase:
     seconds: float
 
 
-def _chase(backend: str, prepare: Callable[[], object] | None, seed: str, limit: int) -> Chase:
+def _find(backend: str, prepare: Callable[[], object] | None, seed: str, limit: int) -> Result:
     ranks = SimBackend(TIMEOUT, prepare) if backend == "sim" else GlooBackend(TIMEOUT, prepare)
     try:
         if backend == "sim":
@@ -199,12 +196,12 @@ def _chase(backend: str, prepare: Callable[[], object] | None, seed: str, limit:
     finally:
         ranks.close()
     examples = sum(search.examples for search in searches) + (found is not None)
-    return Chase(found, examples, sum(search.seconds for search in searches))
+    return Result(found, examples, sum(search.seconds for search in searches))
 
 
 def _search_on(ranks: Backend, world: int, experiment: Experiment) -> Search:
     # A hang on real processes costs a whole timeout: it is not shrunk here.
-    return Search(experiment, ranks, Tally(Console(quiet=True)), world, SHRINK, shrinks_hangs=False)
+    return Search(experiment, ranks, Tally(), world, SHRINK, shrinks_hangs=False)
 
 
 def _in_turn(searches: Sequence[Search], ranks: Backend, seed: str, limit: int) -> Found | None:
@@ -220,70 +217,6 @@ def _in_turn(searches: Sequence[Search], ranks: Backend, seed: str, limit: int) 
                 return found
         size *= 2
     return None
-
-
-# --- what is drawn ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What was drawn, and the experiment that it was drawn for."""
-
-    experiment: Experiment
-    drawn: Any
-
-    @property
-    def case(self) -> Case:
-        return self.experiment.case_of(self.drawn)
-
-    def with_case(self, case: Case) -> Subject:
-        return replace(self, drawn=self.experiment.with_case(self.drawn, case))
-
-    def check(self, backend: Backend) -> dict[str, float]:
-        return self.experiment.check(backend, self.drawn)
-
-    def record(self) -> dict[str, Any]:
-        return self.experiment.record_of(self.drawn)
-
-    def title(self, failure: VerificationFailure) -> str:
-        return self.experiment.property_of(self.drawn, failure)
-
-
-def _experiments() -> tuple[Experiment, ...]:
-    """Each as often as its share of a run's examples has it; the plain ones first, which are simplest."""
-    whole = round(1 / min(law.share for law in LAWS))
-    return (EXAMPLES,) * whole + tuple(
-        experiment for law in LAWS for experiment in (law_experiment(law),) * round(law.share * whole)
-    )
-
-
-_EXPERIMENTS = _experiments()
-
-
-@lru_cache
-def _drawn(number: int, world: int) -> SearchStrategy[Any]:
-    return _EXPERIMENTS[number].draw(world)
-
-
-@st.composite
-def anything(draw: Draw, worlds: tuple[int, ...]) -> Subject:
-    """A Case on one of these world sizes, or what a law does to one."""
-    world = draw(st.sampled_from(worlds))
-    number = draw(st.sampled_from(range(len(_EXPERIMENTS))))
-    return Subject(_EXPERIMENTS[number], draw(_drawn(number, world)))
-
-
-# On the world sizes up to the one that is asked for: a simulation has them all at once.
-EVERYTHING = Experiment(
-    "everything",
-    lambda most: anything(tuple(world for world in WORLDS if world <= most)),
-    check=lambda backend, subject: subject.check(backend),
-    case_of=lambda subject: subject.case,
-    with_case=lambda subject, case: subject.with_case(case),
-    record_of=lambda subject: subject.record(),
-    property_of=lambda subject, failure: subject.title(failure),
-)
-ON_ONE_WORLD = replace(EVERYTHING, draw=lambda world: anything((world,)))
 
 
 def totals(outcomes: Sequence[Outcome]) -> dict[str, int]:

@@ -23,7 +23,7 @@ from verification.case import Case
 from verification.check.laws import LAWS
 from verification.cli import mutants as command
 from verification.failures import RankError
-from verification.mutants import trials as runner
+from verification.mutants import subjects, trials
 from verification.mutants.catalogue import DEFECTS, NO_PLACE, by_name
 from verification.mutants.defect import CannotPlant, Defect, Edit
 from verification.mutants.plant import preparation, substitute
@@ -166,26 +166,26 @@ def test_edits_of_one_file_add_up() -> None:
 
 
 def test_a_hunt_draws_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[runner.Subject] = []
+    seen: list[subjects.Subject] = []
 
-    def check(subject: runner.Subject, backend: object) -> dict[str, float]:
+    def check(subject: subjects.Subject, backend: object) -> dict[str, float]:
         seen.append(subject)
         return {}
 
-    monkeypatch.setattr(runner.Subject, "check", check)
-    search = Search(runner.EVERYTHING, SimBackend(), Report(Console(quiet=True)), max(runner.WORLDS))
+    monkeypatch.setattr(subjects.Subject, "check", check)
+    search = Search(subjects.EVERYTHING, SimBackend(), Report(Console(quiet=True)), max(subjects.WORLDS))
     assert search.find(300, "afresh") is None
     assert search.examples == len(seen) == len({json.dumps(subject.record()) for subject in seen}) == 300
     names = [subject.experiment.name for subject in seen]
     assert {EXAMPLES.name, *(law.name for law in LAWS if law.share >= 0.02)} <= set(names)  # the rarest may be missing
     assert 0.7 < names.count(EXAMPLES.name) / 300 < 0.95
     worlds = [subject.case.world for subject in seen]
-    assert set(worlds) == set(runner.WORLDS) and worlds.count(1) < 60
+    assert set(worlds) == set(subjects.WORLDS) and worlds.count(1) < 60
 
 
 @pytest.mark.parametrize("name", ["merge-by-plain-average", "one-landing-for-sends-and-receives"])
 def test_a_defect_is_killed_and_its_case_holds_without_it(name: str) -> None:
-    outcome = runner.search(name, seed=3, limit=300)
+    outcome = trials.try_defect(name, seed=3, limit=300)
     assert outcome.killed and outcome.examples <= 300 and outcome.check
     assert outcome.case is not None
     if "law" not in outcome.case:
@@ -200,7 +200,7 @@ def test_a_defect_is_killed_and_its_case_holds_without_it(name: str) -> None:
 def test_command_tells_of_progress_and_survivors_and_writes_what_it_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "LINE_EVERY", 0.1)
+    monkeypatch.setattr(trials, "LINE_EVERY", 0.1)
     parser = ArgumentParser()
     command.add_parser(parser.add_subparsers())
     file, name = tmp_path / "mutants.json", "carried-gradients-dropped"
@@ -222,13 +222,13 @@ def test_command_tells_of_progress_and_survivors_and_writes_what_it_found(
 
 
 def test_a_defect_whose_own_code_does_not_run_is_no_kill() -> None:
-    subject = runner.Subject(EXAMPLES, plain(2))
+    subject = subjects.Subject(EXAMPLES, plain(2))
     for error in ("UnboundLocalError: cannot access local variable 'top'", "NameError: name 'top' is not defined"):
         found = Found(RankError(f"rank 0 raised: {error}"), subject, "sim")
         with pytest.raises(ToolError, match="merge-by-sigmoid: the edited code does not run: rank 0 raised"):
-            runner.outcome_of(by_name("merge-by-sigmoid"), runner.Chase(found, 1, 0.1))
+            trials.outcome_of(by_name("merge-by-sigmoid"), trials.Result(found, 1, 0.1))
     found = Found(RankError("rank 0 raised: ValueError: shapes"), subject, "sim")
-    assert runner.outcome_of(by_name("merge-by-sigmoid"), runner.Chase(found, 1, 0.1)).killed
+    assert trials.outcome_of(by_name("merge-by-sigmoid"), trials.Result(found, 1, 0.1)).killed
 
 
 def test_a_tool_that_fails_is_no_kill(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 from collections import Counter
@@ -11,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from verification.mutants.syntactic import command as syntactic
-from verification.mutants.syntactic.command import Task, judge, read_results
+from verification.mutants.syntactic import judging, targets
+from verification.mutants.syntactic.command import read_results
+from verification.mutants.syntactic.judging import Task, judge
 from verification.mutants.syntactic.mutations import Mutation, NoGenerator, mutation, mutations_of
 from verification.mutants.syntactic.summary import (
     SURVIVORS,
@@ -52,7 +55,8 @@ def test_a_wrong_change_is_killed_by_a_property() -> None:
     record = judge(Task(change(*WRONG), SEED, 0, 30))
     assert (record.outcome, record.by) == ("properties", "output and lse")
     assert 1 <= record.examples <= 30
-    assert (record.line, record.function) == (28, "merge")
+    lines = (ROOT / WRONG[0]).read_text().splitlines()
+    assert (lines[record.line - 1].strip(), record.function) == (WRONG[1], "merge")
 
 
 def test_a_change_that_does_not_import_is_killed() -> None:
@@ -62,7 +66,7 @@ def test_a_change_that_does_not_import_is_killed() -> None:
 
 
 def test_a_change_that_never_ends_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(syntactic, "TIMEOUT", 1)
+    monkeypatch.setattr(judging, "TIMEOUT", 1)
     record = judge(Task(change(WRONG[0], WRONG[1], "while True:\n        pass"), SEED, 0, 5))
     assert (record.outcome, record.by) == ("properties", "every rank answers")
 
@@ -140,7 +144,7 @@ def test_more_examples_are_for_survivors_only() -> None:
         killed.key: replace(record_of(killed), outcome="properties"),
         survivor.key: replace(record_of(survivor), examples=100, tested=True),
     }
-    task = syntactic._task
+    task = judging._task
     assert task(killed, known, SEED, 500, False) is None
     assert task(survivor, known, SEED, 100, False) is None
     assert task(survivor, known, SEED, 500, False) == Task(survivor, SEED, 100, 500)
@@ -182,12 +186,12 @@ def test_counts_add_up() -> None:
     assert counts(judged)[0] == sum(counts(judged)[1:])
     assert rate(judged) == 3 / 5  # of two killed by properties, one by tests, a gap and an unexplained one
     assert rate(explained(records[-1:], {})) == 1.0
-    text = markdown(records, reasons, SEED, [one.file], ["ring/plan/rows.py"])
-    assert "has seen 9 to 9 examples" in text and "Not judged: `ring/plan/rows.py`." in text
+    text = markdown(records, reasons, SEED, [one.file], ["ring/plan/rows.py"], "abc")
+    assert "of commit `abc`" in text and "Not judged: `ring/plan/rows.py`." in text
+    assert "The 4 survivors have seen 9 to 9 examples in the simulation, and 4 of them the unit tests." in text
     assert "| `ring/strided_view.py` | 8 | 1 | 2 | 1 | 1 | 1 | 1 | 1 | 60.0% |" in text
-    assert Counter(line for line in text.splitlines() if line.startswith("### ")) == {
-        "### Unexplained (1)": 1, "### Gaps: a legal call can tell, and no check does (1)": 1,
-        "### Equal in result; time or memory may differ (1)": 1, "### Equivalent (1)": 1,
+    assert Counter(line for line in text.splitlines() if line.startswith("## ")) == {
+        "## Not run": 1, "## Unexplained (1)": 1, "## Gaps: a legal call can tell, and no check does (1)": 1,
     }  # fmt: skip
 
 
@@ -243,3 +247,29 @@ def test_annotations_and_texts_of_errors_are_left_alone() -> None:
 def test_a_missing_generator_is_named() -> None:
     with pytest.raises(NoGenerator, match="requirements-mutate.txt"):
         mutations_of("ring/strided_view.py")
+
+
+# --- what is changed, and which tests see it --------------------------------------------------------------------------
+
+
+def test_every_module_is_changed_unless_only_gpus_run_it() -> None:
+    files = targets.files()
+    assert {"ring/attention.py", "ring/plan/plan.py", "ring/comm/transport.py", "reference/pattern.py"} <= set(files)
+    assert not set(files) & set(targets.files_on_gpus())
+    assert all((ROOT / file).is_file() for file in (*files, *targets.files_on_gpus()))
+
+
+def test_what_only_gpus_run_is_there() -> None:
+    for file, names in targets.functions_on_gpus().items():
+        defined = {node.name for node in ast.parse((ROOT / file).read_text()).body if isinstance(node, ast.FunctionDef)}
+        assert set(names) <= defined, file
+
+
+def test_the_tests_of_a_file_mirror_it() -> None:
+    for file in targets.files():
+        tests = targets.tests_of(file)
+        assert tests and all((ROOT / test).is_file() for test in tests), file
+        mirrored = Path("tests", file).with_name(f"test_{Path(file).name}")
+        assert tests[0] == mirrored.as_posix() or not (ROOT / mirrored).is_file(), file
+    assert "tests/ring/test_attention_on_ranks.py" not in targets.tests_of("ring/attention.py")
+    assert set(targets.tests_of("ring/plan/schedule.py")) > {"tests/ring/plan/test_plan.py", *targets.WHOLE_CALLS}

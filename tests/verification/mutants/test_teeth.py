@@ -9,7 +9,7 @@ import pytest
 
 from verification.mutants.defect import Defect
 from verification.mutants.defects.numerics import NUMERICS
-from verification.mutants.trials import search
+from verification.mutants.trials import try_defect
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -18,6 +18,6 @@ PRECISION = [defect for defect in NUMERICS if not defect.name.startswith("fused-
 
 @pytest.mark.parametrize("defect", PRECISION, ids=lambda defect: defect.name)
 def test_a_numerical_defect_is_found(defect: Defect) -> None:
-    outcome = search(defect.name, seed=1, limit=600)
+    outcome = try_defect(defect.name, seed=1, limit=600)
     assert outcome.killed, f"{outcome.examples} examples held"
     print(f"{outcome.check}: after {outcome.examples} examples")

@@ -1,4 +1,4 @@
-"""What came of the syntactic changes, as a text: counts by file, the rate, and every survivor with its reason.
+"""What came of the syntactic changes, as a text: counts by file, the rate, and the survivors that show a gap.
 
 `survivors.toml` has the reasons, by file, function and the line before and after. A verdict is one of
 
@@ -121,18 +121,21 @@ def counts(judged: Judged) -> tuple[int, ...]:
 
 
 def markdown(
-    records: Sequence[Record], reasons: dict[Place, Reason], seed: int, files: Sequence[str], absent: Sequence[str] = ()
-) -> str:
-    """The whole summary. `files`: in the order of the table; `absent`: those that were not judged."""
+    records: Sequence[Record], reasons: dict[Place, Reason], seed: int, files: Sequence[str], absent: Sequence[str],
+    commit: str | None,
+) -> str:  # fmt: skip
+    """The whole summary. files: in the order of the table; absent: those that were not judged; commit: of the code."""
     judged = explained(records, reasons)
-    seen = [record.examples for record in records if record.survived] or [0]
+    survivors = [record for record in records if record.survived]
+    seen = [record.examples for record in survivors] or [0]
     lines = [
         "# Syntactic changes", "",
-        ("Written by `scripts/mutate --summary verification/mutants/syntactic/SYNTACTIC.md`. Which changes are made, "
-        "and which not, `verification/mutants/syntactic/mutations.py` says."), "",
-        (f"Seed {seed}. What survived has seen {min(seen)} to {max(seen)} examples in the simulation, and the unit "
-        "tests of its module unless said otherwise. Of the changes that are not equivalent (in the result), the last "
-        "column has the part that was killed."), "",
+        (f"Every small change of the code of commit `{commit or 'unknown'}`: later code is not judged here. Written by "
+        "`scripts/mutate --summary verification/mutants/syntactic/SYNTACTIC.md`; `mutations.py` says which changes "
+        "are made, `survivors.toml` why a survivor is equivalent, costs only time or memory, or shows a gap."), "",
+        (f"Seed {seed}. The {len(survivors)} survivors have seen {min(seen)} to {max(seen)} examples in the "
+        f"simulation, and {sum(record.tested for record in survivors)} of them the unit tests. The last column has "
+        "the killed part of those changes that change a result."), "",
         *([f"Not judged: {', '.join(f'`{file}`' for file in absent)}.", ""] if absent else []),
         "| file | " + " | ".join(_COLUMNS) + " | killed of the not equivalent |",
         "|---|" + "---:|" * (len(_COLUMNS) + 1),
@@ -142,7 +145,7 @@ def markdown(
         lines.append(_row(f"`{file}`", own, rate(own, file)))
     inside = [entry for entry in judged if entry[0].file.startswith("ring/")]
     lines += [_row("**`ring/`**", inside, rate(inside)), ""]
-    lines += _found_by(judged) + _not_run(judged) + _survivors(judged)
+    lines += _found_by(judged) + _not_run(judged) + _open_survivors(judged)
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -173,21 +176,18 @@ def _not_run(judged: Judged) -> list[str]:
     return ["## Not run", "", *lines, ""] if lines else []
 
 
-def _survivors(judged: Judged) -> list[str]:
-    lines = ["## Survivors", ""]
-    titles = {
-        "unexplained": "Unexplained", "gap": "Gaps: a legal call can tell, and no check does",
-        "performance": "Equal in result; time or memory may differ", "equivalent": "Equivalent",
-    }  # fmt: skip
+def _open_survivors(judged: Judged) -> list[str]:
+    """Those that nobody has explained, and those that a legal call could tell."""
+    lines = []
+    titles = {"unexplained": "Unexplained", "gap": "Gaps: a legal call can tell, and no check does"}
     for verdict, title in titles.items():
         own = [(record, reason) for record, found, reason in judged if found == verdict]
         if not own:
             continue
-        lines += [f"### {title} ({len(own)})", ""]
+        lines += [f"## {title} ({len(own)})", ""]
         for record, reason in sorted(own, key=lambda entry: (entry[0].file, entry[0].line, entry[0].after)):
             where = f" in `{record.function}`" if record.function else ""
-            said = (f": {reason}" if reason else "") + ("" if record.tested else " (The unit tests were not run.)")
-            lines.append(f"- `{record.file}:{record.line}`{where}: {_change(record)}{said}")
+            lines.append(f"- `{record.file}:{record.line}`{where}: {_change(record)}{f': {reason}' if reason else ''}")
         lines.append("")
     return lines
 

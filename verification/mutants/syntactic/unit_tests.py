@@ -51,7 +51,7 @@ def run_tests(files: Sequence[str], seconds: int) -> Verdict:
     with redirect_stdout(said), redirect_stderr(said):
         status = pytest.main(
             ["-x", "-q", "--capture=sys", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist", "-p",
-             "no:faulthandler", "-o", "addopts=", *files],
+             "no:faulthandler", "-o", "addopts=", "--import-mode=importlib", *files],
             plugins=[first],
         )  # fmt: skip
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and first.failed is None:

@@ -1,0 +1,81 @@
+"""What ranks with changed code are shown: plain Cases, and laws between them in proportion to their share of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+
+from verification.case import Case
+from verification.check.laws import LAWS
+from verification.failures import VerificationFailure
+from verification.run.backends import Backend
+from verification.runner import EXAMPLES, law_experiment
+from verification.search.experiment import Experiment
+
+# Small worlds first, so that shrinking ends there; most are distributed.
+WORLDS = (1, 2, 3, 4, 2, 3, 4, 2, 3, 4, 5, 8)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What was drawn, and the experiment that it was drawn for."""
+
+    experiment: Experiment
+    drawn: Any
+
+    @property
+    def case(self) -> Case:
+        return self.experiment.case_of(self.drawn)
+
+    def with_case(self, case: Case) -> Subject:
+        return replace(self, drawn=self.experiment.with_case(self.drawn, case))
+
+    def check(self, backend: Backend) -> dict[str, float]:
+        return self.experiment.check(backend, self.drawn)
+
+    def record(self) -> dict[str, Any]:
+        return self.experiment.record_of(self.drawn)
+
+    def title(self, failure: VerificationFailure) -> str:
+        return self.experiment.property_of(self.drawn, failure)
+
+
+def _experiments() -> tuple[Experiment, ...]:
+    """Each as often as its share of a run's examples has it; the plain ones first, which are simplest."""
+    whole = round(1 / min(law.share for law in LAWS))
+    return (EXAMPLES,) * whole + tuple(
+        experiment for law in LAWS for experiment in (law_experiment(law),) * round(law.share * whole)
+    )
+
+
+_EXPERIMENTS = _experiments()
+
+
+@lru_cache
+def _drawn(number: int, world: int) -> SearchStrategy[Any]:
+    return _EXPERIMENTS[number].draw(world)
+
+
+@st.composite
+def anything(draw: st.DrawFn, worlds: tuple[int, ...]) -> Subject:
+    """A Case on one of these world sizes, or what a law does to one."""
+    world = draw(st.sampled_from(worlds))
+    number = draw(st.sampled_from(range(len(_EXPERIMENTS))))
+    return Subject(_EXPERIMENTS[number], draw(_drawn(number, world)))
+
+
+# On the world sizes up to the one that is asked for: a simulation has them all at once.
+EVERYTHING = Experiment(
+    "everything",
+    lambda most: anything(tuple(world for world in WORLDS if world <= most)),
+    check=lambda backend, subject: subject.check(backend),
+    case_of=lambda subject: subject.case,
+    with_case=lambda subject, case: subject.with_case(case),
+    record_of=lambda subject: subject.record(),
+    property_of=lambda subject, failure: subject.title(failure),
+)
+ON_ONE_WORLD = replace(EVERYTHING, draw=lambda world: anything((world,)))
