@@ -200,11 +200,11 @@ WIDE = {"contiguous": "o-", "zigzag": "s--", "striped": "^:"}
 for axes, kind in zip(both, ("dense", "LongNet"), strict=True):
     for order, colour in ORDERS.items():
         one = setting(kind, TOKENS, RANKS, order)
-        fullest = one.visiting[:, 1:].max(0) * item / MIB
+        fullest = one.in_flight[:, 1:].max(0) * item / MIB
         axes.plot(range(1, RANKS), fullest, WIDE[order], color=colour, label=order)
-        assert one.visiting[:, 1:].sum() * item == total[kind, order, "ring"].sum()
+        assert one.in_flight[:, 1:].sum() * item == total[kind, order, "ring"].sum()
         if kind == "dense":
-            assert (one.visiting[:, 1:].max(0) == TOKENS // RANKS * 8).all(), "a whole shard at every hop"
+            assert (one.in_flight[:, 1:].max(0) == TOKENS // RANKS * 8).all(), "a whole shard at every hop"
         if (kind, order) == ("LongNet", "contiguous"):
             assert (np.diff(fullest) <= 0).all() and fullest[0] < 0.7 * TOKENS // RANKS * 8 * item / MIB
     axes.set(
