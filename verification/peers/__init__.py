@@ -19,6 +19,7 @@ known_peers         finds a peer by its name
 probe               finds out in a separate process whether a peer can be run
 peer_rank           one rank's part in an example
 peer_experiment     an example: draw, run, compare
+saved               reads saved counter-examples of peers, for a replay
 """
 
 from verification.peers.peer import Peer, Refused
