@@ -1,11 +1,18 @@
-"""What ring dilated attention must compute, and what it may cost: everything here is written without any ring code.
+"""What ring dilated attention must compute, within what error, and at what cost. Nothing here uses code of the ring.
 
-`pattern` says which pairs of positions see each other; `oracle` computes attention and its gradients over such patterns
-densely in fp64. Both know nothing of ranks. `cost` counts what an exchange among ranks must move and hold, from the
-positions that each rank has; `closed_forms` says the same of regular cases in one line.
+    pattern             who sees whom: branches of dilated attention, and how many of them see a pair of positions
+    oracle              the definition in fp64: output, log-sum-exp and gradients, by formula, on one screen
+    exact               its fast twin, by which every example is judged; it gives the rounding bounds, too
+    bounds, arithmetic  how far an implementation may be from the exact results, and what that follows from
+    shards              which rank holds which positions
+    cost, closed_forms  bytes, buffers and FLOPs of an exchange among ranks: exact counts, formulas for regular cases
+    fields              validators of fields
+
+`pattern`, `oracle`, `exact` and `bounds` know nothing of ranks. README.md has more.
 """
 
+from reference.exact import Expectation, Inputs, evaluate
 from reference.oracle import attention, gradients
 from reference.pattern import Branch, Pattern
 
-__all__ = ["Branch", "Pattern", "attention", "gradients"]
+__all__ = ["Branch", "Expectation", "Inputs", "Pattern", "attention", "evaluate", "gradients"]

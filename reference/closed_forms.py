@@ -1,4 +1,4 @@
-"""What regular cases cost, in closed form: each formula with its derivation, to read beside the counts of `cost`."""
+"""What regular cases cost, in closed form: each formula has its derivation, to be read beside the counts of `cost`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Naive dense oracle in fp64 for attention over a `Pattern`: forward, log-sum-exp and gradients, by formula.
+"""The oracle: attention over a `Pattern`, dense, in fp64, by formula; output, log-sum-exp and gradients.
 
     s_ij = scale * q_i . k_j          lse_i = log sum_j c_ij e^{s_ij}        P_ij = c_ij e^{s_ij - lse_i}
     O = P V                           dV = P^T dO                            D = rowsum(dO * O)
@@ -73,7 +73,7 @@ def gradients(
     dq, dk, dv = torch.zeros_like(x.q), torch.zeros_like(x.k), torch.zeros_like(x.v)  # (B, Hq, N, D)
     for rows in x.blocks():
         p, _, dead, c = x.softmax(rows)
-        # Whatever comes in for a row that nothing selects (d lse^2 is -inf there), nothing goes on from it.
+        # A row that nothing selects passes no gradient on, whatever it is given (that of lse^2 is -inf there).
         do, dl = dout[:, :, rows].masked_fill(dead, 0.0), dlse[:, :, rows].masked_fill(dead, 0.0)
         dp = do @ x.v.mT  # (B, Hq, R, Nk)
         if weights == "attached":

@@ -1,6 +1,7 @@
-"""Who holds what, and how much at a time, said a second time: what `ring.layout` and `ring.budget` are judged by.
+"""Which rank holds which positions, and how many tokens a kernel call takes: what `ring.layout` and `ring.budget` are
+checked against.
 
-Nothing here is computed as there: shards are told from the rank of each position, not from runs and cuts; Hilbert's
+Nothing is computed here as it is there. Shards follow from the rank of each position, not from runs and cuts; Hilbert's
 curve is built from its four quarters, not from the bits of an index; the bucket is a quotient of integers.
 """
 
@@ -41,16 +42,16 @@ def shards(order: str, n: int, p: int, cuts: tuple[int, ...] | None, seed: int =
     """The shards of p ranks. cuts: p + 1 offsets into the order, or None for the order's own. seed: of "shuffled" and
     "permuted".
 
-    contiguous  position x is with rank r if r n / p, rounded down, is the last such number up to x
+    contiguous  position x belongs to the greatest rank r for which r n / p, rounded down, is <= x
     zigzag      the same for 2 p chunks; rank r has the r-th from the front and the r-th from the back
-    striped     position x is with rank x mod p
+    striped     position x belongs to rank x mod p
     spliced     the even positions contiguous, then the odd ones striped
-    paired      contiguous, dealt by turns to the first and to the second half of the ranks
+    paired      contiguous chunks, given by turns to the first and to the second half of the ranks
     hilbert     the curve through the smallest square of side 2^k that holds all positions row by row, cut evenly
     shuffled    a random permutation, cut evenly
-    permuted    up to 2 p stretches of random length, in random order, cut evenly
+    permuted    up to 2 p ranges of random length, in random order, cut evenly
 
-    The first three keep a rank's positions ascending. Raises ValueError for another order.
+    The first three keep a rank's positions ascending. Raises ValueError for any other order.
     """
     everything = np.arange(n)
     if order in ("hilbert", "shuffled", "permuted"):
@@ -72,7 +73,7 @@ def shards(order: str, n: int, p: int, cuts: tuple[int, ...] | None, seed: int =
         holder[mine] = rank
         first += len(mine)
     for x in (*held, place, holder):
-        x.flags.writeable = False  # cached: whoever changed one would change it for all
+        x.flags.writeable = False  # it is cached: a change would be seen by all callers
     return Shards(tuple(held), place, holder)
 
 
@@ -83,21 +84,23 @@ def shuffled(n: int, seed: int) -> Ints:
 
 
 def permuted(n: int, p: int, seed: int) -> Ints:
-    """range(n) cut anywhere into 2 p stretches, or n if that is less, in an order that follows from the seed alone: a
-    rank may hold several of them, later ones first."""
+    """range(n), cut into 2 p ranges (or n, if that is less) and put in another order; both follow from the seed alone.
+    A rank may hold several of these ranges, later ones first."""
     generator = torch.Generator().manual_seed(seed)
-    pieces = min(n, 2 * p)
-    inner = torch.randperm(n - 1, generator=generator)[: pieces - 1].sort().values.numpy() + 1
-    stretches = np.split(np.arange(n), inner)
-    return np.concatenate([stretches[i] for i in torch.randperm(pieces, generator=generator).tolist()])
+    count = min(n, 2 * p)
+    inner = torch.randperm(n - 1, generator=generator)[: count - 1].sort().values.numpy() + 1
+    ranges = np.split(np.arange(n), inner)
+    return np.concatenate([ranges[i] for i in torch.randperm(count, generator=generator).tolist()])
 
 
 def default_bucket(largest: int, heads: int, kv_heads: int, itemsize: int, device: str = "cpu") -> int:
-    """Key/value tokens per kernel call and landing where none are given. largest: tokens of the largest shard.
+    """Key/value tokens per kernel call and receive buffer where no bucket is given. largest: tokens of the largest
+    shard; itemsize: bytes of the working type.
 
-    A token of a bucket lands twice, keys and values in the working type, and has three gradient buffers in the
-    accumulator's: 8 bytes an element for fp64, 4 for others. Of these as many as fit in a tenth of the largest
-    shard's queries, outputs, keys and values, and never fewer than LEAST_BUCKET; on GPUs, than 64 Ki.
+    A token of a bucket takes two receive buffers, for keys and values in the working type, and three buffers for
+    gradients in the accumulator's type, which has 8 bytes for fp64 and 4 for others. The bucket has as many tokens as
+    fit into a tenth of the queries, outputs, keys and values of the largest shard, but at least LEAST_BUCKET, and on
+    GPUs at least 64 Ki.
     """
     accumulator = 8 if itemsize == 8 else 4
     shard = largest * (2 * heads + 2 * kv_heads) * itemsize
@@ -106,7 +109,7 @@ def default_bucket(largest: int, heads: int, kv_heads: int, itemsize: int, devic
 
 
 def _part(x: Ints, n: int, parts: int) -> Ints:
-    """Of n things cut evenly, the part of the x-th: the greatest r with r n / parts, rounded down, up to x."""
+    """The part that holds the x-th of n things cut evenly: the greatest r with r n / parts, rounded down, <= x."""
     return ((x + 1) * parts - 1) // n
 
 
