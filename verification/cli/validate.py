@@ -33,7 +33,8 @@ from verification.report.provenance import surroundings
 from verification.report.report import Report
 from verification.run.backends import Preparation, Unavailable
 from verification.run.torchrun.agents import Agent, NotUnderTorchrun, Place, connect
-from verification.run.torchrun.ranks import AgentLost, Agents, ShrinkBackend, TorchrunBackend
+from verification.run.torchrun.rank_zero import AgentLost, Agents
+from verification.run.torchrun.ranks import ShrinkBackend, TorchrunBackend
 from verification.search.experiment import ToolError
 from verification.wording import counted
 

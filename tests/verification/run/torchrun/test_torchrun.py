@@ -28,7 +28,8 @@ from verification.problems import links, long_problems
 from verification.report.report import Report
 from verification.run.rank import observe
 from verification.run.torchrun.agents import NotUnderTorchrun, Place
-from verification.run.torchrun.ranks import AgentLost, Agents, ShrinkBackend
+from verification.run.torchrun.rank_zero import AgentLost, Agents
+from verification.run.torchrun.ranks import ShrinkBackend
 
 pytestmark = pytest.mark.ranks
 

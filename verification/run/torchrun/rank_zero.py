@@ -1,0 +1,215 @@
+"""Rank 0's end of the connections to the agents: what is sent to them, what comes from them, and how they are lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from verification.failures import name_ranks
+from verification.run.backends import Unavailable
+from verification.run.processes.pool import START_TIMEOUT
+from verification.run.processes.worker import limit_sends
+from verification.run.torchrun.agents import JOIN_TIMEOUT, Agent, Hello, Place, connect, listen, vanish
+
+SLACK = 2.0  # seconds that an agent may take beyond what its rank may
+FAREWELL = 10.0  # seconds for all agents to end their ranks and go
+LEAVE = 1.0  # seconds for those that torchrun told to leave to say so
+
+
+class AgentLost(BaseException):
+    """A process that torchrun started is gone, or torchrun ends them all. No `Exception`: no example is to be shrunk
+    for it, and nothing can be run after it. ranks: of the processes that are gone, none if that is not known.
+    """
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self.ranks = tuple(sorted(ranks))
+        super().__init__(
+            f"the process that torchrun started for {name_ranks(self.ranks)} is gone"
+            if self.ranks
+            else "torchrun ends all its processes"
+        )
+
+
+class Agents:
+    """Rank 0's end of the connections to all agents, its own among them."""
+
+    def __init__(self, place: Place) -> None:
+        """Returns when all agents are connected. Raises Unavailable naming those that are not within a minute."""
+        self.place = place
+        self.generation = 0
+        self.ending = False
+        self.loss: AgentLost | None = None
+        self.answers: list[deque[tuple[int, int, bytes]]] = [deque() for _ in range(place.world_size)]
+        self.exits: dict[int, int | None] = {}
+        self._replies: dict[int, dict[int, Any]] = {}
+        self._questions = 0
+        self._leaving: set[int] = set()
+        self._told = False  # by torchrun, to leave
+        self._interrupted = False  # and not yet heeded
+        self._bell, self._rings = os.pipe()
+        self._store = place.store()
+        listener, word = listen(place, self._store)
+        own = threading.Thread(target=lambda: Agent(place, connect(place, self._store)).serve(), daemon=True)
+        own.start()
+        self._connections: dict[int, Connection] = {}
+        self.hellos: dict[int, Hello] = {}
+        try:
+            self._welcome(listener, word)
+        finally:
+            listener.close()
+
+    def _welcome(self, listener: socket.socket, word: str) -> None:
+        deadline = time.monotonic() + JOIN_TIMEOUT
+        while len(self.hellos) < self.place.world_size:
+            listener.settimeout(max(0.1, deadline - time.monotonic()))
+            try:
+                end, _ = listener.accept()
+            except TimeoutError as error:
+                missing = set(range(self.place.world_size)) - set(self.hellos)
+                raise Unavailable(f"{name_ranks(sorted(missing))} did not come in {JOIN_TIMEOUT:.0f} s") from error
+            end.settimeout(None)
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection = Connection(end.detach())
+            with suppress(EOFError, OSError):
+                if connection.poll(SLACK) and connection.recv_bytes(len(word)) == word.encode():
+                    hello = connection.recv()
+                    limit_sends(connection, START_TIMEOUT)
+                    self.hellos[hello.rank], self._connections[hello.rank] = hello, connection
+                    continue
+            vanish(connection)  # it does not belong to this run
+
+    @property
+    def one_machine(self) -> bool:
+        return len({hello.machine for hello in self.hellos.values()}) == 1
+
+    def told_to_leave(self, *_: object) -> None:
+        """A handler of SIGTERM, which torchrun sends to all processes. It raises nothing, since it may come in the
+        middle of a message, which would be left half sent, or in a callback that swallows exceptions. `heed` raises.
+        """
+        if not self._told:
+            self._told = True
+            os.write(self._rings, b"!")  # wakes who waits in `_take`
+
+    def interrupted(self, *_: object) -> None:
+        """A handler of SIGINT; it raises nothing either. A second one before `heed` changes nothing."""
+        if not self._interrupted:
+            self._interrupted = True
+            os.write(self._rings, b"!")
+
+    def heed(self) -> None:
+        """Raises AgentLost if torchrun has told all processes to leave or, once more, where an agent was lost
+        before; and KeyboardInterrupt, once, after an interrupt.
+        """
+        if self.loss is None and self._told:
+            self.lose(self._culprits())
+        if self.loss is not None:
+            raise self.loss
+        if self._interrupted:
+            self._interrupted = False
+            raise KeyboardInterrupt
+
+    def send(self, ranks: Iterable[int], what: str, number: int, arguments: Iterable[Any]) -> None:
+        """Raises AgentLost as `heed` does."""
+        self.heed()
+        self._send(ranks, what, number, arguments)
+
+    def _send(self, ranks: Iterable[int], what: str, number: int, arguments: Iterable[Any]) -> None:
+        for rank, argument in zip(ranks, arguments, strict=True):
+            # An agent that does not read, or is gone, will be found not to answer.
+            with suppress(OSError):
+                self._connections[rank].send((what, number, argument))
+
+    def ask(self, ranks: Collection[int], what: str, argument: Any, timeout: float) -> dict[int, Any]:
+        """The replies that came in time, by rank. Raises AgentLost."""
+        self._questions += 1
+        number = self._questions
+        found = self._replies[number] = {}
+        self.send(ranks, what, number, [argument] * len(ranks))
+        deadline = time.monotonic() + timeout
+        while len(found) < len(ranks) and (left := deadline - time.monotonic()) > 0:
+            self.pump(left)
+        return self._replies.pop(number)
+
+    def pump(self, timeout: float) -> None:
+        """Take what the agents have sent: at least one message, unless the timeout is over first. Raises AgentLost."""
+        self.heed()
+        lost = self._take(timeout)
+        if lost:
+            raise self.lose(lost)
+        self.heed()
+
+    def lose(self, ranks: Collection[int]) -> AgentLost:
+        """What to raise: these agents are gone, and nothing can be run any more."""
+        self.ending, self.loss = True, AgentLost(ranks)
+        return self.loss
+
+    def _take(self, timeout: float) -> set[int]:
+        """The ranks whose agents are gone and did not say that they were told to leave."""
+        ranks = {connection: rank for rank, connection in self._connections.items()}
+        lost = set()
+        for ready in wait([*ranks, self._bell], timeout):
+            if ready == self._bell:
+                os.read(self._bell, 64)
+                continue
+            assert isinstance(ready, Connection)
+            try:
+                self._sort(ranks[ready], *ready.recv())
+            except (EOFError, OSError):
+                lost.add(ranks[ready])
+        return lost - self._leaving
+
+    def _sort(self, rank: int, what: str, number: int, value: Any) -> None:
+        if what == "leaving":
+            self._leaving.add(rank)
+        elif what == "reply":
+            if number in self._replies:
+                self._replies[number][rank] = value
+        elif number == self.generation:  # what ranks sent that have been replaced is ignored
+            if what == "answer":
+                self.answers[rank].append(value)
+            else:
+                assert what == "died", what
+                self.exits[rank] = value
+
+    def _culprits(self) -> set[int]:
+        """Once torchrun has told all to leave: the agents whose end made it do so."""
+        deadline, lost = time.monotonic() + LEAVE, set[int]()
+        while (left := deadline - time.monotonic()) > 0 and self._connections:
+            lost |= self._take(left)
+            for rank in lost | self._leaving:
+                if rank in self._connections:
+                    self._connections.pop(rank)
+        return lost
+
+    def renew(self) -> None:
+        """From now on only messages of the next generation count."""
+        self.generation += 1
+        self.exits.clear()
+        for queue in self.answers:
+            queue.clear()
+
+    def farewell(self, status: int) -> None:
+        """All agents end their ranks, and then themselves with that exit status; the caller should end with it, too."""
+        self.ending = True
+        signal.signal(
+            signal.SIGTERM, signal.SIG_IGN
+        )  # torchrun sends it as soon as one of them ends with another status than 0
+        live = list(self._connections)
+        self._send(live, "bye", 0, [status] * len(live))
+        deadline = time.monotonic() + FAREWELL
+        while self._connections and (left := deadline - time.monotonic()) > 0:
+            ranks = {connection: rank for rank, connection in self._connections.items()}
+            for ready in wait(list(ranks), left):
+                assert isinstance(ready, Connection)
+                with suppress(EOFError, OSError):
+                    ready.recv()
+                    continue
+                del self._connections[ranks[ready]]
