@@ -21,8 +21,9 @@ from reference.pattern import Pattern
 from ring.agreement import Call, agree
 from ring.budget import default_bucket, default_own
 from ring.comm.exchange import Arrival, Exchange
+from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.symmetric_memory import transport_of
-from ring.comm.transport import ProcessGroupTransport, SoloTransport, Transport
+from ring.comm.transport import SoloTransport, Transport
 from ring.compute import kernels
 from ring.compute.accumulator import Accumulator, Sum, lse_view
 from ring.compute.math_kernel import Saved

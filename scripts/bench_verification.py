@@ -48,7 +48,7 @@ TOKENS = 8192
 RANK = """
 import sys
 import torch.distributed as dist
-from ring.comm.transport import ProcessGroupTransport
+from ring.comm.process_group import ProcessGroupTransport
 from verification.case import Case
 from verification.run.rank import observe
 rank, world, port, text = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from ring.comm import signals
-from ring.comm.transport import Message, Outgoing, Pending, ProcessGroupTransport, all_gather_json, backends_of
+from ring.comm.process_group import ProcessGroupTransport, backends_of
+from ring.comm.transport import Message, Outgoing, Pending, all_gather_json
 
 _ALIGNMENT = 256  # bytes at which a buffer begins
 _LANES = 4  # copies that may be under way at a time; in captured graphs they were seen one after the other

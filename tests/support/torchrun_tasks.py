@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ring.comm import transport
+from ring.comm import process_group
 from verification.run import rank as execute
 
 
@@ -87,7 +87,7 @@ def process_killed() -> None:
 
 def a_byte_lost() -> None:
     """Large messages arrive with their last byte as it was before."""
-    real = transport.ProcessGroupTransport.post
+    real = process_group.ProcessGroupTransport.post
 
     def post(self: Any, sends: Any, receives: Any) -> Any:
         large = [m for m in receives if m.bytes >= 4095]
@@ -103,4 +103,4 @@ def a_byte_lost() -> None:
         pending.wait = waited  # type: ignore[method-assign]
         return pending
 
-    transport.ProcessGroupTransport.post = post  # type: ignore[method-assign]
+    process_group.ProcessGroupTransport.post = post  # type: ignore[method-assign]

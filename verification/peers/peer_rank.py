@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ring.comm.transport import ProcessGroupTransport, SoloTransport, Transport
+from ring.comm.process_group import ProcessGroupTransport
+from ring.comm.transport import SoloTransport, Transport
 from verification.case import Case
 from verification.peers.known_peers import ready
 from verification.peers.peer import Peer

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring.comm.transport import Message, ProcessGroupTransport, Transport
+from ring.comm.process_group import ProcessGroupTransport
+from ring.comm.transport import Message, Transport
 from verification.failures import WrongResult
 from verification.run.rank import home
 

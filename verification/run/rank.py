@@ -21,7 +21,8 @@ from torch import Tensor
 from ring import Layout, Transport, ring_attention
 from ring.budget import default_bucket
 from ring.comm.buffer_memory import measure
-from ring.comm.transport import ProcessGroupTransport, RecordingTransport, SoloTransport
+from ring.comm.process_group import ProcessGroupTransport
+from ring.comm.transport import RecordingTransport, SoloTransport
 from verification.case import Case
 from verification.run.layouts import layout_of, strided_copy
 from verification.run.observation import LONGER, Division, Observation, carry, dtype_name

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
 
-from ring.comm.transport import Message, ProcessGroupTransport, RecordingTransport, SoloTransport, backends_of
+from ring.comm.process_group import ProcessGroupTransport, backends_of
+from ring.comm.transport import Message, RecordingTransport, SoloTransport
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from ring import budget, precision
-from ring.comm import transport
+from ring.comm import process_group
 from ring.compute import accumulator
 from ring.plan import blocks, plan, schedule
 from tests.support import mutant_tasks
@@ -72,7 +72,7 @@ def test_every_class_of_the_list_has_a_defect_or_a_reason() -> None:
 def test_only_transports_need_real_process_groups() -> None:
     for defect in DEFECTS:
         touched = {edit.module for edit in defect.edits}
-        assert (defect.backend == "gloo") == (touched == {transport}), defect.name
+        assert (defect.backend == "gloo") == (touched == {process_group}), defect.name
 
 
 def test_every_defect_can_be_planted_and_uses_only_names_that_are_bound(process: Pool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from ring.comm import transport
+from ring.comm import process_group
 from verification.mutants.defect import Edit, defect
 
 on_gloo = partial(defect, backend="gloo")
@@ -17,30 +17,30 @@ PROCESS_GROUPS = (
     on_gloo(
         "group-rank-as-world-rank-in-receives",
         "The peer's rank in the group is used as its rank in the world, so a subgroup reaches others.",
-        Edit(transport, _RECEIVE, _RECEIVE.replace("group_src=", "src=")),
+        Edit(process_group, _RECEIVE, _RECEIVE.replace("group_src=", "src=")),
         provenance="pytorch#187924; DeepSpeed#7672",
         listed=(38,),
     ),
     on_gloo(
         "group-rank-as-world-rank-in-sends",
         "The peer's rank in the group is used as its rank in the world, so a subgroup sends to others.",
-        Edit(transport, _SEND, _SEND.replace("group_dst=", "dst=")),
+        Edit(process_group, _SEND, _SEND.replace("group_dst=", "dst=")),
         provenance="pytorch#187924; DeepSpeed#7672",
         listed=(38,),
     ),
     on_gloo(
         "own-rank-in-the-world",
         "A member of a subgroup takes its rank in the world for its rank in the group.",
-        Edit(transport, "        self.rank = dist.get_rank(self.group)\n", "        self.rank = dist.get_rank()\n"),
+        Edit(process_group, "        self.rank = dist.get_rank(self.group)\n", "        self.rank = dist.get_rank()\n"),
         provenance="DeepSpeed#7672",
         listed=(38,),
     ),
     on_gloo(
         "blocking-send-on-a-process-group",
         "Sends of a batch block before its receives are posted.",
-        Edit(transport, _RECEIVE, "        found = []\n"),
+        Edit(process_group, _RECEIVE, "        found = []\n"),
         Edit(
-            transport,
+            process_group,
             _SEND,
             _SEND + "        for work in found:\n            work.wait()\n" + _RECEIVE.replace("found = ", "found += "),
         ),
@@ -50,7 +50,7 @@ PROCESS_GROUPS = (
     on_gloo(
         "only-the-first-handle-waited-for",
         "Of what a batch receives only the first message is waited for.",
-        Edit(transport, _WAIT_ALL, _WAIT_ALL.replace("self._receives:", "self._receives[:1]:")),
+        Edit(process_group, _WAIT_ALL, _WAIT_ALL.replace("self._receives:", "self._receives[:1]:")),
         provenance="seen in public ring-attention code",
         listed=(36, 37),
     ),
@@ -58,7 +58,7 @@ PROCESS_GROUPS = (
         "handles-of-sends-dropped",
         "Handles of sends are dropped: gloo loses such messages.",
         Edit(
-            transport,
+            process_group,
             "        assert len(works) == len(sends) + len(receives)\n",
             "        works = works[: len(receives)]\n        found = []\n",
         ),
@@ -68,20 +68,20 @@ PROCESS_GROUPS = (
     on_gloo(
         "peers-of-receives-off-by-one",
         "Receives are posted for the rank after the peer.",
-        Edit(transport, _RECEIVE, _RECEIVE.replace("group_src=m.peer", "group_src=(m.peer + 1) % self.world_size")),
+        Edit(process_group, _RECEIVE, _RECEIVE.replace("group_src=m.peer", "group_src=(m.peer + 1) % self.world_size")),
         listed=(38,),
     ),
     on_gloo(
         "unanimous-if-nobody-says-more",
         "A rank whose words sort last believes that all said the same.",
-        Edit(transport, "        both = torch.cat((mine, ~mine))\n", "        both = mine.clone()\n"),
+        Edit(process_group, "        both = torch.cat((mine, ~mine))\n", "        both = mine.clone()\n"),
         listed=(42,),
     ),
     on_gloo(
         "words-collected-from-the-world",
         "The words of the ranks are collected from the default group, whose other ranks do not take part.",
         Edit(
-            transport,
+            process_group,
             "        dist.all_gather(everyone, mine, group=self.group)\n",
             "        dist.all_gather(everyone, mine)\n",
         ),
@@ -92,7 +92,7 @@ PROCESS_GROUPS = (
         "agreement-of-the-world",
         "A subgroup asks the default group whether all agree, whose other ranks do not answer.",
         Edit(
-            transport,
+            process_group,
             "dist.all_reduce(greatest, op=dist.ReduceOp.MAX, group=self.group)",
             "dist.all_reduce(greatest, op=dist.ReduceOp.MAX)",
         ),

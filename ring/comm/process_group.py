@@ -1,0 +1,103 @@
+"""The transport over a torch process group, by gloo or NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+
+from ring.comm.transport import Message, OwnBuffers, Pending
+
+
+def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
+    """A group's backends by type of device, as {"cuda": "nccl"}; None: the default group's.
+
+    The name of the group's backend does not say this: for a group made without a name, torch says "undefined".
+    """
+    return dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+
+
+class _Works:
+    """The handles of one batch, kept with the tensors until it is done, since a dropped handle may lose its message.
+    Each is waited for once: gloo hangs in a second wait.
+    """
+
+    def __init__(self, sends: Sequence[dist.Work], receives: Sequence[dist.Work], messages: Sequence[Message]) -> None:
+        self._sends, self._receives, self._messages = sends, receives, messages
+
+    def arrive(self) -> None:
+        for work in self._receives:
+            work.wait()
+        self._receives = ()
+
+    def wait(self) -> None:
+        self.arrive()
+        for work in self._sends:
+            work.wait()
+        self._sends, self._messages = (), ()
+
+
+class ProcessGroupTransport(OwnBuffers):
+    """A torch process group (gloo or NCCL), the whole world or part of it; peers are ranks of the group.
+
+    Raises ValueError on a process that is not a member.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = dist.group.WORLD if group is None else group
+        self.rank = dist.get_rank(self.group)
+        if self.rank < 0:
+            raise ValueError(f"group must contain the calling process; world rank {dist.get_rank()} is not a member")
+        self.world_size = dist.get_world_size(self.group)
+        self._on_gpu = "cpu" not in backends_of(self.group)
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        for message in (*sends, *receives):
+            _check(message, self.rank, self.world_size)
+        # GPU tensors go in one batch: NCCL would run sends and receives one after the other, and may deadlock. The
+        # tensors decide, because a group may have a backend for each type of device.
+        if any(message.tensor.is_cuda for message in (*sends, *receives)):
+            operations = [dist.P2POp(dist.isend, m.tensor, group=self.group, group_peer=m.peer) for m in sends]
+            operations += [dist.P2POp(dist.irecv, m.tensor, group=self.group, group_peer=m.peer) for m in receives]
+            return _Works((), dist.batch_isend_irecv(operations), (*sends, *receives))
+        found = [dist.irecv(m.tensor, group=self.group, group_src=m.peer) for m in receives]
+        found += [dist.isend(m.tensor, group=self.group, group_dst=m.peer) for m in sends]
+        works = [work for work in found if work is not None]
+        assert len(works) == len(sends) + len(receives)
+        return _Works(works[len(receives) :], works[: len(receives)], (*sends, *receives))
+
+    def all_equal(self, payload: bytes) -> bool:
+        mine = torch.frombuffer(bytearray(payload), dtype=torch.int64)
+        both = torch.cat((mine, ~mine))
+        with self._aside():
+            greatest = both.to(self._device(), copy=True)  # the greatest complement is that of the least value
+            dist.all_reduce(greatest, op=dist.ReduceOp.MAX, group=self.group)
+            return torch.equal(greatest.cpu(), both)
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self._device())
+        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(everyone, mine, group=self.group)
+        return [theirs.cpu().numpy().tobytes() for theirs in everyone]
+
+    def _aside(self) -> AbstractContextManager[object]:
+        """On GPUs a stream of its own, so that a question between ranks waits for no kernel."""
+        return torch.cuda.stream(_stream(torch.cuda.current_device())) if self._on_gpu else nullcontext()
+
+    def _device(self) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device()) if self._on_gpu else torch.device("cpu")
+
+
+@lru_cache
+def _stream(device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _check(message: Message, rank: int, world_size: int) -> None:
+    if not 0 <= message.peer < world_size or message.peer == rank:
+        raise ValueError(f"peer must be another rank of the {world_size}, got {message.peer} on rank {rank}")
+    if not message.tensor.is_contiguous() or not message.tensor.numel():
+        raise ValueError(f"message {message.label!r} must be contiguous and not empty")
