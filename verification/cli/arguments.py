@@ -1,10 +1,16 @@
-"""What the commands have in common on their command lines: how they were typed, counts, seeds, where outputs go."""
+"""What the commands have in common on their command lines: how they were typed, numbers, seeds, where outputs go.
+
+Imports nothing of the project, so that `verification.__main__` can name the command whatever else cannot be imported.
+"""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import random
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 
@@ -27,13 +33,37 @@ def typed(otherwise: str = MODULE) -> str:
 
 def count(text: str) -> int:
     """An integer of at least 1; ArgumentTypeError for anything else."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
-    return number
+    return whole(lambda number: number >= 1, "an integer >= 1")(text)
+
+
+def whole(allowed: Callable[[int], bool], what: str) -> Callable[[str], int]:
+    """Reads an integer that is allowed. what: such an integer, in words, for the error."""
+
+    def read(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = None
+        if number is None or not allowed(number):
+            raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}")
+        return number
+
+    return read
+
+
+def span(most: float, what: str) -> Callable[[str], float]:
+    """Reads a time that is more than 0 and less than `most`. what: such a time, in words, for the error."""
+
+    def read(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not 0 < number < most:
+            raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}")
+        return number
+
+    return read
 
 
 def add_seed(parser: argparse.ArgumentParser) -> None:
@@ -43,8 +73,13 @@ def add_seed(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def seed_of(options: argparse.Namespace) -> int:
+    """The one that was asked for, or a new one."""
+    return random.SystemRandom().getrandbits(32) if options.seed is None else int(options.seed)
+
+
 def add_failures(parser: argparse.ArgumentParser) -> None:
-    """Whether it can be written is for `outputs.check_folder` to see."""
+    """`outputs.check_folder` checks whether it can be written."""
     parser.add_argument(
         "--failures", type=Path, default=FAILURES, metavar="DIR",
         help="where minimal Cases are saved (default: %(default)s)",
@@ -52,5 +87,20 @@ def add_failures(parser: argparse.ArgumentParser) -> None:
 
 
 def add_json(parser: argparse.ArgumentParser, what: str = "the report") -> None:
-    """Whether it can be written is for `outputs.check_file` to see."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help=f"write {what} as JSON too; its folder must be there")
+    """`outputs.check_file` checks whether it can be written."""
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help=f"write {what} as JSON too, into a folder that exists"
+    )
+
+
+def add_verbose(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument("--verbose", "-v", action="store_true", help=f"print {what}")
+
+
+def add_backend(parser: argparse.ArgumentParser, backends: Mapping[str, str]) -> None:
+    """backends: what each is, by name."""
+    parser.add_argument(
+        "--backend", choices=tuple(backends),
+        help="where the ranks run: " + "; ".join(f"{name}: {about}" for name, about in backends.items())
+        + " (default: gloo)",
+    )  # fmt: skip

@@ -9,7 +9,6 @@ unusual here is for the reader to see, what is wrong for `scripts/validate_nccl.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import shutil
@@ -33,9 +32,15 @@ from ring.plan.plan import EXCHANGES
 from verification.case import DTYPES
 from verification.cli.arguments import add_json, command, typed
 from verification.cli.environment import in_force
-from verification.cli.outputs import check_file
+from verification.cli.outputs import check_file, write_json
+from verification.report.text import paragraph
 
 COMMAND = command("verification.cli.doctor", "ring-doctor")
+ABOUT = """\
+Prints what this machine has and will do: GPUs, links, versions, settings in
+force, what carries each exchange, and which kernels are picked. It judges
+nothing; a GPU is not needed."""
+STATUS = "exit status: 0 it is printed; 2 it could not be found out."
 TOPOLOGY_TIMEOUT = 20.0  # seconds
 
 
@@ -197,8 +202,9 @@ def examine(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """What `examine` found, for people."""
-    yield "versions: " + ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    """What `examine` found, for people: lines of 80 columns, but for what nvidia-smi says."""
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    yield from paragraph(f"versions: {versions}", hanging="  ")
     yield f"GPUs: {len(found['gpus'])}" if found["gpus"] else "GPUs: none; everything runs on the CPU, joined by gloo"
     for index, gpu in enumerate(found["gpus"]):
         yield f"  {index}: {gpu['name']}, {gpu['memory'] / 2**30:.1f} GiB, compute capability {gpu['capability']}"
@@ -209,22 +215,39 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     if found["gpus"]:
         yield "links (nvidia-smi topo -m):"
         yield from ("  " + line for line in found["topology"].splitlines())
-    yield f"gloo's interface: {found['gloo_interface']}"
+    yield from paragraph(f"gloo's interface: {found['gloo_interface']}", hanging="  ")
     yield "settings in force:" if found["settings"] else "settings in force: none, everything is by default"
     for setting in found["settings"]:
         yield f"  {setting['name']}={setting['value']}"
-        yield f"      {setting['meaning']}"
+        yield from paragraph(setting["meaning"], "      ")
     yield "exchanges:"
-    for exchange, roads in found["exchanges"].items():
-        yield f"  {exchange:<7} " + "; ".join(f"{device}: {road}" for device, road in roads.items())
+    roads = {name: tuple(f"{device}: {road}" for device, road in x.items()) for name, x in found["exchanges"].items()}
+    for names, words in _together(roads):
+        yield f"  {', '.join(names)}"
+        for word in words:
+            yield from paragraph(word, "    ", "      ")
     yield f'kernel "auto" (head dim {DIM}; other sizes may differ):'
-    for device, dtype in dict.fromkeys((choice["device"], choice["dtype"]) for choice in found["kernels"]):
-        picked = [x for x in found["kernels"] if (x["device"], x["dtype"]) == (device, dtype)]
-        yield f"  {device:<5} {dtype:<9} " + "; ".join(f"{choice['what']}: {choice['kernel']}" for choice in picked)
+    picked: dict[str, tuple[str, ...]] = {}
+    for choice in found["kernels"]:
+        key = f"{choice['device']} {choice['dtype']}"
+        picked[key] = (*picked.get(key, ()), f"{choice['what']}: {choice['kernel']}")
+    for keys, chosen in _together(picked):
+        yield from paragraph("  " + ", ".join(keys), hanging="  ")
+        yield from (f"    {kernel}" for kernel in chosen)
+
+
+def _together(found: Mapping[str, tuple[str, ...]]) -> list[tuple[list[str], tuple[str, ...]]]:
+    """The names of which the same is to be said, and that."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, said in found.items():
+        groups.setdefault(said, []).append(name)
+    return [(names, said) for said, names in groups.items()]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog=typed(COMMAND), description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog=typed(COMMAND), description=ABOUT, epilog=STATUS, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_json(parser, "what was found")
     options = parser.parse_args(arguments)
     try:
@@ -233,8 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = examine(os.environ)
         for line in lines(found):
             print(line)
-        if options.json is not None:
-            options.json.write_text(json.dumps(found, indent=2) + "\n")
+        write_json(options.json, found)
     except (OSError, RuntimeError) as error:  # a driver that does not answer is a RuntimeError of torch
         print(f"{typed(COMMAND)}: error: {error}", file=sys.stderr)
         return 2

@@ -3,76 +3,80 @@
 from __future__ import annotations
 
 import argparse
-import json
-import random
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import BrokenExecutor
-from functools import partial
+from contextlib import contextmanager
+from statistics import median
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.progress import Progress
 
-from verification.cli.arguments import add_json, add_seed, count, typed
+from verification.cli.arguments import add_json, add_seed, add_verbose, count, seed_of
+from verification.cli.console import say
+from verification.cli.outputs import write_json
 from verification.mutants.catalogue import DEFECTS, by_name
 from verification.mutants.defect import CannotPlant, Defect
 from verification.mutants.trials import LIMIT, SOON, NotSane, Outcome, totals, try_all
+from verification.report.progress import PlainLines, bars
 from verification.report.provenance import processor_run
 from verification.run.backends import Unavailable
 from verification.search.experiment import ToolError
 from verification.wording import counted
 
-DESCRIPTION = """\
-Plants one defect after the other into the ranks' code and draws examples until a property or a law breaks. No check
-knows of a defect: what survives shows where the properties are blind."""
-EPILOGUE = """\
-exit status: 0 all killed; 1 some survived; 2 the search itself could not be carried out."""
+ABOUT = """\
+Plants one defect after the other into the ranks' code, and draws examples until
+a property or a law breaks. No check knows of a defect: what survives shows what
+the properties do not see."""
+STATUS = """\
+exit status: 0 all killed; 1 some survived; 2 the search itself could not be
+carried out."""
+FEW = 20  # defects that have a row each; of more, those that the same check found share one, unless --verbose is given
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Any, epilog: str = STATUS) -> None:
     """`commands`: what `ArgumentParser.add_subparsers` returned."""
     mutants = commands.add_parser(
-        "mutants", help="plant defects, and see which check finds each", description=DESCRIPTION, epilog=EPILOGUE,
+        "mutants", help="plant defects, and see which check finds each", description=ABOUT, epilog=STATUS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     mutants.add_argument("names", nargs="*", metavar="NAME", help="the defects to plant (default: all)")
-    mutants.add_argument("--list", action="store_true", help="print these of the catalogue and end")
+    mutants.add_argument("--list", action="store_true", help="print these defects and what is wrong with each, and end")
     mutants.add_argument(
-        "--limit", type=count, default=LIMIT, metavar="N", help="examples a defect (default: %(default)s)"
+        "--limit", type=count, default=LIMIT, metavar="N", help="examples for each defect (default: %(default)s)"
     )
     add_seed(mutants)
     add_json(mutants, "the outcomes")
+    add_verbose(mutants, "each outcome when it is there, and a row for each defect at the end")
 
 
-def main(options: argparse.Namespace, console: Console) -> int:
-    """0: all killed; 1: some survived; 2: the tool failed, of which stderr tells."""
+def carry_out(options: argparse.Namespace, console: Console) -> int:
+    """0 all killed, 1 some survived. Raises Unavailable where it cannot be carried out."""
     try:
         defects = [by_name(name) for name in options.names] or list(DEFECTS)
     except ValueError as error:
-        print(f"{typed()}: error: argument NAME: {error}", file=sys.stderr)
-        return 2
+        raise Unavailable(f"argument NAME: {error}") from error
     if options.list:
         _list(defects, console)
         return 0
-    seed = random.SystemRandom().randrange(2**32) if options.seed is None else options.seed
-    console.print(f"seed {seed}; repeat this search with --seed {seed}", highlight=False)
-    started = time.perf_counter()
-    outcomes: list[Outcome] = []
+    seed, started = seed_of(options), time.perf_counter()
+    say(console, f"seed {seed}; repeat this search with --seed {seed}")
+    shown = Shown(console, len(defects), options.verbose)
     try:
-        for outcome in try_all([defect.name for defect in defects], seed, options.limit, say=partial(_print, console)):
-            outcomes.append(outcome)
-            _say(outcome, console)
-        spent = time.perf_counter() - started
-        _summary(outcomes, spent, console)
-        if options.json is not None:
-            options.json.write_text(json.dumps(to_dict(outcomes, spent, seed, options.limit), indent=2) + "\n")
-    except (ValueError, CannotPlant, NotSane, Unavailable, ToolError, BrokenExecutor, OSError) as error:
-        print(f"{typed()}: error: {error}", file=sys.stderr)
-        return 2
-    return 0 if all(outcome.killed for outcome in outcomes) else 1
+        with shown.bar():
+            names = [defect.name for defect in defects]
+            for outcome in try_all(names, seed, options.limit, say=shown.progress):
+                shown.add(outcome)
+    except (ValueError, CannotPlant, NotSane, ToolError, BrokenExecutor) as error:
+        raise Unavailable(str(error)) from error
+    spent = time.perf_counter() - started
+    for line in summary(shown.outcomes, spent, options.verbose):
+        say(console, line)
+    write_json(options.json, to_dict(shown.outcomes, spent, seed, options.limit))
+    return 0 if all(outcome.killed for outcome in shown.outcomes) else 1
 
 
 def to_dict(outcomes: list[Outcome], seconds: float, seed: int, limit: int) -> dict[str, Any]:
@@ -87,35 +91,74 @@ def to_dict(outcomes: list[Outcome], seconds: float, seed: int, limit: int) -> d
     }
 
 
-def _print(console: Console, line: str) -> None:
-    console.print(line, highlight=False, soft_wrap=True)
+class Shown:
+    """The outcomes so far, and what is shown of them: on a terminal a bar, elsewhere a line now and then."""
+
+    def __init__(self, console: Console, defects: int, verbose: bool) -> None:
+        self.outcomes: list[Outcome] = []
+        self._console, self._defects, self._verbose = console, defects, verbose
+        self._lines = PlainLines()
+        self._bar: Progress | None = None
+
+    @contextmanager
+    def bar(self) -> Iterator[None]:
+        if not self._console.is_terminal:
+            yield
+            return
+        with bars(self._console) as self._bar:
+            self._bar.add_task("defects", total=self._defects)
+            yield
+        self._bar = None
+
+    def progress(self, line: str) -> None:
+        """How far the defect has come for whose outcome the others wait."""
+        if self._bar is not None:
+            self._bar.refresh()
+        elif self._lines.due():
+            killed = sum(outcome.killed for outcome in self.outcomes)
+            say(self._console, f"{killed} of {self._defects} killed; {line}" if self.outcomes else line)
+
+    def add(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], advance=1, refresh=True)
+        if self._verbose or not outcome.killed:
+            what = f"killed by {outcome.check!r} ({outcome.kind})" if outcome.killed else "survived"
+            found = f"{counted(outcome.examples, 'example')}, {outcome.seconds:.1f} s"
+            say(self._console, f"{outcome.name}: {what}, {found}")
+
+
+def summary(outcomes: Sequence[Outcome], seconds: float, verbose: bool) -> list[str]:
+    """Lines of 80 columns: a table, then what survived, then the verdict."""
+    killed = [outcome for outcome in outcomes if outcome.killed]
+    lines = _by_defect(outcomes) if verbose or len(outcomes) <= FEW else _by_check(killed)
+    lines += [f"survived: {o.name}: {by_name(o.name).about}" for o in outcomes if not o.killed]
+    soon = totals(outcomes)["within_200"]
+    verdict = f"{len(killed)} of {counted(len(outcomes), 'defect')} killed, {soon} of them within {SOON} examples"
+    return [*lines, f"{verdict}, in {seconds:.1f} s"]
+
+
+def _by_defect(outcomes: Sequence[Outcome]) -> list[str]:
+    """The names of defects and of what finds them take up to two lines of 80 columns."""
+    lines = [f"{'defect':<64}{'examples':>8}{'seconds':>8}"]
+    for o in outcomes:
+        lines.append(f"{o.name:<64}{o.examples:>8}{o.seconds:>8.1f}")
+        lines.append(f"    {o.check} ({o.kind})" if o.killed else "    survived")
+    return lines
+
+
+def _by_check(killed: Sequence[Outcome]) -> list[str]:
+    """One row for each property or law, those that found most first: how many defects, after how many examples."""
+    found: dict[str, list[int]] = {}
+    for outcome in killed:
+        found.setdefault(str(outcome.check), []).append(outcome.examples)
+    lines = [f"{'killed by':<44}{'defects':>8}{'examples: median':>18}{'most':>8}"]
+    for check, examples in sorted(found.items(), key=lambda item: -len(item[1])):
+        lines.append(f"{check:<44}{len(examples):>8}{median(examples):>18.0f}{max(examples):>8}")
+    return lines
 
 
 def _list(defects: Sequence[Defect], console: Console) -> None:
-    table = Table(title=counted(len(defects), "seeded defect"))
-    for head in ("name", "provenance", "what is wrong"):
-        table.add_column(head, no_wrap=head == "name")
     for defect in defects:
-        table.add_row(defect.name, defect.provenance, defect.about)
-    console.print(table, highlight=False)
-
-
-def _say(outcome: Outcome, console: Console) -> None:
-    what = f"killed by {outcome.check!r} ({outcome.kind})" if outcome.killed else "[bold red]survived[/]"
-    _print(console, f"{outcome.name}: {what}, {counted(outcome.examples, 'example')}, {outcome.seconds:.1f} s")
-
-
-def _summary(outcomes: list[Outcome], seconds: float, console: Console) -> None:
-    table = Table(title="seeded defects")
-    for head in ("name", "killed by", "kind", "examples", "seconds"):
-        table.add_column(head, justify="right" if head in ("examples", "seconds") else "left", no_wrap=head == "name")
-    for outcome in outcomes:
-        found = (outcome.check or "-", outcome.kind or "survived")
-        table.add_row(outcome.name, *found, str(outcome.examples), f"{outcome.seconds:.1f}")
-    console.print(table, highlight=False)
-    for outcome in outcomes:
-        if not outcome.killed:
-            _print(console, f"survived: {outcome.name}: {by_name(outcome.name).about}")
-    said = totals(outcomes)
-    killed = f"{said['killed']} of {counted(said['defects'], 'defect')} killed"
-    _print(console, f"{killed}, {said['within_200']} of them within {SOON} examples, in {seconds:.1f} s")
+        say(console, f"{defect.name} ({defect.provenance}): {defect.about}")
+    say(console, counted(len(defects), "seeded defect"))

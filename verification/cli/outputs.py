@@ -1,9 +1,12 @@
-"""Whether what a run is to leave behind can be written: found out before it starts, not after hours."""
+"""The files that a run leaves behind: whether they can be written is checked before it starts, not after hours."""
 
 from __future__ import annotations
 
+import json
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 
 def check_folder(argument: str, folder: Path) -> None:
@@ -17,8 +20,8 @@ def check_folder(argument: str, folder: Path) -> None:
 
 
 def check_file(argument: str, file: Path) -> None:
-    """See that the file can be written, and leave it as it is. Its folder is not made: one that is not there is
-    likelier a slip of the pen than a wish.
+    """See that the file can be written, and leave it as it is. Its folder is not made: where there is none, the name is
+    likely to be mistyped.
 
     Raises OSError naming the argument.
     """
@@ -32,3 +35,9 @@ def check_file(argument: str, file: Path) -> None:
                 pass
     except OSError as error:
         raise OSError(f"argument {argument}: cannot write {file}: {error}") from error
+
+
+def write_json(file: Path | None, record: Mapping[str, Any]) -> None:
+    """Nothing where no file was asked for."""
+    if file is not None:
+        file.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")

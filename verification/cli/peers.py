@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import random
 import shlex
 import sys
 import time
@@ -14,10 +12,11 @@ from functools import partial
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from verification.case import Case
-from verification.cli.arguments import MODULE, add_failures, add_json, add_seed, count, typed
+from verification.cli.arguments import MODULE, add_failures, add_json, add_seed, add_verbose, count, seed_of, typed
+from verification.cli.console import say
+from verification.cli.outputs import write_json
 from verification.peers import peer_rank as observe
 from verification.peers.known_peers import KNOWN, load, selected
 from verification.peers.peer import Peer, Refused
@@ -26,6 +25,7 @@ from verification.peers.probe import probe
 from verification.report.counter_example import CounterExample
 from verification.report.provenance import processor_run
 from verification.report.report import Report
+from verification.report.summary import in_full
 from verification.run.backends import GlooBackend, Unavailable
 from verification.runner import save
 from verification.search.experiment import ToolError
@@ -36,13 +36,15 @@ EXAMPLES = 150
 BUDGET = 20.0  # seconds to shrink a failure, and to look for others after the first one
 HELD, FAILED, NOT_RUN = "held", "counter-example", "not run"
 ABOUT = """\
-Runs other implementations of attention on the Cases that they claim to support, and holds them against the dense oracle
-within derived bounds. A NAME is one of --list, or a package of several of them, or `package.module:adapter` for one of
-your own, found in the working directory or installed: verification/README.md has an example of twenty
-lines. Without a NAME, all are run."""
+Runs other implementations of attention on the Cases that they claim to support,
+and compares them with the fp64 oracle, within derived bounds. A NAME is one of
+--list, or a package of several of them, or `package.module:adapter` for one of
+your own, found in the working directory or installed: verification/README.md
+has an example of twenty lines. Without a NAME, all are run."""
 STATUS = """\
-exit status: 0 all held; 1 a counter-example was found; 2 a peer could not be run (not installed, cannot be imported, no
-adapter), whatever the others did: their report is printed all the same."""
+exit status: 0 all held; 1 a counter-example was found; 2 a peer could not be
+run (not installed, cannot be imported, no adapter), whatever the others did:
+their report is printed all the same."""
 
 
 @dataclass
@@ -76,8 +78,8 @@ class Outcome:
         }
 
 
-def add_parser(commands: Any) -> None:
-    """`peers` among the commands of `verification.cli.command_line`."""
+def add_parser(commands: Any, epilog: str = STATUS) -> None:
+    """`commands`: what `ArgumentParser.add_subparsers` returned."""
     parser = commands.add_parser(
         "peers", help="run other implementations on the same Cases", description=ABOUT, epilog=STATUS,
         formatter_class=argparse.RawDescriptionHelpFormatter, prog=typed(f"{MODULE} peers"),
@@ -90,10 +92,11 @@ def add_parser(commands: Any) -> None:
     add_json(parser)
     add_failures(parser)
     parser.add_argument("--list", action="store_true", help="print these peers and what they claim, and run none")
+    add_verbose(parser, "every counter-example in full, and what else a run has with --verbose")
 
 
-def main(options: argparse.Namespace, console: Console) -> int:
-    """The exit status. Whether `--json` and `--failures` can be written has been seen to.
+def carry_out(options: argparse.Namespace, console: Console) -> int:
+    """0 all held, 1 a counter-example was found, 2 a peer could not be run.
 
     Raises Unavailable for a name that stands for no peer, before anything is run or printed.
     """
@@ -105,17 +108,16 @@ def main(options: argparse.Namespace, console: Console) -> int:
     if options.list:
         _list(listed, console)
         return 0
-    seed = random.SystemRandom().randrange(2**32) if options.seed is None else options.seed
-    console.print(f"seed {seed}; repeat this run with --seed {seed}", highlight=False)
+    seed = seed_of(options)
+    say(console, f"seed {seed}; repeat this run with --seed {seed}")
     outcomes, started = [Outcome(name) for name in chosen], time.perf_counter()
     for outcome in outcomes:
         _attempt(outcome, options, seed, console)
     seconds = time.perf_counter() - started
-    _summary(outcomes, seconds, console)
-    if options.json is not None:
-        report = processor_run(f"python -m verification peers {shlex.join(sys.argv[2:])}".rstrip())
-        report |= {"peers": [outcome.to_dict() for outcome in outcomes], "seconds": round(seconds, 3), "seed": seed}
-        options.json.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
+    _summary(outcomes, seconds, console, options.verbose)
+    report = processor_run(f"python -m verification peers {shlex.join(sys.argv[2:])}".rstrip())
+    report |= {"peers": [outcome.to_dict() for outcome in outcomes], "seconds": round(seconds, 3), "seed": seed}
+    write_json(options.json, report)
     verdicts = {outcome.verdict for outcome in outcomes}
     return 2 if NOT_RUN in verdicts else 1 if FAILED in verdicts else 0
 
@@ -131,7 +133,7 @@ def _chosen(names: Sequence[str]) -> list[str]:
 def _list(peers: Mapping[str, Peer], console: Console) -> None:
     for name, peer in peers.items():
         worlds = ", ".join(map(str, peer.worlds))
-        console.print(f"{name} ({peer.version or 'not installed'}; ranks {worlds}): {peer.supported}", highlight=False)
+        say(console, f"{name} ({peer.version or 'not installed'}; ranks {worlds}): {peer.supported}")
 
 
 def _attempt(outcome: Outcome, options: argparse.Namespace, seed: int, console: Console) -> None:
@@ -143,7 +145,7 @@ def _attempt(outcome: Outcome, options: argparse.Namespace, seed: int, console: 
         outcome.reason = str(error)
     outcome.seconds = time.perf_counter() - started
     if outcome.reason:
-        console.print(f"{outcome.name}: not run: {outcome.reason}", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"{outcome.name}: not run: {outcome.reason}")
 
 
 def _run(outcome: Outcome, options: argparse.Namespace, seed: int, console: Console) -> None:
@@ -156,8 +158,8 @@ def _run(outcome: Outcome, options: argparse.Namespace, seed: int, console: Cons
     probe(outcome.name)
     peer = load(outcome.name)
     outcome.version, outcome.supported = peer.version, peer.supported
-    console.print(f"{outcome.name} {peer.version or ''}: {peer.supported}", markup=False, highlight=False)
-    report = Report(console)
+    say(console, f"{outcome.name} {peer.version or ''}: {peer.supported}")
+    report = Report(console, verbose=options.verbose)
     backend = GlooBackend(TIMEOUT, partial(observe.prepare, outcome.name))
     try:
         with report:
@@ -193,22 +195,21 @@ def _search(
     return found
 
 
-def _summary(outcomes: Sequence[Outcome], seconds: float, console: Console) -> None:
-    table = Table(title="peers")
-    for head in ("peer", "version", "verdict", "check", "held", "seconds"):
-        table.add_column(head, justify="right" if head in ("held", "seconds") else "left")
+def _summary(outcomes: Sequence[Outcome], seconds: float, console: Console, verbose: bool) -> None:
+    """A row for each peer, the first counter-example of each that has one, and the verdict."""
+    say(console, f"{'peer':<32}{'version':<12}{'verdict':<16}{'examples':>8}{'seconds':>8}")
     for o in outcomes:
-        checks = ", ".join(failure.broken for failure in o.failures)
-        table.add_row(o.name, o.version or "-", o.verdict, checks, str(o.examples), f"{o.seconds:.1f}")
-    console.print(table)
+        say(console, f"{o.name:<32}{o.version or '-':<12}{o.verdict:<16}{o.examples:>8}{o.seconds:>8.1f}")
     for o in outcomes:
-        for failure in o.failures:
-            console.rule(style="red")
-            said = (f"{o.name}, {failure.kind}: {failure.broken}, world {failure.world}", failure.message)
-            for line in (*said, json.dumps(failure.record), f"replay: {failure.replay}"):
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
+        for number, failure in enumerate(o.failures):
+            if not number or verbose:
+                say(console, f"{o.name}:")
+                for line in in_full(failure):
+                    console.print(line, soft_wrap=True)
+            else:
+                say(console, f"{o.name}: also {failure.broken} ({failure.kind}): {failure.file}")
     counts = {verdict: sum(o.verdict == verdict for o in outcomes) for verdict in (HELD, FAILED, NOT_RUN)}
     words = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
-    console.print(f"{counted(len(outcomes), 'peer')} in {seconds:.1f} s: {words}", highlight=False)
+    say(console, f"{counted(len(outcomes), 'peer')} in {seconds:.1f} s: {words}")
     if counts[NOT_RUN]:
         print(f"{typed(f'{MODULE} peers')}: some peers could not be run, see above", file=sys.stderr)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import shlex
 import signal
 import sys
@@ -17,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 import verification.peers.saved  # noqa: F401 - so that saved counter-examples of peers can be replayed
 from verification import runner
 from verification.case import Case
-from verification.cli.arguments import add_failures, add_json, add_seed, count
-from verification.cli.outputs import check_file, check_folder
+from verification.cli.arguments import add_failures, add_json, add_seed, add_verbose, count, seed_of, span, whole
+from verification.cli.console import console
+from verification.cli.outputs import check_file, check_folder, write_json
 from verification.failures import RankCrash, VerificationFailure
 from verification.problems import links, long_problems
 from verification.problems.long_problems import LongProblem
@@ -45,16 +44,17 @@ LONG = {"nccl": 65_536, "gloo": 2048}
 TIMEOUT = 20.0  # seconds
 LARGE_TIMEOUT = 300.0  # seconds for a message of 256 MiB, or a long problem, unless --timeout is more
 BUDGET = 60.0  # seconds
-DESCRIPTION = f"""\
-Checks ring_attention on the ranks that torchrun started: first the links between them, then drawn Cases and the laws
-between Cases, judged against the fp64 oracle within derived bounds as by `python -m verification run`, then long
-problems. What fails is shrunk in a simulation, saved, and printed with the line that replays it.
-    {HOW}                    # NCCL: one GPU for each rank
-    {HOW} --backend gloo     # no GPU needed"""
+DESCRIPTION = """\
+Checks ring_attention on the ranks that torchrun started: first the links
+between them; then drawn Cases and the laws between Cases, compared with the
+fp64 oracle within derived bounds as by `python -m verification run`; then long
+problems. What fails is shrunk in a simulation, saved, and printed with the line
+that replays it. With --backend gloo no GPU is needed."""
 EPILOGUE = """\
-exit status: 0 all held; 1 a counter-example, or a process is gone; 2 it could not be carried out, or was interrupted:
-then what held so far is reported all the same, and the JSON has "interrupted": true and "held": false. torchrun itself
-ends with 1 wherever that is not 0."""
+exit status: 0 all held; 1 a counter-example, or a process is gone; 2 it could
+not be carried out, or was interrupted: then what held so far is reported all
+the same, and the JSON has "interrupted": true and "held": false. torchrun
+itself ends with 1 wherever that is not 0."""
 
 
 class TorchrunReport(Report):
@@ -62,11 +62,9 @@ class TorchrunReport(Report):
 
     def failed(self, failure: CounterExample) -> None:
         if failure.backend != "sim":
-            script = Path(sys.argv[0]).resolve()
-            program = ["-m", "verification.cli.validate"] if script == Path(__file__).resolve() else [str(script)]
             start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={failure.world}"]
-            again = [*program, "--backend", failure.backend, "--replay", str(failure.file.resolve())]
-            failure = replace(failure, command=(*start, *again))
+            again = ["--backend", failure.backend, "--replay", str(failure.file.resolve())]
+            failure = replace(failure, command=(*start, "-m", "verification.cli.validate", *again))
         super().failed(failure)
 
 
@@ -82,12 +80,13 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add_seed(found)
     found.add_argument(
-        "--timeout", type=seconds, default=TIMEOUT, metavar="S",
+        "--timeout", type=span(86_400, "a number of seconds > 0 and less than a day"), default=TIMEOUT, metavar="S",
         help="seconds that the ranks may take for an example before they hang (default: %(default)g)",
     )  # fmt: skip
+    least = long_problems.LEAST
     found.add_argument(
         "--long",
-        type=tokens,
+        type=whole(lambda number: number == 0 or number >= least, f"0 or an integer >= {least}"),
         metavar="N",
         help=f"tokens of the long problems (default: {LONG['nccl']}, gloo {LONG['gloo']}); 0 leaves them out",
     )
@@ -97,33 +96,14 @@ def parser() -> argparse.ArgumentParser:
         help=f"of {', '.join(map(repr, long_problems.KINDS))} (default: all)",
     )  # fmt: skip
     found.add_argument(
-        "--budget", type=seconds, default=BUDGET, metavar="S",
+        "--budget", type=span(86_400, "a number of seconds > 0 and less than a day"), default=BUDGET, metavar="S",
         help="seconds to shrink a failure, and after the first to look for others (default: %(default)g)",
     )  # fmt: skip
     found.add_argument("--replay", type=Path, metavar="CASE.json", help="run one saved counter-example instead")
     add_json(found)
     add_failures(found)
+    add_verbose(found, "the rates of all links, each long problem, all of the coverage, each counter-example")
     return found
-
-
-def seconds(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 < number < 86_400:
-        raise argparse.ArgumentTypeError(f"must be a number of seconds > 0 and less than a day, got {text!r}")
-    return number
-
-
-def tokens(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = -1
-    if number != 0 and number < long_problems.LEAST:
-        raise argparse.ArgumentTypeError(f"must be 0 or an integer >= {long_problems.LEAST}, got {text!r}")
-    return number
 
 
 def main(arguments: Sequence[str] | None = None, prepare: Preparation | None = None) -> int:
@@ -156,8 +136,8 @@ def _serve(options: argparse.Namespace, agents: Agents, prepare: Preparation | N
     """All that rank 0 does. Whatever goes wrong is said here: the other processes only end."""
     signal.signal(signal.SIGTERM, agents.told_to_leave)
     signal.signal(signal.SIGINT, agents.interrupted)
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    report = TorchrunReport(console, extras={"backend": options.backend, "world": agents.place.world_size})
+    extras = {"backend": options.backend, "world": agents.place.world_size}
+    report = TorchrunReport(console(), extras, options.verbose)
     backend = TorchrunBackend(agents, options.backend, options.timeout, prepare)
     shrink_backend = ShrinkBackend(agents, prepare)
     try:
@@ -185,7 +165,7 @@ def _serve(options: argparse.Namespace, agents: Agents, prepare: Preparation | N
         world, typed = backend.agents.place.world_size, shlex.join(sys.argv[1:])
         command = f"torchrun --nproc-per-node={world} {SCRIPT} {typed}"
         report.extras |= surroundings("cuda" if options.backend == "nccl" else "cpu", world, command.rstrip())
-        options.json.write_text(json.dumps(report.to_dict(), indent=2, allow_nan=False) + "\n")
+        write_json(options.json, report.to_dict())
     if report.interrupted:
         return _refuse("interrupted")
     return 1 if report.failures else 0
@@ -209,12 +189,9 @@ def _record_loss(lost: AgentLost, report: Report, backend: TorchrunBackend, fold
 
 def _run(options: argparse.Namespace, report: Report, backend: TorchrunBackend, shrink_backend: ShrinkBackend) -> None:
     world = backend.agents.place.world_size
-    seed = random.SystemRandom().getrandbits(32) if options.seed is None else options.seed
+    seed = seed_of(options)
     report.extras["seed"] = seed
-    report.say(
-        f"{counted(world, 'rank')} under torchrun, joined by {backend.name}; seed {seed}: repeat this run with "
-        f"--seed {seed}"
-    )
+    report.say(f"{counted(world, 'rank')}, joined by {backend.name}; seed {seed}; repeat this run with --seed {seed}")
     backend.start(world)
     with report:
         if run_links(report, backend, options.failures):
@@ -236,7 +213,7 @@ def run_links(report: Report, backend: TorchrunBackend, folder: Path) -> bool:
     if world == 1:
         report.say(f"{links.TITLE}: there is one rank, so there are none")
         return True
-    report.start_world(world, 1)
+    report.start_world(world, 1, links.TITLE)
     started = time.perf_counter()
     timeout = max(LARGE_TIMEOUT, backend.timeout)
 
@@ -254,8 +231,9 @@ def run_links(report: Report, backend: TorchrunBackend, folder: Path) -> bool:
     report.held("uint8", {links.TITLE: 0.0}, time.perf_counter() - started)
     report.end_world(links.TITLE)
     report.extras["links"] = links.record(rates)
+    report.notable.append(links.fastest(rates))
     for line in links.table(rates):
-        report.say(line)
+        report.detail(line)
     return True
 
 
@@ -273,7 +251,7 @@ def run_cases(
 def run_long(report: Report, backend: TorchrunBackend, problem: LongProblem, folder: Path) -> None:
     case = problem.case("cuda" if backend.name == "nccl" else "cpu")
     timeout, started = backend.timeout, time.perf_counter()
-    report.start_world(problem.world, 1)
+    report.start_world(problem.world, 1, problem.kind)
     backend.timeout = max(LARGE_TIMEOUT, timeout)
     try:
         backend.submit(long_problems.judge, case)
@@ -290,13 +268,13 @@ def run_long(report: Report, backend: TorchrunBackend, problem: LongProblem, fol
         backend.timeout = timeout
     report.held(case.dtype, {long_problems.TITLE: float(np.max(list(ratios.values())))}, time.perf_counter() - started)
     rows = seen[0].rows
-    judged = "all rows" if rows == case.tokens else f"{rows} sampled rows, not all; dk and dv of all keys from these"
+    judged = "all rows" if rows == case.tokens else f"{rows} sampled rows, with what these add to dk and dv"
     report.end_world(f"{problem.kind}, {problem.tokens} tokens, {judged}")
     slowest, most = max(one.seconds for one in seen), max(one.bytes for one in seen)
-    worst = ", ".join(f"{name} {ratio:.3g}" for name, ratio in ratios.items())
-    report.say(
-        f"  worst error / bound {worst}; forward + backward {slowest:.3f} s, at most {most / 2**20:.0f} MiB of a rank"
-    )
+    about = f"{problem.kind}, {problem.tokens} tokens"
+    cost = f"forward + backward {slowest:.3f} s, at most {most / 2**20:.0f} MiB of a rank"
+    report.notable.append(f"{about}, {judged}: {cost}")
+    report.detail("  worst error / bound " + ", ".join(f"{name} {ratio:.3g}" for name, ratio in ratios.items()))
     report.extras.setdefault("long", []).append(
         asdict(problem) | {"rows": rows, "worst_ratio": ratios, "seconds": slowest, "bytes": most}
     )
@@ -322,4 +300,8 @@ def _replay(options: argparse.Namespace, report: Report, backend: TorchrunBacken
             run_links(report, backend, options.failures)
         else:
             run_long(report, backend, problem, options.failures)
-    report.summary()
+    report.summary(replayed=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

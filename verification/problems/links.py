@@ -198,12 +198,20 @@ def check_links(run: Any, sizes: tuple[int, ...]) -> list[Rate]:
 
 
 def table(rates: list[Rate]) -> list[str]:
-    """One line for each size."""
-    lines = ["  bytes       GB/s: to the next rank, to the one before, both at once (of the slowest rank)"]
+    """One line for each size, of the slowest rank."""
+    lines = ["  bytes       GB/s to the next rank, to the one before, both at once"]
     for size in dict.fromkeys(rate.size for rate in rates):
         found = {rate.ways: rate.rate for rate in rates if rate.size == size}
         lines.append(f"  {size:>9,}   " + "".join(f"{found[ways]:>12.3g}" for ways in (1, -1, 2)))
     return lines
+
+
+def fastest(rates: list[Rate]) -> str:
+    """The rates of the largest messages, in words."""
+    largest = max(rate.size for rate in rates)
+    found = {rate.ways: f"{rate.rate:.3g}" for rate in rates if rate.size == largest}
+    each = f"{found[1]} GB/s to the next rank, {found[-1]} to the one before, {found[2]} both at once"
+    return f"links, messages of {largest:,} bytes: {each}"
 
 
 def record(rates: list[Rate]) -> list[dict[str, Any]]:

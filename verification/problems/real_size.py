@@ -135,8 +135,9 @@ def run(backend: Backend, report: Report, problem: Problem, failures: Path) -> N
     the report.
     """
     case, timeout, started = problem.case(), backend.timeout, time.perf_counter()
-    report.start_world(problem.world, 1)
-    report.say(f"{TITLE}: {problem.tokens} tokens, {HEADS} heads of {HEAD_DIM}, {counted(problem.world, 'rank')} ...")
+    about = f"{problem.tokens} tokens, {HEADS} heads of {HEAD_DIM}, {counted(problem.world, 'rank')}"
+    report.start_world(problem.world, 1, TITLE)
+    report.note(f"{TITLE}: {about} ...")
     given = tensors(problem)
     backend.timeout = TIMEOUT
     try:
@@ -176,7 +177,13 @@ def run(backend: Backend, report: Report, problem: Problem, failures: Path) -> N
         ],
     }
     for rank, (x, bytes_sent) in enumerate(zip(seen, sent, strict=True)):
-        report.say(
-            f"  rank {rank}: forward + backward {x.seconds:.2f} s, {bytes_sent / 2**20:.1f} MiB sent, at most "
-            f"{x.tensor_bytes / 2**20:.1f} MiB in tensors, {x.resident_bytes / 2**20:.0f} MiB resident"
-        )
+        report.detail(f"  rank {rank}: {_measured_words(x.seconds, bytes_sent, x.tensor_bytes, x.resident_bytes)}")
+    most = [max(values) for values in zip(*((x.seconds, x.tensor_bytes, x.resident_bytes) for x in seen), strict=True)]
+    words = _measured_words(most[0], max(sent), most[1], most[2])
+    report.notable.append(f"{TITLE}, {about}: {words} (the most of any rank)")
+
+
+def _measured_words(seconds: float, sent: float, tensors: float, resident: float) -> str:
+    """Seconds of a pass, and bytes."""
+    memory = f"{tensors / 2**20:.1f} MiB in tensors, {resident / 2**20:.0f} MiB resident"
+    return f"forward + backward {seconds:.2f} s, {sent / 2**20:.1f} MiB sent, {memory}"

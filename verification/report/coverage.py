@@ -274,7 +274,7 @@ class Coverage:
         if missing:
             lines += listing("  none had: ", missing, 2)
         if few:
-            lines += listing("  few had: ", (f"{name} {count}" for count, name in few), 2)
+            lines += listing("  few had: ", (f"{name} ({count})" for count, name in few), 2)
         return lines
 
     def lines(self) -> list[str]:

@@ -93,7 +93,7 @@ class RunProgress:
             if now - self._drawn >= DRAW_EVERY:
                 self._bars.refresh()
                 self._drawn = now
-        elif self._lines.due():
+        elif self._done < self._goal and self._lines.due():
             done = f"{self._done}/{counted(self._goal, 'example')}"
             self._console.print(
                 f"{self._title}: {done}, {rate}/s, worst error / bound {worst:.3f}", highlight=False, markup=False

@@ -42,12 +42,12 @@ class Report(RunRecord):
 
     # --- events -------------------------------------------------------------------------------------------------------
 
-    def start_world(self, world: int, goal: int) -> None:
-        """From now on examples are on that world size; `goal` of them are planned."""
+    def start_world(self, world: int, goal: int, what: str = "") -> None:
+        """From now on examples are on that world size; `goal` of them are planned. what: for the progress, in words."""
         self._world, self._done, self._alike = world, 0, 0
         self._failed_before, self._worst, self._open = len(self.failures), 0.0, True
         self._since = time.perf_counter()
-        self._progress.begin(f"world {world}", goal)
+        self._progress.begin(f"world {world}, {what}" if what else f"world {world}", goal)
 
     def end_world(self, what: str = "examples") -> float:
         """Sums up since `start_world`; returns the seconds that passed."""

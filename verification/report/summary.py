@@ -32,15 +32,14 @@ def of_run(record: RunRecord, everything: bool = False) -> list[Text]:
     """The summary of a run."""
     failed = _counter_examples(record.failures, everything)
     covered = _covered(record, everything)
-    notable = [line for text in record.notable for line in _plain(paragraph(text, hanging="  "))]
-    rest = [*notable, *covered, Text(), _verdict(record), *failed]
+    rest = [*_notable(record), *covered, Text(), _verdict(record), *failed]
     return [*_table(record, everything, LINES - len(rest)), *rest]
 
 
 def of_replay(record: RunRecord) -> list[Text]:
     """Of one example that was run again. What was seen has been printed; the verdict comes last."""
     cases = [line for failure in record.failures for line in _case(failure)]
-    return [*_table(record, False, LINES), *cases, _verdict(record)]
+    return [*_table(record, False, LINES), *_notable(record), *cases, _verdict(record)]
 
 
 def seen(failure: CounterExample, most: int | None = None) -> list[Text]:
@@ -107,7 +106,11 @@ def _ratio(value: float | None) -> str:
     return "0" if value == 0 else f"{value:.3f}" if value >= 0.001 else f"{value:.0e}"
 
 
-# --- coverage and verdict ---------------------------------------------------------------------------------------------
+# --- what was measured, coverage, verdict -----------------------------------------------------------------------------
+
+
+def _notable(record: RunRecord) -> list[Text]:
+    return [line for text in record.notable for line in _plain(paragraph(text, hanging="  "))]
 
 
 def _covered(record: RunRecord, everything: bool) -> list[Text]:

@@ -11,13 +11,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from tests.support.printed import unbroken
 from verification import runner
 from verification.__main__ import main
-from verification.cli import mutants, nightly, peers
+from verification.cli import doctor, mutants, nightly, peers, validate
 from verification.cli.arguments import TYPED
 from verification.cli.outputs import check_file, check_folder
 from verification.replay import replay
@@ -56,14 +57,20 @@ def verification(*arguments: str, folder: Path, program: str = "verification") -
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("arguments", (("--help",), ("run", "--help"), ("replay", "--help")), ids=" ".join)
-def test_help_says_what_there_is(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", ("", "run", "replay", "mutants", "peers", "validate", "doctor"))
+def test_help_says_what_there_is_in_80_columns(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as caught:
-        main(arguments)
+        if command in ("validate", "doctor"):
+            {"validate": validate, "doctor": doctor}[command].main(["--help"])
+        else:
+            main([command, "--help"] if command else ["--help"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
-    assert "exit status: 0 all held; 1 a counter-example was found; 2" in text
-    assert "--help" in text
+    assert "exit status: 0 " in text and "; 2 " in unbroken(text) and "--help" in text
+    assert max(map(len, text.splitlines())) <= 80
 
 
 COMMANDS = {
@@ -164,6 +171,12 @@ def ran(*arguments: object) -> int:
     raise AssertionError("it ran")
 
 
+# What each command calls once its arguments are checked.
+STARTED: tuple[tuple[ModuleType, str], ...] = (
+    (mutants, "carry_out"), (peers, "carry_out"), (runner, "run"), (nightly, "run"), (replay, "replay"),
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     (
@@ -198,7 +211,12 @@ def test_what_cannot_be_written_is_noticed_before_anything_runs(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("kept")
     (tmp_path / "folder").mkdir()
-    for module, function in ((runner, "run"), (nightly, "run"), (mutants, "main"), (peers, "main"), (replay, "replay")):
+    for module, function in (
+        *((module, "carry_out") for module in (mutants, peers)),
+        (runner, "run"),
+        (nightly, "run"),
+        (replay, "replay"),
+    ):
         monkeypatch.setattr(module, function, ran)
     places = {"file": tmp_path / "file", "folder": tmp_path / "folder", "new": tmp_path / "new"}
     assert main([argument.format(**places) for argument in arguments]) == 2
@@ -228,6 +246,14 @@ def test_an_error_of_the_tool_is_no_counter_example(tmp_path: Path) -> None:
     assert done.returncode == 2 and "no ring today" in done.stderr
 
 
+def summary_of(printed: str) -> list[str]:
+    """The lines from the table on. All lines have at most 80 columns; these, and the first one, are at most 40."""
+    lines = printed.splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("worst error / bound on "))
+    assert max(map(len, lines)) <= 80 and len(lines) - first < 40, printed
+    return lines[first:]
+
+
 def test_a_run_that_holds(tmp_path: Path) -> None:
     done = verification(
         "run", "--world", "2,1", "--examples", "12", "--seed", "7", "--real-size", "256", "--json", "report.json",
@@ -236,6 +262,10 @@ def test_a_run_that_holds(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "--seed 7" in done.stdout and "all held" in done.stdout and "MiB sent" in done.stdout
     assert "\x1b" not in done.stdout, "no control codes where there is no terminal"
+    lines = done.stdout.splitlines()
+    assert (
+        max(map(len, lines)) <= 80 and len(lines) - lines.index(next(x for x in lines if "error / bound on" in x)) < 40
+    )
     data = json.loads((tmp_path / "report.json").read_text())
     assert data["held"] is True and data["failures"] == [] and data["seed"] == 7 and data["seconds"] > 0
     rows = {(row["property"], row["world"]): 0 for row in data["rows"]}
@@ -256,6 +286,11 @@ def test_a_counter_example_gives_1_and_a_line_that_replays_it(tmp_path: Path) ->
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
     failures = json.loads((tmp_path / "report.json").read_text())["failures"]
+    lines = done.stdout.splitlines()
+    assert (
+        max(map(len, lines)) <= 80 and len(lines) - lines.index(next(x for x in lines if "error / bound on" in x)) < 40
+    )
+    assert any(line.startswith("replay: ") for line in lines[-2:]), "it comes last"
     first = next(failure for failure in failures if failure["property"] == "output and lse")
     assert first["kind"] == "wrong result" and first["case"]["tokens"] == 3
     line = shlex.split(first["replay"])

@@ -27,6 +27,7 @@ def test_it_tells_everything_and_writes_the_same_as_json(tmp_path: Path, capsys:
     assert list(found["exchanges"]) == list(EXCHANGES)
     assert {choice["dtype"] for choice in found["kernels"]} == set(DTYPES)
     assert len(found["gpus"]) == len(found["peer_access"]) == torch.cuda.device_count()
+    assert max(map(len, said.partition("links (nvidia-smi")[0].splitlines())) <= 80
     for part in ("GPUs: ", "gloo's interface: ", "settings in force", "exchanges:", 'kernel "auto"'):
         assert part in said
 
@@ -56,6 +57,15 @@ def test_gpus_are_shown_with_who_reads_whom() -> None:
     said = list(doctor.lines(found))
     assert "  1: X, 16.0 GiB, compute capability 9.0" in said
     assert "  0: yes NO " in said and "  1: yes yes" in said and "  GPU0 NV18" in said
+
+
+def test_what_is_the_same_is_said_once_in_80_columns() -> None:
+    found = doctor.examine({"NCCL_NVLS_ENABLE": "0"})
+    roads = {"cpu": "gloo", "cuda": "copies out of symmetric memory " * 4}
+    found["exchanges"] = {"ring": roads, "direct": roads, "gather": {"cpu": "gloo"}}
+    said = list(doctor.lines(found))
+    assert max(map(len, said)) <= 80 and said.index("  ring, direct") + 3 < said.index("  gather")
+    assert "    full: flash" in said and sum(line.startswith("    causal: ") for line in said) < len(DTYPES)
 
 
 def test_kernels_are_those_that_were_called(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
-from argparse import ArgumentParser
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -21,7 +18,6 @@ from tests.support import mutant_tasks
 from tests.support.plain_case import plain
 from verification.case import Case
 from verification.check.laws import LAWS
-from verification.cli import mutants as command
 from verification.failures import RankError
 from verification.mutants import subjects, trials
 from verification.mutants.catalogue import DEFECTS, NO_PLACE, by_name
@@ -197,30 +193,6 @@ def test_a_defect_is_killed_and_its_case_holds_without_it(name: str) -> None:
             backend.close()
 
 
-def test_command_tells_of_progress_and_survivors_and_writes_what_it_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trials, "LINE_EVERY", 0.1)
-    parser = ArgumentParser()
-    command.add_parser(parser.add_subparsers())
-    file, name = tmp_path / "mutants.json", "carried-gradients-dropped"
-    console = Console(record=True, width=150)
-    options = parser.parse_args(["mutants", name, "--limit", "1", "--seed", "5", "--json", str(file)])
-    assert command.main(options, console) == 1  # one example, the simplest, shows nothing
-    found = json.loads(file.read_text())
-    assert {key: found[key] for key in ("defects", "killed", "survived", "within_200", "seed", "limit")} == {
-        "defects": 1, "killed": 0, "survived": 1, "within_200": 0, "seed": 5, "limit": 1,
-    }  # fmt: skip
-    (outcome,) = found["mutants"]
-    assert (outcome["name"], outcome["provenance"]) == (name, by_name(name).provenance)
-    assert (outcome["killed"], outcome["check"], outcome["examples"], outcome["case"]) == (False, None, 1, None)
-    said = console.export_text()
-    assert by_name(name).about in said
-    progress = r"^without any defect, on sim: (\d+) of 60 examples held so far$"
-    counts = [int(n) for n in re.findall(progress, said, re.MULTILINE)]
-    assert counts == sorted(counts) and 0 < counts[-1] <= 60 and len(set(counts)) > 2, said
-
-
 def test_a_defect_whose_own_code_does_not_run_is_no_kill() -> None:
     subject = subjects.Subject(EXAMPLES, plain(2))
     for error in ("UnboundLocalError: cannot access local variable 'top'", "NameError: name 'top' is not defined"):
@@ -229,20 +201,3 @@ def test_a_defect_whose_own_code_does_not_run_is_no_kill() -> None:
             trials.outcome_of(by_name("merge-by-sigmoid"), trials.Result(found, 1, 0.1))
     found = Found(RankError("rank 0 raised: ValueError: shapes"), subject, "sim")
     assert trials.outcome_of(by_name("merge-by-sigmoid"), trials.Result(found, 1, 0.1)).killed
-
-
-def test_a_tool_that_fails_is_no_kill(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = ArgumentParser()
-    command.add_parser(parser.add_subparsers())
-    assert command.main(parser.parse_args(["mutants", "no-such-defect"]), Console()) == 2
-    said = capsys.readouterr()
-    assert "argument NAME: 'no-such-defect' is no defect" in said.err and not said.out
-
-
-def test_a_list_has_what_was_asked_for() -> None:
-    parser, console = ArgumentParser(), Console(record=True, width=150)
-    command.add_parser(parser.add_subparsers())
-    name = DEFECTS[0].name
-    assert command.main(parser.parse_args(["mutants", name, "--list"]), console) == 0
-    text = console.export_text()
-    assert name in text and "1 seeded defect" in text and DEFECTS[1].name not in text

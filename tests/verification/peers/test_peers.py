@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -105,7 +106,10 @@ def test_a_wrong_one_is_found_shrunk_and_replayed(folder: Path) -> None:
     case = Case.from_json(json.dumps(mine["case"]))
     assert (case.world, case.tokens, case.batch, case.heads, case.head_dim) == (2, 2, 1, 1, 1)
     assert (case.values, case.score_scale, case.seed, case.strided) == ("normal", 1.0, 0, False)
-    assert mine["replay"] in printed and mine["message"] in printed
+    *start, last = shlex.split(mine["replay"])
+    replay = shlex.join([*start, os.path.relpath(last, folder)])  # as seen from the working directory
+    assert f"replay: {replay}" in unbroken(printed) and mine["message"] in unbroken(printed)
+    assert max(map(len, printed.splitlines())) <= 80
     (file,) = [f for f in (folder / "kept").iterdir() if json.loads(f.read_text())["case"] == mine["case"]]
     assert str(file) in mine["replay"]
     again = verification(folder, "replay", str(file))

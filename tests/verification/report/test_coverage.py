@@ -162,7 +162,7 @@ def test_few_lines_name_what_is_rare_or_missing() -> None:
     assert coverage.rarest() == [first]
     coverage.counts |= {"one token": 0, "measured": 19, "strided": 3, "dense": 20}
     first = first.replace(f"had {len(FEATURES)}", f"had {len(FEATURES) - 1}")
-    assert coverage.rarest() == [first, "  none had: one token", "  few had: strided 3, measured 19"]
+    assert coverage.rarest() == [first, "  none had: one token", "  few had: strided (3), measured (19)"]
     coverage.counts = dict.fromkeys(FEATURES, 0)
     first, *names = coverage.rarest()
     assert len(names) == 2 and re.search(r"and \d+ more$", names[-1]) and max(map(len, names)) <= 80

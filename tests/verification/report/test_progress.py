@@ -38,7 +38,7 @@ def test_without_a_terminal_lines_come_ever_less_often(clock: Clock) -> None:
         shown.end()
     lines = printed(console).splitlines()
     when = [int(re.match(r"world 2: (\d+)/600 examples, 1/s, worst error / bound 0.500$", line)[1]) for line in lines]  # type: ignore[index]
-    assert when == [5, 15, 35, 75, 135, 195, 255, 315, 375, 435, 495, 555]
+    assert when == [5, 15, 35, 75, 135, 195, 255, 315, 375, 435, 495, 555], "and none for the last one"
     assert "\x1b" not in printed(console)
 
 

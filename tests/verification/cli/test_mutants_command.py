@@ -1,0 +1,125 @@
+"""`python -m verification mutants`: what it prints stays within 80 columns, with and without a terminal."""
+
+from __future__ import annotations
+
+import json
+import re
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.printed import printed, recording, unbroken
+from verification.__main__ import main
+from verification.cli import mutants as command
+from verification.mutants import trials
+from verification.mutants.catalogue import DEFECTS, by_name
+from verification.mutants.trials import Outcome
+from verification.report import progress
+
+
+def parsed(*arguments: str) -> Namespace:
+    parser = ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    return parser.parse_args(["mutants", *arguments])
+
+
+def outcomes(count: int, survivors: int = 0) -> list[Outcome]:
+    """Of the first defects of the catalogue, of which the last ones survive."""
+    found = []
+    for number, defect in enumerate(DEFECTS[:count]):
+        killed = number < count - survivors
+        check, kind = ("gradients", "bytes sent")[number % 2], "wrong result"
+        found.append(
+            Outcome(defect.name, defect.provenance, killed, check, kind, number + 1, 0.5, None)
+            if killed
+            else Outcome(defect.name, defect.provenance, False, None, None, 8000, 99.9, None)
+        )
+    return found
+
+
+def test_it_tells_of_progress_and_survivors_and_writes_what_it_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trials, "LINE_EVERY", 0.1)
+    monkeypatch.setattr(progress, "FIRST_LINE", 0.0)
+    file, name, console = tmp_path / "mutants.json", "carried-gradients-dropped", recording()
+    options = parsed(name, "--limit", "1", "--seed", "5", "--json", str(file))
+    assert command.carry_out(options, console) == 1  # one example, the simplest, shows nothing
+    found = json.loads(file.read_text())
+    assert {key: found[key] for key in ("defects", "killed", "survived", "within_200", "seed", "limit")} == {
+        "defects": 1, "killed": 0, "survived": 1, "within_200": 0, "seed": 5, "limit": 1,
+    }  # fmt: skip
+    (outcome,) = found["mutants"]
+    assert (outcome["name"], outcome["provenance"]) == (name, by_name(name).provenance)
+    assert (outcome["killed"], outcome["check"], outcome["examples"], outcome["case"]) == (False, None, 1, None)
+    said = printed(console)
+    assert by_name(name).about in unbroken(said)
+    held = r"^without any defect, on sim: (\d+) of 60 examples held so far$"
+    counts = [int(n) for n in re.findall(held, said, re.MULTILINE)]
+    assert counts == sorted(counts) and 0 < counts[-1] <= 60 and len(set(counts)) > 2, said
+    assert said.splitlines()[-1].startswith("0 of 1 defect killed, 0 of them within 200 examples, in ")
+
+
+def carried_out(
+    monkeypatch: pytest.MonkeyPatch, found: list[Outcome], *arguments: str, terminal: bool = False
+) -> tuple[int, str]:
+    """The status, and what was printed, of a search that comes to these outcomes."""
+
+    def try_all(names: list[str], seed: int, limit: int, say: Callable[[str], None]) -> Iterator[Outcome]:
+        for outcome in found:
+            say(f"{outcome.name}: 12 of 8000 examples held so far")
+            yield outcome
+
+    monkeypatch.setattr(command, "try_all", try_all)
+    console = recording(terminal)
+    status = command.carry_out(parsed(*(outcome.name for outcome in found), *arguments), console)
+    return status, printed(console)
+
+
+@pytest.mark.parametrize("terminal", (False, True))
+@pytest.mark.parametrize(("count", "survivors"), ((3, 0), (20, 2), (len(DEFECTS), 0), (len(DEFECTS), 3)))
+def test_lines_and_columns(monkeypatch: pytest.MonkeyPatch, count: int, survivors: int, terminal: bool) -> None:
+    found = outcomes(count, survivors)
+    status, said = carried_out(monkeypatch, found, terminal=terminal)
+    assert status == (1 if survivors else 0)
+    lines = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", said))
+    assert max(map(len, lines)) <= 80
+    *_, verdict = (line for line in lines if line.strip())
+    assert verdict.startswith(f"{count - survivors} of {count} defects killed, ")
+    if count > command.FEW:
+        assert sum(not line.startswith(("defects ", " ")) for line in lines) <= 40, said
+        assert any(re.match(r"gradients +\d+ ", line) for line in lines)
+    for outcome in found[count - survivors :]:
+        assert f"survived: {outcome.name}: {by_name(outcome.name).about}" in unbroken("\n".join(lines))
+
+
+def test_verbose_has_a_row_for_each_defect(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, said = carried_out(monkeypatch, outcomes(len(DEFECTS)), "--verbose")
+    assert max(map(len, said.splitlines())) <= 80
+    for defect in DEFECTS:
+        assert re.search(rf"^{defect.name} +\d+ +0.5$", said, re.MULTILINE), "the row at the end"
+        assert re.search(rf"^{defect.name}: killed by", said, re.MULTILINE), "the line as soon as it was known"
+
+
+def test_a_tool_that_fails_is_no_kill(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(("mutants", "no-such-defect")) == 2
+    said = capsys.readouterr()
+    assert "argument NAME: 'no-such-defect' is no defect" in said.err and not said.out
+
+    def try_all(*_: Any, **__: Any) -> Iterator[Outcome]:
+        raise trials.NotSane("without any defect an example fails")
+
+    monkeypatch.setattr(command, "try_all", try_all)
+    assert main(("mutants", DEFECTS[0].name)) == 2
+    assert "error: without any defect an example fails" in capsys.readouterr().err
+
+
+def test_a_list_has_what_was_asked_for() -> None:
+    console, name = recording(), DEFECTS[0].name
+    assert command.carry_out(parsed(name, "--list"), console) == 0
+    text = unbroken(printed(console))
+    assert f"{name} (" in text and DEFECTS[0].about in text
+    assert text.endswith("1 seeded defect") and DEFECTS[1].name not in text
