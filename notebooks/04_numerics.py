@@ -113,8 +113,9 @@ for name in ("out", "lse", "dk"):
     assert bound.high < 1.1, "the bound grows no faster than n"
 
 # %% [markdown]
-# In 16 bits the error is that of rounding the exact result once, at the end, since everything before is computed in
-# fp32. So it does not grow with $n$. The cell rounds the oracle's output to the type and compares the largest errors.
+# In 16 bits the errors of out and dv are those of rounding the exact result once, at the end, since everything before
+# is computed in fp32. So they do not grow with $n$. Backward computes dq and dk from the rounded output, so these also
+# contain some of its rounding. The cell rounds the oracle's results to the type and compares the largest errors.
 
 # %%
 for dtype in ("bfloat16", "float16"):
