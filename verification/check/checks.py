@@ -1,9 +1,9 @@
-"""What is checked of every example: one small function per property, each with a failure of its own.
+"""What is checked of every example: one small function for each check.
 
 A check takes a Case, its Expectation and one Observation per rank of the group (in the group's order). It returns the
-worst error as a fraction of its bound, by quantity - an empty dict where the property is exact and has no such
-fraction - and raises WrongResult or MismatchedMessages, naming what is wrong where, otherwise. Nothing is sampled and
-no tolerance is chosen here.
+worst error as a fraction of its bound, by quantity, or an empty dict where there is no such fraction because the check
+is exact. It raises WrongResult or MismatchedMessages for what is wrong, and says where. Nothing is sampled, and no
+tolerance is chosen here.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def check_unseen(case: Case, expectation: Expectation, observations: Observation
 
 
 def check_finite(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
-    """No NaN or infinity but the -inf of rows that see nothing, overflow where the exact result, give or take its
-    bound, passes the largest number of the type, and anything at all where the bound is infinite."""
+    """There is no NaN or infinity, except: -inf where rows see nothing; overflow where the exact result with its bound
+    passes the largest number of the type; and anything where the bound is infinite."""
     for name in _compared(case):
         seen = assemble(case, observations, name)
         if np.isfinite(seen).all():
@@ -237,7 +237,7 @@ def check_buffers(case: Case, expectation: Expectation, observations: Observatio
 
 
 def check_workspace(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
-    """Where it was measured: no kernel call takes more keys or rows, and no operation makes a larger tensor, than
+    """In measured Cases, no kernel call takes more keys or rows, and no operation makes a larger tensor, than
     `workspace.limits` allows."""
     if not case.measured:
         return {}

@@ -27,8 +27,8 @@ SIZES = {
     "gloo": (1, 7, 8, 4095, 4096, 65_537, 2**20, 2**22),
     "nccl": (1, 7, 8, 4095, 4096, 65_537, 2**20, 2**24, 2**26, 2**28),
 }
-ROUNDS = 3  # of which the fastest is told
-PRIME = 251  # contents repeat after so many bytes: no power of two, so that a block in another's place shows
+ROUNDS = 3  # of which the fastest is reported
+PRIME = 251  # contents repeat after so many bytes: no power of two, so that a block in a wrong place is noticed
 
 
 @dataclass(frozen=True)
@@ -42,23 +42,23 @@ class Rate:
 
 
 def go_round() -> list[int]:
-    """In a rank: the number that arrived at each of the p hops that it takes for the own number to come home."""
+    """In a rank: the number that arrived at each of the p hops that it takes until the own number is back."""
     transport = ProcessGroupTransport()
     rank, world = transport.rank, transport.world_size
     held = torch.full((1,), rank, dtype=torch.int64, device=home())
     seen = []
     for hop in range(world):
-        landing = torch.full_like(held, -1)
+        received = torch.full_like(held, -1)
         send = Message((rank + 1) % world, held, f"number {hop}")
-        receive = Message((rank - 1) % world, landing, f"number {hop}")
+        receive = Message((rank - 1) % world, received, f"number {hop}")
         transport.post([send], [receive]).wait()
-        seen.append(int(landing.item()))
-        held = landing
+        seen.append(int(received.item()))
+        held = received
     return seen
 
 
 def refusals() -> dict[str, str]:
-    """In a rank: what the transport says to messages that it must not take."""
+    """In a rank: what the transport says to messages that it must refuse."""
     transport = ProcessGroupTransport()
     rank, world = transport.rank, transport.world_size
     other = (rank + 1) % world
@@ -108,7 +108,7 @@ def transfers(size: int) -> tuple[list[str], list[tuple[int, float]]]:
 
 
 def contents(size: int, sender: int, shift: int) -> Tensor:
-    """Bytes that tell who sent them, which way, and where in the message they lie."""
+    """Bytes from which the sender, the direction and their place in the message follow."""
     start = (31 * sender + 101 * shift) % PRIME
     row = (torch.arange(PRIME, device=home()) + start).remainder_(PRIME).to(torch.uint8)
     return row.repeat(-(-size // PRIME))[:size]
@@ -119,13 +119,13 @@ Roads = list[tuple[int, int]]  # (peer, shift)
 
 def _exchange(transport: Transport, size: int, targets: Roads, sources: Roads) -> list[str]:
     sent = [contents(size, transport.rank, shift) for _, shift in targets]
-    landed = [torch.full((size,), 255, dtype=torch.uint8, device=home()) for _ in sources]
+    received = [torch.full((size,), 255, dtype=torch.uint8, device=home()) for _ in sources]
     transport.post(
         [Message(peer, x, f"{size} bytes") for (peer, _), x in zip(targets, sent, strict=True)],
-        [Message(peer, x, f"{size} bytes") for (peer, _), x in zip(sources, landed, strict=True)],
+        [Message(peer, x, f"{size} bytes") for (peer, _), x in zip(sources, received, strict=True)],
     ).wait()
     wrong = []
-    for (peer, shift), x in zip(sources, landed, strict=True):
+    for (peer, shift), x in zip(sources, received, strict=True):
         differ = x != contents(size, peer, shift)
         if differ.any():
             at = int(differ.nonzero()[0])
@@ -136,13 +136,13 @@ def _exchange(transport: Transport, size: int, targets: Roads, sources: Roads) -
 def _timed(transport: Transport, size: int, targets: Roads, sources: Roads) -> float:
     """Seconds from when all ranks are ready to when the messages are here."""
     sent = [torch.zeros(size, dtype=torch.uint8, device=home()) for _ in targets]
-    landed = [torch.zeros(size, dtype=torch.uint8, device=home()) for _ in sources]
+    received = [torch.zeros(size, dtype=torch.uint8, device=home()) for _ in sources]
     dist.barrier()
     _finish()
     started = time.perf_counter()
     transport.post(
         [Message(peer, x, "timed") for (peer, _), x in zip(targets, sent, strict=True)],
-        [Message(peer, x, "timed") for (peer, _), x in zip(sources, landed, strict=True)],
+        [Message(peer, x, "timed") for (peer, _), x in zip(sources, received, strict=True)],
     ).wait()
     _finish()
     return time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""What one rank saw of one example: made in the ranks by `verification.run.rank`, judged by
+"""What one rank saw of one example: made in the ranks by `verification.run.rank`, checked by
 `verification.check.checks`."""
 
 from __future__ import annotations

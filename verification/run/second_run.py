@@ -1,4 +1,4 @@
-"""In what circumstances a second run is made: another default device, other places of its inputs in memory."""
+"""Circumstances of a second run: another default device, inputs at other places in memory."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ ALIGNMENT = 256  # bytes, the coarsest by which a kernel or a product is chosen
 
 @contextmanager
 def another_default_device() -> Iterator[None]:
-    """torch's meta device is the default: a tensor made for a call without a word of its device holds no numbers, and
-    goes with no other. The default is the calling thread's, and autograd's while it works for that.
+    """torch's meta device is the default, so a tensor that a call makes without naming a device holds no numbers and
+    cannot be combined with others. The default applies to the calling thread, and to autograd while it works for it.
 
-    The ring's caches are emptied before, since what an ordinary run left there is not made again, and after, since what
-    is made here must not reach other calls, which would fail in its place.
+    The ring's caches are emptied before, so that everything is made again, and after, so that nothing made here reaches
+    other calls, which would fail for it.
     """
     clear_caches(("ring",))
     try:
@@ -31,9 +31,9 @@ def another_default_device() -> Iterator[None]:
 
 
 def in_one_storage(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Equal tensors with the same strides, whose numbers lie in one storage, in the order given: each with all that its
-    own storage holds, that of strided ones filled with NaN where they have nothing. Nothing lies between them but what
-    it takes that each is aligned as before, so that kernels do the same bit for bit.
+    """Equal tensors with the same strides that lie in one storage, in the order given. Each takes as much room as its
+    own storage has; the parts of it that a strided tensor does not use are NaN. Between them is only the padding that
+    keeps each aligned as before, so that kernels compute the same bit for bit.
 
     The tensors are of one dtype, on one device.
     """
