@@ -1,7 +1,7 @@
 """Bad input raises the same clear error on every rank, before any tensor moves.
 
-Every rank looks at its own arguments, then all ranks compare what they were called with. A rank that was called
-wrongly says so instead of leaving the others to wait; ranks that were called differently are told in what.
+Every rank checks its own arguments; then all ranks compare what they were called with. A rank with a wrong argument
+tells the others instead of leaving them waiting, and where the ranks' arguments differ, the error names the argument.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def agree(call: Call, transport: Transport, check: bool) -> None:
     digest = b"\0" * _DIGEST if error is not None else hashlib.blake2b(words, digest_size=_DIGEST).digest()
     if transport.all_equal(digest) and error is None:
         return
-    # Only on the way to an error, so two more messages do no harm.
+    # Two more collective calls cost nothing here: an error follows.
     raise _joint_error(all_gather_json(said, transport))
 
 

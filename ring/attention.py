@@ -2,8 +2,8 @@
 
     Pattern -> Layout -> Plan -> Exchange -> Kernel -> Accumulator -> output
 
-Every partial result - whatever the branch, the source rank, the step or the bucket - is (rows, out, lse), merged into
-one accumulator per query row. The backward of a partial takes its own q, k, v and the global out and lse.
+Every partial result is (rows, out, lse), whatever the branch, the source rank, the step or the bucket, and is merged
+into one accumulator per query row. The backward of a partial takes its own q, k, v and the global out and lse.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.symmetric_memory import transport_of
 from ring.comm.transport import SoloTransport, Transport
 from ring.compute import kernels
-from ring.compute.accumulator import Accumulator, Sum, lse_view
+from ring.compute.accumulator import Accumulator, OutputMerge, Sum, lse_view
 from ring.compute.math_kernel import Saved
 from ring.layout import Layout
 from ring.plan.plan import Plan, plan_of
@@ -33,15 +33,12 @@ from ring.plan.tile import Tile
 from ring.precision import accumulator_dtype
 from ring.strided_view import GradientSum, StridedView
 
-if TYPE_CHECKING:  # needs Triton, which is where CUDA is
-    from ring.compute.combine import CombinedAccumulator
-
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def _on_its_device(call: Callable[P, R]) -> Callable[P, R]:
-    """With the device of q as the current one: streams, kernels and the place where ranks meet go by that."""
+    """Make the device of q the current one for the call: streams, kernels and symmetric memory go by that."""
 
     @wraps(call)
     def there(*arguments: P.args, **named: P.kwargs) -> R:
@@ -76,32 +73,35 @@ def ring_attention(
         pattern: who sees whom, by global position (LongNet, arXiv 2307.02486).
         layout: which positions this rank's local tokens have; made for as many ranks as the group has.
         group: a process group, a `Transport`, or None: the default group, or no group at all for a layout of one rank.
-            The one argument whose errors are the calling rank's alone: the ranks find each other through it.
+            Each rank checks `group` by itself, since the ranks find each other through it; errors in all other
+            arguments are raised on every rank.
         exchange: "ring" (neighbour to neighbour), "direct" (from the owner, only what is needed) or "gather" (all,
             O(n)).
-        bucket: the most key/value tokens in a landing buffer and a kernel call; None: by a memory budget.
-        kernel: "auto", "math", "flash" or, on GPUs, "cudnn" (torch's fused kernels, where they can take a tile). Sums
-            of gradients in cuDNN's backward come in any order: with `torch.use_deterministic_algorithms` it is "flash".
-            A row whose scores in a kernel call are all -inf weighs nothing there; "flash" on GPUs makes it NaN.
-        scale: factor of the scores, head dim ** -0.5 by default.
+        bucket: the most key/value tokens in a receive buffer and in a kernel call; None: chosen by a memory budget.
+        kernel: "auto", "math", "flash" or, on GPUs, "cudnn". "flash" and "cudnn" are torch's fused kernels; tiles that
+            they cannot take go to "math". The backward of cuDNN sums gradients in any order, so with
+            `torch.use_deterministic_algorithms` "auto" takes "flash" there. A row whose scores in a kernel call are
+            all -inf has no weight in that call, except that "flash" on GPUs makes it NaN.
+        scale: factor of the scores; None: head dim ** -0.5.
         return_lse: also return lse = log sum exp of a row's scores, (batch, query heads, local tokens), in fp32 (fp64
             for fp64). Gradients flow through it.
-        check: let the ranks agree on the call before any tensor moves. Without it a wrong call may hang the others.
+        check: whether the ranks compare their arguments before any tensor moves. Without it a wrong call may leave the
+            other ranks waiting.
 
     Returns:
-        The output, shaped and typed like q; with `return_lse` also lse. A row that nothing selects has output 0, lse
-        -inf and zero gradients.
+        The output, with the shape and dtype of q; with `return_lse` also lse. A row that no branch selects has output
+        0, lse -inf and zero gradients.
 
     Raises:
-        ValueError, NotImplementedError: an argument is wrong on some rank, or the ranks' arguments differ; the same
-            error on every rank, and the group can be used again. NotImplementedError too when a gradient is
-            differentiated again.
+        ValueError, NotImplementedError: an argument is wrong on some rank, or the ranks' arguments differ. Every rank
+            raises the same error, and the group can be used again. A derivative of a gradient also raises
+            NotImplementedError.
     """
     transport = _transport(group, layout)
     call = Call(q, k, v, pattern, layout, exchange, bucket, kernel, scale, return_lse)
     agree(call, transport, check)
     if q.is_cuda and not isinstance(group, Transport):
-        transport = _between_gpus(transport)  # only now: the ranks meet in it, and have all of them tensors on GPUs
+        transport = _between_gpus(transport)  # the ranks meet in it, and know only now that all have tensors on GPUs
     heads, kv_heads, dim = q.shape[2], k.shape[2], q.shape[3]
     own = None
     if bucket is None:
@@ -131,10 +131,10 @@ def _between_gpus(transport: Transport) -> Transport:
     return transport_of(transport.group) if isinstance(transport, ProcessGroupTransport) else transport
 
 
-def accumulator_for(query: torch.Tensor) -> Accumulator | CombinedAccumulator:
+def accumulator_for(query: torch.Tensor) -> OutputMerge:
     if not _combines(query):
         return Accumulator(query)
-    from ring.compute.combine import CombinedAccumulator
+    from ring.compute.combine import CombinedAccumulator  # here, because torch for CPUs comes without Triton
 
     return CombinedAccumulator(query)
 
@@ -142,22 +142,22 @@ def accumulator_for(query: torch.Tensor) -> Accumulator | CombinedAccumulator:
 def sum_for(x: torch.Tensor) -> GradientSum:
     if not _combines(x):
         return Sum(x)
-    from ring.compute.combine import CombinedSum
+    from ring.compute.combine import CombinedSum  # here, because torch for CPUs comes without Triton
 
     return CombinedSum(x)
 
 
 def _results(sums: Sequence[GradientSum], x: torch.Tensor) -> list[torch.Tensor]:
-    """Of sums made for tensors like x, in x's type."""
+    """The results of sums that were made for tensors like x, in the type of x."""
     if not _combines(x):
         return [one.result(x.dtype) for one in sums]
-    from ring.compute.combine import results
+    from ring.compute.combine import results  # here, because torch for CPUs comes without Triton
 
     return results(sums, x.dtype)
 
 
 def _combines(x: torch.Tensor) -> bool:
-    """Whether partial results are combined in one pass: on GPUs, but for fp64, which is there to be compared with."""
+    """Whether partial results are merged in one pass: on GPUs, except in fp64, which serves for comparisons."""
     return x.device.type == "cuda" and x.dtype != torch.float64
 
 
@@ -176,7 +176,7 @@ class _RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, walk: _Walk
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        with torch.autocast(q.device.type, enabled=False):  # the accumulator's type is a promise
+        with torch.autocast(q.device.type, enabled=False):  # sums keep the accumulator's type
             out, lse = _forward(walk, q, k, v)
         ctx.walk = walk
         ctx.save_for_backward(q, k, v, out, lse)
@@ -196,7 +196,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 class _Once(torch.autograd.Function):
-    """Gradients that refuse to be differentiated: by name, and without a message that other ranks would wait for."""
+    """Gradients that cannot be differentiated: the error says so, and no message is posted for which others wait."""
 
     @staticmethod
     def forward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *sources: torch.Tensor) -> Any:
@@ -236,7 +236,7 @@ def _backward(
     exchange = Exchange(walk.plan, walk.transport, k, v)
     for arrival in exchange.round_trips(dk, dv):
         _tile_gradients(walk, arrival, rows)
-    grads = _results((dq,), q)  # while the last gradients of keys are on their way
+    grads = _results((dq,), q)  # while the last gradients of keys are in flight
     exchange.last_returned(dk, dv)
     grads += _results((dk, dv), k)
     exchange.finish()
@@ -256,7 +256,7 @@ class _Rows:
 
     @cached_property
     def delta(self) -> StridedView:
-        """rowsum(dout out) - dlse, which fused kernels work out for themselves."""
+        """rowsum(dout out) - dlse; only the math kernel takes it, fused kernels compute it themselves."""
         work = accumulator_dtype(self.q.x.dtype)
         delta = (self.dout.x.to(work) * self.out.x.to(work)).sum(-1).transpose(1, 2)  # (B, H, N)
         return lse_view(delta if self.dlse is None else delta - self.dlse)

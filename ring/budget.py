@@ -1,4 +1,4 @@
-"""The bucket that a memory budget allows: how many key/value tokens land, and are attended to, at a time."""
+"""The bucket that a memory budget allows: how many key/value tokens are received, and computed on, at a time."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import torch
 from ring.layout import Layout
 from ring.precision import accumulator_dtype
 
-# Of the memory that the largest shard's q, k, v and output take, the part that landing buffers may take.
+# The part that receive and gradient buffers may take, of the memory of the largest shard's q, k, v and output.
 SHARE = 0.1
-# Below this a kernel call costs more to start than to run: on GPUs, than to fill all multiprocessors for a while. There
-# it is also what several GPUs hold of a sequence of middle length, which then lands at once.
+# Below this a kernel call costs more to start than to run; on GPUs, than to keep all multiprocessors busy for a while.
+# There it is also what several GPUs hold of a sequence of middle length, which then is received at once.
 LEAST = 32
 LEAST_ON_GPUS = 2**16
 # Numbers of a tensor of one kernel call on GPUs: some kernels count them in 32 bits.
@@ -18,11 +18,11 @@ MOST_NUMBERS = 2**30
 
 
 def default_bucket(layout: Layout, heads: int, kv_heads: int, dtype: torch.dtype, device: str = "cpu") -> int:
-    """Key/value tokens per landing and kernel call for `bucket=None`; the same on every rank. device: its type.
+    """Key/value tokens per receive buffer and kernel call for `bucket=None`; the same on every rank. device: its type.
 
-    A token of a bucket takes two landings in the working type and, in backward, three gradient buffers in the
-    accumulator's. The budget is a share of the largest shard, so that memory stays O(n / p). Batch and head dim stand
-    on both sides. (The math kernel bounds its scores by itself, by the size of its queries.)
+    A token of a bucket takes two receive buffers in the working type and, in backward, three gradient buffers in the
+    accumulator's. The budget is a share of the largest shard, so that memory stays O(n / p). Batch and head dim are
+    factors of both, and cancel. (The math kernel bounds its scores by itself, by the size of its queries.)
     """
     item, work = dtype.itemsize, accumulator_dtype(dtype).itemsize
     shard = max(layout.counts) * 2 * (heads + kv_heads) * item  # q, k, v and output
@@ -33,8 +33,8 @@ def default_bucket(layout: Layout, heads: int, kv_heads: int, dtype: torch.dtype
 def default_own(q: torch.Tensor, bucket: int) -> int:
     """Tokens of several segments of the own keys per kernel call for `bucket=None`. q: (B, N, H, D).
 
-    On GPUs more than in a bucket: own keys do not land, what a call returns is kept there until the merge in any case,
-    and what covers the whole shard alone need not be merged.
+    On GPUs more than a bucket: own keys need no receive buffer, what a call returns is kept there until the merge in
+    any case, and a result that alone covers the whole shard need not be merged.
     """
     batch, _, heads, dim = q.shape
     return max(bucket, MOST_NUMBERS // (batch * heads * dim)) if q.is_cuda else bucket

@@ -1,4 +1,4 @@
-"""Tensors addressed by a plan's rows and heads: a view where both are regular, else a gathered copy."""
+"""Tensors addressed by a plan's rows and heads: a strided view where both are regular, else a gathered copy."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class GradientSum(Protocol):
 
 
 def _copy(to: torch.Tensor, tile: torch.Tensor) -> None:
-    """On GPUs by words of 16 bytes, if both have such: number by number it took more than twice as long."""
+    """On GPUs by words of 16 bytes where both allow it: a copy number by number took more than twice as long."""
     if to.is_cuda and to.dtype == tile.dtype and _has_words(to) and _has_words(tile):
         to, tile = to.view(_WORD), tile.view(_WORD)
     to.copy_(tile)

@@ -1,8 +1,8 @@
 """Flags in GPU memory that streams set and wait for, across the GPUs of one host.
 
-The GPU's front end does both, in stream order, and no multiprocessor takes part: a kernel that waits for another GPU
-would first have to wait for a place beside the attention that it is meant to overlap with. CUDA's driver has them as
-stream memory operations; torch does not pass them on.
+The GPU's front end sets and waits in stream order, without a multiprocessor. A kernel that waited for another GPU would
+first have to wait for a multiprocessor that the attention, with which it should overlap, leaves free. CUDA's driver
+calls them stream memory operations; torch does not offer them.
 """
 
 from __future__ import annotations

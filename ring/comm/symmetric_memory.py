@@ -1,12 +1,12 @@
 """Messages between GPUs of one host through symmetric memory: the receiver copies from the sender's memory.
 
-The copies run on the copy engines, on streams of their own: beside them a kernel keeps all its multiprocessors, which
-NCCL's sends and receives take part of. Sender and receiver of a batch meet by flags in each other's memory: "ready"
-goes to the receiver, who copies, "done" to the sender; each resets the flag that it waited for. All that is on the
-stream (`ring.comm.signals`), so the host waits for nothing and a call can be captured.
+The copies run on the copy engines, on streams of their own, so that a kernel keeps all multiprocessors; NCCL's sends
+and receives would take some of them. Sender and receiver synchronise by flags in each other's memory: the sender sets
+"ready" at the receiver, who copies and sets "done" at the sender; each resets the flag that it waited for. All of this
+happens on streams (`ring.comm.signals`), so the host waits for nothing and a call can be captured in a CUDA graph.
 
-A receiver must know where in the sender's memory its messages lie. That follows from the sender's plan, so ranks tell
-each other once for every kind of call, and grow the memory together at that moment, never otherwise.
+A receiver must know where in the sender's memory its messages lie, which follows from the sender's plan. So the ranks
+tell each other once for every kind of call; only then does the memory grow, on all ranks together.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _Ranges = dict[str, dict[str, list[list[int]]]]  # label -> peer -> (start, stop
 
 @dataclass(frozen=True, eq=False)
 class _Route:
-    """One kind of call: where the own buffers begin, what every rank sends from where, and the memory."""
+    """One kind of call: where this rank's buffers begin, what every rank sends from where, and the memory."""
 
     begins: dict[str, int]
     ranges: list[_Ranges]
@@ -59,7 +59,9 @@ class _Pool:
 
 @dataclass(frozen=True)
 class _Copied:
-    """A batch on the side stream. here: what it receives was copied, lane by lane; read: so was all that it sends."""
+    """A batch on the side stream. here: events after which its receives are copied, one a lane; read: the event after
+    which its sends are copied too.
+    """
 
     here: Sequence[torch.cuda.Event]
     read: torch.cuda.Event
@@ -74,9 +76,9 @@ class _Copied:
 
 
 class SymmetricTransport(ProcessGroupTransport):
-    """A group with NCCL whose ranks are GPUs of one host with access to each other's memory: see `why_not`.
+    """For a group with NCCL whose ranks are GPUs of one host with access to each other's memory: see `why_not`.
 
-    A kind of call whose memory cannot be had goes by NCCL, on every rank.
+    A kind of call for which no such memory can be allocated goes by NCCL, on every rank.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -88,7 +90,7 @@ class SymmetricTransport(ProcessGroupTransport):
         self._pools: list[_Pool] = []  # all that there ever were: a captured graph may use any
 
     def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
-        """Ranks meet here for the first call of a kind, and for no other; so the key must be the same on all."""
+        """The first call of a kind is collective, and no other; so the key must be the same on all ranks."""
         if key not in self._routes:
             self._routes[key] = self._new_route(outgoing())
         self._route = self._routes[key]
@@ -115,9 +117,10 @@ class SymmetricTransport(ProcessGroupTransport):
     def _meet(
         self, route: _Route, pool: _Pool, sends: Sequence[Message], receives: Sequence[Message]
     ) -> list[torch.cuda.Event]:
-        """Neighbours first, so that not all ranks copy from the same one at a time; several copies at a time, each on a
-        lane. All that others wait for is put before anything is waited for, or follows from what they put so: whatever
-        streams the GPU takes one after the other, no ranks wait for each other in a circle.
+        """Copy from neighbours first, so that not all ranks copy from one rank at a time; several copies run at a time,
+        each on a lane (a stream). Every flag that others wait for is set before this rank waits for any flag, or
+        depends only on flags that they set so. So ranks never wait for each other in a circle, in whatever order the
+        GPU executes the streams.
         """
         readers = sorted({message.peer for message in sends}, key=self._distance)
         for peer in readers:
@@ -173,14 +176,14 @@ class SymmetricTransport(ProcessGroupTransport):
         everyone: list[Any] = all_gather_json([at, ranges, _rendezvous], self)
         size = max(size for size, _, _ in everyone)
         grows = size > 0 and (not self._pools or self._pools[-1].own.numel() < size)
-        # torch numbers the rendezvous of a process, whatever the group, and ranks with other numbers never meet: so
-        # do ranks that are in overlapping groups, one in more than the other.
+        # torch counts the rendezvous of a process over all groups, and ranks whose counts differ never meet. That
+        # happens to ranks of overlapping groups, where one is in more groups than the other.
         if grows and len({number for _, _, number in everyone}) > 1:
             return _Route({}, [], None, by_nccl=True)
         return _Route(begins, [theirs for _, theirs, _ in everyone], self._pool(size))
 
     def _pool(self, size: int) -> _Pool | None:
-        """Memory of so many bytes at least; all ranks ask for as many, at the same time."""
+        """Memory of at least so many bytes. Collective: all ranks ask for the same size."""
         if size == 0:
             return None
         if not self._pools or self._pools[-1].own.numel() < size:
@@ -205,8 +208,8 @@ _transports: dict[dist.ProcessGroup, ProcessGroupTransport] = {}
 
 
 def transport_of(group: dist.ProcessGroup | None) -> ProcessGroupTransport:
-    """For tensors on the current GPU: symmetric memory where it can be had, else NCCL; of a group without NCCL, what
-    there is. The same on every rank, which meet here for the first call with a group.
+    """The transport for tensors on the current GPU: symmetric memory where that is possible, else the process group.
+    The same kind on every rank; the first call with a group is collective.
     """
     found: dist.ProcessGroup = dist.group.WORLD if group is None else group  # type: ignore[assignment]
     if dist.get_rank(found) < 0 or backends_of(found).get("cuda") != "nccl":
@@ -218,7 +221,7 @@ def transport_of(group: dist.ProcessGroup | None) -> ProcessGroupTransport:
 
 
 def why_not(transport: ProcessGroupTransport) -> str:
-    """Why ranks with a GPU each cannot share memory, "" if they can. Every rank calls it, and hears the same."""
+    """Why ranks with a GPU each cannot share memory, "" if they can. Collective: every rank gets the same answer."""
     device = torch.cuda.current_device()
     mine = [socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid), torch.cuda.device_count()]
     everyone = all_gather_json(mine, transport)

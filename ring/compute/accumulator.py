@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from ring.plan.blocks import Heads
@@ -26,6 +28,18 @@ def merge(
     share = total.masked_fill(total == 0.0, 1.0)
     merged = (weight / share).unsqueeze(-1) * out + (new_weight / share).unsqueeze(-1) * new_out
     return merged, top + torch.log(total)
+
+
+class OutputMerge(Protocol):
+    """Output and lse of the own query rows, merged from partial results."""
+
+    def merge(self, rows: Rows, heads: Heads, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Merge a partial result. out: (F, B, groups, per_group, L, D); lse the same without D."""
+        ...
+
+    def result(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse): (B, N, H, D) in that type, and (B, H, N)."""
+        ...
 
 
 class Accumulator:
@@ -70,5 +84,5 @@ class Sum:
 
 
 def lse_view(lse: torch.Tensor) -> StridedView:
-    """A (B, H, N) tensor of one number per query row as a store of tiles with D = 1."""
+    """A (B, H, N) tensor of one number per query row, addressed as tiles with D = 1."""
     return StridedView(lse.transpose(1, 2).unsqueeze(-1))
