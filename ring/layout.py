@@ -1,8 +1,18 @@
 """Who holds what: a layout is an order of the positions plus cuts into it.
 
-The order is a permutation of the n positions; the cuts are p + 1 offsets into the order; rank r holds
-`order[cuts[r]:cuts[r + 1]]`, in that order. Contiguous, zigzag, striped and hilbert are four orders. Where the order
-is a short list of arithmetic runs, a shard is a short list of runs too, and nothing here or in the plan takes O(n).
+The order is a permutation of the n positions; the cuts are p + 1 offsets into the order. Rank r holds
+`order[cuts[r]:cuts[r + 1]]`, in that order. Contiguous, zigzag, striped and hilbert are four orders. An order that is a
+short list of arithmetic runs is kept as such; then a shard is a short list of runs too, and neither the layout nor a
+plan takes time or memory in proportion to the number of tokens.
+
+The example that goes through `ring.plan`: `Layout.zigzag(16, 2)` has four chunks of 4 positions; rank 0 holds the first
+and the last, rank 1 the two between. The cuts are 0, 8 and 16, and the shards consist of these runs:
+
+    rank  start  step  length  positions
+    0     0      1     4       0 1 2 3
+    0     12     1     4       12 13 14 15
+    1     4      1     4       4 5 6 7
+    1     8      1     4       8 9 10 11
 """
 
 from __future__ import annotations
@@ -17,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-# An explicit order that has at most this many runs per rank is kept as runs: few enough for a plan to walk.
+# An explicit order with at most this many runs a rank is kept as runs: a plan looks at each of them.
 _RUNS_PER_RANK = 2
 
 
@@ -33,8 +43,8 @@ class Run(NamedTuple):
 class Layout:
     """A permutation of the positions 0 .. n - 1 and its division among `world_size` ranks.
 
-    Make one with `contiguous`, `zigzag`, `striped`, `hilbert` or `from_cuts`. Hashable; equal when made of the same
-    runs and cuts.
+    Make one with `contiguous`, `zigzag`, `striped`, `hilbert` or `from_cuts`. Layouts are hashable, and equal if they
+    have the same runs (or listed order) and cuts.
     """
 
     n: int
@@ -50,7 +60,7 @@ class Layout:
 
     @classmethod
     def zigzag(cls, n: int, p: int) -> Layout:
-        """Of 2 p chunks rank r holds numbers r and 2 p - 1 - r: equal causal work for every rank."""
+        """Rank r holds the chunks r and 2 p - 1 - r of 2 p equal ones, which gives all ranks equal causal work."""
         _check_sizes(n, p)
         edges = _even_cuts(n, 2 * p)
         chunks = [c for r in range(p) for c in (r, 2 * p - 1 - r)]
@@ -67,14 +77,16 @@ class Layout:
 
     @classmethod
     def hilbert(cls, n: int, p: int) -> Layout:
-        """Positions laid out row by row on the smallest square of side 2^k, in the order of its Hilbert curve."""
+        """Equal shares of the order in which a Hilbert curve visits the positions, laid out row by row on the smallest
+        square of side 2^k that holds them.
+        """
         _check_sizes(n, p)
         order = _hilbert_curve(n)
         return cls(n, _even_cuts(n, p), None, order) if n else cls(n, (0,) * (p + 1), ())
 
     @classmethod
     def from_cuts(cls, order: Sequence[int] | range | np.ndarray | torch.Tensor, cuts: Sequence[int]) -> Layout:
-        """Any permutation of range(n) and any p + 1 ascending offsets from 0 to n; equal ones make empty shards.
+        """Any permutation of range(n), cut at any p + 1 ascending offsets from 0 to n. Equal offsets make empty shards.
 
         Raises ValueError if `order` is not a permutation or `cuts` are not such offsets.
         """
@@ -106,7 +118,7 @@ class Layout:
         return tuple(b - a for a, b in pairwise(self.cuts))
 
     def shard_runs(self, rank: int) -> list[Run]:
-        """The runs that rank holds, in local order; only for an order that is kept as runs."""
+        """The runs that `rank` holds, in local order. Only for an order that is kept as runs."""
         self._check_rank(rank)
         assert self.runs is not None
         first, last, at, mine = self.cuts[rank], self.cuts[rank + 1], 0, []
@@ -118,18 +130,24 @@ class Layout:
         return mine
 
     def positions(self, rank: int) -> torch.Tensor:
-        """Global positions that rank holds, in local order: (counts[rank],) int64."""
+        """Global positions that `rank` holds, in local order: (counts[rank],) int64. ValueError for no such rank."""
         self._check_rank(rank)
         return torch.from_numpy(self._order[self.cuts[rank] : self.cuts[rank + 1]].copy())
 
     def shard(self, x: torch.Tensor, rank: int, dim: int = 1) -> torch.Tensor:
-        """The rows of x that rank holds: of length n along `dim`, the result has length counts[rank] there."""
+        """The rows of x that `rank` holds. x has length n along `dim`, the result length counts[rank].
+
+        Raises ValueError if x has another length there, or there is no such rank.
+        """
         if x.shape[dim] != self.n:
             raise ValueError(f"x must have {self.n} tokens along dim {dim}, got shape {tuple(x.shape)}")
         return x.index_select(dim, self.positions(rank).to(x.device))
 
     def unshard(self, shards: Sequence[torch.Tensor], dim: int = 1) -> torch.Tensor:
-        """The whole from the shards of all ranks in rank order: the inverse of `shard`."""
+        """The whole tensor from the shards of all ranks, in rank order: the inverse of `shard`.
+
+        Raises ValueError if the shards do not have `counts` tokens along `dim`.
+        """
         lengths = tuple(shard.shape[dim] for shard in shards)
         if lengths != self.counts:
             raise ValueError(f"shards must have {self.counts} tokens along dim {dim}, got {lengths}")
@@ -151,7 +169,7 @@ class Layout:
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes that stand for the layout in comparisons, hashes and agreements between ranks."""
+        """16 bytes that stand for the layout where layouts are compared, also between ranks."""
         order = self.listed.tobytes() if self.listed is not None else repr(self.runs).encode()
         return hashlib.blake2b(order + repr((self.n, self.cuts)).encode(), digest_size=16).digest()
 
