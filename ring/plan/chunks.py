@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -60,11 +61,11 @@ class Entries:
     def take(self, which: Ints) -> Entries:
         return Entries(self.message[which], self.travel[which], self.subranges.take(which), self.width[which])
 
-    @property
+    @cached_property
     def slots(self) -> Ints:
         return self.subranges.count * self.width
 
-    @property
+    @cached_property
     def widest(self) -> int:
         return int(self.width.max(initial=1))
 
@@ -77,16 +78,15 @@ class Chunks:
     chunk: Ints
     slot: Ints
 
-    @property
+    @cached_property
     def count(self) -> int:
         """Chunks of the longest message."""
         return int(self.chunk.max(initial=-1)) + 1
 
     def of(self, message: int, chunk: int) -> Ints:
         """Which entries are in a chunk."""
-        low, high = np.searchsorted(self.entries.message, [message, message + 1])
-        low, high = low + np.searchsorted(self.chunk[low:high], [chunk, chunk + 1])
-        return np.arange(low, high)
+        low, high = np.searchsorted(self.entries.message, (message, message + 1))
+        return np.arange(*low + np.searchsorted(self.chunk[low:high], (chunk, chunk + 1)))
 
     def slot_ranges(self, which: Ints) -> SlotRanges:
         return SlotRanges(self.entries.subranges.take(which), self.slot[which], self.entries.message[which])

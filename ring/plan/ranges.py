@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -87,7 +87,7 @@ class Ranges:
         step = self.row_step[subranges.range]
         return self.row[subranges.range] + subranges.first * step, step
 
-    @property
+    @cached_property
     def width(self) -> Ints:
         """Slots that an element of each range takes in a message."""
         return np.array([block.width for block in self.blocks], np.int64)[self.block]

@@ -37,6 +37,8 @@ from ring.plan.chunks import Chunks, Entries, SlotRanges, cut, room, whole_messa
 from ring.plan.needs import needs_of
 from ring.plan.ranges import Ints, Ranges, Subranges
 
+_NOTHING = SlotRanges.join(())
+
 
 @dataclass(frozen=True)
 class Transfer:
@@ -236,7 +238,7 @@ def _hop(travelling: _Travelling, *, rank: int, chunk: int, t: int) -> Stage:
     mine, theirs = chunks.of(rank, chunk), chunks.of(source, chunk)
     travel = chunks.entries.travel
     return Stage(
-        gathers=chunks.slot_ranges(mine) if t == 1 else SlotRanges.join(()),
+        gathers=chunks.slot_ranges(mine) if t == 1 else _NOTHING,
         sends=_transfers((after, 0, slots(source + 1, t))),
         relayed=t > 1,
         receives=_transfers((before, 0, here)),
@@ -292,17 +294,16 @@ def gather(layout: Layout, kv_heads: int, rank: int) -> Schedule:
         stop += slots[peer]
     own = slots[rank]
     received = _transfers(*receives)
-    none = SlotRanges.join(())
     stage = Stage(
-        gathers=none,
+        gathers=_NOTHING,
         sends=_transfers(*((peer, 0, own) for peer in others)),
         relayed=False,
         receives=received,
-        received=none,
+        received=_NOTHING,
         return_sends=received,
         return_receives=_transfers(*((peer, copy * own, (copy + 1) * own) for copy, peer in enumerate(others))),
         carried=0,
-        scatters=none,
+        scatters=_NOTHING,
     )
     sizes = Sizes(receive=stop, send=own, returned=len(others) * own, receive_buffers=1)
     return Schedule((stage,), sizes, whole=True)

@@ -92,7 +92,7 @@ class _Keys:
     @classmethod
     def of(cls, subranges: Subranges, *, stage: int, packed: bool, base: Ints | int, scale: Ints | int) -> _Keys:
         """Keys at one stage; base and scale are for all subranges or for each."""
-        columns = (np.broadcast_to(column, len(subranges)) for column in (stage, packed, base, scale))
+        columns = (np.full(len(subranges), column) for column in (stage, packed, base, scale))
         return cls(subranges, *columns)
 
     @classmethod

@@ -80,7 +80,7 @@ def test_heads_of_two_branches_on_the_same_rows(packed: bool) -> None:
     check([tile(grid(0), grid(0), 0), tile(grid(0), grid(0), 1)], [[0, 1]], packed=packed)
 
 
-def test_stretches_of_each_head() -> None:
+def test_subranges_of_each_head() -> None:
     """A bucket cuts every head's rows alike: the first subranges are a call, and the second ones."""
     cut = [tile(grid(start + head), grid(start + head), head) for head in range(3) for start in (0, 16)]
     check(cut, [[0, 1, 2], [0, 1, 2]])
