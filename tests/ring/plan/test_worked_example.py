@@ -237,4 +237,4 @@ def test_a_table_of_other_numbers_would_fail() -> None:
     text = "Text.\n\n    rank  count\n    0     1 2\n    1     3\n\n    a  b\n    c  d\n\nprose  7\nprose  8"
     assert tables(text) == [[("rank", "count"), ("0", "1 2"), ("1", "3")]]
     with pytest.raises(AssertionError, match="unequal"):
-        tables("Text.\n\n    rank  count\n    0     1  2\n")
+        tables("Text.\n\n    rank  count\n    0     1  2\n\nText.")
