@@ -265,6 +265,7 @@ def test_names() -> None:
     assert selected("ring-flash-attn") == [f"ring-flash-attn/{kind}" for kind in ("ring", "zigzag", "stripe")]
     assert selected("yunchang/strip") == ["yunchang/strip"]
     assert selected("a.b:c") == ["a.b:c"]
+    assert load("verification.peers.adapters.torchscale:adapter") is load("torchscale"), "as older records name it"
     for wrong in ("ring-flash", "a.b", ":c", "a:", "a:b:c", "a.:b", "/", ""):
         with pytest.raises(Refused, match="argument NAME"):
             selected(wrong)
