@@ -1,0 +1,69 @@
+"""The stand-ins of the adapters for kernels that need a GPU, against the oracle; how yunchang's ranks are divided."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from reference import Pattern, attention, gradients
+from tests.support.plain_case import plain
+from verification.peers.adapters import flash_attn_shim, plain_attention, yunchang
+
+
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("kv_heads", (1, 2, 4))
+def test_the_stand_in_for_flash_attn(causal: bool, kv_heads: int) -> None:
+    """Against the oracle, the rows cut in two: the causal mask is aligned to the last query and the last key."""
+    generator = torch.Generator().manual_seed(kv_heads)
+    q, dout = (torch.randn(2, 7, 4, 3, generator=generator) for _ in range(2))
+    k, v = (torch.randn(2, 7, kv_heads, 3, generator=generator) for _ in range(2))
+    pattern, scale = Pattern.dense(causal), 0.7
+    exact, exact_lse = attention(q, k, v, pattern, scale=scale)
+    wanted = gradients(q, k, v, pattern, dout, scale=scale)
+    found = [torch.zeros(7, dtype=torch.float32).new_zeros(x.shape) for x in (q, k, v)]
+    for rows in (slice(0, 3), slice(3, 7)):
+        keys = slice(0, rows.stop if causal else 7)
+        out, lse, _, _ = flash_attn_shim.forward(q[:, rows], k[:, keys], v[:, keys], 0.0, scale, causal)
+        torch.testing.assert_close(out, exact[:, rows].float())
+        torch.testing.assert_close(lse, exact_lse[:, :, rows].float())
+        dq, dk, dv = torch.empty_like(q[:, rows]), torch.empty_like(k[:, keys]), torch.empty_like(v[:, keys])
+        arguments = dout[:, rows], q[:, rows], k[:, keys], v[:, keys], out, lse, dq, dk, dv
+        flash_attn_shim.backward(*arguments, 0.0, scale, causal)
+        found[0][:, rows] += dq
+        found[1][:, keys] += dk
+        found[2][:, keys] += dv
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, y.float())
+
+
+def test_the_stand_in_has_no_more_than_it_says() -> None:
+    q = torch.ones(1, 2, 1, 1)
+    out, lse, _, _ = flash_attn_shim.forward(q, q[:, :1], q[:, :1], 0.0, 1.0, True)  # the first row sees nothing
+    assert out[0, 0, 0, 0] == 0 and lse[0, 0, 0] == math.inf and lse[0, 0, 1] == 1
+    for unusual in ({"dropout_p": 0.1}, {"window_size_left": 3}, {"softcap": 1.0}, {"alibi_slopes": q}):
+        arguments: dict[str, Any] = {"dropout_p": 0.0, "softmax_scale": 1.0, "causal": False} | unusual
+        with pytest.raises(NotImplementedError, match="no dropout, window, soft cap or ALiBi"):
+            flash_attn_shim.forward(q, q, q, **arguments)
+    with pytest.raises(NotImplementedError):
+        flash_attn_shim.refused(q)
+
+
+@pytest.mark.parametrize("causal", (False, True))
+def test_plain_attention(causal: bool) -> None:
+    q, k, v = (torch.randn(2, 5, 3, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    out, lse = plain_attention.attention(q, k, v, 0.3, causal)
+    exact, exact_lse = attention(q.detach(), k.detach(), v.detach(), Pattern.dense(causal), scale=0.3)
+    torch.testing.assert_close(out, exact)
+    torch.testing.assert_close(lse, exact_lse)
+    assert plain_attention.attention(q[:, :0], k[:, :0], v[:, :0], 0.3, causal)[0].shape == (2, 0, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("world", "kv_heads", "wanted"), ((2, 1, 1), (2, 2, 1), (3, 3, 1), (4, 1, 1), (4, 2, 2), (4, 4, 2), (4, 3, 1))
+)
+def test_yunchang_joins_as_many_ranks_as_leave_a_ring(world: int, kv_heads: int, wanted: int) -> None:
+    case = plain(world, heads=kv_heads, kv_heads=kv_heads)
+    assert yunchang.all_to_all_ranks(case) == wanted
