@@ -330,8 +330,8 @@ print("LongNet, contiguous:", ", ".join(f"{p} ranks {imbalance['LongNet', 'conti
 # $$ L \ge \frac34\, b\, \frac{H_k}{H} \cdot \frac{F}{B} . $$
 #
 # So the number of tokens *per rank* decides, for any number of ranks. First a check of the records: the bytes that a
-# recorded call sent must equal today's counts, with gradients either in the working type (as `direct` sends them
-# between GPUs now) or in fp32 (as it did before).
+# recorded call sent must equal today's counts, with gradients in fp32 or, as `direct` returns them between GPUs, in the
+# working type.
 
 # %%
 timed = [r for r in recorded_rows(method="ring_attention") if r.get("sent_bytes") is not None and "ms" in r]
