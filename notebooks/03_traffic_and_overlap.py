@@ -642,7 +642,7 @@ if not LONG:
 
 # %% [markdown]
 # Within a host `direct` sends least. Between hosts it is the other way round: with `ring` only the last GPU of a host
-# sends to another host, each slot once, whereas with `direct` every GPU of every other host fetches its own copy. The
-# rate that a host must send at does not grow with the number of hosts with `ring`.
+# sends to another host, each slot once, whereas with `direct` every GPU of every other host fetches its own copy. For
+# dense attention with `ring`, the rate that is needed out of a host does not grow with the number of hosts.
 #
 # There is no record yet of links between hosts, or of runs on more than one host.
