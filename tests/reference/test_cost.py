@@ -194,16 +194,16 @@ def plain_slots(s: Setting, true: Count, exchange: str, bucket: int, d: int) -> 
         own = len(s.positions[d]) * s.kv_heads
         return sum(len(x) for x in s.positions) * s.kv_heads - own, own if p > 1 else 0, (p - 1) * own
     if exchange == "ring":
-        land = max((min(true.in_flight((d - t) % p, t), most) for t in distances), default=0)
+        receive = max((min(true.in_flight((d - t) % p, t), most) for t in distances), default=0)
         ended = max((min(true.ending(d, t), most) for t in distances), default=0)
-        return land, min(true.in_flight(d, 1), most), land + ended
-    land = out = 0
+        return receive, min(true.in_flight(d, 1), most), receive + ended
+    receive = out = 0
     for group, cut in plain_rounds(true, cap):
         takes = [true.taken(d, (d - t) % p) for t in group]
         serves = [true.taken((d + t) % p, d) for t in group]
-        land = max(land, sum(min(x, most) if cut else x for x in takes))
+        receive = max(receive, sum(min(x, most) if cut else x for x in takes))
         out = max(out, sum(min(x, most) if cut else x for x in serves))
-    return land, out, out
+    return receive, out, out
 
 
 @budget
@@ -216,14 +216,14 @@ def test_buffers(s: Setting, bucket: int) -> None:
     for exchange in EXCHANGES:
         copies, got = 1 if exchange == "gather" else 2, buffers(s, exchange, bucket)
         for d in range(true.world):
-            land, out, returned = plain_slots(s, true, exchange, bucket, d)
-            assert receive_slots(s, exchange, bucket)[d] == land
-            assert got.receive[d] == copies * land * size and got.send[d] == out * size
-            assert got.gradients[d] == copies * land * gradient_size
+            receive, out, returned = plain_slots(s, true, exchange, bucket, d)
+            assert receive_slots(s, exchange, bucket)[d] == receive
+            assert got.receive[d] == copies * receive * size and got.send[d] == out * size
+            assert got.gradients[d] == copies * receive * gradient_size
             assert got.returned[d] == returned * gradient_size
-            forward = (copies * land + out) * size
+            forward = (copies * receive + out) * size
             assert got.forward[d] == forward
-            assert got.backward[d] == forward + (copies * land + returned) * gradient_size
+            assert got.backward[d] == forward + (copies * receive + returned) * gradient_size
 
 
 @budget

@@ -39,7 +39,7 @@ AGREEMENTS = (
     ),
     defect(
         "ring-ends-where-nothing-lands",
-        "A rank's ring ends at the first hop at which nothing lands on it, though others go on.",
+        "A rank's ring ends at the first hop at which it receives nothing, though others go on.",
         Edit(
             schedule,
             "            if not travelling.prefix[:, chunk, t].any():\n",

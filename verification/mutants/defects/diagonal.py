@@ -45,7 +45,7 @@ DIAGONAL = (
     ),
     defect(
         "gradients-of-slots-overwritten",
-        "Gradients of landed keys that several tiles read are written by each in turn instead of summed.",
+        "Gradients of received keys that several tiles read are written by each in turn instead of summed.",
         Edit(
             plan,
             "    return read == sum(transfer.stop - transfer.start for transfer in receives)\n",
@@ -54,7 +54,7 @@ DIAGONAL = (
     ),
     defect(
         "gradients-of-relayed-slots-written",
-        "In the ring, too, gradients of landed keys are written, not summed: slots only passed on keep what there was.",
+        "In the ring, too, gradients of received keys are written, not summed: slots passed on keep what was there.",
         Edit(plan, "once=once and _read_once(", "once=_read_once("),
     ),
 )

@@ -118,7 +118,7 @@ NUMERICS = (
     ),
     defect(
         "returned-gradients-in-the-input-type",
-        "Gradients travel home, and are summed on the way, in the type of the inputs.",
+        "Gradients travel to their owner, and are summed on the way, in the type of the inputs.",
         Edit(exchange, 'complete = self.plan.exchange == "direct" and self.k.is_cuda', "complete = True"),
         listed=(19,),
     ),

@@ -90,8 +90,8 @@ def plant_no_wait() -> None:
     RecordingTransport.post = post  # type: ignore[method-assign]
 
 
-def plant_one_landing() -> None:
-    """The landing in use is also the one that the next step fills."""
+def plant_one_receive_buffer() -> None:
+    """The receive buffer in use is also the one that the next step fills."""
     from ring.comm.exchange import Exchange
 
     real = Exchange._allocate
@@ -152,7 +152,7 @@ def test_a_missing_wait_is_named() -> None:
 
 
 def test_a_buffer_in_use_that_is_filled_again_is_named() -> None:
-    failure = failure_of(plant_one_landing, plain(3, exchange="ring"))
+    failure = failure_of(plant_one_receive_buffer, plain(3, exchange="ring"))
     assert isinstance(failure, BrokenContract) and "shares bytes between the buffers" in failure.headline
 
 

@@ -66,14 +66,14 @@ def test_what_has_arrived_can_be_used_while_sends_are_read() -> None:
 
     def step(transport: SimulatedTransport) -> list[float]:
         after, before = neighbours(transport)
-        landing, seen, posted = torch.empty(2), [], []
+        into, seen, posted = torch.empty(2), [], []
         for number in range(3):
             sent = torch.full((2,), float(10 * transport.rank + number))
-            posted.append(transport.post([Message(after, sent, "x")], [Message(before, landing, "x")]))
+            posted.append(transport.post([Message(after, sent, "x")], [Message(before, into, "x")]))
             posted[-1].arrive()
             posted[-1].arrive()
-            seen.append(float(landing[0]))
-            landing.zero_()
+            seen.append(float(into[0]))
+            into.zero_()
         for pending in posted:
             pending.wait()
         return seen
