@@ -1,30 +1,24 @@
 """All seeded defects: small named changes of `ring` and of `reference/pattern.py`, each of which the checks must find.
 
-A defect is killed when the ordinary properties and laws find it. No check knows any of them. The catalogue follows a
-list of defect classes that were seen in public ring-attention code, by number in `Defect.listed`, and adds others.
+They are data, `defects/*.toml`, so that the source text that is replaced stands there as it stands in the code. A
+defect is killed when the ordinary properties and laws find it. No check knows any of them. The catalogue follows a list
+of defect classes that were seen in public ring-attention code, by number in `Defect.listed`, and adds others.
 """
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
 
-from verification.mutants.defect import Defect
-from verification.mutants.defects.agreement import AGREEMENTS
-from verification.mutants.defects.backward import BACKWARD
-from verification.mutants.defects.calls import CALLS
-from verification.mutants.defects.communication import COMMUNICATION
-from verification.mutants.defects.diagonal import DIAGONAL
-from verification.mutants.defects.dilation import DILATION
-from verification.mutants.defects.keeping import KEEPING
-from verification.mutants.defects.masks import MASKS
-from verification.mutants.defects.merge import MERGE
-from verification.mutants.defects.numerics import NUMERICS
-from verification.mutants.defects.process_groups import PROCESS_GROUPS
+from verification.mutants.defect import Defect, Edit
 
-DEFECTS: tuple[Defect, ...] = (
-    *MERGE, *BACKWARD, *MASKS, *DILATION, *DIAGONAL, *COMMUNICATION, *PROCESS_GROUPS, *NUMERICS, *AGREEMENTS,
-    *KEEPING, *CALLS,
+FOLDER = Path(__file__).with_name("defects")
+TOPICS = (
+    "merge", "backward", "masks", "dilation", "diagonal", "communication", "process_groups", "numerics", "agreement",
+    "keeping", "calls",
 )  # fmt: skip
 
 
@@ -38,42 +32,22 @@ class NoPlace:
     listed: int = 0
 
 
-NO_PLACE = (
-    NoPlace(
-        "autograd through logsumexp of all -inf gives NaN gradients",
-        "seen in public ring-attention code",
-        "Backward is written by hand from the global lse; nothing is differentiated by autograd, and the plan makes no "
-        "tile for rows that see nothing.",
-        3,
-    ),
-    NoPlace(
-        "the merge of two sides that are both -inf gives NaN",
-        "zhuzilin/ring-flash-attention; USP",
-        "Tiles are trimmed to rows that see a key of theirs, so with finite scores the new side of a merge is finite. "
-        "(The running side is -inf at first: that part of the class has its defects.)",
-        2,
-    ),
-    NoPlace(
-        "the masked_fill of -inf maxima or sums of 0 in kernel and merge left out",
-        "own",
-        "Equivalent, for the same reason: the guards are for scores of -inf, which finite inputs do not give.",
-    ),
-    NoPlace(
-        "the last head group longer or shorter than it should be",
-        "fkodom/dilated-attention-pytorch",
-        "Head ranges are made by `Pattern.head_groups` on the caller's side, before a call; ranks are given them. "
-        "(Ranges misread by the ranks have their defects.)",
-        31,
-    ),
-    NoPlace(
-        "sends and receives of one NCCL group issued one after the other",
-        "NVIDIA/nccl#479",
-        "The branch for GPUs is not run by the backends there are; the same mistake on gloo and in the walk has its "
-        "defects.",
-        39,
-    ),
-)
+def _entries(file: str, kind: str) -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = tomllib.loads((FOLDER / f"{file}.toml").read_text())[kind]
+    return entries
 
+
+def of_topic(topic: str) -> tuple[Defect, ...]:
+    """The defects of one file. Raises TypeError for an entry with a field that is missing or unknown."""
+    found = []
+    for entry in _entries(topic, "defect"):
+        edits = tuple(Edit(**edit) for edit in entry["edits"])
+        found.append(Defect(**entry | {"edits": edits, "listed": tuple(entry.get("listed", ()))}))
+    return tuple(found)
+
+
+DEFECTS = tuple(defect for topic in TOPICS for defect in of_topic(topic))
+NO_PLACE = tuple(NoPlace(**entry) for entry in _entries("no_place", "no_place"))
 _BY_NAME = {defect.name: defect for defect in DEFECTS}
 
 

@@ -6,7 +6,6 @@ import ast
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Literal
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,21 +17,20 @@ class CannotPlant(Exception):
 
 @dataclass(frozen=True)
 class Edit:
-    """One replacement in the source of a module. `was` occurs there exactly once."""
+    """One replacement in a file of the project, as "ring/strided_view.py". `was` occurs there exactly once."""
 
-    module: ModuleType
+    file: str
     was: str
     becomes: str
 
     @property
     def path(self) -> Path:
-        assert self.module.__file__ is not None
-        return Path(self.module.__file__)
+        return ROOT / self.file
 
     @property
-    def file(self) -> str:
-        """As the repository has it: "ring/strided_view.py"."""
-        return self.path.relative_to(ROOT).as_posix()
+    def module(self) -> str:
+        """The name by which the file is imported."""
+        return self.file.removesuffix(".py").replace("/", ".")
 
 
 @dataclass(frozen=True)
@@ -63,11 +61,11 @@ class Defect:
         """
         found: dict[str, str] = {}
         for edit in self.edits:
-            before = found.get(edit.module.__name__) or edit.path.read_text()
+            before = found.get(edit.module) or edit.path.read_text()
             times = before.count(edit.was)
             if times != 1:
                 raise CannotPlant(f"{self.name}: the text to replace stands {times} times, not once, in {edit.file}")
-            found[edit.module.__name__] = before.replace(edit.was, edit.becomes)
+            found[edit.module] = before.replace(edit.was, edit.becomes)
         if not found:
             raise CannotPlant(f"{self.name}: there is nothing to edit")
         for edit in self.edits:
@@ -77,16 +75,8 @@ class Defect:
     def _check(self, edit: Edit, sources: Mapping[str, str]) -> None:
         """Raises CannotPlant."""
         try:
-            after = ast.parse(sources[edit.module.__name__])
+            after = ast.parse(sources[edit.module])
         except SyntaxError as error:
             raise CannotPlant(f"{self.name}: the edited {edit.file} does not compile: {error}") from error
         if ast.dump(after) == ast.dump(ast.parse(edit.path.read_text())):
             raise CannotPlant(f"{self.name}: the edited {edit.file} says the same as before")
-
-
-def defect(
-    name: str, about: str, *edits: Edit, provenance: str = "own", listed: tuple[int, ...] = (),
-    backend: Literal["sim", "gloo"] = "sim",
-) -> Defect:  # fmt: skip
-    """A `Defect`, as the catalogue writes them down."""
-    return Defect(name, about, edits, provenance, listed, backend)

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from types import ModuleType
 
 import pytest
 import torch
 from rich.console import Console
 
-from ring import budget, precision
-from ring.comm import process_group
-from ring.compute import accumulator
-from ring.plan import blocks, plan, schedule
 from tests.support import mutant_tasks
 from tests.support.plain_case import plain
 from verification.case import Case
@@ -32,6 +27,7 @@ from verification.search.search import Search
 
 pytestmark = pytest.mark.ranks
 
+PROCESS_GROUPS = "ring/comm/process_group.py"
 LISTED = range(1, 43)  # the project's list of defect classes seen in public ring-attention code
 
 
@@ -67,8 +63,8 @@ def test_every_class_of_the_list_has_a_defect_or_a_reason() -> None:
 
 def test_only_transports_need_real_process_groups() -> None:
     for defect in DEFECTS:
-        touched = {edit.module for edit in defect.edits}
-        assert (defect.backend == "gloo") == (touched == {process_group}), defect.name
+        touched = {edit.file for edit in defect.edits}
+        assert (defect.backend == "gloo") == (touched == {PROCESS_GROUPS}), defect.name
 
 
 def test_every_defect_can_be_planted_and_uses_only_names_that_are_bound(process: Pool) -> None:
@@ -85,24 +81,24 @@ UNBOUND = {
 
 def test_names_that_are_bound_nowhere_are_found(process: Pool) -> None:
     for name, text in UNBOUND.items():
-        (source,) = changed(accumulator, "top + torch.log(total)", text).sources().values()
-        assert process.run(mutant_tasks.unbound_names, accumulator.__name__, source) == [[name]]
+        (source,) = changed("ring/compute/accumulator.py", "top + torch.log(total)", text).sources().values()
+        assert process.run(mutant_tasks.unbound_names, "ring.compute.accumulator", source) == [[name]]
 
 
 # --- planting ---------------------------------------------------------------------------------------------------------
 
 
-def changed(module: ModuleType, was: str, becomes: str) -> Defect:
-    return Defect("a-name", "About.", (Edit(module, was, becomes),))
+def changed(file: str, was: str, becomes: str) -> Defect:
+    return Defect("a-name", "About.", (Edit(file, was, becomes),))
 
 
 def test_users_of_changed_code_see_it(process: Pool) -> None:
     (before,) = process.run(mutant_tasks.seen_by_users)
     edits = (
-        Edit(precision, "else torch.float32", "else torch.bfloat16"),
-        Edit(plan, '"direct", "gather")', '"direct", "gather", "other")'),
-        Edit(schedule, "    receive_buffers: int = 2\n", "    receive_buffers: int = 3\n"),
-        Edit(blocks, "    return tuple(blocks)\n", "    return tuple(blocks * 2)\n"),
+        Edit("ring/precision.py", "else torch.float32", "else torch.bfloat16"),
+        Edit("ring/plan/plan.py", '"direct", "gather")', '"direct", "gather", "other")'),
+        Edit("ring/plan/schedule.py", "    receive_buffers: int = 2\n", "    receive_buffers: int = 3\n"),
+        Edit("ring/plan/blocks.py", "    return tuple(blocks)\n", "    return tuple(blocks * 2)\n"),
     )
     process.run(preparation(Defect("four-modules", "About.", edits)))
     (after,) = process.run(mutant_tasks.seen_by_users)
@@ -134,11 +130,11 @@ def test_failures_are_of_one_type_before_and_after(process: Pool) -> None:
 )
 def test_an_edit_that_makes_no_other_program_is_refused(was: str, becomes: str, said: str) -> None:
     with pytest.raises(CannotPlant, match=f"a-name: .*{said}"):
-        preparation(changed(budget, was, becomes))
+        preparation(changed("ring/budget.py", was, becomes))
 
 
 def test_a_module_that_does_not_run_is_refused_by_the_rank() -> None:
-    backend = SimBackend(prepare=preparation(changed(budget, "SHARE = 0.1", "SHARE = 1 / 0")))
+    backend = SimBackend(prepare=preparation(changed("ring/budget.py", "SHARE = 0.1", "SHARE = 1 / 0")))
     backend.start(1)
     try:
         with pytest.raises(Unavailable, match=r"a-name: the edited ring\.budget does not run: ZeroDivisionError"):
@@ -153,7 +149,7 @@ def test_a_module_that_does_not_exist_is_refused() -> None:
 
 
 def test_edits_of_one_file_add_up() -> None:
-    edits = (Edit(budget, "SHARE = 0.1", "SHARE = 0.2"), Edit(budget, "LEAST = 32", "LEAST = 1"))
+    edits = (Edit("ring/budget.py", "SHARE = 0.1", "SHARE = 0.2"), Edit("ring/budget.py", "LEAST = 32", "LEAST = 1"))
     (source,) = Defect("both", "About.", edits).sources().values()
     assert "SHARE = 0.2" in source and "LEAST = 1" in source
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import pytest
 
+from verification.mutants.catalogue import of_topic
 from verification.mutants.defect import Defect
-from verification.mutants.defects.numerics import NUMERICS
 from verification.mutants.trials import try_defect
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-PRECISION = [defect for defect in NUMERICS if not defect.name.startswith("fused-kernel")]
+PRECISION = [defect for defect in of_topic("numerics") if not defect.name.startswith("fused-kernel")]
 
 
 @pytest.mark.parametrize("defect", PRECISION, ids=lambda defect: defect.name)

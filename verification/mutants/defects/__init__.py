@@ -1,1 +1,0 @@
-"""The seeded defects, by what they break."""
