@@ -1,31 +1,121 @@
-"""The README is true: its example runs under torchrun, and the files that it names exist."""
+"""The README is short and true: its examples run, the files it names exist, its tables are those of the records."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.support.peers_table import disagreements
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+PAGES = [
+    ROOT / name
+    for name in (
+        "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "reference/README.md", "ring/README.md",
+        "verification/README.md", "verification/CHECKLIST.md", "verification/mutants/README.md", "notebooks/README.md",
+    )
+]  # fmt: skip
+DENSE = json.loads((ROOT / "notebooks/data/h200x2_dense.json").read_text())["rows"]
+LONGNET = json.loads((ROOT / "notebooks/data/h200x2_longnet.json").read_text())["rows"]
+
+
+def example(name: str) -> str:
+    (found,) = re.findall(rf"```python\n(# {name}\.py.*?)```", README, re.DOTALL)
+    return str(found)
+
+
+def run(script: Path, *launcher: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *launcher, str(script)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+def test_it_is_of_one_screen() -> None:
+    assert len(README.splitlines()) <= 120
+    assert len(README.split()) <= 1400
+
+
+def test_the_example_runs_in_one_process(tmp_path: Path) -> None:
+    script = tmp_path / "one_process.py"
+    script.write_text(example("one_process"))
+    done = run(script)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.removeprefix("largest error ")) < 1e-5
 
 
 @pytest.mark.ranks
 def test_the_example_runs_under_torchrun(tmp_path: Path) -> None:
-    (example,) = re.findall(r"```python\n(# example\.py.*?)```", README, re.DOTALL)
     script = tmp_path / "example.py"
-    script.write_text(example)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    script.write_text(example("example"))
+    done = run(script, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     assert done.returncode == 0, done.stderr
 
 
-def test_every_file_named_is_there() -> None:
-    named = set(re.findall(r"`?((?:reference|ring|verification|scripts|tests)/[\w./]*\w)", README))
-    assert len(named) > 25
-    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_file_named_is_there(page: Path) -> None:
+    text = page.read_text()
+    links = {link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in link}
+    assert [link for link in sorted(links) if not (page.parent / link).exists()] == []
+    named = set(re.findall(r"`((?:reference|ring|verification|scripts|tests|notebooks)/[\w./]*\w)/?`", text))
+    old = page.name == "CHANGELOG.md"  # which names what is no longer there, too
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == [] or old
+
+
+def test_the_table_of_peers_is_the_record() -> None:
+    assert disagreements(README) == []
+
+
+# --- tables of records ------------------------------------------------------------------------------------------------
+
+# A column of the table of speed, and the rows of the record that it is made of: the best of them is shown.
+COLUMNS = {
+    "kernels alone": lambda row: row["method"] == "kernels alone",
+    "`ring_attention`, captured": lambda row: row["method"] == "ring_attention" and row["graph"],
+    "not captured": lambda row: row["method"] == "ring_attention" and not row["graph"],
+    "all-to-all": lambda row: row["method"].startswith("all-to-all"),
+    "ring-flash-attn zigzag": lambda row: row["method"] == "ring-flash-attn zigzag",
+    "`context_parallel`": lambda row: row["method"].startswith("torch context_parallel"),
+}
+
+
+def table(first: str) -> list[dict[str, str]]:
+    """The README's table whose first column has that title: a row as title -> cell."""
+    lines = README.splitlines()
+    (start,) = [number for number, line in enumerate(lines) if line.startswith(f"| {first} |")]
+    cells = []
+    for line in lines[start:]:
+        if not line.startswith("|"):
+            break
+        cells.append([cell.strip() for cell in line.strip("|").split("|")])
+    titles, _, *rows = cells
+    return [dict(zip(titles, row, strict=True)) for row in rows]
+
+
+def test_the_table_of_speed_is_the_record() -> None:
+    shown = table("tokens a GPU")
+    assert [row["tokens a GPU"] for row in shown] == ["2 Ki", "8 Ki", "32 Ki"]
+    for row in shown:
+        tokens = 1024 * int(row["tokens a GPU"].split()[0])
+        for title, chosen in COLUMNS.items():
+            wanted: Any = [
+                one["efficiency"]
+                for one in DENSE
+                if one["tokens"] == tokens and one["pass"] == "forward+backward" and chosen(one)
+            ]
+            assert row[title] == f"{max(wanted):.2f}", (title, tokens)
+
+
+def test_the_times_of_longnet_are_the_record() -> None:
+    for passed in ("forward", "forward+backward"):
+        of = [row for row in LONGNET if row["pass"] == passed and row["tokens"] == 2**19 and row.get("ms")]
+        ours = min(row["ms"] for row in of if row["method"] == "ring_attention")
+        published = min(row["ms"] for row in of if row["method"] == "LongNet as published")
+        assert f"{ours:.3g} ms against {published:.3g}" in README, (passed, ours, published)

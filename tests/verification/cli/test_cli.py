@@ -76,7 +76,7 @@ def test_help_says_what_there_is_in_80_columns(
 COMMANDS = {
     "verify": ("verification", "run"),
     "peers": ("verification", "peers"),
-    "mutate": ("verification.mutants.syntactic.command",),
+    "mutate": ("verification.cli.mutate",),
     "doctor": ("verification.cli.doctor",),
 }
 

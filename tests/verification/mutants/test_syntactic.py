@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from verification.mutants.syntactic import command as syntactic
+from verification.cli import mutate as syntactic
+from verification.cli.mutate import read_results
 from verification.mutants.syntactic import judging, targets
-from verification.mutants.syntactic.command import read_results
 from verification.mutants.syntactic.judging import Task, judge
 from verification.mutants.syntactic.mutations import Mutation, NoGenerator, mutation, mutations_of
 from verification.mutants.syntactic.summary import (

@@ -1,5 +1,4 @@
-"""`python -m verification.mutants.syntactic.command`: every small change of `ring/` and of the pattern, one after the
-other.
+"""`python -m verification.cli.mutate`: every small change of `ring/` and of the pattern, one after the other.
 
 A change is killed by the first that finds it:
 
@@ -43,7 +42,7 @@ from verification.report.provenance import commit
 from verification.run.backends import Unavailable
 from verification.run.processes.pool import PoolError
 
-COMMAND = "python -m verification.mutants.syntactic.command"
+COMMAND = "python -m verification.cli.mutate"
 RESULTS = Path(".verification/mutations.jsonl")
 SEED = 3
 LIMIT = 300  # examples in the simulation

@@ -1,0 +1,116 @@
+"""The folders are the road: no import runs back along it, and none in a circle.
+
+Imports count wherever they stand, inside functions and under TYPE_CHECKING too.
+"""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("reference", "ring", "verification")
+
+# The stops in order. A module belongs to the stop with the longest matching name, and imports from its own and earlier
+# stops only.
+ROAD = (
+    "reference",
+    "ring.precision", "ring.layout", "ring.plan", "ring.strided_view", "ring.comm", "ring.compute", "ring.budget",
+    "ring.agreement", "ring.attention", "ring",
+    "verification.wording", "verification.failures", "verification.case", "verification.draw", "verification.run",
+    "verification.check", "verification.search", "verification.report", "verification.problems",
+    "verification.runner", "verification.replay", "verification.mutants", "verification.peers",
+    "verification.benchmarks", "verification.cli", "verification.__main__",
+)  # fmt: skip
+# The stops within the plan.
+PLAN = ("blocks", "ranges", "range_pairs", "needs", "chunks", "schedule", "rows", "tile", "diagonal", "tiling", "plan")
+MOST_LOOSE = {"ring": 12, "verification": 10}
+MOST_LINES = 400
+
+
+@cache
+def files() -> dict[str, Path]:
+    """Every module by its dotted name; a package by its own."""
+    found = {}
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+@cache
+def imports(module: str) -> frozenset[str]:
+    """The project's modules that a module imports, anywhere in its text."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(files()[module].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            modules = names & set(files())
+            found |= modules
+            if modules != names:
+                found.add(node.module)
+    return frozenset(found & set(files()) - {module})
+
+
+def stop(module: str, road: tuple[str, ...] = ROAD) -> int:
+    """The number of the module's stop; a package that is itself a stop is after all that it holds."""
+    fitting = [name for name in road if module == name or (name != "ring" and module.startswith(f"{name}."))]
+    assert fitting, f"{module} has no place on the road: give it one in {Path(__file__).name}"
+    return road.index(max(fitting, key=len))
+
+
+@pytest.mark.parametrize("module", [name for name in files() if name != "verification"])
+def test_no_import_runs_back(module: str) -> None:
+    back = [other for other in imports(module) if stop(other) > stop(module)]
+    assert not back, f"{module} imports {', '.join(back)}, which come later on the road"
+
+
+def test_the_plan_is_a_road_too() -> None:
+    plan = tuple(f"ring.plan.{name}" for name in PLAN)
+    for module in files():
+        if module.startswith("ring.plan."):
+            for other in imports(module):
+                if other.startswith("ring.plan."):
+                    assert stop(other, plan) < stop(module, plan), f"{module} imports {other}"
+
+
+def test_no_import_runs_in_a_circle() -> None:
+    try:
+        TopologicalSorter({module: imports(module) for module in files()}).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle of imports: {' -> '.join(error.args[1])}")
+
+
+def test_the_packages_stand_on_each_other() -> None:
+    for module in files():
+        if module.startswith("reference"):
+            assert all(other.startswith("reference") for other in imports(module)), module
+        elif module.startswith("ring"):
+            theirs = {other for other in imports(module) if not other.startswith("ring")}
+            assert theirs <= {"reference.pattern"}, f"{module} imports {theirs}"
+    assert imports("verification.case") <= {name for name in files() if name.startswith("reference")} | {
+        "verification.wording"
+    }
+
+
+@pytest.mark.parametrize("package", MOST_LOOSE)
+def test_few_modules_are_loose(package: str) -> None:
+    loose = [path.name for path in (ROOT / package).glob("*.py") if path.name != "__init__.py"]
+    assert len(loose) <= MOST_LOOSE[package], f"{package}/ has {len(loose)} loose modules: {loose}"
+
+
+def test_no_file_is_long() -> None:
+    paths = [*files().values(), *(ROOT / "tests").rglob("*.py")]
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in paths}
+    assert {name: length for name, length in lengths.items() if length > MOST_LINES} == {}
+
+
+def test_the_road_has_no_stop_without_modules() -> None:
+    assert {stop(module) for module in files() if module != "verification"} == set(range(len(ROAD)))
