@@ -49,7 +49,7 @@ def without_messages(
     return Contender(contender.forward, contender.training, local=True, capturable=True)
 
 
-class _Nothing:
+class _NeverSent:
     """A message that was never sent: there is nothing to wait for."""
 
     def arrive(self) -> None: ...
@@ -75,7 +75,7 @@ class Silent(OwnBuffers):
         return self._buffers[key]
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        return _Nothing()
+        return _NeverSent()
 
     def all_equal(self, payload: bytes) -> bool:
         return True
