@@ -123,21 +123,29 @@ def _steps(
 ) -> tuple[Step, ...]:  # fmt: skip
     """once: every received slot is read at least once."""
     tokens, others = layout.counts[rank], layout.world_size - 1
-    return tuple(
-        Step(
-            gathers=_shard_maps(tokens, kv_heads, 1) if route.whole else _slot_maps(ranges, stage.gathers),
-            sends=stage.sends,
-            relayed=stage.relayed,
-            receives=stage.receives,
-            tiles=tiles,
-            return_sends=stage.return_sends,
-            return_receives=stage.return_receives,
-            carried=stage.carried,
-            scatters=_shard_maps(tokens, kv_heads, others) if route.whole else _slot_maps(ranges, stage.scatters),
-            once=once and _read_once(stage.receives, tiles),
+    steps = []
+    for stage, tiles in zip(route.stages, received, strict=True):
+        if route.whole:
+            gathers, scatters = _shard_maps(tokens, kv_heads, 1), _shard_maps(tokens, kv_heads, others)
+        else:
+            gathers = _slot_maps(ranges, stage.gathers)
+            # By `direct` both are the same: the gradients come back in the slots that were sent.
+            scatters = gathers if stage.scatters is stage.gathers else _slot_maps(ranges, stage.scatters)
+        steps.append(
+            Step(
+                gathers=gathers,
+                sends=stage.sends,
+                relayed=stage.relayed,
+                receives=stage.receives,
+                tiles=tiles,
+                return_sends=stage.return_sends,
+                return_receives=stage.return_receives,
+                carried=stage.carried,
+                scatters=scatters,
+                once=once and _read_once(stage.receives, tiles),
+            )
         )
-        for stage, tiles in zip(route.stages, received, strict=True)
-    )
+    return tuple(steps)
 
 
 def _read_once(receives: Sequence[Transfer], tiles: Sequence[Tile]) -> bool:
@@ -175,5 +183,6 @@ def _shard_maps(tokens: int, kv_heads: int, copies: int) -> tuple[SlotMap, ...]:
     return tuple(SlotMap(Rows(0, 1, tokens), heads, place, heads) for place in slots)
 
 
+@lru_cache(maxsize=64)
 def _columns(width: int) -> Heads:
     return Heads.column(range(width))

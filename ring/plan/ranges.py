@@ -314,4 +314,4 @@ def counter(counts: Ints) -> Ints:
 
 def concatenated(arrays: Sequence[Ints]) -> Ints:
     """One array after the other; of none, an empty one."""
-    return np.concatenate([np.empty(0, np.int64), *arrays])
+    return np.concatenate(arrays) if arrays else np.empty(0, np.int64)

@@ -22,16 +22,17 @@ two rows: a rank computes this example in two kernel calls.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from ring.layout import Layout
+from ring.plan.chunks import SlotRanges
 from ring.plan.diagonal import along_diagonals
 from ring.plan.range_pairs import RangePairs, pair_up
-from ring.plan.ranges import Ints, Ranges, Subranges, concatenated, joined
+from ring.plan.ranges import Ints, Ranges, Subranges, joined
 from ring.plan.rows import Fold, Rows, concatenate, folds
 from ring.plan.schedule import Schedule
 from ring.plan.tile import Mask, Tile
@@ -90,19 +91,14 @@ class _Keys:
     scale: Ints
 
     @classmethod
-    def of(cls, subranges: Subranges, *, stage: int, packed: bool, base: Ints | int, scale: Ints | int) -> _Keys:
-        """Keys at one stage; base and scale are for all subranges or for each."""
+    def of(cls, subranges: Subranges, *, stage: Ints | int, packed: bool, base: Ints | int, scale: Ints | int) -> _Keys:
+        """A number is for all subranges, an array has one for each."""
         columns = (np.full(len(subranges), column) for column in (stage, packed, base, scale))
         return cls(subranges, *columns)
 
-    @classmethod
-    def join(cls, parts: Sequence[_Keys]) -> _Keys:
-        """The keys of all parts, in ascending order of range."""
-        subranges = Subranges.join([part.subranges for part in parts])
-        order = np.argsort(subranges.range, kind="stable")
-        names = ("stage", "packed", "base", "scale")
-        stage, packed, base, scale = (concatenated([getattr(part, name) for part in parts])[order] for name in names)
-        return cls(subranges.take(order), stage=stage, packed=packed.astype(bool), base=base, scale=scale)
+    def take(self, which: Ints) -> _Keys:
+        columns = (column[which] for column in (self.stage, self.packed, self.base, self.scale))
+        return _Keys(self.subranges.take(which), *columns)
 
     def cut(self, most: int) -> _Keys:
         """The same in subranges of at most so many elements."""
@@ -119,20 +115,24 @@ def _own_keys(own: Ranges, rank: int) -> _Keys:
 
 
 def _received_keys(ranges: Ranges, layout: Layout, route: Schedule, rank: int, kv_heads: int) -> _Keys:
-    parts = []
-    for number, stage in enumerate(route.stages, start=1):
-        if route.whole:
-            bases = np.zeros(layout.world_size, np.int64)
-            for transfer in stage.receives:
-                bases[transfer.peer] = transfer.start
-            theirs = Subranges.whole(ranges, np.flatnonzero(ranges.rank != rank))
-            base = bases[ranges.rank[theirs.range]]
-            parts.append(_Keys.of(theirs, stage=number, packed=False, base=base, scale=kv_heads))
-        else:
-            found = stage.received
-            scale = ranges.width[found.subranges.range]
-            parts.append(_Keys.of(found.subranges, stage=number, packed=True, base=found.slot, scale=scale))
-    return _Keys.join(parts)
+    """The keys of other ranks, in all stages at once: there may be hundreds of stages with few keys each."""
+    if route.whole:
+        return _gathered_keys(ranges, layout, route, rank, kv_heads)
+    found = SlotRanges.join([stage.received for stage in route.stages])
+    lengths = [len(stage.received.subranges) for stage in route.stages]
+    number, which = np.repeat(np.arange(1, len(lengths) + 1), lengths), found.subranges.range
+    keys = _Keys.of(found.subranges, stage=number, packed=True, base=found.slot, scale=ranges.width[which])
+    return keys.take(np.argsort(which, kind="stable"))
+
+
+def _gathered_keys(ranges: Ranges, layout: Layout, route: Schedule, rank: int, kv_heads: int) -> _Keys:
+    """The keys of whole shards. One stage receives them all; a single rank has no stage, and no such keys."""
+    bases = np.zeros(layout.world_size, np.int64)
+    for stage in route.stages:
+        for transfer in stage.receives:
+            bases[transfer.peer] = transfer.start
+    theirs = Subranges.whole(ranges, np.flatnonzero(ranges.rank != rank))
+    return _Keys.of(theirs, stage=1, packed=False, base=bases[ranges.rank[theirs.range]], scale=kv_heads)
 
 
 # --- one mask for each part ---
