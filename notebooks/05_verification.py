@@ -53,7 +53,7 @@ from verification.replay.replay import replay
 from verification.report.coverage import FEATURES, Coverage
 from verification.report.report import Report
 from verification.run.backends import GlooBackend, SimBackend, observe_on
-from verification.runner import EXAMPLES, PROFILES, WORLDS, Plan, law_experiment, save
+from verification.runner import EXAMPLES, PROFILES, WORLDS, RunPlan, law_experiment, save
 from verification.search.search import TIMEOUT, Search
 
 LONG = os.environ.get("NOTEBOOKS_LONG") == "1"
@@ -209,7 +209,7 @@ assert {failures[0].broken for failures in replays.values() if failures} == {sav
 # its minimum needs the longer shards of that law.
 
 # %%
-plan = Plan(WORLDS, PROFILES["quick"], None, 0, "sim", Path())
+plan = RunPlan(WORLDS, PROFILES["quick"], None, 0, "sim", Path())
 
 
 def drawn(experiment, world: int, examples: int, seed: str) -> list[Case]:

@@ -105,7 +105,7 @@ def evaluate(inputs: Inputs, r: Arithmetic) -> Expectation:
         return x.reshape(batch, -1, length, dim).swapaxes(1, 2)
 
     dlse = None if inputs.dlse is None else inputs.dlse.reshape(batch, kv_heads, group * count)
-    whole = _Block(folded(q), folded(k), folded(inputs.v), folded(inputs.dout), dlse, inputs.scale, r)
+    whole = _RowBlock(folded(q), folded(k), folded(inputs.v), folded(inputs.dout), dlse, inputs.scale, r)
     if batch * heads * count * n <= WHOLE:
         found = whole.solve(_multiplicity(inputs, range(heads), slice(None)).reshape(kv_heads, group * count, n))
     else:
@@ -176,7 +176,7 @@ def _filled(like: Any, shape: tuple[int, ...], value: float | bool) -> Any:
 
 
 @dataclass
-class _Found:
+class _Solved:
     """Results of a block, rows folded. dk and dv are sums over its rows, and their `bound` is not settled yet."""
 
     exact: dict[str, Array]
@@ -191,7 +191,7 @@ class _Found:
 
 
 @dataclass
-class _Block:
+class _RowBlock:
     """Some rows against some keys: q, dout (B, Hk, R, D); k, v (B, Hk, N, D); dlse (B, Hk, R) or None."""
 
     q: Array
@@ -202,7 +202,7 @@ class _Block:
     scale: float
     r: Arithmetic
 
-    def solve(self, count: Array) -> _Found:
+    def solve(self, count: Array) -> _Solved:
         found = self.rows(count)
         found.settle_keys(self.r)
         return found
@@ -232,7 +232,7 @@ class _Block:
         p /= total[..., None]
         return Softmax(base, p, s, top, top + lib.log(total), count)
 
-    def rows(self, count: Array) -> _Found:
+    def rows(self, count: Array) -> _Solved:
         """count: c (Hk, R, N)."""
         r, q, k, v, dout = self.r, self.q, self.k, self.v, self.dout
         q_size, k_size, v_size, dout_size = abs(q), abs(k), abs(v), abs(dout)
@@ -266,13 +266,13 @@ class _Block:
             "dk": bounds.product(w_k.swapaxes(-1, -2), q_size),
             "dv": bounds.product(w_v.swapaxes(-1, -2), dout_size),
         }
-        return _Found(exact, bound, ~live, dead_keys)
+        return _Solved(exact, bound, ~live, dead_keys)
 
 
 # --- long sequences ---------------------------------------------------------------------------------------------------
 
 
-def _by_blocks(whole: _Block, inputs: Inputs) -> _Found:
+def _by_blocks(whole: _RowBlock, inputs: Inputs) -> _Solved:
     """The same, a few rows of one query head at a time."""
     batch, kv_heads, folded, _ = whole.q.shape
     n, group, heads = whole.k.shape[2], inputs.heads // kv_heads, inputs.heads
@@ -288,7 +288,7 @@ def _by_blocks(whole: _Block, inputs: Inputs) -> _Found:
         }
         for lse in (-np.inf, 0.0)
     )
-    found = _Found(exact, bound, _filled(like, (kv_heads, folded), True), _filled(like, (kv_heads, n), True))
+    found = _Solved(exact, bound, _filled(like, (kv_heads, folded), True), _filled(like, (kv_heads, n), True))
     step = max(1, BLOCK["cpu" if isinstance(like, np.ndarray) else like.device.type] // (batch * n))
     for head in range(heads):
         for start in range(0, queries, step):
@@ -306,12 +306,12 @@ def _where(flags: Any) -> Any:
     return np.flatnonzero(flags) if isinstance(flags, np.ndarray) else torch.nonzero(flags).flatten()
 
 
-def _add(found: _Found, whole: _Block, kv: int, at: Ints, column: Ints, count: Array) -> None:
+def _add(found: _Solved, whole: _RowBlock, kv: int, at: Ints, column: Ints, count: Array) -> None:
     """Rows `at` of key/value head kv against the keys `column`, none of them without partner."""
     q, dout = whole.q[:, kv, at][:, None], whole.dout[:, kv, at][:, None]  # (B, 1, R, D)
     k, v = whole.k[:, kv, column][:, None], whole.v[:, kv, column][:, None]  # (B, 1, keys, D)
     dlse = None if whole.dlse is None else whole.dlse[:, kv, at][:, None]
-    part = _Block(q, k, v, dout, dlse, whole.scale, whole.r).rows(count[None])
+    part = _RowBlock(q, k, v, dout, dlse, whole.scale, whole.r).rows(count[None])
     for values, more in ((found.exact, part.exact), (found.bound, part.bound)):
         for name in ("out", "lse", "dq"):
             values[name][:, kv, at] = more[name][:, 0]

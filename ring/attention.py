@@ -26,7 +26,7 @@ from ring.comm.symmetric_memory import transport_of
 from ring.comm.transport import SoloTransport, Transport
 from ring.compute import kernels
 from ring.compute.accumulator import Accumulator, OutputMerge, Sum, lse_view
-from ring.compute.math_kernel import Saved
+from ring.compute.math_kernel import SavedRows
 from ring.layout import Layout
 from ring.plan.plan import Plan, plan_of
 from ring.plan.tile import Tile
@@ -232,7 +232,7 @@ def _backward(
     dlse: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     dq, dk, dv = (sum_for(x) for x in (q, k, v))
-    rows = _Rows(StridedView(q), StridedView(dout), StridedView(out), lse_view(lse), dlse, dq)
+    rows = _QueryRows(StridedView(q), StridedView(dout), StridedView(out), lse_view(lse), dlse, dq)
     exchange = Exchange(walk.plan, walk.transport, k, v)
     for arrival in exchange.round_trips(dk, dv):
         _tile_gradients(walk, arrival, rows)
@@ -244,7 +244,7 @@ def _backward(
 
 
 @dataclass(eq=False)
-class _Rows:
+class _QueryRows:
     """The own query rows in backward."""
 
     q: StridedView
@@ -262,7 +262,7 @@ class _Rows:
         return lse_view(delta if self.dlse is None else delta - self.dlse)
 
 
-def _tile_gradients(walk: _Walk, arrival: Arrival, rows: _Rows) -> None:
+def _tile_gradients(walk: _Walk, arrival: Arrival, rows: _QueryRows) -> None:
     assert arrival.key_grad is not None and arrival.value_grad is not None
     q = rows.q.x
     for whole in arrival.tiles:
@@ -273,7 +273,7 @@ def _tile_gradients(walk: _Walk, arrival: Arrival, rows: _Rows) -> None:
         for tile in kernels.portions(name, whole, q):
             where = (tile.query_rows, tile.query_heads)
             key, value = _keys(arrival, tile)
-            saved = Saved(
+            saved = SavedRows(
                 rows.dout.view(*where), rows.out.view(*where), rows.lse.view(*where).squeeze(-1),
                 rows.delta.view(*where).squeeze(-1) if name == "math" else None,
             )  # fmt: skip

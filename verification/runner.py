@@ -44,7 +44,7 @@ PROFILES = {
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """What `python -m verification run` was asked for. examples: for each world size; None: as the profile
     has it.
     """
@@ -105,7 +105,7 @@ def on_gpus(experiment: Experiment) -> Experiment:
     return replace(experiment, draw=lambda world: experiment.draw(world).map(change))
 
 
-def run(plan: Plan, report: Report, backend: Backend | None = None, shrink_backend: Backend | None = None) -> Report:
+def run(plan: RunPlan, report: Report, backend: Backend | None = None, shrink_backend: Backend | None = None) -> Report:
     """The whole run. `shrink_backend`: where failures are shrunk, a simulation if none is given; a backend that
     simulates is its own.
 
@@ -132,7 +132,7 @@ def run(plan: Plan, report: Report, backend: Backend | None = None, shrink_backe
     return report
 
 
-def run_world(plan: Plan, report: Report, backend: Backend, shrink_backend: Backend, world: int) -> None:
+def run_world(plan: RunPlan, report: Report, backend: Backend, shrink_backend: Backend, world: int) -> None:
     backend.start(world)
     count = plan.examples_for(world)
     plain = [(EXAMPLES, count), (PUSHED, max(1, round(count * PUSHED_SHARE)))]
@@ -156,8 +156,8 @@ def run_world(plan: Plan, report: Report, backend: Backend, shrink_backend: Back
     report.end_world()
 
 
-def run_real_size(plan: Plan, report: Report, backend: Backend) -> None:
-    problem = real_size.Problem(4 if 4 in plan.worlds else max(plan.worlds), plan.real_size)
+def run_real_size(plan: RunPlan, report: Report, backend: Backend) -> None:
+    problem = real_size.RealSizeProblem(4 if 4 in plan.worlds else max(plan.worlds), plan.real_size)
     if hangs(report.failures):
         report.say(f"ranks hang, so {real_size.TITLE} is left out")
     else:

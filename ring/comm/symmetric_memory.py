@@ -35,12 +35,12 @@ class _Route:
 
     begins: dict[str, int]
     ranges: list[_Ranges]
-    pool: _Pool | None
+    pool: _SharedMemory | None
     by_nccl: bool = False
 
 
 @dataclass(frozen=True, eq=False)
-class _Pool:
+class _SharedMemory:
     """Memory of equal size on every rank. views: everyone's, as bytes, seen from here; flags: where they begin."""
 
     own: torch.Tensor
@@ -87,7 +87,7 @@ class SymmetricTransport(ProcessGroupTransport):
         self._lanes = [torch.cuda.Stream() for _ in range(min(_LANES, self.world_size - 1))]
         self._routes: dict[Hashable, _Route] = {}
         self._route: _Route | None = None
-        self._pools: list[_Pool] = []  # all that there ever were: a captured graph may use any
+        self._pools: list[_SharedMemory] = []  # all that there ever were: a captured graph may use any
 
     def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
         """The first call of a kind is collective, and no other; so the key must be the same on all ranks."""
@@ -115,7 +115,7 @@ class SymmetricTransport(ProcessGroupTransport):
         return _Copied(here, self._side.record_event())
 
     def _meet(
-        self, route: _Route, pool: _Pool, sends: Sequence[Message], receives: Sequence[Message]
+        self, route: _Route, pool: _SharedMemory, sends: Sequence[Message], receives: Sequence[Message]
     ) -> list[torch.cuda.Event]:
         """Copy from neighbours first, so that not all ranks copy from one rank at a time; several copies run at a time,
         each on a lane (a stream). Every flag that others wait for is set before this rank waits for any flag, or
@@ -148,7 +148,7 @@ class SymmetricTransport(ProcessGroupTransport):
     def _distance(self, peer: int) -> int:
         return (peer - self.rank) % self.world_size
 
-    def _copy(self, route: _Route, pool: _Pool, peer: int, receives: Sequence[Message]) -> None:
+    def _copy(self, route: _Route, pool: _SharedMemory, peer: int, receives: Sequence[Message]) -> None:
         taken: dict[str, int] = {}
         for message in receives:
             number = taken.get(message.label, 0)
@@ -182,7 +182,7 @@ class SymmetricTransport(ProcessGroupTransport):
             return _Route({}, [], None, by_nccl=True)
         return _Route(begins, [theirs for _, theirs, _ in everyone], self._pool(size))
 
-    def _pool(self, size: int) -> _Pool | None:
+    def _pool(self, size: int) -> _SharedMemory | None:
         """Memory of at least so many bytes. Collective: all ranks ask for the same size."""
         if size == 0:
             return None
@@ -200,7 +200,7 @@ class SymmetricTransport(ProcessGroupTransport):
             handle = symmetric.rendezvous(whole, group=self.group)
             everyone = [handle.get_buffer(rank, (front + size,), torch.uint8) for rank in range(self.world_size)]
             flags = [theirs.data_ptr() for theirs in everyone]
-            self._pools.append(_Pool(whole[front:], [theirs[front:] for theirs in everyone], flags, handle))
+            self._pools.append(_SharedMemory(whole[front:], [theirs[front:] for theirs in everyone], flags, handle))
         return self._pools[-1]
 
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 
 from ring.compute import math_kernel, picked
-from ring.compute.math_kernel import Saved, Tensors3
+from ring.compute.math_kernel import SavedRows, Tensors3
 from ring.plan.tile import Mask, Tile
 from ring.precision import accumulator_dtype
 
@@ -24,7 +24,7 @@ def forward(
 
 
 def backward(
-    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: Saved, tile: Tile, scale: float
+    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: SavedRows, tile: Tile, scale: float
 ) -> Tensors3:
     """The tile's summands of dq, dk, dv, shaped like q, k, v."""
     if q.device.type == "cpu":
@@ -57,7 +57,7 @@ def _cpu_forward(
 
 
 def _cpu_backward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: Saved, tile: Tile, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: SavedRows, tile: Tile, scale: float
 ) -> Tensors3:
     work = accumulator_dtype(q.dtype)
     lse = saved.lse.reshape(q.shape[0] * q.shape[1], q.shape[2] * q.shape[3], q.shape[4])
@@ -121,7 +121,7 @@ def _alike(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _gpu_backward(
-    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: Saved, tile: Tile, scale: float
+    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: SavedRows, tile: Tile, scale: float
 ) -> Tensors3:
     query, out, dout = _alike(q, saved.out, saved.dout)
     key, value = _aligned(k), _aligned(v)

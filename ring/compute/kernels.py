@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from ring.compute import fused_kernels, math_kernel, picked
-from ring.compute.math_kernel import Saved, Tensors3
+from ring.compute.math_kernel import SavedRows, Tensors3
 from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
 from ring.plan.tile import Mask, Tile
@@ -74,7 +74,7 @@ def forward(
 
 
 def backward(
-    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: Saved, tile: Tile, scale: float
+    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: SavedRows, tile: Tile, scale: float
 ) -> Tensors3:
     """The tile's summands of dq, dk, dv, shaped like q, k, v."""
     picked.count(name)

@@ -27,7 +27,7 @@ _LEAST_ROWS = 8
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedRows:
     """What the backward of a tile takes besides q, k, v: the tile's rows of dout, out, lse and delta."""
 
     dout: torch.Tensor
@@ -85,7 +85,7 @@ def forward(
     return out, lse
 
 
-def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: Saved, tile: Tile, scale: float) -> Tensors3:
+def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: SavedRows, tile: Tile, scale: float) -> Tensors3:
     """The tile's summands of dq, dk, dv, shaped like q, k, v."""
     work = accumulator_dtype(q.dtype)
     k, v = k.squeeze(3).to(work), v.squeeze(3).to(work)  # (F, B, G, Lk, D)

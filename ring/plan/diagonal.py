@@ -26,7 +26,7 @@ from ring.plan.rows import Rows
 from ring.plan.tile import Mask, Tile
 
 
-class _Place(NamedTuple):
+class _HeadStart(NamedTuple):
     """Where one head of a tile begins."""
 
     query_head: int
@@ -34,8 +34,8 @@ class _Place(NamedTuple):
     key_head: int
     key_row: int
 
-    def step(self, after: _Place) -> _Place:
-        return _Place(*(b - a for a, b in zip(self, after, strict=True)))
+    def step(self, after: _HeadStart) -> _HeadStart:
+        return _HeadStart(*(b - a for a, b in zip(self, after, strict=True)))
 
 
 def along_diagonals(tiles: Sequence[Tile], most: int, packed: bool) -> list[Tile]:
@@ -86,12 +86,12 @@ def _runs(tiles: Sequence[Tile], most: int, packed: bool) -> Iterator[Tile]:
         yield _tile(model, run)
 
 
-def _layers(tiles: Sequence[Tile]) -> list[list[_Place]]:
+def _layers(tiles: Sequence[Tile]) -> list[list[_HeadStart]]:
     """Where the heads of all tiles begin, ascending. Several tiles may have parts of one head's rows: a layer takes the
     first of every head, the next layer the second of every head, and so on.
     """
     places = sorted(
-        _Place(
+        _HeadStart(
             query_head=tile.query_heads.start + i * tile.query_heads.step,
             query_row=tile.query_rows.start,
             key_head=tile.key_heads.start + i * tile.key_heads.step,
@@ -100,7 +100,7 @@ def _layers(tiles: Sequence[Tile]) -> list[list[_Place]]:
         for tile in tiles
         for i in range(tile.query_heads.groups)
     )
-    layers: list[list[_Place]] = []
+    layers: list[list[_HeadStart]] = []
     seen: dict[int, int] = {}
     for place in places:
         layer = seen.get(place.query_head, 0)
@@ -111,7 +111,7 @@ def _layers(tiles: Sequence[Tile]) -> list[list[_Place]]:
     return layers
 
 
-def _own_keys(rows: Rows, step: _Place, count: int) -> bool:
+def _own_keys(rows: Rows, step: _HeadStart, count: int) -> bool:
     """Whether one more head after `count` heads reads no key that the first reads, since a call may write each key's
     gradient only once. The heads between lie as far from the new one as earlier ones did from the first.
     """
@@ -121,10 +121,10 @@ def _own_keys(rows: Rows, step: _Place, count: int) -> bool:
     return not np.isin(listed, listed + count * step.key_row).any()
 
 
-def _tile(model: Tile, run: Sequence[_Place]) -> Tile:
+def _tile(model: Tile, run: Sequence[_HeadStart]) -> Tile:
     """One call for a run of heads at equal steps, shaped like the model."""
     first = run[0]
-    step = first.step(run[1]) if len(run) > 1 else _Place(query_head=1, query_row=0, key_head=1, key_row=0)
+    step = first.step(run[1]) if len(run) > 1 else _HeadStart(query_head=1, query_row=0, key_head=1, key_row=0)
     return replace(
         model,
         query_rows=_moved(model.query_rows, first.query_row, step.query_row),

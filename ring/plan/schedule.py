@@ -86,7 +86,7 @@ class Schedule:
 # --- direct ---
 
 
-class _Message(NamedTuple):
+class _ToReader(NamedTuple):
     """What `reader` takes at a distance: from the rank `peer`, or, seen from there, to it."""
 
     reader: int
@@ -104,12 +104,12 @@ class _Requests:
     cut: Chunks
     slots: Ints  # (reader, distance)
 
-    def room(self, messages: Sequence[_Message], chunk: int | None) -> int:
+    def room(self, messages: Sequence[_ToReader], chunk: int | None) -> int:
         """Slots of a buffer for these messages, or for any of their chunks."""
         lengths = [int(self.slots[message.reader, message.distance]) for message in messages]
         return sum(lengths) if chunk is None else sum(room(x, self.most, self.whole.entries.widest) for x in lengths)
 
-    def side_by_side(self, messages: Sequence[_Message], chunk: int | None) -> tuple[tuple[Transfer, ...], SlotRanges]:
+    def side_by_side(self, messages: Sequence[_ToReader], chunk: int | None) -> tuple[tuple[Transfer, ...], SlotRanges]:
         """Messages, or a chunk of each, one after the other in a buffer: the transfers, and what the slots hold."""
         chunks = self.whole if chunk is None else self.cut
         transfers, parts, at = [], [], 0
@@ -130,8 +130,8 @@ def direct(ranges: Ranges, layout: Layout, causal: bool, rank: int, most: int) -
     for distances, chunk in _rounds(asked.slots.max(axis=0), most):
         incoming, served = [], []
         for t in distances:
-            incoming.append(_Message(reader=rank, distance=t, peer=(rank - t) % p))
-            served.append(_Message(reader=(rank + t) % p, distance=t, peer=(rank + t) % p))
+            incoming.append(_ToReader(reader=rank, distance=t, peer=(rank - t) % p))
+            served.append(_ToReader(reader=(rank + t) % p, distance=t, peer=(rank + t) % p))
         receives, received = asked.side_by_side(incoming, chunk)
         sends, gathers = asked.side_by_side(served, chunk)
         receive, send = max(receive, asked.room(incoming, chunk)), max(send, asked.room(served, chunk))

@@ -17,7 +17,7 @@ from ring import Layout, ring_attention
 from ring.comm.symmetric_memory import SymmetricTransport, transport_of
 from ring.compute import kernels
 from ring.compute.accumulator import Accumulator, Sum
-from ring.compute.math_kernel import Saved
+from ring.compute.math_kernel import SavedRows
 from ring.compute.picked import picked_kernels
 from ring.plan.blocks import Heads
 from ring.plan.plan import plan_of
@@ -63,9 +63,9 @@ def test_fused_kernels_are_the_math_kernel_to_within_rounding(name: str, dtype: 
             beside = torch.empty(whole_lse.numel() + 1, device="cuda")[1:].view(whole_lse.shape)  # begins anywhere
             whole_lse = beside.copy_(whole_lse)
             delta = (dout.float() * whole.float()).sum(-1)
-            saved = Saved(dout, whole, whole_lse, delta)
+            saved = SavedRows(dout, whole, whole_lse, delta)
             found = kernels.backward(name, q, k, v, saved, tile, dim**-0.5)
-            double = Saved(dout.double(), whole.double(), whole_lse.double(), delta.double())
+            double = SavedRows(dout.double(), whole.double(), whole_lse.double(), delta.double())
             wanted = kernels.backward("math", q.double(), k.double(), v.double(), double, tile, dim**-0.5)
             for x, y, which in zip(found, wanted, ("dq", "dk", "dv"), strict=True):
                 close(x, y, 8 * UNIT[dtype], (which, name, mask, folds, groups, share, queries, keys, dim))
@@ -89,8 +89,8 @@ def test_strides_of_single_heads_and_rows_do_not_matter(name: str, strides: tupl
         close(out, exact, 4 * UNIT[torch.bfloat16], "out")
         close(lse, exact_lse, 1e-4, "lse")
         delta = (dout.double() * exact).sum(-1)
-        found = kernels.backward(name, q, k, v, Saved(dout, out, lse, None), tile, 0.25)
-        saved = Saved(dout.double(), exact, exact_lse, delta)
+        found = kernels.backward(name, q, k, v, SavedRows(dout, out, lse, None), tile, 0.25)
+        saved = SavedRows(dout.double(), exact, exact_lse, delta)
         for x, y in zip(
             found, kernels.backward("math", q.double(), k.double(), v.double(), saved, tile, 0.25), strict=True
         ):

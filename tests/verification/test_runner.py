@@ -23,8 +23,8 @@ pytestmark = pytest.mark.ranks
 SHORT = runner.Profile("for tests", 100, budget=20)
 
 
-def small_plan(folder: Path, worlds: tuple[int, ...], examples: int) -> runner.Plan:
-    return runner.Plan(worlds, SHORT, examples, seed=5, backend="gloo", failures=folder)
+def small_plan(folder: Path, worlds: tuple[int, ...], examples: int) -> runner.RunPlan:
+    return runner.RunPlan(worlds, SHORT, examples, seed=5, backend="gloo", failures=folder)
 
 
 def test_a_run_saves_what_a_replay_finds_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +64,7 @@ def test_more_ranks_than_gpus_are_refused() -> None:
 
 
 def test_the_profile_quick_draws_enough() -> None:
-    plan = runner.Plan(runner.WORLDS, runner.PROFILES["quick"], None, 0, "gloo", Path("."))
+    plan = runner.RunPlan(runner.WORLDS, runner.PROFILES["quick"], None, 0, "gloo", Path("."))
     counts = {world: plan.examples_for(world) for world in plan.worlds}
     assert sum(count for world, count in counts.items() if world > 1) >= 3000
     assert min(counts.values()) >= 100

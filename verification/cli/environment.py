@@ -80,7 +80,7 @@ MEANINGS = {
 
 
 @dataclass(frozen=True)
-class Setting:
+class EnvironmentSetting:
     name: str
     value: str
     meaning: str
@@ -94,7 +94,7 @@ def meaning(name: str) -> str:
     return MEANINGS[max(fits, key=lambda key: (key == name, len(key)))]
 
 
-def in_force(environment: Mapping[str, str]) -> list[Setting]:
+def in_force(environment: Mapping[str, str]) -> list[EnvironmentSetting]:
     """Those that are set, by name."""
     names = sorted(name for name in environment if name.startswith(PREFIXES))
-    return [Setting(name, environment[name], meaning(name)) for name in names]
+    return [EnvironmentSetting(name, environment[name], meaning(name)) for name in names]

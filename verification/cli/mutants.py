@@ -19,8 +19,8 @@ from verification.cli.arguments import add_json, add_seed, add_verbose, count, s
 from verification.cli.console import say
 from verification.cli.outputs import write_json
 from verification.mutants.catalogue import DEFECTS, by_name
-from verification.mutants.defect import CannotPlant, Defect
-from verification.mutants.trials import LIMIT, SOON, NotSane, Outcome, totals, try_all
+from verification.mutants.defect import CannotPlant, Defect, NotSane
+from verification.mutants.trials import LIMIT, SOON, Outcome, totals, try_all
 from verification.report.progress import PlainLines, bars
 from verification.report.provenance import processor_run
 from verification.run.backends import Unavailable

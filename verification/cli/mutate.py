@@ -25,9 +25,10 @@ from pathlib import Path
 
 from verification.cli.arguments import add_json, count, typed
 from verification.cli.outputs import check_file, check_folder
-from verification.mutants.syntactic.judging import NotSane, judge_all
+from verification.mutants.defect import NotSane
+from verification.mutants.syntactic.judging import judge_all
 from verification.mutants.syntactic.mutations import NoGenerator, mutations_of
-from verification.mutants.syntactic.summary import (
+from verification.mutants.syntactic.page import (
     SAME,
     SURVIVORS,
     Record,

@@ -92,7 +92,7 @@ def run(night: Night, report: Report, hours: float) -> Report:
 def run_chunk(night: Night, report: Report, chunk: Chunk) -> None:
     backend = open_backend(chunk.backend)
     shrink_backend = backend if isinstance(backend, SimBackend) else SimBackend()
-    plan = runner.Plan(
+    plan = runner.RunPlan(
         (chunk.world,), PROFILE, chunk.examples, night.round_seed, chunk.backend, night.failures, real_size.TOKENS
     )
     before = report.examples

@@ -48,7 +48,7 @@ their report is printed all the same."""
 
 
 @dataclass
-class Outcome:
+class PeerOutcome:
     """Of one peer."""
 
     name: str
@@ -110,7 +110,7 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
         return 0
     seed = seed_of(options)
     say(console, f"seed {seed}; repeat this run with --seed {seed}")
-    outcomes, started = [Outcome(name) for name in chosen], time.perf_counter()
+    outcomes, started = [PeerOutcome(name) for name in chosen], time.perf_counter()
     for outcome in outcomes:
         _attempt(outcome, options, seed, console)
     seconds = time.perf_counter() - started
@@ -136,7 +136,7 @@ def _list(peers: Mapping[str, Peer], console: Console) -> None:
         say(console, f"{name} ({peer.version or 'not installed'}; ranks {worlds}): {peer.supported}")
 
 
-def _attempt(outcome: Outcome, options: argparse.Namespace, seed: int, console: Console) -> None:
+def _attempt(outcome: PeerOutcome, options: argparse.Namespace, seed: int, console: Console) -> None:
     """Fill in the outcome. What keeps this peer from being run does not keep the others."""
     started = time.perf_counter()
     try:
@@ -148,7 +148,7 @@ def _attempt(outcome: Outcome, options: argparse.Namespace, seed: int, console: 
         say(console, f"{outcome.name}: not run: {outcome.reason}")
 
 
-def _run(outcome: Outcome, options: argparse.Namespace, seed: int, console: Console) -> None:
+def _run(outcome: PeerOutcome, options: argparse.Namespace, seed: int, console: Console) -> None:
     """World sizes in turn, up to the first with a counter-example: its Cases have the fewest ranks.
 
     Raises Refused, Unavailable or ToolError where the peer cannot be run.
@@ -195,7 +195,7 @@ def _search(
     return found
 
 
-def _summary(outcomes: Sequence[Outcome], seconds: float, console: Console, verbose: bool) -> None:
+def _summary(outcomes: Sequence[PeerOutcome], seconds: float, console: Console, verbose: bool) -> None:
     """A row for each peer, the first counter-example of each that has one, and the verdict."""
     say(console, f"{'peer':<32}{'version':<12}{'verdict':<16}{'examples':>8}{'seconds':>8}")
     for o in outcomes:

@@ -106,7 +106,7 @@ def _once(options: argparse.Namespace, console: Console) -> Report:
     most = runner.MOST_RANKS[backend]
     if max(world) > most:
         raise Unavailable(f"argument --world: on {backend} at most {most} ranks, got {max(world)}")
-    plan = runner.Plan(
+    plan = runner.RunPlan(
         worlds=world,
         profile=runner.PROFILES[options.profile],
         examples=options.examples,

@@ -31,9 +31,9 @@ from verification.report.counter_example import CounterExample, save_record
 from verification.report.provenance import surroundings
 from verification.report.report import Report
 from verification.run.backends import Preparation, Unavailable
-from verification.run.torchrun.agents import Agent, NotUnderTorchrun, Place, connect
+from verification.run.torchrun.agents import Address, Agent, NotUnderTorchrun, connect
+from verification.run.torchrun.backend import ShrinkBackend, TorchrunBackend
 from verification.run.torchrun.rank_zero import AgentLost, Agents
-from verification.run.torchrun.ranks import ShrinkBackend, TorchrunBackend
 from verification.search.experiment import ToolError
 from verification.wording import counted
 
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None, prepare: Preparation | None = N
     """The exit status of this process. prepare: run in every rank, simulated ones too, before its first task."""
     options = parser().parse_args(arguments)
     try:
-        place = Place.of(os.environ)
+        place = Address.of(os.environ)
     except (NotUnderTorchrun, ValueError) as error:
         return _refuse(f"this runs under torchrun, which starts the ranks ({error}):\n    {HOW}")
     if place.rank:
@@ -242,7 +242,7 @@ def run_cases(
 ) -> None:
     world = backend.agents.place.world_size
     profile = replace(runner.PROFILES["quick"], budget=options.budget)
-    plan = runner.Plan(
+    plan = runner.RunPlan(
         (world,), profile, options.examples or EXAMPLES[backend.name], seed, backend.name, options.failures, real_size=0
     )
     runner.run_world(plan, report, backend, shrink_backend, world)

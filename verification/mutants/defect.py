@@ -15,6 +15,10 @@ class CannotPlant(Exception):
     """A defect that cannot be brought into the ranks' code: a fault of the tool, no verdict on what is verified."""
 
 
+class NotSane(Exception):
+    """Without any change an example or a test fails: nothing can be said of changes."""
+
+
 @dataclass(frozen=True)
 class Edit:
     """One replacement in a file of the project, as "ring/strided_view.py". `was` occurs there exactly once."""

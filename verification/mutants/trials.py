@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from verification.case import Case
 from verification.mutants.catalogue import by_name
-from verification.mutants.defect import Defect
+from verification.mutants.defect import Defect, NotSane
 from verification.mutants.plant import preparation
 from verification.mutants.subjects import EVERYTHING, ON_ONE_WORLD, WORLDS
 from verification.run.backends import Backend, GlooBackend, SimBackend
@@ -57,10 +57,6 @@ class Outcome:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"seconds": round(self.seconds, 3)}
-
-
-class NotSane(Exception):
-    """Without any defect an example fails: nothing can be said of defects."""
 
 
 def _nothing(line: str) -> None:

@@ -45,7 +45,7 @@ TIMEOUT = 300.0  # seconds that the ranks may take
 
 
 @dataclass(frozen=True)
-class Problem:
+class RealSizeProblem:
     """How many ranks and tokens; the seed of embedding and projections.
 
     Raises ValueError, at construction, for a field that is no integer or out of its range.
@@ -90,7 +90,7 @@ def words(count: int) -> list[int]:
     raise RuntimeError(f"{library} holds {len(found)} words of Python source; {count} are needed")
 
 
-def tensors(problem: Problem) -> tuple[Tensor, ...]:
+def tensors(problem: RealSizeProblem) -> tuple[Tensor, ...]:
     """q, k, v, dout (1, n, 12, 64) and dlse (1, 12, n) of zeros, fp32."""
     generator = torch.Generator().manual_seed(problem.seed)
     width = HEADS * HEAD_DIM
@@ -125,12 +125,12 @@ def measured(transport: Transport, case: Case, file: str) -> Measurement:
     return Measurement(observation, seconds, meter.peak, process_peak())
 
 
-def expected(problem: Problem, given: tuple[Tensor, ...]) -> Expectation:
+def expected(problem: RealSizeProblem, given: tuple[Tensor, ...]) -> Expectation:
     case = problem.case()
     return evaluate(inputs_of(case, given), arithmetic_of(case))
 
 
-def run(backend: Backend, report: Report, problem: Problem, failures: Path) -> None:
+def run(backend: Backend, report: Report, problem: RealSizeProblem, failures: Path) -> None:
     """Every row and every gradient is checked, on the ranks that `backend` has; what was measured goes into
     the report.
     """

@@ -80,7 +80,7 @@ def _read_law(record: dict[str, Any]) -> Saved:
 
 @dataclass(frozen=True)
 class _SavedProblem:
-    problem: real_size.Problem
+    problem: real_size.RealSizeProblem
 
     @property
     def world(self) -> int:
@@ -95,8 +95,8 @@ class _SavedProblem:
 
 def _read_problem(record: dict[str, Any]) -> Saved:
     fields.exactly("a problem of real size", record, ["real_size"])
-    fields.exactly("real_size", record["real_size"], [field.name for field in fields_of(real_size.Problem)])
-    return _SavedProblem(real_size.Problem(**record["real_size"]))
+    fields.exactly("real_size", record["real_size"], [field.name for field in fields_of(real_size.RealSizeProblem)])
+    return _SavedProblem(real_size.RealSizeProblem(**record["real_size"]))
 
 
 register("law", _read_law)

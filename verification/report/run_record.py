@@ -10,7 +10,7 @@ from typing import Any
 from reference import fields
 from verification.report.counter_example import CounterExample
 from verification.report.coverage import FEATURES, Coverage
-from verification.report.rows import DTYPES, Row, Rows, finite
+from verification.report.row_table import DTYPES, ReportRows, Row, finite
 
 
 @dataclass
@@ -26,7 +26,7 @@ class RunRecord:
     interrupted  whether this is no whole run
     """
 
-    rows: Rows = field(default_factory=Rows)
+    rows: ReportRows = field(default_factory=ReportRows)
     failures: list[CounterExample] = field(default_factory=list)
     examples: int = 0
     distributed: int = 0

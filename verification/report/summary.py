@@ -15,7 +15,7 @@ from rich.text import Text
 
 from verification.failures import RankHang
 from verification.report.counter_example import CounterExample
-from verification.report.rows import DTYPES, Summed
+from verification.report.row_table import DTYPES, Summed
 from verification.report.run_record import RunRecord
 from verification.report.text import WIDTH, command_lines, json_lines, paragraph
 from verification.wording import counted

@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Edit:
+class InputEdit:
     """A change to a Case's tensors, for laws: the same on every rank, and in the parent.
 
     after     replace q, k, v of all tokens beyond position `number` by other numbers
@@ -77,7 +77,7 @@ def _others(x: Tensor) -> Tensor:
     return -x.flip(1)
 
 
-def whole_tensors(case: Case, edit: Edit | None = None) -> Tensors:
+def whole_tensors(case: Case, edit: InputEdit | None = None) -> Tensors:
     tensors = case.tensors()
     return tensors if edit is None else edit.apply(tensors)
 
@@ -131,15 +131,15 @@ def attend(transport: Transport, case: Case, inputs: Tensors, how: str = "alike"
     one. how: as a Case's `again`."""
     group = _bare(transport) if how == "group" else RecordingTransport(transport)
     incoming, others = inputs[3:], _negated(inputs) if how in _WITH_ANOTHER else ()
-    call, there = _watched(lambda: _Call.forward(group, case, inputs, how), group, meter)
+    call, there = _watched(lambda: _RankCall.forward(group, case, inputs, how), group, meter)
     if how == "no_grad":
-        _Call.forward(transport, case, others, how)  # what the earlier call gave must stay as it was
+        _RankCall.forward(transport, case, others, how)  # what the earlier call gave must stay as it was
         return _pass((call.out, call.lse, None, None, None), there, _Leg())
     if how == "backward":
         call.backward(others[3:], retain=True)
     if how == "between":
         attend(transport, case, others)
-    later = _Call.forward(transport, case, others, how) if how == "pipelined" else None
+    later = _RankCall.forward(transport, case, others, how) if how == "pipelined" else None
     found, back = _watched(lambda: call.backward(incoming), group, meter)
     if later is not None:
         later.backward(others[3:])
@@ -149,7 +149,7 @@ def attend(transport: Transport, case: Case, inputs: Tensors, how: str = "alike"
 
 
 @dataclass(frozen=True)
-class _Call:
+class _RankCall:
     """One call of ring_attention: what it gave, and the leaves of its graph by their names."""
 
     case: Case
@@ -161,7 +161,7 @@ class _Call:
     @classmethod
     def forward(
         cls, group: Transport | dist.ProcessGroup | None, case: Case, inputs: Tensors, how: str = "alike"
-    ) -> _Call:
+    ) -> _RankCall:
         """On this rank's share of q, k, v, which the inputs begin with."""
         given = _together(case, inputs[:3]) if how == "shared" else inputs[:3]
         wanted = how if set(how) <= set("qkv") else "qkv"
@@ -238,7 +238,7 @@ def _watched(call: Callable[[], Result], group: object, meter: Meter | None) -> 
     )
 
 
-def observe(transport: Transport, case: Case, edit: Edit | None = None, repeat: bool = True) -> Observation:
+def observe(transport: Transport, case: Case, edit: InputEdit | None = None, repeat: bool = True) -> Observation:
     """Forward and backward, twice if `repeat`; what this rank saw, for `verification.check.checks`."""
     inputs = shards(case, transport.rank, whole_tensors(case, edit))
     kept = [x.clone() for x in inputs]

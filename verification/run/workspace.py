@@ -119,7 +119,7 @@ def process_peak(device: torch.device | None = None) -> int:
 
 
 @dataclass(frozen=True)
-class Limits:
+class WorkspaceLimits:
     """Of one rank: vectors in a kernel call, and bytes of any tensor."""
 
     query_vectors: int
@@ -128,7 +128,7 @@ class Limits:
     backward: int
 
 
-def limits(case: Case, index: int, buffer_forward: int, buffer_backward: int) -> Limits:
+def limits(case: Case, index: int, buffer_forward: int, buffer_backward: int) -> WorkspaceLimits:
     """What rank `index` of the group may take. The buffers are its communication buffers, in bytes, all together.
 
     With b the bucket, n_r the rank's tokens, n all, w bytes of the accumulator's type:
@@ -152,7 +152,7 @@ def limits(case: Case, index: int, buffer_forward: int, buffer_backward: int) ->
         call * case.kv_heads * case.head_dim,
         call * case.heads * LEAST_BLOCK,
     )
-    return Limits(
+    return WorkspaceLimits(
         case.batch * case.heads * max(b, LEAST_ROWS),
         case.batch * case.kv_heads * b,
         max(most, buffer_forward),

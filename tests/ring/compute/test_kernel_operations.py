@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ring.compute import fused_kernels, kernels
-from ring.compute.math_kernel import Saved
+from ring.compute.math_kernel import SavedRows
 from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
 from ring.plan.tile import Mask, Tile
@@ -38,7 +38,7 @@ def watched(name: str, q: torch.Tensor, k: torch.Tensor, dout: torch.Tensor) -> 
     tile = Tile(Rows(0, 1, q.shape[4]), Rows(0, 1, k.shape[4]), heads, heads, Mask.FULL)
     with Operations() as seen:
         out, lse = kernels.forward(name, q, k, k, tile, 0.5)
-        kernels.backward(name, q, k, k, Saved(dout, out, lse, (dout * out).sum(-1)), tile, 0.5)
+        kernels.backward(name, q, k, k, SavedRows(dout, out, lse, (dout * out).sum(-1)), tile, 0.5)
     return seen
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ring.compute import fused_kernels, kernels, math_kernel
-from ring.compute.math_kernel import Saved
+from ring.compute.math_kernel import SavedRows
 from ring.compute.picked import picked_kernels
 from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
@@ -168,10 +168,10 @@ def test_backward_of_a_part_takes_the_global_softmax(
 
     work = accumulator_dtype(dtype)
     delta = (dout.double() * out.detach()).sum(-1) - (dlse if with_dlse else 0.0)
-    saved = Saved(dout, out.detach().to(dtype), lse.detach().to(work), delta.to(work))
+    saved = SavedRows(dout, out.detach().to(dtype), lse.detach().to(work), delta.to(work))
     got = kernels.backward(name, q, k, v, saved, first, scale)
     assert saved.delta is not None
-    rest = Saved(saved.dout[1:], saved.out[1:], saved.lse[1:], saved.delta[1:])
+    rest = SavedRows(saved.dout[1:], saved.out[1:], saved.lse[1:], saved.delta[1:])
     others = kernels.backward(name, q[1:], more_k[1:], more_v[1:], rest, second, scale) if size.folds > 1 else None
     dq = got[0].double()
     if others is not None:
@@ -196,7 +196,7 @@ def test_strided_views_give_the_same(mask: Mask, dtype: torch.dtype) -> None:
     tile = tile_of(mask, size)
     out, lse = dense(q, k, v, hidden(tile, size), 0.35)
     work = accumulator_dtype(dtype)
-    saved = Saved(dout, out.to(dtype), lse.to(work), (dout.double() * out).sum(-1).to(work))
+    saved = SavedRows(dout, out.to(dtype), lse.to(work), (dout.double() * out).sum(-1).to(work))
 
     def strided(x: torch.Tensor) -> torch.Tensor:
         dims = (1, 0, 4, 2, 3, 5) if x.dim() == 6 else (1, 2, 3, 0, 4)
@@ -214,7 +214,7 @@ def test_strided_views_give_the_same(mask: Mask, dtype: torch.dtype) -> None:
         assert saved.delta is not None
         before = [x.clone() for x in (q, k, v, saved.dout, saved.out, saved.lse, saved.delta)]
         gradients = kernels.backward(name, q, k, v, saved, tile, 0.35)
-        views = Saved(strided(saved.dout), strided(saved.out), strided(saved.lse), strided(saved.delta))
+        views = SavedRows(strided(saved.dout), strided(saved.out), strided(saved.lse), strided(saved.delta))
         again = kernels.backward(name, strided(q), strided(k), strided(v), views, tile, 0.35)
         bound = 4 * ROUNDING[work] * 64 if name == "math" else gradient_tolerance(name, dtype)
         for a, b in zip(gradients, again, strict=True):
@@ -235,7 +235,7 @@ def test_fp16_scores_beyond_its_range(name: str) -> None:
     assert out.eq(2.0).all()
     assert lse.sub(2.0**22).abs().max() <= 1.0  # log 2 and an ulp of 2^22 in fp32
     dout = torch.full(size.q, 0.5, dtype=torch.float16)
-    saved = Saved(dout, out.half(), lse, (dout.float() * out).sum(-1))
+    saved = SavedRows(dout, out.half(), lse, (dout.float() * out).sum(-1))
     dq, dk, dv = kernels.backward(name, q, k, v, saved, tile, 1.0)
     # exp(s - lse) with lse rounded to a half: between e^-1 and 1; what matters is that it is finite and in place.
     assert all(x.isfinite().all() for x in (dq, dk, dv))
@@ -287,7 +287,7 @@ def test_rows_whose_scores_are_all_minus_infinity_weigh_nothing(name: str) -> No
     assert torch.allclose(out[..., others, :].double(), exact[..., others, :], atol=1e-5)
     assert torch.allclose(lse[..., others].double(), exact_lse[..., others], atol=1e-5)
     delta = (dout * out).sum(-1)
-    dq, dk, dv = kernels.backward(name, q, k, v, Saved(dout, out, lse, delta), tile, 1.0)
+    dq, dk, dv = kernels.backward(name, q, k, v, SavedRows(dout, out, lse, delta), tile, 1.0)
     assert (dq[..., 5, :] == 0).all()
     assert all(x.isfinite().all() for x in (dk, dv))
 
@@ -308,7 +308,7 @@ def test_rows_that_see_nothing_at_all() -> None:
     out, lse = kernels.forward("math", q, k, v, tile, 0.5)
     assert out.eq(0).all() and lse.eq(-INF).all()
     for global_lse in (lse, torch.zeros_like(lse)):  # nothing seen anywhere, and nothing in this tile
-        saved = Saved(dout, out, global_lse, torch.zeros_like(lse))
+        saved = SavedRows(dout, out, global_lse, torch.zeros_like(lse))
         assert all(x.eq(0).all() for x in kernels.backward("math", q, k, v, saved, tile, 0.5))
 
 

@@ -16,6 +16,7 @@ from verification.__main__ import main
 from verification.cli import mutants as command
 from verification.mutants import trials
 from verification.mutants.catalogue import DEFECTS, by_name
+from verification.mutants.defect import NotSane
 from verification.mutants.trials import Outcome
 from verification.report import progress
 
@@ -110,7 +111,7 @@ def test_a_tool_that_fails_is_no_kill(capsys: pytest.CaptureFixture[str], monkey
     assert "argument NAME: 'no-such-defect' is no defect" in said.err and not said.out
 
     def try_all(*_: Any, **__: Any) -> Iterator[Outcome]:
-        raise trials.NotSane("without any defect an example fails")
+        raise NotSane("without any defect an example fails")
 
     monkeypatch.setattr(command, "try_all", try_all)
     assert main(("mutants", DEFECTS[0].name)) == 2

@@ -18,7 +18,7 @@ from verification.check.laws.isolation import CHANGES, neighbour
 from verification.draw.cases import cases, digits, head_range, permutation
 from verification.report.coverage import FEATURES, count
 from verification.run.layouts import layout_of
-from verification.run.mistakes import MISTAKES
+from verification.run.wrong_calls import MISTAKES
 
 pytestmark = pytest.mark.slow  # thousands of draws
 

@@ -16,7 +16,7 @@ from verification.cli.mutate import read_results
 from verification.mutants.syntactic import judging, targets
 from verification.mutants.syntactic.judging import Task, judge
 from verification.mutants.syntactic.mutations import Mutation, NoGenerator, mutation, mutations_of
-from verification.mutants.syntactic.summary import (
+from verification.mutants.syntactic.page import (
     SURVIVORS,
     Reason,
     Record,

@@ -18,7 +18,7 @@ from verification.check.laws import LAWS, Law
 from verification.draw.cases import cases
 from verification.replay import records
 from verification.replay.registry import SavedExample
-from verification.run.mistakes import MISTAKES
+from verification.run.wrong_calls import MISTAKES
 from verification.runner import law_experiment
 
 

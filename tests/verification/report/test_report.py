@@ -17,7 +17,7 @@ from verification.case import Case
 from verification.failures import RankHang, RankState, WrongResult
 from verification.report.counter_example import save_record
 from verification.report.report import Report
-from verification.report.rows import Row
+from verification.report.row_table import Row
 
 
 def told() -> Report:

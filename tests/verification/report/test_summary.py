@@ -14,7 +14,7 @@ from verification.check.properties import PROPERTIES
 from verification.failures import RankHang, RankState, VerificationFailure, WrongResult
 from verification.report.counter_example import CounterExample, save_record
 from verification.report.report import Report
-from verification.report.rows import DTYPES
+from verification.report.row_table import DTYPES
 from verification.report.summary import LINES
 
 TITLES = [one.title for one in PROPERTIES]

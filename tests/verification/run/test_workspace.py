@@ -20,7 +20,7 @@ from verification.check.expectation import expect
 from verification.draw.cases import cases
 from verification.failures import WrongResult
 from verification.run.rank import observe
-from verification.run.workspace import Limits, Meter, Workspace, limits
+from verification.run.workspace import Meter, Workspace, WorkspaceLimits, limits
 
 
 def case(**changes: Any) -> Case:
@@ -36,9 +36,9 @@ def case(**changes: Any) -> Case:
 def test_limits_on_paper() -> None:
     rows, scores, keys = 2 * 60 * 6 * 4 * 4, 2 * 20 * 6 * 8 * 4, 2 * 20 * 3 * 4 * 4
     assert rows > scores > keys
-    assert limits(case(), 0, 0, 0) == Limits(2 * 6 * 20, 2 * 3 * 20, rows, rows)
-    assert limits(case(bucket=3), 0, 0, 0) == Limits(2 * 6 * 16, 2 * 3 * 3, rows, rows)
-    assert limits(case(cuts=(0, 99, 100)), 1, 7, 9999) == Limits(2 * 6 * 20, 2 * 3 * 20, scores, 9999)
+    assert limits(case(), 0, 0, 0) == WorkspaceLimits(2 * 6 * 20, 2 * 3 * 20, rows, rows)
+    assert limits(case(bucket=3), 0, 0, 0) == WorkspaceLimits(2 * 6 * 16, 2 * 3 * 3, rows, rows)
+    assert limits(case(cuts=(0, 99, 100)), 1, 7, 9999) == WorkspaceLimits(2 * 6 * 20, 2 * 3 * 20, scores, 9999)
     assert limits(case(cuts=(0, 100, 100), kv_heads=6, head_dim=9), 1, 0, 0).forward == 2 * 20 * 6 * 9 * 4
     assert limits(case(cuts=(0, 99, 100), bucket=200, dtype="float64"), 1, 0, 0).forward == 2 * 100 * 6 * 8 * 8
 

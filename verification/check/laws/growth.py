@@ -18,7 +18,7 @@ from verification.check.expectation import arithmetic_of, inputs_of
 from verification.check.laws.law import How, Law
 from verification.failures import WrongResult
 from verification.run.backends import Backend, observe_on
-from verification.run.rank import Edit
+from verification.run.rank import InputEdit
 
 
 @st.composite
@@ -46,7 +46,7 @@ def check_growth(backend: Backend, case: Case, how: How) -> float:
     bfloat16's: nearly all of the right-hand side is one rounding, and any further rounding of partial results
     to 16 bits stands out, though entry by entry it hides below its bound.
     """
-    edit = Edit("shift", how["shift"])
+    edit = InputEdit("shift", how["shift"])
     sizes = [p for p in (1, 2, 4, 8, 16, 32) if p <= case.world]
     worst, exact = 0.0, _expect_edited(case, edit)
     rounded = torch.from_numpy(exact.exact["out"]).bfloat16().double().numpy()
@@ -65,7 +65,7 @@ def check_growth(backend: Backend, case: Case, how: How) -> float:
     return worst
 
 
-def _expect_edited(case: Case, edit: Edit, inner: bool = False) -> Expectation:
+def _expect_edited(case: Case, edit: InputEdit, inner: bool = False) -> Expectation:
     """`expect` for edited tensors; `inner` leaves the last rounding of the output out of the bound."""
     arithmetic = arithmetic_of(case)
     if inner:

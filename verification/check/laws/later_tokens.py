@@ -13,7 +13,7 @@ from verification.check.checks import assemble
 from verification.check.laws.law import How, Law, same_numbers
 from verification.draw.cases import cases
 from verification.run.backends import Backend, observe_on
-from verification.run.rank import Edit
+from verification.run.rank import InputEdit
 
 
 @st.composite
@@ -26,7 +26,7 @@ def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
 def check_later(backend: Backend, case: Case, how: How) -> float:
     """In a causal pattern, tokens after a position change no output up to it, bit for bit."""
     seen = observe_on(backend, case, None, False)
-    edited = observe_on(backend, case, Edit("after", how["position"]), False)
+    edited = observe_on(backend, case, InputEdit("after", how["position"]), False)
     upto = how["position"] + 1
     for name in ("out", "lse") if case.lse != "unused" else ("out",):
         axis = 2 if name == "lse" else 1

@@ -15,9 +15,9 @@ from verification.check.laws.law import How, Law, changed
 from verification.draw.cases import cases, elsewhere
 from verification.failures import WrongResult
 from verification.run.backends import Backend
-from verification.run.mistakes import MISTAKES, Mistake, applicable, call
 from verification.run.observation import Observation
 from verification.run.rank import observe
+from verification.run.wrong_calls import MISTAKES, Mistake, applicable, call
 
 
 @st.composite

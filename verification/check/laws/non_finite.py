@@ -15,7 +15,7 @@ from verification.check.laws.law import How, Law, same_numbers
 from verification.draw.cases import cases
 from verification.failures import WrongResult
 from verification.run.backends import Backend, observe_on
-from verification.run.rank import Edit
+from verification.run.rank import InputEdit
 
 
 @st.composite
@@ -33,7 +33,7 @@ def check_poisoned(backend: Backend, case: Case, how: How) -> float:
     """
     token, share = how["token"], case.heads // case.kv_heads
     clean = assemble(case, observe_on(backend, case, None, False), "out")
-    edit = Edit("poison", int(how["infinite"]), positions=(token,), name=how["tensor"])
+    edit = InputEdit("poison", int(how["infinite"]), positions=(token,), name=how["tensor"])
     out = assemble(case, observe_on(backend, case, edit, False), "out")
     seen = multiplicity(case.pattern, case.heads, case.tokens)[:share] > 0  # (query heads of kv head 0, N, N)
     sees = seen[:, :, token]

@@ -15,7 +15,7 @@ from verification.check.expectation import expect
 from verification.check.laws.law import How, Law, compared, needs_tame, tame, worst_ratio
 from verification.draw.cases import cases, permutation_of
 from verification.run.backends import Backend, observe_on
-from verification.run.rank import Edit
+from verification.run.rank import InputEdit
 
 
 @st.composite
@@ -60,7 +60,7 @@ def check_permuted(backend: Backend, case: Case, how: How) -> float:
     pattern = permuted(case.pattern, tuple(heads))
     assert pattern is not None
     seen, bound, worst = observe_on(backend, case, None, False), expect(case).bound, 0.0
-    edit = Edit("permute", order=tuple(batch), head_order=tuple(heads), kv_order=tuple(kv))
+    edit = InputEdit("permute", order=tuple(batch), head_order=tuple(heads), kv_order=tuple(kv))
     also_seen = observe_on(backend, replace(case, pattern=pattern), edit, False)
     for name in compared(case):
         a, b = assemble(case, seen, name), assemble(case, also_seen, name)

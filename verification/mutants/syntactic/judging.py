@@ -21,10 +21,11 @@ from ring import agreement, attention
 from ring.comm import transport
 from verification.check.laws.mistakes import WRONG_CALLS_REFUSED
 from verification.failures import RankFailure, VerificationFailure
+from verification.mutants.defect import NotSane
 from verification.mutants.plant import substitute
 from verification.mutants.subjects import Subject, anything
 from verification.mutants.syntactic.mutations import ROOT, Mutation
-from verification.mutants.syntactic.summary import Place, Record
+from verification.mutants.syntactic.page import Place, Record
 from verification.mutants.syntactic.targets import tests_of
 from verification.mutants.syntactic.unit_tests import limit_processor, run_tests
 from verification.run.backends import PRELOAD, Backend, GlooBackend, SimBackend
@@ -44,10 +45,6 @@ TEST_TIMEOUT = 180  # the same for the unit tests of a module
 GLOO_TIMEOUT = 20.0  # seconds for an example: processes that wait for each other take no time of the processor
 LONG = 600.0  # seconds after which something else than the change must be wrong
 TEST_PRELOAD = (*PRELOAD, "pytest", "hypothesis")
-
-
-class NotSane(Exception):
-    """Without any change an example or a test fails: nothing can be said of changes."""
 
 
 # --- one change -------------------------------------------------------------------------------------------------------

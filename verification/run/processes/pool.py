@@ -77,7 +77,7 @@ class Ticket:
 
 
 @dataclass
-class _Call:
+class _PoolCall:
     """The answers so far to one call."""
 
     waiting: set[int]
@@ -259,13 +259,13 @@ def _qualified_name(function: Callable[..., Any]) -> str:
     return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"
 
 
-def _await_answers(ranks: RankSet, ticket: Ticket, timeout: float) -> _Call:
+def _await_answers(ranks: RankSet, ticket: Ticket, timeout: float) -> _PoolCall:
     """Take answers until all are there, a rank died, the grace after an exception is over, or the timeout is.
 
     The timeout is wall time, and a loaded machine may leave ranks without a processor for long: while one that has not
     answered could run, the timeout is prolonged, up to BUSY times. Ranks that wait for each other could not.
     """
-    call = _Call(set(range(ranks.world_size)))
+    call = _PoolCall(set(range(ranks.world_size)))
     began = time.monotonic()
     deadline, last = began + timeout, began + BUSY * timeout
     while call.waiting and not call.died:
@@ -285,7 +285,7 @@ def _await_answers(ranks: RankSet, ticket: Ticket, timeout: float) -> _Call:
     return call
 
 
-def _take_answer(ranks: RankSet, call: _Call, rank: int, expected: int) -> None:
+def _take_answer(ranks: RankSet, call: _PoolCall, rank: int, expected: int) -> None:
     received = ranks.receive(rank)
     if received is None:
         call.died.add(rank)
@@ -301,7 +301,7 @@ def _take_answer(ranks: RankSet, call: _Call, rank: int, expected: int) -> None:
         call.raised[rank] = value
 
 
-def _diagnose(ranks: RankSet, ticket: Ticket, call: _Call, timeout: float) -> RankFailure:
+def _diagnose(ranks: RankSet, ticket: Ticket, call: _PoolCall, timeout: float) -> RankFailure:
     """The failure, with where every rank stands. Call it before the ranks are replaced."""
     stacks = ranks.stacks(call.waiting | call.died)
     if call.raised or call.died:
@@ -326,7 +326,7 @@ def _diagnose(ranks: RankSet, ticket: Ticket, call: _Call, timeout: float) -> Ra
     return RankHang(f"no answer within {timeout:g} s{longer} from {name_ranks(sorted(call.waiting))} {where}", states)
 
 
-def _state(ranks: RankSet, call: _Call, rank: int, stacks: dict[int, str]) -> RankState:
+def _state(ranks: RankSet, call: _PoolCall, rank: int, stacks: dict[int, str]) -> RankState:
     stack = tidy_stack(stacks.get(rank, ""))
     if rank in call.died:
         return RankState(rank, "died", name_exit(ranks.exit_code(rank)), stack)

@@ -2,8 +2,8 @@
 
 A rank that hangs in a kernel or in NCCL can neither report where it stands nor be used again; the agent beside it can
 take its stack, end it and start another in its place. Agent 0 runs in the process that also draws and judges
-(`verification.run.torchrun.ranks`). Agents talk over sockets of their own, whose address they find in torchrun's store:
-calls go neither through the group under test nor through the store.
+(`verification.run.torchrun.backend`). Agents talk over sockets of their own, whose address they find in torchrun's
+store: calls go neither through the group under test nor through the store.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class NotUnderTorchrun(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Place:
+class Address:
     """What torchrun tells a process that it starts."""
 
     rank: int
@@ -47,7 +47,7 @@ class Place:
     served: bool  # whether torchrun itself serves the store; otherwise rank 0 does
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> Place:
+    def of(cls, environment: Mapping[str, str]) -> Address:
         """Raises NotUnderTorchrun for an environment that torchrun has not made."""
         missing = [name for name in NEEDED if name not in environment]
         if missing:
@@ -94,7 +94,7 @@ class Orders:
     timeout: float
 
 
-def listen(place: Place, store: Store) -> tuple[socket.socket, str]:
+def listen(place: Address, store: Store) -> tuple[socket.socket, str]:
     """Rank 0's end: a listening socket, and the secret word with which an agent shows that it belongs to this run."""
     # The address by which this machine reaches the store is one by which the others reach this machine.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -106,7 +106,7 @@ def listen(place: Place, store: Store) -> tuple[socket.socket, str]:
     return listener, word
 
 
-def connect(place: Place, store: Store) -> Connection:
+def connect(place: Address, store: Store) -> Connection:
     """A connection to rank 0, to which this agent has introduced itself."""
     address, port, word = store.get(_ADDRESS).decode().split()
     with socket.create_connection((address, int(port)), timeout=JOIN_TIMEOUT) as end:
@@ -126,7 +126,7 @@ class Agent:
     question, what a rank sends has the generation of that rank.
     """
 
-    def __init__(self, place: Place, control: Connection) -> None:
+    def __init__(self, place: Address, control: Connection) -> None:
         self._place, self._control = place, control
         self._ranks: Ranks | None = None
         self._watched = False

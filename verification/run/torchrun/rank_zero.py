@@ -17,7 +17,7 @@ from verification.failures import name_ranks
 from verification.run.backends import Unavailable
 from verification.run.processes.pool import START_TIMEOUT
 from verification.run.processes.worker import limit_sends
-from verification.run.torchrun.agents import JOIN_TIMEOUT, Agent, Hello, Place, connect, listen, vanish
+from verification.run.torchrun.agents import JOIN_TIMEOUT, Address, Agent, Hello, connect, listen, vanish
 
 SLACK = 2.0  # seconds that an agent may take beyond what its rank may
 FAREWELL = 10.0  # seconds for all agents to end their ranks and go
@@ -41,7 +41,7 @@ class AgentLost(BaseException):
 class Agents:
     """Rank 0's end of the connections to all agents, its own among them."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Address) -> None:
         """Returns when all agents are connected. Raises Unavailable naming those that are not within a minute."""
         self.place = place
         self.generation = 0

@@ -27,9 +27,9 @@ from verification.cli import validate
 from verification.problems import links, long_problems
 from verification.report.report import Report
 from verification.run.rank import observe
-from verification.run.torchrun.agents import NotUnderTorchrun, Place
+from verification.run.torchrun.agents import Address, NotUnderTorchrun
+from verification.run.torchrun.backend import ShrinkBackend
 from verification.run.torchrun.rank_zero import AgentLost, Agents
-from verification.run.torchrun.ranks import ShrinkBackend
 
 pytestmark = pytest.mark.ranks
 
@@ -211,7 +211,7 @@ def agents(monkeypatch: pytest.MonkeyPatch) -> Iterator[Agents]:
     """With the one agent of a world of one."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    found = Agents(Place(rank=0, local_rank=0, world_size=1, host="127.0.0.1", port=port, served=False))
+    found = Agents(Address(rank=0, local_rank=0, world_size=1, host="127.0.0.1", port=port, served=False))
     yield found
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # the farewell is for a process that ends
     found.farewell(0)
@@ -304,7 +304,7 @@ def test_nccl_holds_on_gpus(tmp_path: Path) -> None:
 
 def test_an_environment_without_torchrun_is_named() -> None:
     with pytest.raises(NotUnderTorchrun, match="RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"):
-        Place.of({})
+        Address.of({})
 
 
 @pytest.mark.parametrize("last", [None, {"long": {"world": 2}}, plain(2)], ids=("nothing", "long", "Case"))

@@ -27,7 +27,7 @@ class Row:
 
 
 @dataclass
-class Rows:
+class ReportRows:
     """All rows of a report, by (property, world size, dtype)."""
 
     by_key: dict[tuple[str, int, str], Row] = field(default_factory=dict)
