@@ -134,7 +134,7 @@ def _between_gpus(transport: Transport) -> Transport:
 def accumulator_for(query: torch.Tensor) -> OutputMerge:
     if not _combines(query):
         return Accumulator(query)
-    from ring.compute.combine import CombinedAccumulator  # here, because torch for CPUs comes without Triton
+    from ring.compute.gpu.combine import CombinedAccumulator  # here, because torch for CPUs comes without Triton
 
     return CombinedAccumulator(query)
 
@@ -142,7 +142,7 @@ def accumulator_for(query: torch.Tensor) -> OutputMerge:
 def sum_for(x: torch.Tensor) -> GradientSum:
     if not _combines(x):
         return Sum(x)
-    from ring.compute.combine import CombinedSum  # here, because torch for CPUs comes without Triton
+    from ring.compute.gpu.combine import CombinedSum  # here, because torch for CPUs comes without Triton
 
     return CombinedSum(x)
 
@@ -151,7 +151,7 @@ def _results(sums: Sequence[GradientSum], x: torch.Tensor) -> list[torch.Tensor]
     """The results of sums that were made for tensors like x, in the type of x."""
     if not _combines(x):
         return [one.result(x.dtype) for one in sums]
-    from ring.compute.combine import results  # here, because torch for CPUs comes without Triton
+    from ring.compute.gpu.combine import results  # here, because torch for CPUs comes without Triton
 
     return results(sums, x.dtype)
 

@@ -106,7 +106,7 @@ def close(found: torch.Tensor, exact: torch.Tensor, tolerance: float, what: Any)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("dim", [8, 20, 128])
 def test_the_one_pass_merge_is_the_plain_one(dtype: torch.dtype, dim: int) -> None:
-    from ring.compute.combine import CombinedAccumulator, CombinedSum
+    from ring.compute.gpu.combine import CombinedAccumulator, CombinedSum
 
     torch.manual_seed(1)
     like = torch.empty(2, 150, 6, dim, dtype=dtype, device="cuda")
@@ -139,7 +139,7 @@ def test_the_one_pass_merge_is_the_plain_one(dtype: torch.dtype, dim: int) -> No
 @pytest.mark.parametrize("folds", [1, 3], ids="{} folds".format)
 @pytest.mark.parametrize("others", [0, 1, 3], ids="{} others".format)
 def test_a_part_that_covers_everything_becomes_the_output(others: int, folds: int) -> None:
-    from ring.compute.combine import CombinedAccumulator, CombinedSum
+    from ring.compute.gpu.combine import CombinedAccumulator, CombinedSum
 
     torch.manual_seed(2)
     batch, tokens, heads, dim = 1 if folds > 1 else 2, 1500, 6, 40
@@ -200,7 +200,7 @@ def test_packing_in_one_pass_is_the_plain_one(order: str, exchange: str, dtype: 
 
 
 def test_nothing_merged_is_zero_and_minus_infinity() -> None:
-    from ring.compute.combine import CombinedAccumulator, CombinedSum
+    from ring.compute.gpu.combine import CombinedAccumulator, CombinedSum
 
     like = torch.empty(1, 40, 2, 16, dtype=torch.bfloat16, device="cuda")
     out, lse = CombinedAccumulator(like).result(torch.bfloat16)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from ring.compute.entries import Field, entries_of
-from ring.compute.parts import Part
+from ring.compute.gpu.entries import Field, entries_of
+from ring.compute.gpu.parts import Part
 from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
 

@@ -3,7 +3,7 @@ other.
 
 A naive merge reads and writes the whole fp32 accumulator for every partial result: more bytes than all partial results
 have together. Here they are kept as the kernels left them, in 16 bits and on their own grids, until one pass of
-`ring.compute.merge_kernel` computes the output. The same pass sums gradients.
+`ring.compute.gpu.merge_kernel` computes the output. The same pass sums gradients.
 
 A partial result that covers everything, as a branch without dilation gives it, becomes the output: only rows that
 others hold too are touched. The plain version, `ring.compute.accumulator`, is the reference, and takes the partial
@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import torch
 
 from ring.compute.accumulator import Accumulator, Sum
-from ring.compute.merge_kernel import Job, run
-from ring.compute.parts import Part, as_output, is_grid, whole
+from ring.compute.gpu.merge_kernel import Job, run
+from ring.compute.gpu.parts import Part, as_output, is_grid, whole
 from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
 from ring.strided_view import GradientSum

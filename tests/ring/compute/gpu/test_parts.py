@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ring.compute.parts import Part, as_output, is_aligned
+from ring.compute.gpu.parts import Part, as_output, is_aligned
 from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
 

@@ -1,7 +1,7 @@
 """The kernel that merges partial results on GPUs, and its launch. Every number of the output is computed once, in fp32,
 from all partial results that hold its row and head.
 
-A program of the kernel has rows of one head, and asks each of the head's entries (`ring.compute.entries`) which of
+A program of the kernel has rows of one head, and asks each of the head's entries (`ring.compute.gpu.entries`) which of
 these rows it holds. The rows lie as far apart as those of the widest grid, so that a dilated grid holds all of them or,
 mostly, none.
 """
@@ -17,8 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ring.compute.entries import Field, entries_of
-from ring.compute.parts import Part, is_aligned
+from ring.compute.gpu.entries import Field, entries_of
+from ring.compute.gpu.parts import Part, is_aligned
 from ring.plan.ranges import Ints
 
 _APART = 32  # rows: a wider grid than this holds some of a program's

@@ -1,5 +1,5 @@
 """The table that tells the GPU's merge kernel what each partial result covers: a row of integers, an entry, for every
-head of it, with addresses and the grid of its rows. `ring.compute.merge_kernel` reads it on the GPU.
+head of it, with addresses and the grid of its rows. `ring.compute.gpu.merge_kernel` reads it on the GPU.
 
 The row of a tile with fold f and place i within the fold is start + f * fold_step + i * step; its numbers lie at
 out + f * out_fold + batch * out_batch + i * out_row.
@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from ring.compute.parts import Part
+from ring.compute.gpu.parts import Part
 from ring.plan.blocks import Heads
 from ring.plan.ranges import Ints
 from ring.plan.rows import Rows

@@ -1,0 +1,1 @@
+"""The merge on GPUs: partial results are kept, and combined in one pass."""
