@@ -80,7 +80,7 @@ COLUMNS = {
     "kernels alone": lambda row: row["method"] == "kernels alone",
     "`ring_attention`, captured": lambda row: row["method"] == "ring_attention" and row["graph"],
     "not captured": lambda row: row["method"] == "ring_attention" and not row["graph"],
-    "all-to-all": lambda row: row["method"].startswith("all-to-all"),
+    "all-to-all (Ulysses)": lambda row: row["method"].startswith("all-to-all"),
     "ring-flash-attn zigzag": lambda row: row["method"] == "ring-flash-attn zigzag",
     "`context_parallel`": lambda row: row["method"].startswith("torch context_parallel"),
 }
