@@ -12,7 +12,7 @@ from hypothesis import Phase, given, seed, settings
 
 from reference.pattern import Pattern
 from ring.comm.transport import SoloTransport
-from ring.compute import kernels
+from ring.compute import math_kernel
 from ring.plan import plan, tiling
 from verification.case import Case
 from verification.check.checks import check_workspace
@@ -133,7 +133,7 @@ def wide_folds(real: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("place", "name", "defect"),
     [
-        (kernels, "_row_blocks", whole_scores),
+        (math_kernel, "_row_blocks", whole_scores),
         (tiling._Keys, "cut", uncut_keys),
         (tiling, "_drafts", wide_folds(tiling._drafts)),
         (tiling, "LEAST_ROWS", 10**6),
