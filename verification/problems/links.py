@@ -19,7 +19,7 @@ from torch import Tensor
 from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.transport import Message, Transport
 from verification.failures import WrongResult
-from verification.run.rank import home
+from verification.run.rank import rank_device
 
 TITLE = "links between the ranks"
 # Bytes: around a word and a page, uneven ones, then large ones.
@@ -45,7 +45,7 @@ def go_round() -> list[int]:
     """In a rank: the number that arrived at each of the p hops that it takes until the own number is back."""
     transport = ProcessGroupTransport()
     rank, world = transport.rank, transport.world_size
-    held = torch.full((1,), rank, dtype=torch.int64, device=home())
+    held = torch.full((1,), rank, dtype=torch.int64, device=rank_device())
     seen = []
     for hop in range(world):
         received = torch.full_like(held, -1)
@@ -62,7 +62,7 @@ def refusals() -> dict[str, str]:
     transport = ProcessGroupTransport()
     rank, world = transport.rank, transport.world_size
     other = (rank + 1) % world
-    whole = torch.zeros(4, 4, device=home())
+    whole = torch.zeros(4, 4, device=rank_device())
     wrong = {
         "a send that is not contiguous": ([Message(other, whole.T[1:], "columns")], []),
         "a receive that is not contiguous": ([], [Message(other, whole[:, 1], "a column")]),
@@ -110,7 +110,7 @@ def transfers(size: int) -> tuple[list[str], list[tuple[int, float]]]:
 def contents(size: int, sender: int, shift: int) -> Tensor:
     """Bytes from which the sender, the direction and their place in the message follow."""
     start = (31 * sender + 101 * shift) % PRIME
-    row = (torch.arange(PRIME, device=home()) + start).remainder_(PRIME).to(torch.uint8)
+    row = (torch.arange(PRIME, device=rank_device()) + start).remainder_(PRIME).to(torch.uint8)
     return row.repeat(-(-size // PRIME))[:size]
 
 
@@ -119,7 +119,7 @@ Roads = list[tuple[int, int]]  # (peer, shift)
 
 def _exchange(transport: Transport, size: int, targets: Roads, sources: Roads) -> list[str]:
     sent = [contents(size, transport.rank, shift) for _, shift in targets]
-    received = [torch.full((size,), 255, dtype=torch.uint8, device=home()) for _ in sources]
+    received = [torch.full((size,), 255, dtype=torch.uint8, device=rank_device()) for _ in sources]
     transport.post(
         [Message(peer, x, f"{size} bytes") for (peer, _), x in zip(targets, sent, strict=True)],
         [Message(peer, x, f"{size} bytes") for (peer, _), x in zip(sources, received, strict=True)],
@@ -135,8 +135,8 @@ def _exchange(transport: Transport, size: int, targets: Roads, sources: Roads) -
 
 def _timed(transport: Transport, size: int, targets: Roads, sources: Roads) -> float:
     """Seconds from when all ranks are ready to when the messages are here."""
-    sent = [torch.zeros(size, dtype=torch.uint8, device=home()) for _ in targets]
-    received = [torch.zeros(size, dtype=torch.uint8, device=home()) for _ in sources]
+    sent = [torch.zeros(size, dtype=torch.uint8, device=rank_device()) for _ in targets]
+    received = [torch.zeros(size, dtype=torch.uint8, device=rank_device()) for _ in sources]
     dist.barrier()
     _finish()
     started = time.perf_counter()
@@ -149,7 +149,7 @@ def _timed(transport: Transport, size: int, targets: Roads, sources: Roads) -> f
 
 
 def _finish() -> None:
-    if home().type == "cuda":
+    if rank_device().type == "cuda":
         torch.cuda.synchronize()
 
 

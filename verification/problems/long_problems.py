@@ -27,7 +27,7 @@ from verification.check.expectation import arithmetic_of
 from verification.failures import WrongResult
 from verification.problems.longnet import case_of, longnet
 from verification.run.layouts import layout_of
-from verification.run.rank import attend, home, repeats, same_bits, shards
+from verification.run.rank import attend, rank_device, repeats, same_bits, shards
 from verification.run.workspace import process_peak
 
 TITLE = "long problems"
@@ -110,14 +110,14 @@ def judge(transport: Transport, case: Case) -> Judgement:
     dout[:, others] = 0
     inputs = shards(case, transport.rank, (q, k, v, dout, dlse))
     kept = [x.clone() for x in inputs]
-    if home().type == "cuda":
+    if rank_device().type == "cuda":
         torch.cuda.reset_peak_memory_stats()  # an earlier problem's exact results took more
     attend(transport, case, inputs)  # a first call plans and warms up
     _finish()
     started = time.perf_counter()
     run = attend(transport, case, inputs)
     _finish()
-    seconds, most = time.perf_counter() - started, process_peak(home())
+    seconds, most = time.perf_counter() - started, process_peak(rank_device())
     with _deterministic():
         once, again = (attend(transport, case, inputs) for _ in range(2))
     wrong = [] if repeats(once, again) else ["the second run differs from the first"]
@@ -131,8 +131,8 @@ def judge(transport: Transport, case: Case) -> Judgement:
 def _compare(
     case: Case, positions: Tensor, rows: Tensor, results: tuple[Tensor | None, ...], whole: tuple[Tensor, ...]
 ) -> tuple[dict[str, float], list[str]]:
-    rows, positions = rows.to(home()), positions.to(home())
-    expectation: Any = expect_rows(case, rows, tuple(x.to(home()) for x in whole))
+    rows, positions = rows.to(rank_device()), positions.to(rank_device())
+    expectation: Any = expect_rows(case, rows, tuple(x.to(rank_device()) for x in whole))
     exact, bound = expectation.exact, expectation.bound
     at = torch.searchsorted(rows, positions).clamp_(max=len(rows) - 1)
     mine = rows[at] == positions  # of the own tokens, those that are judged
@@ -183,7 +183,7 @@ def _deterministic() -> Iterator[None]:
 
 
 def _finish() -> None:
-    if home().type == "cuda":
+    if rank_device().type == "cuda":
         torch.cuda.synchronize()
 
 

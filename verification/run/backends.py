@@ -20,7 +20,7 @@ from verification.failures import RankFailure
 from verification.run.observation import Observation
 from verification.run.processes.pool import Pool, PoolError, Ticket
 from verification.run.processes.rendezvous import subgroup
-from verification.run.rank import home, observe
+from verification.run.rank import observe, rank_device
 from verification.run.simulation.simulation import Simulation
 from verification.wording import counted
 
@@ -191,8 +191,8 @@ def observe_on(backend: Backend, case: Case, *arguments: Any) -> list[Observatio
 
 def warm_up(prepare: Preparation | None) -> None:
     """What new ranks are called with first. Nothing of `ring` runs here: examples are to find what is wrong with it."""
-    if home().type == "cuda":  # the first product loads libraries
-        torch.ones(8, 8, device=home()).mm(torch.ones(8, 8, device=home())).sum().item()
+    if rank_device().type == "cuda":  # the first product loads libraries
+        torch.ones(8, 8, device=rank_device()).mm(torch.ones(8, 8, device=rank_device())).sum().item()
     if prepare is not None:
         prepare()
 

@@ -82,7 +82,7 @@ def whole_tensors(case: Case, edit: InputEdit | None = None) -> Tensors:
     return tensors if edit is None else edit.apply(tensors)
 
 
-def home() -> torch.device:
+def rank_device() -> torch.device:
     """Where this rank's tensors live: on its GPU if NCCL joins it to the others."""
     if dist.is_initialized() and dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
@@ -92,7 +92,7 @@ def home() -> torch.device:
 def shards(case: Case, index: int, tensors: Tensors) -> Tensors:
     """The share of the rank at that index of the group; non-contiguous where the Case says so."""
     layout = layout_of(case)
-    taken = tuple(layout.shard(x, index, dim=2 if x.dim() == 3 else 1).to(home()) for x in tensors)
+    taken = tuple(layout.shard(x, index, dim=2 if x.dim() == 3 else 1).to(rank_device()) for x in tensors)
     if not case.strided:
         return taken
     return tuple(strided_copy(x, 2 if case.seed % 2 else -1) for x in taken)
