@@ -1,7 +1,8 @@
 """Bad input raises the same clear error on every rank, before any tensor moves.
 
-Every rank checks its own arguments; then all ranks compare what they were called with. A rank with a wrong argument
-tells the others instead of leaving them waiting, and where the ranks' arguments differ, the error names the argument.
+Every rank checks its own arguments; then all ranks compare what they were called with, and in which call of the group
+they are, forward or backward (`ring.comm.calls`). A rank with a wrong argument tells the others instead of leaving them
+waiting; where the ranks' arguments or calls differ, the error names them.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from dataclasses import dataclass
 import torch
 
 from reference.pattern import Pattern
-from ring.comm.transport import Transport, all_gather_json
+from ring.comm.calls import NumberedCall
+from ring.comm.transport import Absent, Transport, all_gather_json, name_ranks
 from ring.compute.kernels import KERNELS, fused
 from ring.layout import Layout
 from ring.plan.plan import EXCHANGES
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _DIGEST = 16
+_CALL = "call"  # the entry of a signature that says in which call of the group a rank is
 _MOST = 2**40  # tokens: plans count in 64 bits
 _LARGEST = sys.float_info.max
 
@@ -41,11 +44,16 @@ class Call:
     return_lse: bool
 
     @property
+    def factor(self) -> float:
+        """Of the scores."""
+        return self.q.shape[3] ** -0.5 if self.scale is None else float(self.scale)
+
+    @property
     def differentiated(self) -> bool:
         return torch.is_grad_enabled() and any(x.requires_grad for x in (self.q, self.k, self.v))
 
 
-def agree(call: Call, transport: Transport, check: bool) -> None:
+def agree(call: Call, numbered: NumberedCall, transport: Transport, check: bool) -> None:
     """Raise if this call is wrong or, with `check`, if any rank's is or if the ranks' calls differ.
 
     Raises ValueError or NotImplementedError; with `check` the same one on every rank.
@@ -53,6 +61,7 @@ def agree(call: Call, transport: Transport, check: bool) -> None:
     error: Exception | None = None
     signature: dict[str, object] = {}
     try:
+        numbered.calls.check_thread(numbered)
         validate(call, transport)
         signature = signature_of(call) if check else {}
     except Exception as found:  # of any type: the other ranks must hear of it
@@ -61,13 +70,38 @@ def agree(call: Call, transport: Transport, check: bool) -> None:
         if error is not None:
             raise error
         return
+    compare({_CALL: numbered.forward} | signature, error, transport)
+
+
+def agree_backward(numbered: NumberedCall, transport: Transport, check: bool) -> None:
+    """Raise ValueError, on every rank, unless all ranks are in the backward of the same call."""
+    where = numbered.backward()
+    if check:
+        compare({_CALL: where}, None, transport)
+
+
+def compare(signature: dict[str, object], error: Exception | None, transport: Transport) -> None:
+    """Raise the error of the first rank that has one, or a ValueError that names the first entry in which the ranks'
+    signatures differ: the same on every rank. Every rank calls it.
+
+    Raises RuntimeError that names the ranks that do not come within the group's timeout.
+    """
     said = [type(error).__name__, str(error)] if error is not None else signature
-    words = json.dumps(said).encode()
-    digest = b"\0" * _DIGEST if error is not None else hashlib.blake2b(words, digest_size=_DIGEST).digest()
-    if transport.all_equal(digest) and error is None:
-        return
+    digest = b"\0" * _DIGEST if error is not None else _digest(signature)
+    try:
+        if transport.all_equal(digest) and error is None:
+            return
+    except Absent as absent:
+        where = f" to {signature[_CALL]}" if _CALL in signature else ""
+        raise RuntimeError(f"{name_ranks(absent.ranks)} did not come{where}: {absent.waited}") from absent
     # Two more collective calls cost nothing here: an error follows.
-    raise _joint_error(all_gather_json(said, transport))
+    everyone = all_gather_json([said, transport.calls.number], transport)
+    transport.calls.catch_up(max(number for _, number in everyone))
+    raise _joint_error([words for words, _ in everyone])
+
+
+def _digest(signature: dict[str, object]) -> bytes:
+    return hashlib.blake2b(json.dumps(signature).encode(), digest_size=_DIGEST).digest()
 
 
 def _joint_error(said: list[object]) -> Exception:
@@ -79,6 +113,11 @@ def _joint_error(said: list[object]) -> Exception:
             return ValueError(f"rank {rank}: {what}{words[1]}")
     first = said[0]
     assert isinstance(first, dict)
+    for rank, words in enumerate(said):
+        assert isinstance(words, dict)
+        if words.get(_CALL) != first.get(_CALL):
+            given = f"rank 0 is in {first.get(_CALL)}, rank {rank} in {words.get(_CALL)}"
+            return ValueError(f"calls on a group must come in the same order on every rank: {given}")
     for rank, words in enumerate(said):
         assert isinstance(words, dict)
         for name, value in words.items():
@@ -149,6 +188,7 @@ def _shown(value: object) -> str:
 def _validate_tensors(call: Call, tokens: int) -> None:
     tensors = {"q": call.q, "k": call.k, "v": call.v}
     for name, x in tensors.items():
+        _refuse_dtensor(name, x)
         if not isinstance(x, torch.Tensor) or x.dim() != 4:
             given = f"shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else repr(type(x))
             raise ValueError(f"{name} must be a (batch, local tokens, heads, head dim) tensor, got {given}")
@@ -177,6 +217,16 @@ def _validate_tensors(call: Call, tokens: int) -> None:
             raise ValueError(f"{name} must have the {tokens} tokens that the layout gives this rank, got {x.shape[1]}")
     if call.kernel in ("flash", "cudnn"):
         _validate_fused(call)
+
+
+def _refuse_dtensor(name: str, x: object) -> None:
+    """Looked up, not imported: whoever has one has imported it."""
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is not None and isinstance(x, module.DTensor):
+        raise NotImplementedError(
+            f"{name} must be a plain tensor, the shard of this rank, got a DTensor placed {x.placements}: give "
+            f"{name}.to_local(), sharded as the layout says"
+        )
 
 
 def _validate_fused(call: Call) -> None:

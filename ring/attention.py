@@ -11,27 +11,33 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property, wraps
-from typing import Any, ParamSpec, TypeVar
+from functools import cached_property, partial, wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from reference.pattern import Pattern
-from ring.agreement import Call, agree
+from ring.agreement import Call, agree, agree_backward
 from ring.budget import default_bucket, default_own
+from ring.comm.calls import NumberedCall
 from ring.comm.exchange import Arrival, Exchange
+from ring.comm.group import transport_over
 from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.symmetric_memory import transport_of
-from ring.comm.transport import SoloTransport, Transport
+from ring.comm.transport import Transport
 from ring.compute import kernels
 from ring.compute.accumulator import Accumulator, OutputMerge, Sum, lse_view
 from ring.compute.math_kernel import SavedRows
 from ring.layout import Layout
+from ring.operator import Prepared
 from ring.plan.plan import Plan, plan_of
 from ring.plan.tile import Tile
 from ring.precision import accumulator_dtype
 from ring.strided_view import GradientSum, StridedView
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,24 +63,26 @@ def ring_attention(
     pattern: Pattern,
     layout: Layout,
     *,
-    group: dist.ProcessGroup | Transport | None = None,
+    group: dist.ProcessGroup | DeviceMesh | Transport | None = None,
     exchange: str = "ring",
     bucket: int | None = None,
     kernel: str = "auto",
     scale: float | None = None,
     return_lse: bool = False,
     check: bool = True,
+    name: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Dilated attention over a sequence that is sharded across the ranks of a group. Every rank of the group calls it.
 
     Args:
-        q: (batch, local tokens, query heads, head dim) in fp64, fp32, bf16 or fp16, any strides.
+        q: (batch, local tokens, query heads, head dim) in fp64, fp32, bf16 or fp16, any strides. Under autocast q, k
+            and v are taken in its type, as torch's own attention does, unless they are fp64.
         k, v: (batch, local tokens, key/value heads, head dim); query head h reads head h // (query / key/value heads).
         pattern: who sees whom, by global position (LongNet, arXiv 2307.02486).
         layout: which positions this rank's local tokens have; made for as many ranks as the group has.
-        group: a process group, a `Transport`, or None: the default group, or no group at all for a layout of one rank.
-            Each rank checks `group` by itself, since the ranks find each other through it; errors in all other
-            arguments are raised on every rank.
+        group: a process group, a `DeviceMesh` of one dimension, a `Transport`, or None: the default group, or no group
+            at all for a layout of one rank. One thread calls on a group. Each rank checks `group` by itself, since the
+            ranks find each other through it; errors in all other arguments are raised on every rank.
         exchange: "ring" (neighbour to neighbour), "direct" (from the owner, only what is needed) or "gather" (all,
             O(n)).
         bucket: the most key/value tokens in a receive buffer and in a kernel call; None: chosen by a memory budget.
@@ -85,8 +93,11 @@ def ring_attention(
         scale: factor of the scores; None: head dim ** -0.5.
         return_lse: also return lse = log sum exp of a row's scores, (batch, query heads, local tokens), in fp32 (fp64
             for fp64). Gradients flow through it.
-        check: whether the ranks compare their arguments before any tensor moves. Without it a wrong call may leave the
-            other ranks waiting.
+        check: whether the ranks compare, before any tensor moves, their arguments and in which call of the group they
+            are, forward and backward. Without it a wrong call, or another order of calls on one rank, may leave the
+            other ranks waiting or give wrong numbers.
+        name: what errors call this call, as "layer 3". The ranks compare it too: only by it can calls that are alike in
+            all else be told apart, where one rank makes them in another order.
 
     Returns:
         The output, with the shape and dtype of q; with `return_lse` also lse. A row that no branch selects has output
@@ -94,37 +105,45 @@ def ring_attention(
 
     Raises:
         ValueError, NotImplementedError: an argument is wrong on some rank, or the ranks' arguments differ. Every rank
-            raises the same error, and the group can be used again. A derivative of a gradient also raises
-            NotImplementedError.
+            raises the same error, and the group can be used again. The same where ranks are in different calls, in
+            forward or in backward: the error names both. A derivative of a gradient also raises NotImplementedError.
+        RuntimeError: a rank did not come to the call within the group's timeout; the error names it. The group is then
+            of no use any more.
     """
-    transport = _transport(group, layout)
-    call = Call(q, k, v, pattern, layout, exchange, bucket, kernel, scale, return_lse)
-    agree(call, transport, check)
-    if q.is_cuda and not isinstance(group, Transport):
-        transport = _between_gpus(transport)  # the ranks meet in it, and know only now that all have tensors on GPUs
-    heads, kv_heads, dim = q.shape[2], k.shape[2], q.shape[3]
-    own = None
-    if bucket is None:
-        bucket = default_bucket(layout, heads, kv_heads, q.dtype, q.device.type)
-        own = default_own(q, bucket)
-    plan = plan_of(pattern, layout, transport.rank, heads, kv_heads, exchange, bucket, own)
-    walk = _Walk(plan, transport, kernel, dim**-0.5 if scale is None else float(scale))
-    out, lse = _RingAttention.apply(q, k, v, walk)
+    q, k, v = _in_autocast_type(q, k, v)
+    transport = transport_over(group, layout.world_size if isinstance(layout, Layout) else 1)
+    with transport.calls.turn():
+        numbered = transport.calls.begin(name)
+        call = Call(q, k, v, pattern, layout, exchange, bucket, kernel, scale, return_lse)
+        agree(call, numbered, transport, check)
+        if q.is_cuda and not isinstance(group, Transport):
+            transport = _between_gpus(transport)  # the ranks meet in it, and know only now that all have tensors on GPUs
+        walk = _Walk(_plan(call, transport.rank), transport, kernel, call.factor, numbered, check)
+        out, lse = _RingAttention.apply(q, k, v, walk)
     return (out, lse) if return_lse else out
 
 
-def _transport(group: dist.ProcessGroup | Transport | None, layout: Layout) -> Transport:
-    if isinstance(group, Transport):
-        return group
-    if group is None and not dist.is_initialized():
-        if isinstance(layout, Layout) and layout.world_size != 1:
-            raise ValueError(
-                f"group must be given, or torch.distributed initialised, for a layout of {layout.world_size} ranks"
-            )
-        return SoloTransport()
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise ValueError(f"group must be a process group, a Transport or None, got {group!r}")
-    return ProcessGroupTransport(group)
+def _plan(call: Call, rank: int) -> Plan:
+    pattern, layout, q, exchange, bucket = call.pattern, call.layout, call.q, call.exchange, call.bucket
+    heads, kv_heads, own = q.shape[2], call.k.shape[2], None
+    if bucket is None:
+        bucket = default_bucket(layout, heads, kv_heads, q.dtype, q.device.type)
+        own = default_own(q, bucket)
+    return plan_of(pattern, layout, rank, heads, kv_heads, exchange, bucket, own)
+
+
+def _in_autocast_type(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Where autocast is on, the tensors in its type, as for operators that torch lists for 16 bits: fp64 stays."""
+    if not all(isinstance(x, torch.Tensor) for x in tensors):
+        return tensors  # for the agreement to refuse
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    kind = torch.get_autocast_dtype(device)
+    return tuple(
+        x.to(kind) if x.is_floating_point() and x.dtype != torch.float64 and x.device.type == device else x
+        for x in tensors
+    )
 
 
 def _between_gpus(transport: Transport) -> Transport:
@@ -169,6 +188,8 @@ class _Walk:
     transport: Transport
     kernel: str
     scale: float
+    numbered: NumberedCall
+    check: bool
 
 
 class _RingAttention(torch.autograd.Function):
@@ -177,7 +198,8 @@ class _RingAttention(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, walk: _Walk
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.autocast(q.device.type, enabled=False):  # sums keep the accumulator's type
-            out, lse = _forward(walk, q, k, v)
+            prepared = Prepared(partial(_forward, walk))
+            out, lse = torch.ops.ring.attention(q, k, v, prepared.number)
         ctx.walk = walk
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
@@ -186,7 +208,9 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        # Whatever checkpointing computes again, it has computed when the tensors are there: its calls come before this.
+        with ctx.walk.transport.calls.turn(), torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+            agree_backward(ctx.walk.numbered, ctx.walk.transport, ctx.walk.check)
             given = torch.zeros_like(out) if dout is None else dout
             grads = _backward(ctx.walk, q, k, v, out, lse, given, dlse)
         if torch.is_grad_enabled():  # create_graph=True: the gradients may be used, not differentiated

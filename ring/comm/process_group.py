@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
+from ring.comm.calls import Calls
 from ring.comm.transport import Message, OwnBuffers, Pending
+from ring.comm.waiting import Done, done_by_event, done_by_work, timeout_of, wait_for_all
+
+# A group's calls have one numbering in all transports over it.
+_calls: WeakKeyDictionary[dist.ProcessGroup, Calls] = WeakKeyDictionary()
 
 
 def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
@@ -52,6 +58,7 @@ class ProcessGroupTransport(OwnBuffers):
         if self.rank < 0:
             raise ValueError(f"group must contain the calling process; world rank {dist.get_rank()} is not a member")
         self.world_size = dist.get_world_size(self.group)
+        self.calls = _calls.setdefault(self.group, Calls())
         self._on_gpu = "cpu" not in backends_of(self.group)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
@@ -70,12 +77,24 @@ class ProcessGroupTransport(OwnBuffers):
         return _Works(works[len(receives) :], works[: len(receives)], (*sends, *receives))
 
     def all_equal(self, payload: bytes) -> bool:
+        if self.world_size == 1:
+            return True
         mine = torch.frombuffer(bytearray(payload), dtype=torch.int64)
         both = torch.cat((mine, ~mine))
+        assert self.group is not None
         with self._aside():
             greatest = both.to(self._device(), copy=True)  # the greatest complement is that of the least value
-            dist.all_reduce(greatest, op=dist.ReduceOp.MAX, group=self.group)
+            work = dist.all_reduce(greatest, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+            assert work is not None
+            wait_for_all(self._done(work), self.group, self.calls.next_question())
             return torch.equal(greatest.cpu(), both)
+
+    def _done(self, work: dist.Work) -> Done:
+        if not self._on_gpu:
+            return done_by_work(work)
+        work.wait()  # the stream waits, not the host
+        assert self.group is not None
+        return done_by_event(torch.cuda.current_stream().record_event(), timeout_of(self.group))
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self._device())

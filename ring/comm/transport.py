@@ -17,6 +17,22 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from ring.comm.calls import Calls
+
+
+class Absent(RuntimeError):
+    """Some ranks did not come to where the others wait. ranks: their numbers in the group; empty if nobody can tell."""
+
+    def __init__(self, ranks: Sequence[int], waited: str) -> None:
+        super().__init__(f"{name_ranks(ranks)} did not come: {waited}")
+        self.ranks, self.waited = tuple(ranks), waited
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    if not ranks:
+        return "some rank"
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
 
 @dataclass(frozen=True, eq=False)
 class Message:
@@ -55,17 +71,21 @@ class Pending(Protocol):
 
 @runtime_checkable
 class Transport(Protocol):
-    """The ranks of one group, seen from one of them."""
+    """The ranks of one group, seen from one of them. calls: those of this rank on the group."""
 
     rank: int
     world_size: int
+    calls: Calls
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Start a batch of messages; an empty batch is allowed."""
         ...
 
     def all_equal(self, payload: bytes) -> bool:
-        """Whether all ranks gave the same bytes. Every rank calls it, with the same number of bytes, divisible by 8."""
+        """Whether all ranks gave the same bytes. Every rank calls it, with the same number of bytes, divisible by 8.
+
+        Raises Absent if another rank does not come within the group's timeout.
+        """
         ...
 
     def all_gather(self, payload: bytes) -> list[bytes]:
@@ -117,6 +137,9 @@ class SoloTransport(OwnBuffers):
     rank = 0
     world_size = 1
 
+    def __init__(self) -> None:
+        self.calls = Calls()
+
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         assert not sends and not receives
         return _Nothing()
@@ -132,7 +155,7 @@ class RecordingTransport(Transport):
     """Another transport with a record of its messages: (peer, bytes, label) in the order of posting."""
 
     def __init__(self, inner: Transport) -> None:
-        self.inner, self.rank, self.world_size = inner, inner.rank, inner.world_size
+        self.inner, self.rank, self.world_size, self.calls = inner, inner.rank, inner.world_size, inner.calls
         self.sent: list[tuple[int, int, str]] = []
         self.received: list[tuple[int, int, str]] = []
 

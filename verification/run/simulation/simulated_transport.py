@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from ring.comm.calls import Calls
 from ring.comm.transport import Message, Outgoing, OwnBuffers, Pending
 from verification.failures import BrokenContract
 from verification.run.simulation.announced import Announced
@@ -48,7 +49,7 @@ class SimulatedTransport(OwnBuffers):
     """The transport of one rank."""
 
     def __init__(self, network: Network, rank: int) -> None:
-        self.rank, self.world_size = rank, network.size
+        self.rank, self.world_size, self.calls = rank, network.size, Calls()
         self._network = network
         self._batches: list[Batch] = []  # not waited for yet
         self._posted = 0

@@ -1,0 +1,92 @@
+"""The calls on a group are numbered, so that ranks that are not in the same call find out.
+
+Messages match in the order in which they are posted. If ranks begin calls in another order, or one leaves out a
+backward, messages of different calls would meet: wrong numbers, or a wait without end. So each forward on a group has a
+number, its backwards go by the same number, and the ranks compare both before a tensor moves (`ring.agreement`).
+
+One thread calls on a group, since nothing orders the calls of several threads in the same way on every rank.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(eq=False)
+class NumberedCall:
+    """One forward on a group, with its backwards. name: what the caller calls it, the same on every rank."""
+
+    calls: Calls
+    number: int
+    name: str | None
+    backwards: int = 0
+
+    @property
+    def forward(self) -> str:
+        return f"the forward of {self}"
+
+    def backward(self) -> str:
+        """The next backward through this call: there are several where a graph is kept."""
+        self.backwards += 1
+        return f"the backward of {self}" if self.backwards == 1 else f"backward {self.backwards} of {self}"
+
+    def __str__(self) -> str:
+        return f"call {self.number}" + ("" if self.name is None else f" ({self.name!r})")
+
+
+@dataclass(eq=False)
+class Calls:
+    """The calls of one rank on one group, or on one transport that has no group."""
+
+    _number: int = 0  # of the latest call
+    _thread: threading.Thread | None = None  # the one that calls on this group
+    _first: str = ""  # its first call
+    _questions: int = 0  # that all ranks of the group have answered together
+    _turn: threading.RLock = field(default_factory=threading.RLock)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """One forward or backward at a time: another thread waits here, and is then refused by `check_thread`."""
+        with self._turn:
+            yield
+
+    def begin(self, name: str | None) -> NumberedCall:
+        """The next call. Every call has a number, also one that is refused."""
+        self._number += 1
+        return NumberedCall(self, self._number, name)
+
+    def check_thread(self, call: NumberedCall) -> None:
+        """Raise ValueError if another thread, which still runs, calls on this group."""
+        if _within_backward():  # what checkpointing computes again, in a thread of autograd
+            return
+        mine = threading.current_thread()
+        if self._thread is None or not self._thread.is_alive():
+            self._thread, self._first = mine, str(call)
+        if self._thread is not mine:
+            raise ValueError(
+                f"calls on a group must come from one thread: got {call} from {mine.name!r}, and {self._first} from "
+                f"{self._thread.name!r}, which still runs; allowed is a group of its own for each thread"
+            )
+
+    @property
+    def number(self) -> int:
+        """Of the latest call."""
+        return self._number
+
+    def next_question(self) -> int:
+        """The number of the next question to all ranks, the same on each."""
+        self._questions += 1
+        return self._questions
+
+    def catch_up(self, number: int) -> None:
+        """Go on after this number, which the ranks have agreed on after they were found in different calls."""
+        self._number = max(self._number, number)
+
+
+def _within_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,53 @@
+"""What a caller may give as a group, and the transport over it."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from ring.comm.process_group import ProcessGroupTransport
+from ring.comm.transport import SoloTransport, Transport
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+
+def transport_over(group: dist.ProcessGroup | DeviceMesh | Transport | None, world_size: int) -> Transport:
+    """The transport over a process group, a mesh of one dimension, or None: the default group, or no group at all for
+    one rank. world_size: for how many ranks it is wanted.
+
+    Raises ValueError for anything else, for a mesh of more dimensions, and on a process that is not a member.
+    """
+    if group is None and not dist.is_initialized():
+        if world_size != 1:
+            raise ValueError(
+                f"group must be given, or torch.distributed initialised, for a layout of {world_size} ranks"
+            )
+        return SoloTransport()
+    if group is None or isinstance(group, dist.ProcessGroup):
+        return ProcessGroupTransport(group)
+    if _is_mesh(group):
+        return ProcessGroupTransport(_group_of(group))
+    if isinstance(group, Transport):
+        return group
+    raise ValueError(f"group must be a process group, a mesh, a Transport or None, got {group!r}")
+
+
+def _is_mesh(group: object) -> bool:
+    """Without the import of meshes, which whoever has one has made."""
+    module = sys.modules.get("torch.distributed.device_mesh")
+    return module is not None and isinstance(group, module.DeviceMesh)
+
+
+def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"group must be a mesh of one dimension, got {mesh.ndim} dimensions {mesh.mesh_dim_names or ''}: "
+            'take the one along which the sequence is sharded, as mesh["context"]'
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"group must contain the calling process; world rank {dist.get_rank()} is not in {mesh!r}")
+    return mesh.get_group()

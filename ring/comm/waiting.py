@@ -1,0 +1,109 @@
+"""Waits until all ranks of a group have come to a collective operation, and names those that do not come.
+
+An operation that fails says which connection failed, not which rank is missing. So a rank that has waited for a second
+leaves a mark in the group's store. When its time is over it looks which ranks have left one: the others did not come.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ring.comm.transport import Absent
+
+SLOW = 1.0  # seconds after which a rank leaves its mark
+GRACE = 1.5  # seconds in which ranks that came in the last moment leave theirs
+
+Done = Callable[[float | None], bool]  # whether it is done after so many seconds; None: after the group's timeout
+
+
+def wait_for_all(done: Done, group: dist.ProcessGroup, number: int) -> None:
+    """Return once the operation is done. number: of the operation on this group, the same on every rank.
+
+    Raises Absent after the group's timeout, or when a connection fails.
+    """
+    try:
+        if done(SLOW):
+            return
+        marks = _Marks(group, number)
+        marks.leave()
+        if done(None):
+            marks.remove()
+            return
+        raise RuntimeError(f"the group's timeout of {timeout_of(group)} is over")
+    except RuntimeError as error:
+        raise Absent(_absent(group, number), str(error).partition("\n")[0]) from error
+
+
+def _absent(group: dist.ProcessGroup, number: int) -> list[int]:
+    """The ranks that left no mark; empty if the store, which one of the ranks serves, is gone."""
+    try:
+        marks = _Marks(group, number)
+        marks.leave()
+        time.sleep(GRACE)
+        return marks.missing()
+    except RuntimeError:
+        return []
+
+
+class _Marks:
+    """The marks of one operation: a key in the group's store for each rank that waits."""
+
+    def __init__(self, group: dist.ProcessGroup, number: int) -> None:
+        self._store, self._number = group.get_group_store(), number
+        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+
+    def leave(self) -> None:
+        self._store.set(self._key(self._rank), "waits")
+
+    def remove(self) -> None:
+        self._store.delete_key(self._key(self._rank))
+
+    def missing(self) -> list[int]:
+        return [rank for rank in range(self._world_size) if not self._store.check([self._key(rank)])]
+
+    def _key(self, rank: int) -> str:
+        return f"ring/waits/{self._number}/{rank}"
+
+
+def done_by_work(work: dist.Work) -> Done:
+    """For gloo, which raises RuntimeError itself when the group's timeout is over."""
+
+    def done(seconds: float | None) -> bool:
+        if seconds is None:
+            work.wait()
+            return True
+        try:
+            return bool(work.wait(timedelta(seconds=seconds)))
+        except RuntimeError:
+            if work.is_completed():
+                raise  # it failed
+            return False
+
+    return done
+
+
+def done_by_event(event: torch.cuda.Event, timeout: timedelta) -> Done:
+    """For NCCL: the host must not wait in the event, since a rank that does not come would hold it there for ever."""
+
+    def done(seconds: float | None) -> bool:
+        # Before NCCL's watchdog, which ends the process.
+        end = time.monotonic() + (0.9 * timeout.total_seconds() if seconds is None else seconds)
+        while not event.query():
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.0)
+        return True
+
+    return done
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Of the group's operations on GPUs if it has any, else on CPUs."""
+    device = "cuda" if "cuda" in dist.get_backend_config(group) else "cpu"
+    found: timedelta = group._get_backend(torch.device(device)).options._timeout
+    return found
