@@ -11,12 +11,13 @@ import hashlib
 import json
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from reference.pattern import Pattern
 from ring.comm.calls import NumberedCall
-from ring.comm.transport import Absent, Transport, all_gather_json, name_ranks
+from ring.comm.transport import Absent, Consensus, Transport, all_gather_json, name_ranks
 from ring.compute.kernels import KERNELS, fused
 from ring.layout import Layout
 from ring.plan.plan import EXCHANGES
@@ -80,9 +81,10 @@ def agree_backward(numbered: NumberedCall, transport: Transport, check: bool) ->
         compare({_CALL: where}, None, transport)
 
 
-def compare(signature: dict[str, object], error: Exception | None, transport: Transport) -> None:
+def compare(signature: dict[str, object], error: Exception | None, transport: Consensus) -> None:
     """Raise the error of the first rank that has one, or a ValueError that names the first entry in which the ranks'
-    signatures differ: the same on every rank. Every rank calls it.
+    signatures differ: the same on every rank. Every rank calls it. The signatures have the same names; the entry "call"
+    says what the rank is doing, and is compared first.
 
     Raises RuntimeError that names the ranks that do not come within the group's timeout.
     """
@@ -188,7 +190,7 @@ def _shown(value: object) -> str:
 def _validate_tensors(call: Call, tokens: int) -> None:
     tensors = {"q": call.q, "k": call.k, "v": call.v}
     for name, x in tensors.items():
-        _refuse_dtensor(name, x)
+        refuse_dtensor(name, x)
         if not isinstance(x, torch.Tensor) or x.dim() != 4:
             given = f"shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else repr(type(x))
             raise ValueError(f"{name} must be a (batch, local tokens, heads, head dim) tensor, got {given}")
@@ -219,10 +221,15 @@ def _validate_tensors(call: Call, tokens: int) -> None:
         _validate_fused(call)
 
 
-def _refuse_dtensor(name: str, x: object) -> None:
-    """Looked up, not imported: whoever has one has imported it."""
+def is_dtensor(x: object) -> bool:
+    """The class is looked up, not imported: whoever has one has imported it."""
     module = sys.modules.get("torch.distributed.tensor")
-    if module is not None and isinstance(x, module.DTensor):
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def refuse_dtensor(name: str, x: Any) -> None:
+    """NotImplementedError for a DTensor, where the shard of this rank is wanted."""
+    if is_dtensor(x):
         raise NotImplementedError(
             f"{name} must be a plain tensor, the shard of this rank, got a DTensor placed {x.placements}: give "
             f"{name}.to_local(), sharded as the layout says"

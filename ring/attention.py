@@ -117,7 +117,9 @@ def ring_attention(
         call = Call(q, k, v, pattern, layout, exchange, bucket, kernel, scale, return_lse)
         agree(call, numbered, transport, check)
         if q.is_cuda and not isinstance(group, Transport):
-            transport = _between_gpus(transport)  # the ranks meet in it, and know only now that all have tensors on GPUs
+            transport = _between_gpus(
+                transport
+            )  # the ranks meet in it, and know only now that all have tensors on GPUs
         walk = _Walk(_plan(call, transport.rank), transport, kernel, call.factor, numbered, check)
         out, lse = _RingAttention.apply(q, k, v, walk)
     return (out, lse) if return_lse else out
@@ -137,7 +139,7 @@ def _in_autocast_type(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if not all(isinstance(x, torch.Tensor) for x in tensors):
         return tensors  # for the agreement to refuse
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return tensors
     kind = torch.get_autocast_dtype(device)
     return tuple(

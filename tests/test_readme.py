@@ -20,6 +20,7 @@ PAGES = [
     ROOT / name
     for name in (
         "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "reference/README.md", "ring/README.md",
+        "ring/nn/README.md",
         "verification/README.md", "verification/CHECKLIST.md", "verification/mutants/README.md", "notebooks/README.md",
     )
 ]  # fmt: skip

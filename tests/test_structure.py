@@ -116,8 +116,9 @@ def test_the_road_has_no_stop_without_modules() -> None:
     assert {stop(module) for module in files() if module != "verification"} == set(range(len(ROAD)))
 
 
-# What states the same thing a second time has its name; a command is named as what it runs.
-MIRRORED = {"Block", "replay.py"}
+# What states the same thing a second time has its name; a command is named as what it runs, a module of a model as the
+# function of which it is one. A batch is one of messages in `verification`, and one of tokens for those who train.
+MIRRORED = {"Block", "replay.py", "RingAttention", "Batch"}
 
 
 def test_no_two_files_or_classes_have_one_name() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch.distributed as dist
 
@@ -12,7 +12,6 @@ from ring.comm.transport import SoloTransport, Transport
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
 
 
 def transport_over(group: dist.ProcessGroup | DeviceMesh | Transport | None, world_size: int) -> Transport:
@@ -29,15 +28,15 @@ def transport_over(group: dist.ProcessGroup | DeviceMesh | Transport | None, wor
         return SoloTransport()
     if group is None or isinstance(group, dist.ProcessGroup):
         return ProcessGroupTransport(group)
-    if _is_mesh(group):
+    if is_mesh(group):
         return ProcessGroupTransport(_group_of(group))
     if isinstance(group, Transport):
         return group
     raise ValueError(f"group must be a process group, a mesh, a Transport or None, got {group!r}")
 
 
-def _is_mesh(group: object) -> bool:
-    """Without the import of meshes, which whoever has one has made."""
+def is_mesh(group: object) -> TypeGuard[DeviceMesh]:
+    """Whether it is a DeviceMesh; without the import of meshes, which whoever has one has made."""
     module = sys.modules.get("torch.distributed.device_mesh")
     return module is not None and isinstance(group, module.DeviceMesh)
 

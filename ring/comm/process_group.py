@@ -58,6 +58,7 @@ class ProcessGroupTransport(OwnBuffers):
         if self.rank < 0:
             raise ValueError(f"group must contain the calling process; world rank {dist.get_rank()} is not a member")
         self.world_size = dist.get_world_size(self.group)
+        assert self.group is not None
         self.calls = _calls.setdefault(self.group, Calls())
         self._on_gpu = "cpu" not in backends_of(self.group)
 

@@ -69,17 +69,12 @@ class Pending(Protocol):
         """Return when every send was read too, and every receive is there."""
 
 
-@runtime_checkable
-class Transport(Protocol):
-    """The ranks of one group, seen from one of them. calls: those of this rank on the group."""
+class Consensus(Protocol):
+    """Ranks, seen from one of them, as far as they need each other to agree. calls: those of this rank among them."""
 
     rank: int
     world_size: int
     calls: Calls
-
-    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """Start a batch of messages; an empty batch is allowed."""
-        ...
 
     def all_equal(self, payload: bytes) -> bool:
         """Whether all ranks gave the same bytes. Every rank calls it, with the same number of bytes, divisible by 8.
@@ -90,6 +85,15 @@ class Transport(Protocol):
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         """The payloads of all ranks in rank order. Every rank calls it, with the same number of bytes."""
+        ...
+
+
+@runtime_checkable
+class Transport(Consensus, Protocol):
+    """The ranks of one group, seen from one of them."""
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """Start a batch of messages; an empty batch is allowed."""
         ...
 
     def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
@@ -113,11 +117,11 @@ class OwnBuffers(Transport):
         return torch.empty(*shape, dtype=dtype, device=device)
 
 
-def all_gather_json(value: object, transport: Transport) -> list[Any]:
+def all_gather_json(value: object, ranks: Consensus) -> list[Any]:
     """The values of all ranks in rank order. Every rank calls it, with a value that JSON can hold."""
     mine = json.dumps(value).encode()
-    lengths = [int.from_bytes(other, "little") for other in transport.all_gather(len(mine).to_bytes(8, "little"))]
-    padded = transport.all_gather(mine.ljust(max(lengths)))
+    lengths = [int.from_bytes(other, "little") for other in ranks.all_gather(len(mine).to_bytes(8, "little"))]
+    padded = ranks.all_gather(mine.ljust(max(lengths)))
     return [json.loads(words[:length]) for words, length in zip(padded, lengths, strict=True)]
 
 

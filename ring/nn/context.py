@@ -6,14 +6,15 @@ forward that activation checkpointing computes again meets the layout that the f
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from reference.pattern import Pattern
+from ring.agreement import compare, refuse_dtensor
 from ring.attention import ring_attention
 from ring.comm.group import transport_over
 from ring.comm.transport import Transport
@@ -22,38 +23,69 @@ from ring.layout import Layout
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+T = TypeVar("T")
 
-@dataclass(frozen=True, eq=False)
+
 class ContextParallel:
-    """A sequence sharded over the ranks of a context-parallel group.
+    """A sequence sharded over the ranks of a context-parallel group. Immutable, and equal to itself only.
 
     layout    which positions each rank holds
     group     a process group, a `DeviceMesh` of one dimension, a `Transport`, or None: the default group, or no group
               for a layout of one rank
+    transport over that group
     exchange, bucket, kernel, check: as for `ring.ring_attention`
 
     Raises ValueError for a layout of another number of ranks than the group has, for a mesh of more dimensions, and on
     a process that is not in the group.
     """
 
+    # Not a dataclass: wrappers that cast a forward's inputs rebuild those.
     layout: Layout
-    group: dist.ProcessGroup | DeviceMesh | Transport | None = None
-    exchange: str = "direct"
-    bucket: int | None = None
-    kernel: str = "auto"
-    check: bool = True
-    transport: Transport = field(init=False, repr=False)
+    group: dist.ProcessGroup | DeviceMesh | Transport | None
+    exchange: str
+    bucket: int | None
+    kernel: str
+    check: bool
+    transport: Transport
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.layout, Layout):
-            raise ValueError(f"layout must be a Layout, got {self.layout!r}")
-        transport = transport_over(self.group, self.layout.world_size)
-        if self.layout.world_size != transport.world_size:
+    def __init__(
+        self,
+        layout: Layout,
+        group: dist.ProcessGroup | DeviceMesh | Transport | None = None,
+        *,
+        exchange: str = "direct",
+        bucket: int | None = None,
+        kernel: str = "auto",
+        check: bool = True,
+    ) -> None:
+        if not isinstance(layout, Layout):
+            raise ValueError(f"layout must be a Layout, got {layout!r}")
+        transport = transport_over(group, layout.world_size)
+        if layout.world_size != transport.world_size:
             raise ValueError(
-                f"layout must be for the {transport.world_size} ranks of the group, got one for "
-                f"{self.layout.world_size}"
+                f"layout must be for the {transport.world_size} ranks of the group, got one for {layout.world_size}"
             )
-        object.__setattr__(self, "transport", transport)
+        kept: dict[Hashable, object] = {}
+        self.__dict__.update(
+            layout=layout, group=group, exchange=exchange, bucket=bucket, kernel=kernel, check=check,
+            transport=transport, _kept=kept,
+        )  # fmt: skip
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"{name} cannot be set: make another ContextParallel")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"{name} cannot be deleted: make another ContextParallel")
+
+    def __deepcopy__(self, memo: dict[int, object]) -> ContextParallel:
+        """Itself: a module's copy runs over the same ranks."""
+        return self
+
+    def __repr__(self) -> str:
+        return (
+            f"ContextParallel(rank {self.rank} of {self.world_size}, {self.tokens} of {self.layout.n} tokens, "
+            f"exchange={self.exchange!r}, bucket={self.bucket}, kernel={self.kernel!r}, check={self.check})"
+        )
 
     @property
     def rank(self) -> int:
@@ -74,6 +106,18 @@ class ContextParallel:
         """The global positions of this rank's tokens: (tokens,) int64, on the CPU."""
         return self.layout.positions(self.rank)
 
+    def positions_on(self, device: torch.device) -> Tensor:
+        """The same on a device: one tensor for all callers, who do not change it."""
+        return self.once(("positions", device), lambda: self.positions.to(device))
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` returned when it was first asked for by this key: what a sequence's layers share."""
+        kept: dict[Hashable, T] = self.__dict__["_kept"]
+        if key not in kept:
+            with torch.inference_mode(False), torch.no_grad():  # usable in training, whoever asks first
+                kept[key] = make()
+        return kept[key]
+
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's part of a tensor of the whole sequence. ValueError for another length along `dim`."""
         return self.layout.shard(x, self.rank, dim)
@@ -88,3 +132,52 @@ class ContextParallel:
         )  # fmt: skip
         assert isinstance(out, torch.Tensor)
         return out
+
+    def check_local(self, name: str, x: Tensor, shape: tuple[str, ...], dim: int) -> None:
+        """Raise unless x has the dimensions that `shape` names and, along `dim`, the tokens of this rank.
+
+        ValueError, NotImplementedError: as `ring_attention` raises for a wrong tensor. name: what the caller calls it.
+        """
+        refuse_dtensor(name, x)
+        wanted = f"a ({', '.join(shape)}) tensor with the {self.tokens} tokens of this rank"
+        if not isinstance(x, Tensor) or x.dim() != len(shape):
+            given = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(type(x))
+            raise ValueError(f"{name} must be {wanted}, got {given}")
+        found = x.shape[dim]
+        if found == self.tokens:
+            return
+        whole = ", the whole sequence: give each rank its shard, as shard_batch and context.shard make it"
+        raise ValueError(f"{name} must be {wanted}, got {found}{whole if found == self.layout.n else ''}")
+
+    def agree(self, doing: str, check: Callable[[], dict[str, object]]) -> None:
+        """Raise one error on every rank if `check` raises on any of them, or returns another signature on some. Without
+        `self.check` only what `check` raises on this rank. doing: what errors say that this rank is doing.
+        """
+        calls = self.transport.calls
+        with calls.turn():
+            call = calls.begin(doing)
+            error: Exception | None = None
+            signature: dict[str, object] = {}
+            try:
+                if self.world_size > 1:
+                    calls.check_thread(call)
+                signature = check()
+            except Exception as found:  # of any type: the other ranks must hear of it
+                error = found
+            if self.check:
+                compare({"call": str(call)} | signature, error, self.transport)
+            elif error is not None:
+                raise error
+
+    def refuse(self, error: Exception, name: str | None = None) -> NoReturn:
+        """Raise this rank's error in place of a call of `attention`, to which the other ranks come or have come.
+
+        They raise the same error there, or this rank theirs if it is of an earlier rank. Without `check` only this
+        rank raises, and the others may wait. name: of the call.
+        """
+        calls = self.transport.calls
+        with calls.turn():
+            call = calls.begin(name)
+            if self.check:
+                compare({"call": call.forward}, error, self.transport)
+        raise error

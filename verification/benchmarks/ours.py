@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ring import Transport, ring_attention
 from ring.budget import default_bucket
+from ring.comm.calls import Calls
 from ring.comm.transport import Message, OwnBuffers, Pending
 from verification.benchmarks.contender import Contender, Inputs
 from verification.benchmarks.workload import Workload
@@ -65,7 +66,7 @@ class Silent(OwnBuffers):
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.calls = rank, world_size, Calls()
         self._buffers: dict[tuple[str, tuple[int, ...], torch.dtype], Tensor] = {}
 
     def empty(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,0 +1,191 @@
+"""Gradients between backward and the optimizer: averaged where no wrapper does it, clipped by the norm of all of them.
+
+    average_gradients(model.parameters(), mesh)             # DDP and FSDP do this themselves
+    norm = clip_grad_norm(model.parameters(), 1.0, mesh)    # after that: the norm of an average, not of a rank's part
+
+Every rank of `over` calls these functions, with the same parameters in the same order. Errors are raised on all of them
+alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ring.agreement import is_dtensor
+from ring.nn.batch_ranks import BatchRanks
+from ring.precision import accumulator_dtype
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+BUCKET = 2**25  # bytes of gradients that are summed in one message, as DDP has them
+
+
+@torch.no_grad()
+def average_gradients(
+    parameters: Iterable[Tensor] | Tensor, over: dist.ProcessGroup | DeviceMesh | None = None
+) -> None:
+    """Replace every gradient by its average over the ranks, as DDP does; for a model without a wrapper.
+
+    parameters: the same on every rank, those without gradient too. A gradient that is None counts as zero if another
+    rank has one, and stays None if no rank has. In 16 bits they are summed in fp32. over: as for `cross_entropy`.
+
+    Raises ValueError, on every rank, for parameters that differ between ranks, or sparse gradients; NotImplementedError
+    for DTensors, whose wrapper averages them.
+    """
+    ranks, error = BatchRanks(over), None
+    mine: list[Tensor] = []
+    signature: dict[str, object] = {}
+    try:
+        mine = _listed(parameters)
+        for number, x in enumerate(mine):
+            _check_plain(number, x)
+        signature = {"parameters": [[str(x.dtype), list(x.shape), x.device.type] for x in mine]}
+    except (ValueError, RuntimeError, TypeError) as wrong:
+        error = wrong
+    ranks.agree("average_gradients", signature, error)
+    wanted = [x for x, given in zip(mine, _given_anywhere(mine, ranks), strict=True) if given]
+    for bucket in _buckets(wanted):
+        _average(bucket, ranks)
+
+
+@torch.no_grad()
+def clip_grad_norm(
+    parameters: Iterable[Tensor] | Tensor, max_norm: float, over: dist.ProcessGroup | DeviceMesh | None = None
+) -> Tensor:
+    """Scale all gradients by max_norm / (norm + 1e-6) where that is below 1, as `torch.nn.utils.clip_grad_norm_` does.
+
+    norm is the 2-norm of all gradients together: of plain ones, which are averages and alike on all ranks, and of
+    DTensors on any meshes, whose shards are on several ranks. Returns it, as it was before: a scalar in fp64 on the
+    CPU. A norm that is not finite makes the gradients NaN, as in torch.
+
+    over: the ranks among which plain gradients are alike; as for `cross_entropy`.
+
+    Raises ValueError, on every rank, unless max_norm is positive, finite and the same on all, and where plain
+    gradients differ between ranks: those were not averaged yet. NotImplementedError for DTensors that are partial sums.
+    """
+    ranks, error = BatchRanks(over), None
+    grads: list[Any] = []
+    signature: dict[str, object] = {}
+    try:
+        grads = [x.grad for x in _listed(parameters) if x.grad is not None]
+        if not isinstance(max_norm, (int, float)) or isinstance(max_norm, bool) or not 0 < max_norm < math.inf:
+            raise ValueError(f"max_norm must be a positive finite number, got {max_norm!r}")
+        for grad in grads:
+            _check_grad(grad)
+        signature = {"max_norm": float(max_norm), "number of gradients": len(grads)}
+    except (ValueError, RuntimeError, TypeError) as wrong:
+        error = wrong
+    ranks.agree("clip_grad_norm", signature, error)
+    square = _square_of_plain([grad for grad in grads if not is_dtensor(grad)], ranks)
+    norm = (square + _square_of_sharded([grad for grad in grads if is_dtensor(grad)])).sqrt()
+    factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    for grad in grads:
+        (grad.to_local() if is_dtensor(grad) else grad).mul_(factor)
+    return norm
+
+
+def _listed(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
+    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    for x in listed:
+        if not isinstance(x, Tensor):
+            raise ValueError(f"parameters must be tensors, got {type(x)!r}")
+    return listed
+
+
+# --- the average ------------------------------------------------------------------------------------------------------
+
+
+def _check_plain(number: int, x: Tensor) -> None:
+    if is_dtensor(x) or is_dtensor(x.grad):
+        raise NotImplementedError(
+            f"parameters must be plain tensors, got a DTensor as number {number}: what has sharded it averages it"
+        )
+    if x.grad is not None and x.grad.layout is not torch.strided:
+        raise ValueError(f"gradients must be dense, got that of parameter {number} in {x.grad.layout}")
+
+
+def _given_anywhere(parameters: Sequence[Tensor], ranks: BatchRanks) -> list[bool]:
+    """Whether some rank has a gradient of each parameter."""
+    mine = torch.tensor([x.grad is not None for x in parameters], dtype=torch.uint8)
+    if not len(mine):
+        return []
+    found: list[bool] = ranks.gather(mine).any(0).tolist()
+    return found
+
+
+def _buckets(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+    """In their order, those of one dtype and device together, up to a size."""
+    filled: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
+    for x in parameters:
+        lists = filled.setdefault((x.dtype, x.device), [[]])
+        if lists[-1] and sum(y.nbytes for y in lists[-1]) + x.nbytes > BUCKET:
+            lists.append([])
+        lists[-1].append(x)
+    return [bucket for lists in filled.values() for bucket in lists]
+
+
+def _average(bucket: Sequence[Tensor], ranks: BatchRanks) -> None:
+    kind = accumulator_dtype(bucket[0].dtype)
+    joined = torch.cat([(torch.zeros_like(x) if x.grad is None else x.grad).flatten().to(kind) for x in bucket])
+    ranks.add(joined)
+    joined /= ranks.world_size
+    for x, part in zip(bucket, joined.split([x.numel() for x in bucket]), strict=True):
+        if x.grad is None:
+            x.grad = torch.empty_like(x)
+        x.grad.copy_(part.view(x.shape))
+
+
+# --- the norm ---------------------------------------------------------------------------------------------------------
+
+
+def _check_grad(grad: Any) -> None:
+    if is_dtensor(grad) and any(placement.is_partial() for placement in grad.placements):
+        raise NotImplementedError(
+            f"gradients must be averaged before they are clipped, got a DTensor {grad.placements}"
+        )
+    if grad.layout is not torch.strided:
+        raise ValueError(f"gradients must be dense, got one in {grad.layout}")
+
+
+def _square(grads: Sequence[Tensor]) -> Tensor:
+    """The sum of the squares of all entries, in fp64 on the CPU."""
+    if not grads:
+        return torch.zeros((), dtype=torch.float64)
+    norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]
+    return torch.stack([norm.to(norms[0].device) for norm in norms]).square().sum().cpu()
+
+
+def _square_of_plain(grads: Sequence[Tensor], ranks: BatchRanks) -> Tensor:
+    """ValueError, on every rank, if it differs between ranks by more than the order of its sum can do."""
+    squares = ranks.gather(_square(grads))
+    least, most = float(squares.min()), float(squares.max())
+    # All terms are positive, so a sum of n of them in another order, on another kind of GPU, differs by n roundings.
+    rounding = sum(grad.numel() for grad in grads) * 2.0**-52
+    if most - least > rounding * most or squares.isfinite().any() != squares.isfinite().all():
+        raise ValueError(
+            "gradients of plain parameters must be alike on all ranks: average them first (average_gradients, DDP), "
+            f"got norms from {least**0.5:.6g} to {most**0.5:.6g}"
+        )
+    return squares[0]
+
+
+def _square_of_sharded(grads: Sequence[Any]) -> Tensor:
+    """Of DTensors: each shard counts once, however many ranks hold it."""
+    together: dict[tuple[Any, tuple[int, ...]], list[Tensor]] = {}
+    for grad in grads:
+        sharded = tuple(dim for dim, placement in enumerate(grad.placements) if not placement.is_replicate())
+        together.setdefault((grad.device_mesh, sharded), []).append(grad.to_local())
+    total = torch.zeros((), dtype=torch.float64)
+    for (mesh, sharded), local in together.items():
+        square = _square(local)
+        for dim in sharded:
+            square = BatchRanks(mesh.get_group(dim)).gather(square).sum()
+        total += square
+    return total

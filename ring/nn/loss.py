@@ -1,0 +1,230 @@
+"""The loss of a global batch: the mean over all its labelled tokens, with the gradient scale that DDP and FSDP expect.
+
+    L = sum over ranks and micro-batches of (sum of the local losses) / labelled
+
+Ranks, and micro-batches, have unequal numbers of labelled tokens, so a mean of their means would be another loss. Every
+rank computes the gradient of its own summand; DDP and FSDP divide the sum of these by the number of ranks, so each is
+multiplied by that number here.
+
+Every rank of `over` calls these functions. Errors are raised on all of them alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ring.agreement import refuse_dtensor
+from ring.nn.batch import IGNORED, INTEGERS
+from ring.nn.batch_ranks import BatchRanks
+from ring.precision import accumulator_dtype
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# What may be wrong with the arguments. Not Exception: checkpointing ends a recomputation early by one of its own.
+_WRONG = (ValueError, RuntimeError, TypeError)  # NotImplementedError is a RuntimeError
+
+
+def count_labels(
+    labels: Tensor | Sequence[Tensor],
+    over: dist.ProcessGroup | DeviceMesh | None = None,
+    ignored: int = IGNORED,
+) -> int:
+    """How many labels are not `ignored`, over all ranks and, given a list, over all micro-batches of a step.
+
+    labels: this rank's, int64 or int32, any shape. over: as for `cross_entropy`.
+
+    Raises ValueError, on every rank, for labels of another type and for lists of different lengths.
+    """
+    ranks, error, found = BatchRanks(over), None, torch.zeros(1, dtype=torch.int64)
+    signature: dict[str, object] = {}
+    try:
+        if not isinstance(labels, (Tensor, list, tuple)):
+            raise ValueError(f"labels must be a tensor or a list of tensors, got {type(labels)!r}")
+        micro_batches = [labels] if isinstance(labels, Tensor) else list(labels)
+        for one in micro_batches:
+            _check_labels(one)
+        _check_ignored(ignored)
+        signature = {"number of micro-batches": len(micro_batches), "ignored": ignored}
+        if micro_batches:
+            found = torch.stack([(one != ignored).sum() for one in micro_batches]).sum().reshape(1)
+    except _WRONG as wrong:
+        error = wrong
+    ranks.agree("count_labels", signature, error)
+    return int(ranks.gather(found).sum())
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    over: dist.ProcessGroup | DeviceMesh | None = None,
+    *,
+    labelled: int | None = None,
+    averaged_over: float | None = None,
+    ignored: int = IGNORED,
+) -> Tensor:
+    """The mean cross entropy over all labelled tokens of the global batch: a scalar, the same on every rank.
+
+    Args:
+        logits: (B, N, V) of this rank's tokens; fp64, fp32, bf16 or fp16; in 16 bits they are computed with in fp32.
+        labels: (B, N) int64 or int32, the next tokens, `ignored` where there is none.
+        over: the ranks that share the global batch, data x context: a process group, a `DeviceMesh` of any number of
+            dimensions, or None for the default group, or this process where there is none.
+        labelled: the number of labelled tokens of the whole step, where that has several micro-batches
+            (`count_labels`). The value is then this micro-batch's share of the mean, and the shares are added. None:
+            those of this call.
+        averaged_over: by how many the wrapper divides the sum of all ranks' gradients; None: by the number of ranks, as
+            DDP and FSDP do. 1 where gradients are only summed.
+        ignored: the label of a token that has none.
+
+    Returns:
+        The mean in fp32 (fp64 for fp64); 0, with zero gradients, where nothing is labelled. The gradient is that of
+        averaged_over / labelled times the sum of this rank's losses.
+
+    Raises:
+        ValueError, NotImplementedError: an argument is wrong on some rank, or differs between ranks. Every rank raises
+            the same error.
+        RuntimeError: a rank did not come within the group's timeout.
+    """
+
+    def losses() -> Tensor:
+        _check_logits(logits)
+        _check_shapes("logits", logits, labels, logits.shape[:2])
+        given = logits.to(accumulator_dtype(logits.dtype)).flatten(0, 1)
+        return _per_token(given, labels.flatten().long(), ignored).view_as(labels)
+
+    return _mean("cross_entropy", losses, labels, over, labelled, averaged_over, ignored)
+
+
+def token_mean(
+    losses: Tensor,
+    labels: Tensor,
+    over: dist.ProcessGroup | DeviceMesh | None = None,
+    *,
+    labelled: int | None = None,
+    averaged_over: float | None = None,
+    ignored: int = IGNORED,
+) -> Tensor:
+    """`cross_entropy` for losses that were computed elsewhere: (B, N), real, of this rank's tokens; labels (B, N).
+
+    Losses where the label is `ignored` do not count, whatever they are. The rest is as for `cross_entropy`.
+    """
+
+    def given() -> Tensor:
+        _check_real("losses", losses, "(batch, local tokens)", 2)
+        _check_shapes("losses", losses, labels, losses.shape)
+        return losses
+
+    return _mean("token_mean", given, labels, over, labelled, averaged_over, ignored)
+
+
+def _mean(
+    doing: str,
+    compute: Callable[[], Tensor],
+    labels: Tensor,
+    over: dist.ProcessGroup | DeviceMesh | None,
+    labelled: int | None,
+    averaged_over: float | None,
+    ignored: int,
+) -> Tensor:
+    """compute: checks the arguments of its caller and returns the losses, (B, N)."""
+    ranks, error = BatchRanks(over), None
+    signature: dict[str, object] = {}
+    local, found, kind = torch.zeros(()), torch.zeros(2), torch.float32
+    try:
+        _check_ignored(ignored)
+        _check_options(labelled, averaged_over)
+        losses = compute()
+        counts = labels != ignored  # (B, N)
+        kind = accumulator_dtype(losses.dtype)
+        local = losses.masked_fill(~counts, 0.0).sum(dtype=torch.float64)
+        found = torch.stack((local.detach(), counts.sum().double()))
+        signature = {
+            "labelled": labelled, "averaged_over": averaged_over, "ignored": ignored, "dtype": str(losses.dtype),
+            "device type": losses.device.type,
+        }  # fmt: skip
+    except _WRONG as wrong:
+        error = wrong
+    ranks.agree(doing, signature, error)
+    total, count = ranks.gather(found).sum(0)
+    if labelled is not None:
+        if labelled < int(count):
+            raise ValueError(
+                f"labelled must be the number of labelled tokens of the whole step, over all ranks and micro-batches, "
+                f"got {labelled} where this call alone has {int(count)}"
+            )
+        count = torch.full_like(count, labelled)
+    share = 1.0 / count.clamp(min=1.0)
+    scale = ranks.world_size if averaged_over is None else averaged_over
+    mean: Tensor = _Mean.apply(local, (total * share).to(kind), share * scale)
+    return mean
+
+
+class _Mean(torch.autograd.Function):
+    """The mean of all ranks' losses, with the gradient of `scale` times this rank's own sum of them."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+        ctx.scale = scale
+        return mean.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.double() * ctx.scale, None, None
+
+
+def _per_token(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
+    """logits (T, V), labels (T,) -> (T,), 0 where nothing is labelled."""
+    try:
+        return torch.nn.functional.cross_entropy(logits, labels, ignore_index=ignored, reduction="none")
+    except IndexError as error:  # on CPUs; a GPU ends the process
+        raise ValueError(f"labels must be {ignored}, or from 0 to {logits.shape[1] - 1}: {error}") from error
+
+
+def _check_logits(logits: Tensor) -> None:
+    _check_real("logits", logits, "(batch, local tokens, vocabulary)", 3)
+    if not logits.shape[2]:
+        raise ValueError(f"logits must have a vocabulary, got shape {tuple(logits.shape)}")
+
+
+def _check_real(name: str, x: Tensor, shape: str, dims: int) -> None:
+    refuse_dtensor(name, x)
+    if not isinstance(x, Tensor) or x.dim() != dims or not x.is_floating_point():
+        given = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(type(x))
+        raise ValueError(f"{name} must be a real {shape} tensor, got {given}")
+
+
+def _check_shapes(name: str, x: Tensor, labels: Tensor, shape: tuple[int, ...]) -> None:
+    _check_labels(labels)
+    if labels.shape != shape:
+        whole = labels.dim() == 2 and labels.shape[0] == shape[0] and labels.shape[1] > shape[1]
+        hint = ": are they those of the whole sequence? shard_batch shards them with the tokens" if whole else ""
+        raise ValueError(f"labels must have the shape {tuple(shape)} of {name}, got {tuple(labels.shape)}{hint}")
+    if labels.device != x.device:
+        raise ValueError(f"labels must be on the device of {name}, {x.device}, got {labels.device}")
+
+
+def _check_labels(labels: Tensor) -> None:
+    refuse_dtensor("labels", labels)
+    if not isinstance(labels, Tensor) or labels.dtype not in INTEGERS:
+        given = str(labels.dtype) if isinstance(labels, Tensor) else repr(type(labels))
+        raise ValueError(f"labels must be an int64 or int32 tensor, got {given}")
+
+
+def _check_ignored(ignored: int) -> None:
+    if not isinstance(ignored, int) or isinstance(ignored, bool):
+        raise ValueError(f"ignored must be an integer, got {ignored!r}")
+
+
+def _check_options(labelled: int | None, averaged_over: float | None) -> None:
+    if labelled is not None and (not isinstance(labelled, int) or isinstance(labelled, bool) or labelled < 0):
+        raise ValueError(f"labelled must be None or an integer >= 0, got {labelled!r}")
+    number = isinstance(averaged_over, (int, float)) and not isinstance(averaged_over, bool)
+    if averaged_over is not None and not (number and 0 < averaged_over < math.inf):
+        raise ValueError(f"averaged_over must be None or a positive finite number, got {averaged_over!r}")

@@ -1,0 +1,94 @@
+"""The attention of a model as a module without parameters, to be put in the place of a model's inner attention.
+
+RingAttention(Pattern.dense(causal=True))(query, key, value, context=context)    # each (B, heads, local tokens, D)
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from reference.pattern import Pattern
+from ring.nn.context import ContextParallel
+
+SHAPE = ("batch", "heads", "local tokens", "head dim")
+
+
+class RingAttention(nn.Module):
+    """`torch.nn.functional.scaled_dot_product_attention` over a sharded sequence, as far as that goes.
+
+    pattern   who sees whom, which stands in the place of a mask
+    context   over which ranks the sequence is sharded; one that is given to forward goes before this one
+    name      what errors call this module, as "layer 3"; the ranks compare it
+    """
+
+    def __init__(self, pattern: Pattern, context: ContextParallel | None = None, name: str | None = None) -> None:
+        super().__init__()
+        if not isinstance(pattern, Pattern):
+            raise ValueError(f"pattern must be a Pattern, got {pattern!r}")
+        if context is not None:
+            checked_context(context)
+        self.pattern, self.context, self.name = pattern, context, name
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool | None = None,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        *,
+        context: ContextParallel | None = None,
+    ) -> Tensor:
+        """query (B, H, N, D), key and value (B, Hk, N, D) -> (B, H, N, D), N being this rank's tokens.
+
+        dtypes: those of `ring_attention`. attn_mask and dropout_p stand where `scaled_dot_product_attention` has them,
+        and may only be None and 0. is_causal: None, or what the pattern says. scale: None for D ** -0.5. enable_gqa:
+        whether H may be a multiple of Hk.
+
+        Raises ValueError and NotImplementedError as `ring_attention` does, the same on every rank; ValueError on this
+        rank alone where no context is known.
+        """
+        context = checked_context(self.context if context is None else context)
+        try:
+            self._check(attn_mask, dropout_p, is_causal)
+            for name, x in (("query", query), ("key", key), ("value", value)):
+                context.check_local(name, x, SHAPE, 2)
+            _check_heads(query.shape[1], key.shape[1], enable_gqa)
+        except Exception as error:  # of any type: the other ranks must hear of it
+            context.refuse(error, self.name)
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # (B, N, H, D)
+        return context.attention(q, k, v, self.pattern, scale=scale, name=self.name).transpose(1, 2)
+
+    def _check(self, attn_mask: Tensor | None, dropout_p: float, is_causal: bool | None) -> None:
+        if attn_mask is not None:
+            raise NotImplementedError(
+                f"attn_mask must be None, got {type(attn_mask).__name__}: who sees whom is said by the pattern"
+            )
+        if isinstance(dropout_p, bool) or dropout_p != 0:
+            raise NotImplementedError(f"dropout_p must be 0.0, got {dropout_p!r}: there is no dropout of attention")
+        if is_causal is not None and is_causal is not self.pattern.causal:
+            raise ValueError(
+                f"is_causal must be None or what the pattern says, {self.pattern.causal}, got {is_causal!r}"
+            )
+
+    def extra_repr(self) -> str:
+        return f"{self.pattern}, name={self.name!r}"
+
+
+def checked_context(context: object) -> ContextParallel:
+    """ValueError, on this rank alone, unless it is a handle, by which the ranks find each other."""
+    if not isinstance(context, ContextParallel):
+        raise ValueError(
+            f"context must be a ContextParallel, which the module or its forward is given, got {context!r}"
+        )
+    return context
+
+
+def _check_heads(heads: int, kv_heads: int, enable_gqa: bool) -> None:
+    if not isinstance(enable_gqa, bool):
+        raise ValueError(f"enable_gqa must be True or False, got {enable_gqa!r}")
+    if heads != kv_heads and not enable_gqa:
+        raise ValueError(f"key must have query's {heads} heads unless enable_gqa=True, got {kv_heads}")

@@ -1,0 +1,164 @@
+"""Self-attention of a layer over a sequence of which each rank holds a shard: projections, rotary positions, the ring.
+
+The projections see this rank's tokens only, and the positions are the global ones of these tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from reference.pattern import Pattern
+from ring.nn.context import ContextParallel
+from ring.nn.ring_attention import checked_context
+from ring.nn.rotary import THETA, angles_of, check_turn, turned
+
+SHAPE = ("batch", "local tokens", "dim")
+
+
+class SelfAttention(nn.Module):
+    """q_proj, k_proj, v_proj and o_proj as in Llama, with the ring between them.
+
+    dim             of x
+    heads, kv_heads query head h reads key/value head h // (heads / kv_heads); None: as many as heads
+    head_dim        None: dim / heads
+    bias            of the four projections
+    rotary_theta    base of the rotary positions; None: no positions
+    qk_norm         RMSNorm of each head's queries and keys before they are turned
+    inner_norm_eps  LayerNorm, with this epsilon, of all heads' outputs before o_proj (torchscale's subln); None: none
+    name            what errors call this module, as "layer 3"; the ranks compare it
+
+    Raises ValueError for sizes that do not fit each other or the pattern.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        pattern: Pattern,
+        *,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = False,
+        rotary_theta: float | None = THETA,
+        qk_norm: bool = False,
+        inner_norm_eps: float | None = None,
+        name: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        kv_heads = heads if kv_heads is None else kv_heads
+        check_sizes(dim=dim, heads=heads, kv_heads=kv_heads)
+        if head_dim is None and dim % heads:
+            raise ValueError(f"dim must be a multiple of heads unless head_dim is given, got {dim} and {heads}")
+        head_dim = dim // heads if head_dim is None else head_dim
+        check_sizes(head_dim=head_dim)
+        if heads % kv_heads:
+            raise ValueError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
+        if not isinstance(pattern, Pattern):
+            raise ValueError(f"pattern must be a Pattern, got {pattern!r}")
+        pattern.validate(heads)
+        if rotary_theta is not None:
+            check_turn(head_dim, rotary_theta)
+        self.dim, self.heads, self.kv_heads, self.head_dim = dim, heads, kv_heads, head_dim
+        self.pattern, self.rotary_theta, self.name = pattern, rotary_theta, name
+        inner = heads * head_dim
+        self.q_proj = nn.Linear(dim, inner, bias, device, dtype)
+        self.k_proj = nn.Linear(dim, kv_heads * head_dim, bias, device, dtype)
+        self.v_proj = nn.Linear(dim, kv_heads * head_dim, bias, device, dtype)
+        self.o_proj = nn.Linear(inner, dim, bias, device, dtype)
+        self.q_norm = nn.RMSNorm(head_dim, 1e-6, device=device, dtype=dtype) if qk_norm else None
+        self.k_norm = nn.RMSNorm(head_dim, 1e-6, device=device, dtype=dtype) if qk_norm else None
+        self.inner_norm = None
+        if inner_norm_eps is not None:
+            self.inner_norm = nn.LayerNorm(inner, inner_norm_eps, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor, context: ContextParallel, positions: Tensor | None = None) -> Tensor:
+        """x (B, N, dim), N being this rank's tokens -> (B, N, dim).
+
+        positions: None, or the context's, (N,) or (B, N), on x's device; no others, since the pattern goes by these.
+
+        Raises ValueError and NotImplementedError as `ring_attention` does, the same on every rank of the context;
+        ValueError on this rank alone where context is no `ContextParallel`.
+        """
+        check_input(x, self.dim, context, positions, self.name)
+        q, k, v = self._project(x, context)
+        out = context.attention(q, k, v, self.pattern, name=self.name).flatten(2)  # (B, N, H D)
+        return self.o_proj(out if self.inner_norm is None else self.inner_norm(out))
+
+    def _project(self, x: Tensor, context: ContextParallel) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B, N, H, D), k and v (B, N, Hk, D)."""
+        with errors_told(x, context, self.name):
+            q = self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))
+            k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
+            v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotary_theta is not None:
+            angles = angles_of(context, q, self.rotary_theta)
+            q, k = turned(q, *angles), turned(k, *angles)
+        return q, k, v
+
+    def extra_repr(self) -> str:
+        return f"{self.pattern}, rotary_theta={self.rotary_theta}, name={self.name!r}"
+
+
+def check_sizes(**sizes: int) -> None:
+    """ValueError for one that is no integer of at least 1."""
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"{name} must be an integer >= 1, got {size!r}")
+
+
+def check_input(x: Tensor, dim: int, context: ContextParallel, positions: Tensor | None, name: str | None) -> None:
+    """Raise, on every rank, unless x is this rank's (B, N, dim) and positions are None or the context's."""
+    checked_context(context)
+    try:
+        context.check_local("x", x, SHAPE, 1)
+        if x.shape[2] != dim or not x.is_floating_point():
+            raise ValueError(f"x must be a real tensor with last dimension {dim}, got {x.dtype}, {tuple(x.shape)}")
+        if positions is not None:
+            _check_positions(positions, x, context)
+    except Exception as error:  # of any type: the other ranks must hear of it
+        context.refuse(error, name)
+
+
+@contextmanager
+def errors_told(x: Tensor, context: ContextParallel, name: str | None) -> Iterator[None]:
+    """What torch raises of x on this rank, as of another dtype than the parameters', is raised on every rank."""
+    try:
+        yield
+    except RuntimeError as error:
+        context.refuse(ValueError(f"x must fit the module's parameters, got {x.dtype} on {x.device}: {error}"), name)
+
+
+def _check_positions(positions: Tensor, x: Tensor, context: ContextParallel) -> None:
+    if not isinstance(positions, Tensor) or positions.dtype not in (torch.int64, torch.int32):
+        given = str(positions.dtype) if isinstance(positions, Tensor) else repr(type(positions))
+        raise ValueError(f"positions must be None or an int64 or int32 tensor, got {given}")
+    if positions.shape not in (x.shape[1:2], x.shape[:2], (1, x.shape[1])):
+        allowed = f"{tuple(x.shape[1:2])} or {tuple(x.shape[:2])}"
+        raise ValueError(f"positions must have the shape {allowed}, got {tuple(positions.shape)}")
+    if positions.device != x.device:
+        raise ValueError(f"positions must be on x's device {x.device}, got {positions.device}")
+    own = context.positions_on(x.device)
+    if own._version:
+        raise ValueError("positions must stay as they are, got the context's own, into which something was written")
+    if _same_memory(positions, own):  # a batch's positions are: nothing to compare, no wait for a GPU
+        return
+    wrong = (positions != own).nonzero()
+    if len(wrong):
+        at = tuple(wrong[0].tolist())
+        raise ValueError(
+            f"positions must be those that the layout gives this rank, global ones: at {at} it is {int(own[at[-1]])}, "
+            f"got {int(positions[at])}"
+        )
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether they are one tensor, or one is the other detached, as checkpointing does."""
+    return (a.dtype, a.shape, a.stride(), a.data_ptr()) == (b.dtype, b.shape, b.stride(), b.data_ptr())

@@ -1,0 +1,76 @@
+"""The attention as a module: what `scaled_dot_product_attention` computes, over a sharded sequence."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from reference import Pattern
+from ring import Layout
+from ring.nn import ContextParallel, RingAttention
+from tests.support.nn_module_tasks import ring_attention_error
+from tests.support.nn_ranks import UNEVEN, drawn
+from verification.run.processes.pool import Pool
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("shards", UNEVEN)
+@pytest.mark.parametrize("kv_heads, within", [(4, True), (2, False)])
+def test_output_and_gradients(pool: Pool, shards: str, kv_heads: int, within: bool) -> None:
+    assert max(pool.run(ring_attention_error, shards, kv_heads, within)) < 1e-12
+
+
+def context(n: int = 9) -> ContextParallel:
+    return ContextParallel(Layout.contiguous(n, 1))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("options", [{}, {"scale": 0.7}, {"is_causal": None}], ids=str)
+def test_it_is_torchs(causal: bool, options: dict[str, Any]) -> None:
+    q, k, v = (drawn(seed, 2, 4, 9, 6) for seed in range(3))
+    given = {"is_causal": causal} | options
+    found = RingAttention(Pattern.dense(causal), context())(q, k, v, None, 0.0, **given)
+    wanted = scaled_dot_product_attention(q, k, v, **(given | {"is_causal": causal}))
+    torch.testing.assert_close(found, wanted, rtol=0.0, atol=1e-13)
+
+
+def test_it_is_torchs_with_fewer_key_heads() -> None:
+    q, k, v = (drawn(seed, 2, heads, 9, 6) for seed, heads in enumerate((4, 2, 2)))
+    found = RingAttention(Pattern.dense())(q, k, v, enable_gqa=True, context=context())
+    torch.testing.assert_close(found, scaled_dot_product_attention(q, k, v, enable_gqa=True), rtol=0.0, atol=1e-13)
+
+
+def test_the_argument_goes_before_the_modules_own_context() -> None:
+    module = RingAttention(Pattern.dense(), context(5))
+    q = drawn(0, 2, 4, 9, 6)
+    assert module(q, q, q, context=context(9)).shape == q.shape
+    with pytest.raises(ValueError, match="query must be .* with the 5 tokens of this rank, got 9"):
+        module(q, q, q)
+
+
+def test_it_has_no_parameters_and_can_be_copied() -> None:
+    module = RingAttention(Pattern.dense(causal=True), context(), name="layer 3")
+    assert list(module.state_dict()) == [] and "layer 3" in repr(module)
+    assert copy.deepcopy(module).context is module.context
+
+
+def test_a_context_is_needed() -> None:
+    q = drawn(0, 1, 1, 9, 4)
+    for given in (None, "mesh"):
+        with pytest.raises(ValueError, match="context must be a ContextParallel"):
+            RingAttention(Pattern.dense())(q, q, q, context=given)
+    with pytest.raises(ValueError, match="context must be a ContextParallel, .* got 'mesh'"):
+        RingAttention(Pattern.dense(), "mesh")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="pattern must be a Pattern, got 'dense'"):
+        RingAttention("dense")  # type: ignore[arg-type]
+
+
+def test_a_refused_call_without_check_raises_its_own_error() -> None:
+    q = drawn(0, 1, 1, 9, 4)
+    unchecked = ContextParallel(Layout.contiguous(9, 1), check=False)
+    with pytest.raises(NotImplementedError, match="^dropout_p must be 0.0, got 0.5"):
+        RingAttention(Pattern.dense(), unchecked)(q, q, q, dropout_p=0.5)

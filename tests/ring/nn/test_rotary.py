@@ -1,0 +1,96 @@
+"""Rotary positions against the convention of transformers' Llama, written here without the module's code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ring import Layout
+from ring.nn import ContextParallel, rotary
+from ring.nn.rotary import angles_of, turned
+from tests.support.nn_dense import llama_rotary
+from tests.support.nn_ranks import drawn
+
+X = drawn(0, 2, 5, 3, 8)
+POSITIONS = torch.tensor([0, 3, 1, 1_000_000, 17])
+
+
+@pytest.mark.parametrize("theta", [10000.0, 500000, 2.5])
+def test_it_is_llamas(theta: float) -> None:
+    found = rotary(X, POSITIONS, theta)
+    torch.testing.assert_close(found, llama_rotary(X, POSITIONS, theta), rtol=0.0, atol=1e-9)  # angles up to 10^6
+    near = rotary(X, POSITIONS % 100, theta)
+    torch.testing.assert_close(near, llama_rotary(X, POSITIONS % 100, theta), rtol=0.0, atol=1e-13)
+
+
+def test_it_is_a_rotation_by_relative_positions() -> None:
+    torch.testing.assert_close(rotary(X, POSITIONS).norm(dim=-1), X.norm(dim=-1))
+    q, k = X[:1, :1], X[1:, :1]
+
+    def score(i: int, j: int) -> torch.Tensor:
+        return (rotary(q, torch.tensor([i])) * rotary(k, torch.tensor([j]))).sum(-1)
+
+    torch.testing.assert_close(score(7, 3), score(104, 100))
+    assert not torch.allclose(score(7, 3), score(7, 4))
+
+
+def test_positions_of_each_sequence() -> None:
+    each = torch.stack((POSITIONS, POSITIONS.flip(0)))
+    found = rotary(X, each.int())
+    for b in range(2):
+        assert torch.equal(found[b : b + 1], rotary(X[b : b + 1], each[b]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_types(dtype: torch.dtype) -> None:
+    x = X.to(dtype)
+    found = rotary(x, POSITIONS)
+    assert found.dtype is dtype
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(found.double(), rotary(x.double(), POSITIONS), rtol=eps, atol=8 * eps)
+
+
+def test_a_shard_is_turned_as_the_whole_is() -> None:
+    layout = Layout.zigzag(5, 2)
+    whole = rotary(X, torch.arange(5))
+    for rank in range(2):
+        found = rotary(layout.shard(X, rank), layout.positions(rank))
+        assert torch.equal(found, layout.shard(whole, rank))
+
+
+def test_the_angles_of_a_sequence_are_computed_once() -> None:
+    context = ContextParallel(Layout.contiguous(5, 1))
+    with torch.inference_mode():
+        angles = angles_of(context, X, 10000.0)
+    assert angles_of(context, X[:1], 10000.0) is angles and angles_of(context, X, 100.0) is not angles
+    assert torch.equal(turned(X, *angles), rotary(X, torch.arange(5)))
+    x = X.clone().requires_grad_()
+    turned(x, *angles).sum().backward()  # tables that inference mode made could not be saved for this
+
+
+def test_no_tokens() -> None:
+    assert rotary(X[:, :0], POSITIONS[:0]).shape == (2, 0, 3, 8)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"x": X[0]}, r"x must be a real \(batch, tokens, heads, head dim\) tensor, got torch.float64 of shape"),
+        ({"x": X.long()}, "x must be a real .* got torch.int64"),
+        ({"x": None}, "x must be a real .*NoneType"),
+        ({"x": X[..., :3]}, "head_dim must be even for rotary positions, got 3"),
+        ({"positions": POSITIONS[:4]}, r"positions must have the shape \(5,\) or \(2, 5\), .* got \(4,\)"),
+        ({"positions": POSITIONS.float()}, "positions must be an int64 or int32 tensor, got torch.float32"),
+        ({"positions": [0, 1, 2, 3, 4]}, "positions must be an int64 or int32 tensor, got .*list"),
+        ({"positions": POSITIONS.to("meta")}, "positions must be on x's device cpu, got meta"),
+        ({"theta": -1.0}, "theta must be a positive finite number, got -1.0"),
+        ({"theta": float("inf")}, "theta must be a positive finite number, got inf"),
+        ({"theta": "10000"}, "theta must be a positive finite number, got '10000'"),
+    ],
+)
+def test_wrong_arguments_are_refused(changes: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"x": X, "positions": POSITIONS} | changes
+    with pytest.raises(ValueError, match=message):
+        rotary(**arguments)

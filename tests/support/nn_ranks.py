@@ -1,0 +1,81 @@
+"""What the tests of `ring.nn` share: meshes and handles on the ranks of a pool, layouts, and what a call said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ring import Layout
+from ring.nn import ContextParallel
+
+TOKENS = 13
+# Tokens of each of the four ranks.
+UNEVEN = {"even": (4, 3, 3, 3), "uneven": (1, 6, 2, 4), "empty": (5, 0, 8, 0), "one": (0, 0, 13, 0)}
+# data x context over four ranks; the last two have context groups that are not contiguous.
+MESHES = {
+    "1x4": ((0, 1, 2, 3),),
+    "2x2": ((0, 1), (2, 3)),
+    "2x2 apart": ((0, 2), (1, 3)),
+    "4x1": ((0,), (1,), (2,), (3,)),
+    "2x2 turned": ((3, 1), (0, 2)),
+}
+
+
+@cache
+def mesh_of(name: str) -> DeviceMesh:
+    return DeviceMesh("cpu", torch.tensor(MESHES[name]), mesh_dim_names=("data", "context"))
+
+
+def layout_of(counts: Sequence[int], seed: int = 0) -> Layout:
+    """The positions in a drawn order, dealt out by these counts."""
+    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(seed))
+    return Layout.from_cuts(order, torch.tensor([0, *counts]).cumsum(0).tolist())
+
+
+def context_of(shards: str = "uneven", group: dist.ProcessGroup | DeviceMesh | None = None) -> ContextParallel:
+    """Over the four ranks, or over the mesh or group of two: then the counts of two neighbours together."""
+    size = 4 if group is None else group.size()
+    counts = UNEVEN[shards]
+    share = 4 // size
+    return ContextParallel(layout_of([sum(counts[r * share : (r + 1) * share]) for r in range(size)]), group)
+
+
+def data_index(mesh: str) -> int:
+    """Of this rank along "data". Not `get_local_rank`: that is the rank in a group, whose ranks torch sorts."""
+    here = mesh_of(mesh).get_coordinate()
+    assert here is not None
+    return here[0]
+
+
+def drawn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def far(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> float:
+    """The greatest difference."""
+    pairs = list(zip(found, wanted, strict=True))
+    assert all((a is None) == (b is None) for a, b in pairs)
+    # max() of Python would pass over a NaN.
+    each = [(a - b).abs().max() for a, b in pairs if a is not None and b is not None and a.numel()]
+    return float(torch.stack(each).max()) if each else 0.0
+
+
+def summed(x: Tensor) -> Tensor:
+    """Over all ranks of the pool."""
+    x = x.clone()
+    dist.all_reduce(x)
+    return x
+
+
+def said(call: Callable[[], object]) -> str:
+    """The error that a call raises, with its type, or "fine"."""
+    try:
+        call()
+    except Exception as error:  # of any type: which it is, is what is asked
+        return f"{type(error).__name__}: {error}"
+    return "fine"
