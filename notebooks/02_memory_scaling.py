@@ -246,7 +246,8 @@ class Uncounted:
     """A rank's transport whose own tensors do not count as the rank's."""
 
     def __init__(self, transport: object) -> None:
-        self._transport, self.rank, self.world_size = transport, transport.rank, transport.world_size
+        self.rank, self.world_size = transport.rank, transport.world_size
+        self._transport, self.calls = transport, transport.calls
 
     def post(self, sends: object, receives: object) -> object:
         with _disable_current_modes():

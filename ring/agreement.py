@@ -3,6 +3,8 @@
 Every rank checks its own arguments; then all ranks compare what they were called with, and in which call of the group
 they are, forward or backward (`ring.comm.calls`). A rank with a wrong argument tells the others instead of leaving them
 waiting; where the ranks' arguments or calls differ, the error names them.
+
+The ranks compare 16 bytes, a digest, and send each other words only where these differ.
 """
 
 from __future__ import annotations
@@ -10,14 +12,17 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
 from reference.pattern import Pattern
-from ring.comm.calls import NumberedCall
-from ring.comm.transport import Absent, Consensus, Transport, all_gather_json, name_ranks
+from ring.comm.calls import NumberedCall, within_backward
+from ring.comm.transport import Absent, Consensus, Transport, all_gather_json
 from ring.compute.kernels import KERNELS, fused
 from ring.layout import Layout
 from ring.plan.plan import EXCHANGES
@@ -54,56 +59,83 @@ class Call:
         return torch.is_grad_enabled() and any(x.requires_grad for x in (self.q, self.k, self.v))
 
 
+class Signature(NamedTuple):
+    """What must be the same on every rank, by the name of the argument, and the same as bytes."""
+
+    entries: Mapping[str, object]
+    digest: bytes
+
+
+_NOTHING = Signature({}, b"")
+
+
 def agree(call: Call, numbered: NumberedCall, transport: Transport, check: bool) -> None:
     """Raise if this call is wrong or, with `check`, if any rank's is or if the ranks' calls differ.
 
     Raises ValueError or NotImplementedError; with `check` the same one on every rank.
     """
     error: Exception | None = None
-    signature: dict[str, object] = {}
+    signature, where = _NOTHING, f"the forward of call {numbered.number}"
     try:
-        numbered.calls.check_thread(numbered)
+        _validate_name(numbered.name)
+        if transport.world_size > 1:
+            numbered.calls.check_thread(numbered)
         validate(call, transport)
-        signature = signature_of(call) if check else {}
+        if check:
+            signature, where = signature_of(kind_of(call)), numbered.forward
     except Exception as found:  # of any type: the other ranks must hear of it
         error = found
     if not check:
         if error is not None:
             raise error
         return
-    compare({_CALL: numbered.forward} | signature, error, transport)
+    _compare(where, signature, error, transport)
 
 
 def agree_backward(numbered: NumberedCall, transport: Transport, check: bool) -> None:
-    """Raise ValueError, on every rank, unless all ranks are in the backward of the same call."""
-    where = numbered.backward()
+    """Raise ValueError, with `check` on every rank, unless all ranks are in the same backward of the same call."""
+    error: Exception | None = None
+    try:
+        numbered.calls.check_backward(numbered)
+    except ValueError as found:
+        error = found
     if check:
-        compare({_CALL: where}, None, transport)
+        _compare(numbered.backward, _NOTHING, error, transport)
+    elif error is not None:
+        raise error
+    numbered.backwards += 1  # on all ranks or, after an error, on none
 
 
-def compare(signature: dict[str, object], error: Exception | None, transport: Consensus) -> None:
+def compare(signature: Mapping[str, object], error: Exception | None, transport: Consensus) -> None:
     """Raise the error of the first rank that has one, or a ValueError that names the first entry in which the ranks'
     signatures differ: the same on every rank. Every rank calls it. The signatures have the same names; the entry "call"
     says what the rank is doing, and is compared first.
 
     Raises RuntimeError that names the ranks that do not come within the group's timeout.
     """
-    said = [type(error).__name__, str(error)] if error is not None else signature
-    digest = b"\0" * _DIGEST if error is not None else _digest(signature)
+    entries = dict(signature)
+    where = str(entries.pop(_CALL, "what they do together"))
+    with transport.calls.turn():
+        _compare(where, Signature(entries, json.dumps(entries).encode()), error, transport)
+
+
+def _compare(where: str, signature: Signature, error: Exception | None, transport: Consensus) -> None:
+    """where: what this rank is in: a call, and its direction."""
+    digest = b"\0" * _DIGEST if error is not None else _digest(where.encode() + b"\0" + signature.digest)
     try:
         if transport.all_equal(digest) and error is None:
             return
     except Absent as absent:
-        where = f" to {signature[_CALL]}" if _CALL in signature else ""
-        raise RuntimeError(f"{name_ranks(absent.ranks)} did not come{where}: {absent.waited}") from absent
+        raise RuntimeError(absent.told(where)) from absent
+    said = [type(error).__name__, str(error)] if error is not None else {_CALL: where, **signature.entries}
     # Two more collective calls cost nothing here: an error follows.
     everyone = all_gather_json([said, transport.calls.number], transport)
     transport.calls.catch_up(max(number for _, number in everyone))
     raise _joint_error([words for words, _ in everyone])
 
 
-def _digest(signature: dict[str, object]) -> bytes:
-    return hashlib.blake2b(json.dumps(signature).encode(), digest_size=_DIGEST).digest()
+def _digest(what: bytes) -> bytes:
+    return hashlib.blake2b(what, digest_size=_DIGEST).digest()
 
 
 def _joint_error(said: list[object]) -> Exception:
@@ -129,25 +161,69 @@ def _joint_error(said: list[object]) -> Exception:
     raise AssertionError("ranks that disagree differ in something")
 
 
-def signature_of(call: Call) -> dict[str, object]:
-    """What must be the same on every rank, by the name of the argument."""
-    batch, _, heads, dim = call.q.shape
-    return {
-        "batch size": batch,
-        "query heads": heads,
-        "key/value heads": call.k.shape[2],
-        "head dim": dim,
-        "dtype": str(call.q.dtype),
-        "device type": call.q.device.type,
-        "pattern": call.pattern.to_dict(),
-        "layout": f"{call.layout.n} tokens, cuts {call.layout.cuts}, order {call.layout.digest.hex()}",
-        "exchange": call.exchange,
-        "bucket": call.bucket,
-        "kernel": call.kernel,
-        "scale": None if call.scale is None else float(call.scale) + 0.0,  # 1 is 1.0, and -0.0 is 0.0
-        "return_lse": call.return_lse,
-        "requires_grad": call.differentiated,
+class CallKind(NamedTuple):
+    """All that two calls must have in common."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    dim: int
+    dtype: torch.dtype
+    device: str
+    pattern: Pattern
+    layout: Layout
+    exchange: str
+    bucket: int | None
+    kernel: str
+    scale: float | None
+    return_lse: bool
+    differentiated: bool
+    thread: str
+
+
+def kind_of(call: Call) -> CallKind:
+    """Of a call that was found right."""
+    q = call.q
+    return CallKind(
+        q.shape[0], q.shape[2], call.k.shape[2], q.shape[3], q.dtype, q.device.type, call.pattern, call.layout,
+        call.exchange, call.bucket, call.kernel, call.scale, call.return_lse, call.differentiated, _thread(),
+    )  # fmt: skip
+
+
+def _thread() -> str:
+    """Threads may have any names, which differ between ranks; but where one rank calls from its main thread and another
+    does not, two threads of each call at a time.
+    """
+    if within_backward():
+        return "autograd's"
+    return "the main one" if threading.current_thread() is threading.main_thread() else "another than the main one"
+
+
+@lru_cache(maxsize=128)
+def signature_of(kind: CallKind) -> Signature:
+    entries = {
+        "batch size": kind.batch,
+        "query heads": kind.heads,
+        "key/value heads": kind.kv_heads,
+        "head dim": kind.dim,
+        "dtype": str(kind.dtype),
+        "device type": kind.device,
+        "pattern": kind.pattern.to_dict(),
+        "layout": f"{kind.layout.n} tokens, cuts {kind.layout.cuts}, order {kind.layout.digest.hex()}",
+        "exchange": kind.exchange,
+        "bucket": kind.bucket,
+        "kernel": kind.kernel,
+        "scale": None if kind.scale is None else float(kind.scale) + 0.0,  # 1 is 1.0, and -0.0 is 0.0
+        "return_lse": kind.return_lse,
+        "requires_grad": kind.differentiated,
+        "calling thread": kind.thread,
     }
+    return Signature(entries, _digest(json.dumps(entries).encode()))
+
+
+def _validate_name(name: object) -> None:
+    if name is not None and not isinstance(name, str):
+        raise ValueError(f"name must be None or a string, got {type(name)}")
 
 
 def validate(call: Call, transport: Transport) -> None:

@@ -29,7 +29,15 @@ _numbers = itertools.count()
 _prepared: WeakValueDictionary[int, Prepared] = WeakValueDictionary()
 
 
-@torch.library.custom_op("ring::attention", mutates_args=())
-def attention(q: Tensor, k: Tensor, v: Tensor, prepared: int) -> tuple[Tensor, Tensor]:
-    """q (B, N, H, D), k and v (B, N, Hk, D) -> out like q, lse (B, H, N)."""
+def run_prepared(q: Tensor, k: Tensor, v: Tensor, prepared: int) -> tuple[Tensor, Tensor]:
+    """What the operator does, operation by operation, for those who watch these: q (B, N, H, D), k and v
+    (B, N, Hk, D) -> out like q, lse (B, H, N). prepared: the number of a forward.
+
+    Raises ValueError for any other number: the operator is no way to call `ring_attention`.
+    """
+    if prepared not in _prepared:
+        raise ValueError(f"prepared must be the number of a forward that ring_attention has begun, got {prepared}")
     return _prepared[prepared].run(q, k, v)
+
+
+attention = torch.library.custom_op("ring::attention", run_prepared, mutates_args=())

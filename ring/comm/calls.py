@@ -4,7 +4,8 @@ Messages match in the order in which they are posted. If ranks begin calls in an
 backward, messages of different calls would meet: wrong numbers, or a wait without end. So each forward on a group has a
 number, its backwards go by the same number, and the ranks compare both before a tensor moves (`ring.agreement`).
 
-One thread calls on a group, since nothing orders the calls of several threads in the same way on every rank.
+One thread calls on a group, since nothing orders the calls of several threads in the same way on every rank. Where two
+do, all that the first one had under way may have met calls of the second one elsewhere: it has no backward any more.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ class NumberedCall:
     calls: Calls
     number: int
     name: str | None
-    backwards: int = 0
+    backwards: int = 0  # that the ranks have begun together
 
     @property
     def forward(self) -> str:
         return f"the forward of {self}"
 
+    @property
     def backward(self) -> str:
         """The next backward through this call: there are several where a graph is kept."""
-        self.backwards += 1
-        return f"the backward of {self}" if self.backwards == 1 else f"backward {self.backwards} of {self}"
+        number = self.backwards + 1
+        return f"the backward of {self}" if number == 1 else f"backward {number} of {self}"
 
     def __str__(self) -> str:
         return f"call {self.number}" + ("" if self.name is None else f" ({self.name!r})")
@@ -46,6 +48,8 @@ class Calls:
     _number: int = 0  # of the latest call
     _thread: threading.Thread | None = None  # the one that calls on this group
     _first: str = ""  # its first call
+    _refused: int = 0  # the latest call that was refused since it came from a second thread
+    _why: str = ""
     _questions: int = 0  # that all ranks of the group have answered together
     _turn: threading.RLock = field(default_factory=threading.RLock)
 
@@ -62,16 +66,25 @@ class Calls:
 
     def check_thread(self, call: NumberedCall) -> None:
         """Raise ValueError if another thread, which still runs, calls on this group."""
-        if _within_backward():  # what checkpointing computes again, in a thread of autograd
+        if within_backward():  # what checkpointing computes again, in a thread of autograd
             return
         mine = threading.current_thread()
         if self._thread is None or not self._thread.is_alive():
             self._thread, self._first = mine, str(call)
         if self._thread is not mine:
-            raise ValueError(
+            self._refused = call.number
+            self._why = (
                 f"calls on a group must come from one thread: got {call} from {mine.name!r}, and {self._first} from "
                 f"{self._thread.name!r}, which still runs; allowed is a group of its own for each thread"
             )
+            raise ValueError(self._why)
+
+    def check_backward(self, call: NumberedCall) -> None:
+        """Raise ValueError if since this call a second thread was refused: on another rank it may have been the first,
+        and its call the one that met this one.
+        """
+        if call.number < self._refused:
+            raise ValueError(f"{call} has no backward any more, since after it {self._why}")
 
     @property
     def number(self) -> int:
@@ -88,5 +101,6 @@ class Calls:
         self._number = max(self._number, number)
 
 
-def _within_backward() -> bool:
+def within_backward() -> bool:
+    """Whether autograd is at work in this thread."""
     return torch._C._current_graph_task_id() != -1

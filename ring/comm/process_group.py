@@ -53,7 +53,9 @@ class ProcessGroupTransport(OwnBuffers):
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group = dist.group.WORLD if group is None else group
+        found = dist.group.WORLD if group is None else group
+        assert found is not None
+        self.group = found
         self.rank = dist.get_rank(self.group)
         if self.rank < 0:
             raise ValueError(f"group must contain the calling process; world rank {dist.get_rank()} is not a member")
@@ -82,7 +84,6 @@ class ProcessGroupTransport(OwnBuffers):
             return True
         mine = torch.frombuffer(bytearray(payload), dtype=torch.int64)
         both = torch.cat((mine, ~mine))
-        assert self.group is not None
         with self._aside():
             greatest = both.to(self._device(), copy=True)  # the greatest complement is that of the least value
             work = dist.all_reduce(greatest, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
@@ -94,7 +95,6 @@ class ProcessGroupTransport(OwnBuffers):
         if not self._on_gpu:
             return done_by_work(work)
         work.wait()  # the stream waits, not the host
-        assert self.group is not None
         return done_by_event(torch.cuda.current_stream().record_event(), timeout_of(self.group))
 
     def all_gather(self, payload: bytes) -> list[bytes]:

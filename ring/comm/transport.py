@@ -21,17 +21,23 @@ from ring.comm.calls import Calls
 
 
 class Absent(RuntimeError):
-    """Some ranks did not come to where the others wait. ranks: their numbers in the group; empty if nobody can tell."""
+    """Not all ranks came, in time, to where the others wait. ranks: the numbers in the group of those that did not;
+    empty: all came, but too late; None: nobody can tell.
+    """
 
-    def __init__(self, ranks: Sequence[int], waited: str) -> None:
-        super().__init__(f"{name_ranks(ranks)} did not come: {waited}")
-        self.ranks, self.waited = tuple(ranks), waited
+    def __init__(self, ranks: Sequence[int] | None, waited: str) -> None:
+        self.ranks, self.waited = ranks if ranks is None else tuple(ranks), waited
+        super().__init__(self.told("where the others wait"))
 
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    if not ranks:
-        return "some rank"
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+    def told(self, where: str) -> str:
+        """The same in words. where: to which they did not come."""
+        if self.ranks is None:
+            who = "some rank did not come"
+        elif not self.ranks:
+            who = "not all ranks came in time"
+        else:
+            who = f"{'rank' if len(self.ranks) == 1 else 'ranks'} {', '.join(map(str, self.ranks))} did not come"
+        return f"{who} to {where}: {self.waited}"
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -36,35 +37,39 @@ def wait_for_all(done: Done, group: dist.ProcessGroup, number: int) -> None:
             return
         raise RuntimeError(f"the group's timeout of {timeout_of(group)} is over")
     except RuntimeError as error:
-        raise Absent(_absent(group, number), str(error).partition("\n")[0]) from error
+        raise Absent(_missing(group, number), str(error).partition("\n")[0]) from error
 
 
-def _absent(group: dist.ProcessGroup, number: int) -> list[int]:
-    """The ranks that left no mark; empty if the store, which one of the ranks serves, is gone."""
-    try:
-        marks = _Marks(group, number)
-        marks.leave()
-        time.sleep(GRACE)
-        return marks.missing()
-    except RuntimeError:
-        return []
+def _missing(group: dist.ProcessGroup, number: int) -> list[int] | None:
+    """The ranks that left no mark; None if the store is gone, which one of the ranks may serve."""
+    marks = _Marks(group, number)
+    marks.leave()
+    time.sleep(GRACE)
+    return marks.missing()
 
 
 class _Marks:
-    """The marks of one operation: a key in the group's store for each rank that waits."""
+    """The marks of one operation: a key in the group's store for each rank that waits.
+
+    A store that cannot be reached is no reason to end an operation that may still be done.
+    """
 
     def __init__(self, group: dist.ProcessGroup, number: int) -> None:
         self._store, self._number = group.get_group_store(), number
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
 
     def leave(self) -> None:
-        self._store.set(self._key(self._rank), "waits")
+        with suppress(RuntimeError):
+            self._store.set(self._key(self._rank), "waits")
 
     def remove(self) -> None:
-        self._store.delete_key(self._key(self._rank))
+        with suppress(RuntimeError):
+            self._store.delete_key(self._key(self._rank))
 
-    def missing(self) -> list[int]:
-        return [rank for rank in range(self._world_size) if not self._store.check([self._key(rank)])]
+    def missing(self) -> list[int] | None:
+        with suppress(RuntimeError):
+            return [rank for rank in range(self._world_size) if not self._store.check([self._key(rank)])]
+        return None
 
     def _key(self, rank: int) -> str:
         return f"ring/waits/{self._number}/{rank}"
@@ -80,9 +85,7 @@ def done_by_work(work: dist.Work) -> Done:
         try:
             return bool(work.wait(timedelta(seconds=seconds)))
         except RuntimeError:
-            if work.is_completed():
-                raise  # it failed
-            return False
+            return work.is_completed() and bool(work.wait())  # which raises if it failed
 
     return done
 

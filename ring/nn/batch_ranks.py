@@ -44,7 +44,6 @@ class _Line:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        assert self.transport.group is not None
         return self.transport.group
 
 
@@ -91,10 +90,15 @@ class BatchRanks:
             try:
                 equal = line.transport.all_equal(shown) and equal
             except Absent as absent:
-                first = self.rank - line.index * line.stride
-                numbers = [first + line.members.index(rank) * line.stride for rank in absent.ranks]
-                raise Absent(sorted(numbers), absent.waited) from absent
+                raise Absent(self._numbers(line, absent.ranks), absent.waited) from absent
         return equal
+
+    def _numbers(self, line: _Line, ranks: tuple[int, ...] | None) -> list[int] | None:
+        """Of ranks of a line, which differ from this one along its dimension only."""
+        if ranks is None:
+            return None
+        first = self.rank - line.index * line.stride
+        return sorted(first + line.members.index(rank) * line.stride for rank in ranks)
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         pieces = [payload]

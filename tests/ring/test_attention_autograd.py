@@ -147,13 +147,59 @@ def test_changing_an_input_before_backward_is_noticed() -> None:
         out.backward(dout)
 
 
+Found = list[torch.Tensor]  # output and gradients
+
+
+def differentiated(leaves: Found, taken: Found, kernel: str) -> Found:
+    """Of a call that is given what was taken of the leaves."""
+    layout = Layout.contiguous(17, 1)
+    out = ring_attention(taken[0], taken[1], taken[2], Pattern.dense(causal=True), layout, kernel=kernel)
+    assert isinstance(out, torch.Tensor)
+    return [out, *torch.autograd.grad(out.float().square().sum(), leaves)]
+
+
+MIXED = [
+    (torch.float32, torch.float32, torch.float32), (torch.float32, torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", (torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("kernel", ("math", "auto"))
-def test_autocast_changes_nothing(kernel: str) -> None:
-    q, k, v = (torch.randn(1, 40, 2, 16, requires_grad=True) for _ in range(3))
-    layout, found = Layout.contiguous(40, 1), []
-    for enabled in (False, True):
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            out = ring_attention(q, k, v, Pattern.dense(causal=True), layout, kernel=kernel)
-            assert isinstance(out, torch.Tensor)
-            found.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+@pytest.mark.parametrize("given", MIXED)
+def test_under_autocast_inputs_are_taken_in_its_type(
+    given: tuple[torch.dtype, ...], kernel: str, kind: torch.dtype
+) -> None:
+    """Bit by bit as if they were converted before; torch's own attention gives that type too."""
+    leaves = [x.to(dtype).requires_grad_() for x, dtype in zip(inputs()[:3], given, strict=True)]
+    with torch.autocast("cpu", kind):
+        found = differentiated(leaves, leaves, kernel)
+        theirs = torch.nn.functional.scaled_dot_product_attention(leaves[0], leaves[1], leaves[2])
+    assert found[0].dtype is theirs.dtype is kind
+    assert [x.dtype for x in found[1:]] == list(given)
+    for x, y in zip(found, differentiated(leaves, [x.to(kind) for x in leaves], kernel), strict=True):
+        assert x.equal(y)
+
+
+@pytest.mark.parametrize("kernel", ("math", "auto"))
+def test_autocast_leaves_doubles_alone_and_computes_nothing_else_in_its_type(kernel: str) -> None:
+    for dtype in (torch.float64, torch.bfloat16):
+        leaves = [x.to(dtype).requires_grad_() for x in inputs()[:3]]
+        plainly = differentiated(leaves, leaves, kernel)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = differentiated(leaves, leaves, kernel)
+        assert all(x.equal(y) for x, y in zip(found, plainly, strict=True))
+
+
+@pytest.mark.parametrize("given", MIXED[1:3])
+def test_mixed_types_are_refused_without_autocast(given: tuple[torch.dtype, ...]) -> None:
+    leaves = [x.to(dtype).requires_grad_() for x, dtype in zip(inputs()[:3], given, strict=True)]
+    with torch.autocast("cpu", enabled=False), pytest.raises(ValueError, match="must have q's dtype"):
+        differentiated(leaves, leaves, "auto")
+
+
+def test_where_autocast_takes_no_part_a_tensor_is_refused_by_the_call() -> None:
+    """Not by autocast, on one rank alone: the meta device has none."""
+    q, k, v, *_ = inputs()
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="k must be on q's device meta"):
+        ring_attention(q.to("meta"), k, v, Pattern.dense(), Layout.contiguous(17, 1))

@@ -2,7 +2,7 @@
 
 What has to hold is O(n / p) memory, and that a bucket bounds a kernel call (`ring.attention`, `ring.plan.plan`,
 `ring.compute.kernels`). The meter neither patches nor knows the inside of a call: it looks at the tensors that
-operations take and make.
+operations take and make, in the operator that is a forward, too.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ring.operator import run_prepared
 from verification.case import Case
 
 LEAST_ROWS = 16  # query rows that a kernel call may take, whatever the bucket
@@ -74,7 +75,14 @@ class Meter(TorchDispatchMode):
         self.held -= size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = func(*args, **kwargs) if kwargs else func(*args)
+        kwargs = kwargs or {}
+        if func is torch.ops.ring.attention.default:  # one operator to others: the meter looks into it
+            with self:
+                return run_prepared(*args)
+        if _composed(func):  # what is called within an operator has not been taken apart yet
+            with self:
+                return func.decompose(*args, **kwargs)
+        results = func(*args, **kwargs)
         for result in tree_leaves(results):
             if isinstance(result, Tensor):
                 self.count(result)
@@ -97,6 +105,12 @@ class Meter(TorchDispatchMode):
             sizes.remove(self._dim)
             few, many = sorted(size * (a.shape[0] if a.dim() == 3 else 1) for size in sizes)
         self._products.add((few, many))
+
+
+@cache
+def _composed(func: Any) -> bool:
+    """Whether an operation is made of others for all devices alike, as `matmul` is."""
+    return func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
 @cache

@@ -11,6 +11,7 @@ import torch
 from hypothesis import Phase, given, seed, settings
 
 from reference.pattern import Pattern
+from ring import Layout, ring_attention
 from ring.comm.transport import SoloTransport
 from ring.compute import math_kernel
 from ring.plan import plan, tiling
@@ -71,6 +72,19 @@ def test_the_meter_sees_backward_too() -> None:
         meter.take()
         torch.autograd.grad(scores, (q, k), torch.ones_like(scores))
     assert meter.take().products == {(7, 10)}
+
+
+@pytest.mark.parametrize("bucket", (4, 10))
+def test_the_meter_looks_into_the_operator_that_a_forward_is(bucket: int) -> None:
+    """And sees what it would see without: products of the tiles, tensors of the size of the output."""
+    q, k = torch.randn(1, 10, 3, 4), torch.randn(1, 10, 1, 4)
+    layout, meter = Layout.contiguous(10, 1), Meter(head_dim=4)
+    with meter:
+        ring_attention(q, k, k, Pattern.dense(), layout, bucket=bucket, kernel="math")
+    seen = meter.take()
+    assert seen.products and all(few <= 3 * 10 and many <= 3 * 16 for few, many in seen.products)
+    assert max(few for few, _ in seen.products) == bucket
+    assert 4 * 3 * 10 * 4 <= seen.largest <= 4 * 3 * 10 * max(4, bucket) and meter.peak > meter.held
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from verification.run.simulation.in_flight import Batch, described, overlap, spa
 
 
 class Network(Protocol):
-    """What joins the simulated ranks: the `Simulation`. size: how many they are."""
+    """What joins the simulated ranks of a group: its `Wires`. size: how many they are."""
 
     size: int
 
@@ -43,6 +43,9 @@ class Network(Protocol):
 
     def collective(self, rank: int, number: int, kind: str, payload: bytes) -> list[bytes]:
         """What every rank gave; returns once all have called."""
+
+    def subgroup(self, ranks: Sequence[int]) -> Sequence[SimulatedTransport]:
+        """The transports of a group of these ranks, the same one whenever it is asked for."""
 
 
 class SimulatedTransport(OwnBuffers):
@@ -113,6 +116,11 @@ class SimulatedTransport(OwnBuffers):
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         return self._collective("all_gather", payload)
+
+    def subgroup(self, ranks: Sequence[int]) -> SimulatedTransport | None:
+        """The transport of a group of some ranks of this one; None on all others."""
+        transports = self._network.subgroup(ranks)
+        return transports[list(ranks).index(self.rank)] if self.rank in ranks else None
 
     def check_all_waited(self) -> None:
         """BrokenContract if this rank ends with a batch that it posted and never waited for."""
