@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ring.nn import average_gradients, clip_grad_norm
 from ring.nn.batch_ranks import BatchRanks
-from tests.support.nn_ranks import drawn, far, mesh_of, said
+from tests.support.nn_ranks import apart, drawn, far, mesh_of, said
 
 SHAPES = ((3, 4), (5,), (7, 2))
 
@@ -120,7 +120,7 @@ def clipped(kind: str, max_norm: float, plain: int) -> tuple[float, float, str]:
     found = clip_grad_norm([*mine, without], max_norm)
     wanted = torch.nn.utils.clip_grad_norm_(whole, max_norm)
     grads = [x.grad.full_tensor() if isinstance(x.grad, DTensor) else x.grad for x in mine]
-    return abs(float(found) - float(wanted)), far(grads, [x.grad for x in whole]), found.numpy().tobytes().hex()
+    return apart(found, wanted), far(grads, [x.grad for x in whole]), found.numpy().tobytes().hex()
 
 
 def local_gradients_are_noticed() -> str:

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy as torch_cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from ring.nn import IGNORED, count_labels, cross_entropy, token_mean
-from tests.support.nn_ranks import TOKENS, context_of, data_index, drawn, far, mesh_of, summed
+from tests.support.nn_ranks import TOKENS, apart, context_of, data_index, drawn, far, mesh_of, summed
 
 DIM, VOCABULARY = 5, 7
 
@@ -80,12 +80,12 @@ def loss_error(kind: str, shards: str, mesh: str, micros: int, wrapped: bool) ->
             model.require_backward_grad_sync = micro == micros - 1
         loss = cross_entropy(model(x), labels[micro], ranks, labelled=labelled)
         loss.backward()
-        values.append(float(loss))
+        values.append(loss.item())
     grads = [x.grad for x in plain.parameters()]
     if not wrapped:
         grads = [summed(grad) / dist.get_world_size() for grad in grads if grad is not None]
     wanted, exact = _dense(kind, ranks.size(0), micros)
-    return abs(sum(values) - float(wanted)), far(grads, exact), values
+    return apart(sum(values), wanted), far(grads, exact), values
 
 
 def counted(kind: str, mesh: str) -> tuple[int, int, int]:
@@ -114,7 +114,7 @@ def scales() -> list[float]:
         far([gradient(cross_entropy(x, labels, averaged_over=2.5))], [usual * 2.5 / 4]),
         far([gradient(3.0 * cross_entropy(x, labels))], [usual * 3]),
         far([gradient(token_mean(each, labels))], [usual]),
-        abs(float(token_mean(each, labels)) - float(cross_entropy(x, labels))),
+        apart(token_mean(each, labels), cross_entropy(x, labels)),
     ]
 
 
@@ -131,7 +131,7 @@ def in_type(dtype: torch.dtype) -> tuple[str, str, float, float]:
     wanted.backward()
     assert whole.grad is not None
     error = far([x.grad.double() / 4], [context.shard(whole.grad)])
-    return str(loss.dtype), str(x.grad.dtype), abs(float(loss) - float(wanted)), error
+    return str(loss.dtype), str(x.grad.dtype), apart(loss, wanted), error
 
 
 def too_few_labelled() -> str:
@@ -153,7 +153,7 @@ def evaluated() -> tuple[bool, float]:
     with torch.no_grad():
         loss = cross_entropy(context.shard(logits), context.shard(labels), dist.group.WORLD)
     wanted = torch_cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
-    return loss.requires_grad, abs(float(loss) - float(wanted))
+    return loss.requires_grad, apart(loss, wanted)
 
 
 def loss_within_a_checkpoint() -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 
@@ -57,12 +58,18 @@ def drawn(seed: int, *shape: int) -> Tensor:
 
 
 def far(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> float:
-    """The greatest difference."""
+    """The greatest difference; infinite for NaN, which max() of Python would pass over."""
     pairs = list(zip(found, wanted, strict=True))
     assert all((a is None) == (b is None) for a, b in pairs)
-    # max() of Python would pass over a NaN.
     each = [(a - b).abs().max() for a, b in pairs if a is not None and b is not None and a.numel()]
-    return float(torch.stack(each).max()) if each else 0.0
+    worst = torch.stack(each).max().item() if each else 0.0
+    return math.inf if math.isnan(worst) else worst
+
+
+def apart(found: Tensor | float, wanted: Tensor | float) -> float:
+    """The same for two numbers."""
+    a, b = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (found, wanted))
+    return far([a], [b])
 
 
 def summed(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 
 from verification.run.processes.pool import Pool
 
-TASKS = ("nn_module_tasks", "nn_batch_tasks", "nn_loss_tasks", "nn_gradient_tasks", "nn_refusals")
+TASKS = ("nn_module_tasks", "nn_batch_tasks", "nn_loss_tasks", "nn_gradient_tasks", "nn_refusals", "nn_step_tasks")
 
 
 @pytest.fixture(scope="session")
