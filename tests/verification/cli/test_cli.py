@@ -53,7 +53,7 @@ def verification(*arguments: str, folder: Path, program: str = "verification") -
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, "-m", program, *arguments],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=120,
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=900,
     )  # fmt: skip
 
 
@@ -241,7 +241,7 @@ def test_an_error_of_the_tool_is_no_counter_example(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     done = subprocess.run(
         [sys.executable, "-P", "-m", "verification", "run"],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60,
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     assert done.returncode == 2 and "no ring today" in done.stderr
 
