@@ -48,5 +48,9 @@ def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
             'take the one along which the sequence is sharded, as mesh["context"]'
         )
     if mesh.get_coordinate() is None:
-        raise ValueError(f"group must contain the calling process; world rank {dist.get_rank()} is not in {mesh!r}")
+        # Not the mesh itself: outside of a part of a mesh that has no words for it.
+        names = mesh.mesh_dim_names or ""
+        raise ValueError(
+            f"group must contain the calling process; world rank {dist.get_rank()} is not in the mesh {names}"
+        )
     return mesh.get_group()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ring.agreement import is_dtensor
-from ring.comm.transport import Message
+from ring.comm.transport import Message, Outgoing
 from ring.nn.context import ContextParallel
 
 IGNORED = -100  # the label of a token that has none, as in torch's cross_entropy
@@ -108,13 +108,17 @@ def gather(context: ContextParallel, x: Tensor, dim: int = 1) -> Tensor:
 
 def _all_shards(context: ContextParallel, mine: Tensor, dim: int) -> list[Tensor]:
     """The shards of all ranks in rank order: each sends its own to all others. Empty ones are not sent."""
-    shapes = [[count if i == dim else size for i, size in enumerate(mine.shape)] for count in context.layout.counts]
-    mine = mine.contiguous()
-    shards = [mine if rank == context.rank else mine.new_empty(shape) for rank, shape in enumerate(shapes)]
+    transport, layout = context.transport, context.layout
+    shapes = [[count if i == dim else size for i, size in enumerate(mine.shape)] for count in layout.counts]
     peers = [rank for rank in range(context.world_size) if rank != context.rank]
-    sends = [Message(peer, _bytes(mine), "shard") for peer in peers if mine.numel()]
+    size = mine.numel() * mine.element_size()
+    kind = ("gather", layout, dim, mine.dtype, *(rows for i, rows in enumerate(mine.shape) if i != dim))
+    transport.prepare(kind, lambda: [Outgoing("shard", size, "shard", peer, 0, size) for peer in peers if size])
+    own = transport.empty("shard", mine.shape, mine.dtype, mine.device).copy_(mine)
+    shards = [own if rank == context.rank else mine.new_empty(shape) for rank, shape in enumerate(shapes)]
+    sends = [Message(peer, _bytes(own), "shard") for peer in peers if size]
     receives = [Message(peer, _bytes(shards[peer]), "shard") for peer in peers if shards[peer].numel()]
-    context.transport.post(sends, receives).wait()
+    transport.post(sends, receives).wait()
     return shards
 
 

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ring.nn import average_gradients, clip_grad_norm
+from ring import Layout
+from ring.nn import ContextParallel, average_gradients, clip_grad_norm
 from ring.nn.batch_ranks import BatchRanks
 from tests.support.nn_ranks import apart, drawn, far, mesh_of, said
 
@@ -158,11 +159,16 @@ def _part_of_the_world() -> DeviceMesh:
 
 
 def among_some_ranks() -> object:
-    """On the four: (own number, all numbers, sum, what was gathered as bytes). On the fifth: what it is told."""
+    """On the four: (own number, all numbers, sum, what was gathered as bytes). On the fifth: what it is told.
+
+    The four also make handles, each of its own line.
+    """
     mesh = _part_of_the_world()
     if dist.get_rank() == 2:
-        return said(lambda: BatchRanks(mesh))
+        handle = said(lambda: ContextParallel(Layout.contiguous(4, 2), mesh["context"]))
+        return said(lambda: BatchRanks(mesh)), handle
     ranks = BatchRanks(mesh)
+    ContextParallel(Layout.contiguous(4, 2), mesh["context"])
     x = drawn(ranks.rank, 3)
     total = x.clone()
     ranks.add(total)

@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from reference import Pattern, attention
 from ring import Layout
 from ring.nn import IGNORED, ContextParallel, gather, next_tokens, shard_batch
 from tests.support.nn_batch_tasks import a_batch_without_labels, gathered, sharded_and_gathered, without_agreement
-from tests.support.nn_ranks import MESHES, UNEVEN
+from tests.support.nn_ranks import MESHES, UNEVEN, drawn, layout_of
 from verification.run.processes.pool import Pool
+from verification.run.simulation.simulated_transport import SimulatedTransport
+from verification.run.simulation.simulation import Simulation
 
 
 @pytest.mark.ranks
@@ -35,6 +38,29 @@ def test_without_check_ranks_do_not_compare(pool: Pool) -> None:
 @pytest.mark.ranks
 def test_a_batch_without_labels(pool: Pool) -> None:
     assert all(pool.run(a_batch_without_labels))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("seed", range(8))
+def test_over_a_transport_that_does_the_worst(seed: int) -> None:
+    """Batches, attention and gathering in turn, by simulated ranks; one of them has no tokens."""
+    layout, pattern = layout_of((4, 0, 5)), Pattern.dense(causal=True)
+    q, tokens = drawn(0, 2, 9, 2, 4), torch.arange(18).view(2, 9)
+
+    def step(transport: SimulatedTransport) -> list[torch.Tensor]:
+        context = ContextParallel(layout, transport)
+        found = []
+        for number in range(2):
+            batch = shard_batch(context, tokens + number, next_tokens(tokens + number), q=q)
+            mine = batch.others["q"]
+            found += [gather(context, batch.tokens), gather(context, context.attention(mine, mine, mine, pattern))]
+        return found
+
+    exact = attention(q, q, q, pattern)[0]
+    for found in Simulation(3, seed).run(step):
+        assert torch.equal(found[0], tokens) and torch.equal(found[2], tokens + 1)
+        for out in (found[1], found[3]):
+            torch.testing.assert_close(out, exact, rtol=0.0, atol=1e-13)
 
 
 def test_next_tokens() -> None:
