@@ -48,9 +48,5 @@ def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
             'take the one along which the sequence is sharded, as mesh["context"]'
         )
     if mesh.get_coordinate() is None:
-        # Not the mesh itself: outside of a part of a mesh that has no words for it.
-        names = mesh.mesh_dim_names or ""
-        raise ValueError(
-            f"group must contain the calling process; world rank {dist.get_rank()} is not in the mesh {names}"
-        )
+        raise ValueError(f"group must contain the calling process; world rank {dist.get_rank()} is not in {mesh!r}")
     return mesh.get_group()

@@ -118,10 +118,7 @@ def _lines(over: dist.ProcessGroup | DeviceMesh | None) -> tuple[_Line, ...]:
     if not is_mesh(over):
         raise ValueError(f"over must be a process group, a DeviceMesh or None, got {over!r}")
     if over.get_coordinate() is None:
-        names = over.mesh_dim_names or ""
-        raise ValueError(
-            f"over must contain the calling process; world rank {dist.get_rank()} is not in the mesh {names}"
-        )
+        raise ValueError(f"over must contain the calling process; world rank {dist.get_rank()} is not in {over!r}")
     if over.ndim > 1 and over.size() == dist.get_world_size():
         return (_whole_group(None),)
     lines, stride = [], 1

@@ -161,14 +161,15 @@ def _part_of_the_world() -> DeviceMesh:
 def among_some_ranks() -> object:
     """On the four: (own number, all numbers, sum, what was gathered as bytes). On the fifth: what it is told.
 
-    The four also make handles, each of its own line.
+    The handle of another mesh of the four is made, or refused, as well.
     """
     mesh = _part_of_the_world()
     if dist.get_rank() == 2:
-        handle = said(lambda: ContextParallel(Layout.contiguous(4, 2), mesh["context"]))
-        return said(lambda: BatchRanks(mesh)), handle
+        line = DeviceMesh("cpu", torch.tensor([0, 1, 3, 4]), mesh_dim_names=("context",))
+        return said(lambda: BatchRanks(mesh)), said(lambda: ContextParallel(Layout.contiguous(4, 4), line))
     ranks = BatchRanks(mesh)
-    ContextParallel(Layout.contiguous(4, 2), mesh["context"])
+    line = DeviceMesh("cpu", torch.tensor([0, 1, 3, 4]), mesh_dim_names=("context",))
+    ContextParallel(Layout.contiguous(4, 4), line)
     x = drawn(ranks.rank, 3)
     total = x.clone()
     ranks.add(total)
