@@ -48,7 +48,7 @@ def test_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
 
 
 def test_data_groups_that_do_not_divide_the_ranks_are_refused() -> None:
-    command = [sys.executable, ROOT / "scripts/train.py", "--ranks", "4", "--data", "3"]
+    command: list[str | Path] = [sys.executable, ROOT / "scripts/train.py", "--ranks", "4", "--data", "3"]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert done.returncode == 2
     assert "--data is 3; it must divide the 4 ranks and the batch of 2" in done.stderr
