@@ -17,16 +17,8 @@ SMALL = "--tokens 64 --layers 1 --dim 16 --heads 2 --segment-length 16 64 --dila
 def trained(folder: Path, *arguments: str) -> list[float]:
     """The losses of all steps."""
     record = folder / "record.json"
-    command = [
-        sys.executable,
-        ROOT / "scripts/train.py",
-        *SMALL.split(),
-        "--folder",
-        folder,
-        "--json",
-        record,
-        *arguments,
-    ]
+    script = [sys.executable, str(ROOT / "scripts/train.py"), *SMALL.split()]
+    command = [*script, "--folder", str(folder), "--json", str(record), *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -48,7 +40,7 @@ def test_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
 
 
 def test_data_groups_that_do_not_divide_the_ranks_are_refused() -> None:
-    command: list[str | Path] = [sys.executable, ROOT / "scripts/train.py", "--ranks", "4", "--data", "3"]
+    command = [sys.executable, str(ROOT / "scripts/train.py"), "--ranks", "4", "--data", "3"]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert done.returncode == 2
     assert "--data is 3; it must divide the 4 ranks and the batch of 2" in done.stderr
