@@ -21,9 +21,11 @@ ROAD = (
     "reference",
     "ring.precision", "ring.layout", "ring.plan", "ring.strided_view", "ring.comm", "ring.compute", "ring.budget",
     "ring.agreement", "ring.operator", "ring.attention", "ring.nn", "ring",
-    "verification.wording", "verification.failures", "verification.case", "verification.draw", "verification.run",
+    "verification.wording", "verification.failures", "verification.example", "verification.case", "verification.draw",
+    "verification.run",
     "verification.check", "verification.search", "verification.report", "verification.problems",
-    "verification.runner", "verification.replay", "verification.mutants", "verification.peers",
+    "verification.runner", "verification.replay", "verification.training", "verification.mutants",
+    "verification.peers",
     "verification.benchmarks", "verification.cli", "verification.__main__",
 )  # fmt: skip
 # The stops within the plan.

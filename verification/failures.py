@@ -48,13 +48,15 @@ class VerificationFailure(AssertionError):
 
 
 class WrongResult(VerificationFailure):
-    """All ranks answered, and an answer is wrong. quantity: the result ("out", "dq", ...) whose numbers are off."""
+    """All ranks answered, and an answer is wrong. quantity: the result ("out", "dq", ...) whose numbers are off; ratio:
+    their error as a fraction of what is allowed, where there is such a fraction."""
 
     kind = "wrong result"
 
-    def __init__(self, message: str = "", quantity: str | None = None) -> None:
+    def __init__(self, message: str = "", quantity: str | None = None, ratio: float | None = None) -> None:
         super().__init__(message)
         self.quantity = quantity
+        self.ratio = ratio
 
 
 class RankFailure(VerificationFailure):

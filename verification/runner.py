@@ -141,12 +141,7 @@ def run_world(plan: RunPlan, report: Report, backend: Backend, shrink_backend: B
     for number, (drawn, examples) in enumerate((*plain, *laws)):
         experiment = on_gpus(drawn) if backend.name == "nccl" else drawn
         search = Search(experiment, backend, report, world, plan.profile.budget, plan.profile.remembers, shrink_backend)
-        failures = [save(found, search, plan.failures) for found in search.explore(examples, plan.seed)]
-        for failure in failures:
-            if any(failure.file == known.file for known in report.failures):
-                report.say(f"world {world}: {failure.broken} is broken by the same example as before")
-            else:
-                report.failed(failure)
+        failures = explore(plan, report, search, examples)
         if hangs(failures):
             report.say(f"world {world}: ranks hang, so the rest is left out on this world size")
             break
@@ -154,6 +149,17 @@ def run_world(plan: RunPlan, report: Report, backend: Backend, shrink_backend: B
             report.say(f"world {world}: plain examples fail, so the laws between them are left out")
             break
     report.end_world()
+
+
+def explore(plan: RunPlan, report: Report, search: Search, examples: int) -> list[CounterExample]:
+    """Draw that many; what fails is saved, and told once."""
+    failures = [save(found, search, plan.failures) for found in search.explore(examples, plan.seed)]
+    for failure in failures:
+        if any(failure.file == known.file for known in report.failures):
+            report.say(f"world {search.world}: {failure.broken} is broken by the same example as before")
+        else:
+            report.failed(failure)
+    return failures
 
 
 def run_real_size(plan: RunPlan, report: Report, backend: Backend) -> None:

@@ -153,6 +153,7 @@ def check_values(case: Case, expectation: Expectation, observations: Observation
                 f"error {error[where]:.3g} is {ratio[where]:.3g} times its bound {bound[where]:.3g}; "
                 f"{int(wrong.sum())} of {wrong.size} entries exceed theirs",
                 name,
+                float(ratio[where]),
             )
         worst[name] = float(_ratio(error, bound).max(initial=0.0))
     return worst

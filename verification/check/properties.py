@@ -7,8 +7,9 @@ and the computation that judges the example agree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +30,7 @@ class Property:
     title: str
     checks: tuple[str, ...]
     quantities: tuple[str, ...] = ()
-    concerns: Callable[[Case], bool] = lambda case: True
+    concerns: Callable[[Any], bool] = lambda case: True
 
     def covers(self, check: str, quantity: str | None) -> bool:
         """Whether a failure of that check, in that quantity, breaks the property."""
@@ -76,15 +77,26 @@ def check(
     """By the title of each property that these checks (by default all) make up: its worst error as a fraction of the
     bound, 0 where it is exact. Raises the first failure, whose `broken` is the title of the property.
     """
+    return look_at(PROPERTIES, {name: CHECKS[name] for name in names}, case, expectation, observations)
+
+
+def look_at(
+    properties: Sequence[Property],
+    checks: Mapping[str, Callable[[Any, Any, Any], Ratios]],
+    case: Any,
+    expectation: Any,
+    observations: Any,
+) -> dict[str, float]:
+    """The same for any properties and checks, of a Case or of what takes its place."""
     ratios: dict[str, Ratios] = {}
-    for name in names:
+    for name, made in checks.items():
         try:
-            ratios[name] = CHECKS[name](case, expectation, observations)
+            ratios[name] = made(case, expectation, observations)
         except VerificationFailure as failure:
             quantity = failure.quantity if isinstance(failure, WrongResult) else None
-            failure.broken = next(one.title for one in PROPERTIES if one.covers(name, quantity))
+            failure.broken = next(one.title for one in properties if one.covers(name, quantity))
             raise
-    looked_at = [one for one in PROPERTIES if set(one.checks) <= set(names) and one.concerns(case)]
+    looked_at = [one for one in properties if set(one.checks) <= set(checks) and one.concerns(case)]
     return {one.title: one.worst(ratios) for one in looked_at}
 
 

@@ -20,7 +20,7 @@ from verification.cli.console import say
 from verification.cli.outputs import write_json
 from verification.mutants.catalogue import DEFECTS, by_name
 from verification.mutants.defect import CannotPlant, Defect, NotSane
-from verification.mutants.trials import LIMIT, SOON, Outcome, totals, try_all
+from verification.mutants.trials import LIMITS, SOON, Outcome, totals, try_all
 from verification.report.progress import PlainLines, bars
 from verification.report.provenance import processor_run
 from verification.run.backends import Unavailable
@@ -46,8 +46,9 @@ def add_parser(commands: Any, epilog: str = STATUS) -> None:
     mutants.add_argument("names", nargs="*", metavar="NAME", help="the defects to plant (default: all)")
     mutants.add_argument("--list", action="store_true", help="print these defects and what is wrong with each, and end")
     mutants.add_argument(
-        "--limit", type=count, default=LIMIT, metavar="N", help="examples for each defect (default: %(default)s)"
-    )
+        "--limit", type=count, metavar="N",
+        help=f"examples for each defect (default: {LIMITS['attention']}; of a training step {LIMITS['training']})",
+    )  # fmt: skip
     add_seed(mutants)
     add_json(mutants, "the outcomes")
     add_verbose(mutants, "each outcome when it is there, and a row for each defect at the end")
@@ -79,7 +80,7 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
     return 0 if all(outcome.killed for outcome in shown.outcomes) else 1
 
 
-def to_dict(outcomes: list[Outcome], seconds: float, seed: int, limit: int) -> dict[str, Any]:
+def to_dict(outcomes: list[Outcome], seconds: float, seed: int, limit: int | None) -> dict[str, Any]:
     """The record of a search: where, with what, by which command; what became of each defect; the totals."""
     return {
         **processor_run(f"python -m verification mutants {shlex.join(sys.argv[2:])}".rstrip()),
@@ -87,7 +88,7 @@ def to_dict(outcomes: list[Outcome], seconds: float, seed: int, limit: int) -> d
         **totals(outcomes),
         "seconds": round(seconds, 1),
         "seed": seed,
-        "limit": limit,
+        "limit": LIMITS if limit is None else limit,
     }
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
-import verification.peers.saved  # noqa: F401 - so that saved counter-examples of peers can be replayed
+import verification.peers.saved
+import verification.training.saved_training  # noqa: F401 - likewise, those of training steps
 from verification.cli.arguments import add_backend, add_json
 from verification.cli.outputs import write_json
 from verification.replay import replay
@@ -17,7 +18,8 @@ from verification.run.backends import BACKENDS, open_backend
 
 ABOUT = """\
 Runs a saved counter-example again, on the ranks that it names, and checks it:
-a Case, a law with its Case, the problem of real size, or a peer with its Case."""
+a Case, a law with its Case, the problem of real size, a peer with its Case, or
+a training run."""
 
 
 def add_parser(commands: Any, epilog: str) -> None:

@@ -179,7 +179,9 @@ def _refuse(why: str) -> int:
 def _record_loss(lost: AgentLost, report: Report, backend: TorchrunBackend, folder: Path) -> None:
     """There is nothing left to shrink it on: what was under way is saved as it was."""
     last = backend.last
-    record: dict[str, Any] = json.loads(last.to_json()) if isinstance(last, Case) else last or {}
+    record: dict[str, Any] = json.loads(last.to_json()) if isinstance(last, Case) else {}
+    if isinstance(last, dict):
+        record = last
     failure = RankCrash(f"{lost}; what was under way, if anything, is saved as it was drawn, not shrunk")
     report.failed(
         save_record(failure, "every process stays", backend.agents.place.world_size, record, folder, backend.name)

@@ -140,7 +140,7 @@ def _twins(draw: Draw, dilation: int, segment: int | None, heads: int) -> tuple[
     return tuple(branches)
 
 
-def _pattern(draw: Draw, tokens: int, heads: int) -> Pattern:
+def pattern_of(draw: Draw, tokens: int, heads: int) -> Pattern:
     """All kinds begin with the same draws, so that shrinking can step from a kind to a simpler one."""
     kind = draw(_kinds)
     causal = draw(_flags)
@@ -181,7 +181,7 @@ def _members(draw: Draw, world: int) -> tuple[int, ...]:
     return tuple(rank for rank in range(world) if bits >> rank & 1)
 
 
-def _cuts(draw: Draw, tokens: int, size: int) -> tuple[int, ...] | None:
+def cuts_of(draw: Draw, tokens: int, size: int) -> tuple[int, ...] | None:
     """Where the order is cut into shards: evenly (None), or anywhere, so that some shards are empty."""
     if draw(_quarters) < 3:
         return None
@@ -189,7 +189,7 @@ def _cuts(draw: Draw, tokens: int, size: int) -> tuple[int, ...] | None:
     return (0, *sorted(draw(cut) for _ in range(size - 1)), tokens)
 
 
-def _bucket(draw: Draw, tokens: int) -> int | None:
+def bucket_of(draw: Draw, tokens: int) -> int | None:
     """None, a small part of the sequence, or anything up to twice its length. One token at a time only for short
     sequences: for long ones that takes ten times as long as any other Case, and finds nothing more."""
     choice = draw(_quarters)
@@ -252,8 +252,8 @@ def cases(draw: Draw, world: int) -> Case:
         group=group,
         tokens=tokens,
         order=draw(_orders),
-        cuts=_cuts(draw, tokens, world if group is None else len(group)),
-        pattern=_pattern(draw, tokens, heads),
+        cuts=cuts_of(draw, tokens, world if group is None else len(group)),
+        pattern=pattern_of(draw, tokens, heads),
         batch=draw(_batches),
         heads=heads,
         kv_heads=kv_heads,
@@ -264,7 +264,7 @@ def cases(draw: Draw, world: int) -> Case:
         values=draw(_values),
         seed=draw(_seeds),
         exchange=draw(_exchanges),
-        bucket=_bucket(draw, tokens),
+        bucket=bucket_of(draw, tokens),
         kernel=kernel,
         lse=draw(_lse) if kernel != "flash" else "unused",  # the fused kernel has no gradient through lse
         strided=draw(_flags),
@@ -307,9 +307,9 @@ def elsewhere(draw: Draw, case: Case) -> dict[str, object]:
     return {
         "group": group,
         "order": draw(_orders),
-        "cuts": _cuts(draw, case.tokens, case.world if group is None else len(group)),
+        "cuts": cuts_of(draw, case.tokens, case.world if group is None else len(group)),
         "exchange": draw(_exchanges),
-        "bucket": _bucket(draw, case.tokens),
+        "bucket": bucket_of(draw, case.tokens),
     }
 
 

@@ -1,4 +1,5 @@
-"""All seeded defects: small named changes of `ring` and of `reference/pattern.py`, each of which the checks must find.
+"""All seeded defects: small named changes of `ring`, of `reference/pattern.py` and of the training program of a rank
+(`verification/training/rank/`), each of which the checks must find.
 
 They are data, `defects/*.toml`, so that the source text that is replaced stands there as it stands in the code. A
 defect is killed when the ordinary properties and laws find it. No check knows any of them. The catalogue follows a list
@@ -18,7 +19,7 @@ from verification.mutants.defect import Defect, Edit
 FOLDER = Path(__file__).with_name("defects")
 TOPICS = (
     "merge", "backward", "masks", "dilation", "diagonal", "communication", "process_groups", "numerics", "agreement",
-    "keeping", "calls",
+    "keeping", "calls", "training",
 )  # fmt: skip
 
 

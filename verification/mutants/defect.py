@@ -48,6 +48,7 @@ class Defect:
     listed      its numbers in the project's list of defect classes that were seen in public ring-attention code, which
                 the catalogue and `NO_PLACE` cover together
     backend     "gloo" where the broken code runs on real process groups only
+    subject     what is drawn to find it: "attention", Cases and laws; "training", TrainingCases, on "gloo" always
     """
 
     name: str
@@ -56,6 +57,12 @@ class Defect:
     provenance: str = "own"
     listed: tuple[int, ...] = ()
     backend: Literal["sim", "gloo"] = "sim"
+    subject: Literal["attention", "training"] = "attention"
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """(subject, backend)."""
+        return self.subject, "gloo" if self.subject == "training" else self.backend
 
     def sources(self) -> dict[str, str]:
         """The edited source of every module concerned, by the module's name.

@@ -1,4 +1,6 @@
-"""What ranks with changed code are shown: plain Cases, and laws between them in proportion to their share of a run."""
+"""What ranks with changed code are shown: plain Cases, and laws between them in proportion to their share of a run; or,
+where a defect is of the composition of a training step, TrainingCases.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,10 @@ from hypothesis.strategies import SearchStrategy
 from verification.case import Case
 from verification.check.laws import LAWS
 from verification.failures import VerificationFailure
-from verification.run.backends import Backend
-from verification.runner import EXAMPLES, check_errors, law_experiment
+from verification.run.backends import PRELOAD, Backend
+from verification.runner import EXAMPLES, law_experiment
 from verification.search.experiment import Experiment
+from verification.training.training_run import TRAINING, TRAINING_PRELOAD
 
 # Small worlds first, so that shrinking ends there; most are distributed.
 WORLDS = (1, 2, 3, 4, 2, 3, 4, 2, 3, 4, 5, 8)
@@ -44,14 +47,10 @@ class Subject:
         return self.experiment.property_of(self.drawn, failure)
 
 
-# Without the property that the oracle and its twin agree: it is about the judge, and no change of the ranks breaks it.
-PLAIN = replace(EXAMPLES, check=check_errors)
-
-
 def _experiments() -> tuple[Experiment, ...]:
     """Each as often as its share of a run's examples has it; the plain ones first, which are simplest."""
     whole = round(1 / min(law.share for law in LAWS))
-    return (PLAIN,) * whole + tuple(
+    return (EXAMPLES,) * whole + tuple(
         experiment for law in LAWS for experiment in (law_experiment(law),) * round(law.share * whole)
     )
 
@@ -83,3 +82,20 @@ EVERYTHING = Experiment(
     property_of=lambda subject, failure: subject.title(failure),
 )
 ON_ONE_WORLD = replace(EVERYTHING, draw=lambda world: anything((world,)))
+
+
+@dataclass(frozen=True)
+class OnGloo:
+    """What is drawn on real processes, on each world size in turn: `round` examples before the next, and twice as many
+    each time. preload: modules with which the processes come."""
+
+    experiment: Experiment
+    worlds: tuple[int, ...]
+    round: int
+    preload: tuple[str, ...]
+
+
+ON_GLOO = {
+    "attention": OnGloo(ON_ONE_WORLD, (2, 3, 4), 60, PRELOAD),
+    "training": OnGloo(TRAINING, (2, 4), 20, TRAINING_PRELOAD),
+}

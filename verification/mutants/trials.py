@@ -1,7 +1,8 @@
 """The search for seeded defects: examples on ranks that run with one, until a property or a law breaks.
 
 What is drawn and what is checked is that of `verification.runner`: plain Cases, and the laws between them in proportion
-to their share. Of the first failure it is noted what broke and after how many examples; it is then shrunk for a moment.
+to their share; or, for a defect of the training step, that of `verification.training`. Of the first failure it is noted
+what broke and after how many examples; it is then shrunk for a moment.
 Whatever goes wrong with the tool itself (a defect that cannot be planted, ranks that do not start) is raised, and
 counts neither as killed nor as survived.
 """
@@ -17,11 +18,13 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from verification.case import Case
+from verification.example import Example
+from verification.failures import WrongResult
 from verification.mutants.catalogue import by_name
 from verification.mutants.defect import Defect, NotSane
 from verification.mutants.plant import preparation
-from verification.mutants.subjects import EVERYTHING, ON_ONE_WORLD, WORLDS
+from verification.mutants.subjects import EVERYTHING, ON_GLOO, WORLDS
+from verification.report.row_table import finite
 from verification.run.backends import Backend, GlooBackend, SimBackend
 from verification.runner import PROFILES
 from verification.search.experiment import Experiment, Found, ToolError
@@ -29,13 +32,11 @@ from verification.search.search import TIMEOUT, Search
 from verification.wording import counted
 
 PROCESSES = 2  # processes, each with ranks of its own
-LIMIT = PROFILES["ci"].examples  # examples for a defect
+LIMITS = {"attention": PROFILES["ci"].examples, "training": 300}  # examples for a defect, by its subject
 SHRINK = 1.5  # seconds for a failure: there are hundreds, and all of them are to take less than ten minutes
 LINE_EVERY = 5.0  # seconds between reports of progress
 SOON = 200  # examples within which a defect should be found
 SANE = 60  # examples without any defect, which must hold
-GLOO_WORLDS = (2, 3, 4)
-GLOO_ROUND = 60  # examples on one world size before the next; each round of them all doubles it
 
 T = TypeVar("T")
 _UNBOUND = re.compile(r"\b(NameError|UnboundLocalError): ")
@@ -54,6 +55,7 @@ class Outcome:
     seconds: float  # until found
     case: dict[str, Any] | None
     message: str | None = None  # first line of what was said
+    ratio: float | None = None  # of what was wrong, its error as a fraction of what is allowed, where there is one
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"seconds": round(self.seconds, 3)}
@@ -66,30 +68,31 @@ def _nothing(line: str) -> None:
 def try_all(
     names: Sequence[str],
     seed: int,
-    limit: int = LIMIT,
+    limit: int | None = None,
     processes: int = PROCESSES,
     say: Callable[[str], None] = _nothing,
 ) -> Iterator[Outcome]:
     """The outcomes in the order of `names`, each as soon as it and those before it are there. `say` is told every few
-    seconds how far the one that is waited for has come.
+    seconds how far the one that is waited for has come. limit: examples for each; None: by its subject.
 
     Raises NotSane, CannotPlant, Unavailable or ToolError; then no outcome is to be trusted.
     """
     # Two processes share the cores with their ranks: one thread each, from the import of numpy on.
     os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"))
-    context, backends = multiprocessing.get_context("spawn"), _backends_of(names)
-    held = context.RawArray("q", len(backends) + len(names))  # examples so far, by task
+    context, places = multiprocessing.get_context("spawn"), sorted({by_name(name).place for name in names})
+    held = context.RawArray("q", len(places) + len(names))  # examples so far, by task
     executor = ProcessPoolExecutor(max(1, min(processes, len(names))), context, initializer=_share, initargs=(held,))
     try:
-        sane = [executor.submit(_tallied, i, check_sane, backend, seed) for i, backend in enumerate(backends)]
+        sane = [executor.submit(_tallied, i, check_sane, place, seed) for i, place in enumerate(places)]
         for i, ready in enumerate(sane):
-            _wait(ready, say, partial(_progress, f"without any defect, on {backends[i]}", held, i, SANE))
+            what = " on ".join(places[i])
+            _wait(ready, say, partial(_progress, f"without any defect, {what}", held, i, SANE))
         futures = [
             executor.submit(_tallied, i, try_defect, name, seed, limit)
-            for i, name in enumerate(names, start=len(backends))
+            for i, name in enumerate(names, start=len(places))
         ]
-        for i, future in enumerate(futures, start=len(backends)):
-            yield _wait(future, say, partial(_progress, names[i - len(backends)], held, i, limit))
+        for i, (name, future) in enumerate(zip(names, futures, strict=True), start=len(places)):
+            yield _wait(future, say, partial(_progress, name, held, i, _limit(by_name(name), limit)))
     finally:
         executor.shutdown(cancel_futures=True)
 
@@ -105,8 +108,8 @@ def _progress(what: str, held: Sequence[int], task: int, limit: int) -> str:
     return f"{what}: {held[task]} of {counted(limit, 'example')} held so far"
 
 
-def _backends_of(names: Sequence[str]) -> list[str]:
-    return sorted({by_name(name).backend for name in names})
+def _limit(defect: Defect, limit: int | None) -> int:
+    return LIMITS[defect.subject] if limit is None else limit
 
 
 # --- in one process ---------------------------------------------------------------------------------------------------
@@ -134,27 +137,27 @@ class Tally:
         if _held is not None:
             _held[_task] += 1
 
-    def covered(self, case: Case) -> None:
+    def covered(self, case: Example) -> None:
         """Coverage is that of `run`."""
 
     def failed_again(self) -> None:
         """A search ends at the first failure."""
 
 
-def check_sane(backend: str, seed: int) -> None:
-    """A few dozen examples on ranks as they are. Raises NotSane."""
-    found = _find(backend, None, f"{seed}/sane", SANE).found
+def check_sane(place: tuple[str, str], seed: int) -> None:
+    """A few dozen examples on ranks as they are. place: (subject, backend). Raises NotSane."""
+    subject, backend = place
+    found, drawn = _find(place, None, f"{seed}/sane", SANE).found, ON_GLOO[subject].experiment
     if found is not None:
-        title = EVERYTHING.property_of(found.subject, found.failure)
-        raise NotSane(
-            f"without any defect an example fails on {backend}: {title}: {found.failure}; {found.subject.record()}"
-        )
+        title = drawn.property_of(found.subject, found.failure)
+        record = drawn.record_of(found.subject)
+        raise NotSane(f"without any defect an example fails on {backend}: {title}: {found.failure}; {record}")
 
 
-def try_defect(name: str, seed: int, limit: int = LIMIT) -> Outcome:
+def try_defect(name: str, seed: int, limit: int | None = None) -> Outcome:
     """One defect of the catalogue. Raises ToolError for one whose own code cannot run."""
     defect = by_name(name)
-    return outcome_of(defect, _find(defect.backend, preparation(defect), f"{seed}/{name}", limit))
+    return outcome_of(defect, _find(defect.place, preparation(defect), f"{seed}/{name}", _limit(defect, limit)))
 
 
 def outcome_of(defect: Defect, result: Result) -> Outcome:
@@ -164,9 +167,11 @@ def outcome_of(defect: Defect, result: Result) -> Outcome:
     said = str(found.failure).partition("\n")[0]
     if _UNBOUND.search(said):  # a test looks up global names; this one is of a local variable
         raise ToolError(f"{defect.name}: the edited code does not run: {said}")
+    drawn = ON_GLOO[defect.subject].experiment
+    ratio = found.failure.ratio if isinstance(found.failure, WrongResult) else None
     return Outcome(
-        defect.name, defect.provenance, True, found.subject.title(found.failure), found.failure.kind, result.examples,
-        result.seconds, found.subject.record(), said,
+        defect.name, defect.provenance, True, drawn.property_of(found.subject, found.failure), found.failure.kind,
+        result.examples, result.seconds, drawn.record_of(found.subject), said, finite(ratio),
     )  # fmt: skip
 
 
@@ -179,16 +184,18 @@ class Result:
     seconds: float
 
 
-def _find(backend: str, prepare: Callable[[], object] | None, seed: str, limit: int) -> Result:
-    ranks = SimBackend(TIMEOUT, prepare) if backend == "sim" else GlooBackend(TIMEOUT, prepare)
+def _find(place: tuple[str, str], prepare: Callable[[], object] | None, seed: str, limit: int) -> Result:
+    """place: (subject, backend)."""
+    drawn, on_gloo = ON_GLOO[place[0]], place[1] == "gloo"
+    ranks = GlooBackend(TIMEOUT, prepare, drawn.preload) if on_gloo else SimBackend(TIMEOUT, prepare)
     try:
-        if backend == "sim":
+        if on_gloo:
+            searches = [_search_on(ranks, world, drawn.experiment) for world in drawn.worlds]
+            found = _in_turn(searches, ranks, seed, limit, drawn.round)
+        else:
             ranks.start(1)  # it takes Cases of any world size
             searches = [_search_on(ranks, max(WORLDS), EVERYTHING)]
             found = searches[0].find(limit, seed)
-        else:
-            searches = [_search_on(ranks, world, ON_ONE_WORLD) for world in GLOO_WORLDS]
-            found = _in_turn(searches, ranks, seed, limit)
     finally:
         ranks.close()
     examples = sum(search.examples for search in searches) + (found is not None)
@@ -200,9 +207,10 @@ def _search_on(ranks: Backend, world: int, experiment: Experiment) -> Search:
     return Search(experiment, ranks, Tally(), world, SHRINK, shrinks_hangs=False)
 
 
-def _in_turn(searches: Sequence[Search], ranks: Backend, seed: str, limit: int) -> Found | None:
-    """Each on its own world size, round after round, until so many examples held on all of them together."""
-    size, before = GLOO_ROUND, -1
+def _in_turn(searches: Sequence[Search], ranks: Backend, seed: str, limit: int, size: int) -> Found | None:
+    """Each on its own world size, round after round, until so many examples held on all of them together. size: of the
+    first round; each is twice as long as the one before."""
+    before = -1
     while before < (held := sum(search.examples for search in searches)) < limit:
         before = held
         for search in searches:

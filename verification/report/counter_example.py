@@ -41,6 +41,11 @@ class CounterExample:
         """The command line, for a shell."""
         return shlex.join(self.command)
 
+    @property
+    def can_be_simulated(self) -> bool:
+        """Peers and training steps need the process groups of torch.distributed."""
+        return not {"peer", "training"} & set(self.record)
+
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> CounterExample:
         """What `to_dict` made. Raises KeyError, TypeError, ValueError for what it did not."""

@@ -11,10 +11,11 @@ A strategy that no longer draws a feature shows here, and so does a run that was
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import combinations, pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +27,7 @@ from verification.report.text import listing, paragraph
 from verification.run.workspace import LEAST_BLOCK, LEAST_ROWS
 from verification.wording import counted
 
-Has = Callable[[Case], bool]
+Has = Callable[[Any], bool]  # of a Case, or of what takes its place
 RARE = 0.02  # of all Cases
 HUGE = 100.0  # of this size, a score of 16 bits or a difference of two would lose all digits after the point
 
@@ -251,15 +252,20 @@ FEATURES: dict[str, Has] = {name: has for features in GROUPS.values() for name, 
 
 @dataclass
 class Coverage:
-    """Counts, Case by Case."""
+    """Counts, Case by Case. groups: the features that are counted, by topic; those of `verification.case.Case`."""
 
     cases: int = 0
-    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FEATURES, 0))
+    counts: dict[str, int] = field(default_factory=dict)
+    groups: Mapping[str, Mapping[str, Has]] = field(default_factory=lambda: GROUPS)
 
-    def add(self, case: Case) -> None:
+    def __post_init__(self) -> None:
+        self.counts = {name: 0 for features in self.groups.values() for name in features} | self.counts
+
+    def add(self, case: Any) -> None:
         self.cases += 1
-        for name, has in FEATURES.items():
-            self.counts[name] += has(case)
+        for features in self.groups.values():
+            for name, has in features.items():
+                self.counts[name] += has(case)
 
     def to_dict(self) -> dict[str, int]:
         """Feature -> Cases, all features, in their order."""
@@ -280,7 +286,7 @@ class Coverage:
     def lines(self) -> list[str]:
         """Lines of 80 columns: every feature, with the number of Cases that have it."""
         lines = [f"coverage: of {counted(self.cases, 'Case')} had"]
-        for group, features in GROUPS.items():
+        for group, features in self.groups.items():
             shown = (f"{name.removeprefix(f'{group} ')}: {self.counts[name]}" for name in features)
             lines += paragraph(f"  {group} - " + ", ".join(shown), hanging="    ")
         return lines

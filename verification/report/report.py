@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from verification.case import Case
+from verification.example import Example
 from verification.report import summary
 from verification.report.counter_example import CounterExample
 from verification.report.progress import RunProgress
@@ -77,7 +77,7 @@ class Report(RunRecord):
         self._worst = float(np.max([self._worst, *ratios.values()]))  # np.max keeps a NaN
         self._progress.advance(self._worst)
 
-    def covered(self, case: Case) -> None:
+    def covered(self, case: Example) -> None:
         """A plain Case held: it counts in the coverage."""
         self.coverage.add(case)
 

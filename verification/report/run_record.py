@@ -9,7 +9,7 @@ from typing import Any
 
 from reference import fields
 from verification.report.counter_example import CounterExample
-from verification.report.coverage import FEATURES, Coverage
+from verification.report.coverage import Coverage
 from verification.report.row_table import DTYPES, ReportRows, Row, finite
 
 
@@ -84,7 +84,7 @@ class RunRecord:
         features = {
             fields.text("a feature", name): fields.integer(name, n, 0) for name, n in dict(covered["features"]).items()
         }
-        self.coverage = Coverage(fields.integer("cases", covered["cases"], 0), dict.fromkeys(FEATURES, 0) | features)
+        self.coverage = Coverage(fields.integer("cases", covered["cases"], 0), features)
 
 
 def _named_before(reached: Mapping[str, Any]) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def seen(failure: CounterExample, most: int | None = None) -> list[Text]:
     if most is not None and len(said) > most:
         said = [*said[: most - 1], f"  ... (when it was found, {len(said) - most + 1} more lines were printed)"]
     found = [_headline(failure), *_plain(said)]
-    if failure.kind == RankHang.kind and failure.backend != "sim":
+    if failure.kind == RankHang.kind and failure.backend != "sim" and failure.can_be_simulated:
         found.append(Text("  a replay with --backend sim says who waits for whom, if it hangs there too"))
     return found
 

@@ -16,6 +16,7 @@ import ring
 from ring.comm.symmetric_memory import transport_of
 from ring.comm.transport import SoloTransport, Transport
 from verification.case import Case
+from verification.example import Example
 from verification.failures import RankFailure
 from verification.run.observation import Observation
 from verification.run.processes.pool import Pool, PoolError, Ticket
@@ -51,12 +52,13 @@ class Backend(Protocol):
     name: str
     timeout: float  # seconds that a task may take before it counts as a hang
     prepare: Preparation | None  # set before `start`
+    preload: tuple[str, ...]  # modules that ranks come with, set before `start`
 
     def start(self, world: int) -> None:
         """Have so many ranks ready, in place of those before. Raises Unavailable."""
         ...
 
-    def submit(self, task: Task, case: Case, *arguments: Any) -> None:
+    def submit(self, task: Task, case: Example, *arguments: Any) -> None:
         """Start a task on every rank of the Case's group; returns at once."""
         ...
 
@@ -73,21 +75,24 @@ class PoolBackend:
 
     name: str
 
-    def __init__(self, timeout: float = 10.0, prepare: Preparation | None = None) -> None:
+    def __init__(
+        self, timeout: float = 10.0, prepare: Preparation | None = None, preload: tuple[str, ...] = PRELOAD
+    ) -> None:
         self.timeout = timeout
         self.prepare = prepare
+        self.preload = preload
         self._pool: Pool | None = None
         self._warm: int | None = None  # the generation of ranks that was prepared
-        self._under_way: tuple[Ticket, Case] | None = None
+        self._under_way: tuple[Ticket, Example] | None = None
 
     def open_pool(self, world: int, joined_by: str = "gloo") -> None:
         self.close()
         try:
-            self._pool = Pool(world, timeout=self.timeout, preload=PRELOAD, joined_by=joined_by)
+            self._pool = Pool(world, timeout=self.timeout, preload=self.preload, joined_by=joined_by)
         except PoolError as error:
             raise Unavailable(f"the {counted(world, 'rank')} could not be started: {error}") from error
 
-    def post(self, function: Callable[..., Any], task: Task, case: Case, arguments: tuple[Any, ...]) -> None:
+    def post(self, function: Callable[..., Any], task: Task, case: Example, arguments: tuple[Any, ...]) -> None:
         """Have `function(task, case, arguments)` called in every process."""
         self._under_way = self.prepared().submit(function, task, case, arguments), case
 
@@ -104,7 +109,7 @@ class PoolBackend:
             self._warm = self._pool.generation
         return self._pool
 
-    def answers(self, timeout: float) -> tuple[Case, list[Any]]:
+    def answers(self, timeout: float) -> tuple[Example, list[Any]]:
         """The Case under way, and what each process answered."""
         assert self._pool is not None and self._under_way is not None
         ticket, case = self._under_way
@@ -128,7 +133,7 @@ class GlooBackend(PoolBackend):
     def start(self, world: int) -> None:
         self.open_pool(world)
 
-    def submit(self, task: Task, case: Case, *arguments: Any) -> None:
+    def submit(self, task: Task, case: Example, *arguments: Any) -> None:
         assert self._pool is not None and case.world == self._pool.world_size
         self.post(work, task, case, arguments)
 
@@ -163,7 +168,7 @@ class SimBackend(PoolBackend):
         if self._pool is None:
             self.open_pool(1)
 
-    def submit(self, task: Task, case: Case, *arguments: Any) -> None:
+    def submit(self, task: Task, case: Example, *arguments: Any) -> None:
         self.post(simulate, task, case, arguments)
 
     def collect(self) -> list[Any]:
@@ -197,13 +202,13 @@ def warm_up(prepare: Preparation | None) -> None:
         prepare()
 
 
-def work(task: Task, case: Case, arguments: tuple[Any, ...]) -> Any:
+def work(task: Task, case: Example, arguments: tuple[Any, ...]) -> Any:
     """What a rank of the pool is called with. Ranks outside the group take no part, and answer None."""
     transport = _transport(case)
     return None if transport is None else task(transport, case, *arguments)
 
 
-def simulate(task: Task, case: Case, arguments: tuple[Any, ...]) -> list[Any] | RankFailure:
+def simulate(task: Task, case: Example, arguments: tuple[Any, ...]) -> list[Any] | RankFailure:
     """What the one process of a simulation is called with. A failure is returned, not raised: its states are kept."""
     simulation = Simulation(len(case.ranks), case.seed, case.ranks)
     try:
@@ -212,7 +217,7 @@ def simulate(task: Task, case: Case, arguments: tuple[Any, ...]) -> list[Any] | 
         return failure
 
 
-def _transport(case: Case) -> Transport | None:
+def _transport(case: Example) -> Transport | None:
     if case.world == 1:
         return SoloTransport()
     group = subgroup(case.ranks)  # called by all ranks: they make a group together

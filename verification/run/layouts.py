@@ -5,16 +5,22 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from reference import shards
 from ring import Layout
-from verification.case import Case
 
 
-def layout_of(case: Case) -> Layout:
+class Divided(Protocol):
+    """A Case, or what else has tokens that are divided among ranks."""
+
+    def division(self) -> tuple[str, int, int, tuple[int, ...] | None, int]: ...
+
+
+def layout_of(case: Divided) -> Layout:
     """What `case.shards()` says independently, as a `Layout`."""
     return _layout(*case.division())
 

@@ -12,6 +12,7 @@ from hypothesis.strategies import SearchStrategy
 from verification.case import Case
 from verification.check.properties import broken_by
 from verification.check.supported import fused_on_gpus
+from verification.example import Example
 from verification.failures import VerificationFailure
 from verification.run.backends import Backend
 
@@ -26,6 +27,12 @@ def case_record(case: Case) -> dict[str, Any]:
     return data
 
 
+def on_device(case: Case, device: str) -> Case:
+    """The Case there, with kernel "auto" in place of a fused one that does not exist there, or does not take it."""
+    there = case.kernel != "cudnn" and (case.kernel != "flash" or fused_on_gpus(case) or device == "cpu")
+    return replace(case, device=device, kernel=case.kernel if there else "auto")
+
+
 @dataclass(frozen=True)
 class Experiment:
     """Something that Hypothesis draws subjects for: by default a subject is a Case, and a failure breaks one of the
@@ -33,30 +40,31 @@ class Experiment:
 
     draw          by world size: a strategy of subjects
     check         by title of a property or law: worst error / bound; raises VerificationFailure
-    case_of       a subject's Case
+    case_of       a subject's Case, or what takes its place (`verification.example.Example`)
     with_case     a subject with another Case in place of its own
+    moved         a Case as it runs on the device "cpu" or "cuda"
     record_of     what of a subject is saved, and replayed
     property_of   of a subject and its failure: the title of what is broken
     pushes        whether Hypothesis is to look for larger errors: it then draws around what had the largest
+    on_fewer      whether a failure is looked for on fewer real processes, too; in a simulation it always is
     """
 
     name: str
     draw: Callable[[int], SearchStrategy[Any]]
     check: Callable[[Backend, Any], dict[str, float]]
-    case_of: Callable[[Any], Case] = lambda subject: subject
-    with_case: Callable[[Any, Case], Any] = lambda subject, case: case
+    case_of: Callable[[Any], Any] = lambda subject: subject
+    with_case: Callable[[Any, Any], Any] = lambda subject, case: case
+    moved: Callable[[Any, str], Any] = on_device
     record_of: Callable[[Any], dict[str, Any]] = case_record
     property_of: Callable[[Any, VerificationFailure], str] = lambda subject, failure: broken_by(failure)
     pushes: bool = False
+    on_fewer: bool = False
 
     def placed(self, subject: Any, backend: str) -> Any:
-        """The subject as it runs on the backend of that name: on GPUs for "nccl", else on the CPU; with kernel "auto"
-        in place of a fused one that does not exist there, or does not take all that was drawn."""
-        case, device = self.case_of(subject), "cuda" if backend == "nccl" else "cpu"
-        if case.device == device:
-            return subject
-        there = case.kernel != "cudnn" and (case.kernel != "flash" or fused_on_gpus(case) or device == "cpu")
-        return self.with_case(subject, replace(case, device=device, kernel=case.kernel if there else "auto"))
+        """The subject as it runs on the backend of that name: on GPUs for "nccl", else on the CPU."""
+        case: Example = self.case_of(subject)
+        device = "cuda" if backend == "nccl" else "cpu"
+        return subject if case.device == device else self.with_case(subject, self.moved(case, device))
 
 
 @dataclass(frozen=True)

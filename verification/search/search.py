@@ -13,7 +13,7 @@ import math
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +23,7 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 from hypothesis.errors import Unsatisfiable
 from hypothesis.strategies import SearchStrategy
 
-from verification.case import Case
+from verification.example import Example
 from verification.failures import RankHang
 from verification.run.backends import Backend
 from verification.search.experiment import Experiment, Found
@@ -47,7 +47,7 @@ class Events(Protocol):
     def held(self, dtype: str, ratios: Mapping[str, float], seconds: float) -> None:
         """An example held: by property, its worst error / bound."""
 
-    def covered(self, case: Case) -> None:
+    def covered(self, case: Example) -> None:
         """The example that held is a plain Case: this one."""
 
     def failed_again(self) -> None:
@@ -206,7 +206,7 @@ class Search:
         largest = max(ratios.values(), default=0.0)
         if self.experiment.pushes and 0.0 < largest < math.inf:
             target(largest, label=f"error / bound, {case.dtype}")
-        elif isinstance(subject, Case):
+        elif case is subject:
             self.events.covered(case)
 
     def _judge(self, found: Found) -> None:
@@ -215,16 +215,32 @@ class Search:
             raise _Interesting(found)
 
     def _on_fewer_ranks(self, found: Found, place: Backend, seed: str) -> Found:
-        """The same failure on the fewest ranks on which a few examples show it, if the place is a simulation."""
-        if place.name != "sim":
+        """The same failure on the fewest ranks on which a few examples show it: in a simulation, and on real processes
+        where the experiment is for that, with the budget once more for each number of ranks.
+        """
+        world, simulated = self.experiment.case_of(found.subject).world, place.name == "sim"
+        if not simulated and (not self.experiment.on_fewer or is_costly(found.failure, place)):
             return found
-        for world in range(1, self.experiment.case_of(found.subject).world):
-            strategy = self.experiment.draw(world)
-            for run in range(RUNS_ON_FEWER):
-                smaller = self._go(strategy, world, RUN, f"{seed}/{world}/{run}", first=False)
-                if smaller is not None:
-                    return smaller
-        return found
+        smaller = None
+        for fewer in range(1, world):
+            place.start(fewer)
+            if not simulated and self._shrinking is not None:
+                self._shrinking = replace(self._shrinking, deadline=time.perf_counter() + self.budget)
+            smaller = self._among_a_few(fewer, seed)
+            if smaller is not None:
+                break
+        if not simulated and world > 1:
+            place.start(world)
+        return found if smaller is None else smaller
+
+    def _among_a_few(self, world: int, seed: str) -> Found | None:
+        """The failure that is being shrunk, if a few examples on that world size show it."""
+        strategy = self.experiment.draw(world)
+        for run in range(RUNS_ON_FEWER):
+            found = self._go(strategy, world, RUN, f"{seed}/{world}/{run}", first=False)
+            if found is not None:
+                return found
+        return None
 
     def _confirmed(self, found: Found, first: Found, timeout: float) -> Found:
         """What was shrunk elsewhere, or as a hang with a short timeout, is shown once more where the failure was

@@ -53,11 +53,11 @@ def verification(*arguments: str, folder: Path, program: str = "verification") -
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, "-m", program, *arguments],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=900,
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("command", ("", "run", "replay", "mutants", "peers", "validate", "doctor"))
+@pytest.mark.parametrize("command", ("", "run", "training", "replay", "mutants", "peers", "validate", "doctor"))
 def test_help_says_what_there_is_in_80_columns(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,7 +241,7 @@ def test_an_error_of_the_tool_is_no_counter_example(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     done = subprocess.run(
         [sys.executable, "-P", "-m", "verification", "run"],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900,
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 2 and "no ring today" in done.stderr
 

@@ -69,7 +69,7 @@ def test_only_transports_need_real_process_groups() -> None:
 
 def test_every_defect_can_be_planted_and_uses_only_names_that_are_bound(process: Pool) -> None:
     """A name that is bound nowhere fails on its first use, which would look like a defect that was found."""
-    assert process.run(mutant_tasks.faults_of_the_catalogue, timeout=900) == [[]]
+    assert process.run(mutant_tasks.faults_of_the_catalogue, timeout=100) == [[]]
 
 
 UNBOUND = {

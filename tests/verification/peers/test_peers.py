@@ -55,7 +55,7 @@ def verification(folder: Path, *arguments: str) -> subprocess.CompletedProcess[s
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder / 'shadows'}", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, "-P", "-m", "verification", *arguments],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=900,
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
 
 

@@ -11,7 +11,6 @@ from typing import Any
 from verification.mutants.syntactic.mutations import ROOT, Mutation
 
 FOLDER, PATTERN = "ring", "reference/pattern.py"
-NOT_IN_A_CALL = "ring/nn/"  # no Case runs it; training steps do, and their seeded defects
 # These see every file of the ring at work in whole calls.
 WHOLE_CALLS = ("tests/ring/test_attention_single.py", "tests/ring/test_attention_autograd.py")
 ON_GPUS = Path(__file__).with_name("on_gpus.toml")
@@ -20,8 +19,7 @@ ON_GPUS = Path(__file__).with_name("on_gpus.toml")
 def files() -> list[str]:
     """Those that are changed: the ring's, as far as CPUs run them, and the pattern."""
     found = (path.relative_to(ROOT).as_posix() for path in sorted((ROOT / FOLDER).rglob("*.py")))
-    left_out = (NOT_IN_A_CALL, *files_on_gpus())
-    return [file for file in (*found, PATTERN) if not file.endswith("__init__.py") and not file.startswith(left_out)]
+    return [file for file in (*found, PATTERN) if not file.endswith("__init__.py") and file not in files_on_gpus()]
 
 
 def files_on_gpus() -> list[str]:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from verification.case import Case
+from verification.example import Example
 from verification.failures import name_ranks
 from verification.run.backends import PRELOAD, GlooBackend, Preparation, SimBackend, Task, Unavailable
 from verification.run.processes.pool import START_TIMEOUT, Pool, PoolError, RankSet
@@ -113,7 +113,7 @@ class ShrinkBackend(SimBackend):
         super().__init__(prepare=prepare)
         self._agents = agents
 
-    def submit(self, task: Task, case: Case, *arguments: Any) -> None:
+    def submit(self, task: Task, case: Example, *arguments: Any) -> None:
         self._agents.heed()
         super().submit(task, case, *arguments)
 
@@ -125,7 +125,7 @@ class TorchrunBackend(GlooBackend):
         super().__init__(timeout, prepare)
         self.name = name
         self.agents = agents
-        self.last: Case | dict[str, Any] | None = (
+        self.last: Example | dict[str, Any] | None = (
             None  # the last that was started: a Case, or the record of another problem
         )
 
@@ -146,7 +146,7 @@ class TorchrunBackend(GlooBackend):
             except PoolError as error:
                 raise Unavailable(f"the {counted(world, 'rank')} could not be started: {error}") from error
 
-    def submit(self, task: Task, case: Case, *arguments: Any) -> None:
+    def submit(self, task: Task, case: Example, *arguments: Any) -> None:
         self.last = case
         super().submit(task, case, *arguments)
 

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.ranks
 
 ROOT = Path(__file__).resolve().parents[4]
 SCRIPT, PROGRAM = ROOT / "scripts/validate_nccl.py", ROOT / "tests/support/torchrun_program.py"
-PLENTY = 900  # seconds that no run needs, and less than pytest allows a test
+PLENTY = 280  # seconds that no run needs, and less than pytest allows a test
 NO_GPUS = "needs 2 GPUs; there, run: torchrun --nproc-per-node=2 scripts/validate_nccl.py"
 
 

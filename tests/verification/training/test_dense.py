@@ -1,0 +1,114 @@
+"""The dense computation is what the published definitions say, and its gradients are its own derivative."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from reference.pattern import Pattern
+from tests.support.training_cases import small_model, small_step
+from verification.training.dense.dense_model import dense_logits
+from verification.training.dense.dense_step import train_densely
+from verification.training.dense.noise import exact, noise
+from verification.training.dense.oracle_attention import oracle_attention
+from verification.training.dense.tolerance import THRESHOLD, allowed_deviations, rounding_scale
+from verification.training.material import IGNORED, global_batch, initial_parameters
+from verification.training.training_case import TrainingCase
+
+LONGNET = small_model(kind="longnet", norm="layer", bias=True, dim=8, heads=2, head_dim=4, subln=True, kv_heads=1)
+CASES = {
+    "sdpa": small_step(1, model=small_model(positions="learned", tied=True, bias=True), labels="some"),
+    "llama": small_step(
+        1, accumulation=2, model=small_model(kind="llama", layers=2, heads=4, kv_heads=2, head_dim=4, qk_norm=True,
+        positions="rotary", norm="layer"),
+    ),
+    "longnet": small_step(1, model=LONGNET, pattern=Pattern.longnet([3, 6], [1, 2], 2, True, "torchscale")),
+}  # fmt: skip
+
+
+def test_attention_and_its_gradients_are_torchs_where_torch_has_them() -> None:
+    q, k, v, g = (torch.randn(2, 7, heads, 4, dtype=torch.float64) for heads in (4, 2, 2, 4))
+    for x in (q, k, v):
+        x.requires_grad_()
+    ours = oracle_attention(q, k, v, Pattern.dense(causal=True))
+    heads_first = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    theirs = functional.scaled_dot_product_attention(*heads_first, None, 0.0, True, enable_gqa=True).transpose(1, 2)
+    assert torch.allclose(ours, theirs, rtol=0, atol=1e-14)
+    for a, b in zip(torch.autograd.grad(ours, (q, k, v), g), torch.autograd.grad(theirs, (q, k, v), g), strict=True):
+        assert torch.allclose(a, b, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_gradients_are_the_derivative_of_the_loss(case: TrainingCase) -> None:
+    """By a central difference along a random direction."""
+    result, batch, start = train_densely(case), global_batch(case, 0), initial_parameters(case)
+    direction = {name: torch.randn_like(x) for name, x in start.items()}
+
+    def loss(step: float) -> float:
+        moved = {name: x + step * direction[name] for name, x in start.items()}
+        logits = dense_logits(case, moved, batch.tokens.flatten(0, 2), exact)
+        labels = batch.labels.flatten(0, 2).flatten()
+        return float(functional.cross_entropy(logits.flatten(0, 1), labels, ignore_index=IGNORED))
+
+    assert loss(0.0) == pytest.approx(float(result.losses["step 1"]), rel=1e-13)
+    slope = sum(float((result.gradients[name] * direction[name]).sum()) for name in start)
+    assert slope == pytest.approx((loss(1e-6) - loss(-1e-6)) / 2e-6, rel=1e-6)
+
+
+def test_rotary_positions_are_relative() -> None:
+    """With rotary positions and no others, attention in windows does not see where in the sequence it is."""
+    model = small_model(kind="llama", positions="rotary", head_dim=4)
+    case = small_step(1, model=model, tokens=12, pattern=Pattern.longnet([6], [1], 1, causal=True))
+    tokens = torch.arange(6).repeat(2)[None]
+    logits = dense_logits(case, initial_parameters(case), tokens, exact)
+    assert torch.allclose(logits[:, :6], logits[:, 6:], rtol=0, atol=1e-13)
+    assert not torch.allclose(logits[:, :1], logits[:, 1:2], atol=1e-3)
+
+
+def test_a_step_without_labels_has_no_loss_and_no_gradients() -> None:
+    result = train_densely(small_step(1, labels="none", clipping=0.1))
+    assert float(result.losses["step 1"]) == float(result.norms["step 1"]) == 0.0
+    assert not any(x.any() for x in result.gradients.values())
+
+
+def test_clipping_that_bites_scales_the_step() -> None:
+    free, bound = (train_densely(small_step(1, clipping=most)) for most in (None, 0.02))
+    norm = float(torch.stack([x.square().sum() for x in free.gradients.values()]).sum().sqrt())
+    assert float(bound.norms["step 1"]) == pytest.approx(norm, rel=1e-12) and norm > 0.02
+    start = initial_parameters(small_step(1))
+    for name, x in start.items():
+        expected = (free.parameters[name] - x) * (0.02 / (norm + 1e-6))
+        assert torch.allclose(bound.parameters[name] - x, expected, rtol=0, atol=1e-14)
+
+
+def test_noise_is_at_most_the_last_bit_forward_and_backward() -> None:
+    x = torch.randn(1000, dtype=torch.float64, requires_grad=True)
+    y = noise(2.0**-8, 0)(x)
+    (g,) = torch.autograd.grad(y.sum(), x)
+    for relative in ((y.detach() / x.detach() - 1).abs(), (g - 1).abs()):
+        assert 0.9 * 2.0**-8 < float(relative.max()) <= 2.0**-8 * (1 + 1e-9)
+
+
+def test_what_is_allowed_grows_with_the_last_bit() -> None:
+    """In fp64 it is the threshold; in lower precisions it follows from noise, and is far below the numbers in fp32."""
+    exactly = train_densely(small_step(1, steps=2, clipping=0.1, optimiser="adamw"))
+    allowed = {
+        dtype: allowed_deviations(small_step(1, steps=2, clipping=0.1, optimiser="adamw", dtype=dtype), exactly)
+        for dtype in ("float64", "float32", "bfloat16")
+    }
+    for quantity, named in exactly.quantities().items():
+        largest = max(float(x.abs().max()) for x in named.values())
+        for name in named:
+            fp64, fp32, bf16 = (allowed[dtype][quantity][name] for dtype in ("float64", "float32", "bfloat16"))
+            assert fp64 == THRESHOLD * largest
+            assert 0 < fp32 < 1e-3 * largest
+            assert fp32 < bf16
+
+
+def test_the_scale_of_rounding_is_proportional_to_the_last_bit() -> None:
+    case = small_step(1, dtype="float32")
+    exactly = train_densely(case)
+    scale = rounding_scale(case, exactly)
+    for name, x in exactly.gradients.items():
+        assert 1e-9 < scale["gradients"][name] / float(x.abs().max()) < 1e-5, name

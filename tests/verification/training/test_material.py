@@ -1,0 +1,62 @@
+"""Parameters, tokens and labels follow from the Case alone, and labels are left out where the Case says."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+
+from tests.support.training_cases import small_model, small_step
+from verification.training.drawing import training_cases
+from verification.training.material import IGNORED, global_batch, initial_parameters, parameter_shapes
+from verification.training.rank.ring_model import LanguageModel
+from verification.training.training_case import TrainingCase
+
+
+@settings(max_examples=60, deadline=None)
+@given(training_cases(2))
+def test_the_modules_have_the_parameters_that_are_listed(case: TrainingCase) -> None:
+    named = {name: tuple(x.shape) for name, x in LanguageModel(case).named_parameters()}
+    assert named == parameter_shapes(case)
+
+
+def test_parameters_of_lower_precisions_are_numbers_that_float32_holds() -> None:
+    for dtype in ("float32", "bfloat16"):
+        for name, x in initial_parameters(small_step(2, dtype=dtype)).items():
+            assert torch.equal(x, x.float().double()), name
+
+
+def test_no_parameter_is_special() -> None:
+    model = small_model(kind="llama", norm="layer", bias=True, positions="learned")
+    for name, x in initial_parameters(small_step(1, model=model)).items():
+        assert (x != 0).all() and (x != 1).all(), name
+
+
+def test_labels_are_the_next_tokens() -> None:
+    batch = global_batch(small_step(2, data=2, batch=2, accumulation=3), 0)
+    assert batch.tokens.shape == batch.labels.shape == (2, 3, 2, 8)
+    assert torch.equal(batch.labels[..., :-1], batch.tokens[..., 1:])
+    assert (batch.labels[..., -1] == IGNORED).all()
+    assert batch.labelled == 2 * 3 * 2 * 7
+
+
+def test_each_step_has_tokens_of_its_own() -> None:
+    case = small_step(2, steps=2)
+    assert not torch.equal(global_batch(case, 0).tokens, global_batch(case, 1).tokens)
+    assert torch.equal(global_batch(case, 1).tokens, global_batch(case, 1).tokens)
+
+
+def labelled(case: TrainingCase) -> torch.Tensor:
+    """(data, accumulation, batch, n): what counts."""
+    return global_batch(case, 0).labels != IGNORED
+
+
+def test_labels_are_left_out_as_the_case_says() -> None:
+    some = labelled(small_step(2, labels="some", tokens=24, batch=4)).double().mean()
+    assert 0.4 < some < 0.9
+    shards = labelled(small_step(2, labels="shards", seed=1))
+    assert shards[..., :4].all() and not shards[..., 4:].any()
+    ranks = labelled(small_step(2, data=2, labels="ranks", seed=1))
+    assert ranks[0, ..., :-1].all() and not ranks[1].any()
+    micro = labelled(small_step(2, labels="ranks", accumulation=2, seed=1))
+    assert micro[:, 0, ..., :-1].all() and not micro[:, 1].any()
+    assert not labelled(small_step(2, labels="none")).any()

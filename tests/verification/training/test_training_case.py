@@ -1,0 +1,97 @@
+"""A TrainingCase travels as JSON, refuses what makes no sense, and says who holds what."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from reference.pattern import Branch, Pattern
+from tests.support.training_cases import small_model, small_step
+from verification.training.drawing import training_cases
+from verification.training.training_case import TrainingCase
+
+
+@settings(max_examples=100, deadline=None)
+@given(training_cases(4))
+def test_a_drawn_case_survives_json(case: TrainingCase) -> None:
+    assert TrainingCase.from_dict(json.loads(case.to_json())) == case
+
+
+def test_a_file_from_before_a_field_had_a_default_stays_good() -> None:
+    data = small_step(2).to_dict()
+    del data["device"]
+    assert TrainingCase.from_dict(data) == small_step(2)
+
+
+LONGNET = small_model(kind="longnet", norm="layer", bias=True, dim=8, heads=2, kv_heads=2, head_dim=4)
+TORCHSCALE = Pattern.longnet([4, 8], [1, 2], 2, True, "torchscale")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"world": 0}, "world is 0; it must be an integer from 1"),
+        ({"data": 3}, "data is 3; it must be an integer from 1 to 2"),
+        ({"world": 4, "data": 3}, "data is 3; it must divide world, 4"),
+        ({"wrapper": "fsdp1"}, "wrapper is 'fsdp1'; it must be one of none, ddp"),
+        ({"clipping": -1.0}, "clipping is -1.0; it must be a finite number of at least 0"),
+        ({"cuts": (0, 3, 9)}, r"cuts is \(0, 3, 9\); it must be 3 non-decreasing offsets from 0 to 8"),
+        ({"model": None}, "model is None"),
+        ({"pattern": Pattern((Branch(heads=range(1, 2)),))}, "heads"),
+        ({"model": LONGNET}, "pattern is .* it must be torchscale's"),
+        ({"model": LONGNET, "pattern": Pattern.longnet([4, 8], [1, 2], 2, True, "fkodom")}, "must be torchscale's"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        replace(small_step(2), **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"head_dim": 3, "positions": "rotary"}, "head_dim is 3; it must be even"),
+        ({"qk_norm": True}, "qk_norm must be False"),
+        ({"subln": True}, "subln must be False"),
+        ({"heads": 3, "kv_heads": 2}, "heads is 3; it must be a multiple of kv_heads, 2"),
+        ({"kind": "longnet"}, "they must be 'layer', True"),
+        (
+            {"kind": "longnet", "norm": "layer", "bias": True},
+            r"dim is 4; with 'longnet' it must be heads \* head_dim, 2",
+        ),
+    ],
+)
+def test_a_model_that_makes_no_sense_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        small_model(**changes)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ([], "a TrainingCase must be a JSON object, got list"),
+        ({"world": 1}, "a TrainingCase: missing fields accumulation"),
+        (small_step(1).to_dict() | {"colour": 1}, "unknown field colour"),
+        (small_step(1).to_dict() | {"model": {"kind": "llama"}}, "model: missing fields bias"),
+    ],
+)
+def test_a_malformed_record_is_refused(data: object, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        TrainingCase.from_dict(data)
+
+
+def test_longnet_takes_torchscales_pattern() -> None:
+    case = small_step(2, model=LONGNET, pattern=TORCHSCALE)
+    assert case.longnet == ([4, 8], [1, 2])
+
+
+def test_who_stands_where_in_the_mesh() -> None:
+    assert small_step(4, data=2).mesh == ((0, 1), (2, 3))
+    strided = small_step(4, data=2, arrangement="strided")
+    assert strided.mesh == ((0, 2), (1, 3))
+    assert [strided.coordinates(rank) for rank in range(4)] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert small_step(6, data=2, arrangement="strided").mesh == ((0, 2, 4), (1, 3, 5))

@@ -1,0 +1,76 @@
+"""`python -m verification training`: whole training steps against a dense one."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rich.console import Console
+
+from verification import runner
+from verification.cli.arguments import (
+    MODULE,
+    add_backend,
+    add_failures,
+    add_json,
+    add_seed,
+    add_verbose,
+    count,
+    seed_of,
+    typed,
+)
+from verification.cli.outputs import write_json
+from verification.cli.run import worlds
+from verification.report.report import Report
+from verification.run.backends import BACKENDS, Unavailable
+from verification.training.training_run import TRAINING_BACKENDS, TRAINING_PROFILES, TRAINING_WORLDS, run_training
+
+ABOUT = """\
+Draws small models, meshes (data x context), layouts, wrappers, checkpointing,
+accumulation, clipping and labels, trains each for a few steps on real ranks,
+and compares loss, gradients, their norm and the parameters with those of one
+process in fp64 with the whole batch, whose attention is the oracle."""
+
+
+def add_parser(commands: Any, epilog: str) -> None:
+    """`commands`: what `ArgumentParser.add_subparsers` returned."""
+    parser = commands.add_parser(
+        "training", help="check whole training steps", description=ABOUT, epilog=epilog,
+        prog=typed(f"{MODULE} training"), formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    listed = ",".join(map(str, TRAINING_WORLDS))
+    parser.add_argument(
+        "--world", type=worlds, default=TRAINING_WORLDS, metavar="N[,N...]",
+        help=f"world sizes, one after the other (default: {listed})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--profile", choices=tuple(TRAINING_PROFILES), default="quick",
+        help="how much to draw: " + "; ".join(f"{name}: {p.about}" for name, p in TRAINING_PROFILES.items())
+        + " (default: quick)",
+    )  # fmt: skip
+    parser.add_argument("--examples", type=count, metavar="N", help="examples for each world size")
+    add_seed(parser)
+    add_backend(parser, {name: BACKENDS[name] for name in TRAINING_BACKENDS})
+    add_failures(parser)
+    add_json(parser)
+    add_verbose(parser, "a row for each property and world size, all of the coverage, each counter-example")
+
+
+def carry_out(options: argparse.Namespace, console: Console) -> int:
+    """0 all held, 1 a counter-example was found. Raises Unavailable where it cannot be carried out."""
+    backend = options.backend or "gloo"
+    most = runner.MOST_RANKS[backend]
+    if max(options.world) > most:
+        raise Unavailable(f"argument --world: on {backend} at most {most} ranks, got {max(options.world)}")
+    plan = runner.RunPlan(
+        worlds=options.world,
+        profile=TRAINING_PROFILES[options.profile],
+        examples=options.examples,
+        seed=seed_of(options),
+        backend=backend,
+        failures=options.failures,
+    )
+    extras: dict[str, Any] = {"seed": plan.seed, "profile": options.profile, "backend": backend}
+    report = run_training(plan, Report(console, extras, options.verbose))
+    write_json(options.json, report.to_dict())
+    return 1 if report.failures else 0

@@ -1,0 +1,136 @@
+"""The three kinds of model as formulas over named parameters, for whole sequences in one process.
+
+Written apart from the modules of `ring.nn`: from their published definitions, with none of their code. `rounded` is
+called with every number that a lower precision would round (`verification.training.dense.noise`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from reference.pattern import Pattern
+from verification.training.dense.noise import Rounded
+from verification.training.dense.oracle_attention import oracle_attention
+from verification.training.training_case import NORM_EPS, Model, TrainingCase
+
+ROTARY_THETA = 10000.0
+QK_NORM_EPS = 1e-6
+
+
+def dense_logits(case: TrainingCase, parameters: Mapping[str, Tensor], tokens: Tensor, rounded: Rounded) -> Tensor:
+    """tokens (S, n) of S whole sequences -> (S, n, vocabulary), fp64."""
+    weights = Weights({name: rounded(x) for name, x in parameters.items()}, rounded)
+    model = case.model
+    x = weights["embedding.weight"][tokens]  # (S, n, dim)
+    if model.positions == "learned":
+        x = rounded(x + weights["position_table.weight"])
+    for number in range(model.layers):
+        x = _LAYERS[model.kind](model, case.pattern, weights.beneath(f"layers.{number}."), x)
+    x = _norm(weights.beneath("norm."), model.norm, x)
+    return rounded(x @ weights["embedding.weight" if model.tied else "head.weight"].T)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Parameters of a part of the model, by what is left of their names."""
+
+    by_name: Mapping[str, Tensor]
+    rounded: Rounded
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.by_name[name]
+
+    def beneath(self, prefix: str) -> Weights:
+        found = {name.removeprefix(prefix): x for name, x in self.by_name.items() if name.startswith(prefix)}
+        return Weights(found, self.rounded)
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        """x W^T, plus the bias if there is one."""
+        out = x @ self[f"{name}.weight"].T
+        return self.rounded(out + self[f"{name}.bias"] if f"{name}.bias" in self.by_name else out)
+
+
+# --- layers: x (S, n, dim) -> (S, n, dim) -----------------------------------------------------------------------------
+
+
+def _llama(model: Model, pattern: Pattern, weights: Weights, x: Tensor) -> Tensor:
+    rounded = weights.rounded
+    attended = _attend(model, pattern, weights, _norm(weights.beneath("attention_norm."), model.norm, x))
+    x = rounded(x + attended)
+    fed = _norm(weights.beneath("feed_norm."), model.norm, x)
+    gated = rounded(functional.silu(weights.linear("gate", fed)) * weights.linear("up", fed))
+    return rounded(x + weights.linear("down", gated))
+
+
+def _sdpa(model: Model, pattern: Pattern, weights: Weights, x: Tensor) -> Tensor:
+    rounded = weights.rounded
+    attended = _attend(model, pattern, weights, _norm(weights.beneath("attention_norm."), model.norm, x))
+    x = rounded(x + attended)
+    fed = _norm(weights.beneath("feed_norm."), model.norm, x)
+    return rounded(x + weights.linear("down", _gelu(rounded, weights.linear("up", fed))))
+
+
+def _longnet(model: Model, pattern: Pattern, weights: Weights, x: Tensor) -> Tensor:
+    rounded = weights.rounded
+    x = rounded(x + _attend(model, pattern, weights, _norm(weights.beneath("attention_norm."), "layer", x)))
+    fed = _norm(weights.beneath("ffn_norm."), "layer", x)
+    inner = _gelu(rounded, weights.linear("fc1", fed))
+    if model.subln:
+        inner = _norm(weights.beneath("ffn_inner_norm."), "layer", inner)
+    return rounded(x + weights.linear("fc2", inner))
+
+
+_LAYERS = {"llama": _llama, "longnet": _longnet, "sdpa": _sdpa}
+
+
+# --- parts of a layer -------------------------------------------------------------------------------------------------
+
+
+def _attend(model: Model, pattern: Pattern, weights: Weights, x: Tensor) -> Tensor:
+    """Projections, norms of heads, rotary positions, attention, projection."""
+    projected = weights.beneath("attention.")
+    q = _heads(projected.linear("q_proj", x), model.heads)
+    k = _heads(projected.linear("k_proj", x), model.kv_heads)
+    v = _heads(projected.linear("v_proj", x), model.kv_heads)
+    if model.qk_norm:
+        q, k = (_norm(projected.beneath(f"{name}_norm."), "rms", y, QK_NORM_EPS) for name, y in (("q", q), ("k", k)))
+    if model.positions == "rotary":
+        q, k = (weights.rounded(_rotated(y)) for y in (q, k))
+    out = weights.rounded(oracle_attention(q, k, v, pattern))  # (S, n, H, D)
+    joined = out.flatten(2)  # (S, n, H D)
+    if model.subln:
+        joined = _norm(projected.beneath("inner_norm."), "layer", joined)
+    return projected.linear("o_proj", joined)
+
+
+def _heads(x: Tensor, heads: int) -> Tensor:
+    """(S, n, H * D) -> (S, n, H, D)."""
+    return x.unflatten(2, (heads, -1))
+
+
+def _rotated(x: Tensor) -> Tensor:
+    """Rotary positions 0 .. n - 1: the i-th and the (i + D / 2)-th number of a head are a complex number, which
+    position p turns by p * theta ** (-2 i / D) (arXiv 2104.09864, in the order of Llama's published code).
+    """
+    half = x.shape[3] // 2
+    frequencies = ROTARY_THETA ** (-torch.arange(half, dtype=torch.float64) / half)
+    angles = torch.arange(x.shape[1], dtype=torch.float64)[:, None] * frequencies  # (n, D / 2)
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    return torch.cat((turned.real, turned.imag), 3)
+
+
+def _norm(weights: Weights, kind: str, x: Tensor, eps: float = NORM_EPS) -> Tensor:
+    """Over the last dimension."""
+    rounded = weights.rounded
+    centred = x if kind == "rms" else rounded(x - rounded(x.mean(-1, keepdim=True)))
+    scaled = rounded(centred / rounded((centred.square().mean(-1, keepdim=True) + eps).sqrt()))
+    return rounded(scaled * weights["weight"] + (0 if kind == "rms" else weights["bias"]))
+
+
+def _gelu(rounded: Rounded, x: Tensor) -> Tensor:
+    return rounded(x * 0.5 * (1 + torch.erf(x / 2**0.5)))

@@ -1,0 +1,30 @@
+"""The oracle's attention as a function that autograd differentiates: both directions are `reference.oracle`'s."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from reference.oracle import attention, gradients
+from reference.pattern import Pattern
+
+
+class _Oracle(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.pattern = pattern
+        return attention(q, k, v, pattern)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v = ctx.saved_tensors
+        return (*gradients(q, k, v, ctx.pattern, incoming[0]), None)
+
+
+def oracle_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
+    """q (S, n, H, D), k and v (S, n, Hk, D) -> (S, n, H, D), all fp64, of whole sequences."""
+    out: Tensor = _Oracle.apply(q, k, v, pattern)
+    return out

@@ -1,0 +1,105 @@
+"""Hypothesis strategies that draw TrainingCases, from the small end up.
+
+As in `verification.draw.cases`, the first entry of every `sampled_from` is the simplest one, so that shrinking ends at
+the smallest model and mesh. Models are tiny: what composes wrongly does so at any size.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from hypothesis import strategies as st
+
+from reference.pattern import Pattern
+from verification.draw.cases import Draw, bucket_of, cuts_of, pattern_of
+from verification.training.training_case import Model, TrainingCase
+
+MOST_TOKENS = 24
+
+_tokens = st.integers(1, MOST_TOKENS)
+_least_tokens = st.integers(2, 8)
+_kinds = st.sampled_from(("sdpa", "llama", "longnet"))
+_layers = st.sampled_from((1, 1, 2))
+_dims = st.sampled_from((4, 8, 16, 12, 32))
+_heads = st.sampled_from(((1, 1), (2, 2), (2, 1), (4, 2), (3, 1), (4, 4)))
+_head_dims = st.sampled_from((2, 4, 8, 3))
+_even_head_dims = st.sampled_from((4, 2, 8))
+_positions = st.sampled_from(("none", "rotary", "learned", "rotary"))
+_norms = st.sampled_from(("rms", "layer"))
+_orders = st.sampled_from(("contiguous", "zigzag", "striped", "hilbert", "spliced", "paired", "shuffled", "permuted"))
+_arrangements = st.sampled_from(("contiguous", "strided"))
+_batches = st.sampled_from((1, 1, 2))
+_exchanges = st.sampled_from(("direct", "ring", "gather"))
+_handles = st.sampled_from(("recorded", "recorded", "recorded", "group", "mesh"))
+_dtypes = st.sampled_from(("float64",) * 6 + ("float32", "bfloat16"))
+_wrappers = st.sampled_from(("none", "ddp", "fsdp2", "hsdp2"))
+_accumulations = st.sampled_from((1, 1, 2, 3))
+_checkpointing = st.sampled_from(("none", "non-reentrant", "reentrant", "selective"))
+_clipping = st.sampled_from((None, None, 0.1, 0.02, 1e6))  # the last one is not reached: only the norm is looked at
+_optimisers = st.sampled_from(("sgd", "adamw"))
+_steps = st.sampled_from((1, 1, 2, 3))
+_labels = st.sampled_from(("all", "some", "shards", "ranks", "all", "some", "shards", "ranks", "none"))
+_seeds = st.integers(0, 255)
+_flags = st.booleans()
+_quarters = st.integers(0, 3)
+_branches = st.sampled_from((1, 2, 3))
+_ratios = st.sampled_from((1, 2, 3, 4))
+
+
+@cache
+def _data_ranks(world: int) -> st.SearchStrategy[int]:
+    """Most meshes share sequences: a mesh of data ranks alone comes once, all others twice."""
+    divisors = [d for d in range(1, world + 1) if world % d == 0]
+    return st.sampled_from([d for d in divisors if d < world] + divisors)
+
+
+def _model(draw: Draw) -> Model:
+    kind = draw(_kinds)
+    heads, kv_heads = draw(_heads)
+    positions, layers, tied = draw(_positions), draw(_layers), draw(_flags)
+    head_dim = draw(_even_head_dims if positions == "rotary" or kind == "longnet" else _head_dims)
+    longnet, llama = kind == "longnet", kind == "llama"
+    return Model(
+        kind=kind, layers=layers, dim=heads * head_dim if longnet else draw(_dims), heads=heads, kv_heads=kv_heads,
+        head_dim=head_dim, norm="layer" if longnet else draw(_norms), tied=tied,
+        qk_norm=llama and draw(_flags), bias=longnet or draw(_flags), subln=longnet and draw(_flags),
+        positions=positions,
+    )  # fmt: skip
+
+
+def _pattern(draw: Draw, model: Model, tokens: int) -> Pattern:
+    """Half of the patterns are dense, unless the block is LongNet's."""
+    if model.kind != "longnet":
+        return Pattern.dense(causal=not draw(_flags)) if draw(_flags) else pattern_of(draw, tokens, model.heads)
+    count, shortest, growth = draw(_branches), draw(st.integers(1, tokens)), draw(_ratios)
+    lengths = [shortest * growth**step for step in range(count)]
+    return Pattern.longnet(lengths, [draw(_ratios) for _ in lengths], model.heads, draw(_flags), "torchscale")
+
+
+@st.composite
+def training_cases(draw: Draw, world: int) -> TrainingCase:
+    """TrainingCases for a world of that many ranks."""
+    tokens, data, model = max(draw(_tokens), draw(_least_tokens)), draw(_data_ranks(world)), _model(draw)
+    return TrainingCase(
+        world=world,
+        data=data,
+        arrangement=draw(_arrangements),
+        tokens=tokens,
+        batch=draw(_batches),
+        order=draw(_orders),
+        cuts=cuts_of(draw, tokens, world // data),
+        model=model,
+        pattern=_pattern(draw, model, tokens),
+        exchange=draw(_exchanges),
+        bucket=bucket_of(draw, tokens),
+        handle=draw(_handles),
+        dtype=draw(_dtypes),
+        wrapper=draw(_wrappers),
+        accumulation=draw(_accumulations),
+        checkpointing=draw(_checkpointing),
+        clipping=draw(_clipping),
+        optimiser=draw(_optimisers),
+        steps=draw(_steps),
+        labels=draw(_labels),
+        seed=draw(_seeds),
+    )

@@ -1,0 +1,156 @@
+"""What a TrainingCase's runs begin with, rebuilt from the Case alone: parameters, tokens and labels.
+
+The names and shapes of parameters are listed here, and not taken from the modules that are checked: those load this
+list strictly, so that one that is missing, too many or of another shape shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verification.training.training_case import VOCABULARY, Model, TrainingCase
+
+IGNORED = -100  # as torch.nn.functional.cross_entropy has it
+Shapes = dict[str, tuple[int, ...]]
+
+
+# --- parameters -------------------------------------------------------------------------------------------------------
+
+
+def parameter_shapes(case: TrainingCase) -> Shapes:
+    """By name as `named_parameters` has it: of tied weights the embedding's alone."""
+    model = case.model
+    shapes: Shapes = {"embedding.weight": (VOCABULARY, model.dim)}
+    if model.positions == "learned":
+        shapes["position_table.weight"] = (case.tokens, model.dim)
+    for number in range(model.layers):
+        layer = _BY_KIND[model.kind](model)
+        shapes |= {f"layers.{number}.{name}": shape for name, shape in layer.items()}
+    shapes |= _norm("norm", model.dim, model.norm)
+    if not model.tied:
+        shapes["head.weight"] = (VOCABULARY, model.dim)
+    return shapes
+
+
+def _linear(name: str, inner: int, outer: int, bias: bool = False) -> Shapes:
+    shapes: Shapes = {f"{name}.weight": (outer, inner)}
+    return shapes | ({f"{name}.bias": (outer,)} if bias else {})
+
+
+def _norm(name: str, dim: int, kind: str) -> Shapes:
+    shapes: Shapes = {f"{name}.weight": (dim,)}
+    return shapes | ({f"{name}.bias": (dim,)} if kind == "layer" else {})
+
+
+def _projections(name: str, model: Model, bias: bool) -> Shapes:
+    q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    return {
+        **_linear(f"{name}.q_proj", model.dim, q, bias), **_linear(f"{name}.k_proj", model.dim, kv, bias),
+        **_linear(f"{name}.v_proj", model.dim, kv, bias), **_linear(f"{name}.o_proj", q, model.dim, bias),
+    }  # fmt: skip
+
+
+def _llama(model: Model) -> Shapes:
+    shapes = _norm("attention_norm", model.dim, model.norm) | _projections("attention", model, model.bias)
+    if model.qk_norm:
+        shapes |= _norm("attention.q_norm", model.head_dim, "rms") | _norm("attention.k_norm", model.head_dim, "rms")
+    return shapes | _norm("feed_norm", model.dim, model.norm) | {
+        **_linear("gate", model.dim, 2 * model.dim), **_linear("up", model.dim, 2 * model.dim),
+        **_linear("down", 2 * model.dim, model.dim),
+    }  # fmt: skip
+
+
+def _sdpa(model: Model) -> Shapes:
+    return {
+        **_norm("attention_norm", model.dim, model.norm), **_projections("attention", model, model.bias),
+        **_norm("feed_norm", model.dim, model.norm), **_linear("up", model.dim, 2 * model.dim, bias=True),
+        **_linear("down", 2 * model.dim, model.dim, bias=True),
+    }  # fmt: skip
+
+
+def _longnet(model: Model) -> Shapes:
+    shapes = _norm("attention_norm", model.dim, "layer") | _projections("attention", model, bias=True)
+    shapes |= _norm("ffn_norm", model.dim, "layer") | _linear("fc1", model.dim, 2 * model.dim, bias=True)
+    if model.subln:
+        shapes |= _norm("attention.inner_norm", model.dim, "layer") | _norm("ffn_inner_norm", 2 * model.dim, "layer")
+    return shapes | _linear("fc2", 2 * model.dim, model.dim, bias=True)
+
+
+_BY_KIND = {"llama": _llama, "longnet": _longnet, "sdpa": _sdpa}
+
+
+def initial_parameters(case: TrainingCase) -> dict[str, Tensor]:
+    """By name, float64, on the CPU; for the lower precisions numbers that float32 holds.
+
+    No number is special: weights of norms are not 1, biases not 0, so that a gradient that goes to the wrong place, or
+    a term that is left out, shows.
+    """
+    generator = torch.Generator().manual_seed(case.seed)
+    found = {}
+    for name, shape in parameter_shapes(case).items():
+        drawn = torch.randn(shape, dtype=torch.float64, generator=generator)
+        if name.endswith("bias"):
+            drawn *= 0.2
+        elif len(shape) == 1:  # of a norm
+            drawn = 1 + 0.2 * drawn
+        else:
+            drawn *= shape[1] ** -0.5
+        found[name] = drawn.to(case.parameter_dtype).double()
+    return found
+
+
+def optimiser_of(case: TrainingCase, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """torch's own. AdamW divides a gradient by its size, so that the rounding of one near 0 becomes a step: its eps
+    bounds by how much.
+    """
+    if case.optimiser == "sgd":
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    return torch.optim.AdamW(parameters, lr=0.01, betas=(0.9, 0.99), eps=1e-3, weight_decay=0.1)
+
+
+# --- tokens and labels ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class GlobalBatch:
+    """Of one step, each (data, accumulation, batch, n): tokens, int64; labels, int64, shifted, so that the label of a
+    token is the next one; ignored, bool, where the label is left out, and is IGNORED."""
+
+    tokens: Tensor
+    labels: Tensor
+    ignored: Tensor
+
+    @property
+    def labelled(self) -> int:
+        return int((self.labels != IGNORED).sum())
+
+
+def global_batch(case: TrainingCase, step: int) -> GlobalBatch:
+    """What all ranks together train on in that step."""
+    generator = torch.Generator().manual_seed(case.seed * 1009 + step + 1)
+    shape = (case.data, case.accumulation, case.batch, case.tokens)
+    tokens = torch.randint(VOCABULARY, shape, generator=generator)
+    labels = torch.full_like(tokens, IGNORED)
+    labels[..., :-1] = tokens[..., 1:]
+    ignored = _ignored(case, generator, shape)
+    return GlobalBatch(tokens, labels.masked_fill(ignored, IGNORED), ignored)
+
+
+def _ignored(case: TrainingCase, generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+    """Which labels are left out, (data, accumulation, batch, n) bool."""
+    out = torch.zeros(shape, dtype=torch.bool)
+    if case.labels == "some":
+        return torch.rand(shape, generator=generator) < 1 / 3
+    if case.labels == "shards" and case.context > 1:
+        out[..., torch.from_numpy(case.shards().positions[case.seed % case.context].copy())] = True
+    elif case.labels == "ranks" and case.data > 1:
+        out[case.seed % case.data] = True
+    elif case.labels == "ranks" and case.accumulation > 1:
+        out[:, case.seed % case.accumulation] = True
+    elif case.labels == "none":
+        out[:] = True
+    return out

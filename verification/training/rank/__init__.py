@@ -1,0 +1,1 @@
+"""One rank's part in a training run: what a user of `ring.nn` would write."""

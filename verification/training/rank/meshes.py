@@ -1,0 +1,37 @@
+"""The meshes of this rank's process. Making one makes process groups, so each is made once and kept."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ring.comm.symmetric_memory import transport_of
+from ring.comm.transport import RecordingTransport, Transport
+from verification.training.training_case import TrainingCase
+
+
+def mesh_of(case: TrainingCase) -> DeviceMesh:
+    """("data", "context"). Called by all ranks, in the same order of Cases."""
+    return _mesh(case.mesh, case.device)
+
+
+@cache
+def _mesh(ranks: tuple[tuple[int, ...], ...], device: str) -> DeviceMesh:
+    return DeviceMesh(device, ranks, mesh_dim_names=("data", "context"))
+
+
+@cache
+def mesh_of_all(world: int, device: str) -> DeviceMesh:
+    """Of one dimension."""
+    return DeviceMesh(device, range(world), mesh_dim_names=("ranks",))
+
+
+def handle_of(case: TrainingCase) -> dist.ProcessGroup | DeviceMesh | Transport:
+    """What the context handle is given as its group."""
+    mesh = mesh_of(case)["context"]
+    if case.handle == "mesh":
+        return mesh
+    group = mesh.get_group()
+    return RecordingTransport(transport_of(group)) if case.handle == "recorded" else group

@@ -1,0 +1,122 @@
+"""The training run of one rank, as a user of `ring.nn` writes it, and what the rank saw of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import Tensor, nn
+
+from ring.comm.transport import RecordingTransport, Transport
+from ring.nn import Batch, ContextParallel, count_labels, cross_entropy, gather, next_tokens, shard_batch
+from verification.run.layouts import layout_of
+from verification.run.observation import carry
+from verification.training.material import IGNORED, global_batch, initial_parameters
+from verification.training.rank.meshes import handle_of, mesh_of
+from verification.training.rank.ring_model import LanguageModel
+from verification.training.rank.wrapping import Unwrapped, wrapped
+from verification.training.step_observation import Array, StepObservation
+from verification.training.training_case import TrainingCase
+
+
+def train_on_rank(transport: Transport, case: TrainingCase) -> StepObservation:
+    """Task: a few steps on this rank of all. transport: of all ranks, by which the rank knows which it is."""
+    data_rank, index = case.coordinates(transport.rank)
+    context = ContextParallel(layout_of(case), handle_of(case), exchange=case.exchange, bucket=case.bucket)
+    model = loaded(case)
+    counted = TokenCounts(model)
+    run = wrapped(model, case)
+    seen = StepObservation(data_rank, index)
+    for step in range(case.steps):
+        batches = batches_of_step(case, context, data_rank, step)
+        losses = take_gradients(case, run, context, batches, seen if step == 0 else None)
+        if step == 0:
+            seen.gradients.update(_carried(run.gradients()))
+        if case.clipping is not None:
+            seen.norms[f"step {step + 1}"] = carry(run.clip(case.clipping))
+        seen.losses[f"step {step + 1}"] = carry(losses)
+        run.step()
+    seen.parameters.update(_carried(run.parameters()))
+    seen.token_counts = counted.found
+    if isinstance(context.transport, RecordingTransport):
+        seen.sent = _bytes_by_peer(context.transport.sent)
+        seen.received = _bytes_by_peer(context.transport.received)
+    return seen
+
+
+def batches_of_step(case: TrainingCase, context: ContextParallel, data_rank: int, step: int) -> list[Batch]:
+    """This rank's share of its data rank's micro-batches."""
+    step_batch, found = global_batch(case, step), []
+    for number in range(case.accumulation):
+        tokens = step_batch.tokens[data_rank, number].to(case.device)  # (B, n), whole sequences
+        ignored = step_batch.ignored[data_rank, number].to(case.device)
+        labels = next_tokens(tokens).masked_fill(ignored, IGNORED)
+        found.append(shard_batch(context, tokens, labels))
+    return found
+
+
+def take_gradients(
+    case: TrainingCase, run: Unwrapped, context: ContextParallel, batches: list[Batch], seen: StepObservation | None
+) -> Tensor:
+    """Forward and backward of all micro-batches; the loss of the step. seen: where the first step is noted."""
+    mesh = mesh_of(case)
+    labelled = count_labels([labels_of(batch) for batch in batches], mesh)
+    losses = []
+    for number, batch in enumerate(batches):
+        with run.micro_batch(last=number == len(batches) - 1):
+            logits = run.logits(batch.tokens, batch.positions, batch.context)
+            loss = cross_entropy(logits, labels_of(batch), mesh, labelled=labelled)
+            run.backward(loss)
+        losses.append(loss.detach())
+        if seen is not None:
+            _note_batch(seen, batch)
+            if number == 0:
+                seen.logits["first micro-batch"] = carry(gather(context, logits.detach()))
+    run.end_of_backward()
+    return sum(losses[1:], losses[0])
+
+
+def labels_of(batch: Batch) -> Tensor:
+    assert batch.labels is not None
+    return batch.labels
+
+
+def loaded(case: TrainingCase) -> LanguageModel:
+    """The Case's model with its initial parameters. Raises RuntimeError where names or shapes are not those listed."""
+    model = LanguageModel(case).to(case.device, case.parameter_dtype)
+    state = initial_parameters(case)
+    if case.model.tied:
+        state["head.weight"] = state["embedding.weight"]
+    model.load_state_dict(state)
+    return model
+
+
+class TokenCounts:
+    """How many tokens of a sequence the modules of a model are given, or make: the numbers that occur."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.found: set[int] = set()
+        for module in model.modules():
+            module.register_forward_hook(self._note)
+
+    def _note(self, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
+        for x in (*inputs, output):
+            if isinstance(x, Tensor) and x.dim() == 3:  # (B, N, anything)
+                self.found.add(x.shape[1])
+
+
+def _note_batch(seen: StepObservation, batch: Batch) -> None:
+    seen.tokens.append(batch.tokens.cpu().numpy())
+    seen.labels.append(labels_of(batch).cpu().numpy())
+    seen.positions.append(batch.positions.cpu().numpy())
+
+
+def _carried(named: dict[str, Tensor]) -> dict[str, Array]:
+    """Copies: gradients and parameters are changed in place later."""
+    return {name: carry(x).copy() for name, x in named.items()}
+
+
+def _bytes_by_peer(messages: list[tuple[int, int, str]]) -> dict[int, int]:
+    found: Counter[int] = Counter()
+    for peer, size, _ in messages:
+        found[peer] += size
+    return dict(found)

@@ -1,0 +1,129 @@
+"""The models of TrainingCases, built of the modules of `ring.nn`. Each rank has its tokens only."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from reference.pattern import Pattern
+from ring.nn import ContextParallel, LongNetBlock, RingAttention, SelfAttention, rotary
+from verification.training.training_case import NORM_EPS, VOCABULARY, Model, TrainingCase
+
+
+class LanguageModel(nn.Module):
+    """Embedding, layers, norm, head. Each layer is checkpointed as the Case has it."""
+
+    def __init__(self, case: TrainingCase) -> None:
+        super().__init__()
+        model = case.model
+        self.checkpointing = case.checkpointing
+        self.embedding = nn.Embedding(VOCABULARY, model.dim)
+        self.position_table = nn.Embedding(case.tokens, model.dim) if model.positions == "learned" else None
+        self.layers = nn.ModuleList([_layer(model, case.pattern, f"layer {i}") for i in range(model.layers)])
+        self.norm = _norm(model)
+        self.head = nn.Linear(model.dim, VOCABULARY, bias=False)
+        if model.tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, positions: Tensor, context: ContextParallel) -> Tensor:
+        """tokens (B, N) and positions (N,) of this rank -> logits (B, N, vocabulary)."""
+        x = self.embedding(tokens)  # (B, N, dim)
+        if self.position_table is not None:
+            x = x + self.position_table(positions)
+        for layer in self.layers:
+            x = self._through(layer, x, positions, context)
+        return self.head(self.norm(x))
+
+    def _through(self, layer: nn.Module, x: Tensor, positions: Tensor, context: ContextParallel) -> Tensor:
+        if self.checkpointing == "none":
+            return layer(x, context, positions)
+        if self.checkpointing == "selective":
+            saved = [torch.ops.ring.attention.default]
+            choose = partial(create_selective_checkpoint_contexts, saved)
+            return checkpoint(layer, x, context, positions, use_reentrant=False, context_fn=choose)
+        return checkpoint(layer, x, context, positions, use_reentrant=self.checkpointing == "reentrant")
+
+
+def _layer(model: Model, pattern: Pattern, name: str) -> nn.Module:
+    if model.kind == "llama":
+        return LlamaLayer(model, pattern, name)
+    if model.kind == "sdpa":
+        return PlainLayer(model, pattern, name)
+    lengths = [branch.segment_length or 0 for branch in pattern.branches]
+    ratios = [branch.dilation_rate for branch in pattern.branches]
+    return LongNetBlock(
+        model.dim, model.heads, lengths, ratios, ffn_dim=2 * model.dim, kv_heads=model.kv_heads, causal=pattern.causal,
+        subln=model.subln, rotary_theta=_theta(model), norm_eps=NORM_EPS, name=name,
+    )  # fmt: skip
+
+
+def _theta(model: Model) -> float | None:
+    return 10000.0 if model.positions == "rotary" else None
+
+
+def _norm(model: Model) -> nn.Module:
+    return nn.RMSNorm(model.dim, NORM_EPS) if model.norm == "rms" else nn.LayerNorm(model.dim, NORM_EPS)
+
+
+class LlamaLayer(nn.Module):
+    """x + attention(norm(x)), then x + gated feed-forward(norm(x))."""
+
+    def __init__(self, model: Model, pattern: Pattern, name: str) -> None:
+        super().__init__()
+        self.attention_norm = _norm(model)
+        self.attention = SelfAttention(
+            model.dim, model.heads, pattern, kv_heads=model.kv_heads, head_dim=model.head_dim, bias=model.bias,
+            rotary_theta=_theta(model), qk_norm=model.qk_norm, name=name,
+        )  # fmt: skip
+        self.feed_norm = _norm(model)
+        self.gate = nn.Linear(model.dim, 2 * model.dim, bias=False)
+        self.up = nn.Linear(model.dim, 2 * model.dim, bias=False)
+        self.down = nn.Linear(2 * model.dim, model.dim, bias=False)
+
+    def forward(self, x: Tensor, context: ContextParallel, positions: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), context, positions)
+        fed = self.feed_norm(x)
+        return x + self.down(functional.silu(self.gate(fed)) * self.up(fed))
+
+
+class PlainLayer(nn.Module):
+    """A layer as models without any ring have it; only its inner attention is the ring's."""
+
+    def __init__(self, model: Model, pattern: Pattern, name: str) -> None:
+        super().__init__()
+        self.attention_norm = _norm(model)
+        self.attention = PlainAttention(model, pattern, name)
+        self.feed_norm = _norm(model)
+        self.up = nn.Linear(model.dim, 2 * model.dim)
+        self.down = nn.Linear(2 * model.dim, model.dim)
+
+    def forward(self, x: Tensor, context: ContextParallel, positions: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), context, positions)
+        return x + self.down(functional.gelu(self.up(self.feed_norm(x))))
+
+
+class PlainAttention(nn.Module):
+    """Projections around `RingAttention` in the place of `scaled_dot_product_attention`."""
+
+    def __init__(self, model: Model, pattern: Pattern, name: str) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.turned = model.heads, model.kv_heads, model.positions == "rotary"
+        self.q_proj = nn.Linear(model.dim, model.heads * model.head_dim, model.bias)
+        self.k_proj = nn.Linear(model.dim, model.kv_heads * model.head_dim, model.bias)
+        self.v_proj = nn.Linear(model.dim, model.kv_heads * model.head_dim, model.bias)
+        self.o_proj = nn.Linear(model.heads * model.head_dim, model.dim, model.bias)
+        self.inner = RingAttention(pattern, name=name)
+
+    def forward(self, x: Tensor, context: ContextParallel, positions: Tensor) -> Tensor:
+        q = self.q_proj(x).unflatten(2, (self.heads, -1))  # (B, N, H, D)
+        k = self.k_proj(x).unflatten(2, (self.kv_heads, -1))
+        v = self.v_proj(x).unflatten(2, (self.kv_heads, -1))
+        if self.turned:
+            q, k = rotary(q, positions), rotary(k, positions)
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (B, H, N, D)
+        out = self.inner(q, k, v, enable_gqa=self.heads != self.kv_heads, context=context)
+        return self.o_proj(out.transpose(1, 2).flatten(2))

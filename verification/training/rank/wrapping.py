@@ -1,0 +1,131 @@
+"""How a model is made ready for several ranks: one class for each wrapper, all with the same few calls.
+
+Gradients are averaged over all ranks, data x context, by every one of them; the loss of `ring.nn` counts on that.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ring.nn import ContextParallel, average_gradients, clip_grad_norm
+from verification.training.material import optimiser_of
+from verification.training.rank.meshes import mesh_of, mesh_of_all
+from verification.training.rank.ring_model import LanguageModel
+from verification.training.training_case import TrainingCase
+
+
+class Unwrapped:
+    """The model as it is: gradients are averaged by `ring.nn.average_gradients`."""
+
+    def __init__(self, model: LanguageModel, case: TrainingCase) -> None:
+        self.case, self.mesh = case, mesh_of(case)
+        self.named = dict(model.named_parameters())  # without the prefixes of wrappers
+        self.module = self.wrap(model)
+        self.optimiser = optimiser_of(case, self.named.values())
+
+    def wrap(self, model: LanguageModel) -> nn.Module:
+        return model
+
+    def logits(self, tokens: Tensor, positions: Tensor, context: ContextParallel) -> Tensor:
+        """tokens (B, N), positions (N,) of this rank -> (B, N, vocabulary)."""
+        with torch.autocast(self.case.device, torch.bfloat16, enabled=self.case.dtype == "bfloat16"):
+            return self.module(tokens, positions, context)
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[object]:
+        """Around forward and backward of a micro-batch. last: of the step."""
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def end_of_backward(self) -> None:
+        """After the last micro-batch: from now on gradients are those of the whole batch."""
+        average_gradients(self.named.values(), self.mesh)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """By name, whole. Every rank calls it. Raises ValueError for a parameter without gradient."""
+        found = {}
+        for name, parameter in self.named.items():
+            if parameter.grad is None:
+                raise ValueError(f"{name} has no gradient")
+            found[name] = whole(parameter.grad)
+        return found
+
+    def parameters(self) -> dict[str, Tensor]:
+        """By name, whole. Every rank calls it."""
+        return {name: whole(parameter) for name, parameter in self.named.items()}
+
+    def clip(self, most: float) -> Tensor:
+        """The norm of all gradients together, before they are clipped."""
+        return clip_grad_norm(self.named.values(), most, self.mesh)
+
+    def step(self) -> None:
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+
+
+class Ddp(Unwrapped):
+    """DistributedDataParallel over all ranks."""
+
+    def wrap(self, model: LanguageModel) -> nn.Module:
+        return DistributedDataParallel(model)
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[object]:
+        assert isinstance(self.module, DistributedDataParallel)
+        return nullcontext() if last else self.module.no_sync()
+
+    def end_of_backward(self) -> None:
+        """DDP has averaged them within the last backward."""
+
+
+class Fsdp(Unwrapped):
+    """fully_shard of each layer and of the model, over all ranks."""
+
+    def wrap(self, model: LanguageModel) -> nn.Module:
+        mixed = self.case.dtype == "bfloat16"
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
+        for layer in model.layers:
+            fully_shard(layer, mesh=self.sharded_over(), mp_policy=policy)
+        fully_shard(model, mesh=self.sharded_over(), mp_policy=policy)
+        self.named = dict(model.named_parameters())  # others than before, sharded
+        return model
+
+    def sharded_over(self) -> DeviceMesh:
+        return mesh_of_all(self.case.world, self.case.device)
+
+    def logits(self, tokens: Tensor, positions: Tensor, context: ContextParallel) -> Tensor:
+        return self.module(tokens, positions, context)
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[object]:
+        assert isinstance(self.module, FSDPModule)
+        self.module.set_requires_gradient_sync(last)
+        return nullcontext()
+
+    def end_of_backward(self) -> None:
+        """FSDP has averaged them within the last backward."""
+
+
+class HybridFsdp(Fsdp):
+    """Sharded within a context group, replicated over the data ranks."""
+
+    def sharded_over(self) -> DeviceMesh:
+        return self.mesh
+
+
+def whole(x: Tensor) -> Tensor:
+    """A DTensor put together again; anything else as it is. Detached."""
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach()
+
+
+_BY_NAME = {"none": Unwrapped, "ddp": Ddp, "fsdp2": Fsdp, "hsdp2": HybridFsdp}
+
+
+def wrapped(model: LanguageModel, case: TrainingCase) -> Unwrapped:
+    return _BY_NAME[case.wrapper](model, case)

@@ -1,0 +1,30 @@
+"""Saved counter-examples of training runs, {"training": TrainingCase}: importing this module makes them readable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reference import fields
+from verification.replay.registry import Saved, SavedExample, register
+from verification.run.backends import Backend, Unavailable
+from verification.training.training_case import TrainingCase
+from verification.training.training_run import TRAINING, TRAINING_BACKENDS, TRAINING_PRELOAD
+
+
+class SavedTrainingExample(SavedExample):
+    """Replayed on real processes: wrappers and collective operations need torch.distributed."""
+
+    def prepare(self, backend: Backend) -> None:
+        if backend.name not in TRAINING_BACKENDS:
+            allowed = " or ".join(TRAINING_BACKENDS)
+            raise Unavailable(f"argument --backend: a training step runs on {allowed}, got {backend.name}")
+        backend.preload = TRAINING_PRELOAD
+
+
+def read_training_example(record: dict[str, Any]) -> Saved:
+    """Raises ValueError for a malformed record."""
+    fields.exactly("a counter-example of a training step", record, ["training"])
+    return SavedTrainingExample(TRAINING, TrainingCase.from_dict(record["training"]), record)
+
+
+register("training", read_training_example)

@@ -1,0 +1,192 @@
+"""What is checked of every training run: one small function for each check.
+
+A check takes a TrainingCase, its StepExpectation and one StepObservation per rank, in the ranks' order. It returns the
+worst deviation as a fraction of what is allowed, by quantity, or an empty dict where it is exact. It raises
+WrongResult.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
+
+from verification.failures import WrongResult, name_ranks
+from verification.training.step_expectation import StepExpectation
+from verification.training.step_observation import Array, StepObservation, StepObservations
+from verification.training.training_case import TrainingCase
+
+Ratios = dict[str, float]
+
+
+# --- who has what -----------------------------------------------------------------------------------------------------
+
+
+def check_batches(case: TrainingCase, expectation: StepExpectation, observations: StepObservations) -> Ratios:
+    """Every rank was given its shard of its data rank's tokens, labels and positions."""
+    positions = case.shards().positions
+    for rank, seen in enumerate(observations):
+        mine = positions[seen.index]
+        for number in range(case.accumulation):
+            given = (
+                ("tokens", seen.tokens, expectation.first.tokens),
+                ("labels", seen.labels, expectation.first.labels),
+            )
+            for name, found, every in given:
+                wanted = every[seen.data_rank, number].numpy()[:, mine]
+                _check_equal(
+                    f"batches: {name} of micro-batch {number + 1} on {_place(case, rank)}", found[number], wanted
+                )
+            _check_equal(f"batches: positions on {_place(case, rank)}", seen.positions[number], mine)
+    return {}
+
+
+def _check_equal(what: str, found: Array, wanted: Array) -> None:
+    if found.shape != wanted.shape or not np.array_equal(found, wanted):
+        raise WrongResult(f"{what} are {found.tolist()}; its shard is {wanted.tolist()}")
+
+
+def check_sharded(case: TrainingCase, expectation: StepExpectation, observations: StepObservations) -> Ratios:
+    """The model's modules were given the tokens that the layout gives the rank, never more or fewer."""
+    counts = case.shards().counts
+    for rank, seen in enumerate(observations):
+        if seen.token_counts != {counts[seen.index]}:
+            raise WrongResult(
+                f"sharded: on {_place(case, rank)} the model's modules had {sorted(seen.token_counts)} tokens of a "
+                f"sequence of {case.tokens}; the layout gives the rank {counts[seen.index]}"
+            )
+    return {}
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def check_quantity(
+    quantity: str, case: TrainingCase, expectation: StepExpectation, observations: StepObservations
+) -> Ratios:
+    """|seen - exact| <= allowed, for all numbers of a quantity, on every rank."""
+    worst = 0.0
+    for rank, seen in enumerate(observations):
+        for name, found, wanted, allowed in _pairs(quantity, expectation, seen):
+            where = f"{quantity}: {name} on {_place(case, rank)}"
+            if found is None or wanted is None:
+                raise WrongResult(f"{where} is {'missing' if found is None else 'not expected'}", quantity, np.inf)
+            if found.shape != wanted.shape:
+                raise WrongResult(f"{where} has shape {found.shape}, not {wanted.shape}", quantity, np.inf)
+            ratio = _ratio(found, wanted, allowed)
+            if not (ratio <= 1.0).all():
+                raise WrongResult(f"{where} {_worst(found, wanted, allowed)}", quantity, float(np.max(ratio)))
+            worst = max(worst, float(ratio.max(initial=0.0)))
+    return {quantity: worst}
+
+
+def deviations(expectation: StepExpectation, observations: StepObservations) -> Ratios:
+    """The worst deviation of each quantity as a fraction of what is allowed, whatever was seen; infinite where a number
+    is missing, too many or not finite."""
+    found = {}
+    for quantity in expectation.exact:
+        pairs = [pair for seen in observations for pair in _pairs(quantity, expectation, seen)]
+        worst = [
+            np.inf if a is None or b is None or a.shape != b.shape else np.max(_ratio(a, b, allowed), initial=0.0)
+            for _, a, b, allowed in pairs
+        ]
+        found[quantity] = float(np.nan_to_num(np.max(worst, initial=0.0), nan=np.inf))
+    return found
+
+
+def _pairs(
+    quantity: str, expectation: StepExpectation, seen: StepObservation
+) -> Iterator[tuple[str, Array | None, Array | None, float]]:
+    """(name, seen, exact, allowed) of all numbers of a quantity that a rank has, or must have."""
+    named, exact = getattr(seen, quantity), expectation.exact[quantity]
+    for name in dict.fromkeys((*exact, *named)):
+        wanted = exact.get(name)
+        if wanted is not None and quantity == "logits":
+            wanted = wanted[seen.data_rank]
+        yield name, named.get(name), wanted, expectation.allowed[quantity].get(name, 0.0)
+
+
+def _ratio(found: Array, wanted: Array, allowed: float) -> Array:
+    """Deviations as fractions of what is allowed."""
+    error = np.abs(found.astype(np.float64) - wanted)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.where(error == 0.0, 0.0, error / allowed)
+
+
+def _worst(found: Array, wanted: Array, allowed: float) -> str:
+    ratio = _ratio(found, wanted, allowed)
+    at = np.unravel_index(int(np.argmax(np.where(np.isnan(ratio), np.inf, ratio))), ratio.shape)
+    where = f" at {tuple(map(int, at))}" if at else ""
+    return (
+        f"is {found[at]}{where}, expected {wanted[at]}: deviation {abs(found[at] - wanted[at]):.3g} is {ratio[at]:.3g} "
+        f"times what is allowed, {allowed:.3g}; {int((~(ratio <= 1.0)).sum())} of {ratio.size} entries deviate by more"
+    )
+
+
+def check_alike(case: TrainingCase, expectation: StepExpectation, observations: StepObservations) -> Ratios:
+    """Losses, gradients, norms and parameters are the same on all ranks, bit by bit; logits on those that share a
+    sequence."""
+    for quantity in ("losses", "gradients", "norms", "parameters", "logits"):
+        for rank, seen in enumerate(observations):
+            like = _first_like(seen, observations) if quantity == "logits" else 0
+            for name, x in getattr(seen, quantity).items():
+                other = getattr(observations[like], quantity)[name]
+                if x.dtype != other.dtype or x.tobytes() != other.tobytes():
+                    raise WrongResult(
+                        f"alike: {quantity}: {name} is not the same on {name_ranks((like, rank))}: "
+                        f"{_first_difference(other, x)}"
+                    )
+    return {}
+
+
+def _first_like(seen: StepObservation, observations: StepObservations) -> int:
+    """The first rank that has the same sequences."""
+    return next(rank for rank, other in enumerate(observations) if other.data_rank == seen.data_rank)
+
+
+def _first_difference(a: Array, b: Array) -> str:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return f"{a.dtype} of shape {a.shape}, and {b.dtype} of shape {b.shape}"
+    differ = np.flatnonzero(np.frombuffer(a.tobytes(), np.uint8) != np.frombuffer(b.tobytes(), np.uint8))
+    at = int(differ[0]) // a.dtype.itemsize
+    return f"{float(a.flat[at])!r} and {float(b.flat[at])!r} at entry {at}; {len(differ)} bytes differ"
+
+
+# --- communication ----------------------------------------------------------------------------------------------------
+
+
+def check_bytes(case: TrainingCase, expectation: StepExpectation, observations: StepObservations) -> Ratios:
+    """Where messages are recorded, their bytes are those of `reference.cost`, from every rank to every other."""
+    for rank, seen in enumerate(observations):
+        for peer in range(case.context):
+            for done, bytes_of, due in (
+                ("sent", seen.sent, expectation.sent[seen.index, peer]),
+                ("received", seen.received, expectation.sent[peer, seen.index]),
+            ):
+                found = due if bytes_of is None else bytes_of.get(peer, 0)
+                if found != due:
+                    raise WrongResult(
+                        f"bytes: {_place(case, rank)} {done} {found} bytes to or from index {peer} of its group "
+                        f"in {case.steps} steps; pattern, layout, exchange and checkpointing make it {due}"
+                    )
+    return {}
+
+
+def _place(case: TrainingCase, rank: int) -> str:
+    data, index = case.coordinates(rank)
+    return f"rank {rank} (data {data}, context {index})"
+
+
+# In the order in which they are made: causes before effects.
+STEP_CHECKS: dict[str, Callable[[TrainingCase, StepExpectation, StepObservations], Ratios]] = {
+    "batches": check_batches,
+    "sharded": check_sharded,
+    "logits": partial(check_quantity, "logits"),
+    "losses": partial(check_quantity, "losses"),
+    "gradients": partial(check_quantity, "gradients"),
+    "norms": partial(check_quantity, "norms"),
+    "parameters": partial(check_quantity, "parameters"),
+    "alike": check_alike,
+    "bytes": check_bytes,
+}

@@ -1,0 +1,53 @@
+"""What a TrainingCase must give, and how far a run may be from it: all that its checks compare the ranks with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reference import cost
+from verification.training.dense.dense_step import train_densely
+from verification.training.dense.tolerance import Allowed, allowed_deviations
+from verification.training.material import GlobalBatch, global_batch
+from verification.training.training_case import VOCABULARY, TrainingCase
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class StepExpectation:
+    """exact, allowed: by quantity (`dense_step.QUANTITIES`) and name. first: the batch of step one. sent: bytes from
+    each index of a context group to each other, (context, context), the same in all groups."""
+
+    exact: dict[str, dict[str, Floats]]
+    allowed: Allowed
+    first: GlobalBatch
+    sent: NDArray[np.int64]
+
+
+def expect_training(case: TrainingCase) -> StepExpectation:
+    dense = train_densely(case)
+    exact = {
+        quantity: {name: np.asarray(x.numpy(), np.float64) for name, x in named.items()}
+        for quantity, named in dense.quantities().items()
+    }
+    return StepExpectation(exact, allowed_deviations(case, dense), global_batch(case, 0), bytes_sent(case))
+
+
+def bytes_sent(case: TrainingCase) -> NDArray[np.int64]:
+    """(context, context), by `reference.cost`: of each layer in each micro-batch one forward, one more where
+    checkpointing computes it again, and one backward; and of the logits that are gathered once."""
+    model = case.model
+    setting = cost.Setting(
+        case.pattern, case.shards().positions, case.batch, model.heads, model.kv_heads, model.head_dim,
+        case.torch_dtype.itemsize,
+    )  # fmt: skip
+    narrow = case.device == "cuda" and case.exchange == "direct" and case.torch_dtype.itemsize == 2
+    call = cost.sent(setting, case.exchange, narrow)
+    calls = model.layers * case.accumulation * case.steps
+    attention = calls * ((2 if case.recomputed else 1) * call.forward + call.backward)
+    shard = np.array(case.shards().counts) * case.batch * VOCABULARY * case.torch_dtype.itemsize
+    others = 1 - np.eye(case.context, dtype=np.int64)
+    return np.asarray(attention + shard[:, None] * others, np.int64)

@@ -1,0 +1,40 @@
+"""What one rank saw of a training run: made by `verification.training.rank.rank_step`, checked by `step_checks`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+
+@dataclass(eq=False)
+class StepObservation:
+    """data_rank, index: where the rank stands in the mesh.
+
+    tokens, labels  of each micro-batch of step one, (batch, tokens of this rank); positions likewise, (tokens,)
+    token_counts    how many tokens of a sequence the model's modules were given or made: the numbers that occurred
+    sent, received  bytes by index in the context group; None where they are not recorded
+    logits, losses, gradients, norms, parameters: as in `verification.training.dense.dense_step`; logits those of this
+                    data rank alone, put together again
+    """
+
+    data_rank: int
+    index: int
+    tokens: list[Array] = field(default_factory=list)
+    labels: list[Array] = field(default_factory=list)
+    positions: list[Array] = field(default_factory=list)
+    token_counts: set[int] = field(default_factory=set)
+    sent: dict[int, int] | None = None
+    received: dict[int, int] | None = None
+    logits: dict[str, Array] = field(default_factory=dict)
+    losses: dict[str, Array] = field(default_factory=dict)
+    gradients: dict[str, Array] = field(default_factory=dict)
+    norms: dict[str, Array] = field(default_factory=dict)
+    parameters: dict[str, Array] = field(default_factory=dict)
+
+
+StepObservations = Sequence[StepObservation]

@@ -1,0 +1,36 @@
+"""The properties of a training run that the report lists: a failure names what is broken."""
+
+from __future__ import annotations
+
+from verification.check.properties import EVERY_RANK_ANSWERS, Property, look_at
+from verification.failures import WrongResult
+from verification.training.step_checks import STEP_CHECKS, deviations
+from verification.training.step_expectation import StepExpectation
+from verification.training.step_observation import StepObservations
+from verification.training.training_case import TrainingCase
+
+STEP_PROPERTIES = (
+    EVERY_RANK_ANSWERS,
+    Property("tokens, labels, positions", ("batches",)),
+    Property("no rank has a whole sequence", ("sharded",)),
+    Property("logits", ("logits",)),
+    Property("loss of each step", ("losses",)),
+    Property("gradients after step one", ("gradients",)),
+    Property("norm of the gradients", ("norms",), concerns=lambda case: case.clipping is not None),
+    Property("parameters after the last", ("parameters",)),
+    Property("ranks alike, bit by bit", ("alike",)),
+    Property("bytes of the steps", ("bytes",), concerns=lambda case: case.handle == "recorded"),
+)
+
+
+def check_step(case: TrainingCase, expectation: StepExpectation, observations: StepObservations) -> dict[str, float]:
+    """By the title of each property: the worst deviation as a fraction of what is allowed, 0 where it is exact. Raises
+    the first failure, whose `broken` is the title of the property, and which says how far all quantities are off."""
+    try:
+        return look_at(STEP_PROPERTIES, STEP_CHECKS, case, expectation, observations)
+    except WrongResult as failure:
+        every = deviations(expectation, observations)
+        listed = ", ".join(f"{quantity} {ratio:.3g}" for quantity, ratio in every.items())
+        told = WrongResult(f"{failure}\nworst deviations / allowed: {listed}", failure.quantity, max(every.values()))
+        told.broken = failure.broken
+        raise told from None

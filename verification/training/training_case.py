@@ -1,0 +1,283 @@
+"""TrainingCase: everything that one training run depends on, and nothing else.
+
+Like a `verification.case.Case` it is frozen, hashable and travels as JSON: ranks, the dense expectation and a replay
+rebuild the same model, tokens and labels from it in any process.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import MISSING, asdict, dataclass
+from dataclasses import fields as fields_of
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from reference import fields, shards
+from reference.pattern import Pattern
+from reference.shards import Shards
+from verification.case import DEVICES, DTYPES, EXCHANGES, ORDERS
+from verification.wording import misfits
+
+KINDS = ("llama", "longnet", "sdpa")
+NORMS = ("rms", "layer")
+POSITIONS = ("rotary", "learned", "none")
+TRAINING_DTYPES = ("float64", "float32", "bfloat16")
+WRAPPERS = ("none", "ddp", "fsdp2", "hsdp2")
+CHECKPOINTING = ("none", "reentrant", "non-reentrant", "selective")
+OPTIMISERS = ("sgd", "adamw")
+LABELS = ("all", "some", "shards", "ranks", "none")
+HANDLES = ("recorded", "group", "mesh")
+ARRANGEMENTS = ("contiguous", "strided")
+VOCABULARY = 11  # tokens are numbers below it
+NORM_EPS = 1e-5
+
+_MOST = {"world": 64, "tokens": 4096, "batch": 64, "accumulation": 16, "steps": 16}
+_MOST_SIZE = 4096  # of anything in a model
+_GREATEST_SEED = 2**31
+
+
+@dataclass(frozen=True)
+class Model:
+    """A small language model: embedding, layers, a norm, a head.
+
+    kind        "llama": norm, `ring.nn.SelfAttention`, norm, gated feed-forward; "longnet": `ring.nn.LongNetBlock`s;
+                "sdpa": plain modules whose inner attention is `ring.nn.RingAttention`
+    layers, dim, heads, kv_heads, head_dim
+    norm        "rms" or "layer"; a "longnet" has "layer"
+    tied        whether the head has the embedding's weights
+    qk_norm     whether queries and keys are normalised, head by head; "llama" alone
+    bias        whether the attention's projections have biases; those of a "longnet" have
+    subln       a norm before the last projection of attention and feed-forward; "longnet" alone
+    positions   "rotary"; "learned", a table of vectors that is added to the embedding; or "none"
+
+    Raises ValueError, at construction, naming the field, what was given and what is allowed.
+    """
+
+    kind: str
+    layers: int
+    dim: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm: str
+    tied: bool
+    qk_norm: bool
+    bias: bool
+    subln: bool
+    positions: str
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("kind", KINDS), ("norm", NORMS), ("positions", POSITIONS)):
+            fields.choice(name, getattr(self, name), allowed)
+        for name in ("layers", "dim", "heads", "kv_heads", "head_dim"):
+            fields.integer(name, getattr(self, name), 1, _MOST_SIZE)
+        for name in ("tied", "qk_norm", "bias", "subln"):
+            fields.flag(name, getattr(self, name))
+        fields.grouped_heads(self.heads, self.kv_heads)
+        if self.positions == "rotary" and self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}; it must be even with positions 'rotary'")
+        if self.qk_norm and self.kind != "llama":
+            raise ValueError(f"qk_norm is True and kind is {self.kind!r}; qk_norm must be False then")
+        if self.subln and self.kind != "longnet":
+            raise ValueError(f"subln is True and kind is {self.kind!r}; subln must be False then")
+        if self.kind == "longnet":
+            self._check_longnet()
+
+    def _check_longnet(self) -> None:
+        if self.norm != "layer" or not self.bias:
+            raise ValueError(f"norm is {self.norm!r}, bias is {self.bias}; they must be 'layer', True with 'longnet'")
+        if self.dim != self.heads * self.head_dim:
+            raise ValueError(
+                f"dim is {self.dim}; with 'longnet' it must be heads * head_dim, {self.heads * self.head_dim}"
+            )
+
+
+@dataclass(frozen=True)
+class TrainingCase:
+    """One training run of a few steps.
+
+    world         ranks
+    data          how many of them share no sequence: world = data * context, where `context` ranks share each sequence
+    arrangement   of the ranks that share a sequence: "contiguous" (0, 1, ...), or "strided" (0, data, 2 data, ...)
+    tokens        length n of each sequence
+    batch         sequences of a data rank in a micro-batch
+    order, cuts   which rank of a context group holds which tokens: as in a `verification.case.Case`
+    model         a `Model`
+    pattern       who sees whom, in every layer
+    exchange, bucket: of the attention, as in a `verification.case.Case`
+    handle        what the context handle is given as its group: "recorded", a transport that records its messages;
+                  "group", the process group; "mesh", the `DeviceMesh` of one dimension
+    dtype         "float64"; "float32"; "bfloat16": parameters in float32, mixed precision as the wrapper has it
+                  (autocast, or FSDP's policy)
+    wrapper       "none" (`ring.nn.average_gradients`), "ddp", "fsdp2" (over all ranks), "hsdp2" (FSDP2 within a context
+                  group, replicated over the data ranks)
+    accumulation  micro-batches of a step
+    checkpointing of each layer: "none", "reentrant", "non-reentrant", or "selective" (the ring's forward is saved)
+    clipping      the largest norm of the gradients, or None
+    optimiser     "sgd" with momentum, or "adamw"
+    steps         of the optimiser
+    labels        "all"; "some" (a third is ignored); "shards" (those that one rank of each context group holds are
+                  ignored); "ranks" (one data rank has none, or, where there is one data rank, one micro-batch); "none"
+    seed          of parameters, tokens and labels
+    device        "cpu" or "cuda"
+
+    Raises ValueError, at construction, naming the field, what was given and what is allowed.
+    """
+
+    world: int
+    data: int
+    arrangement: str
+    tokens: int
+    batch: int
+    order: str
+    cuts: tuple[int, ...] | None
+    model: Model
+    pattern: Pattern
+    exchange: str
+    bucket: int | None
+    handle: str
+    dtype: str
+    wrapper: str
+    accumulation: int
+    checkpointing: str
+    clipping: float | None
+    optimiser: str
+    steps: int
+    labels: str
+    seed: int
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        for name, most in _MOST.items():
+            fields.integer(name, getattr(self, name), 1, most)
+        fields.integer("data", self.data, 1, self.world)
+        fields.integer("seed", self.seed, 0, _GREATEST_SEED)
+        for name, allowed in _CHOICES.items():
+            fields.choice(name, getattr(self, name), allowed)
+        if self.world % self.data:
+            raise ValueError(f"data is {self.data}; it must divide world, {self.world}")
+        if not isinstance(self.model, Model):
+            raise ValueError(f"model is {self.model!r}; it must be a Model")
+        if not isinstance(self.pattern, Pattern):
+            raise ValueError(f"pattern is {self.pattern!r}; it must be a reference.Pattern")
+        self.pattern.validate(self.model.heads)
+        if self.bucket is not None:
+            fields.integer("bucket", self.bucket, 1)
+        if self.clipping is not None:
+            object.__setattr__(self, "clipping", fields.real("clipping", self.clipping))
+        if self.model.kind == "longnet":
+            self._check_longnet()
+        self._set_cuts()
+
+    def _check_longnet(self) -> None:
+        """The block makes its pattern from segment lengths and ratios, so it must be one that it makes."""
+        lengths, ratios = self.longnet
+        if None in lengths or self.pattern != Pattern.longnet(
+            lengths, ratios, self.model.heads, self.pattern.causal, "torchscale"
+        ):
+            raise ValueError(f"pattern is {self.pattern}; with 'longnet' it must be torchscale's for its branches")
+
+    def _set_cuts(self) -> None:
+        if self.cuts is None:
+            return
+        cuts = fields.integers("cuts", self.cuts)
+        rising = all(a <= b for a, b in pairwise(cuts))
+        if len(cuts) != self.context + 1 or cuts[0] != 0 or cuts[-1] != self.tokens or not rising:
+            raise ValueError(
+                f"cuts is {cuts}; it must be {self.context + 1} non-decreasing offsets from 0 to {self.tokens}"
+            )
+        object.__setattr__(self, "cuts", cuts)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(range(self.world))
+
+    @property
+    def context(self) -> int:
+        """Ranks that share a sequence."""
+        return self.world // self.data
+
+    @property
+    def mesh(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each context group, by data rank: (data, context)."""
+        if self.arrangement == "contiguous":
+            return tuple(tuple(range(d * self.context, (d + 1) * self.context)) for d in range(self.data))
+        return tuple(tuple(range(d, self.world, self.data)) for d in range(self.data))
+
+    def coordinates(self, rank: int) -> tuple[int, int]:
+        """(data rank, index in the context group)."""
+        return next((d, group.index(rank)) for d, group in enumerate(self.mesh) if rank in group)
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        """In which the optimiser keeps parameters."""
+        return torch.float64 if self.dtype == "float64" else torch.float32
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """In which products are computed, and keys and values travel."""
+        return DTYPES[self.dtype]
+
+    @property
+    def recomputed(self) -> bool:
+        """Whether each forward of the ring runs once more within backward."""
+        return self.checkpointing in ("reentrant", "non-reentrant")
+
+    @property
+    def longnet(self) -> tuple[list[int | None], list[int]]:
+        """Segment lengths and dilated ratios of the pattern's branches."""
+        return [b.segment_length for b in self.pattern.branches], [b.dilation_rate for b in self.pattern.branches]
+
+    def shards(self) -> Shards:
+        """Which index of a context group holds which positions, by definition."""
+        return shards.shards(*self.division())
+
+    def division(self) -> tuple[str, int, int, tuple[int, ...] | None, int]:
+        """As that of a `verification.case.Case`."""
+        seed = self.seed if self.order in ("shuffled", "permuted") else 0
+        return self.order, self.tokens, self.context, self.cuts, seed
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it; `from_dict` turns it back into an equal TrainingCase."""
+        data = {f.name: getattr(self, f.name) for f in fields_of(self)}
+        cuts = None if self.cuts is None else list(self.cuts)
+        return data | {"cuts": cuts, "model": asdict(self.model), "pattern": self.pattern.to_dict()}
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(self.to_dict())
+
+    @classmethod
+    def from_dict(cls, data: object) -> TrainingCase:
+        """Raises ValueError for what is no JSON object, an unknown or missing field, or a value not allowed."""
+        given = _fields_of(cls, "a TrainingCase", data)
+        model = Model(**_fields_of(Model, "model", given["model"]))
+        return cls(**given | {"model": model, "pattern": Pattern.from_dict(given["pattern"])})
+
+
+def _fields_of(kind: type[Any], what: str, data: object) -> dict[str, Any]:
+    """A JSON object with the fields of that dataclass; those that have a default may be missing: files from before
+    there were such fields stay good."""
+    if not isinstance(data, dict):
+        raise ValueError(f"{what} must be a JSON object, got {type(data).__name__}")
+    known = {f.name: f.default is MISSING for f in fields_of(kind)}
+    unknown, missing = sorted(set(data) - set(known)), sorted({n for n, needed in known.items() if needed} - set(data))
+    if unknown or missing:
+        raise ValueError(f"{what}: {misfits(unknown, missing)}")
+    return data
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "arrangement": ARRANGEMENTS,
+    "order": ORDERS,
+    "exchange": EXCHANGES,
+    "handle": HANDLES,
+    "dtype": TRAINING_DTYPES,
+    "wrapper": WRAPPERS,
+    "checkpointing": CHECKPOINTING,
+    "optimiser": OPTIMISERS,
+    "labels": LABELS,
+    "device": DEVICES,
+}

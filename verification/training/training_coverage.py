@@ -1,0 +1,69 @@
+"""What a sample of TrainingCases covers: features as `verification.report.coverage` counts them."""
+
+from __future__ import annotations
+
+from reference.pattern import Branch
+from verification.report.coverage import Has
+from verification.training.training_case import (
+    CHECKPOINTING,
+    HANDLES,
+    KINDS,
+    LABELS,
+    OPTIMISERS,
+    POSITIONS,
+    TRAINING_DTYPES,
+    WRAPPERS,
+    TrainingCase,
+)
+
+
+def _counts(case: TrainingCase) -> tuple[int, ...]:
+    return case.shards().counts
+
+
+def _apart(case: TrainingCase) -> bool:
+    """The ranks of a context group are not neighbours."""
+    return case.arrangement == "strided" and 1 < case.context < case.world
+
+
+def _in_model(name: str, choice: str) -> Has:
+    return lambda case: getattr(case.model, name) == choice
+
+
+def _in_case(name: str, choice: str) -> Has:
+    return lambda case: getattr(case, name) == choice
+
+
+TRAINING_GROUPS: dict[str, dict[str, Has]] = {
+    "mesh": {
+        "data alone": lambda case: case.context == 1 < case.world,
+        "context alone": lambda case: case.data == 1 < case.world,
+        "data x context": lambda case: case.data > 1 and case.context > 1,
+        "context groups apart": _apart,
+        "empty shard": lambda case: 0 in _counts(case),
+        "uneven shards": lambda case: max(_counts(case)) - min(_counts(case)) > 1,
+    },
+    "model": {
+        "GQA": lambda case: case.model.kv_heads < case.model.heads,
+        "several layers": lambda case: case.model.layers > 1,
+        "tied weights": lambda case: case.model.tied,
+        "norm of queries and keys": lambda case: case.model.qk_norm,
+        "subln": lambda case: case.model.subln,
+        "causal": lambda case: case.pattern.causal,
+        "dilated or in segments": lambda case: case.pattern.branches != (Branch(),),
+    },
+    "step": {
+        "several micro-batches": lambda case: case.accumulation > 1,
+        "several steps": lambda case: case.steps > 1,
+        "clipping that bites": lambda case: case.clipping is not None and case.clipping < 1,
+        "bucket": lambda case: case.bucket is not None,
+    },
+}
+_OF_MODELS: dict[str, tuple[str, ...]] = {"kind": KINDS, "positions": POSITIONS}
+_OF_CASES: dict[str, tuple[str, ...]] = {
+    "wrapper": WRAPPERS, "checkpointing": CHECKPOINTING, "dtype": TRAINING_DTYPES, "labels": LABELS,
+    "handle": HANDLES, "optimiser": OPTIMISERS,
+}  # fmt: skip
+for _made, _of in ((_in_model, _OF_MODELS), (_in_case, _OF_CASES)):
+    for _name, _choices in _of.items():
+        TRAINING_GROUPS[_name] = {f"{_name} {choice}": _made(_name, choice) for choice in _choices}

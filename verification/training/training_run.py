@@ -1,0 +1,84 @@
+"""The run of `python -m verification training`: for each world size TrainingCases."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from verification import runner
+from verification.report.coverage import Coverage
+from verification.report.report import Report
+from verification.run.backends import PRELOAD, Backend, open_backend
+from verification.runner import Profile, RunPlan
+from verification.search.experiment import Experiment
+from verification.search.search import Search
+from verification.training.dense.tolerance import FACTOR, THRESHOLD
+from verification.training.deviations import Deviations
+from verification.training.drawing import training_cases
+from verification.training.rank.rank_step import train_on_rank
+from verification.training.step_expectation import expect_training
+from verification.training.step_properties import check_step
+from verification.training.training_case import TrainingCase
+from verification.training.training_coverage import TRAINING_GROUPS
+
+TRAINING_WORLDS = (2, 4)
+TRAINING_BACKENDS = ("gloo", "nccl")
+# Ranks come with these: imported by the first example, they would take longer than it.
+TRAINING_PRELOAD = (*PRELOAD, "torch.distributed.fsdp", "torch.distributed.tensor", train_on_rank.__module__)
+
+TRAINING_PROFILES = {
+    "quick": Profile("some minutes", 220, 30),
+    "ci": Profile("half an hour", 1500, 60),
+    "thorough": Profile("two hours", 6000, 200, remembers=True),
+}
+
+
+def check_training(backend: Backend, case: TrainingCase) -> dict[str, float]:
+    """All properties of one TrainingCase. The expectation is computed while the ranks are at work."""
+    backend.submit(train_on_rank, case)
+    expectation = expect_training(case)
+    return check_step(case, expectation, backend.collect())
+
+
+TRAINING = Experiment(
+    "training steps",
+    training_cases,
+    check_training,
+    moved=lambda case, device: replace(case, device=device),
+    record_of=lambda case: {"training": case.to_dict()},
+    on_fewer=True,
+)
+
+
+def run_training(plan: RunPlan, report: Report, backend: Backend | None = None) -> Report:
+    """The whole run. Raises `backends.Unavailable` where it cannot be carried out; what is found is in the report."""
+    backend = open_backend(plan.backend) if backend is None else backend
+    backend.preload = TRAINING_PRELOAD
+    report.coverage = Coverage(groups=TRAINING_GROUPS)
+    report.say(f"seed {plan.seed}; repeat this run with --seed {plan.seed}")
+    deviations = Deviations(report)
+    try:
+        with report:
+            for world in plan.worlds:
+                _run_world(plan, report, deviations, backend, world)
+    except KeyboardInterrupt:
+        report.interrupt()
+        report.summary()
+        raise
+    finally:
+        backend.close()
+    report.extras |= {
+        "tolerance": {"float64": THRESHOLD, "factor of lower precisions": FACTOR}, "deviations": deviations.to_list(),
+    }  # fmt: skip
+    report.summary()
+    return report
+
+
+def _run_world(plan: RunPlan, report: Report, deviations: Deviations, backend: Backend, world: int) -> None:
+    backend.start(world)
+    examples = plan.examples_for(world)
+    deviations.world = world
+    report.start_world(world, examples)
+    experiment = runner.on_gpus(TRAINING) if backend.name == "nccl" else TRAINING
+    search = Search(experiment, backend, deviations, world, plan.profile.budget, plan.profile.remembers)
+    runner.explore(plan, report, search, examples)
+    report.end_world("training steps")
