@@ -85,8 +85,9 @@ def try_all(
     try:
         sane = [executor.submit(_tallied, i, check_sane, place, seed) for i, place in enumerate(places)]
         for i, ready in enumerate(sane):
-            what = " on ".join(places[i])
-            _wait(ready, say, partial(_progress, f"without any defect, {what}", held, i, SANE))
+            subject, backend = places[i]
+            where = f"on {backend}" if subject == "attention" else f"{subject} on {backend}"
+            _wait(ready, say, partial(_progress, f"without any defect, {where}", held, i, SANE))
         futures = [
             executor.submit(_tallied, i, try_defect, name, seed, limit)
             for i, name in enumerate(names, start=len(places))

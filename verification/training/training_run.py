@@ -14,7 +14,6 @@ from verification.search.search import Search
 from verification.training.dense.tolerance import FACTOR, THRESHOLD
 from verification.training.deviations import Deviations
 from verification.training.drawing import training_cases
-from verification.training.rank.rank_step import train_on_rank
 from verification.training.step_expectation import expect_training
 from verification.training.step_properties import check_step
 from verification.training.training_case import TrainingCase
@@ -23,7 +22,9 @@ from verification.training.training_coverage import TRAINING_GROUPS
 TRAINING_WORLDS = (2, 4)
 TRAINING_BACKENDS = ("gloo", "nccl")
 # Ranks come with these: imported by the first example, they would take longer than it.
-TRAINING_PRELOAD = (*PRELOAD, "torch.distributed.fsdp", "torch.distributed.tensor", train_on_rank.__module__)
+TRAINING_PRELOAD = (
+    *PRELOAD, "torch.distributed.fsdp", "torch.distributed.tensor", "verification.training.rank.rank_step",
+)  # fmt: skip
 
 TRAINING_PROFILES = {
     "quick": Profile("some minutes", 220, 30),
@@ -34,6 +35,8 @@ TRAINING_PROFILES = {
 
 def check_training(backend: Backend, case: TrainingCase) -> dict[str, float]:
     """All properties of one TrainingCase. The expectation is computed while the ranks are at work."""
+    from verification.training.rank.rank_step import train_on_rank  # here: FSDP would slow the start of every command
+
     backend.submit(train_on_rank, case)
     expectation = expect_training(case)
     return check_step(case, expectation, backend.collect())
