@@ -19,7 +19,7 @@ from verification.mutants.defect import Defect, Edit
 FOLDER = Path(__file__).with_name("defects")
 TOPICS = (
     "merge", "backward", "masks", "dilation", "diagonal", "communication", "process_groups", "numerics", "agreement",
-    "keeping", "calls", "training",
+    "keeping", "calls", "orders", "training",
 )  # fmt: skip
 
 

@@ -129,17 +129,17 @@ _WITH_ANOTHER = ("no_grad", "backward", "between", "pipelined")  # runs that tak
 def attend(transport: Transport, case: Case, inputs: Tensors, how: str = "alike", meter: Meter | None = None) -> Pass:
     """ring_attention forward and backward on this rank's share of q, k, v, dout, dlse, watched by the meter if there is
     one. how: as a Case's `again`."""
-    group = _bare(transport) if how == "group" else RecordingTransport(transport)
+    group = bare(transport) if how == "group" else RecordingTransport(transport)
     incoming, others = inputs[3:], _negated(inputs) if how in _WITH_ANOTHER else ()
-    call, there = _watched(lambda: _RankCall.forward(group, case, inputs, how), group, meter)
+    call, there = _watched(lambda: RankCall.forward(group, case, inputs, how), group, meter)
     if how == "no_grad":
-        _RankCall.forward(transport, case, others, how)  # what the earlier call gave must stay as it was
+        RankCall.forward(transport, case, others, how)  # what the earlier call gave must stay as it was
         return _pass((call.out, call.lse, None, None, None), there, _Leg())
     if how == "backward":
         call.backward(others[3:], retain=True)
     if how == "between":
         attend(transport, case, others)
-    later = _RankCall.forward(transport, case, others, how) if how == "pipelined" else None
+    later = RankCall.forward(transport, case, others, how) if how == "pipelined" else None
     found, back = _watched(lambda: call.backward(incoming), group, meter)
     if later is not None:
         later.backward(others[3:])
@@ -149,7 +149,7 @@ def attend(transport: Transport, case: Case, inputs: Tensors, how: str = "alike"
 
 
 @dataclass(frozen=True)
-class _RankCall:
+class RankCall:
     """One call of ring_attention: what it gave, and the leaves of its graph by their names."""
 
     case: Case
@@ -160,8 +160,13 @@ class _RankCall:
 
     @classmethod
     def forward(
-        cls, group: Transport | dist.ProcessGroup | None, case: Case, inputs: Tensors, how: str = "alike"
-    ) -> _RankCall:
+        cls,
+        group: Transport | dist.ProcessGroup | None,
+        case: Case,
+        inputs: Tensors,
+        how: str = "alike",
+        name: str | None = None,
+    ) -> RankCall:
         """On this rank's share of q, k, v, which the inputs begin with."""
         given = _together(case, inputs[:3]) if how == "shared" else inputs[:3]
         wanted = how if set(how) <= set("qkv") else "qkv"
@@ -171,6 +176,7 @@ class _RankCall:
             result = ring_attention(
                 q, k, v, case.pattern, layout, group=group, exchange=case.exchange, bucket=case.bucket,
                 kernel=case.kernel, scale=case.scale, return_lse=case.lse != "unused", check=how != "unchecked",
+                name=name,
             )  # fmt: skip
         out, lse = result if isinstance(result, tuple) else (result, None)
         return cls(case, how, out, lse, {name: x for name, x in zip("qkv", (q, k, v), strict=True) if name in wanted})
@@ -212,7 +218,7 @@ def _pass(results: tuple[Tensor | None, ...], there: _Leg, back: _Leg) -> Pass:
     )  # fmt: skip
 
 
-def _bare(transport: Transport) -> Transport | dist.ProcessGroup | None:
+def bare(transport: Transport) -> Transport | dist.ProcessGroup | None:
     """What a user would pass who knows nothing of transports: None where all ranks take part, their group otherwise. In
     a simulation there is no such thing but the transport itself.
     """

@@ -10,6 +10,7 @@ from verification.check.laws.memory import MEMORY_OF_LONGER_SHARDS
 from verification.check.laws.mistakes import WRONG_CALLS_REFUSED
 from verification.check.laws.non_finite import NON_FINITE_PROPAGATES
 from verification.check.laws.order import BATCHES_AND_HEADS_PERMUTE
+from verification.check.laws.orders import CALLS_ARE_NOT_CONFUSED
 from verification.check.laws.ranks import SAME_ANYWHERE
 
 __all__ = ["LAWS", "How", "Law"]
@@ -20,6 +21,7 @@ LAWS = (
     BATCHES_AND_HEADS_PERMUTE,
     NON_FINITE_PROPAGATES,
     WRONG_CALLS_REFUSED,
+    CALLS_ARE_NOT_CONFUSED,
     NO_CALL_TAKES_ANOTHER,
     NOTHING_LEFT_BEHIND,
     MEMORY_OF_LONGER_SHARDS,
