@@ -99,6 +99,14 @@ def _infinite(seen: StepObservation) -> None:
     seen.losses["step 2"] = np.array(np.inf)
 
 
+def _first_loss(seen: StepObservation) -> None:
+    seen.losses["step 1"] = seen.losses["step 1"] * (1 + 1e-8)
+
+
+def _first_norm(seen: StepObservation) -> None:
+    seen.norms["step 1"] = seen.norms["step 1"] * (1 + 1e-8)
+
+
 def _last_bit(seen: StepObservation) -> None:
     seen.parameters["head.weight"] = np.nextafter(seen.parameters["head.weight"], np.inf)
 
@@ -120,13 +128,15 @@ def _no_bytes(seen: StepObservation) -> None:
         (_whole_sequence, "no rank has a whole sequence", "had [5, 8] tokens of a sequence of 8"),
         (_no_token, "no rank has a whole sequence", "had [] tokens"),
         (_off("logits", 1e-6), "logits", "logits: first micro-batch on rank 3 (data 1, context 1) is "),
-        (_off("losses", 1e-6), "loss of each step", "losses: step 2 on rank 3"),
+        (_off("losses", 1e-6), "losses, norms of later steps", "losses: step 2 on rank 3"),
         (_off("gradients", 1e-6), "gradients after step one", "gradients: head.weight on rank 3"),
-        (_off("norms", 1e-6), "norm of the gradients", "norms: step 2 on rank 3"),
+        (_off("norms", 1e-6), "losses, norms of later steps", "norms: step 2 on rank 3"),
         (_off("parameters", 1e-6), "parameters after the last", "parameters: head.weight on rank 3"),
         (_missing, "gradients after step one", "gradients: head.weight on rank 3 (data 1, context 1) is missing"),
         (_too_many, "parameters after the last", "other on rank 3 (data 1, context 1) is not expected"),
-        (_infinite, "loss of each step", "is inf, expected"),
+        (_infinite, "losses, norms of later steps", "is inf, expected"),
+        (_first_loss, "loss of step one", "losses: step 1 on rank 3"),
+        (_first_norm, "norm of the gradients", "norms: step 1 on rank 3"),
         (_last_bit, "ranks alike, bit by bit", "parameters: head.weight is not the same on ranks 0, 3"),
         (_off("losses", 1e-14), "ranks alike, bit by bit", "losses: step 2 is not the same on ranks 0, 3"),
         (_off("logits", 1e-14), "ranks alike, bit by bit", "is not the same on ranks 2, 3"),

@@ -60,13 +60,13 @@ def test_a_run_without_faults_holds_and_keeps_every_deviation(tmp_path: Path) ->
 
 def test_a_wrong_loss_is_found_shrunk_saved_and_replayed(tmp_path: Path) -> None:
     first, *_ = found_by(plant_loss_of_steps, tmp_path, 2)
-    assert (first.kind, first.broken, first.world) == ("wrong result", "loss of each step", 1)
+    assert (first.kind, first.broken, first.world) == ("wrong result", "losses, norms of later steps", 1)
     case = case_of(first)
     assert (case.steps, case.model.layers, case.accumulation, case.wrapper) == (2, 1, 1, "none")
     file = Path(shlex.split(first.replay)[-1])
     assert json.loads(file.read_text()) == first.record
     again = replay(file, Report(Console(quiet=True)), gloo(plant_loss_of_steps))
-    assert [failure.broken for failure in again.failures] == ["loss of each step"]
+    assert [failure.broken for failure in again.failures] == ["losses, norms of later steps"]
     assert not replay(file, Report(Console(quiet=True)), gloo()).failures, "without the fault it holds"
 
 

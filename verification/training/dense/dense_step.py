@@ -37,6 +37,7 @@ class TrainingResult:
 
 
 QUANTITIES = ("logits", "losses", "gradients", "norms", "parameters")
+FIRST = "step 1"
 
 
 def train_densely(case: TrainingCase, rounded: Rounded = exact, kept: Rounded = exact) -> TrainingResult:

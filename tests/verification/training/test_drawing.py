@@ -1,0 +1,67 @@
+"""Drawn TrainingCases reach everything that a run is to reach, and shrink to the smallest model and mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, Phase, find, given, seed, settings
+
+from reference.pattern import Branch
+from verification.report.coverage import Coverage
+from verification.training.drawing import training_cases
+from verification.training.training_case import TrainingCase
+from verification.training.training_coverage import TRAINING_GROUPS
+
+DRAWN = 300
+
+
+def drawn(world: int, count: int) -> list[TrainingCase]:
+    found: list[TrainingCase] = []
+
+    def keep(case: TrainingCase) -> None:
+        found.append(case)
+
+    chosen = settings(
+        max_examples=count, phases=[Phase.generate], database=None, deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    seed(0)(chosen(given(training_cases(world))(keep)))()
+    return found
+
+
+def test_every_feature_is_reached() -> None:
+    coverage = Coverage(groups=TRAINING_GROUPS)
+    for case in drawn(4, DRAWN):
+        coverage.add(case)
+    missing = {name: count for name, count in coverage.to_dict().items() if count < DRAWN * 0.02}
+    assert not missing, missing
+
+
+@pytest.mark.parametrize("world", (1, 3, 6, 8))
+def test_other_world_sizes_are_drawn(world: int) -> None:
+    cases = drawn(world, 60)
+    assert {case.world for case in cases} == {world}
+    assert {case.data * case.context for case in cases} == {world}
+    assert len({case.data for case in cases}) == len([d for d in range(1, world + 1) if world % d == 0])
+
+
+def smallest(condition: Callable[[TrainingCase], bool], world: int = 4) -> TrainingCase:
+    chosen = settings(database=None, max_examples=500, phases=[Phase.generate, Phase.shrink])
+    return find(training_cases(world), condition, settings=chosen)
+
+
+def test_the_smallest_case_is_one_that_a_person_would_write() -> None:
+    case = smallest(lambda case: True)
+    model = case.model
+    assert (case.data, case.tokens, case.batch, case.order, case.cuts) == (1, 2, 1, "contiguous", None)
+    assert (case.wrapper, case.checkpointing, case.accumulation, case.steps) == ("none", "none", 1, 1)
+    assert (case.dtype, case.optimiser, case.clipping, case.labels) == ("float64", "sgd", None, "all")
+    assert (model.kind, model.layers, model.dim, model.heads, model.head_dim) == ("sdpa", 1, 4, 1, 2)
+    assert case.pattern.branches == (Branch(),) and case.handle == "recorded"
+
+
+def test_what_a_failure_needs_stays_and_the_rest_goes() -> None:
+    case = smallest(lambda case: case.wrapper == "fsdp2" and case.model.tied and case.steps > 1)
+    assert (case.wrapper, case.model.tied, case.steps) == ("fsdp2", True, 2)
+    assert (case.data, case.checkpointing, case.accumulation, case.model.kind) == (1, "none", 1, "sdpa")
