@@ -7,6 +7,7 @@ the default group.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -47,6 +48,24 @@ class _Line:
         return self.transport.group
 
 
+class _Numbers(Calls):
+    """What batch ranks do is not numbered, since lines along one dimension may have seen different numbers of calls.
+    But where another rank was found in a call on the group of a line, all ranks have to go on after that call.
+    """
+
+    def __init__(self, lines: Sequence[Calls]) -> None:
+        super().__init__()
+        self._lines = lines
+
+    @property
+    def number(self) -> int:
+        return max((calls.number for calls in self._lines), default=0)
+
+    def catch_up(self, number: int) -> None:
+        for calls in self._lines:
+            calls.catch_up(number)
+
+
 class BatchRanks:
     """The ranks of a process group, of a mesh, or of the default group; this process alone where there is none.
 
@@ -59,7 +78,7 @@ class BatchRanks:
         self._lines = _lines(over)
         self.rank = sum(line.index * line.stride for line in self._lines)
         self.world_size = prod(len(line.members) for line in self._lines)
-        self.calls = Calls()  # not numbered: lines along one dimension may have seen different numbers of calls
+        self.calls = _Numbers([line.transport.calls for line in self._lines])
 
     def agree(self, doing: str, signature: dict[str, object], error: Exception | None) -> None:
         """Raise one error on all ranks if there is any, or if their signatures differ. Every rank calls it."""

@@ -17,6 +17,7 @@ from reference.pattern import Pattern
 from ring.agreement import compare, refuse_dtensor
 from ring.attention import ring_attention
 from ring.comm.group import transport_over
+from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.transport import Transport
 from ring.layout import Layout
 
@@ -126,8 +127,11 @@ class ContextParallel:
         self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, scale: float | None = None, name: str | None = None
     ) -> Tensor:
         """`ring_attention` on this rank's shards: q (B, N, H, D), k and v (B, N, Hk, D) -> like q."""
+        # Not self.group: None, or a mesh, may have become another group than the one whose ranks the shards are for.
+        ours = isinstance(self.transport, ProcessGroupTransport) and self.transport is not self.group
+        group = self.transport.group if ours else self.transport
         out = ring_attention(
-            q, k, v, pattern, self.layout, group=self.group, exchange=self.exchange, bucket=self.bucket,
+            q, k, v, pattern, self.layout, group=group, exchange=self.exchange, bucket=self.bucket,
             kernel=self.kernel, scale=scale, check=self.check, name=name,
         )  # fmt: skip
         assert isinstance(out, torch.Tensor)

@@ -10,7 +10,7 @@ alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,8 +36,8 @@ def average_gradients(
     parameters: the same on every rank, those without gradient too. A gradient that is None counts as zero if another
     rank has one, and stays None if no rank has. In 16 bits they are summed in fp32. over: as for `cross_entropy`.
 
-    Raises ValueError, on every rank, for parameters that differ between ranks, or sparse gradients; NotImplementedError
-    for DTensors, whose wrapper averages them.
+    Raises ValueError, on every rank, for parameters that differ between ranks, for sparse gradients, and for an
+    iterator at its end; NotImplementedError for complex gradients, and for DTensors, whose wrapper averages them.
     """
     ranks, error = BatchRanks(over), None
     mine: list[Tensor] = []
@@ -63,12 +63,13 @@ def clip_grad_norm(
 
     norm is the 2-norm of all gradients together: of plain ones, which are averages and alike on all ranks, and of
     DTensors on any meshes, whose shards are on several ranks. Returns it, as it was before: a scalar in fp64 on the
-    CPU. A norm that is not finite makes the gradients NaN, as in torch.
+    CPU. As in torch, a norm of NaN makes the gradients NaN, and an infinite one makes the finite gradients 0.
 
     over: the ranks among which plain gradients are alike; as for `cross_entropy`.
 
     Raises ValueError, on every rank, unless max_norm is positive, finite and the same on all, and where plain
-    gradients differ between ranks: those were not averaged yet. NotImplementedError for DTensors that are partial sums.
+    gradients differ between ranks: those were not averaged yet; for an iterator at its end. NotImplementedError for
+    complex gradients and for DTensors that are partial sums.
     """
     ranks, error = BatchRanks(over), None
     grads: list[Any] = []
@@ -93,10 +94,19 @@ def clip_grad_norm(
 
 def _listed(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if not listed and isinstance(parameters, Iterator):
+        raise ValueError(
+            "parameters must hold a tensor, got an iterator at its end, as model.parameters() is after its first use"
+        )
     for x in listed:
         if not isinstance(x, Tensor):
             raise ValueError(f"parameters must be tensors, got {type(x)!r}")
     return listed
+
+
+def _check_real(x: Tensor) -> None:
+    if x.is_complex():
+        raise NotImplementedError(f"gradients must be real, got one in {x.dtype}")
 
 
 # --- the average ------------------------------------------------------------------------------------------------------
@@ -107,6 +117,7 @@ def _check_plain(number: int, x: Tensor) -> None:
         raise NotImplementedError(
             f"parameters must be plain tensors, got a DTensor as number {number}: what has sharded it averages it"
         )
+    _check_real(x)
     if x.grad is not None and x.grad.layout is not torch.strided:
         raise ValueError(f"gradients must be dense, got that of parameter {number} in {x.grad.layout}")
 
@@ -150,6 +161,7 @@ def _check_grad(grad: Any) -> None:
         raise NotImplementedError(
             f"gradients must be averaged before they are clipped, got a DTensor {grad.placements}"
         )
+    _check_real(grad)
     if grad.layout is not torch.strided:
         raise ValueError(f"gradients must be dense, got one in {grad.layout}")
 

@@ -188,3 +188,13 @@ def another_call() -> str:
 def _gather_there() -> None:
     call, right = _gather("1x4")
     call(**right)
+
+
+def a_loss_and_an_attention() -> tuple[str, str]:
+    """One rank in a loss, the others in an attention over the same group; then all in an attention."""
+    mesh = mesh_of("1x4")
+    attend, arguments = CALLS["self-attention"]("1x4")
+    count, labels = CALLS["count_labels"]("1x4")
+    labels["over"] = mesh["context"]
+    first = said(lambda: count(**labels) if dist.get_rank() == 1 else attend(**arguments))
+    return first, said(lambda: attend(**arguments))

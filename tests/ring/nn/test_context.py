@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.utils import _apply_to_tensors
 
-from ring import Layout
+from ring import Layout, Pattern
 from ring.nn import ContextParallel
 
 LAYOUT = Layout.contiguous(7, 1)
@@ -53,3 +56,24 @@ def test_agree_raises_what_the_check_raises() -> None:
     with pytest.raises(KeyError):
         ContextParallel(LAYOUT, check=False).agree("work", wrong)
     ContextParallel(LAYOUT).agree("work", lambda: {"size": 1})
+
+
+def test_attention_runs_over_the_group_that_it_was_made_for() -> None:
+    """In a default group that was made anew, ranks may have other numbers than those that the shards are for."""
+    x = torch.ones(1, 7, 1, 2)
+    solo = ContextParallel(LAYOUT)
+    with _group_of_one():
+        context = ContextParallel(LAYOUT)
+        context.attention(x, x, x, Pattern.dense())
+        solo.attention(x, x, x, Pattern.dense())
+    with _group_of_one(), pytest.raises(ValueError, match="not registered"):
+        context.attention(x, x, x, Pattern.dense())
+
+
+@contextmanager
+def _group_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -111,6 +111,7 @@ def test_nothing_to_clip() -> None:
 def test_a_norm_that_is_not_finite() -> None:
     x = with_grad(torch.tensor([1.0, torch.inf]))
     assert torch.isinf(clip_grad_norm(x, 1.0))
+    assert x.grad is not None and x.grad[0] == 0.0 and x.grad[1].isnan()
     y = with_grad(torch.tensor([1.0, torch.nan]))
     assert torch.isnan(clip_grad_norm([y], 1.0)) and y.grad is not None and y.grad.isnan().all()
 
@@ -122,3 +123,18 @@ def test_sparse_gradients_are_refused() -> None:
         average_gradients([x])
     with pytest.raises(ValueError, match="gradients must be dense, got one in torch.sparse_coo"):
         clip_grad_norm([x], 1.0)
+
+
+def test_complex_gradients_are_refused() -> None:
+    x = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    x.grad = torch.ones_like(x)
+    for call in (average_gradients, lambda xs: clip_grad_norm(xs, 1.0)):
+        with pytest.raises(NotImplementedError, match="gradients must be real, got one in torch.complex64"):
+            call([x])
+
+
+def test_an_iterator_at_its_end_is_refused() -> None:
+    parameters = nn.Linear(2, 2).parameters()
+    average_gradients(parameters)
+    with pytest.raises(ValueError, match="parameters must hold a tensor, got an iterator at its end"):
+        clip_grad_norm(parameters, 1.0)

@@ -11,6 +11,7 @@ import torch
 from ring.nn import next_tokens
 from tests.support.nn_ranks import TOKENS
 from tests.support.nn_refusals import (
+    a_loss_and_an_attention,
     another_call,
     handles,
     other_data,
@@ -224,3 +225,11 @@ def test_ranks_that_differ(pool: Pool, task: Any, message: str) -> None:
     answers = pool.run(task)
     assert answers == [answers[0]] * 4
     assert_match(message, answers[0])
+
+
+def test_after_a_loss_met_an_attention_the_calls_go_on_alike(pool: Pool) -> None:
+    answers = pool.run(a_loss_and_an_attention)
+    first, second = answers[0]
+    assert answers == [(first, second)] * 4
+    assert_match("calls on a group must .*: rank 0 is in the forward of call [0-9]+.*, rank 1 in count_labels", first)
+    assert second == "fine"
