@@ -1,0 +1,43 @@
+"""Torch's `DistributedDataParallel` over data x context.
+
+    model = ddp.wrap(model, mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    labelled = count_labels([batch.labels for batch in batches], mesh)           # of the whole step
+    for number, batch in enumerate(batches):                                     # gradient accumulation
+        last = number == len(batches) - 1
+        with nullcontext() if last else model.no_sync():                         # the forward is inside as well
+            logits = model(batch.tokens, batch.context)
+            cross_entropy(logits, batch.labels, mesh, labelled=labelled).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)                      # gradients are averaged: alike on all
+    optimizer.step()
+
+DDP averages, and `ring.nn.cross_entropy` has the scale for which the average is the gradient of the mean over all
+labelled tokens. Where a step has several micro-batches, each of them divides by the labels of the whole step, so their
+gradients are added, not averaged.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from ring.nn.frameworks.mesh import averaging_mesh
+
+OURS = ("process_group", "device_mesh")  # what the mesh says
+
+
+def wrap(model: nn.Module, mesh: DeviceMesh, **options: Any) -> DistributedDataParallel:
+    """The model, with gradients averaged over all ranks of the mesh.
+
+    mesh: of ("data", "context"), or of "context" alone. options: DDP's own (device_ids, static_graph, ...).
+
+    Raises ValueError for another mesh, and for options that say over which ranks gradients are averaged.
+    """
+    over = averaging_mesh(mesh)
+    for name in OURS:
+        if name in options:
+            raise ValueError(f"{name} must be left out: gradients are averaged over the ranks of mesh, got {name}")
+    return DistributedDataParallel(model, process_group=over.get_group(), **options)

@@ -1,0 +1,87 @@
+"""DeepSpeed's ZeRO 1, 2 and 3 over data x context.
+
+    engine = deepspeed.initialize(model, optimizer, mesh, {"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0})
+    labelled = count_labels([batch.labels for batch in batches], mesh)           # of the whole step
+    for batch in batches:                                                        # gradient accumulation
+        logits = engine(batch.tokens, batch.context)
+        engine.backward(cross_entropy(logits, batch.labels, mesh, labelled=labelled))
+    engine.step()                                                                # clips, steps, clears the gradients
+
+DeepSpeed averages over all ranks of the world, as DDP does, so losses are scaled alike. The loop above says how many
+micro-batches a step has, not the configuration, by which DeepSpeed would divide each loss once more.
+
+ZeRO keeps parameters, and sums gradients, in fp32, whatever the model has: fp64 does not survive it. In 16 bits it adds
+the gradients of micro-batches in 16 bits unless the configuration names `data_types.grad_accum_dtype`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ring.nn.frameworks.mesh import averaging_mesh
+
+# What the loop, the optimizer or the mesh says. Some of it DeepSpeed would take, and compute something else.
+NOT_IN_CONFIG = {
+    "gradient_accumulation_steps": "a step has as many micro-batches as backward is called for",
+    "train_batch_size": "a step has as many micro-batches as backward is called for",
+    "managed_gradient_accumulation": "a step has as many micro-batches as backward is called for",
+    "optimizer": "it is an argument",
+    "sequence_parallel_size": "the sequence is sharded by the handle",
+    "tensor_parallel": "gradients are averaged over all ranks",
+}
+HALVES = ("fp16", "bf16")
+
+
+def initialize(
+    model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, config: dict[str, Any]
+) -> deepspeed.DeepSpeedEngine:
+    """DeepSpeed's engine around the model and a new optimizer of its parameters.
+
+    mesh: of ("data", "context"), or of "context" alone, with all ranks of the world. config: DeepSpeed's own. It names
+    gradient_clipping (0 for none), since DeepSpeed clips at 1.0 where it is left out; and in 16 bits it names
+    communication_data_type, in which gradients are summed, since left out that is 16 bits too.
+
+    Raises ValueError for another mesh, for a configuration that leaves these out, and for one that says what the loop,
+    the mesh or the optimizer says: gradient_accumulation_steps, sequence_parallel_size, tensor_parallel and others.
+    """
+    over = averaging_mesh(mesh)
+    if over.size() != dist.get_world_size():
+        raise ValueError(
+            f"mesh must have all {dist.get_world_size()} ranks of the world, over which DeepSpeed averages gradients, "
+            f"got one of {over.size()}"
+        )
+    _check(config)
+    ours = {"managed_gradient_accumulation": False, "train_micro_batch_size_per_gpu": 1}  # the latter is for its logs
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ours | config, dist_init_required=False)
+    return engine
+
+
+def _check(config: dict[str, Any]) -> None:
+    if not isinstance(config, dict):
+        raise ValueError(f"config must be a dictionary, got a {type(config).__name__}")
+    for name, reason in NOT_IN_CONFIG.items():
+        if name in config:
+            raise ValueError(f"config must leave {name} out: {reason}; got {config[name]!r}")
+    if "gradient_clipping" not in config:
+        raise ValueError("config must name gradient_clipping, 0 for none: left out, DeepSpeed clips at 1.0")
+    half = [name for name in HALVES if config.get(name, {}).get("enabled")]
+    if half and "communication_data_type" not in config:
+        raise ValueError(
+            f"config must name communication_data_type, in which gradients are summed, with {half[0]}: 'fp32', or 16 "
+            "bits if that is meant"
+        )
+
+
+def without_compiler() -> None:
+    """Have DeepSpeed compile nothing when it starts on CPUs (DS_ACCELERATOR=cpu): call it before `initialize`.
+
+    It would compile an operator for shared memory, which training does not use, and waits long for it. This enters in
+    DeepSpeed's table of what can be compiled here that this one cannot.
+    """
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

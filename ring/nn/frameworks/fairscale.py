@@ -1,0 +1,52 @@
+"""FairScale's OSS and ShardedDDP over data x context: each rank steps its part of the parameters for all others.
+
+    model, optimizer = fairscale.wrap(model, torch.optim.AdamW, mesh, lr=1e-3)
+    for number, batch in enumerate(batches):                                     # gradient accumulation
+        with nullcontext() if number == len(batches) - 1 else model.no_sync():
+            logits = model(batch.tokens, batch.context)
+            cross_entropy(logits, batch.labels, mesh, labelled=labelled).backward()
+    optimizer.clip_grad_norm(1.0)           # OSS's own: a rank has the gradients of its own part only. Not for fp64
+    optimizer.step()
+    optimizer.zero_grad()
+
+ShardedDDP averages as DDP does, so losses are scaled alike. Layers can be computed again by FairScale's
+`checkpoint_wrapper` or by `ring.nn.frameworks.recompute`.
+
+By default ShardedDDP reduces buffers of which gradients are views. Where gradients become None, as by torch's default
+`zero_grad()`, the next ones are no views any more: it then reduces the buffers without them, and trains wrong without a
+word (FairScale 0.4.13). `wrap` therefore has it reduce the gradients themselves, one by one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fairscale.nn.data_parallel import ShardedDataParallel
+from fairscale.optim import OSS
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ring.nn.frameworks.mesh import averaging_mesh
+
+
+def wrap(
+    model: nn.Module, kind: type[torch.optim.Optimizer], mesh: DeviceMesh, **settings: Any
+) -> tuple[ShardedDataParallel, OSS]:
+    """The model with gradients averaged over all ranks of the mesh, and the optimizer of its parameters.
+
+    kind: the class of the optimizer, which must treat each parameter by itself. settings: the optimizer's (lr, ...).
+    mesh: of ("data", "context"), or of "context" alone, with all ranks of the world.
+
+    Raises ValueError for another mesh: OSS takes the norm of gradients over all ranks of the world.
+    """
+    over = averaging_mesh(mesh)
+    if over.size() != dist.get_world_size():
+        raise ValueError(
+            f"mesh must have all {dist.get_world_size()} ranks of the world, over which OSS takes norms of gradients, "
+            f"got one of {over.size()}"
+        )
+    group = over.get_group()
+    optimizer = OSS(model.parameters(), optim=kind, group=group, **settings)
+    return ShardedDataParallel(model, optimizer, process_group=group, reduce_buffer_size=0), optimizer
