@@ -19,7 +19,7 @@ from verification.mutants.defect import Defect, Edit
 FOLDER = Path(__file__).with_name("defects")
 TOPICS = (
     "merge", "backward", "masks", "dilation", "diagonal", "communication", "process_groups", "numerics", "agreement",
-    "keeping", "calls", "orders", "training",
+    "keeping", "calls", "orders", "training_batches", "training_losses", "training_gradients", "training_modules",
 )  # fmt: skip
 
 

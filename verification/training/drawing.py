@@ -38,6 +38,7 @@ _checkpointing = st.sampled_from(("none", "non-reentrant", "reentrant", "selecti
 _clipping = st.sampled_from((None, None, 0.1, 0.02, 1e6))  # the last one is not reached: only the norm is looked at
 _optimisers = st.sampled_from(("sgd", "adamw"))
 _steps = st.sampled_from((1, 1, 2, 3))
+_resumed = st.sampled_from((None, None, None, None, None, None, "contiguous", "zigzag", "striped"))
 _labels = st.sampled_from(("all", "some", "shards", "ranks", "all", "some", "shards", "ranks", "none"))
 _seeds = st.integers(0, 255)
 _flags = st.booleans()
@@ -80,6 +81,7 @@ def _pattern(draw: Draw, model: Model, tokens: int) -> Pattern:
 def training_cases(draw: Draw, world: int) -> TrainingCase:
     """TrainingCases for a world of that many ranks."""
     tokens, data, model = max(draw(_tokens), draw(_least_tokens)), draw(_data_ranks(world)), _model(draw)
+    steps = draw(_steps)
     return TrainingCase(
         world=world,
         data=data,
@@ -99,7 +101,8 @@ def training_cases(draw: Draw, world: int) -> TrainingCase:
         checkpointing=draw(_checkpointing),
         clipping=draw(_clipping),
         optimiser=draw(_optimisers),
-        steps=draw(_steps),
+        steps=steps,
+        resumed=draw(_resumed) if steps > 1 else None,
         labels=draw(_labels),
         seed=draw(_seeds),
     )

@@ -124,6 +124,11 @@ class GlobalBatch:
     labels: Tensor
     ignored: Tensor
 
+    def of(self, part: TrainingCase) -> GlobalBatch:
+        """The same sequences as the data ranks and micro-batches of one of the Case's parts have them."""
+        shape = (part.data, part.accumulation, part.batch, part.tokens)
+        return GlobalBatch(self.tokens.reshape(shape), self.labels.reshape(shape), self.ignored.reshape(shape))
+
     @property
     def labelled(self) -> int:
         return int((self.labels != IGNORED).sum())

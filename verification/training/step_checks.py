@@ -15,7 +15,7 @@ import numpy as np
 from verification.failures import WrongResult, name_ranks
 from verification.training.dense.dense_step import FIRST
 from verification.training.step_expectation import StepExpectation
-from verification.training.step_observation import Array, StepObservation, StepObservations
+from verification.training.step_observation import Array, PartObservation, StepObservation, StepObservations
 from verification.training.training_case import TrainingCase
 
 Ratios = dict[str, float]
@@ -50,13 +50,15 @@ def _check_equal(what: str, found: Array, wanted: Array) -> None:
 
 def check_sharded(case: TrainingCase, expectation: StepExpectation, observations: StepObservations) -> Ratios:
     """The model's modules were given the tokens that the layout gives the rank, never more or fewer."""
-    counts = case.shards().counts
-    for rank, seen in enumerate(observations):
-        if seen.token_counts != {counts[seen.index]}:
-            raise WrongResult(
-                f"sharded: on {_place(case, rank)} the model's modules had {sorted(seen.token_counts)} tokens of a "
-                f"sequence of {case.tokens}; the layout gives the rank {counts[seen.index]}"
-            )
+    for number, part in enumerate(case.parts):
+        counts = part.shards().counts
+        for rank, observation in enumerate(observations):
+            seen = observation.parts[number]
+            if seen.token_counts != {counts[seen.index]}:
+                raise WrongResult(
+                    f"sharded: on {_place(part, rank)} the model's modules had {sorted(seen.token_counts)} tokens of a "
+                    f"sequence of {case.tokens}; the layout gives the rank {counts[seen.index]}"
+                )
     return {}
 
 
@@ -167,19 +169,24 @@ def _first_difference(a: Array, b: Array) -> str:
 
 def check_bytes(case: TrainingCase, expectation: StepExpectation, observations: StepObservations) -> Ratios:
     """Where messages are recorded, their bytes are those of `reference.cost`, from every rank to every other."""
-    for rank, seen in enumerate(observations):
-        for peer in range(case.context):
-            for done, bytes_of, due in (
-                ("sent", seen.sent, expectation.sent[seen.index, peer]),
-                ("received", seen.received, expectation.sent[peer, seen.index]),
-            ):
-                found = due if bytes_of is None else bytes_of.get(peer, 0)
-                if found != due:
-                    raise WrongResult(
-                        f"bytes: {_place(case, rank)} {done} {found} bytes to or from index {peer} of its group "
-                        f"in {case.steps} steps; pattern, layout, exchange and checkpointing make it {due}"
-                    )
+    for number, part in enumerate(case.parts):
+        for rank, seen in enumerate(observations):
+            _check_bytes_of(part, expectation.sent[number], rank, seen.parts[number])
     return {}
+
+
+def _check_bytes_of(part: TrainingCase, sent: Array, rank: int, seen: PartObservation) -> None:
+    for peer in range(part.context):
+        for done, bytes_of, due in (
+            ("sent", seen.sent, sent[seen.index, peer]),
+            ("received", seen.received, sent[peer, seen.index]),
+        ):
+            found = due if bytes_of is None else bytes_of.get(peer, 0)
+            if found != due:
+                raise WrongResult(
+                    f"bytes: {_place(part, rank)} {done} {found} bytes to or from index {peer} of its group "
+                    f"in {part.steps} steps; pattern, layout, exchange and checkpointing make it {due}"
+                )
 
 
 def _place(case: TrainingCase, rank: int) -> str:

@@ -18,13 +18,14 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class StepExpectation:
-    """exact, allowed: by quantity (`dense_step.QUANTITIES`) and name. first: the batch of step one. sent: bytes from
-    each index of a context group to each other, (context, context), the same in all groups."""
+    """exact, allowed: by quantity (`dense_step.QUANTITIES`) and name. first: the batch of step one. sent: for each of
+    the Case's parts, bytes from each index of a context group to each other, (context, context), the same in all
+    groups."""
 
     exact: dict[str, dict[str, Floats]]
     allowed: Allowed
     first: GlobalBatch
-    sent: NDArray[np.int64]
+    sent: tuple[NDArray[np.int64], ...]
 
 
 def expect_training(case: TrainingCase) -> StepExpectation:
@@ -33,12 +34,13 @@ def expect_training(case: TrainingCase) -> StepExpectation:
         quantity: {name: np.asarray(x.numpy(), np.float64) for name, x in named.items()}
         for quantity, named in dense.quantities().items()
     }
-    return StepExpectation(exact, allowed_deviations(case, dense), global_batch(case, 0), bytes_sent(case))
+    sent = tuple(bytes_sent(part, gathered=number == 0) for number, part in enumerate(case.parts))
+    return StepExpectation(exact, allowed_deviations(case, dense), global_batch(case, 0), sent)
 
 
-def bytes_sent(case: TrainingCase) -> NDArray[np.int64]:
+def bytes_sent(case: TrainingCase, gathered: bool) -> NDArray[np.int64]:
     """(context, context), by `reference.cost`: of each layer in each micro-batch one forward, one more where
-    checkpointing computes it again, and one backward; and of the logits that are gathered once."""
+    checkpointing computes it again, and one backward; and of the logits, where they are gathered once."""
     model = case.model
     setting = cost.Setting(
         case.pattern, case.shards().positions, case.batch, model.heads, model.kv_heads, model.head_dim,
@@ -48,6 +50,8 @@ def bytes_sent(case: TrainingCase) -> NDArray[np.int64]:
     call = cost.sent(setting, case.exchange, narrow)
     calls = model.layers * case.accumulation * case.steps
     attention = calls * ((2 if case.recomputed else 1) * call.forward + call.backward)
+    if not gathered:
+        return np.asarray(attention, np.int64)
     shard = np.array(case.shards().counts) * case.batch * VOCABULARY * case.torch_dtype.itemsize
     others = 1 - np.eye(case.context, dtype=np.int64)
     return np.asarray(attention + shard[:, None] * others, np.int64)

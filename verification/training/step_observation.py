@@ -12,12 +12,25 @@ Array = NDArray[Any]
 
 
 @dataclass(eq=False)
-class StepObservation:
-    """data_rank, index: where the rank stands in the mesh.
+class PartObservation:
+    """Of one of the Case's `parts`. index: of the rank in its context group.
 
-    tokens, labels  of each micro-batch of step one, (batch, tokens of this rank); positions likewise, (tokens,)
     token_counts    how many tokens of a sequence the model's modules were given or made: the numbers that occurred
     sent, received  bytes by index in the context group; None where they are not recorded
+    """
+
+    index: int
+    token_counts: set[int] = field(default_factory=set)
+    sent: dict[int, int] | None = None
+    received: dict[int, int] | None = None
+
+
+@dataclass(eq=False)
+class StepObservation:
+    """data_rank, index: where the rank stands in the mesh of the first part.
+
+    tokens, labels  of each micro-batch of step one, (batch, tokens of this rank); positions likewise, (tokens,)
+    parts           one for each of the Case's
     logits, losses, gradients, norms, parameters: as in `verification.training.dense.dense_step`; logits those of this
                     data rank alone, put together again
     """
@@ -27,9 +40,7 @@ class StepObservation:
     tokens: list[Array] = field(default_factory=list)
     labels: list[Array] = field(default_factory=list)
     positions: list[Array] = field(default_factory=list)
-    token_counts: set[int] = field(default_factory=set)
-    sent: dict[int, int] | None = None
-    received: dict[int, int] | None = None
+    parts: list[PartObservation] = field(default_factory=list)
     logits: dict[str, Array] = field(default_factory=dict)
     losses: dict[str, Array] = field(default_factory=dict)
     gradients: dict[str, Array] = field(default_factory=dict)

@@ -56,6 +56,7 @@ TRAINING_GROUPS: dict[str, dict[str, Has]] = {
         "several micro-batches": lambda case: case.accumulation > 1,
         "several steps": lambda case: case.steps > 1,
         "clipping that bites": lambda case: case.clipping is not None and case.clipping < 1,
+        "resumed": lambda case: case.resumed is not None,
         "bucket": lambda case: case.bucket is not None,
     },
 }

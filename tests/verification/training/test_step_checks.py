@@ -15,7 +15,7 @@ from verification.failures import WrongResult
 from verification.training.material import global_batch
 from verification.training.step_checks import STEP_CHECKS
 from verification.training.step_expectation import StepExpectation, bytes_sent, expect_training
-from verification.training.step_observation import StepObservation
+from verification.training.step_observation import PartObservation, StepObservation
 from verification.training.step_properties import STEP_PROPERTIES, check_step
 from verification.training.training_case import TrainingCase
 
@@ -34,9 +34,10 @@ def honest(case: TrainingCase, expectation: StepExpectation) -> list[StepObserva
             seen.tokens.append(batch.tokens[data, number].numpy()[:, mine])
             seen.labels.append(batch.labels[data, number].numpy()[:, mine])
             seen.positions.append(mine)
-        seen.token_counts = {len(mine)}
-        seen.sent = dict(enumerate(expectation.sent[index].tolist()))
-        seen.received = dict(enumerate(expectation.sent[:, index].tolist()))
+        for part, sent in zip(case.parts, expectation.sent, strict=True):
+            index = part.coordinates(rank)[1]
+            moved = dict(enumerate(sent[index].tolist())), dict(enumerate(sent[:, index].tolist()))
+            seen.parts.append(PartObservation(index, {part.shards().counts[index]}, *moved))
         for quantity, named in copy.deepcopy(expectation.exact).items():
             whole = {name: x[data] for name, x in named.items()} if quantity == "logits" else named
             getattr(seen, quantity).update(whole)
@@ -67,11 +68,11 @@ def _swap_positions(seen: StepObservation) -> None:
 
 
 def _whole_sequence(seen: StepObservation) -> None:
-    seen.token_counts.add(8)
+    seen.parts[0].token_counts.add(8)
 
 
 def _no_token(seen: StepObservation) -> None:
-    seen.token_counts = set()
+    seen.parts[0].token_counts = set()
 
 
 def _off(quantity: str, by: float) -> Callable[[StepObservation], None]:
@@ -112,12 +113,12 @@ def _last_bit(seen: StepObservation) -> None:
 
 
 def _fewer_bytes(seen: StepObservation) -> None:
-    assert seen.sent is not None
-    seen.sent[1 - seen.index] -= 8
+    assert seen.parts[0].sent is not None
+    seen.parts[0].sent[1 - seen.index] -= 8
 
 
 def _no_bytes(seen: StepObservation) -> None:
-    seen.received = {}
+    seen.parts[0].received = {}
 
 
 @pytest.mark.parametrize(
@@ -169,16 +170,54 @@ def test_bytes_that_were_not_recorded_are_not_compared() -> None:
     expectation = expect_training(case)
     observations = honest(case, expectation)
     for seen in observations:
-        seen.sent = seen.received = None
+        seen.parts[0].sent = seen.parts[0].received = None
     assert "bytes of the steps" not in check_step(case, expectation, observations)
 
 
 def test_bytes_count_what_checkpointing_computes_again() -> None:
-    once, twice = (bytes_sent(small_step(2, checkpointing=how)) for how in ("selective", "reentrant"))
+    once, twice = (bytes_sent(small_step(2, checkpointing=how), gathered=True) for how in ("selective", "reentrant"))
     keys = 4 * 2 * 2 * 8  # of 4 tokens: keys and values of 2 numbers of 8 bytes
     gathered = 4 * 11 * 8
     assert once[0, 1] == gathered + 2 * keys  # rank 1 needs the first half of a causal sequence, forward and backward
     assert once[1, 0] == gathered + keys  # and returns its gradients
     assert twice[0, 1] == once[0, 1] + keys and twice[1, 0] == once[1, 0]
-    layers = bytes_sent(small_step(2, accumulation=3, steps=2))
+    layers = bytes_sent(small_step(2, accumulation=3, steps=2), gathered=True)
     assert layers[1, 0] == gathered + 6 * keys
+
+
+RESUMED = small_step(4, data=2, accumulation=2, steps=3, resumed="striped")
+RESUMED_EXPECTATION = expect_training(RESUMED)
+
+
+def test_both_parts_of_a_run_that_is_resumed_are_looked_at() -> None:
+    observations = honest(RESUMED, RESUMED_EXPECTATION)
+    assert [seen.index for seen in observations] == [0, 1, 0, 1]
+    assert [seen.parts[1].index for seen in observations] == [0, 1, 2, 3]
+    assert not any(check_step(RESUMED, RESUMED_EXPECTATION, observations).values())
+
+
+def _as_many_tokens_as_before(seen: PartObservation) -> None:
+    seen.token_counts = {4}
+
+
+def _bytes_of_before(seen: PartObservation) -> None:
+    assert seen.sent is not None
+    seen.sent[0] += 8
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (
+            _as_many_tokens_as_before,
+            "on rank 3 (data 0, context 3) the model's modules had [4] tokens of a sequence of 8",
+        ),
+        (_bytes_of_before, "rank 3 (data 0, context 3) sent "),
+    ],
+)
+def test_what_is_wrong_after_a_resume_is_found(spoil: Callable[[PartObservation], None], said: str) -> None:
+    observations = honest(RESUMED, RESUMED_EXPECTATION)
+    spoil(observations[3].parts[1])
+    with pytest.raises(WrongResult) as caught:
+        check_step(RESUMED, RESUMED_EXPECTATION, observations)
+    assert said in str(caught.value)

@@ -84,3 +84,13 @@ def test_meshes_with_empty_and_uneven_shards(ranks: GlooBackend, data: int) -> N
     cuts = (0,) * context + (8,)
     holds(ranks, small_step(4, data=data, cuts=cuts, wrapper="fsdp2", checkpointing="selective"))
     holds(ranks, small_step(4, data=data, tokens=2, wrapper="ddp"))
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_run_is_taken_up_on_another_mesh(ranks: GlooBackend, wrapper: str) -> None:
+    """From two context groups that are not contiguous to one of all ranks, with momentum and tied weights."""
+    case = small_step(
+        4, data=2, arrangement="strided", wrapper=wrapper, accumulation=2, clipping=0.1, steps=3, optimiser="adamw",
+        labels="some", order="zigzag", resumed="striped", model=LONGNET, pattern=TORCHSCALE, batch=2,
+    )  # fmt: skip
+    assert max(holds(ranks, case).values()) < 1e-3

@@ -40,6 +40,8 @@ TORCHSCALE = Pattern.longnet([4, 8], [1, 2], 2, True, "torchscale")
         ({"wrapper": "fsdp1"}, "wrapper is 'fsdp1'; it must be one of none, ddp"),
         ({"clipping": -1.0}, "clipping is -1.0; it must be a finite number of at least 0"),
         ({"cuts": (0, 3, 9)}, r"cuts is \(0, 3, 9\); it must be 3 non-decreasing offsets from 0 to 8"),
+        ({"resumed": "zigzag"}, "resumed is 'zigzag'; it must be None with one step"),
+        ({"steps": 2, "resumed": "sideways"}, "resumed is 'sideways'; it must be one of contiguous"),
         ({"model": None}, "model is None"),
         ({"pattern": Pattern((Branch(heads=range(1, 2)),))}, "heads"),
         ({"model": LONGNET}, "pattern is .* it must be torchscale's"),
@@ -95,3 +97,14 @@ def test_who_stands_where_in_the_mesh() -> None:
     assert strided.mesh == ((0, 2), (1, 3))
     assert [strided.coordinates(rank) for rank in range(4)] == [(0, 0), (1, 0), (0, 1), (1, 1)]
     assert small_step(6, data=2, arrangement="strided").mesh == ((0, 2, 4), (1, 3, 5))
+
+
+def test_a_run_that_is_resumed_has_two_parts() -> None:
+    assert small_step(4).parts == (small_step(4),)
+    case = small_step(4, data=2, arrangement="strided", accumulation=3, cuts=(0, 3, 8), steps=3, resumed="zigzag")
+    first, then = case.parts
+    assert first == replace(case, steps=1, resumed=None)
+    assert (then.data, then.context, then.accumulation, then.steps) == (1, 4, 6, 2)
+    assert (then.order, then.cuts, then.resumed) == ("zigzag", None, None)
+    assert then.mesh == ((0, 1, 2, 3),)
+    assert TrainingCase.from_dict(json.loads(case.to_json())) == case

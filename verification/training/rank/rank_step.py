@@ -12,41 +12,53 @@ from verification.run.layouts import layout_of
 from verification.run.observation import carry
 from verification.training.material import IGNORED, global_batch, initial_parameters
 from verification.training.rank.meshes import handle_of, mesh_of
+from verification.training.rank.resuming import taken_up
 from verification.training.rank.ring_model import LanguageModel
 from verification.training.rank.wrapping import Unwrapped, wrapped
-from verification.training.step_observation import Array, StepObservation
+from verification.training.step_observation import Array, PartObservation, StepObservation
 from verification.training.training_case import TrainingCase
 
 
 def train_on_rank(transport: Transport, case: TrainingCase) -> StepObservation:
     """Task: a few steps on this rank of all. transport: of all ranks, by which the rank knows which it is."""
-    data_rank, index = case.coordinates(transport.rank)
-    context = ContextParallel(layout_of(case), handle_of(case), exchange=case.exchange, bucket=case.bucket)
-    model = loaded(case)
-    counted = TokenCounts(model)
-    run = wrapped(model, case)
-    seen = StepObservation(data_rank, index)
-    for step in range(case.steps):
-        batches = batches_of_step(case, context, data_rank, step)
-        losses = take_gradients(case, run, context, batches, seen if step == 0 else None)
-        if step == 0:
-            seen.gradients.update(_carried(run.gradients()))
-        if case.clipping is not None:
-            seen.norms[f"step {step + 1}"] = carry(run.clip(case.clipping))
-        seen.losses[f"step {step + 1}"] = carry(losses)
-        run.step()
+    seen = StepObservation(*case.coordinates(transport.rank))
+    run, first = None, 0
+    for part in case.parts:
+        data_rank, index = part.coordinates(transport.rank)
+        context = ContextParallel(layout_of(part), handle_of(part), exchange=case.exchange, bucket=case.bucket)
+        model = loaded(case)
+        counted = TokenCounts(model)
+        run, before = wrapped(model, part), run
+        if before is not None:
+            first = taken_up(before, run, first)
+        for step in range(first, first + part.steps):
+            batches = batches_of_step(case, part, context, data_rank, step)
+            train_one_step(part, run, context, batches, step, seen)
+        first += part.steps
+        seen.parts.append(_part_observation(context, index, counted))
+    assert run is not None
     seen.parameters.update(_carried(run.parameters()))
-    seen.token_counts = counted.found
-    if isinstance(context.transport, RecordingTransport):
-        seen.sent = _bytes_by_peer(context.transport.sent)
-        seen.received = _bytes_by_peer(context.transport.received)
     return seen
 
 
-def batches_of_step(case: TrainingCase, context: ContextParallel, data_rank: int, step: int) -> list[Batch]:
+def train_one_step(
+    case: TrainingCase, run: Unwrapped, context: ContextParallel, batches: list[Batch], step: int, seen: StepObservation
+) -> None:
+    losses = take_gradients(case, run, context, batches, seen if step == 0 else None)
+    if step == 0:
+        seen.gradients.update(_carried(run.gradients()))
+    if case.clipping is not None:
+        seen.norms[f"step {step + 1}"] = carry(run.clip(case.clipping))
+    seen.losses[f"step {step + 1}"] = carry(losses)
+    run.step()
+
+
+def batches_of_step(
+    case: TrainingCase, part: TrainingCase, context: ContextParallel, data_rank: int, step: int
+) -> list[Batch]:
     """This rank's share of its data rank's micro-batches."""
-    step_batch, found = global_batch(case, step), []
-    for number in range(case.accumulation):
+    step_batch, found = global_batch(case, step).of(part), []
+    for number in range(part.accumulation):
         tokens = step_batch.tokens[data_rank, number].to(case.device)  # (B, n), whole sequences
         ignored = step_batch.ignored[data_rank, number].to(case.device)
         labels = next_tokens(tokens).masked_fill(ignored, IGNORED)
@@ -59,7 +71,9 @@ def take_gradients(
 ) -> Tensor:
     """Forward and backward of all micro-batches; the loss of the step. seen: where the first step is noted."""
     mesh = mesh_of(case)
-    labelled = count_labels([labels_of(batch) for batch in batches], mesh)
+    labelled = None  # a single micro-batch has all labels of the step
+    if len(batches) > 1:
+        labelled = count_labels([labels_of(batch) for batch in batches], mesh)
     losses = []
     for number, batch in enumerate(batches):
         with run.micro_batch(last=number == len(batches) - 1):
@@ -113,6 +127,14 @@ def _note_batch(seen: StepObservation, batch: Batch) -> None:
 def _carried(named: dict[str, Tensor]) -> dict[str, Array]:
     """Copies: gradients and parameters are changed in place later."""
     return {name: carry(x).copy() for name, x in named.items()}
+
+
+def _part_observation(context: ContextParallel, index: int, counted: TokenCounts) -> PartObservation:
+    seen = PartObservation(index, counted.found)
+    if isinstance(context.transport, RecordingTransport):
+        seen.sent = _bytes_by_peer(context.transport.sent)
+        seen.received = _bytes_by_peer(context.transport.received)
+    return seen
 
 
 def _bytes_by_peer(messages: list[tuple[int, int, str]]) -> dict[int, int]:
