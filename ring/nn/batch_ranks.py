@@ -78,7 +78,7 @@ class BatchRanks:
         self._lines = _lines(over)
         self.rank = sum(line.index * line.stride for line in self._lines)
         self.world_size = prod(len(line.members) for line in self._lines)
-        self.calls = _Numbers([line.transport.calls for line in self._lines])
+        self.calls: Calls = _Numbers([line.transport.calls for line in self._lines])
 
     def agree(self, doing: str, signature: dict[str, object], error: Exception | None) -> None:
         """Raise one error on all ranks if there is any, or if their signatures differ. Every rank calls it."""

@@ -128,8 +128,9 @@ class ContextParallel:
     ) -> Tensor:
         """`ring_attention` on this rank's shards: q (B, N, H, D), k and v (B, N, Hk, D) -> like q."""
         # Not self.group: None, or a mesh, may have become another group than the one whose ranks the shards are for.
-        ours = isinstance(self.transport, ProcessGroupTransport) and self.transport is not self.group
-        group = self.transport.group if ours else self.transport
+        group: dist.ProcessGroup | Transport | None = self.transport
+        if isinstance(self.transport, ProcessGroupTransport) and self.transport is not self.group:
+            group = self.transport.group
         out = ring_attention(
             q, k, v, pattern, self.layout, group=group, exchange=self.exchange, bucket=self.bucket,
             kernel=self.kernel, scale=scale, check=self.check, name=name,
