@@ -121,6 +121,8 @@ def compare(signature: Mapping[str, object], error: Exception | None, transport:
 
 def _compare(where: str, signature: Signature, error: Exception | None, transport: Consensus) -> None:
     """where: what this rank is in: a call, and its direction."""
+    if transport.world_size == 1 and error is None:
+        return
     digest = b"\0" * _DIGEST if error is not None else _digest(where.encode() + b"\0" + signature.digest)
     try:
         if transport.all_equal(digest) and error is None:
