@@ -255,6 +255,8 @@ MISTAKES: dict[str, Mistake] = {
     "infinite scale": Mistake("scale", _set("scale", -math.inf)),
     "scale that is no number": Mistake("scale", _set("scale", "large")),
     "return_lse that is no flag": Mistake("return_lse", _set("return_lse", "yes")),
+    "name that is no string": Mistake("name", _set("name", 3)),
+    "another name than the others": Mistake("'another one'", _set("name", "another one"), alone=False),
     "another exchange than the others": Mistake("exchange", _other_exchange, alone=False),
     "another bucket than the others": Mistake("bucket", _other_bucket, alone=False),
     "another layout than the others": Mistake(
