@@ -59,11 +59,13 @@ def _model(draw: Draw) -> Model:
     heads, kv_heads = draw(_heads)
     positions, layers, tied = draw(_positions), draw(_layers), draw(_flags)
     head_dim = draw(_even_head_dims if positions == "rotary" or kind == "longnet" else _head_dims)
+    # Whether or not the kind has a use for them: what is drawn after them stays as it was when the kind shrinks.
+    qk_norm, bias, subln = draw(_flags), draw(_flags), draw(_flags)
     longnet, llama = kind == "longnet", kind == "llama"
     return Model(
         kind=kind, layers=layers, dim=heads * head_dim if longnet else draw(_dims), heads=heads, kv_heads=kv_heads,
         head_dim=head_dim, norm="layer" if longnet else draw(_norms), tied=tied,
-        qk_norm=llama and draw(_flags), bias=longnet or draw(_flags), subln=longnet and draw(_flags),
+        qk_norm=llama and qk_norm, bias=longnet or bias, subln=longnet and subln,
         positions=positions,
     )  # fmt: skip
 

@@ -15,6 +15,7 @@ from reference.pattern import Branch
 from verification.case import AGAIN, EXCHANGES, ORDERS, Case
 from verification.check.laws import LAWS, Law
 from verification.check.laws.isolation import CHANGES, neighbour
+from verification.check.laws.orders import MISTAKES as DEVIATIONS
 from verification.draw.cases import cases, digits, head_range, permutation
 from verification.report.coverage import FEATURES, count
 from verification.run.layouts import layout_of
@@ -106,6 +107,7 @@ LAW_FEATURES: dict[str, dict[str, int]] = {
     "wrong calls refused everywhere": {"dtype float16": 2, "exchange gather": 3, "dead row": 5},
     "no call takes another for its like": {"uneven cuts": 2, "GQA": 5, "causal": 20, "dilation": 20},
     "a call leaves nothing behind": {"exchange gather": 3, "dtype float16": 2, "GQA": 5},
+    "calls are not confused": {"exchange gather": 3, "subgroup": 5, "ranks do not divide tokens": 20, "again meta": 3},
     "memory of longer shards": {
         "default bucket beyond the least": 20,
         "scores larger than queries": 80,
@@ -150,6 +152,15 @@ def test_every_mistake_is_made() -> None:
     assert {culprit for _, culprit in made} == {None, 0, 1, 2}
     for mistake, culprit in made:
         assert MISTAKES[mistake].alone or culprit is not None, "to differ from the others takes others"
+
+
+def test_every_deviation_of_an_order_is_made() -> None:
+    (law,) = (law for law in LAWS if law.name == "calls are not confused")
+    drawn = [how for _, how in draw_many(law.draw(3), 200)]
+    kinds = {None if how["deviation"] is None else how["deviation"][0] for how in drawn}
+    assert kinds == {None, *DEVIATIONS}
+    assert {len(set(how["groups"])) for how in drawn} == {1, 2}, "on one group, and on two"
+    assert any(name is None for how in drawn for name in how["names"]) and any(any(how["names"]) for how in drawn)
 
 
 def test_elsewhere_is_another_place() -> None:

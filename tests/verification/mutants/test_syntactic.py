@@ -42,8 +42,8 @@ def change(file: str, was: str, becomes: str) -> Mutation:
 
 WRONG = (
     "ring/compute/accumulator.py",
-    "return merged, top + torch.log(total)",
-    "return merged, top - torch.log(total)",
+    "merged = (weight / share).unsqueeze(-1) * out + (new_weight / share).unsqueeze(-1) * new_out",
+    "merged = (weight / share).unsqueeze(-1) * out - (new_weight / share).unsqueeze(-1) * new_out",
 )
 SAME = ("ring/strided_view.py", "@lru_cache(maxsize=256)", "@lru_cache(maxsize=257)")
 
