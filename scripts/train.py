@@ -18,11 +18,13 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from pydoc_data.topics import topics  # the chapters of Python's reference manual: some 700 KiB
+from pydoc_data.topics import topics
 
 import torch
 import torch.distributed as dist
@@ -34,7 +36,8 @@ from ring import Layout
 from ring.nn import ContextParallel, LongNetBlock, clip_grad_norm, cross_entropy, next_tokens, shard_batch
 
 LAYOUTS = {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag, "striped": Layout.striped}
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}  # of parameters
+TEXTS = ("manual", "library")
 BOUND = 1e-9  # of the relative difference between two curves in fp64: far above rounding, far below any mistake
 
 
@@ -58,12 +61,28 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
+@cache
+def text(name: str) -> Tensor:
+    """(bytes,): the chapters of Python's reference manual, some 500 KiB, or the source of its library, some 10 MiB."""
+    if name == "manual":
+        return torch.frombuffer(bytearray("\n".join(topics.values()).encode()), dtype=torch.uint8)
+    folder, others = Path(sysconfig.get_path("stdlib")), {"site-packages", "dist-packages", "test", "tests"}
+    files = [file for file in sorted(folder.rglob("*.py")) if not others & set(file.relative_to(folder).parts)]
+    return torch.frombuffer(bytearray(b"\n".join(file.read_bytes() for file in files)), dtype=torch.uint8)
+
+
+def divided(options: argparse.Namespace) -> tuple[Tensor, Tensor]:
+    """The text to train on, (bytes,), and behind it the windows that are held out, (windows, tokens)."""
+    whole, held = text(options.text), options.held_out * options.tokens
+    return whole[: len(whole) - held], whole[len(whole) - held :].view(-1, options.tokens)
+
+
 def windows(step: int, options: argparse.Namespace) -> Tensor:
     """The batch of a step: (batch, tokens) bytes, from places that depend on the step alone."""
-    text = torch.frombuffer(bytearray("\n".join(topics.values()).encode()), dtype=torch.uint8)
+    trained_on, _ = divided(options)
     generator = torch.Generator().manual_seed(1_000_003 * options.seed + step)
-    starts = torch.randint(len(text) - options.tokens, (options.batch,), generator=generator)
-    return torch.stack([text[start : start + options.tokens] for start in starts]).long()
+    starts = torch.randint(len(trained_on) - options.tokens, (options.batch,), generator=generator)
+    return torch.stack([trained_on[start : start + options.tokens] for start in starts])
 
 
 @dataclass
@@ -89,15 +108,26 @@ class Training:
         # (2) Gradients are averaged over all ranks, data and context.
         self.parallel = DistributedDataParallel(self.model, process_group=self.mesh._flatten().get_group())
 
-    def train_step(self) -> float:
-        """One step; returns the mean loss of the whole batch, the same number on every rank."""
-        tokens = windows(self.step, self.options)
-        rows = tokens.chunk(self.mesh["data"].size())[self.mesh["data"].get_local_rank()]
+    def loss(self, sequences: Tensor) -> Tensor:
+        """The mean loss of all of (batch, tokens), the same number on every rank."""
+        rows = sequences.chunk(self.mesh["data"].size())[self.mesh["data"].get_local_rank()].to(self.device).long()
         # (3) Labels are shifted first; (4) then tokens, labels and positions are sharded together.
-        batch = shard_batch(self.context, rows.to(self.device), next_tokens(rows.to(self.device)))
-        logits = self.parallel(batch.tokens, batch.context)
+        batch = shard_batch(self.context, rows, next_tokens(rows))
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.dtype == "bfloat16"):
+            logits = self.parallel(batch.tokens, batch.context)
         # (5) The mean over all labelled tokens, with the gradient that an average over ranks turns into the right one.
-        loss = cross_entropy(logits, batch.labels, self.mesh)
+        return cross_entropy(logits, batch.labels, self.mesh)
+
+    @torch.no_grad()
+    def held_out_loss(self) -> float:
+        """The mean loss of the windows that no step sees."""
+        _, held_out = divided(self.options)
+        batches = held_out.split(self.options.batch)
+        return sum(self.loss(batch).item() for batch in batches) / len(batches)
+
+    def train_step(self) -> float:
+        """One step; returns its loss."""
+        loss = self.loss(windows(self.step, self.options))
         loss.backward()
         # (6) The norm of the averaged gradients, which every rank has in full.
         clip_grad_norm(self.model.parameters(), 1.0)
@@ -141,16 +171,21 @@ class Saved:
         return x
 
 
-def train(options: argparse.Namespace) -> None:
-    """On this rank."""
+def join(options: argparse.Namespace) -> tuple[DeviceMesh, torch.device]:
+    """All ranks, as a mesh (data, context), and the device of this one."""
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if gpu else "gloo")
-    ranks = dist.get_world_size()
-    mesh = init_device_mesh(device.type, (options.data, ranks // options.data), mesh_dim_names=("data", "context"))
-    training = Training(options, mesh, device)
+    shape = (options.data, dist.get_world_size() // options.data)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("data", "context")), device
+
+
+def train(options: argparse.Namespace) -> None:
+    """On this rank."""
+    mesh, device = join(options)
+    training, ranks = Training(options, mesh, device), dist.get_world_size()
     say = print if dist.get_rank() == 0 else lambda *_, **__: None
     say(f"{ranks} ranks ({options.data} data x {ranks // options.data} context), {options.tokens} tokens in a sequence")
     saved, started, began = Saved(training.model), time.perf_counter(), training.step
@@ -165,8 +200,11 @@ def train(options: argparse.Namespace) -> None:
     most = torch.tensor(saved.bytes, device=device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     say(f"activations of a step: {most.item() / 2**20:.1f} MiB on the rank with most")
+    held_out = training.held_out_loss() if options.held_out else None
+    if held_out is not None:
+        say(f"held-out loss {held_out:.4f}")
     if options.json and dist.get_rank() == 0:
-        record = {"ranks": ranks, "losses": training.losses, "activations": most.item()}
+        record = {"ranks": ranks, "losses": training.losses, "activations": most.item(), "held_out": held_out}
         options.json.write_text(json.dumps(record) + "\n")
     dist.destroy_process_group()
 
@@ -201,8 +239,8 @@ def check(options: argparse.Namespace) -> int:
     return 0 if apart <= BOUND else 1
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser_of(description: str | None = __doc__) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1, help="processes to start, where torchrun starts none")
     parser.add_argument("--data", type=int, default=1, help="groups of ranks that have batches of their own")
     parser.add_argument("--steps", type=int, default=200)
@@ -219,18 +257,28 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--segment-length", type=int, nargs="+", default=[128, 512, 1024])
     parser.add_argument("--dilated-ratio", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--layout", choices=LAYOUTS, default="zigzag")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="bfloat16: by autocast, parameters in fp32")
+    parser.add_argument("--text", choices=TEXTS, default="manual", help="Python's manual, or its library's source")
+    parser.add_argument("--held-out", type=int, default=0, help="windows at the text's end that no step sees")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     options = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", options.ranks))
     if options.data < 1 or ranks % options.data or options.batch % options.data:
         parser.error(f"--data is {options.data}; it must divide the {ranks} ranks and the batch of {options.batch}")
+    if options.held_out < 0 or options.held_out % options.batch:
+        parser.error(f"--held-out is {options.held_out}; it must be a multiple of the batch of {options.batch}")
+    if (options.held_out + 1) * options.tokens >= len(text(options.text)):
+        parser.error(f"--text {options.text} has {len(text(options.text))} bytes; that is not enough for the windows")
     return options
 
 
 def main() -> int:
-    options = parse()
+    options = parse(parser_of())
     if options.check:
         return check(options)
     if "RANK" in os.environ:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
 import os
 import subprocess
@@ -9,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 SMALL = "--tokens 64 --layers 1 --dim 16 --heads 2 --segment-length 16 64 --dilated-ratio 1 2 --dtype float64 --every 1"
@@ -44,3 +47,43 @@ def test_data_groups_that_do_not_divide_the_ranks_are_refused() -> None:
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert done.returncode == 2
     assert "--data is 3; it must divide the 4 ranks and the batch of 2" in done.stderr
+
+
+def test_no_step_sees_the_windows_that_are_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    train = importlib.import_module("train")
+    whole = torch.full((1024,), ord("a"), dtype=torch.uint8)
+    whole[-512:] = ord("b")
+    monkeypatch.setattr(train, "text", lambda name: whole)
+    options = argparse.Namespace(text="manual", tokens=64, batch=4, held_out=8, seed=1)
+    trained_on, held_out = train.divided(options)
+    assert held_out.shape == (8, 64) and (held_out == ord("b")).all()
+    assert trained_on.shape == (512,) and (trained_on == ord("a")).all()
+    assert all((train.windows(step, options) == ord("a")).all() for step in range(500))
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_both_patterns_are_trained_on_as_many_bytes_and_for_as_long(tmp_path: Path) -> None:
+    script = (
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=1",
+        str(ROOT / "scripts/bench_patterns.py"),
+    )
+    file = tmp_path / "record.json"
+    own = ("--seconds", "0.5", "--held-out", "2", "--json", str(file), "--every", "2")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, *script, *SMALL.split(), *own], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    record = json.loads(file.read_text())
+    dense, dilated = record["trainings"]
+    assert (dense["segment_length"], dense["dilated_ratio"], dilated["segment_length"]) == ([64], [1], [16, 64])
+    assert dense["seconds"][-1] >= 0.5 and dilated["seconds"][-1] >= 0.5
+    assert len(dense["losses"]) <= len(dilated["losses"])
+    for training in (dense, dilated):
+        assert len(training["losses"]) == len(training["seconds"]) == training["steps"]
+        assert training["held_out"][-1]["step"] == training["steps"]

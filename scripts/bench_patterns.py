@@ -1,0 +1,110 @@
+#!/usr/bin/env python3
+"""Trains one model with dense attention, then with LongNet's, and records the losses by bytes seen and by seconds.
+
+    torchrun --nproc-per-node=P scripts/bench_patterns.py --seconds 100 --held-out 8 --json FILE [options of train.py]
+
+Both trainings are those of scripts/train.py: the same model, parameters at the start, batches and seed. The dense one
+ends after --seconds; the dilated one, whose pattern is that of --segment-length and --dilated-ratio, has then seen as
+many bytes, and taken as many seconds, as the dense one, and goes on until both are so. Seconds are those of training
+steps after a first one that does not count; every --every steps the held-out loss is computed, outside of them. Seconds
+of one run can be compared with each other, seconds of different runs cannot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from train import Training, join, parse, parser_of, text
+
+from verification.report.provenance import surroundings
+
+SHARED = ("tokens", "batch", "layers", "dim", "heads", "lr", "dtype", "text", "held_out", "layout", "seed", "data")
+
+
+class Timed(Training):
+    """A training with its seconds, and its held-out loss now and then."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.seconds: list[float] = []  # at the end of each step, on the slowest rank
+        self.held_out: list[dict[str, float]] = []
+
+    def timed_step(self) -> None:
+        started = time.perf_counter()
+        self.train_step()  # ends with the loss on the processor: the GPU has done all before it
+        took = torch.tensor(time.perf_counter() - started, device=self.device)
+        dist.all_reduce(took, op=dist.ReduceOp.MAX)
+        self.seconds.append((self.seconds[-1] if self.seconds else 0.0) + took.item())
+
+    def look(self) -> None:
+        self.held_out.append({"step": self.step, "loss": self.held_out_loss()})
+
+    def to_dict(self, pattern: str) -> dict[str, Any]:
+        return {
+            "pattern": pattern,
+            "segment_length": self.options.segment_length,
+            "dilated_ratio": self.options.dilated_ratio,
+            "steps": self.step,
+            "losses": [round(loss, 5) for loss in self.losses],
+            "seconds": [round(second, 4) for second in self.seconds],
+            "held_out": self.held_out,
+        }
+
+
+def compare(options: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> None:
+    """Both trainings. Rank 0 writes the file anew after each look at the held-out windows."""
+    ranks, first = dist.get_world_size(), dist.get_rank() == 0
+    command = f"torchrun --nproc-per-node={ranks} scripts/bench_patterns.py {shlex.join(sys.argv[1:])}"
+    record: dict[str, Any] = surroundings(device.type, ranks, command)
+    record |= {name: getattr(options, name) for name in SHARED} | {"text_bytes": len(text(options.text))}
+    record["trainings"] = []
+    steps = 0
+    for pattern, own in (("dense", dense(options)), ("dilated", options)):
+        Timed(own, mesh, device).train_step()  # makes the kernels ready
+        training = Timed(own, mesh, device)
+        record["parameters"] = sum(x.numel() for x in training.model.parameters())
+        record["trainings"].append({})
+        going = True
+        while going:
+            training.timed_step()
+            going = training.seconds[-1] < options.seconds or training.step < steps
+            if training.step % options.every and going:
+                continue
+            training.look()
+            record["trainings"][-1] = training.to_dict(pattern)
+            if first:
+                seen, seconds = training.step * options.batch * options.tokens, training.seconds[-1]
+                loss, held_out = training.losses[-1], training.held_out[-1]["loss"]
+                print(
+                    f"{pattern}: {seen:,} bytes, {seconds:.1f} s: loss {loss:.4f}, held-out {held_out:.4f}", flush=True
+                )
+                options.json.write_text(json.dumps(record) + "\n")
+        steps = training.step
+
+
+def dense(options: argparse.Namespace) -> argparse.Namespace:
+    """One segment, of which every token is taken."""
+    return argparse.Namespace(**vars(options) | {"segment_length": [options.tokens], "dilated_ratio": [1]})
+
+
+def main() -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("--seconds", type=float, default=100.0, help="of the dense training")
+    options = parse(parser)
+    if options.json is None or options.held_out < 1:
+        parser.error("--json and --held-out are needed")
+    compare(options, *join(options))
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
