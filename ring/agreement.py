@@ -29,7 +29,6 @@ from ring.plan.plan import EXCHANGES
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _DIGEST = 16
-_CALL = "call"  # the entry of a signature that says in which call of the group a rank is
 _MOST = 2**40  # tokens: plans count in 64 bits
 _LARGEST = sys.float_info.max
 
@@ -106,17 +105,15 @@ def agree_backward(numbered: NumberedCall, transport: Transport, check: bool) ->
     numbered.backwards += 1  # on all ranks or, after an error, on none
 
 
-def compare(signature: Mapping[str, object], error: Exception | None, transport: Consensus) -> None:
+def compare(where: str, signature: Mapping[str, object], error: Exception | None, transport: Consensus) -> None:
     """Raise the error of the first rank that has one, or a ValueError that names the first entry in which the ranks'
-    signatures differ: the same on every rank. Every rank calls it. The signatures have the same names; the entry "call"
-    says what the rank is doing, and is compared first.
+    signatures differ: the same on every rank. Every rank calls it. where: what this rank is doing, compared first. The
+    signatures have the same names.
 
     Raises RuntimeError that names the ranks that do not come within the group's timeout.
     """
-    entries = dict(signature)
-    where = str(entries.pop(_CALL, "what they do together"))
     with transport.calls.turn():
-        _compare(where, Signature(entries, json.dumps(entries).encode()), error, transport)
+        _compare(where, Signature(signature, json.dumps(signature).encode()), error, transport)
 
 
 def _compare(where: str, signature: Signature, error: Exception | None, transport: Consensus) -> None:
@@ -129,34 +126,34 @@ def _compare(where: str, signature: Signature, error: Exception | None, transpor
             return
     except Absent as absent:
         raise RuntimeError(absent.told(where)) from absent
-    said = [type(error).__name__, str(error)] if error is not None else {_CALL: where, **signature.entries}
+    said = [type(error).__name__, str(error)] if error is not None else [where, signature.entries]
     # Two more collective calls cost nothing here: an error follows.
     everyone = all_gather_json([said, transport.calls.number], transport)
     transport.calls.catch_up(max(number for _, number in everyone))
-    raise _joint_error([words for words, _ in everyone])
+    raise _joint_error([(str(kind), text) for (kind, text), _ in everyone])
 
 
 def _digest(what: bytes) -> bytes:
     return hashlib.blake2b(what, digest_size=_DIGEST).digest()
 
 
-def _joint_error(said: list[object]) -> Exception:
-    for rank, words in enumerate(said):
-        if isinstance(words, list):
-            if words[0] == "NotImplementedError":
-                return NotImplementedError(f"rank {rank}: {words[1]}")
-            what = "" if words[0] == "ValueError" else f"{words[0]}: "
-            return ValueError(f"rank {rank}: {what}{words[1]}")
-    first = said[0]
+def _joint_error(said: list[tuple[str, str | dict[str, object]]]) -> Exception:
+    """said: by rank, the type of an error and its text, or in which call the rank is and its signature."""
+    for rank, (kind, text) in enumerate(said):
+        if isinstance(text, str):
+            if kind == "NotImplementedError":
+                return NotImplementedError(f"rank {rank}: {text}")
+            named = text if kind == "ValueError" else f"{kind}: {text}"
+            return ValueError(f"rank {rank}: {named}")
+    there, first = said[0]
     assert isinstance(first, dict)
-    for rank, words in enumerate(said):
-        assert isinstance(words, dict)
-        if words.get(_CALL) != first.get(_CALL):
-            given = f"rank 0 is in {first.get(_CALL)}, rank {rank} in {words.get(_CALL)}"
+    for rank, (where, _) in enumerate(said):
+        if where != there:
+            given = f"rank 0 is in {there}, rank {rank} in {where}"
             return ValueError(f"calls on a group must come in the same order on every rank: {given}")
-    for rank, words in enumerate(said):
-        assert isinstance(words, dict)
-        for name, value in words.items():
+    for rank, (_, entries) in enumerate(said):
+        assert isinstance(entries, dict)
+        for name, value in entries.items():
             if value != first[name]:
                 given = f"rank 0 has {first[name]}, rank {rank} {value}"
                 return ValueError(f"{name} must be the same on every rank: {given}")

@@ -9,7 +9,7 @@ into one accumulator per query row. The backward of a partial takes its own q, k
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial, wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -117,9 +117,7 @@ def ring_attention(
         call = Call(q, k, v, pattern, layout, exchange, bucket, kernel, scale, return_lse)
         agree(call, numbered, transport, check)
         if q.is_cuda and not isinstance(group, Transport):
-            transport = _between_gpus(
-                transport
-            )  # the ranks meet in it, and know only now that all have tensors on GPUs
+            transport = _between_gpus(transport)  # the ranks meet in it, now that all have tensors on GPUs
         walk = _Walk(_plan(call, transport.rank), transport, kernel, call.factor, numbered, check)
         out, lse = _RingAttention.apply(q, k, v, walk)
     return (out, lse) if return_lse else out
@@ -193,6 +191,10 @@ class _Walk:
     numbered: NumberedCall
     check: bool
 
+    def posting(self, what: str) -> AbstractContextManager[None]:
+        """Around what posts messages. what: in which call and direction."""
+        return self.numbered.calls.posting(what) if self.transport.world_size > 1 else nullcontext()
+
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
@@ -200,7 +202,7 @@ class _RingAttention(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, walk: _Walk
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.autocast(q.device.type, enabled=False):  # sums keep the accumulator's type
-            prepared = Prepared(partial(_forward, walk))
+            prepared = Prepared(partial(_forward_of, walk))
             out, lse = torch.ops.ring.attention(q, k, v, prepared.number)
         ctx.walk = walk
         ctx.save_for_backward(q, k, v, out, lse)
@@ -212,9 +214,11 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         # Whatever checkpointing computes again, it has computed when the tensors are there: its calls come before this.
         with ctx.walk.transport.calls.turn(), torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+            what = ctx.walk.numbered.backward
             agree_backward(ctx.walk.numbered, ctx.walk.transport, ctx.walk.check)
             given = torch.zeros_like(out) if dout is None else dout
-            grads = _backward(ctx.walk, q, k, v, out, lse, given, dlse)
+            with ctx.walk.posting(what):
+                grads = _backward(ctx.walk, q, k, v, out, lse, given, dlse)
         if torch.is_grad_enabled():  # create_graph=True: the gradients may be used, not differentiated
             sources = [x for x in (q, k, v, dout, dlse) if x is not None]
             grads = _Once.apply(*grads, *sources)
@@ -233,6 +237,11 @@ class _Once(torch.autograd.Function):
         raise NotImplementedError(
             "ring_attention: double backward is not supported; got a derivative of its gradient, allowed are first ones"
         )
+
+
+def _forward_of(walk: _Walk, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    with walk.posting(walk.numbered.forward):
+        return _forward(walk, q, k, v)
 
 
 def _forward(walk: _Walk, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

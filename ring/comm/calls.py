@@ -6,6 +6,9 @@ number, its backwards go by the same number, and the ranks compare both before a
 
 One thread calls on a group, since nothing orders the calls of several threads in the same way on every rank. Where two
 do, all that the first one had under way may have met calls of the second one elsewhere: it has no backward any more.
+
+A call that ends in the middle, out of memory or interrupted, leaves messages under way, which would meet those of the
+next call: nothing can be called on the group any more.
 """
 
 from __future__ import annotations
@@ -51,28 +54,45 @@ class Calls:
     _refused: int = 0  # the latest call that was refused since it came from a second thread
     _why: str = ""
     _questions: int = 0  # that all ranks of the group have answered together
+    _broken: str = ""  # how a call ended in the middle
     _turn: threading.RLock = field(default_factory=threading.RLock)
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """One forward or backward at a time: another thread waits here, and is then refused by `check_thread`."""
+        """One forward or backward at a time: another thread waits here, and is then refused by `check_thread`.
+
+        Raises RuntimeError after a call that ended in the middle.
+        """
         with self._turn:
+            if self._broken:
+                raise RuntimeError(f"nothing can be called on this group any more, since on this rank {self._broken}")
             yield
+
+    @contextmanager
+    def posting(self, what: str) -> Iterator[None]:
+        """Around what posts messages. what: in which call and direction."""
+        try:
+            yield
+        except BaseException as error:
+            self._broken = f"{what} ended in the middle: {type(error).__name__}: {error}".partition("\n")[0]
+            raise
 
     def begin(self, name: str | None) -> NumberedCall:
         """The next call. Every call has a number, also one that is refused."""
         self._number += 1
         return NumberedCall(self, self._number, name)
 
-    def check_thread(self, call: NumberedCall) -> None:
-        """Raise ValueError if another thread, which still runs, calls on this group."""
+    def check_thread(self, call: NumberedCall | str) -> None:
+        """Raise ValueError if another thread, which still runs, calls on this group. call: one that has no number, by
+        what it does.
+        """
         if within_backward():  # what checkpointing computes again, in a thread of autograd
             return
         mine = threading.current_thread()
         if self._thread is None or not self._thread.is_alive():
             self._thread, self._first = mine, str(call)
         if self._thread is not mine:
-            self._refused = call.number
+            self._refused = self._number if isinstance(call, str) else call.number
             self._why = (
                 f"calls on a group must come from one thread: got {call} from {mine.name!r}, and {self._first} from "
                 f"{self._thread.name!r}, which still runs; allowed is a group of its own for each thread"

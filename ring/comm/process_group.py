@@ -32,18 +32,29 @@ class _Works:
     """
 
     def __init__(self, sends: Sequence[dist.Work], receives: Sequence[dist.Work], messages: Sequence[Message]) -> None:
+        """messages: those of the receives first."""
         self._sends, self._receives, self._messages = sends, receives, messages
 
     def arrive(self) -> None:
-        for work in self._receives:
-            work.wait()
+        # NCCL may have one work for a whole batch.
+        for work, message in zip(self._receives, self._messages, strict=False):
+            _wait(work, f"the message {message.label!r} from rank {message.peer} did not come")
         self._receives = ()
 
     def wait(self) -> None:
+        received = len(self._messages) - len(self._sends)
         self.arrive()
-        for work in self._sends:
-            work.wait()
+        for work, message in zip(self._sends, self._messages[received:], strict=True):
+            _wait(work, f"rank {message.peer} did not take the message {message.label!r}")
         self._sends, self._messages = (), ()
+
+
+def _wait(work: dist.Work, failed: str) -> None:
+    """Raises RuntimeError that says what failed: torch names a connection, not a rank of the group."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise RuntimeError(f"{failed}: {error}".partition("\n")[0]) from error
 
 
 class ProcessGroupTransport(OwnBuffers):
@@ -72,12 +83,12 @@ class ProcessGroupTransport(OwnBuffers):
         if any(message.tensor.is_cuda for message in (*sends, *receives)):
             operations = [dist.P2POp(dist.isend, m.tensor, group=self.group, group_peer=m.peer) for m in sends]
             operations += [dist.P2POp(dist.irecv, m.tensor, group=self.group, group_peer=m.peer) for m in receives]
-            return _Works((), dist.batch_isend_irecv(operations), (*sends, *receives))
+            return _Works((), dist.batch_isend_irecv(operations), (*receives, *sends))
         found = [dist.irecv(m.tensor, group=self.group, group_src=m.peer) for m in receives]
         found += [dist.isend(m.tensor, group=self.group, group_dst=m.peer) for m in sends]
         works = [work for work in found if work is not None]
         assert len(works) == len(sends) + len(receives)
-        return _Works(works[len(receives) :], works[: len(receives)], (*sends, *receives))
+        return _Works(works[len(receives) :], works[: len(receives)], (*receives, *sends))
 
     def all_equal(self, payload: bytes) -> bool:
         if self.world_size == 1:

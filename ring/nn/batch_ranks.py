@@ -7,7 +7,8 @@ the default group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring.agreement import compare
-from ring.comm.calls import Calls
+from ring.comm.calls import Calls, NumberedCall
 from ring.comm.group import is_mesh
 from ring.comm.process_group import ProcessGroupTransport, backends_of
 from ring.comm.transport import Absent
@@ -57,6 +58,18 @@ class _Numbers(Calls):
         super().__init__()
         self._lines = lines
 
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Of all lines."""
+        with ExitStack() as turns:
+            for calls in self._lines:
+                turns.enter_context(calls.turn())
+            yield
+
+    def check_thread(self, call: NumberedCall | str) -> None:
+        for calls in self._lines:
+            calls.check_thread(call)
+
     @property
     def number(self) -> int:
         return max((calls.number for calls in self._lines), default=0)
@@ -80,9 +93,18 @@ class BatchRanks:
         self.world_size = prod(len(line.members) for line in self._lines)
         self.calls: Calls = _Numbers([line.transport.calls for line in self._lines])
 
+    def turn(self) -> AbstractContextManager[None]:
+        """Around all that the ranks do together for one result: another thread waits until it is there."""
+        return self.calls.turn()
+
     def agree(self, doing: str, signature: dict[str, object], error: Exception | None) -> None:
         """Raise one error on all ranks if there is any, or if their signatures differ. Every rank calls it."""
-        compare({"call": doing} | signature, error, self)
+        if error is None and self.world_size > 1:
+            try:
+                self.calls.check_thread(doing)
+            except ValueError as found:
+                error = found
+        compare(doing, signature, error, self)
 
     def gather(self, x: Tensor) -> Tensor:
         """x (...), of one shape and type on all ranks -> (ranks, ...) in their order: the same bits on all."""

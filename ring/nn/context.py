@@ -78,9 +78,19 @@ class ContextParallel:
     def __delattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"{name} cannot be deleted: make another ContextParallel")
 
-    def __deepcopy__(self, memo: dict[int, object]) -> ContextParallel:
+    def __copy__(self) -> ContextParallel:
         """Itself: a module's copy runs over the same ranks."""
         return self
+
+    def __deepcopy__(self, memo: dict[int, object]) -> ContextParallel:
+        """Likewise."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a ContextParallel cannot be pickled, since its group is of this process: make it anew, and save a "
+            "module's state_dict() in place of the module"
+        )
 
     def __repr__(self) -> str:
         return (
@@ -170,7 +180,7 @@ class ContextParallel:
             except Exception as found:  # of any type: the other ranks must hear of it
                 error = found
             if self.check:
-                compare({"call": str(call)} | signature, error, self.transport)
+                compare(str(call), signature, error, self.transport)
             elif error is not None:
                 raise error
 
@@ -184,5 +194,5 @@ class ContextParallel:
         with calls.turn():
             call = calls.begin(name)
             if self.check:
-                compare({"call": call.forward}, error, self.transport)
+                compare(call.forward, {}, error, self.transport)
         raise error

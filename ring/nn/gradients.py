@@ -39,7 +39,13 @@ def average_gradients(
     Raises ValueError, on every rank, for parameters that differ between ranks, for sparse gradients, and for an
     iterator at its end; NotImplementedError for complex gradients, and for DTensors, whose wrapper averages them.
     """
-    ranks, error = BatchRanks(over), None
+    ranks = BatchRanks(over)
+    with ranks.turn():
+        _average_gradients(parameters, ranks)
+
+
+def _average_gradients(parameters: Iterable[Tensor] | Tensor, ranks: BatchRanks) -> None:
+    error: Exception | None = None
     mine: list[Tensor] = []
     signature: dict[str, object] = {}
     try:
@@ -71,7 +77,13 @@ def clip_grad_norm(
     gradients differ between ranks: those were not averaged yet; for an iterator at its end. NotImplementedError for
     complex gradients and for DTensors that are partial sums.
     """
-    ranks, error = BatchRanks(over), None
+    ranks = BatchRanks(over)
+    with ranks.turn():
+        return _clip_grad_norm(parameters, max_norm, ranks)
+
+
+def _clip_grad_norm(parameters: Iterable[Tensor] | Tensor, max_norm: float, ranks: BatchRanks) -> Tensor:
+    error: Exception | None = None
     grads: list[Any] = []
     signature: dict[str, object] = {}
     try:
@@ -101,7 +113,7 @@ def _listed(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
     for x in listed:
         if not isinstance(x, Tensor):
             raise ValueError(f"parameters must be tensors, got {type(x)!r}")
-    return listed
+    return list({id(x): x for x in listed}.values())  # tied ones once
 
 
 def _check_real(x: Tensor) -> None:

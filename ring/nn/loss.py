@@ -42,7 +42,13 @@ def count_labels(
 
     Raises ValueError, on every rank, for labels of another type and for lists of different lengths.
     """
-    ranks, error, found = BatchRanks(over), None, torch.zeros(1, dtype=torch.int64)
+    ranks = BatchRanks(over)
+    with ranks.turn():
+        return _count_labels(labels, ranks, ignored)
+
+
+def _count_labels(labels: Tensor | Sequence[Tensor], ranks: BatchRanks, ignored: int) -> int:
+    error, found = None, torch.zeros(1, dtype=torch.int64)
     signature: dict[str, object] = {}
     try:
         if not isinstance(labels, (Tensor, list, tuple)):
@@ -99,7 +105,9 @@ def cross_entropy(
         given = logits.to(accumulator_dtype(logits.dtype)).flatten(0, 1)
         return _per_token(given, labels.flatten().long(), ignored).view_as(labels)
 
-    return _mean("cross_entropy", losses, labels, over, labelled, averaged_over, ignored)
+    ranks = BatchRanks(over)
+    with ranks.turn():
+        return _mean("cross_entropy", losses, labels, ranks, labelled, averaged_over, ignored)
 
 
 def token_mean(
@@ -121,20 +129,22 @@ def token_mean(
         _check_shapes("losses", losses, labels, losses.shape)
         return losses
 
-    return _mean("token_mean", given, labels, over, labelled, averaged_over, ignored)
+    ranks = BatchRanks(over)
+    with ranks.turn():
+        return _mean("token_mean", given, labels, ranks, labelled, averaged_over, ignored)
 
 
 def _mean(
     doing: str,
     compute: Callable[[], Tensor],
     labels: Tensor,
-    over: dist.ProcessGroup | DeviceMesh | None,
+    ranks: BatchRanks,
     labelled: int | None,
     averaged_over: float | None,
     ignored: int,
 ) -> Tensor:
     """compute: checks the arguments of its caller and returns the losses, (B, N)."""
-    ranks, error = BatchRanks(over), None
+    error: Exception | None = None
     signature: dict[str, object] = {}
     local, found, kind = torch.zeros(()), torch.zeros(2), torch.float32
     try:

@@ -9,7 +9,8 @@ from torch.nn.functional import cross_entropy as torch_cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from ring.nn import IGNORED, count_labels, cross_entropy, token_mean
-from tests.support.nn_ranks import TOKENS, apart, context_of, data_index, drawn, far, mesh_of, summed
+from tests.support.nn_ranks import TOKENS, apart, context_of, data_index, drawn, far, mesh_of, said, summed
+from verification.run.programs import in_second_thread
 
 DIM, VOCABULARY = 5, 7
 
@@ -144,6 +145,19 @@ def too_few_labelled() -> str:
         cross_entropy(drawn(1, *labels.shape, VOCABULARY), labels)
         return str(error)
     return "nothing"
+
+
+def from_a_second_thread(culprit: int) -> tuple[str, float]:
+    """What is said where one rank computes its loss in a second thread; and the loss of all ranks afterwards."""
+    context = context_of("even")
+    logits, labels = context.shard(drawn(1, 2, TOKENS, VOCABULARY)), context.shard(_labels("some", 0, 0))
+    cross_entropy(logits, labels)
+
+    def lossy() -> Tensor:
+        return cross_entropy(logits, labels)
+
+    answer = said(lambda: in_second_thread(lossy) if context.rank == culprit else lossy())
+    return answer, lossy().item()
 
 
 def evaluated() -> tuple[bool, float]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ring import Layout, Pattern, ring_attention
 from ring.comm.waiting import GRACE, SLOW
+from ring.compute import kernels
 
 TIMEOUT = 3.0  # seconds, of a group: longer than SLOW, so that ranks leave their marks
 
@@ -25,9 +26,12 @@ def _group(seconds: float = TIMEOUT) -> dist.ProcessGroup:
     return made
 
 
-def _forward(group: dist.ProcessGroup | None, name: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(
+    group: dist.ProcessGroup | None, name: str | None = None, exchange: str = "ring"
+) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v = (torch.ones(1, 2, 1, 4, requires_grad=True) for _ in range(3))
-    out = ring_attention(q, k, v, Pattern.dense(), Layout.contiguous(6, 3), group=group, name=name)
+    layout = Layout.contiguous(6, 3)
+    out = ring_attention(q, k, v, Pattern.dense(), layout, group=group, name=name, exchange=exchange)
     assert isinstance(out, torch.Tensor)
     return out, q
 
@@ -76,6 +80,45 @@ def one_comes_too_late() -> str:
     said = _said(lambda: _forward(group))
     dist.barrier()
     return said
+
+
+def one_ends_in_the_middle(exchange: str) -> list[str]:
+    """What is said in the call in which rank 1 runs out of memory, or is interrupted, and in the next one."""
+    group = _group()
+    _forward(group)
+    real = kernels.forward
+
+    def failing(*arguments: Any) -> Any:
+        raise MemoryError("no room\nfor anything")
+
+    if dist.get_rank() == 1:
+        kernels.forward = failing  # type: ignore[assignment]
+    found = []
+    for name in ("layer 3", "layer 4"):
+        try:
+            _forward(group, name, exchange)
+            found.append("fine")
+        except (MemoryError, RuntimeError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+        kernels.forward = real
+    dist.barrier()
+    return found
+
+
+def die_in_the_middle(rank: int, killed: int, folder: str) -> None:
+    """A process of its own. It writes what is said where a rank is killed when it has agreed to the second call."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{folder}/store", 3), rank=rank, world_size=3, timeout=timedelta(seconds=60)
+    )
+    _forward(None)
+    if rank == killed:
+        kernels.forward = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    try:
+        _forward(None)
+    except RuntimeError as error:
+        Path(folder, f"said {rank}").write_text(str(error))
 
 
 def live_and_die(rank: int, killed: int, folder: str) -> None:

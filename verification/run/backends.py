@@ -35,7 +35,7 @@ BACKENDS = {
 # `requires_grad_` and in the first call of an autograd function: without them the first example of every new rank would
 # look like a hang. They are named, not imported, so that this process does not spend that second.
 PRELOAD = (torch.__name__, ring.__name__, observe.__module__, "torch.fx.experimental.symbolic_shapes", "torch._dynamo")
-WARM_UP_TIMEOUT = 60.0
+WARM_UP_TIMEOUT = 180.0
 RANKS_PER_TIMEOUT = 16  # simulated ones share a core
 
 Task = Callable[..., Any]  # (transport, case, *arguments) -> what the rank answers

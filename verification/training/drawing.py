@@ -60,11 +60,11 @@ def _model(draw: Draw) -> Model:
     positions, layers, tied = draw(_positions), draw(_layers), draw(_flags)
     head_dim = draw(_even_head_dims if positions == "rotary" or kind == "longnet" else _head_dims)
     # Whether or not the kind has a use for them: what is drawn after them stays as it was when the kind shrinks.
-    qk_norm, bias, subln = draw(_flags), draw(_flags), draw(_flags)
+    dim, norm, qk_norm, bias, subln = draw(_dims), draw(_norms), draw(_flags), draw(_flags), draw(_flags)
     longnet, llama = kind == "longnet", kind == "llama"
     return Model(
-        kind=kind, layers=layers, dim=heads * head_dim if longnet else draw(_dims), heads=heads, kv_heads=kv_heads,
-        head_dim=head_dim, norm="layer" if longnet else draw(_norms), tied=tied,
+        kind=kind, layers=layers, dim=heads * head_dim if longnet else dim, heads=heads, kv_heads=kv_heads,
+        head_dim=head_dim, norm="layer" if longnet else norm, tied=tied,
         qk_norm=llama and qk_norm, bias=longnet or bias, subln=longnet and subln,
         positions=positions,
     )  # fmt: skip
@@ -93,7 +93,6 @@ def training_cases(draw: Draw, world: int) -> TrainingCase:
         order=draw(_orders),
         cuts=cuts_of(draw, tokens, world // data),
         model=model,
-        pattern=_pattern(draw, model, tokens),
         exchange=draw(_exchanges),
         bucket=bucket_of(draw, tokens),
         handle=draw(_handles),
@@ -107,4 +106,5 @@ def training_cases(draw: Draw, world: int) -> TrainingCase:
         resumed=draw(_resumed) if steps > 1 else None,
         labels=draw(_labels),
         seed=draw(_seeds),
+        pattern=_pattern(draw, model, tokens),  # last: how it is drawn depends on the model
     )

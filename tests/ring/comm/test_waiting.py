@@ -69,6 +69,42 @@ def test_a_rank_that_was_killed_is_named(tmp_path: Path, killed: int) -> None:
         assert said.startswith(f"rank {killed} did not come to the forward of call 2: ")
 
 
+@pytest.mark.slow
+def test_a_rank_that_is_killed_in_the_middle_of_a_call_is_named(tmp_path: Path) -> None:
+    """By who waits for its message. The others wait for ranks that have ended with an error of their own."""
+    context = multiprocessing.get_context("spawn")
+    ranks = [
+        context.Process(target=waiting_tasks.die_in_the_middle, args=(rank, 1, str(tmp_path))) for rank in range(3)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(100)
+    assert [process.exitcode for process in ranks] == [0, -9, 0]
+    said = (tmp_path / "said 2").read_text()
+    assert said.startswith("the message 'keys and values 2' from rank 1 did not come: ") and "\n" not in said
+
+
+@pytest.mark.parametrize("exchange", ("direct", "ring"))
+def test_nothing_is_called_after_a_call_that_ended_in_the_middle(pool: Pool, exchange: str) -> None:
+    """On the rank itself at once; the others wait in that call, or for the next one, for the group's timeout."""
+    said = pool.run(waiting_tasks.one_ends_in_the_middle, exchange)
+    assert said[1] == [
+        "MemoryError: no room\nfor anything",
+        (
+            "RuntimeError: nothing can be called on this group any more, since on this rank the forward of call 2 "
+            "('layer 3') ended in the middle: MemoryError: no room"
+        ),
+    ]
+    for rank in (0, 2):
+        first, second = said[rank]
+        if first == "fine":  # it had all messages
+            assert second.startswith("RuntimeError: rank 1 did not come to the forward of call 3 ('layer 4'): ")
+        else:
+            assert first.startswith("RuntimeError: ") and "the message 'keys and values " in first
+            assert second.startswith("RuntimeError: nothing can be called on this group any more, since on this rank")
+
+
 # --- one process ------------------------------------------------------------------------------------------------------
 
 

@@ -109,6 +109,7 @@ def test_labels_that_were_not_shifted_are_refused(tokens: list[int], labels: lis
 def test_one_process() -> None:
     x = torch.randn(2, 4, 3)
     assert torch.equal(gather(context(), x), x)
+    assert shard_batch(context(), torch.zeros(2, 4).long(), call=x).others["call"].equal(x)
     assert shard_batch(context(0), torch.zeros(2, 0, dtype=torch.int64)).tokens.shape == (2, 0)
 
 

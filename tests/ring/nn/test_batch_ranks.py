@@ -74,7 +74,7 @@ def test_ranks_that_do_not_come_go_by_their_numbers_in_the_mesh(absent: tuple[in
     ranks = BatchRanks(None)
     transport: Any = _Alone(absent)
     ranks._lines = (_Line(transport, members=(2, 1, 0), stride=3),)  # this rank is the second along its dimension
-    ranks.rank = 4
+    ranks.rank, ranks.world_size = 4, 9
     with pytest.raises(RuntimeError, match=f"{told}.* to cross_entropy: for 3 s"):
         ranks.agree("cross_entropy", {}, None)
 

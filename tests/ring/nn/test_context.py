@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -32,9 +33,15 @@ def test_it_does_not_change() -> None:
 def test_copies_are_itself_and_wrappers_leave_it_alone() -> None:
     context = ContextParallel(LAYOUT)
     assert copy.deepcopy({"context": context})["context"] is context
+    assert copy.copy(context) is context
     assert not dataclasses.is_dataclass(context)  # torch's wrappers rebuild those when they cast inputs
     assert _apply_to_tensors(torch.Tensor.half, {"context": context})["context"] is context
     assert context != ContextParallel(LAYOUT) and len({context, context}) == 1
+
+
+def test_it_is_not_saved() -> None:
+    with pytest.raises(TypeError, match="a ContextParallel cannot be pickled, since its group is of this process"):
+        pickle.dumps({"context": ContextParallel(LAYOUT)})
 
 
 def test_positions_are_made_once_for_a_device() -> None:

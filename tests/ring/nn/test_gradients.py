@@ -133,6 +133,14 @@ def test_complex_gradients_are_refused() -> None:
             call([x])
 
 
+def test_a_parameter_that_is_listed_twice_counts_once() -> None:
+    x = nn.Parameter(torch.zeros(2))
+    x.grad = torch.tensor([3.0, 4.0])
+    average_gradients([x, x])
+    assert clip_grad_norm([x, x], 1.0).item() == 5.0
+    assert torch.allclose(x.grad, torch.tensor([0.6, 0.8]))
+
+
 def test_an_iterator_at_its_end_is_refused() -> None:
     parameters = nn.Linear(2, 2).parameters()
     average_gradients(parameters)

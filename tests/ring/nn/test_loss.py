@@ -12,6 +12,7 @@ from tests.support.nn_loss_tasks import (
     KINDS,
     counted,
     evaluated,
+    from_a_second_thread,
     in_type,
     loss_error,
     loss_within_a_checkpoint,
@@ -69,6 +70,16 @@ def test_types(pool: Pool, dtype: torch.dtype) -> None:
         assert value_type == "torch.float32" and grad_type == str(dtype)
         assert value < 32 * torch.finfo(torch.float32).eps  # some operations of fp32, on values up to 4
         assert grad < torch.finfo(dtype).eps  # of gradients below 1, rounded once to dtype
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_a_second_thread_is_refused(pool: Pool, culprit: int) -> None:
+    answers = pool.run(from_a_second_thread, culprit)
+    assert answers == [answers[0]] * 4
+    assert answers[0][0].startswith(
+        f"ValueError: rank {culprit}: calls on a group must come from one thread: got cross"
+    )
 
 
 @pytest.mark.ranks

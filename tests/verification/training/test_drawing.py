@@ -40,7 +40,7 @@ def test_every_feature_is_reached() -> None:
 
 @pytest.mark.parametrize("world", (1, 3, 6, 8))
 def test_other_world_sizes_are_drawn(world: int) -> None:
-    cases = drawn(world, 60)
+    cases = drawn(world, 200)
     assert {case.world for case in cases} == {world}
     assert {case.data * case.context for case in cases} == {world}
     assert len({case.data for case in cases}) == len([d for d in range(1, world + 1) if world % d == 0])

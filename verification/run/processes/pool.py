@@ -39,7 +39,7 @@ __all__ = ["Pool", "PoolError", "Ticket"]
 T = TypeVar("T")
 
 
-START_TIMEOUT = 60.0  # seconds for all ranks to come up, on however loaded a machine
+START_TIMEOUT = 180.0  # seconds for all ranks to come up, on however loaded a machine
 # When a rank has raised: how long the others may take to raise or answer too before they count as left waiting.
 GRACE = 0.3  # seconds
 BUSY = (
