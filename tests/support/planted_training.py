@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from verification.training.rank import rank_step
+from verification.training.rank.ring_model import Inner, ring_inner
 from verification.training.rank.wrapping import Unwrapped
 from verification.training.training_case import TrainingCase
 
@@ -55,12 +56,12 @@ def plant_death() -> None:
     """Rank 0 dies with two micro-batches."""
     real = rank_step.loaded
 
-    def spoiled(case: TrainingCase) -> Any:
+    def spoiled(case: TrainingCase, inner: Inner = ring_inner) -> Any:
         import torch.distributed as dist
 
         if case.accumulation > 1 and dist.get_rank() == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        return real(case)
+        return real(case, inner)
 
     rank_step.loaded = spoiled
 
@@ -69,11 +70,11 @@ def plant_sleep() -> None:
     """Rank 1 never begins a Case with clipping."""
     real = rank_step.loaded
 
-    def spoiled(case: TrainingCase) -> Any:
+    def spoiled(case: TrainingCase, inner: Inner = ring_inner) -> Any:
         import torch.distributed as dist
 
         if case.clipping is not None and dist.get_rank() == 1:
             time.sleep(3600)
-        return real(case)
+        return real(case, inner)
 
     rank_step.loaded = spoiled

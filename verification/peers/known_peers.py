@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Callable, Mapping
 from functools import lru_cache
+from typing import Any, Protocol
 
 from verification.peers.adapters import (
     context_parallel,
@@ -36,16 +38,16 @@ KNOWN = {
 }
 
 
-def selected(name: str) -> list[str]:
-    """The peers that a name stands for. Raises Refused for a name that is neither known nor of the form
-    `package.module:attribute`."""
-    found = [known for known in KNOWN if name in (known, known.partition("/")[0])]
+def selected(name: str, among: Mapping[str, Any] = KNOWN) -> list[str]:
+    """The peers that a name stands for, of those that are known. Raises Refused for a name that is neither known nor of
+    the form `package.module:attribute`."""
+    found = [known for known in among if name in (known, known.partition("/")[0])]
     if found:
         return found
     if ":" in name and all(part.isidentifier() for part in name.replace(":", ".", 1).split(".")):
         return [name]
     raise Refused(
-        f"argument NAME: {name!r} is no peer; it must be one of {', '.join(KNOWN)}, or package.module:adapter"
+        f"argument NAME: {name!r} is no peer; it must be one of {', '.join(among)}, or package.module:adapter"
     )
 
 
@@ -68,9 +70,26 @@ def load(name: str) -> Peer:
     return found
 
 
+class Prepared(Protocol):
+    """What imports what it needs before it is run: a Peer, or a peer of a training step."""
+
+    @property
+    def package(self) -> str | None: ...
+    @property
+    def version(self) -> str | None: ...
+    @property
+    def prepare(self) -> Callable[[], None]: ...
+
+
 def ready(name: str) -> Peer:
     """The Peer, after it imported all that it needs. Raises Refused."""
     peer = load(name)
+    prepare(peer, name)
+    return peer
+
+
+def prepare(peer: Prepared, name: str) -> None:
+    """Have the peer of that name import all that it needs. Raises Refused."""
     try:
         peer.prepare()
     except Refused:
@@ -79,4 +98,3 @@ def ready(name: str) -> Peer:
         if peer.package is not None and peer.version is None:
             raise Refused(f"the package {peer.package} is not installed ({type(error).__name__}: {error})") from error
         raise Refused(f"{peer.package or name} cannot be imported: {type(error).__name__}: {error}") from error
-    return peer

@@ -76,7 +76,12 @@ class Peer:
     @property
     def version(self) -> str | None:
         """Of the installed distribution; None where there is no package, or it is not installed."""
-        try:
-            return None if self.package is None else importlib.metadata.version(self.package)
-        except importlib.metadata.PackageNotFoundError:
-            return None
+        return version_of(self.package)
+
+
+def version_of(package: str | None) -> str | None:
+    """Of an installed distribution; None for none, or for one that is not installed."""
+    try:
+        return None if package is None else importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

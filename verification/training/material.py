@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,12 +105,18 @@ def initial_parameters(case: TrainingCase) -> dict[str, Tensor]:
 
 
 def optimiser_of(case: TrainingCase, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """torch's own. AdamW divides a gradient by its size, so that the rounding of one near 0 becomes a step: its eps
-    bounds by how much.
+    """torch's own."""
+    kind, settings = optimiser_settings(case)
+    return kind(parameters, **settings)
+
+
+def optimiser_settings(case: TrainingCase) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """The class of the Case's optimiser and its arguments. AdamW divides a gradient by its size, so that the rounding
+    of one near 0 becomes a step: its eps bounds by how much.
     """
     if case.optimiser == "sgd":
-        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-    return torch.optim.AdamW(parameters, lr=0.01, betas=(0.9, 0.99), eps=1e-3, weight_decay=0.1)
+        return torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}
+    return torch.optim.AdamW, {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-3, "weight_decay": 0.1}
 
 
 # --- tokens and labels ------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 Semantics as flash_attn 2.6.3 documents them: layout (B, tokens, heads, dim); groups of query heads share a key/value
 head; a causal mask is aligned to the last query and the last key; out has the inputs' type, lse (B, H, Nq) is float32;
 a row that sees nothing has output 0 and lse inf; the backward takes the lse and the output of the whole softmax.
-Products are formed in float32 for all inputs, and results are rounded once, to the inputs' type.
+Products are formed in float32 for all inputs, under autocast too, and results are rounded once, to the inputs' type.
 
 Dropout, windows, soft caps, ALiBi and packed sequences are refused.
 """
@@ -59,11 +59,12 @@ def forward(
 ) -> tuple[Tensor, Tensor, None, None]:
     """q (B, Nq, H, D), k, v (B, Nk, Hk, D) -> out (B, Nq, H, D), lse (B, H, Nq) and two unused fields."""
     refuse_options(dropout_p, window_size_left, window_size_right, softcap, alibi_slopes)
-    scores = masked_scores(q, k, softmax_scale, causal)
-    lse = scores.logsumexp(-1)
-    dead = lse == -math.inf
-    p = (scores - lse.masked_fill(dead, 0.0).unsqueeze(-1)).exp()
-    out = torch.einsum("bhij,bjhd->bihd", p, expanded(v, q))
+    with torch.autocast(q.device.type, enabled=False):  # which a kernel does not look at
+        scores = masked_scores(q, k, softmax_scale, causal)
+        lse = scores.logsumexp(-1)
+        dead = lse == -math.inf
+        p = (scores - lse.masked_fill(dead, 0.0).unsqueeze(-1)).exp()
+        out = torch.einsum("bhij,bjhd->bihd", p, expanded(v, q))
     return out.to(q.dtype), lse.masked_fill(dead, math.inf), None, None
 
 

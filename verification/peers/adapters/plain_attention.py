@@ -9,9 +9,14 @@ from torch import Tensor
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """q (B, Nq, H, D), k, v (B, Nk, H, D) -> out like q, lse (B, H, Nq), in fp32, for fp64 in fp64.
+    """q (B, Nq, H, D), k, v (B, Nk, H, D) -> out like q, lse (B, H, Nq), in fp32, for fp64 in fp64, under autocast too.
 
     Causal: query i sees keys 0 .. i. Every row sees a key; there may be no rows."""
+    with torch.autocast(q.device.type, enabled=False):  # which a kernel does not look at
+        return _attention(q, k, v, scale, causal)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     wide = [x if x.dtype == torch.float64 else x.float() for x in (q, k, v)]
     scores = torch.einsum("bihd,bjhd->bhij", wide[0], wide[1]) * scale
     if causal:

@@ -22,12 +22,6 @@ def _mesh(ranks: tuple[tuple[int, ...], ...], device: str) -> DeviceMesh:
     return DeviceMesh(device, ranks, mesh_dim_names=("data", "context"))
 
 
-@cache
-def mesh_of_all(world: int, device: str) -> DeviceMesh:
-    """Of one dimension."""
-    return DeviceMesh(device, range(world), mesh_dim_names=("ranks",))
-
-
 def handle_of(case: TrainingCase) -> dist.ProcessGroup | DeviceMesh | Transport:
     """What the context handle is given as its group."""
     mesh = mesh_of(case)["context"]

@@ -13,22 +13,25 @@ from verification.run.observation import carry
 from verification.training.material import IGNORED, global_batch, initial_parameters
 from verification.training.rank.meshes import handle_of, mesh_of
 from verification.training.rank.resuming import taken_up
-from verification.training.rank.ring_model import LanguageModel
-from verification.training.rank.wrapping import Unwrapped, wrapped
+from verification.training.rank.ring_model import Inner, LanguageModel, ring_inner
+from verification.training.rank.wrapping import Unwrapped, Wrap, wrapped
 from verification.training.step_observation import Array, PartObservation, StepObservation
 from verification.training.training_case import TrainingCase
 
 
-def train_on_rank(transport: Transport, case: TrainingCase) -> StepObservation:
-    """Task: a few steps on this rank of all. transport: of all ranks, by which the rank knows which it is."""
+def train_on_rank(
+    transport: Transport, case: TrainingCase, inner: Inner = ring_inner, wrap: Wrap = wrapped
+) -> StepObservation:
+    """Task: a few steps on this rank of all. transport: of all ranks, by which the rank knows which it is. inner, wrap:
+    the attention of a "sdpa" model, and the wrapper, by default those of the Case."""
     seen = StepObservation(*case.coordinates(transport.rank))
     run, first = None, 0
     for part in case.parts:
         data_rank, index = part.coordinates(transport.rank)
         context = ContextParallel(layout_of(part), handle_of(part), exchange=case.exchange, bucket=case.bucket)
-        model = loaded(case)
+        model = loaded(case, inner)
         counted = TokenCounts(model)
-        run, before = wrapped(model, part), run
+        run, before = wrap(model, part), run
         if before is not None:
             first = taken_up(before, run, first)
         for step in range(first, first + part.steps):
@@ -47,10 +50,10 @@ def train_one_step(
     losses = take_gradients(case, run, context, batches, seen if step == 0 else None)
     if step == 0:
         seen.gradients.update(_carried(run.gradients()))
-    if case.clipping is not None:
-        seen.norms[f"step {step + 1}"] = carry(run.clip(case.clipping))
     seen.losses[f"step {step + 1}"] = carry(losses)
-    run.step()
+    norm = run.step()
+    if norm is not None:
+        seen.norms[f"step {step + 1}"] = carry(norm)
 
 
 def batches_of_step(
@@ -94,9 +97,9 @@ def labels_of(batch: Batch) -> Tensor:
     return batch.labels
 
 
-def loaded(case: TrainingCase) -> LanguageModel:
+def loaded(case: TrainingCase, inner: Inner = ring_inner) -> LanguageModel:
     """The Case's model with its initial parameters. Raises RuntimeError where names or shapes are not those listed."""
-    model = LanguageModel(case).to(case.device, case.parameter_dtype)
+    model = LanguageModel(case, inner).to(case.device, case.parameter_dtype)
     state = initial_parameters(case)
     if case.model.tied:
         state["head.weight"] = state["embedding.weight"]

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from reference.pattern import Pattern
 from ring.nn import ContextParallel, LongNetBlock, RingAttention, SelfAttention, rotary
 from verification.training.training_case import NORM_EPS, VOCABULARY, Model, TrainingCase
 
+# (Case, name of the layer) -> the inner attention of a "sdpa" model, with the forward of `RingAttention`.
+Inner = Callable[[TrainingCase, str], nn.Module]
+
+
+def ring_inner(case: TrainingCase, name: str) -> nn.Module:
+    """This project's own."""
+    return RingAttention(case.pattern, name=name)
+
 
 class LanguageModel(nn.Module):
-    """Embedding, layers, norm, head. Each layer is checkpointed as the Case has it."""
+    """Embedding, layers, norm, head. inner: of a "sdpa" model."""
 
-    def __init__(self, case: TrainingCase) -> None:
+    def __init__(self, case: TrainingCase, inner: Inner = ring_inner) -> None:
         super().__init__()
         model = case.model
-        self.checkpointing = case.checkpointing
         self.embedding = nn.Embedding(VOCABULARY, model.dim)
         self.position_table = nn.Embedding(case.tokens, model.dim) if model.positions == "learned" else None
-        self.layers = nn.ModuleList([_layer(model, case.pattern, f"layer {i}") for i in range(model.layers)])
+        self.layers = nn.ModuleList([_layer(case, f"layer {i}", inner) for i in range(model.layers)])
         self.norm = _norm(model)
         self.head = nn.Linear(model.dim, VOCABULARY, bias=False)
         if model.tied:
@@ -35,24 +40,16 @@ class LanguageModel(nn.Module):
         if self.position_table is not None:
             x = x + self.position_table(positions)
         for layer in self.layers:
-            x = self._through(layer, x, positions, context)
+            x = layer(x, context, positions)
         return self.head(self.norm(x))
 
-    def _through(self, layer: nn.Module, x: Tensor, positions: Tensor, context: ContextParallel) -> Tensor:
-        if self.checkpointing == "none":
-            return layer(x, context, positions)
-        if self.checkpointing == "selective":
-            saved = [torch.ops.ring.attention.default]
-            choose = partial(create_selective_checkpoint_contexts, saved)
-            return checkpoint(layer, x, context, positions, use_reentrant=False, context_fn=choose)
-        return checkpoint(layer, x, context, positions, use_reentrant=self.checkpointing == "reentrant")
 
-
-def _layer(model: Model, pattern: Pattern, name: str) -> nn.Module:
+def _layer(case: TrainingCase, name: str, inner: Inner) -> nn.Module:
+    model, pattern = case.model, case.pattern
     if model.kind == "llama":
         return LlamaLayer(model, pattern, name)
     if model.kind == "sdpa":
-        return PlainLayer(model, pattern, name)
+        return PlainLayer(model, inner(case, name))
     lengths = [branch.segment_length or 0 for branch in pattern.branches]
     ratios = [branch.dilation_rate for branch in pattern.branches]
     return LongNetBlock(
@@ -93,10 +90,10 @@ class LlamaLayer(nn.Module):
 class PlainLayer(nn.Module):
     """A layer as models without any ring have it; only its inner attention is the ring's."""
 
-    def __init__(self, model: Model, pattern: Pattern, name: str) -> None:
+    def __init__(self, model: Model, inner: nn.Module) -> None:
         super().__init__()
         self.attention_norm = _norm(model)
-        self.attention = PlainAttention(model, pattern, name)
+        self.attention = PlainAttention(model, inner)
         self.feed_norm = _norm(model)
         self.up = nn.Linear(model.dim, 2 * model.dim)
         self.down = nn.Linear(2 * model.dim, model.dim)
@@ -107,16 +104,16 @@ class PlainLayer(nn.Module):
 
 
 class PlainAttention(nn.Module):
-    """Projections around `RingAttention` in the place of `scaled_dot_product_attention`."""
+    """Projections around `RingAttention`, or a peer, in the place of `scaled_dot_product_attention`."""
 
-    def __init__(self, model: Model, pattern: Pattern, name: str) -> None:
+    def __init__(self, model: Model, inner: nn.Module) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.turned = model.heads, model.kv_heads, model.positions == "rotary"
         self.q_proj = nn.Linear(model.dim, model.heads * model.head_dim, model.bias)
         self.k_proj = nn.Linear(model.dim, model.kv_heads * model.head_dim, model.bias)
         self.v_proj = nn.Linear(model.dim, model.kv_heads * model.head_dim, model.bias)
         self.o_proj = nn.Linear(model.heads * model.head_dim, model.dim, model.bias)
-        self.inner = RingAttention(pattern, name=name)
+        self.inner = inner
 
     def forward(self, x: Tensor, context: ContextParallel, positions: Tensor) -> Tensor:
         q = self.q_proj(x).unflatten(2, (self.heads, -1))  # (B, N, H, D)
@@ -127,3 +124,6 @@ class PlainAttention(nn.Module):
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (B, H, N, D)
         out = self.inner(q, k, v, enable_gqa=self.heads != self.kv_heads, context=context)
         return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+LAYERS = (LlamaLayer, PlainLayer, LongNetBlock)

@@ -1,10 +1,12 @@
 """How a model is made ready for several ranks: one class for each wrapper, all with the same few calls.
 
-Gradients are averaged over all ranks, data x context, by every one of them; the loss of `ring.nn` counts on that.
+Layers are computed again, and models are wrapped, by the modules of `ring.nn.frameworks`, as users are told to.
+Gradients are averaged over all ranks, data x context, by every wrapper; the loss of `ring.nn` counts on that.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -15,10 +17,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ring.nn import ContextParallel, average_gradients, clip_grad_norm
+from ring.nn.frameworks import ddp, fsdp, recompute
 from verification.training.material import optimiser_of
-from verification.training.rank.meshes import mesh_of, mesh_of_all
-from verification.training.rank.ring_model import LanguageModel
+from verification.training.rank.meshes import mesh_of
+from verification.training.rank.ring_model import LAYERS, LanguageModel
 from verification.training.training_case import TrainingCase
+
+RECOMPUTED = "_checkpoint_wrapped_module."  # in the names of parameters of layers that are computed again
 
 
 class Unwrapped:
@@ -26,7 +31,10 @@ class Unwrapped:
 
     def __init__(self, model: LanguageModel, case: TrainingCase) -> None:
         self.case, self.mesh = case, mesh_of(case)
-        self.named = dict(model.named_parameters())  # without the prefixes of wrappers
+        if case.checkpointing != "none":
+            kept, reentrant = case.checkpointing == "selective", case.checkpointing == "reentrant"
+            recompute.wrap(model, LAYERS, keep_attention=kept, reentrant=reentrant)
+        self.named = named_parameters(model)
         self.module = self.wrap(model)
         self.optimiser = optimiser_of(case, self.named.values())
 
@@ -66,16 +74,19 @@ class Unwrapped:
         """The norm of all gradients together, before they are clipped."""
         return clip_grad_norm(self.named.values(), most, self.mesh)
 
-    def step(self) -> None:
+    def step(self) -> Tensor | None:
+        """Clips, where the Case has it, steps, and clears the gradients. Returns the norm, where there is clipping."""
+        norm = None if self.case.clipping is None else self.clip(self.case.clipping)
         self.optimiser.step()
         self.optimiser.zero_grad()
+        return norm
 
 
 class Ddp(Unwrapped):
     """DistributedDataParallel over all ranks."""
 
     def wrap(self, model: LanguageModel) -> nn.Module:
-        return DistributedDataParallel(model)
+        return ddp.wrap(model, self.mesh)
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
         assert isinstance(self.module, DistributedDataParallel)
@@ -89,16 +100,13 @@ class Fsdp(Unwrapped):
     """fully_shard of each layer and of the model, over all ranks."""
 
     def wrap(self, model: LanguageModel) -> nn.Module:
-        mixed = self.case.dtype == "bfloat16"
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
-        for layer in model.layers:
-            fully_shard(layer, mesh=self.sharded_over(), mp_policy=policy)
-        fully_shard(model, mesh=self.sharded_over(), mp_policy=policy)
-        self.named = dict(model.named_parameters())  # others than before, sharded
+        fsdp.shard(model, self.mesh, LAYERS, policy=self.policy())
+        self.named = named_parameters(model)  # others than before, sharded
         return model
 
-    def sharded_over(self) -> DeviceMesh:
-        return mesh_of_all(self.case.world, self.case.device)
+    def policy(self) -> MixedPrecisionPolicy:
+        mixed = self.case.dtype == "bfloat16"
+        return MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
 
     def logits(self, tokens: Tensor, positions: Tensor, context: ContextParallel) -> Tensor:
         return self.module(tokens, positions, context)
@@ -113,10 +121,21 @@ class Fsdp(Unwrapped):
 
 
 class HybridFsdp(Fsdp):
-    """Sharded within a context group, replicated over the data ranks."""
+    """Sharded within a context group, replicated over the data ranks: by torch alone, `fsdp.shard` does not have it."""
+
+    def wrap(self, model: LanguageModel) -> nn.Module:
+        for layer in (*model.layers, model):
+            fully_shard(layer, mesh=self.sharded_over(), mp_policy=self.policy())
+        self.named = named_parameters(model)
+        return model
 
     def sharded_over(self) -> DeviceMesh:
         return self.mesh
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """By their names without the prefixes of wrappers."""
+    return {name.replace(RECOMPUTED, ""): x for name, x in model.named_parameters()}
 
 
 def whole(x: Tensor) -> Tensor:
@@ -124,8 +143,10 @@ def whole(x: Tensor) -> Tensor:
     return (x.full_tensor() if isinstance(x, DTensor) else x).detach()
 
 
+Wrap = Callable[[LanguageModel, TrainingCase], Unwrapped]
 _BY_NAME = {"none": Unwrapped, "ddp": Ddp, "fsdp2": Fsdp, "hsdp2": HybridFsdp}
 
 
 def wrapped(model: LanguageModel, case: TrainingCase) -> Unwrapped:
+    """As the Case has it."""
     return _BY_NAME[case.wrapper](model, case)
