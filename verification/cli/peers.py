@@ -6,8 +6,8 @@ import argparse
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,24 +17,22 @@ from verification.case import Case
 from verification.cli.arguments import MODULE, add_failures, add_json, add_seed, add_verbose, count, seed_of, typed
 from verification.cli.console import say
 from verification.cli.outputs import write_json
+from verification.cli.peer_outcomes import FAILED, HELD, PeerOutcome, attempt, chosen, exit_status, summary
 from verification.peers import peer_rank as observe
-from verification.peers.known_peers import KNOWN, load, selected
+from verification.peers.known_peers import KNOWN, load
 from verification.peers.peer import Peer, Refused
 from verification.peers.peer_experiment import experiment
 from verification.peers.probe import probe
 from verification.report.counter_example import CounterExample
 from verification.report.provenance import processor_run
 from verification.report.report import Report
-from verification.report.summary import in_full
 from verification.run.backends import GlooBackend, Unavailable
 from verification.runner import save
-from verification.search.experiment import ToolError
 from verification.search.search import TIMEOUT, Search
 from verification.wording import counted
 
 EXAMPLES = 150
 BUDGET = 20.0  # seconds to shrink a failure, and to look for others after the first one
-HELD, FAILED, NOT_RUN = "held", "counter-example", "not run"
 ABOUT = """\
 Runs other implementations of attention on the Cases that they claim to support,
 and compares them with the fp64 oracle, within derived bounds. A NAME is one of
@@ -45,37 +43,6 @@ STATUS = """\
 exit status: 0 all held; 1 a counter-example was found; 2 a peer could not be
 run (not installed, cannot be imported, no adapter), whatever the others did:
 their report is printed all the same."""
-
-
-@dataclass
-class PeerOutcome:
-    """Of one peer."""
-
-    name: str
-    version: str | None = None
-    supported: str = ""
-    verdict: str = NOT_RUN
-    examples: int = 0
-    seconds: float = 0.0
-    reason: str = ""  # for which it was not run
-    failures: list[CounterExample] = field(default_factory=list)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The first counter-example in the peer's own fields, others of other properties under "others"."""
-        shown = [
-            {"case": dict(f.record)["case"], "check": f.broken, "message": f.message, "replay": f.replay}
-            for f in self.failures
-        ] or [{"case": None, "check": None, "message": self.reason or None, "replay": None}]
-        return {
-            "name": self.name,
-            "version": self.version,
-            "verdict": self.verdict,
-            "supported": self.supported,
-            "examples": self.examples,
-            **shown[0],
-            "others": shown[1:],
-            "seconds": round(self.seconds, 3),
-        }
 
 
 def add_parser(commands: Any, epilog: str = STATUS) -> None:
@@ -100,52 +67,32 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
 
     Raises Unavailable for a name that stands for no peer, before anything is run or printed.
     """
-    try:
-        chosen = _chosen(options.names)
-        listed = {name: load(name) for name in chosen} if options.list else {}
-    except Refused as error:
-        raise Unavailable(str(error)) from error
+    names = chosen(options.names, KNOWN)
     if options.list:
-        _list(listed, console)
+        _list(names, console)
         return 0
     seed = seed_of(options)
     say(console, f"seed {seed}; repeat this run with --seed {seed}")
-    outcomes, started = [PeerOutcome(name) for name in chosen], time.perf_counter()
+    outcomes, started = [PeerOutcome(name) for name in names], time.perf_counter()
     for outcome in outcomes:
-        _attempt(outcome, options, seed, console)
+        attempt(outcome, lambda outcome: _run(outcome, options, seed, console), console)
     seconds = time.perf_counter() - started
-    _summary(outcomes, seconds, console, options.verbose)
+    summary(outcomes, seconds, console, options.verbose, "peers")
     report = processor_run(f"python -m verification peers {shlex.join(sys.argv[2:])}".rstrip())
     report |= {"peers": [outcome.to_dict() for outcome in outcomes], "seconds": round(seconds, 3), "seed": seed}
     write_json(options.json, report)
-    verdicts = {outcome.verdict for outcome in outcomes}
-    return 2 if NOT_RUN in verdicts else 1 if FAILED in verdicts else 0
+    return exit_status(outcomes)
 
 
-def _chosen(names: Sequence[str]) -> list[str]:
-    """All peers that these names stand for, each once; without a name, all that are known.
-
-    Raises Refused for a name that stands for none.
-    """
-    return list(dict.fromkeys(name for given in names for name in selected(given))) or list(KNOWN)
-
-
-def _list(peers: Mapping[str, Peer], console: Console) -> None:
-    for name, peer in peers.items():
+def _list(names: Sequence[str], console: Console) -> None:
+    """Raises Unavailable, before anything is printed, for a peer that cannot be loaded."""
+    try:
+        peers = [(name, load(name)) for name in names]
+    except Refused as error:
+        raise Unavailable(str(error)) from error
+    for name, peer in peers:
         worlds = ", ".join(map(str, peer.worlds))
         say(console, f"{name} ({peer.version or 'not installed'}; ranks {worlds}): {peer.supported}")
-
-
-def _attempt(outcome: PeerOutcome, options: argparse.Namespace, seed: int, console: Console) -> None:
-    """Fill in the outcome. What keeps this peer from being run does not keep the others."""
-    started = time.perf_counter()
-    try:
-        _run(outcome, options, seed, console)
-    except (Refused, Unavailable, ToolError) as error:
-        outcome.reason = str(error)
-    outcome.seconds = time.perf_counter() - started
-    if outcome.reason:
-        say(console, f"{outcome.name}: not run: {outcome.reason}")
 
 
 def _run(outcome: PeerOutcome, options: argparse.Namespace, seed: int, console: Console) -> None:
@@ -193,23 +140,3 @@ def _search(
         report.failed(failure)
     report.end_world(peer.name)
     return found
-
-
-def _summary(outcomes: Sequence[PeerOutcome], seconds: float, console: Console, verbose: bool) -> None:
-    """A row for each peer, the first counter-example of each that has one, and the verdict."""
-    say(console, f"{'peer':<32}{'version':<12}{'verdict':<16}{'examples':>8}{'seconds':>8}")
-    for o in outcomes:
-        say(console, f"{o.name:<32}{o.version or '-':<12}{o.verdict:<16}{o.examples:>8}{o.seconds:>8.1f}")
-    for o in outcomes:
-        for number, failure in enumerate(o.failures):
-            if not number or verbose:
-                say(console, f"{o.name}:")
-                for line in in_full(failure):
-                    console.print(line, soft_wrap=True)
-            else:
-                say(console, f"{o.name}: also {failure.broken} ({failure.kind}): {failure.file}")
-    counts = {verdict: sum(o.verdict == verdict for o in outcomes) for verdict in (HELD, FAILED, NOT_RUN)}
-    words = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
-    say(console, f"{counted(len(outcomes), 'peer')} in {seconds:.1f} s: {words}")
-    if counts[NOT_RUN]:
-        print(f"{typed(f'{MODULE} peers')}: some peers could not be run, see above", file=sys.stderr)

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 import verification.peers.saved
+import verification.peers.training.saved_step_peer
 import verification.training.saved_training  # noqa: F401 - likewise, those of training steps
 from verification.cli.arguments import add_backend, add_json
 from verification.cli.outputs import write_json
@@ -18,8 +19,8 @@ from verification.run.backends import BACKENDS, open_backend
 
 ABOUT = """\
 Runs a saved counter-example again, on the ranks that it names, and checks it:
-a Case, a law with its Case, the problem of real size, a peer with its Case, or
-a training run."""
+a Case, a law with its Case, the problem of real size, a peer with its Case, a
+training run, or one with a peer in it."""
 
 
 def add_parser(commands: Any, epilog: str) -> None:

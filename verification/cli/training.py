@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from verification import runner
+from verification.cli import training_peers
 from verification.cli.arguments import (
     MODULE,
     add_backend,
@@ -21,6 +22,7 @@ from verification.cli.arguments import (
 )
 from verification.cli.outputs import write_json
 from verification.cli.run import worlds
+from verification.peers.training.known_step_peers import KNOWN_STEP_PEERS
 from verification.report.report import Report
 from verification.run.backends import BACKENDS, Unavailable
 from verification.training.training_run import TRAINING_BACKENDS, TRAINING_PROFILES, TRAINING_WORLDS, run_training
@@ -29,7 +31,8 @@ ABOUT = """\
 Draws small models, meshes (data x context), layouts, wrappers, checkpointing,
 accumulation, clipping and labels, trains each for a few steps on real ranks,
 and compares loss, gradients, their norm and the parameters with those of one
-process in fp64 with the whole batch, whose attention is the oracle."""
+process in fp64 with the whole batch, whose attention is the oracle. With --peer
+the same for other people's attention and wrappers."""
 
 
 def add_parser(commands: Any, epilog: str) -> None:
@@ -40,8 +43,8 @@ def add_parser(commands: Any, epilog: str) -> None:
     )  # fmt: skip
     listed = ",".join(map(str, TRAINING_WORLDS))
     parser.add_argument(
-        "--world", type=worlds, default=TRAINING_WORLDS, metavar="N[,N...]",
-        help=f"world sizes, one after the other (default: {listed})",
+        "--world", type=worlds, metavar="N[,N...]",
+        help=f"world sizes, one after the other (default: {listed}; of a peer, those of its adapter among these)",
     )  # fmt: skip
     parser.add_argument(
         "--profile", choices=tuple(TRAINING_PROFILES), default="quick",
@@ -49,6 +52,12 @@ def add_parser(commands: Any, epilog: str) -> None:
         + " (default: quick)",
     )  # fmt: skip
     parser.add_argument("--examples", type=count, metavar="N", help="examples for each world size")
+    parser.add_argument(
+        "--peer", nargs="*", action="extend", metavar="NAME",
+        help="train with another attention or wrapper in the place of this project's: one of " + ", ".join(
+            dict.fromkeys(name.partition("/")[0] for name in KNOWN_STEP_PEERS)
+        ) + ", or package.module:adapter, as for `peers`; without a NAME all that are known",
+    )  # fmt: skip
     add_seed(parser)
     add_backend(parser, {name: BACKENDS[name] for name in TRAINING_BACKENDS})
     add_failures(parser)
@@ -57,19 +66,21 @@ def add_parser(commands: Any, epilog: str) -> None:
 
 
 def carry_out(options: argparse.Namespace, console: Console) -> int:
-    """0 all held, 1 a counter-example was found. Raises Unavailable where it cannot be carried out."""
-    backend = options.backend or "gloo"
+    """0 all held, 1 a counter-example, 2 a peer could not be run. Raises Unavailable where nothing can be run."""
+    backend, asked = options.backend or "gloo", options.world or TRAINING_WORLDS
     most = runner.MOST_RANKS[backend]
-    if max(options.world) > most:
-        raise Unavailable(f"argument --world: on {backend} at most {most} ranks, got {max(options.world)}")
+    if max(asked) > most:
+        raise Unavailable(f"argument --world: on {backend} at most {most} ranks, got {max(asked)}")
     plan = runner.RunPlan(
-        worlds=options.world,
+        worlds=asked,
         profile=TRAINING_PROFILES[options.profile],
         examples=options.examples,
         seed=seed_of(options),
         backend=backend,
         failures=options.failures,
     )
+    if options.peer is not None:
+        return training_peers.run_peers(options, plan, console)
     extras: dict[str, Any] = {"seed": plan.seed, "profile": options.profile, "backend": backend}
     report = run_training(plan, Report(console, extras, options.verbose))
     write_json(options.json, report.to_dict())

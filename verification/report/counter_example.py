@@ -44,7 +44,7 @@ class CounterExample:
     @property
     def can_be_simulated(self) -> bool:
         """Peers and training steps need the process groups of torch.distributed."""
-        return not {"peer", "training"} & set(self.record)
+        return not {"peer", "training", "step_peer"} & set(self.record)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> CounterExample:

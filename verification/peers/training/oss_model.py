@@ -1,0 +1,67 @@
+"""FairScale's OSS and ShardedDDP on a rank, with the calls of the other wrappers."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fairscale.nn.data_parallel import ShardedDataParallel
+from fairscale.optim import OSS
+from torch import Tensor, nn
+
+from ring.nn.frameworks import fairscale
+from verification.training.material import optimiser_settings
+from verification.training.rank.ring_model import LanguageModel
+from verification.training.rank.wrapping import Unwrapped
+from verification.training.training_case import TrainingCase
+
+
+class Sharded(Unwrapped):
+    """By `ring.nn.frameworks.fairscale`."""
+
+    def __init__(self, model: LanguageModel, case: TrainingCase) -> None:
+        super().__init__(model, case)
+        self.optimiser: Any = self.oss
+
+    def wrap(self, model: LanguageModel) -> nn.Module:
+        kind, settings = optimiser_settings(self.case)
+        wrapped, self.oss = fairscale.wrap(model, kind, self.mesh, **settings)
+        return wrapped
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[object]:
+        assert isinstance(self.module, ShardedDataParallel)
+        return nullcontext() if last else self.module.no_sync()
+
+    def end_of_backward(self) -> None:
+        """ShardedDDP has averaged them within the last backward."""
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Each from the rank that steps its parameter, which alone has it. Every rank calls it."""
+        owners = {
+            parameter: rank
+            for rank, groups in enumerate(self.oss.partition_parameters())
+            for group in groups
+            for parameter in group["params"]
+        }
+        found = {}
+        for name, parameter in self.named.items():
+            mine = parameter.grad if owners[parameter] == dist.get_rank() else torch.empty_like(parameter)
+            if mine is None:
+                raise ValueError(f"{name} has no gradient")
+            found[name] = mine.detach().clone()
+            dist.broadcast(found[name], owners[parameter])
+        return found
+
+    def clip(self, most: float) -> Tensor:
+        return self.oss.clip_grad_norm(most)
+
+
+class ShardedAsWritten(Sharded):
+    """As FairScale's pages have it, with torch's default `zero_grad()`, which makes gradients None."""
+
+    def wrap(self, model: LanguageModel) -> nn.Module:
+        kind, settings = optimiser_settings(self.case)
+        self.oss = OSS(model.parameters(), optim=kind, **settings)
+        return ShardedDataParallel(model, self.oss)

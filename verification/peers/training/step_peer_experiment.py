@@ -1,0 +1,72 @@
+"""A peer in training steps as an Experiment: TrainingCases drawn through its claim, and the checks of any step."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from hypothesis.strategies import SearchStrategy
+
+from ring.comm.transport import Transport
+from verification.peers.training.known_step_peers import load_step_peer, ready_step_peer
+from verification.peers.training.step_peer import StepPeer
+from verification.run.backends import Backend
+from verification.search.experiment import Experiment, ToolError
+from verification.training.drawing import training_cases
+from verification.training.step_checks import STEP_CHECKS
+from verification.training.step_expectation import expect_training
+from verification.training.step_observation import StepObservation
+from verification.training.step_properties import check_step
+from verification.training.training_case import TrainingCase
+
+# The bytes that are counted are those of this project's own attention.
+APPLICABLE_TO_STEPS = tuple(name for name in STEP_CHECKS if name != "bytes")
+
+
+def step_experiment(name: str) -> Experiment:
+    """Raises Refused where there is no such peer."""
+    peer = load_step_peer(name)
+    return Experiment(
+        f"training steps with {peer.name}",
+        partial(draw_steps, peer),
+        partial(check_step_of, name),
+        record_of=lambda case: {"step_peer": name, "training_case": case.to_dict()},
+    )
+
+
+def draw_steps(peer: StepPeer, world: int) -> SearchStrategy[TrainingCase | None]:
+    """Drawn TrainingCases, each taken to the nearest one that the peer claims."""
+    return training_cases(world).map(partial(claimed_step, peer)).filter(lambda case: case is not None)
+
+
+def claimed_step(peer: StepPeer, case: TrainingCase) -> TrainingCase | None:
+    """`peer.claims(case)`. Raises ToolError for a claim that raises, changes the world, or would change what it
+    returned: these are faults of the adapter, and no counter-examples."""
+    try:
+        found = peer.claims(case)
+        again = None if found is None else peer.claims(found)
+    except Exception as error:
+        raise ToolError(f"claims of {peer.name} raised {type(error).__name__}: {error}") from error
+    if found is not None and found.world != case.world:
+        raise ToolError(f"claims of {peer.name} gave a TrainingCase with world {found.world} for one with {case.world}")
+    if found != again:
+        raise ToolError(f"claims of {peer.name} does not support what it made itself: {found and found.to_json()}")
+    return found
+
+
+def check_step_of(name: str, backend: Backend, case: TrainingCase) -> dict[str, float]:
+    """By property, the worst deviation as a fraction of what is allowed. Raises the first failure."""
+    backend.submit(observe_step_peer, case, name)
+    expectation = expect_training(case)
+    return check_step(case, expectation, backend.collect(), APPLICABLE_TO_STEPS)
+
+
+# --- on a rank --------------------------------------------------------------------------------------------------------
+
+
+def observe_step_peer(transport: Transport, case: TrainingCase, name: str) -> StepObservation:
+    return ready_step_peer(name).train(transport, case)
+
+
+def prepare_step_peer(name: str) -> None:
+    """Called in every new rank before its first example, so that imports do not count towards an example's timeout."""
+    ready_step_peer(name)

@@ -1,0 +1,77 @@
+"""DeepSpeed's ZeRO and FairScale's OSS with ShardedDDP in the place of the wrapper of a training step."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ring.comm.transport import Transport
+from verification.peers.training.step_peer import StepPeer
+from verification.training.rank.rank_step import train_on_rank
+from verification.training.step_observation import StepObservation
+from verification.training.training_case import TrainingCase
+
+ZERO, OSS = "verification.peers.training.zero_engine", "verification.peers.training.oss_model"
+
+
+def unwrapped(case: TrainingCase) -> TrainingCase:
+    """The peer is the only wrapper. Both packages have checkpoints of their own, so no run is resumed."""
+    return replace(case, wrapper="none", resumed=None)
+
+
+# --- DeepSpeed --------------------------------------------------------------------------------------------------------
+
+
+def in_32_bits(case: TrainingCase) -> TrainingCase:
+    """ZeRO keeps parameters, and sums gradients, in fp32."""
+    return replace(unwrapped(case), dtype="float32" if case.dtype == "float64" else case.dtype)
+
+
+def train_under_zero(stage: int, transport: Transport, case: TrainingCase) -> StepObservation:
+    zero: Any = importlib.import_module(ZERO)
+    return train_on_rank(transport, case, wrap=partial(zero.Zero, stage))
+
+
+def zero(stage: int) -> StepPeer:
+    return StepPeer(
+        name=f"deepspeed/zero{stage}",
+        package="deepspeed",
+        supported=f"ring.nn.frameworks.deepspeed, ZeRO {stage}: fp32, and bf16 with parameters and sums in fp32",
+        claims=in_32_bits,
+        train=partial(train_under_zero, stage),
+        prepare=partial(importlib.import_module, ZERO),  # type: ignore[arg-type]
+        preload=(ZERO,),
+    )
+
+
+# --- FairScale --------------------------------------------------------------------------------------------------------
+
+
+def with_norms_in_32_bits(case: TrainingCase) -> TrainingCase:
+    """OSS takes the norm of gradients in fp32, and refuses fp64."""
+    return replace(unwrapped(case), clipping=None if case.dtype == "float64" else case.clipping)
+
+
+def train_under_oss(kind: str, transport: Transport, case: TrainingCase) -> StepObservation:
+    return train_on_rank(transport, case, wrap=getattr(importlib.import_module(OSS), kind))
+
+
+def oss(name: str, kind: str, supported: str) -> StepPeer:
+    return StepPeer(
+        name=f"fairscale/{name}",
+        package="fairscale",
+        supported=f"{supported}: fp64 without clipping, fp32, bf16 by autocast",
+        claims=with_norms_in_32_bits,
+        train=partial(train_under_oss, kind),
+        prepare=partial(importlib.import_module, OSS),  # type: ignore[arg-type]
+        preload=(OSS,),
+    )
+
+
+WRAPPER_PEERS = (
+    *(zero(stage) for stage in (1, 2, 3)),
+    oss("guarded", "Sharded", "ring.nn.frameworks.fairscale"),
+    oss("as-written", "ShardedAsWritten", "OSS and ShardedDDP by their defaults, and torch's zero_grad()"),
+)
