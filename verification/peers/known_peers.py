@@ -70,7 +70,7 @@ def load(name: str) -> Peer:
     return found
 
 
-class Prepared(Protocol):
+class Preparable(Protocol):
     """What imports what it needs before it is run: a Peer, or a peer of a training step."""
 
     @property
@@ -88,7 +88,7 @@ def ready(name: str) -> Peer:
     return peer
 
 
-def prepare(peer: Prepared, name: str) -> None:
+def prepare(peer: Preparable, name: str) -> None:
     """Have the peer of that name import all that it needs. Raises Refused."""
     try:
         peer.prepare()

@@ -39,6 +39,19 @@ def test_the_stand_in_for_flash_attn(causal: bool, kv_heads: int) -> None:
         torch.testing.assert_close(x, y.float())
 
 
+def test_the_stand_ins_compute_under_autocast_as_without_it() -> None:
+    q, k, v = (torch.randn(1, 6, 2, 4).bfloat16() for _ in range(3))
+
+    def both() -> tuple[torch.Tensor, ...]:
+        return *flash_attn_shim.forward(q, k, v, 0.0, 0.5, True)[:2], *plain_attention.attention(q, k, v, 0.5, True)
+
+    without = both()
+    with torch.autocast("cpu", torch.bfloat16):
+        under = both()
+    for x, y in zip(without, under, strict=True):
+        assert x.dtype == y.dtype and torch.equal(x, y)
+
+
 def test_the_stand_in_has_no_more_than_it_says() -> None:
     q = torch.ones(1, 2, 1, 1)
     out, lse, _, _ = flash_attn_shim.forward(q, q[:, :1], q[:, :1], 0.0, 1.0, True)  # the first row sees nothing
