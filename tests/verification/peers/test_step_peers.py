@@ -25,6 +25,7 @@ from verification.peers.training import attention_in_step
 from verification.peers.training.known_step_peers import KNOWN_STEP_PEERS, load_step_peer
 from verification.peers.training.saved_step_peer import read_step_peer_example
 from verification.peers.training.step_peer_experiment import claimed_step, draw_steps, step_experiment
+from verification.peers.training.wrapper_peers import WRAPPER_PEERS
 from verification.replay.replay import replay
 from verification.report.report import Report
 from verification.run.backends import GlooBackend, SimBackend, Unavailable
@@ -34,6 +35,7 @@ from verification.training.training_case import TrainingCase
 from verification.training.training_run import TRAINING_PRELOAD
 
 EXAMPLES = "tests.support.peer_examples"
+ENGINES = {module for peer in WRAPPER_PEERS for module in peer.preload}
 
 
 # --- what is claimed --------------------------------------------------------------------------------------------------
@@ -123,7 +125,7 @@ def test_the_peer_is_in_every_layer_of_a_plain_model() -> None:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[GlooBackend]:
-    backend = GlooBackend(60.0, preload=(*TRAINING_PRELOAD, "deepspeed", "fairscale"))
+    backend = GlooBackend(60.0, preload=(*TRAINING_PRELOAD, *ENGINES))
     backend.start(2)
     yield backend
     backend.close()
