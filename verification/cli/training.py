@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 from typing import Any
 
 from rich.console import Console
@@ -23,6 +25,7 @@ from verification.cli.arguments import (
 from verification.cli.outputs import write_json
 from verification.cli.run import worlds
 from verification.peers.training.known_step_peers import KNOWN_STEP_PEERS
+from verification.report.provenance import processor_run, surroundings
 from verification.report.report import Report
 from verification.run.backends import BACKENDS, Unavailable
 from verification.training.training_run import TRAINING_BACKENDS, TRAINING_PROFILES, TRAINING_WORLDS, run_training
@@ -81,7 +84,9 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
     )
     if options.peer is not None:
         return training_peers.run_peers(options, plan, console)
-    extras: dict[str, Any] = {"seed": plan.seed, "profile": options.profile, "backend": backend}
+    command = f"python -m verification training {shlex.join(sys.argv[2:])}"
+    made = surroundings("cuda", max(asked), command) if backend == "nccl" else processor_run(command)
+    extras: dict[str, Any] = made | {"seed": plan.seed, "profile": options.profile, "backend": backend}
     report = run_training(plan, Report(console, extras, options.verbose))
     write_json(options.json, report.to_dict())
     return 1 if report.failures else 0
