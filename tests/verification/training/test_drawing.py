@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from hypothesis import HealthCheck, Phase, find, given, seed, settings
+from hypothesis.errors import NoSuchExample
 
 from reference.pattern import Branch
 from verification.report.coverage import Coverage
@@ -65,3 +66,12 @@ def test_what_a_failure_needs_stays_and_the_rest_goes() -> None:
     case = smallest(lambda case: case.wrapper == "fsdp2" and case.model.tied and case.steps > 1)
     assert (case.wrapper, case.model.tied, case.steps) == ("fsdp2", True, 2)
     assert (case.data, case.checkpointing, case.accumulation, case.model.kind) == (1, "none", 1, "sdpa")
+
+
+def test_layer_norms_that_are_steps_are_in_fp64() -> None:
+    def narrow(case: TrainingCase) -> bool:
+        return case.model.norm == "layer" and case.model.dim < 4
+
+    assert smallest(narrow).model.kind == "longnet"
+    with pytest.raises(NoSuchExample):
+        smallest(lambda case: narrow(case) and case.dtype != "float64")
