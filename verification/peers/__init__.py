@@ -20,6 +20,7 @@ probe               finds out in a separate process whether a peer can be run
 peer_rank           one rank's part in an example
 peer_experiment     an example: draw, run, compare
 saved               reads saved counter-examples of peers, for a replay
+training/           peers as a part of a training step
 """
 
 from verification.peers.peer import Peer, Refused

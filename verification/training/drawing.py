@@ -82,13 +82,18 @@ def _pattern(draw: Draw, model: Model, tokens: int) -> Pattern:
     return Pattern.longnet(lengths, [draw(_ratios) for _ in lengths], model.heads, draw(_flags), "torchscale")
 
 
+def has_steps(model: Model) -> bool:
+    """Whether its norms may be steps, so that it is for fp64 alone."""
+    return model.norm == "layer" and model.dim < LEAST_OF_A_NORM
+
+
 @st.composite
 def training_cases(draw: Draw, world: int) -> TrainingCase:
     """TrainingCases for a world of that many ranks."""
     tokens, data, model = max(draw(_tokens), draw(_least_tokens)), draw(_data_ranks(world)), _model(draw)
     steps = draw(_steps)
     dtype = draw(_dtypes)
-    if model.norm == "layer" and model.dim < LEAST_OF_A_NORM:
+    if has_steps(model):
         dtype = "float64"
     return TrainingCase(
         world=world,

@@ -17,7 +17,7 @@ from ring.comm.transport import Transport
 from ring.nn import ContextParallel
 from verification.case import Case
 from verification.peers.peer import Peer
-from verification.peers.training.step_peer import StepPeer
+from verification.peers.training.step_peer import StepPeer, in_dtype
 from verification.training.rank.meshes import mesh_of
 from verification.training.rank.rank_step import train_on_rank
 from verification.training.step_observation import StepObservation
@@ -88,10 +88,11 @@ def nearest(peer: Peer, case: TrainingCase) -> TrainingCase | None:
     scale of its own, float16 alone, and so on."""
     case = plain(case)
     for dtype in dict.fromkeys((case.dtype, *TRAINING_DTYPES)):
-        call = replace(call_of(case), dtype=dtype)
+        asked = in_dtype(case, dtype)
+        call = call_of(asked)
         found = peer.claims(call)
         if found is not None and found.dtype == dtype and found.group in (None, call.group):
-            return kept(peer, with_call(case, found))
+            return kept(peer, with_call(asked, found))
     return None
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ring.comm.transport import Transport
 from verification.peers.peer import nothing, version_of
+from verification.training.drawing import has_steps
 from verification.training.step_observation import StepObservation
 from verification.training.training_case import TrainingCase
 
@@ -39,3 +40,11 @@ class StepPeer:
     def version(self) -> str | None:
         """Of the installed distribution; None where there is no package, or it is not installed."""
         return version_of(self.package)
+
+
+def in_dtype(case: TrainingCase, dtype: str) -> TrainingCase:
+    """The TrainingCase in that dtype, in a lower one than fp64 with a model that is drawn in it: twice as wide where
+    its norms would be steps."""
+    if dtype != "float64" and has_steps(case.model):
+        case = replace(case, model=replace(case.model, dim=2 * case.model.dim, head_dim=2 * case.model.head_dim))
+    return replace(case, dtype=dtype)

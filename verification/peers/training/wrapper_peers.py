@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from ring.comm.transport import Transport
-from verification.peers.training.step_peer import StepPeer
+from verification.peers.training.step_peer import StepPeer, in_dtype
 from verification.training.rank.rank_step import train_on_rank
 from verification.training.step_observation import StepObservation
 from verification.training.training_case import TrainingCase
@@ -26,7 +26,7 @@ def unwrapped(case: TrainingCase) -> TrainingCase:
 
 def in_32_bits(case: TrainingCase) -> TrainingCase:
     """ZeRO keeps parameters, and sums gradients, in fp32."""
-    return replace(unwrapped(case), dtype="float32" if case.dtype == "float64" else case.dtype)
+    return in_dtype(unwrapped(case), "float32" if case.dtype == "float64" else case.dtype)
 
 
 def train_under_zero(stage: int, transport: Transport, case: TrainingCase) -> StepObservation:
