@@ -20,7 +20,7 @@ from verification.cli.console import say
 from verification.cli.outputs import write_json
 from verification.mutants.catalogue import DEFECTS, by_name
 from verification.mutants.defect import CannotPlant, Defect, NotSane
-from verification.mutants.trials import LIMITS, SOON, Outcome, totals, try_all
+from verification.mutants.trials import LIMITS, PROCESSES, SOON, Outcome, totals, try_all
 from verification.report.progress import PlainLines, bars
 from verification.report.provenance import processor_run
 from verification.run.backends import Unavailable
@@ -49,6 +49,10 @@ def add_parser(commands: Any, epilog: str = STATUS) -> None:
         "--limit", type=count, metavar="N",
         help=f"examples for each defect (default: {LIMITS['attention']}; of a training step {LIMITS['training']})",
     )  # fmt: skip
+    mutants.add_argument(
+        "--jobs", type=count, default=PROCESSES, metavar="N",
+        help=f"defects at a time, each on up to 4 ranks of its own (default: {PROCESSES})",
+    )  # fmt: skip
     add_seed(mutants)
     add_json(mutants, "the outcomes")
     add_verbose(mutants, "each outcome when it is there, and a row for each defect at the end")
@@ -69,7 +73,7 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
     try:
         with shown.bar():
             names = [defect.name for defect in defects]
-            for outcome in try_all(names, seed, options.limit, say=shown.progress):
+            for outcome in try_all(names, seed, options.limit, options.jobs, say=shown.progress):
                 shown.add(outcome)
     except (ValueError, CannotPlant, NotSane, ToolError, BrokenExecutor) as error:
         raise Unavailable(str(error)) from error

@@ -69,7 +69,7 @@ def carried_out(
 ) -> tuple[int, str]:
     """The status, and what was printed, of a search that comes to these outcomes."""
 
-    def try_all(names: list[str], seed: int, limit: int, say: Callable[[str], None]) -> Iterator[Outcome]:
+    def try_all(names: list[str], seed: int, limit: int, jobs: int, say: Callable[[str], None]) -> Iterator[Outcome]:
         for outcome in found:
             say(f"{outcome.name}: 12 of 8000 examples held so far")
             yield outcome
