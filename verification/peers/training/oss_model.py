@@ -59,7 +59,8 @@ class Sharded(Unwrapped):
 
 
 class ShardedAsWritten(Sharded):
-    """As FairScale's pages have it, with torch's default `zero_grad()`, which makes gradients None."""
+    """By the defaults of both, and with the optimiser's `zero_grad()`, which makes gradients None by torch's default.
+    (FairScale's pages call the model's own, which does not.)"""
 
     def wrap(self, model: LanguageModel) -> nn.Module:
         kind, settings = optimiser_settings(self.case)
