@@ -224,17 +224,33 @@ SAYS = "import json; say = lambda **x: print(json.dumps(x), flush=True); say(tok
 STUCK = SAYS + "say(tokens=8, seconds=2.5, peak_bytes=9); import threading; threading.Event().wait()"
 
 
-def test_reach_ends_when_one_rank_is_out_of_memory_and_another_waits(pool: Pool) -> None:
-    out = SAYS + "say(ended='failed: out of memory: no more')"
-    for found in pool.run(follow, (STUCK, out), 600.0):  # the pool's own timeout is shorter
+def and_then_stuck(file: Path) -> str:
+    """Has said all that it says when the file is there."""
+    says, stuck = STUCK.split("import threading")
+    return f"{says}open({str(file)!r}, 'w').close(); import threading{stuck}"
+
+
+def after(file: Path, end: str) -> str:
+    """Comes to its end after the other program has said all, however slowly that starts."""
+    return f"{SAYS}import os, time\nwhile not os.path.exists({str(file)!r}): time.sleep(0.05)\n{end}"
+
+
+def test_reach_ends_when_one_rank_is_out_of_memory_and_another_waits(pool: Pool, tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    out = after(said, "say(ended='failed: out of memory: no more')")
+    for found in pool.run(follow, (and_then_stuck(said), out), 600.0):  # the pool's own timeout is shorter
         assert found.pop("stopped") == "rank 1 failed: out of memory: no more"
         assert found == {"tokens": 4, "total": 8, "seconds": 1.5, "peak_bytes": 7}
 
 
-def test_reach_ends_when_nobody_answers_or_a_process_dies(pool: Pool) -> None:
+def test_reach_ends_when_nobody_answers(pool: Pool) -> None:
     (found, _) = pool.run(follow, (STUCK, STUCK), 3.0)
-    assert (found["tokens"], found["stopped"]) == (8, "rank 0 failed: no answer within 3 s")
-    (found, _) = pool.run(follow, (STUCK, SAYS + "raise SystemExit(5)"), 600.0)
+    assert found["stopped"] == "rank 0 failed: no answer within 3 s"
+
+
+def test_reach_ends_when_a_process_dies(pool: Pool, tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    (found, _) = pool.run(follow, (and_then_stuck(said), after(said, "raise SystemExit(5)")), 600.0)
     assert (found["tokens"], found["stopped"]) == (4, "rank 1 failed: ended with exit status 5")
 
 
