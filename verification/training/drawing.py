@@ -16,7 +16,9 @@ from verification.training.training_case import Model, TrainingCase
 
 MOST_TOKENS = 24
 # A layer norm of two numbers gives +1 and -1, by which is larger: a step, at which rounding decides. Of four, all would
-# have to be nearly equal. So narrower ones are drawn in fp64 alone, where rounding decides for one in 1e13.
+# have to be nearly equal. A norm of queries and keys gives their direction, which rounding decides where they are
+# nearly 0: two numbers are so more often than four. So narrower norms are drawn in fp64 alone, where rounding decides
+# for one in 1e13.
 LEAST_OF_A_NORM = 4
 
 _tokens = st.integers(1, MOST_TOKENS)
@@ -83,8 +85,9 @@ def _pattern(draw: Draw, model: Model, tokens: int) -> Pattern:
 
 
 def has_steps(model: Model) -> bool:
-    """Whether its norms may be steps, so that it is for fp64 alone."""
-    return model.norm == "layer" and model.dim < LEAST_OF_A_NORM
+    """Whether it has norms that may be steps, so that it is for fp64 alone."""
+    of_all = model.norm == "layer" and model.dim < LEAST_OF_A_NORM
+    return of_all or (model.qk_norm and model.head_dim < LEAST_OF_A_NORM)
 
 
 @st.composite

@@ -68,10 +68,16 @@ def test_what_a_failure_needs_stays_and_the_rest_goes() -> None:
     assert (case.data, case.checkpointing, case.accumulation, case.model.kind) == (1, "none", 1, "sdpa")
 
 
-def test_layer_norms_that_are_steps_are_in_fp64() -> None:
-    def narrow(case: TrainingCase) -> bool:
-        return case.model.norm == "layer" and case.model.dim < 4
+def _narrow_layer_norm(case: TrainingCase) -> bool:
+    return case.model.norm == "layer" and case.model.dim < 4
 
-    assert smallest(narrow).model.kind == "longnet"
+
+def _narrow_norm_of_heads(case: TrainingCase) -> bool:
+    return case.model.qk_norm and case.model.head_dim < 4
+
+
+@pytest.mark.parametrize(("narrow", "kind"), [(_narrow_layer_norm, "longnet"), (_narrow_norm_of_heads, "llama")])
+def test_norms_that_are_steps_are_in_fp64(narrow: Callable[[TrainingCase], bool], kind: str) -> None:
+    assert smallest(narrow).model.kind == kind
     with pytest.raises(NoSuchExample):
         smallest(lambda case: narrow(case) and case.dtype != "float64")
