@@ -73,5 +73,5 @@ def oss(name: str, kind: str, supported: str) -> StepPeer:
 WRAPPER_PEERS = (
     *(zero(stage) for stage in (1, 2, 3)),
     oss("guarded", "Sharded", "ring.nn.frameworks.fairscale"),
-    oss("as-written", "ShardedAsWritten", "OSS and ShardedDDP by their defaults, and torch's zero_grad()"),
+    oss("as-written", "ShardedAsWritten", "OSS and ShardedDDP by their defaults, and the optimizer's zero_grad()"),
 )
