@@ -20,7 +20,7 @@ PAGES = [
     ROOT / name
     for name in (
         "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "reference/README.md", "ring/README.md",
-        "ring/nn/README.md",
+        "ring/nn/README.md", "ring/nn/frameworks/README.md", "verification/training/README.md",
         "verification/README.md", "verification/CHECKLIST.md", "verification/mutants/README.md", "notebooks/README.md",
     )
 ]  # fmt: skip

@@ -1,4 +1,5 @@
-"""The README's table of other people's implementations, checked against the recorded run notebooks/data/peers.json."""
+"""The README's table of other people's implementations, checked against the recorded runs notebooks/data/peers.json and
+notebooks/data/training_peers.json."""
 
 from __future__ import annotations
 
@@ -7,29 +8,34 @@ import re
 from pathlib import Path
 from typing import Any
 
-RECORD = Path(__file__).parents[2] / "notebooks/data/peers.json"
+DATA = Path(__file__).parents[2] / "notebooks/data"
+RECORDS = ("peers", "training_peers")  # of the columns after the version
 
 
 def disagreements(page: str) -> list[str]:
-    """What the table on a page, whose rows are | name | version | result |, says differently from the record.
+    """What the table on a page, whose rows are | name[, name ...] | version | alone | in a training step |, says
+    differently from the records.
 
     A result must begin with "held" where the peer held, with "not run" where it was not run, and else with the property
     that is broken; for a counter-example it must also state the ranks and tokens of the minimal Case, "2 ranks, 8
     tokens".
     """
     rows = {
-        cells[0].strip("` "): (cells[1].strip(), cells[2].strip())
+        name.strip("` "): [cell.strip() for cell in cells[1:]]
         for line in page.splitlines()
-        if len(cells := line.strip().strip("|").split("|")) == 3
+        if len(cells := line.strip().strip("|").split("|")) == 4
+        for name in cells[0].split(",")
     }
     found = []
-    for peer in json.loads(RECORD.read_text())["peers"]:
-        if peer["name"] not in rows:
-            found.append(f"{peer['name']} is not in the table")
-            continue
-        version, result = rows[peer["name"]]
-        wanted = [peer["version"] or "-", *_result(peer)]
-        found += [f"{peer['name']}: {version} | {result} lacks {x!r}" for x in wanted if not _says(version, result, x)]
+    for column, record in enumerate(RECORDS):
+        for peer in json.loads((DATA / f"{record}.json").read_text())["peers"]:
+            if peer["name"] not in rows:
+                found.append(f"{peer['name']} is not in the table")
+                continue
+            version, result = rows[peer["name"]][0], rows[peer["name"]][1 + column]
+            wanted = [peer["version"] or "-", *_result(peer)]
+            lacking = [x for x in wanted if not _says(version, result, x)]
+            found += [f"{peer['name']}: {version} | {result} lacks {x!r} of {record}" for x in lacking]
     return found
 
 

@@ -33,6 +33,7 @@ from verification.failures import RankHang, VerificationFailure
 from verification.peers import Refused, probe
 from verification.peers.known_peers import KNOWN, load, ready, selected
 from verification.peers.peer_experiment import claimed, expect, experiment
+from verification.peers.training.known_step_peers import KNOWN_STEP_PEERS
 from verification.report.provenance import commit
 from verification.run.backends import GlooBackend
 from verification.search.experiment import ToolError
@@ -249,11 +250,11 @@ def test_a_package_that_is_not_installed_is_refused_by_name(
 
 def test_a_table_that_disagrees_with_the_record_is_noticed() -> None:
     names = {text.partition(" ")[0] for text in disagreements("")}
-    assert names == set(KNOWN)
-    row = "| ring-flash-attn/zigzag | 0.1.8 | {} |"
-    assert not [text for text in disagreements(row.format("held")) if "ring-flash-attn/zigzag" in text]
-    (said,) = [text for text in disagreements(row.format("gradients")) if "ring-flash-attn/zigzag" in text]
-    assert said.endswith("lacks '^held'")
+    assert names == set(KNOWN_STEP_PEERS)
+    row = "| ring-flash-attn/zigzag, other | 0.1.8 | {} | {} |"
+    for results, lacking in ((("held", "held"), ""), (("logits", "held"), "peers"), (("held", "-"), "training_peers")):
+        said = [text for text in disagreements(row.format(*results)) if "ring-flash-attn/zigzag" in text]
+        assert [text.partition(" lacks ")[2] for text in said] == [f"'^held' of {lacking}"] * bool(lacking)
 
 
 def test_names() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from typing import Any
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed looks at it once, when it is imported
@@ -44,7 +45,8 @@ class Zero(Unwrapped):
             **(HALF if self.case.dtype == "bfloat16" else {}),
         }
         kind, settings = optimiser_settings(self.case)
-        self.engine: Any = deepspeed.initialize(model, kind(model.parameters(), **settings), self.mesh, config)
+        with redirect_stdout(io.StringIO()):  # in bf16 every new engine prints what memory there is
+            self.engine: Any = deepspeed.initialize(model, kind(model.parameters(), **settings), self.mesh, config)
         return self.engine
 
     def logits(self, tokens: Tensor, positions: Tensor, context: ContextParallel) -> Tensor:
