@@ -226,7 +226,7 @@ def run(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_what_trains_wrong_is_found_shrunk_saved_and_replayed(tmp_path: Path) -> None:
-    status, found = run(tmp_path, "fairscale/as-written", "--world", "2", "--examples", "20")
+    status, found = run(tmp_path, "fairscale/as-written", "--world", "2", "--examples", "20", "--profile", "ci")
     assert (status, found["verdict"]) == (1, "counter-example")
     case = TrainingCase.from_dict(found["case"])
     # How far it is shrunk depends on the time there was.
