@@ -288,7 +288,7 @@ import torch
 import torch.distributed as dist
 from fairscale.nn.data_parallel import ShardedDataParallel
 from fairscale.optim import OSS
-from train import Model, join, windows
+from train import Model, join, leave, windows
 
 from ring import Layout
 from ring.nn import ContextParallel, cross_entropy, next_tokens, shard_batch
@@ -345,7 +345,8 @@ def training(way):
 found = {way: training(way) for way in ("optimizer.zero_grad()", "model.zero_grad()", "guarded")}
 if dist.get_rank() == 0:
     print(json.dumps(found))
-dist.destroy_process_group()
+del mesh, context
+leave()
 """
 with tempfile.TemporaryDirectory() as folder:
     script = Path(folder) / "demonstration.py"

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from train import Training, join, parse, parser_of, text
+from train import Training, join, leave, parse, parser_of, text
 
 from verification.report.provenance import surroundings
 
@@ -102,7 +102,7 @@ def main() -> int:
     if options.json is None or options.held_out < 1:
         parser.error("--json and --held-out are needed")
     compare(options, *join(options))
-    dist.destroy_process_group()
+    leave()
     return 0
 
 

@@ -14,6 +14,7 @@ any number of ranks, up to rounding, because its batch depends on the step alone
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -206,6 +207,14 @@ def train(options: argparse.Namespace) -> None:
     if options.json and dist.get_rank() == 0:
         record = {"ranks": ranks, "losses": training.losses, "activations": most.item(), "held_out": held_out}
         options.json.write_text(json.dumps(record) + "\n")
+
+
+def leave() -> None:
+    """Ends the groups, and with them gloo's threads: one that gives back a tensor while Python ends aborts the process.
+
+    They end with the last reference to their group, so the caller keeps no mesh, and cycles (DDP's hooks) are broken.
+    """
+    gc.collect()
     dist.destroy_process_group()
 
 
@@ -283,6 +292,7 @@ def main() -> int:
         return check(options)
     if "RANK" in os.environ:
         train(options)
+        leave()
         return 0
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]

@@ -10,6 +10,10 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+# Its defaults keep the default group of the moment of its import for ever. `torch.library` imports it in the first
+# call, when there is one: imported here, before, it keeps none, and a destroyed group ends its threads.
+import torch.distributed.nn.functional
+
 from ring.comm.calls import Calls
 from ring.comm.transport import Message, OwnBuffers, Pending
 from ring.comm.waiting import Done, done_by_event, done_by_work, timeout_of, wait_for_all
