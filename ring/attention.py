@@ -202,7 +202,7 @@ class _RingAttention(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, walk: _Walk
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.autocast(q.device.type, enabled=False):  # sums keep the accumulator's type
-            prepared = Prepared(partial(_forward_of, walk))
+            prepared = Prepared(partial(_forward, walk))
             out, lse = torch.ops.ring.attention(q, k, v, prepared.number)
         ctx.walk = walk
         ctx.save_for_backward(q, k, v, out, lse)
@@ -239,20 +239,16 @@ class _Once(torch.autograd.Function):
         )
 
 
-def _forward_of(walk: _Walk, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    with walk.posting(walk.numbered.forward):
-        return _forward(walk, q, k, v)
-
-
 def _forward(walk: _Walk, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     accumulator, queries = accumulator_for(q), StridedView(q)
-    for arrival in Exchange(walk.plan, walk.transport, k, v).arrivals():
-        for tile in arrival.tiles:
-            query = queries.view(tile.query_rows, tile.query_heads)
-            key, value = _keys(arrival, tile)
-            name = kernels.choose(walk.kernel, q.device, q.dtype, q.shape[3], tile, walk.scale)
-            out, lse = kernels.forward(name, query, key, value, tile, walk.scale)
-            accumulator.merge(tile.query_rows, tile.query_heads, out, lse)
+    with walk.posting(walk.numbered.forward):
+        for arrival in Exchange(walk.plan, walk.transport, k, v).arrivals():
+            for tile in arrival.tiles:
+                query = queries.view(tile.query_rows, tile.query_heads)
+                key, value = _keys(arrival, tile)
+                name = kernels.choose(walk.kernel, q.device, q.dtype, q.shape[3], tile, walk.scale)
+                out, lse = kernels.forward(name, query, key, value, tile, walk.scale)
+                accumulator.merge(tile.query_rows, tile.query_heads, out, lse)
     return accumulator.result(q.dtype)
 
 

@@ -16,7 +16,7 @@ from ring.nn.frameworks import checkpoint, ddp, fsdp
 from ring.nn.frameworks.mesh import averaging_mesh
 from tests.support.framework_example import APART, SHORT, Example, Result, labels_of, optimizer_for
 from tests.support.framework_llama import DecoderLayer, SmallLlama
-from tests.support.torch_wrapper_tasks import plain
+from tests.support.sharded_training import plain
 
 
 def part(example: Example, wrapper: str, folder: Path, first: int, last: int) -> Result:

@@ -3,91 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 
 from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.transport import RecordingTransport
-from ring.nn import ContextParallel, clip_grad_norm, count_labels, cross_entropy
+from ring.nn import ContextParallel, clip_grad_norm, cross_entropy
 from ring.nn.frameworks import ddp, fsdp, recompute
-from tests.support.framework_example import TOGETHER, Example, Result, gradients_of, labels_of, optimizer_for
+from tests.support.framework_example import TOGETHER, Example, Result, labels_of, optimizer_for
 from tests.support.framework_llama import DecoderLayer, SmallLlama
+from tests.support.sharded_training import trained
 
 INFINITE = float("inf")
 
 
 def under_ddp(example: Example, recomputed: dict[str, Any] | None = None) -> Result:
-    mesh = example.device_mesh()
-    context = example.handle(mesh)
-    inner = SmallLlama()
+    mesh, inner = example.device_mesh(), SmallLlama()
     if recomputed is not None:
         recompute.wrap(inner, DecoderLayer, **recomputed)
     model = ddp.wrap(inner, mesh)
-    optimizer, result = optimizer_for(model), Result([], [], {}, {})
-    for step in range(example.steps):
-        batches = example.batches(step, mesh, context)
-        labelled = count_labels([labels_of(batch) for batch in batches], mesh)
-        losses = []
-        for number, batch in enumerate(batches):
-            last = number == len(batches) - 1
-            with nullcontext() if last else model.no_sync():
-                logits = model(batch.tokens, batch.context)
-                loss = cross_entropy(logits, labels_of(batch), mesh, labelled=labelled)
-                loss.backward()
-            losses.append(loss.item())
-        result.losses.append(sum(losses))
-        result.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), example.clip or INFINITE)))
-        if step == 0:
-            result.gradients = plain(gradients_of(inner))
-        optimizer.step()
-        optimizer.zero_grad()
-    result.parameters = plain(dict(inner.named_parameters()))
-    return result
+    return trained(
+        example, mesh, inner, optimizer_for(model),
+        logits=lambda batch: model(batch.tokens, batch.context),
+        micro_batch=lambda last: nullcontext() if last else model.no_sync(),
+        clip=lambda: nn.utils.clip_grad_norm_(model.parameters(), example.clip or INFINITE),
+    )  # fmt: skip
 
 
 def under_fsdp(
-    example: Example, recomputed: dict[str, Any] | None = None, policy: MixedPrecisionPolicy | None = None
+    example: Example,
+    recomputed: dict[str, Any] | None = None,
+    policy: MixedPrecisionPolicy | None = None,
+    replicate: bool = False,
 ) -> Result:
-    mesh = example.device_mesh()
-    context = example.handle(mesh)
-    model = SmallLlama()
+    mesh, model = example.device_mesh(), SmallLlama()
     if recomputed is not None:
         recompute.wrap(model, DecoderLayer, **recomputed)
-    sharded = fsdp.shard(model, mesh, DecoderLayer, policy=policy)
-    optimizer, result = optimizer_for(model), Result([], [], {}, {})
-    for step in range(example.steps):
-        batches = example.batches(step, mesh, context)
-        labelled = count_labels([labels_of(batch) for batch in batches], mesh)
-        losses = []
-        for number, batch in enumerate(batches):
-            sharded.set_requires_gradient_sync(number == len(batches) - 1)
-            loss = cross_entropy(model(batch.tokens, batch.context), labels_of(batch), mesh, labelled=labelled)
-            loss.backward()
-            losses.append(loss.item())
-        result.losses.append(sum(losses))
-        result.norms.append(float(clip_grad_norm(model.parameters(), example.clip or 1e300)))
-        if step == 0:
-            result.gradients = plain(gradients_of(model))
-        optimizer.step()
-        optimizer.zero_grad()
-    result.parameters = plain(dict(model.named_parameters()))
-    return result
+    sharded = fsdp.shard(model, mesh, DecoderLayer, policy=policy, replicate=replicate)
 
+    def micro_batch(last: bool) -> AbstractContextManager[None]:
+        sharded.set_requires_gradient_sync(last)
+        return nullcontext()
 
-def plain(tensors: dict[str, Any]) -> dict[str, Tensor]:
-    """Whole tensors, by the names of a model that is not wrapped."""
-    return {
-        name.replace("_checkpoint_wrapped_module.", ""): (x.full_tensor() if isinstance(x, DTensor) else x)
-        .detach()
-        .clone()
-        for name, x in tensors.items()
-    }
+    return trained(
+        example, mesh, model, optimizer_for(model),
+        logits=lambda batch: model(batch.tokens, batch.context),
+        micro_batch=micro_batch,
+        clip=lambda: clip_grad_norm(model.parameters(), example.clip or 1e300),
+    )  # fmt: skip
 
 
 def messages(example: Example, recomputed: dict[str, Any] | None) -> tuple[int, int]:
@@ -111,6 +79,8 @@ def refusals() -> dict[str, str]:
     mesh = Example(TOGETHER).device_mesh()
     unnamed = DeviceMesh("cpu", torch.tensor(TOGETHER))
     other = DeviceMesh("cpu", torch.tensor(TOGETHER), mesh_dim_names=("data", "tensor"))
+    turned = DeviceMesh("cpu", torch.tensor(TOGETHER), mesh_dim_names=("context", "data"))
+    descending = DeviceMesh("cpu", torch.tensor(((1, 0), (3, 2))), mesh_dim_names=("data", "context"))
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model = SmallLlama()
     calls: dict[str, Callable[[], object]] = {
@@ -122,6 +92,9 @@ def refusals() -> dict[str, str]:
         "a mesh of its own": lambda: fsdp.shard(model, mesh, DecoderLayer, dp_mesh_dims=None),
         "no such layer": lambda: fsdp.shard(model, mesh, nn.Conv2d),
         "an instance": lambda: recompute.wrap(model, model.layers[0]),  # type: ignore[arg-type]
+        "nothing to replicate over": lambda: fsdp.shard(model, mesh["context"], DecoderLayer, replicate=True),
+        "context before data": lambda: fsdp.shard(model, turned, DecoderLayer, replicate=True),
+        "ranks that descend": lambda: fsdp.shard(model, descending, DecoderLayer, replicate=True),
         "sums in 16 bits": lambda: fsdp.shard(model, mesh, DecoderLayer, policy=half),
         "attention kept, reentrant": lambda: recompute.wrap(model, DecoderLayer, keep_attention=True, reentrant=True),
     }

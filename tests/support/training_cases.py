@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis.strategies import SearchStrategy
+
 from reference.pattern import Pattern
 from verification.training.training_case import Model, TrainingCase
 
@@ -28,3 +31,19 @@ def small_step(world: int, **changes: Any) -> TrainingCase:
         labels="all", seed=0,
     )  # fmt: skip
     return replace(case, **changes)
+
+
+def drawn_from(strategy: SearchStrategy[TrainingCase | None], count: int) -> list[TrainingCase]:
+    """What a run would draw from it, always the same."""
+    found: list[TrainingCase] = []
+
+    def keep(case: TrainingCase | None) -> None:
+        assert case is not None
+        found.append(case)
+
+    chosen = settings(
+        max_examples=count, phases=[Phase.generate], database=None, deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    seed(0)(chosen(given(strategy)(keep)))()
+    return found

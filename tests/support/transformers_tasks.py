@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from reference import Pattern
 from ring.nn import ContextParallel, clip_grad_norm, cross_entropy, gather
 from ring.nn.frameworks import ddp, fsdp, recompute, transformers
-from tests.support.framework_example import TOGETHER, Example, Result, gradients_of, labels_of, optimizer_for
+from tests.support.framework_example import TOGETHER, Example, Result, labels_of, optimizer_for
 from tests.support.framework_llama import VOCABULARY
-from tests.support.torch_wrapper_tasks import plain
+from tests.support.sharded_training import trained
 from verification.run.processes.rendezvous import subgroup
 
 SIZES: dict[str, Any] = {
@@ -43,28 +44,18 @@ def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def train(example: Example, checkpointing: dict[str, Any] | None = None, wrapper: str = "ddp") -> Result:
-    mesh = example.device_mesh()
-    context = example.handle(mesh)
-    inner = transformers.prepare(llama())
+    mesh, inner = example.device_mesh(), transformers.prepare(llama())
     if checkpointing is not None:
         kept = {"context_fn": recompute.attention_kept} if checkpointing.pop("keep_attention", False) else {}
         inner.gradient_checkpointing_enable(checkpointing | kept)
     inner.train()
     model: Any = ddp.wrap(inner, mesh) if wrapper == "ddp" else fsdp.shard(inner, mesh, LlamaDecoderLayer)
-    optimizer, result = optimizer_for(model), Result([], [], {}, {})
-    for step in range(example.steps):
-        (batch,) = example.batches(step, mesh, context)
-        logits = model(batch.tokens, position_ids=batch.positions[None], context=batch.context).logits
-        loss = cross_entropy(logits, labels_of(batch), mesh)
-        loss.backward()
-        result.losses.append(loss.item())
-        result.norms.append(float(clip_grad_norm(model.parameters(), example.clip or 1e300, mesh)))
-        if step == 0:
-            result.gradients = plain(gradients_of(inner))
-        optimizer.step()
-        optimizer.zero_grad()
-    result.parameters = plain(dict(inner.named_parameters()))
-    return result
+    return trained(
+        example, mesh, inner, optimizer_for(model),
+        logits=lambda batch: model(batch.tokens, position_ids=batch.positions[None], context=batch.context).logits,
+        micro_batch=lambda last: nullcontext(),
+        clip=lambda: clip_grad_norm(model.parameters(), example.clip or 1e300, mesh),
+    )  # fmt: skip
 
 
 def in_16_bits(example: Example) -> Result:

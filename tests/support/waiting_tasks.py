@@ -105,31 +105,19 @@ def one_ends_in_the_middle(exchange: str) -> list[str]:
     return found
 
 
-def die_in_the_middle(rank: int, killed: int, folder: str) -> None:
-    """A process of its own. It writes what is said where a rank is killed when it has agreed to the second call."""
+def one_dies(rank: int, killed: int, folder: str, agreed: bool) -> None:
+    """A process of its own. It writes what is said where a rank is killed before its second call, or when it has agreed
+    to it.
+    """
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
         "gloo", store=dist.FileStore(f"{folder}/store", 3), rank=rank, world_size=3, timeout=timedelta(seconds=60)
     )
     _forward(None)
-    if rank == killed:
+    if rank == killed and agreed:
         kernels.forward = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
-    try:
-        _forward(None)
-    except RuntimeError as error:
-        Path(folder, f"said {rank}").write_text(str(error))
-
-
-def live_and_die(rank: int, killed: int, folder: str) -> None:
-    """A process of its own. It writes what is said where a rank is killed before its second call."""
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(f"{folder}/store", 3), rank=rank, world_size=3, timeout=timedelta(seconds=60)
-    )
-    _forward(None)
-    if rank == killed:
+    elif rank == killed:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         _forward(None)

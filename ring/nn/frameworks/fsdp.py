@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from ring.nn.frameworks.mesh import averaging_mesh
+from ring.nn.frameworks.mesh import averaging_mesh, replicating_mesh
 from ring.nn.frameworks.modules import modules_of
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -37,19 +37,22 @@ def shard(
     layers: type[nn.Module] | tuple[type[nn.Module], ...],
     *,
     policy: MixedPrecisionPolicy | None = None,
+    replicate: bool = False,
     **options: Any,
 ) -> FSDPModule:
     """The same model, sharded in place over all ranks of the mesh; each layer is gathered when it is its turn.
 
     mesh: of ("data", "context"), or of "context" alone. layers: the classes of the modules that are units of their own.
     policy: its param_dtype is that of parameters and activations; the optimizer sees the parameters as they are now.
+    replicate: whether each group of context ranks holds the whole model, of which its ranks have a shard each (torch's
+    hybrid sharding): layers are then gathered within such a group alone, which may be one host.
     options: fully_shard's own (reshard_after_forward, offload_policy, ...).
 
     Raises ValueError for another mesh, where the model has no such layer, for options that say what mesh and policy
     say, and for a policy of 16-bit parameters that does not name the type in which gradients are summed: left out, that
     would be 16 bits too, which loses more the more ranks there are.
     """
-    over = averaging_mesh(mesh)
+    over = replicating_mesh(mesh) if replicate else averaging_mesh(mesh)
     for name in OURS:
         if name in options:
             raise ValueError(f"{name} must be left out: mesh and policy say it, got {name}")

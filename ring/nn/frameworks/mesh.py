@@ -22,6 +22,32 @@ def averaging_mesh(mesh: DeviceMesh) -> DeviceMesh:
     those gradients are to be averaged is not known here, so give the part that is data x context, as
     mesh["data", "context"].
     """
+    _check(mesh)
+    flat = mesh if mesh.ndim == 1 else mesh._flatten()  # torch's own name for it, which others use too
+    if flat.mesh.tolist() == sorted(flat.mesh.tolist()):
+        return flat
+    # The ranks of a group are in ascending order, whatever their order in the mesh. FSDP places its shards by the
+    # group, distributed checkpoints go by the mesh: where these differ, torch saves parameters with parts swapped.
+    return DeviceMesh.from_group(flat.get_group(), flat.device_type, mesh_dim_names=flat.mesh_dim_names)
+
+
+def replicating_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The same mesh of ("data", "context"), in the order in which FSDP replicates and shards.
+
+    Raises ValueError for any other mesh, and where a line of context ranks does not ascend (see `averaging_mesh`).
+    """
+    _check(mesh)
+    if mesh.mesh_dim_names != (DATA, CONTEXT):
+        raise ValueError(
+            f"mesh must have the dimensions ({DATA!r}, {CONTEXT!r}), in this order, to replicate over {DATA!r}, "
+            f"got {mesh.mesh_dim_names}"
+        )
+    if any(line != sorted(line) for line in mesh.mesh.tolist()):
+        raise ValueError(f"mesh must have ascending ranks along {CONTEXT!r}, got {mesh.mesh.tolist()}")
+    return mesh
+
+
+def _check(mesh: DeviceMesh) -> None:
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(f"mesh must be a DeviceMesh, got a {type(mesh).__name__}")
     names = mesh.mesh_dim_names or ()
@@ -30,9 +56,3 @@ def averaging_mesh(mesh: DeviceMesh) -> DeviceMesh:
             f"mesh must have the dimensions ({DATA!r}, {CONTEXT!r}), or {CONTEXT!r} alone, got {names or 'no names'}: "
             "every rank that holds a part of the sequences takes part in the average of gradients"
         )
-    flat = mesh if mesh.ndim == 1 else mesh._flatten()  # torch's own name for it, which others use too
-    if flat.mesh.tolist() == sorted(flat.mesh.tolist()):
-        return flat
-    # The ranks of a group are in ascending order, whatever their order in the mesh. FSDP places its shards by the
-    # group, distributed checkpoints go by the mesh: where these differ, torch saves parameters with parts swapped.
-    return DeviceMesh.from_group(flat.get_group(), flat.device_type, mesh_dim_names=flat.mesh_dim_names)

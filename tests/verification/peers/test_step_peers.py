@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import seed as seeded
 from rich.console import Console
 
 from reference.pattern import Pattern
-from tests.support.training_cases import small_model, small_step
+from tests.support.training_cases import drawn_from, small_model, small_step
 from verification.__main__ import main
 from verification.case import Case
 from verification.failures import VerificationFailure, WrongResult
@@ -29,6 +27,7 @@ from verification.peers.training.wrapper_peers import WRAPPER_PEERS
 from verification.replay.replay import replay
 from verification.report.report import Report
 from verification.run.backends import GlooBackend, SimBackend, Unavailable
+from verification.runner import PROFILES
 from verification.search.experiment import ToolError
 from verification.training.drawing import has_steps
 from verification.training.rank.ring_model import LanguageModel
@@ -44,17 +43,7 @@ ENGINES = {module for peer in WRAPPER_PEERS for module in peer.preload}
 
 def drawn(name: str, world: int, count: int = 40) -> list[TrainingCase]:
     """What a run would draw: all of it is claimed."""
-    found: list[TrainingCase] = []
-
-    def keep(case: TrainingCase) -> None:
-        found.append(case)
-
-    chosen = settings(
-        max_examples=count, phases=[Phase.generate], database=None, deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
-    seeded(0)(chosen(given(draw_steps(load_step_peer(name), world))(keep)))()
-    return found
+    return drawn_from(draw_steps(load_step_peer(name), world), count)
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -225,12 +214,14 @@ def run(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_what_trains_wrong_is_found_shrunk_saved_and_replayed(tmp_path: Path) -> None:
+def test_what_trains_wrong_is_found_shrunk_saved_and_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PROFILES, "ci", replace(PROFILES["ci"], budget=600))  # whatever shrinks, shrinks to its end
     status, found = run(tmp_path, "fairscale/as-written", "--world", "2", "--examples", "20", "--profile", "ci")
     assert (status, found["verdict"]) == (1, "counter-example")
     case = TrainingCase.from_dict(found["case"])
-    # How far it is shrunk depends on the time there was.
-    assert (case.world, case.wrapper) == (2, "none") and case.steps > 1, "the first step is right"
+    assert (case.world, case.wrapper, case.model.layers) == (2, "none", 1)
+    # The first step is right. The gradients of the second are wrong: its parameters show it, or the loss of a third.
+    assert case.steps == {"parameters": 2, "losses": 3}[found["message"].partition(":")[0]]
     file = shlex.split(found["replay"])[-1]
     assert json.loads(Path(file).read_text()) == {"step_peer": "fairscale/as-written", "training_case": found["case"]}
     assert main(["replay", file]) == 1

@@ -11,6 +11,9 @@ from verification.training.drawing import has_steps
 from verification.training.step_observation import StepObservation
 from verification.training.training_case import TrainingCase
 
+Claims = Callable[[TrainingCase], TrainingCase | None]
+Train = Callable[[Transport, TrainingCase], StepObservation]
+
 
 @dataclass(frozen=True)
 class StepPeer:
@@ -29,8 +32,8 @@ class StepPeer:
 
     name: str
     supported: str
-    claims: Callable[[TrainingCase], TrainingCase | None]
-    train: Callable[[Transport, TrainingCase], StepObservation]
+    claims: Claims
+    train: Train
     worlds: tuple[int, ...] = (2, 3, 4, 8)
     package: str | None = None
     prepare: Callable[[], None] = nothing

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from ring.comm.transport import Transport
-from verification.peers.training.step_peer import StepPeer, in_dtype
+from verification.peers.training.step_peer import Claims, StepPeer, Train, in_dtype
 from verification.training.rank.rank_step import train_on_rank
 from verification.training.step_observation import StepObservation
 from verification.training.training_case import TrainingCase
@@ -19,6 +19,19 @@ ZERO, OSS = "verification.peers.training.zero_engine", "verification.peers.train
 def unwrapped(case: TrainingCase) -> TrainingCase:
     """The peer is the only wrapper. Both packages have checkpoints of their own, so no run is resumed."""
     return replace(case, wrapper="none", resumed=None)
+
+
+def wrapper_peer(name: str, supported: str, claims: Claims, train: Train, module: str) -> StepPeer:
+    """module: where the package is imported; nowhere else is it."""
+    return StepPeer(
+        name=name,
+        package=name.partition("/")[0],
+        supported=supported,
+        claims=claims,
+        train=train,
+        prepare=partial(importlib.import_module, module),  # type: ignore[arg-type]
+        preload=(module,),
+    )
 
 
 # --- DeepSpeed --------------------------------------------------------------------------------------------------------
@@ -35,15 +48,8 @@ def train_under_zero(stage: int, transport: Transport, case: TrainingCase) -> St
 
 
 def zero(stage: int) -> StepPeer:
-    return StepPeer(
-        name=f"deepspeed/zero{stage}",
-        package="deepspeed",
-        supported=f"ring.nn.frameworks.deepspeed, ZeRO {stage}: fp32, and bf16 with parameters and sums in fp32",
-        claims=in_32_bits,
-        train=partial(train_under_zero, stage),
-        prepare=partial(importlib.import_module, ZERO),  # type: ignore[arg-type]
-        preload=(ZERO,),
-    )
+    supported = f"ring.nn.frameworks.deepspeed, ZeRO {stage}: fp32, and bf16 with parameters and sums in fp32"
+    return wrapper_peer(f"deepspeed/zero{stage}", supported, in_32_bits, partial(train_under_zero, stage), ZERO)
 
 
 # --- FairScale --------------------------------------------------------------------------------------------------------
@@ -59,15 +65,8 @@ def train_under_oss(kind: str, transport: Transport, case: TrainingCase) -> Step
 
 
 def oss(name: str, kind: str, supported: str) -> StepPeer:
-    return StepPeer(
-        name=f"fairscale/{name}",
-        package="fairscale",
-        supported=f"{supported}: fp64 without clipping, fp32, bf16 by autocast",
-        claims=with_norms_in_32_bits,
-        train=partial(train_under_oss, kind),
-        prepare=partial(importlib.import_module, OSS),  # type: ignore[arg-type]
-        preload=(OSS,),
-    )
+    supported = f"{supported}: fp64 without clipping, fp32, bf16 by autocast"
+    return wrapper_peer(f"fairscale/{name}", supported, with_norms_in_32_bits, partial(train_under_oss, kind), OSS)
 
 
 WRAPPER_PEERS = (

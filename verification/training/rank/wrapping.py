@@ -11,8 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -99,8 +98,10 @@ class Ddp(Unwrapped):
 class Fsdp(Unwrapped):
     """fully_shard of each layer and of the model, over all ranks."""
 
+    replicate = False
+
     def wrap(self, model: LanguageModel) -> nn.Module:
-        fsdp.shard(model, self.mesh, LAYERS, policy=self.policy())
+        fsdp.shard(model, self.mesh, LAYERS, policy=self.policy(), replicate=self.replicate)
         self.named = named_parameters(model)  # others than before, sharded
         return model
 
@@ -121,16 +122,9 @@ class Fsdp(Unwrapped):
 
 
 class HybridFsdp(Fsdp):
-    """Sharded within a context group, replicated over the data ranks: by torch alone, `fsdp.shard` does not have it."""
+    """Sharded within a context group, replicated over the data ranks."""
 
-    def wrap(self, model: LanguageModel) -> nn.Module:
-        for layer in (*model.layers, model):
-            fully_shard(layer, mesh=self.sharded_over(), mp_policy=self.policy())
-        self.named = named_parameters(model)
-        return model
-
-    def sharded_over(self) -> DeviceMesh:
-        return self.mesh
+    replicate = True
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -54,6 +54,11 @@ def test_fsdp_trains_as_one_process(pools: dict[int, Pool], example: Example) ->
     assert_equal(pool_of(pools, example).run(under_fsdp, example), example)
 
 
+@pytest.mark.parametrize("example", [Example(TOGETHER, accumulation=3, clip=0.1), Example(APART, "striped", clip=0.1)])
+def test_fsdp_with_replicas_trains_as_one_process(pools: dict[int, Pool], example: Example) -> None:
+    assert_equal(pools[4].run(under_fsdp, example, None, None, True), example)
+
+
 @pytest.mark.parametrize("recomputed", RECOMPUTED, ids=str)
 @pytest.mark.parametrize("train", [under_ddp, under_fsdp])
 def test_recomputed_layers_train_as_one_process(pools: dict[int, Pool], train: Any, recomputed: dict[str, Any]) -> None:
@@ -93,6 +98,9 @@ def test_what_would_train_wrong_is_refused(pools: dict[int, Pool]) -> None:
         "a mesh of its own": "dp_mesh_dims must be left out",
         "no such layer": "layers must name classes of which the model has modules, got Conv2d",
         "an instance": "layers must be classes of modules",
+        "nothing to replicate over": "mesh must have the dimensions ('data', 'context'), in this order, to replicate",
+        "context before data": "in this order, to replicate over 'data', got ('context', 'data')",
+        "ranks that descend": "mesh must have ascending ranks along 'context', got [[1, 0], [3, 2]]",
         "sums in 16 bits": "policy must name reduce_dtype",
         "attention kept, reentrant": "keep_attention=True needs reentrant=False",
     }
