@@ -47,15 +47,17 @@ class Call:
     kernel: str
     scale: float | None
     return_lse: bool
+    differentiated: bool  # see `wants_gradients`
 
     @property
     def factor(self) -> float:
         """Of the scores."""
         return self.q.shape[3] ** -0.5 if self.scale is None else float(self.scale)
 
-    @property
-    def differentiated(self) -> bool:
-        return torch.is_grad_enabled() and any(x.requires_grad for x in (self.q, self.k, self.v))
+
+def wants_gradients(*tensors: torch.Tensor) -> bool:
+    """Whether what is computed of them can be differentiated. An operator does not see this of its own tensors."""
+    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors)
 
 
 class Signature(NamedTuple):

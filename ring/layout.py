@@ -18,11 +18,13 @@ and the last, rank 1 the two between. The cuts are 0, 8 and 16, and the shards c
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -51,6 +53,7 @@ class Layout:
     cuts: tuple[int, ...]
     runs: tuple[Run, ...] | None  # the order as runs; None: it is listed in `listed`
     listed: np.ndarray | None = field(repr=False, default=None)  # (n,) int64
+    number: int = field(init=False, repr=False)  # of this object, in this process
 
     @classmethod
     def contiguous(cls, n: int, p: int) -> Layout:
@@ -107,6 +110,13 @@ class Layout:
         cuts = tuple(map(int, cuts))
         runs = _runs_of(listed, limit=_RUNS_PER_RANK * (len(cuts) - 1))
         return cls(n, cuts, runs, None if runs is not None else listed)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "number", next(_numbers))
+        _by_number[self.number] = self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.n, self.cuts, self.runs, self.listed)  # a copy has a number of its own
 
     @property
     def world_size(self) -> int:
@@ -178,6 +188,19 @@ class Layout:
 
     def __hash__(self) -> int:
         return hash(self.digest)
+
+
+_numbers = itertools.count()
+_by_number: WeakValueDictionary[int, Layout] = WeakValueDictionary()
+
+
+@lru_cache(maxsize=64)
+def numbered_layout(number: int) -> Layout:
+    """The layout with this number, kept for the backward. Raises ValueError if there is none any more."""
+    found = _by_number.get(number)
+    if found is None:
+        raise ValueError(f"layout must be the number of one that is there, got {number}")
+    return found
 
 
 def _check_sizes(n: int, p: int) -> None:

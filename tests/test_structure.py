@@ -20,7 +20,7 @@ PACKAGES = ("reference", "ring", "verification")
 ROAD = (
     "reference",
     "ring.precision", "ring.layout", "ring.plan", "ring.strided_view", "ring.comm", "ring.compute", "ring.budget",
-    "ring.agreement", "ring.operator", "ring.attention", "ring.nn", "ring",
+    "ring.agreement", "ring.walk", "ring.operator", "ring.compiled", "ring.attention", "ring.nn", "ring",
     "verification.wording", "verification.failures", "verification.example", "verification.case", "verification.draw",
     "verification.run",
     "verification.check", "verification.search", "verification.report", "verification.problems",

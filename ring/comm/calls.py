@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+KEPT = 256
+
 
 @dataclass(eq=False)
 class NumberedCall:
@@ -55,6 +57,7 @@ class Calls:
     _why: str = ""
     _questions: int = 0  # that all ranks of the group have answered together
     _broken: str = ""  # how a call ended in the middle
+    _backward: dict[int, NumberedCall] = field(default_factory=dict)  # by number, the first one first
     _turn: threading.RLock = field(default_factory=threading.RLock)
 
     @contextmanager
@@ -81,6 +84,16 @@ class Calls:
         """The next call. Every call has a number, also one that is refused."""
         self._number += 1
         return NumberedCall(self, self._number, name)
+
+    def again(self, number: int, name: str | None) -> NumberedCall:
+        """The call of this number, for a backward that knows no more of it. How often a call went backward is known of
+        the last KEPT calls.
+        """
+        if number not in self._backward:
+            self._backward[number] = NumberedCall(self, number, name)
+            if len(self._backward) > KEPT:
+                del self._backward[next(iter(self._backward))]
+        return self._backward[number]
 
     def check_thread(self, call: NumberedCall | str) -> None:
         """Raise ValueError if another thread, which still runs, calls on this group. call: one that has no number, by

@@ -124,6 +124,8 @@ class ContextParallel:
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """What `make` returned when it was first asked for by this key: what a sequence's layers share."""
         kept: dict[Hashable, T] = self.__dict__["_kept"]
+        if torch.compiler.is_compiling() and key not in kept:
+            return make()  # what a graph computes may lie in memory that its next run uses again
         if key not in kept:
             with torch.inference_mode(False), torch.no_grad():  # usable in training, whoever asks first
                 kept[key] = make()
@@ -154,15 +156,18 @@ class ContextParallel:
         ValueError, NotImplementedError: as `ring_attention` raises for a wrong tensor. name: what the caller calls it.
         """
         refuse_dtensor(name, x)
-        wanted = f"a ({', '.join(shape)}) tensor with the {self.tokens} tokens of this rank"
         if not isinstance(x, Tensor) or x.dim() != len(shape):
             given = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(type(x))
-            raise ValueError(f"{name} must be {wanted}, got {given}")
+            raise ValueError(f"{name} must be {self._wanted(shape)}, got {given}")
         found = x.shape[dim]
-        if found == self.tokens:
+        # Within torch.compile a comparison would bind the graph to this length; the operator compares, too.
+        if torch.compiler.is_compiling() or found == self.tokens:
             return
         whole = ", the whole sequence: give each rank its shard, as shard_batch and context.shard make it"
-        raise ValueError(f"{name} must be {wanted}, got {found}{whole if found == self.layout.n else ''}")
+        raise ValueError(f"{name} must be {self._wanted(shape)}, got {found}{whole if found == self.layout.n else ''}")
+
+    def _wanted(self, shape: tuple[str, ...]) -> str:
+        return f"a ({', '.join(shape)}) tensor with the {self.tokens} tokens of this rank"
 
     def agree(self, doing: str, check: Callable[[], dict[str, object]]) -> None:
         """Raise one error on every rank if `check` raises on any of them, or returns another signature on some. Without

@@ -6,19 +6,19 @@ from typing import Any
 
 import torch
 
-from ring import attention
+from ring import walk
 from tests.support.planted import plant
 
 
 def forgets_the_pattern() -> None:
     """A plan is kept for a layout and a rank, whatever the pattern."""
-    real = attention.plan_of
+    real = walk.plan_of
     found: dict[Any, Any] = {}
 
     def plan_of(pattern: Any, layout: Any, rank: int, *rest: Any) -> Any:
         return found.setdefault((layout, rank), real(pattern, layout, rank, *rest))
 
-    attention.plan_of = plan_of  # type: ignore[assignment]
+    walk.plan_of = plan_of  # type: ignore[assignment]
 
 
 def keeps_results() -> None:

@@ -26,13 +26,14 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-import ring.operator  # noqa: F401, defines torch.ops.ring.attention
 from ring.nn.frameworks.modules import modules_of
 
 
 def attention_kept() -> Any:
     """For `context_fn` of `torch.utils.checkpoint.checkpoint`: what ring attention returns is kept, all else is not."""
-    return create_selective_checkpoint_contexts([torch.ops.ring.attention.default])
+    return create_selective_checkpoint_contexts(
+        [torch.ops.ring.attention.default, torch.ops.ring.attention_forward.default]
+    )
 
 
 def wrap(

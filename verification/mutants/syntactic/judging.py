@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, Phase, Verbosity, given, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
-from ring import agreement, attention
+from ring import agreement, attention, walk
 from ring.comm import transport
 from verification.check.laws.mistakes import WRONG_CALLS_REFUSED
 from verification.failures import RankFailure, VerificationFailure
@@ -35,7 +35,7 @@ from verification.runner import law_experiment
 from verification.search.search import RUN
 
 # Modules with code that only real processes run, and that which wrong calls are about.
-ON_PROCESSES = (transport.__name__, attention.__name__)
+ON_PROCESSES = (transport.__name__, attention.__name__, walk.__name__)
 ON_MISTAKES = (agreement.__name__,)
 GLOO_LIMIT = 40  # examples on two ranks, and again on three
 MOST_WORK = 160  # ranks times tokens of an example: the few beyond take half of the time

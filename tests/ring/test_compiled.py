@@ -1,0 +1,123 @@
+"""`torch.compile` takes the call in whole: the same numbers, as many forwards as there must be, the same errors."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ring import Layout
+from ring.compiled import NO_GROUP, pattern_of, text_of
+from ring.layout import numbered_layout
+from tests.support import compiled_tasks
+from tests.support.attention_cases import PATTERNS, inputs
+from tests.support.compiled_tasks import FUNCTIONS, LENGTHS, MODULES
+from tests.support.framework_example import EXACT, TOGETHER, Example, dense, differences
+from verification.run.processes.pool import Pool
+
+pytestmark = pytest.mark.ranks
+
+
+# --- one process ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_pattern_is_the_one_of_its_text(name: str) -> None:
+    assert pattern_of(text_of(PATTERNS[name])) == PATTERNS[name]
+
+
+def test_a_layout_goes_by_its_number() -> None:
+    layout = Layout.striped(9, 2)
+    assert numbered_layout(layout.number) is layout and Layout.striped(9, 2).number != layout.number
+    copied = pickle.loads(pickle.dumps(layout))
+    assert copied == layout and copied.number != layout.number and numbered_layout(copied.number) is copied
+    with pytest.raises(ValueError, match="layout must be the number of one that is there, got -1"):
+        numbered_layout(-1)
+
+
+@pytest.mark.parametrize("strided", (False, True))
+@pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("name", ("longnet causal", "gaps"))
+def test_the_operators_are_as_torch_wants_them(name: str, dtype: torch.dtype, strided: bool) -> None:
+    q, k, v, dout, dlse = inputs(dtype=dtype)
+    if strided:
+        q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
+    layout = Layout.contiguous(17, 1)
+    settings: dict[str, Any] = {
+        "layout": layout.number, "pattern": text_of(PATTERNS[name]), "group": NO_GROUP, "exchange": "ring",
+        "bucket": 5, "kernel_name": "auto", "scale": None, "return_lse": True, "check": True, "name": None,
+    }  # fmt: skip
+    forward, backward = torch.ops.ring.attention_forward, torch.ops.ring.attention_backward
+    leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
+    torch.library.opcheck(forward.default, leaves, settings | {"differentiated": True})
+    out, lse, number = forward(q, k, v, **settings, differentiated=True)
+    torch.library.opcheck(backward.default, (dout, dlse, q, k, v, out, lse, number), settings)
+
+
+# --- two ranks --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(2, preload=("torch", "torch._dynamo", compiled_tasks.__name__), timeout=120) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, *MODULES])
+def test_results_are_those_without_a_graph_at_every_length(pool: Pool, name: str) -> None:
+    """One graph for the first length, one for all others: layouts are no constants of a graph."""
+    for found in pool.run(compiled_tasks.compared, name, "none", "aot_eager"):
+        assert found.difference < 1e-14 and found.graphs == 2 < len(LENGTHS)
+
+
+@pytest.mark.parametrize("group", ("group", "mesh"))
+def test_groups_go_by_their_names(pool: Pool, group: str) -> None:
+    for found in pool.run(compiled_tasks.compared, "once", group, "aot_eager"):
+        assert found.difference < 1e-14 and found.graphs == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ("twice, with lse", "LongNetBlock"))
+def test_inductor_takes_it_in(pool: Pool, name: str) -> None:
+    for found in pool.run(compiled_tasks.compared, name, "none", "inductor", timeout=300):
+        assert found.difference < 1e-13 and found.graphs == 2
+
+
+@pytest.mark.parametrize("name", ("once", "kept", "computed again"))
+@pytest.mark.parametrize("compile_it", (False, True))
+def test_each_forward_runs_as_often_as_it_must(pool: Pool, name: str, compile_it: bool) -> None:
+    (forwards, number), other = pool.run(compiled_tasks.forwards_of, name, compile_it)
+    assert forwards == (2 if name == "computed again" else 1) and other == (forwards, number)
+
+
+@pytest.mark.parametrize("backend", ("aot_eager", pytest.param("inductor", marks=pytest.mark.slow)))
+def test_a_forward_that_one_rank_does_not_read_runs(pool: Pool, backend: str) -> None:
+    first, second = pool.run(compiled_tasks.one_rank_drops_its_result, backend)
+    assert first == second
+
+
+def test_a_graph_that_is_kept_goes_backward_again(pool: Pool) -> None:
+    assert pool.run(compiled_tasks.two_backwards) == [True, True]
+
+
+def test_wrong_calls_are_refused_on_both_ranks(pool: Pool) -> None:
+    first, second = pool.run(compiled_tasks.refusals)
+    assert "group must be a process group, a mesh of one dimension or None within torch.compile" in first["a transport"]
+    assert first["tokens"] == "ValueError: rank 0: q must have the 8 tokens that the layout gives this rank, got 5"
+    assert first["another layout on rank 1"].startswith("ValueError: layout must be the same on every rank: rank 0 has")
+    assert first["exchange"].startswith("ValueError: rank 0: exchange must be one of")
+    assert first["nothing"] == "fine"
+    first.pop("a transport"), second.pop("a transport")
+    assert first == second
+
+
+@pytest.mark.parametrize("computed_again", (False, True))
+def test_compiled_layers_train_under_fsdp_as_one_process(computed_again: bool) -> None:
+    example = Example(TOGETHER, accumulation=2, clip=0.1)
+    exact = dense(example)
+    with Pool(4, preload=("torch", "torch._dynamo", compiled_tasks.__name__), timeout=200) as ranks:
+        for result in ranks.run(compiled_tasks.under_fsdp, example, computed_again):
+            assert max(differences(result, exact).values()) < EXACT, differences(result, exact)
