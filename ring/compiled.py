@@ -88,7 +88,7 @@ def name_of(group: dist.ProcessGroup | DeviceMesh | Transport | None) -> str:
     """
     if group is None:
         group = dist.group.WORLD if dist.is_initialized() else None
-    if group is None:
+    if group is None or isinstance(group, SoloTransport):
         return NO_GROUP
     if isinstance(group, dist.ProcessGroup):
         return group.group_name

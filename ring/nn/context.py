@@ -195,6 +195,8 @@ class ContextParallel:
         They raise the same error there, or this rank theirs if it is of an earlier rank. Without `check` only this
         rank raises, and the others may wait. name: of the call.
         """
+        if torch.compiler.is_compiling():  # no rank runs anything yet
+            raise error
         calls = self.transport.calls
         with calls.turn():
             call = calls.begin(name)

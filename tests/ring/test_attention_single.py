@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from reference.oracle import attention, gradients
 from reference.pattern import Branch, Pattern, multiplicity
 from ring import Layout, ring_attention
-from ring.walk import _combines
 from ring.compute import kernels
 from ring.compute.math_kernel import Tensors3
+from ring.walk import _combines
 from tests.support.attention_cases import LAYOUTS, PATTERNS, call, inputs, normal, plain
 
 INF = float("inf")

@@ -12,6 +12,7 @@ import torch
 from ring import Layout
 from ring.compiled import NO_GROUP, pattern_of, text_of
 from ring.layout import numbered_layout
+from ring.nn import ContextParallel, RingAttention, SelfAttention
 from tests.support import compiled_tasks
 from tests.support.attention_cases import PATTERNS, inputs
 from tests.support.compiled_tasks import FUNCTIONS, LENGTHS, MODULES
@@ -36,6 +37,17 @@ def test_a_layout_goes_by_its_number() -> None:
     assert copied == layout and copied.number != layout.number and numbered_layout(copied.number) is copied
     with pytest.raises(ValueError, match="layout must be the number of one that is there, got -1"):
         numbered_layout(-1)
+
+
+def test_a_module_on_one_rank_without_any_group_takes_positions_and_refuses_masks() -> None:
+    context, pattern = ContextParallel(Layout.contiguous(9, 1)), PATTERNS["causal"]
+    module, x = SelfAttention(8, 2, pattern), torch.randn(1, 9, 8)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    assert torch.allclose(compiled(x, context, context.positions), module(x, context), rtol=0, atol=1e-6)
+    q = torch.randn(1, 2, 9, 4)
+    attention = torch.compile(RingAttention(pattern), fullgraph=True, backend="aot_eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="attn_mask must be None, got Tensor"):
+        attention(q, q, q, torch.ones(9, 9), context=context)
 
 
 @pytest.mark.parametrize("strided", (False, True))
