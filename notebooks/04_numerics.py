@@ -40,8 +40,8 @@ import numpy as np
 import torch
 from figures import BLACK, BLUE, GREEN, ORANGE, PURPLE, VERMILLION, binary_ticks, power_law, style
 
-import ring.attention
 import ring.compute.accumulator
+import ring.walk
 from reference import Pattern, attention, gradients
 from reference.arithmetic import LARGEST, UNIT
 from reference.exact import QUANTITIES, Expectation
@@ -413,7 +413,7 @@ def with_the_partial_lse(name, q, k, v, saved, tile, scale, backward=kernels.bac
 
 DEFECTS: dict[str, Callable[[], AbstractContextManager]] = {
     "none": nullcontext,
-    "accumulator in 16 bits": lambda: patch.object(ring.attention, "accumulator_for", SixteenBitAccumulator),
+    "accumulator in 16 bits": lambda: patch.object(ring.walk, "accumulator_for", SixteenBitAccumulator),
     "plain average": lambda: patch.object(ring.compute.accumulator, "merge", plain_average),
     "lse of the partial": lambda: patch.object(kernels, "backward", with_the_partial_lse),
 }
