@@ -13,7 +13,7 @@ from ring import Layout
 from ring.compiled import NO_GROUP, pattern_of, text_of
 from ring.layout import numbered_layout
 from ring.nn import ContextParallel, RingAttention, SelfAttention
-from tests.support import compiled_tasks
+from tests.support import compiled_tasks, torch_wrapper_tasks
 from tests.support.attention_cases import PATTERNS, inputs
 from tests.support.compiled_tasks import FUNCTIONS, LENGTHS, MODULES
 from tests.support.framework_example import EXACT, TOGETHER, Example, dense, differences
@@ -126,10 +126,10 @@ def test_wrong_calls_are_refused_on_both_ranks(pool: Pool) -> None:
     assert first == second
 
 
-@pytest.mark.parametrize("computed_again", (False, True))
-def test_compiled_layers_train_under_fsdp_as_one_process(computed_again: bool) -> None:
+@pytest.mark.parametrize("recomputed", (None, {}))
+def test_compiled_layers_train_under_fsdp_as_one_process(recomputed: dict[str, Any] | None) -> None:
     example = Example(TOGETHER, accumulation=2, clip=0.1)
     exact = dense(example)
-    with Pool(4, preload=("torch", "torch._dynamo", compiled_tasks.__name__), timeout=200) as ranks:
-        for result in ranks.run(compiled_tasks.under_fsdp, example, computed_again):
+    with Pool(4, preload=("torch", "torch._dynamo", torch_wrapper_tasks.__name__), timeout=200) as ranks:
+        for result in ranks.run(torch_wrapper_tasks.under_fsdp, example, recomputed, None, False, True):
             assert max(differences(result, exact).values()) < EXACT, differences(result, exact)

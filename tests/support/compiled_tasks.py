@@ -17,11 +17,8 @@ from ring import Layout, Pattern, ring_attention
 from ring.comm.group import transport_over
 from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.transport import RecordingTransport
-from ring.nn import ContextParallel, LongNetBlock, RingAttention, SelfAttention, clip_grad_norm
-from ring.nn.frameworks import fsdp, recompute
-from tests.support.framework_example import Example, Result, optimizer_for
-from tests.support.framework_llama import DecoderLayer, SmallLlama
-from tests.support.sharded_training import trained
+from ring.nn import ContextParallel, LongNetBlock, RingAttention, SelfAttention
+from ring.nn.frameworks import recompute
 
 LENGTHS = (16, 23, 30, 37)
 PATTERN = Pattern.longnet((4, None), (1, 2), 2, causal=True)
@@ -218,28 +215,3 @@ def refusals() -> dict[str, str]:
         except Exception as error:
             said[name] = f"{type(error).__name__}: {error}"
     return said
-
-
-# --- a training step --------------------------------------------------------------------------------------------------
-
-
-def under_fsdp(example: Example, computed_again: bool) -> Result:
-    """The forward of each layer compiled: what FSDP does around it is not."""
-    torch._dynamo.reset()
-    mesh, model = example.device_mesh(), SmallLlama()
-    for layer in model.layers:
-        layer.forward = torch.compile(layer.forward, backend="aot_eager", fullgraph=True)
-    if computed_again:
-        recompute.wrap(model, DecoderLayer)
-    sharded = fsdp.shard(model, mesh, DecoderLayer)
-
-    def micro_batch(last: bool) -> Any:
-        sharded.set_requires_gradient_sync(last)
-        return torch.enable_grad()
-
-    return trained(
-        example, mesh, model, optimizer_for(model),
-        logits=lambda batch: model(batch.tokens, batch.context),
-        micro_batch=micro_batch,
-        clip=lambda: clip_grad_norm(model.parameters(), example.clip or 1e300),
-    )  # fmt: skip

@@ -40,8 +40,12 @@ def under_fsdp(
     recomputed: dict[str, Any] | None = None,
     policy: MixedPrecisionPolicy | None = None,
     replicate: bool = False,
+    compiled: bool = False,
 ) -> Result:
+    """compiled: whether the forward of each layer is; what FSDP does around it never is."""
     mesh, model = example.device_mesh(), SmallLlama()
+    for layer in model.layers if compiled else ():
+        layer.forward = torch.compile(layer.forward, backend="aot_eager", fullgraph=True)
     if recomputed is not None:
         recompute.wrap(model, DecoderLayer, **recomputed)
     sharded = fsdp.shard(model, mesh, DecoderLayer, policy=policy, replicate=replicate)
