@@ -82,7 +82,9 @@ style()
 # ## The problem, and its closed form
 #
 # One branch has segments of 128 tokens; the other selects 64 rows of the whole sequence, so that every rank needs rows
-# of every earlier rank, however long the sequence is.
+# of every earlier rank, however long the sequence is. The bucket is a 25th of a shard, and at least 32 tokens. That is
+# the default for shards beyond 25 Ki tokens; for shorter ones the default is 1024 tokens, which cost little memory and
+# save much time, and would hide here what becomes of long ones.
 
 
 # %%
@@ -92,7 +94,8 @@ def problem(tokens: int, ranks: int, exchange: str, world: int | None = None, **
     settings = dict(
         world=world or ranks, group=tuple(range(ranks)), tokens=tokens, order="contiguous", cuts=None,
         pattern=pattern, batch=1, heads=1, kv_heads=1, head_dim=32, dtype="float32", scale=None, score_scale=1.0,
-        values="normal", seed=0, exchange=exchange, bucket=None, kernel="auto", lse="unused", strided=False,
+        values="normal", seed=0, exchange=exchange, bucket=max(32, tokens // ranks // 25), kernel="auto",
+        lse="unused", strided=False,
     )  # fmt: skip
     return Case(**settings | changes)
 
@@ -358,9 +361,8 @@ assert buffers["gather", 64] > buffers["gather", 2], "gather's buffers do not fa
 assert max(buffers["ring", 64], buffers["direct", 64]) < buffers["gather", 64] / 10
 
 # %% [markdown]
-# Shards are short here. The slope is not quite $-1$ because of two constants: the smallest bucket (32 tokens for shards
-# of any length), of which a rank has up to five buffers, and the workspace of a call. With longer shards it comes
-# closer.
+# Shards are short here. The slope is not quite $-1$ because of two constants: the smallest bucket (32 tokens),
+# of which a rank has up to five buffers, and the workspace of a call. With longer shards it comes closer.
 #
 # ## The bucket
 #
@@ -408,8 +410,8 @@ assert by_bucket["direct", SHARD] <= by_bucket["ring", SHARD]
 # ## The longest sequence for a given memory, and the term that limits it
 #
 # One layer, forward and backward, bf16, 32 query and 8 key/value heads of 128, dense causal in zigzag order, and 64 GiB
-# of memory for these terms. Up to a constant every term is linear in the length of a shard, also the buffers, whose
-# bucket `ring.budget` chooses: two lengths determine the line, and a third one checks it.
+# of memory for these terms. Up to a constant every term is linear in the length of a shard, also the buffers: of a long
+# shard, `ring.budget` makes a sixteenth the bucket here. Two lengths determine the line, and a third one checks it.
 
 # %%
 HEADS, KV_HEADS, DIM, MEMORY = 32, 8, 128, 64 * 2**30
@@ -427,12 +429,13 @@ def dense(local: int, world: int) -> cost.Setting:
 
 def terms_of(local: int, world: int, exchange: str) -> np.ndarray:
     """Bytes of the fullest rank, by term."""
-    one, bucket = dense(local, world), definitions.default_bucket(local, HEADS, KV_HEADS, 2)
+    one, bucket = dense(local, world), local // 16
     resident, boxes = cost.resident(one), cost.buffers(one, exchange, bucket)
     incoming = one.counts * HEADS * (DIM * 2 + 4)
     return np.array([(resident.shards + incoming).max(), resident.gradients.max(), boxes.backward.max()], float)
 
 
+assert all(definitions.default_bucket(long, HEADS, KV_HEADS, 2) == long // 16 for long in (2**15, 2**20))
 RANKS = (1, 2, 4, 8, 16, 32, 64)
 per_token = {}  # bytes per local token
 for exchange in COLOUR:

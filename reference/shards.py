@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
-LEAST_BUCKET = 32  # tokens of a default bucket
+LEAST_BUCKET = 1024  # tokens of a default bucket
 LEAST_BUCKET_ON_GPUS = 65536
 
 

@@ -6,7 +6,7 @@ README.md beside this file shows the modules in the order in which the data goes
 from reference.pattern import Branch, Pattern
 from ring.attention import ring_attention
 from ring.comm.transport import Transport
-from ring.compute.picked import picked_kernels
+from ring.compute.kernel_counts import picked_kernels
 from ring.layout import Layout
 
 __version__ = "0.2.0"  # the one place: pyproject.toml and the reports read it here

@@ -13,14 +13,14 @@ import hashlib
 import json
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
 from reference.pattern import Pattern
+from ring.caching.bounded import Bounded
 from ring.comm.calls import NumberedCall, within_backward
 from ring.comm.transport import Absent, Consensus, Transport, all_gather_json
 from ring.compute.kernels import KERNELS, fused
@@ -33,7 +33,7 @@ _MOST = 2**40  # tokens: plans count in 64 bits
 _LARGEST = sys.float_info.max
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Call:
     """The arguments of one call of `ring_attention` on one rank, as given."""
 
@@ -49,10 +49,22 @@ class Call:
     return_lse: bool
     differentiated: bool  # see `wants_gradients`
 
+    def key(self) -> tuple[object, ...]:
+        """All that decides whether the call is right, and its plan: equal for calls that are alike in it. Types stand
+        beside values, since 1, 1.0 and True are equal.
+        """
+        given = (self.exchange, self.bucket, self.kernel, self.scale, self.return_lse, self.differentiated)
+        kinds = (type(self.bucket), type(self.scale), type(self.return_lse))
+        return _kind(self.q), _kind(self.k), _kind(self.v), self.pattern, self.layout, given, kinds
+
     @property
     def factor(self) -> float:
         """Of the scores."""
         return self.q.shape[3] ** -0.5 if self.scale is None else float(self.scale)
+
+
+def _kind(x: object) -> tuple[object, ...]:
+    return (type(x), x.shape, x.dtype, x.device, x.layout) if isinstance(x, torch.Tensor) else (type(x),)
 
 
 def wants_gradients(*tensors: torch.Tensor) -> bool:
@@ -67,30 +79,59 @@ class Signature(NamedTuple):
     digest: bytes
 
 
+@dataclass(frozen=True, eq=False)
+class CallSetting:
+    """Calls that are alike in all but the numbers of their tensors, and right; one object for all of them, so that what
+    is made for a setting can be kept by it.
+    """
+
+    signature: Signature
+
+
 _NOTHING = Signature({}, b"")
+_UNKNOWN = CallSetting(_NOTHING)
+_settings: Bounded[Hashable, CallSetting] = Bounded(256)
 
 
-def agree(call: Call, numbered: NumberedCall, transport: Transport, check: bool) -> None:
-    """Raise if this call is wrong or, with `check`, if any rank's is or if the ranks' calls differ.
+def agree(call: Call, numbered: NumberedCall, transport: Transport, check: bool) -> CallSetting:
+    """The call's setting. Raise if this call is wrong or, with `check`, if any rank's is or if the ranks' calls differ.
 
     Raises ValueError or NotImplementedError; with `check` the same one on every rank.
     """
     error: Exception | None = None
-    signature, where = _NOTHING, f"the forward of call {numbered.number}"
+    setting, where = _UNKNOWN, f"the forward of call {numbered.number}"
     try:
-        _validate_name(numbered.name)
+        if numbered.name is not None:
+            _validate_name(numbered.name)
         if transport.world_size > 1:
             numbered.calls.check_thread(numbered)
-        validate(call, transport)
-        if check:
-            signature, where = signature_of(kind_of(call)), numbered.forward
+        setting = setting_of(call, transport)
+        if transport.world_size > 1:
+            where = numbered.forward
     except Exception as found:  # of any type: the other ranks must hear of it
         error = found
-    if not check:
-        if error is not None:
-            raise error
-        return
-    _compare(where, signature, error, transport)
+    if check and (transport.world_size > 1 or error is not None):
+        _compare(where, setting.signature, error, transport)
+    elif error is not None:
+        raise error
+    return setting
+
+
+def setting_of(call: Call, transport: Transport) -> CallSetting:
+    """Of a call that is right; what was found right once is not looked at again.
+
+    Raises ValueError or NotImplementedError for a wrong one.
+    """
+    thread = _thread() if transport.world_size > 1 else ""
+    key = call.key(), transport.rank, transport.world_size, thread
+    try:
+        found = _settings.get(key)
+    except TypeError:  # an argument that cannot be hashed is a wrong one
+        found = None
+    if found is None:
+        validate(call, transport)
+        found = _settings.keep(key, CallSetting(signature_of(kind_of(call, thread))))
+    return found
 
 
 def agree_backward(numbered: NumberedCall, transport: Transport, check: bool) -> None:
@@ -100,7 +141,7 @@ def agree_backward(numbered: NumberedCall, transport: Transport, check: bool) ->
         numbered.calls.check_backward(numbered)
     except ValueError as found:
         error = found
-    if check:
+    if check and (transport.world_size > 1 or error is not None):
         _compare(numbered.backward, _NOTHING, error, transport)
     elif error is not None:
         raise error
@@ -115,13 +156,12 @@ def compare(where: str, signature: Mapping[str, object], error: Exception | None
     Raises RuntimeError that names the ranks that do not come within the group's timeout.
     """
     with transport.calls.turn():
-        _compare(where, Signature(signature, json.dumps(signature).encode()), error, transport)
+        if transport.world_size > 1 or error is not None:
+            _compare(where, Signature(signature, json.dumps(signature).encode()), error, transport)
 
 
 def _compare(where: str, signature: Signature, error: Exception | None, transport: Consensus) -> None:
     """where: what this rank is in: a call, and its direction."""
-    if transport.world_size == 1 and error is None:
-        return
     digest = b"\0" * _DIGEST if error is not None else _digest(where.encode() + b"\0" + signature.digest)
     try:
         if transport.all_equal(digest) and error is None:
@@ -182,12 +222,12 @@ class CallKind(NamedTuple):
     thread: str
 
 
-def kind_of(call: Call) -> CallKind:
+def kind_of(call: Call, thread: str) -> CallKind:
     """Of a call that was found right."""
     q = call.q
     return CallKind(
         q.shape[0], q.shape[2], call.k.shape[2], q.shape[3], q.dtype, q.device.type, call.pattern, call.layout,
-        call.exchange, call.bucket, call.kernel, call.scale, call.return_lse, call.differentiated, _thread(),
+        call.exchange, call.bucket, call.kernel, call.scale, call.return_lse, call.differentiated, thread,
     )  # fmt: skip
 
 
@@ -200,7 +240,6 @@ def _thread() -> str:
     return "the main one" if threading.current_thread() is threading.main_thread() else "another than the main one"
 
 
-@lru_cache(maxsize=128)
 def signature_of(kind: CallKind) -> Signature:
     entries = {
         "batch size": kind.batch,
@@ -223,7 +262,7 @@ def signature_of(kind: CallKind) -> Signature:
 
 
 def _validate_name(name: object) -> None:
-    if name is not None and not isinstance(name, str):
+    if not isinstance(name, str):
         raise ValueError(f"name must be None or a string, got {type(name)}")
 
 

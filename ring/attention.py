@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
-from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,31 +15,17 @@ from ring.comm.group import transport_over
 from ring.comm.transport import Transport
 from ring.compiled import traced
 from ring.layout import Layout
-from ring.operator import Prepared
-from ring.walk import Walk, backward, between_gpus, forward, walk_of
+from ring.operator import as_one_operator
+from ring.walk import Walk, backward, best_for, forward, walk_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-P = ParamSpec("P")
-R = TypeVar("R")
+_NOTHING = nullcontext()
+# Asked here, since torch 2.11 cannot compile the question.
+_HAVE_AUTOCAST = tuple(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
 
 
-def _on_its_device(call: Callable[P, R]) -> Callable[P, R]:
-    """Make the device of q the current one for the call: streams, kernels and symmetric memory go by that."""
-
-    @wraps(call)
-    def there(*arguments: P.args, **named: P.kwargs) -> R:
-        q = named.get("q", *arguments[:1])
-        if torch.compiler.is_compiling():  # the operators do so
-            return call(*arguments, **named)
-        with torch.cuda.device_of(q) if isinstance(q, torch.Tensor) else nullcontext():
-            return call(*arguments, **named)
-
-    return there
-
-
-@_on_its_device
 def ring_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -102,29 +87,50 @@ def ring_attention(
             kernel=kernel, scale=scale, check=check, name=name,
         )  # fmt: skip
     transport = transport_over(group, layout.world_size if isinstance(layout, Layout) else 1)
-    with transport.calls.turn():
+    with _on_device_of(q), transport.calls.turn():
         numbered = transport.calls.begin(name)
         differentiated = wants_gradients(q, k, v)
         call = Call(q, k, v, pattern, layout, exchange, bucket, kernel, scale, return_lse, differentiated)
-        agree(call, numbered, transport, check)
-        if q.is_cuda and not isinstance(group, Transport):
-            transport = between_gpus(transport)  # the ranks meet in it, now that all have tensors on GPUs
-        walk = walk_of(call, numbered, transport, check)
+        setting = agree(call, numbered, transport, check)
+        # GPUs of one host meet in their memory, now that all ranks are known to have tensors there.
+        walk = walk_of(call, setting, numbered, transport if transport is group else best_for(q, transport), check)
         out, lse = _RingAttention.apply(q, k, v, walk)
     return (out, lse) if return_lse else out
 
 
-def _in_autocast_type(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _on_device_of(q: object) -> AbstractContextManager[object]:
+    """Its device is the current one inside: streams, kernels and symmetric memory go by that."""
+    return torch.cuda.device_of(q) if isinstance(q, torch.Tensor) and q.is_cuda else _NOTHING
+
+
+def _without_autocast(x: torch.Tensor) -> AbstractContextManager[object]:
+    """For all that is computed inside: sums keep the accumulator's type."""
+    device = x.device.type
+    on = device in _HAVE_AUTOCAST and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if on else _NOTHING
+
+
+def _plainly(x: torch.Tensor) -> AbstractContextManager[object]:
+    """For a backward: without autocast and, where it is itself differentiated, without gradients."""
+    if not torch.is_grad_enabled():
+        return _without_autocast(x)
+    both = ExitStack()
+    both.enter_context(torch.no_grad())
+    both.enter_context(_without_autocast(x))
+    return both
+
+
+def _in_autocast_type(q: Any, k: Any, v: Any) -> tuple[torch.Tensor, ...]:
     """Where autocast is on, the tensors in its type, as for operators that torch lists for 16 bits: fp64 stays."""
-    if not all(isinstance(x, torch.Tensor) for x in tensors):
-        return tensors  # for the agreement to refuse
-    device = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return tensors
+    if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
+        return q, k, v  # for the agreement to refuse
+    device = q.device.type
+    if device not in _HAVE_AUTOCAST or not torch.is_autocast_enabled(device):
+        return q, k, v
     kind = torch.get_autocast_dtype(device)
     return tuple(
         x.to(kind) if x.is_floating_point() and x.dtype != torch.float64 and x.device.type == device else x
-        for x in tensors
+        for x in (q, k, v)
     )
 
 
@@ -133,9 +139,8 @@ class _RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, walk: Walk
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        with torch.autocast(q.device.type, enabled=False):  # sums keep the accumulator's type
-            prepared = Prepared(partial(forward, walk))
-            out, lse = torch.ops.ring.attention(q, k, v, prepared.number)
+        with _without_autocast(q):
+            out, lse = as_one_operator(partial(forward, walk), q, k, v)
         ctx.walk = walk
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
@@ -145,12 +150,10 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         # Whatever checkpointing computes again, it has computed when the tensors are there: its calls come before this.
-        with ctx.walk.transport.calls.turn(), torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-            what = ctx.walk.numbered.backward
+        with ctx.walk.transport.calls.turn(), _plainly(q):
             agree_backward(ctx.walk.numbered, ctx.walk.transport, ctx.walk.check)
             given = torch.zeros_like(out) if dout is None else dout
-            with ctx.walk.posting(what):
-                grads = backward(ctx.walk, q, k, v, out, lse, given, dlse)
+            grads = backward(ctx.walk, q, k, v, out, lse, given, dlse)
         if torch.is_grad_enabled():  # create_graph=True: the gradients may be used, not differentiated
             sources = [x for x in (q, k, v, dout, dlse) if x is not None]
             grads = _Once.apply(*grads, *sources)

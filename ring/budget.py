@@ -9,9 +9,10 @@ from ring.precision import accumulator_dtype
 
 # The part that receive and gradient buffers may take, of the memory of the largest shard's q, k, v and output.
 SHARE = 0.1
-# Below this a kernel call costs more to start than to run; on GPUs, than to keep all multiprocessors busy for a while.
-# There it is also what several GPUs hold of a sequence of middle length, which then is received at once.
-LEAST = 32
+# Below this a kernel call costs more to start than to run: shorter shards are computed on whole, and their buffers are
+# small anyway. On GPUs, than to keep all multiprocessors busy for a while; there it is also what several GPUs hold of a
+# sequence of middle length, which then is received at once.
+LEAST = 1024
 LEAST_ON_GPUS = 2**16
 # Numbers of a tensor of one kernel call on GPUs: some kernels count them in 32 bits.
 MOST_NUMBERS = 2**30

@@ -18,13 +18,13 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.fx.node import has_side_effect
 
 from reference.pattern import Branch, Pattern
-from ring.agreement import Call, agree, agree_backward, wants_gradients
+from ring.agreement import Call, agree, agree_backward, setting_of, wants_gradients
 from ring.comm.group import is_mesh
 from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.transport import SoloTransport, Transport
 from ring.layout import Layout, numbered_layout
 from ring.precision import accumulator_dtype
-from ring.walk import backward, between_gpus, forward, walk_of
+from ring.walk import backward, best_for, forward, walk_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -125,8 +125,8 @@ def attention_forward(
             q, k, v, pattern_of(pattern), numbered_layout(layout), exchange, bucket, kernel_name, scale, return_lse,
             differentiated,
         )  # fmt: skip
-        agree(call, numbered, transport, check)
-        walk = walk_of(call, numbered, between_gpus(transport) if q.is_cuda else transport, check)
+        setting = agree(call, numbered, transport, check)
+        walk = walk_of(call, setting, numbered, best_for(q, transport), check)
         out, lse = forward(walk, q, k, v)
     return out.contiguous(), lse, torch.tensor([numbered.number], device="cpu")
 
@@ -152,11 +152,9 @@ def attention_backward(
             q, k, v, pattern_of(pattern), numbered_layout(layout), exchange, bucket, kernel_name, scale, return_lse,
             differentiated=True,
         )  # fmt: skip
-        walk = walk_of(call, numbered, between_gpus(transport) if q.is_cuda else transport, check)
-        what = numbered.backward
+        walk = walk_of(call, setting_of(call, transport), numbered, best_for(q, transport), check)
         agree_backward(numbered, walk.transport, check)
-        with walk.posting(what):
-            dq, dk, dv = backward(walk, q, k, v, out, lse, dout, dlse)
+        dq, dk, dv = backward(walk, q, k, v, out, lse, dout, dlse)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 

@@ -7,26 +7,27 @@ what it returns, and then computes no ring forward twice.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-
-class Prepared:
-    """A forward that is ready to run. An operator takes tensors and numbers, so this one goes by its number, and is to
-    be kept alive until the operator has run.
-    """
-
-    def __init__(self, run: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
-        self.run = run
-        self.number = next(_numbers)
-        _prepared[self.number] = self
-
+Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 _numbers = itertools.count()
-_prepared: WeakValueDictionary[int, Prepared] = WeakValueDictionary()
+_prepared: dict[int, Forward] = {}
+
+
+def as_one_operator(run: Forward, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """run(q, k, v). An operator takes tensors and numbers, so the forward goes by a number until it has run."""
+    number = next(_numbers)
+    _prepared[number] = run
+    try:
+        out, lse = torch.ops.ring.attention.default(q, k, v, number)
+    finally:
+        del _prepared[number]
+    return out, lse
 
 
 def run_prepared(q: Tensor, k: Tensor, v: Tensor, prepared: int) -> tuple[Tensor, Tensor]:
@@ -37,7 +38,19 @@ def run_prepared(q: Tensor, k: Tensor, v: Tensor, prepared: int) -> tuple[Tensor
     """
     if prepared not in _prepared:
         raise ValueError(f"prepared must be the number of a forward that ring_attention has begun, got {prepared}")
-    return _prepared[prepared].run(q, k, v)
+    return _prepared[prepared](q, k, v)
 
 
-attention = torch.library.custom_op("ring::attention", run_prepared, mutates_args=())
+def _run_latest(q: Tensor, k: Tensor, v: Tensor, prepared: int) -> tuple[Tensor, Tensor]:
+    """By this module as it was last imported: an operator is there once in a process."""
+    found: tuple[Tensor, Tensor] = sys.modules[__name__].run_prepared(q, k, v, prepared)
+    return found
+
+
+# Not by `torch.library.custom_op`, whose wrappers made 40 Python calls more of each call: `ring.attention`
+# differentiates, and compiled graphs have operators of their own (`ring.compiled`).
+if not hasattr(torch.ops.ring, "attention"):
+    _library = torch.library.Library("ring", "FRAGMENT")
+    _library.define("attention(Tensor q, Tensor k, Tensor v, int prepared) -> (Tensor, Tensor)")
+    _library.impl("attention", _run_latest, "CompositeExplicitAutograd")
+    vars(_run_latest)["library"] = _library  # which would take the operator with it

@@ -22,7 +22,9 @@ class StridedView:
 
     def __init__(self, x: torch.Tensor, head_stride: int | None = None) -> None:
         self.x = x
-        self._head_stride = x.stride(2) if head_stride is None else head_stride
+        batch, row, head, dim = x.stride()
+        self._strides = batch, row, head if head_stride is None else head_stride, dim
+        self._begin = x.storage_offset()
         self._slots = head_stride is not None
 
     @classmethod
@@ -33,8 +35,7 @@ class StridedView:
         """The tile, (F, B, groups, per_group, L, D); writing to it writes to the tensor only if both are regular."""
         x = self.x
         if rows.index is None and heads.ids is None:
-            batch, row, _, dim = x.stride()
-            head = self._head_stride
+            batch, row, head, dim = self._strides
             return x.as_strided(
                 (rows.folds, x.shape[0], heads.groups, heads.per_group, rows.length, x.shape[3]),
                 (
@@ -45,7 +46,7 @@ class StridedView:
                     rows.step * row,
                     dim,
                 ),  # fmt: skip
-                x.storage_offset() + rows.start * row + heads.start * head,
+                self._begin + rows.start * row + heads.start * head,
             )
         return x[:, *self._index(rows, heads)].permute(1, 0, 3, 4, 2, 5)
 
@@ -86,10 +87,6 @@ class GradientSum(Protocol):
 
     def settle(self) -> None:
         """After this, tiles that were added may change."""
-        ...
-
-    def result(self, dtype: torch.dtype) -> torch.Tensor:
-        """The sum, (B, N, H, D), in that type."""
         ...
 
 

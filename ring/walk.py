@@ -1,6 +1,6 @@
 """The plan walked forward and backward.
 
-    Pattern -> Layout -> Plan -> Exchange -> Kernel -> Accumulator -> output
+    Pattern -> Layout -> Plan -> Program -> Exchange -> Kernel -> Accumulator -> output
 
 Every partial result is (rows, out, lse), whatever the branch, the source rank, the step or the bucket, and is merged
 into one accumulator per query row. The backward of a partial takes its own q, k, v and the global out and lse.
@@ -8,48 +8,50 @@ into one accumulator per query row. The backward of a partial takes its own q, k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
-from ring.agreement import Call
+from ring.agreement import Call, CallSetting
 from ring.budget import default_bucket, default_own
+from ring.caching.bounded import Bounded
 from ring.comm.calls import NumberedCall
 from ring.comm.exchange import Arrival, Exchange
 from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.symmetric_memory import transport_of
 from ring.comm.transport import Transport
 from ring.compute import kernels
-from ring.compute.accumulator import Accumulator, OutputMerge, Sum, lse_view
+from ring.compute.accumulator import Accumulator, OutputMerge, Sum, TensorSum, lse_view
 from ring.compute.math_kernel import SavedRows
 from ring.plan.plan import Plan, plan_of
 from ring.plan.tile import Tile
 from ring.precision import accumulator_dtype
+from ring.program import KernelCall, Programs
 from ring.strided_view import GradientSum, StridedView
 
+_NOTHING = nullcontext()
+_programs: Bounded[CallSetting, Programs] = Bounded(128)
 
-@dataclass(frozen=True)
+
+@dataclass(eq=False)
 class Walk:
     """What forward and backward of one call share."""
 
-    plan: Plan
+    programs: Programs
     transport: Transport
-    kernel: str
-    scale: float
     numbered: NumberedCall
     check: bool
 
-    def posting(self, what: str) -> AbstractContextManager[None]:
-        """Around what posts messages. what: in which call and direction."""
-        return self.numbered.calls.posting(what) if self.transport.world_size > 1 else nullcontext()
 
-
-def walk_of(call: Call, numbered: NumberedCall, transport: Transport, check: bool) -> Walk:
-    """Of a call that was found right."""
-    return Walk(_plan(call, transport.rank), transport, call.kernel, call.factor, numbered, check)
+def walk_of(call: Call, setting: CallSetting, numbered: NumberedCall, transport: Transport, check: bool) -> Walk:
+    """Of a call that was found right. Programs are kept by the setting, which has all that they are made of."""
+    programs = _programs.get(setting)
+    if programs is None:
+        made = Programs(_plan(call, transport.rank), call.q, call.kernel, call.factor)
+        programs = _programs.keep(setting, made)
+    return Walk(programs, transport, numbered, check)
 
 
 def _plan(call: Call, rank: int) -> Plan:
@@ -62,14 +64,15 @@ def _plan(call: Call, rank: int) -> Plan:
 
 
 def forward(walk: Walk, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    accumulator, queries = accumulator_for(q), StridedView(q)
-    with walk.posting(walk.numbered.forward):
-        for arrival in Exchange(walk.plan, walk.transport, k, v).arrivals():
-            for tile in arrival.tiles:
+    accumulator, queries, scale = accumulator_for(q), StridedView(q), walk.programs.scale
+    with _NOTHING if walk.transport.world_size == 1 else walk.numbered.calls.posting(walk.numbered.forward):
+        exchange = Exchange(walk.programs.plan, walk.transport, k, v)
+        for arrival, calls in zip(exchange.arrivals(), walk.programs.forward.arrivals, strict=True):
+            for call in calls:
+                tile = call.tile
                 query = queries.view(tile.query_rows, tile.query_heads)
                 key, value = _keys(arrival, tile)
-                name = kernels.choose(walk.kernel, q.device, q.dtype, q.shape[3], tile, walk.scale)
-                out, lse = kernels.forward(name, query, key, value, tile, walk.scale)
+                out, lse = kernels.forward(call.kernel, query, key, value, tile, scale)
                 accumulator.merge(tile.query_rows, tile.query_heads, out, lse)
     return accumulator.result(q.dtype)
 
@@ -84,15 +87,20 @@ def backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
 ) -> list[torch.Tensor]:
-    dq, dk, dv = (sum_for(x) for x in (q, k, v))
+    sums = sums_of(q)
+    dq, dk, dv = sums(q), sums(k), sums(v)
     rows = _QueryRows(StridedView(q), StridedView(dout), StridedView(out), lse_view(lse), dlse, dq)
-    exchange = Exchange(walk.plan, walk.transport, k, v)
-    for arrival in exchange.round_trips(dk, dv):
-        _tile_gradients(walk, arrival, rows)
-    grads = _results((dq,), q)  # while the last gradients of keys are in flight
-    exchange.last_returned(dk, dv)
-    grads += _results((dk, dv), k)
-    exchange.finish()
+    repeatable = q.is_cuda and torch.are_deterministic_algorithms_enabled()  # on CPUs all kernels are
+    program = walk.programs.backward(q, dlse is not None, repeatable)
+    with _NOTHING if walk.transport.world_size == 1 else walk.numbered.calls.posting(walk.numbered.begun_backward):
+        exchange = Exchange(walk.programs.plan, walk.transport, k, v)
+        for arrival, calls in zip(exchange.round_trips(dk, dv), program.arrivals, strict=True):
+            for call in calls:
+                _add_gradients(walk, call, arrival, rows)
+        grads = sums.results([dq], q.dtype)  # while the last gradients of keys are in flight
+        exchange.last_returned(dk, dv)
+        grads += sums.results([dk, dv], q.dtype)
+        exchange.finish()
     return grads
 
 
@@ -115,33 +123,29 @@ class _QueryRows:
         return lse_view(delta if self.dlse is None else delta - self.dlse)
 
 
-def _tile_gradients(walk: Walk, arrival: Arrival, rows: _QueryRows) -> None:
+def _add_gradients(walk: Walk, call: KernelCall, arrival: Arrival, rows: _QueryRows) -> None:
+    """Those that a kernel call gives, to the sums of its rows and keys."""
     assert arrival.key_grad is not None and arrival.value_grad is not None
-    q = rows.q.x
-    for whole in arrival.tiles:
-        name = kernels.choose(
-            walk.kernel, q.device, q.dtype, q.shape[3], whole, walk.scale, rows.dlse is not None,
-            torch.are_deterministic_algorithms_enabled(),
-        )  # fmt: skip
-        for tile in kernels.portions(name, whole, q):
-            where = (tile.query_rows, tile.query_heads)
-            key, value = _keys(arrival, tile)
-            saved = SavedRows(
-                rows.dout.view(*where), rows.out.view(*where), rows.lse.view(*where).squeeze(-1),
-                rows.delta.view(*where).squeeze(-1) if name == "math" else None,
-            )  # fmt: skip
-            dq, dk, dv = kernels.backward(name, rows.q.view(*where), key, value, saved, tile, walk.scale)
-            rows.dq.add(*where, dq)
-            arrival.key_grad.add(tile.key_rows, tile.key_heads, dk)
-            arrival.value_grad.add(tile.key_rows, tile.key_heads, dv)
+    tile = call.tile
+    where = (tile.query_rows, tile.query_heads)
+    key, value = _keys(arrival, tile)
+    saved = SavedRows(
+        rows.dout.view(*where), rows.out.view(*where), rows.lse.view(*where).squeeze(-1),
+        rows.delta.view(*where).squeeze(-1) if call.kernel == "math" else None,
+    )  # fmt: skip
+    dq, dk, dv = kernels.backward(call.kernel, rows.q.view(*where), key, value, saved, tile, walk.programs.scale)
+    rows.dq.add(*where, dq)
+    arrival.key_grad.add(tile.key_rows, tile.key_heads, dk)
+    arrival.value_grad.add(tile.key_rows, tile.key_heads, dv)
 
 
 def _keys(arrival: Arrival, tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
     return arrival.key.view(tile.key_rows, tile.key_heads), arrival.value.view(tile.key_rows, tile.key_heads)
 
 
-def between_gpus(transport: Transport) -> Transport:
-    return transport_of(transport.group) if isinstance(transport, ProcessGroupTransport) else transport
+def best_for(q: torch.Tensor, transport: Transport) -> Transport:
+    """The fastest way over the same group between tensors like q. On GPUs the first call is collective."""
+    return transport_of(transport.group) if q.is_cuda and isinstance(transport, ProcessGroupTransport) else transport
 
 
 def accumulator_for(query: torch.Tensor) -> OutputMerge:
@@ -152,21 +156,13 @@ def accumulator_for(query: torch.Tensor) -> OutputMerge:
     return CombinedAccumulator(query)
 
 
-def sum_for(x: torch.Tensor) -> GradientSum:
+def sums_of(x: torch.Tensor) -> type[TensorSum]:
+    """The kind of sums for gradients of tensors of x's type and device."""
     if not _combines(x):
-        return Sum(x)
+        return Sum
     from ring.compute.gpu.combine import CombinedSum  # here, because torch for CPUs comes without Triton
 
-    return CombinedSum(x)
-
-
-def _results(sums: Sequence[GradientSum], x: torch.Tensor) -> list[torch.Tensor]:
-    """The results of sums that were made for tensors like x, in the type of x."""
-    if not _combines(x):
-        return [one.result(x.dtype) for one in sums]
-    from ring.compute.gpu.combine import results  # here, because torch for CPUs comes without Triton
-
-    return results(sums, x.dtype)
+    return CombinedSum
 
 
 def _combines(x: torch.Tensor) -> bool:

@@ -19,8 +19,9 @@ PACKAGES = ("reference", "ring", "verification")
 # stops only.
 ROAD = (
     "reference",
-    "ring.precision", "ring.layout", "ring.plan", "ring.strided_view", "ring.comm", "ring.compute", "ring.budget",
-    "ring.agreement", "ring.walk", "ring.operator", "ring.compiled", "ring.attention", "ring.nn", "ring",
+    "ring.caching", "ring.precision", "ring.layout", "ring.plan", "ring.strided_view", "ring.comm", "ring.compute",
+    "ring.program", "ring.budget", "ring.agreement", "ring.walk", "ring.operator", "ring.compiled", "ring.attention",
+    "ring.nn", "ring",
     "verification.wording", "verification.failures", "verification.example", "verification.case", "verification.draw",
     "verification.run",
     "verification.check", "verification.search", "verification.report", "verification.problems",

@@ -14,8 +14,7 @@ next call: nothing can be called on the group any more.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -39,7 +38,14 @@ class NumberedCall:
     @property
     def backward(self) -> str:
         """The next backward through this call: there are several where a graph is kept."""
-        number = self.backwards + 1
+        return self._backward(self.backwards + 1)
+
+    @property
+    def begun_backward(self) -> str:
+        """The backward that the ranks have begun last."""
+        return self._backward(self.backwards)
+
+    def _backward(self, number: int) -> str:
         return f"the backward of {self}" if number == 1 else f"backward {number} of {self}"
 
     def __str__(self) -> str:
@@ -60,25 +66,29 @@ class Calls:
     _backward: dict[int, NumberedCall] = field(default_factory=dict)  # by number, the first one first
     _turn: threading.RLock = field(default_factory=threading.RLock)
 
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """One forward or backward at a time: another thread waits here, and is then refused by `check_thread`.
+    def turn(self) -> AbstractContextManager[object]:
+        """One forward or backward at a time, as `with calls.turn():`. Another thread waits here, and is then refused by
+        `check_thread`.
 
         Raises RuntimeError after a call that ended in the middle.
         """
-        with self._turn:
-            if self._broken:
-                raise RuntimeError(f"nothing can be called on this group any more, since on this rank {self._broken}")
-            yield
+        return self
 
-    @contextmanager
-    def posting(self, what: str) -> Iterator[None]:
+    def __enter__(self) -> None:
+        self._turn.acquire()
+        if self._broken:
+            self._turn.release()
+            raise RuntimeError(f"nothing can be called on this group any more, since on this rank {self._broken}")
+
+    def __exit__(self, *_: object) -> None:
+        self._turn.release()
+
+    def posting(self, what: str) -> _Posting:
         """Around what posts messages. what: in which call and direction."""
-        try:
-            yield
-        except BaseException as error:
-            self._broken = f"{what} ended in the middle: {type(error).__name__}: {error}".partition("\n")[0]
-            raise
+        return _Posting(self, what)
+
+    def ended_in_the_middle(self, what: str, error: BaseException) -> None:
+        self._broken = f"{what} ended in the middle: {type(error).__name__}: {error}".partition("\n")[0]
 
     def begin(self, name: str | None) -> NumberedCall:
         """The next call. Every call has a number, also one that is refused."""
@@ -132,6 +142,21 @@ class Calls:
     def catch_up(self, number: int) -> None:
         """Go on after this number, which the ranks have agreed on after they were found in different calls."""
         self._number = max(self._number, number)
+
+
+@dataclass(eq=False)
+class _Posting:
+    """A context in which messages are under way."""
+
+    calls: Calls
+    what: str
+
+    def __enter__(self) -> None:
+        """Nothing to do yet."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.calls.ended_in_the_middle(self.what, error)
 
 
 def within_backward() -> bool:

@@ -22,16 +22,14 @@ from ring.comm import buffer_memory
 from ring.comm.transport import Message, Outgoing, Pending, Transport
 from ring.plan.plan import Plan, SlotMap, Step
 from ring.plan.schedule import Transfer
-from ring.plan.tile import Tile
 from ring.precision import accumulator_dtype
 from ring.strided_view import GradientSum, OverwritingView, StridedView
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """Tiles that can be computed now, the keys and values they read, and (backward) where gradients are summed."""
+    """Keys and values that can be computed on now, and (backward) where their gradients are summed."""
 
-    tiles: tuple[Tile, ...]
     key: StridedView
     value: StridedView
     key_grad: StridedView | GradientSum | None = None
@@ -49,6 +47,9 @@ class Exchange:
 
     def arrivals(self) -> Iterator[Arrival]:
         """Forward: the rank's own keys first, then what it receives."""
+        if not self.plan.steps:
+            yield Arrival(StridedView(self.k), StridedView(self.v))
+            return
         with self._buffers("forward"):
             for arrival, _ in self._numbered_arrivals():
                 yield arrival
@@ -57,6 +58,9 @@ class Exchange:
         """Backward: the same arrivals. Gradients of received keys are returned to their owner, who adds them to its dk
         and dv, (B, tokens, Hk, D). The last are still in flight at the end: `last_returned` and `finish` must follow.
         """
+        if not self.plan.steps:
+            yield Arrival(StridedView(self.k), StridedView(self.v), dk, dv)
+            return
         with self._buffers("backward"):
             yield from self._round_trips(dk, dv)
 
@@ -67,11 +71,11 @@ class Exchange:
         due: tuple[Step, Pending] | None = None
         for arrival, number in self._numbered_arrivals():
             if number == 0:
-                yield Arrival(arrival.tiles, arrival.key, arrival.value, dk, dv)
+                yield Arrival(arrival.key, arrival.value, dk, dv)
                 continue
             step, grad = plan.steps[number - 1], grads[(number - 1) % len(grads)]
             with _summed(step, grad) as (key_grad, value_grad):
-                yield Arrival(arrival.tiles, arrival.key, arrival.value, key_grad, value_grad)
+                yield Arrival(arrival.key, arrival.value, key_grad, value_grad)
             if due is not None:  # from the step before: partial sums to carry on, and gradients of the own keys
                 grad[: due[0].carried] += self._add_returned(due, returned, dk, dv)
                 dk.settle()  # the buffer is used again
@@ -115,7 +119,7 @@ class Exchange:
         plan, sizes, dtype = self.plan, self.plan.sizes, self.k.dtype
         send_buffer = self._allocate("send buffer", sizes.send, dtype)
         received = [self._allocate(f"receive buffer {i}", sizes.receive, dtype) for i in range(sizes.receive_buffers)]
-        arrival = Arrival(plan.local, StridedView(self.k), StridedView(self.v))
+        arrival = Arrival(StridedView(self.k), StridedView(self.v))
         pending: Pending | None = None
         for number, step in enumerate(plan.steps, start=1):
             if pending is not None:
@@ -128,7 +132,7 @@ class Exchange:
             )
             yield arrival, number - 1
             pending.arrive()
-            arrival = Arrival(step.tiles, StridedView.of_slots(into[:, 0]), StridedView.of_slots(into[:, 1]))
+            arrival = Arrival(StridedView.of_slots(into[:, 0]), StridedView.of_slots(into[:, 1]))
         yield arrival, len(plan.steps)
         if pending is not None:
             pending.wait()

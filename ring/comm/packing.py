@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ring.caching.launcher import Launcher
 from ring.plan.plan import SlotMap
 from ring.plan.ranges import Ints
 
@@ -51,13 +52,21 @@ def pack(gathers: Sequence[SlotMap], k: torch.Tensor, v: torch.Tensor, send_buff
     count, (_, _, batch, dim) = table.shape[1], send_buffer.shape
     k_batch, k_row, k_head, k_dim = k.stride()
     v_batch, v_row, v_head, v_dim = v.stride()
-    _pack[(triton.cdiv(count, _SLOTS), batch)](
+    begins = tuple(x.data_ptr() % 16 for x in (k, v, send_buffer))
+    kind = k.device, k.dtype, k.stride(), v.stride(), count, dim, begins
+    _launcher(triton.cdiv(count, _SLOTS), batch, *kind)(
         table=table, k=k, v=v, send_buffer=send_buffer, count=count,
         k_batch=k_batch, k_row=k_row, k_head=k_head, k_dim=k_dim,
         v_batch=v_batch, v_row=v_row, v_head=v_head, v_dim=v_dim,
-        slot_step=send_buffer.stride(0), value_step=send_buffer.stride(1),
-        DIM=dim, BLOCK=triton.next_power_of_2(dim), SLOTS=_SLOTS, num_warps=_WARPS,
+        slot_step=2 * batch * dim, value_step=batch * dim,
+        DIM=dim, BLOCK=triton.next_power_of_2(dim), SLOTS=_SLOTS,
     )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _launcher(programs: int, batch: int, *kind: object) -> Launcher:
+    """For slots in so many programs, and for tensors of that kind."""
+    return Launcher(_pack, (programs, batch, 1), _WARPS)
 
 
 @lru_cache(maxsize=1024)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from weakref import WeakKeyDictionary
 
@@ -15,11 +14,16 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 
 from ring.comm.calls import Calls
+from ring.comm.host_memory import HostMemory, machine
 from ring.comm.transport import Message, OwnBuffers, Pending
-from ring.comm.waiting import Done, done_by_event, done_by_work, timeout_of, wait_for_all
+from ring.comm.waiting import done_by_event, done_by_work, timeout_of, wait_for_all
 
+_GREATEST = dist.AllreduceOptions()
+_GREATEST.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
 # A group's calls have one numbering in all transports over it.
 _calls: WeakKeyDictionary[dist.ProcessGroup, Calls] = WeakKeyDictionary()
+# Where the ranks of a group without a backend for CPUs agree; None: on several machines, by NCCL.
+_memories: WeakKeyDictionary[dist.ProcessGroup, HostMemory | None] = WeakKeyDictionary()
 
 
 def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
@@ -97,30 +101,48 @@ class ProcessGroupTransport(OwnBuffers):
     def all_equal(self, payload: bytes) -> bool:
         if self.world_size == 1:
             return True
+        number = self.calls.next_question()
+        memory = _memories.get(self.group)
+        if memory is not None:
+            return memory.all_equal(payload, number)
         mine = torch.frombuffer(bytearray(payload), dtype=torch.int64)
         both = torch.cat((mine, ~mine))
-        with self._aside():
-            greatest = both.to(self._device(), copy=True)  # the greatest complement is that of the least value
-            work = dist.all_reduce(greatest, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
-            assert work is not None
-            wait_for_all(self._done(work), self.group, self.calls.next_question())
-            return torch.equal(greatest.cpu(), both)
+        if self._on_gpu:
+            equal = self._all_equal_on_gpus(both, number)
+            self._find_memory()
+            return equal
+        greatest = both.clone()  # of the complements: that of the least value
+        wait_for_all(done_by_work(self.group.allreduce([greatest], _GREATEST)), self.group, number)
+        return torch.equal(greatest, both)
 
-    def _done(self, work: dist.Work) -> Done:
-        if not self._on_gpu:
-            return done_by_work(work)
-        work.wait()  # the stream waits, not the host
-        return done_by_event(torch.cuda.current_stream().record_event(), timeout_of(self.group))
+    def _find_memory(self) -> None:
+        """That of the machine, if all ranks run on one. Collective: every rank calls it, and is known to come."""
+        if self.group in _memories:
+            return
+        store = self.group.get_group_store()
+        # A group that is destroyed and made anew may find what the first one left in the store.
+        generation = store.add(f"ring/machines/rank {self.rank}", 1)
+        fresh = dist.PrefixStore(f"ring/machines/{generation}", store)
+        fresh.set(f"rank {self.rank}", machine())
+        machines = {fresh.get(f"rank {rank}") for rank in range(self.world_size)}
+        apart = len(machines) > 1
+        _memories[self.group] = None if apart else HostMemory(fresh, self.rank, self.world_size, timeout_of(self.group))
+
+    def _all_equal_on_gpus(self, both: torch.Tensor, number: int) -> bool:
+        """On a stream of its own, so that a question between ranks waits for no kernel of theirs."""
+        device = torch.cuda.current_device()
+        with torch.cuda.stream(_stream(device)):
+            greatest = both.to(torch.device("cuda", device))
+            self.group.allreduce([greatest], _GREATEST).wait()  # the stream waits, not the host
+            done = done_by_event(torch.cuda.current_stream().record_event(), timeout_of(self.group))
+            wait_for_all(done, self.group, number)
+            return torch.equal(greatest.cpu(), both)
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self._device())
         everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(everyone, mine, group=self.group)
         return [theirs.cpu().numpy().tobytes() for theirs in everyone]
-
-    def _aside(self) -> AbstractContextManager[object]:
-        """On GPUs a stream of its own, so that a question between ranks waits for no kernel."""
-        return torch.cuda.stream(_stream(torch.cuda.current_device())) if self._on_gpu else nullcontext()
 
     def _device(self) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device()) if self._on_gpu else torch.device("cpu")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,12 +41,13 @@ class _Route:
 
 @dataclass(frozen=True, eq=False)
 class _SharedMemory:
-    """Memory of equal size on every rank. views: everyone's, as bytes, seen from here; flags: where they begin."""
+    """Memory of equal size on every rank. begins: addresses of everyone's, seen from here; flags: of their flags."""
 
     own: torch.Tensor
-    views: list[torch.Tensor]
+    begins: list[int]
     flags: list[int]
-    handle: Any
+    handle: Any  # as long as it is there, the memory is
+    views: dict[tuple[object, ...], torch.Tensor] = field(default_factory=dict)  # of own buffers
 
     def ready(self, at: int, sender: int) -> int:
         """Address, in the memory of rank `at`, of the flag that the sender's buffers are filled."""
@@ -65,14 +66,14 @@ class _Copied:
 
     here: Sequence[torch.cuda.Event]
     read: torch.cuda.Event
+    current: torch.cuda.Stream  # of the call
 
     def arrive(self) -> None:
-        current = torch.cuda.current_stream()
         for lane in self.here:
-            current.wait_event(lane)
+            self.current.wait_event(lane)
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self.read)
+        self.current.wait_event(self.read)
 
 
 class SymmetricTransport(ProcessGroupTransport):
@@ -101,18 +102,22 @@ class SymmetricTransport(ProcessGroupTransport):
         assert route is not None
         if name not in route.begins or route.pool is None:
             return super().empty(name, shape, dtype, device)
-        begin = route.begins[name]
-        size = dtype.itemsize * torch.Size(shape).numel()
-        return route.pool.own[begin : begin + size].view(dtype).view(*shape)
+        key = route.begins[name], dtype, *shape
+        found = route.pool.views.get(key)
+        if found is None:
+            begin, size = route.begins[name], dtype.itemsize * torch.Size(shape).numel()
+            found = route.pool.views[key] = route.pool.own[begin : begin + size].view(dtype).view(*shape)
+        return found
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         route = self._route
         assert route is not None
         if route.by_nccl:
             return super().post(sends, receives)
-        self._side.wait_stream(torch.cuda.current_stream())
+        current = torch.cuda.current_stream(self._side.device)  # without a device torch asks for it, slowly
+        self._side.wait_stream(current)
         here = [] if route.pool is None else self._meet(route, route.pool, sends, receives)
-        return _Copied(here, self._side.record_event())
+        return _Copied(here, self._side.record_event(), current)
 
     def _meet(
         self, route: _Route, pool: _SharedMemory, sends: Sequence[Message], receives: Sequence[Message]
@@ -134,8 +139,7 @@ class SymmetricTransport(ProcessGroupTransport):
             lane = lanes[number % len(lanes)]
             signals.wait(pool.ready(self.rank, peer), 1, lane)
             signals.put(pool.ready(self.rank, peer), 0, lane)
-            with torch.cuda.stream(lane):
-                self._copy(route, pool, peer, [message for message in receives if message.peer == peer])
+            self._copy(route, pool, peer, [message for message in receives if message.peer == peer], lane)
             here[number % len(lanes)].record(lane)  # the lane's last is what remains
             signals.put(pool.done(peer, self.rank), 1, lane)
         for lane in lanes:
@@ -148,7 +152,9 @@ class SymmetricTransport(ProcessGroupTransport):
     def _distance(self, peer: int) -> int:
         return (peer - self.rank) % self.world_size
 
-    def _copy(self, route: _Route, pool: _SharedMemory, peer: int, receives: Sequence[Message]) -> None:
+    def _copy(
+        self, route: _Route, pool: _SharedMemory, peer: int, receives: Sequence[Message], lane: torch.cuda.Stream
+    ) -> None:
         taken: dict[str, int] = {}
         for message in receives:
             number = taken.get(message.label, 0)
@@ -158,7 +164,7 @@ class SymmetricTransport(ProcessGroupTransport):
                 raise RuntimeError(
                     f"message {message.label!r} from rank {peer} has {stop - start} bytes, its buffer {message.bytes}"
                 )
-            message.tensor.view(-1).view(torch.uint8).copy_(pool.views[peer][start:stop])
+            signals.copy(message.tensor.data_ptr(), pool.begins[peer] + start, message.bytes, lane)
 
     def _new_route(self, outgoing: list[Outgoing]) -> _Route:
         sizes: dict[str, int] = {}
@@ -200,7 +206,7 @@ class SymmetricTransport(ProcessGroupTransport):
             handle = symmetric.rendezvous(whole, group=self.group)
             everyone = [handle.get_buffer(rank, (front + size,), torch.uint8) for rank in range(self.world_size)]
             flags = [theirs.data_ptr() for theirs in everyone]
-            self._pools.append(_SharedMemory(whole[front:], [theirs[front:] for theirs in everyone], flags, handle))
+            self._pools.append(_SharedMemory(whole[front:], [flag + front for flag in flags], flags, handle))
         return self._pools[-1]
 
 
@@ -212,11 +218,12 @@ def transport_of(group: dist.ProcessGroup | None) -> ProcessGroupTransport:
     The same kind on every rank; the first call with a group is collective.
     """
     found: dist.ProcessGroup = dist.group.WORLD if group is None else group  # type: ignore[assignment]
+    if found in _transports:
+        return _transports[found]
     if dist.get_rank(found) < 0 or backends_of(found).get("cuda") != "nccl":
         return ProcessGroupTransport(found)
-    if found not in _transports:
-        plain = ProcessGroupTransport(found)
-        _transports[found] = plain if why_not(plain) else SymmetricTransport(found)
+    plain = ProcessGroupTransport(found)
+    _transports[found] = plain if why_not(plain) else SymmetricTransport(found)
     return _transports[found]
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
+from ring.plan.tile import is_everything
 from ring.precision import accumulator_dtype
-from ring.strided_view import StridedView
+from ring.strided_view import GradientSum, StridedView
 
 
 def merge(
@@ -42,18 +43,61 @@ class OutputMerge(Protocol):
         ...
 
 
+class TensorSum(GradientSum, Protocol):
+    """A sum like a (B, N, H, D) tensor."""
+
+    def __init__(self, like: torch.Tensor) -> None: ...
+
+    @staticmethod
+    def results(sums: list[Any], dtype: torch.dtype) -> list[torch.Tensor]:
+        """The sum of each in that type. sums: all of this kind."""
+        ...
+
+
 class Accumulator:
-    """Output (B, N, H, D) and lse (B, H, N) of the own query rows, starting from "nothing seen": 0 and -inf."""
+    """Output (B, N, H, D) and lse (B, H, N) of the own query rows, starting from "nothing seen": 0 and -inf. A partial
+    result that comes first and holds everything is kept as it is, until others come.
+    """
 
     def __init__(self, query: torch.Tensor) -> None:
-        batch, tokens, heads, dim = query.shape
-        dtype = accumulator_dtype(query.dtype)
-        self.out = torch.zeros(batch, tokens, heads, dim, dtype=dtype, device=query.device)
-        self.lse = torch.full((batch, heads, tokens), -torch.inf, dtype=dtype, device=query.device)
-        self._out, self._lse = StridedView(self.out), lse_view(self.lse)
+        self._like = query
+        self._dtype = accumulator_dtype(query.dtype)
+        self._only: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._begun = False
+
+    def _begin(self) -> None:
+        batch, tokens, heads, dim = self._like.shape
+        dtype, device = self._dtype, self._like.device
+        self._out_tensor = torch.zeros(batch, tokens, heads, dim, dtype=dtype, device=device)
+        self._lse_tensor = torch.full((batch, heads, tokens), -torch.inf, dtype=dtype, device=device)
+        self._out, self._lse = StridedView(self._out_tensor), lse_view(self._lse_tensor)
+        self._begun = True
+        if self._only is not None:
+            out, lse = self._only
+            self._out_tensor.copy_(as_shard(out))
+            self._lse_tensor.copy_(_lse_as_shard(lse))
+            self._only = None
+
+    @property
+    def out(self) -> torch.Tensor:
+        if not self._begun:
+            self._begin()
+        return self._out_tensor
+
+    @property
+    def lse(self) -> torch.Tensor:
+        if not self._begun:
+            self._begin()
+        return self._lse_tensor
 
     def merge(self, rows: Rows, heads: Heads, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Merge a partial result. out: (F, B, groups, per_group, L, D); lse the same without D."""
+        if not self._begun:
+            _, tokens, count, _ = self._like.shape
+            if self._only is None and is_everything(rows, heads, tokens, count):
+                self._only = out, lse
+                return
+            self._begin()
         old_lse = self._lse.view(rows, heads).squeeze(-1)
         merged, merged_lse = merge(self._out.view(rows, heads), old_lse, out, lse)
         self._out.put(rows, heads, merged)
@@ -61,26 +105,74 @@ class Accumulator:
 
     def result(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse), out in that type."""
-        return self.out.to(dtype), self.lse
+        if self._only is None:
+            return self.out.to(dtype), self.lse
+        out, lse = self._only
+        return as_shard(out).to(dtype).contiguous(), _lse_as_shard(lse).contiguous()
 
 
 class Sum:
-    """A sum of tiles, shaped like a (B, N, H, D) tensor: gradients, in the accumulator's type."""
+    """A sum of tiles, shaped like a (B, N, H, D) tensor: gradients, in the accumulator's type. A summand that comes
+    first and holds everything is kept as it is, until others come.
+    """
 
     def __init__(self, like: torch.Tensor) -> None:
-        self.out = torch.zeros(like.shape, dtype=accumulator_dtype(like.dtype), device=like.device)
-        self._out = StridedView(self.out)
+        self._like = like
+        self._only: torch.Tensor | None = None
+        self._begun = False
+
+    def _begin(self) -> None:
+        like = self._like
+        self._tensor = torch.zeros(like.shape, dtype=accumulator_dtype(like.dtype), device=like.device)
+        self._out = StridedView(self._tensor)
+        self._begun = True
+        if self._only is not None:
+            self._tensor.copy_(as_shard(self._only))
+            self._only = None
+
+    @property
+    def out(self) -> torch.Tensor:
+        if not self._begun:
+            self._begin()
+        return self._tensor
 
     def add(self, rows: Rows, heads: Heads, tile: torch.Tensor) -> None:
         """Add a summand, (F, B, groups, per_group, L, D)."""
+        if not self._begun:
+            _, tokens, count, _ = self._like.shape
+            if self._only is None and is_everything(rows, heads, tokens, count):
+                self._only = tile
+                return
+            self._begin()
         self._out.add(rows, heads, tile)
 
     def settle(self) -> None:
-        """A tile is read within `add`."""
+        """Copy what was kept: a tile lies in a buffer that is about to change."""
+        if self._only is not None:
+            self._begin()
 
     def result(self, dtype: torch.dtype) -> torch.Tensor:
         """The sum in that type."""
-        return self.out.to(dtype)
+        if self._only is None:
+            return self.out.to(dtype)
+        return as_shard(self._only).to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def results(sums: list[Sum], dtype: torch.dtype) -> list[torch.Tensor]:
+        """The sum of each, in that type."""
+        return [one.result(dtype) for one in sums]
+
+
+def as_shard(tile: torch.Tensor) -> torch.Tensor:
+    """A tile (F, B, groups, per_group, L, D) that holds everything, as (B, N, H, D): a view where that can be."""
+    folds, batch, groups, share, length, dim = tile.shape
+    return tile.permute(1, 0, 4, 2, 3, 5).reshape(batch, folds * length, groups * share, dim)
+
+
+def _lse_as_shard(lse: torch.Tensor) -> torch.Tensor:
+    """(F, B, groups, per_group, L) as (B, H, N)."""
+    folds, batch, groups, share, length = lse.shape
+    return lse.permute(1, 2, 3, 0, 4).reshape(batch, groups * share, folds * length)
 
 
 def lse_view(lse: torch.Tensor) -> StridedView:

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import torch
 
-from ring.compute import math_kernel, picked
+from ring.compute import kernel_counts, math_kernel
 from ring.compute.math_kernel import SavedRows, Tensors3
 from ring.plan.tile import Mask, Tile
 from ring.precision import accumulator_dtype
@@ -32,11 +32,13 @@ def backward(
     return _gpu_backward(name, q, k, v, saved, tile, scale)
 
 
-def _batched(x: torch.Tensor) -> torch.Tensor:
-    """(F, B, G, P, L, D) as the (batch, heads, length, head dim) of torch's kernels.
+def _batched(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """(F, B, G, P, L, D) as the (batch, heads, length, head dim) of torch's kernels, in that type.
 
     Any strides but the head dim's: the fused CPU kernel of torch 2.11 takes it to be 1 without looking (2.13 looks).
     """
+    if dtype is not None and x.dtype != dtype:
+        x = x.to(dtype)
     folds, batch, groups, share, length, dim = x.shape
     x = x.reshape(folds * batch, groups * share, length, dim)
     return x if x.stride(3) == 1 or dim == 1 else x.contiguous()
@@ -48,10 +50,10 @@ def _cpu_forward(
     # In the accumulator's type: on 16-bit operands this kernel rounds probabilities, and sums gradients, in 16 bits.
     work = accumulator_dtype(q.dtype)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *(_batched(x.to(work)) for x in (q, k, v)), 0.0, tile.mask is Mask.CAUSAL, scale=scale
+        _batched(q, work), _batched(k, work), _batched(v, work), 0.0, tile.mask is Mask.CAUSAL, scale=scale
     )
     if not lse.all():  # of a row whose scores are all -inf it says lse 0, as of one with a single score of 0
-        picked.count("math")
+        kernel_counts.count("math")
         return math_kernel.forward(q, k, v, tile, scale)
     return out.view(q.shape), lse.view(q.shape[:-1])
 
@@ -62,7 +64,8 @@ def _cpu_backward(
     work = accumulator_dtype(q.dtype)
     lse = saved.lse.reshape(q.shape[0] * q.shape[1], q.shape[2] * q.shape[3], q.shape[4])
     lse = lse.masked_fill(lse == -torch.inf, 0.0)  # all scores of such a row are -inf: exp(-inf - 0) is 0
-    dout, query, key, value, out = (_batched(x.to(work)) for x in (saved.dout, q, k, v, saved.out))
+    query, key, value = _batched(q, work), _batched(k, work), _batched(v, work)
+    dout, out = _batched(saved.dout, work), _batched(saved.out, work)
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dout, query, key, value, out, lse.contiguous(), 0.0, tile.mask is Mask.CAUSAL, scale=scale
     )
@@ -70,21 +73,48 @@ def _cpu_backward(
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """A tile for kernels that load 16 bytes at a time: a copy, if its rows do not begin at such addresses. Not what
-    `contiguous` gives: of a contiguous tensor that begins elsewhere it makes no copy.
+    """A tile for kernels that load 16 bytes at a time, as (batch, heads, length, head dim): a view, or a copy if its
+    rows do not begin at such addresses. Not what `contiguous` gives: of a contiguous tensor that begins elsewhere it
+    makes no copy.
+    """
+    found = _kernel_view(x.shape, x.stride(), x.element_size())
+    if found is None or x.data_ptr() % 16:
+        folds, batch, groups, share, length, dim = x.shape
+        return x.clone(memory_format=torch.contiguous_format).view(folds * batch, groups * share, length, dim)
+    return x.as_strided(*found)
+
+
+@lru_cache(maxsize=8192)
+def _kernel_view(
+    shape: tuple[int, ...], strides: tuple[int, ...], size: int
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The shape and strides of a tile (F, B, G, P, L, D) as (batch, heads, length, head dim); None if these cannot be,
+    or if rows do not lie a multiple of 16 bytes apart. size: bytes of a number.
 
     Where there is only one batch, head or row, any stride is as good; but cuDNN takes that of one row, or one head, at
     its word, and was seen to leave results out. So these are what they would be in a contiguous tensor.
     """
-    x = _batched(x)
-    if any(step % 16 for step in (x.data_ptr(), *(x.stride(i) * x.element_size() for i in range(3) if x.size(i) > 1))):
-        return x.clone(memory_format=torch.contiguous_format)
-    strides, whole = list(x.stride()), 1
+    folds, batch, groups, share, length, dim = shape
+    outer = _as_one(folds, strides[0], batch, strides[1])
+    heads = _as_one(groups, strides[2], share, strides[3])
+    if outer is None or heads is None or (strides[5] != 1 and dim != 1):
+        return None
+    sizes, steps = (folds * batch, groups * share, length, dim), [outer, heads, strides[4], 1]
+    if any(steps[i] * size % 16 for i in range(3) if sizes[i] > 1):
+        return None
+    whole = 1
     for i in (3, 2, 1, 0):
-        if x.size(i) == 1:
-            strides[i] = whole
-        whole = max(whole, strides[i] * x.size(i))
-    return x.as_strided(x.shape, strides)
+        if sizes[i] == 1:
+            steps[i] = whole
+        whole = max(whole, steps[i] * sizes[i])
+    return sizes, tuple(steps)
+
+
+def _as_one(outer: int, outer_step: int, inner: int, inner_step: int) -> int | None:
+    """The stride of two dims as one; None if there is none."""
+    if inner == 1:
+        return outer_step
+    return inner_step if outer == 1 or outer_step == inner * inner_step else None
 
 
 @lru_cache

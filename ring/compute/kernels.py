@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from ring.compute import fused_kernels, math_kernel, picked
+from ring.compute import fused_kernels, kernel_counts, math_kernel
 from ring.compute.math_kernel import SavedRows, Tensors3
 from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
@@ -67,7 +67,7 @@ def forward(
     name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of the tile, lse in the accumulator's type. A row that sees no key of the tile: out 0, lse -inf."""
-    picked.count(name)
+    kernel_counts.count(name)
     if name == "math":
         return math_kernel.forward(q, k, v, tile, scale)
     return fused_kernels.forward(name, q, k, v, tile, scale)
@@ -77,7 +77,7 @@ def backward(
     name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: SavedRows, tile: Tile, scale: float
 ) -> Tensors3:
     """The tile's summands of dq, dk, dv, shaped like q, k, v."""
-    picked.count(name)
+    kernel_counts.count(name)
     if name == "math":
         return math_kernel.backward(q, k, v, saved, tile, scale)
     return fused_kernels.backward(name, q, k, v, saved, tile, scale)

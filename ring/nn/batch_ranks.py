@@ -93,7 +93,7 @@ class BatchRanks:
         self.world_size = prod(len(line.members) for line in self._lines)
         self.calls: Calls = _Numbers([line.transport.calls for line in self._lines])
 
-    def turn(self) -> AbstractContextManager[None]:
+    def turn(self) -> AbstractContextManager[object]:
         """Around all that the ranks do together for one result: another thread waits until it is there."""
         return self.calls.turn()
 

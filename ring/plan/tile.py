@@ -48,3 +48,18 @@ class Tile:
     mask: Mask
     query_positions: torch.Tensor | None = None
     key_positions: torch.Tensor | None = None
+
+
+def is_everything(rows: Rows, heads: Heads, tokens: int, count: int) -> bool:
+    """Whether these are all rows of a shard of so many tokens, and all of so many heads, both in order."""
+    return (
+        rows.folds * rows.length == tokens
+        and heads.groups * heads.per_group == count
+        and rows.index is None
+        and heads.ids is None
+        and rows.start == heads.start == rows.head_step == 0
+        and rows.step == 1
+        and (rows.folds == 1 or rows.fold_step == rows.length)
+        and (heads.groups == 1 or heads.step == heads.per_group)
+        and (heads.per_group == 1 or heads.inner == 1)
+    )

@@ -10,9 +10,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import ring.walk
 from reference.oracle import attention, gradients
 from reference.pattern import Branch, Pattern, multiplicity
 from ring import Layout, ring_attention
+from ring.caching.bounded import Bounded
 from ring.compute import kernels
 from ring.compute.math_kernel import Tensors3
 from ring.walk import _combines
@@ -275,6 +277,7 @@ def test_kernels_are_chosen_by_the_head_dim_and_only_one_is_given_delta(
 
     monkeypatch.setattr(kernels, "choose", chosen)
     monkeypatch.setattr(kernels, "backward", gone_back)
+    monkeypatch.setattr(ring.walk, "_programs", Bounded(8))  # what was chosen before is kept
     check(inputs(), Pattern.dense(), Layout.contiguous(17, 1), False, kernel=kernel)
     assert set(dims) == {5}  # of 4 heads and 17 tokens
     assert set(saved) == {(name, name == "math")}

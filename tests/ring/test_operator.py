@@ -52,7 +52,7 @@ def test_a_forward_is_one_operator(lse: bool) -> None:
 def test_nothing_is_kept_when_it_has_run() -> None:
     q, k, v, *_ = inputs()
     out, lse = call(q.requires_grad_(), k, v, PATTERNS["longnet"], LAYOUT)
-    assert len(_prepared) == 0
+    assert not _prepared
     torch.autograd.grad(out.sum() + lse.sum(), q)
 
 

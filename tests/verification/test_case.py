@@ -148,10 +148,10 @@ def test_shards_by_definition_are_the_layout_s() -> None:
 
 def test_tokens_per_call() -> None:
     assert case(bucket=4).tokens_per_call == 4
-    assert case(bucket=None).tokens_per_call == 32
+    assert case(bucket=None).tokens_per_call == 1024
     # q and output 4 heads, k and v 2: 12 elements of 2 bytes; 4 (2 x 2 + 3 x 4) bytes a token of a bucket
-    long = case(bucket=None, dtype="float16", tokens=6000, cuts=(0, 1000, 1000, 6000))
-    assert long.tokens_per_call == 5000 * 24 // (10 * 64)
+    long = case(bucket=None, dtype="float16", tokens=60000, cuts=(0, 10000, 10000, 60000))
+    assert long.tokens_per_call == 50000 * 24 // (10 * 64)
 
 
 def test_layouts() -> None:

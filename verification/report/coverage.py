@@ -21,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reference.pattern import Branch, Pattern
-from reference.shards import LEAST_BUCKET
 from verification.case import AGAIN, DTYPES, EXCHANGES, KERNELS, LSE, ORDERS, VALUES, Case
 from verification.report.text import listing, paragraph
 from verification.run.workspace import LEAST_BLOCK, LEAST_ROWS
@@ -209,7 +208,6 @@ GROUPS: dict[str, dict[str, Has]] = {
     },
     "buckets": {
         "bucket by default": lambda case: case.bucket is None,
-        "default bucket beyond the least": lambda case: case.bucket is None and case.tokens_per_call > LEAST_BUCKET,
         "bucket of one token": lambda case: case.bucket == 1,
         "bucket below a shard": lambda case: case.tokens_per_call < max(_counts(case)),
         "bucket beyond a shard": lambda case: case.tokens_per_call > min(_counts(case)),

@@ -1,4 +1,4 @@
-"""The functools caches of this project's modules, and how to empty them: what they hold was computed in other
+"""The caches of this project's modules, and how to empty them: what they hold was computed in other
 circumstances than those that are to be seen at work.
 """
 
@@ -11,13 +11,17 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+from ring.caching.bounded import Bounded
+
 
 def clear_caches(packages: tuple[str, ...]) -> None:
-    """Empty every functools cache in the modules of these packages that are imported."""
+    """Empty every functools cache, and every `Bounded`, in the modules of these packages that are imported."""
     for module in modules_of(packages):
         for value in _members(module):
             if isinstance(value, functools._lru_cache_wrapper):
                 value.cache_clear()
+            elif isinstance(value, Bounded):
+                value.clear()
 
 
 def modules_of(packages: tuple[str, ...]) -> list[types.ModuleType]:

@@ -36,7 +36,7 @@ class Division:
     bucket: int
 
 
-LONGER = 4096
+LONGER = 65536
 
 
 @dataclass(frozen=True, eq=False)

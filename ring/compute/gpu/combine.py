@@ -12,8 +12,6 @@ results whose rows or heads are listed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from ring.compute.accumulator import Accumulator, Sum
@@ -21,7 +19,6 @@ from ring.compute.gpu.merge_kernel import Job, run
 from ring.compute.gpu.parts import Part, as_output, is_grid, whole
 from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
-from ring.strided_view import GradientSum
 
 # Partial results are kept until they hold this many times the bytes of an fp32 accumulator; then they are merged.
 MOST_KEPT = 2.0
@@ -38,8 +35,9 @@ class _Kept:
         self._parts: list[Part] = []
         self._kept = 0
         self._plain: Accumulator | Sum | None = None
-        self.since = torch.cuda.Event()
-        self.since.record()
+        self.since: torch.cuda.Event | None = None
+        if torch.cuda.is_current_stream_capturing():
+            self.since = torch.cuda.current_stream().record_event()
 
     def keep(self, part: Part) -> None:
         self._parts.append(part)
@@ -131,14 +129,12 @@ class CombinedSum:
         return self._kept.last(dtype)
 
     @property
-    def since(self) -> torch.cuda.Event:
+    def since(self) -> torch.cuda.Event | None:
         return self._kept.since
 
-
-def results(sums: Sequence[GradientSum], dtype: torch.dtype) -> list[torch.Tensor]:
-    """The result of each in that type, all at once."""
-    combined = [one for one in sums if isinstance(one, CombinedSum)]
-    assert len(combined) == len(sums)
-    jobs = [one.last(dtype) for one in combined]
-    run(jobs, combined[0].since)
-    return [job.out for job in jobs]
+    @staticmethod
+    def results(sums: list[CombinedSum], dtype: torch.dtype) -> list[torch.Tensor]:
+        """The sum of each in that type, all at once."""
+        jobs = [one.last(dtype) for one in sums]
+        run(jobs, sums[0].since)
+        return [job.out for job in jobs]

@@ -44,14 +44,13 @@ class Field(IntEnum):
 
 
 def entries_of(part: Part, apart: int) -> tuple[Ints, Ints]:
-    """Heads (h,), and the entry of each, (h, fields). apart: the distance of the rows that a program takes."""
+    """Heads (h,), and the entry of each, (h, fields), with addresses from 0 on. apart: the distance of the rows that a
+    program takes.
+    """
     out, lse = part.out, part.lse
     by_lse = None if lse is None else (lse.stride(), lse.element_size())
     heads, table = _grid(part.rows, part.heads, out.stride(), out.element_size(), by_lse, apart)
     table = table.copy()
-    table[:, Field.OUT] += out.data_ptr()
-    if lse is not None:
-        table[:, Field.LSE] += lse.data_ptr()
     table[:, Field.IS_FP32] = out.dtype == torch.float32
     return heads, table
 
@@ -60,7 +59,7 @@ def entries_of(part: Part, apart: int) -> tuple[Ints, Ints]:
 def _grid(
     rows: Rows, heads: Heads, out: tuple[int, ...], size: int, lse: tuple[tuple[int, ...], int] | None, apart: int
 ) -> tuple[Ints, Ints]:
-    """As `entries_of`, with addresses from 0 on: made once for a plan's tile. out, lse: strides, and size of lse."""
+    """As `entries_of`: made once for a plan's tile. out, lse: strides, and size of lse."""
     group, member = np.divmod(np.arange(heads.groups * heads.per_group), heads.per_group)
     table = np.zeros((len(group), len(Field)), np.int64)
     start = rows.start + group * rows.head_step

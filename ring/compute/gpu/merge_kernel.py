@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
+from ring.caching.bounded import Bounded
+from ring.caching.launcher import Launcher
 from ring.compute.gpu.entries import Field, entries_of
 from ring.compute.gpu.parts import Part, is_aligned
 from ring.plan.ranges import Ints
@@ -24,6 +27,8 @@ from ring.plan.ranges import Ints
 _APART = 32  # rows: a wider grid than this holds some of a program's
 _ROWS, _WARPS = 32, 4  # rows, and warps, of a program
 _KINDS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+_MERGES, _TABLES = 256, 64  # kept: prepared merges, and of each the tables by address
 
 _captured: list[torch.Tensor] = []  # host copies of entries that captured graphs read again at every replay
 
@@ -161,52 +166,151 @@ class Job:
     def done(self) -> bool:
         return not self.out.numel() or (self.based and len(self.parts) == 1 and self.lse is None)
 
-    @cached_property
-    def apart(self) -> int:
-        return min(_APART, max((part.rows.step for part in self.parts), default=1))
+    def geometry(self) -> tuple[object, ...]:
+        """Equal for jobs that differ in nothing but in where their tensors lie, and in numbers."""
+        out, lse = self.out, self.lse
+        parts = tuple(
+            (
+                x.rows,
+                x.heads,
+                x.out.stride(),
+                x.out.dtype,
+                x.out.data_ptr() % 16,
+                None if x.lse is None else x.lse.stride(),
+            )
+            for x in self.parts
+        )
+        where = out.device, out.shape, out.stride(), out.dtype, out.data_ptr() % 16
+        return where, None if lse is None else lse.stride(), self.kind, self.based, parts
 
-    @cached_property
-    def aligned(self) -> bool:
-        """Whether rows allow wide loads."""
-        return self.out.shape[3] % 8 == 0 and all(is_aligned(x) for x in (self.out, *(x.out for x in self.parts)))
+    def addresses(self) -> list[int]:
+        """Of the parts, each followed by that of its lse if the job is weighted."""
+        if self.lse is None:
+            return [part.out.data_ptr() for part in self.parts]
+        return [x.data_ptr() for part in self.parts for x in (part.out, part.lse) if x is not None]
 
-    @cached_property
-    def wide(self) -> int:
-        fp32 = sum(part.out.dtype == torch.float32 for part in self.parts)
-        return 0 if not fp32 else 1 if fp32 == len(self.parts) else 2
 
-    def entries(self) -> Ints:
-        """Where the entries of each head begin, (H + 1,), then the entries by head, (entries, fields), in one array."""
-        tables = [entries_of(part, self.apart) for part in self.parts]
-        if not tables:
-            return np.zeros(self.out.shape[2] + 1, np.int64)
-        heads, table = (np.concatenate(column) for column in zip(*tables, strict=True))
-        order = np.argsort(heads, kind="stable")
-        first = np.searchsorted(heads[order], np.arange(self.out.shape[2] + 1))
-        return np.concatenate([first, table[order].reshape(-1)])
+def _lies(x: torch.Tensor) -> tuple[object, ...]:
+    return x.stride(), x.dtype, x.data_ptr() % 16
 
-    def launch(self, entries: torch.Tensor, twin: torch.Tensor | None) -> None:
-        """twin: the output of another job of the same form, whose entries follow."""
-        out, lse, apart = self.out, self.lse, self.apart
+
+class _Launch:
+    """What a job's launch takes besides addresses, from one job for all that are like it."""
+
+    def __init__(self, job: Job) -> None:
+        out, lse, parts = job.out, job.lse, job.parts
         batch, tokens, heads, dim = out.shape
+        apart = min(_APART, max((part.rows.step for part in parts), default=1))
+        fp32 = sum(part.out.dtype == torch.float32 for part in parts)
         out_batch, out_row, out_head, _ = out.stride()
         lse_batch, lse_head, lse_row = (0, 0, 0) if lse is None else lse.stride()
-        _combine[(triton.cdiv(tokens, _ROWS * apart) * apart * heads, batch, 1 if twin is None else 2)](
-            entries=entries[heads + 1 :], first=entries, out=out, lse=out if lse is None else lse,
-            out_batch=out_batch, out_row=out_row, out_head=out_head,
-            lse_batch=lse_batch, lse_head=lse_head, lse_row=lse_row,
-            tokens=tokens, heads=heads, apart=apart,
-            twin=out if twin is None else twin, twin_entries=len(entries),
-            DIM=dim, BLOCK=triton.next_power_of_2(dim), ROWS=_ROWS, KIND=_KINDS.get(self.kind, tl.bfloat16),
-            ALIGNED=self.aligned, WEIGHTED=lse is not None, WIDE=self.wide, BASED=self.based, num_warps=_WARPS,
+        programs = triton.cdiv(tokens, _ROWS * apart) * apart * heads
+        self._alone, self._with_twin = (Launcher(_combine, (programs, batch, outputs), _WARPS) for outputs in (1, 2))
+        self.numbers: dict[str, Any] = {
+            "out_batch": out_batch, "out_row": out_row, "out_head": out_head,
+            "lse_batch": lse_batch, "lse_head": lse_head, "lse_row": lse_row,
+            "tokens": tokens, "heads": heads, "apart": apart,
+            "DIM": dim, "BLOCK": triton.next_power_of_2(dim), "ROWS": _ROWS,
+            "KIND": _KINDS.get(job.kind, tl.bfloat16),
+            "ALIGNED": dim % 8 == 0 and all(is_aligned(x) for x in (out, *(part.out for part in parts))),
+            "WEIGHTED": lse is not None, "WIDE": 0 if not fp32 else 1 if fp32 == len(parts) else 2,
+            "BASED": job.based,
+        }  # fmt: skip
+        self.kind = out.shape, out.stride(), out.dtype  # of outputs that one launch can write
+        self.weighted = 1 if lse is None else 2  # addresses of a part
+        self.table, self.at, self.which = self._entries(parts, apart, heads)
+        self.begin = heads + 1  # of the entries in the table
+
+    def _entries(self, parts: list[Part], apart: int, heads: int) -> tuple[Ints, Ints, Ints]:
+        """Where the entries of each head begin, (H + 1,), then the entries by head, (entries, fields), in one array
+        with addresses from 0 on; and the places in it to which addresses are to be added, each with its number.
+        """
+        if not parts:
+            nowhere = np.zeros(0, np.int64)
+            return np.zeros(heads + 1, np.int64), nowhere, nowhere
+        tables = [entries_of(part, apart) for part in parts]
+        which = np.repeat(np.arange(len(parts)), [len(table) for _, table in tables])
+        head, table = (np.concatenate(column) for column in zip(*tables, strict=True))
+        order = np.argsort(head, kind="stable")
+        first = np.searchsorted(head[order], np.arange(heads + 1))
+        row = heads + 1 + len(Field) * np.arange(len(order))
+        fields = (Field.OUT, Field.LSE)[: self.weighted]
+        at = np.concatenate([row + field for field in fields])
+        which = np.concatenate([self.weighted * which[order] + i for i in range(self.weighted)])
+        return np.concatenate([first, table[order].reshape(-1)]), at, which
+
+    def __call__(self, job: Job, table: torch.Tensor, twin: torch.Tensor | None) -> None:
+        """twin: the output of another job of the same form, whose entries follow."""
+        out, lse = job.out, job.lse
+        launch = self._alone if twin is None else self._with_twin
+        launch(
+            entries=table[self.begin :], first=table, out=out, lse=out if lse is None else lse,
+            twin=out if twin is None else twin, twin_entries=len(self.table), **self.numbers,
         )  # fmt: skip
 
-    @property
-    def form(self) -> tuple[object, ...]:
-        """What a launch is made for, but for the addresses; a sum's."""
-        assert self.lse is None
-        out = self.out
-        return out.shape, out.stride(), out.dtype, self.kind, self.apart, self.aligned, self.wide, self.based
+
+class _Merge:
+    """Jobs that run one after the other, prepared for all that are like them: with one table, and two jobs of one form,
+    as keys' and values' mostly are, with one launch.
+    """
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self._launches = [_Launch(job) for job in jobs]
+        sizes = [len(one.table) for one in self._launches]
+        begins = np.cumsum([0, *sizes])
+        counts = np.cumsum([0, *(len(job.addresses()) for job in jobs)])
+        self._split = sizes
+        self._template = np.concatenate([one.table for one in self._launches])
+        self._at = np.concatenate([one.at + begin for one, begin in zip(self._launches, begins, strict=False)])
+        self._which = np.concatenate([one.which + count for one, count in zip(self._launches, counts, strict=False)])
+        first, second = self._launches[0], self._launches[-1]
+        self._twins = (
+            len(jobs) == 2 and sizes[0] == sizes[1] and (first.kind, first.numbers) == (second.kind, second.numbers)
+        )
+        self._tables: Bounded[tuple[int, ...], torch.Tensor] = Bounded(_TABLES)
+
+    def run(self, jobs: Sequence[Job], since: torch.cuda.Event | None) -> None:
+        tables = self._table(jobs, since).split(self._split)
+        if self._twins:
+            self._launches[0](jobs[0], tables[0], jobs[1].out)
+            return
+        for launch, job, table in zip(self._launches, jobs, tables, strict=True):
+            launch(job, table, None)
+
+    def _table(self, jobs: Sequence[Job], since: torch.cuda.Event | None) -> torch.Tensor:
+        """On the GPU. Allocators give the tensors of a step the places that they had in the step before, so tables are
+        kept by the addresses in them, and by the stream on which they were copied.
+        """
+        addresses = [address for job in jobs for address in job.addresses()]
+        device = jobs[0].out.device
+        if since is not None:
+            return _captured_copy(self._filled(addresses), device, since)
+        key = torch.cuda.current_stream(device).cuda_stream, *addresses
+        found = self._tables.get(key)
+        if found is None:
+            host = torch.from_numpy(self._filled(addresses)).pin_memory()
+            found = self._tables.keep(key, host.to(device, non_blocking=True))
+        return found
+
+    def _filled(self, addresses: list[int]) -> Ints:
+        table = self._template.copy()
+        table[self._at] += np.array(addresses, np.int64)[self._which]
+        return table
+
+
+def _captured_copy(table: Ints, device: torch.device, since: torch.cuda.Event) -> torch.Tensor:
+    """Within a CUDA graph the copy is repeated at every replay. It waits for what was there at `since` and for no
+    kernel: in a short call it would keep the kernels behind it waiting.
+    """
+    host = torch.from_numpy(table).pin_memory()
+    _captured.append(host)
+    current, other = torch.cuda.current_stream(), _beside(device)
+    other.wait_event(since)
+    with torch.cuda.stream(other):
+        found = host.to(device, non_blocking=True)
+    current.wait_stream(other)
+    found.record_stream(current)
+    return found
 
 
 @lru_cache
@@ -215,26 +319,16 @@ def _beside(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def run(jobs: Sequence[Job], since: torch.cuda.Event) -> None:
-    """With one copy to the GPU for all, which waits for what was there at `since` and for no kernel: in a short call
-    each copy keeps the kernels behind it waiting.
-    """
+_merges: Bounded[tuple[object, ...], _Merge] = Bounded(_MERGES)
+
+
+def run(jobs: Sequence[Job], since: torch.cuda.Event | None) -> None:
+    """since: when the first of the jobs' parts could be made, in a CUDA graph that is being captured; else None."""
     jobs = [job for job in jobs if not job.done]
     if not jobs:
         return
-    entries = [job.entries() for job in jobs]
-    host = torch.from_numpy(np.concatenate(entries)).pin_memory()
-    if torch.cuda.is_current_stream_capturing():
-        _captured.append(host)
-    current, other = torch.cuda.current_stream(), _beside(jobs[0].out.device)
-    other.wait_event(since)
-    with torch.cuda.stream(other):
-        device = host.to(jobs[0].out.device, non_blocking=True)
-    current.wait_stream(other)
-    device.record_stream(current)
-    parts = device.split([len(x) for x in entries])
-    if len(jobs) == 2 and jobs[0].form == jobs[1].form and len(parts[0]) == len(parts[1]):  # keys' and values', mostly
-        jobs[0].launch(parts[0], jobs[1].out)
-        return
-    for job, part in zip(jobs, parts, strict=True):
-        job.launch(part, None)
+    key = tuple(job.geometry() for job in jobs)
+    merge = _merges.get(key)
+    if merge is None:
+        merge = _merges.keep(key, _Merge(jobs))
+    merge.run(jobs, since)

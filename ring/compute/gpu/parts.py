@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from ring.compute.accumulator import Accumulator, Sum
 from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
+from ring.plan.tile import is_everything
 
 _ALIGNMENT = 16  # bytes of the widest load
 
@@ -37,12 +37,11 @@ def as_output(part: Part, like: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
     """
     rows, heads, out = part.rows, part.heads, part.out
     _, tokens, count, _ = like.shape
-    by_row = rows.index is None and (rows.start, rows.step, rows.head_step) == (0, 1, 0)
-    by_row &= rows.folds * rows.length == tokens and (rows.folds == 1 or rows.fold_step == rows.length)
-    by_head = np.array_equal(np.reshape(heads.listed(), -1), np.arange(count))
+    if out.dtype != dtype or not is_everything(rows, heads, tokens, count):
+        return None
     laid = out.permute(1, 0, 4, 2, 3, 5)  # (B, F, L, G, P, D)
     alone = laid.is_contiguous() and out.untyped_storage().nbytes() == out.nbytes
-    return laid.reshape(like.shape) if out.dtype == dtype and alone and by_row and by_head else None
+    return laid.reshape(like.shape) if alone else None
 
 
 def is_grid(rows: Rows, heads: Heads, tile: torch.Tensor) -> bool:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ring.compute import fused_kernels, kernels, math_kernel
+from ring.compute.kernel_counts import picked_kernels
 from ring.compute.math_kernel import SavedRows
-from ring.compute.picked import picked_kernels
 from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
 from ring.plan.tile import Mask, Tile

@@ -79,7 +79,7 @@ TAKES_OTHERS = {
 
 
 # What is too large for most examples, and left to a law.
-LEFT_TO_LAWS = {"default bucket beyond the least", "scores larger than queries"}
+LEFT_TO_LAWS = {"scores larger than queries"}
 
 
 @pytest.mark.parametrize("feature", sorted(set(FEATURES) - LEFT_TO_LAWS))
@@ -109,7 +109,6 @@ LAW_FEATURES: dict[str, dict[str, int]] = {
     "a call leaves nothing behind": {"exchange gather": 3, "dtype float16": 2, "GQA": 5},
     "calls are not confused": {"exchange gather": 3, "subgroup": 5, "ranks do not divide tokens": 20, "again meta": 3},
     "memory of longer shards": {
-        "default bucket beyond the least": 20,
         "scores larger than queries": 80,
         "uneven cuts": 90,
         "MQA": 20,

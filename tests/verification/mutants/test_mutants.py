@@ -149,7 +149,7 @@ def test_a_module_that_does_not_exist_is_refused() -> None:
 
 
 def test_edits_of_one_file_add_up() -> None:
-    edits = (Edit("ring/budget.py", "SHARE = 0.1", "SHARE = 0.2"), Edit("ring/budget.py", "LEAST = 32", "LEAST = 1"))
+    edits = (Edit("ring/budget.py", "SHARE = 0.1", "SHARE = 0.2"), Edit("ring/budget.py", "LEAST = 1024", "LEAST = 1"))
     (source,) = Defect("both", "About.", edits).sources().values()
     assert "SHARE = 0.2" in source and "LEAST = 1" in source
 

@@ -89,14 +89,10 @@ EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "head dim no power of two": ({"head_dim": 6}, {"head_dim": 1}),
     "head dim >= 32": ({"head_dim": 32}, {"head_dim": 31}),
     "bucket by default": ({"bucket": None}, {}),
-    "default bucket beyond the least": (
-        {"bucket": None, "tokens": 128, "cuts": (0, 0, 128), "heads": 16, "kv_heads": 1},  # 0.34 times 128
-        {"bucket": None, "tokens": 128, "heads": 16, "kv_heads": 1},
-    ),
     "bucket of one token": ({"bucket": 1}, {}),
     "bucket below a shard": ({"bucket": 11}, {"bucket": 12}),
     "bucket beyond a shard": ({"bucket": 13}, {"bucket": 12}),
-    "bucket beyond the sequence": ({"bucket": None}, {"bucket": 24}),  # 32 by default
+    "bucket beyond the sequence": ({"bucket": None}, {"bucket": 24}),  # 1024 by default
     "query rows cut": ({"world": 1, "tokens": 17}, {"world": 1, "tokens": 17, "bucket": 17}),
     "explicit scale": ({"scale": 0.5}, {}),
     "scale <= 0": ({"scale": 0.0}, {}),

@@ -14,12 +14,13 @@ from reference.pattern import Pattern
 from ring import Layout, ring_attention
 from ring.comm.transport import SoloTransport
 from ring.compute import math_kernel
-from ring.plan import plan, tiling
+from ring.plan import tiling
 from verification.case import Case
 from verification.check.checks import check_workspace
 from verification.check.expectation import expect
 from verification.draw.cases import cases
 from verification.failures import WrongResult
+from verification.run.caches import clear_caches
 from verification.run.rank import observe
 from verification.run.workspace import Meter, Workspace, WorkspaceLimits, limits
 
@@ -120,9 +121,9 @@ def refused(drawn: list[Case], enough: int) -> int:
 @pytest.fixture
 def planless() -> Iterator[None]:
     """No plan outlives a defect, or meets one that it was not made with."""
-    plan.plan_of.cache_clear()
+    clear_caches(("ring",))
     yield
-    plan.plan_of.cache_clear()
+    clear_caches(("ring",))
 
 
 def test_the_ring_stays_within(drawn: list[Case], planless: None) -> None:

@@ -1,0 +1,1 @@
+"""What is settled once for a setting, and kept."""
