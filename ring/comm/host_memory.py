@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from ring.comm.transport import Absent
 
+FOLDER = "/dev/shm"  # of files in memory
 PAYLOAD = 16  # bytes of an answer
 _NUMBER, _CHECK = 8, 8  # bytes of a question's number, and of what tells a slot that is being written
 _SLOT = _NUMBER + PAYLOAD + _CHECK
@@ -41,7 +42,7 @@ class HostMemory:
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
         self._rank, self._world_size, self._timeout = rank, world_size, timeout
         if rank == 0:
-            number, name = tempfile.mkstemp(prefix="ring-", dir="/dev/shm")
+            number, name = tempfile.mkstemp(prefix="ring-", dir=FOLDER)
             self._file = os.fdopen(number, "r+b", buffering=0)
             self._file.truncate(2 * world_size * _SLOT)
             store.set("file", name)
@@ -120,9 +121,12 @@ def _slot_of(number: int, payload: bytes) -> bytes:
     return what + hashlib.blake2b(what, digest_size=_CHECK).digest()
 
 
-def machine() -> str:
+def machine(folder: str = FOLDER) -> str:
     """Equal for processes of one machine that share its memory: of one boot and one file system for it. Its name would
-    not do, since many machines are called localhost.
+    not do, since many machines are called localhost. Where a process cannot write there: equal to no other's.
     """
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        return f"{file.read().strip()} {os.stat('/dev/shm').st_dev}"
+        boot = file.read().strip()
+    if not os.access(folder, os.W_OK):
+        return f"{boot} alone {os.getpid()}"
+    return f"{boot} {os.stat(folder).st_dev}"

@@ -59,5 +59,7 @@ def test_no_file_is_left(pool: Pool) -> None:
     assert {name for name in os.listdir("/dev/shm") if name.startswith("ring-")} <= before
 
 
-def test_a_machine_is_told_by_its_boot_and_its_memory() -> None:
+def test_a_machine_is_told_by_its_boot_and_its_memory(tmp_path: Path) -> None:
     assert machine() == machine() and len(machine().split()) == 2
+    missing = machine(str(tmp_path / "missing"))
+    assert missing.split()[1:] == ["alone", str(os.getpid())] and missing != machine()
