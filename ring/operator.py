@@ -47,7 +47,7 @@ def _run_latest(q: Tensor, k: Tensor, v: Tensor, prepared: int) -> tuple[Tensor,
     return found
 
 
-# Not by `torch.library.custom_op`, whose wrappers made 40 Python calls more of each call: `ring.attention`
+# Not by `torch.library.custom_op`, whose wrappers make some dozens of Python calls more of each: `ring.attention`
 # differentiates, and compiled graphs have operators of their own (`ring.compiled`).
 if not hasattr(torch.ops.ring, "attention"):
     _library = torch.library.Library("ring", "FRAGMENT")

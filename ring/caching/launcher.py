@@ -1,7 +1,7 @@
 """Launches a Triton kernel again for arguments of one kind.
 
 At every launch Triton looks up which of its compiled kernels fits the arguments, and whether a constant of the module
-has changed: some 50 us on the host, in which a short attention is computed. A launcher looks once.
+has changed, at every constant. In a short call the GPU waits for that. A launcher looks once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Ranks of one machine agree in its memory: each writes its answer into a page that all of them have, and reads the
 others'.
 
-On GPUs a question by NCCL is a kernel: it waits for its turn, and the host waits for it. A question here takes some
-20 us, as long as the ranks come at the same time, and no GPU takes part.
+On GPUs a question by NCCL is a kernel: it waits for its turn, and the host waits for it. In a question here
+no GPU takes part: a rank waits for the other hosts alone.
 
 A page has a slot for every rank, twice, and questions take turns: a rank that writes the answer to question n + 2 has
 seen all answers to n + 1, so no rank still reads those to n. A rank that gives up says so in its slot, and a rank whose

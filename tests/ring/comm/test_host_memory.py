@@ -36,7 +36,7 @@ def test_ranks_that_do_not_come_are_named_and_late_ones_are_told(pool: Pool, abs
             assert ranks == () and said == "another rank has given up"
         else:
             assert ranks == absent and said == "the group's timeout of 0:00:01.500000 is over"
-            assert seconds < tasks.TIMEOUT + 0.9
+            assert tasks.TIMEOUT <= seconds < tasks.TIMEOUT + 10
 
 
 def test_a_rank_whose_process_ended_is_named_long_before_the_timeout(tmp_path: Path) -> None:
