@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 import torch
@@ -16,28 +16,37 @@ _WORD = torch.complex128
 class StridedView:
     """A (B, N, H, D) tensor whose tiles are (folds, B, groups, per_group, length, D).
 
-    `StridedView(x)` is a shard: rows are tokens. `StridedView.of_slots(x)` takes (slots, B, D), where row and head
-    together name a slot.
+    `StridedView(x)` is a shard: rows are tokens. `StridedView.of_slots(buffer, half)` is the keys (half 0) or values
+    (half 1) of a buffer, (slots, 2, B, D): row and head together name a slot.
     """
 
-    def __init__(self, x: torch.Tensor, head_stride: int | None = None) -> None:
-        self.x = x
-        batch, row, head, dim = x.stride()
-        self._strides = batch, row, head if head_stride is None else head_stride, dim
-        self._begin = x.storage_offset()
-        self._slots = head_stride is not None
+    def __init__(self, x: torch.Tensor) -> None:
+        self._whole, self._strides, self._begin, self._slots = x, x.stride(), x.storage_offset(), False
+        self._batch, _, _, self._dim = x.shape
 
     @classmethod
-    def of_slots(cls, x: torch.Tensor) -> StridedView:
-        return cls(x.transpose(0, 1).unsqueeze(2), head_stride=x.stride(0))
+    def of_slots(cls, buffer: torch.Tensor, half: int) -> StridedView:
+        found = cls.__new__(cls)
+        slot, side, batch, dim = buffer.stride()
+        found._whole, found._strides, found._slots = buffer, (batch, slot, slot, dim), True
+        found._begin = buffer.storage_offset() + half * side
+        _, _, found._batch, found._dim = buffer.shape
+        return found
+
+    @cached_property
+    def x(self) -> torch.Tensor:
+        """All of it, (B, N, H, D); of slots (B, slots, 1, D)."""
+        if not self._slots:
+            return self._whole
+        sizes = self._batch, self._whole.shape[0], 1, self._dim
+        return self._whole.as_strided(sizes, self._strides, self._begin)
 
     def view(self, rows: Rows, heads: Heads) -> torch.Tensor:
         """The tile, (F, B, groups, per_group, L, D); writing to it writes to the tensor only if both are regular."""
-        x = self.x
         if rows.index is None and heads.ids is None:
             batch, row, head, dim = self._strides
-            return x.as_strided(
-                (rows.folds, x.shape[0], heads.groups, heads.per_group, rows.length, x.shape[3]),
+            return self._whole.as_strided(
+                (rows.folds, self._batch, heads.groups, heads.per_group, rows.length, self._dim),
                 (
                     rows.fold_step * row,
                     batch,
@@ -48,7 +57,7 @@ class StridedView:
                 ),  # fmt: skip
                 self._begin + rows.start * row + heads.start * head,
             )
-        return x[:, *self._index(rows, heads)].permute(1, 0, 3, 4, 2, 5)
+        return self.x[:, *self._index(rows, heads)].permute(1, 0, 3, 4, 2, 5)
 
     def put(self, rows: Rows, heads: Heads, tile: torch.Tensor) -> None:
         """Write a tile."""
@@ -66,7 +75,7 @@ class StridedView:
 
     def _index(self, rows: Rows, heads: Heads) -> tuple[torch.Tensor, torch.Tensor]:
         """Indices of dims 1 and 2 that broadcast to (F, L, groups, per_group)."""
-        device = self.x.device
+        device = self._whole.device
         row, head = _row_index(rows, heads.groups, device)[..., None], _head_index(heads, device)
         return (row + head, torch.zeros_like(head)) if self._slots else (row, head)
 

@@ -6,19 +6,33 @@ has changed, at every constant. In a short call the GPU waits for that. A launch
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
 
 
 class Launcher:
-    """A kernel on a grid. Of what it is given in its calls only addresses may differ, by multiples of 16 bytes."""
+    """A kernel on a grid. Its parameters are tensors, then numbers, then constants; a call gives the tensors, and of
+    these only addresses may differ between calls, by multiples of 16 bytes.
+    """
 
-    def __init__(self, kernel: Any, grid: tuple[int, int, int], num_warps: int) -> None:
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        num_warps: int,
+        numbers: Sequence[int],
+        constants: Mapping[str, Any],
+    ) -> None:
         self._kernel, self._grid, self._num_warps = kernel, grid, num_warps
-        self._compiled: Any = None
+        self._numbers, self._constants = tuple(numbers), dict(constants)
+        self._run: Any = None
 
-    def __call__(self, **arguments: Any) -> None:
-        """By the names of the kernel's parameters, all of them."""
-        if self._compiled is None:
-            self._compiled = self._kernel[self._grid](**arguments, num_warps=self._num_warps)
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        if self._run is None:
+            compiled = self._kernel[self._grid](*tensors, *self._numbers, **self._constants, num_warps=self._num_warps)
+            self._run = compiled[self._grid]
+            self._rest = (*self._numbers, *self._constants.values())
         else:
-            self._compiled[self._grid](*[arguments[name] for name in self._kernel.arg_names])
+            self._run(*tensors, *self._rest)

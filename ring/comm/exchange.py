@@ -108,7 +108,7 @@ class Exchange:
         """Wait for returned gradients, add those of the own keys, and give back those to be carried on."""
         step, pending = due
         pending.arrive()
-        key, value = StridedView.of_slots(returned[:, 0]), StridedView.of_slots(returned[:, 1])
+        key, value = StridedView.of_slots(returned, 0), StridedView.of_slots(returned, 1)
         for one in step.scatters:
             dk.add(one.rows, one.heads, key.view(one.slots, one.columns))
             dv.add(one.rows, one.heads, value.view(one.slots, one.columns))
@@ -132,12 +132,12 @@ class Exchange:
             )
             yield arrival, number - 1
             pending.arrive()
-            arrival = Arrival(StridedView.of_slots(into[:, 0]), StridedView.of_slots(into[:, 1]))
+            arrival = Arrival(StridedView.of_slots(into, 0), StridedView.of_slots(into, 1))
         yield arrival, len(plan.steps)
         if pending is not None:
             pending.wait()
 
-    def _pack(self, gathers: Sequence[SlotMap], send_buffer: torch.Tensor) -> None:
+    def _pack(self, gathers: tuple[SlotMap, ...], send_buffer: torch.Tensor) -> None:
         """Fill the send buffer with the rows that a step sends."""
         if not gathers:
             return
@@ -146,7 +146,7 @@ class Exchange:
 
             pack(gathers, self.k, self.v, send_buffer)
             return
-        key, value = StridedView.of_slots(send_buffer[:, 0]), StridedView.of_slots(send_buffer[:, 1])
+        key, value = StridedView.of_slots(send_buffer, 0), StridedView.of_slots(send_buffer, 1)
         k, v = StridedView(self.k), StridedView(self.v)
         for one in gathers:
             key.put(one.slots, one.columns, k.view(one.rows, one.heads))
@@ -204,14 +204,14 @@ class Exchange:
 def _summed(step: Step, grad: torch.Tensor) -> Iterator[tuple[StridedView, StridedView]]:
     """Where a step's tiles put gradients of keys and of values; after it they are in `grad`, (slots, 2, B, D)."""
     if step.once:
-        yield OverwritingView.of_slots(grad[:, 0]), OverwritingView.of_slots(grad[:, 1])
+        yield OverwritingView.of_slots(grad, 0), OverwritingView.of_slots(grad, 1)
         return
     work = accumulator_dtype(grad.dtype)
     sums = grad.zero_() if grad.dtype == work else torch.zeros_like(grad, dtype=work)
-    yield StridedView.of_slots(sums[:, 0]), StridedView.of_slots(sums[:, 1])
+    yield StridedView.of_slots(sums, 0), StridedView.of_slots(sums, 1)
     if sums is not grad:
         grad.copy_(sums)
 
 
 def _messages(transfers: Sequence[Transfer], buffer: torch.Tensor, label: str) -> list[Message]:
-    return [Message(one.peer, buffer[one.start : one.stop], label) for one in transfers]
+    return [Message(one.peer, buffer, label, one.start, one.stop) for one in transfers]

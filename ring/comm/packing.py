@@ -7,8 +7,8 @@ is made once for a plan's step. The plain version is that of `Exchange._pack`, w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -44,29 +44,33 @@ def _pack(  # type: ignore[no-untyped-def]
     tl.store(to + value_step, tl.load(value, mask), mask)
 
 
-def pack(gathers: Sequence[SlotMap], k: torch.Tensor, v: torch.Tensor, send_buffer: torch.Tensor) -> None:
+def pack(gathers: tuple[SlotMap, ...], k: torch.Tensor, v: torch.Tensor, send_buffer: torch.Tensor) -> None:
     """Fill the front of the send buffer, (slots, 2, B, D), contiguous. k, v: (B, tokens, Hk, D), any strides."""
-    table = _table(tuple(gathers), k.device)
+    begins = k.data_ptr() % 16, v.data_ptr() % 16, send_buffer.data_ptr() % 16
+    packing = _packing(gathers, k.device, k.dtype, k.shape, k.stride(), v.stride(), begins)
     if torch.cuda.is_current_stream_capturing():
-        _captured.append(table)
-    count, (_, _, batch, dim) = table.shape[1], send_buffer.shape
-    k_batch, k_row, k_head, k_dim = k.stride()
-    v_batch, v_row, v_head, v_dim = v.stride()
-    begins = tuple(x.data_ptr() % 16 for x in (k, v, send_buffer))
-    kind = k.device, k.dtype, k.stride(), v.stride(), count, dim, begins
-    _launcher(triton.cdiv(count, _SLOTS), batch, *kind)(
-        table=table, k=k, v=v, send_buffer=send_buffer, count=count,
-        k_batch=k_batch, k_row=k_row, k_head=k_head, k_dim=k_dim,
-        v_batch=v_batch, v_row=v_row, v_head=v_head, v_dim=v_dim,
-        slot_step=2 * batch * dim, value_step=batch * dim,
-        DIM=dim, BLOCK=triton.next_power_of_2(dim), SLOTS=_SLOTS,
-    )  # fmt: skip
+        _captured.append(packing.table)
+    packing.launch(packing.table, k, v, send_buffer)
+
+
+class _Packing(NamedTuple):
+    """What is the same for all tensors of one kind."""
+
+    table: torch.Tensor
+    launch: Launcher
 
 
 @lru_cache(maxsize=1024)
-def _launcher(programs: int, batch: int, *kind: object) -> Launcher:
-    """For slots in so many programs, and for tensors of that kind."""
-    return Launcher(_pack, (programs, batch, 1), _WARPS)
+def _packing(
+    gathers: tuple[SlotMap, ...], device: torch.device, dtype: torch.dtype, shape: tuple[int, ...],
+    k_strides: tuple[int, ...], v_strides: tuple[int, ...], begins: tuple[int, ...],
+) -> _Packing:  # fmt: skip
+    """For keys and values of that kind; begins: places within 16 bytes at which tensors begin."""
+    table, (batch, _, _, dim) = _table(gathers, device), shape
+    count = table.shape[1]
+    numbers = count, *k_strides, *v_strides, 2 * batch * dim, batch * dim
+    constants = {"DIM": dim, "BLOCK": triton.next_power_of_2(dim), "SLOTS": _SLOTS}
+    return _Packing(table, Launcher(_pack, (triton.cdiv(count, _SLOTS), batch, 1), _WARPS, numbers, constants))
 
 
 @lru_cache(maxsize=1024)

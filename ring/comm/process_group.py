@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,8 +21,7 @@ from ring.comm.waiting import done_by_event, done_by_work, timeout_of, wait_for_
 
 _GREATEST = dist.AllreduceOptions()
 _GREATEST.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
-# A group's calls have one numbering in all transports over it.
-_calls: WeakKeyDictionary[dist.ProcessGroup, Calls] = WeakKeyDictionary()
+_facts: WeakKeyDictionary[dist.ProcessGroup, _Facts] = WeakKeyDictionary()
 # Where the ranks of a group without a backend for CPUs agree; None: on several machines, by NCCL.
 _memories: WeakKeyDictionary[dist.ProcessGroup, HostMemory | None] = WeakKeyDictionary()
 
@@ -65,6 +65,22 @@ def _wait(work: dist.Work, failed: str) -> None:
         raise RuntimeError(f"{failed}: {error}".partition("\n")[0]) from error
 
 
+class _Facts(NamedTuple):
+    """What a group is asked once. calls: they have one numbering in all transports over the group."""
+
+    rank: int
+    world_size: int
+    calls: Calls
+    on_gpu: bool
+
+
+def _facts_of(group: dist.ProcessGroup) -> _Facts:
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError(f"group must contain the calling process; world rank {dist.get_rank()} is not a member")
+    return _Facts(rank, dist.get_world_size(group), Calls(), "cpu" not in backends_of(group))
+
+
 class ProcessGroupTransport(OwnBuffers):
     """A torch process group (gloo or NCCL), the whole world or part of it; peers are ranks of the group.
 
@@ -74,14 +90,11 @@ class ProcessGroupTransport(OwnBuffers):
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         found = dist.group.WORLD if group is None else group
         assert found is not None
-        self.group = found
-        self.rank = dist.get_rank(self.group)
-        if self.rank < 0:
-            raise ValueError(f"group must contain the calling process; world rank {dist.get_rank()} is not a member")
-        self.world_size = dist.get_world_size(self.group)
-        assert self.group is not None
-        self.calls = _calls.setdefault(self.group, Calls())
-        self._on_gpu = "cpu" not in backends_of(self.group)
+        facts = _facts.get(found) if isinstance(found, dist.ProcessGroup) else None  # else on no member
+        if facts is None:
+            facts = _facts[found] = _facts_of(found)
+        self.group, self.rank, self.world_size = found, facts.rank, facts.world_size
+        self.calls, self._on_gpu = facts.calls, facts.on_gpu
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         for message in (*sends, *receives):

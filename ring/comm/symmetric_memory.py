@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 
 from ring.comm import signals
+from ring.comm.meeting import Copy, Flags, Meeting, Owner, Reader, Streams
 from ring.comm.process_group import ProcessGroupTransport, backends_of
-from ring.comm.transport import Message, Outgoing, Pending, all_gather_json
+from ring.comm.transport import Message, Nothing, Outgoing, Pending, all_gather_json
 
 _ALIGNMENT = 256  # bytes at which a buffer begins
-_LANES = 4  # copies that may be under way at a time; in captured graphs they were seen one after the other
 _rendezvous = 0  # of this process, in all groups
 _Ranges = dict[str, dict[str, list[list[int]]]]  # label -> peer -> (start, stop) of its messages, in bytes
 
@@ -37,6 +37,7 @@ class _Route:
     ranges: list[_Ranges]
     pool: _SharedMemory | None
     by_nccl: bool = False
+    meetings: dict[str, Meeting] = field(default_factory=dict)  # by the label of their messages
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,35 +46,9 @@ class _SharedMemory:
 
     own: torch.Tensor
     begins: list[int]
-    flags: list[int]
+    flags: Flags
     handle: Any  # as long as it is there, the memory is
     views: dict[tuple[object, ...], torch.Tensor] = field(default_factory=dict)  # of own buffers
-
-    def ready(self, at: int, sender: int) -> int:
-        """Address, in the memory of rank `at`, of the flag that the sender's buffers are filled."""
-        return self.flags[at] + signals.BYTES * sender
-
-    def done(self, at: int, receiver: int) -> int:
-        """Address, in the memory of rank `at`, of the flag that the receiver has copied."""
-        return self.flags[at] + signals.BYTES * (len(self.flags) + receiver)
-
-
-@dataclass(frozen=True)
-class _Copied:
-    """A batch on the side stream. here: events after which its receives are copied, one a lane; read: the event after
-    which its sends are copied too.
-    """
-
-    here: Sequence[torch.cuda.Event]
-    read: torch.cuda.Event
-    current: torch.cuda.Stream  # of the call
-
-    def arrive(self) -> None:
-        for lane in self.here:
-            self.current.wait_event(lane)
-
-    def wait(self) -> None:
-        self.current.wait_event(self.read)
 
 
 class SymmetricTransport(ProcessGroupTransport):
@@ -84,8 +59,8 @@ class SymmetricTransport(ProcessGroupTransport):
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(group)
-        self._side = torch.cuda.Stream()
-        self._lanes = [torch.cuda.Stream() for _ in range(min(_LANES, self.world_size - 1))]
+        self._streams = Streams.of(self.world_size)
+        self._current = torch.cuda.current_stream()  # of the call
         self._routes: dict[Hashable, _Route] = {}
         self._route: _Route | None = None
         self._pools: list[_SharedMemory] = []  # all that there ever were: a captured graph may use any
@@ -95,6 +70,7 @@ class SymmetricTransport(ProcessGroupTransport):
         if key not in self._routes:
             self._routes[key] = self._new_route(outgoing())
         self._route = self._routes[key]
+        self._current = torch.cuda.current_stream(self._streams.side.device)  # without a device torch asks for it
 
     def empty(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A buffer: in the common memory if messages are sent from it."""
@@ -114,57 +90,41 @@ class SymmetricTransport(ProcessGroupTransport):
         assert route is not None
         if route.by_nccl:
             return super().post(sends, receives)
-        current = torch.cuda.current_stream(self._side.device)  # without a device torch asks for it, slowly
-        self._side.wait_stream(current)
-        here = [] if route.pool is None else self._meet(route, route.pool, sends, receives)
-        return _Copied(here, self._side.record_event(), current)
+        if route.pool is None or not (sends or receives):
+            return Nothing()
+        return self._meeting(route, route.pool, sends, receives).run(receives, self._current)
 
-    def _meet(
+    def _meeting(
         self, route: _Route, pool: _SharedMemory, sends: Sequence[Message], receives: Sequence[Message]
-    ) -> list[torch.cuda.Event]:
-        """Copy from neighbours first, so that not all ranks copy from one rank at a time; several copies run at a time,
-        each on a lane (a stream). Every flag that others wait for is set before this rank waits for any flag, or
-        depends only on flags that they set so. So ranks never wait for each other in a circle, in whatever order the
-        GPU executes the streams.
-        """
-        readers = sorted({message.peer for message in sends}, key=self._distance)
-        for peer in readers:
-            signals.put(pool.ready(peer, self.rank), 1, self._side)
-        owners = sorted({message.peer for message in receives}, key=self._distance)
-        lanes = self._lanes[: len(owners)]
-        for lane in lanes:
-            lane.wait_stream(self._side)
-        here = [torch.cuda.Event() for _ in lanes]
-        for number, peer in enumerate(owners):
-            lane = lanes[number % len(lanes)]
-            signals.wait(pool.ready(self.rank, peer), 1, lane)
-            signals.put(pool.ready(self.rank, peer), 0, lane)
-            self._copy(route, pool, peer, [message for message in receives if message.peer == peer], lane)
-            here[number % len(lanes)].record(lane)  # the lane's last is what remains
-            signals.put(pool.done(peer, self.rank), 1, lane)
-        for lane in lanes:
-            self._side.wait_stream(lane)
-        for peer in readers:
-            signals.wait(pool.done(self.rank, peer), 1, self._side)
-            signals.put(pool.done(self.rank, peer), 0, self._side)
-        return here
+    ) -> Meeting:
+        """For the messages of that label, which are the same in every call of a kind."""
+        label = (*receives, *sends)[0].label
+        found = route.meetings.get(label)
+        if found is None:
+            readers = [Reader(peer, pool.flags) for peer in self._nearest_first(sends)]
+            owners = [self._owner(route, pool, peer, receives) for peer in self._nearest_first(receives)]
+            found = route.meetings[label] = Meeting(readers, owners, self._streams)
+        return found
 
-    def _distance(self, peer: int) -> int:
-        return (peer - self.rank) % self.world_size
+    def _nearest_first(self, messages: Sequence[Message]) -> list[int]:
+        """Their peers, so that not all ranks copy from one rank at a time."""
+        return sorted({message.peer for message in messages}, key=lambda peer: (peer - self.rank) % self.world_size)
 
-    def _copy(
-        self, route: _Route, pool: _SharedMemory, peer: int, receives: Sequence[Message], lane: torch.cuda.Stream
-    ) -> None:
+    def _owner(self, route: _Route, pool: _SharedMemory, peer: int, receives: Sequence[Message]) -> Owner:
+        copies = []
         taken: dict[str, int] = {}
-        for message in receives:
-            number = taken.get(message.label, 0)
-            taken[message.label] = number + 1
-            start, stop = route.ranges[peer][message.label][str(self.rank)][number]
-            if stop - start != message.bytes:
-                raise RuntimeError(
-                    f"message {message.label!r} from rank {peer} has {stop - start} bytes, its buffer {message.bytes}"
-                )
-            signals.copy(message.tensor.data_ptr(), pool.begins[peer] + start, message.bytes, lane)
+        for place, message in enumerate(receives):
+            if message.peer == peer:
+                number = taken.get(message.label, 0)
+                taken[message.label] = number + 1
+                start, stop = route.ranges[peer][message.label][str(self.rank)][number]
+                if stop - start != message.bytes:
+                    raise RuntimeError(
+                        f"message {message.label!r} from rank {peer} has {stop - start} bytes, its buffer "
+                        f"{message.bytes}"
+                    )
+                copies.append(Copy(place, pool.begins[peer] + start, message.bytes))
+        return Owner(peer, pool.flags, tuple(copies))
 
     def _new_route(self, outgoing: list[Outgoing]) -> _Route:
         sizes: dict[str, int] = {}
@@ -205,8 +165,9 @@ class SymmetricTransport(ProcessGroupTransport):
             assert self.group is not None
             handle = symmetric.rendezvous(whole, group=self.group)
             everyone = [handle.get_buffer(rank, (front + size,), torch.uint8) for rank in range(self.world_size)]
-            flags = [theirs.data_ptr() for theirs in everyone]
-            self._pools.append(_SharedMemory(whole[front:], [flag + front for flag in flags], flags, handle))
+            begins = [theirs.data_ptr() for theirs in everyone]
+            flags = Flags(self.rank, begins)
+            self._pools.append(_SharedMemory(whole[front:], [begin + front for begin in begins], flags, handle))
         return self._pools[-1]
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -42,15 +43,34 @@ class Absent(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """A contiguous tensor to send to, or to receive from, a peer (a rank in the group). `label` says what it holds."""
+    """A contiguous tensor to send to, or to receive from, a peer (a rank in the group). `label` says what it holds.
+
+    With `stop` it is the entries start .. stop - 1 of a contiguous buffer. They become a tensor only when it is asked
+    for, since on GPUs an address is enough.
+    """
 
     peer: int
-    tensor: torch.Tensor
+    buffer: torch.Tensor
     label: str
+    start: int = 0
+    stop: int | None = None
+
+    @cached_property
+    def tensor(self) -> torch.Tensor:
+        return self.buffer if self.stop is None else self.buffer[self.start : self.stop]
 
     @property
     def bytes(self) -> int:
-        return self.tensor.nbytes
+        return self.buffer.nbytes if self.stop is None else (self.stop - self.start) * self._entry
+
+    @property
+    def address(self) -> int:
+        return self.buffer.data_ptr() + self.start * self._entry
+
+    @property
+    def _entry(self) -> int:
+        """Bytes of an entry of the buffer."""
+        return self.buffer.stride(0) * self.buffer.itemsize
 
 
 @dataclass(frozen=True)
@@ -131,7 +151,7 @@ def all_gather_json(value: object, ranks: Consensus) -> list[Any]:
     return [json.loads(words[:length]) for words, length in zip(padded, lengths, strict=True)]
 
 
-class _Nothing:
+class Nothing:
     """An empty batch."""
 
     def arrive(self) -> None:
@@ -152,7 +172,7 @@ class SoloTransport(OwnBuffers):
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         assert not sends and not receives
-        return _Nothing()
+        return Nothing()
 
     def all_equal(self, payload: bytes) -> bool:
         return True

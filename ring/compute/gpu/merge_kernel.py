@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -66,8 +66,8 @@ def _may_hold(entry, begin, span):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _combine(  # type: ignore[no-untyped-def]
-    entries, first, out, lse, out_batch, out_row, out_head, lse_batch, lse_head, lse_row, tokens, heads, apart,
-    twin, twin_entries,
+    entries, first, out, lse, twin,
+    out_batch, out_row, out_head, lse_batch, lse_head, lse_row, tokens, heads, apart, twin_entries,
     DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr,
     WEIGHTED: tl.constexpr, WIDE: tl.constexpr, BASED: tl.constexpr,
 ):  # fmt: skip
@@ -190,8 +190,11 @@ class Job:
         return [x.data_ptr() for part in self.parts for x in (part.out, part.lse) if x is not None]
 
 
-def _lies(x: torch.Tensor) -> tuple[object, ...]:
-    return x.stride(), x.dtype, x.data_ptr() % 16
+class _Table(NamedTuple):
+    """Of one job, on the GPU: where the entries of each head begin, and the entries."""
+
+    first: torch.Tensor
+    entries: torch.Tensor
 
 
 class _Launch:
@@ -205,21 +208,24 @@ class _Launch:
         out_batch, out_row, out_head, _ = out.stride()
         lse_batch, lse_head, lse_row = (0, 0, 0) if lse is None else lse.stride()
         programs = triton.cdiv(tokens, _ROWS * apart) * apart * heads
-        self._alone, self._with_twin = (Launcher(_combine, (programs, batch, outputs), _WARPS) for outputs in (1, 2))
-        self.numbers: dict[str, Any] = {
-            "out_batch": out_batch, "out_row": out_row, "out_head": out_head,
-            "lse_batch": lse_batch, "lse_head": lse_head, "lse_row": lse_row,
-            "tokens": tokens, "heads": heads, "apart": apart,
+        self.weighted = 1 if lse is None else 2  # addresses of a part
+        self.table, self.at, self.which = self._entries(parts, apart, heads)
+        self.begin = heads + 1  # of the entries in the table
+        self.numbers = (
+            out_batch, out_row, out_head, lse_batch, lse_head, lse_row, tokens, heads, apart, len(self.table)
+        )  # fmt: skip
+        self.constants: dict[str, Any] = {
             "DIM": dim, "BLOCK": triton.next_power_of_2(dim), "ROWS": _ROWS,
             "KIND": _KINDS.get(job.kind, tl.bfloat16),
             "ALIGNED": dim % 8 == 0 and all(is_aligned(x) for x in (out, *(part.out for part in parts))),
             "WEIGHTED": lse is not None, "WIDE": 0 if not fp32 else 1 if fp32 == len(parts) else 2,
             "BASED": job.based,
         }  # fmt: skip
-        self.kind = out.shape, out.stride(), out.dtype  # of outputs that one launch can write
-        self.weighted = 1 if lse is None else 2  # addresses of a part
-        self.table, self.at, self.which = self._entries(parts, apart, heads)
-        self.begin = heads + 1  # of the entries in the table
+        # Outputs of one form can be written by one launch.
+        self.form = out.shape, out.stride(), out.dtype, self.numbers, self.constants
+        self._alone, self._with_twin = (
+            Launcher(_combine, (programs, batch, outputs), _WARPS, self.numbers, self.constants) for outputs in (1, 2)
+        )
 
     def _entries(self, parts: list[Part], apart: int, heads: int) -> tuple[Ints, Ints, Ints]:
         """Where the entries of each head begin, (H + 1,), then the entries by head, (entries, fields), in one array
@@ -239,14 +245,13 @@ class _Launch:
         which = np.concatenate([self.weighted * which[order] + i for i in range(self.weighted)])
         return np.concatenate([first, table[order].reshape(-1)]), at, which
 
-    def __call__(self, job: Job, table: torch.Tensor, twin: torch.Tensor | None) -> None:
+    def __call__(self, job: Job, table: _Table, twin: torch.Tensor | None) -> None:
         """twin: the output of another job of the same form, whose entries follow."""
-        out, lse = job.out, job.lse
-        launch = self._alone if twin is None else self._with_twin
-        launch(
-            entries=table[self.begin :], first=table, out=out, lse=out if lse is None else lse,
-            twin=out if twin is None else twin, twin_entries=len(self.table), **self.numbers,
-        )  # fmt: skip
+        out, lse = job.out, job.out if job.lse is None else job.lse
+        if twin is None:
+            self._alone(table.entries, table.first, out, lse, out)
+        else:
+            self._with_twin(table.entries, table.first, out, lse, twin)
 
 
 class _Merge:
@@ -259,38 +264,39 @@ class _Merge:
         sizes = [len(one.table) for one in self._launches]
         begins = np.cumsum([0, *sizes])
         counts = np.cumsum([0, *(len(job.addresses()) for job in jobs)])
-        self._split = sizes
         self._template = np.concatenate([one.table for one in self._launches])
         self._at = np.concatenate([one.at + begin for one, begin in zip(self._launches, begins, strict=False)])
         self._which = np.concatenate([one.which + count for one, count in zip(self._launches, counts, strict=False)])
         first, second = self._launches[0], self._launches[-1]
-        self._twins = (
-            len(jobs) == 2 and sizes[0] == sizes[1] and (first.kind, first.numbers) == (second.kind, second.numbers)
-        )
-        self._tables: Bounded[tuple[int, ...], torch.Tensor] = Bounded(_TABLES)
+        self._twins = len(jobs) == 2 and first.form == second.form
+        self._tables: Bounded[tuple[int, ...], list[_Table]] = Bounded(_TABLES)
 
     def run(self, jobs: Sequence[Job], since: torch.cuda.Event | None) -> None:
-        tables = self._table(jobs, since).split(self._split)
+        tables = self._tables_of(jobs, since)
         if self._twins:
             self._launches[0](jobs[0], tables[0], jobs[1].out)
             return
         for launch, job, table in zip(self._launches, jobs, tables, strict=True):
             launch(job, table, None)
 
-    def _table(self, jobs: Sequence[Job], since: torch.cuda.Event | None) -> torch.Tensor:
+    def _tables_of(self, jobs: Sequence[Job], since: torch.cuda.Event | None) -> list[_Table]:
         """On the GPU. Allocators give the tensors of a step the places that they had in the step before, so tables are
         kept by the addresses in them, and by the stream on which they were copied.
         """
         addresses = [address for job in jobs for address in job.addresses()]
         device = jobs[0].out.device
         if since is not None:
-            return _captured_copy(self._filled(addresses), device, since)
-        key = torch.cuda.current_stream(device).cuda_stream, *addresses
+            return self._parts_of(_captured_copy(self._filled(addresses), device, since))
+        key = torch._C._cuda_getCurrentRawStream(device.index), *addresses
         found = self._tables.get(key)
         if found is None:
             host = torch.from_numpy(self._filled(addresses)).pin_memory()
-            found = self._tables.keep(key, host.to(device, non_blocking=True))
+            found = self._tables.keep(key, self._parts_of(host.to(device, non_blocking=True)))
         return found
+
+    def _parts_of(self, whole: torch.Tensor) -> list[_Table]:
+        parts = whole.split([len(one.table) for one in self._launches])
+        return [_Table(part, part[one.begin :]) for one, part in zip(self._launches, parts, strict=True)]
 
     def _filled(self, addresses: list[int]) -> Ints:
         table = self._template.copy()

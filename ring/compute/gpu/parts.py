@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -28,20 +29,45 @@ def whole(plain: Accumulator | Sum) -> Part:
     _, tokens, heads, _ = plain.out.shape
     out = plain.out.transpose(1, 2)[None, :, :, None]
     lse = plain.lse[None, :, :, None] if isinstance(plain, Accumulator) else None
-    return Part(Rows(0, 1, tokens), Heads(heads, 1, 0, 1, 1), out, lse)
+    return Part(_all(tokens), Heads(heads, 1, 0, 1, 1), out, lse)
+
+
+@lru_cache(maxsize=64)
+def _all(tokens: int) -> Rows:
+    """One object for all calls, since rows are told apart by their identity where something is prepared for them."""
+    return Rows(0, 1, tokens)
 
 
 def as_output(part: Part, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
     """A part as the (B, N, H, D) output that it becomes: of that type, for every row and head, laid out like an output,
     and alone in its memory, as what comes from a kernel. None if it is none.
     """
-    rows, heads, out = part.rows, part.heads, part.out
-    _, tokens, count, _ = like.shape
-    if out.dtype != dtype or not is_everything(rows, heads, tokens, count):
+    out = part.out
+    if out.dtype != dtype or not _laid_like(part.rows, part.heads, out.shape, out.stride(), like.shape):
         return None
-    laid = out.permute(1, 0, 4, 2, 3, 5)  # (B, F, L, G, P, D)
-    alone = laid.is_contiguous() and out.untyped_storage().nbytes() == out.nbytes
-    return laid.reshape(like.shape) if alone else None
+    alone = out.untyped_storage().nbytes() == out.nbytes
+    return out.as_strided(like.shape, _contiguous(like.shape)) if alone else None
+
+
+@lru_cache(maxsize=4096)
+def _laid_like(
+    rows: Rows, heads: Heads, sizes: tuple[int, ...], strides: tuple[int, ...], shape: tuple[int, ...]
+) -> bool:
+    """Whether a part of these sizes and strides covers everything of that shape, and is laid out like it."""
+    _, tokens, count, _ = shape
+    order = (1, 0, 4, 2, 3, 5)  # (B, F, L, G, P, D)
+    wanted = _contiguous(tuple(sizes[dim] for dim in order))
+    laid = all(sizes[dim] == 1 or strides[dim] == step for dim, step in zip(order, wanted, strict=True))
+    return laid and is_everything(rows, heads, tokens, count)
+
+
+@lru_cache(maxsize=256)
+def _contiguous(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    steps = [1]
+    for size in sizes[:0:-1]:
+        steps.append(steps[-1] * max(size, 1))
+    return tuple(steps[::-1])
 
 
 def is_grid(rows: Rows, heads: Heads, tile: torch.Tensor) -> bool:

@@ -271,7 +271,7 @@ def test_slots_are_addressed_by_row_plus_column(drawn: tuple[Rows, Heads, int], 
     buffer = torch.arange(90.0 * 2 * BATCH * DIM).view(90, 2, BATCH, DIM)
     x = buffer[:, int(half)]  # the keys, or the values, of a communication buffer
     row, head = rows.listed(), heads.listed()
-    tile = StridedView.of_slots(x).view(rows, heads)
+    tile = StridedView.of_slots(buffer, int(half)).view(rows, heads)
     assert tile.shape == (rows.folds, BATCH, heads.groups, heads.per_group, rows.length, DIM)
     new = torch.randn(tile.shape, generator=torch.Generator().manual_seed(0))
     put, added = buffer.clone(), buffer.clone()
@@ -284,8 +284,8 @@ def test_slots_are_addressed_by_row_plus_column(drawn: tuple[Rows, Heads, int], 
                     put[slot, int(half)] = new[f, :, g, j, i]
                     added[slot, int(half)] += new[f, :, g, j, i]
     written, summed = buffer.clone(), buffer.clone()
-    StridedView.of_slots(written[:, int(half)]).put(rows, heads, new)
-    StridedView.of_slots(summed[:, int(half)]).add(rows, heads, new)
+    StridedView.of_slots(written, int(half)).put(rows, heads, new)
+    StridedView.of_slots(summed, int(half)).add(rows, heads, new)
     assert written.equal(put) and summed.equal(added)
 
 

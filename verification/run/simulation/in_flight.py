@@ -34,7 +34,7 @@ class InFlight:
 
     def let_go(self) -> None:
         """Forget the rank's memory once the wait is over, but keep what the message was, for reports."""
-        self.message = replace(self.message, tensor=self.message.tensor.to("meta"))
+        self.message = replace(self.message, buffer=self.message.tensor.to("meta"), start=0, stop=None)
         self.bits = bits_of(self.message.tensor)
         self.partner = None
 
