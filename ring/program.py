@@ -29,10 +29,13 @@ from ring.plan.tile import Tile
 
 @dataclass(frozen=True, eq=False)
 class KernelCall:
-    """A tile and the kernel that takes it: "math", "flash" or "cudnn"."""
+    """A tile and the kernel that takes it: "math", "flash" or "cudnn". batched: whether it takes tiles with four dims
+    (`StridedView.batched`).
+    """
 
     kernel: str
     tile: Tile
+    batched: bool
 
     def __str__(self) -> str:
         rows, keys, heads = self.tile.query_rows, self.tile.key_rows, self.tile.query_heads
@@ -75,7 +78,8 @@ class Programs:
     def _lowered(self, q: torch.Tensor, portions: Callable[[str, Tile], list[Tile]], *how: bool) -> Program:
         def calls(tile: Tile) -> list[KernelCall]:
             name = kernels.choose(self._kernel, q.device, q.dtype, q.shape[3], tile, self.scale, *how)
-            return [KernelCall(name, portion) for portion in portions(name, tile)]
+            batched = q.is_cuda and name != "math"
+            return [KernelCall(name, portion, batched) for portion in portions(name, tile)]
 
         stages = (self.plan.local, *(step.tiles for step in self.plan.steps))
         return Program(tuple(tuple(call for tile in tiles for call in calls(tile)) for tiles in stages))

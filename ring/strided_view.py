@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property, lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -22,6 +22,7 @@ class StridedView:
 
     def __init__(self, x: torch.Tensor) -> None:
         self._whole, self._strides, self._begin, self._slots = x, x.stride(), x.storage_offset(), False
+        self._skip = 0  # bytes from the tensor's first number to that of the view
         self._batch, _, _, self._dim = x.shape
 
     @classmethod
@@ -29,7 +30,7 @@ class StridedView:
         found = cls.__new__(cls)
         slot, side, batch, dim = buffer.stride()
         found._whole, found._strides, found._slots = buffer, (batch, slot, slot, dim), True
-        found._begin = buffer.storage_offset() + half * side
+        found._begin, found._skip = buffer.storage_offset() + half * side, half * side * buffer.itemsize
         _, _, found._batch, found._dim = buffer.shape
         return found
 
@@ -44,20 +45,18 @@ class StridedView:
     def view(self, rows: Rows, heads: Heads) -> torch.Tensor:
         """The tile, (F, B, groups, per_group, L, D); writing to it writes to the tensor only if both are regular."""
         if rows.index is None and heads.ids is None:
-            batch, row, head, dim = self._strides
-            return self._whole.as_strided(
-                (rows.folds, self._batch, heads.groups, heads.per_group, rows.length, self._dim),
-                (
-                    rows.fold_step * row,
-                    batch,
-                    heads.step * head + rows.head_step * row,
-                    heads.inner * head,
-                    rows.step * row,
-                    dim,
-                ),  # fmt: skip
-                self._begin + rows.start * row + heads.start * head,
-            )
+            shape, strides, offset = _tile(rows, heads, self._batch, self._dim, self._strides)
+            return self._whole.as_strided(shape, strides, self._begin + offset)
         return self.x[:, *self._index(rows, heads)].permute(1, 0, 3, 4, 2, 5)
+
+    def batched(self, rows: Rows, heads: Heads, in_words: bool = True) -> torch.Tensor:
+        """The tile to read, (F B, groups per_group, L, D). in_words: where loads of 16 bytes can read it."""
+        x, place = self._whole, None
+        if rows.index is None and heads.ids is None:
+            place = _place(rows, heads, self._batch, self._dim, self._strides, x.itemsize, in_words)
+        if place is None or (in_words and (x.data_ptr() + self._skip + place.skip) % 16):
+            return batched(self.view(rows, heads))
+        return x.as_strided(place.sizes, place.strides, self._begin + place.offset)
 
     def put(self, rows: Rows, heads: Heads, tile: torch.Tensor) -> None:
         """Write a tile."""
@@ -111,6 +110,91 @@ def _has_words(x: torch.Tensor) -> bool:
     numbers = _WORD.itemsize // x.itemsize
     steps = (x.shape[-1], x.storage_offset(), *x.stride()[:-1])
     return x.stride(-1) == 1 and x.data_ptr() % _WORD.itemsize == 0 and all(step % numbers == 0 for step in steps)
+
+
+def batched(tile: torch.Tensor) -> torch.Tensor:
+    """(F, B, G, P, L, D) as (F B, G P, L, D) for kernels that load 16 bytes at a time: a view, or a copy if its rows do
+    not begin at such addresses. Not what `contiguous` gives: of a contiguous tensor that begins elsewhere it makes no
+    copy.
+    """
+    found = _in_words(tile.shape, tile.stride(), tile.element_size())
+    if found is not None and not tile.data_ptr() % 16:
+        return tile.as_strided(*found)
+    folds, batch, groups, share, length, dim = tile.shape
+    return tile.clone(memory_format=torch.contiguous_format).view(folds * batch, groups * share, length, dim)
+
+
+class _Place(NamedTuple):
+    """Of a batched tile in its tensor; offset counts numbers, skip bytes."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    skip: int
+
+
+@lru_cache(maxsize=8192)
+def _place(
+    rows: Rows, heads: Heads, batch: int, dim: int, strides: tuple[int, ...], size: int, in_words: bool
+) -> _Place | None:
+    """None if there is no such view. size: bytes of a number; in_words: for loads of 16 bytes."""
+    shape, steps, offset = _tile(rows, heads, batch, dim, strides)
+    found = _in_words(shape, steps, size) if in_words else _as_four(shape, steps)
+    return None if found is None else _Place(*found, offset, offset * size)
+
+
+@lru_cache(maxsize=8192)
+def _tile(
+    rows: Rows, heads: Heads, batch: int, dim: int, strides: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Shape, strides and offset of regular rows and heads of a (B, N, H, D) tensor, (F, B, G, P, L, D)."""
+    batch_step, row, head, dim_step = strides
+    shape = rows.folds, batch, heads.groups, heads.per_group, rows.length, dim
+    steps = (
+        rows.fold_step * row, batch_step, heads.step * head + rows.head_step * row, heads.inner * head,
+        rows.step * row, dim_step,
+    )  # fmt: skip
+    return shape, steps, rows.start * row + heads.start * head
+
+
+def _as_four(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The shape and strides of a tile (F, B, G, P, L, D) as (F B, G P, L, D); None if there are none."""
+    folds, batch, groups, share, length, dim = shape
+    outer = _as_one(folds, strides[0], batch, strides[1])
+    heads = _as_one(groups, strides[2], share, strides[3])
+    if outer is None or heads is None:
+        return None
+    return (folds * batch, groups * share, length, dim), (outer, heads, strides[4], strides[5])
+
+
+@lru_cache(maxsize=8192)
+def _in_words(
+    shape: tuple[int, ...], strides: tuple[int, ...], size: int
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """As `_as_four`; None also if rows do not lie a multiple of 16 bytes apart. size: bytes of a number.
+
+    Where there is only one batch, head or row, any stride is as good; but cuDNN takes that of one row, or one head, at
+    its word, and was seen to leave results out. So these are what they would be in a contiguous tensor.
+    """
+    found = _as_four(shape, strides)
+    if found is None or (strides[5] != 1 and shape[5] != 1):
+        return None
+    sizes, steps = found[0], [*found[1][:3], 1]
+    if any(steps[i] * size % 16 for i in range(3) if sizes[i] > 1):
+        return None
+    whole = 1
+    for i in (3, 2, 1, 0):
+        if sizes[i] == 1:
+            steps[i] = whole
+        whole = max(whole, steps[i] * sizes[i])
+    return sizes, tuple(steps)
+
+
+def _as_one(outer: int, outer_step: int, inner: int, inner_step: int) -> int | None:
+    """The stride of two dims as one; None if there is none."""
+    if inner == 1:
+        return outer_step
+    return inner_step if outer == 1 or outer_step == inner * inner_step else None
 
 
 @lru_cache(maxsize=4096)

@@ -26,7 +26,6 @@ from ring.compute import kernels
 from ring.compute.accumulator import Accumulator, OutputMerge, Sum, TensorSum, lse_view
 from ring.compute.math_kernel import SavedRows
 from ring.plan.plan import Plan, plan_of
-from ring.plan.tile import Tile
 from ring.precision import accumulator_dtype
 from ring.program import KernelCall, Programs
 from ring.strided_view import GradientSum, StridedView
@@ -69,9 +68,10 @@ def forward(walk: Walk, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tu
         exchange = Exchange(walk.programs.plan, walk.transport, k, v)
         for arrival, calls in zip(exchange.arrivals(), walk.programs.forward.arrivals, strict=True):
             for call in calls:
-                tile = call.tile
-                query = queries.view(tile.query_rows, tile.query_heads)
-                key, value = _keys(arrival, tile)
+                tile, view = call.tile, StridedView.batched if call.batched else StridedView.view
+                query = view(queries, tile.query_rows, tile.query_heads)
+                key = view(arrival.key, tile.key_rows, tile.key_heads)
+                value = view(arrival.value, tile.key_rows, tile.key_heads)
                 out, lse = kernels.forward(call.kernel, query, key, value, tile, scale)
                 accumulator.merge(tile.query_rows, tile.query_heads, out, lse)
     return accumulator.result(q.dtype)
@@ -126,21 +126,19 @@ class _QueryRows:
 def _add_gradients(walk: Walk, call: KernelCall, arrival: Arrival, rows: _QueryRows) -> None:
     """Those that a kernel call gives, to the sums of its rows and keys."""
     assert arrival.key_grad is not None and arrival.value_grad is not None
-    tile = call.tile
-    where = (tile.query_rows, tile.query_heads)
-    key, value = _keys(arrival, tile)
-    saved = SavedRows(
-        rows.dout.view(*where), rows.out.view(*where), rows.lse.view(*where).squeeze(-1),
-        rows.delta.view(*where).squeeze(-1) if call.kernel == "math" else None,
-    )  # fmt: skip
-    dq, dk, dv = kernels.backward(call.kernel, rows.q.view(*where), key, value, saved, tile, walk.programs.scale)
+    tile, view = call.tile, StridedView.batched if call.batched else StridedView.view
+    where, of_keys = (tile.query_rows, tile.query_heads), (tile.key_rows, tile.key_heads)
+    query, dout, out = view(rows.q, *where), view(rows.dout, *where), view(rows.out, *where)
+    key, value = view(arrival.key, *of_keys), view(arrival.value, *of_keys)
+    if call.batched:
+        saved = SavedRows(dout, out, rows.lse.batched(*where, in_words=False), None)
+    else:
+        lse = rows.lse.view(*where).squeeze(-1)
+        saved = SavedRows(dout, out, lse, rows.delta.view(*where).squeeze(-1) if call.kernel == "math" else None)
+    dq, dk, dv = kernels.backward(call.kernel, query, key, value, saved, tile, walk.programs.scale)
     rows.dq.add(*where, dq)
-    arrival.key_grad.add(tile.key_rows, tile.key_heads, dk)
-    arrival.value_grad.add(tile.key_rows, tile.key_heads, dv)
-
-
-def _keys(arrival: Arrival, tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
-    return arrival.key.view(tile.key_rows, tile.key_heads), arrival.value.view(tile.key_rows, tile.key_heads)
+    arrival.key_grad.add(*of_keys, dk)
+    arrival.value_grad.add(*of_keys, dv)
 
 
 def best_for(q: torch.Tensor, transport: Transport) -> Transport:

@@ -1,17 +1,21 @@
 """Torch's fused kernels for one tile, full or causal: FlashAttention on the CPU; FlashAttention-2 and cuDNN on GPUs.
 
-Tiles are shaped as in `ring.compute.math_kernel`. On the CPU everything is computed in the accumulator's type. On GPUs
-the kernels work on 16-bit operands, accumulate in fp32, and round what they return to the inputs' type, except lse.
+What comes out is shaped as in `ring.compute.math_kernel`, and on the CPU so is what goes in; on GPUs that is batched
+(`ring.strided_view`). On the CPU everything is computed in the accumulator's type. On GPUs the kernels work on 16-bit
+operands, accumulate in fp32, and round what they return to the inputs' type, except lse.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 
 from ring.compute import kernel_counts, math_kernel
 from ring.compute.math_kernel import SavedRows, Tensors3
+from ring.plan.blocks import Heads
+from ring.plan.rows import Rows
 from ring.plan.tile import Mask, Tile
 from ring.precision import accumulator_dtype
 
@@ -72,51 +76,6 @@ def _cpu_backward(
     return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
 
 
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """A tile for kernels that load 16 bytes at a time, as (batch, heads, length, head dim): a view, or a copy if its
-    rows do not begin at such addresses. Not what `contiguous` gives: of a contiguous tensor that begins elsewhere it
-    makes no copy.
-    """
-    found = _kernel_view(x.shape, x.stride(), x.element_size())
-    if found is None or x.data_ptr() % 16:
-        folds, batch, groups, share, length, dim = x.shape
-        return x.clone(memory_format=torch.contiguous_format).view(folds * batch, groups * share, length, dim)
-    return x.as_strided(*found)
-
-
-@lru_cache(maxsize=8192)
-def _kernel_view(
-    shape: tuple[int, ...], strides: tuple[int, ...], size: int
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The shape and strides of a tile (F, B, G, P, L, D) as (batch, heads, length, head dim); None if these cannot be,
-    or if rows do not lie a multiple of 16 bytes apart. size: bytes of a number.
-
-    Where there is only one batch, head or row, any stride is as good; but cuDNN takes that of one row, or one head, at
-    its word, and was seen to leave results out. So these are what they would be in a contiguous tensor.
-    """
-    folds, batch, groups, share, length, dim = shape
-    outer = _as_one(folds, strides[0], batch, strides[1])
-    heads = _as_one(groups, strides[2], share, strides[3])
-    if outer is None or heads is None or (strides[5] != 1 and dim != 1):
-        return None
-    sizes, steps = (folds * batch, groups * share, length, dim), [outer, heads, strides[4], 1]
-    if any(steps[i] * size % 16 for i in range(3) if sizes[i] > 1):
-        return None
-    whole = 1
-    for i in (3, 2, 1, 0):
-        if sizes[i] == 1:
-            steps[i] = whole
-        whole = max(whole, steps[i] * sizes[i])
-    return sizes, tuple(steps)
-
-
-def _as_one(outer: int, outer_step: int, inner: int, inner_step: int) -> int | None:
-    """The stride of two dims as one; None if there is none."""
-    if inner == 1:
-        return outer_step
-    return inner_step if outer == 1 or outer_step == inner * inner_step else None
-
-
 @lru_cache
 def _no_dropout(device: torch.device) -> torch.Tensor:
     """The seed, and offset, of random numbers that are not drawn."""
@@ -126,47 +85,47 @@ def _no_dropout(device: torch.device) -> torch.Tensor:
 def _gpu_forward(
     name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    query, key, value = (_aligned(x) for x in (q, k, v))
     causal = tile.mask is Mask.CAUSAL
     if name == "cudnn":
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            query, key, value, None, True, 0.0, causal, False, scale=scale
+            q, k, v, None, True, 0.0, causal, False, scale=scale
         )
     else:
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-            query, key, value, 0.0, causal, False, scale=scale
-        )
-    lse = lse.reshape(query.shape[0], query.shape[1], -1)[
-        ..., : query.shape[2]
-    ]  # it may have a padded, or a fourth, dimension
-    return out.view(q.shape), lse.view(q.shape[:-1])
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    if lse.numel() > q.shape[0] * q.shape[1] * q.shape[2]:  # rows may be padded
+        lse = lse.reshape(q.shape[0], q.shape[1], -1)[..., : q.shape[2]]
+    shape = _shape(tile.query_rows, tile.query_heads, q)
+    return out.view(shape), lse.view(shape[:-1])
 
 
-def _alike(*tensors: torch.Tensor) -> list[torch.Tensor]:
+def _shape(rows: Rows, heads: Heads, x: torch.Tensor) -> tuple[int, ...]:
+    """(F, B, G, P, L, D) of a batched tile."""
+    return rows.folds, x.shape[0] // rows.folds, heads.groups, heads.per_group, rows.length, x.shape[3]
+
+
+def _alike(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
     """The same with one layout for all. Torch (2.11) keeps a cuDNN backward by the strides of q, k and v, and runs it
     with the strides that out and dout had when it was made: with others it reads the wrong rows.
     """
-    found = [_aligned(x) for x in tensors]
-    return found if len({x.stride() for x in found}) == 1 else [x.contiguous() for x in found]
+    return tensors if len({x.stride() for x in tensors}) == 1 else [x.contiguous() for x in tensors]
 
 
 def _gpu_backward(
     name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: SavedRows, tile: Tile, scale: float
 ) -> Tensors3:
     query, out, dout = _alike(q, saved.out, saved.dout)
-    key, value = _aligned(k), _aligned(v)
-    lse = saved.lse.reshape(query.shape[:3]).contiguous()
+    lse = saved.lse.contiguous()  # (FB, H, L, 1)
     if lse.data_ptr() % 16:  # a stretch of a contiguous tensor may be contiguous, and begin anywhere
         lse = lse.clone()
     none, causal = _no_dropout(q.device), tile.mask is Mask.CAUSAL
-    rows, keys = query.shape[2], key.shape[2]
+    rows, keys = query.shape[2], k.shape[2]
     if name == "cudnn":
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            dout, query, key, value, out, lse.unsqueeze(-1), none, none, None, None, None, rows, keys, 0.0, causal,
-            scale=scale,
-        )  # fmt: skip
+            dout, query, k, v, out, lse, none, none, None, None, None, rows, keys, 0.0, causal, scale=scale
+        )
     else:
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            dout, query, key, value, out, lse, None, None, rows, keys, 0.0, causal, none, none, scale=scale
+            dout, query, k, v, out, lse.squeeze(3), None, None, rows, keys, 0.0, causal, none, none, scale=scale
         )
-    return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
+    of_keys = _shape(tile.key_rows, tile.key_heads, k)
+    return dq.view(_shape(tile.query_rows, tile.query_heads, q)), dk.view(of_keys), dv.view(of_keys)

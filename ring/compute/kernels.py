@@ -103,7 +103,7 @@ def _portion(tile: Tile, first: int, count: int) -> Tile:
         return replace(x, start=x.start + on, index=None if x.index is None else x.index + on)
 
     def heads(x: Heads) -> Heads:
-        return replace(x, groups=count, start=x.start + first * x.step)
+        return x._replace(groups=count, start=x.start + first * x.step)
 
     return replace(
         tile, query_rows=rows(tile.query_rows), key_rows=rows(tile.key_rows), query_heads=heads(tile.query_heads),

@@ -28,7 +28,9 @@ _LEAST_ROWS = 8
 
 @dataclass(frozen=True)
 class SavedRows:
-    """What the backward of a tile takes besides q, k, v: the tile's rows of dout, out, lse and delta."""
+    """What the backward of a tile takes besides q, k, v: the tile's rows of dout, out, lse and delta. For fused kernels
+    on GPUs they are batched (`ring.strided_view`), lse with a last dim of 1.
+    """
 
     dout: torch.Tensor
     out: torch.Tensor

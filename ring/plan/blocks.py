@@ -16,16 +16,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from reference.pattern import Pattern
 
 
-@dataclass(frozen=True)
-class Heads:
+class Heads(NamedTuple):
     """A rectangle of heads, (groups, per_group): `per_group` query heads for each of `groups` key/value heads.
 
     If head (i, j) is start + i * step + j * inner everywhere, the heads are a strided view of a tensor. If not, they
-    are listed in `ids`.
+    are listed in `ids`. A tuple, since each tile of a call is looked up by its heads: Python hashes tuples fast.
     """
 
     groups: int

@@ -25,7 +25,7 @@ from ring.plan.blocks import Heads
 from ring.plan.plan import plan_of
 from ring.plan.rows import Rows
 from ring.plan.tile import Mask, Tile
-from ring.strided_view import StridedView
+from ring.strided_view import StridedView, batched
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -46,6 +46,11 @@ def tensors(
     return tuple(torch.randn(s, device="cuda", generator=generator).to(dtype) for s in shapes)
 
 
+def saved_rows(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> SavedRows:
+    """As fused kernels take them."""
+    return SavedRows(batched(dout), batched(out), lse.flatten(2, 3).flatten(0, 1).unsqueeze(-1), None)
+
+
 @pytest.mark.parametrize("name", ["cudnn", "flash"])
 @pytest.mark.parametrize("dtype", list(UNIT), ids=str)
 @pytest.mark.parametrize("dim", [8, 16, 40, 64, 128])
@@ -56,7 +61,7 @@ def test_fused_kernels_are_the_math_kernel_to_within_rounding(name: str, dtype: 
                 continue  # never given to a fused kernel: see `kernels.choose`
             tile = tile_of(mask, queries, keys, folds)
             q, k, v, dout = tensors(dtype, folds, 1, groups, share, queries, keys, dim)
-            out, lse = kernels.forward(name, q, k, v, tile, dim**-0.5)
+            out, lse = kernels.forward(name, batched(q), batched(k), batched(v), tile, dim**-0.5)
             exact, exact_lse = kernels.forward("math", q.double(), k.double(), v.double(), tile, dim**-0.5)
             close(out, exact, 4 * UNIT[dtype], (name, mask, folds, groups, share, queries, keys, dim))
             close(lse, exact_lse, 1e-4, "lse")
@@ -65,8 +70,8 @@ def test_fused_kernels_are_the_math_kernel_to_within_rounding(name: str, dtype: 
             beside = torch.empty(whole_lse.numel() + 1, device="cuda")[1:].view(whole_lse.shape)  # begins anywhere
             whole_lse = beside.copy_(whole_lse)
             delta = (dout.float() * whole.float()).sum(-1)
-            saved = SavedRows(dout, whole, whole_lse, delta)
-            found = kernels.backward(name, q, k, v, saved, tile, dim**-0.5)
+            saved = saved_rows(dout, whole, whole_lse)
+            found = kernels.backward(name, batched(q), batched(k), batched(v), saved, tile, dim**-0.5)
             double = SavedRows(dout.double(), whole.double(), whole_lse.double(), delta.double())
             wanted = kernels.backward("math", q.double(), k.double(), v.double(), double, tile, dim**-0.5)
             for x, y, which in zip(found, wanted, ("dq", "dk", "dv"), strict=True):
@@ -86,12 +91,13 @@ def test_strides_of_single_heads_and_rows_do_not_matter(name: str, strides: tupl
             x.as_strided((1, 1, 1, 1, queries, 16), (3, 5, head, 11, 96 if queries > 1 else row, 1)) for x in memory[:2]
         )
         k, v = (x.as_strided((1, 1, 1, 1, keys, 16), (3, 5, head, 11, 96 if keys > 1 else row, 1)) for x in memory[2:])
-        out, lse = kernels.forward(name, q, k, v, tile, 0.25)
+        out, lse = kernels.forward(name, batched(q), batched(k), batched(v), tile, 0.25)
         exact, exact_lse = kernels.forward("math", q.double(), k.double(), v.double(), tile, 0.25)
         close(out, exact, 4 * UNIT[torch.bfloat16], "out")
         close(lse, exact_lse, 1e-4, "lse")
         delta = (dout.double() * exact).sum(-1)
-        found = kernels.backward(name, q, k, v, SavedRows(dout, out, lse, None), tile, 0.25)
+        given = saved_rows(dout, out, lse)
+        found = kernels.backward(name, batched(q), batched(k), batched(v), given, tile, 0.25)
         saved = SavedRows(dout.double(), exact, exact_lse, delta)
         for x, y in zip(
             found, kernels.backward("math", q.double(), k.double(), v.double(), saved, tile, 0.25), strict=True

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ring.compute import fused_kernels, kernels
+from ring.compute import kernels
 from ring.compute.math_kernel import SavedRows
 from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
 from ring.plan.tile import Mask, Tile
+from ring.strided_view import batched
 
 
 class Operations(TorchDispatchMode):
@@ -106,7 +107,7 @@ def test_rows_for_gpus_begin_at_multiples_of_16_bytes(
     """And where there is one batch, head or row, its stride is what it would be were the rest contiguous."""
     dim = 8
     x = torch.arange(512, dtype=torch.float64).to(dtype).as_strided((*sizes, dim), (*strides, 1), begin)
-    found = fused_kernels._aligned(x[None, :, :, None])
+    found = batched(x[None, :, :, None])
     assert torch.equal(found, x)
     assert (found.data_ptr() == x.data_ptr()) is stays
     assert found.data_ptr() % 16 == 0 and found.stride(3) == 1

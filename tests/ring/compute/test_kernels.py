@@ -15,6 +15,7 @@ from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
 from ring.plan.tile import Mask, Tile
 from ring.precision import accumulator_dtype
+from ring.strided_view import batched
 
 INF = float("inf")
 CPU = torch.device("cpu")
@@ -359,7 +360,7 @@ def views_of_a_tile() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", views_of_a_tile())
 def test_tiles_for_gpus_begin_where_wide_loads_may(name: str) -> None:
     x = views_of_a_tile()[name]
-    found = fused_kernels._aligned(x)
+    found = batched(x)
     assert torch.equal(found, x.reshape(found.shape))
     assert found.data_ptr() % 16 == 0
     assert found.stride(3) == 1
