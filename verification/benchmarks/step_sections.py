@@ -24,6 +24,7 @@ from verification.benchmarks.step_timing import Stepper, StepTime, Turns, by_tur
 from verification.benchmarks.step_ways import ALONE, OURS, PEERS, UNCHECKED, Problem, Way, made_ways, names_of
 
 MODES = ("eager", "compiled")
+BACKENDS = {"cuda": "inductor", "cpu": "aot_eager"}  # C++ for the processor takes minutes to compile
 GRAPHS = 64  # of one function: each way, and each part between two breaks, has its own
 
 
@@ -117,7 +118,10 @@ class Section:
 
     def _begun(self, way: Way, exact: Exact | None) -> tuple[dict[str, Any], Stepper]:
         """The way's first step, in which it is compiled, and the check. Raises Failed and Wrong, on every rank."""
-        run: Any = torch.compile(self.model, fullgraph=way.whole, dynamic=False) if self.compiled else self.model
+        run: Any = self.model
+        if self.compiled:
+            backend = BACKENDS[self.ranks.device.type]
+            run = torch.compile(self.model, fullgraph=way.whole, dynamic=False, backend=backend)
         losses: list[Tensor] = []
 
         def first() -> tuple[float, float]:
