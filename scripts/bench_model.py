@@ -92,7 +92,7 @@ def measure(given: argparse.Namespace, ranks: RankGroup) -> list[str]:
         print(TITLE, flush=True)
     bench = StepBench(ranks, options, record)
     bench.run()
-    return bench.wrong
+    return [f"{name} of {kind}, {mode}: {reason}" for (kind, mode, name), reason in bench.wrong.items()]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -23,7 +23,7 @@ from reference import Pattern, attention, gradients
 from ring.nn import gather
 from verification.benchmarks.rank_group import RankGroup
 from verification.benchmarks.step_models import StepModel
-from verification.benchmarks.step_ways import ALONE, Problem, Way, way_of
+from verification.benchmarks.step_ways import ALONE, StepProblem, Way, way_of
 
 MOST = 2.0
 ROUNDINGS = 32  # of a layer, forward and backward: its products, norms, turns, the gate and the sums
@@ -55,7 +55,7 @@ class Exact:
     losses: Tensor
     gradients: list[Tensor]  # in the order of the model's parameters
 
-    def __init__(self, ranks: RankGroup, model: StepModel, problem: Problem) -> None:
+    def __init__(self, ranks: RankGroup, model: StepModel, problem: StepProblem) -> None:
         self._ranks = ranks
         alone = way_of(ALONE, problem)
         self._agreed(lambda: self._compute(model, problem, alone))
@@ -78,7 +78,7 @@ class Exact:
             if not found <= MOST * rounding:  # NaN neither
                 raise Wrong(f"{what} are off by {found:.1e} of their norm, one GPU's by rounding {rounding:.1e}")
 
-    def _compute(self, model: StepModel, problem: Problem, alone: Way) -> Off:
+    def _compute(self, model: StepModel, problem: StepProblem, alone: Way) -> Off:
         wide = copy.deepcopy(model).float()
         self.losses = step(wide, dataclasses.replace(alone, attend=_oracle(problem.workload.pattern)))
         self.gradients = [_gradient(parameter) for parameter in wide.parameters()]
@@ -114,10 +114,10 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def _oracle(pattern: Pattern) -> Any:
-    return lambda q, k, v: _Oracle.apply(q, k, v, pattern)
+    return lambda q, k, v: _ExactAttention.apply(q, k, v, pattern)
 
 
-class _Oracle(torch.autograd.Function):
+class _ExactAttention(torch.autograd.Function):
     """The dense attention of `reference`, in fp64, as the type of q."""
 
     @staticmethod

@@ -63,7 +63,7 @@ class StepAttention(nn.Module):
         return self.o_proj(out if self.inner_norm is None else self.inner_norm(out))
 
 
-class LlamaLayer(nn.Module):
+class LlamaStepLayer(nn.Module):
     """Attention and a gated feed-forward, each behind a norm."""
 
     def __init__(self, shape: ModelShape) -> None:
@@ -80,7 +80,7 @@ class LlamaLayer(nn.Module):
         return x + self.down(functional.silu(self.gate(h)) * self.up(h))
 
 
-class LongNetLayer(nn.Module):
+class LongNetStepLayer(nn.Module):
     """As `ring.nn.LongNetBlock`: attention and a feed-forward, each behind a norm, and with one before its last
     projection."""
 
@@ -102,7 +102,7 @@ class StepModel(nn.Module):
 
     def __init__(self, kind: str, shape: ModelShape) -> None:
         super().__init__()
-        layer, norm = {"llama": (LlamaLayer, nn.RMSNorm), "longnet": (LongNetLayer, nn.LayerNorm)}[kind]
+        layer, norm = {"llama": (LlamaStepLayer, nn.RMSNorm), "longnet": (LongNetStepLayer, nn.LayerNorm)}[kind]
         self.embedding = nn.Embedding(shape.vocabulary, shape.dim)
         self.layers = nn.ModuleList(layer(shape) for _ in range(shape.layers))
         self.norm = norm(shape.dim, EPSILON)

@@ -19,8 +19,8 @@ from ring.nn import ContextParallel, shard_batch, token_mean
 from ring.nn.frameworks import fsdp, recompute
 from verification.benchmarks.rank_group import RankGroup
 from verification.benchmarks.results import BenchRecord
-from verification.benchmarks.step_models import SHAPES, LlamaLayer, made
-from verification.benchmarks.step_ways import ALONE, Problem, ring_attend, way_of
+from verification.benchmarks.step_models import SHAPES, LlamaStepLayer, made
+from verification.benchmarks.step_ways import ALONE, StepProblem, ring_attend, way_of
 
 WAYS = ("none", "all", "attention-kept")  # which layers are computed again
 
@@ -43,17 +43,17 @@ def measure(
             record.add(**row)
 
 
-def _problem(total: int, ranks: RankGroup, world: int) -> Problem:
-    return Problem("llama", SHAPES[ranks.device.type], total // world, ranks.rank, world, ranks.device)
+def _problem(total: int, ranks: RankGroup, world: int) -> StepProblem:
+    return StepProblem("llama", SHAPES[ranks.device.type], total // world, ranks.rank, world, ranks.device)
 
 
-def _times(problem: Problem, way: str, mesh: DeviceMesh, steps: int) -> dict[str, Any]:
+def _times(problem: StepProblem, way: str, mesh: DeviceMesh, steps: int) -> dict[str, Any]:
     """The median of `steps` steps after two more, on the slowest rank."""
     device, total = problem.device, problem.tokens * problem.world
     model = made("llama", problem.shape, device, torch.float32)
     if way != "none":
-        recompute.wrap(model, LlamaLayer, keep_attention=way == "attention-kept")
-    fsdp.shard(model, mesh, LlamaLayer, policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        recompute.wrap(model, LlamaStepLayer, keep_attention=way == "attention-kept")
+    fsdp.shard(model, mesh, LlamaStepLayer, policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     context = ContextParallel(Layout.zigzag(total, problem.world), mesh)
     batch = shard_batch(context, *problem.whole())
     assert batch.labels is not None
@@ -78,7 +78,7 @@ def _times(problem: Problem, way: str, mesh: DeviceMesh, steps: int) -> dict[str
 
 
 @torch.no_grad()
-def loss_alone(problem: Problem) -> float:
+def loss_alone(problem: StepProblem) -> float:
     """Of one GPU with the whole sequence, its parameters in bf16 as FSDP's policy has them."""
     model = made("llama", problem.shape, problem.device, torch.bfloat16)
     way = way_of(ALONE, problem)

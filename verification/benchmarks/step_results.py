@@ -27,8 +27,8 @@ STEP_COLUMNS = {
     "losses_off": "at the smallest size: norm of the difference of all tokens' losses from those of an fp32 model with "
     "the oracle's attention, / their norm",
     "gradients_off": "the same of all parameters' gradients, summed over ranks",
-    "one_gpu_losses_off": "the same of one GPU, eagerly: how far rounding alone is off",
-    "one_gpu_gradients_off": "likewise",
+    "rounding_losses": "the same of one GPU, eagerly: how far rounding alone is off",
+    "rounding_gradients": "likewise",
     "first_seconds": "of the first step; compiled: compilation",
     "left_out": "why it was not tried here",
     "error": "the error with which it failed",

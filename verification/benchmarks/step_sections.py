@@ -21,7 +21,7 @@ from verification.benchmarks.results import BenchRecord
 from verification.benchmarks.step_check import Exact, Wrong, step
 from verification.benchmarks.step_models import SHAPES, made
 from verification.benchmarks.step_timing import Stepper, StepTime, Turns, by_turns
-from verification.benchmarks.step_ways import ALONE, OURS, PEERS, UNCHECKED, Problem, Way, made_ways, names_of
+from verification.benchmarks.step_ways import ALONE, OURS, PEERS, UNCHECKED, StepProblem, Way, made_ways, names_of
 
 MODES = ("eager", "compiled")
 BACKENDS = {"cuda": "inductor", "cpu": "aot_eager"}  # C++ for the processor takes minutes to compile
@@ -41,11 +41,12 @@ class StepOptions:
 
 
 class StepBench:
-    """One run. Every rank makes the same steps in the same order. wrong: the ways that computed something else."""
+    """One run. Every rank makes the same steps in the same order. wrong: what computed something else, by model, mode
+    and way, and by how much."""
 
     def __init__(self, ranks: RankGroup, options: StepOptions, record: BenchRecord) -> None:
         self.ranks, self.options, self.record = ranks, options, record
-        self.wrong: list[str] = []
+        self.wrong: dict[tuple[str, str, str], str] = {}
         self._began = time.monotonic()
 
     def run(self) -> None:
@@ -62,32 +63,39 @@ class StepBench:
             self.record.add(**head, left_out=f"the run had taken {minutes:.1f} minutes")
             return
         ranks = self.ranks
-        problem = Problem(kind, SHAPES[ranks.device.type], tokens, ranks.rank, ranks.world, ranks.device)
-        rows = Section(ranks, problem, mode, self.options).rows()
+        problem = StepProblem(kind, SHAPES[ranks.device.type], tokens, ranks.rank, ranks.world, ranks.device)
+        before = {name: reason for (*where, name), reason in self.wrong.items() if where == [kind, mode]}
+        rows = StepSection(ranks, problem, mode, self.options).rows(before)
         for name, row in rows.items():
             self.record.add(**head, way=name, **row)
             if "wrong" in row:
-                self.wrong.append(f"{name} of {kind}, {mode}: {row['wrong']}")
+                self.wrong[kind, mode, name] = row["wrong"]
         torch._dynamo.reset()  # with all that graphs hold
         if ranks.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
-class Section:
+class StepSection:
     """The ways of one model in one mode at one size, which share its parameters."""
 
-    def __init__(self, ranks: RankGroup, problem: Problem, mode: str, options: StepOptions) -> None:
+    def __init__(self, ranks: RankGroup, problem: StepProblem, mode: str, options: StepOptions) -> None:
         self.ranks, self.problem, self.compiled, self.options = ranks, problem, mode == "compiled", options
         self.model = made(problem.kind, problem.shape, ranks.device, problem.workload.dtype)
         self.turns = options.turns.at(problem.tokens)
 
-    def rows(self) -> dict[str, dict[str, Any]]:
-        """Of each way. Raises Failed, on every rank, for what no single way can help, and Lost where ranks were left
-        waiting."""
-        found: dict[str, dict[str, Any]] = {}
+    def rows(self, wrong: dict[str, str]) -> dict[str, dict[str, Any]]:
+        """Of each way. wrong: those that are not timed, since they were wrong at a smaller size, and why.
+
+        Raises Failed, on every rank, for what no single way can help, and Lost where ranks were left waiting.
+        """
+        found: dict[str, dict[str, Any]] = {name: {"wrong": reason} for name, reason in wrong.items()}
         ready: dict[str, Stepper] = {}
-        names = tuple(name for name in names_of(self.problem.kind) if name in self.options.ways)
-        exact = self._exact()
+        wanted = set(self.options.ways) - set(wrong)
+        names = tuple(name for name in names_of(self.problem.kind) if name in wanted)
+        try:
+            exact = self._exact()
+        except Wrong as reason:  # of what all ways are compared with
+            return {name: {"wrong": str(reason)} for name in names}
         for name, way in made_ways(names, self.problem):
             if isinstance(way, Impossible):
                 found[name] = {"left_out": str(way)}
@@ -98,7 +106,7 @@ class Section:
                 found[name] = {"wrong": str(reason)}
             except Failed as failure:
                 found[name] = {"error": str(failure)}
-                if not failure.everywhere and not way.alone:
+                if not way.alone and (failure.memory or not failure.everywhere):
                     raise Lost(f"{name} with {self.problem.tokens} tokens a rank: {failure}") from failure
             self.model.zero_grad()
         del exact  # before memory is looked at
@@ -138,7 +146,7 @@ class Section:
             off = exact.off(losses[0], self.model, way)
             exact.refuse(way, off)
             row |= {"losses_off": off.losses, "gradients_off": off.gradients}
-            row |= {"one_gpu_losses_off": exact.rounding.losses, "one_gpu_gradients_off": exact.rounding.gradients}
+            row |= {"rounding_losses": exact.rounding.losses, "rounding_gradients": exact.rounding.gradients}
         return row, Stepper(lambda: step(run, way), way.inside, self.model.zero_grad)
 
 
@@ -148,7 +156,7 @@ def of_rounds(rounds: list[StepTime], turns: Turns) -> dict[str, Any]:
     return middle | {"rounds": [asdict(one) for one in rounds], "warmup": turns.warmup, "steps": turns.steps}
 
 
-def compare(rows: dict[str, dict[str, Any]], problem: Problem) -> None:
+def compare(rows: dict[str, dict[str, Any]], problem: StepProblem) -> None:
     """Adds what follows from several rows: the ceiling, and ours beside the fastest of the peers."""
     timed = {name: row for name, row in rows.items() if "ms" in row}
     peers = [name for name in PEERS[problem.kind] if name in timed]

@@ -67,7 +67,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Problem:
+class StepProblem:
     """A model over a sequence. tokens: of each rank; kind: of `step_models.KINDS`."""
 
     kind: str
@@ -103,7 +103,7 @@ class Problem:
         return batch
 
 
-def way_of(name: str, problem: Problem) -> Way:
+def way_of(name: str, problem: StepProblem) -> Way:
     """Raises Impossible where it cannot take the problem, or cannot run here."""
     workload = problem.workload
     if name in (OURS, UNCHECKED):
@@ -132,7 +132,7 @@ def ring_attend(context: ContextParallel, workload: Workload) -> Attend:
     return attend
 
 
-def _alone(problem: Problem) -> Way:
+def _alone(problem: StepProblem) -> Way:
     batch = problem.batch(Layout.contiguous(problem.workload.total, 1))
     if problem.kind == "longnet":
         return Way(ALONE, batch, ring_attend(batch.context, problem.workload), whole=True)
@@ -149,7 +149,7 @@ def _torchs_kernel() -> AbstractContextManager[Any]:
     return sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
 
 
-def _context_parallel(problem: Problem) -> Way:
+def _context_parallel(problem: StepProblem) -> Way:
     workload = problem.workload
 
     def inside() -> AbstractContextManager[None]:
@@ -181,7 +181,7 @@ class _Swapped(torch.autograd.Function):
         return gradients[0].transpose(1, 2).contiguous()
 
 
-def made_ways(names: tuple[str, ...], problem: Problem) -> Iterator[tuple[str, Way | Impossible]]:
+def made_ways(names: tuple[str, ...], problem: StepProblem) -> Iterator[tuple[str, Way | Impossible]]:
     """Each way that is named, or why there is none."""
     for name in names:
         try:
