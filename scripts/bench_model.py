@@ -1,187 +1,119 @@
 #!/usr/bin/env python3
-"""Times a training step of a Llama-shaped model in bf16 under FSDP2, its sequence sharded over the GPUs of one host.
+"""Times a training step of a Llama-shaped and a LongNet-shaped model whose sequence is sharded over one host's GPUs.
 
-    torchrun --nproc-per-node=P scripts/bench_model.py [--tokens 16Ki 64Ki] [--recompute none all attention-kept]
-        [--compare] [--json FILE]
+    torchrun --nproc-per-node=P scripts/bench_model.py [--tokens 512 8Ki ...] [--ways ours zigzag ...]
+        [--only eager] [--json FILE] ...
 
-A step is forward, backward and the reduction of gradients; tokens are those of the whole sequence. With --compare,
-rank 0 also computes the loss of the same model on the whole sequence, with torch's own attention. `--device cpu` tries
-the script out over gloo, with tiny sizes. Times of one run can be compared with each other, times of
-different runs cannot.
+A step is forward and backward in bf16, of 8 layers with 16 heads of 128 on GPUs, in eager mode and with torch.compile;
+tokens are those of each GPU. Only the attention differs between the ways: ours, other people's, and one GPU with the
+whole sequence, whose time divided by the number of GPUs is the ceiling. Gradients are not reduced. Before it is timed,
+each way is compared with an fp32 model that has the oracle's attention. Then the ways are measured by turns. Times of
+one section (model, mode, tokens) can be compared with each other, times of different runs cannot. `--device cpu` tries
+the script out over gloo, with tiny sizes.
+
+With --recompute: the same Llama under FSDP2 instead, with ours only, with layers computed again or not. A step then has
+the reduction of gradients, too, and tokens are those of the whole sequence.
+
+Exit status: 0 measured; 1 a way computed something else; 2 the run could not be carried out, or not to its end (the
+file has what was measured before). torchrun gives its own, 1, for any that is not 0.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import statistics
 import sys
-import time
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
-from ring import Layout, Pattern
-from ring.nn import ContextParallel, SelfAttention, next_tokens, rotary, shard_batch, token_mean
-from ring.nn.frameworks import fsdp, recompute
-from verification.benchmarks.workload import size
-from verification.report.provenance import surroundings
+from verification.benchmarks import step_recompute
+from verification.benchmarks.rank_group import Failed, Lost, RankGroup, described
+from verification.benchmarks.results import BenchRecord, columns, described_run, fail
+from verification.benchmarks.step_models import KINDS, SHAPES
+from verification.benchmarks.step_results import STEP_COLUMNS, TITLE, table_line
+from verification.benchmarks.step_sections import MODES, StepBench, StepOptions
+from verification.benchmarks.step_timing import Turns
+from verification.benchmarks.step_ways import MEANING
+from verification.cli.bench import Parser, check_place, positive, stop, tokens
+from verification.cli.outputs import check_file
 
-CHUNK = 4096  # tokens whose logits exist at a time
-SHAPES = {  # by device: layers, dim, heads, key/value heads, width of the feed-forward, vocabulary
-    "cuda": (8, 2048, 16, 8, 8192, 8192),
-    "cpu": (2, 64, 4, 2, 128, 256),
-}
-WAYS = ("none", "all", "attention-kept")
+TOKENS = {"cuda": (512, 2 * 2**10, 8 * 2**10, 32 * 2**10), "cpu": (32, 64)}
+RECOMPUTED_TOKENS = {"cuda": (16 * 2**10, 64 * 2**10), "cpu": (256,)}
 
 
-class Layer(nn.Module):
-    """A decoder layer of Llama: attention and a gated feed-forward, each behind a norm."""
-
-    def __init__(self, dim: int, heads: int, kv_heads: int, width: int, number: int) -> None:
-        super().__init__()
-        self.attention_norm, self.norm = nn.RMSNorm(dim, 1e-5), nn.RMSNorm(dim, 1e-5)
-        self.attention = SelfAttention(dim, heads, Pattern.dense(True), kv_heads=kv_heads, name=f"layer {number}")
-        self.gate, self.up = nn.Linear(dim, width, bias=False), nn.Linear(dim, width, bias=False)
-        self.down = nn.Linear(width, dim, bias=False)
-
-    def forward(self, x: Tensor, context: ContextParallel | None) -> Tensor:
-        """x: (B, N, dim) of this rank's tokens; without context: of the whole sequence, by torch's own attention."""
-        attend = self.attention if context is not None else self.alone
-        x = x + attend(self.attention_norm(x), context)
-        h = self.norm(x)
-        return x + self.down(functional.silu(self.gate(h)) * self.up(h))
-
-    def alone(self, x: Tensor, _: None) -> Tensor:
-        a = self.attention
-        positions = torch.arange(x.shape[1], device=x.device)
-        q = rotary(a.q_proj(x).unflatten(2, (-1, a.head_dim)), positions).transpose(1, 2)  # (B, H, N, D)
-        k = rotary(a.k_proj(x).unflatten(2, (-1, a.head_dim)), positions).transpose(1, 2)
-        v = a.v_proj(x).unflatten(2, (-1, a.head_dim)).transpose(1, 2)
-        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return a.o_proj(out.transpose(1, 2).flatten(2))
-
-
-class Llama(nn.Module):
-    def __init__(self, layers: int, dim: int, heads: int, kv_heads: int, width: int, vocabulary: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, dim)
-        self.layers = nn.ModuleList(Layer(dim, heads, kv_heads, width, i) for i in range(layers))
-        self.norm = nn.RMSNorm(dim, 1e-5)
-        self.head = nn.Linear(dim, vocabulary, bias=False)
-
-    def forward(self, tokens: Tensor, labels: Tensor, context: ContextParallel | None) -> Tensor:
-        """The loss of each token, (B, N)."""
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x, context)
-        parts = zip(self.norm(x).split(CHUNK, 1), labels.split(CHUNK, 1), strict=True)
-        return torch.cat([checkpoint(self.losses, h, y, use_reentrant=False) for h, y in parts], 1)
-
-    def losses(self, h: Tensor, labels: Tensor) -> Tensor:
-        logits = self.head(h).float()
-        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(
+        usage="torchrun --nproc-per-node=P scripts/bench_model.py [OPTION ...]", description=__doc__,
+        epilog=columns(STEP_COLUMNS), formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add = parser.add_argument
+    add("--models", choices=KINDS, nargs="+", default=list(KINDS), help="(default: both)")
+    add("--ways", choices=MEANING, nargs="+", default=list(MEANING), metavar="WAY", help=f"of {', '.join(MEANING)} "
+        "(default: all)")  # fmt: skip
+    add("--only", choices=MODES, help="(default: eager, then compiled)")
+    add("--tokens", type=tokens, nargs="+", metavar="N", help="(default: 512 2Ki 8Ki 32Ki; with --recompute 16Ki 64Ki)")
+    add("--warmup", type=positive, default=8, metavar="N", help="steps; 3 from 32Ki tokens (default: 8)")
+    add("--rounds", type=positive, default=3, metavar="N", help="in each, every way has its turn (default: 3)")
+    add("--steps", type=positive, default=5, metavar="N", help="of a turn; 3 from 32Ki tokens (default: 5)")
+    add("--minutes", type=float, default=9.0, metavar="M", help="after which no section begins (default: 9)")
+    add("--recompute", choices=step_recompute.WAYS, nargs="+", help="under FSDP2: which layers are computed again")
+    add("--compare", action="store_true", help="with --recompute: compare the loss with that of one GPU")
+    add("--json", type=Path, metavar="FILE", help="write the record there")
+    add("--device", choices=tuple(SHAPES), default="cuda", help="cpu: try it out over gloo, with tiny sizes")
+    given = parser.parse_args(arguments)
+    if given.json is not None:
+        try:
+            check_file("--json", given.json)
+        except OSError as error:
+            stop(str(error))
+    return given
 
 
-def made(device: torch.device) -> Llama:
-    """The same parameters on every rank."""
-    torch.manual_seed(0)
-    with device:
-        model = Llama(*SHAPES[device.type])
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else None
-    return model
+def measure(given: argparse.Namespace, ranks: RankGroup) -> list[str]:
+    """What computed something else."""
+    content = described_run(ranks.device, ranks.world, Path(__file__).name)
+    content |= {"shape": asdict(SHAPES[given.device])}
+    speaks = ranks.rank == 0
+    if given.recompute:
+        record = BenchRecord(content, given.json, speaks)
+        sizes = tuple(given.tokens or RECOMPUTED_TOKENS[given.device])
+        step_recompute.measure(ranks, record, sizes, tuple(given.recompute), given.steps, given.compare)
+        return []
+    record = BenchRecord(content, given.json, speaks, table_line)
+    options = StepOptions(
+        kinds=tuple(given.models), modes=(given.only,) if given.only else MODES,
+        tokens=tuple(given.tokens or TOKENS[given.device]), ways=tuple(given.ways),
+        turns=Turns(given.warmup, given.rounds, given.steps), minutes=given.minutes,
+    )  # fmt: skip
+    if speaks:
+        print(TITLE, flush=True)
+    bench = StepBench(ranks, options, record)
+    bench.run()
+    return [f"{name} of {kind}, {mode}: {reason}" for (kind, mode, name), reason in bench.wrong.items()]
 
 
-def batch_of(tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    whole = torch.randint(SHAPES[device.type][-1], (1, tokens), generator=generator).to(device)
-    return whole, next_tokens(whole)
-
-
-def step_times(tokens: int, way: str, mesh: DeviceMesh, device: torch.device, steps: int) -> dict[str, Any]:
-    model = made(device)
-    if way != "none":
-        recompute.wrap(model, Layer, keep_attention=way == "attention-kept")
-    fsdp.shard(model, mesh, Layer, policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-    context = ContextParallel(Layout.zigzag(tokens, mesh.size()), mesh)
-    batch = shard_batch(context, *batch_of(tokens, device))
-    times, losses = [], []
-    for _ in range(steps + 2):
-        dist.barrier()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        started = time.perf_counter()
-        per_token = model(batch.tokens, batch.labels, context)
-        loss = token_mean(per_token, batch.labels, mesh)
-        loss.backward()
-        losses.append(loss.item())
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(1000 * (time.perf_counter() - started))
-        model.zero_grad()
-    slowest = torch.tensor(statistics.median(times[2:]), device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
-    return {"tokens": tokens, "recompute": way, "ms": slowest.item(), "loss": losses[0], "peak_bytes": peak}
-
-
-@torch.no_grad()
-def loss_alone(tokens: int, device: torch.device) -> float:
-    """Of one GPU with the whole sequence, its parameters in bf16 as FSDP's policy has them."""
-    model = made(device).to(torch.bfloat16)
-    whole, labels = batch_of(tokens, device)
-    losses = model(whole, labels, None)
-    return (losses.masked_fill(labels < 0, 0).double().sum() / (labels >= 0).sum()).item()
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=size, nargs="+", default=None, help="of the whole sequence, as 64Ki")
-    parser.add_argument("--recompute", choices=WAYS, nargs="+", default=WAYS, help="which layers are computed again")
-    parser.add_argument("--steps", type=int, default=5, help="whose median is taken, after two more")
-    parser.add_argument("--compare", action="store_true", help="compare the loss with that of one GPU")
-    parser.add_argument("--device", choices=tuple(SHAPES), default="cuda")
-    parser.add_argument("--json", type=Path, help="write the rows there")
-    return parser.parse_args()
-
-
-def main() -> int:
-    options = parse()
-    device = torch.device(options.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    speaks, world = dist.get_rank() == 0, dist.get_world_size()
-    mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("context",))
-    rows: list[dict[str, Any]] = []
-    for tokens in options.tokens or ([16 * 2**10, 64 * 2**10] if device.type == "cuda" else [256]):
-        alone = loss_alone(tokens, device) if options.compare and speaks else None
-        for way in options.recompute:
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
-            row = step_times(tokens, way, mesh, device, options.steps)
-            if alone is not None:
-                row |= {"loss_of_one_gpu": alone, "relative_difference": abs(row["loss"] - alone) / alone}
-            rows.append(row)
-            if speaks:
-                print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
-    if options.json and speaks:
-        command = f"torchrun --nproc-per-node={world} scripts/bench_model.py {' '.join(sys.argv[1:])}"
-        record = surroundings(device.type, world, command) | {"shape": SHAPES[device.type], "rows": rows}
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 measured, 1 a way computed something else, 2 not measured, or not to the end."""
+    given = parsed(arguments)
+    check_place(given.device)
+    try:
+        ranks = RankGroup.join(given.device)
+    except Exception as error:  # torch.distributed raises whatever its backends do
+        stop(f"the ranks could not be joined: {described(error)}")
+    try:
+        wrong = measure(given, ranks)
+    except (Lost, Failed) as reason:
+        fail(str(reason))
+        sys.stderr.flush()
+        os._exit(2)  # a call that hangs on a GPU would delay a normal exit
+    if ranks.rank == 0:
+        for one in wrong:
+            fail(one)
     dist.destroy_process_group()
-    return 0
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

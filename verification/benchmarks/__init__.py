@@ -1,4 +1,5 @@
-"""How fast the ring is, compared with its kernels alone and with other methods: scripts/bench_ring.py.
+"""How fast the ring is, compared with its kernels alone and with other methods: scripts/bench_ring.py, and in training
+steps of whole models scripts/bench_model.py.
 
 workload      sizes and pattern of what is measured; floating-point operations, bytes and memory by `reference`
 contender     a method to be timed: its forward pass, and its forward and backward pass
@@ -14,4 +15,12 @@ options       what the command line chose
 longest_rank  one process of the search for the longest shards
 longest       that search: shards are doubled until memory or time runs out
 sections      which methods are timed for each workload, and what each row has
+
+step_models     the models of the training steps, Llama-shaped and LongNet-shaped; their attention is given to forward
+step_ways       the ways to attend in them: ours, other people's, one GPU with the whole sequence
+step_check      whether a way computes the right losses and gradients, before it is timed
+step_timing     steps of all ways by turns: CUDA events, wall clock, the host's part, peak memory
+step_sections   which steps are made, and the rows that come of it
+step_results    what a row has, and how it is printed
+step_recompute  the Llama-shaped step under FSDP2, with and without recomputation
 """

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verification.benchmarks import fused
-from verification.benchmarks.contender import Contender, Inputs
+from verification.benchmarks.contender import Attend, Contender, Inputs
 from verification.benchmarks.workload import Workload
 from verification.wording import counted
 
@@ -62,6 +62,11 @@ def kernels_alone(calls: list[tuple[Tensor, Tensor, Tensor, Tensor, bool]], scal
 
 
 def all_to_all(workload: Workload, inputs: Inputs) -> Contender:
+    """`all_to_all_attend`, to be timed."""
+    return Contender.of(all_to_all_attend(workload), inputs, capturable=True)
+
+
+def all_to_all_attend(workload: Workload) -> Attend:
     """DeepSpeed-Ulysses (arXiv 2309.14509): every rank gets all tokens of some heads, calls one kernel, and gives the
     tokens back. Contiguous order. Raises Impossible where heads do not divide among the ranks."""
     if workload.shape.kv % workload.world:
@@ -74,7 +79,7 @@ def all_to_all(workload: Workload, inputs: Inputs) -> Contender:
         out: Tensor = _Exchanged.apply(fused.attention(query, key, value, workload.scale, True)[0], False)
         return out
 
-    return Contender.of(attend, inputs, capturable=True)
+    return attend
 
 
 class _Exchanged(torch.autograd.Function):

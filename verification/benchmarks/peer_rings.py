@@ -6,17 +6,18 @@ ring-flash-attn calls flash_attn, for which `fused` stands in; torch's context_p
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from verification.benchmarks import fused
 from verification.benchmarks.baselines import Impossible
-from verification.benchmarks.contender import Contender, Inputs
+from verification.benchmarks.contender import Attend, Contender, Inputs
 from verification.benchmarks.workload import Workload
 from verification.peers.adapters import context_parallel as torch_adapter
 from verification.peers.adapters import flash_attn_shim, ring_flash_attn
@@ -52,21 +53,39 @@ def flash_backward(
 @contextmanager
 def zigzag(workload: Workload, inputs: Inputs) -> Iterator[Contender]:
     """ring-flash-attn's zigzag ring. Raises Impossible where it is not installed, or cannot be imported."""
+    attend = zigzag_attend(workload)
+    with zigzag_kernels():
+        yield Contender.of(attend, inputs)
+
+
+def zigzag_attend(workload: Workload) -> Attend:
+    """To be called within `zigzag_kernels`, backward too. Raises Impossible as `zigzag` does."""
+    function = _zigzag_module().zigzag_ring_flash_attn_func
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return cast(Tensor, function(q, k, v, causal=True, softmax_scale=workload.scale))
+
+    return attend
+
+
+@contextmanager
+def zigzag_kernels() -> Iterator[None]:
+    """Inside, ring-flash-attn's zigzag ring calls the kernels of the baselines."""
+    module = _zigzag_module()
+    before = module._flash_attn_forward, module._flash_attn_backward
+    module._flash_attn_forward, module._flash_attn_backward = flash_forward, flash_backward
+    try:
+        yield
+    finally:
+        module._flash_attn_forward, module._flash_attn_backward = before
+
+
+def _zigzag_module() -> Any:
     try:
         ring_flash_attn.prepare()
     except (Refused, ImportError) as error:
         raise Impossible(f"ring-flash-attn cannot be run: {error}") from error
-    module: Any = importlib.import_module(f"{ring_flash_attn.PACKAGE}.zigzag_ring_flash_attn")
-    before = module._flash_attn_forward, module._flash_attn_backward
-    module._flash_attn_forward, module._flash_attn_backward = flash_forward, flash_backward
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return cast(Tensor, module.zigzag_ring_flash_attn_func(q, k, v, causal=True, softmax_scale=workload.scale))
-
-    try:
-        yield Contender.of(attend, inputs)
-    finally:
-        module._flash_attn_forward, module._flash_attn_backward = before
+    return importlib.import_module(f"{ring_flash_attn.PACKAGE}.zigzag_ring_flash_attn")
 
 
 @contextmanager
@@ -75,30 +94,53 @@ def context_parallel(workload: Workload, inputs: Inputs, rotation: str) -> Itera
 
     It needs as many key/value heads as query heads, so keys and values are expanded before; that is not timed.
     """
-    if inputs[0].device.type != "cuda":
+    q, k, v, dout = inputs
+    inside = context_parallel_kernels(workload, q.device, rotation)
+    share = workload.shape.query // workload.shape.kv
+    expanded = [x.detach().repeat_interleave(share, dim=2) for x in (k, v)]
+    own: Inputs = (_heads_first(q), _heads_first(expanded[0]), _heads_first(expanded[1]), _heads_first(dout).detach())
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return heads_first_attention(query, key, value, workload.scale)
+
+    with inside:
+        note = f"keys and values expanded to {workload.shape.query} heads" if share > 1 else ""
+        yield Contender.of(attend, own, note=note)
+
+
+def heads_first_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """(B, H, N, D), causal, as torch's own function has it at the moment."""
+    # Looked up here: context_parallel replaces it in its module, and the old function sees this rank's shard only.
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+
+
+def context_parallel_kernels(workload: Workload, device: torch.device, rotation: str) -> AbstractContextManager[None]:
+    """Inside, torch's attention is that of all ranks, by cuDNN's kernel. Raises Impossible as `context_parallel` does,
+    at once."""
+    if device.type != "cuda":
         raise Impossible("torch's context_parallel has kernels on GPUs only")
     try:
         module = importlib.import_module(torch_adapter.MODULE)
         entered, rotate = module.context_parallel, module.set_rotate_method
     except (ImportError, AttributeError) as error:
         raise Impossible(f"torch {torch.__version__} has no context_parallel as known here: {error}") from error
-    share = workload.shape.query // workload.shape.kv
-    q, k, v, dout = inputs
-    expanded = [x.detach().repeat_interleave(share, dim=2) for x in (k, v)]
-    own: Inputs = (_heads_first(q), _heads_first(expanded[0]), _heads_first(expanded[1]), _heads_first(dout).detach())
-    mesh = init_device_mesh("cuda", (workload.world,), mesh_dim_names=("cp",))
-    positions = torch.arange(workload.total, device=q.device).unsqueeze(0)
-    rotate(rotation)
+    return _in_context_parallel(workload, device, partial(rotate, rotation), entered)
 
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        # Looked up here: context_parallel replaces it in its module, and the old function sees this rank's shard only.
-        attention = torch.nn.functional.scaled_dot_product_attention
-        return attention(query, key, value, is_causal=True, scale=workload.scale)
 
+@contextmanager
+def _in_context_parallel(
+    workload: Workload, device: torch.device, rotate: Callable[[], None], entered: Callable[..., Any]
+) -> Iterator[None]:
+    positions = torch.arange(workload.total, device=device).unsqueeze(0)  # it must be given something to shard
+    rotate()
     chosen = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION)
-    with chosen, entered(mesh, buffers=[positions], buffer_seq_dims=[1]):
-        note = f"keys and values expanded to {workload.shape.query} heads" if share > 1 else ""
-        yield Contender.of(attend, own, note=note)
+    with chosen, entered(_mesh(workload.world), buffers=[positions], buffer_seq_dims=[1]):
+        yield
+
+
+@lru_cache(maxsize=1)
+def _mesh(world: int) -> DeviceMesh:
+    return init_device_mesh("cuda", (world,), mesh_dim_names=("cp",))
 
 
 def _heads_first(x: Tensor) -> Tensor:

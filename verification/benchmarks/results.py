@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 import textwrap
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,21 +48,25 @@ COLUMNS = {
 }
 
 
-def described_run(device: torch.device, world: int) -> dict[str, Any]:
-    """`provenance.surroundings`, and the version of what `--peers` runs."""
-    command = f"torchrun --nproc-per-node={world} scripts/bench_ring.py {shlex.join(sys.argv[1:])}".rstrip()
+def described_run(device: torch.device, world: int, script: str = "bench_ring.py") -> dict[str, Any]:
+    """`provenance.surroundings`, and the version of what peers run."""
+    command = f"torchrun --nproc-per-node={world} scripts/{script} {shlex.join(sys.argv[1:])}".rstrip()
     return surroundings(device.type, world, command) | {"ring-flash-attn": ring_flash_attn.zigzag.version}
 
 
 class BenchRecord:
     """Prints rows, and writes the file anew after each: if the run is interrupted, the file has all rows so far.
 
-    file: where the JSON goes, or None. speaks: whether this rank prints and writes: rank 0 alone does.
+    file: where the JSON goes, or None. speaks: whether this rank prints and writes: rank 0 alone does. shown: a row as
+    it is printed, by default `line`.
     """
 
-    def __init__(self, surroundings: dict[str, Any], file: Path | None, speaks: bool) -> None:
+    def __init__(
+        self, surroundings: dict[str, Any], file: Path | None, speaks: bool,
+        shown: Callable[[dict[str, Any]], str] | None = None,
+    ) -> None:  # fmt: skip
         self.content: dict[str, Any] = {**surroundings, "rows": []}
-        self._file, self._speaks = file, speaks
+        self._file, self._speaks, self._shown = file, speaks, shown or line
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -72,7 +77,7 @@ class BenchRecord:
         self.rows.append(row)
         if not self._speaks:
             return
-        print(line(row), flush=True)
+        print(self._shown(row), flush=True)
         if self._file is not None:
             new = self._file.with_name(f"{self._file.name}.new")
             new.write_text(json.dumps(self.content, indent=1) + "\n")
@@ -85,10 +90,10 @@ def line(row: dict[str, Any]) -> str:
     return "  ".join(text for text in shown if not text.endswith("=None"))
 
 
-def columns() -> str:
+def columns(meanings: Mapping[str, str] = COLUMNS) -> str:
     """What every column of a row means, in a line or two each."""
     found = ["columns of a row; one that does not apply is not printed:"]
-    for name, meaning in COLUMNS.items():
+    for name, meaning in meanings.items():
         found += textwrap.wrap(meaning, 116, initial_indent=f"  {name:<19}", subsequent_indent=" " * 21)
     return "\n".join(found)
 

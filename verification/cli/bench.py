@@ -155,7 +155,7 @@ def check_place(device: str) -> None:
     """Raises SystemExit if torchrun did not start this process, or if there are too few GPUs."""
     missing = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR") if name not in os.environ]
     if missing:
-        stop(f"{', '.join(missing)} not set: start it with torchrun --nproc-per-node=P scripts/bench_ring.py")
+        stop(f"{', '.join(missing)} not set: start it with torchrun --nproc-per-node=P {sys.argv[0]}")
     if device == "cpu":
         torch.set_num_threads(1)
         return
