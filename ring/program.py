@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -50,6 +51,11 @@ class Program:
     """The kernel calls by arrival: those with the rank's own keys, then those of each step."""
 
     arrivals: tuple[tuple[KernelCall, ...], ...]
+
+    @cached_property
+    def batched(self) -> bool:
+        """Whether fused kernels on GPUs take all calls."""
+        return all(call.batched for calls in self.arrivals for call in calls)
 
     def __str__(self) -> str:
         lines = []

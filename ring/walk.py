@@ -2,32 +2,37 @@
 
     Pattern -> Layout -> Plan -> Program -> Exchange -> Kernel -> Accumulator -> output
 
+On GPUs a short call that comes again is replayed as a CUDA graph (`ring.compute.gpu.replay`).
+
 Every partial result is (rows, out, lse), whatever the branch, the source rank, the step or the bucket, and is merged
 into one accumulator per query row. The backward of a partial takes its own q, k, v and the global out and lse.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
 from ring.agreement import Call, CallSetting
 from ring.budget import default_bucket, default_own
 from ring.caching.bounded import Bounded
+from ring.comm import buffer_memory
 from ring.comm.calls import NumberedCall
 from ring.comm.exchange import Arrival, Exchange
 from ring.comm.process_group import ProcessGroupTransport
-from ring.comm.symmetric_memory import transport_of
+from ring.comm.symmetric_memory import can_be_captured, transport_of
 from ring.comm.transport import Transport
-from ring.compute import kernels
+from ring.compute import kernel_counts, kernels
 from ring.compute.accumulator import Accumulator, OutputMerge, Sum, TensorSum, lse_view
+from ring.compute.gpu import replay
 from ring.compute.math_kernel import SavedRows
 from ring.plan.plan import Plan, plan_of
 from ring.precision import accumulator_dtype
-from ring.program import KernelCall, Programs
+from ring.program import KernelCall, Program, Programs
 from ring.strided_view import GradientSum, StridedView
 
 _NOTHING = nullcontext()
@@ -63,10 +68,31 @@ def _plan(call: Call, rank: int) -> Plan:
 
 
 def forward(walk: Walk, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse): like q, and (B, H, N) in the accumulator's type."""
+    batch, tokens, heads, _ = q.shape
+    program = walk.programs.forward
+    posting = _NOTHING if walk.transport.world_size == 1 else walk.numbered.calls.posting(walk.numbered.forward)
+    if not (q.is_cuda and _is_replayed(walk, program, q)):
+        return _forward(walk, program, posting, q, k, v)
+    results = ((q.shape, q.dtype), ((batch, heads, tokens), accumulator_dtype(q.dtype)))
+    compute = partial(_forward, walk, program, _NOTHING, q, k, v)
+    with posting:
+        out, lse = replay.replayed((program, walk.transport), (q, k, v), results, compute)
+    return out, lse
+
+
+def _forward(
+    walk: Walk,
+    program: Program,
+    posting: AbstractContextManager[object],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
     accumulator, queries, scale = accumulator_for(q), StridedView(q), walk.programs.scale
-    with _NOTHING if walk.transport.world_size == 1 else walk.numbered.calls.posting(walk.numbered.forward):
+    with posting:
         exchange = Exchange(walk.programs.plan, walk.transport, k, v)
-        for arrival, calls in zip(exchange.arrivals(), walk.programs.forward.arrivals, strict=True):
+        for arrival, calls in zip(exchange.arrivals(), program.arrivals, strict=True):
             for call in calls:
                 tile, view = call.tile, StridedView.batched if call.batched else StridedView.view
                 query = view(queries, tile.query_rows, tile.query_heads)
@@ -86,13 +112,32 @@ def backward(
     lse: torch.Tensor,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
+) -> Sequence[torch.Tensor]:
+    """(dq, dk, dv), like q, k, v."""
+    repeatable = q.is_cuda and torch.are_deterministic_algorithms_enabled()  # on CPUs all kernels are
+    program = walk.programs.backward(q, dlse is not None, repeatable)
+    given = (q, k, v, out, lse, dout)
+    posting = _NOTHING if walk.transport.world_size == 1 else walk.numbered.calls.posting(walk.numbered.begun_backward)
+    if not (q.is_cuda and _is_replayed(walk, program, q)):
+        return _backward(walk, program, posting, given, dlse)
+    results = tuple((x.shape, q.dtype) for x in (q, k, v))
+    compute = partial(_backward, walk, program, _NOTHING, given, dlse)
+    with posting:
+        return replay.replayed((program, walk.transport), given, results, compute)
+
+
+def _backward(
+    walk: Walk,
+    program: Program,
+    posting: AbstractContextManager[object],
+    given: tuple[torch.Tensor, ...],
+    dlse: torch.Tensor | None,
 ) -> list[torch.Tensor]:
+    q, k, v, out, lse, dout = given
     sums = sums_of(q)
     dq, dk, dv = sums(q), sums(k), sums(v)
     rows = _QueryRows(StridedView(q), StridedView(dout), StridedView(out), lse_view(lse), dlse, dq)
-    repeatable = q.is_cuda and torch.are_deterministic_algorithms_enabled()  # on CPUs all kernels are
-    program = walk.programs.backward(q, dlse is not None, repeatable)
-    with _NOTHING if walk.transport.world_size == 1 else walk.numbered.calls.posting(walk.numbered.begun_backward):
+    with posting:
         exchange = Exchange(walk.programs.plan, walk.transport, k, v)
         for arrival, calls in zip(exchange.round_trips(dk, dv), program.arrivals, strict=True):
             for call in calls:
@@ -144,6 +189,15 @@ def _add_gradients(walk: Walk, call: KernelCall, arrival: Arrival, rows: _QueryR
 def best_for(q: torch.Tensor, transport: Transport) -> Transport:
     """The fastest way over the same group between tensors like q. On GPUs the first call is collective."""
     return transport_of(transport.group) if q.is_cuda and isinstance(transport, ProcessGroupTransport) else transport
+
+
+def _is_replayed(walk: Walk, program: Program, q: torch.Tensor) -> bool:
+    """Whether a graph may take the place of the call, which is on a GPU: it is short, all by fused kernels and without
+    messages of NCCL's, and nobody captures it or counts what it does.
+    """
+    if not (program.batched and q.nbytes <= replay.MOST_BYTES and can_be_captured(walk.transport)):
+        return False
+    return not (kernel_counts.counting() or buffer_memory.measuring() or torch.cuda.is_current_stream_capturing())
 
 
 def accumulator_for(query: torch.Tensor) -> OutputMerge:

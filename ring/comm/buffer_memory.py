@@ -45,3 +45,8 @@ def count(transport: Transport, size: int) -> None:
     for found in _measures:
         if found.transport in (None, transport):
             found.add(size)
+
+
+def measuring() -> bool:
+    """Whether anybody measures."""
+    return bool(_measures)

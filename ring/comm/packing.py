@@ -15,13 +15,12 @@ import torch
 import triton
 import triton.language as tl
 
+from ring.caching.captured import keep
 from ring.caching.launcher import Launcher
 from ring.plan.plan import SlotMap
 from ring.plan.ranges import Ints
 
 _SLOTS, _WARPS = 32, 4  # of a program
-
-_captured: list[torch.Tensor] = []  # tables that captured graphs read at every replay
 
 
 @triton.jit
@@ -49,7 +48,7 @@ def pack(gathers: tuple[SlotMap, ...], k: torch.Tensor, v: torch.Tensor, send_bu
     begins = k.data_ptr() % 16, v.data_ptr() % 16, send_buffer.data_ptr() % 16
     packing = _packing(gathers, k.device, k.dtype, k.shape, k.stride(), v.stride(), begins)
     if torch.cuda.is_current_stream_capturing():
-        _captured.append(packing.table)
+        keep(packing.table)
     packing.launch(packing.table, k, v, send_buffer)
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ring.comm import signals
 from ring.comm.meeting import Copy, Flags, Meeting, Owner, Reader, Streams
 from ring.comm.process_group import ProcessGroupTransport, backends_of
-from ring.comm.transport import Message, Nothing, Outgoing, Pending, all_gather_json
+from ring.comm.transport import Message, Nothing, Outgoing, Pending, SoloTransport, Transport, all_gather_json
 
 _ALIGNMENT = 256  # bytes at which a buffer begins
 _rendezvous = 0  # of this process, in all groups
@@ -63,12 +63,14 @@ class SymmetricTransport(ProcessGroupTransport):
         self._current = torch.cuda.current_stream()  # of the call
         self._routes: dict[Hashable, _Route] = {}
         self._route: _Route | None = None
+        self.by_nccl = False  # some kind of call
         self._pools: list[_SharedMemory] = []  # all that there ever were: a captured graph may use any
 
     def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
         """The first call of a kind is collective, and no other; so the key must be the same on all ranks."""
         if key not in self._routes:
             self._routes[key] = self._new_route(outgoing())
+            self.by_nccl |= self._routes[key].by_nccl
         self._route = self._routes[key]
         self._current = torch.cuda.current_stream(self._streams.side.device)  # without a device torch asks for it
 
@@ -169,6 +171,13 @@ class SymmetricTransport(ProcessGroupTransport):
             flags = Flags(self.rank, begins)
             self._pools.append(_SharedMemory(whole[front:], [begin + front for begin in begins], flags, handle))
         return self._pools[-1]
+
+
+def can_be_captured(transport: Transport) -> bool:
+    """Whether a call over it may be captured without its user's knowledge: no message is NCCL's, and none CPUs'."""
+    if isinstance(transport, SymmetricTransport):
+        return not transport.by_nccl
+    return isinstance(transport, SoloTransport)
 
 
 _transports: dict[dist.ProcessGroup, ProcessGroupTransport] = {}

@@ -29,3 +29,8 @@ def count(name: str) -> None:
     """A kernel of that name is called."""
     for counter in _counters:
         counter[name] += 1
+
+
+def counting() -> bool:
+    """Whether anybody counts."""
+    return bool(_counters)

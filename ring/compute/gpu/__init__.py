@@ -1,1 +1,1 @@
-"""The merge on GPUs: partial results are kept, and combined in one pass."""
+"""What GPUs have of their own: the merge, in which partial results are combined in one pass, and replays of calls."""

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from ring.caching.bounded import Bounded
+from ring.caching.captured import keep
 from ring.caching.launcher import Launcher
 from ring.compute.gpu.entries import Field, entries_of
 from ring.compute.gpu.parts import Part, is_aligned
@@ -29,8 +30,6 @@ _ROWS, _WARPS = 32, 4  # rows, and warps, of a program
 _KINDS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 _MERGES, _TABLES = 256, 64  # kept: prepared merges, and of each the tables by address
-
-_captured: list[torch.Tensor] = []  # host copies of entries that captured graphs read again at every replay
 
 
 def _column(field: Field) -> tl.constexpr:
@@ -309,7 +308,7 @@ def _captured_copy(table: Ints, device: torch.device, since: torch.cuda.Event) -
     kernel: in a short call it would keep the kernels behind it waiting.
     """
     host = torch.from_numpy(table).pin_memory()
-    _captured.append(host)
+    keep(host)
     current, other = torch.cuda.current_stream(), _beside(device)
     other.wait_event(since)
     with torch.cuda.stream(other):
