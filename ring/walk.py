@@ -75,7 +75,7 @@ def forward(walk: Walk, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tu
     if not (q.is_cuda and _is_replayed(walk, program, q)):
         return _forward(walk, program, posting, q, k, v)
     results = ((q.shape, q.dtype), ((batch, heads, tokens), accumulator_dtype(q.dtype)))
-    compute = partial(_forward, walk, program, _NOTHING, q, k, v)
+    compute = partial(_forward, walk, program, _NOTHING)
     with posting:
         out, lse = replay.replayed((program, walk.transport), (q, k, v), results, compute)
     return out, lse
@@ -119,9 +119,9 @@ def backward(
     given = (q, k, v, out, lse, dout)
     posting = _NOTHING if walk.transport.world_size == 1 else walk.numbered.calls.posting(walk.numbered.begun_backward)
     if not (q.is_cuda and _is_replayed(walk, program, q)):
-        return _backward(walk, program, posting, given, dlse)
+        return _backward(walk, program, posting, dlse, *given)
     results = tuple((x.shape, q.dtype) for x in (q, k, v))
-    compute = partial(_backward, walk, program, _NOTHING, given, dlse)
+    compute = partial(_backward, walk, program, _NOTHING, dlse)
     with posting:
         return replay.replayed((program, walk.transport), given, results, compute)
 
@@ -130,8 +130,8 @@ def _backward(
     walk: Walk,
     program: Program,
     posting: AbstractContextManager[object],
-    given: tuple[torch.Tensor, ...],
     dlse: torch.Tensor | None,
+    *given: torch.Tensor,
 ) -> list[torch.Tensor]:
     q, k, v, out, lse, dout = given
     sums = sums_of(q)

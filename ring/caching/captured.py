@@ -9,13 +9,13 @@ from contextlib import contextmanager
 _for_ever: list[object] = []  # by graphs of the user's, of whose end nothing is known here
 
 
-class _Kept(threading.local):
+class _OfThread(threading.local):
     """Of the graph that this thread captures."""
 
     found: list[object] | None = None
 
 
-_kept = _Kept()
+_kept = _OfThread()
 
 
 def keep(what: object) -> None:

@@ -6,7 +6,6 @@ python -m pytest tests/ring/test_on_gpu.py
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -381,83 +380,3 @@ def test_a_group_made_without_the_name_of_a_backend_is_used_from_a_gpu() -> None
         assert isinstance(out, torch.Tensor) and torch.equal(out, on_cpu)
     finally:
         dist.destroy_process_group()
-
-
-def attended(tensors: Sequence[torch.Tensor], dout: torch.Tensor, **settings: Any) -> tuple[torch.Tensor, ...]:
-    """Output and gradients of a call whose tensors stay where they are."""
-    q, k, v = (x.requires_grad_() for x in tensors)
-    n = q.shape[1]
-    out = ring_attention(q, k, v, Pattern.longnet([64, 256], [1, 4], 8, True), Layout.contiguous(n, 1), **settings)
-    assert isinstance(out, torch.Tensor)
-    return out, *torch.autograd.grad(out, (q, k, v), dout)
-
-
-@pytest.fixture
-def repeatable() -> Iterator[None]:
-    """Sums come in the same order in every run, and what nobody has written is NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.usefixtures("repeatable")
-def test_a_call_that_comes_again_is_replayed_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its numbers are those of its tensors as they are then, and what it returned before stays."""
-    from ring.compute.gpu import replay
-
-    torch.manual_seed(4)
-    replay._replays.clear()
-    q, k, v, dout = (torch.randn(1, 512, h, 64, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2, 8))
-    replays = []
-    kept = []
-    for turn in range(12):
-        with torch.no_grad():
-            for x in (q, k, v, dout):
-                x.copy_(torch.randn_like(x))
-        found = attended((q, k, v), dout)
-        if turn in (5, 8):
-            kept.append((found, [x.clone() for x in found]))  # its memory is not taken by the next ones
-        with monkeypatch.context() as patched:
-            patched.setattr(replay, "MOST_BYTES", 0)
-            plain = attended((q, k, v), dout)
-        assert all(torch.equal(x, y) for x, y in zip(found, plain, strict=True)), turn
-        replays.append(len(replay._replays))
-        del found, plain  # else the next ones would lie elsewhere
-    assert replays[0] == 0 and replays[-1] >= 2, replays
-    assert all(torch.equal(x, y) for found, copies in kept for x, y in zip(found, copies, strict=True))
-
-
-@pytest.mark.usefixtures("repeatable")
-def test_what_is_replayed_is_what_was_asked_for() -> None:
-    """Calls whose tensors lie at the same places, and which differ in something else."""
-    from ring.compute.gpu import replay
-
-    torch.manual_seed(5)
-    replay._replays.clear()
-    q, k, v, dout = (torch.randn(1, 512, h, 64, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2, 8))
-    settings: tuple[dict[str, Any], ...] = ({}, {"scale": 0.5}, {"kernel": "flash"}, {"bucket": 100})
-    for number, one in enumerate(settings, start=1):
-        for _ in range(6):
-            found = attended((q, k, v), dout, **one)
-            copies = [x.clone() for x in found]
-            del found  # else the next one would lie elsewhere
-        with picked_kernels():  # whoever counts kernels sees plain calls
-            plain = attended((q, k, v), dout, **one)
-        assert all(torch.equal(x, y) for x, y in zip(copies, plain, strict=True)), one
-        del plain, copies
-        assert len(replay._replays) >= 2 * number
-
-
-def test_long_calls_and_calls_that_never_come_again_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ring.compute.gpu import replay
-
-    replay._replays.clear()
-    kept = [torch.randn(1, 256, 8, 64, device="cuda", dtype=torch.bfloat16) for _ in range(24)]
-    for number in range(6):
-        q, k, v, dout = kept[4 * number : 4 * number + 4]
-        attended((q, k, v), dout)
-    assert not replay._replays
-    monkeypatch.setattr(replay, "MOST_BYTES", 256 * 8 * 64 * 2 - 1)
-    for _ in range(6):
-        attended(kept[:3], kept[3])
-    assert not replay._replays

@@ -1,11 +1,11 @@
 """Replays calls on GPUs as CUDA graphs, so that a short one costs the host a launch instead of some hundred operations.
 
-A training step makes the same calls again and again, and the allocator gives their tensors the places that they had in
-the step before. So a call is known by what is computed and by the addresses of its tensors. When it comes the second
-time it is captured in a graph, from then on the graph is replayed. A call that never comes again is never captured.
+A model makes the same call in every layer and in every step. When it has come some times it is captured in a graph;
+from then on its tensors are copied to where the graph reads them, the graph is replayed, and what it wrote is copied
+out. So one graph serves all calls of a setting, wherever their tensors lie, and a setting that hardly ever comes is
+never captured.
 
-Graphs are captured with the memory of one call, which all graphs of a stream share: they run one after the other there,
-and what is to stay is copied out of it, within the graph.
+All graphs of a stream read and write the same memory, since they run one after the other there: what one call takes.
 """
 
 from __future__ import annotations
@@ -19,72 +19,92 @@ import torch
 from ring.caching.bounded import Bounded
 from ring.caching.captured import kept_for_one_graph
 
-# Bytes of queries up to which a call is replayed. Longer ones keep the GPU busy for longer than they take the host, and
-# would hold several times their bytes in the graphs' memory. 0: nothing is replayed.
-MOST_BYTES = 2**25
-_GRAPHS, _SEEN = 512, 4096
+# Bytes of queries up to which a call is replayed. Longer ones keep the GPU busy for longer than they take the host, so
+# that the copies cost more than they save. 0: nothing is replayed.
+MOST_BYTES = 2**24
+BEFORE = 8  # calls of a setting before it is captured, which takes as long as some such calls
+_GRAPHS, _SEEN = 128, 1024
+_ALIGNMENT = 512  # bytes at which tensors begin, as those of the allocator do
 
 Tensors = Sequence[torch.Tensor]
+Form = tuple[Sequence[int], torch.dtype]  # of a tensor
 
 
 class _Replay(NamedTuple):
     graph: Any  # torch.cuda.CUDAGraph
-    reads: list[object]  # what must be there as long as the graph
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+    reads: list[object]  # what else must be there as long as the graph
 
 
-class _Place(NamedTuple):
-    """Where calls of one stream are captured."""
+class _StreamMemory:
+    """Where the graphs of one stream are captured, and what they read and write."""
 
-    stream: torch.cuda.Stream
-    pool: Any
+    def __init__(self, device: torch.device) -> None:
+        self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def take(self, forms: Sequence[Form]) -> list[torch.Tensor]:
+        """Tensors side by side. Larger memory takes the place of a smaller one, which the graphs before go on to use;
+        at twice the size, so that all of it is less than twice the last.
+        """
+        sizes = [dtype.itemsize * torch.Size(shape).numel() for shape, dtype in forms]
+        begins = [0]
+        for size in sizes:
+            begins.append(begins[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
+        if begins[-1] > self._memory.numel():
+            most = max(begins[-1], 2 * self._memory.numel())
+            self._memory = torch.empty(most, dtype=torch.uint8, device=self._memory.device)
+        places = zip(begins, sizes, forms, strict=False)
+        return [self._memory[at : at + size].view(dtype).view(*shape) for at, size, (shape, dtype) in places]
 
 
-_seen: Bounded[Hashable, bool] = Bounded(_SEEN)
+_seen: Bounded[Hashable, int] = Bounded(_SEEN)
 _replays: Bounded[Hashable, _Replay] = Bounded(_GRAPHS)
 
 
-def replayed(
-    what: Hashable,
-    inputs: Tensors,
-    results: Sequence[tuple[Sequence[int], torch.dtype]],
-    compute: Callable[[], Tensors],
-) -> Tensors:
-    """What `compute` returns, computed by it or by a graph of it.
+def replayed(what: Hashable, inputs: Tensors, results: Sequence[Form], compute: Callable[..., Tensors]) -> Tensors:
+    """compute(*inputs), computed by it or by a graph of it.
 
-    what: all that decides what is computed, and by which streams; inputs: the tensors that it reads; results: shapes
+    what: all that decides what is computed, of tensors of which shapes and types, and by which streams; results: shapes
     and types of what it returns.
     """
-    device = inputs[0].device
-    found = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in results]
-    stream = torch.cuda.current_stream(device)
-    key = what, stream.cuda_stream, *[(x.data_ptr(), x.stride()) for x in (*inputs, *found)]
+    stream = torch.cuda.current_stream(inputs[0].device)
+    key = what, stream.cuda_stream
     replay = _replays.get(key)
     if replay is None:
-        if key not in _seen:
-            _seen.keep(key, True)
-            return compute()
-        replay = _replays.keep(key, _captured(compute, found, stream))
+        seen = _seen.keep(key, _seen.get(key, 0) + 1)
+        if seen <= BEFORE:
+            return compute(*inputs)
+        replay = _replays.keep(key, _captured(compute, inputs, results, stream))
+    torch._foreach_copy_(replay.inputs, list(inputs))
     replay.graph.replay()
+    found = [torch.empty_like(x) for x in replay.outputs]
+    torch._foreach_copy_(found, replay.outputs)
     return found
 
 
-def _captured(compute: Callable[[], Tensors], outputs: Tensors, current: torch.cuda.Stream) -> _Replay:
-    """A graph that computes it and writes it to the outputs."""
-    place = _place(current.device, current.cuda_stream)
+@torch.inference_mode(False)  # else only inference could use it
+def _captured(
+    compute: Callable[..., Tensors], inputs: Tensors, results: Sequence[Form], current: torch.cuda.Stream
+) -> _Replay:
+    place = _memory_of(current.device, current.cuda_stream)
+    taken = place.take([*((x.shape, x.dtype) for x in inputs), *results])
+    own, outputs = taken[: len(inputs)], taken[len(inputs) :]
     graph = torch.cuda.CUDAGraph()
     place.stream.wait_stream(current)
-    with kept_for_one_graph() as reads, torch.cuda.stream(place.stream):
+    with kept_for_one_graph() as reads, torch.no_grad(), torch.cuda.stream(place.stream):
         # Threads that have nothing to do with this call may go on, with what a capture elsewhere would not allow.
         graph.capture_begin(place.pool, "thread_local")
         try:
-            for to, found in zip(outputs, compute(), strict=True):
+            for to, found in zip(outputs, compute(*own), strict=True):
                 to.copy_(found)
         finally:
             graph.capture_end()
     current.wait_stream(place.stream)
-    return _Replay(graph, reads)
+    return _Replay(graph, own, outputs, reads)
 
 
 @lru_cache(maxsize=64)
-def _place(device: torch.device, stream: int) -> _Place:
-    return _Place(torch.cuda.Stream(device), torch.cuda.graph_pool_handle())
+def _memory_of(device: torch.device, stream: int) -> _StreamMemory:
+    return _StreamMemory(device)

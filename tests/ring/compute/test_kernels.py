@@ -362,8 +362,7 @@ def test_tiles_for_gpus_begin_where_wide_loads_may(name: str) -> None:
     x = views_of_a_tile()[name]
     found = batched(x)
     assert torch.equal(found, x.reshape(found.shape))
-    assert found.data_ptr() % 16 == 0
-    assert found.stride(3) == 1
+    assert found.data_ptr() % 16 == 0 and found.stride(3) == 1
     assert all(2 * found.stride(i) % 16 == 0 for i in range(3))  # also where there is one: strides are taken at word
     assert all(found.stride(i) for i in range(4))
 
