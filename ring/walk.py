@@ -10,7 +10,7 @@ into one accumulator per query row. The backward of a partial takes its own q, k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -77,7 +77,7 @@ def forward(walk: Walk, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tu
     results = ((q.shape, q.dtype), ((batch, heads, tokens), accumulator_dtype(q.dtype)))
     compute = partial(_forward, walk, program, _NOTHING)
     with posting:
-        out, lse = replay.replayed((program, walk.transport), (q, k, v), results, compute)
+        out, lse = replay.replayed(_what(walk, program), (q, k, v), results, compute)
     return out, lse
 
 
@@ -123,7 +123,7 @@ def backward(
     results = tuple((x.shape, q.dtype) for x in (q, k, v))
     compute = partial(_backward, walk, program, _NOTHING, dlse)
     with posting:
-        return replay.replayed((program, walk.transport), given, results, compute)
+        return replay.replayed(_what(walk, program), given, results, compute)
 
 
 def _backward(
@@ -189,6 +189,11 @@ def _add_gradients(walk: Walk, call: KernelCall, arrival: Arrival, rows: _QueryR
 def best_for(q: torch.Tensor, transport: Transport) -> Transport:
     """The fastest way over the same group between tensors like q. On GPUs the first call is collective."""
     return transport_of(transport.group) if q.is_cuda and isinstance(transport, ProcessGroupTransport) else transport
+
+
+def _what(walk: Walk, program: Program) -> Hashable:
+    """All but the tensors that decides what a graph does. Transports of one rank are alike, and may be new ones."""
+    return program, walk.transport if walk.transport.world_size > 1 else None
 
 
 def _is_replayed(walk: Walk, program: Program, q: torch.Tensor) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 
@@ -41,8 +42,17 @@ class _StreamMemory:
     """Where the graphs of one stream are captured, and what they read and write."""
 
     def __init__(self, device: torch.device) -> None:
-        self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(device)
+        self._pool, self._graphs = torch.cuda.graph_pool_handle(), WeakSet[Any]()
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def capture_in(self, graph: Any) -> None:
+        """Begin to capture a graph in the memory of those that are there. Torch gives it up with the last of them."""
+        if not self._graphs:
+            self._pool = torch.cuda.graph_pool_handle()
+        # Threads that have nothing to do with this call may go on, with what a capture elsewhere would not allow.
+        graph.capture_begin(self._pool, "thread_local")
+        self._graphs.add(graph)
 
     def take(self, forms: Sequence[Form]) -> list[torch.Tensor]:
         """Tensors side by side. Larger memory takes the place of a smaller one, which the graphs before go on to use;
@@ -88,20 +98,19 @@ def replayed(what: Hashable, inputs: Tensors, results: Sequence[Form], compute: 
 def _captured(
     compute: Callable[..., Tensors], inputs: Tensors, results: Sequence[Form], current: torch.cuda.Stream
 ) -> _Replay:
-    place = _memory_of(current.device, current.cuda_stream)
-    taken = place.take([*((x.shape, x.dtype) for x in inputs), *results])
+    memory = _memory_of(current.device, current.cuda_stream)
+    taken = memory.take([*((x.shape, x.dtype) for x in inputs), *results])
     own, outputs = taken[: len(inputs)], taken[len(inputs) :]
     graph = torch.cuda.CUDAGraph()
-    place.stream.wait_stream(current)
-    with kept_for_one_graph() as reads, torch.no_grad(), torch.cuda.stream(place.stream):
-        # Threads that have nothing to do with this call may go on, with what a capture elsewhere would not allow.
-        graph.capture_begin(place.pool, "thread_local")
+    memory.stream.wait_stream(current)
+    with kept_for_one_graph() as reads, torch.no_grad(), torch.cuda.stream(memory.stream):
+        memory.capture_in(graph)
         try:
             for to, found in zip(outputs, compute(*own), strict=True):
                 to.copy_(found)
         finally:
             graph.capture_end()
-    current.wait_stream(place.stream)
+    current.wait_stream(memory.stream)
     return _Replay(graph, own, outputs, reads)
 
 

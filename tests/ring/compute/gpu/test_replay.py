@@ -105,6 +105,18 @@ def test_long_calls_and_calls_of_changing_settings_are_not_captured(
     assert not graphs
 
 
+def test_calls_are_captured_anew_after_all_graphs_are_gone(graphs: dict[Any, Any]) -> None:
+    """Their memory is gone with them."""
+    *tensors, dout = random_tensors(512)
+    exact = plainly(tensors, dout)
+    for _ in range(2):
+        for _ in range(BEFORE + 2):
+            assert equal(attended(tensors, dout), exact)
+        assert len(graphs) == 2
+        graphs.clear()
+        torch.cuda.empty_cache()
+
+
 def test_a_stream_of_its_own_has_graphs_of_its_own(graphs: dict[Any, Any]) -> None:
     *tensors, dout = random_tensors(512)
     exact = plainly(tensors, dout)
