@@ -34,12 +34,7 @@ def attention(
     Query head h uses key/value head h // (Hq / Hk). Positions: int64 >= 0, (Nq,) and (Nk,), default 0, 1, ...
     scale: default D ** -0.5. NaN and inf propagate as IEEE arithmetic has it: a zero weight times NaN is NaN.
     Raises ValueError for shapes, positions or a pattern that do not fit."""
-    x = _Problem(q, k, v, pattern, q_positions, k_positions, scale)
-    out, lse = torch.zeros_like(x.q), x.q.new_zeros(x.q.shape[:-1])  # (B, Hq, Nq, D), (B, Hq, Nq)
-    for rows in x.blocks():
-        p, lse[:, :, rows], dead, _ = x.softmax(rows)
-        out[:, :, rows] = (p @ x.v).masked_fill(dead, 0.0)
-    return out.transpose(1, 2).contiguous(), lse
+    return _Problem(q, k, v, pattern, q_positions, k_positions, scale).attention()
 
 
 @torch.no_grad()
@@ -64,31 +59,25 @@ def gradients(
     alone, D_b = rowsum(dO * O_b) and dS = sum_b M_b * e^{s - lse} * (dO V^T - D_b + dlse)."""
     if weights not in ("attached", "detached"):
         raise ValueError(f"weights must be 'attached' or 'detached', got {weights!r}")
+    return _Problem(q, k, v, pattern, q_positions, k_positions, scale).gradients(dout, dlse, weights)
+
+
+@torch.no_grad()
+def attention_and_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern,
+    dout: Tensor,
+    dlse: Tensor | None = None,
+    *,
+    q_positions: Tensor | None = None,
+    k_positions: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """out, lse, dq, dk, dv: what `attention` and `gradients` give, which here share the softmax if it is one block."""
     x = _Problem(q, k, v, pattern, q_positions, k_positions, scale)
-    dlse = x.q.new_zeros(x.q.shape[:-1]) if dlse is None else dlse
-    for name, grad, shape in (("dout", dout, q.shape), ("dlse", dlse, x.q.shape[:-1])):
-        if grad.shape != shape:
-            raise ValueError(f"{name} must have the shape {tuple(shape)}, got {tuple(grad.shape)}")
-    dout, dlse = dout.double().transpose(1, 2), dlse.double().unsqueeze(-1)  # (B, Hq, Nq, D), (B, Hq, Nq, 1)
-    dq, dk, dv = torch.zeros_like(x.q), torch.zeros_like(x.k), torch.zeros_like(x.v)  # (B, Hq, N, D)
-    for rows in x.blocks():
-        p, _, dead, c = x.softmax(rows)
-        # A row that nothing selects passes no gradient on, whatever it is given (that of lse^2 is -inf there).
-        do, dl = dout[:, :, rows].masked_fill(dead, 0.0), dlse[:, :, rows].masked_fill(dead, 0.0)
-        dp = do @ x.v.mT  # (B, Hq, R, Nk)
-        if weights == "attached":
-            ds = p * (dp - (do * (p @ x.v)).sum(-1, keepdim=True) + dl)
-        else:
-            ds = torch.zeros_like(p)
-            for branch in pattern.branches:
-                share = p / c.clamp(min=1) * x.count(rows, Pattern((branch,), pattern.causal))
-                weight = share.sum(-1, keepdim=True)  # (B, Hq, R, 1), of this branch in the mixture
-                alone = share @ x.v / weight.masked_fill(weight == 0, 1.0)  # (B, Hq, R, D)
-                ds += share * (dp - (do * alone).sum(-1, keepdim=True) + dl)
-        dq[:, :, rows] = x.scale * (ds @ x.k).masked_fill(dead, 0.0)
-        dk += x.scale * (ds.mT @ x.q[:, :, rows])
-        dv += p.mT @ do
-    return dq.transpose(1, 2).contiguous(), x.fold(dk), x.fold(dv)
+    return (*x.attention(), *x.gradients(dout, dlse, "attached"))
 
 
 class _Problem:
@@ -113,12 +102,49 @@ class _Problem:
             raise ValueError(f"queries and keys differ in number and have no positions; got {shapes}")
         pattern.validate(q.shape[2])
         self.pattern, self.group = pattern, q.shape[2] // k.shape[2]
+        self._kept: tuple[slice, tuple[Tensor, Tensor, Tensor, Tensor]] | None = None
         self.scale = q.shape[3] ** -0.5 if scale is None else scale
         self.q_positions = _positions("q_positions", q_positions, q)
         self.k_positions = _positions("k_positions", k_positions, k)
         self.q, self.k, self.v = (t.double().transpose(1, 2) for t in (q, k, v))  # (B, H, N, D)
         if self.group > 1:
             self.k, self.v = (t.repeat_interleave(self.group, dim=1) for t in (self.k, self.v))
+
+    def attention(self) -> tuple[Tensor, Tensor]:
+        """As `attention` returns them."""
+        out, lse = torch.zeros_like(self.q), self.q.new_zeros(self.q.shape[:-1])  # (B, Hq, Nq, D), (B, Hq, Nq)
+        for rows in self.blocks():
+            p, lse[:, :, rows], dead, _ = self.softmax(rows)
+            out[:, :, rows] = (p @ self.v).masked_fill(dead, 0.0)
+        return out.transpose(1, 2).contiguous(), lse
+
+    def gradients(self, dout: Tensor, dlse: Tensor | None, weights: str) -> tuple[Tensor, Tensor, Tensor]:
+        """As `gradients` returns them."""
+        batch, heads, queries, dim = self.q.shape
+        dlse = self.q.new_zeros(self.q.shape[:-1]) if dlse is None else dlse
+        for name, grad, shape in (("dout", dout, (batch, queries, heads, dim)), ("dlse", dlse, self.q.shape[:-1])):
+            if grad.shape != shape:
+                raise ValueError(f"{name} must have the shape {tuple(shape)}, got {tuple(grad.shape)}")
+        dout, dlse = dout.double().transpose(1, 2), dlse.double().unsqueeze(-1)  # (B, Hq, Nq, D), (B, Hq, Nq, 1)
+        dq, dk, dv = torch.zeros_like(self.q), torch.zeros_like(self.k), torch.zeros_like(self.v)  # (B, Hq, N, D)
+        for rows in self.blocks():
+            p, _, dead, c = self.softmax(rows)
+            # A row that nothing selects passes no gradient on, whatever it is given (that of lse^2 is -inf there).
+            do, dl = dout[:, :, rows].masked_fill(dead, 0.0), dlse[:, :, rows].masked_fill(dead, 0.0)
+            dp = do @ self.v.mT  # (B, Hq, R, Nk)
+            if weights == "attached":
+                ds = p * (dp - (do * (p @ self.v)).sum(-1, keepdim=True) + dl)
+            else:
+                ds = torch.zeros_like(p)
+                for branch in self.pattern.branches:
+                    share = p / c.clamp(min=1) * self.count(rows, Pattern((branch,), self.pattern.causal))
+                    weight = share.sum(-1, keepdim=True)  # (B, Hq, R, 1), of this branch in the mixture
+                    alone = share @ self.v / weight.masked_fill(weight == 0, 1.0)  # (B, Hq, R, D)
+                    ds += share * (dp - (do * alone).sum(-1, keepdim=True) + dl)
+            dq[:, :, rows] = self.scale * (ds @ self.k).masked_fill(dead, 0.0)
+            dk += self.scale * (ds.mT @ self.q[:, :, rows])
+            dv += p.mT @ do
+        return dq.transpose(1, 2).contiguous(), self.fold(dk), self.fold(dv)
 
     def blocks(self) -> Iterator[slice]:
         batch, heads, queries, _ = self.q.shape
@@ -131,7 +157,13 @@ class _Problem:
         return multiplicity(pattern, self.q_positions[rows], self.k_positions, self.q.shape[1])
 
     def softmax(self, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """P (B, Hq, R, Nk), lse (B, Hq, R), the rows that nothing selects (Hq, R, 1), c (Hq, R, Nk)."""
+        """P (B, Hq, R, Nk), lse (B, Hq, R), the rows that nothing selects (Hq, R, 1), c (Hq, R, Nk). Kept until other
+        rows are asked for: of a short sequence, forward and backward ask for all of them."""
+        if self._kept is None or self._kept[0] != rows:
+            self._kept = rows, self._softmax(rows)
+        return self._kept[1]
+
+    def _softmax(self, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         c = self.count(rows, self.pattern)
         unseen = c == 0
         dead = unseen.all(-1, keepdim=True)

@@ -8,7 +8,7 @@ curve is built from its four quarters, not from the bits of an index; the bucket
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ class Shards:
     place: Ints
     holder: Ints
 
-    @property
+    @cached_property
     def counts(self) -> tuple[int, ...]:
         return tuple(len(held) for held in self.positions)
 

@@ -244,3 +244,12 @@ def test_bad_arguments_are_refused() -> None:
         gradients(*x.qkv, p, x.dout, x.dlse.transpose(1, 2)[:, :3])
     with pytest.raises(ValueError, match="weights must be"):
         gradients(*x.qkv, p, x.dout, weights="none")
+
+
+@pytest.mark.parametrize("elements", [2**26, 16 * 4 * 9 * 2])  # all rows are one block; two rows are
+def test_output_and_gradients_in_one_are_those_of_both(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(oracle, "BLOCK_ELEMENTS", elements)
+    x, pattern = example(9, 9, heads=4, kv_heads=2), PATTERNS["rate beyond the segment, dead rows"]
+    found = oracle.attention_and_gradients(x.q, x.k, x.v, pattern, x.dout, x.dlse)
+    wanted = *attention(x.q, x.k, x.v, pattern), *gradients(x.q, x.k, x.v, pattern, x.dout, x.dlse)
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))

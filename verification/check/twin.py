@@ -21,7 +21,7 @@ import torch
 from reference.arithmetic import Arithmetic, Counts, most_seen
 from reference.bounds import Array
 from reference.exact import QUANTITIES, Expectation, Inputs, evaluate
-from reference.oracle import attention, gradients
+from reference.oracle import attention_and_gradients
 from verification.case import Case
 from verification.failures import WrongResult
 from verification.run.observation import Observations
@@ -48,9 +48,8 @@ def by_the_oracle(inputs: Inputs) -> tuple[dict[str, Array], dict[str, Array]]:
     q, k, v, dout = (torch.from_numpy(x) for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
     dlse = None if inputs.dlse is None else torch.from_numpy(inputs.dlse)
     rows = None if inputs.rows is None else torch.from_numpy(inputs.rows)
-    out, lse = attention(q, k, v, inputs.pattern, q_positions=rows, scale=inputs.scale)
-    grads = gradients(q, k, v, inputs.pattern, dout, dlse, q_positions=rows, scale=inputs.scale)
-    results = {name: x.numpy() for name, x in zip(QUANTITIES, (out, lse, *grads), strict=True)}
+    found = attention_and_gradients(q, k, v, inputs.pattern, dout, dlse, q_positions=rows, scale=inputs.scale)
+    results = {name: x.numpy() for name, x in zip(QUANTITIES, found, strict=True)}
     counts = Counts(*most_seen(inputs.pattern, k.shape[1], inputs.heads, inputs.kv_heads))
     arithmetic = Arithmetic.of("float64", "math", q.shape[3], inputs.scale, counts)
     return results, evaluate(inputs, arithmetic).bound

@@ -129,7 +129,7 @@ _WITH_ANOTHER = ("no_grad", "backward", "between", "pipelined")  # runs that tak
 def attend(transport: Transport, case: Case, inputs: Tensors, how: str = "alike", meter: Meter | None = None) -> Pass:
     """ring_attention forward and backward on this rank's share of q, k, v, dout, dlse, watched by the meter if there is
     one. how: as a Case's `again`."""
-    group = bare(transport) if how == "group" else RecordingTransport(transport)
+    group: Transport | dist.ProcessGroup | None = bare(transport) if how == "group" else RecordingTransport(transport)
     incoming, others = inputs[3:], _negated(inputs) if how in _WITH_ANOTHER else ()
     call, there = _watched(lambda: RankCall.forward(group, case, inputs, how), group, meter)
     if how == "no_grad":
@@ -229,11 +229,13 @@ def bare(transport: Transport) -> Transport | dist.ProcessGroup | None:
     return transport
 
 
-def _watched(call: Callable[[], Result], group: object, meter: Meter | None) -> tuple[Result, _Leg]:
+def _watched(
+    call: Callable[[], Result], group: Transport | dist.ProcessGroup | None, meter: Meter | None
+) -> tuple[Result, _Leg]:
     """What a leg gave, and what it took."""
     log = group if isinstance(group, RecordingTransport) else None
     sent, received = (len(log.sent), len(log.received)) if log else (0, 0)
-    own = group if isinstance(group, Transport) else None
+    own = None if isinstance(group, dist.ProcessGroup) else group
     with measure(own) as buffers, meter or nullcontext():
         result = call()
     return result, _Leg(

@@ -83,7 +83,7 @@ class Meter(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **kwargs)
         results = func(*args, **kwargs)
-        for result in tree_leaves(results):
+        for result in (results,) if isinstance(results, Tensor) else tree_leaves(results):
             if isinstance(result, Tensor):
                 self.count(result)
         makes, multiplies = _kind(func)
