@@ -13,7 +13,7 @@ from reference.pattern import Branch
 from tests.support.training_cases import drawn_from
 from verification.report.coverage import Coverage
 from verification.training.drawing import training_cases
-from verification.training.training_case import TrainingCase
+from verification.training.training_case import CHECKPOINTING, WRAPPERS, TrainingCase
 from verification.training.training_coverage import TRAINING_GROUPS
 
 DRAWN = 300
@@ -47,13 +47,26 @@ def test_the_smallest_case_is_one_that_a_person_would_write() -> None:
     assert (case.wrapper, case.checkpointing, case.accumulation, case.steps) == ("none", "none", 1, 1)
     assert (case.dtype, case.optimiser, case.clipping, case.labels) == ("float64", "sgd", None, "all")
     assert (model.kind, model.layers, model.dim, model.heads, model.head_dim) == ("sdpa", 1, 4, 1, 2)
-    assert case.pattern.branches == (Branch(),) and case.handle == "recorded"
+    assert case.pattern.branches == (Branch(),) and (case.handle, case.compiled) == ("recorded", "no")
 
 
 def test_what_a_failure_needs_stays_and_the_rest_goes() -> None:
     case = smallest(lambda case: case.wrapper == "fsdp2" and case.model.tied and case.steps > 1)
     assert (case.wrapper, case.model.tied, case.steps) == ("fsdp2", True, 2)
     assert (case.data, case.checkpointing, case.accumulation, case.model.kind) == (1, "none", 1, "sdpa")
+
+
+def test_a_compiled_case_has_a_group_with_a_name_and_is_compiled_only_where_it_must_be() -> None:
+    case = smallest(lambda case: case.compiled != "no")
+    assert (case.compiled, case.handle, case.wrapper, case.checkpointing) == ("aot_eager", "group", "none", "none")
+    assert smallest(lambda case: case.handle == "mesh").compiled == "no"
+
+
+def test_compiled_steps_are_drawn_with_every_wrapper_and_every_recomputation() -> None:
+    drawn = [case for case in drawn_from(training_cases(4), 1000) if case.compiled != "no"]
+    assert len(drawn) > 1000 * 0.03
+    assert {case.wrapper for case in drawn} == set(WRAPPERS)
+    assert {case.checkpointing for case in drawn} == set(CHECKPOINTING)
 
 
 def _narrow_layer_norm(case: TrainingCase) -> bool:
