@@ -63,8 +63,8 @@ def test_a_compiled_case_has_a_group_with_a_name_and_is_compiled_only_where_it_m
 
 
 def test_compiled_steps_are_drawn_with_every_wrapper_and_every_recomputation() -> None:
-    drawn = [case for case in drawn_from(training_cases(4), 1000) if case.compiled != "no"]
-    assert len(drawn) > 1000 * 0.03
+    drawn = [case for world in (2, 4) for case in drawn_from(training_cases(world), DRAWN) if case.compiled != "no"]
+    assert len(drawn) > 2 * DRAWN * 0.03
     assert {case.wrapper for case in drawn} == set(WRAPPERS)
     assert {case.checkpointing for case in drawn} == set(CHECKPOINTING)
 
