@@ -38,7 +38,7 @@ _exchanges = st.sampled_from(("direct", "ring", "gather"))
 _handles = st.sampled_from(("recorded", "recorded", "recorded", "group", "mesh"))
 # To compile takes each rank seconds of a processor, a step hundredths: few TrainingCases are compiled. None by
 # "inductor", which takes longer still and has the same operators of ours in the same places.
-_compiled = st.sampled_from(("no",) * 15 + ("aot_eager",))
+_compiled = st.sampled_from(("no",) * 11 + ("aot_eager",))
 _named_handles = st.sampled_from(("group", "mesh"))
 _dtypes = st.sampled_from(("float64",) * 6 + ("float32", "bfloat16"))
 _wrappers = st.sampled_from(("none", "ddp", "fsdp2", "hsdp2"))
