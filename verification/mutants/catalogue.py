@@ -20,6 +20,7 @@ FOLDER = Path(__file__).with_name("defects")
 TOPICS = (
     "merge", "backward", "masks", "dilation", "diagonal", "communication", "process_groups", "numerics", "agreement",
     "keeping", "calls", "orders", "training_batches", "training_losses", "training_gradients", "training_modules",
+    "training_compiled",
 )  # fmt: skip
 
 

@@ -36,6 +36,10 @@ _arrangements = st.sampled_from(("contiguous", "strided"))
 _batches = st.sampled_from((1, 1, 2))
 _exchanges = st.sampled_from(("direct", "ring", "gather"))
 _handles = st.sampled_from(("recorded", "recorded", "recorded", "group", "mesh"))
+# To compile takes each rank seconds of a processor, a step hundredths: few TrainingCases are compiled. None by
+# "inductor", which takes longer still and has the same operators of ours in the same places.
+_compiled = st.sampled_from(("no",) * 11 + ("aot_eager",))
+_named_handles = st.sampled_from(("group", "mesh"))
 _dtypes = st.sampled_from(("float64",) * 6 + ("float32", "bfloat16"))
 _wrappers = st.sampled_from(("none", "ddp", "fsdp2", "hsdp2"))
 _accumulations = st.sampled_from((1, 1, 2, 3))
@@ -98,6 +102,7 @@ def training_cases(draw: Draw, world: int) -> TrainingCase:
     dtype = draw(_dtypes)
     if has_steps(model):
         dtype = "float64"
+    compiled = draw(_compiled)
     return TrainingCase(
         world=world,
         data=data,
@@ -109,7 +114,8 @@ def training_cases(draw: Draw, world: int) -> TrainingCase:
         model=model,
         exchange=draw(_exchanges),
         bucket=bucket_of(draw, tokens),
-        handle=draw(_handles),
+        handle=draw(_handles if compiled == "no" else _named_handles),  # a graph names its group
+        compiled=compiled,
         dtype=dtype,
         wrapper=draw(_wrappers),
         accumulation=draw(_accumulations),

@@ -189,6 +189,20 @@ def _check_bytes_of(part: TrainingCase, sent: Array, rank: int, seen: PartObserv
                 )
 
 
+def check_graphs(case: TrainingCase, expectation: StepExpectation, observations: StepObservations) -> Ratios:
+    """What is to be compiled ran as compiled graphs, as often as it must: nothing fell back to eager."""
+    for number, part in enumerate(case.parts):
+        due = expectation.graph_runs[number]
+        for rank, observation in enumerate(observations):
+            found = observation.parts[number].graph_runs
+            if found != due:
+                raise WrongResult(
+                    f"graphs: {_place(part, rank)} ran {found} compiled graphs in {part.steps} steps; with compiled "
+                    f"{part.compiled!r}, wrapper and checkpointing it must run {due}"
+                )
+    return {}
+
+
 def _place(case: TrainingCase, rank: int) -> str:
     data, index = case.coordinates(rank)
     return f"rank {rank} (data {data}, context {index})"
@@ -207,4 +221,5 @@ STEP_CHECKS: dict[str, Callable[[TrainingCase, StepExpectation, StepObservations
     "parameters": partial(check_quantity, "parameters"),
     "alike": check_alike,
     "bytes": check_bytes,
+    "graphs": check_graphs,
 }

@@ -20,12 +20,13 @@ Floats = NDArray[np.float64]
 class StepExpectation:
     """exact, allowed: by quantity (`dense_step.QUANTITIES`) and name. first: the batch of step one. sent: for each of
     the Case's parts, bytes from each index of a context group to each other, (context, context), the same in all
-    groups."""
+    groups. graph_runs: for each part, how often a rank runs a compiled graph forward."""
 
     exact: dict[str, dict[str, Floats]]
     allowed: Allowed
     first: GlobalBatch
     sent: tuple[NDArray[np.int64], ...]
+    graph_runs: tuple[int, ...]
 
 
 def expect_training(case: TrainingCase) -> StepExpectation:
@@ -35,7 +36,8 @@ def expect_training(case: TrainingCase) -> StepExpectation:
         for quantity, named in dense.quantities().items()
     }
     sent = tuple(bytes_sent(part, gathered=number == 0) for number, part in enumerate(case.parts))
-    return StepExpectation(exact, allowed_deviations(case, dense), global_batch(case, 0), sent)
+    runs = tuple(graph_runs(part) for part in case.parts)
+    return StepExpectation(exact, allowed_deviations(case, dense), global_batch(case, 0), sent, runs)
 
 
 def bytes_sent(case: TrainingCase, gathered: bool) -> NDArray[np.int64]:
@@ -55,3 +57,14 @@ def bytes_sent(case: TrainingCase, gathered: bool) -> NDArray[np.int64]:
     shard = np.array(case.shards().counts) * case.batch * VOCABULARY * case.torch_dtype.itemsize
     others = 1 - np.eye(case.context, dtype=np.int64)
     return np.asarray(attention + shard[:, None] * others, np.int64)
+
+
+def graph_runs(case: TrainingCase) -> int:
+    """How often a rank runs a compiled graph forward: one for the model in each micro-batch, in which layers that are
+    computed again are computed within its backward; under FSDP one for each layer, once more to compute it again."""
+    if case.compiled == "no":
+        return 0
+    forwards = case.accumulation * case.steps
+    if case.wrapper not in ("fsdp2", "hsdp2"):
+        return forwards
+    return forwards * case.model.layers * (1 if case.checkpointing == "none" else 2)

@@ -17,12 +17,14 @@ class PartObservation:
 
     token_counts    how many tokens of a sequence the model's modules were given or made: the numbers that occurred
     sent, received  bytes by index in the context group; None where they are not recorded
+    graph_runs      how often a compiled graph ran, forward
     """
 
     index: int
     token_counts: set[int] = field(default_factory=set)
     sent: dict[int, int] | None = None
     received: dict[int, int] | None = None
+    graph_runs: int = 0
 
 
 @dataclass(eq=False)

@@ -23,6 +23,7 @@ STEP_PROPERTIES = (
     Property("parameters after the last", ("parameters",)),
     Property("ranks alike, bit by bit", ("alike",)),
     Property("bytes of the steps", ("bytes",), concerns=lambda case: case.handle == "recorded"),
+    Property("runs of compiled graphs", ("graphs",), concerns=lambda case: case.compiled != "no"),
 )
 
 

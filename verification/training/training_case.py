@@ -29,6 +29,7 @@ CHECKPOINTING = ("none", "reentrant", "non-reentrant", "selective")
 OPTIMISERS = ("sgd", "adamw")
 LABELS = ("all", "some", "shards", "ranks", "none")
 HANDLES = ("recorded", "group", "mesh")
+COMPILED = ("no", "aot_eager")
 ARRANGEMENTS = ("contiguous", "strided")
 VOCABULARY = 11  # tokens are numbers below it
 NORM_EPS = 3e-5  # nobody's default, so that one that is not passed on shows
@@ -124,6 +125,8 @@ class TrainingCase:
     device        "cpu" or "cuda"
     resumed       None, or the order of another layout: after the first step the run is saved, and taken up by a new
                   model, optimiser and mesh, whose ranks all share each sequence in that order, cut evenly
+    compiled      "no"; or the backend of `torch.compile(fullgraph=True)`: of the whole model, under FSDP of each layer,
+                  which FSDP then surrounds. A graph names its group, so that the handle is "group" or "mesh"
 
     Raises ValueError, at construction, naming the field, what was given and what is allowed.
     """
@@ -151,6 +154,7 @@ class TrainingCase:
     seed: int
     device: str = "cpu"
     resumed: str | None = None
+    compiled: str = "no"
 
     def __post_init__(self) -> None:
         for name, most in _MOST.items():
@@ -170,6 +174,8 @@ class TrainingCase:
             fields.choice("resumed", self.resumed, ORDERS)
             if self.steps < 2:
                 raise ValueError(f"resumed is {self.resumed!r}; it must be None with one step")
+        if self.compiled != "no" and self.handle == "recorded":
+            raise ValueError(f"handle is 'recorded'; it must be 'group' or 'mesh' with compiled {self.compiled!r}")
         if self.bucket is not None:
             fields.integer("bucket", self.bucket, 1)
         if self.clipping is not None:
@@ -300,4 +306,5 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "optimiser": OPTIMISERS,
     "labels": LABELS,
     "device": DEVICES,
+    "compiled": COMPILED,
 }

@@ -6,6 +6,7 @@ from reference.pattern import Branch
 from verification.report.coverage import Has
 from verification.training.training_case import (
     CHECKPOINTING,
+    COMPILED,
     HANDLES,
     KINDS,
     LABELS,
@@ -63,7 +64,7 @@ TRAINING_GROUPS: dict[str, dict[str, Has]] = {
 _OF_MODELS: dict[str, tuple[str, ...]] = {"kind": KINDS, "positions": POSITIONS}
 _OF_CASES: dict[str, tuple[str, ...]] = {
     "wrapper": WRAPPERS, "checkpointing": CHECKPOINTING, "dtype": TRAINING_DTYPES, "labels": LABELS,
-    "handle": HANDLES, "optimiser": OPTIMISERS,
+    "handle": HANDLES, "optimiser": OPTIMISERS, "compiled": COMPILED,
 }  # fmt: skip
 for _made, _of in ((_in_model, _OF_MODELS), (_in_case, _OF_CASES)):
     for _name, _choices in _of.items():

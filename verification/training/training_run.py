@@ -24,6 +24,7 @@ TRAINING_BACKENDS = ("gloo", "nccl")
 # Ranks come with these: imported by the first example, they would take longer than it.
 TRAINING_PRELOAD = (
     *PRELOAD, "torch.distributed.fsdp", "torch.distributed.tensor", "verification.training.rank.rank_step",
+    "torch._dynamo.backends.debugging", "torch._inductor.lowering",  # what the first compilation imports
 )  # fmt: skip
 
 TRAINING_PROFILES = {

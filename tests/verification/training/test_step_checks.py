@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.training_cases import small_step
+from tests.support.training_cases import small_model, small_step
 from verification.check.properties import broken_by
 from verification.failures import WrongResult
 from verification.training.material import global_batch
 from verification.training.step_checks import STEP_CHECKS
-from verification.training.step_expectation import StepExpectation, bytes_sent, expect_training
+from verification.training.step_expectation import StepExpectation, bytes_sent, expect_training, graph_runs
 from verification.training.step_observation import PartObservation, StepObservation
 from verification.training.step_properties import STEP_PROPERTIES, check_step
 from verification.training.training_case import TrainingCase
@@ -37,7 +38,8 @@ def honest(case: TrainingCase, expectation: StepExpectation) -> list[StepObserva
         for part, sent in zip(case.parts, expectation.sent, strict=True):
             index = part.coordinates(rank)[1]
             moved = dict(enumerate(sent[index].tolist())), dict(enumerate(sent[:, index].tolist()))
-            seen.parts.append(PartObservation(index, {part.shards().counts[index]}, *moved))
+            runs = expectation.graph_runs[len(seen.parts)]
+            seen.parts.append(PartObservation(index, {part.shards().counts[index]}, *moved, runs))
         for quantity, named in copy.deepcopy(expectation.exact).items():
             whole = {name: x[data] for name, x in named.items()} if quantity == "logits" else named
             getattr(seen, quantity).update(whole)
@@ -55,7 +57,7 @@ def test_every_check_belongs_to_a_property() -> None:
 
 def test_what_is_right_holds() -> None:
     ratios = check_step(CASE, EXPECTATION, honest(CASE, EXPECTATION))
-    assert set(ratios) == {one.title for one in STEP_PROPERTIES}
+    assert set(ratios) == {one.title for one in STEP_PROPERTIES if one.concerns(CASE)}
     assert not any(ratios.values())
 
 
@@ -172,6 +174,32 @@ def test_bytes_that_were_not_recorded_are_not_compared() -> None:
     for seen in observations:
         seen.parts[0].sent = seen.parts[0].received = None
     assert "bytes of the steps" not in check_step(case, expectation, observations)
+
+
+COMPILED: dict[str, Any] = {"handle": "mesh", "compiled": "aot_eager"}
+
+
+def test_a_step_that_ran_without_a_graph_is_found() -> None:
+    case = small_step(2, accumulation=2, steps=2, resumed="zigzag", **COMPILED)
+    expectation = expect_training(case)
+    observations = honest(case, expectation)
+    for seen in observations:
+        seen.parts = [replace(part, sent=None, received=None) for part in seen.parts]
+    assert "runs of compiled graphs" in check_step(case, expectation, observations)
+    observations[1].parts[1].graph_runs -= 1
+    with pytest.raises(WrongResult, match="rank 1 .* ran 1 compiled graphs in 1 steps; .* it must run 2") as caught:
+        check_step(case, expectation, observations)
+    assert broken_by(caught.value) == "runs of compiled graphs"
+
+
+def test_graphs_of_layers_run_once_more_where_they_are_computed_again() -> None:
+    model = small_model(layers=3)
+    assert graph_runs(small_step(2, model=model, wrapper="ddp")) == 0
+    for wrapper, checkpointing, expected in (
+        ("ddp", "none", 4), ("none", "reentrant", 4), ("fsdp2", "none", 12), ("hsdp2", "selective", 24),
+    ):  # fmt: skip
+        case = small_step(2, model=model, wrapper=wrapper, checkpointing=checkpointing, accumulation=4, **COMPILED)
+        assert graph_runs(case) == expected, wrapper
 
 
 def test_bytes_count_what_checkpointing_computes_again() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -94,3 +95,40 @@ def test_a_run_is_taken_up_on_another_mesh(ranks: GlooBackend, wrapper: str) -> 
         labels="some", order="zigzag", resumed="striped", model=LONGNET, pattern=TORCHSCALE, batch=2,
     )  # fmt: skip
     assert max(holds(ranks, case).values()) < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.parametrize("wrapper", ("ddp", "fsdp2"))  # those that compile the model, and its layers
+def test_compiled_steps(ranks: GlooBackend, wrapper: str, checkpointing: str) -> None:
+    case = small_step(
+        4, data=2, wrapper=wrapper, checkpointing=checkpointing, accumulation=2, clipping=0.1, labels="some",
+        order="zigzag", model=small_model(layers=2, positions="learned"), arrangement="strided", handle="mesh",
+        compiled="aot_eager",
+    )  # fmt: skip
+    ratios = holds(ranks, case)
+    assert max(ratios.values()) < 1e-3 and ratios["runs of compiled graphs"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": LLAMA, "dtype": "bfloat16"},
+        {"model": LLAMA, "dtype": "bfloat16", "wrapper": "fsdp2"},
+        {"model": LONGNET, "pattern": TORCHSCALE, "exchange": "ring"},
+        {"cuts": (0, 0, 1, 8, 8), "batch": 2},
+        {"steps": 2, "resumed": "striped", "wrapper": "ddp", "optimiser": "adamw"},
+        {"steps": 2, "resumed": "striped", "wrapper": "hsdp2", "data": 2},
+    ],
+    ids=("bfloat16", "bfloat16 fsdp2", "longnet", "empty shards", "resumed ddp", "resumed hsdp2"),
+)
+def test_compiled_steps_of_all_kinds(ranks: GlooBackend, changes: dict[str, Any]) -> None:
+    holds(ranks, small_step(4, **{"handle": "group", "compiled": "aot_eager"} | changes))
+
+
+@pytest.mark.slow
+def test_a_process_keeps_the_graphs_of_one_case(ranks: GlooBackend) -> None:
+    """dynamo compiles code anew only so often: then, or if an earlier graph ran, fewer graphs would be counted."""
+    for seed in range(10):
+        holds(ranks, small_step(4, handle="group", compiled="aot_eager", seed=seed, tokens=4 + seed))

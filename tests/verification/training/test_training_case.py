@@ -23,7 +23,8 @@ def test_a_drawn_case_survives_json(case: TrainingCase) -> None:
 
 def test_a_file_from_before_a_field_had_a_default_stays_good() -> None:
     data = small_step(2).to_dict()
-    del data["device"]
+    for name in ("device", "resumed", "compiled"):
+        del data[name]
     assert TrainingCase.from_dict(data) == small_step(2)
 
 
@@ -42,6 +43,8 @@ TORCHSCALE = Pattern.longnet([4, 8], [1, 2], 2, True, "torchscale")
         ({"cuts": (0, 3, 9)}, r"cuts is \(0, 3, 9\); it must be 3 non-decreasing offsets from 0 to 8"),
         ({"resumed": "zigzag"}, "resumed is 'zigzag'; it must be None with one step"),
         ({"steps": 2, "resumed": "sideways"}, "resumed is 'sideways'; it must be one of contiguous"),
+        ({"compiled": "eager", "handle": "mesh"}, "compiled is 'eager'; it must be one of no, aot_eager"),
+        ({"compiled": "aot_eager"}, "handle is 'recorded'; it must be 'group' or 'mesh' with compiled 'aot_eager'"),
         ({"model": None}, "model is None"),
         ({"pattern": Pattern((Branch(heads=range(1, 2)),))}, "heads"),
         ({"model": LONGNET}, "pattern is .* it must be torchscale's"),

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from tests.support.planted_training import (
     plant_death,
+    plant_eager_steps,
     plant_forgotten_rank,
     plant_loss_of_steps,
     plant_scale_of_tied_gradients,
@@ -93,6 +94,25 @@ def test_a_rank_that_does_not_come_is_found_with_stacks(tmp_path: Path) -> None:
     (first,) = found_by(plant_sleep, tmp_path, 2, timeout=2.0)
     assert first.kind == "rank hang" and "spoiled" in first.message
     assert case_of(first).clipping is not None
+
+
+def test_steps_that_are_not_compiled_though_they_should_be_are_found_and_replayed(tmp_path: Path) -> None:
+    first, *_ = found_by(plant_eager_steps, tmp_path, 2)
+    assert (first.kind, first.broken) == ("wrong result", "runs of compiled graphs")
+    case = case_of(first)
+    assert (case.compiled, case.wrapper, case.checkpointing, case.steps) == ("aot_eager", "none", "none", 1)
+    file = Path(shlex.split(first.replay)[-1])
+    again = replay(file, Report(Console(quiet=True)), gloo(plant_eager_steps))
+    assert [failure.broken for failure in again.failures] == ["runs of compiled graphs"]
+    assert not replay(file, Report(Console(quiet=True)), gloo()).failures, "without the fault it holds"
+
+
+def test_a_record_from_before_steps_were_compiled_is_replayed(tmp_path: Path) -> None:
+    file, record = tmp_path / "case.json", small_step(2).to_dict()
+    del record["compiled"]
+    file.write_text(json.dumps({"training": record}))
+    report = replay(file, Report(Console(quiet=True)), gloo())
+    assert not report.failures and "runs of compiled graphs" not in report.rows.properties()
 
 
 def test_a_replay_in_a_simulation_is_refused(tmp_path: Path) -> None:

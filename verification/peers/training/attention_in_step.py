@@ -97,10 +97,10 @@ def nearest(peer: Peer, case: TrainingCase) -> TrainingCase | None:
 
 
 def plain(case: TrainingCase) -> TrainingCase:
-    """Of plain modules; and no forward of the ring is there to be saved."""
+    """Of plain modules, not compiled; and no forward of the ring is there to be saved."""
     model = replace(case.model, kind="sdpa", qk_norm=False, subln=False)
     checkpointing = "non-reentrant" if case.checkpointing == "selective" else case.checkpointing
-    return replace(case, model=model, checkpointing=checkpointing)
+    return replace(case, model=model, checkpointing=checkpointing, compiled="no")
 
 
 def with_call(case: TrainingCase, call: Case) -> TrainingCase:

@@ -25,7 +25,7 @@ class Sharded(Unwrapped):
         super().__init__(model, case)
         self.optimiser: Any = self.oss
 
-    def wrap(self, model: LanguageModel) -> nn.Module:
+    def wrap(self, model: nn.Module) -> nn.Module:
         kind, settings = optimiser_settings(self.case)
         wrapped, self.oss = fairscale.wrap(model, kind, self.mesh, **settings)
         return wrapped
@@ -62,7 +62,7 @@ class ShardedAsWritten(Sharded):
     """By the defaults of both, and with the optimiser's `zero_grad()`, which makes gradients None by torch's default.
     (FairScale's pages call the model's own, which does not.)"""
 
-    def wrap(self, model: LanguageModel) -> nn.Module:
+    def wrap(self, model: nn.Module) -> nn.Module:
         kind, settings = optimiser_settings(self.case)
         self.oss = OSS(model.parameters(), optim=kind, **settings)
         return ShardedDataParallel(model, self.oss)

@@ -17,8 +17,9 @@ ZERO, OSS = "verification.peers.training.zero_engine", "verification.peers.train
 
 
 def unwrapped(case: TrainingCase) -> TrainingCase:
-    """The peer is the only wrapper. Both packages have checkpoints of their own, so no run is resumed."""
-    return replace(case, wrapper="none", resumed=None)
+    """The peer is the only wrapper, of a model that is not compiled. Both packages have checkpoints of their own, so no
+    run is resumed."""
+    return replace(case, wrapper="none", resumed=None, compiled="no")
 
 
 def wrapper_peer(name: str, supported: str, claims: Claims, train: Train, module: str) -> StepPeer:

@@ -36,7 +36,7 @@ class Zero(Unwrapped):
         self.stage = stage
         super().__init__(model, case)
 
-    def wrap(self, model: LanguageModel) -> nn.Module:
+    def wrap(self, model: nn.Module) -> nn.Module:
         deepspeed.without_compiler()
         config: dict[str, Any] = {
             "zero_optimization": {"stage": self.stage},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from torch import Tensor, nn
 
@@ -30,7 +31,7 @@ def train_on_rank(
         data_rank, index = part.coordinates(transport.rank)
         context = ContextParallel(layout_of(part), handle_of(part), exchange=case.exchange, bucket=case.bucket)
         model = loaded(case, inner)
-        counted = TokenCounts(model)
+        counted = TokenCounts(watched(model, part))
         run, before = wrap(model, part), run
         if before is not None:
             first = taken_up(before, run, first)
@@ -38,7 +39,7 @@ def train_on_rank(
             batches = batches_of_step(case, part, context, data_rank, step)
             train_one_step(part, run, context, batches, step, seen)
         first += part.steps
-        seen.parts.append(_part_observation(context, index, counted))
+        seen.parts.append(_part_observation(context, index, counted, run))
     assert run is not None
     seen.parameters.update(_carried(run.parameters()))
     return seen
@@ -107,12 +108,20 @@ def loaded(case: TrainingCase, inner: Inner = ring_inner) -> LanguageModel:
     return model
 
 
-class TokenCounts:
-    """How many tokens of a sequence the modules of a model are given, or make: the numbers that occur."""
+def watched(model: LanguageModel, case: TrainingCase) -> list[nn.Module]:
+    """The modules whose tokens are counted: all, but what a graph computes again may change nothing outside of it."""
+    if case.compiled == "no" or case.checkpointing == "none":
+        return list(model.modules())
+    within = {module for layer in model.layers for module in layer.modules()}
+    return [module for module in model.modules() if module not in within]
 
-    def __init__(self, model: nn.Module) -> None:
+
+class TokenCounts:
+    """How many tokens of a sequence modules are given, or make: the numbers that occur."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.found: set[int] = set()
-        for module in model.modules():
+        for module in modules:
             module.register_forward_hook(self._note)
 
     def _note(self, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
@@ -132,8 +141,8 @@ def _carried(named: dict[str, Tensor]) -> dict[str, Array]:
     return {name: carry(x).copy() for name, x in named.items()}
 
 
-def _part_observation(context: ContextParallel, index: int, counted: TokenCounts) -> PartObservation:
-    seen = PartObservation(index, counted.found)
+def _part_observation(context: ContextParallel, index: int, counted: TokenCounts, run: Unwrapped) -> PartObservation:
+    seen = PartObservation(index, counted.found, graph_runs=run.graphs.runs)
     if isinstance(context.transport, RecordingTransport):
         seen.sent = _bytes_by_peer(context.transport.sent)
         seen.received = _bytes_by_peer(context.transport.received)

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ring.nn import ContextParallel, average_gradients, clip_grad_norm
 from ring.nn.frameworks import ddp, fsdp, recompute
 from verification.training.material import optimiser_of
+from verification.training.rank.graphs import Graphs
 from verification.training.rank.meshes import mesh_of
 from verification.training.rank.ring_model import LAYERS, LanguageModel
 from verification.training.training_case import TrainingCase
@@ -30,14 +31,23 @@ class Unwrapped:
 
     def __init__(self, model: LanguageModel, case: TrainingCase) -> None:
         self.case, self.mesh = case, mesh_of(case)
+        self.graphs = Graphs(case.compiled)
+        self.compile_layers(model)
         if case.checkpointing != "none":
             kept, reentrant = case.checkpointing == "selective", case.checkpointing == "reentrant"
             recompute.wrap(model, LAYERS, keep_attention=kept, reentrant=reentrant)
         self.named = named_parameters(model)
-        self.module = self.wrap(model)
+        self.module = self.wrap(self.compile_model(model))
         self.optimiser = optimiser_of(case, self.named.values())
 
-    def wrap(self, model: LanguageModel) -> nn.Module:
+    def compile_layers(self, model: LanguageModel) -> None:
+        """Where the Case has it: before layers are computed again, and before the model is wrapped."""
+
+    def compile_model(self, model: LanguageModel) -> nn.Module:
+        """Where the Case has it: after the layers that are computed again, and before the model is wrapped."""
+        return self.graphs.compiled(model)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
         return model
 
     def logits(self, tokens: Tensor, positions: Tensor, context: ContextParallel) -> Tensor:
@@ -84,7 +94,7 @@ class Unwrapped:
 class Ddp(Unwrapped):
     """DistributedDataParallel over all ranks."""
 
-    def wrap(self, model: LanguageModel) -> nn.Module:
+    def wrap(self, model: nn.Module) -> nn.Module:
         return ddp.wrap(model, self.mesh)
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
@@ -100,7 +110,15 @@ class Fsdp(Unwrapped):
 
     replicate = False
 
-    def wrap(self, model: LanguageModel) -> nn.Module:
+    def compile_layers(self, model: LanguageModel) -> None:
+        for layer in model.layers:
+            layer.forward = self.graphs.compiled(layer.forward)
+
+    def compile_model(self, model: LanguageModel) -> nn.Module:
+        """What FSDP does around each layer is in no graph."""
+        return model
+
+    def wrap(self, model: nn.Module) -> nn.Module:
         fsdp.shard(model, self.mesh, LAYERS, policy=self.policy(), replicate=self.replicate)
         self.named = named_parameters(model)  # others than before, sharded
         return model
