@@ -16,10 +16,10 @@
 # %% [markdown]
 # # The attention in a model
 #
-# What does a training step of a whole model take with each way to share a sequence over GPUs? One recorded run of
-# `scripts/bench_model.py`: a Llama-shaped and a LongNet-shaped model, in eager mode and with `torch.compile`; only the
-# attention differs. A step is forward and backward, and gradients are not reduced. In each section (model, mode,
-# tokens) the ways were measured by turns, so their times can be compared; those of different sections cannot.
+# What does a training step of a whole model take with each way to share a sequence over GPUs? Two recorded runs of
+# `scripts/bench_model.py`: a Llama-shaped and a LongNet-shaped model in eager mode, and the first with `torch.compile`;
+# only the attention differs. A step is forward and backward, and gradients are not reduced. In each section (model,
+# mode, tokens) the ways were measured by turns, so their times can be compared; those of different sections cannot.
 #
 # 1. Do all ways compute the same?
 # 2. How does ours compare with the fastest of the others, and with one GPU's time divided by the number of GPUs?
@@ -34,22 +34,27 @@ from verification.benchmarks.step_results import STEP_COLUMNS, TITLE, table_line
 from verification.benchmarks.step_ways import MEANING, OURS, PEERS, UNCHECKED
 
 style()
-MADE_BY = "torchrun --nproc-per-node=2 scripts/bench_model.py --json notebooks/data/model_steps_2xh200.json"
-run = record("model_steps_2xh200", ("device", "world", "commit", "command", "shape", "rows"), MADE_BY)
-print(run["world"], "x", run["device"], "| torch", run["torch"], "|", run["command"])
-print(run["shape"])
+MADE_BY = "torchrun --nproc-per-node=2 scripts/bench_model.py --only {} --json notebooks/data/{}.json"
+FILES = {"eager": "model_steps_2xh200", "compiled": "model_steps_compiled_2xh200"}
+FIELDS = ("device", "world", "commit", "command", "shape", "rows")
+runs = [record(name, FIELDS, MADE_BY.format(mode, name)) for mode, name in FILES.items()]
+for run in runs:
+    print(run["world"], "x", run["device"], "| torch", run["torch"], "|", run["command"])
+assert runs[0]["shape"] == runs[1]["shape"]
+print(runs[0]["shape"])
+rows = [row for run in runs for row in run["rows"]]
 for way, meaning in MEANING.items():
     print(f"{way:17} {meaning}")
 
 # %%
 print(TITLE)
-for row in run["rows"]:
+for row in rows:
     print(table_line(row))
-timed = [row for row in run["rows"] if "ms" in row]
+timed = [row for row in rows if "ms" in row]
 sections = {(row["model"], row["mode"]): {} for row in timed}
 for row in timed:
     sections[row["model"], row["mode"]].setdefault(row["tokens"], {})[row["way"]] = row
-assert {column for row in run["rows"] for column in row} <= set(STEP_COLUMNS)
+assert {column for row in rows for column in row} <= set(STEP_COLUMNS)
 assert all(OURS in ways for sizes in sections.values() for ways in sizes.values())
 
 # %% [markdown]
@@ -66,7 +71,7 @@ for row in checked:
     by_rounding = row["losses_off"] / row["rounding_losses"], row["gradients_off"] / row["rounding_gradients"]
     print(f"{row['model']:8} {row['mode']:9} {row['way']:17}", "losses {:5.2f}, gradients {:5.2f}".format(*by_rounding))
     assert by_rounding[0] <= MOST and (by_rounding[1] <= MOST or row["way"] == "published")
-assert not [row for row in run["rows"] if "wrong" in row]
+assert not [row for row in rows if "wrong" in row]
 assert {(row["model"], row["mode"]) for row in checked} == set(sections)
 
 # %% [markdown]

@@ -7,6 +7,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,11 @@ COLUMNS = {
 
 
 def described_run(device: torch.device, world: int, script: str = "bench_ring.py") -> dict[str, Any]:
-    """`provenance.surroundings`, and the version of what peers run."""
-    command = f"torchrun --nproc-per-node={world} scripts/{script} {shlex.join(sys.argv[1:])}".rstrip()
+    """`provenance.surroundings`, and the version of what peers run. Of --json the command has the file's name alone:
+    folders are the machine's.
+    """
+    words = [Path(word).name if before == "--json" else word for before, word in pairwise(["", *sys.argv[1:]])]
+    command = f"torchrun --nproc-per-node={world} scripts/{script} {shlex.join(words)}".rstrip()
     return surroundings(device.type, world, command) | {"ring-flash-attn": ring_flash_attn.zigzag.version}
 
 
