@@ -26,6 +26,7 @@ PAGES = [
 ]  # fmt: skip
 DENSE = json.loads((ROOT / "notebooks/data/h200x2_dense.json").read_text())["rows"]
 LONGNET = json.loads((ROOT / "notebooks/data/h200x2_longnet.json").read_text())["rows"]
+STEPS = json.loads((ROOT / "notebooks/data/model_steps_2xh200.json").read_text())["rows"]
 
 
 def example(name: str) -> str:
@@ -112,6 +113,13 @@ def test_the_table_of_speed_is_the_record() -> None:
                 if one["tokens"] == tokens and one["pass"] == "forward+backward" and chosen(one)
             ]
             assert row[title] == f"{max(wanted):.2f}", (title, tokens)
+
+
+def test_the_steps_of_models_are_the_record() -> None:
+    for kind in ("llama", "longnet"):
+        ours = {row["tokens"]: row for row in STEPS if (row["model"], row["way"]) == (kind, "ours")}
+        assert list(ours) == [512, 2048, 8192, 32768]
+        assert ", ".join(f"{row['of_best_peer']:.2f}" for row in ours.values()) in README, kind
 
 
 def test_the_times_of_longnet_are_the_record() -> None:
