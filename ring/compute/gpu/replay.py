@@ -6,10 +6,12 @@ out. So one graph serves all calls of a setting, wherever their tensors lie, and
 never captured.
 
 All graphs of a stream read and write the same memory, since they run one after the other there: what one call takes.
+Threads that call on one stream take turns.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -36,13 +38,14 @@ class _Replay(NamedTuple):
     inputs: list[torch.Tensor]
     outputs: list[torch.Tensor]
     reads: list[object]  # what else must be there as long as the graph
+    turn: threading.Lock  # of those that use the same memory
 
 
 class _StreamMemory:
     """Where the graphs of one stream are captured, and what they read and write."""
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
+        self.stream, self.turn = torch.cuda.Stream(device), threading.Lock()
         self._pool, self._graphs = torch.cuda.graph_pool_handle(), WeakSet[Any]()
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
 
@@ -87,10 +90,11 @@ def replayed(what: Hashable, inputs: Tensors, results: Sequence[Form], compute: 
         if seen <= BEFORE:
             return compute(*inputs)
         replay = _replays.keep(key, _captured(compute, inputs, results, stream))
-    torch._foreach_copy_(replay.inputs, list(inputs))
-    replay.graph.replay()
-    found = [torch.empty_like(x) for x in replay.outputs]
-    torch._foreach_copy_(found, replay.outputs)
+    with replay.turn:
+        torch._foreach_copy_(replay.inputs, list(inputs))
+        replay.graph.replay()
+        found = [torch.empty_like(x) for x in replay.outputs]
+        torch._foreach_copy_(found, replay.outputs)
     return found
 
 
@@ -99,6 +103,14 @@ def _captured(
     compute: Callable[..., Tensors], inputs: Tensors, results: Sequence[Form], current: torch.cuda.Stream
 ) -> _Replay:
     memory = _memory_of(current.device, current.cuda_stream)
+    with memory.turn:
+        return _captured_in(memory, compute, inputs, results, current)
+
+
+def _captured_in(
+    memory: _StreamMemory, compute: Callable[..., Tensors], inputs: Tensors, results: Sequence[Form],
+    current: torch.cuda.Stream,
+) -> _Replay:  # fmt: skip
     taken = memory.take([*((x.shape, x.dtype) for x in inputs), *results])
     own, outputs = taken[: len(inputs)], taken[len(inputs) :]
     graph = torch.cuda.CUDAGraph()
@@ -111,7 +123,7 @@ def _captured(
         finally:
             graph.capture_end()
     current.wait_stream(memory.stream)
-    return _Replay(graph, own, outputs, reads)
+    return _Replay(graph, own, outputs, reads, memory.turn)
 
 
 @lru_cache(maxsize=64)
