@@ -68,17 +68,9 @@ def _wait(work: dist.Work, failed: str) -> None:
 class _Facts(NamedTuple):
     """What a group is asked once. calls: they have one numbering in all transports over the group."""
 
-    rank: int
     world_size: int
     calls: Calls
     on_gpu: bool
-
-
-def _facts_of(group: dist.ProcessGroup) -> _Facts:
-    rank = dist.get_rank(group)
-    if rank < 0:
-        raise ValueError(f"group must contain the calling process; world rank {dist.get_rank()} is not a member")
-    return _Facts(rank, dist.get_world_size(group), Calls(), "cpu" not in backends_of(group))
 
 
 class ProcessGroupTransport(OwnBuffers):
@@ -90,10 +82,15 @@ class ProcessGroupTransport(OwnBuffers):
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         found = dist.group.WORLD if group is None else group
         assert found is not None
-        facts = _facts.get(found) if isinstance(found, dist.ProcessGroup) else None  # else on no member
+        self.group = found
+        self.rank = dist.get_rank(self.group)  # at every call, since it refuses a group that was destroyed
+        if self.rank < 0:
+            raise ValueError(f"group must contain the calling process; world rank {dist.get_rank()} is not a member")
+        facts = _facts.get(found)
         if facts is None:
-            facts = _facts[found] = _facts_of(found)
-        self.group, self.rank, self.world_size = found, facts.rank, facts.world_size
+            facts = _Facts(dist.get_world_size(found), Calls(), "cpu" not in backends_of(found))
+            facts = _facts.setdefault(found, facts)
+        self.world_size = facts.world_size
         self.calls, self._on_gpu = facts.calls, facts.on_gpu
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
