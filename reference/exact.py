@@ -44,6 +44,7 @@ class Inputs:
     pattern  who sees whom; key j is at position j
     scale    factor on q . k
     rows     (R,) ascending positions of the queries; None: they are those of the keys, R = N
+    counted  (Hk, N) bool, which keys count at all: for rows, the others are as if nothing selected them. None: all
 
     All fp64 and finite, NumPy arrays or torch tensors on one device.
     """
@@ -56,6 +57,7 @@ class Inputs:
     pattern: Pattern
     scale: float
     rows: Ints | None = None
+    counted: Flags | None = None
 
     @property
     def heads(self) -> int:
@@ -132,7 +134,11 @@ def _multiplicity(inputs: Inputs, served: range, part: slice) -> Array:
     like, n = inputs.k, inputs.k.shape[1]
     position = np.arange(n) if isinstance(like, np.ndarray) else torch.arange(n, device=like.device)
     rows = position if inputs.rows is None else inputs.rows
-    return _count(inputs.pattern, rows[part], position, served, inputs.heads)
+    found = _count(inputs.pattern, rows[part], position, served, inputs.heads)
+    if inputs.counted is not None:
+        share = inputs.heads // inputs.kv_heads
+        found *= inputs.counted[[head // share for head in served]][:, None]
+    return found
 
 
 def _count(pattern: Pattern, rows: Any, position: Any, served: range, heads: int) -> Array:

@@ -5,7 +5,8 @@
     dS = P * (dO V^T - D + dlse)      dQ = scale * dS K                      dK = scale * dS^T Q
 
 c is the multiplicity of `reference.pattern`; one softmax over this multiset of keys equals LongNet's mixture
-of branches (arXiv 2307.02486, equations 9-10). A row that nothing selects: out = 0, lse = -inf, gradient 0.
+of branches (arXiv 2307.02486, equations 9-10). A row that nothing selects, or whose scores are all -inf: out = 0,
+lse = -inf, gradient 0.
 """
 
 from collections.abc import Iterator
@@ -129,7 +130,7 @@ class _Problem:
         dq, dk, dv = torch.zeros_like(self.q), torch.zeros_like(self.k), torch.zeros_like(self.v)  # (B, Hq, N, D)
         for rows in self.blocks():
             p, _, dead, c = self.softmax(rows)
-            # A row that nothing selects passes no gradient on, whatever it is given (that of lse^2 is -inf there).
+            # A row without weight passes no gradient on, whatever it is given (that of lse^2 is -inf there).
             do, dl = dout[:, :, rows].masked_fill(dead, 0.0), dlse[:, :, rows].masked_fill(dead, 0.0)
             dp = do @ self.v.mT  # (B, Hq, R, Nk)
             if weights == "attached":
@@ -157,7 +158,7 @@ class _Problem:
         return multiplicity(pattern, self.q_positions[rows], self.k_positions, self.q.shape[1])
 
     def softmax(self, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """P (B, Hq, R, Nk), lse (B, Hq, R), the rows that nothing selects (Hq, R, 1), c (Hq, R, Nk). Kept until other
+        """P (B, Hq, R, Nk), lse (B, Hq, R), the rows without weight (B, Hq, R, 1), c (Hq, R, Nk). Kept until other
         rows are asked for: of a short sequence, forward and backward ask for all of them."""
         if self._kept is None or self._kept[0] != rows:
             self._kept = rows, self._softmax(rows)
@@ -166,9 +167,9 @@ class _Problem:
     def _softmax(self, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         c = self.count(rows, self.pattern)
         unseen = c == 0
-        dead = unseen.all(-1, keepdim=True)
         s = (self.scale * (self.q[:, :, rows] @ self.k.mT)).masked_fill(unseen, -torch.inf)
         top = s.amax(-1, keepdim=True) if s.shape[-1] else s.new_zeros(*s.shape[:-1], 1)
+        dead = (s == -torch.inf).all(-1, keepdim=True)  # nothing is selected, or only scores of -inf
         top = top.masked_fill(dead, 0.0)  # -inf - -inf would be NaN
         e = c * torch.exp(s - top)
         total = e.sum(-1, keepdim=True)  # (B, Hq, R, 1)

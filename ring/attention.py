@@ -58,8 +58,8 @@ def ring_attention(
         bucket: the most key/value tokens in a receive buffer and in a kernel call; None: chosen by a memory budget.
         kernel: "auto", "math", "flash" or, on GPUs, "cudnn". "flash" and "cudnn" are torch's fused kernels; tiles that
             they cannot take go to "math". The backward of cuDNN sums gradients in any order, so with
-            `torch.use_deterministic_algorithms` "auto" takes "flash" there. A row whose scores in a kernel call are
-            all -inf has no weight in that call, except that "flash" on GPUs makes it NaN.
+            `torch.use_deterministic_algorithms` "auto" takes "flash" there. A score of -inf has
+            no weight, except that "flash" on GPUs makes a row NaN whose scores in a kernel call are all -inf.
         scale: factor of the scores; None: head dim ** -0.5.
         return_lse: also return lse = log sum exp of a row's scores, (batch, query heads, local tokens), in fp32 (fp64
             for fp64). Gradients flow through it.
@@ -70,8 +70,9 @@ def ring_attention(
             all else be told apart, where one rank makes them in another order.
 
     Returns:
-        The output, with the shape and dtype of q; with `return_lse` also lse. A row that no branch selects has output
-        0, lse -inf and zero gradients.
+        The output, with the shape and dtype of q; with `return_lse` also lse. A row that no branch selects, or whose
+        scores are all -inf, has output 0, lse -inf and zero gradients. (Of a score of -inf the gradient in a component
+        of q whose key is infinite is 0 times infinity: NaN.)
 
     Raises:
         ValueError, NotImplementedError: an argument is wrong on some rank, or the ranks' arguments differ. Every rank

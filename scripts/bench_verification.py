@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures the verification: when ranks are ready, examples a second, memory by ranks, the time for a plan.
+"""Measures the verification: when ranks are ready, examples a second, the time for a plan.
 
     .venv/bin/python scripts/bench_verification.py [--json FILE] [--examples N]
 
@@ -16,14 +16,12 @@ import platform
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 
@@ -35,7 +33,6 @@ from verification import runner
 from verification.case import Case
 from verification.check import properties
 from verification.cli.outputs import check_file
-from verification.problems import real_size
 from verification.report.report import Report
 from verification.run.backends import PRELOAD, Backend, GlooBackend
 from verification.run.processes.pool import Pool
@@ -43,7 +40,6 @@ from verification.run.rank import observe
 from verification.search.search import Search
 
 GOALS = {2: 200, 4: 50, 8: 17}  # examples a second on two cores
-TOKENS = 8192
 # One rank of an example whose processes are started for it alone, for comparison with the pool.
 RANK = """
 import sys
@@ -149,23 +145,6 @@ def small(world: int, **changes: Any) -> Case:
     return Case(**settings | changes)
 
 
-def memory(exchange: str, pattern: Pattern) -> dict[str, Any]:
-    """Peak bytes of live tensors on the fullest rank, forward and backward, by number of ranks; log-log slope."""
-    peaks = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for world in (1, 2, 4, 8):
-            case = small(world, tokens=TOKENS, pattern=pattern, head_dim=64, exchange=exchange)
-            file = os.path.join(folder, "tensors.pt")
-            torch.save(case.tensors(), file)
-            backend = GlooBackend(timeout=300)
-            backend.start(world)
-            backend.submit(real_size.measured, case, file)
-            peaks[world] = max(seen.tensor_bytes for seen in backend.collect())
-            backend.close()
-    slope = float(np.polyfit(np.log(list(peaks)), np.log(list(peaks.values())), 1)[0])
-    return {"peak_bytes": peaks, "slope": slope}
-
-
 def plan_seconds() -> dict[str, float]:
     """Seconds for the slowest plan of 8 ranks for 1 Mi tokens, LongNet's published pattern; then from the cache."""
     pattern = Pattern.longnet((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12), 12, causal=True)
@@ -229,19 +208,6 @@ def main() -> None:
     found["plan_seconds"] = plan_seconds()
     for name, seconds in found["plan_seconds"].items():
         print(f"plan of 1 Mi tokens on 8 ranks, {name}: {seconds * 1000:.3f} ms (goal 100)", flush=True)
-    patterns = {
-        "dense": Pattern.dense(),
-        "longnet": Pattern.longnet([TOKENS // part for part in (16, 8, 4, 2, 1)], (1, 2, 4, 6, 12), 4),
-    }
-    found["memory"] = {}
-    for exchange in ("ring", "direct"):
-        for name, pattern in patterns.items():
-            found["memory"][f"{exchange}, {name}"] = measured = memory(exchange, pattern)
-            peaks = ", ".join(f"{peak / 2**20:.1f}" for peak in measured["peak_bytes"].values())
-            print(
-                f"{exchange}, {name}: {peaks} MiB on 1, 2, 4, 8 ranks: slope {measured['slope']:.3f} (goal -1 +- 0.05)",
-                flush=True,
-            )
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=2) + "\n")
 

@@ -34,9 +34,10 @@ KERNELS = ("auto", "math", "flash", "cudnn")
 DEVICES = ("cpu", "cuda")
 LSE = ("unused", "returned", "differentiated", "alone")
 AGAIN = (
-    *("alike", "unchecked", "group", "no_grad", "backward", "between", "pipelined", "shared", "meta"),
-    *("q", "k", "v", "qk", "qv", "kv"),
+    *("alike", "unchecked", "group", "no_grad", "backward", "between", "pipelined", "shared", "meta", "autocast"),
+    *("q", "k", "v", "qk", "qv", "kv", "apart"),
 )
+_WANTED = ("qkv", "q", "k", "v", "qk", "qv", "kv")
 
 _SMALLEST = {"world": 1, "tokens": 1, "batch": 1, "heads": 1, "kv_heads": 1, "head_dim": 1, "seed": 0}
 _GREATEST_SEED = 2**63 - 1  # what torch.Generator takes
@@ -74,7 +75,9 @@ class Case:
                   other gradients through the same graph); "between" (with another call, on other numbers, between
                   forward and backward, and one after); "pipelined" (another call's forward follows the forward, its
                   backward the backward); "shared" (k and v, or q too, lie in one storage); "meta" (while torch's
-                  meta device is the default one); or which of q, k and v require gradients
+                  meta device is the default one); "autocast" (16-bit numbers are given as fp32 under autocast, for
+                  every other seed only k and v; others under one that leaves them as they are); which of q, k and v
+                  require gradients; or "apart" (on each rank others of them do: see `again_on`)
     device        "cpu", or "cuda": on GPUs, whose fused kernels work in 16 bits
     measured      whether the workspace of the first run is looked at (`verification.run.workspace`), which takes time
 
@@ -194,6 +197,12 @@ class Case:
         so that a cache has one entry for all such Cases."""
         seed = self.seed if self.order in ("shuffled", "permuted") else 0
         return self.order, self.tokens, len(self.ranks), self.cuts, seed
+
+    def again_on(self, index: int) -> str:
+        """`again` of the rank at that index of the group. "apart": some of q, k and v, by the seed."""
+        if self.again != "apart":
+            return self.again
+        return _WANTED[(self.seed + index * (1 + self.seed // len(_WANTED) % 6)) % len(_WANTED)]
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """q (B, n, H, D), k and v (B, n, Hk, D), dout like q, dlse (B, H, n), for the whole sequence, contiguous, on

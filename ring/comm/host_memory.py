@@ -2,7 +2,8 @@
 others'.
 
 On GPUs a question by NCCL is a kernel: it waits for its turn, and the host waits for it. In a question here
-no GPU takes part: a rank waits for the other hosts alone.
+no GPU takes part: a rank waits for the other hosts alone. On CPUs gloo's threads and sockets take longer than all else
+in a call of few tokens.
 
 A page has a slot for every rank, twice, and questions take turns: a rank that writes the answer to question n + 2 has
 seen all answers to n + 1, so no rank still reads those to n. A rank that gives up says so in its slot, and a rank whose
@@ -17,6 +18,8 @@ import mmap
 import os
 import tempfile
 import time
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -24,6 +27,7 @@ import torch.distributed as dist
 from ring.comm.transport import Absent
 
 FOLDER = "/dev/shm"  # of files in memory
+_NO_FILE = "/no file"  # which nobody can open
 PAYLOAD = 16  # bytes of an answer
 _NUMBER, _CHECK = 8, 8  # bytes of a question's number, and of what tells a slot that is being written
 _SLOT = _NUMBER + PAYLOAD + _CHECK
@@ -33,28 +37,82 @@ _SOON, _PAUSE, _LATE_PAUSE = 0.002, 1e-5, 1e-3  # seconds: within the first, pau
 _LOOK = 0.2  # seconds after which a rank that waits looks whether the others are alive
 
 
-class HostMemory:
-    """The page of a group's ranks, which all run on one machine. Made collectively.
+def host_memory_of(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> HostMemory | None:
+    """The page of a group's ranks; None, on every rank, where they run on several machines, or several in one process,
+    or where one of them cannot have it. Collective.
 
-    store: one that only this group has. timeout: of a question.
+    store: one that only this group has. timeout: of this, and of a question. Raises Absent if a rank does not come.
+    """
+    ranks = _StoreGather(store, rank, world_size, timeout)
+    places = ranks.gather("machine", f"{machine()} {os.getpid()}")
+    machines, processes = {place.rpartition(" ")[0] for place in places}, set(places)
+    if len(machines) > 1 or len(processes) < world_size:
+        return None
+    size = 2 * world_size * _SLOT
+    made = _new_file(size) if rank == 0 else _NO_FILE
+    try:
+        name = ranks.gather("file", made)[0]
+        try:
+            memory = HostMemory(name, size, rank, world_size, timeout)
+        except OSError:  # there is no file, or this process has too many open
+            memory = None
+        everyone = ranks.gather("page", "no" if memory is None else "yes")
+    finally:
+        if made != _NO_FILE:
+            os.unlink(made)  # the page is there as long as a process has it
+    return None if "no" in everyone else memory
+
+
+def _new_file(size: int) -> str:
+    """Its name; _NO_FILE if there can be none."""
+    name = _NO_FILE
+    try:
+        number, name = tempfile.mkstemp(prefix="ring-", dir=FOLDER)
+        with os.fdopen(number, "wb") as file:
+            file.write(bytes(size))  # memory for it is taken here, and not missed in a later write to the page
+    except OSError:
+        if name != _NO_FILE:
+            os.unlink(name)
+        return _NO_FILE
+    return name
+
+
+@dataclass(frozen=True)
+class _StoreGather:
+    """Ranks that tell each other something through a store."""
+
+    store: dist.Store
+    rank: int
+    world_size: int
+    timeout: timedelta
+
+    def gather(self, what: str, mine: str) -> list[str]:
+        """What every rank says of it. Raises Absent."""
+        keys = [f"{what} of rank {rank}" for rank in range(self.world_size)]
+        try:
+            self.store.set(keys[self.rank], mine)
+            self.store.wait(keys, self.timeout)
+            return [said.decode() for said in self.store.multi_get(keys)]
+        except RuntimeError as error:
+            raise Absent(self._missing(keys), str(error).partition("\n")[0]) from error
+
+    def _missing(self, keys: list[str]) -> list[int] | None:
+        with suppress(RuntimeError):
+            return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+        return None  # the store is gone, which one of the ranks may serve
+
+
+class HostMemory:
+    """The page of a group's ranks, which all run on one machine: see `host_memory_of`.
+
+    file: the page's. size: in bytes. timeout: of a question. Raises OSError where the file cannot be had.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
+    def __init__(self, file: str, size: int, rank: int, world_size: int, timeout: timedelta) -> None:
         self._rank, self._world_size, self._timeout = rank, world_size, timeout
-        if rank == 0:
-            number, name = tempfile.mkstemp(prefix="ring-", dir=FOLDER)
-            self._file = os.fdopen(number, "r+b", buffering=0)
-            self._file.truncate(2 * world_size * _SLOT)
-            store.set("file", name)
-        else:
-            name = store.get("file").decode()
-            self._file = open(name, "r+b", buffering=0)  # noqa: SIM115 - open as long as the page is there
-        self._page = mmap.mmap(self._file.fileno(), 2 * world_size * _SLOT)
+        self._file = open(file, "r+b", buffering=0)  # noqa: SIM115 - open as long as the page is there
+        self._page = mmap.mmap(self._file.fileno(), size)
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
-        store.set(f"there {rank}", "")
-        store.wait([f"there {other}" for other in range(world_size)])
-        if rank == 0:
-            os.unlink(name)  # the page is there as long as a process has it
 
     def all_equal(self, payload: bytes, number: int) -> bool:
         """Whether all ranks gave the same PAYLOAD bytes. Collective. number: of the question, the same on every rank,

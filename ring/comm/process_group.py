@@ -15,14 +15,14 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 
 from ring.comm.calls import Calls
-from ring.comm.host_memory import HostMemory, machine
+from ring.comm.host_memory import HostMemory, host_memory_of
 from ring.comm.transport import Message, OwnBuffers, Pending
 from ring.comm.waiting import done_by_event, done_by_work, timeout_of, wait_for_all
 
 _GREATEST = dist.AllreduceOptions()
 _GREATEST.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
 _facts: WeakKeyDictionary[dist.ProcessGroup, _Facts] = WeakKeyDictionary()
-# Where the ranks of a group without a backend for CPUs agree; None: on several machines, by NCCL.
+# Where the ranks of a group agree from their second question on; None: by the group's own backend.
 _memories: WeakKeyDictionary[dist.ProcessGroup, HostMemory | None] = WeakKeyDictionary()
 
 
@@ -115,12 +115,16 @@ class ProcessGroupTransport(OwnBuffers):
         memory = _memories.get(self.group)
         if memory is not None:
             return memory.all_equal(payload, number)
+        equal = self.all_equal_by_group(payload, number)
+        self._find_memory()
+        return equal
+
+    def all_equal_by_group(self, payload: bytes, number: int) -> bool:
+        """The same by the group's own backend, as between several machines. number: of the question."""
         mine = torch.frombuffer(bytearray(payload), dtype=torch.int64)
         both = torch.cat((mine, ~mine))
         if self._on_gpu:
-            equal = self._all_equal_on_gpus(both, number)
-            self._find_memory()
-            return equal
+            return self._all_equal_on_gpus(both, number)
         greatest = both.clone()  # of the complements: that of the least value
         wait_for_all(done_by_work(self.group.allreduce([greatest], _GREATEST)), self.group, number)
         return torch.equal(greatest, both)
@@ -133,10 +137,7 @@ class ProcessGroupTransport(OwnBuffers):
         # A group that is destroyed and made anew may find what the first one left in the store.
         generation = store.add(f"ring/machines/rank {self.rank}", 1)
         fresh = dist.PrefixStore(f"ring/machines/{generation}", store)
-        fresh.set(f"rank {self.rank}", machine())
-        machines = {fresh.get(f"rank {rank}") for rank in range(self.world_size)}
-        apart = len(machines) > 1
-        _memories[self.group] = None if apart else HostMemory(fresh, self.rank, self.world_size, timeout_of(self.group))
+        _memories[self.group] = host_memory_of(fresh, self.rank, self.world_size, timeout_of(self.group))
 
     def _all_equal_on_gpus(self, both: torch.Tensor, number: int) -> bool:
         """On a stream of its own, so that a question between ranks waits for no kernel of theirs."""

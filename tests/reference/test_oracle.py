@@ -168,6 +168,24 @@ def test_rows_that_nothing_selects_are_exactly_nothing() -> None:
         assert (t[:, dead] == 0).all()
 
 
+def test_scores_of_minus_inf_have_no_weight() -> None:
+    """As if nothing selected these keys; rows 0 and 1, which see no others, are as rows that see none."""
+    x = example(6, 6, heads=2, kv_heads=1)
+    x.q[..., 0], x.k[..., 0] = 1.0, 0.0
+    pattern, hidden = PATTERNS["causal"], [0, 1, 4]
+    kept = [2, 3, 5]
+    left = (x.q, x.k[:, kept], x.v[:, kept])
+    positions: dict[str, Any] = {"q_positions": torch.arange(6), "k_positions": torch.tensor(kept)}
+    x.k[:, hidden, :, 0] = -inf
+    for weights in ("attached", "detached"):
+        out, lse, dq, dk, dv = everything(x, pattern, weights=weights)
+        assert_all_close((out, lse), attention(*left, pattern, **positions))
+        wanted = gradients(*left, pattern, x.dout, x.dlse, weights=weights, **positions)
+        assert_all_close((dq[..., 1:], dk[:, kept], dv[:, kept]), (wanted[0][..., 1:], *wanted[1:]))
+        assert (dk[:, hidden] == 0).all() and (dv[:, hidden] == 0).all()
+        assert (out[:, :2] == 0).all() and (lse[..., :2] == -inf).all() and (dq[:, :2] == 0).all()
+
+
 def test_no_keys_and_no_queries() -> None:
     x = example(3, [])
     out, lse, dq, dk, dv = everything(x, Pattern.dense())

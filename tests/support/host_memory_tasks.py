@@ -6,11 +6,15 @@ import os
 import random
 import signal
 import time
+from contextlib import ExitStack, nullcontext
 from datetime import timedelta
+from unittest.mock import patch
 
 import torch.distributed as dist
 
-from ring.comm.host_memory import PAYLOAD, HostMemory
+from ring.comm import host_memory, process_group
+from ring.comm.host_memory import PAYLOAD, HostMemory, host_memory_of
+from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.transport import Absent
 
 TIMEOUT = 1.5  # seconds
@@ -20,7 +24,9 @@ def memory(name: str, seconds: float = 60.0) -> HostMemory:
     group = dist.group.WORLD
     assert group is not None
     store = dist.PrefixStore(name, group.get_group_store())
-    return HostMemory(store, dist.get_rank(), dist.get_world_size(), timedelta(seconds=seconds))
+    found = host_memory_of(store, dist.get_rank(), dist.get_world_size(), timedelta(seconds=seconds))
+    assert found is not None
+    return found
 
 
 def answer(value: int) -> bytes:
@@ -36,6 +42,51 @@ def many_questions(name: str, seed: int) -> list[bool]:
         found.append(page.all_equal(answer(1000 + rank if apart else number), number))
         if draw.random() < 0.1:
             time.sleep(draw.choice((0.0, 1e-4, 3e-3)))
+    return found
+
+
+def page_where(name: str, what: str, where: int) -> tuple[str, list[str]]:
+    """What kind of page a group gets of which one rank finds another machine, or a folder that is not there, and what
+    is then left in the folder of pages.
+    """
+    group, rank, changes = dist.group.WORLD, dist.get_rank(), {"machine": lambda: "another", "FOLDER": "/nowhere"}
+    assert group is not None
+    store = dist.PrefixStore(f"{name} {what} {where}", group.get_group_store())
+    with ExitStack() as patches:
+        if rank == where:
+            patches.enter_context(patch.object(host_memory, what, changes[what]))
+        found = host_memory_of(store, rank, dist.get_world_size(), timedelta(seconds=60))
+    return type(found).__name__, [file for file in os.listdir("/dev/shm") if file.startswith("ring-")]
+
+
+def page_that_one_cannot_open(name: str) -> str:
+    group, rank = dist.group.WORLD, dist.get_rank()
+    assert group is not None
+    failing = patch.object(host_memory, "HostMemory", side_effect=OSError(24, "Too many open files"))
+    with failing if rank == 1 else nullcontext():
+        return type(host_memory_of(dist.PrefixStore(name, group.get_group_store()), rank, 3, timedelta(60))).__name__
+
+
+def one_does_not_come(name: str) -> tuple[tuple[int, ...] | None, str]:
+    """To where the page is made. The ranks that are named, and whether that took the timeout."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    assert group is not None
+    if rank == 1:
+        return None, "stays away"
+    began = time.monotonic()
+    try:
+        host_memory_of(dist.PrefixStore(name, group.get_group_store()), rank, 3, timedelta(seconds=TIMEOUT))
+    except Absent as error:
+        return error.ranks, "in time" if TIMEOUT <= time.monotonic() - began < TIMEOUT + 10 else "too late"
+    return None, "found it"
+
+
+def where_the_group_agrees(payload: int) -> list[bool]:
+    """Three questions to the world, of which the second has two answers; the page is there from the first on."""
+    transport = ProcessGroupTransport()
+    others = [payload, payload + (dist.get_rank() == 1), payload]
+    found = [transport.all_equal(answer(other)) for other in others]
+    assert isinstance(process_group._memories[transport.group], HostMemory)
     return found
 
 
@@ -56,8 +107,8 @@ def one_stays_away(name: str, absent: tuple[int, ...]) -> tuple[tuple[int, ...] 
 def one_is_killed(rank: int, folder: str) -> None:
     """In a process of its own: rank 1 ends between two questions."""
     store = dist.FileStore(os.path.join(folder, "store"), 3)
-    page = HostMemory(store, rank, 3, timedelta(seconds=60))
-    assert page.all_equal(answer(1), 1)
+    page = host_memory_of(store, rank, 3, timedelta(seconds=60))
+    assert page is not None and page.all_equal(answer(1), 1)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()

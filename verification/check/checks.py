@@ -47,7 +47,7 @@ def check_layout(case: Case, expectation: Expectation, observations: Observation
             if not np.array_equal(found, mine):
                 raise WrongResult(
                     f"layout: {_rank(case, index)} {says} positions {_listed(found)}; "
-                    f"{_order(case)} gives it {_listed(mine)}"
+                    f"{_order(case)} gives it {_listed(mine)}{_first_apart(found, mine)}"
                 )
         if seen.layout.counts != defined.counts:
             raise WrongResult(
@@ -58,6 +58,7 @@ def check_layout(case: Case, expectation: Expectation, observations: Observation
             raise WrongResult(
                 f"layout: on {_rank(case, index)}, `unshard` takes the tokens from places {_listed(seen.layout.place)}"
                 f" of the shards laid end to end; {_order(case)} has them at {_listed(defined.place)}"
+                f"{_first_apart(seen.layout.place, defined.place)}"
             )
     return {}
 
@@ -368,6 +369,15 @@ def _order(case: Case) -> str:
 def _listed(numbers: Ints) -> str:
     """The numbers, of many the first and the last few."""
     return np.array2string(numbers, separator=", ", threshold=24, edgeitems=8, max_line_width=10_000)
+
+
+def _first_apart(found: Ints, wanted: Ints) -> str:
+    """Where two lists differ first: abbreviated, they may look alike."""
+    common = min(len(found), len(wanted))
+    apart = np.flatnonzero(found[:common] != wanted[:common])
+    if not len(apart):
+        return f"; {len(found)} of them where there are {len(wanted)}"
+    return f"; entry {apart[0]} is the first that differs: {found[apart[0]]}, not {wanted[apart[0]]}"
 
 
 def _by_peer(case: Case, index: int, messages: Iterable[Message]) -> dict[int, list[tuple[int, Any]]]:

@@ -40,8 +40,8 @@ _kernels = st.sampled_from(("auto", "math", "flash"))
 _lse = st.sampled_from(("unused", "returned", "differentiated", "alone"))
 # Every Case has a second run, so the rare ways of it come as often as the plain one; those that find most come twice.
 _again = st.sampled_from((
-    *("alike", "alike", "alike", "unchecked", "group", "between", "q", "k", "v", "qk", "qv", "kv"),
-    *("no_grad", "backward", "pipelined", "shared", "meta", "no_grad", "backward", "pipelined", "shared", "meta"),
+    *("alike", "alike", "apart", "unchecked", "group", "between", "q", "k", "v", "qk", "qv", "kv"),
+    *("no_grad", "backward", "pipelined", "shared", "meta", "autocast", "backward", "pipelined", "shared", "meta"),
 ))  # fmt: skip
 # 0 and negative factors are legal: a falsy scale is not a missing one.
 _scales = st.sampled_from((None, None, None, 1.0, 0.25, 2.0, 0.0, -0.5, -1.0))

@@ -10,15 +10,20 @@ from verification.replay.records import understand
 from verification.report.report import Report
 from verification.run.backends import Backend, Unavailable
 
+MOST_BYTES = 2**20  # of a file: thousands of times what a run saves
+_SHOWN = 500  # characters of what is wrong with a file, which may repeat what stands in it
+
 
 def replay(file: Path, report: Report, backend: Backend, argument: str = "FILE") -> Report:
     """Raises Unavailable for a file that is none, or holds no Case, law or problem; what is found is in the
     report. Closes the backend. argument: by which the file was given.
     """
     try:
-        saved = understand(json.loads(file.read_text()))
+        saved = understand(json.loads(_text(file)))
     except (OSError, ValueError, RecursionError) as error:  # lists within lists are too much for the parser
-        raise Unavailable(f"argument {argument}: cannot read a counter-example from {file}: {error}") from error
+        told = " ".join(str(error).split())
+        told = told if len(told) <= _SHOWN else f"{told[:_SHOWN]}..."
+        raise Unavailable(f"argument {argument}: cannot read a counter-example from {file}: {told}") from error
     saved.prepare(backend)
     most = runner.MOST_RANKS[backend.name]
     if saved.world > most:
@@ -33,3 +38,12 @@ def replay(file: Path, report: Report, backend: Backend, argument: str = "FILE")
         backend.close()
     report.summary(replayed=True)
     return report
+
+
+def _text(file: Path) -> str:
+    """What it holds. Raises ValueError for a file of more than MOST_BYTES, of which no more is read."""
+    with file.open("rb") as opened:
+        content = opened.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise ValueError(f"it has more than {MOST_BYTES} bytes; a counter-example has at most that many")
+    return content.decode()

@@ -13,11 +13,13 @@ from typing import Any, Protocol
 import torch
 
 import ring
+from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.symmetric_memory import transport_of
 from ring.comm.transport import SoloTransport, Transport
 from verification.case import Case
 from verification.example import Example
 from verification.failures import RankFailure
+from verification.run.apart import ApartTransport
 from verification.run.observation import Observation
 from verification.run.processes.pool import Pool, PoolError, Ticket
 from verification.run.processes.rendezvous import subgroup
@@ -37,6 +39,7 @@ BACKENDS = {
 PRELOAD = (torch.__name__, ring.__name__, observe.__module__, "torch.fx.experimental.symbolic_shapes", "torch._dynamo")
 WARM_UP_TIMEOUT = 180.0
 RANKS_PER_TIMEOUT = 16  # simulated ones share a core
+CASES_PER_APART = 8  # of which one has its ranks agree as on several machines
 
 Task = Callable[..., Any]  # (transport, case, *arguments) -> what the rank answers
 Preparation = Callable[[], object]  # run once in every rank before its first task: how a defect is planted
@@ -221,4 +224,9 @@ def _transport(case: Example) -> Transport | None:
     if case.world == 1:
         return SoloTransport()
     group = subgroup(case.ranks)  # called by all ranks: they make a group together
-    return None if group is None else transport_of(group)
+    if group is None:
+        return None
+    transport = transport_of(group)
+    if type(transport) is ProcessGroupTransport and case.seed % CASES_PER_APART == 0:
+        return ApartTransport(group)
+    return transport

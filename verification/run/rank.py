@@ -24,6 +24,7 @@ from ring.comm.buffer_memory import measure
 from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.transport import RecordingTransport, SoloTransport
 from verification.case import Case
+from verification.run.apart import ApartTransport
 from verification.run.layouts import layout_of, strided_copy
 from verification.run.observation import LONGER, Division, Observation, carry, dtype_name
 from verification.run.second_run import another_default_device, in_one_storage
@@ -40,6 +41,8 @@ class InputEdit:
     after     replace q, k, v of all tokens beyond position `number` by other numbers
     poison    put NaN (`number` even) or inf into the tensor `name` at the token `positions[0]`, head 0, dimension 0
     permute   `order` of the batch, and `head_order` of the query heads with `kv_order` of the key/value heads
+    hide      -inf in dimension 0 of the keys at the tokens `positions`, heads `kv_order`, 0 in that of all others, and
+              `number` in that of the queries
     shift     add `number` to v, so that the outputs stay away from 0
     """
 
@@ -65,10 +68,15 @@ class InputEdit:
             q, dout = q[batch][:, :, heads], dout[batch][:, :, heads]
             k, v = k[batch][:, :, kv_heads], v[batch][:, :, kv_heads]
             dlse = dlse[batch][:, heads]
+        elif self.kind == "hide":
+            q, k = q.clone(), k.clone()
+            q[..., 0], k[..., 0] = self.number, 0.0
+            for head in self.kv_order:
+                k[:, list(self.positions), head, 0] = -torch.inf
         elif self.kind == "shift":
             v = v + self.number
         else:
-            raise ValueError(f"kind is {self.kind!r}; it must be one of after, poison, permute, shift")
+            raise ValueError(f"kind is {self.kind!r}; it must be one of after, poison, permute, hide, shift")
         return q, k, v, dout, dlse
 
 
@@ -169,10 +177,12 @@ class RankCall:
     ) -> RankCall:
         """On this rank's share of q, k, v, which the inputs begin with."""
         given = _together(case, inputs[:3]) if how == "shared" else inputs[:3]
+        if how == "autocast" and case.torch_dtype.itemsize == 2:
+            given = (*given[: case.seed % 2], *(x.float() for x in given[case.seed % 2 :]))
         wanted = how if set(how) <= set("qkv") else "qkv"
         q, k, v = (x.detach().requires_grad_(name in wanted) for name, x in zip("qkv", given, strict=True))
         layout = layout_of(case)
-        with torch.set_grad_enabled(how != "no_grad"), _circumstances(how):
+        with torch.set_grad_enabled(how != "no_grad"), _circumstances(how, case):
             result = ring_attention(
                 q, k, v, case.pattern, layout, group=group, exchange=case.exchange, bucket=case.bucket,
                 kernel=case.kernel, scale=case.scale, return_lse=case.lse != "unused", check=how != "unchecked",
@@ -187,13 +197,17 @@ class RankCall:
         if self.lse is not None and self.case.through_lse:
             alone = self.case.lse == "alone"
             outputs, given = ([self.lse], [incoming[1]]) if alone else ([self.out, self.lse], list(incoming))
-        with _circumstances(self.how):
+        with _circumstances(self.how, self.case):
             found = torch.autograd.grad(outputs, list(self.leaves.values()), given, retain_graph=retain)
-        return dict(zip(self.leaves, found, strict=True))
+        # Under autocast gradients are those of the case's type, in the type of what was given: nothing is lost here.
+        return {name: x.to(self.case.torch_dtype) for name, x in zip(self.leaves, found, strict=True)}
 
 
-def _circumstances(how: str) -> AbstractContextManager[None]:
+def _circumstances(how: str, case: Case) -> AbstractContextManager[None]:
     """Around nothing but a call's forward or backward: this program's own tensors are made as ever."""
+    if how == "autocast":
+        dtype = case.torch_dtype if case.torch_dtype.itemsize == 2 else torch.bfloat16
+        return torch.autocast(case.device, dtype, enabled=case.dtype != "float32")
     return another_default_device() if how == "meta" else nullcontext()
 
 
@@ -220,11 +234,12 @@ def _pass(results: tuple[Tensor | None, ...], there: _Leg, back: _Leg) -> Pass:
 
 def bare(transport: Transport) -> Transport | dist.ProcessGroup | None:
     """What a user would pass who knows nothing of transports: None where all ranks take part, their group otherwise. In
-    a simulation there is no such thing but the transport itself.
+    a simulation there is no such thing but the transport itself. Ranks that are to agree as on several machines do so
+    by their transport, whatever call each of them is in.
     """
     if isinstance(transport, SoloTransport):
         return None
-    if isinstance(transport, ProcessGroupTransport):
+    if isinstance(transport, ProcessGroupTransport) and not isinstance(transport, ApartTransport):
         return None if transport.group is dist.group.WORLD else transport.group
     return transport
 
@@ -251,7 +266,7 @@ def observe(transport: Transport, case: Case, edit: InputEdit | None = None, rep
     inputs = shards(case, transport.rank, whole_tensors(case, edit))
     kept = [x.clone() for x in inputs]
     run = attend(transport, case, inputs, meter=Meter(case.head_dim) if case.measured else None)
-    again = attend(transport, case, inputs, case.again) if repeat else run
+    again = attend(transport, case, inputs, case.again_on(transport.rank)) if repeat else run
     return observation_of(division(case, transport.rank), inputs, kept, run, again)
 
 

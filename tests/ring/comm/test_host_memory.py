@@ -59,6 +59,28 @@ def test_no_file_is_left(pool: Pool) -> None:
     assert {name for name in os.listdir("/dev/shm") if name.startswith("ring-")} <= before
 
 
+def test_a_group_over_gloo_agrees_in_memory_after_its_first_question(pool: Pool) -> None:
+    assert pool.run(tasks.where_the_group_agrees, 5) == [[True, False, True]] * 3
+
+
+@pytest.mark.parametrize(("what", "where"), [("machine", 2), ("FOLDER", 0), ("FOLDER", 1)])
+def test_ranks_on_several_machines_or_without_a_folder_have_no_page_on_any_rank(
+    pool: Pool, what: str, where: int
+) -> None:
+    """The folder matters on rank 0, which makes the file; the others find it by its name."""
+    kind = "HostMemory" if (what, where) == ("FOLDER", 1) else "NoneType"
+    said = pool.run(tasks.page_where, "page", what, where)
+    assert [name for name, _ in said] == [kind] * 3 and said[0][1] == []
+
+
+def test_a_page_that_one_rank_cannot_open_is_taken_by_none(pool: Pool) -> None:
+    assert pool.run(tasks.page_that_one_cannot_open, "closed") == ["NoneType"] * 3
+
+
+def test_a_rank_that_does_not_come_to_where_the_page_is_made_is_named(pool: Pool) -> None:
+    assert pool.run(tasks.one_does_not_come, "made") == [((1,), "in time"), (None, "stays away"), ((1,), "in time")]
+
+
 def test_a_machine_is_told_by_its_boot_and_its_memory(tmp_path: Path) -> None:
     assert machine() == machine() and len(machine().split()) == 2
     missing = machine(str(tmp_path / "missing"))

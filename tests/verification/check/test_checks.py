@@ -139,13 +139,16 @@ def told(**changes: Any) -> Callable[[Division], Division]:
 def test_a_layout_that_is_not_as_defined() -> None:
     mine = r"rank 2 \(index 1 of the group\)"
     for changes, says in (
-        ({"positions": lambda x: x[::-1]}, rf"{mine} holds positions \[9, 8, 3, 2\]; .* gives it \[2, 3, 8, 9\]"),
-        ({"positions": lambda x: x[:-1]}, rf"{mine} holds positions \[2, 3, 8\]; the zigzag order gives it"),
+        ({"positions": lambda x: x[::-1]}, rf"{mine} holds positions \[9, 8, 3, 2\]; .* differs: 9, not 2$"),
+        ({"positions": lambda x: x[:-1]}, rf"{mine} holds positions \[2, 3, 8\]; .*; 3 of them where there are 4$"),
         ({"sharded": lambda x: x[::-1]}, rf"{mine} is given by `shard` positions \[9, 8, 3, 2\]; the zigzag order"),
         ({"counts": (4, 5, 3)}, rf"{mine} has counts \(4, 5, 3\); the zigzag order makes them \(4, 4, 4\)"),
         ({"place": lambda x: x[::-1]}, rf"on {mine}, `unshard` takes .*; the zigzag order has them at \[ ?0, "),
     ):
         refused("layout", on(1, layout=told(**changes)), WrongResult, f"layout: {says}")
+    swapped = on(0, layout=told(positions=lambda x: x[np.r_[:30, 31, 30, 32:64]]))
+    says = r"layout: rank 0 holds positions .* \.\.\., .*; entry 30 is the first that differs: 31, not 30$"
+    refused("layout", swapped, WrongResult, says, tokens=128, group=None, world=2, order="contiguous")
     cut = on(1, layout=told(counts=(4, 5, 3)))
     refused("layout", cut, WrongResult, r"the zigzag order, cut at \(0, 3, 3, 12\), makes them", cuts=(0, 3, 3, 12))
 

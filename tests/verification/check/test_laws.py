@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
+from reference.exact import evaluate
+from reference.oracle import attention_and_gradients
 from reference.pattern import Branch, Pattern
 from tests.support.plain_case import plain
 from tests.support.planted import plant_16_bit_accumulator, plant_swallowed_error
 from verification import runner
 from verification.case import Case
+from verification.check.expectation import arithmetic_of, inputs_of
 from verification.check.laws import LAWS, How, Law
 from verification.check.laws.growth import check_growth
 from verification.check.laws.mistakes import check_refused
@@ -20,6 +25,7 @@ from verification.check.laws.order import permuted
 from verification.failures import WrongResult
 from verification.report.report import Report
 from verification.run.backends import GlooBackend
+from verification.run.rank import InputEdit
 from verification.search.search import Search
 
 pytestmark = pytest.mark.ranks
@@ -39,6 +45,31 @@ def test_laws_hold(law: Law, ranks: GlooBackend) -> None:
     report.start_world(3, 8)
     found = Search(runner.law_experiment(law), ranks, report, 3).explore(min(8, law.most), 1)
     assert not found, str(found)
+
+
+def test_what_hidden_keys_leave_is_what_the_oracle_says() -> None:
+    """The law's exact values come from finite numbers and a mask; the oracle is given the infinities."""
+    case = plain(
+        2,
+        tokens=9,
+        heads=4,
+        kv_heads=2,
+        dtype="float64",
+        lse="differentiated",
+        scale=-0.5,
+        pattern=Pattern.dense(causal=True),
+    )
+    hidden, counted = (0, 1, 5), np.ones((2, 9), bool)
+    counted[1, list(hidden)] = False
+    finite = InputEdit("hide", -1).apply(case.tensors())
+    found = evaluate(replace(inputs_of(case, finite), counted=counted), arithmetic_of(case)).exact
+    q, k, v, dout, dlse = InputEdit("hide", -1, positions=hidden, kv_order=(1,)).apply(case.tensors())
+    assert (k == -np.inf).sum() == 3 * case.batch
+    exact = attention_and_gradients(q, k, v, case.pattern, dout, dlse, scale=-0.5)
+    for name, wanted in zip(("out", "lse", "dq", "dk", "dv"), exact, strict=True):
+        places = (..., slice(1, None)) if name == "dq" else ...
+        np.testing.assert_allclose(found[name][places], wanted[places].numpy(), rtol=1e-9, atol=1e-12)
+    assert (found["lse"][:, 2:, :2] == -np.inf).all() and np.isfinite(found["lse"][:, :2]).all()
 
 
 def broken(prepare: Callable[[], None], law: Callable[..., float], case: Case, how: How) -> str:

@@ -14,6 +14,7 @@ from reference.exact import multiplicity
 from reference.pattern import Branch
 from verification.case import AGAIN, EXCHANGES, ORDERS, Case
 from verification.check.laws import LAWS, Law
+from verification.check.laws.definition import MADE, RULES
 from verification.check.laws.isolation import CHANGES, neighbour
 from verification.check.laws.orders import MISTAKES as DEVIATIONS
 from verification.draw.cases import cases, digits, head_range, permutation
@@ -104,6 +105,7 @@ LAW_FEATURES: dict[str, dict[str, int]] = {
     "later tokens change nothing": {"causal": 100, "dilation": 20, "segment on several ranks": 20},
     "batches and heads permute": {"several batches": 100, "GQA": 1, "offsets by head": 4},
     "NaN and inf propagate": {"dead row": 10, "causal": 20, "kernel flash": 2, "kernel math": 2},
+    "scores of -inf have no weight": {"dead row": 10, "GQA": 5, "kernel flash": 10},
     "wrong calls refused everywhere": {"dtype float16": 2, "exchange gather": 3, "dead row": 5},
     "no call takes another for its like": {"uneven cuts": 2, "GQA": 5, "causal": 20, "dilation": 20},
     "a call leaves nothing behind": {"exchange gather": 3, "dtype float16": 2, "GQA": 5},
@@ -116,11 +118,13 @@ LAW_FEATURES: dict[str, dict[str, int]] = {
         "order permuted": 3,
     },
     "error does not grow with ranks": {"dtype bfloat16": 100, "query rows cut": 50, "order striped": 10},
+    "patterns are as published": {"causal": 20},
 }
 # Of what a law draws beside the Case, by its name, values that must all be there.
 LAW_CHOICES: dict[str, dict[str, set[Any]]] = {
     "same on any ranks, layout, exchange": {"order": set(ORDERS), "exchange": set(EXCHANGES)},
     "NaN and inf propagate": {"tensor": {"q", "k", "v"}, "infinite": {True, False}},
+    "patterns are as published": {"made": set(MADE), "offsets": set(RULES)},
 }
 
 

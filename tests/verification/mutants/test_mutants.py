@@ -27,7 +27,7 @@ from verification.search.search import Search
 
 pytestmark = pytest.mark.ranks
 
-PROCESS_GROUPS = "ring/comm/process_group.py"
+PROCESS_GROUPS = {"ring/comm/process_group.py", "ring/comm/host_memory.py"}
 LISTED = range(1, 43)  # the project's list of defect classes seen in public ring-attention code
 
 
@@ -64,7 +64,7 @@ def test_every_class_of_the_list_has_a_defect_or_a_reason() -> None:
 def test_only_transports_need_real_process_groups() -> None:
     for defect in DEFECTS:
         touched = {edit.file for edit in defect.edits}
-        assert (defect.backend == "gloo") == (touched == {PROCESS_GROUPS}), defect.name
+        assert (defect.backend == "gloo") == (touched <= PROCESS_GROUPS), defect.name
 
 
 def test_every_defect_can_be_planted_and_uses_only_names_that_are_bound(process: Pool) -> None:
@@ -166,13 +166,13 @@ def test_a_hunt_draws_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(subjects.Subject, "check", check)
     search = Search(subjects.EVERYTHING, SimBackend(), Report(Console(quiet=True)), max(subjects.WORLDS))
-    assert search.find(300, "afresh") is None
-    assert search.examples == len(seen) == len({json.dumps(subject.record()) for subject in seen}) == 300
+    assert search.find(600, "afresh") is None
+    assert search.examples == len(seen) == len({json.dumps(subject.record()) for subject in seen}) == 600
     names = [subject.experiment.name for subject in seen]
     assert {EXAMPLES.name, *(law.name for law in LAWS if law.share >= 0.02)} <= set(names)  # the rarest may be missing
-    assert 0.7 < names.count(EXAMPLES.name) / 300 < 0.95
+    assert 0.7 < names.count(EXAMPLES.name) / 600 < 0.95
     worlds = [subject.case.world for subject in seen]
-    assert set(worlds) == set(subjects.WORLDS) and worlds.count(1) < 60
+    assert set(worlds) == set(subjects.WORLDS) and worlds.count(1) < 120
 
 
 @pytest.mark.parametrize("name", ["merge-by-plain-average", "one-landing-for-sends-and-receives"])

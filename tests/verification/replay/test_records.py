@@ -16,7 +16,7 @@ from verification.__main__ import main
 from verification.case import Case
 from verification.check.laws import LAWS, Law
 from verification.draw.cases import cases
-from verification.replay import records
+from verification.replay import records, replay
 from verification.replay.registry import SavedExample
 from verification.run.wrong_calls import MISTAKES
 from verification.runner import law_experiment
@@ -42,6 +42,8 @@ LATER, ANYWHERE, PERMUTED = (
 )
 POISONED, MISTAKEN, GROWTH = "NaN and inf propagate", "wrong calls refused everywhere", "error does not grow with ranks"
 LIKE = "no call takes another for its like"
+PUBLISHED = "patterns are as published"
+DRAWN = {"made": "longnet", "segment_lengths": [4], "dilation_rates": [2], "offsets": "paper"}
 MOVED = {"group": None, "order": "zigzag", "cuts": None, "exchange": "direct", "bucket": None}
 
 
@@ -140,6 +142,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "neighbour: order": (law(LIKE, {"order": "random"}), "order is 'random'; it must be one of"),
     "left: more": (law("a call leaves nothing behind", {"by": 2}), "how must be an object with the fields none, got"),
     "long: more": (law("memory of longer shards", {"by": 2}), "how must be an object with the fields none, got the"),
+    "published: made": (law(PUBLISHED, DRAWN | {"made": "mine"}), "made of how is 'mine'; it must be one of longnet"),
+    "published: rule": (law(PUBLISHED, DRAWN | {"offsets": 1}), "offsets of how is 1; it must be one of paper"),
+    "published: lists": (law(PUBLISHED, DRAWN | {"dilation_rates": [1, 2]}), "they must be lists of one to three"),
+    "published: rate": (law(PUBLISHED, DRAWN | {"dilation_rates": [0]}), "an entry of dilation_rates of how is 0;"),
+    "published: tokens": (law(PUBLISHED, DRAWN, case(tokens=25)), "tokens is 25; it must be at most 24"),
     "growth: dtype": (law(GROWTH, {"shift": 1}), "dtype is 'float32'; for the law of growing errors"),
     "growth: shift": (law(GROWTH, {"shift": "1"}, SIXTEEN), "shift of how is '1'; it must be"),
 }  # fmt: skip
@@ -163,6 +170,24 @@ def test_what_is_no_json_is_refused(content: str, tmp_path: Path, capsys: pytest
     assert main(("replay", str(file))) == 2
     error = capsys.readouterr().err
     assert "cannot read a counter-example" in error and error.count("\n") == 1
+
+
+def test_a_file_of_many_megabytes_is_refused_unread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "case.json"
+    file.write_text(" " * replay.MOST_BYTES + json.dumps(case()))
+    assert main(("replay", str(file))) == 2
+    assert "more than 1048576 bytes; a counter-example has at most that many\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("changes", ({"kernel": "x" * 10**5}, {"cuts": [10**5 * "1"]}, {"y" * 10**5: 1}))
+def test_a_refusal_is_one_short_line(
+    changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "case.json"
+    file.write_text(json.dumps(case(**changes)))
+    assert main(("replay", str(file))) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and len(error) < 1000
 
 
 @pytest.mark.parametrize("dtype, scale", [("float32", 1024), ("bfloat16", 1024), ("float16", -1024)])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from verification.check.laws.definition import PATTERNS_ARE_AS_PUBLISHED
 from verification.check.laws.growth import ERROR_DOES_NOT_GROW
 from verification.check.laws.isolation import NO_CALL_TAKES_ANOTHER, NOTHING_LEFT_BEHIND
 from verification.check.laws.later_tokens import LATER_TOKENS_CHANGE_NOTHING
 from verification.check.laws.law import How, Law
 from verification.check.laws.memory import MEMORY_OF_LONGER_SHARDS
 from verification.check.laws.mistakes import WRONG_CALLS_REFUSED
+from verification.check.laws.no_weight import NO_SCORE_NO_WEIGHT
 from verification.check.laws.non_finite import NON_FINITE_PROPAGATES
 from verification.check.laws.order import BATCHES_AND_HEADS_PERMUTE
 from verification.check.laws.orders import CALLS_ARE_NOT_CONFUSED
@@ -20,10 +22,12 @@ LAWS = (
     LATER_TOKENS_CHANGE_NOTHING,
     BATCHES_AND_HEADS_PERMUTE,
     NON_FINITE_PROPAGATES,
+    NO_SCORE_NO_WEIGHT,
     WRONG_CALLS_REFUSED,
     CALLS_ARE_NOT_CONFUSED,
     NO_CALL_TAKES_ANOTHER,
     NOTHING_LEFT_BEHIND,
     MEMORY_OF_LONGER_SHARDS,
     ERROR_DOES_NOT_GROW,
+    PATTERNS_ARE_AS_PUBLISHED,
 )

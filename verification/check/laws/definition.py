@@ -1,0 +1,231 @@
+"""The patterns that are published, and what is no pattern and no layout, said a second time.
+
+Oracle and ranks take their patterns from `reference.pattern`: a mistake there is on both sides of every comparison.
+Here the pairs are collected segment by segment from lists of tokens, as the papers describe them, without arithmetic
+on positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import cycle, islice
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from reference import fields
+from reference.pattern import Branch, Pattern, multiplicity
+from ring.layout import Layout
+from verification.case import Case
+from verification.check.laws.law import How, Law
+from verification.failures import WrongResult
+from verification.run.backends import Backend
+
+Counts = NDArray[np.int64]
+_MOST_TOKENS, _MOST_HEADS = 24, 6
+MADE = ("longnet", "head_groups")
+RULES = ("paper", "torchscale", "fkodom")
+
+
+# --- what is published ------------------------------------------------------------------------------------------------
+
+
+def _in_turn(rate: int, heads: int) -> list[int]:
+    """LongNet, section 2.2: the heads of a branch take the offsets 0, 1, ..., r - 1 in turn."""
+    return list(islice(cycle(range(rate)), heads))
+
+
+def _in_stretches(rate: int, heads: int) -> list[int]:
+    """torchscale: the first heads take offset 0, as many the next one, and so on; the last stretch may be short."""
+    stretch = next(size for size in range(1, heads + 1) if size * rate >= heads)
+    return [offset for offset in range(rate) for _ in range(stretch)][:heads]
+
+
+def _of_branch(number: int, rate: int) -> int:
+    """dilated-attention-pytorch: one offset a branch, which the branches take in turn."""
+    return list(islice(cycle(range(rate)), number + 1))[-1]
+
+
+Chosen = list[list[tuple[int | None, int] | None]]  # by branch and head: segment length and offset, or no such branch
+
+
+def longnet(segments: list[int | None], rates: list[int], heads: int, rule: str) -> Chosen:
+    """Every head has every branch."""
+    chosen: Chosen = []
+    for number, (segment, rate) in enumerate(zip(segments, rates, strict=True)):
+        if rule == "paper":
+            offsets = _in_turn(rate, heads)
+        elif rule == "torchscale":
+            offsets = _in_stretches(rate, heads)
+        else:
+            offsets = [_of_branch(number, rate)] * heads
+        chosen.append([(segment, offset) for offset in offsets])
+    return chosen
+
+
+def head_groups(segments: list[int | None], rates: list[int], heads: int) -> list[list[tuple[int | None, int] | None]]:
+    """The same where each head has one branch: the first branch takes the first heads. Groups are as equal as can be,
+    and larger ones come first."""
+    groups = np.array_split(range(heads), len(rates))
+    chosen: list[list[tuple[int | None, int] | None]] = []
+    for number, (group, rate) in enumerate(zip(groups, rates, strict=True)):
+        mine = (segments[number], _of_branch(number, rate))
+        chosen.append([mine if head in group else None for head in range(heads)])
+    return chosen
+
+
+def pairs(tokens: int, rates: list[int], chosen: Chosen, causal: bool) -> Counts:
+    """(heads, tokens, tokens): how many branches let a query see a key."""
+    heads = len(chosen[0])
+    found = np.zeros((heads, tokens, tokens), np.int64)
+    for rate, of_heads in zip(rates, chosen, strict=True):
+        for head, one in enumerate(of_heads):
+            if one is None:
+                continue
+            length, offset = one
+            for segment in _segments(tokens, length):
+                kept = segment[offset::rate]  # from the offset on every r-th of the segment
+                for query in kept:
+                    for key in kept:
+                        found[head, query, key] += not causal or key <= query
+    return found
+
+
+def _segments(tokens: int, length: int | None) -> Iterator[list[int]]:
+    everything = list(range(tokens))
+    while everything:
+        yield everything[:length]
+        everything = [] if length is None else everything[length:]
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+# By name: what makes it, and the argument that the refusal must name.
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "segment of nothing": (lambda: Branch(0), "segment_length"),
+    "segment of half a token": (lambda: Branch(1.5), "segment_length"),  # type: ignore[arg-type]
+    "segment True": (lambda: Branch(True), "segment_length"),
+    "rate 0": (lambda: Branch(4, 0), "dilation_rate"),
+    "rate of text": (lambda: Branch(4, "2"), "dilation_rate"),  # type: ignore[arg-type]
+    "offset at the rate": (lambda: Branch(4, 2, 2), "offset"),
+    "negative offset": (lambda: Branch(4, 2, -1), "offset"),
+    "one offset at the rate": (lambda: Branch(4, 2, (0, 2)), "offset"),
+    "no offsets": (lambda: Branch(4, 2, ()), "offset"),
+    "an offset too many": (lambda: Branch(4, 2, (0, 1), range(1)), "offset"),
+    "an offset too few": (lambda: Branch(4, 2, (0, 1), range(3)), "offset"),
+    "heads of a list": (lambda: Branch(4, 2, 0, [0, 1]), "heads"),  # type: ignore[arg-type]
+    "no heads": (lambda: Branch(4, 2, 0, range(2, 2)), "heads"),
+    "every other head": (lambda: Branch(4, 2, 0, range(0, 4, 2)), "heads"),
+    "heads below 0": (lambda: Branch(4, 2, 0, range(-1, 2)), "heads"),
+    "no branch": (lambda: Pattern(()), "branches"),
+    "a branch that is none": (lambda: Pattern((4,)), "branches"),  # type: ignore[arg-type]
+    "causal 1": (lambda: Pattern((Branch(),), 1), "causal"),  # type: ignore[arg-type]
+    "heads beyond those there are": (lambda: Pattern((Branch(heads=range(3)),)).validate(2), "heads"),
+    "offsets for fewer heads": (lambda: Pattern((Branch(4, 2, (0, 1)),)).validate(3), "offset"),
+    "longnet: lengths that disagree": (lambda: Pattern.longnet([4, 8], [1], 2), "segment_lengths"),
+    "longnet: nothing": (lambda: Pattern.longnet([], [], 2), "segment_lengths"),
+    "longnet: rate 0": (lambda: Pattern.longnet([4], [0], 2), "dilation_rates"),
+    "longnet: no heads": (lambda: Pattern.longnet([4], [1], 0), "heads"),
+    "longnet: another rule": (lambda: Pattern.longnet([4], [1], 2, offsets="mine"), "offsets"),
+    "groups: fewer heads than groups": (lambda: Pattern.head_groups([4, 8], [1, 2], 1), "heads"),
+    "groups: lengths that disagree": (lambda: Pattern.head_groups([4, 8], [1], 2), "segment_lengths"),
+    "layout: negative tokens": (lambda: Layout.contiguous(-1, 2), "n must"),
+    "layout: no ranks": (lambda: Layout.zigzag(4, 0), "p must"),
+    "layout: half a token": (lambda: Layout.striped(4.5, 2), "n must"),  # type: ignore[arg-type]
+    "layout: a token twice": (lambda: Layout.from_cuts([0, 1, 1, 3], (0, 2, 4)), "order"),
+    "layout: a token beyond": (lambda: Layout.from_cuts([0, 1, 2, 4], (0, 2, 4)), "order"),
+    "layout: a token below 0": (lambda: Layout.from_cuts([0, 1, 2, -1], (0, 2, 4)), "order"),
+    "layout: two dimensions": (lambda: Layout.from_cuts(np.arange(4).reshape(2, 2), (0, 2, 4)), "order"),
+    "layout: falling cuts": (lambda: Layout.from_cuts(range(4), (0, 3, 2, 4)), "cuts"),
+    "layout: cuts that begin later": (lambda: Layout.from_cuts(range(4), (1, 4)), "cuts"),
+    "layout: cuts that end before": (lambda: Layout.from_cuts(range(4), (0, 3)), "cuts"),
+    "layout: a single cut": (lambda: Layout.from_cuts((), (0,)), "cuts"),
+    "layout: half a cut": (lambda: Layout.from_cuts(range(4), (0, 1.5, 4)), "cuts"),  # type: ignore[arg-type]
+    "layout: a rank too many": (lambda: Layout.contiguous(4, 2).positions(2), "rank"),
+    "layout: a rank below 0": (lambda: Layout.contiguous(4, 2).shard(torch.zeros(1, 4), -1), "rank"),
+}
+
+
+def check_refused() -> None:
+    for name, (make, argument) in REFUSED.items():
+        try:
+            made = make()
+        except ValueError as error:
+            if argument not in str(error):
+                raise WrongResult(f"{name}: the refusal must name {argument!r}, got {error}") from error
+        except Exception as error:
+            raise WrongResult(f"{name}: must be refused as ValueError, got {type(error).__name__}: {error}") from error
+        else:
+            raise WrongResult(f"{name}: must be refused as ValueError, got {made!r}")
+
+
+# --- the law ----------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
+    made = draw(st.sampled_from(MADE))
+    branches = draw(st.integers(1, 3))
+    tokens = draw(st.integers(1, _MOST_TOKENS))
+    heads = draw(st.integers(branches if made == "head_groups" else 1, _MOST_HEADS))
+    lengths = st.one_of(st.integers(1, tokens + 3), st.integers(1, tokens + 3), st.none())
+    how: How = {
+        "made": made,
+        "segment_lengths": draw(st.lists(lengths, min_size=branches, max_size=branches)),
+        "dilation_rates": draw(st.lists(st.integers(1, 7), min_size=branches, max_size=branches)),
+        "offsets": draw(st.sampled_from(RULES)),
+    }
+    case = Case(
+        world=world, group=None, tokens=tokens, order="contiguous", cuts=None,
+        pattern=Pattern.dense(draw(st.booleans())), batch=1, heads=heads, kv_heads=heads, head_dim=1, dtype="float32",
+        scale=None, score_scale=1.0, values="normal", seed=0, exchange="ring", bucket=None, kernel="auto",
+        lse="unused", strided=False,
+    )  # fmt: skip
+    return case, how
+
+
+def check_definition(backend: Backend, case: Case, how: How) -> float:
+    """No rank takes part."""
+    check_refused()
+    segments, rates, causal = how["segment_lengths"], how["dilation_rates"], case.pattern.causal
+    if how["made"] == "longnet":
+        made = Pattern.longnet(segments, rates, case.heads, causal, how["offsets"])
+        chosen = longnet(segments, rates, case.heads, how["offsets"])
+    else:
+        made = Pattern.head_groups(segments, rates, case.heads, causal)
+        chosen = head_groups(segments, rates, case.heads)
+    positions = torch.arange(case.tokens)
+    found = multiplicity(made, positions, positions, case.heads).numpy()
+    wanted = pairs(case.tokens, rates, chosen, causal)
+    apart = np.argwhere(found != wanted)
+    if len(apart):
+        head, query, key = (int(i) for i in apart[0])
+        raise WrongResult(
+            f"{how['made']}: head {head}, query {query}, key {key}: {found[head, query, key]} branches see the pair, "
+            f"as published {wanted[head, query, key]}; of {case.tokens} tokens, {case.heads} heads, {how}, "
+            f"causal {causal}"
+        )
+    return 0.0
+
+
+def _premise(case: Case, how: Any) -> None:
+    fields.exactly("how", how, ["made", "segment_lengths", "dilation_rates", "offsets"])
+    fields.choice("made of how", how["made"], MADE)
+    fields.choice("offsets of how", how["offsets"], RULES)
+    fields.at_most("tokens", case.tokens, _MOST_TOKENS)
+    fields.at_most("heads", case.heads, _MOST_HEADS)
+    lengths, rates = how["segment_lengths"], how["dilation_rates"]
+    if not isinstance(lengths, list) or not isinstance(rates, list) or not 1 <= len(lengths) == len(rates) <= 3:
+        raise ValueError(f"segment_lengths and dilation_rates of how are {lengths!r} and {rates!r}; they must be lists "
+                         "of one to three entries, equally long")  # fmt: skip
+    for name, values in (("segment_lengths", [x for x in lengths if x is not None]), ("dilation_rates", rates)):
+        for value in values:
+            fields.integer(f"an entry of {name} of how", value, 1, 1024)
+    if how["made"] == "head_groups" and case.heads < len(rates):
+        raise ValueError(f"heads is {case.heads}; it must be at least {len(rates)}, the number of groups")
+
+
+PATTERNS_ARE_AS_PUBLISHED = Law("patterns are as published", _draw, check_definition, _premise, share=0.02, most=60)

@@ -1,0 +1,83 @@
+"""Keys whose scores are -inf have no weight: everything is as if they were not selected.
+
+That is how people hide padding: a component of the keys is -inf, the same one of the queries a number. A row whose
+scores are all -inf is one that nothing selects. The gradient of that component of the queries is 0 times infinity: it
+may be anything, and is not looked at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from reference import fields
+from reference.exact import evaluate
+from verification.case import Case
+from verification.check import checks
+from verification.check.expectation import arithmetic_of, inputs_of
+from verification.check.laws.law import How, Law, needs_tame, tame
+from verification.draw.cases import cases
+from verification.run.backends import Backend, observe_on
+from verification.run.rank import InputEdit
+
+_CHECKS = ("layout", "answers", "messages", "unseen", "finite", "values")
+
+
+@st.composite
+def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
+    case = tame(draw(cases(world)))
+    if case.scale == 0.0:  # 0 times -inf is no score
+        case = replace(case, scale=None)
+    held = [list(map(int, positions)) for positions in case.shards().positions]
+    every = list(range(case.tokens))
+    kind = draw(st.sampled_from(("some", "shard", "all but one", "all")))
+    if kind == "some":
+        hidden = [token for token in every if draw(st.booleans())]
+    elif kind == "shard":
+        hidden = draw(st.sampled_from(held))
+    else:
+        kept = draw(st.sampled_from(every)) if kind == "all but one" else None
+        hidden = [token for token in every if token != kept]
+    heads = [head for head in range(case.kv_heads) if draw(st.booleans())]
+    return case, {"hidden": sorted(hidden), "heads": heads or [0]}
+
+
+def check_no_weight(backend: Backend, case: Case, how: How) -> float:
+    """Results and gradients of what is left, within its bounds."""
+    if case.device == "cuda":
+        case = replace(case, kernel="math")  # torch's fused kernels there do not promise it
+    sign = 1 if case.softmax_scale > 0 else -1
+    edit = InputEdit("hide", sign, positions=tuple(how["hidden"]), kv_order=tuple(how["heads"]))
+    counted = np.ones((case.kv_heads, case.tokens), bool)
+    counted[np.ix_(how["heads"], how["hidden"])] = False
+    left = InputEdit("hide", sign).apply(case.tensors())  # finite: no key is hidden
+    expectation = evaluate(replace(inputs_of(case, left), counted=counted), arithmetic_of(case))
+    seen = [replace(one, dq=_without_first(one.dq)) for one in observe_on(backend, case, edit, False)]
+    for found in (expectation.exact, expectation.bound):
+        found["dq"][..., 0] = 0.0
+    return max(
+        (ratio for name in _CHECKS for ratio in checks.CHECKS[name](case, expectation, seen).values()), default=0.0
+    )
+
+
+def _without_first(gradient: Any) -> Any:
+    found = np.array(gradient, copy=True)
+    found[..., 0] = 0.0
+    return found
+
+
+def _premise(case: Case, how: Any) -> None:
+    needs_tame(case)
+    fields.exactly("how", how, ["hidden", "heads"])
+    for name, limit in (("hidden", case.tokens), ("heads", case.kv_heads)):
+        numbers = fields.integers(f"{name} of how", how[name])
+        if list(numbers) != sorted(set(numbers)) or any(not 0 <= number < limit for number in numbers):
+            raise ValueError(f"{name} of how is {how[name]!r}; it must be ascending numbers of range({limit})")
+    if case.scale == 0.0:
+        raise ValueError("scale is 0.0; 0 times -inf is no score")
+
+
+NO_SCORE_NO_WEIGHT = Law("scores of -inf have no weight", _draw, check_no_weight, _premise, share=0.04)
