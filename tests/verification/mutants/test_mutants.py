@@ -61,10 +61,11 @@ def test_every_class_of_the_list_has_a_defect_or_a_reason() -> None:
     assert set(LISTED) - covered == set()
 
 
-def test_only_transports_need_real_process_groups() -> None:
-    for defect in DEFECTS:
-        touched = {edit.file for edit in defect.edits}
-        assert (defect.backend == "gloo") == (touched <= PROCESS_GROUPS), defect.name
+def test_defects_of_process_groups_meet_real_ones() -> None:
+    """No simulation runs what they change; of the other defects few have a reason to take so much longer."""
+    apart = [defect for defect in DEFECTS if {edit.file for edit in defect.edits} <= PROCESS_GROUPS]
+    assert {defect.backend for defect in apart} == {"gloo"}
+    assert sum(defect.backend == "gloo" for defect in DEFECTS) < len(apart) + 6
 
 
 def test_every_defect_can_be_planted_and_uses_only_names_that_are_bound(process: Pool) -> None:
