@@ -14,6 +14,7 @@ from verification.check.laws.non_finite import NON_FINITE_PROPAGATES
 from verification.check.laws.order import BATCHES_AND_HEADS_PERMUTE
 from verification.check.laws.orders import CALLS_ARE_NOT_CONFUSED
 from verification.check.laws.ranks import SAME_ANYWHERE
+from verification.check.laws.values import PATTERNS_AND_LAYOUTS_ARE_VALUES
 
 __all__ = ["LAWS", "How", "Law"]
 
@@ -30,4 +31,5 @@ LAWS = (
     MEMORY_OF_LONGER_SHARDS,
     ERROR_DOES_NOT_GROW,
     PATTERNS_ARE_AS_PUBLISHED,
+    PATTERNS_AND_LAYOUTS_ARE_VALUES,
 )
