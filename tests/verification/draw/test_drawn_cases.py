@@ -14,6 +14,7 @@ from reference.exact import multiplicity
 from reference.pattern import Branch
 from verification.case import AGAIN, EXCHANGES, ORDERS, Case
 from verification.check.laws import LAWS, Law
+from verification.check.laws.broken_off import DIRECTIONS, ERRORS
 from verification.check.laws.definition import MADE, RULES
 from verification.check.laws.isolation import CHANGES, neighbour
 from verification.check.laws.orders import MISTAKES as DEVIATIONS
@@ -119,12 +120,15 @@ LAW_FEATURES: dict[str, dict[str, int]] = {
     },
     "error does not grow with ranks": {"dtype bfloat16": 300, "query rows cut": 150, "order striped": 10},
     "patterns are as published": {"causal": 20},
+    "patterns and layouts are values": {"branch for some heads only": 5, "offsets by head": 5, "segments": 20},
+    "a broken-off call closes its group": {"exchange gather": 3, "exchange direct": 3, "lse alone": 3},
 }
 # Of what a law draws beside the Case, by its name, values that must all be there.
 LAW_CHOICES: dict[str, dict[str, set[Any]]] = {
     "same on any ranks, layout, exchange": {"order": set(ORDERS), "exchange": set(EXCHANGES)},
     "NaN and inf propagate": {"tensor": {"q", "k", "v"}, "infinite": {True, False}},
     "patterns are as published": {"made": set(MADE), "offsets": set(RULES)},
+    "a broken-off call closes its group": {"direction": set(DIRECTIONS), "error": set(ERRORS), "check": {True, False}},
 }
 
 

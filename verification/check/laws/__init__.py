@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from verification.check.laws.broken_off import BROKEN_OFF_CLOSES
 from verification.check.laws.definition import PATTERNS_ARE_AS_PUBLISHED
 from verification.check.laws.growth import ERROR_DOES_NOT_GROW
 from verification.check.laws.isolation import NO_CALL_TAKES_ANOTHER, NOTHING_LEFT_BEHIND
@@ -26,6 +27,7 @@ LAWS = (
     NO_SCORE_NO_WEIGHT,
     WRONG_CALLS_REFUSED,
     CALLS_ARE_NOT_CONFUSED,
+    BROKEN_OFF_CLOSES,
     NO_CALL_TAKES_ANOTHER,
     NOTHING_LEFT_BEHIND,
     MEMORY_OF_LONGER_SHARDS,
