@@ -32,12 +32,13 @@ ORDERS = ("contiguous", "zigzag", "striped", "hilbert", "spliced", "paired", "sh
 EXCHANGES = ("ring", "direct", "gather")
 KERNELS = ("auto", "math", "flash", "cudnn")
 DEVICES = ("cpu", "cuda")
-LSE = ("unused", "returned", "differentiated", "alone")
+LSE = ("unused", "returned", "differentiated", "alone", "apart")
 AGAIN = (
     *("alike", "unchecked", "group", "no_grad", "backward", "between", "pipelined", "shared", "meta", "autocast"),
-    *("q", "k", "v", "qk", "qv", "kv", "apart"),
+    *("q", "k", "v", "qk", "qv", "kv", "apart", "dtype", "graph"),
 )
 _WANTED = ("qkv", "q", "k", "v", "qk", "qv", "kv")
+_LOSSES = ("returned", "differentiated", "neither", "alone")
 
 _SMALLEST = {"world": 1, "tokens": 1, "batch": 1, "heads": 1, "kv_heads": 1, "head_dim": 1, "seed": 0}
 _GREATEST_SEED = 2**63 - 1  # what torch.Generator takes
@@ -67,7 +68,8 @@ class Case:
     bucket        tokens per kernel call, or None
     kernel        "auto", "math", "flash" or, on GPUs, "cudnn"
     lse           "unused"; "returned" (and compared); "differentiated" (its gradient takes part as well); "alone" (only
-                  lse is differentiated, not the output)
+                  lse is differentiated, not the output); "apart" (on each rank the loss takes others of both: see
+                  `loss_on`)
     strided       whether inputs and incoming gradients are non-contiguous (`verification.run.layouts.strided_copy`)
     again         how the second run differs from the first, which must not change a bit of what both give: "alike";
                   "unchecked" (check=False); "group" (called with the process group itself, where there is one);
@@ -76,8 +78,10 @@ class Case:
                   forward and backward, and one after); "pipelined" (another call's forward follows the forward, its
                   backward the backward); "shared" (k and v, or q too, lie in one storage); "meta" (while torch's
                   meta device is the default one); "autocast" (16-bit numbers are given as fp32 under autocast, for
-                  every other seed only k and v; others under one that leaves them as they are); which of q, k and v
-                  require gradients; or "apart" (on each rank others of them do: see `again_on`)
+                  every other seed only k and v, and some in the other 16-bit type if that loses nothing; others under
+                  one that leaves them as they are); which of q, k and v require gradients; "apart" (on each rank
+                  others of them do: see `again_on`); "dtype" (while another default dtype is set); or "graph" (a
+                  backward with create_graph, for every other seed under autocast)
     device        "cpu", or "cuda": on GPUs, whose fused kernels work in 16 bits
     measured      whether the workspace of the first run is looked at (`verification.run.workspace`), which takes time
 
@@ -169,7 +173,7 @@ class Case:
     @property
     def through_lse(self) -> bool:
         """Whether a gradient comes in through lse."""
-        return self.lse in ("differentiated", "alone")
+        return self.lse in ("differentiated", "alone", "apart")
 
     @property
     def softmax_scale(self) -> float:
@@ -204,6 +208,11 @@ class Case:
             return self.again
         return _WANTED[(self.seed + index * (1 + self.seed // len(_WANTED) % 6)) % len(_WANTED)]
 
+    def loss_on(self, index: int) -> str:
+        """What the loss of the rank at that index of the group takes: `lse`. "apart": "returned" (the output alone),
+        "alone", both, or "neither" of them, by the seed."""
+        return self.lse if self.lse != "apart" else _LOSSES[(self.seed + index) % len(_LOSSES)]
+
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """q (B, n, H, D), k and v (B, n, Hk, D), dout like q, dlse (B, H, n), for the whole sequence, contiguous, on
         the CPU.
@@ -223,11 +232,24 @@ class Case:
             dlse.zero_()
         if self.lse == "alone":
             dout = torch.zeros_like(dout)
+        if self.lse == "apart":
+            dout, dlse = self._as_lost(dout, dlse)
         q = q * self.score_scale
         if self.dtype == "float16":
             q = q.clamp(-_GREATEST_HALF, _GREATEST_HALF)  # large values and a large score_scale may pass it
         q, k, v, dout = (x.to(self.torch_dtype).contiguous() for x in (q, k, v, dout))
         return q, k, v, dout, dlse
+
+    def _as_lost(self, dout: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor]:
+        """Zero for the tokens of ranks whose loss does not take the output, or lse."""
+        dout, dlse = dout.clone(), dlse.clone()
+        for index, held in enumerate(self.shards().positions):
+            loss, rows = self.loss_on(index), torch.tensor(held)
+            if loss in ("alone", "neither"):
+                dout[:, rows] = 0.0
+            if loss in ("returned", "neither"):
+                dlse[:, :, rows] = 0.0
+        return dout, dlse
 
     def to_json(self) -> str:
         """One line of JSON; `from_json` turns it back into an equal Case."""

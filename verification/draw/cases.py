@@ -23,6 +23,8 @@ Item = TypeVar("Item")
 Draw = st.DrawFn
 
 MOST_TOKENS = 64
+MOST_FUSED = 128  # tokens of a Case for the fused kernels, which take calls of many keys
+LEAST_FUSED = 16  # keys of a call: with fewer the math kernel takes it
 
 # Small sequences find most defects and cost least; blocks of rows and full vectors of keys take longer ones.
 _ceilings = st.sampled_from((8, 16, 32, MOST_TOKENS, MOST_TOKENS, MOST_TOKENS))
@@ -37,16 +39,19 @@ _dtypes = st.sampled_from(("float32", "float64", "bfloat16", "float16"))
 _orders = st.sampled_from(("contiguous", "zigzag", "striped", "hilbert", "spliced", "paired", "shuffled", "permuted"))
 _exchanges = st.sampled_from(("ring", "direct", "gather"))
 _kernels = st.sampled_from(("auto", "math", "flash"))
-_lse = st.sampled_from(("unused", "returned", "differentiated", "alone"))
+_lse = st.sampled_from(("unused", "returned", "differentiated", "alone", "apart"))
 # Every Case has a second run, so the rare ways of it come as often as the plain one; those that find most come twice.
 _again = st.sampled_from((
-    *("alike", "alike", "apart", "unchecked", "group", "between", "q", "k", "v", "qk", "qv", "kv"),
+    *("alike", "alike", "apart", "dtype", "graph", "unchecked", "group", "between", "q", "k", "v", "qk", "qv", "kv"),
     *("no_grad", "backward", "pipelined", "shared", "meta", "autocast", "backward", "pipelined", "shared", "meta"),
 ))  # fmt: skip
 # 0 and negative factors are legal: a falsy scale is not a missing one.
 _scales = st.sampled_from((None, None, None, 1.0, 0.25, 2.0, 0.0, -0.5, -1.0))
 _score_scales = st.sampled_from((1.0, 1.0, 0.1, 4.0, 32.0, 32.0))
 _values = st.sampled_from(("normal", "normal", "normal", "ties", "onehot", "constant", "tiny", "huge"))
+_fused_segments = st.sampled_from((16, 32, 48, 64, None))
+_fused_orders = st.sampled_from(("contiguous", "zigzag", "striped", "paired"))
+_fused_scales = st.sampled_from((None, None, 1.0, 0.25, 2.0, 0.0))
 _batches = st.sampled_from((1, 1, 2, 3))
 _flags = st.booleans()
 _quarters = st.integers(0, 3)
@@ -226,6 +231,24 @@ def _shifted(draw: Draw, case: Case) -> Case:
     )  # fmt: skip
 
 
+def _fused(draw: Draw, case: Case) -> Case:
+    """For the fused kernels, which take few tiles of the other Cases: stretches of many keys, a scale that is mostly
+    positive, no gradient through lse. Short segments share a call, as folds of it.
+    """
+    tokens = MOST_TOKENS + 8 * draw(_eighths) + draw(_eighths)
+    segment = draw(_fused_segments)
+    dilation = 1 if segment is None else min(1 + draw(_quarters), segment // LEAST_FUSED)
+    branches = [Branch(segment, dilation, draw(_quarters) % dilation)]
+    if draw(_flags):
+        branches.append(Branch())
+    causal = case.pattern.causal
+    bucket = None if case.bucket is None else max(case.bucket, LEAST_FUSED + draw(_sixteenths))
+    return replace(
+        case, tokens=tokens, order=draw(_fused_orders), cuts=None, pattern=Pattern(tuple(branches), causal),
+        scale=draw(_fused_scales), lse=case.lse if case.lse in ("unused", "returned") else "unused", bucket=bucket,
+    )  # fmt: skip
+
+
 def _blind(draw: Draw, case: Case) -> Case:
     """No query sees any key, since the offset lies past the segments. Without this, some runs have no such Case."""
     segment = 1 + draw(_quarters)
@@ -273,6 +296,8 @@ def cases(draw: Draw, world: int) -> Case:
     )
     if again == "meta" and draw(_flags):  # such calls make tensors that others do not need
         return _shifted(draw, case)
+    if kernel != "math" and draw(_quarters) == 3:
+        return _fused(draw, case)
     if draw(_eighths) == 7 and draw(_eighths) == 7:
         return _blind(draw, case)
     return _apart(draw, case) if 4 <= len(case.ranks) <= 8 and draw(_sixteenths) == 15 else case

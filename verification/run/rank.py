@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +27,13 @@ from verification.case import Case
 from verification.run.apart import ApartTransport
 from verification.run.layouts import layout_of, strided_copy
 from verification.run.observation import LONGER, Division, Observation, carry, dtype_name
-from verification.run.second_run import another_default_device, in_one_storage
+from verification.run.second_run import (
+    another_default_device,
+    another_default_dtype,
+    in_one_storage,
+    must_not_be_differentiated,
+    without_gradient,
+)
 from verification.run.workspace import Meter, Workspace
 
 Tensors = tuple[Tensor, ...]  # q, k, v, dout, dlse
@@ -139,15 +145,16 @@ def attend(transport: Transport, case: Case, inputs: Tensors, how: str = "alike"
     one. how: as a Case's `again`."""
     group: Transport | dist.ProcessGroup | None = bare(transport) if how == "group" else RecordingTransport(transport)
     incoming, others = inputs[3:], _negated(inputs) if how in _WITH_ANOTHER else ()
-    call, there = _watched(lambda: RankCall.forward(group, case, inputs, how), group, meter)
+    forward = partial(RankCall.forward, how=how, loss=case.loss_on(transport.rank))
+    call, there = _watched(lambda: forward(group, case, inputs), group, meter)
     if how == "no_grad":
-        RankCall.forward(transport, case, others, how)  # what the earlier call gave must stay as it was
+        forward(transport, case, others)  # what the earlier call gave must stay as it was
         return _pass((call.out, call.lse, None, None, None), there, _Leg())
     if how == "backward":
         call.backward(others[3:], retain=True)
     if how == "between":
         attend(transport, case, others)
-    later = RankCall.forward(transport, case, others, how) if how == "pipelined" else None
+    later = forward(transport, case, others) if how == "pipelined" else None
     found, back = _watched(lambda: call.backward(incoming), group, meter)
     if later is not None:
         later.backward(others[3:])
@@ -158,10 +165,12 @@ def attend(transport: Transport, case: Case, inputs: Tensors, how: str = "alike"
 
 @dataclass(frozen=True)
 class RankCall:
-    """One call of ring_attention: what it gave, and the leaves of its graph by their names."""
+    """One call of ring_attention: what it gave, and the leaves of its graph by their names. loss: what it takes, as
+    `Case.loss_on`."""
 
     case: Case
     how: str
+    loss: str
     out: Tensor
     lse: Tensor | None
     leaves: dict[str, Tensor]
@@ -174,12 +183,14 @@ class RankCall:
         inputs: Tensors,
         how: str = "alike",
         name: str | None = None,
+        loss: str | None = None,
     ) -> RankCall:
-        """On this rank's share of q, k, v, which the inputs begin with."""
-        given = _together(case, inputs[:3]) if how == "shared" else inputs[:3]
-        if how == "autocast" and case.torch_dtype.itemsize == 2:
-            given = (*given[: case.seed % 2], *(x.float() for x in given[case.seed % 2 :]))
-        wanted = how if set(how) <= set("qkv") else "qkv"
+        """On this rank's share of q, k, v, which the inputs begin with. loss: None for what the Case has."""
+        given, wanted = _together(case, inputs[:3]) if how == "shared" else inputs[:3], "qkv"
+        if set(how) <= set(wanted):
+            wanted = how
+        elif _casts(how, case):
+            given, wanted = _to_be_cast(case, inputs[:3])
         q, k, v = (x.detach().requires_grad_(name in wanted) for name, x in zip("qkv", given, strict=True))
         layout = layout_of(case)
         with torch.set_grad_enabled(how != "no_grad"), _circumstances(how, case):
@@ -189,25 +200,57 @@ class RankCall:
                 name=name,
             )  # fmt: skip
         out, lse = result if isinstance(result, tuple) else (result, None)
-        return cls(case, how, out, lse, {name: x for name, x in zip("qkv", (q, k, v), strict=True) if name in wanted})
+        leaves = {name: x for name, x in zip("qkv", (q, k, v), strict=True) if name in wanted}
+        return cls(case, how, loss or case.lse, out, lse, leaves)
 
     def backward(self, incoming: Tensors, retain: bool = False) -> dict[str, Tensor]:
         """The gradients by the names of the leaves; incoming: dout, dlse."""
-        outputs, given = [self.out], [incoming[0]]
-        if self.lse is not None and self.case.through_lse:
-            alone = self.case.lse == "alone"
-            outputs, given = ([self.lse], [incoming[1]]) if alone else ([self.out, self.lse], list(incoming))
+        outputs, given = self._losses(incoming)
+        again = self.how == "graph"
         with _circumstances(self.how, self.case):
-            found = torch.autograd.grad(outputs, list(self.leaves.values()), given, retain_graph=retain)
+            found = torch.autograd.grad(
+                outputs, list(self.leaves.values()), given, retain_graph=retain or again, create_graph=again
+            )
+            if again:
+                must_not_be_differentiated(found[0], list(self.leaves.values()))
         # Under autocast gradients are those of the case's type, in the type of what was given: nothing is lost here.
         return {name: x.to(self.case.torch_dtype) for name, x in zip(self.leaves, found, strict=True)}
+
+    def _losses(self, incoming: Tensors) -> tuple[list[Tensor], list[Tensor]]:
+        """What is differentiated, and the gradients of it."""
+        if self.loss == "neither":
+            return [without_gradient(self.out)], [incoming[0]]
+        if self.lse is None or self.loss in ("unused", "returned"):
+            return [self.out], [incoming[0]]
+        return ([self.lse], [incoming[1]]) if self.loss == "alone" else ([self.out, self.lse], list(incoming))
+
+
+def _casts(how: str, case: Case) -> bool:
+    """Whether the call is under an autocast that casts what it is given."""
+    return case.torch_dtype.itemsize == 2 and (how == "autocast" or (how == "graph" and case.seed % 2 == 1))
+
+
+def _to_be_cast(case: Case, given: Tensors) -> tuple[Tensors, str]:
+    """q, k, v in fp32, for every other seed only the last two; and those that are to have gradients.
+
+    For every third seed the others are in the other 16-bit type if that loses nothing. They get no gradient then, which
+    would be rounded to that type.
+    """
+    first = case.seed % 2
+    kept, wide = given[:first], tuple(x.float() for x in given[first:])
+    other = torch.float16 if case.torch_dtype == torch.bfloat16 else torch.bfloat16
+    if case.seed % 3 == 0 and kept and all(torch.equal(x.to(other).to(x.dtype), x) for x in kept):
+        return (*(x.to(other) for x in kept), *wide), "qkv"[first:]
+    return (*kept, *wide), "qkv"
 
 
 def _circumstances(how: str, case: Case) -> AbstractContextManager[None]:
     """Around nothing but a call's forward or backward: this program's own tensors are made as ever."""
-    if how == "autocast":
+    if how == "autocast" or _casts(how, case):
         dtype = case.torch_dtype if case.torch_dtype.itemsize == 2 else torch.bfloat16
         return torch.autocast(case.device, dtype, enabled=case.dtype != "float32")
+    if how == "dtype":
+        return another_default_dtype(torch.float64 if case.dtype == "float32" else torch.bfloat16)
     return another_default_device() if how == "meta" else nullcontext()
 
 

@@ -1,10 +1,12 @@
-"""Circumstances of a second run: another default device, inputs at other places in memory."""
+"""Circumstances of a run: other defaults, inputs at other places in memory, losses that give no gradient or are
+differentiated again."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +30,46 @@ def another_default_device() -> Iterator[None]:
             yield
     finally:
         clear_caches(("ring",))
+
+
+@contextmanager
+def another_default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """That is the type of tensors that a call makes without naming one, of the whole process: simulated ranks share it,
+    so what is put back is torch's own default, not what there was. The ring's caches are emptied as above.
+    """
+    clear_caches(("ring",))
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+        clear_caches(("ring",))
+
+
+class _WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        return None
+
+
+def without_gradient(x: Tensor) -> Tensor:
+    """x, through a function that gives None as its gradient, as functions may: what made x is still gone through."""
+    found: Tensor = _WithoutGradient.apply(x)
+    return found
+
+
+def must_not_be_differentiated(gradient: Tensor, sources: Sequence[Tensor]) -> None:
+    """Second derivatives are refused. Raises RuntimeError if they are given, as numbers or as none at all."""
+    for source in sources:
+        try:
+            found = torch.autograd.grad(gradient.sum(), source, retain_graph=True, allow_unused=True)
+        except NotImplementedError:
+            continue
+        raise RuntimeError(f"a second derivative must be refused as NotImplementedError, got {found}")
 
 
 def in_one_storage(tensors: Sequence[Tensor]) -> list[Tensor]:

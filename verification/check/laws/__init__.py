@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from verification.check.laws.broken_off import BROKEN_OFF_CLOSES
 from verification.check.laws.definition import PATTERNS_ARE_AS_PUBLISHED
 from verification.check.laws.growth import ERROR_DOES_NOT_GROW
 from verification.check.laws.isolation import NO_CALL_TAKES_ANOTHER, NOTHING_LEFT_BEHIND
@@ -14,6 +15,7 @@ from verification.check.laws.non_finite import NON_FINITE_PROPAGATES
 from verification.check.laws.order import BATCHES_AND_HEADS_PERMUTE
 from verification.check.laws.orders import CALLS_ARE_NOT_CONFUSED
 from verification.check.laws.ranks import SAME_ANYWHERE
+from verification.check.laws.values import PATTERNS_AND_LAYOUTS_ARE_VALUES
 
 __all__ = ["LAWS", "How", "Law"]
 
@@ -25,9 +27,11 @@ LAWS = (
     NO_SCORE_NO_WEIGHT,
     WRONG_CALLS_REFUSED,
     CALLS_ARE_NOT_CONFUSED,
+    BROKEN_OFF_CLOSES,
     NO_CALL_TAKES_ANOTHER,
     NOTHING_LEFT_BEHIND,
     MEMORY_OF_LONGER_SHARDS,
     ERROR_DOES_NOT_GROW,
     PATTERNS_ARE_AS_PUBLISHED,
+    PATTERNS_AND_LAYOUTS_ARE_VALUES,
 )

@@ -1,0 +1,140 @@
+"""Patterns and layouts are values, and counters are their owner's: copies are equal, what a caller does with what it
+was given changes nothing, and nothing depends on how long an order is or how far on a position lies.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from reference import fields
+from reference.pattern import Pattern, multiplicity
+from ring import picked_kernels, ring_attention
+from ring.comm.transport import SoloTransport, Transport
+from ring.layout import Layout, numbered_layout
+from verification.case import Case
+from verification.check.laws.law import How, Law
+from verification.draw.cases import cases
+from verification.failures import WrongResult
+from verification.run.backends import Backend
+from verification.run.layouts import layout_of
+
+FAR = 2**32  # segments: 32 bits number the next one 0
+LONG = (1001, 1300)  # tokens of an order that NumPy prints without its middle
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------------
+
+
+def _copies(layout: Layout) -> Iterator[str]:
+    for way, made in (("copy", copy.deepcopy(layout)), ("pickle", pickle.loads(pickle.dumps(layout)))):
+        if made != layout or hash(made) != hash(layout):
+            yield f"a layout and what {way} makes of it must be equal, got {made} of {layout}"
+        elif made.number == layout.number or numbered_layout(made.number) is not made:
+            yield f"what {way} makes of a layout must have a number of its own, by which it is found"
+
+
+def _changed_by_their_reader(case: Case, layout: Layout) -> Iterator[str]:
+    for rank, wanted in enumerate(case.shards().positions):
+        layout.positions(rank).add_(1)
+        if not np.array_equal(layout.positions(rank).numpy(), wanted):
+            yield f"positions({rank}) are others once a caller has changed those that it was given"
+
+
+def _long_orders(case: Case, how: How) -> Iterator[str]:
+    """Two that differ in two neighbours, anywhere, are two layouts."""
+    tokens, at, p = how["tokens"], how["swapped"], len(case.ranks)
+    order = np.random.default_rng(case.seed).permutation(tokens)
+    cuts = [rank * tokens // p for rank in range(p + 1)]
+    one = Layout.from_cuts(order, cuts)
+    order[[at, at + 1]] = order[[at + 1, at]]
+    other = Layout.from_cuts(order, cuts)
+    if one == other:
+        yield f"two orders of {tokens} tokens that differ at {at} and {at + 1} are one layout"
+    held = torch.cat([other.positions(rank) for rank in range(p)]).numpy()
+    if not np.array_equal(held, order):
+        yield f"a layout does not hold the order that it was made of, of {tokens} tokens"
+
+
+# --- patterns ---------------------------------------------------------------------------------------------------------
+
+
+def _as_json(pattern: Pattern) -> Iterator[str]:
+    found = Pattern.from_dict(json.loads(json.dumps(pattern.to_dict())))
+    if found != pattern:
+        yield f"a pattern comes back from JSON as another one: {found} of {pattern}"
+
+
+def _far_on(case: Case) -> Iterator[str]:
+    """2**32 segments later everything is as it was, and segments there are no segments here."""
+    here = torch.arange(min(case.tokens, 16))
+    for branch in case.pattern.branches:
+        if branch.segment_length is None:
+            continue  # its one segment begins at 0
+        alone, shift = Pattern((branch,), case.pattern.causal), FAR * branch.segment_length
+        near, far = (multiplicity(alone, x, x, case.heads) for x in (here, here + shift))
+        if not torch.equal(near, far):
+            yield f"{shift} positions on other pairs are seen than at 0, by {alone}"
+        if multiplicity(alone, here + shift, here, case.heads).any():
+            yield f"a query sees a key of another segment, {shift} positions back, by {alone}"
+
+
+# --- counters ---------------------------------------------------------------------------------------------------------
+
+
+def _counters() -> Iterator[str]:
+    x = torch.ones(1, 2, 1, 1)
+    with picked_kernels() as outer:
+        with picked_kernels():
+            pass
+        ring_attention(x, x, x, Pattern.dense(), Layout.contiguous(2, 1), group=SoloTransport())
+    if not outer:
+        yield "picked_kernels counts nothing any more after an inner block has ended"
+
+
+# --- the law ----------------------------------------------------------------------------------------------------------
+
+
+def wrong(transport: Transport, case: Case, how: How) -> list[str]:
+    """Task: what is wrong, of rank 0, without messages."""
+    if transport.rank:
+        return []
+    layout = layout_of(case)
+    looked = (
+        _copies(layout), _changed_by_their_reader(case, layout), _long_orders(case, how), _as_json(case.pattern),
+        _far_on(case), _counters(),
+    )  # fmt: skip
+    return [word for words in looked for word in words]
+
+
+def check_values(backend: Backend, case: Case, how: How) -> float:
+    """Of what the ranks run, not of this process's own copy."""
+    backend.submit(wrong, case, how)
+    found = [word for words in backend.collect() for word in words]
+    if found:
+        raise WrongResult(found[0])
+    return 0.0
+
+
+@st.composite
+def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
+    tokens = draw(st.integers(*LONG))
+    return draw(cases(world)), {"tokens": tokens, "swapped": draw(st.integers(0, tokens - 2))}
+
+
+def _premise(case: Case, how: Any) -> None:
+    fields.exactly("how", how, ["tokens", "swapped"])
+    fields.integer("tokens of how", how["tokens"], *LONG)
+    fields.integer("swapped of how", how["swapped"], 0, how["tokens"] - 2)
+
+
+PATTERNS_AND_LAYOUTS_ARE_VALUES = Law(
+    "patterns and layouts are values", _draw, check_values, _premise, share=0.05, most=60
+)
