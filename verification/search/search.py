@@ -25,8 +25,9 @@ from hypothesis.strategies import SearchStrategy
 
 from verification.example import Example
 from verification.failures import RankHang
-from verification.run.backends import Backend
+from verification.run.backends import Backend, SimBackend
 from verification.search.experiment import Experiment, Found
+from verification.search.second_look import cause_in
 from verification.search.shrinking import Shrinking, Signature, failure_on, is_costly, look, signature
 
 DATABASE = Path(".verification/examples")
@@ -103,7 +104,7 @@ class Search:
                 last = min(last, time.perf_counter() + self.budget)
                 first = self._shrinking.first
                 smallest = self._on_fewer_ranks(smallest, self._shrinking.place, seeds)
-                found.append(self._confirmed(smallest, first, timeout))
+                found.append(self._looked_at_twice(self._confirmed(smallest, first, timeout)))
                 self._reported += [signature(self.experiment, one) for one in (first, smallest)]
                 if isinstance(smallest.failure, RankHang):
                     break  # whatever else there is, the hang would be met again on the way to it, at its price
@@ -259,3 +260,11 @@ class Search:
         if failure is not None:
             return Found(failure, found.subject, self.backend.name)
         return first if found.backend == self.backend.name else found
+
+    def _looked_at_twice(self, found: Found) -> Found:
+        """With what the simulation knows of the cause, if there is one, as a note of the failure (PEP 678)."""
+        if isinstance(self.shrink_backend, SimBackend):
+            cause = cause_in(self.shrink_backend, self.experiment, found.subject, found.failure)
+            if cause is not None:
+                found.failure.add_note(cause)
+        return found
