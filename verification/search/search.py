@@ -24,7 +24,7 @@ from hypothesis.errors import Unsatisfiable
 from hypothesis.strategies import SearchStrategy
 
 from verification.example import Example
-from verification.failures import RankHang
+from verification.failures import RankHang, VerificationFailure
 from verification.run.backends import Backend, SimBackend
 from verification.search.experiment import Experiment, Found
 from verification.search.second_look import cause_in
@@ -50,6 +50,9 @@ class Events(Protocol):
 
     def covered(self, case: Example) -> None:
         """The example that held is a plain Case: this one."""
+
+    def met(self, failure: VerificationFailure) -> None:
+        """An example failed as none did before: it is told in full once it is shrunk."""
 
     def failed_again(self) -> None:
         """An example failed as one did that was found before; it is passed over."""
@@ -190,6 +193,7 @@ class Search:
             self.events.failed_again()
         elif self._shrinking is None:
             self.seconds += time.perf_counter() - started
+            self.events.met(found.failure)
             budget = self.budget if self.shrinks_hangs or not is_costly(found.failure, place) else 0.0
             self._shrinking = Shrinking.begin(self.experiment, found, place, self.shrink_backend, budget)
             found = self._shrinking.shown
