@@ -77,18 +77,19 @@ def check_fault(backend: Backend, case: Case, how: How) -> dict[str, float]:
     fault = chosen(how, [posts for _, posts in backend.collect()])
     old, before = set(backend.prepared().pids), descendants(os.getpid())
     judge(kind, fault, case, failure_of(backend, case, fault))
-    check_whole(backend, old, before)
+    check_whole(backend, old, before, replaced=kind.name != "short")
     check_case(backend, case)
     return {kind.title: 0.0}
 
 
-def check_whole(backend: PoolBackend, old: set[int], before: set[int]) -> None:
-    """That the ranks are new ones, or all still there, and that there is no process besides. old: the ranks before the
-    fault; before: all processes then. Raises MishandledFault.
+def check_whole(backend: PoolBackend, old: set[int], before: set[int], replaced: bool) -> None:
+    """That the ranks are new ones or, if every rank answered, still the same; and that there is no process besides.
+    old: the ranks before the fault; before: all processes then. Raises MishandledFault.
     """
     new = set(backend.prepared().pids)
-    if new & old and new != old:
-        raise MishandledFault(f"{WHOLE}: of the processes {sorted(old)}, {sorted(new & old)} are still ranks")
+    if new & old if replaced else new != old:
+        must = "none" if replaced else "all"
+        raise MishandledFault(f"{WHOLE}: {must} of {sorted(old)} must be ranks still; {sorted(new & old)} are")
     left = descendants(os.getpid()) - (before - old) - new
     if left:
         raise MishandledFault(f"{WHOLE}: the processes {sorted(left)} were left over")

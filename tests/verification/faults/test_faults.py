@@ -125,9 +125,11 @@ def test_a_process_that_is_left_over_is_found(gloo: GlooBackend, monkeypatch: py
 
 
 def test_ranks_of_which_only_some_were_replaced_are_found(gloo: GlooBackend) -> None:
-    pids = set(gloo.prepared().pids)
-    with pytest.raises(MishandledFault, match="are still ranks"):
-        check_whole(gloo, {*list(pids)[:1], 0}, set())
+    pids = sorted(gloo.prepared().pids)
+    with pytest.raises(MishandledFault, match=rf"none of \[0, {pids[0]}\] must be ranks still; \[{pids[0]}\] are"):
+        check_whole(gloo, {pids[0], 0}, set(), replaced=True)
+    with pytest.raises(MishandledFault, match="all of .* must be ranks still"):
+        check_whole(gloo, {pids[0], 0}, set(), replaced=False)
 
 
 def test_a_mishandled_fault_is_saved_and_holds_once_it_is_mended(
