@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-Outcome = Literal["answered", "raised", "died", "blocked"]
+Outcome = Literal["answered", "raised", "died", "stopped", "blocked"]
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,9 @@ class RankError(RankFailure):
 
 
 class RankHang(RankFailure):
-    """A rank gave no answer within the timeout. Each such rank's Python stack is in the report."""
+    """A rank gave no answer within the timeout. Each such rank's Python stack is in the report; of one that a signal
+    stopped, that it is stopped.
+    """
 
     kind = "rank hang"
 

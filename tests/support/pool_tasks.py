@@ -117,9 +117,11 @@ def hang_in_python(folder: str, culprit: int) -> None:
         time.sleep(FOREVER)
 
 
-def stop_itself(folder: str) -> None:
+def stop_itself(folder: str, culprit: int) -> None:
     tell(folder)
-    os.kill(os.getpid(), signal.SIGSTOP)
+    if dist.get_rank() == culprit:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.barrier()
 
 
 def mismatch() -> None:

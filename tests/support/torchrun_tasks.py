@@ -72,17 +72,56 @@ def killed() -> None:
     plant(spoil)
 
 
-def process_killed() -> None:
-    """Not the rank, but the process that torchrun started for it."""
+def stopped(rank: int) -> None:
+    """In the first example with messages."""
 
     def spoil(real: Any, args: Any, kwargs: Any) -> Any:
-        if dist.get_world_size() > 1 and dist.get_rank() == 1:
-            # The rank's parent is the forkserver, and that one's parent is the process.
-            stat = Path(f"/proc/{os.getppid()}/stat").read_text()
-            os.kill(int(stat.rpartition(")")[2].split()[1]), signal.SIGKILL)
+        if getattr(kwargs["group"], "rank", None) == rank and dist.get_world_size() > 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
         return real(*args, **kwargs)
 
     plant(spoil)
+
+
+def rank_0_stopped() -> None:
+    stopped(0)
+
+
+def rank_1_stopped() -> None:
+    stopped(1)
+
+
+def to_process_of(culprit: int, word: signal.Signals) -> None:
+    """Not to the rank, but to the process that torchrun started for it, whose number is left in the file `process`."""
+
+    def spoil(real: Any, args: Any, kwargs: Any) -> Any:
+        if dist.get_world_size() > 1 and dist.get_rank() == culprit:
+            # The rank's parent is the forkserver, and that one's parent is the process.
+            stat = Path(f"/proc/{os.getppid()}/stat").read_text()
+            process = int(stat.rpartition(")")[2].split()[1])
+            Path("process").write_text(str(process))
+            os.kill(process, word)
+            if word == signal.SIGSTOP:
+                time.sleep(3600)  # so that no answer is on its way
+        return real(*args, **kwargs)
+
+    plant(spoil)
+
+
+def process_killed() -> None:
+    to_process_of(1, signal.SIGKILL)
+
+
+def process_stopped() -> None:
+    to_process_of(1, signal.SIGSTOP)
+
+
+def first_process_killed() -> None:
+    to_process_of(0, signal.SIGKILL)
+
+
+def first_process_stopped() -> None:
+    to_process_of(0, signal.SIGSTOP)
 
 
 def a_byte_lost() -> None:

@@ -1,4 +1,5 @@
-"""The command line: `python -m verification run`, `training`, `replay FILE`, `mutants` and `peers`."""
+"""The command line: `python -m verification run`, `training`, `replay FILE`, `mutants`, `peers` and
+`faults`."""
 
 from __future__ import annotations
 
@@ -6,14 +7,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from verification.cli import mutants, peers, replay, run, training
+from verification.cli import faults, mutants, peers, replay, run, training
 from verification.cli.arguments import MODULE, typed
 from verification.cli.console import console
 from verification.cli.outputs import check_file, check_folder
 from verification.run.backends import Unavailable
 from verification.search.experiment import ToolError
 
-COMMANDS = {"run": run, "training": training, "replay": replay, "mutants": mutants, "peers": peers}
+COMMANDS = {"run": run, "training": training, "replay": replay, "mutants": mutants, "peers": peers, "faults": faults}
 DESCRIPTION = """\
 Checks ring_attention by properties: Hypothesis draws Cases (pattern, layout,
 world size, dtype, exchange, ...), real processes compute each of them, and each

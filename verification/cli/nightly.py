@@ -1,4 +1,5 @@
-"""A run that goes on for hours: round after round with new seeds, on every backend and many world sizes.
+"""A run that goes on for hours: round after round with new seeds, on every backend and many world sizes, with faults
+struck into ranks (`verification.faults`) in each.
 
 A round is a list of chunks. After each the report so far is written as JSON, with the place in the round; a run that
 was interrupted, or ended because its time was over, goes on from there when it is started again. Failing examples stay
@@ -18,6 +19,7 @@ from typing import Any
 
 from reference import fields
 from verification import runner
+from verification.faults import fault_run
 from verification.problems import real_size
 from verification.report.report import Report
 from verification.run.backends import BACKENDS, SimBackend, Unavailable, open_backend
@@ -27,20 +29,24 @@ STATE = Path(".verification/nightly.json")
 HOURS = 8.0
 PROFILE = runner.Profile("hours, resumable: round after round with new seeds", 0, 290, remembers=True)
 
+CONTENTS = ("examples", "faults")
+
 
 @dataclass(frozen=True)
 class Chunk:
-    """Examples and laws on one world size, or (no examples) the problem of real size."""
+    """Examples and laws on one world size, or (no examples) the problem of real size; or so many faults."""
 
     backend: str
     world: int
     examples: int
+    what: str = "examples"  # of CONTENTS
 
 
 # Few ranks find most defects and cost least. Beyond 64 ranks an example takes from half a minute to many.
 ROUND = (
     Chunk("sim", 2, 1500), Chunk("sim", 3, 1000), Chunk("sim", 4, 800), Chunk("sim", 8, 300), Chunk("sim", 16, 100),
     Chunk("gloo", 1, 1000), Chunk("gloo", 2, 1000), Chunk("gloo", 3, 800), Chunk("gloo", 4, 600), Chunk("gloo", 8, 250),
+    Chunk("gloo", 2, 100, "faults"), Chunk("gloo", 3, 100, "faults"), Chunk("gloo", 4, 100, "faults"),
     Chunk("gloo", 4, 0), Chunk("sim", 64, 20), Chunk("sim", 256, 2), Chunk("sim", 1024, 1),
 )  # fmt: skip
 
@@ -56,7 +62,7 @@ class Night:
     round: int = 0
     round_seed: int = 0
     done: int = 0  # chunks of the round
-    examples_on: dict[str, int] = field(default_factory=dict)  # by backend
+    examples_on: dict[str, int] = field(default_factory=dict)  # by backend; faults by themselves
 
     def begin_round(self) -> None:
         fresh = random.SystemRandom().randrange(2**32)
@@ -90,12 +96,22 @@ def run(night: Night, report: Report, hours: float) -> Report:
 
 
 def run_chunk(night: Night, report: Report, chunk: Chunk) -> None:
+    before, faults = report.examples, chunk.what == "faults"
+    if faults:
+        report.say(f"faults on {chunk.backend}:")
+        fault_run.run_faults_on(report, chunk.world, chunk.examples, night.round_seed, night.failures)
+    else:
+        _run_examples(night, report, chunk)
+    counted_as = chunk.what if faults else chunk.backend
+    night.examples_on[counted_as] = night.examples_on.get(counted_as, 0) + report.examples - before
+
+
+def _run_examples(night: Night, report: Report, chunk: Chunk) -> None:
     backend = open_backend(chunk.backend)
     shrink_backend = backend if isinstance(backend, SimBackend) else SimBackend()
     plan = runner.RunPlan(
         (chunk.world,), PROFILE, chunk.examples, night.round_seed, chunk.backend, night.failures, real_size.TOKENS
     )
-    before = report.examples
     report.say(f"on {chunk.backend}:")
     try:
         if chunk.examples:
@@ -105,7 +121,6 @@ def run_chunk(night: Night, report: Report, chunk: Chunk) -> None:
     finally:
         backend.close()
         shrink_backend.close()
-    night.examples_on[chunk.backend] = night.examples_on.get(chunk.backend, 0) + report.examples - before
 
 
 def save(night: Night, report: Report) -> None:
@@ -148,6 +163,7 @@ def _restore(night: Night, place: Any) -> list[Chunk]:
         fields.choice("backend", chunk.backend, BACKENDS)
         fields.integer("world", chunk.world, 1)
         fields.integer("examples", chunk.examples, 0)
+        fields.choice("what", chunk.what, CONTENTS)
     night.round, night.done = fields.integer("round", place["round"], 0), fields.integer("done", place["done"], 0)
     if night.done > len(chunks):
         raise ValueError(f"done is {night.done}; a round has {counted(len(chunks), 'chunk')}")

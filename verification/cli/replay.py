@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
+import verification.faults.saved_fault
 import verification.peers.saved
 import verification.peers.training.saved_step_peer
 import verification.training.saved_training  # noqa: F401 - likewise, those of training steps
@@ -20,7 +21,7 @@ from verification.run.backends import BACKENDS, open_backend
 ABOUT = """\
 Runs a saved counter-example again, on the ranks that it names, and checks it:
 a Case, a law with its Case, the problem of real size, a peer with its Case, a
-training run, or one with a peer in it."""
+training run, or one with a peer in it, a fault with its Case."""
 
 
 def add_parser(commands: Any, epilog: str) -> None:

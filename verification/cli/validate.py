@@ -23,7 +23,7 @@ from verification.case import Case
 from verification.cli.arguments import add_failures, add_json, add_seed, add_verbose, count, seed_of, span, whole
 from verification.cli.console import console
 from verification.cli.outputs import check_file, check_folder, write_json
-from verification.failures import RankCrash, VerificationFailure
+from verification.failures import RankCrash, RankHang, VerificationFailure
 from verification.problems import links, long_problems
 from verification.problems.long_problems import LongProblem
 from verification.replay import replay as replays
@@ -31,7 +31,7 @@ from verification.report.counter_example import CounterExample, save_record
 from verification.report.provenance import surroundings
 from verification.report.report import Report
 from verification.run.backends import Preparation, Unavailable
-from verification.run.torchrun.agents import Address, Agent, NotUnderTorchrun, connect
+from verification.run.torchrun.agents import Address, Agent, NotUnderTorchrun, RankZeroLost, connect
 from verification.run.torchrun.backend import ShrinkBackend, TorchrunBackend
 from verification.run.torchrun.rank_zero import AgentLost, Agents
 from verification.search.experiment import ToolError
@@ -116,11 +116,14 @@ def main(arguments: Sequence[str] | None = None, prepare: Preparation | None = N
     if place.rank:
         try:
             store = place.store()
-            return Agent(place, connect(place, store)).serve()
+            return Agent(place, connect(place, store), options.timeout).serve()
+        except RankZeroLost as lost:
+            print(f"{SCRIPT}: the process that torchrun started for rank 0 {lost}", file=sys.stderr, flush=True)
+            return 1
         except (OSError, RuntimeError) as error:
             return _refuse(f"rank {place.rank} could not reach rank 0: {error}")
     try:
-        agents = Agents(place)
+        agents = Agents(place, options.timeout)
     except (Unavailable, OSError, RuntimeError) as error:
         return _refuse(str(error))
     status = 2
@@ -182,7 +185,8 @@ def _record_loss(lost: AgentLost, report: Report, backend: TorchrunBackend, fold
     record: dict[str, Any] = json.loads(last.to_json()) if isinstance(last, Case) else {}
     if isinstance(last, dict):
         record = last
-    failure = RankCrash(f"{lost}; what was under way, if anything, is saved as it was drawn, not shrunk")
+    kind = RankHang if lost.silent else RankCrash
+    failure = kind(f"{lost}; what was under way, if anything, is saved as it was drawn, not shrunk")
     report.failed(
         save_record(failure, "every process stays", backend.agents.place.world_size, record, folder, backend.name)
     )

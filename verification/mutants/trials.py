@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from verification.example import Example
-from verification.failures import WrongResult
+from verification.failures import VerificationFailure, WrongResult
 from verification.mutants.catalogue import by_name
 from verification.mutants.defect import Defect, NotSane
 from verification.mutants.plant import preparation
@@ -140,6 +140,9 @@ class Tally:
 
     def covered(self, case: Example) -> None:
         """Coverage is that of `run`."""
+
+    def met(self, failure: VerificationFailure) -> None:
+        """It is told once it is shrunk."""
 
     def failed_again(self) -> None:
         """A search ends at the first failure."""

@@ -76,7 +76,13 @@ def counter_example(
     """Of a record that is saved in that file."""
     place = [] if backend == "gloo" else ["--backend", backend]
     command = (sys.executable, "-m", "verification", "replay", *place, str(file.resolve()))
-    return CounterExample(failure.kind, broken, world, record, file, str(failure), backend, command)
+    return CounterExample(failure.kind, broken, world, record, file, _message(failure), backend, command)
+
+
+def _message(failure: VerificationFailure) -> str:
+    """What was seen; after its first line, before any stacks, what was noted on the cause."""
+    first, *rest = str(failure).splitlines() or [""]
+    return "\n".join([first, *getattr(failure, "__notes__", ()), *rest])
 
 
 def save_record(

@@ -10,6 +10,7 @@ import numpy as np
 from rich.console import Console
 
 from verification.example import Example
+from verification.failures import RankFailure, VerificationFailure
 from verification.report import summary
 from verification.report.counter_example import CounterExample
 from verification.report.progress import RunProgress
@@ -86,6 +87,11 @@ class Report(RunRecord):
         self.failures.append(failure)
         for line in summary.seen(failure):
             self.console.print(line, soft_wrap=True)
+
+    def met(self, failure: VerificationFailure) -> None:
+        """An example failed as none did before. Which rank is at fault is said at once: to shrink it may take long."""
+        if isinstance(failure, RankFailure):
+            self.say(f"{failure.kind}: {failure.headline}; now to be shrunk")
 
     def failed_again(self) -> None:
         """An example failed as one did that was reported: it is counted, and passed over."""

@@ -24,6 +24,7 @@ from verification.run.observation import Observation
 from verification.run.processes.pool import Pool, PoolError, Ticket
 from verification.run.processes.rendezvous import subgroup
 from verification.run.rank import observe, rank_device
+from verification.run.simulation.prompt import Prompt
 from verification.run.simulation.simulation import Simulation
 from verification.wording import counted
 
@@ -162,22 +163,30 @@ class SimBackend(PoolBackend):
     """All ranks as threads of one process, over `verification.run.simulation.simulation`; Cases of any world size.
 
     The schedule follows from the Case's seed. A deadlock is found without waiting; `timeout` is for code that
-    computes for ever.
+    computes for ever. prompt: None, or how messages arrive in place of the worst that may be; what was received is then
+    noted in it.
     """
 
     name = "sim"
+    prompt: Prompt | None = None
 
     def start(self, world: int) -> None:
         if self._pool is None:
             self.open_pool(1)
 
     def submit(self, task: Task, case: Example, *arguments: Any) -> None:
-        self.post(simulate, task, case, arguments)
+        if self.prompt is None:
+            self.post(simulate, task, case, arguments)
+        else:
+            self.post(simulate_promptly, task, case, (self.prompt, *arguments))
 
     def collect(self) -> list[Any]:
         assert self._under_way is not None
         world = self._under_way[1].world
         _, (answer,) = self.answers(self.timeout * max(1.0, world / RANKS_PER_TIMEOUT))
+        if self.prompt is not None:
+            answer, met = answer
+            self.prompt.met.update(met)
         if isinstance(answer, RankFailure):
             raise answer
         return list(answer)
@@ -211,13 +220,21 @@ def work(task: Task, case: Example, arguments: tuple[Any, ...]) -> Any:
     return None if transport is None else task(transport, case, *arguments)
 
 
-def simulate(task: Task, case: Example, arguments: tuple[Any, ...]) -> list[Any] | RankFailure:
+def simulate(
+    task: Task, case: Example, arguments: tuple[Any, ...], prompt: Prompt | None = None
+) -> list[Any] | RankFailure:
     """What the one process of a simulation is called with. A failure is returned, not raised: its states are kept."""
-    simulation = Simulation(len(case.ranks), case.seed, case.ranks)
+    simulation = Simulation(len(case.ranks), case.seed, case.ranks, prompt)
     try:
         return simulation.run(lambda transport: task(transport, case, *arguments))
     except RankFailure as failure:
         return failure
+
+
+def simulate_promptly(task: Task, case: Example, arguments: tuple[Any, ...]) -> tuple[list[Any] | RankFailure, Any]:
+    """The same with the Prompt that the arguments begin with; also what was received (`Prompt.met`)."""
+    prompt, *others = arguments
+    return simulate(task, case, tuple(others), prompt), prompt.met
 
 
 def _transport(case: Example) -> Transport | None:

@@ -140,10 +140,17 @@ class _Leg:
 _WITH_ANOTHER = ("no_grad", "backward", "between", "pipelined")  # runs that take other numbers as well
 
 
-def attend(transport: Transport, case: Case, inputs: Tensors, how: str = "alike", meter: Meter | None = None) -> Pass:
+def attend(
+    transport: Transport,
+    case: Case,
+    inputs: Tensors,
+    how: str = "alike",
+    meter: Meter | None = None,
+    record: Callable[[Transport], RecordingTransport] = RecordingTransport,
+) -> Pass:
     """ring_attention forward and backward on this rank's share of q, k, v, dout, dlse, watched by the meter if there is
-    one. how: as a Case's `again`."""
-    group: Transport | dist.ProcessGroup | None = bare(transport) if how == "group" else RecordingTransport(transport)
+    one. how: as a Case's `again`. record: makes what keeps the record of messages."""
+    group: Transport | dist.ProcessGroup | None = bare(transport) if how == "group" else record(transport)
     incoming, others = inputs[3:], _negated(inputs) if how in _WITH_ANOTHER else ()
     forward = partial(RankCall.forward, how=how, loss=case.loss_on(transport.rank))
     call, there = _watched(lambda: forward(group, case, inputs), group, meter)
@@ -304,11 +311,19 @@ def _watched(
     )
 
 
-def observe(transport: Transport, case: Case, edit: InputEdit | None = None, repeat: bool = True) -> Observation:
-    """Forward and backward, twice if `repeat`; what this rank saw, for `verification.check.checks`."""
+def observe(
+    transport: Transport,
+    case: Case,
+    edit: InputEdit | None = None,
+    repeat: bool = True,
+    record: Callable[[Transport], RecordingTransport] = RecordingTransport,
+) -> Observation:
+    """Forward and backward, twice if `repeat`; what this rank saw, for `verification.check.checks`. record: makes what
+    keeps the record of the first run's messages.
+    """
     inputs = shards(case, transport.rank, whole_tensors(case, edit))
     kept = [x.clone() for x in inputs]
-    run = attend(transport, case, inputs, meter=Meter(case.head_dim) if case.measured else None)
+    run = attend(transport, case, inputs, meter=Meter(case.head_dim) if case.measured else None, record=record)
     again = attend(transport, case, inputs, case.again_on(transport.rank)) if repeat else run
     return observation_of(division(case, transport.rank), inputs, kept, run, again)
 

@@ -24,9 +24,10 @@ from hypothesis.errors import Unsatisfiable
 from hypothesis.strategies import SearchStrategy
 
 from verification.example import Example
-from verification.failures import RankHang
-from verification.run.backends import Backend
+from verification.failures import RankHang, VerificationFailure
+from verification.run.backends import Backend, SimBackend
 from verification.search.experiment import Experiment, Found
+from verification.search.second_look import cause_in
 from verification.search.shrinking import Shrinking, Signature, failure_on, is_costly, look, signature
 
 DATABASE = Path(".verification/examples")
@@ -49,6 +50,9 @@ class Events(Protocol):
 
     def covered(self, case: Example) -> None:
         """The example that held is a plain Case: this one."""
+
+    def met(self, failure: VerificationFailure) -> None:
+        """An example failed as none did before: it is told in full once it is shrunk."""
 
     def failed_again(self) -> None:
         """An example failed as one did that was found before; it is passed over."""
@@ -103,7 +107,7 @@ class Search:
                 last = min(last, time.perf_counter() + self.budget)
                 first = self._shrinking.first
                 smallest = self._on_fewer_ranks(smallest, self._shrinking.place, seeds)
-                found.append(self._confirmed(smallest, first, timeout))
+                found.append(self._looked_at_twice(self._confirmed(smallest, first, timeout)))
                 self._reported += [signature(self.experiment, one) for one in (first, smallest)]
                 if isinstance(smallest.failure, RankHang):
                     break  # whatever else there is, the hang would be met again on the way to it, at its price
@@ -189,6 +193,7 @@ class Search:
             self.events.failed_again()
         elif self._shrinking is None:
             self.seconds += time.perf_counter() - started
+            self.events.met(found.failure)
             budget = self.budget if self.shrinks_hangs or not is_costly(found.failure, place) else 0.0
             self._shrinking = Shrinking.begin(self.experiment, found, place, self.shrink_backend, budget)
             found = self._shrinking.shown
@@ -259,3 +264,11 @@ class Search:
         if failure is not None:
             return Found(failure, found.subject, self.backend.name)
         return first if found.backend == self.backend.name else found
+
+    def _looked_at_twice(self, found: Found) -> Found:
+        """With what the simulation knows of the cause, if there is one, as a note of the failure (PEP 678)."""
+        if isinstance(self.shrink_backend, SimBackend):
+            cause = cause_in(self.shrink_backend, self.experiment, found.subject, found.failure)
+            if cause is not None:
+                found.failure.add_note(cause)
+        return found

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verification.example import Example
+from verification.failures import VerificationFailure
 from verification.search.search import Events
 
 
@@ -25,6 +26,9 @@ class Deviations:
 
     def covered(self, case: Example) -> None:
         self.events.covered(case)
+
+    def met(self, failure: VerificationFailure) -> None:
+        self.events.met(failure)
 
     def failed_again(self) -> None:
         self.events.failed_again()

@@ -32,7 +32,7 @@ from verification.failures import (
     name_ranks,
 )
 from verification.run.processes.stacks import is_answering, tidy_stack
-from verification.run.processes.worker import ANSWERED, REQUEST, LocalRanks, PoolError
+from verification.run.processes.worker import ANSWERED, REQUEST, STOPPED, LocalRanks, PoolError
 
 __all__ = ["Pool", "PoolError", "Ticket"]
 
@@ -323,7 +323,11 @@ def _diagnose(ranks: RankSet, ticket: Ticket, call: _PoolCall, timeout: float) -
         mismatched = any(raised.mismatched for raised in call.raised.values())
         return MismatchedMessages(headline, states) if mismatched else RankError(headline, states)
     longer = f", nor within {call.waited:.0f} s while it computed," if call.waited > 2 * timeout else ""
-    return RankHang(f"no answer within {timeout:g} s{longer} from {name_ranks(sorted(call.waiting))} {where}", states)
+    stopped = [state.rank for state in states if state.outcome == "stopped"]
+    why = f"; stopped by a signal: {name_ranks(stopped)}" if stopped else ""
+    return RankHang(
+        f"no answer within {timeout:g} s{longer} from {name_ranks(sorted(call.waiting))} {where}{why}", states
+    )
 
 
 def _state(ranks: RankSet, call: _PoolCall, rank: int, stacks: dict[int, str]) -> RankState:
@@ -334,6 +338,8 @@ def _state(ranks: RankSet, call: _PoolCall, rank: int, stacks: dict[int, str]) -
         return RankState(rank, "raised", f"raised {call.raised[rank].headline}", call.raised[rank].traceback)
     if rank in call.results:
         return RankState(rank, "answered", "had answered")
+    if stack == STOPPED:
+        return RankState(rank, "stopped", "was stopped by a signal, so it could write no stack")
     if not stack:
-        return RankState(rank, "blocked", "had not answered, and wrote no stack: it is stopped, or in the kernel")
+        return RankState(rank, "blocked", "had not answered, and wrote no stack: it is in the kernel")
     return RankState(rank, "blocked", "had not answered; it stood at", stack)

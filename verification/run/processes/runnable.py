@@ -1,4 +1,4 @@
-"""Whether a process computes, or would if it had a processor; read from /proc, so on Linux only."""
+"""Whether a process computes, or would if it had a processor, or is stopped; read from /proc, so on Linux only."""
 
 from __future__ import annotations
 
@@ -17,6 +17,13 @@ def is_runnable(pid: int) -> bool:
         }
         name, _ = states[str(pid)]
         return (name, "R") in states.values()
+    return False
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal (SIGSTOP, or that of a terminal) has stopped the process."""
+    with suppress(FileNotFoundError, ProcessLookupError):  # the process has ended
+        return _name_and_state(f"/proc/{pid}/stat")[1] == "T"
     return False
 
 

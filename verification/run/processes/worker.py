@@ -31,7 +31,7 @@ from typing import Any
 
 from verification.failures import MismatchedMessages, Raised
 from verification.run.processes.rendezvous import LocalRendezvous, Membership, join_group
-from verification.run.processes.runnable import is_runnable
+from verification.run.processes.runnable import is_runnable, is_stopped
 
 STACK_SIGNAL = signal.SIGUSR1
 ANSWERED, RAISED = 0, 1
@@ -39,7 +39,8 @@ REQUEST = struct.Struct("<Q")  # number of the call; then two pickles: (function
 ANSWER = struct.Struct("<QB")  # number of the call, ANSWERED or RAISED; then one pickle: the result or a Raised
 
 LOOKS, LOOK_EVERY = 5, 0.02  # seconds
-STACK_TIMEOUT = 1.0  # for a rank to write its stack; one that is stopped (SIGSTOP) never does
+STACK_TIMEOUT = 1.0  # for a rank to write its stack
+STOPPED = "(stopped by a signal)"  # in place of the stack that such a rank never writes
 
 _IMPORTED_BY = os.getpid()  # differs from the rank's own pid exactly if the forkserver preloaded this module
 _servers: dict[tuple[str, ...], forkserver.ForkServer] = {}
@@ -125,11 +126,14 @@ class Ranks:
         return self._processes[rank].exitcode
 
     def stacks(self, ranks: Collection[int]) -> dict[int, str]:
-        """The Python stacks of these ranks, all threads; of a dead one, what it wrote as it died."""
-        dumps = dict.fromkeys(ranks, b"")
+        """The Python stacks of these ranks, all threads; of a dead one, what it wrote as it died; STOPPED of one that a
+        signal stopped.
+        """
+        stopped = {rank for rank in ranks if is_stopped(self.pids[rank])}
+        dumps = {rank: STOPPED.encode() if rank in stopped else b"" for rank in ranks}
         deadline = time.monotonic() + STACK_TIMEOUT
         with selectors.DefaultSelector() as selector:
-            for rank in ranks:
+            for rank in set(ranks) - stopped:
                 selector.register(self._stacks[rank], selectors.EVENT_READ, rank)
                 if not self.is_dead(rank):
                     with suppress(ProcessLookupError):

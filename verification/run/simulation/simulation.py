@@ -34,6 +34,7 @@ from verification.failures import (
     name_ranks,
 )
 from verification.run.simulation.in_flight import Batch
+from verification.run.simulation.prompt import Prompt
 from verification.run.simulation.scheduler import Scheduler
 from verification.run.simulation.simulated_transport import SimulatedTransport
 from verification.run.simulation.wires import Collective, Wires
@@ -44,13 +45,17 @@ _FRAMES = 12  # of a rank's stack, the innermost
 
 
 class Simulation:
-    """`size` ranks. names: what they are called in reports (a group's global ranks); by default 0 .. size - 1."""
+    """`size` ranks. names: what they are called in reports (a group's global ranks); by default 0 .. size - 1. prompt:
+    in place of the worst, messages arrive at once, but for those that it holds back.
+    """
 
-    def __init__(self, size: int, seed: int, names: Sequence[int] | None = None) -> None:
+    def __init__(self, size: int, seed: int, names: Sequence[int] | None = None, prompt: Prompt | None = None) -> None:
         self.size = size
         self.names = tuple(range(size)) if names is None else tuple(names)
         self.scheduler = Scheduler(size, seed)
-        self.buffered = self.scheduler.random.random() < 0.25  # sends complete before their receive is posted
+        # Sends complete before their receive is posted.
+        self.buffered = self.scheduler.random.random() < 0.25 and prompt is None
+        self.prompt = prompt
         self.waiting: dict[int, tuple[Wires, Batch | Collective]] = {}
         self._whole = Wires(self, range(size))
         self._groups: dict[tuple[int, ...], Wires] = {}  # by their members

@@ -16,17 +16,20 @@ import torch
 from ring.comm.transport import Message
 from verification.failures import BrokenContract, MismatchedMessages
 from verification.run.simulation.in_flight import Batch, InFlight, described
+from verification.run.simulation.prompt import Prompt
 from verification.run.simulation.scheduler import Scheduler
 from verification.run.simulation.simulated_transport import SimulatedTransport
 
 
 class Shared(Protocol):
     """What the wires of all groups share: the `Simulation`. buffered: whether sends complete before their receive is
-    posted; waiting: what a blocked rank waits for, by its number in the simulation.
+    posted; prompt: None where messages arrive as late, or as early, as the scheduler's numbers have it; waiting: what a
+    blocked rank waits for, by its number in the simulation.
     """
 
     scheduler: Scheduler
     buffered: bool
+    prompt: Prompt | None
     waiting: dict[int, tuple[Wires, Batch | Collective]]
 
     def label(self, number: int) -> str:
@@ -85,6 +88,21 @@ class Wires:
             self._match(end, self._sends, self._receives, (end.message.peer, batch.rank))
         for end in batch.sends:
             self._match(end, self._receives, self._sends, (batch.rank, end.message.peer))
+        if self._shared.prompt is not None:
+            self._receive_at_once(batch, self._shared.prompt)
+
+    def _receive_at_once(self, batch: Batch, prompt: Prompt) -> None:
+        """All that is not held back. The rank has its buffers back no sooner for it."""
+        batch.arriving = True
+        if batch.receiving:
+            self.wait_for(batch.rank, batch)
+        batch.arriving = False
+        for end in batch.receives:
+            source, what = end.message.peer, described(end.message)
+            prompt.met[source, batch.rank, end.message.label] = f"{what} from {self.name(source)}"
+            if not end.delivered and not prompt.holds_back(end.message, batch.rank):
+                assert end.partner is not None
+                self._deliver(end.partner, end)
 
     def _match(
         self,
@@ -103,7 +121,7 @@ class Wires:
         send.partner, receive.partner = receive, send
         if send.delivered:  # it was buffered, and its wait is over
             self._fill(receive, send.expected)
-        elif self._shared.scheduler.random.random() < 0.5:
+        elif self._shared.prompt is None and self._shared.scheduler.random.random() < 0.5:
             self._deliver(send, receive)
         self._settle(receive.batch, receiving=1)
         if not self._shared.buffered:
@@ -151,12 +169,17 @@ class Wires:
             self.receive(batch)
         for end in batch.sends:
             self._check_send(end)
-            if not end.delivered and end.partner is not None:
+            if not end.delivered and end.partner is not None and not self._held_back(end):
                 self._deliver(end, end.partner)
             end.delivered = True  # or buffered: `expected` is the copy that its receive will get
         batch.over = True
         for end in (*batch.sends, *batch.receives):
             end.let_go()
+
+    def _held_back(self, send: InFlight) -> bool:
+        prompt, receive = self._shared.prompt, send.partner
+        assert receive is not None
+        return prompt is not None and prompt.holds_back(receive.message, receive.batch.rank)
 
     def _check_send(self, end: InFlight) -> None:
         if not end.batch.over and not end.intact:

@@ -12,6 +12,7 @@ import os
 import secrets
 import signal
 import socket
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from verification.run.processes.worker import PoolError, Ranks
 
 NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 JOIN_TIMEOUT = 60.0  # seconds for all agents to connect
+SILENCE = 4.0  # seconds without an answer, beyond what was asked for may take, after which a process counts as lost
 _ADDRESS = "verification/agent 0"
 _TERMINATED = 128 + signal.SIGTERM  # the exit status that a shell reports for it
 
@@ -119,21 +121,26 @@ def connect(place: Address, store: Store) -> Connection:
     return connection
 
 
+class RankZeroLost(RuntimeError):
+    """The process that torchrun started for rank 0, which says all that there is to say, is gone or gives no sign."""
+
+
 class Agent:
-    """Serves rank 0 until that says "bye" or is gone.
+    """Serves rank 0 until that says "bye" or is gone. patience: seconds for which rank 0, which sends a sign of life
+    every second, may be silent, and SILENCE besides.
 
     Messages from rank 0 are (what, number, argument), those to it (what, number, value): a reply has the number of its
     question, what a rank sends has the generation of that rank.
     """
 
-    def __init__(self, place: Address, control: Connection) -> None:
-        self._place, self._control = place, control
+    def __init__(self, place: Address, control: Connection, patience: float) -> None:
+        self._place, self._control, self._patience = place, control, patience + SILENCE
         self._ranks: Ranks | None = None
         self._watched = False
         self._generation = 0
 
     def serve(self) -> int:
-        """The exit status for this process."""
+        """The exit status for this process. Raises RankZeroLost."""
         bell, rings = os.pipe()
         os.set_blocking(rings, False)
         if self._place.rank:  # the agent of rank 0 does not run in the main thread
@@ -142,10 +149,14 @@ class Agent:
                 signal.SIGTERM, lambda *_: None
             )  # only the wake-up pipe is written to; no message is interrupted
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 ends this process
+        heard = time.monotonic()
         try:
             while True:
                 watched = self._ranks.fileno() if self._ranks and self._watched else None
-                ready = wait([self._control, bell] if watched is None else [self._control, bell, watched])
+                left = max(0.0, heard + self._patience - time.monotonic())
+                ready = wait([self._control, bell] if watched is None else [self._control, bell, watched], left)
+                if not ready:
+                    raise RankZeroLost(f"gave no sign of life for {self._patience:g} s; it may be stopped by a signal")
                 if bell in ready and signal.SIGTERM in os.read(bell, 64):
                     # So that rank 0 can tell an agent that was told to leave from one that is gone.
                     self._send("leaving", 0, None)
@@ -153,11 +164,12 @@ class Agent:
                 if watched in ready:
                     self._forward()
                 if self._control in ready:
+                    heard = time.monotonic()
                     status = self._obey(*self._control.recv())
                     if status is not None:
                         return status
-        except (EOFError, ConnectionError):
-            return 1  # rank 0 is gone
+        except (EOFError, ConnectionError) as error:
+            raise RankZeroLost("is gone") from error
         finally:
             self._end()
 
@@ -178,6 +190,10 @@ class Agent:
         elif what == "end":
             self._end()
             self._send("reply", number, None)
+        elif what == "there":
+            self._send("reply", number, None)
+        elif what == "beat":
+            pass  # that it came is all
         else:
             assert what == "bye", what
             return int(argument)

@@ -17,7 +17,7 @@ from verification.run.backends import PRELOAD, GlooBackend, Preparation, SimBack
 from verification.run.processes.pool import START_TIMEOUT, Pool, PoolError, RankSet
 from verification.run.processes.rendezvous import Rendezvous
 from verification.run.processes.worker import LOOK_EVERY, LOOKS, STACK_TIMEOUT
-from verification.run.torchrun.agents import Orders
+from verification.run.torchrun.agents import SILENCE, Orders
 from verification.run.torchrun.rank_zero import SLACK, Agents
 from verification.wording import counted
 
@@ -34,6 +34,7 @@ class AgentRanks:
     def start(self) -> None:
         agents, place = self._agents, self._agents.place
         agents.renew()
+        agents.ask_all(self._all, "there", None, SILENCE)  # a rank's start may take long; to say that one is there, not
         rendezvous = Rendezvous(host=place.host, port=place.port, prefix=f"verification/generation {agents.generation}")
         orders = Orders(
             agents.generation, self.world_size, rendezvous, PRELOAD, self._joined_by, agents.one_machine, self._timeout
@@ -81,14 +82,16 @@ class AgentRanks:
         return self._agents.exits.get(rank)
 
     def stacks(self, ranks: Collection[int]) -> dict[int, str]:
-        found = self._agents.ask(ranks, "stacks", None, STACK_TIMEOUT + SLACK) if ranks else {}
-        return {rank: found.get(rank, "") for rank in ranks}
+        """Raises AgentLost for an agent that does not answer."""
+        return self._agents.ask_all(ranks, "stacks", None, max(SILENCE, STACK_TIMEOUT + SLACK)) if ranks else {}
 
     def could_run(self, ranks: Collection[int]) -> bool:
-        """On GPUs never: a process that waits for a GPU spins, and looks as if it computed."""
+        """On GPUs never: a process that waits for a GPU spins, and looks as if it computed. Raises AgentLost for an
+        agent that does not answer.
+        """
         if self._joined_by == "nccl":
             return False
-        return any(self._agents.ask(ranks, "could run", None, LOOKS * LOOK_EVERY + SLACK).values())
+        return any(self._agents.ask_all(ranks, "could run", None, max(SILENCE, LOOKS * LOOK_EVERY + SLACK)).values())
 
     def end(self) -> None:
         if not self._agents.ending:  # else they have been told already, or cannot be reached

@@ -17,22 +17,34 @@ from verification.failures import name_ranks
 from verification.run.backends import Unavailable
 from verification.run.processes.pool import START_TIMEOUT
 from verification.run.processes.worker import limit_sends
-from verification.run.torchrun.agents import JOIN_TIMEOUT, Address, Agent, Hello, connect, listen, vanish
+from verification.run.torchrun.agents import (
+    JOIN_TIMEOUT,
+    Address,
+    Agent,
+    Hello,
+    RankZeroLost,
+    connect,
+    listen,
+    vanish,
+)
 
 SLACK = 2.0  # seconds that an agent may take beyond what its rank may
 FAREWELL = 10.0  # seconds for all agents to end their ranks and go
 LEAVE = 1.0  # seconds for those that torchrun told to leave to say so
+BEAT = 1.0  # seconds between signs of life
 
 
 class AgentLost(BaseException):
-    """A process that torchrun started is gone, or torchrun ends them all. No `Exception`: no example is to be shrunk
-    for it, and nothing can be run after it. ranks: of the processes that are gone, none if that is not known.
+    """A process that torchrun started is gone or does not answer, or torchrun ends them all. No `Exception`: no example
+    is to be shrunk for it, and nothing can be run after it. ranks: of the processes that are lost, none if that is not
+    known. silent: they are there, for all that is known, and do not answer.
     """
 
-    def __init__(self, ranks: Iterable[int]) -> None:
-        self.ranks = tuple(sorted(ranks))
+    def __init__(self, ranks: Iterable[int], silent: bool = False) -> None:
+        self.ranks, self.silent = tuple(sorted(ranks)), silent
+        became = "does not answer; it may be stopped by a signal" if silent else "is gone"
         super().__init__(
-            f"the process that torchrun started for {name_ranks(self.ranks)} is gone"
+            f"the process that torchrun started for {name_ranks(self.ranks)} {became}"
             if self.ranks
             else "torchrun ends all its processes"
         )
@@ -41,8 +53,10 @@ class AgentLost(BaseException):
 class Agents:
     """Rank 0's end of the connections to all agents, its own among them."""
 
-    def __init__(self, place: Address) -> None:
-        """Returns when all agents are connected. Raises Unavailable naming those that are not within a minute."""
+    def __init__(self, place: Address, patience: float) -> None:
+        """Returns when all agents are connected. Raises Unavailable naming those that are not within a minute.
+        patience: of the agent of this process (`agents.Agent`).
+        """
         self.place = place
         self.generation = 0
         self.ending = False
@@ -57,14 +71,31 @@ class Agents:
         self._bell, self._rings = os.pipe()
         self._store = place.store()
         listener, word = listen(place, self._store)
-        own = threading.Thread(target=lambda: Agent(place, connect(place, self._store)).serve(), daemon=True)
-        own.start()
+        threading.Thread(target=self._serve_own, args=(patience,), daemon=True).start()
         self._connections: dict[int, Connection] = {}
+        self._sending = [threading.Lock() for _ in range(place.world_size)]  # by rank
+        self._parted = threading.Event()
         self.hellos: dict[int, Hello] = {}
         try:
             self._welcome(listener, word)
         finally:
             listener.close()
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def _serve_own(self, patience: float) -> None:
+        with suppress(RankZeroLost):  # this process ends, too, and says itself why
+            Agent(self.place, connect(self.place, self._store), patience).serve()
+
+    def _beat(self) -> None:
+        """A sign of life for each agent, unless another message is on its way there."""
+        while not self._parted.wait(BEAT):
+            for rank, connection in list(self._connections.items()):
+                if self._sending[rank].acquire(blocking=False):
+                    try:
+                        with suppress(OSError):  # it is gone, which `_take` finds
+                            connection.send(("beat", 0, None))
+                    finally:
+                        self._sending[rank].release()
 
     def _welcome(self, listener: socket.socket, word: str) -> None:
         deadline = time.monotonic() + JOIN_TIMEOUT
@@ -124,7 +155,7 @@ class Agents:
     def _send(self, ranks: Iterable[int], what: str, number: int, arguments: Iterable[Any]) -> None:
         for rank, argument in zip(ranks, arguments, strict=True):
             # An agent that does not read, or is gone, will be found not to answer.
-            with suppress(OSError):
+            with suppress(OSError), self._sending[rank]:
                 self._connections[rank].send((what, number, argument))
 
     def ask(self, ranks: Collection[int], what: str, argument: Any, timeout: float) -> dict[int, Any]:
@@ -146,9 +177,19 @@ class Agents:
             raise self.lose(lost)
         self.heed()
 
-    def lose(self, ranks: Collection[int]) -> AgentLost:
-        """What to raise: these agents are gone, and nothing can be run any more."""
-        self.ending, self.loss = True, AgentLost(ranks)
+    def ask_all(self, ranks: Collection[int], what: str, argument: Any, timeout: float) -> dict[int, Any]:
+        """Likewise; an agent whose reply does not come in time is lost."""
+        found = self.ask(ranks, what, argument, timeout)
+        silent = set(ranks) - set(found)
+        if silent:
+            for rank in silent:
+                self._connections.pop(rank)  # no farewell is to wait for it
+            raise self.lose(silent, silent=True)
+        return found
+
+    def lose(self, ranks: Collection[int], silent: bool = False) -> AgentLost:
+        """What to raise: these agents are gone, or silent, and nothing can be run any more."""
+        self.ending, self.loss = True, AgentLost(ranks, silent)
         return self.loss
 
     def _take(self, timeout: float) -> set[int]:
@@ -202,6 +243,7 @@ class Agents:
         signal.signal(
             signal.SIGTERM, signal.SIG_IGN
         )  # torchrun sends it as soon as one of them ends with another status than 0
+        self._parted.set()
         live = list(self._connections)
         self._send(live, "bye", 0, [status] * len(live))
         deadline = time.monotonic() + FAREWELL

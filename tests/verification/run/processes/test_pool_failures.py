@@ -154,10 +154,11 @@ def test_a_rank_that_computes_for_longer_than_the_timeout_does_not_hang(pools: P
     assert spent >= 0.4
 
 
-def test_a_stopped_rank_has_no_stack_and_is_killed_nevertheless(pools: Pools, tmp_path: Path) -> None:
-    failure = hang_of(pools(2), tmp_path, stop_itself)
-    assert failure.ranks("blocked") == (0, 1)
-    assert "wrote no stack" in str(failure)
+def test_a_stopped_rank_is_named_as_stopped_and_killed_nevertheless(pools: Pools, tmp_path: Path) -> None:
+    failure = hang_of(pools(3), tmp_path, stop_itself, 1)
+    assert failure.ranks("stopped") == (1,) and failure.ranks("blocked") == (0, 2)
+    assert failure.headline.endswith("; stopped by a signal: rank 1") and "ranks 0, 1, 2" in failure.headline
+    assert "--- rank 1 was stopped by a signal" in str(failure) and "in barrier" in failure.states[0].trace
 
 
 def test_a_stopped_rank_does_not_block_the_sender(tmp_path: Path) -> None:
@@ -165,7 +166,7 @@ def test_a_stopped_rank_does_not_block_the_sender(tmp_path: Path) -> None:
         os.kill(pool.pids[1], signal.SIGSTOP)
         with pytest.raises(RankHang) as caught:
             pool.run(echo, bytes(1 << 24))
-        assert 1 in caught.value.ranks("blocked")
+        assert caught.value.ranks("stopped") == (1,)
 
 
 # --- nothing of an earlier call reaches a later one -----------------------------------------------------------------

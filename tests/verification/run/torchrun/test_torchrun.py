@@ -127,14 +127,43 @@ def test_a_rank_that_stalls_is_named_with_every_stack(tmp_path: Path) -> None:
         ("exception", "rank error", "rank 1 raised .*CUDA out of memory"),
         ("killed", "rank crash", "rank 1 was killed by SIGKILL"),
         ("process_killed", "rank crash", "the process that torchrun started for rank 1 is gone"),
+        ("rank_1_stopped", "rank hang", "no answer within 2 s .*; stopped by a signal: rank 1"),
+        ("rank_0_stopped", "rank hang", "no answer within 2 s .*; stopped by a signal: rank 0"),
     ],
 )
 def test_a_lost_rank_is_a_named_failure(tmp_path: Path, defect: str, kind: str, said: str) -> None:
-    run = planted(tmp_path, defect, "--examples", "5", "--long", "0", "--budget", "2")
+    run = planted(tmp_path, defect, "--examples", "5", "--long", "0", "--budget", "2", "--timeout", "2")
     assert run.status == 1, run.text
     assert run.failure["kind"] == kind and re.search(said, run.failure["message"])
     assert Case.from_json(json.dumps(run.failure["case"])).world == 2
     assert "replay: " in run.text
+
+
+@pytest.mark.parametrize(
+    "defect, said",
+    [
+        ("process_stopped", "the process that torchrun started for rank 1 does not answer; it may be stopped"),
+        ("first_process_stopped", "the process that torchrun started for rank 0 gave no sign of life for 6 s"),
+        ("first_process_killed", "the process that torchrun started for rank 0 is gone"),
+    ],
+)
+def test_a_process_of_torchrun_that_stops_is_named_rank_0_too(tmp_path: Path, defect: str, said: str) -> None:
+    given = ["--backend", "gloo", "--seed", "1", "--examples", "5", "--long", "0", "--timeout", "2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(PROGRAM)]
+    with subprocess.Popen(
+        [*torchrun, defect, *given, "--failures", str(tmp_path / "failures")], stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, env=clean(), cwd=tmp_path,
+    ) as run:  # fmt: skip
+        assert run.stdout is not None
+        text = ""
+        while said not in unbroken(text):
+            line = run.stdout.readline()
+            assert line, text
+            text += line
+        if "stopped" in defect:  # torchrun would wait for it for half a minute
+            os.kill(int((tmp_path / "process").read_text()), signal.SIGCONT)
+        run.stdout.read()
+        assert run.wait(PLENTY) == 1
 
 
 def test_torchrun_told_to_end_saves_what_was_under_way(tmp_path: Path) -> None:
@@ -211,7 +240,7 @@ def agents(monkeypatch: pytest.MonkeyPatch) -> Iterator[Agents]:
     """With the one agent of a world of one."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    found = Agents(Address(rank=0, local_rank=0, world_size=1, host="127.0.0.1", port=port, served=False))
+    found = Agents(Address(rank=0, local_rank=0, world_size=1, host="127.0.0.1", port=port, served=False), PLENTY)
     yield found
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # the farewell is for a process that ends
     found.farewell(0)

@@ -1,0 +1,170 @@
+"""Faults as an Experiment: a Case and a fault in it are drawn; what the pool makes of it is judged.
+
+One fault, from its count of posts to the next example, takes two plain examples and one set of new ranks. So a
+SIGSTOP, which only a timeout finds, has a short one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any
+
+from hypothesis import strategies as st
+
+from reference import fields
+from verification.case import Case
+from verification.check.checks import CHECKS, costs
+from verification.check.expectation import expect
+from verification.draw.cases import cases
+from verification.failures import RankFailure, VerificationFailure, name_ranks
+from verification.faults.fault import BY_NAME, KINDS, Fault, FaultKind, MishandledFault
+from verification.faults.struck import observe_struck
+from verification.run.backends import Backend, PoolBackend, SimBackend
+from verification.run.processes.process_tree import descendants
+from verification.runner import check_case
+from verification.search.experiment import Experiment, case_record
+from verification.search.second_look import cause_in
+
+How = dict[str, Any]
+SHORT_TIMEOUT = 0.3  # seconds for an example with a rank that is stopped; longer while another rank computes
+WHOLE = "the pool is whole after a fault"
+MOST = 2**10  # of the numbers that choose a rank and a post
+
+
+def faults(world: int) -> st.SearchStrategy[tuple[Case, How]]:
+    """Cases whose ranks send something, each with a fault."""
+    number = st.integers(0, MOST)
+    how = st.fixed_dictionaries(
+        {"kind": st.sampled_from([kind.name for kind in KINDS]), "rank": number, "post": number, "send": number}
+    )
+    return st.tuples(cases(world).filter(has_messages), how)
+
+
+def has_messages(case: Case) -> bool:
+    return bool(costs(case).sent_forward.any())
+
+
+def premise(case: Case, how: Any) -> None:
+    """Raises ValueError for what is no fault, and for a Case without messages."""
+    fields.exactly("how", how, ["kind", "rank", "post", "send"])
+    fields.choice("kind", how["kind"], BY_NAME)
+    for name in ("rank", "post", "send"):
+        fields.integer(name, how[name], 0, MOST)
+    if not has_messages(case):
+        raise ValueError("case is one whose ranks send nothing; a fault is struck where a message is posted")
+
+
+def chosen(how: How, posts: Sequence[Sequence[int]]) -> Fault:
+    """The fault that these numbers stand for. posts: by index of the group, the number of sends of each post."""
+    senders = [index for index, sends in enumerate(posts) if any(sends)]
+    index = senders[how["rank"] % len(senders)]
+    fitting = [n for n, sends in enumerate(posts[index]) if sends or not BY_NAME[how["kind"]].reshapes]
+    post = fitting[how["post"] % len(fitting)]
+    return Fault(how["kind"], index, post, how["send"] % max(1, posts[index][post]))
+
+
+def check_fault(backend: Backend, case: Case, how: How) -> dict[str, float]:
+    """Strikes it, and judges the failure, the pool, and the next example. Raises MishandledFault, or what `check_case`
+    raises for that example; ValueError for a backend without processes of its own.
+    """
+    if not isinstance(backend, PoolBackend) or backend.name != "gloo":
+        raise ValueError(f"backend: got {backend.name}; allowed is one whose ranks are processes of this machine")
+    kind = BY_NAME[how["kind"]]
+    backend.submit(observe_struck, case, None)
+    fault = chosen(how, [posts for _, posts in backend.collect()])
+    old, before = set(backend.prepared().pids), descendants(os.getpid())
+    judge(kind, fault, case, failure_of(backend, case, fault))
+    check_whole(backend, old, before, replaced=kind.name != "short")
+    check_case(backend, case)
+    return {kind.title: 0.0}
+
+
+def check_whole(backend: PoolBackend, old: set[int], before: set[int], replaced: bool) -> None:
+    """That the ranks are new ones or, if every rank answered, still the same; and that there is no process besides.
+    old: the ranks before the fault; before: all processes then. Raises MishandledFault.
+    """
+    new = set(backend.prepared().pids)
+    if new & old if replaced else new != old:
+        must = "none" if replaced else "all"
+        raise MishandledFault(f"{WHOLE}: {must} of {sorted(old)} must be ranks still; {sorted(new & old)} are")
+    left = descendants(os.getpid()) - (before - old) - new
+    if left:
+        raise MishandledFault(f"{WHOLE}: the processes {sorted(left)} were left over")
+
+
+# --- the failure ------------------------------------------------------------------------------------------------------
+
+
+def failure_of(backend: Backend, case: Case, fault: Fault) -> VerificationFailure | None:
+    """How the fault shows, with what the simulation knows of its cause as a note where only that can know."""
+    try:
+        strike_on(backend, case, fault)
+    except VerificationFailure as failure:
+        if BY_NAME[fault.kind].simulated:
+            with closing(SimBackend(preload=backend.preload)) as simulation:  # from the same forkserver
+                cause = cause_in(simulation, STRIKING, (case, fault), failure)
+            failure.add_note(str(cause))
+        return failure
+    return None
+
+
+def strike_on(backend: Backend, case: Case, fault: Fault) -> dict[str, float]:
+    """The example with the fault in it: raises how that shows. Of what ranks answer, messages come first."""
+    timeout = backend.timeout
+    backend.timeout = SHORT_TIMEOUT if fault.kind == "stop" else timeout
+    try:
+        backend.submit(observe_struck, case, fault)
+        answers = backend.collect()
+    finally:
+        backend.timeout = timeout
+    CHECKS["messages"](case, expect(case), [seen for seen, _ in answers])
+    return {}
+
+
+# What is run in the simulation, too: one subject is a Case with its fault.
+STRIKING = Experiment(
+    "a fault", faults, lambda backend, subject: strike_on(backend, *subject), case_of=lambda subject: subject[0]
+)
+
+
+def judge(kind: FaultKind, fault: Fault, case: Case, failure: VerificationFailure | None) -> None:
+    """Raises MishandledFault unless the failure is of the right kind, and names the rank and no other."""
+    rank = case.ranks[fault.index]
+    struck = f"{kind.title} at post {fault.post} of rank {rank}"
+    if failure is None:
+        raise MishandledFault(f"{struck} was not found: every rank answered, and the messages agree")
+    if kind.outcome is None:
+        _judge_words(kind, rank, struck, failure)
+        return
+    if type(failure) is not kind.failure or not isinstance(failure, RankFailure):
+        raise MishandledFault(f"{struck} must be a {kind.failure.kind}; found was a {failure.kind}: {failure}")
+    named = failure.ranks(kind.outcome)
+    if named != (rank,) or name_ranks(named) not in failure.headline:
+        raise MishandledFault(f"{struck} must be named with that rank; named was {name_ranks(named)}: {failure}")
+
+
+def _judge_words(kind: FaultKind, rank: int, struck: str, failure: VerificationFailure) -> None:
+    """A message has a sender and a receiver: the text must have the right sender."""
+    said = " ".join(getattr(failure, "__notes__", ())) if kind.simulated else str(failure)
+    right = kind.failure.kind in said if kind.simulated else type(failure) is kind.failure
+    sender = rf"rank {rank} sends " if kind.simulated else rf"from rank {rank}( \(index \d+ of the group\))? to rank "
+    if not right or not re.search(sender, said):
+        raise MishandledFault(
+            f"{struck} must be named as {kind.named_as}, with that rank; found was: {failure}; {said}"
+        )
+
+
+# --- the experiment ---------------------------------------------------------------------------------------------------
+
+FAULTS = Experiment(
+    "faults",
+    faults,
+    check=lambda backend, subject: check_fault(backend, *subject),
+    case_of=lambda subject: subject[0],
+    with_case=lambda subject, case: (case, subject[1]),
+    record_of=lambda subject: {"fault": subject[1], "case": case_record(subject[0])},
+    property_of=lambda subject, failure: BY_NAME[subject[1]["kind"]].title,
+)

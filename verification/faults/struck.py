@@ -1,0 +1,86 @@
+"""What a rank does that a fault is struck into. Ranks come with this module: it imports no more than `run`."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from ring.comm.transport import Message, Outgoing, Pending, RecordingTransport, Transport
+from verification.case import Case
+from verification.faults.fault import Fault
+from verification.run.observation import Observation
+from verification.run.rank import observe
+
+
+class InjectedFault(Exception):
+    """Raised within a rank on purpose."""
+
+
+class StruckTransport(RecordingTransport):
+    """A transport that counts its posts, and at one of them strikes. posts: the number of sends of each so far."""
+
+    def __init__(self, inner: Transport, fault: Fault | None) -> None:
+        super().__init__(inner)
+        self.posts: list[int] = []
+        self._fault = fault
+
+    def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
+        """Tells nothing of the messages to come, as gloo needs none of it: a wrong one is then for its receiver to
+        find, not for a comparison with what the sender told.
+        """
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        self.posts.append(len(sends))
+        if self._fault is not None and len(self.posts) - 1 == self._fault.post:
+            sends = strike(self._fault, sends)
+        return super().post(sends, receives)
+
+
+def strike(fault: Fault, sends: Sequence[Message]) -> list[Message]:
+    """The sends, one of another shape; or the end of this process, a halt, an InjectedFault."""
+    if fault.kind == "raise":
+        raise InjectedFault(f"at post {fault.post}")
+    if fault.kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault.kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if fault.kind in ("short", "long"):
+        return [reshaped(m, fault.kind) if number == fault.send else m for number, m in enumerate(sends)]
+    return list(sends)
+
+
+def reshaped(message: Message, kind: str) -> Message:
+    """With an entry less or more. A message has a key and a value, so two entries at least."""
+    entries = message.tensor.view(-1)
+    buffer = entries[:-1].clone() if kind == "short" else torch.cat((entries, entries[:1]))
+    return replace(message, buffer=buffer, start=0, stop=None)
+
+
+def observe_struck(transport: Transport, case: Case, fault: Fault | None) -> tuple[Observation, list[int]]:
+    """A task: `observe`, once, with a fault where it is meant for this rank; and the number of sends of each post."""
+    if fault is not None and fault.kind == "long" and dist.get_world_size() > 1:  # not in the simulation's process
+        end_silently()
+    made: list[StruckTransport] = []
+
+    def record(inner: Transport) -> StruckTransport:
+        made.append(StruckTransport(inner, fault if fault is not None and fault.index == inner.rank else None))
+        return made[-1]
+
+    seen = observe(transport, case, repeat=False, record=record)
+    return seen, made[0].posts
+
+
+def end_silently() -> None:
+    """This rank may be about to be aborted by gloo, which then prints, and may leave its memory in a file. The rank is
+    replaced afterwards, whatever becomes of it.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    os.close(nothing)
