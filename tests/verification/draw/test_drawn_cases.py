@@ -17,6 +17,7 @@ from verification.check.laws import LAWS, Law
 from verification.check.laws.definition import MADE, RULES
 from verification.check.laws.isolation import CHANGES, neighbour
 from verification.check.laws.orders import MISTAKES as DEVIATIONS
+from verification.check.laws.sizes import WAYS
 from verification.draw.cases import cases, digits, head_range, permutation
 from verification.report.coverage import FEATURES, count
 from verification.run.layouts import layout_of
@@ -119,12 +120,21 @@ LAW_FEATURES: dict[str, dict[str, int]] = {
     },
     "error does not grow with ranks": {"dtype bfloat16": 100, "query rows cut": 50, "order striped": 10},
     "patterns are as published": {"causal": 20},
-}
+    "plans of long sequences": {
+        "dilation": 20, "causal": 20, "uneven cuts": 2, "segment on several ranks": 20, "GQA": 5, "exchange ring": 10,
+    },
+    "kernel calls keep to the bucket": {
+        "segment on several ranks": 30, "exchange gather": 20, "uneven cuts": 5, "order striped": 10, "GQA": 5,
+    },
+    "defaults are as documented": {"uneven cuts": 90, "MQA": 20, "dtype float16": 5, "exchange direct": 10},
+}  # fmt: skip
 # Of what a law draws beside the Case, by its name, values that must all be there.
 LAW_CHOICES: dict[str, dict[str, set[Any]]] = {
     "same on any ranks, layout, exchange": {"order": set(ORDERS), "exchange": set(EXCHANGES)},
     "NaN and inf propagate": {"tensor": {"q", "k", "v"}, "infinite": {True, False}},
     "patterns are as published": {"made": set(MADE), "offsets": set(RULES)},
+    "plans of long sequences": {"way": set(WAYS)},
+    "kernel calls keep to the bucket": {"own": {None, 0, 1, 5, 64}},
 }
 
 
