@@ -221,9 +221,9 @@ def test_no_more_tokens_than_plans_can_count() -> None:
     for make in (Layout.contiguous, Layout.zigzag, Layout.striped):
         assert sum(make(2**40, 3).counts) == 2**40
     for n in (2**40 + 1, 2**63, 10**30):
-        for make in NAMED.values():
+        for named in NAMED.values():
             with pytest.raises(ValueError, match=r"^n must be a number of tokens from 0 to 2\*\*40, got"):
-                make(n, 2)
+                named(n, 2)
         with pytest.raises(ValueError, match="^n must"):
             Layout.from_cuts(range(n), (0, n))
 

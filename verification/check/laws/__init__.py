@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from verification.check.laws.call_limits import CALLS_KEEP_TO_THE_BUCKET
+from verification.check.laws.default_arguments import DEFAULTS_ARE_AS_DOCUMENTED
 from verification.check.laws.definition import PATTERNS_ARE_AS_PUBLISHED
 from verification.check.laws.growth import ERROR_DOES_NOT_GROW
 from verification.check.laws.isolation import NO_CALL_TAKES_ANOTHER, NOTHING_LEFT_BEHIND
 from verification.check.laws.later_tokens import LATER_TOKENS_CHANGE_NOTHING
 from verification.check.laws.law import How, Law
-from verification.check.laws.left_out import DEFAULTS_ARE_AS_DOCUMENTED
 from verification.check.laws.memory import MEMORY_OF_LONGER_SHARDS
 from verification.check.laws.mistakes import WRONG_CALLS_REFUSED
 from verification.check.laws.no_weight import NO_SCORE_NO_WEIGHT
