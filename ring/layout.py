@@ -29,6 +29,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
+MOST_TOKENS = 2**40  # plans count rows, slots and products of rates in 64 bits
 # An explicit order with at most this many runs a rank is kept as runs: a plan looks at each of them.
 _RUNS_PER_RANK = 2
 
@@ -43,7 +44,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """A permutation of the positions 0 .. n - 1 and its division among `world_size` ranks.
+    """A permutation of the positions 0 .. n - 1, n up to 2^40, and its division among `world_size` ranks.
 
     Make one with `contiguous`, `zigzag`, `striped`, `hilbert` or `from_cuts`. Layouts are hashable, and equal if they
     have the same runs (or listed order) and cuts.
@@ -93,6 +94,10 @@ class Layout:
 
         Raises ValueError if `order` is not a permutation or `cuts` are not such offsets.
         """
+        if isinstance(order, range) and order == range(max(order.stop, 0)):  # known without a list of its positions
+            n = max(order.stop, 0)
+            _check_sizes(n, 1)
+            return cls(n, _checked_cuts(cuts, n), (Run(0, 1, n),) if n else ())
         plain = order.detach().cpu().numpy() if isinstance(order, torch.Tensor) else order
         listed = np.array(plain)  # a copy: the layout must not change with its argument
         if listed.ndim != 1 or (listed.size and listed.dtype.kind not in "iu"):
@@ -103,11 +108,7 @@ class Layout:
         seen[listed[(listed >= 0) & (listed < n)]] = True
         if not seen.all():
             raise ValueError(f"order must be a permutation of range({n}); position {int(seen.argmin())} is missing")
-        cuts = tuple(cuts)
-        whole = all(isinstance(c, (int, np.integer)) for c in cuts)
-        if not whole or len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != n or any(a > b for a, b in pairwise(cuts)):
-            raise ValueError(f"cuts must be world size + 1 non-decreasing offsets from 0 to {n}, got {cuts}")
-        cuts = tuple(map(int, cuts))
+        cuts = _checked_cuts(cuts, n)
         runs = _runs_of(listed, limit=_RUNS_PER_RANK * (len(cuts) - 1))
         return cls(n, cuts, runs, None if runs is not None else listed)
 
@@ -204,10 +205,18 @@ def numbered_layout(number: int) -> Layout:
 
 
 def _check_sizes(n: int, p: int) -> None:
-    if not isinstance(n, int) or isinstance(n, bool) or n < 0:
-        raise ValueError(f"n must be a number of tokens >= 0, got {n!r}")
+    if not isinstance(n, int) or isinstance(n, bool) or not 0 <= n <= MOST_TOKENS:
+        raise ValueError(f"n must be a number of tokens from 0 to 2**40, got {n!r}")
     if not isinstance(p, int) or isinstance(p, bool) or p < 1:
         raise ValueError(f"p must be a world size >= 1, got {p!r}")
+
+
+def _checked_cuts(cuts: Sequence[int], n: int) -> tuple[int, ...]:
+    cuts = tuple(cuts)
+    whole = all(isinstance(c, (int, np.integer)) for c in cuts)
+    if not whole or len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != n or any(a > b for a, b in pairwise(cuts)):
+        raise ValueError(f"cuts must be world size + 1 non-decreasing offsets from 0 to {n}, got {cuts}")
+    return tuple(map(int, cuts))
 
 
 def _even_cuts(n: int, p: int) -> tuple[int, ...]:

@@ -94,7 +94,7 @@ def blocks_of(pattern: Pattern, n: int, heads: int, kv_heads: int) -> tuple[Bloc
                 by_offset.setdefault(offset, []).append(head)
         whole = max(n, 1)
         length = whole if branch.segment_length is None else min(branch.segment_length, whole)
-        # A larger rate than this selects the same: one row of a segment, or none. 64 bits then hold every product.
+        # A larger rate than this selects the same: one row of a segment, or none. No rate then passes 2^41 + 1.
         rate = min(branch.dilation_rate, 2 * length + 1)
         for offset, served in sorted(by_offset.items()):
             blocks.append(_block(length, rate, min(offset, length), served, share=heads // kv_heads))

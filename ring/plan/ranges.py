@@ -220,8 +220,17 @@ def _on_grid(step: Ints, target: Ints, rate: int) -> tuple[Ints, Ints, Ints]:
     """
     divisor = np.gcd(step, rate)
     cycle = rate // divisor
-    phase = target // divisor * _inverses(step // divisor, cycle) % cycle
+    phase = _product(target // divisor % cycle, _inverses(step // divisor, cycle), cycle)
     return cycle, phase, target % divisor == 0
+
+
+def _product(a: Ints, b: Ints, modulus: Ints) -> Ints:
+    """a * b % modulus for 0 <= a, b < modulus <= 2^41 + 1, where a * b need not fit into 64 bits.
+
+    b is taken in two parts, b = high * 2^21 + low, so that no number on the way passes 2^63.
+    """
+    high, low = b >> 21, b & (2**21 - 1)
+    return ((a * high % modulus << 21) + a * low) % modulus
 
 
 def _inverses(values: Ints, moduli: Ints) -> Ints:

@@ -64,8 +64,24 @@ class Rows:
 
 
 def concatenate(parts: Sequence[Rows]) -> Rows:
-    """Rows of equal folds, side by side along their length."""
-    return parts[0] if len(parts) == 1 else Rows.of(np.concatenate([part.listed() for part in parts], axis=1))
+    """Rows of equal folds, side by side along their length. Those that continue each other are not listed for it."""
+    if len(parts) == 1:
+        return parts[0]
+    return _continued(parts) or Rows.of(np.concatenate([part.listed() for part in parts], axis=1))
+
+
+def _continued(parts: Sequence[Rows]) -> Rows | None:
+    """Several rows as one strided view, where each begins a step behind the end of the one before; else None."""
+    first = parts[0]
+    step = first.step if first.length > 1 else parts[1].start - first.start
+    end = first.start
+    for part in parts:
+        goes_on = part.index is None and part.start == end and (part.length == 1 or part.step == step)
+        if not goes_on or step < 1 or part.fold_step != first.fold_step:
+            return None
+        end += part.length * step
+    length = sum(part.length for part in parts)
+    return Rows(first.start, step, length, first.fold_step if first.folds > 1 else 0, first.folds)
 
 
 class Fold(NamedTuple):

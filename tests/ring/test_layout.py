@@ -211,6 +211,23 @@ def test_from_cuts_keeps_no_hold_on_its_argument() -> None:
     assert shards(layout) == held and layout.digest == digest
 
 
+def test_from_cuts_of_a_range_lists_no_positions() -> None:
+    layout = Layout.from_cuts(range(2**40), (0, 5, 2**35, 2**40))
+    assert layout.counts == (5, 2**35 - 5, 2**40 - 2**35)
+    assert layout.shard_runs(1) == [(5, 1, 2**35 - 5)]
+
+
+def test_no_more_tokens_than_plans_can_count() -> None:
+    for make in (Layout.contiguous, Layout.zigzag, Layout.striped):
+        assert sum(make(2**40, 3).counts) == 2**40
+    for n in (2**40 + 1, 2**63, 10**30):
+        for named in NAMED.values():
+            with pytest.raises(ValueError, match=r"^n must be a number of tokens from 0 to 2\*\*40, got"):
+                named(n, 2)
+        with pytest.raises(ValueError, match="^n must"):
+            Layout.from_cuts(range(n), (0, n))
+
+
 @pytest.mark.parametrize("bad", (-1, 2.0, "4", None))
 @pytest.mark.parametrize("name", NAMED)
 def test_bad_sizes_are_refused(name: str, bad: Any) -> None:

@@ -20,10 +20,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from reference.limits import LEAST_ROWS
 from reference.pattern import Branch, Pattern
 from verification.case import AGAIN, DTYPES, EXCHANGES, KERNELS, LSE, ORDERS, VALUES, Case
 from verification.report.text import listing, paragraph
-from verification.run.workspace import LEAST_BLOCK, LEAST_ROWS
+from verification.run.workspace import LEAST_BLOCK
 from verification.wording import counted
 
 Has = Callable[[Any], bool]  # of a Case, or of what takes its place

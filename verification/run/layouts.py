@@ -42,6 +42,8 @@ def _layout(order: str, n: int, p: int, cuts: tuple[int, ...] | None, seed: int)
         ranges = [range(i * n // p, (i + 1) * n // p) for i in (*range(0, p, 2), *range(1, p, 2))]
         paired = torch.tensor([position for held in ranges for position in held], dtype=torch.int64)
         return Layout.from_cuts(paired, cuts or list(accumulate(map(len, ranges), initial=0)))
+    if order == "contiguous" and cuts is not None:
+        return Layout.from_cuts(range(n), cuts)  # of any length: nothing is listed
     layout: Layout = getattr(Layout, order)(n, p)
     if cuts is None:
         return layout

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from reference.limits import LEAST_ROWS
 from ring.operator import run_prepared
 from verification.case import Case
 
-LEAST_ROWS = 16  # query rows that a kernel call may take, whatever the bucket
 LEAST_BLOCK = 8  # query rows whose scores may exist at a time, whatever their size
 
 

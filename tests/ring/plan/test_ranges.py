@@ -24,6 +24,17 @@ from tests.support.plan_walk import Array, layouts, listed, listed_heads, patter
 # --- ranges, range pairs and needs ---
 
 
+@pytest.mark.parametrize("p", (2, 3, 7))
+def test_phases_of_rates_whose_products_need_more_than_64_bits(p: int) -> None:
+    """A rank's positions on a grid, both known to Python, which counts without end."""
+    n, length, rate, offset = 2**40, 2**39 + 1, 2**33 + 1, 5
+    ranges = ranges_of(Pattern((Branch(length, rate, offset),)), Layout.striped(n, p), 1, 1)
+    found = sorted(position for index in range(len(ranges.count)) for position in elements(ranges, index)[1])
+    assert found == [*range(offset, length, rate), *range(length + offset, n, rate)]
+    for index, rank in enumerate(ranges.rank.tolist()):
+        assert all((row, rank) == divmod(position, p) for row, position in zip(*elements(ranges, index), strict=True))
+
+
 def elements(ranges: Ranges, index: int) -> tuple[list[int], list[int]]:
     """Rows and positions of a range."""
     element = np.arange(ranges.count[index])

@@ -50,6 +50,23 @@ def heads_of(total: int) -> st.SearchStrategy[Heads]:
 rows_of_either_kind = st.one_of(regular_rows(disjoint=True), listed_rows())
 
 
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 3), st.integers(1, 3)), min_size=2, max_size=4), st.booleans()
+)
+def test_rows_are_concatenated_as_their_listings_are(drawn: list[tuple[int, int, int]], continued: bool) -> None:
+    """continued: each begins behind the one before, mostly at its step."""
+    parts: list[Rows] = []
+    for start, step, length in drawn:
+        behind = parts[-1].start + parts[-1].step * parts[-1].length if parts else start
+        parts.append(Rows(behind if continued else start, step, length, 100, 2))
+    found, wanted = concatenate(parts), Rows.of(np.concatenate([part.listed() for part in parts], axis=1))
+    assert found.key == wanted.key
+
+
+def test_long_rows_that_continue_each_other_are_not_listed() -> None:
+    assert concatenate([Rows(2**33, 2, 2**36), Rows(2**33 + 2**37, 2, 1)]).key == Rows(2**33, 2, 2**36 + 1).key
+
+
 def expected_tile(x: torch.Tensor, rows: Rows, heads: Heads) -> torch.Tensor:
     """(F, B, G, P, L, D) from x (B, N, H, D), element by element."""
     row, head = rows.listed(), heads.listed()

@@ -15,9 +15,11 @@ from reference.pattern import Branch
 from verification.case import AGAIN, EXCHANGES, ORDERS, Case
 from verification.check.laws import LAWS, Law
 from verification.check.laws.broken_off import DIRECTIONS, ERRORS
+from verification.check.laws.call_limits import MORE
 from verification.check.laws.definition import MADE, RULES
 from verification.check.laws.isolation import CHANGES, neighbour
 from verification.check.laws.orders import MISTAKES as DEVIATIONS
+from verification.check.laws.sizes import WAYS
 from verification.draw.cases import cases, digits, head_range, permutation
 from verification.report.coverage import FEATURES, count
 from verification.run.layouts import layout_of
@@ -122,6 +124,22 @@ LAW_FEATURES: dict[str, dict[str, int]] = {
     "patterns are as published": {"causal": 20},
     "patterns and layouts are values": {"branch for some heads only": 5, "offsets by head": 5, "segments": 20},
     "a broken-off call closes its group": {"exchange gather": 3, "exchange direct": 3, "lse alone": 3},
+    "plans of long sequences": {
+        "dilation": 20,
+        "causal": 6,
+        "uneven cuts": 2,
+        "segment on several ranks": 20,
+        "GQA": 5,
+        "exchange ring": 10,
+    },
+    "kernel calls keep to the bucket": {
+        "segment on several ranks": 30,
+        "exchange gather": 20,
+        "uneven cuts": 5,
+        "order striped": 10,
+        "GQA": 5,
+    },
+    "defaults are as documented": {"uneven cuts": 90, "MQA": 20, "dtype float16": 5, "exchange direct": 10},
 }
 # Of what a law draws beside the Case, by its name, values that must all be there.
 LAW_CHOICES: dict[str, dict[str, set[Any]]] = {
@@ -129,6 +147,8 @@ LAW_CHOICES: dict[str, dict[str, set[Any]]] = {
     "NaN and inf propagate": {"tensor": {"q", "k", "v"}, "infinite": {True, False}},
     "patterns are as published": {"made": set(MADE), "offsets": set(RULES)},
     "a broken-off call closes its group": {"direction": set(DIRECTIONS), "error": set(ERRORS), "check": {True, False}},
+    "plans of long sequences": {"way": set(WAYS)},
+    "kernel calls keep to the bucket": {"own": set(MORE)},
 }
 
 

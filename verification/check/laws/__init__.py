@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from verification.check.laws.broken_off import BROKEN_OFF_CLOSES
+from verification.check.laws.call_limits import CALLS_KEEP_TO_THE_BUCKET
+from verification.check.laws.default_arguments import DEFAULTS_ARE_AS_DOCUMENTED
 from verification.check.laws.definition import PATTERNS_ARE_AS_PUBLISHED
 from verification.check.laws.growth import ERROR_DOES_NOT_GROW
 from verification.check.laws.isolation import NO_CALL_TAKES_ANOTHER, NOTHING_LEFT_BEHIND
@@ -15,6 +17,7 @@ from verification.check.laws.non_finite import NON_FINITE_PROPAGATES
 from verification.check.laws.order import BATCHES_AND_HEADS_PERMUTE
 from verification.check.laws.orders import CALLS_ARE_NOT_CONFUSED
 from verification.check.laws.ranks import SAME_ANYWHERE
+from verification.check.laws.sizes import LONG_PLANS
 from verification.check.laws.values import PATTERNS_AND_LAYOUTS_ARE_VALUES
 
 __all__ = ["LAWS", "How", "Law"]
@@ -34,4 +37,7 @@ LAWS = (
     ERROR_DOES_NOT_GROW,
     PATTERNS_ARE_AS_PUBLISHED,
     PATTERNS_AND_LAYOUTS_ARE_VALUES,
+    LONG_PLANS,
+    CALLS_KEEP_TO_THE_BUCKET,
+    DEFAULTS_ARE_AS_DOCUMENTED,
 )
