@@ -19,7 +19,7 @@ from verification.check.laws.call_limits import MORE
 from verification.check.laws.definition import MADE, RULES
 from verification.check.laws.isolation import CHANGES, neighbour
 from verification.check.laws.orders import MISTAKES as DEVIATIONS
-from verification.check.laws.sizes import WAYS
+from verification.check.laws.sizes import RATES
 from verification.draw.cases import cases, digits, head_range, permutation
 from verification.report.coverage import FEATURES, count
 from verification.run.layouts import layout_of
@@ -147,7 +147,7 @@ LAW_CHOICES: dict[str, dict[str, set[Any]]] = {
     "NaN and inf propagate": {"tensor": {"q", "k", "v"}, "infinite": {True, False}},
     "patterns are as published": {"made": set(MADE), "offsets": set(RULES)},
     "a broken-off call closes its group": {"direction": set(DIRECTIONS), "error": set(ERRORS), "check": {True, False}},
-    "plans of long sequences": {"way": set(WAYS)},
+    "plans of long sequences": {"rate": set(RATES)},
     "kernel calls keep to the bucket": {"own": set(MORE)},
 }
 

@@ -1,6 +1,6 @@
 """Plans of sequences of up to 2^40 tokens are those of short ones, at other positions; nobody makes a tensor of them.
 
-Two ways to know what the plan of a long sequence must be:
+Two ways to know what the plan of a long sequence must be, in each order that is kept as runs:
 
     scaled   Positions, segments, rates and offsets times `by`: the long pattern selects none but the positions by * x,
              and sees among them what the short one sees. So messages and calls are those of the short plan, whose cost
@@ -12,7 +12,8 @@ Striped, position by * x lies on the rank of x if by - 1 is a multiple of the nu
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,9 @@ from verification.run.backends import Backend
 from verification.run.plan_outline import CallOutline, PlanOutline, Strip, outline, refusals
 
 Ints = NDArray[np.int64]
-WAYS = ("scaled", "counted")
 ORDERS = ("contiguous", "zigzag", "striped")
+MOST_FACTORS = 2
+RATES = (1, 2, 4, 8)  # of the branch that is counted
 _LONG = 2**31
 _MOST_SHORT = 4096  # tokens of a Case before it is made long
 _SLOT = 8  # bytes that `reference.cost` counts for a slot of one number in fp32, for keys and for gradients alike
@@ -39,27 +41,31 @@ TOO_LONG = (MOST_INTEGER + 1, 2**63, 10**30)
 
 @st.composite
 def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
-    way = draw(st.sampled_from(WAYS))
+    """The order and the cuts of the Case: those of the contiguous order; the others are cut evenly. shards, rate,
+    offsets (by head): of the branch that is counted, a segment of which is so many shards.
+    """
     case = draw(plan_cases(world))
-    order = draw(st.sampled_from(ORDERS))
-    unit = 2 * world if order == "zigzag" else world
-    if way == "counted":
-        case, unit = replace(case, pattern=_one_branch(draw, case)), 16 * world
-    free = way == "scaled" and order == "contiguous" and case.cuts is not None
-    tokens = case.tokens if free else unit * -(-case.tokens // unit)
-    case = replace(case, order=order, cuts=case.cuts if free else None, tokens=tokens)
-    step = world if order == "striped" else 1
-    least, most = -(-_LONG // tokens // step), (MOST_INTEGER // tokens - 1) // step
-    return case, {"way": way, "by": 1 + step * draw(st.integers(least, most))}
+    unit = _unit(world)
+    tokens = unit * -(-case.tokens // unit)
+    cuts = None if case.cuts is None else (*case.cuts[:-1], tokens)
+    bucket = max(case.bucket or 1, tokens // 6)  # few calls: each is compared with its like in several plans
+    case = replace(case, order="contiguous", cuts=cuts, tokens=tokens, bucket=bucket)
+    factors = st.integers(-(-_LONG // tokens // world), (MOST_INTEGER // tokens - 1) // world)
+    rate = draw(st.sampled_from(RATES))
+    spread = case.heads == case.kv_heads and draw(st.booleans())
+    first = draw(st.integers(0, rate - 1))
+    how: How = {
+        "by": [1 + world * draw(factors) for _ in range(MOST_FACTORS)],
+        "shards": draw(st.sampled_from([m for m in range(1, world + 1) if world % m == 0])),
+        "rate": rate,
+        "offsets": [(first + head * spread) % rate for head in range(case.heads)],
+    }
+    return case, how
 
 
-def _one_branch(draw: st.DrawFn, case: Case) -> Pattern:
-    """Segment lengths count in shards here: see `_counted`."""
-    rate = draw(st.sampled_from((1, 2, 4, 8)))
-    spans = [m for m in range(1, case.world + 1) if case.world % m == 0]
-    spread = rate > 1 and case.heads == case.kv_heads and draw(st.booleans())
-    offset = tuple(head % rate for head in range(case.heads)) if spread else draw(st.integers(0, rate - 1))
-    return Pattern((Branch(draw(st.sampled_from(spans)), rate, offset),), case.pattern.causal)
+def _unit(world: int) -> int:
+    """Chunks of the zigzag order, and shards at every rate, are then of equal length."""
+    return 2 * max(RATES) * world
 
 
 def check_sizes(backend: Backend, case: Case, how: How) -> float:
@@ -67,12 +73,13 @@ def check_sizes(backend: Backend, case: Case, how: How) -> float:
     for said in (said for of_rank in backend.collect() for said in of_rank):
         if not said.startswith("ValueError: n must"):
             raise WrongResult(
-                f"a layout of more than 2**40 tokens must be refused as ValueError that names n, got {said!r}"
+                f"a layout of more than 2**40 tokens must be refused by a ValueError about n, got {said!r}"
             )
-    if how["way"] == "counted":
-        _check_counted(backend, _counted(case, how["by"]))
-    else:
-        _check_scaled(backend, case, how["by"])
+    for order in ORDERS:
+        _check_scaled(backend, replace(case, order=order, cuts=case.cuts if order == "contiguous" else None), how["by"])
+    for order in ORDERS:
+        for causal in (False, True):
+            _check_counted(backend, _counted(case, order, causal, how))
     return 0.0
 
 
@@ -91,26 +98,53 @@ def scaled(case: Case, by: int) -> Case:
     return replace(case, tokens=by * case.tokens, cuts=cuts, pattern=Pattern(tuple(branches), case.pattern.causal))
 
 
-def _check_scaled(backend: Backend, case: Case, by: int) -> None:
+def _check_scaled(backend: Backend, case: Case, factors: Sequence[int]) -> None:
+    backend.submit(outline, case, (case, None), *((scaled(case, by), None) for by in factors))
+    costs = _Costs.of(case)
+    for rank, (short_plan, *long_plans) in enumerate(backend.collect()):
+        for by, long_plan in zip(factors, long_plans, strict=True):
+            where = f"rank {rank} of {case.world}, {case.order} with {by * case.tokens} tokens"
+            _check_costs(where, case, by, rank, costs, long_plan)
+            if case.order != "striped" or case.exchange != "gather":
+                _check_calls(where, case, by, rank, short_plan, long_plan)
+
+
+def _check_calls(where: str, case: Case, by: int, rank: int, short_plan: PlanOutline, long_plan: PlanOutline) -> None:
+    """Not where striped shards are gathered: rows of different shards then lie at other distances than `by` times those
+    of the short ones, and by distances calls are joined.
+    """
     long = scaled(case, by)
-    backend.submit(outline, case, (case, None), (long, None))
-    setting = cost.Setting(case.pattern, case.shards().positions, 1, case.heads, case.kv_heads, 1)
-    whole = by if case.exchange == "gather" else 1  # whole shards travel
-    sent, buffers = cost.sent(setting, case.exchange), cost.buffers(setting, case.exchange, case.tokens_per_call)
-    pairs = cost.flops(setting).pairs
-    copies = 1 if case.exchange == "gather" else 2
-    for rank, (short_plan, long_plan) in enumerate(backend.collect()):
-        where = f"rank {rank} of {case.world}, {case.order} with {long.tokens} tokens"
-        _equal(f"{where}: counts", long_plan.counts, tuple(by * count for count in case.shards().counts))
-        _equal(f"{where}: slots sent", _by_peer(long_plan.sent, case.world), whole * sent.forward[rank] // _SLOT)
-        due = whole * sent.backward_gradients[rank] // _SLOT
-        _equal(f"{where}: slots returned", _by_peer(long_plan.returned, case.world), due)
-        held = (buffers.receive[rank] // copies, buffers.send[rank], buffers.returned[rank])
-        _equal(f"{where}: slots of buffers", long_plan.sizes, tuple(whole * int(size) // _SLOT for size in held))
-        _equal(f"{where}: pairs", sum(call.pairs for call in long_plan.calls), pairs[rank])
-        _equal(f"{where}: calls", len(long_plan.calls), len(short_plan.calls))
-        for number, (short_call, long_call) in enumerate(zip(short_plan.calls, long_plan.calls, strict=True)):
-            _check_call(f"{where}: call {number}", case, long, by, rank, short_call, long_call)
+    _equal(f"{where}: calls", len(long_plan.calls), len(short_plan.calls))
+    for number, calls in enumerate(zip(short_plan.calls, long_plan.calls, strict=True)):
+        _check_call(f"{where}: call {number}", case, long, by, rank, *calls)
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """By `reference.cost`, of a short Case."""
+
+    sent: cost.Traffic
+    buffers: cost.Buffers
+    pairs: tuple[int, ...]
+
+    @classmethod
+    def of(cls, case: Case) -> _Costs:
+        setting = cost.Setting(case.pattern, case.shards().positions, 1, case.heads, case.kv_heads, 1)
+        buffers = cost.buffers(setting, case.exchange, case.tokens_per_call)
+        return cls(cost.sent(setting, case.exchange), buffers, cost.flops(setting).pairs)
+
+
+def _check_costs(where: str, case: Case, by: int, rank: int, costs: _Costs, plan: PlanOutline) -> None:
+    """Those of the short Case, except that `gather` sends whole shards."""
+    whole, copies = (by, 1) if case.exchange == "gather" else (1, 2)
+    sent, buffers = costs.sent, costs.buffers
+    _equal(f"{where}: counts", plan.counts, tuple(by * count for count in case.shards().counts))
+    _equal(f"{where}: slots sent", _by_peer(plan.sent, case.world), whole * sent.forward[rank] // _SLOT)
+    due = whole * sent.backward_gradients[rank] // _SLOT
+    _equal(f"{where}: slots returned", _by_peer(plan.returned, case.world), due)
+    held = (buffers.receive[rank] // copies, buffers.send[rank], buffers.returned[rank])
+    _equal(f"{where}: slots of buffers", plan.sizes, tuple(whole * int(size) // _SLOT for size in held))
+    _equal(f"{where}: pairs", sum(call.pairs for call in plan.calls), costs.pairs[rank])
 
 
 def _check_call(
@@ -173,13 +207,15 @@ def positions_of(case: Case, rank: int, rows: Ints) -> Ints:
 # --- counted ----------------------------------------------------------------------------------------------------------
 
 
-def _counted(case: Case, by: int) -> Case:
-    """As many tokens, one segment to so many shards as the branch says; in calls of a chunk of the order's."""
-    n, (branch,) = by * case.tokens, case.pattern.branches
-    length = branch.segment_length * (n // case.world) if case.order == "contiguous" and branch.segment_length else n
-    rate, offset = (branch.dilation_rate, branch.offset) if case.order == "contiguous" else (1, 0)
-    piece = n // (2 * case.world if case.order == "zigzag" else case.world) // rate
-    return replace(case, tokens=n, pattern=Pattern((Branch(length, rate, offset),), case.pattern.causal), bucket=piece)
+def _counted(case: Case, order: str, causal: bool, how: How) -> Case:
+    """The Case's tokens times the first factor; in calls of one shard's rows, or one chunk's."""
+    n = how["by"][0] * case.tokens
+    branch, piece = Branch(n), n // case.world
+    if order == "contiguous":
+        branch, piece = Branch(how["shards"] * piece, how["rate"], tuple(how["offsets"])), piece // how["rate"]
+    elif order == "zigzag":
+        piece //= 2
+    return replace(case, order=order, cuts=None, tokens=n, pattern=Pattern((branch,), causal), bucket=piece)
 
 
 def _check_counted(backend: Backend, case: Case) -> None:
@@ -216,32 +252,27 @@ def _equal(what: str, found: Any, wanted: Any) -> None:
 
 
 def _premise(case: Case, how: Any) -> None:
-    fields.exactly("how", how, ["way", "by"])
-    fields.choice("way of how", how["way"], WAYS)
+    fields.exactly("how", how, ["by", "shards", "rate", "offsets"])
     fields.at_most("tokens", case.tokens, _MOST_SHORT)
-    fields.integer("by of how", how["by"], 1, MOST_INTEGER // case.tokens)
-    fields.choice("order", case.order, ORDERS)
-    if case.bucket is None or case.group is not None:
-        raise ValueError(f"bucket and group are {case.bucket} and {case.group}; there must be a bucket, and no group")
-    if case.cuts is not None and (case.order != "contiguous" or how["way"] == "counted"):
-        raise ValueError(f"cuts is {case.cuts}; it must be None but for the contiguous order, scaled")
-    unit = 16 * case.world if how["way"] == "counted" else 2 * case.world if case.order == "zigzag" else case.world
-    if case.cuts is None and case.tokens % unit:
-        raise ValueError(f"tokens is {case.tokens}; it must be a multiple of {unit}")
-    if case.order == "striped" and (how["by"] - 1) % case.world:
-        raise ValueError(f"by of how is {how['by']}; less 1 it must be a multiple of the {case.world} ranks")
-    if how["way"] == "counted":
-        _check_one_branch(case)
-
-
-def _check_one_branch(case: Case) -> None:
-    (branch, *others), spans = case.pattern.branches, case.pattern.branches[0].segment_length
-    single = isinstance(branch.offset, int) or case.heads == case.kv_heads
-    if others or branch.heads is not None or not spans or case.world % spans or 8 % branch.dilation_rate or not single:
+    if case.bucket is None or case.group is not None or case.order != "contiguous" or case.tokens % _unit(case.world):
         raise ValueError(
-            f"pattern is {case.pattern}; it must be one branch for all heads, whose segment length (in shards) divides "
-            "the number of ranks, whose rate divides 8, and whose offset is one for all grouped heads"
+            f"tokens, order, group and bucket are {case.tokens}, {case.order!r}, {case.group} and {case.bucket}; they "
+            f"must be a multiple of {_unit(case.world)}, 'contiguous', None and a number"
+        )
+    for by in fields.integers("by of how", how["by"]):
+        fields.integer("an entry of by of how", by, 1, MOST_INTEGER // case.tokens)
+        if (by - 1) % case.world:
+            raise ValueError(f"by of how has {by}; less 1 it must be a multiple of the {case.world} ranks")
+    if how["rate"] not in RATES:
+        raise ValueError(f"rate of how is {how['rate']!r}; it must be one of {RATES}")
+    shards = fields.integer("shards of how", how["shards"], 1)
+    offsets = fields.integers("offsets of how", how["offsets"])
+    alike = len(set(offsets)) == 1 or case.heads == case.kv_heads
+    if not how["by"] or case.world % shards or len(offsets) != case.heads or max(offsets) >= how["rate"] or not alike:
+        raise ValueError(
+            f"how is {how}; shards must divide the {case.world} ranks, and there must be a factor and, below the rate, "
+            f"{case.heads} offsets, equal ones where heads are grouped"
         )
 
 
-LONG_PLANS = Law("plans of long sequences", _draw, check_sizes, _premise, share=0.02, most=100)
+LONG_PLANS = Law("plans of long sequences", _draw, check_sizes, _premise, share=0.03, most=60)
