@@ -100,7 +100,7 @@ def scaled(case: Case, by: int) -> Case:
 
 def _check_scaled(backend: Backend, case: Case, factors: Sequence[int]) -> None:
     backend.submit(outline, case, (case, None), *((scaled(case, by), None) for by in factors))
-    costs = _Costs.of(case)
+    costs = _ShortCosts.of(case)
     for rank, (short_plan, *long_plans) in enumerate(backend.collect()):
         for by, long_plan in zip(factors, long_plans, strict=True):
             where = f"rank {rank} of {case.world}, {case.order} with {by * case.tokens} tokens"
@@ -120,7 +120,7 @@ def _check_calls(where: str, case: Case, by: int, rank: int, short_plan: PlanOut
 
 
 @dataclass(frozen=True)
-class _Costs:
+class _ShortCosts:
     """By `reference.cost`, of a short Case."""
 
     sent: cost.Traffic
@@ -128,13 +128,13 @@ class _Costs:
     pairs: tuple[int, ...]
 
     @classmethod
-    def of(cls, case: Case) -> _Costs:
+    def of(cls, case: Case) -> _ShortCosts:
         setting = cost.Setting(case.pattern, case.shards().positions, 1, case.heads, case.kv_heads, 1)
         buffers = cost.buffers(setting, case.exchange, case.tokens_per_call)
         return cls(cost.sent(setting, case.exchange), buffers, cost.flops(setting).pairs)
 
 
-def _check_costs(where: str, case: Case, by: int, rank: int, costs: _Costs, plan: PlanOutline) -> None:
+def _check_costs(where: str, case: Case, by: int, rank: int, costs: _ShortCosts, plan: PlanOutline) -> None:
     """Those of the short Case, except that `gather` sends whole shards."""
     whole, copies = (by, 1) if case.exchange == "gather" else (1, 2)
     sent, buffers = costs.sent, costs.buffers
