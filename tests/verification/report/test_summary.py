@@ -89,7 +89,8 @@ def test_where_room_is_short_properties_that_held_exactly_are_counted(folder: Pa
     fail(found, folder, 1, WrongResult(LONG))
     text = "\n".join(summary(found))
     assert "which --verbose lists" in text and "gradients" in text and "! output and lse" in text
-    assert all(law.name in text for law in LAWS), "their errors are not 0"
+    shown = [title for title in TITLES if title in text]
+    assert sum(law.name in text for law in LAWS) >= 12 > len(shown), "errors that are not 0 come first"
 
 
 def test_the_smallest_counter_example_comes_last_and_can_be_copied(folder: Path) -> None:
