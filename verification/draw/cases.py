@@ -239,7 +239,7 @@ def fused(draw: Draw, case: Case) -> Case:
     """
     tokens = max(draw(_fused_tokens), draw(_tokens[MOST_TOKENS]))
     segment = draw(_fused_segments)
-    dilation = 1 if segment is None else min(1 + draw(_quarters), segment // LEAST_FUSED)
+    dilation = min(1 + draw(_quarters), (segment or MOST_TOKENS) // LEAST_FUSED)
     branches = [Branch(segment, dilation, draw(_quarters) % dilation)]
     if draw(_flags):
         branches.append(Branch())
