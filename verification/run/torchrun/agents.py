@@ -126,15 +126,15 @@ class RankZeroLost(RuntimeError):
 
 
 class Agent:
-    """Serves rank 0 until that says "bye" or is gone. patience: seconds for which rank 0, which sends a sign of life
+    """Serves rank 0 until that says "bye" or is gone. timeout: seconds for which rank 0, which sends a sign of life
     every second, may be silent, and SILENCE besides.
 
     Messages from rank 0 are (what, number, argument), those to it (what, number, value): a reply has the number of its
     question, what a rank sends has the generation of that rank.
     """
 
-    def __init__(self, place: Address, control: Connection, patience: float) -> None:
-        self._place, self._control, self._patience = place, control, patience + SILENCE
+    def __init__(self, place: Address, control: Connection, timeout: float) -> None:
+        self._place, self._control, self._timeout = place, control, timeout + SILENCE
         self._ranks: Ranks | None = None
         self._watched = False
         self._generation = 0
@@ -153,10 +153,10 @@ class Agent:
         try:
             while True:
                 watched = self._ranks.fileno() if self._ranks and self._watched else None
-                left = max(0.0, heard + self._patience - time.monotonic())
+                left = max(0.0, heard + self._timeout - time.monotonic())
                 ready = wait([self._control, bell] if watched is None else [self._control, bell, watched], left)
                 if not ready:
-                    raise RankZeroLost(f"gave no sign of life for {self._patience:g} s; it may be stopped by a signal")
+                    raise RankZeroLost(f"gave no sign of life for {self._timeout:g} s; it may be stopped by a signal")
                 if bell in ready and signal.SIGTERM in os.read(bell, 64):
                     # So that rank 0 can tell an agent that was told to leave from one that is gone.
                     self._send("leaving", 0, None)
@@ -192,9 +192,7 @@ class Agent:
             self._send("reply", number, None)
         elif what == "there":
             self._send("reply", number, None)
-        elif what == "beat":
-            pass  # that it came is all
-        else:
+        elif what != "beat":  # a sign of life, of which nothing follows
             assert what == "bye", what
             return int(argument)
         return None

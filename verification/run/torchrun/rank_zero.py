@@ -53,9 +53,9 @@ class AgentLost(BaseException):
 class Agents:
     """Rank 0's end of the connections to all agents, its own among them."""
 
-    def __init__(self, place: Address, patience: float) -> None:
+    def __init__(self, place: Address, timeout: float) -> None:
         """Returns when all agents are connected. Raises Unavailable naming those that are not within a minute.
-        patience: of the agent of this process (`agents.Agent`).
+        timeout: of the agent of this process (`agents.Agent`).
         """
         self.place = place
         self.generation = 0
@@ -71,7 +71,7 @@ class Agents:
         self._bell, self._rings = os.pipe()
         self._store = place.store()
         listener, word = listen(place, self._store)
-        threading.Thread(target=self._serve_own, args=(patience,), daemon=True).start()
+        threading.Thread(target=self._serve_own, args=(timeout,), daemon=True).start()
         self._connections: dict[int, Connection] = {}
         self._sending = [threading.Lock() for _ in range(place.world_size)]  # by rank
         self._parted = threading.Event()
@@ -82,9 +82,9 @@ class Agents:
             listener.close()
         threading.Thread(target=self._beat, daemon=True).start()
 
-    def _serve_own(self, patience: float) -> None:
+    def _serve_own(self, timeout: float) -> None:
         with suppress(RankZeroLost):  # this process ends, too, and says itself why
-            Agent(self.place, connect(self.place, self._store), patience).serve()
+            Agent(self.place, connect(self.place, self._store), timeout).serve()
 
     def _beat(self) -> None:
         """A sign of life for each agent, unless another message is on its way there."""
