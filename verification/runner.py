@@ -96,6 +96,7 @@ def law_experiment(law: Law) -> Experiment:
         with_case=lambda subject, case: (case, subject[1]),
         record_of=lambda subject: {"law": law.name, "case": case_record(subject[0]), "how": subject[1]},
         property_of=lambda subject, failure: law.name,
+        fewest_ranks=law.fewest_ranks,
     )
 
 
@@ -136,7 +137,11 @@ def run_world(plan: RunPlan, report: Report, backend: Backend, shrink_backend: B
     backend.start(world)
     count = plan.examples_for(world)
     plain = [(EXAMPLES, count), (PUSHED, max(1, round(count * PUSHED_SHARE)))]
-    laws = [(law_experiment(law), min(law.most, max(1, round(count * law.share)))) for law in LAWS]
+    laws = [
+        (law_experiment(law), min(law.most, max(1, round(count * law.share))))
+        for law in LAWS
+        if law.fewest_ranks <= world
+    ]
     report.start_world(world, sum(examples for _, examples in (*plain, *laws)))
     for number, (drawn, examples) in enumerate((*plain, *laws)):
         experiment = on_gpus(drawn) if backend.name == "nccl" else drawn

@@ -6,6 +6,7 @@ import argparse
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import BrokenExecutor
 from contextlib import contextmanager
@@ -136,7 +137,7 @@ class Shown:
 def summary(outcomes: Sequence[Outcome], seconds: float, verbose: bool) -> list[str]:
     """Lines of 80 columns: a table, then what survived, then the verdict."""
     killed = [outcome for outcome in outcomes if outcome.killed]
-    lines = _by_defect(outcomes) if verbose or len(outcomes) <= FEW else _by_check(killed)
+    lines = _by_defect(outcomes) if verbose or len(outcomes) <= FEW else [*_by_check(killed), "", *by_worth(outcomes)]
     lines += [f"survived: {o.name}: {by_name(o.name).about}" for o in outcomes if not o.killed]
     soon = totals(outcomes)["within_200"]
     verdict = f"{len(killed)} of {counted(len(outcomes), 'defect')} killed, {soon} of them within {SOON} examples"
@@ -160,6 +161,23 @@ def _by_check(killed: Sequence[Outcome]) -> list[str]:
     lines = [f"{'killed by':<44}{'defects':>8}{'examples: median':>18}{'most':>8}"]
     for check, examples in sorted(found.items(), key=lambda item: -len(item[1])):
         lines.append(f"{check:<44}{len(examples):>8}{median(examples):>18.0f}{max(examples):>8}")
+    return lines
+
+
+def by_worth(outcomes: Sequence[Outcome]) -> list[str]:
+    """One row for each experiment: what was drawn for it over all defects, the defects that it found first, and how
+    many of these a minute. Those that found most a minute first.
+    """
+    found = Counter(outcome.experiment for outcome in outcomes if outcome.killed)
+    spent: dict[str, tuple[int, float]] = {}
+    for name, (examples, seconds) in (item for outcome in outcomes for item in outcome.spent.items()):
+        before = spent.get(name, (0, 0.0))
+        spent[name] = (before[0] + examples, before[1] + seconds)
+    rate = {name: 60 * found[name] / seconds if seconds else 0.0 for name, (_, seconds) in spent.items()}
+    lines = [f"{'examples of':<44}{'examples':>9}{'seconds':>9}{'kills':>7}{'a minute':>10}"]
+    for name in sorted(spent, key=lambda name: -rate[name]):
+        examples, seconds = spent[name]
+        lines.append(f"{name:<44}{examples:>9}{seconds:>9.1f}{found[name]:>7}{rate[name]:>10.1f}")
     return lines
 
 

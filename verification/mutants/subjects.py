@@ -59,6 +59,11 @@ _EXPERIMENTS = _experiments()
 
 
 @lru_cache
+def _numbers(world: int) -> tuple[int, ...]:
+    return tuple(number for number, experiment in enumerate(_EXPERIMENTS) if experiment.fewest_ranks <= world)
+
+
+@lru_cache
 def _drawn(number: int, world: int) -> SearchStrategy[Any]:
     return _EXPERIMENTS[number].draw(world)
 
@@ -67,7 +72,7 @@ def _drawn(number: int, world: int) -> SearchStrategy[Any]:
 def anything(draw: st.DrawFn, worlds: tuple[int, ...]) -> Subject:
     """A Case on one of these world sizes, or what a law does to one."""
     world = draw(st.sampled_from(worlds))
-    number = draw(st.sampled_from(range(len(_EXPERIMENTS))))
+    number = draw(st.sampled_from(_numbers(world)))
     return Subject(_EXPERIMENTS[number], draw(_drawn(number, world)))
 
 

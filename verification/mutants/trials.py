@@ -12,9 +12,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ from verification.failures import VerificationFailure, WrongResult
 from verification.mutants.catalogue import by_name
 from verification.mutants.defect import Defect, NotSane
 from verification.mutants.plant import preparation
-from verification.mutants.subjects import EVERYTHING, ON_GLOO, WORLDS
+from verification.mutants.subjects import EVERYTHING, ON_GLOO, WORLDS, Subject
 from verification.report.row_table import finite
 from verification.run.backends import Backend, GlooBackend, SimBackend
 from verification.runner import PROFILES
@@ -56,9 +57,12 @@ class Outcome:
     case: dict[str, Any] | None
     message: str | None = None  # first line of what was said
     ratio: float | None = None  # of what was wrong, its error as a fraction of what is allowed, where there is one
+    experiment: str | None = None  # that found it: the plain examples, or a law
+    spent: dict[str, tuple[int, float]] = field(default_factory=dict)  # examples and seconds until then, by experiment
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"seconds": round(self.seconds, 3)}
+        spent = {name: (examples, round(seconds, 3)) for name, (examples, seconds) in self.spent.items()}
+        return asdict(self) | {"seconds": round(self.seconds, 3), "spent": spent}
 
 
 def _nothing(line: str) -> None:
@@ -167,7 +171,10 @@ def try_defect(name: str, seed: int, limit: int | None = None) -> Outcome:
 def outcome_of(defect: Defect, result: Result) -> Outcome:
     found = result.found
     if found is None:
-        return Outcome(defect.name, defect.provenance, False, None, None, result.examples, result.seconds, None)
+        return Outcome(
+            defect.name, defect.provenance, False, None, None, result.examples, result.seconds, None,
+            spent=result.spent,
+        )  # fmt: skip
     said = str(found.failure).partition("\n")[0]
     if _UNBOUND.search(said):  # a test looks up global names; this one is of a local variable
         raise ToolError(f"{defect.name}: the edited code does not run: {said}")
@@ -176,34 +183,70 @@ def outcome_of(defect: Defect, result: Result) -> Outcome:
     return Outcome(
         defect.name, defect.provenance, True, drawn.property_of(found.subject, found.failure), found.failure.kind,
         result.examples, result.seconds, drawn.record_of(found.subject), said, finite(ratio),
+        _name_of(drawn, found.subject), result.spent,
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of looking for one failure. examples: until it was found, that one included; or all."""
+    """What came of looking for one failure. examples: until it was found, that one included; or all. spent: examples
+    and seconds until then, by experiment."""
 
     found: Found | None
     examples: int
     seconds: float
+    spent: dict[str, tuple[int, float]]
+
+
+@dataclass
+class _Clock:
+    """Around an experiment's check: what each of the experiments that it draws from takes, until one fails."""
+
+    experiment: Experiment
+    spent: dict[str, tuple[int, float]] = field(default_factory=dict)
+    failed: bool = False
+
+    def check(self, backend: Backend, subject: Any) -> dict[str, float]:
+        started = time.perf_counter()
+        try:
+            found = self.experiment.check(backend, subject)
+        except BaseException:
+            self._note(subject, started)
+            self.failed = True  # what comes now is to shrink it
+            raise
+        self._note(subject, started)
+        return found
+
+    def _note(self, subject: Any, started: float) -> None:
+        if not self.failed:
+            name = _name_of(self.experiment, subject)
+            examples, seconds = self.spent.get(name, (0, 0.0))
+            self.spent[name] = (examples + 1, seconds + time.perf_counter() - started)
+
+
+def _name_of(experiment: Experiment, subject: Any) -> str:
+    """Of the experiment that a subject was drawn for."""
+    return subject.experiment.name if isinstance(subject, Subject) else experiment.name
 
 
 def _find(place: tuple[str, str], prepare: Callable[[], object] | None, seed: str, limit: int) -> Result:
     """place: (subject, backend)."""
     drawn, on_gloo = ON_GLOO[place[0]], place[1] == "gloo"
     ranks = GlooBackend(TIMEOUT, prepare, drawn.preload) if on_gloo else SimBackend(TIMEOUT, prepare)
+    clock = _Clock(drawn.experiment if on_gloo else EVERYTHING)
+    timed = replace(clock.experiment, check=clock.check)
     try:
         if on_gloo:
-            searches = [_search_on(ranks, world, drawn.experiment) for world in drawn.worlds]
+            searches = [_search_on(ranks, world, timed) for world in drawn.worlds]
             found = _in_turn(searches, ranks, seed, limit, drawn.round)
         else:
             ranks.start(1)  # it takes Cases of any world size
-            searches = [_search_on(ranks, max(WORLDS), EVERYTHING)]
+            searches = [_search_on(ranks, max(WORLDS), timed)]
             found = searches[0].find(limit, seed)
     finally:
         ranks.close()
     examples = sum(search.examples for search in searches) + (found is not None)
-    return Result(found, examples, sum(search.seconds for search in searches))
+    return Result(found, examples, sum(search.seconds for search in searches), clock.spent)
 
 
 def _search_on(ranks: Backend, world: int, experiment: Experiment) -> Search:

@@ -47,6 +47,7 @@ class Experiment:
     property_of   of a subject and its failure: the title of what is broken
     pushes        whether Hypothesis is to look for larger errors: it then draws around what had the largest
     on_fewer      whether a failure is looked for on fewer real processes, too; in a simulation it always is
+    fewest_ranks  on which there is anything to draw
     """
 
     name: str
@@ -59,6 +60,7 @@ class Experiment:
     property_of: Callable[[Any, VerificationFailure], str] = lambda subject, failure: broken_by(failure)
     pushes: bool = False
     on_fewer: bool = False
+    fewest_ranks: int = 1
 
     def placed(self, subject: Any, backend: str) -> Any:
         """The subject as it runs on the backend of that name: on GPUs for "nccl", else on the CPU."""

@@ -227,7 +227,7 @@ class Search:
         if not simulated and (not self.experiment.on_fewer or is_costly(found.failure, place)):
             return found
         smaller = None
-        for fewer in range(1, world):
+        for fewer in range(self.experiment.fewest_ranks, world):
             place.start(fewer)
             if not simulated and self._shrinking is not None:
                 self._shrinking = replace(self._shrinking, deadline=time.perf_counter() + self.budget)

@@ -6,6 +6,7 @@ import json
 import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from verification.mutants.catalogue import DEFECTS, by_name
 from verification.mutants.defect import NotSane
 from verification.mutants.trials import Outcome
 from verification.report import progress
+from verification.runner import EXAMPLES
 
 
 def parsed(*arguments: str) -> Namespace:
@@ -54,6 +56,8 @@ def test_it_tells_of_progress_and_survivors_and_writes_what_it_found(
         "defects": 1, "killed": 0, "survived": 1, "within_200": 0, "seed": 5, "limit": 1,
     }  # fmt: skip
     (outcome,) = found["mutants"]
+    ((experiment, (examples, seconds)),) = outcome["spent"].items()
+    assert experiment == EXAMPLES.name and examples == 1 and seconds > 0.0
     assert (outcome["name"], outcome["provenance"]) == (name, by_name(name).provenance)
     assert (outcome["killed"], outcome["check"], outcome["examples"], outcome["case"]) == (False, None, 1, None)
     said = printed(console)
@@ -95,6 +99,16 @@ def test_lines_and_columns(monkeypatch: pytest.MonkeyPatch, count: int, survivor
         assert any(re.match(r"gradients +\d+ ", line) for line in lines)
     for outcome in found[count - survivors :]:
         assert f"survived: {outcome.name}: {by_name(outcome.name).about}" in unbroken("\n".join(lines))
+
+
+def test_kills_a_minute_are_those_of_the_experiment_that_found_the_defect_first() -> None:
+    drawn = [
+        replace(outcomes(1)[0], experiment="a law", spent={"examples": (9, 30.0), "a law": (1, 10.0)}),
+        replace(outcomes(1)[0], experiment="examples", spent={"examples": (3, 30.0)}),
+        replace(outcomes(1, 1)[0], spent={"examples": (50, 60.0), "a law": (5, 10.0)}),
+    ]
+    table = [re.split(r"  +", line) for line in command.by_worth(drawn)[1:]]
+    assert table == [["a law", "6", "20.0", "1", "3.0"], ["examples", "62", "120.0", "1", "0.5"]]
 
 
 def test_verbose_has_a_row_for_each_defect(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,7 +203,7 @@ def test_a_case_of_which_little_is_known_is_judged_as_far_as_it_can_be(dtype: st
 @given(data=st.data())
 @settings(max_examples=40, derandomize=True, deadline=None, database=None)
 def test_what_a_law_draws_is_read_again(law: Law, data: st.DataObject) -> None:
-    subject = data.draw(law.draw(data.draw(st.sampled_from((1, 2, 5)))))
+    subject = data.draw(law.draw(data.draw(st.sampled_from([p for p in (1, 2, 5) if p >= law.fewest_ranks]))))
     record = json.loads(json.dumps(law_experiment(law).record_of(subject)))
     saved = records.understand(record)
     assert isinstance(saved, SavedExample) and saved.experiment.name == law.name

@@ -66,8 +66,6 @@ def _said(act: Any) -> str:
 
 
 def check_broken_off(backend: Backend, case: Case, how: How) -> float:
-    if len(case.ranks) == 1:  # which sends nothing
-        return 0.0
     backend.submit(break_off, case, how)
     what = f"since on this rank the {how['direction']} of call 1 ended in the middle: {how['error']}: broken off"
     for index, (broken, *later) in enumerate(backend.collect()):
@@ -86,7 +84,7 @@ def check_broken_off(backend: Backend, case: Case, how: How) -> float:
 def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
     case = draw(cases(world))
     case = replace(
-        case, group=None if len(case.ranks) == 1 else case.group, tokens=max(case.tokens, world), cuts=None,
+        case, group=case.group if len(case.ranks) > 1 else None, tokens=max(case.tokens, world), cuts=None,
         pattern=Pattern.dense(), measured=False,
     )  # fmt: skip
     how: How = {
@@ -102,8 +100,14 @@ def _premise(case: Case, how: Any) -> None:
     fields.choice("direction of how", how["direction"], DIRECTIONS)
     fields.choice("error of how", how["error"], sorted(ERRORS))
     fields.flag("check of how", how["check"])
-    if case.pattern != Pattern.dense() or 0 in case.shards().counts:
-        raise ValueError("all ranks must have messages to send: pattern must be dense and not causal, no shard empty")
+    if len(case.ranks) == 1 or case.pattern != Pattern.dense() or 0 in case.shards().counts:
+        raise ValueError(
+            "all ranks must have messages to send: there must be two or more, pattern must be dense and not causal, and "
+            "no shard empty"
+        )
 
 
-BROKEN_OFF_CLOSES = Law("a broken-off call closes its group", _draw, check_broken_off, _premise, share=0.03, most=60)
+# A single rank sends nothing.
+BROKEN_OFF_CLOSES = Law(
+    "a broken-off call closes its group", _draw, check_broken_off, _premise, share=0.03, most=60, fewest_ranks=2
+)

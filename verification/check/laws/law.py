@@ -34,6 +34,7 @@ class Law:
     premise: Callable[[Case, Any], None]
     share: float  # of the examples that a world size is given
     most: int = 1000  # examples, however many those are
+    fewest_ranks: int = 1  # that it is about
 
 
 # --- Cases that laws change -------------------------------------------------------------------------------------------
