@@ -195,6 +195,6 @@ def test_a_defect_whose_own_code_does_not_run_is_no_kill() -> None:
     for error in ("UnboundLocalError: cannot access local variable 'top'", "NameError: name 'top' is not defined"):
         found = Found(RankError(f"rank 0 raised: {error}"), subject, "sim")
         with pytest.raises(ToolError, match="merge-by-sigmoid: the edited code does not run: rank 0 raised"):
-            trials.outcome_of(by_name("merge-by-sigmoid"), trials.Result(found, 1, 0.1))
+            trials.outcome_of(by_name("merge-by-sigmoid"), trials.Result(found, 1, 0.1, {}))
     found = Found(RankError("rank 0 raised: ValueError: shapes"), subject, "sim")
-    assert trials.outcome_of(by_name("merge-by-sigmoid"), trials.Result(found, 1, 0.1)).killed
+    assert trials.outcome_of(by_name("merge-by-sigmoid"), trials.Result(found, 1, 0.1, {})).killed
