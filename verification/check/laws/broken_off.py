@@ -102,8 +102,8 @@ def _premise(case: Case, how: Any) -> None:
     fields.flag("check of how", how["check"])
     if len(case.ranks) == 1 or case.pattern != Pattern.dense() or 0 in case.shards().counts:
         raise ValueError(
-            "all ranks, and there must be two or more, must have messages to send: pattern must be dense and not causal, "
-            "no shard empty"
+            "all ranks, and there must be two or more, must have messages to send: pattern must be dense and not "
+            "causal, no shard empty"
         )
 
 
