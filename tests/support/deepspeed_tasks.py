@@ -21,7 +21,7 @@ def under_zero(example: Example, stage: int, recomputed: dict[str, Any] | None =
 
     mesh = example.device_mesh()
     context = example.handle(mesh)
-    model = SmallLlama()
+    model = SmallLlama() if stage < 3 else SmallLlama().float()
     if recomputed is not None:
         recompute.wrap(model, DecoderLayer, **recomputed)
     os.environ["LOCAL_RANK"] = "0"  # as torchrun and DeepSpeed's launcher set it
@@ -58,6 +58,7 @@ def refusals() -> dict[str, str]:
         "sequence parallelism": (mesh, right | {"sequence_parallel_size": 2}),
         "an optimizer": (mesh, right | {"optimizer": {"type": "AdamW"}}),
         "16 bits": (mesh, right | {"bf16": {"enabled": True}}),
+        "fp64 at stage 3": (mesh, right | {"zero_optimization": {"stage": 3}}),
         "a file": (mesh, "config.json"),
     }
     said = {}

@@ -10,7 +10,8 @@
 DeepSpeed averages over all ranks of the world, as DDP does, so losses are scaled alike. The loop above says how many
 micro-batches a step has, not the configuration, by which DeepSpeed would divide each loss once more.
 
-ZeRO keeps parameters, and sums gradients, in fp32, whatever the model has: fp64 does not survive it. In 16 bits it adds
+ZeRO keeps parameters, and sums gradients, in fp32, whatever the model has: fp64 does not survive it, and is refused for
+stage 3, which takes it on some processors only (those without instructions for fp16). In 16 bits it adds
 the gradients of micro-batches in 16 bits unless the configuration names `data_types.grad_accum_dtype`.
 """
 
@@ -47,7 +48,7 @@ def initialize(
     gradient_clipping (0 for none), since DeepSpeed clips at 1.0 where it is left out; and in 16 bits it names
     communication_data_type, in which gradients are summed, since left out that is 16 bits too.
 
-    Raises ValueError for another mesh, for a configuration that leaves these out, and for one that says what the loop,
+    Raises ValueError for another mesh, for a model in fp64 at stage 3, for a configuration that leaves these out, and for one that says what the loop,
     the mesh or the optimizer says: gradient_accumulation_steps, sequence_parallel_size, tensor_parallel and others.
     """
     over = averaging_mesh(mesh)
@@ -57,6 +58,9 @@ def initialize(
             f"got one of {over.size()}"
         )
     _check(config)
+    wide = [name for name, x in model.named_parameters() if x.dtype == torch.float64]
+    if wide and config.get("zero_optimization", {}).get("stage") == 3:
+        raise ValueError(f"model must be in fp32 or 16 bits for stage 3, got {wide[0]} in float64")
     ours = {"managed_gradient_accumulation": False, "train_micro_batch_size_per_gpu": 1}  # the latter is for its logs
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ours | config, dist_init_required=False)
     return engine

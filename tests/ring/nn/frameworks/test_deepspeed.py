@@ -27,10 +27,11 @@ EXAMPLES = [Example(SHORT, clip=0.1), Example(TOGETHER, accumulation=3, clip=0.1
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_zero_trains_as_one_process(pools: dict[int, Pool], example: Example, stage: int) -> None:
-    """ZeRO keeps parameters and sums gradients in fp32, for a model in fp64 too: exact until the first step."""
+    """ZeRO keeps parameters and sums gradients in fp32, for a model in fp64 too: exact until the first step, but at
+    stage 3, which takes none in fp64."""
     exact = dense(example)
     for result in pools[sum(map(len, example.mesh))].run(under_zero, example, stage):
-        assert abs(result.losses[0] - exact.losses[0]) < EXACT
+        assert abs(result.losses[0] - exact.losses[0]) < (EXACT if stage < 3 else ROUNDED)
         assert max(differences(result, exact).values()) < ROUNDED, differences(result, exact)
 
 
@@ -50,6 +51,7 @@ REFUSED = {
     "sequence parallelism": "config must leave sequence_parallel_size out",
     "an optimizer": "config must leave optimizer out",
     "16 bits": "config must name communication_data_type",
+    "fp64 at stage 3": "model must be in fp32 or 16 bits for stage 3",
     "a file": "config must be a dictionary",
 }
 
