@@ -1,4 +1,4 @@
-"""The main job: for each world size examples, then laws, then one problem of real size."""
+"""The main job on one world size: examples, then laws; and one problem of real size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from verification.failures import RankHang
 from verification.problems import real_size
 from verification.report.counter_example import CounterExample, save_record
 from verification.report.report import Report
-from verification.run.backends import Backend, SimBackend, open_backend
+from verification.run.backends import Backend
 from verification.run.rank import observe
 from verification.search.experiment import Experiment, Found, case_record
 from verification.search.search import Search
@@ -56,6 +56,7 @@ class RunPlan:
     backend: str
     failures: Path
     real_size: int = real_size.TOKENS  # tokens of the last problem; 0: none
+    jobs: int = 1  # world sizes at a time
 
     def examples_for(self, world: int) -> int:
         if self.examples is not None:
@@ -104,33 +105,6 @@ def on_gpus(experiment: Experiment) -> Experiment:
     """The same on GPUs."""
     change = partial(experiment.placed, backend="nccl")
     return replace(experiment, draw=lambda world: experiment.draw(world).map(change))
-
-
-def run(plan: RunPlan, report: Report, backend: Backend | None = None, shrink_backend: Backend | None = None) -> Report:
-    """The whole run. `shrink_backend`: where failures are shrunk, a simulation if none is given; a backend that
-    simulates is its own.
-
-    Raises `backends.Unavailable` where it cannot be carried out; whatever is found is in the report.
-    """
-    backend = open_backend(plan.backend) if backend is None else backend
-    if shrink_backend is None:
-        shrink_backend = backend if isinstance(backend, SimBackend) else SimBackend()
-    report.say(f"seed {plan.seed}; repeat this run with --seed {plan.seed}")
-    try:
-        with report:
-            for world in plan.worlds:
-                run_world(plan, report, backend, shrink_backend, world)
-            if plan.real_size:
-                run_real_size(plan, report, backend)
-    except KeyboardInterrupt:
-        report.interrupt()
-        report.summary()
-        raise
-    finally:
-        backend.close()
-        shrink_backend.close()
-    report.summary()
-    return report
 
 
 def run_world(plan: RunPlan, report: Report, backend: Backend, shrink_backend: Backend, world: int) -> None:

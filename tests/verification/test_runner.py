@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tests.support.plain_case import plain
 from tests.support.planted import plant_wrong_result
-from verification import runner
+from verification import runner, whole_run
 from verification.case import Case
 from verification.replay.replay import replay
 from verification.report.report import Report
@@ -30,7 +30,7 @@ def small_plan(folder: Path, worlds: tuple[int, ...], examples: int) -> runner.R
 def test_a_run_saves_what_a_replay_finds_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner.real_size, "run", lambda *args: None)
     monkeypatch.setattr(runner, "LAWS", ())
-    report = runner.run(
+    report = whole_run.run(
         small_plan(tmp_path, (2, 3), 60), Report(Console(quiet=True)), GlooBackend(3.0, plant_wrong_result)
     )
     assert {failure.world for failure in report.failures} == {2, 3}, "the run goes on after a failure"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from verification import runner
+from verification import runner, whole_run
 from verification.cli import nightly
 from verification.cli.arguments import (
     MODULE,
@@ -78,6 +79,10 @@ def add_parser(commands: Any, epilog: str) -> None:
         "--examples", type=count, metavar="N",
         help="examples for each world size; a tenth more look for larger errors, and about a third for laws",
     )  # fmt: skip
+    parser.add_argument(
+        "--jobs", type=count, metavar="N",
+        help="world sizes at a time; what is drawn does not depend on it (default: as many as cores; on nccl 1)",
+    )  # fmt: skip
     add_seed(parser)
     add_backend(parser, BACKENDS)
     least, most = real_size.LEAST, real_size.MOST
@@ -106,6 +111,9 @@ def _once(options: argparse.Namespace, console: Console) -> Report:
     most = runner.MOST_RANKS[backend]
     if max(world) > most:
         raise Unavailable(f"argument --world: on {backend} at most {most} ranks, got {max(world)}")
+    jobs = options.jobs or (1 if backend == "nccl" else len(os.sched_getaffinity(0)))
+    if backend == "nccl" and jobs > 1:
+        raise Unavailable(f"argument --jobs: on nccl one world size at a time, since ranks share the GPUs; got {jobs}")
     plan = runner.RunPlan(
         worlds=world,
         profile=runner.PROFILES[options.profile],
@@ -114,13 +122,14 @@ def _once(options: argparse.Namespace, console: Console) -> Report:
         backend=backend,
         failures=options.failures,
         real_size=real_size.TOKENS if options.real_size is None else options.real_size,
+        jobs=jobs,
     )
     extras: dict[str, Any] = {"seed": plan.seed, "profile": options.profile, "backend": backend}
-    return runner.run(plan, Report(console, extras, options.verbose))
+    return whole_run.run(plan, Report(console, extras, options.verbose))
 
 
 def _nightly(options: argparse.Namespace, console: Console) -> Report:
-    for name in ("examples", "real_size"):
+    for name in ("examples", "real_size", "jobs"):
         if getattr(options, name) is not None:
             argument = name.replace("_", "-")
             raise Unavailable(

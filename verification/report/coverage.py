@@ -266,6 +266,10 @@ class Coverage:
             for name, has in features.items():
                 self.counts[name] += has(case)
 
+    def add_all(self, other: Coverage) -> None:
+        self.cases += other.cases
+        self.counts = {name: count + other.counts[name] for name, count in self.counts.items()}
+
     def to_dict(self) -> dict[str, int]:
         """Feature -> Cases, all features, in their order."""
         return dict(self.counts)

@@ -13,7 +13,7 @@ from verification.example import Example
 from verification.failures import RankFailure, VerificationFailure
 from verification.report import summary
 from verification.report.counter_example import CounterExample
-from verification.report.progress import RunProgress
+from verification.report.progress import Part, Progress, RunProgress
 from verification.report.run_record import RunRecord
 from verification.report.text import paragraph
 from verification.wording import counted
@@ -23,39 +23,45 @@ class Report(RunRecord):
     """Collects what holds and what fails, and shows it. Use as a context manager around the examples.
 
     extras: further fields of the JSON. verbose: print every detail: a row for each property and world size, all of the
-    coverage, each counter-example.
+    coverage, each counter-example. progress: where it is shown how far the run has come; None: on the console.
     """
 
-    def __init__(self, console: Console, extras: Mapping[str, Any] | None = None, verbose: bool = False) -> None:
+    def __init__(
+        self,
+        console: Console,
+        extras: Mapping[str, Any] | None = None,
+        verbose: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
         super().__init__(extras=dict(extras or {}))
         self.console, self.verbose = console, verbose
-        self._progress = RunProgress(console)
+        self.progress = RunProgress(console) if progress is None else progress
+        self._part: Part | None = None  # between `start_world` and `end_world`
         self._world = self._done = self._alike = self._failed_before = 0
         self._worst = self._since = 0.0
-        self._open = False  # between `start_world` and `end_world`
 
     def __enter__(self) -> Report:
-        self._progress.__enter__()
+        self.progress.__enter__()
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        self._progress.__exit__(*exc)
+        self.progress.__exit__(*exc)
 
     # --- events -------------------------------------------------------------------------------------------------------
 
     def start_world(self, world: int, goal: int, what: str = "") -> None:
         """From now on examples are on that world size; `goal` of them are planned. what: for the progress, in words."""
         self._world, self._done, self._alike = world, 0, 0
-        self._failed_before, self._worst, self._open = len(self.failures), 0.0, True
-        self._since = time.perf_counter()
-        self._progress.begin(f"world {world}, {what}" if what else f"world {world}", goal)
+        self._failed_before, self._worst, self._since = len(self.failures), 0.0, time.perf_counter()
+        self._part = self.progress.begin(f"world {world}, {what}" if what else f"world {world}", goal)
 
     def end_world(self, what: str = "examples") -> float:
         """Sums up since `start_world`; returns the seconds that passed."""
         spent = time.perf_counter() - self._since
         self.seconds += spent
-        self._open = False
-        self._progress.end()
+        if self._part is not None:
+            self._part.end()
+            self._part = None
         found = f", {counted(len(self.fresh), 'counter-example')}" if self.fresh else ""
         found += f" ({counted(self._alike, 'more example')} failed in the same way)" if self._alike else ""
         rate = f", {self._done / spent:.0f}/s" if self._done > 1 else ""
@@ -66,7 +72,7 @@ class Report(RunRecord):
     def interrupt(self) -> None:
         """The run ends here, before its time: sums up what was under way."""
         self.interrupted = True
-        if self._open:
+        if self._part is not None:
             self.end_world("interrupted")
 
     def held(self, dtype: str, ratios: Mapping[str, float], seconds: float) -> None:
@@ -76,7 +82,8 @@ class Report(RunRecord):
         self.distributed += self._world > 1
         self._done += 1
         self._worst = float(np.max([self._worst, *ratios.values()]))  # np.max keeps a NaN
-        self._progress.advance(self._worst)
+        if self._part is not None:
+            self._part.advance(self._worst)
 
     def covered(self, case: Example) -> None:
         """A plain Case held: it counts in the coverage."""

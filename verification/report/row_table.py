@@ -37,6 +37,12 @@ class ReportRows:
         for name, ratio in ratios.items():
             self.by_key.setdefault((name, world, dtype), Row()).add(ratio, seconds)
 
+    def add_all(self, other: ReportRows) -> None:
+        for key, row in other.by_key.items():
+            mine = self.by_key.setdefault(key, Row())
+            mine.examples, mine.seconds = mine.examples + row.examples, mine.seconds + row.seconds
+            mine.worst_ratio = float(np.maximum(mine.worst_ratio, row.worst_ratio))
+
     def properties(self) -> list[str]:
         """In the order in which they were first checked."""
         return list(dict.fromkeys(name for name, _, _ in self.by_key))

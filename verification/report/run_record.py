@@ -86,6 +86,14 @@ class RunRecord:
         }
         self.coverage = Coverage(fields.integer("cases", covered["cases"], 0), features)
 
+    def add(self, other: RunRecord) -> None:
+        """What another run found, or another part of this one; not its seconds, which may be the same ones."""
+        self.rows.add_all(other.rows)
+        known = {failure.file for failure in self.failures}
+        self.failures += [failure for failure in other.failures if failure.file not in known]
+        self.examples, self.distributed = self.examples + other.examples, self.distributed + other.distributed
+        self.coverage.add_all(other.coverage)
+
 
 def _named_before(reached: Mapping[str, Any]) -> dict[str, Any]:
     """The coverage, from a file of an earlier version, which had other names for it."""

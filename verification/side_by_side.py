@@ -1,0 +1,203 @@
+"""World sizes side by side: each in a process of its own, which draws and judges, with ranks of its own.
+
+On one world size the ranks wait for the judge and the judge for the ranks, so that cores stand idle. What is drawn is
+the same as on one world size after the other. A process sends messages (kind, what) to the one that began the run:
+
+    line      something that it says
+    begin     a part of so many examples: (title, goal)
+    advance   one more example: the worst error / bound so far
+    end       the part is over
+    over      the process has done all: its record, as `RunRecord.to_dict` has it, and its rows, in the order in which
+              they began, which the record does not keep
+    error     it could not: the exception
+"""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import signal
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from types import FrameType, TracebackType
+from typing import IO, Any, cast
+
+from rich.console import Console
+from rich.text import Text
+
+from verification.report.progress import Part
+from verification.report.report import Report
+from verification.report.run_record import RunRecord
+from verification.run.backends import SimBackend, Unavailable, open_backend
+from verification.runner import RunPlan, run_world
+
+ENDING = 15.0  # seconds that a process is given to sum up and to end its ranks
+
+
+def run_worlds(plan: RunPlan, report: Report) -> None:
+    """All world sizes of the plan, `plan.jobs` at a time; what they found is in the report.
+
+    Raises what one of them raised, KeyboardInterrupt, and Unavailable for one that ended without a word.
+    """
+    waiting, running = list(plan.worlds), dict[Connection, _World]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < plan.jobs:
+                world = _World.begin(plan, report, waiting.pop(0))
+                running[world.connection] = world
+            _listen(report, running)
+    except KeyboardInterrupt:
+        for world in running.values():
+            world.process.terminate()  # as if it had been interrupted itself
+        while running and _listen(report, running, ENDING):
+            pass
+        raise
+    finally:
+        for world in running.values():
+            world.process.terminate()
+        for world in running.values():
+            world.stop()
+
+
+def _listen(report: Report, running: dict[Connection, _World], timeout: float | None = None) -> bool:
+    """Take the messages that are there, or wait for the first; whether there was one."""
+    ready = wait(list(running), timeout)
+    for connection in ready:
+        assert isinstance(connection, Connection)
+        if running[connection].hear(report):
+            running.pop(connection).stop()
+    return bool(ready)
+
+
+@dataclass
+class _World:
+    """A world size that is under way in a process of its own."""
+
+    size: int
+    process: SpawnProcess
+    connection: Connection
+    part: Part | None = None
+
+    @classmethod
+    def begin(cls, plan: RunPlan, report: Report, size: int) -> _World:
+        context = multiprocessing.get_context("spawn")
+        here, there = context.Pipe(duplex=False)
+        shown = report.console.is_terminal, report.console.width, report.verbose
+        process = context.Process(target=_run_one, args=(there, plan, size, *shown), name=f"world {size}")
+        process.start()
+        there.close()
+        return cls(size, process, here)
+
+    def hear(self, report: Report) -> bool:
+        """Take one message; whether it was the last one."""
+        try:
+            kind, what = self.connection.recv()
+        except EOFError:
+            self.process.join(ENDING)
+            raise Unavailable(
+                f"the process of world {self.size} ended with exit status {self.process.exitcode}"
+            ) from None
+        if kind == "line":
+            report.console.print(Text.from_ansi(what), soft_wrap=True)
+        elif kind == "begin":
+            self.part = report.progress.begin(*what)
+        elif kind == "advance" and self.part is not None:
+            self.part.advance(what)
+        elif kind == "end" and self.part is not None:
+            self.part.end()
+        elif kind == "over":
+            record = RunRecord()
+            data, rows = what
+            record.restore(data)
+            record.rows = rows
+            report.add(record)
+        elif kind == "error":
+            raise what
+        return kind == "over"
+
+    def stop(self) -> None:
+        """Wait for its end; one that does not come to it is killed."""
+        self.process.join(ENDING)
+        if self.process.is_alive():
+            self.process.kill()
+        self.connection.close()
+
+
+# --- in the process of a world size -----------------------------------------------------------------------------------
+
+
+def _run_one(connection: Connection, plan: RunPlan, world: int, terminal: bool, width: int, verbose: bool) -> None:
+    """Ctrl-C reaches every process of a terminal: only the first one heeds it, and tells the others by SIGTERM."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _interrupt)
+    console = Console(file=cast(IO[str], _Lines(connection)), width=width, force_terminal=terminal)
+    report = Report(console, verbose=verbose, progress=_Told(connection))
+    try:
+        _draw_and_check(plan, report, world)
+    except KeyboardInterrupt:
+        report.interrupt()
+    except BaseException as error:
+        if not isinstance(error, Unavailable):  # a traceback does not come with it
+            error.add_note(f"world {world}: {traceback.format_exc()}")
+        connection.send(("error", error))
+        return
+    connection.send(("over", (report.to_dict(), report.rows)))
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def _draw_and_check(plan: RunPlan, report: Report, world: int) -> None:
+    backend = open_backend(plan.backend)
+    shrink_backend = backend if isinstance(backend, SimBackend) else SimBackend()
+    try:
+        run_world(plan, report, backend, shrink_backend, world)
+    finally:
+        backend.close()
+        shrink_backend.close()
+
+
+class _Lines(io.TextIOBase):
+    """A text file whose lines are messages."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._begun = connection, ""
+
+    def write(self, text: str) -> int:
+        *lines, self._begun = (self._begun + text).split("\n")
+        for line in lines:
+            self._connection.send(("line", line))
+        return len(text)
+
+    def writelines(self, lines: Iterable[Any]) -> None:
+        for line in lines:
+            self.write(line)
+
+
+@dataclass(frozen=True)
+class _Told:
+    """A `verification.report.progress.Progress`, and its parts, whose events are messages."""
+
+    connection: Connection
+
+    def __enter__(self) -> _Told:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def begin(self, title: str, goal: int) -> Part:
+        self.connection.send(("begin", (title, goal)))
+        return self
+
+    def advance(self, worst: float) -> None:
+        self.connection.send(("advance", worst))
+
+    def end(self) -> None:
+        self.connection.send(("end", None))
