@@ -78,6 +78,7 @@ def pool() -> Iterator[Pool]:
         yield ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*FUNCTIONS, *MODULES])
 def test_results_are_those_without_a_graph_at_every_length(pool: Pool, name: str) -> None:
     """One graph for the first length, one for all others: layouts are no constants of a graph."""
@@ -126,6 +127,7 @@ def test_wrong_calls_are_refused_on_both_ranks(pool: Pool) -> None:
     assert first == second
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recomputed", (None, {}))
 def test_compiled_layers_train_under_fsdp_as_one_process(recomputed: dict[str, Any] | None) -> None:
     example = Example(TOGETHER, accumulation=2, clip=0.1)

@@ -27,6 +27,7 @@ def small_plan(folder: Path, worlds: tuple[int, ...], examples: int) -> runner.R
     return runner.RunPlan(worlds, SHORT, examples, seed=5, backend="gloo", failures=folder)
 
 
+@pytest.mark.slow
 def test_a_run_saves_what_a_replay_finds_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner.real_size, "run", lambda *args: None)
     monkeypatch.setattr(runner, "LAWS", ())

@@ -24,6 +24,7 @@ def small_plan(folder: Path, jobs: int, backend: str = "sim") -> runner.RunPlan:
     return runner.RunPlan((1, 2), runner.PROFILES["quick"], 12, 5, backend, folder, real_size=0, jobs=jobs)
 
 
+@pytest.mark.slow
 def test_the_same_is_drawn_and_found_side_by_side(tmp_path: Path) -> None:
     console = recording()
     one, several = (whole_run.run(small_plan(tmp_path, jobs), Report(console)) for jobs in (1, 2))
@@ -57,6 +58,7 @@ def test_a_process_that_cannot_go_on_ends_the_run(tmp_path: Path, monkeypatch: p
         whole_run.run(small_plan(tmp_path, 2, "nccl"), report)
 
 
+@pytest.mark.slow
 def test_an_interrupt_reports_what_held_until_then(tmp_path: Path) -> None:
     """Ctrl-C reaches all processes of a terminal at once."""
     words = ["run", "--world", "1,2", "--examples", "100000", "--real-size", "0", "--backend", "sim", "--jobs", "2"]

@@ -312,6 +312,7 @@ def test_places_that_will_not_do(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert stopped.value.code == 2 and "there must be 2 GPUs, one a rank, and there are 1" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_over_gloo(tmp_path: Path) -> None:
     file = tmp_path / "record.json"
     done = subprocess.run(

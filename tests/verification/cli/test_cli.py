@@ -81,6 +81,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", COMMANDS)
 def test_usage_and_errors_name_what_the_user_typed(script: str, tmp_path: Path) -> None:
     """The scripts as they are, but for the environment that they would set up."""
@@ -254,6 +255,7 @@ def summary_of(printed: str) -> list[str]:
     return lines[first:]
 
 
+@pytest.mark.slow
 def test_a_run_that_holds(tmp_path: Path) -> None:
     done = verification(
         "run", "--world", "2,1", "--examples", "12", "--seed", "7", "--real-size", "256", "--json", "report.json",
@@ -277,6 +279,7 @@ def test_a_run_that_holds(tmp_path: Path) -> None:
     assert data["real_size"]["tokens"] == 256 and len(data["real_size"]["ranks"]) == 2
 
 
+@pytest.mark.slow
 def test_a_counter_example_gives_1_and_a_line_that_replays_it(tmp_path: Path) -> None:
     (tmp_path / "defect.py").write_text(DEFECT)
     (tmp_path / "spoiled.py").write_text(SPOILED)

@@ -43,6 +43,7 @@ def outcomes(count: int, survivors: int = 0) -> list[Outcome]:
     return found
 
 
+@pytest.mark.slow
 def test_it_tells_of_progress_and_survivors_and_writes_what_it_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,7 @@ def test_defects_of_process_groups_meet_real_ones() -> None:
     assert sum(defect.backend == "gloo" for defect in DEFECTS) < len(apart) + 6
 
 
+@pytest.mark.slow
 def test_every_defect_can_be_planted_and_uses_only_names_that_are_bound(process: Pool) -> None:
     """A name that is bound nowhere fails on its first use, which would look like a defect that was found."""
     assert process.run(mutant_tasks.faults_of_the_catalogue, timeout=100) == [[]]

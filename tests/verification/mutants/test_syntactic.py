@@ -71,6 +71,7 @@ def test_a_change_that_never_ends_is_killed(monkeypatch: pytest.MonkeyPatch) -> 
     assert (record.outcome, record.by) == ("properties", "every rank answers")
 
 
+@pytest.mark.slow
 def test_an_equivalent_change_survives_examples_and_tests() -> None:
     shown = judge(Task(change(*SAME), SEED, 0, 10))
     assert (shown.outcome, shown.examples, shown.tested) == ("survived", 10, False)
@@ -78,6 +79,7 @@ def test_an_equivalent_change_survives_examples_and_tests() -> None:
     assert (tested.outcome, tested.examples, tested.tested) == ("survived", 10, True)
 
 
+@pytest.mark.slow
 def test_unit_tests_kill_what_they_see() -> None:
     record = judge(Task(change("reference/pattern.py", "at least one Branch, got", "got"), SEED, 0, 5, tests=True))
     assert record.outcome == "survived"  # a wording
@@ -95,6 +97,7 @@ def test_a_fault_of_the_tool_is_no_verdict() -> None:
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_another_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = {"ring/compute/accumulator.py": [change(*WRONG)], "ring/strided_view.py": [change(*SAME)]}
     monkeypatch.setattr(syntactic, "mutations_of", made.__getitem__)
@@ -115,6 +118,7 @@ def test_a_run_goes_on_where_another_ended(tmp_path: Path, monkeypatch: pytest.M
     assert len(read_results(results)) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("verdict", "tested"), [("equivalent", False), ("performance", False), ("gap", True)])
 def test_settled_survivors_may_be_left_out_of_the_unit_tests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verdict: str, tested: bool

@@ -82,6 +82,7 @@ def documented() -> str:
 # --- a user's own adapter ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_documented_example_holds(folder: Path) -> None:
     (folder / "my_attention.py").write_text(documented())
     status, found, printed = report(folder, "my_attention:adapter", "--examples", "8")
@@ -93,6 +94,7 @@ def test_the_documented_example_holds(folder: Path) -> None:
     assert not list((folder / ".verification/failures").iterdir())
 
 
+@pytest.mark.slow
 def test_a_wrong_one_is_found_shrunk_and_replayed(folder: Path) -> None:
     assert ".tril(start)" in documented()
     (folder / "my_attention.py").write_text(documented().replace(".tril(start)", ".tril()"))  # as if it were alone
@@ -181,6 +183,7 @@ def test_an_adapter_that_does_not_keep_to_its_form_is_no_counter_example(
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_cannot_be_run_gives_2_and_the_others_still_run(folder: Path) -> None:
     (folder / "dies.py").write_text("import os; os._exit(3)")
     (folder / "shadows").mkdir()

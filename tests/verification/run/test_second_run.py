@@ -105,6 +105,7 @@ SHIFTED = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("again", "defect", "changes"),
     [

@@ -64,6 +64,7 @@ def ranks() -> Any:
     backend.close()
 
 
+@pytest.mark.slow
 def test_a_wrong_result_is_found_and_shrunk() -> None:
     (failure, case), *others = found_by(plant_wrong_result)
     assert not {failure.kind for failure, _ in others} - {"wrong result"}
@@ -72,6 +73,7 @@ def test_a_wrong_result_is_found_and_shrunk() -> None:
     assert (case.dtype, case.heads, case.batch, case.exchange, case.group) == ("float32", 1, 1, "ring", None)
 
 
+@pytest.mark.slow
 def test_a_layout_that_is_not_as_defined_is_named_before_what_follows_from_it() -> None:
     (failure, case), *_ = found_by(plant_zigzag_back_to_front)
     assert "layout: rank 0 holds positions [2, 1, 4]; the zigzag order gives it [0, 3, 4]" in str(failure), str(failure)
@@ -79,6 +81,7 @@ def test_a_layout_that_is_not_as_defined_is_named_before_what_follows_from_it() 
     assert (case.tokens, case.order, case.heads, case.batch) == (5, "zigzag", 1, 1)
 
 
+@pytest.mark.slow
 def test_a_hang_is_found_shrunk_quickly_and_shown_with_stacks() -> None:
     ((failure, case),) = found_by(plant_hang)
     assert failure.kind == "rank hang" and "time.sleep(3600)" not in str(failure) and "spoil" in str(failure)
@@ -86,6 +89,7 @@ def test_a_hang_is_found_shrunk_quickly_and_shown_with_stacks() -> None:
     assert case.tokens == 4 and case.exchange == "direct" and len(case.ranks) == 2
 
 
+@pytest.mark.slow
 def test_a_hang_of_three_ranks_found_on_four_is_shrunk_in_simulation_and_confirmed_where_it_was_found() -> None:
     ((failure, case),) = found_by(plant_receive_first, world=4, shrink_backend=True)
     assert failure.kind == "rank hang" and "within 3 s" in str(failure) and "(world of 3)" in str(failure)
@@ -93,18 +97,21 @@ def test_a_hang_of_three_ranks_found_on_four_is_shrunk_in_simulation_and_confirm
     assert (case.pattern, case.batch, case.heads, case.dtype) == (Pattern.dense(), 1, 1, "float32")
 
 
+@pytest.mark.slow
 def test_a_wrong_result_found_on_gloo_is_shrunk_in_simulation_alike() -> None:
     (failure, case), *_ = found_by(plant_wrong_result, shrink_backend=True)
     assert failure.kind == "wrong result" and case.tokens == 6 and case.pattern == Pattern.dense(causal=True)
     assert case.world == 1, "on the fewest ranks that show it"
 
 
+@pytest.mark.slow
 def test_a_crash_is_found_and_the_next_world_is_as_good_as_new() -> None:
     ((failure, case),) = found_by(plant_crash)
     assert failure.kind == "rank crash" and "SIGABRT" in str(failure)
     assert case.dtype == "bfloat16" and case.tokens == 1
 
 
+@pytest.mark.slow
 def test_distinct_defects_are_all_reported() -> None:
     found = found_by(plant_two_defects, shrink_backend=True, budget=30)
     assert {failure.kind for failure, _ in found} == {"wrong result", "rank error"}

@@ -63,6 +63,7 @@ def test_a_compiled_case_has_a_group_with_a_name_and_is_compiled_only_where_it_m
     assert smallest(lambda case: case.handle == "mesh").compiled == "no"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 @pytest.mark.parametrize("wrapper", ("ddp", "fsdp2"))
 def test_compiled_steps_are_drawn_with_every_recomputation(wrapper: str, checkpointing: str) -> None:
@@ -84,6 +85,7 @@ def _narrow_norm_of_heads(case: TrainingCase) -> bool:
     return case.model.qk_norm and case.model.head_dim < 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("narrow", "kind"), [(_narrow_layer_norm, "longnet"), (_narrow_norm_of_heads, "llama")])
 def test_norms_that_are_steps_are_in_fp64(narrow: Callable[[TrainingCase], bool], kind: str) -> None:
     assert smallest(narrow).model.kind == kind

@@ -35,6 +35,7 @@ def test_zero_trains_as_one_process(pools: dict[int, Pool], example: Example, st
         assert max(differences(result, exact).values()) < ROUNDED, differences(result, exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recomputed", [{}, {"keep_attention": True}, {"reentrant": True}], ids=str)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_recomputed_layers_train_as_one_process(pools: dict[int, Pool], stage: int, recomputed: dict[str, Any]) -> None:

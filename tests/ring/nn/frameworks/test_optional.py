@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[4]
 FRAMEWORKS = ("transformers", "deepspeed", "fairscale")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["ring.nn.frameworks", *(f"ring.nn.frameworks.{name}" for name in ("ddp", "fsdp"))])
 def test_no_framework_is_imported(module: str) -> None:
     program = f"import sys, ring.nn, {module}; print([name for name in {FRAMEWORKS} if name in sys.modules])"

@@ -37,6 +37,7 @@ def test_cases_hold_on_one_backend_for_any_world(simulation: SimBackend, world: 
         assert 0 < max(check_case(simulation, case).values()) <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", ("ring", "direct", "gather"))
 def test_256_ranks_forward_and_backward(simulation: SimBackend, exchange: str) -> None:
     """Segments of 8 to 32 tokens, two tokens on each rank, so that a key travels to up to 15 others; of `gather`, which
@@ -156,6 +157,7 @@ def test_a_buffer_in_use_that_is_filled_again_is_named() -> None:
     assert isinstance(failure, BrokenContract) and "shares bytes between the buffers" in failure.headline
 
 
+@pytest.mark.slow
 def test_an_endless_loop_is_a_hang() -> None:
     started = time.perf_counter()
     failure = failure_of(plant_endless_loop, plain(2), timeout=1.0)

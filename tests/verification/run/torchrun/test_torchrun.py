@@ -31,7 +31,7 @@ from verification.run.torchrun.agents import Address, NotUnderTorchrun
 from verification.run.torchrun.backend import ShrinkBackend
 from verification.run.torchrun.rank_zero import AgentLost, Agents
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[4]
 SCRIPT, PROGRAM = ROOT / "scripts/validate_nccl.py", ROOT / "tests/support/torchrun_program.py"
