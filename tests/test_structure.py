@@ -25,7 +25,8 @@ ROAD = (
     "verification.wording", "verification.failures", "verification.example", "verification.case", "verification.draw",
     "verification.run",
     "verification.check", "verification.search", "verification.report", "verification.problems",
-    "verification.runner", "verification.replay", "verification.faults", "verification.training",
+    "verification.runner", "verification.side_by_side", "verification.whole_run",
+    "verification.replay", "verification.faults", "verification.training",
     "verification.mutants", "verification.peers",
     "verification.benchmarks", "verification.cli", "verification.__main__",
 )  # fmt: skip

@@ -28,7 +28,7 @@ from typing import IO, Any, cast
 from rich.console import Console
 from rich.text import Text
 
-from verification.report.progress import Part
+from verification.report.progress import RunPart
 from verification.report.report import Report
 from verification.report.run_record import RunRecord
 from verification.run.backends import SimBackend, Unavailable, open_backend
@@ -79,7 +79,7 @@ class _World:
     size: int
     process: SpawnProcess
     connection: Connection
-    part: Part | None = None
+    part: RunPart | None = None
 
     @classmethod
     def begin(cls, plan: RunPlan, report: Report, size: int) -> _World:
@@ -192,7 +192,7 @@ class _Told:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    def begin(self, title: str, goal: int) -> Part:
+    def begin(self, title: str, goal: int) -> RunPart:
         self.connection.send(("begin", (title, goal)))
         return self
 

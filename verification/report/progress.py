@@ -44,7 +44,7 @@ class PlainLines:
         return True
 
 
-class Part(Protocol):
+class RunPart(Protocol):
     """Of a run, with a number of examples."""
 
     def advance(self, worst: float) -> None:
@@ -54,7 +54,7 @@ class Part(Protocol):
         """The part is over."""
 
 
-class Progress(Protocol):
+class ShownProgress(Protocol):
     """Of a run that consists of parts. Use as a context manager around them."""
 
     def __enter__(self) -> object: ...
@@ -63,7 +63,7 @@ class Progress(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    def begin(self, title: str, goal: int) -> Part:
+    def begin(self, title: str, goal: int) -> RunPart:
         """A part of so many examples."""
 
 
@@ -87,7 +87,7 @@ class RunProgress:
             self.bars.stop()
             self.bars = None
 
-    def begin(self, title: str, goal: int) -> Part:
+    def begin(self, title: str, goal: int) -> RunPart:
         return _ShownPart(self, title, goal)
 
 

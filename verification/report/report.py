@@ -13,7 +13,7 @@ from verification.example import Example
 from verification.failures import RankFailure, VerificationFailure
 from verification.report import summary
 from verification.report.counter_example import CounterExample
-from verification.report.progress import Part, Progress, RunProgress
+from verification.report.progress import RunPart, RunProgress, ShownProgress
 from verification.report.run_record import RunRecord
 from verification.report.text import paragraph
 from verification.wording import counted
@@ -31,12 +31,12 @@ class Report(RunRecord):
         console: Console,
         extras: Mapping[str, Any] | None = None,
         verbose: bool = False,
-        progress: Progress | None = None,
+        progress: ShownProgress | None = None,
     ) -> None:
         super().__init__(extras=dict(extras or {}))
         self.console, self.verbose = console, verbose
         self.progress = RunProgress(console) if progress is None else progress
-        self._part: Part | None = None  # between `start_world` and `end_world`
+        self._part: RunPart | None = None  # between `start_world` and `end_world`
         self._world = self._done = self._alike = self._failed_before = 0
         self._worst = self._since = 0.0
 

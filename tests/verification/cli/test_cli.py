@@ -16,7 +16,7 @@ from types import ModuleType
 import pytest
 
 from tests.support.printed import unbroken
-from verification import runner
+from verification import whole_run
 from verification.__main__ import main
 from verification.cli import doctor, mutants, nightly, peers, validate
 from verification.cli.arguments import TYPED
@@ -40,10 +40,10 @@ def plant():
 SPOILED = """
 import sys
 from defect import plant
-from verification import __main__, runner
+from verification import __main__, whole_run
 from verification.run import backends
 
-runner.open_backend = lambda name: backends.GlooBackend(3.0, plant)
+whole_run.open_backend = lambda name: backends.GlooBackend(3.0, plant)
 if __name__ == "__main__":
     sys.exit(__main__.main(sys.argv[1:]))
 """
@@ -174,7 +174,7 @@ def ran(*arguments: object) -> int:
 
 # What each command calls once its arguments are checked.
 STARTED: tuple[tuple[ModuleType, str], ...] = (
-    (mutants, "carry_out"), (peers, "carry_out"), (runner, "run"), (nightly, "run"), (replay, "replay"),
+    (mutants, "carry_out"), (peers, "carry_out"), (whole_run, "run"), (nightly, "run"), (replay, "replay"),
 )  # fmt: skip
 
 
@@ -214,7 +214,7 @@ def test_what_cannot_be_written_is_noticed_before_anything_runs(
     (tmp_path / "folder").mkdir()
     for module, function in (
         *((module, "carry_out") for module in (mutants, peers)),
-        (runner, "run"),
+        (whole_run, "run"),
         (nightly, "run"),
         (replay, "replay"),
     ):
