@@ -27,7 +27,9 @@ MOST_RANKS = {"gloo": 64, "sim": 1024, "nccl": 64}  # by backend
 
 @dataclass(frozen=True)
 class Profile:
-    """How much to draw: in words, and as examples on one or two ranks. More ranks are slower and get fewer examples."""
+    """How much to draw: in words, and as examples on one or two ranks. More ranks are slower, find hardly more, and get
+    fewer examples.
+    """
 
     about: str
     examples: int
@@ -37,7 +39,7 @@ class Profile:
 
 # "nightly" is `verification.cli.nightly`: rounds of these, until time is over.
 PROFILES = {
-    "quick": Profile("a few minutes", 1500, 30),
+    "quick": Profile("four minutes", 1250, 30),
     "ci": Profile("a quarter of an hour", 8000, 60),
     "thorough": Profile("two hours", 60_000, 200, remembers=True),
 }
@@ -61,7 +63,7 @@ class RunPlan:
     def examples_for(self, world: int) -> int:
         if self.examples is not None:
             return self.examples
-        return max(10, self.profile.examples * 2 // max(2, world))
+        return max(10, self.profile.examples * 4 // max(2, world) ** 2)
 
 
 def check_case(backend: Backend, case: Case) -> dict[str, float]:
@@ -107,15 +109,21 @@ def on_gpus(experiment: Experiment) -> Experiment:
     return replace(experiment, draw=lambda world: experiment.draw(world).map(change))
 
 
+def plain_on(plan: RunPlan, world: int) -> list[tuple[Experiment, int]]:
+    """What is drawn on a world size, and how many examples of it: the properties of plain Cases."""
+    count = plan.examples_for(world)
+    return [(EXAMPLES, count), (PUSHED, max(1, round(count * PUSHED_SHARE)))]
+
+
+def laws_on(plan: RunPlan, world: int) -> list[tuple[Experiment, int]]:
+    """And of laws between Cases."""
+    count, about = plan.examples_for(world), [law for law in LAWS if law.fewest_ranks <= world]
+    return [(law_experiment(law), min(law.most, max(1, round(count * law.share)))) for law in about]
+
+
 def run_world(plan: RunPlan, report: Report, backend: Backend, shrink_backend: Backend, world: int) -> None:
     backend.start(world)
-    count = plan.examples_for(world)
-    plain = [(EXAMPLES, count), (PUSHED, max(1, round(count * PUSHED_SHARE)))]
-    laws = [
-        (law_experiment(law), min(law.most, max(1, round(count * law.share))))
-        for law in LAWS
-        if law.fewest_ranks <= world
-    ]
+    plain, laws = plain_on(plan, world), laws_on(plan, world)
     report.start_world(world, sum(examples for _, examples in (*plain, *laws)))
     for number, (drawn, examples) in enumerate((*plain, *laws)):
         experiment = on_gpus(drawn) if backend.name == "nccl" else drawn
