@@ -1,5 +1,5 @@
-"""Large scores that are all equal: the logarithm of how many there are is lost in lse's last digits, and gradients, which
-come from lse, are wrong by as much as the bounds say.
+"""Large scores that are all equal: the logarithm of how many there are is lost in lse's last digits. Gradients, which come
+from lse, are wrong by as much as the bounds say.
 
 Whatever keeps one number of 24 bits for a row's lse shares this: it is a property of flash attention's backward.
 """
