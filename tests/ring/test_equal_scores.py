@@ -1,7 +1,7 @@
-"""Large scores that are all equal: the logarithm of how many there are is lost in lse's last digits. Gradients, which come
-from lse, are wrong by as much as the bounds say.
+"""Large scores that are all equal: the logarithm of how many there are is lost in the last digits of lse.
 
-Whatever keeps one number of 24 bits for a row's lse shares this: it is a property of flash attention's backward.
+Gradients, which come from lse, are wrong by as much as the bounds say. Whatever keeps one number of 24 bits for a row's
+lse shares this: it is a property of flash attention's backward.
 """
 
 from __future__ import annotations

@@ -340,7 +340,8 @@ def _overflow(case: Case, expectation: Expectation, name: str, seen: Array) -> N
 def _ratio(error: Array, bound: Array) -> Array:
     """error / bound, where 0 / 0 is 0: nothing is wrong where nothing may be. NaN counts as infinite."""
     ratio = np.zeros_like(error)
-    np.divide(error, bound, out=ratio, where=bound > 0)
+    with np.errstate(over="ignore"):  # beyond the largest number it is infinite, too
+        np.divide(error, bound, out=ratio, where=bound > 0)
     return np.where((bound == 0) & (error != 0) | np.isnan(error), np.inf, ratio)
 
 
