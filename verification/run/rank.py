@@ -50,6 +50,7 @@ class InputEdit:
     hide      -inf in dimension 0 of the keys at the tokens `positions`, heads `kv_order`, 0 in that of all others, and
               `number` in that of the queries
     shift     add `number` to v, so that the outputs stay away from 0
+    equal     v of every token is that of the first one
     """
 
     kind: str
@@ -81,8 +82,10 @@ class InputEdit:
                 k[:, list(self.positions), head, 0] = -torch.inf
         elif self.kind == "shift":
             v = v + self.number
+        elif self.kind == "equal":
+            v = v[:, :1].expand_as(v).clone()
         else:
-            raise ValueError(f"kind is {self.kind!r}; it must be one of after, poison, permute, hide, shift")
+            raise ValueError(f"kind is {self.kind!r}; it must be one of after, poison, permute, hide, shift, equal")
         return q, k, v, dout, dlse
 
 
@@ -214,12 +217,14 @@ class RankCall:
         """The gradients by the names of the leaves; incoming: dout, dlse."""
         outputs, given = self._losses(incoming)
         again = self.how == "graph"
+        if again and self.loss != "neither":  # whose gradient does not reach the call
+            given = [x.detach().requires_grad_() for x in given]
         with _circumstances(self.how, self.case):
             found = torch.autograd.grad(
                 outputs, list(self.leaves.values()), given, retain_graph=retain or again, create_graph=again
             )
             if again:
-                must_not_be_differentiated(found[0], list(self.leaves.values()))
+                must_not_be_differentiated(found[0], [*self.leaves.values(), *(x for x in given if x.requires_grad)])
         # Under autocast gradients are those of the case's type, in the type of what was given: nothing is lost here.
         return {name: x.to(self.case.torch_dtype) for name, x in zip(self.leaves, found, strict=True)}
 
@@ -240,13 +245,13 @@ def _casts(how: str, case: Case) -> bool:
 def _to_be_cast(case: Case, given: Tensors) -> tuple[Tensors, str]:
     """q, k, v in fp32, for every other seed only the last two; and those that are to have gradients.
 
-    For every third seed the others are in the other 16-bit type if that loses nothing. They get no gradient then, which
-    would be rounded to that type.
+    The others are in the other 16-bit type if that loses nothing. They get no gradient then, which would be rounded to
+    that type.
     """
     first = case.seed % 2
     kept, wide = given[:first], tuple(x.float() for x in given[first:])
     other = torch.float16 if case.torch_dtype == torch.bfloat16 else torch.bfloat16
-    if case.seed % 3 == 0 and kept and all(torch.equal(x.to(other).to(x.dtype), x) for x in kept):
+    if kept and all(torch.equal(x.to(other).to(x.dtype), x) for x in kept):
         return (*(x.to(other) for x in kept), *wide), "qkv"[first:]
     return (*kept, *wide), "qkv"
 

@@ -107,6 +107,7 @@ LAW_FEATURES: dict[str, dict[str, int]] = {
     "same on any ranks, layout, exchange": {"uneven cuts": 2, "GQA": 5, "dead row": 10},
     "later tokens change nothing": {"causal": 300, "dilation": 20, "segment on several ranks": 20},
     "batches and heads permute": {"several batches": 300, "GQA": 1, "offsets by head": 4},
+    "equal values come out": {"dtype float64": 20, "huge scores": 100, "GQA": 5, "causal": 20, "dead row": 10},
     "NaN and inf propagate": {"dead row": 10, "causal": 20, "kernel flash": 2, "kernel math": 2},
     "scores of -inf have no weight": {"dead row": 10, "GQA": 5, "kernel flash": 10},
     "wrong calls refused everywhere": {"dtype float16": 2, "exchange gather": 3, "dead row": 5},

@@ -6,6 +6,7 @@ from verification.check.laws.broken_off import BROKEN_OFF_CLOSES
 from verification.check.laws.call_limits import CALLS_KEEP_TO_THE_BUCKET
 from verification.check.laws.default_arguments import DEFAULTS_ARE_AS_DOCUMENTED
 from verification.check.laws.definition import PATTERNS_ARE_AS_PUBLISHED
+from verification.check.laws.equal_values import EQUAL_VALUES_COME_OUT
 from verification.check.laws.growth import ERROR_DOES_NOT_GROW
 from verification.check.laws.isolation import NO_CALL_TAKES_ANOTHER, NOTHING_LEFT_BEHIND
 from verification.check.laws.later_tokens import LATER_TOKENS_CHANGE_NOTHING
@@ -26,6 +27,7 @@ LAWS = (
     SAME_ANYWHERE,
     LATER_TOKENS_CHANGE_NOTHING,
     BATCHES_AND_HEADS_PERMUTE,
+    EQUAL_VALUES_COME_OUT,
     NON_FINITE_PROPAGATES,
     NO_SCORE_NO_WEIGHT,
     WRONG_CALLS_REFUSED,

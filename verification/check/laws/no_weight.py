@@ -35,11 +35,13 @@ def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
         case = replace(case, scale=None)
     held = [list(map(int, positions)) for positions in case.shards().positions]
     every = list(range(case.tokens))
-    kind = draw(st.sampled_from(("some", "shard", "all but one", "all")))
+    kind = draw(st.sampled_from(("some", "shard", "first", "all but one", "all")))
     if kind == "some":
         hidden = [token for token in every if draw(st.booleans())]
     elif kind == "shard":
         hidden = draw(st.sampled_from(held))
+    elif kind == "first":  # in causal patterns, some rows of a tile then see nothing
+        hidden = every[: draw(st.integers(1, case.tokens))]
     else:
         kept = draw(st.sampled_from(every)) if kind == "all but one" else None
         hidden = [token for token in every if token != kept]

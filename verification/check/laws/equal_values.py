@@ -1,0 +1,65 @@
+"""Where all keys have one value, the output is that value: the weights of a row add up to 1, however large its scores.
+
+Bounds of rounding grow with the scores, since lse has a last digit. A merge that takes its weights from the rounded lse
+stays within them, and drifts; but each partial result is divided by the sum of its own weights, and so is a merge of
+them, so that only the roundings of these sums are left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from reference import fields
+from verification.case import Case
+from verification.check.checks import assemble
+from verification.check.expectation import counts_of, kernel_of
+from verification.check.laws.law import How, Law
+from verification.draw.cases import cases
+from verification.failures import WrongResult
+from verification.run.backends import Backend, observe_on
+from verification.run.rank import InputEdit
+
+DTYPES = {"float32": 2.0**-24, "float64": 2.0**-53}  # unit roundoff: 16-bit kernels round weights before they sum them
+SCORE_SCALES = (32.0, 1024.0)
+
+
+@st.composite
+def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
+    case = draw(cases(world))
+    dtype = case.dtype if case.dtype in DTYPES else "float32"
+    scale = draw(st.sampled_from(SCORE_SCALES))
+    return replace(case, dtype=dtype, values="normal", score_scale=scale), {}
+
+
+def check_equal_values(backend: Backend, case: Case, how: How) -> float:
+    """A sum of k numbers has k roundings, a merge a few: in the weights, and in what they are multiplied with."""
+    counts = counts_of(case, kernel_of(case))
+    allowed = 2 * (counts.keys + 8 * counts.merges + 8) * DTYPES[case.dtype]
+    out = assemble(case, observe_on(backend, case, InputEdit("equal"), False), "out")  # (B, n, H, D)
+    value = InputEdit("equal").apply(case.tensors())[2].double().numpy()  # (B, n, Hk, D)
+    value = np.repeat(value, case.heads // case.kv_heads, axis=2)
+    error = np.where(out == 0.0, 0.0, np.abs(out - value)) / np.abs(value)  # 0: a row that sees nothing
+    worst = float(error.max(initial=0.0) / allowed)
+    if not worst <= 1.0:
+        where = tuple(int(i) for i in np.unravel_index(int(np.argmax(np.nan_to_num(error, nan=np.inf))), error.shape))
+        raise WrongResult(
+            f"out at {where} is {out[where]} where all values are {value[where]}, an error of {worst:.3g} times what "
+            "rounding allows"
+        )
+    return worst
+
+
+def _premise(case: Case, how: Any) -> None:
+    fields.exactly("how", how, [])
+    if case.dtype not in DTYPES or case.values != "normal":
+        raise ValueError(
+            f"dtype and values are {case.dtype!r} and {case.values!r}; they must be one of {sorted(DTYPES)}, and "
+            "'normal'"
+        )
+
+
+EQUAL_VALUES_COME_OUT = Law("equal values come out", _draw, check_equal_values, _premise, share=0.03)
