@@ -16,7 +16,7 @@ from reference.pattern import Branch, Pattern
 from ring import Layout, Transport, ring_attention
 from verification.case import Case
 from verification.run.layouts import layout_of
-from verification.run.rank import shards, whole_tensors
+from verification.run.rank import bare, shards, whole_tensors
 
 Arguments = dict[str, Any]  # of ring_attention, by name
 
@@ -137,6 +137,12 @@ def _longer_elsewhere(arguments: Arguments, case: Case) -> None:
     arguments["layout"] = Layout.from_cuts(torch.cat((order[:at], torch.tensor([layout.n]), order[at:])), cuts)
 
 
+def _own_tokens_alone(arguments: Arguments, case: Case) -> None:
+    """As if this rank were all there is; with group=None, where that is all ranks."""
+    arguments["layout"] = Layout.contiguous(arguments["q"].shape[1], 1)
+    arguments["group"] = bare(arguments["group"])
+
+
 def _all_in(dtype: torch.dtype) -> Callable[[Arguments, Case], None]:
     def spoil(arguments: Arguments, case: Case) -> None:
         other = torch.float16 if case.torch_dtype == dtype else dtype
@@ -244,6 +250,11 @@ MISTAKES: dict[str, Mistake] = {
     "a pattern for more heads": Mistake("heads", _too_many_heads),
     "no pattern": Mistake("pattern", _set("pattern", None)),
     "layout for one rank more": Mistake("layout", _other_layout),
+    "layout of one rank": Mistake(
+        "layout",
+        _own_tokens_alone,
+        possible=lambda case: len(case.ranks) > 1 and min(layout_of(case).counts) > 0,
+    ),
     "no layout": Mistake("layout", _set("layout", None)),
     "unknown exchange": Mistake("exchange", _set("exchange", "teleport")),
     "unknown kernel": Mistake("kernel", _set("kernel", "magic")),
