@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from verification.peers.adapters import ring_flash_attn
-from verification.report.provenance import surroundings
+from verification.report.provenance import surroundings, typed_words
 
 # The columns that a row may have. Times are wall-clock milliseconds; bytes are those of one rank.
 COLUMNS = {
@@ -50,11 +48,8 @@ COLUMNS = {
 
 
 def described_run(device: torch.device, world: int, script: str = "bench_ring.py") -> dict[str, Any]:
-    """`provenance.surroundings`, and the version of what peers run. Of --json the command has the file's name alone:
-    folders are the machine's.
-    """
-    words = [Path(word).name if before == "--json" else word for before, word in pairwise(["", *sys.argv[1:]])]
-    command = f"torchrun --nproc-per-node={world} scripts/{script} {shlex.join(words)}".rstrip()
+    """`provenance.surroundings`, and the version of what peers run."""
+    command = f"torchrun --nproc-per-node={world} scripts/{script} {typed_words(sys.argv[1:])}".rstrip()
     return surroundings(device.type, world, command) | {"ring-flash-attn": ring_flash_attn.zigzag.version}
 
 

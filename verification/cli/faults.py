@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from typing import Any
 
@@ -13,7 +12,7 @@ from verification.cli.arguments import MODULE, add_failures, add_json, add_seed,
 from verification.cli.outputs import write_json
 from verification.cli.run import worlds
 from verification.faults import fault_run
-from verification.report.provenance import processor_run
+from verification.report.provenance import processor_run, typed_words
 from verification.report.report import Report
 from verification.run.backends import Unavailable
 from verification.wording import counted
@@ -53,7 +52,7 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
         given = ",".join(map(str, options.world))
         raise Unavailable(f"argument --world: world sizes must be from 2 to {MOST_WORLD}, got {given}")
     seed = seed_of(options)
-    made = processor_run(f"python -m verification faults {shlex.join(sys.argv[2:])}".rstrip())
+    made = processor_run(f"python -m verification faults {typed_words(sys.argv[2:])}".rstrip())
     report = Report(console, made | {"seed": seed, "backend": "gloo"}, options.verbose)
     report.say(f"seed {seed}; repeat this run with --seed {seed}")
     with report:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 import time
 from collections import Counter
@@ -23,7 +22,7 @@ from verification.mutants.catalogue import DEFECTS, by_name
 from verification.mutants.defect import CannotPlant, Defect, NotSane
 from verification.mutants.trials import LIMITS, PROCESSES, SOON, Outcome, totals, try_all
 from verification.report.progress import PlainLines, bars
-from verification.report.provenance import processor_run
+from verification.report.provenance import processor_run, typed_words
 from verification.run.backends import Unavailable
 from verification.search.experiment import ToolError
 from verification.wording import counted
@@ -88,7 +87,7 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
 def to_dict(outcomes: list[Outcome], seconds: float, seed: int, limit: int | None) -> dict[str, Any]:
     """The record of a search: where, with what, by which command; what became of each defect; the totals."""
     return {
-        **processor_run(f"python -m verification mutants {shlex.join(sys.argv[2:])}".rstrip()),
+        **processor_run(f"python -m verification mutants {typed_words(sys.argv[2:])}".rstrip()),
         "mutants": [outcome.to_dict() for outcome in outcomes],
         **totals(outcomes),
         "seconds": round(seconds, 1),

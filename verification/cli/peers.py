@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from verification.peers.peer import Peer, Refused
 from verification.peers.peer_experiment import experiment
 from verification.peers.probe import probe
 from verification.report.counter_example import CounterExample
-from verification.report.provenance import processor_run
+from verification.report.provenance import processor_run, typed_words
 from verification.report.report import Report
 from verification.run.backends import GlooBackend, Unavailable
 from verification.runner import save
@@ -78,7 +77,7 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
         attempt(outcome, lambda outcome: _run(outcome, options, seed, console), console)
     seconds = time.perf_counter() - started
     summary(outcomes, seconds, console, options.verbose, "peers")
-    report = processor_run(f"python -m verification peers {shlex.join(sys.argv[2:])}".rstrip())
+    report = processor_run(f"python -m verification peers {typed_words(sys.argv[2:])}".rstrip())
     report |= {"peers": [outcome.to_dict() for outcome in outcomes], "seconds": round(seconds, 3), "seed": seed}
     write_json(options.json, report)
     return exit_status(outcomes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from typing import Any
 
@@ -25,7 +24,7 @@ from verification.cli.arguments import (
 from verification.cli.outputs import write_json
 from verification.cli.run import worlds
 from verification.peers.training.known_step_peers import KNOWN_STEP_PEERS
-from verification.report.provenance import processor_run, surroundings
+from verification.report.provenance import processor_run, surroundings, typed_words
 from verification.report.report import Report
 from verification.run.backends import BACKENDS, Unavailable
 from verification.training.training_run import TRAINING_BACKENDS, TRAINING_PROFILES, TRAINING_WORLDS, run_training
@@ -84,7 +83,7 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
     )
     if options.peer is not None:
         return training_peers.run_peers(options, plan, console)
-    command = f"python -m verification training {shlex.join(sys.argv[2:])}"
+    command = f"python -m verification training {typed_words(sys.argv[2:])}"
     made = surroundings("cuda", max(asked), command) if backend == "nccl" else processor_run(command)
     extras: dict[str, Any] = made | {"seed": plan.seed, "profile": options.profile, "backend": backend}
     report = run_training(plan, Report(console, extras, options.verbose))

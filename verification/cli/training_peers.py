@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 import time
 from functools import partial
@@ -20,7 +19,7 @@ from verification.peers.training.saved_step_peer import TIMEOUT
 from verification.peers.training.step_peer import StepPeer
 from verification.peers.training.step_peer_experiment import prepare_step_peer, step_experiment
 from verification.report.coverage import Coverage
-from verification.report.provenance import processor_run
+from verification.report.provenance import processor_run, typed_words
 from verification.report.report import Report
 from verification.run.backends import GlooBackend, Unavailable
 from verification.runner import RunPlan, explore
@@ -43,7 +42,7 @@ def run_peers(options: argparse.Namespace, plan: RunPlan, console: Console) -> i
         attempt(outcome, lambda outcome: _run(outcome, options, plan, console), console)
     seconds = time.perf_counter() - started
     summary(outcomes, seconds, console, options.verbose, "training")
-    record = processor_run(f"python -m verification training {shlex.join(sys.argv[2:])}")
+    record = processor_run(f"python -m verification training {typed_words(sys.argv[2:])}")
     record |= {"peers": [outcome.to_dict() for outcome in outcomes], "seconds": round(seconds, 3), "seed": plan.seed}
     write_json(options.json, record)
     return exit_status(outcomes)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import subprocess
+from collections.abc import Sequence
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,11 @@ def commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return run[0].stdout.strip() + ("+" if run[1].stdout.strip() else "")
+
+
+def typed_words(words: Sequence[str]) -> str:
+    """The words of a command line, for a shell. Of --json it has the file's name alone: folders are the machine's."""
+    return shlex.join(Path(word).name if before == "--json" else word for before, word in pairwise(["", *words]))
 
 
 def processor_run(command: str) -> dict[str, Any]:
