@@ -118,7 +118,7 @@ def check_neighbours(backend: Backend, case: Case, how: How) -> float:
 
 
 NO_CALL_TAKES_ANOTHER = Law(
-    "no call takes another for its like", _draw_neighbours, check_neighbours, _premise_of_changes, share=0.08
+    "no call takes another for its like", _draw_neighbours, check_neighbours, _premise_of_changes, share=0.06
 )
 
 
@@ -195,4 +195,4 @@ _STATE: dict[str, Callable[[], object]] = {
     "the precision of matrix products": torch.get_float32_matmul_precision,
 }
 
-NOTHING_LEFT_BEHIND = Law("a call leaves nothing behind", _draw_any, check_left, _premise_of_any, share=0.02)
+NOTHING_LEFT_BEHIND = Law("a call leaves nothing behind", _draw_any, check_left, _premise_of_any, share=0.04)

@@ -42,4 +42,4 @@ def _premise(case: Case, how: Any) -> None:
         raise ValueError("causal is False; the law that later tokens change nothing is one of causal patterns")
 
 
-LATER_TOKENS_CHANGE_NOTHING = Law("later tokens change nothing", _draw, check_later, _premise, share=0.03)
+LATER_TOKENS_CHANGE_NOTHING = Law("later tokens change nothing", _draw, check_later, _premise, share=0.02)

@@ -98,4 +98,4 @@ def _premise(case: Case, how: Any) -> None:
             raise ValueError(f"the index that makes {name!r} is {culprit}; it must be null: all ranks make it together")
 
 
-WRONG_CALLS_REFUSED = Law("wrong calls refused everywhere", _draw, check_refused, _premise, share=0.08)
+WRONG_CALLS_REFUSED = Law("wrong calls refused everywhere", _draw, check_refused, _premise, share=0.1)

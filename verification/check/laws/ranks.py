@@ -59,4 +59,4 @@ def _premise(case: Case, how: Any) -> None:
     check_supported(replace(case, **how))
 
 
-SAME_ANYWHERE = Law("same on any ranks, layout, exchange", _draw, check_anywhere, _premise, share=0.05)
+SAME_ANYWHERE = Law("same on any ranks, layout, exchange", _draw, check_anywhere, _premise, share=0.04)
