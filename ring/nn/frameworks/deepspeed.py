@@ -48,9 +48,9 @@ def initialize(
     gradient_clipping (0 for none), since DeepSpeed clips at 1.0 where it is left out; and in 16 bits it names
     communication_data_type, in which gradients are summed, since left out that is 16 bits too.
 
-    Raises ValueError for another mesh, for a model in fp64 at stage 3, for a configuration that leaves these out, and for
-    one that says what the loop, the mesh or the optimizer says: gradient_accumulation_steps, sequence_parallel_size,
-    tensor_parallel and others.
+    Raises ValueError for another mesh, for a model in fp64 at stage 3, for a configuration that leaves these out, and
+    for one that says what the loop, the mesh or the optimizer says: gradient_accumulation_steps,
+    sequence_parallel_size, tensor_parallel and others.
     """
     over = averaging_mesh(mesh)
     if over.size() != dist.get_world_size():
