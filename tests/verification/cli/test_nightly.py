@@ -178,6 +178,7 @@ def test_a_state_of_an_earlier_version_is_taken_up(tmp_path: Path, monkeypatch: 
     assert record(tmp_path)["examples"] == 20 and record(tmp_path)["coverage"]["cases"] == 3
 
 
+@pytest.mark.slow
 def test_a_real_chunk_on_each_backend(tmp_path: Path) -> None:
     report = Report(Console(quiet=True))
     night = Night(tmp_path / "night.json", tmp_path, round_seed=3)

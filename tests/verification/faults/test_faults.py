@@ -132,6 +132,7 @@ def test_ranks_of_which_only_some_were_replaced_are_found(gloo: GlooBackend) -> 
         check_whole(gloo, {pids[0], 0}, set(), replaced=False)
 
 
+@pytest.mark.slow
 def test_a_mishandled_fault_is_saved_and_holds_once_it_is_mended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

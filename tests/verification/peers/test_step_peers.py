@@ -140,6 +140,7 @@ def checked(backend: GlooBackend, name: str, case: TrainingCase) -> dict[str, fl
 LARGER = small_model(layers=2, dim=8, heads=4, kv_heads=4, head_dim=4, positions="rotary", tied=True)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("wrapper", ("none", "ddp", "fsdp2"))
 def test_an_attention_that_is_right_holds(ranks: GlooBackend, wrapper: str) -> None:
@@ -159,6 +160,7 @@ def test_an_attention_is_given_its_layout_after_a_resume(ranks: GlooBackend) -> 
     checked(ranks, "torch-context-parallel", case)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_an_attention_that_is_wrong_is_found() -> None:
     backend = GlooBackend(60.0, preload=TRAINING_PRELOAD)

@@ -126,6 +126,7 @@ def planless() -> Iterator[None]:
     clear_caches(("ring",))
 
 
+@pytest.mark.slow
 def test_the_ring_stays_within(drawn: list[Case], planless: None) -> None:
     assert refused(drawn, 1) == 0
 

@@ -42,6 +42,7 @@ def holds(backend: GlooBackend, case: TrainingCase) -> dict[str, float]:
     return TRAINING.check(backend, case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 def test_wrappers_and_checkpointing(ranks: GlooBackend, wrapper: str, checkpointing: str) -> None:

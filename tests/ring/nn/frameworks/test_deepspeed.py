@@ -24,6 +24,7 @@ def pools() -> Iterator[dict[int, Pool]]:
 EXAMPLES = [Example(SHORT, clip=0.1), Example(TOGETHER, accumulation=3, clip=0.1), Example(APART, "striped")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_zero_trains_as_one_process(pools: dict[int, Pool], example: Example, stage: int) -> None:
