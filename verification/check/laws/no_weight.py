@@ -29,7 +29,7 @@ _CHECKS = ("layout", "answers", "messages", "unseen", "finite", "values")
 @st.composite
 def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
     case = tame(draw(cases(world)))
-    if draw(st.booleans()):  # whose kernels say other things of such rows
+    if draw(st.sampled_from((False, True, True))):  # whose kernels say other things of such rows
         case = fused(draw, replace(case, kernel="auto"))
     if case.scale == 0.0:  # 0 times -inf is no score
         case = replace(case, scale=None)
@@ -84,4 +84,4 @@ def _premise(case: Case, how: Any) -> None:
         raise ValueError("scale is 0.0; 0 times -inf is no score")
 
 
-NO_SCORE_NO_WEIGHT = Law("scores of -inf have no weight", _draw, check_no_weight, _premise, share=0.06)
+NO_SCORE_NO_WEIGHT = Law("scores of -inf have no weight", _draw, check_no_weight, _premise, share=0.08)
