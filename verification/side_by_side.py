@@ -17,6 +17,7 @@ from __future__ import annotations
 import io
 import multiprocessing
 import signal
+import time
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -52,8 +53,9 @@ def run_worlds(plan: RunPlan, report: Report) -> None:
     except KeyboardInterrupt:
         for world in running.values():
             world.process.terminate()  # as if it had been interrupted itself
-        while running and _listen(report, running, ENDING):
-            pass
+        last = time.monotonic() + ENDING
+        while running and (left := last - time.monotonic()) > 0.0:
+            _listen(report, running, left, ending=True)
         raise
     finally:
         for world in running.values():
@@ -62,14 +64,20 @@ def run_worlds(plan: RunPlan, report: Report) -> None:
             world.stop()
 
 
-def _listen(report: Report, running: dict[Connection, _World], timeout: float | None = None) -> bool:
-    """Take the messages that are there, or wait for the first; whether there was one."""
-    ready = wait(list(running), timeout)
-    for connection in ready:
+def _listen(
+    report: Report, running: dict[Connection, _World], timeout: float | None = None, ending: bool = False
+) -> None:
+    """Take the messages that are there, or wait for the first. ending: a process may end without a word."""
+    for connection in wait(list(running), timeout):
         assert isinstance(connection, Connection)
-        if running[connection].hear(report):
+        try:
+            over = running[connection].hear(report)
+        except Unavailable:
+            if not ending:
+                raise
+            over = True
+        if over:
             running.pop(connection).stop()
-    return bool(ready)
 
 
 @dataclass
@@ -87,7 +95,13 @@ class _World:
         here, there = context.Pipe(duplex=False)
         shown = report.console.is_terminal, report.console.width, report.verbose
         process = context.Process(target=_run_one, args=(there, plan, size, *shown), name=f"world {size}")
-        process.start()
+        # Ctrl-C reaches every process of a terminal: only this one heeds it, and tells the others by SIGTERM. What is
+        # blocked here while a process starts is blocked there for good.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         there.close()
         return cls(size, process, here)
 
@@ -130,11 +144,10 @@ class _World:
 
 
 def _run_one(connection: Connection, plan: RunPlan, world: int, terminal: bool, width: int, verbose: bool) -> None:
-    """Ctrl-C reaches every process of a terminal: only the first one heeds it, and tells the others by SIGTERM."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _interrupt)
+    told = _Told(connection)
+    signal.signal(signal.SIGTERM, told.interrupt)
     console = Console(file=cast(IO[str], _Lines(connection)), width=width, force_terminal=terminal)
-    report = Report(console, verbose=verbose, progress=_Told(connection))
+    report = Report(console, verbose=verbose, progress=told)
     try:
         _draw_and_check(plan, report, world)
     except KeyboardInterrupt:
@@ -145,11 +158,6 @@ def _run_one(connection: Connection, plan: RunPlan, world: int, terminal: bool, 
         connection.send(("error", error))
         return
     connection.send(("over", (report.to_dict(), report.rows)))
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise KeyboardInterrupt
 
 
 def _draw_and_check(plan: RunPlan, report: Report, world: int) -> None:
@@ -179,11 +187,17 @@ class _Lines(io.TextIOBase):
             self.write(line)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Told:
-    """A `verification.report.progress.Progress`, and its parts, whose events are messages."""
+    """A `verification.report.progress.ShownProgress`, and its parts, whose events are messages."""
 
     connection: Connection
+    interrupted: bool = False
+
+    def interrupt(self, signum: int, frame: FrameType | None) -> None:
+        self.interrupted = True
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise KeyboardInterrupt
 
     def __enter__(self) -> _Told:
         return self
@@ -198,6 +212,8 @@ class _Told:
 
     def advance(self, worst: float) -> None:
         self.connection.send(("advance", worst))
+        if self.interrupted:  # and what was raised then came to a place that drops exceptions, such as __del__
+            raise KeyboardInterrupt
 
     def end(self) -> None:
         self.connection.send(("end", None))
