@@ -27,8 +27,8 @@ MOST_RANKS = {"gloo": 64, "sim": 1024, "nccl": 64}  # by backend
 
 @dataclass(frozen=True)
 class Profile:
-    """How much to draw: in words, and as examples on one or two ranks. More ranks are slower, find hardly more, and get
-    fewer examples.
+    """How much to draw: in words, and as examples on two ranks. One rank sends nothing, and gets fewer; more ranks are
+    slower and find hardly more, and get fewer as well.
     """
 
     about: str
@@ -39,7 +39,7 @@ class Profile:
 
 # "nightly" is `verification.cli.nightly`: rounds of these, until time is over.
 PROFILES = {
-    "quick": Profile("four minutes", 1250, 30),
+    "quick": Profile("five minutes", 1095, 30),
     "ci": Profile("a quarter of an hour", 8000, 60),
     "thorough": Profile("two hours", 60_000, 200, remembers=True),
 }
@@ -63,7 +63,8 @@ class RunPlan:
     def examples_for(self, world: int) -> int:
         if self.examples is not None:
             return self.examples
-        return max(10, self.profile.examples * 4 // max(2, world) ** 2)
+        share = 0.75 if world == 1 else (2 / world) ** 2
+        return max(10, round(self.profile.examples * share))
 
 
 def check_case(backend: Backend, case: Case) -> dict[str, float]:
