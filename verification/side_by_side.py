@@ -44,38 +44,45 @@ def run_worlds(plan: RunPlan, report: Report) -> None:
     Raises what one of them raised, KeyboardInterrupt, and Unavailable for one that ended without a word.
     """
     waiting, running = list(plan.worlds), dict[Connection, _World]()
+    found = dict[int, RunRecord]()
     try:
         while waiting or running:
             while waiting and len(running) < plan.jobs:
                 world = _World.begin(plan, report, waiting.pop(0))
                 running[world.connection] = world
-            _listen(report, running)
+            _listen(report, running, found)
     except KeyboardInterrupt:
         for world in running.values():
             world.process.terminate()  # as if it had been interrupted itself
         last = time.monotonic() + ENDING
         while running and (left := last - time.monotonic()) > 0.0:
-            _listen(report, running, left, ending=True)
+            _listen(report, running, found, left, ending=True)
         raise
     finally:
         for world in running.values():
             world.process.terminate()
         for world in running.values():
             world.stop()
+        for size in plan.worlds:  # whichever was done first
+            if size in found:
+                report.add(found[size])
 
 
 def _listen(
-    report: Report, running: dict[Connection, _World], timeout: float | None = None, ending: bool = False
-) -> None:
+    report: Report, running: dict[Connection, _World], found: dict[int, RunRecord], timeout: float | None = None,
+    ending: bool = False,
+) -> None:  # fmt: skip
     """Take the messages that are there, or wait for the first. ending: a process may end without a word."""
     for connection in wait(list(running), timeout):
         assert isinstance(connection, Connection)
+        world, over = running[connection], ending
         try:
-            over = running[connection].hear(report)
+            over = world.hear(report)
         except Unavailable:
             if not ending:
                 raise
-            over = True
+        if world.record is not None:
+            found[world.size] = world.record
         if over:
             running.pop(connection).stop()
 
@@ -88,6 +95,7 @@ class _World:
     process: SpawnProcess
     connection: Connection
     part: RunPart | None = None
+    record: RunRecord | None = None  # once it is over
 
     @classmethod
     def begin(cls, plan: RunPlan, report: Report, size: int) -> _World:
@@ -123,11 +131,10 @@ class _World:
         elif kind == "end" and self.part is not None:
             self.part.end()
         elif kind == "over":
-            record = RunRecord()
             data, rows = what
-            record.restore(data)
-            record.rows = rows
-            report.add(record)
+            self.record = RunRecord()
+            self.record.restore(data)
+            self.record.rows = rows
         elif kind == "error":
             raise what
         return kind == "over"

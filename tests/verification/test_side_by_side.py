@@ -76,8 +76,9 @@ def test_a_process_that_cannot_go_on_ends_the_run(tmp_path: Path, monkeypatch: p
 def test_an_interrupt_reports_what_held_until_then(tmp_path: Path) -> None:
     """Ctrl-C reaches all processes of a terminal at once."""
     words = ["run", "--world", "1,2", "--examples", "100000", "--real-size", "0", "--backend", "sim", "--jobs", "2"]
+    heeding = "env", "--default-signal=INT"  # what a shell starts in the background ignores it, and so would this
     run = subprocess.Popen(
-        [sys.executable, "-m", "verification", *words, "--failures", str(tmp_path)], stdout=subprocess.PIPE,
+        [*heeding, sys.executable, "-m", "verification", *words, "--failures", str(tmp_path)], stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, start_new_session=True, cwd=ROOT,
     )  # fmt: skip
     assert run.stdout is not None

@@ -37,7 +37,6 @@ _heads = st.sampled_from(HEADS)
 _head_dims = st.sampled_from((1, 2, 4, 8, 3, 5, 16, 7, 12, 1, 2, 4, 8, 16, 32, 64))
 _dtypes = st.sampled_from(("float32", "float64", "bfloat16", "float16"))
 _orders = st.sampled_from(("contiguous", "zigzag", "striped", "hilbert", "spliced", "paired", "shuffled", "permuted"))
-_folded_orders = st.sampled_from(("striped", "striped", "zigzag", "spliced"))
 _exchanges = st.sampled_from(("ring", "direct", "gather"))
 _kernels = st.sampled_from(("auto", "math", "flash"))
 _lse = st.sampled_from(("unused", "returned", "differentiated", "alone", "apart"))
@@ -322,34 +321,6 @@ def long_cases(draw: Draw, world: int) -> Case:
         scale=None, score_scale=1.0, values="normal", seed=draw(_seeds), exchange=draw(_exchanges),
         bucket=draw(st.sampled_from((64, 40, 2 * MOST_TOKENS))), kernel="math", lse="unused", strided=False,
         measured=True,
-    )  # fmt: skip
-
-
-@st.composite
-def plan_cases(draw: Draw, world: int) -> Case:
-    """Cases whose plans are looked at, not what is computed: longer sequences, of many segments, in calls from a few
-    tokens to several shards.
-    """
-    tokens = max(draw(st.integers(1, 4 * MOST_TOKENS)), draw(_tokens[MOST_TOKENS]))
-    heads, kv_heads = draw(_heads)
-    case = Case(
-        world=world, group=None, tokens=tokens, order=draw(_orders), cuts=cuts_of(draw, tokens, world),
-        pattern=pattern_of(draw, tokens, heads), batch=1, heads=heads, kv_heads=kv_heads, head_dim=1, dtype="float32",
-        scale=None, score_scale=1.0, values="normal", seed=draw(_seeds), exchange=draw(_exchanges),
-        bucket=draw(st.integers(1 + tokens // 32, 2 * tokens)), kernel="math", lse="unused", strided=False,
-    )  # fmt: skip
-    return _folded(draw, case) if draw(_flags) else case
-
-
-def _folded(draw: Draw, case: Case) -> Case:
-    """Many segments of one shape, of each of which every rank has as many tokens: folds of the keys of several ranks,
-    which by `gather` are all there at once.
-    """
-    segment = case.world * (1 + draw(_quarters))
-    return replace(
-        case, tokens=segment * -(-case.tokens // segment), order=draw(_folded_orders), cuts=None,
-        pattern=Pattern((Branch(segment, 1 + draw(_flags)),), draw(_quarters) == 3),
-        exchange="gather" if draw(_flags) else case.exchange,
     )  # fmt: skip
 
 

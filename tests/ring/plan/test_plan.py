@@ -23,17 +23,18 @@ from ring.plan.blocks import blocks_of
 from ring.plan.plan import EXCHANGES, plan_of
 from ring.plan.tile import Mask
 from ring.plan.tiling import LEAST_ROWS
-from tests.support.plan_walk import Array, Setting, Walk, drawn_settings, listed, rank_of_position
+from tests.support.plan_settings import drawn_settings, listed, rank_of_position
+from verification.run.plan_walk import Array, PlanSetting, PlanWalk
 
 # --- a dense look at the same ---
 
 
-def dense_multiplicity(setting: Setting) -> Array:
+def dense_multiplicity(setting: PlanSetting) -> Array:
     at = torch.arange(setting.layout.n)
     return multiplicity(setting.pattern, at, at, setting.heads).numpy()
 
 
-def needs_by_block(setting: Setting) -> list[tuple[int, Array]]:
+def needs_by_block(setting: PlanSetting) -> list[tuple[int, Array]]:
     """(width, needed): needed[dst, key position], for every branch and offset. The own keys count too."""
     n, p = setting.layout.n, setting.p
     at, rank_of = torch.arange(n), rank_of_position(setting.layout)
@@ -49,7 +50,7 @@ def needs_by_block(setting: Setting) -> list[tuple[int, Array]]:
     return found
 
 
-def expected_sent(setting: Setting) -> list[int]:
+def expected_sent(setting: PlanSetting) -> list[int]:
     """Slots that each rank has to send forward: the least that the exchange can do with."""
     p, sent, owner = setting.p, [0] * setting.p, rank_of_position(setting.layout)
     if setting.exchange == "gather":
@@ -69,8 +70,8 @@ def expected_sent(setting: Setting) -> list[int]:
 # --- what holds for every plan ---
 
 
-def check(setting: Setting) -> None:
-    walk = Walk(setting).go()
+def check(setting: PlanSetting) -> None:
+    walk = PlanWalk(setting).go()
     assert (walk.pairs == dense_multiplicity(setting)).all(), "pairs differ from the pattern's multiplicity"
     assert (walk.got == walk.due).all(), "a gradient is lost, doubled or sent to another row"
     assert walk.sent == expected_sent(setting)
@@ -78,7 +79,7 @@ def check(setting: Setting) -> None:
     check_sizes(setting)
 
 
-def check_nothing_in_vain(setting: Setting, walk: Walk) -> None:
+def check_nothing_in_vain(setting: PlanSetting, walk: PlanWalk) -> None:
     received = [0] * setting.p
     for identity, ranks in walk.received_on.items():
         assert len(set(ranks)) == len(ranks) and walk.owner[identity] not in ranks, "a slot is sent to where it was"
@@ -94,7 +95,7 @@ def check_nothing_in_vain(setting: Setting, walk: Walk) -> None:
     assert walk.returned == received, "every received slot sends its gradient on once"
 
 
-def check_sizes(setting: Setting) -> None:
+def check_sizes(setting: PlanSetting) -> None:
     if setting.exchange == "gather":
         return
     widths = [block.width for block in blocks_of(setting.pattern, setting.layout.n, setting.heads, setting.kv_heads)]
@@ -107,24 +108,24 @@ def check_sizes(setting: Setting) -> None:
 @pytest.mark.slow
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(drawn_settings())
-@example(Setting(Pattern.dense(), Layout.contiguous(0, 3), 2, 1, "ring", 4))
+@example(PlanSetting(Pattern.dense(), Layout.contiguous(0, 3), 2, 1, "ring", 4))
 # A distance that is cut is a round by itself, whatever room the one before left.
-@example(Setting(Pattern((Branch(8, 1),)), Layout.from_cuts([0, 1, 2, 3, 8, 9, 4, 5, 6, 7], (0, 5, 6, 10, 10)),
+@example(PlanSetting(Pattern((Branch(8, 1),)), Layout.from_cuts([0, 1, 2, 3, 8, 9, 4, 5, 6, 7], (0, 5, 6, 10, 10)),
                  1, 1, "direct", 2))  # fmt: skip
 # Two branches whose heads read the same keys: gathered, listed, and of grids that meet in every other segment.
-@example(Setting(Pattern((Branch(None, 1, 0, range(0, 1)), Branch(None, 1, 0, range(1, 2)))),
+@example(PlanSetting(Pattern((Branch(None, 1, 0, range(0, 1)), Branch(None, 1, 0, range(1, 2)))),
                  Layout.contiguous(8, 2), 2, 1, "gather", 1000))  # fmt: skip
-@example(Setting(Pattern((Branch(8, 2, 0, range(0, 1)), Branch(4, 1, 0, range(1, 2)))),
+@example(PlanSetting(Pattern((Branch(8, 2, 0, range(0, 1)), Branch(4, 1, 0, range(1, 2)))),
                  Layout.from_cuts([0, 4, 6, 7, 1, 3, 8, 9, 10, 11, 2, 5, 12, 13, 14, 15], (0, 16)),
                  4, 2, "ring", 4))  # fmt: skip
-@example(Setting(Pattern((Branch(4, 2, (0, 1), range(0, 2)), Branch(6, 2, 0, range(2, 3)))),
+@example(PlanSetting(Pattern((Branch(4, 2, (0, 1), range(0, 2)), Branch(6, 2, 0, range(2, 3)))),
                  Layout.from_cuts(list(range(10)), (0, 4, 10)), 3, 1, "ring", 1000))  # fmt: skip
 # A diagonal that begins at the third key of a message, whose keys take two slots each.
-@example(Setting(Pattern.dense(True), Layout.from_cuts([*range(0, 12, 2), *range(1, 12, 2)], (0, 8, 12)),
+@example(PlanSetting(Pattern.dense(True), Layout.from_cuts([*range(0, 12, 2), *range(1, 12, 2)], (0, 8, 12)),
                  2, 2, "ring", 1000))  # fmt: skip
-@example(Setting(Pattern.dense(True), Layout.zigzag(12, 3), 2, 1, "ring", 2))
-@example(Setting(Pattern.longnet((4, 8), (1, 2), 4, True), Layout.striped(24, 4), 4, 2, "direct", 3))
-def test_a_plan_computes_sends_and_returns_exactly_what_the_pattern_says(setting: Setting) -> None:
+@example(PlanSetting(Pattern.dense(True), Layout.zigzag(12, 3), 2, 1, "ring", 2))
+@example(PlanSetting(Pattern.longnet((4, 8), (1, 2), 4, True), Layout.striped(24, 4), 4, 2, "direct", 3))
+def test_a_plan_computes_sends_and_returns_exactly_what_the_pattern_says(setting: PlanSetting) -> None:
     check(setting)
 
 
@@ -148,7 +149,7 @@ def test_interleaved_runs(runs: tuple[range, ...], pattern: Pattern, exchange: s
     for cuts in ((0, 7, 12, 20), (0, 3, 3, 20), (0, 10, 16, 20)):
         layout = Layout.from_cuts(order, cuts)
         assert layout.runs is not None
-        check(Setting(pattern, layout, 2, 1, exchange, bucket))
+        check(PlanSetting(pattern, layout, 2, 1, exchange, bucket))
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
@@ -158,7 +159,7 @@ def test_segments_that_look_alike_but_for_the_step_of_their_keys(causal: bool, e
     order = [0, 1, 2, 3, 8, 10, 4, 5, 6, 7, 12, 13, 14, 15, 9, 11]
     layout = Layout.from_cuts(order, (0, 6, 16, 16))
     assert layout.runs is not None
-    check(Setting(Pattern((Branch(8, 2),), causal), layout, 2, 1, exchange, 1000))
+    check(PlanSetting(Pattern((Branch(8, 2),), causal), layout, 2, 1, exchange, 1000))
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
@@ -167,7 +168,7 @@ def test_segments_that_look_alike_but_for_the_step_of_their_keys(causal: bool, e
 def test_sixteen_ranks(order: str, causal: bool, exchange: str) -> None:
     layout = getattr(Layout, order)(50, 16)
     pattern = Pattern((Branch(24, 2, (0, 1, 1, 0)), Branch(7, 3, 2, range(1, 3)), Branch(None, 4)), causal)
-    check(Setting(pattern, layout, 4, 2, exchange, 2))
+    check(PlanSetting(pattern, layout, 4, 2, exchange, 2))
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
@@ -175,22 +176,22 @@ def test_numpy_has_nothing_to_warn_of(exchange: str) -> None:
     """A warning would be the user's to see."""
     for n, pattern in ((0, Pattern.dense()), (24, Pattern.longnet((8, 24), (1, 3), 2, True))):
         with np.errstate(all="raise"):
-            assert len(Setting(pattern, Layout.zigzag(n, 3), 2, 1, exchange, 5).plans) == 3
+            assert len(PlanSetting(pattern, Layout.zigzag(n, 3), 2, 1, exchange, 5).plans) == 3
 
 
 @settings(max_examples=60, deadline=None)
 @given(drawn_settings())
-def test_runs_and_listing_plan_the_same_pairs(setting: Setting) -> None:
+def test_runs_and_listing_plan_the_same_pairs(setting: PlanSetting) -> None:
     if setting.layout.n:
-        same = Setting(
+        same = PlanSetting(
             setting.pattern, listed(setting.layout), setting.heads, setting.kv_heads, setting.exchange, setting.bucket
         )
         check(same)
         if setting.layout.runs is not None:
-            assert Walk(same).go().sent == Walk(setting).go().sent
+            assert PlanWalk(same).go().sent == PlanWalk(setting).go().sent
 
 
-def check_calls(setting: Setting) -> None:
+def check_calls(setting: PlanSetting) -> None:
     """No kernel call takes more key tokens than the bucket, or more query rows, or LEAST_ROWS, than that."""
     for plan in setting.plans:
         for tile in [*plan.local, *(tile for step in plan.steps for tile in step.tiles)]:
@@ -217,9 +218,9 @@ def test_no_call_takes_more_than_the_bucket(branch: Branch, keys_of_each: int, c
     late = sum(x % length < keys_of_each for x in range(n))
     layout = Layout.from_cuts(order, (0, n - late, n))
     for bucket in range(1, n + 1):
-        check_calls(Setting(Pattern((branch,), causal), layout, 3, 3, exchange, bucket))
+        check_calls(PlanSetting(Pattern((branch,), causal), layout, 3, 3, exchange, bucket))
     for bucket in (1, 7, 20):
-        check(Setting(Pattern((branch,), causal), layout, 3, 3, exchange, bucket))
+        check(PlanSetting(Pattern((branch,), causal), layout, 3, 3, exchange, bucket))
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
@@ -227,7 +228,7 @@ def test_no_call_takes_more_than_the_bucket(branch: Branch, keys_of_each: int, c
 def test_keys_of_two_ranks_in_one_call_are_no_more_than_the_bucket(bucket: int, exchange: str) -> None:
     """10 segments of 6, of each of which three ranks hold two: folded over segments, and joined from two ranks."""
     order = sorted(range(60), key=lambda x: (x % 6 // 2, x))
-    check_calls(Setting(Pattern((Branch(6),)), Layout.from_cuts(order, (0, 20, 40, 60)), 1, 1, exchange, bucket))
+    check_calls(PlanSetting(Pattern((Branch(6),)), Layout.from_cuts(order, (0, 20, 40, 60)), 1, 1, exchange, bucket))
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
@@ -237,13 +238,13 @@ def test_query_rows_that_see_the_same_keys_in_one_call_are_no_more_than_the_buck
     that do not. Cut at 16, and folded over segments, the 2 and the 4 are too many for one call, but not each."""
     order = sorted(range(168), key=lambda x: (x % 21 == 14, x))
     layout = Layout.from_cuts(order, (0, 160, 168))
-    check_calls(Setting(Pattern((Branch(21),), True), layout, 1, 1, exchange, bucket))
+    check_calls(PlanSetting(Pattern((Branch(21),), True), layout, 1, 1, exchange, bucket))
 
 
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(drawn_settings())
-def test_no_call_takes_more_than_any_bucket(setting: Setting) -> None:
+def test_no_call_takes_more_than_any_bucket(setting: PlanSetting) -> None:
     for bucket in range(1, setting.layout.n + 1):
         check_calls(replace(setting, bucket=bucket))
 
@@ -252,14 +253,14 @@ def test_no_call_takes_more_than_any_bucket(setting: Setting) -> None:
 def test_a_message_of_one_row_behind_one_beyond_the_cap(bucket: int) -> None:
     """One rank to the next: up to 9 rows, in chunks; to the one after that, the one token of rank 0."""
     layout = Layout.from_cuts(range(20), (0, 1, 10, 20))
-    check(Setting(Pattern.dense(True), layout, 1, 1, "direct", bucket))
+    check(PlanSetting(Pattern.dense(True), layout, 1, 1, "direct", bucket))
 
 
 def test_every_kind_of_mask_and_address_occurs() -> None:
     """The settings above reach the cases that the plan tells apart: none of the branches in the code is untested."""
     masks, listed_rows, folded, relayed, carried = set(), False, False, False, False
     for layout in (Layout.contiguous(24, 2), Layout.zigzag(24, 3), Layout.striped(24, 3), Layout.hilbert(24, 3)):
-        setting = Setting(Pattern.longnet((8, 24), (1, 3), 2, True), layout, 2, 1, "ring", 8)
+        setting = PlanSetting(Pattern.longnet((8, 24), (1, 3), 2, True), layout, 2, 1, "ring", 8)
         for plan in setting.plans:
             tiles = [*plan.local, *(tile for step in plan.steps for tile in step.tiles)]
             masks |= {tile.mask for tile in tiles}
@@ -273,7 +274,7 @@ def test_every_kind_of_mask_and_address_occurs() -> None:
 def test_more_bucket_means_fewer_steps_and_one_is_enough_without_a_cap() -> None:
     for exchange in ("ring", "direct"):
         steps = [
-            len(Setting(Pattern.dense(), Layout.contiguous(64, 4), 2, 2, exchange, bucket).plans[0].steps)
+            len(PlanSetting(Pattern.dense(), Layout.contiguous(64, 4), 2, 2, exchange, bucket).plans[0].steps)
             for bucket in (1, 4, 16, 64)
         ]
         assert steps == sorted(steps, reverse=True) and steps[0] == 16 * 3
@@ -282,7 +283,7 @@ def test_more_bucket_means_fewer_steps_and_one_is_enough_without_a_cap() -> None
 
 def test_a_segment_within_a_rank_sends_nothing() -> None:
     for exchange in ("ring", "direct"):
-        setting = Setting(Pattern.longnet((4, 8), (1, 2), 2), Layout.contiguous(64, 4), 2, 2, exchange, 4)
+        setting = PlanSetting(Pattern.longnet((4, 8), (1, 2), 2), Layout.contiguous(64, 4), 2, 2, exchange, 4)
         assert all(plan.steps == () and plan.sizes.receive == plan.sizes.send == 0 for plan in setting.plans)
 
 
@@ -344,7 +345,7 @@ def test_own_keys_per_call_by_default() -> None:
 
 @pytest.mark.parametrize("rate", (1, 2))
 def test_a_zigzag_shard_meets_itself_in_one_causal_call(rate: int) -> None:
-    for plan in Setting(Pattern((Branch(None, rate),), True), Layout.zigzag(48, 3), 1, 1, "ring", 48).plans:
+    for plan in PlanSetting(Pattern((Branch(None, rate),), True), Layout.zigzag(48, 3), 1, 1, "ring", 48).plans:
         (tile,) = plan.local
         assert tile.mask is Mask.CAUSAL and tile.query_rows.length == tile.key_rows.length == 16 // rate
 
@@ -352,7 +353,7 @@ def test_a_zigzag_shard_meets_itself_in_one_causal_call(rate: int) -> None:
 @pytest.mark.parametrize("bucket", (32, 64))
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_both_halves_of_a_zigzag_shard_read_the_keys_of_another_rank_in_one_call(exchange: str, bucket: int) -> None:
-    for plan in Setting(Pattern.dense(), Layout.zigzag(64, 2), 1, 1, exchange, bucket).plans:
+    for plan in PlanSetting(Pattern.dense(), Layout.zigzag(64, 2), 1, 1, exchange, bucket).plans:
         (step,) = plan.steps
         (tile,) = step.tiles
         assert tile.query_rows.length == tile.key_rows.length == 32
@@ -374,5 +375,5 @@ def test_slots_that_one_tile_reads_are_written_once() -> None:
     longnet = Pattern.longnet((128, 256), (1, 4), 4, causal=True)
     for pattern in (Pattern.dense(True), longnet):
         for bucket, exchange, once in ((256, "direct", True), (8, "direct", False), (256, "ring", False)):
-            plans = Setting(pattern, layout, 4, 2, exchange, bucket).plans
+            plans = PlanSetting(pattern, layout, 4, 2, exchange, bucket).plans
             assert all(step.once for plan in plans for step in plan.steps) == once

@@ -19,7 +19,8 @@ from ring.plan.range_pairs import pair_up
 from ring.plan.ranges import Ranges, Subranges, joined, ranges_of
 from ring.plan.tile import Mask
 from ring.plan.tiling import masked
-from tests.support.plan_walk import Array, layouts, listed, listed_heads, patterns, rank_of_position
+from tests.support.plan_settings import layouts, listed, patterns, rank_of_position
+from verification.run.plan_walk import Array, listed_heads
 
 # --- ranges, range pairs and needs ---
 

@@ -17,6 +17,7 @@ from verification.check.laws.no_weight import NO_SCORE_NO_WEIGHT
 from verification.check.laws.non_finite import NON_FINITE_PROPAGATES
 from verification.check.laws.order import BATCHES_AND_HEADS_PERMUTE
 from verification.check.laws.orders import CALLS_ARE_NOT_CONFUSED
+from verification.check.laws.plans import PLANS_COMPUTE_THE_PATTERN
 from verification.check.laws.ranks import SAME_ANYWHERE
 from verification.check.laws.sizes import LONG_PLANS
 from verification.check.laws.values import PATTERNS_AND_LAYOUTS_ARE_VALUES
@@ -39,6 +40,7 @@ LAWS = (
     ERROR_DOES_NOT_GROW,
     PATTERNS_ARE_AS_PUBLISHED,
     PATTERNS_AND_LAYOUTS_ARE_VALUES,
+    PLANS_COMPUTE_THE_PATTERN,
     LONG_PLANS,
     CALLS_KEEP_TO_THE_BUCKET,
     DEFAULTS_ARE_AS_DOCUMENTED,

@@ -24,7 +24,7 @@ from reference import closed_forms, cost, fields
 from reference.pattern import Branch, Pattern
 from verification.case import Case
 from verification.check.laws.law import MOST_INTEGER, How, Law
-from verification.draw.cases import plan_cases
+from verification.draw.plan_cases import plan_cases
 from verification.failures import WrongResult
 from verification.run.backends import Backend
 from verification.run.plan_outline import CallOutline, PlanOutline, Strip, outline, refusals

@@ -1,33 +1,42 @@
-"""Settings to draw for plans, and the walk: a plan of all ranks, followed with numbers in place of data."""
+"""The plans of all ranks, followed with numbers in place of keys, values and gradients.
+
+Nothing here shares code with the plan: the pairs that the tiles compute are counted, every slot that travels says whose
+row and head it is, and gradients are random numbers whose sums (mod 2^64) must come back to the owner.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import strategies as st
 
-from reference.pattern import Branch, Pattern
-from ring.layout import Layout
+from reference.limits import CallLimits
+from reference.pattern import Pattern
+from ring import Layout
 from ring.plan.blocks import Heads
-from ring.plan.plan import EXCHANGES, Plan, SlotMap, plan_of
+from ring.plan.plan import Plan, SlotMap, plan_of
 from ring.plan.rows import Rows
 from ring.plan.schedule import Transfer
-from ring.plan.tile import Mask, Tile
+from ring.plan.tile import Mask, Tile, is_everything
 
 Array = np.ndarray
 NOTHING = -1  # an address to which nothing was written
 
 
-# --- what is drawn ---
+class WrongPlan(Exception):
+    """What a plan does that no plan may."""
+
+
+def _must(holds: bool | np.bool_, otherwise: str) -> None:
+    if not holds:
+        raise WrongPlan(otherwise)
 
 
 @dataclass(frozen=True)
-class Setting:
+class PlanSetting:
     pattern: Pattern
     layout: Layout
     heads: int
@@ -49,80 +58,11 @@ class Setting:
         return [plan_of(self.pattern, self.layout, rank, *arguments) for rank in range(self.p)]
 
 
-def listed(layout: Layout) -> Layout:
-    """The same layout as a listing, whatever it is kept as."""
-    order = torch.cat([layout.positions(rank) for rank in range(layout.world_size)])
-    return Layout(layout.n, layout.cuts, None, order.numpy())
-
-
-def rank_of_position(layout: Layout) -> Array:
-    ranks = np.zeros(layout.n, np.int64)
-    for rank in range(layout.world_size):
-        ranks[layout.positions(rank).numpy()] = rank
-    return ranks
-
-
-@st.composite
-def layouts(draw: Any, most_tokens: int = 28, worlds: tuple[int, ...] = (2, 3, 1, 4, 5, 6, 2, 3, 4, 16)) -> Layout:
-    p, n = draw(st.sampled_from(worlds)), draw(st.integers(0, most_tokens))
-    kinds = ("contiguous", "zigzag", "striped", "hilbert", "uneven", "runs", "shuffled", "runs", "runs")
-    kind = draw(st.sampled_from(kinds))
-    if kind in ("contiguous", "zigzag", "striped", "hilbert"):
-        return getattr(Layout, kind)(n, p)
-    order = list(range(n))
-    if kind == "runs":  # of one step or of two, next to one another and interleaved
-        middle, steps = draw(st.integers(0, n)), (draw(st.integers(1, 3)), draw(st.integers(1, 3)))
-        runs = [range(r, middle, steps[0]) for r in range(steps[0])]
-        runs += [range(middle + r, n, steps[1]) for r in range(steps[1])]
-        if draw(st.booleans()):
-            runs = [runs[0][::2], runs[0][1::2], *runs[1:]]
-        order = [position for run in draw(st.permutations(runs)) for position in run]
-    if kind == "shuffled":
-        order = draw(st.permutations(order))
-    return Layout.from_cuts(order, (0, *sorted(draw(st.integers(0, n)) for _ in range(p - 1)), n))
-
-
-@st.composite
-def patterns(draw: Any, heads: int, most_branches: int = 3) -> Pattern:
-    branches = []
-    for _ in range(draw(st.integers(1, most_branches))):
-        rate = draw(st.sampled_from((1, 2, 3, 4, 5, 1, 2)))
-        length = draw(st.sampled_from((None, 1, 2, 3, 4, 5, 7, 8, 12, 16, 64)))
-        served, count = None, heads
-        if draw(st.integers(0, 3)) == 3:
-            first = draw(st.integers(0, heads - 1))
-            served = range(first, draw(st.integers(first + 1, heads)))
-            count = len(served)
-        offset = st.integers(0, rate - 1)
-        per_head = draw(st.booleans())
-        branches.append(
-            Branch(length, rate, tuple(draw(offset) for _ in range(count)) if per_head else draw(offset), served)
-        )
-    return Pattern(tuple(branches), draw(st.booleans()))
-
-
-@st.composite
-def drawn_settings(draw: Any) -> Setting:
-    kv_heads = draw(st.sampled_from((1, 2, 3)))
-    heads = kv_heads * draw(st.sampled_from((1, 2, 3)))
-    return Setting(
-        draw(patterns(heads)),
-        draw(layouts()),
-        heads,
-        kv_heads,
-        draw(st.sampled_from(EXCHANGES)),
-        draw(st.sampled_from((1, 2, 3, 5, 8, 1000))),
-    )
-
-
-# --- the walk ---
-
-
 def addresses(slot_map: SlotMap) -> tuple[Array, Array, Array]:
     """Row, head and slot of everything in a pack, flat."""
     rows, heads = np.broadcast_arrays(slot_map.rows.listed()[:, :, None], listed_heads(slot_map.heads)[:, 0])
     slots = slot_map.slots.listed()[:, :, None] + listed_heads(slot_map.columns)[:, 0]
-    assert slots.shape == rows.shape
+    _must(slots.shape == rows.shape, "as many slots as rows and heads are packed")
     return rows.ravel(), heads.ravel(), slots.ravel()
 
 
@@ -141,22 +81,30 @@ def visible(tile: Tile) -> Array:
     if tile.mask is Mask.FULL:
         return np.ones((folds, queries, keys), bool)
     if tile.mask is Mask.CAUSAL:
-        assert queries == keys
+        _must(queries == keys, "a causal tile has as many rows as keys")
         return np.broadcast_to(np.tril(np.ones((queries, keys), bool)), (folds, queries, keys))
     assert tile.query_positions is not None and tile.key_positions is not None
     query, key = tile.query_positions.numpy(), tile.key_positions.numpy()
-    assert query.shape == (folds, queries) and key.shape == (folds, keys)
+    _must(query.shape == (folds, queries) and key.shape == (folds, keys), "positions for the mask are (folds, rows)")
     return key[:, None, :] <= query[:, :, None]
 
 
-class Walk:
-    """All ranks of a setting, step by step, in the order of `ring.comm.exchange`. Asserts on the way, counts for
-    afterwards.
+def _within_limits(setting: PlanSetting, rows: Array, keys: Array) -> None:
+    """Of one call: rows (F, G, Lq), keys (F, G, Lk)."""
+    folds, limits = len(keys), CallLimits(setting.bucket, setting.bucket, setting.kv_heads)
+    _must(keys[:, 0].size <= limits.keys(False, folds), "more keys in a call than the bucket")
+    _must(keys.size <= limits.key_vectors(False, folds), "more keys and heads in a call than the bucket")
+    _must(rows[:, 0].size <= limits.rows(False, folds), "more query rows in a call than the bucket")
+
+
+class PlanWalk:
+    """All ranks of a setting, step by step, in the order of `ring.comm.exchange`. What is wrong on the way raises
+    WrongPlan; what is counted is for afterwards: `pairs`, `due` and `got`, `sent` and `returned`.
 
     Every slot that leaves its owner gets a number, its identity: it says whose row and head it is.
     """
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: PlanSetting) -> None:
         self.setting, self.plans, p = setting, setting.plans, setting.p
         n, cuts = setting.layout.n, setting.layout.cuts
         self.cuts = cuts
@@ -183,10 +131,13 @@ class Walk:
     def _noise(self, size: int) -> Array:
         return self.random.integers(0, 2**63, size, dtype=np.uint64)
 
-    def go(self) -> Walk:
-        assert len({len(plan.steps) for plan in self.plans}) == 1, "ranks walk unequally many steps"
+    def go(self) -> PlanWalk:
+        _must(len({len(plan.steps) for plan in self.plans}) == 1, "ranks walk unequally many steps")
         for rank, plan in enumerate(self.plans):
-            assert plan.rank == rank and plan.tokens == self.setting.layout.counts[rank]
+            _must(
+                plan.rank == rank and plan.tokens == self.setting.layout.counts[rank],
+                "a plan is of another rank or shard",
+            )
             for tile in plan.local:
                 self._compute(rank, tile, None, None)
         in_flight: dict[tuple[int, int], list[Array]] = {}
@@ -203,7 +154,7 @@ class Walk:
             in_flight = self._send_back(number)
         if self.plans[0].steps:
             self._collect(len(self.plans[0].steps) - 1, in_flight)
-            assert all(plan.steps[-1].carried == 0 for plan in self.plans), "gradients carried past the end"
+            _must(all(plan.steps[-1].carried == 0 for plan in self.plans), "gradients carried past the end")
         return self
 
     def _in_turn(self, buffers: list[list[Array]], rank: int, number: int) -> Array:
@@ -221,7 +172,7 @@ class Walk:
             source = self._in_turn(self.receive_buffers, rank, number - 1) if step.relayed else send_buffer
             for transfer in step.sends:
                 content = self._slice(rank, transfer, source)
-                assert (content != NOTHING).all(), "sends what was never written"
+                _must((content != NOTHING).all(), "sends what was never written")
                 self.sent[rank] += len(content)
                 messages[rank, transfer.peer].append(content.copy())
         for rank, plan in enumerate(self.plans):
@@ -230,31 +181,34 @@ class Walk:
             for transfer in plan.steps[number].receives:
                 content = self._match(messages, transfer.peer, rank, transfer)
                 target = self._slice(rank, transfer, receive_buffer)
-                assert (target == NOTHING).all(), "two messages to one place"
+                _must((target == NOTHING).all(), "two messages to one place")
                 target[:] = content
                 for identity in content.tolist():
                     self.received_on[identity].append(rank)
-        assert not any(messages.values()), "a send without a receive"
+        _must(not any(messages.values()), "a send without a receive")
 
     def _pack(self, rank: int, slot_map: SlotMap, send_buffer: Array) -> None:
         rows, heads, slots = addresses(slot_map)
-        assert len(set(slots.tolist())) == len(slots) and (send_buffer[slots] == NOTHING).all(), "a slot packed twice"
-        assert slots.min() >= 0 and slots.max() < len(send_buffer)
-        assert rows.min() >= 0 and rows.max() < self.setting.layout.counts[rank]
+        _must(len(set(slots.tolist())) == len(slots) and (send_buffer[slots] == NOTHING).all(), "a slot packed twice")
+        _must(slots.min() >= 0 and slots.max() < len(send_buffer), "a slot outside of the send buffer")
+        _must(rows.min() >= 0 and rows.max() < self.setting.layout.counts[rank], "a row outside of the shard")
         send_buffer[slots] = len(self.owner) + np.arange(len(slots))
         self.owner += [rank] * len(slots)
         self.position += self.setting.order[self.cuts[rank] + rows].tolist()
         self.head += heads.tolist()
 
     def _slice(self, rank: int, transfer: Transfer, buffer: Array) -> Array:
-        assert 0 <= transfer.peer < self.setting.p and transfer.peer != rank
-        assert 0 <= transfer.start < transfer.stop <= len(buffer), "a message outside of its buffer"
+        _must(
+            0 <= transfer.peer < self.setting.p and transfer.peer != rank,
+            "a message to a rank that there is not, or to itself",
+        )
+        _must(0 <= transfer.start < transfer.stop <= len(buffer), "a message outside of its buffer")
         return buffer[transfer.start : transfer.stop]
 
     def _match(self, messages: dict[tuple[int, int], list[Array]], source: int, rank: int, transfer: Transfer) -> Array:
-        assert messages[source, rank], f"rank {rank} waits for rank {source}, which sends nothing"
+        _must(bool(messages[source, rank]), f"rank {rank} waits for rank {source}, which sends nothing")
         content = messages[source, rank].pop(0)
-        assert len(content) == transfer.stop - transfer.start, "a message of another size"
+        _must(len(content) == transfer.stop - transfer.start, "a message of another size")
         return content
 
     def _compute(
@@ -265,33 +219,48 @@ class Walk:
         query_heads, key_heads = listed_heads(tile.query_heads), listed_heads(tile.key_heads)  # (G, P), (G, 1)
         groups = len(query_heads)
         rows, keys = listed_rows(tile.query_rows, groups), listed_rows(tile.key_rows, groups)  # (F, G, Lq), (F, G, Lk)
-        assert rows.shape[0] == keys.shape[0] and key_heads.shape == (groups, 1)
-        assert len(set(rows[:, 0].ravel().tolist())) == rows[:, 0].size, "a fold writes a query row twice"
-        assert len(set(query_heads.ravel().tolist())) == query_heads.size
-        assert rows.min() >= 0 and rows.max() < setting.layout.counts[rank]
-        assert keys[:, 0].size <= setting.bucket, "more keys than the bucket"
-        assert keys.size <= setting.bucket * setting.kv_heads, "more keys and heads than the bucket"
+        _must(
+            rows.shape[0] == keys.shape[0] and key_heads.shape == (groups, 1), "folds or heads of rows and keys differ"
+        )
+        _must(len(set(rows[:, 0].ravel().tolist())) == rows[:, 0].size, "a fold writes a query row twice")
+        _must(len(set(query_heads.ravel().tolist())) == query_heads.size, "a query head twice in a tile")
+        _must(rows.min() >= 0 and rows.max() < setting.layout.counts[rank], "a query row outside of the shard")
+        _within_limits(setting, rows, keys)
+        in_order = np.array_equal(rows[:, 0].ravel(), np.arange(setting.layout.counts[rank])) and np.array_equal(
+            query_heads.ravel(), np.arange(setting.heads)
+        )
+        everything = is_everything(tile.query_rows, tile.query_heads, setting.layout.counts[rank], setting.heads)
+        _must(in_order or not everything, "a tile is taken for the whole shard in order, and is not")
         queries = setting.order[self.cuts[rank] + rows]  # positions
         if receive_buffer is None:
-            assert keys.min() >= 0 and keys.max() < setting.layout.counts[rank]
+            _must(keys.min() >= 0 and keys.max() < setting.layout.counts[rank], "a key row outside of the shard")
             positions = setting.order[self.cuts[rank] + keys]
             heads = key_heads[None] + 0 * keys
             flat = keys * setting.kv_heads + heads
         else:
             flat = keys + key_heads[None]
-            assert flat.min() >= 0 and flat.max() < len(receive_buffer)
+            _must(flat.min() >= 0 and flat.max() < len(receive_buffer), "a slot outside of the receive buffer")
             identity = receive_buffer[flat]
-            assert (identity != NOTHING).all(), "a tile reads what was not received"
+            _must((identity != NOTHING).all(), "a tile reads what was not received")
             for one in set(identity.ravel().tolist()):
                 self.read_by[one].add(rank)
-                assert self.owner[one] != rank
+                _must(self.owner[one] != rank, "a rank receives its own rows")
             positions, heads = np.array(self.position)[identity], np.array(self.head)[identity]
-        assert len(set(flat.ravel().tolist())) == flat.size, "a fold writes a key row twice"
-        assert (heads[:, :, None] == (query_heads // (setting.heads // setting.kv_heads))[None, :, :, None]).all()
+        _must(len(set(flat.ravel().tolist())) == flat.size, "a fold writes a key row twice")
+        _must(
+            (heads[:, :, None] == (query_heads // (setting.heads // setting.kv_heads))[None, :, :, None]).all(),
+            "query heads meet another key/value head",
+        )
         if tile.mask is Mask.POSITION:
             assert tile.query_positions is not None and tile.key_positions is not None
-            assert (tile.query_positions.numpy()[:, None] == queries).all()
-            assert (tile.key_positions.numpy()[:, None] == positions).all(), "heads of a tile read different rows"
+            _must(
+                (tile.query_positions.numpy()[:, None] == queries).all(),
+                "positions of the mask are not those of the query rows",
+            )
+            _must(
+                (tile.key_positions.numpy()[:, None] == positions).all(),
+                "positions of the mask are not those of the keys",
+            )
         seen = visible(tile)[:, None, None]  # (F, 1, 1, Lq, Lk)
         index = (
             query_heads[None, :, :, None, None],
@@ -324,19 +293,19 @@ class Walk:
             fresh = np.zeros(len(box), bool)
             for transfer in step.return_receives:
                 content = self._match(messages, transfer.peer, rank, transfer)
-                assert not self._slice(rank, transfer, fresh).any(), "two messages to one place"
+                _must(not self._slice(rank, transfer, fresh).any(), "two messages to one place")
                 self._slice(rank, transfer, fresh)[:] = True
                 self._slice(rank, transfer, box)[:] = content
             used = np.zeros(len(box), bool)
             used[: step.carried] = True
             for slot_map in step.scatters:
                 rows, heads, slots = addresses(slot_map)
-                assert len(set(zip(rows.tolist(), heads.tolist(), strict=True))) == len(rows), "a gradient added twice"
-                assert not used[slots].any(), "a gradient used twice"
+                _must(len(set(zip(rows.tolist(), heads.tolist(), strict=True))) == len(rows), "a gradient added twice")
+                _must(not used[slots].any(), "a gradient used twice")
                 used[slots] = True
                 positions = self.setting.order[self.cuts[rank] + rows]
                 np.add.at(self.got, (positions, heads), box[slots])
-            assert (used == fresh).all(), "gradients that come and those that are used differ"
+            _must((used == fresh).all(), "gradients that come and those that are used differ")
             if step.carried:
                 self._in_turn(self.grads, rank, number + 1)[: step.carried] += box[: step.carried]
-        assert not any(messages.values()), "a return without a receive"
+        _must(not any(messages.values()), "a return without a receive")

@@ -1,0 +1,90 @@
+"""A plan computes each pair of the pattern as often as branches see it, and nothing else; no slot is lost on the way.
+
+Plans alone are followed (`verification.run.plan_walk`): an example costs no more for being irregular, so every call of
+a rank may have another shape. Each Case is planned by every exchange, in several orders and with several buckets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from reference import fields
+from reference.cost import EXCHANGES
+from reference.exact import multiplicity
+from ring.comm.transport import Transport
+from verification.case import ORDERS, Case
+from verification.check.laws.law import MOST_INTEGER, How, Law
+from verification.draw.plan_cases import MOST_SHORT, irregular_cases
+from verification.failures import WrongResult
+from verification.run.backends import Backend
+from verification.run.layouts import layout_of
+from verification.run.plan_walk import PlanSetting, PlanWalk, WrongPlan
+
+MOST = 4  # orders, and buckets
+
+
+@st.composite
+def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
+    """orders, buckets: in place of the Case's, each with each and by every exchange."""
+    case = draw(irregular_cases(world))
+    orders = draw(st.lists(st.sampled_from(ORDERS), min_size=1, max_size=2, unique=True))
+    small = st.integers(1, max(1, case.tokens // 3))
+    buckets = [draw(small), draw(st.integers(1, 2 * MOST_SHORT))]
+    return case, {"orders": orders, "buckets": buckets}
+
+
+def check_plans(backend: Backend, case: Case, how: How) -> float:
+    """Each rank follows some of the plans; each for all ranks, since plans need no messages."""
+    chosen = product(how["orders"], EXCHANGES, how["buckets"])
+    others = [replace(case, order=order, exchange=exchange, bucket=b) for order, exchange, b in chosen]
+    backend.submit(followed, case, *others)
+    for wrong in backend.collect():
+        if wrong:
+            raise WrongResult(wrong)
+    return 0.0
+
+
+def followed(transport: Transport, case: Case, *others: Case) -> str:
+    """Task: what is wrong with the first wrong plan among those that fall to this rank; "" if nothing is."""
+    due = multiplicity(case.pattern, case.heads, case.tokens)
+    for other in others[transport.rank :: transport.world_size]:
+        setting = PlanSetting(
+            case.pattern, layout_of(other), case.heads, case.kv_heads, other.exchange, other.bucket or 1
+        )
+        try:
+            walk = PlanWalk(setting).go()
+        except WrongPlan as error:
+            return f"{_named(other)}: {error}"
+        if wrong := np.argwhere(walk.pairs != due).tolist():
+            head, query, key = wrong[0]
+            computed, seen = int(walk.pairs[head, query, key]), int(due[head, query, key])
+            return f"{_named(other)}: head {head} of query {query} takes key {key} {computed} times, must be {seen}"
+        if wrong := np.argwhere(walk.got != walk.due).tolist():
+            return f"{_named(other)}: gradients of position {wrong[0][0]}, head {wrong[0][1]}, are lost or doubled"
+    return ""
+
+
+def _named(case: Case) -> str:
+    return f"{case.order} by {case.exchange} with a bucket of {case.bucket}"
+
+
+def _premise(case: Case, how: Any) -> None:
+    fields.exactly("how", how, ["orders", "buckets"])
+    fields.at_most("tokens", case.tokens, MOST_SHORT)
+    if case.group is not None:
+        raise ValueError(f"group is {case.group}; for the law of plans it must be None")
+    for name in ("orders", "buckets"):
+        if not isinstance(how[name], list) or not 1 <= len(how[name]) <= MOST:
+            raise ValueError(f"{name} of how is {how[name]!r}; it must be a list of 1 to {MOST} entries")
+    for order in how["orders"]:
+        fields.choice("an entry of orders of how", order, ORDERS)
+    for bucket in how["buckets"]:
+        fields.integer("an entry of buckets of how", bucket, 1, MOST_INTEGER)
+
+
+PLANS_COMPUTE_THE_PATTERN = Law("plans compute the pattern", _draw, check_plans, _premise, share=0.08)

@@ -1,0 +1,77 @@
+"""Hypothesis strategies that draw Cases whose plans are looked at, not what is computed. They shrink as others do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
+from reference.pattern import Branch, Pattern
+from verification.case import ORDERS, Case
+from verification.draw.cases import HEADS, MOST_TOKENS, Draw, cuts_of, digits, head_range, pattern_of
+
+MOST_SHORT = 48  # tokens of a plan that is followed pair by pair
+
+_heads = st.sampled_from(HEADS)
+_orders = st.sampled_from(ORDERS)
+# By "spliced" a rank holds most of a segment, and others one or two tokens of it.
+_folded_orders = st.sampled_from(("striped", "zigzag", "spliced", "spliced"))
+_exchanges = st.sampled_from(("ring", "direct", "gather"))
+_flags = st.booleans()
+_quarters = st.integers(0, 3)
+_seeds = st.integers(0, 255)
+# Query heads of one offset that are no regular rectangle need several key/value heads with several query heads each.
+_uneven_heads = st.sampled_from(((1, 1), (2, 1), (3, 3), (4, 2), (4, 4), (6, 2), (6, 3), (8, 2), (8, 4), (9, 3)))
+_rates = st.sampled_from((1, 2, 3, 2, 4, 5))
+
+
+@st.composite
+def plan_cases(draw: Draw, world: int) -> Case:
+    """Cases whose plans are looked at, not what is computed: longer sequences, of many segments, in calls from a few
+    tokens to several shards.
+    """
+    tokens = max(draw(st.integers(1, 4 * MOST_TOKENS)), draw(st.integers(1, MOST_TOKENS)))
+    heads, kv_heads = draw(_heads)
+    case = Case(
+        world=world, group=None, tokens=tokens, order=draw(_orders), cuts=cuts_of(draw, tokens, world),
+        pattern=pattern_of(draw, tokens, heads), batch=1, heads=heads, kv_heads=kv_heads, head_dim=1, dtype="float32",
+        scale=None, score_scale=1.0, values="normal", seed=draw(_seeds), exchange=draw(_exchanges),
+        bucket=draw(st.integers(1 + tokens // 32, 2 * tokens)), kernel="math", lse="unused", strided=False,
+    )  # fmt: skip
+    return _folded(draw, case) if draw(_flags) else case
+
+
+def _folded(draw: Draw, case: Case) -> Case:
+    """Many segments of one shape, of each of which a rank has as many tokens: folds of the keys of several ranks,
+    which by `gather` are all there at once.
+    """
+    segment = case.world * (1 + draw(_quarters)) * (1 + draw(_flags))
+    return replace(
+        case, tokens=segment * -(-case.tokens // segment), order=draw(_folded_orders), cuts=None,
+        pattern=Pattern((Branch(segment, 1 + draw(_flags)),), draw(_quarters) == 3),
+        exchange="gather" if draw(_flags) else case.exchange,
+    )  # fmt: skip
+
+
+@st.composite
+def irregular_cases(draw: Draw, world: int) -> Case:
+    """Short sequences with all that is irregular at once: offsets drawn for each head, segments that divide nothing,
+    shards cut anywhere. What is folded, joined or listed then differs from call to call.
+    """
+    tokens = draw(st.integers(1, MOST_SHORT))
+    heads, kv_heads = draw(_uneven_heads)
+    branches = [_irregular_branch(draw, tokens, heads) for _ in range(draw(st.integers(1, 3)))]
+    return Case(
+        world=world, group=None, tokens=tokens, order=draw(_orders), cuts=cuts_of(draw, tokens, world),
+        pattern=Pattern(tuple(branches), draw(_flags)), batch=1, heads=heads, kv_heads=kv_heads, head_dim=1,
+        dtype="float32", scale=None, score_scale=1.0, values="normal", seed=draw(_seeds), exchange="ring",
+        bucket=draw(st.integers(1, 2 * MOST_SHORT)), kernel="math", lse="unused", strided=False,
+    )  # fmt: skip
+
+
+def _irregular_branch(draw: Draw, tokens: int, heads: int) -> Branch:
+    served = head_range(draw(st.integers(0, heads * (heads + 1) // 2)), heads) if draw(_quarters) == 3 else None
+    count, rate = heads if served is None else len(served), draw(_rates)
+    length = draw(st.integers(0, tokens if draw(_flags) else 8)) or None
+    offset = digits(draw(st.integers(0, rate**count - 1)), rate, count)
+    return Branch(length, rate, offset if rate > 1 else 0, served)
