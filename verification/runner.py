@@ -118,7 +118,8 @@ def plain_on(plan: RunPlan, world: int) -> list[tuple[Experiment, int]]:
 
 def laws_on(plan: RunPlan, world: int) -> list[tuple[Experiment, int]]:
     """And of laws between Cases."""
-    count, about = plan.examples_for(world), [law for law in LAWS if law.fewest_ranks <= world]
+    count = plan.examples_for(world)
+    about = [law for law in LAWS if law.fewest_ranks <= world and (law.on_gpus or plan.backend != "nccl")]
     return [(law_experiment(law), min(law.most, max(1, round(count * law.share)))) for law in about]
 
 

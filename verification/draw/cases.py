@@ -33,6 +33,7 @@ _least_tokens = st.integers(1, 8)
 # (query heads, key/value heads): equal, one for all (MQA), groups (GQA), and counts that are no power of two.
 HEADS = ((1, 1), (2, 2), (2, 1), (3, 3), (4, 2), (3, 1), (4, 4), (4, 1), (6, 2), (6, 3), (5, 5), (8, 2), (6, 1), (9, 3))
 _heads = st.sampled_from(HEADS)
+_many_heads = st.sampled_from(((4, 4), (5, 5), (8, 4), (8, 2), (9, 3)))
 # Dimensions of 32 and 64 are rare: they cost most and find little that 16 does not.
 _head_dims = st.sampled_from((1, 2, 4, 8, 3, 5, 16, 7, 12, 1, 2, 4, 8, 16, 32, 64))
 _dtypes = st.sampled_from(("float32", "float64", "bfloat16", "float16"))
@@ -232,6 +233,17 @@ def _shifted(draw: Draw, case: Case) -> Case:
     )  # fmt: skip
 
 
+def _uneven(draw: Draw, case: Case) -> Case:
+    """Heads that have either of two offsets. Those of one are mostly no regular rectangle, and so are listed."""
+    branch = case.pattern.branches[0]
+    if branch.dilation_rate == 1:
+        return case
+    heads, kv_heads = draw(_many_heads)
+    offsets = digits(draw(st.integers(0, 2**heads - 1)), 2, heads)
+    branch = Branch(branch.segment_length, branch.dilation_rate, offsets)
+    return replace(case, heads=heads, kv_heads=kv_heads, pattern=Pattern((branch,), case.pattern.causal))
+
+
 def fused(draw: Draw, case: Case) -> Case:
     """For the fused kernels, which take few tiles of the other Cases: stretches of many keys, a scale that is mostly
     positive, no gradient through lse. Short segments share a call, as folds of it.
@@ -301,7 +313,10 @@ def cases(draw: Draw, world: int) -> Case:
         return fused(draw, case)
     if draw(_eighths) == 7 and draw(_eighths) == 7:
         return _blind(draw, case)
-    return _apart(draw, case) if 4 <= len(case.ranks) <= 8 and draw(_sixteenths) == 15 else case
+    rare = draw(_sixteenths)
+    if rare in (13, 14):
+        return _uneven(draw, case)
+    return _apart(draw, case) if rare == 15 and 4 <= len(case.ranks) <= 8 else case
 
 
 @st.composite

@@ -25,14 +25,17 @@ from verification.check import properties
 from verification.check.expectation import expect
 from verification.check.laws.law import MOST_INTEGER, How, Law
 from verification.check.supported import check_supported
-from verification.draw.cases import cases
+from verification.draw.cases import cases, fused
 from verification.failures import WrongResult
 from verification.run.backends import Backend
 from verification.run.rank import attend, observe, shards, whole_tensors
 
 # --- calls that differ in one thing -----------------------------------------------------------------------------------
 
-CHANGES = ("causal", "twice", "shifted", "bucket", "exchange", "order", "cuts", "kv_heads")
+CHANGES = (
+    *("causal", "twice", "shifted", "bucket", "exchange", "order", "cuts", "kv_heads"),
+    *("batch", "scale", "kernel", "lse", "strided"),
+)
 
 
 def draw_changes(draw: st.DrawFn, case: Case) -> How:
@@ -46,7 +49,13 @@ def draw_changes(draw: st.DrawFn, case: Case) -> How:
         "bucket": draw(st.sampled_from([n for n in (1, 2, 7, case.tokens, None) if n != case.bucket])),
         "exchange": draw(st.sampled_from([name for name in EXCHANGES if name != case.exchange])),
         "order": draw(st.sampled_from([name for name in ORDERS if name != case.order])),
+        "batch": draw(st.sampled_from([n for n in (1, 2, 3) if n != case.batch])),
+        "scale": draw(st.sampled_from([scale for scale in (None, 0.25, 2.0) if scale != case.scale])),
+        "strided": not case.strided,
     }
+    if case.kernel != "flash":  # which has no gradient through lse
+        found["kernel"] = "math" if case.kernel == "auto" else "auto"
+        found["lse"] = draw(st.sampled_from([loss for loss in ("unused", "differentiated") if loss != case.lse]))
     if len(case.ranks) > 1:
         inner = draw(st.lists(st.integers(0, case.tokens), min_size=len(case.ranks) - 1, max_size=len(case.ranks) - 1))
         found["cuts"] = [0, *sorted(inner), case.tokens]
@@ -84,7 +93,11 @@ def _shifted(branch: Branch) -> Branch:
 @st.composite
 def _draw_neighbours(draw: st.DrawFn, world: int) -> tuple[Case, How]:
     case = draw(cases(world))
-    return case, draw_changes(draw, case)
+    if draw(st.integers(0, 3)) < 3:
+        return case, draw_changes(draw, case)
+    # Which kernel takes a tile depends on what a plan does not know: whether there is a gradient through lse.
+    case = replace(fused(draw, case), kernel="auto", lse="returned")
+    return case, draw_changes(draw, case) | {"lse": "differentiated"}
 
 
 def _premise_of_changes(case: Case, how: Any) -> None:

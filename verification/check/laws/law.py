@@ -35,6 +35,7 @@ class Law:
     share: float  # of the examples that a world size is given
     most: int = 1000  # examples, however many those are
     fewest_ranks: int = 1  # that it is about
+    on_gpus: bool = True  # whether it is about them, too
 
 
 # --- Cases that laws change -------------------------------------------------------------------------------------------

@@ -68,6 +68,10 @@ class Flights(NamedTuple):
         step = self.order[at]
         return next((x for x in self.order[at + 1 :] if self.group_of(x) == self.group_of(step)), self.last(step))
 
+    def backwards_at(self, at: int) -> bool:
+        """Whether this step and the next one on the same group are both backwards."""
+        return self.order[at].direction == self.after(at).direction == "backward"
+
     def programs(self, deviation: Deviation | None) -> list[list[FlightStep]]:
         """Of each rank. Nothing follows the step at which a deviation shows: what ranks do then is their own affair."""
         if deviation is None:
@@ -131,7 +135,9 @@ def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
     if possible and draw(st.integers(0, 3)) > 0:
         kinds = sorted({kind for kind, _ in possible}, key=MISTAKES.index)
         kind = draw(st.sampled_from(kinds))
-        places: st.SearchStrategy[int] = st.sampled_from([at for other, at in possible if other == kind])
+        found = [at for other, at in possible if other == kind]
+        confused = [at for at in found if kind == "skips" and flights.backwards_at(at)]
+        places: st.SearchStrategy[int] = st.sampled_from([*found, *2 * confused])  # the rarest, and the worst
         at = draw(places)
         culprit = draw(st.sampled_from(flights.on(flights.group_of(flights.order[at]))))
         deviation = Deviation(kind, culprit, at)
