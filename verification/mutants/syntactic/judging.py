@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -198,21 +198,41 @@ def judge_all(
     executor = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_end_with_the_run)
     try:
         for tests in (False, True):
-            for file, found in changes.items():
-                wanted = [change for change in found if not tests or _place(change) not in settled]
-                tasks = [task for change in wanted if (task := _task(change, known, seed, limit, tests)) is not None]
-                if not tasks:
-                    continue
-                unchanged = Mutation(file, 0, "", "none", "", "", (ROOT / file).read_text())
-                sane = executor.submit(judge, Task(unchanged, seed, 0, limit, tests)).result()
-                if sane.outcome != "survived":
-                    raise NotSane(f"{file}: without any change {sane.by or 'the tool'}: {sane.kind}: {sane.message}")
-                for future in as_completed([executor.submit(judge, task) for task in tasks]):
-                    record = future.result()
-                    known[record.key] = record
-                    yield record
+            tasks = [
+                task
+                for found in changes.values()
+                for change in found
+                if not tests or _place(change) not in settled
+                if (task := _task(change, known, seed, limit, tests)) is not None
+            ]
+            sane = {_shown(task): executor.submit(judge, _unchanged(task, limit)) for task in tasks}
+            for ready in sane.values():
+                _must_survive(ready.result())
+            for future in as_completed([executor.submit(judge, task) for task in tasks]):
+                record = future.result()
+                known[record.key] = record
+                yield record
     finally:
         executor.shutdown(cancel_futures=True)
+
+
+def _shown(task: Task) -> tuple[Any, ...]:
+    """What the code is shown: the same for changes of many files, and without any change shown once."""
+    if task.tests:
+        return tuple(tests_of(task.mutation.file))
+    return task.mutation.module in ON_MISTAKES, task.mutation.module in ON_PROCESSES
+
+
+def _unchanged(task: Task, limit: int) -> Task:
+    file = task.mutation.file
+    return replace(
+        task, mutation=Mutation(file, 0, "", "none", "", "", (ROOT / file).read_text()), begin=0, limit=limit
+    )
+
+
+def _must_survive(record: Record) -> None:
+    if record.outcome != "survived":
+        raise NotSane(f"{record.file}: without any change {record.by or 'the tool'}: {record.kind}: {record.message}")
 
 
 def _end_with_the_run() -> None:
