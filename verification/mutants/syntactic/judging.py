@@ -205,8 +205,8 @@ def judge_all(
                 if not tests or _place(change) not in settled
                 if (task := _task(change, known, seed, limit, tests)) is not None
             ]
-            sane = {_shown(task): executor.submit(judge, _unchanged(task, limit)) for task in tasks}
-            for ready in sane.values():
+            shown = {_shown(task): _unchanged(task, limit) for task in tasks}
+            for ready in [executor.submit(judge, task) for task in shown.values()]:
                 _must_survive(ready.result())
             for future in as_completed([executor.submit(judge, task) for task in tasks]):
                 record = future.result()
