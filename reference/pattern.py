@@ -15,9 +15,10 @@ of them: p above is the position within the document, and both positions of a pa
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field
+from itertools import count, pairwise
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -119,6 +120,7 @@ class Pattern:
     branches: tuple[Branch, ...]
     causal: bool = False
     documents: tuple[int, ...] | None = None
+    number: int = field(init=False, repr=False, compare=False, default=0)  # of this object, if it has documents
 
     def __post_init__(self) -> None:
         if not isinstance(self.branches, (tuple, list)) or not self.branches:
@@ -129,6 +131,12 @@ class Pattern:
         object.__setattr__(self, "branches", tuple(self.branches))
         _flag("causal", self.causal)
         object.__setattr__(self, "documents", checked_documents(self.documents))
+        if self.documents is not None:
+            object.__setattr__(self, "number", next(_numbers))
+            _by_number[self.number] = self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.branches, self.causal, self.documents)  # a copy has a number of its own
 
     @property
     def packed(self) -> Documents | None:
@@ -220,6 +228,19 @@ class Pattern:
         if not isinstance(data["branches"], (list, tuple)):
             raise ValueError(f"branches must be a list, got {data['branches']!r}")
         return cls(tuple(_branch_from_dict(b) for b in data["branches"]), data["causal"], data["documents"])
+
+
+# Every step of a training has other documents; a compiled graph takes them in by number, 0 and 1 as constants.
+_numbers = count(2)
+_by_number: WeakValueDictionary[int, Pattern] = WeakValueDictionary()
+
+
+def numbered_pattern(number: int) -> Pattern:
+    """The pattern with this number, of those with documents. Raises ValueError if there is none any more."""
+    found = _by_number.get(number)
+    if found is None:
+        raise ValueError(f"pattern must be the number of one that is there, got {number}")
+    return found
 
 
 def _branch_from_dict(d: object) -> Branch:

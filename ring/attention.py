@@ -48,7 +48,8 @@ def ring_attention(
         q: (batch, local tokens, query heads, head dim) in fp64, fp32, bf16 or fp16, any strides. Under autocast q, k
             and v are taken in its type, as torch's own attention does, unless they are fp64.
         k, v: (batch, local tokens, key/value heads, head dim); query head h reads head h // (query / key/value heads).
-        pattern: who sees whom, by global position (LongNet, arXiv 2307.02486).
+        pattern: who sees whom, by global position (LongNet, arXiv 2307.02486). Of a sequence that is packed from
+            documents it has their lengths, which must add up to the layout's tokens; none of them sees another.
         layout: which positions this rank's local tokens have; made for as many ranks as the group has.
         group: a process group, a `DeviceMesh` of one dimension, a `Transport`, or None: the default group, or no group
             at all for a layout of one rank. One thread calls on a group. Each rank checks `group` by itself, since the

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from reference.pattern import Pattern, numbered_pattern
 from ring import Layout
 from ring.compiled import NO_GROUP, pattern_of, text_of
 from ring.layout import numbered_layout
 from ring.nn import ContextParallel, RingAttention, SelfAttention
 from tests.support import compiled_tasks, torch_wrapper_tasks
-from tests.support.attention_cases import PATTERNS, inputs
+from tests.support.attention_cases import PATTERNS, inputs, plain
 from tests.support.compiled_tasks import FUNCTIONS, LENGTHS, MODULES
 from tests.support.framework_example import EXACT, TOGETHER, Example, dense, differences
 from verification.run.processes.pool import Pool
@@ -27,7 +29,7 @@ pytestmark = pytest.mark.ranks
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_a_pattern_is_the_one_of_its_text(name: str) -> None:
-    assert pattern_of(text_of(PATTERNS[name])) == PATTERNS[name]
+    assert pattern_of(text_of(PATTERNS[name])) == replace(PATTERNS[name], documents=None)
 
 
 def test_a_layout_goes_by_its_number() -> None:
@@ -37,6 +39,35 @@ def test_a_layout_goes_by_its_number() -> None:
     assert copied == layout and copied.number != layout.number and numbered_layout(copied.number) is copied
     with pytest.raises(ValueError, match="layout must be the number of one that is there, got -1"):
         numbered_layout(-1)
+
+
+def test_a_pattern_with_documents_goes_by_its_number() -> None:
+    pattern = PATTERNS["documents"]
+    assert numbered_pattern(pattern.number) is pattern and replace(pattern).number != pattern.number
+    copied = pickle.loads(pickle.dumps(pattern))
+    assert copied == pattern and copied.number != pattern.number and numbered_pattern(copied.number) is copied
+    assert Pattern.dense().number == 0
+    with pytest.raises(ValueError, match="pattern must be the number of one that is there, got 0"):
+        numbered_pattern(0)
+
+
+def test_documents_are_no_constants_of_a_graph() -> None:
+    """One graph for the first documents, one for all others."""
+    q, k, v, _, _ = inputs()
+    layout, graphs = Layout.contiguous(17, 1), []
+
+    def counted(module: torch.fx.GraphModule, given: Any) -> Any:
+        graphs.append(module)
+        return module.forward
+
+    def attend(x: torch.Tensor, pattern: Pattern) -> Any:
+        return plain(x, k, v, pattern, layout) * 2.0
+
+    compiled = torch.compile(attend, fullgraph=True, backend=counted)
+    for documents in ((17,), (5, 12), (0, 16, 1), (1,) * 17):
+        pattern = Pattern.dense(True, documents)
+        assert torch.equal(compiled(q, pattern), attend(q, pattern))
+    assert len(graphs) == 2
 
 
 def test_a_module_on_one_rank_without_any_group_takes_positions_and_refuses_masks() -> None:
@@ -52,7 +83,7 @@ def test_a_module_on_one_rank_without_any_group_takes_positions_and_refuses_mask
 
 @pytest.mark.parametrize("strided", (False, True))
 @pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("name", ("longnet causal", "gaps"))
+@pytest.mark.parametrize("name", ("longnet causal", "gaps", "documents"))
 def test_the_operators_are_as_torch_wants_them(name: str, dtype: torch.dtype, strided: bool) -> None:
     q, k, v, dout, dlse = inputs(dtype=dtype)
     if strided:
@@ -61,6 +92,7 @@ def test_the_operators_are_as_torch_wants_them(name: str, dtype: torch.dtype, st
     settings: dict[str, Any] = {
         "layout": layout.number, "pattern": text_of(PATTERNS[name]), "group": NO_GROUP, "exchange": "ring",
         "bucket": 5, "kernel_name": "auto", "scale": None, "return_lse": True, "check": True, "name": None,
+        "packed": PATTERNS[name].number,
     }  # fmt: skip
     forward, backward = torch.ops.ring.attention_forward, torch.ops.ring.attention_backward
     leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
