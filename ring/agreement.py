@@ -30,6 +30,7 @@ from ring.plan.plan import EXCHANGES
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _DIGEST = 16
+_A_LENGTH = 36  # bytes of a document's length, an int in a tuple
 _MOST = 2**40  # tokens: plans count in 64 bits
 _LARGEST = sys.float_info.max
 
@@ -91,7 +92,7 @@ class CallSetting:
 
 _NOTHING = Signature({}, b"")
 _UNKNOWN = CallSetting(_NOTHING)
-_settings: Bounded[Hashable, CallSetting] = Bounded(256)
+_settings: Bounded[Hashable, CallSetting] = Bounded(256, most_bytes=2**26)
 
 
 def agree(call: Call, numbered: NumberedCall, transport: Transport, check: bool) -> CallSetting:
@@ -131,7 +132,8 @@ def setting_of(call: Call, transport: Transport) -> CallSetting:
         found = None
     if found is None:
         validate(call, transport)
-        found = _settings.keep(key, CallSetting(signature_of(kind_of(call, thread))))
+        found = CallSetting(signature_of(kind_of(call, thread)))
+        _settings.keep(key, found, _A_LENGTH * len(call.pattern.documents or ()))
     return found
 
 

@@ -26,11 +26,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
 from reference.pattern import Pattern
+from ring.caching.bounded import Bounded
 from ring.layout import Layout
 from ring.plan import schedule
 from ring.plan.blocks import Heads
@@ -42,6 +43,7 @@ from ring.plan.tile import Tile
 from ring.plan.tiling import Limits, tiles_of
 
 EXCHANGES = ("ring", "direct", "gather")
+MOST_BYTES = 2**29  # of the plans that are kept
 _FEW = 16  # slot ranges of documents of which each is copied by itself, as a strided view
 
 
@@ -83,8 +85,18 @@ class Plan:
     sizes: Sizes  # of the buffers, in slots
     setting: Hashable  # what the plan was made for, but for the rank: equal on ranks whose plans go together
 
+    @cached_property
+    def nbytes(self) -> int:
+        """About what the plan takes."""
+        tiles = [*self.local, *(tile for step in self.steps for tile in step.tiles)]
+        maps = [slot_map for step in self.steps for slot_map in (*step.gathers, *step.scatters)]
+        return sum(tile.nbytes for tile in tiles) + sum(one.rows.nbytes + one.slots.nbytes for one in maps)
 
-@lru_cache(maxsize=128)
+
+# Of a hundred thousand tokens on each rank in a thousand documents a plan takes some MB.
+_plans: Bounded[Hashable, Plan] = Bounded(128, most_bytes=MOST_BYTES)
+
+
 def plan_of(
     pattern: Pattern, layout: Layout, rank: int, heads: int, kv_heads: int, exchange: str, bucket: int,
     own: int | None = None,
@@ -97,6 +109,17 @@ def plan_of(
 
     The arguments are taken as valid (`ring.agreement` checks what users pass).
     """
+    key = pattern, layout, rank, heads, kv_heads, exchange, bucket, own
+    found = _plans.get(key)
+    if found is None:
+        found = _plan(*key)
+        _plans.keep(key, found, found.nbytes)
+    return found
+
+
+def _plan(
+    pattern: Pattern, layout: Layout, rank: int, heads: int, kv_heads: int, exchange: str, bucket: int, own: int | None
+) -> Plan:
     ranges = ranges_of(pattern, layout, heads, kv_heads)
     if exchange == "gather":
         route = schedule.gather(layout, kv_heads, rank)

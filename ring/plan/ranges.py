@@ -23,14 +23,15 @@ Which elements of a run lie on a grid is a congruence; `_on_grid` solves it and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from reference.pattern import Pattern
+from ring.caching.bounded import Bounded
 from ring.layout import Layout
 from ring.plan.blocks import Block, blocks_of
 from ring.plan.pieces import DocumentTable, Ints, Pieces
@@ -87,6 +88,12 @@ class Ranges:
         step = self.row_step[subranges.range]
         return self.row[subranges.range] + subranges.first * step, step
 
+    @property
+    def nbytes(self) -> int:
+        """Of the columns and the listing."""
+        listed = self.listing.rows.nbytes if self.listing is not None else 0
+        return len(COLUMNS) * self.count.nbytes + 3 * listed
+
     @cached_property
     def width(self) -> Ints:
         """Slots that an element of each range takes in a message."""
@@ -134,10 +141,21 @@ class Subranges:
         return uncut.part(skip, np.minimum(uncut.count - skip, most)), which
 
 
-@lru_cache(maxsize=64)
+_tables: Bounded[Hashable, Ranges] = Bounded(64, most_bytes=2**28)
+
+
 def ranges_of(pattern: Pattern, layout: Layout, heads: int, kv_heads: int) -> Ranges:
     """The ranges of all ranks."""
-    blocks = blocks_of(pattern, layout.n, heads, kv_heads)
+    key = pattern, layout, heads, kv_heads
+    found = _tables.get(key)
+    if found is None:
+        found = _ranges(*key)
+        _tables.keep(key, found, found.nbytes)
+    return found
+
+
+def _ranges(pattern: Pattern, layout: Layout, heads: int, kv_heads: int) -> Ranges:
+    blocks = blocks_of(replace(pattern, documents=None), layout.n, heads, kv_heads)
     documents = DocumentTable.of(pattern.documents, layout.n)
     if layout.listed is not None:
         return _listed_ranges(blocks, layout, documents)

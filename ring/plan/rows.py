@@ -25,6 +25,7 @@ from ring.plan.ranges import Ints, counter, opens
 
 # Entries that lie scattered are folded as strided views only if a view takes as many as this on average.
 _MEMBERS_OF_A_FOLD = 4
+_OBJECT = 512  # bytes of a small object of Python, or of a tensor without its numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +61,11 @@ class Rows:
             return self.index.numpy()
         fold = self.fold_step * np.arange(self.folds)[:, None]
         return self.start + fold + self.step * np.arange(self.length)
+
+    @property
+    def nbytes(self) -> int:
+        """About what they take."""
+        return _OBJECT + (0 if self.index is None else self.index.nbytes)
 
     @property
     def key(self) -> tuple[object, ...]:
