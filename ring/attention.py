@@ -82,7 +82,7 @@ def ring_attention(
         RuntimeError: a rank did not come to the call within the group's timeout; the error names it. The group is then
             of no use any more.
     """
-    q, k, v = _in_autocast_type(q, k, v)
+    q, k, v = in_autocast_type(q, k, v)
     if torch.compiler.is_compiling():
         return traced(
             q, k, v, pattern, layout, group=group, return_lse=return_lse, exchange=exchange, bucket=bucket,
@@ -122,7 +122,7 @@ def _plainly(x: torch.Tensor) -> AbstractContextManager[object]:
     return both
 
 
-def _in_autocast_type(q: Any, k: Any, v: Any) -> tuple[torch.Tensor, ...]:
+def in_autocast_type(q: Any, k: Any, v: Any) -> tuple[torch.Tensor, ...]:
     """Where autocast is on, the tensors in its type, as for operators that torch lists for 16 bits: fp64 stays."""
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
         return q, k, v  # for the agreement to refuse

@@ -9,6 +9,7 @@ among the calls on the group, by which its backward finds it.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -35,15 +36,18 @@ NO_GROUP = ""
 
 def traced(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, layout: Layout, *,
-    group: dist.ProcessGroup | DeviceMesh | Transport | None, kernel: str, return_lse: bool, **settings: Any,
+    group: dist.ProcessGroup | DeviceMesh | Transport | None, kernel: str, return_lse: bool, packed: int | None = None,
+    **settings: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """`ring_attention` as a graph has it. settings: its other arguments.
+    """`ring_attention` as a graph has it. packed: number of the pattern whose documents are meant; None: of this one.
+    settings: the other arguments.
 
     Raises ValueError, when it is traced, for a group without a name; all else is refused when the graph runs.
     """
     out, lse, _ = torch.ops.ring.attention_forward(
-        q, k, v, layout=layout.number, pattern=text_of(pattern), packed=pattern.number, group=name_of(group),
-        return_lse=return_lse, kernel_name=kernel, differentiated=wants_gradients(q, k, v), **settings,
+        q, k, v, layout=layout.number, pattern=text_of(pattern), group=name_of(group),
+        packed=pattern.number if packed is None else packed, return_lse=return_lse, kernel_name=kernel,
+        differentiated=wants_gradients(q, k, v), **settings,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -72,9 +76,9 @@ def pattern_of(text: str) -> Pattern:
 
 
 @lru_cache(maxsize=32)
-def _packed_pattern(number: int) -> Pattern:
-    """Kept for the backward."""
-    return numbered_pattern(number)
+def _packed_pattern(text: str, number: int) -> Pattern:
+    """The pattern of a text over the documents of the pattern with this number. Kept for the backward."""
+    return replace(pattern_of(text), documents=numbered_pattern(number).documents)
 
 
 def _branch_of(text: str) -> Branch:
@@ -107,7 +111,7 @@ def name_of(group: dist.ProcessGroup | DeviceMesh | Transport | None) -> str:
 
 
 def _pattern(text: str, number: int) -> Pattern:
-    return _packed_pattern(number) if number else pattern_of(text)
+    return _packed_pattern(text, number) if number else pattern_of(text)
 
 
 def _transport(group: str) -> Transport:
@@ -128,8 +132,8 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """q (B, N, H, D), k and v (B, N, Hk, D) -> out like q, lse (B, H, N), and the number of the call, (1,) int64.
 
-    packed: the number of a pattern with documents, which `pattern` is without them; 0 if it has none. differentiated:
-    whether the graph around this operator is.
+    packed: the number of a pattern, whose documents are meant; 0 for none. differentiated: whether the graph around
+    this operator is.
     """
     transport = _transport(group)
     with torch.cuda.device_of(q), transport.calls.turn(), torch.autocast(q.device.type, enabled=False):
