@@ -16,7 +16,7 @@ from ring.compiled import NO_GROUP, pattern_of, text_of
 from ring.layout import numbered_layout
 from ring.nn import ContextParallel, RingAttention, SelfAttention
 from tests.support import compiled_tasks, torch_wrapper_tasks
-from tests.support.attention_cases import PATTERNS, inputs, plain
+from tests.support.attention_cases import PACKED, PATTERNS, inputs, plain
 from tests.support.compiled_tasks import FUNCTIONS, LENGTHS, MODULES
 from tests.support.framework_example import EXACT, TOGETHER, Example, dense, differences
 from verification.run.processes.pool import Pool
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.ranks
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_a_pattern_is_the_one_of_its_text(name: str) -> None:
-    assert pattern_of(text_of(PATTERNS[name])) == replace(PATTERNS[name], documents=None)
+    assert pattern_of(text_of(PATTERNS[name])) == PATTERNS[name]
 
 
 def test_a_layout_goes_by_its_number() -> None:
@@ -42,7 +42,8 @@ def test_a_layout_goes_by_its_number() -> None:
 
 
 def test_a_pattern_with_documents_goes_by_its_number() -> None:
-    pattern = PATTERNS["documents"]
+    pattern = PACKED
+    assert pattern_of(text_of(pattern)) == replace(pattern, documents=None)
     assert numbered_pattern(pattern.number) is pattern and replace(pattern).number != pattern.number
     copied = pickle.loads(pickle.dumps(pattern))
     assert copied == pattern and copied.number != pattern.number and numbered_pattern(copied.number) is copied
@@ -83,16 +84,18 @@ def test_a_module_on_one_rank_without_any_group_takes_positions_and_refuses_mask
 
 @pytest.mark.parametrize("strided", (False, True))
 @pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("name", ("longnet causal", "gaps", "documents"))
-def test_the_operators_are_as_torch_wants_them(name: str, dtype: torch.dtype, strided: bool) -> None:
+@pytest.mark.parametrize(
+    "pattern", (PATTERNS["longnet causal"], PATTERNS["gaps"], PACKED), ids=("longnet", "gaps", "documents")
+)
+def test_the_operators_are_as_torch_wants_them(pattern: Pattern, dtype: torch.dtype, strided: bool) -> None:
     q, k, v, dout, dlse = inputs(dtype=dtype)
     if strided:
         q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
     layout = Layout.contiguous(17, 1)
     settings: dict[str, Any] = {
-        "layout": layout.number, "pattern": text_of(PATTERNS[name]), "group": NO_GROUP, "exchange": "ring",
+        "layout": layout.number, "pattern": text_of(pattern), "group": NO_GROUP, "exchange": "ring",
         "bucket": 5, "kernel_name": "auto", "scale": None, "return_lse": True, "check": True, "name": None,
-        "packed": PATTERNS[name].number,
+        "packed": pattern.number,
     }  # fmt: skip
     forward, backward = torch.ops.ring.attention_forward, torch.ops.ring.attention_backward
     leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
