@@ -167,9 +167,12 @@ def _exponential(kernel: str, dtype: str) -> str:
 def most_seen(pattern: Pattern, tokens: int, heads: int, kv_heads: int) -> tuple[int, int]:
     """(b, b'): pairs in the fullest row of a query head, and rows that see a key in the fullest group of query heads.
 
-    A segment of min(w, n) positions holds len(range(offset, min(w, n), r)) selected ones. A row sees at most those,
-    once through each branch that serves its head; and a key of that head is seen by at most as many rows.
+    A segment of min(w, n) positions holds len(range(offset, min(w, n), r)) selected ones; of documents, n is the
+    longest. A row sees at most those, once through each branch that serves its head; and a key of that head is seen by
+    at most as many rows.
     """
+    if pattern.documents is not None:
+        tokens = max(pattern.documents, default=0)
     seen = [0] * heads
     for branch in pattern.branches:
         length = min(branch.segment_length or tokens, tokens)
@@ -189,7 +192,7 @@ def most_partials(order: str, cut: bool, ranks: int, tokens: int, bucket: int, b
     kept as at most 2 p runs, or else handled by position, one part per shard). The p - 1 cuts between shards add a
     part each, where they do not coincide with the ends of runs. A bucket of tokens cuts shard i, of n_i tokens, at
     most ceil(n_i / bucket) times, in all n / bucket + p, and not at all if it holds all branches' tokens. The fused
-    kernel takes 512 keys at a time: n / 512 more.
+    kernel takes 512 keys at a time: n / 512 more. A row's keys are those of one document, so documents add no parts.
     """
     if not cut and order in ("contiguous", "striped"):
         runs = ranks

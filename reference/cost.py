@@ -5,8 +5,8 @@ Vocabulary
             branch. Its width is the number of those heads.
     slot    one (row, key/value head) of one block: a key and a value vector, 2*B*D elements. A row that is
             needed through two branches travels once for each, so costs add up over branches.
-    need    rank d needs row j of a block if a query row i of d lies in the same segment, both are selected by
-            the block, and (not causal or j <= i).
+    need    rank d needs row j of a block if a query row i of d lies in the same segment (of the same document),
+            both are selected by the block, and (not causal or j <= i).
     travel  the farthest that a slot of rank s must go along the ring: max of (d - s) mod p over the d != s
             that need it, 0 if no other rank does.
 
@@ -86,6 +86,7 @@ class Setting:
         if n and (self.rows.min() < 0 or self.rows.max() >= n or np.bincount(self.rows).max() > 1):
             raise ValueError(f"positions must hold every number of range({n}) exactly once")
         self.pattern.validate(self.heads)
+        self.pattern.validate_tokens(n)
 
     @property
     def world(self) -> int:
@@ -161,7 +162,8 @@ def _need(setting: Setting, index: int, branch: Branch, distance: Ints) -> Need:
     p, rows, owner, n = setting.world, setting.rows, setting.owner, setting.rows.size
     length = max(1, min(branch.segment_length or n, n))  # a segment longer than the sequence changes nothing
     rate = min(branch.dilation_rate, length)  # nor does a rate beyond the segment: one row per phase
-    segment, local = np.divmod(rows, length)
+    begin, end = _segments(setting, length)
+    local = rows - begin
     phase = local % rate  # a block selects the rows whose phase is its offset, because 0 <= offset < rate
 
     by_phase = np.zeros((3, rate), np.int64)
@@ -172,17 +174,27 @@ def _need(setting: Setting, index: int, branch: Branch, distance: Ints) -> Need:
     width, query_heads, offset = by_phase[:, phase]  # (3, n)
 
     # A rank needs a row if its last query in (segment, phase) exists and, if causal, is not before the row.
-    grid = segment * rate + phase  # (n,)
-    grids = (n // length + 1) * rate
-    last = np.full(p * grids, -1, np.int64)
-    np.maximum.at(last, owner * grids + grid, rows)
-    needed = last.reshape(p, grids)[:, grid] >= (rows if setting.pattern.causal else 0)
+    grid = begin + phase  # (n,): the first position of a grid names it
+    last = np.full(p * n, -1, np.int64)
+    np.maximum.at(last, owner * n + grid, rows)
+    needed = last.reshape(p, n)[:, grid] >= (rows if setting.pattern.causal else 0)
     needed &= (width > 0) & (distance > 0)
     travel = distance.max(axis=0, where=needed, initial=0)
 
     # Keys on the grid of the row's segment, up to the row if causal: local indices phase % rate, + rate, ...
-    end = local + 1 if setting.pattern.causal else np.minimum(length, n - segment * length)
-    return Need(offset, width, needed, travel, query_heads * ((end - 1 - phase) // rate + 1))
+    last_key = local if setting.pattern.causal else end - begin - 1
+    return Need(offset, width, needed, travel, query_heads * ((last_key - phase) // rate + 1))
+
+
+def _segments(setting: Setting, length: int) -> tuple[Ints, Ints]:
+    """Where the segment of each row begins and ends, each (n,). They are counted from the start of each document."""
+    documents, rows = setting.pattern.documents, setting.rows
+    lengths = np.array((rows.size,) if documents is None else documents, np.int64)
+    ends = np.cumsum(lengths)
+    document = np.searchsorted(ends, rows, side="right")  # empty documents are passed over
+    start, end = (ends - lengths)[document], ends[document]
+    begin = start + (rows - start) // length * length
+    return begin, np.minimum(begin + length, end)
 
 
 def needed_rows(setting: Setting, src: int, dst: int) -> list[tuple[Block, Ints]]:

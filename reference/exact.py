@@ -91,13 +91,15 @@ class Expectation:
 
 
 def evaluate(inputs: Inputs, r: Arithmetic) -> Expectation:
-    """Exact results, and bounds for an implementation that computes like that.
+    """Exact results, and bounds for an implementation that computes like that. Raises ValueError where the documents of
+    the pattern do not add up to N.
 
     One core takes 0.4 ms for 24 tokens and 4 heads of 16.
     """
     q, k = inputs.q, inputs.k
     batch, count, heads, dim = q.shape
     n, kv_heads = k.shape[1], k.shape[2]
+    inputs.pattern.validate_tokens(n)
     group = heads // kv_heads
 
     def folded(x: Array) -> Array:  # (B, R, H, D) -> (B, Hk, G * R, D), query heads of a group one after another
@@ -145,6 +147,8 @@ def _count(pattern: Pattern, rows: Any, position: Any, served: range, heads: int
     here, n = len(rows), len(position)
     total = _filled(position, (len(served), here, n), 0.0)
     order = rows[:, None] >= position if pattern.causal else None  # (rows, n)
+    begin = _document_begins(pattern, position)
+    origins = (rows, begin[rows]), (position, begin)
     for branch in pattern.branches:
         length = n if branch.segment_length is None else branch.segment_length
         offsets = [-1 if o is None else o for o in branch.offsets(heads)]
@@ -154,7 +158,8 @@ def _count(pattern: Pattern, rows: Any, position: Any, served: range, heads: int
             if offset >= 0:
                 # Selected and in the same segment: equal labels, -1 and -2 for what is not selected.
                 mine, theirs = (
-                    _label(x, length, branch.dilation_rate, offset, no) for x, no in ((rows, -1), (position, -2))
+                    _label(*origin, length, branch.dilation_rate, offset, no)
+                    for origin, no in zip(origins, (-1, -2), strict=True)
                 )
                 pairs[at] = mine[:, None] == theirs
         if order is not None:
@@ -166,9 +171,17 @@ def _count(pattern: Pattern, rows: Any, position: Any, served: range, heads: int
     return total
 
 
-def _label(position: Any, length: int, rate: int, offset: int, unselected: int) -> Any:
-    """The number of each position's segment where the grid of that offset selects it."""
-    return library(position).where(position % length % rate == offset, position // length, unselected)
+def _document_begins(pattern: Pattern, position: Any) -> Any:
+    """Where the document of each position 0, 1, ... n - 1 begins: (n,), where `position` lives."""
+    lengths = np.array((len(position),) if pattern.documents is None else pattern.documents, np.int64)
+    found = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return found if isinstance(position, np.ndarray) else torch.from_numpy(found).to(position.device)
+
+
+def _label(position: Any, begin: Any, length: int, rate: int, offset: int, unselected: int) -> Any:
+    """Where each position's segment begins, if the grid of that offset selects the position."""
+    within = (position - begin) % length
+    return library(position).where(within % rate == offset, position - within, unselected)
 
 
 def _filled(like: Any, shape: tuple[int, ...], value: float | bool) -> Any:

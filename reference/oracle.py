@@ -10,6 +10,7 @@ lse = -inf, gradient 0.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ def attention(
     """q (B, Nq, Hq, D), k and v (B, Nk, Hk, D) -> out (B, Nq, Hq, D), lse (B, Hq, Nq), both fp64.
 
     Query head h uses key/value head h // (Hq / Hk). Positions: int64 >= 0, (Nq,) and (Nk,), default 0, 1, ...
+    Those of packed documents are positions in the whole sequence, of which tokens without positions must be all.
     scale: default D ** -0.5. NaN and inf propagate as IEEE arithmetic has it: a zero weight times NaN is NaN.
     Raises ValueError for shapes, positions or a pattern that do not fit."""
     return _Problem(q, k, v, pattern, q_positions, k_positions, scale).attention()
@@ -102,6 +104,9 @@ class _Problem:
         if q_positions is None and k_positions is None and q.shape[1] != k.shape[1]:
             raise ValueError(f"queries and keys differ in number and have no positions; got {shapes}")
         pattern.validate(q.shape[2])
+        for x, positions in ((q, q_positions), (k, k_positions)):
+            if positions is None:
+                pattern.validate_tokens(x.shape[1])
         self.pattern, self.group = pattern, q.shape[2] // k.shape[2]
         self._kept: tuple[slice, tuple[Tensor, Tensor, Tensor, Tensor]] | None = None
         self.scale = q.shape[3] ** -0.5 if scale is None else scale
@@ -138,7 +143,7 @@ class _Problem:
             else:
                 ds = torch.zeros_like(p)
                 for branch in self.pattern.branches:
-                    share = p / c.clamp(min=1) * self.count(rows, Pattern((branch,), self.pattern.causal))
+                    share = p / c.clamp(min=1) * self.count(rows, replace(self.pattern, branches=(branch,)))
                     weight = share.sum(-1, keepdim=True)  # (B, Hq, R, 1), of this branch in the mixture
                     alone = share @ self.v / weight.masked_fill(weight == 0, 1.0)  # (B, Hq, R, D)
                     ds += share * (dp - (do * alone).sum(-1, keepdim=True) + dl)

@@ -9,15 +9,20 @@ query head with offset o selects every r-th position, beginning at o (the phase 
 
 Nothing needs to divide anything: r may exceed w or not divide it, the last segment may be short, an offset
 may lie beyond its end (then it selects nothing there). Source: LongNet, arXiv 2307.02486, section 2.2.
+
+The sequence may be packed from documents, whose lengths the pattern then names. Segments and phases begin anew in each
+of them: p above is the position within the document, and both positions of a pair lie in the same one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field
+from itertools import count, pairwise
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
+from reference.documents import Documents, begins, check_tokens, checked_documents
 from reference.fields import is_integer
 
 
@@ -105,12 +110,17 @@ _OFFSET_RULES: dict[str, Callable[[int, int, int], int | tuple[int, ...]]] = {
 class Pattern:
     """One or more branches whose pairs are counted with multiplicity under one softmax; optionally causal.
 
-    branches: at least one `Branch` (a list is turned into a tuple, so that every pattern hashes).
-    causal:   True keeps only the pairs whose key position is <= the query position.
+    branches:  at least one `Branch` (a list is turned into a tuple, so that every pattern hashes).
+    causal:    True keeps only the pairs whose key position is <= the query position.
+    documents: the lengths of consecutive documents, >= 0, that a sequence is packed from; their sum must be its number
+               of tokens. None: the sequence is one document, of any length. (`reference.documents` makes them of what
+               trainers have.)
     Raises ValueError, at construction, for anything else."""
 
     branches: tuple[Branch, ...]
     causal: bool = False
+    documents: tuple[int, ...] | None = None
+    number: int = field(init=False, repr=False, compare=False, default=0)  # of this object, if it has documents
 
     def __post_init__(self) -> None:
         if not isinstance(self.branches, (tuple, list)) or not self.branches:
@@ -120,11 +130,24 @@ class Pattern:
                 raise ValueError(f"branches must hold Branch objects only, got {branch!r}")
         object.__setattr__(self, "branches", tuple(self.branches))
         _flag("causal", self.causal)
+        object.__setattr__(self, "documents", checked_documents(self.documents))
+        if self.documents is not None:
+            object.__setattr__(self, "number", next(_numbers))
+            _by_number[self.number] = self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.branches, self.causal, self.documents)  # a copy has a number of its own
+
+    @property
+    def packed(self) -> Documents | None:
+        """`documents`, as what they are kept as."""
+        assert self.documents is None or isinstance(self.documents, Documents)
+        return self.documents
 
     @classmethod
-    def dense(cls, causal: bool = False) -> "Pattern":
+    def dense(cls, causal: bool = False, documents: tuple[int, ...] | None = None) -> "Pattern":
         """Plain attention: one branch, one segment, every position, every head."""
-        return cls((Branch(),), causal)
+        return cls((Branch(),), causal, documents)
 
     @classmethod
     def longnet(
@@ -134,6 +157,7 @@ class Pattern:
         heads: int,
         causal: bool = False,
         offsets: str = "paper",
+        documents: tuple[int, ...] | None = None,
     ) -> "Pattern":
         """LongNet: every branch (segment_lengths[i], dilation_rates[i]) serves all `heads` query heads.
 
@@ -144,7 +168,7 @@ class Pattern:
             raise ValueError(f"offsets must be one of {sorted(_OFFSET_RULES)}, got {offsets!r}")
         pairs = _paired(segment_lengths, dilation_rates)
         rule = _OFFSET_RULES[offsets]
-        return cls(tuple(Branch(w, r, rule(i, r, heads)) for i, (w, r) in enumerate(pairs)), causal)
+        return cls(tuple(Branch(w, r, rule(i, r, heads)) for i, (w, r) in enumerate(pairs)), causal, documents)
 
     @classmethod
     def head_groups(
@@ -153,6 +177,7 @@ class Pattern:
         dilation_rates: Sequence[int],
         heads: int,
         causal: bool = False,
+        documents: tuple[int, ...] | None = None,
     ) -> "Pattern":
         """Each head belongs to one branch: branch i serves the i-th group of heads, all with offset i mod r.
 
@@ -166,12 +191,16 @@ class Pattern:
         starts = [i * size + min(i, larger) for i in range(len(pairs) + 1)]
         groups = [range(a, b) for a, b in pairwise(starts)]
         branches = (Branch(w, r, i % r, groups[i]) for i, (w, r) in enumerate(pairs))
-        return cls(tuple(branches), causal)
+        return cls(tuple(branches), causal, documents)
 
     def validate(self, num_heads: int) -> None:
         """Raises ValueError where the heads or offsets of a branch do not fit `num_heads` query heads."""
         for branch in self.branches:
             branch.offsets(num_heads)
+
+    def validate_tokens(self, tokens: int) -> None:
+        """Raises ValueError where the documents do not add up to `tokens`, those of the whole sequence."""
+        check_tokens(self.packed, tokens)
 
     def to_dict(self) -> dict[str, Any]:
         """The pattern as JSON has it; `from_dict` turns it back into an equal pattern."""
@@ -186,15 +215,32 @@ class Pattern:
                 for b in self.branches
             ],
             "causal": self.causal,
+            "documents": None if self.documents is None else list(self.documents),
         }
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> "Pattern":
-        """The inverse of `to_dict`. Raises ValueError for an unknown or missing field, or a wrong value."""
-        data = _fields("pattern", d, {"branches", "causal"})
+        """The inverse of `to_dict`, also of patterns that were saved when there were no documents.
+
+        Raises ValueError for an unknown or missing field, or a wrong value."""
+        given = {"documents": None, **d} if isinstance(d, Mapping) else d
+        data = _fields("pattern", given, {"branches", "causal", "documents"})
         if not isinstance(data["branches"], (list, tuple)):
             raise ValueError(f"branches must be a list, got {data['branches']!r}")
-        return cls(tuple(_branch_from_dict(b) for b in data["branches"]), data["causal"])
+        return cls(tuple(_branch_from_dict(b) for b in data["branches"]), data["causal"], data["documents"])
+
+
+# Every step of a training has other documents; a compiled graph takes them in by number, 0 and 1 as constants.
+_numbers = count(2)
+_by_number: WeakValueDictionary[int, Pattern] = WeakValueDictionary()
+
+
+def numbered_pattern(number: int) -> Pattern:
+    """The pattern with this number, of those with documents. Raises ValueError if there is none any more."""
+    found = _by_number.get(number)
+    if found is None:
+        raise ValueError(f"pattern must be the number of one that is there, got {number}")
+    return found
 
 
 def _branch_from_dict(d: object) -> Branch:
@@ -218,24 +264,25 @@ def _paired(segment_lengths: Sequence[int | None], dilation_rates: Sequence[int]
     return list(zip(segment_lengths, rates, strict=True))
 
 
-def _cells(branch: Branch, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The phase of each position, (p mod w) mod r, and its cell: a number for the pair (segment, phase).
+def _cells(branch: Branch, positions: torch.Tensor, documents: Documents | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The segment of each position, by the position with which it begins, and its phase, (p mod w) mod r.
 
     Because 0 <= o < r, "(p mod w) >= o and ((p mod w) - o) mod r == 0" says that the phase of p is o. So an
-    offset o sees a pair of positions exactly if they lie in one cell and its phase is o."""
-    w, r = branch.segment_length, branch.dilation_rate
-    if w is None:
-        phase = positions % r
-        return phase, phase
-    phase = positions % w % r
-    return phase, positions // w * r + phase
+    offset o sees a pair of positions exactly if they lie in one segment and the phase of both is o."""
+    begin = torch.zeros_like(positions) if documents is None else begins(documents, positions)
+    w, p = branch.segment_length, positions - begin
+    if w is not None:
+        begin, p = begin + p // w * w, p % w
+    return begin, p % branch.dilation_rate
 
 
-def selected(branch: Branch, positions: torch.Tensor, offset: int) -> torch.Tensor:
+def selected(
+    branch: Branch, positions: torch.Tensor, offset: int, documents: tuple[int, ...] | None = None
+) -> torch.Tensor:
     """Which positions lie on the dilated grid of their own segment: int64 (N,), >= 0 -> bool (N,).
 
     `offset`, 0 <= offset < r, stands in place of the offsets that the branch names for its heads."""
-    return _cells(branch, positions)[0] == offset
+    return _cells(branch, positions, checked_documents(documents))[1] == offset
 
 
 def multiplicity(
@@ -244,7 +291,7 @@ def multiplicity(
     """c[h, i, j]: how many branches see the pair of query i and key j for query head h.
 
     q_positions int64 (Nq,), k_positions int64 (Nk,), global, >= 0, on one device -> int32 (num_heads, Nq, Nk)
-    on it. Raises ValueError where the pattern does not fit `num_heads`."""
+    on it. Raises ValueError where the pattern does not fit `num_heads`, or a position lies behind the documents."""
     q_positions, k_positions = q_positions.unsqueeze(1), k_positions.unsqueeze(0)  # (Nq, 1), (1, Nk)
     shape = (num_heads, q_positions.shape[0], k_positions.shape[1])
     c = torch.zeros(shape, dtype=torch.int32, device=q_positions.device)
@@ -252,8 +299,9 @@ def multiplicity(
     for branch in pattern.branches:
         offset = [o for o in branch.offsets(num_heads) if o is not None]
         first = branch.heads.start if branch.heads is not None else 0
-        phase, q_cell = _cells(branch, q_positions)
-        same = q_cell == _cells(branch, k_positions)[1]  # (Nq, Nk)
+        segment, phase = _cells(branch, q_positions, pattern.packed)
+        k_segment, k_phase = _cells(branch, k_positions, pattern.packed)
+        same = (segment == k_segment) & (phase == k_phase)  # (Nq, Nk)
         if visible is not None:
             same &= visible
         # Heads of one offset see the same pairs: where all have the same, compute them once.

@@ -3,6 +3,7 @@
 README.md beside this file shows the modules in the order in which the data goes through them.
 """
 
+from reference.documents import documents_from_cu_seqlens, documents_from_positions
 from reference.pattern import Branch, Pattern
 from ring.attention import ring_attention
 from ring.comm.transport import Transport
@@ -11,4 +12,7 @@ from ring.layout import Layout
 
 __version__ = "0.2.0"  # the one place: pyproject.toml and the reports read it here
 
-__all__ = ["Branch", "Layout", "Pattern", "Transport", "picked_kernels", "ring_attention"]
+__all__ = [
+    "Branch", "Layout", "Pattern", "Transport", "documents_from_cu_seqlens", "documents_from_positions",
+    "picked_kernels", "ring_attention",
+]  # fmt: skip

@@ -14,11 +14,12 @@ import json
 import sys
 import threading
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
+from reference.documents import first_few
 from reference.pattern import Pattern
 from ring.caching.bounded import Bounded
 from ring.comm.calls import NumberedCall, within_backward
@@ -29,6 +30,7 @@ from ring.plan.plan import EXCHANGES
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _DIGEST = 16
+_A_LENGTH = 36  # bytes of a document's length, an int in a tuple
 _MOST = 2**40  # tokens: plans count in 64 bits
 _LARGEST = sys.float_info.max
 
@@ -90,7 +92,7 @@ class CallSetting:
 
 _NOTHING = Signature({}, b"")
 _UNKNOWN = CallSetting(_NOTHING)
-_settings: Bounded[Hashable, CallSetting] = Bounded(256)
+_settings: Bounded[Hashable, CallSetting] = Bounded(256, most_bytes=2**26)
 
 
 def agree(call: Call, numbered: NumberedCall, transport: Transport, check: bool) -> CallSetting:
@@ -130,7 +132,8 @@ def setting_of(call: Call, transport: Transport) -> CallSetting:
         found = None
     if found is None:
         validate(call, transport)
-        found = _settings.keep(key, CallSetting(signature_of(kind_of(call, thread))))
+        found = CallSetting(signature_of(kind_of(call, thread)))
+        _settings.keep(key, found, _A_LENGTH * len(call.pattern.documents or ()))
     return found
 
 
@@ -197,9 +200,23 @@ def _joint_error(said: list[tuple[str, str | dict[str, object]]]) -> Exception:
         assert isinstance(entries, dict)
         for name, value in entries.items():
             if value != first[name]:
-                given = f"rank 0 has {first[name]}, rank {rank} {value}"
+                given = _difference(first[name], value, rank)
                 return ValueError(f"{name} must be the same on every rank: {given}")
     raise AssertionError("ranks that disagree differ in something")
+
+
+def _difference(there: object, here: object, rank: int) -> str:
+    """What rank 0 and another have of one name; of lists, which may have thousands of entries, the first difference."""
+    if not (isinstance(there, list) and isinstance(here, list)):
+        return f"rank 0 has {_few(there)}, rank {rank} {_few(here)}"
+    pairs = enumerate(zip(there, here, strict=False))
+    number = next((i for i, (a, b) in pairs if a != b), min(len(there), len(here)))
+    one, other = (x[number] if number < len(x) else "none" for x in (there, here))
+    return f"rank 0 has {one} as number {number} of {len(there)}, rank {rank} {other} as number {number} of {len(here)}"
+
+
+def _few(value: object) -> object:
+    return first_few(value) if isinstance(value, list) else value
 
 
 class CallKind(NamedTuple):
@@ -248,7 +265,8 @@ def signature_of(kind: CallKind) -> Signature:
         "head dim": kind.dim,
         "dtype": str(kind.dtype),
         "device type": kind.device,
-        "pattern": kind.pattern.to_dict(),
+        "pattern": replace(kind.pattern, documents=None).to_dict(),
+        "documents": kind.pattern.documents,
         "layout": f"{kind.layout.n} tokens, cuts {kind.layout.cuts}, order {kind.layout.digest.hex()}",
         "exchange": kind.exchange,
         "bucket": kind.bucket,
@@ -277,6 +295,7 @@ def validate(call: Call, transport: Transport) -> None:
         raise ValueError(
             f"layout must be for the {transport.world_size} ranks of the group, got one for {call.layout.world_size}"
         )
+    call.pattern.validate_tokens(call.layout.n)
     _validate_tensors(call, call.layout.counts[transport.rank])
     call.pattern.validate(call.q.shape[2])
 

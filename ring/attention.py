@@ -48,7 +48,8 @@ def ring_attention(
         q: (batch, local tokens, query heads, head dim) in fp64, fp32, bf16 or fp16, any strides. Under autocast q, k
             and v are taken in its type, as torch's own attention does, unless they are fp64.
         k, v: (batch, local tokens, key/value heads, head dim); query head h reads head h // (query / key/value heads).
-        pattern: who sees whom, by global position (LongNet, arXiv 2307.02486).
+        pattern: who sees whom, by global position (LongNet, arXiv 2307.02486). Of a sequence that is packed from
+            documents it has their lengths, which must add up to the layout's tokens; none of them sees another.
         layout: which positions this rank's local tokens have; made for as many ranks as the group has.
         group: a process group, a `DeviceMesh` of one dimension, a `Transport`, or None: the default group, or no group
             at all for a layout of one rank. One thread calls on a group. Each rank checks `group` by itself, since the
@@ -81,7 +82,7 @@ def ring_attention(
         RuntimeError: a rank did not come to the call within the group's timeout; the error names it. The group is then
             of no use any more.
     """
-    q, k, v = _in_autocast_type(q, k, v)
+    q, k, v = in_autocast_type(q, k, v)
     if torch.compiler.is_compiling():
         return traced(
             q, k, v, pattern, layout, group=group, return_lse=return_lse, exchange=exchange, bucket=bucket,
@@ -121,7 +122,7 @@ def _plainly(x: torch.Tensor) -> AbstractContextManager[object]:
     return both
 
 
-def _in_autocast_type(q: Any, k: Any, v: Any) -> tuple[torch.Tensor, ...]:
+def in_autocast_type(q: Any, k: Any, v: Any) -> tuple[torch.Tensor, ...]:
     """Where autocast is on, the tensors in its type, as for operators that torch lists for 16 bits: fp64 stays."""
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
         return q, k, v  # for the agreement to refuse

@@ -1,13 +1,15 @@
 """The call as `torch.compile` takes it in: two operators, forward and backward, of tensors, numbers and strings.
 
 A compiled graph holds no Python objects. So a layout goes by its number in this process (`Layout.number`), which may
-change from call to call without another compilation, a group by its name, and a pattern as text. What the operators do
+change from call to call without another compilation, a group by its name, and a pattern as text; one with documents,
+which are others in every step, also by its number (`Pattern.number`). What the operators do
 is what a call outside of a graph does: the ranks agree, and the same walk runs. The forward also returns its number
 among the calls on the group, by which its backward finds it.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.fx.node import has_side_effect
 
-from reference.pattern import Branch, Pattern
+from reference.pattern import Branch, Pattern, numbered_pattern
 from ring.agreement import Call, agree, agree_backward, setting_of, wants_gradients
 from ring.comm.group import is_mesh
 from ring.comm.process_group import ProcessGroupTransport
@@ -34,15 +36,18 @@ NO_GROUP = ""
 
 def traced(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, layout: Layout, *,
-    group: dist.ProcessGroup | DeviceMesh | Transport | None, kernel: str, return_lse: bool, **settings: Any,
+    group: dist.ProcessGroup | DeviceMesh | Transport | None, kernel: str, return_lse: bool, packed: int | None = None,
+    **settings: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """`ring_attention` as a graph has it. settings: its other arguments.
+    """`ring_attention` as a graph has it. packed: number of the pattern whose documents are meant; None: of this one.
+    settings: the other arguments.
 
     Raises ValueError, when it is traced, for a group without a name; all else is refused when the graph runs.
     """
     out, lse, _ = torch.ops.ring.attention_forward(
-        q, k, v, layout=layout.number, pattern=text_of(pattern), group=name_of(group), return_lse=return_lse,
-        kernel_name=kernel, differentiated=wants_gradients(q, k, v), **settings,
+        q, k, v, layout=layout.number, pattern=text_of(pattern), group=name_of(group),
+        packed=pattern.number if packed is None else packed, return_lse=return_lse, kernel_name=kernel,
+        differentiated=wants_gradients(q, k, v), **settings,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -51,7 +56,7 @@ def traced(
 
 
 def text_of(pattern: Pattern) -> str:
-    """The pattern as text, one branch after the other; written so that it can be traced."""
+    """The pattern without documents as text, one branch after the other; written so that it can be traced."""
     texts = ["causal" if pattern.causal else "all"]
     for branch in pattern.branches:
         offset, heads = branch.offset, branch.heads
@@ -68,6 +73,12 @@ def pattern_of(text: str) -> Pattern:
     """The pattern of which `text_of` made this text."""
     sees, *branches = text.split(";")
     return Pattern(tuple(_branch_of(one) for one in branches), causal=sees == "causal")
+
+
+@lru_cache(maxsize=32)
+def _packed_pattern(text: str, number: int) -> Pattern:
+    """The pattern of a text over the documents of the pattern with this number. Kept for the backward."""
+    return replace(pattern_of(text), documents=numbered_pattern(number).documents)
 
 
 def _branch_of(text: str) -> Branch:
@@ -99,6 +110,10 @@ def name_of(group: dist.ProcessGroup | DeviceMesh | Transport | None) -> str:
     )
 
 
+def _pattern(text: str, number: int) -> Pattern:
+    return _packed_pattern(text, number) if number else pattern_of(text)
+
+
 def _transport(group: str) -> Transport:
     if group == NO_GROUP:
         return SoloTransport()
@@ -113,17 +128,19 @@ def _transport(group: str) -> Transport:
 def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, *, layout: int, pattern: str, group: str, exchange: str, bucket: int | None,
     kernel_name: str, scale: float | None, return_lse: bool, check: bool, name: str | None, differentiated: bool,
+    packed: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """q (B, N, H, D), k and v (B, N, Hk, D) -> out like q, lse (B, H, N), and the number of the call, (1,) int64.
 
-    differentiated: whether the graph around this operator is.
+    packed: the number of a pattern, whose documents are meant; 0 for none. differentiated: whether the graph around
+    this operator is.
     """
     transport = _transport(group)
     with torch.cuda.device_of(q), transport.calls.turn(), torch.autocast(q.device.type, enabled=False):
         numbered = transport.calls.begin(name)
         call = Call(
-            q, k, v, pattern_of(pattern), numbered_layout(layout), exchange, bucket, kernel_name, scale, return_lse,
-            differentiated,
+            q, k, v, _pattern(pattern, packed), numbered_layout(layout), exchange, bucket, kernel_name, scale,
+            return_lse, differentiated,
         )  # fmt: skip
         setting = agree(call, numbered, transport, check)
         walk = walk_of(call, setting, numbered, best_for(q, transport), check)
@@ -142,15 +159,15 @@ def _(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Tensor, Tensor,
 def attention_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, number: Tensor, *,
     layout: int, pattern: str, group: str, exchange: str, bucket: int | None, kernel_name: str, scale: float | None,
-    return_lse: bool, check: bool, name: str | None,
+    return_lse: bool, check: bool, name: str | None, packed: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, like q, k, v. number: of the call, as the forward returned it."""
     transport = _transport(group)
     with torch.cuda.device_of(q), transport.calls.turn(), torch.autocast(q.device.type, enabled=False):
         numbered = transport.calls.again(int(number), name)
         call = Call(
-            q, k, v, pattern_of(pattern), numbered_layout(layout), exchange, bucket, kernel_name, scale, return_lse,
-            differentiated=True,
+            q, k, v, _pattern(pattern, packed), numbered_layout(layout), exchange, bucket, kernel_name, scale,
+            return_lse, differentiated=True,
         )  # fmt: skip
         walk = walk_of(call, setting_of(call, transport), numbered, best_for(q, transport), check)
         agree_backward(numbered, walk.transport, check)

@@ -30,13 +30,13 @@ from ring.compute import kernel_counts, kernels
 from ring.compute.accumulator import Accumulator, OutputMerge, Sum, TensorSum, lse_view
 from ring.compute.gpu import replay
 from ring.compute.math_kernel import SavedRows
-from ring.plan.plan import Plan, plan_of
+from ring.plan.plan import MOST_BYTES, Plan, plan_of
 from ring.precision import accumulator_dtype
 from ring.program import KernelCall, Program, Programs
 from ring.strided_view import GradientSum, StridedView
 
 _NOTHING = nullcontext()
-_programs: Bounded[CallSetting, Programs] = Bounded(128)
+_programs: Bounded[CallSetting, Programs] = Bounded(128, most_bytes=MOST_BYTES)
 
 
 @dataclass(eq=False)
@@ -54,7 +54,7 @@ def walk_of(call: Call, setting: CallSetting, numbered: NumberedCall, transport:
     programs = _programs.get(setting)
     if programs is None:
         made = Programs(_plan(call, transport.rank), call.q, call.kernel, call.factor)
-        programs = _programs.keep(setting, made)
+        programs = _programs.keep(setting, made, made.plan.nbytes)
     return Walk(programs, transport, numbered, check)
 
 

@@ -10,18 +10,33 @@ V = TypeVar("V")
 
 
 class Bounded(dict[K, V]):
-    """`get` finds what was kept; `keep` keeps it, and forgets what came first if there are more than `most` entries.
+    """`get` finds what was kept; `keep` keeps it, and forgets what came first if there are more than `most` entries, or
+    if together they take more than `most_bytes`. The newest stays in any case.
 
     Unlike `functools.lru_cache`, it can keep what was made of more than the key. Ranks may be threads of one process.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, most_bytes: int | None = None) -> None:
         super().__init__()
-        self._most, self._lock = most, threading.Lock()
+        self._most, self._most_bytes, self._lock = most, most_bytes, threading.Lock()
+        self._bytes: dict[K, int] = {}
 
-    def keep(self, key: K, value: V) -> V:
+    def keep(self, key: K, value: V, nbytes: int = 0) -> V:
+        """nbytes: about what the value takes."""
         with self._lock:
             self[key] = value
-            while len(self) > self._most:
-                del self[next(iter(self))]
+            if self._most_bytes is not None:
+                self._bytes[key] = nbytes
+            while len(self) > self._most or (len(self) > 1 and self._is_heavy()):
+                oldest = next(iter(self))
+                del self[oldest]
+                self._bytes.pop(oldest, None)
         return value
+
+    def clear(self) -> None:
+        with self._lock:
+            super().clear()
+            self._bytes.clear()
+
+    def _is_heavy(self) -> bool:
+        return self._most_bytes is not None and sum(self._bytes.values()) > self._most_bytes

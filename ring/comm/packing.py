@@ -8,13 +8,13 @@ is made once for a plan's step. The plain version is that of `Exchange._pack`, w
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
+from ring.caching.bounded import Bounded
 from ring.caching.captured import keep
 from ring.caching.launcher import Launcher
 from ring.plan.plan import SlotMap
@@ -46,39 +46,41 @@ def _pack(  # type: ignore[no-untyped-def]
 def pack(gathers: tuple[SlotMap, ...], k: torch.Tensor, v: torch.Tensor, send_buffer: torch.Tensor) -> None:
     """Fill the front of the send buffer, (slots, 2, B, D), contiguous. k, v: (B, tokens, Hk, D), any strides."""
     begins = k.data_ptr() % 16, v.data_ptr() % 16, send_buffer.data_ptr() % 16
-    packing = _packing(gathers, k.device, k.dtype, k.shape, k.stride(), v.stride(), begins)
+    table = _table(gathers, k.device)
+    launch = _launcher(table.shape[1], k.device, k.dtype, k.shape, k.stride(), v.stride(), begins)
     if torch.cuda.is_current_stream_capturing():
-        keep(packing.table)
-    packing.launch(packing.table, k, v, send_buffer)
-
-
-class _Packing(NamedTuple):
-    """What is the same for all tensors of one kind."""
-
-    table: torch.Tensor
-    launch: Launcher
+        keep(table)
+    launch(table, k, v, send_buffer)
 
 
 @lru_cache(maxsize=1024)
-def _packing(
-    gathers: tuple[SlotMap, ...], device: torch.device, dtype: torch.dtype, shape: tuple[int, ...],
-    k_strides: tuple[int, ...], v_strides: tuple[int, ...], begins: tuple[int, ...],
-) -> _Packing:  # fmt: skip
-    """For keys and values of that kind; begins: places within 16 bytes at which tensors begin."""
-    table, (batch, _, _, dim) = _table(gathers, device), shape
-    count = table.shape[1]
+def _launcher(
+    count: int, device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], k_strides: tuple[int, ...],
+    v_strides: tuple[int, ...], begins: tuple[int, ...],
+) -> Launcher:  # fmt: skip
+    """For tables of so many slots, and keys and values of that kind; begins: places within 16 bytes at which tensors
+    begin.
+    """
+    batch, _, _, dim = shape
     numbers = count, *k_strides, *v_strides, 2 * batch * dim, batch * dim
     constants = {"DIM": dim, "BLOCK": triton.next_power_of_2(dim), "SLOTS": _SLOTS}
-    return _Packing(table, Launcher(_pack, (triton.cdiv(count, _SLOTS), batch, 1), _WARPS, numbers, constants))
+    return Launcher(_pack, (triton.cdiv(count, _SLOTS), batch, 1), _WARPS, numbers, constants)
 
 
-@lru_cache(maxsize=1024)
+# In the memory of GPUs; with documents every training step has others.
+_tables: Bounded[tuple[object, ...], torch.Tensor] = Bounded(1024, most_bytes=2**28)
+
+
 def _table(gathers: tuple[SlotMap, ...], device: torch.device) -> torch.Tensor:
     """(2, slots) int32: row and head of each slot, copied to a GPU once."""
-    slots, rows, heads = (np.concatenate(column) for column in zip(*map(_listed, gathers), strict=True))
-    order = np.argsort(slots)
-    assert np.array_equal(slots[order], np.arange(len(slots)))  # every slot once, from the front
-    return torch.from_numpy(np.stack((rows[order], heads[order])).astype(np.int32)).to(device)
+    found = _tables.get((gathers, device))
+    if found is None:
+        slots, rows, heads = (np.concatenate(column) for column in zip(*map(_listed, gathers), strict=True))
+        order = np.argsort(slots)
+        assert np.array_equal(slots[order], np.arange(len(slots)))  # every slot once, from the front
+        found = torch.from_numpy(np.stack((rows[order], heads[order])).astype(np.int32)).to(device)
+        _tables.keep((gathers, device), found, found.nbytes)
+    return found
 
 
 def _listed(one: SlotMap) -> tuple[Ints, Ints, Ints]:

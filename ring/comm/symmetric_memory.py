@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ring.caching.bounded import Bounded
 from ring.comm import signals
 from ring.comm.meeting import Copy, Flags, Meeting, Owner, Reader, Streams
 from ring.comm.process_group import ProcessGroupTransport, backends_of
@@ -61,7 +62,8 @@ class SymmetricTransport(ProcessGroupTransport):
         super().__init__(group)
         self._streams = Streams.of(self.world_size)
         self._current = torch.cuda.current_stream()  # of the call
-        self._routes: dict[Hashable, _Route] = {}
+        # All ranks come to the same kinds of calls in the same order, so they forget the same ones.
+        self._routes: Bounded[Hashable, _Route] = Bounded(1024)
         self._route: _Route | None = None
         self.by_nccl = False  # some kind of call
         self._pools: list[_SharedMemory] = []  # all that there ever were: a captured graph may use any
@@ -69,7 +71,7 @@ class SymmetricTransport(ProcessGroupTransport):
     def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
         """The first call of a kind is collective, and no other; so the key must be the same on all ranks."""
         if key not in self._routes:
-            self._routes[key] = self._new_route(outgoing())
+            self._routes.keep(key, self._new_route(outgoing()))
             self.by_nccl |= self._routes[key].by_nccl
         self._route = self._routes[key]
         self._current = torch.cuda.current_stream(self._streams.side.device)  # without a device torch asks for it

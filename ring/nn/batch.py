@@ -4,7 +4,9 @@
     logits = model(batch.tokens, batch.context, batch.positions)
     whole = gather(context, logits)
 
-Labels are shifted before they are sharded: after that, the next token may be on another rank.
+Labels are shifted before they are sharded: after that, the next token may be on another rank. Of sequences that are
+packed from documents, `shard_batch(..., documents=lengths)` counts positions within each, and the last token of each
+has no label.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from reference.documents import Documents, begins
 from ring.agreement import is_dtensor
 from ring.comm.transport import Message, Outgoing
 from ring.nn.context import ContextParallel
@@ -28,7 +31,9 @@ class Batch:
     """This rank's shard of a batch, in the order of the layout.
 
     tokens, labels  (B, N); labels may be None
-    positions       (N,) int64, the global positions of the tokens, on their device; the context's own
+    positions       (N,) int64, the global positions of the tokens, on their device; the context's own. Of documents
+                    those within each of them
+    context         what modules take; with the documents, if there are any
     others          what else was given, (B, N, ...)
     """
 
@@ -56,6 +61,7 @@ def shard_batch(
     labels: Tensor | None = None,
     *,
     positions: Tensor | None = None,
+    documents: tuple[int, ...] | None = None,
     **others: Tensor,
 ) -> Batch:
     """This rank's shard of a batch of whole sequences. Every rank of the context group calls it, with the same tensors.
@@ -64,7 +70,10 @@ def shard_batch(
         tokens: (B, n) int64 or int32, n being the layout's.
         labels: None, or (B, n) int64 or int32: the next tokens (`next_tokens`), -100 where there is none. Labels that
             are the tokens themselves are refused, where two or more are labelled and they are not the next tokens too.
-        positions: None, or 0 .. n - 1, (n,) or (B, n), int64 or int32: no others, since the pattern goes by these.
+        positions: None, or 0 .. n - 1, (n,) or (B, n), int64 or int32: no others, since the pattern goes by these. Of
+            documents 0 .. length - 1 for each of them.
+        documents: the lengths of the documents that every row is packed from; None: the context's, if it has any. The
+            label of the last token of each is -100 in the batch, whatever was given: the next token is another's.
         others: whatever else runs along the sequence, (B, n, ...), any dtype.
 
     Raises:
@@ -75,17 +84,29 @@ def shard_batch(
 
     def check() -> dict[str, object]:
         given = {"tokens": tokens} | ({} if labels is None else {"labels": labels})
-        _check_batch(context, given, positions, others)
-        return _signature(context, given | others) if context.check else {}
+        packed = context if documents is None else context.with_documents(documents)
+        _check_batch(packed, given, positions, others)
+        return _signature(packed, given | others) if context.check else {}
 
     context.agree("shard_batch", check)
+    if documents is not None:
+        context = context.with_documents(documents)
     return Batch(
         tokens=context.shard(tokens),
-        labels=None if labels is None else context.shard(labels),
+        labels=None if labels is None else context.shard(_within_documents(labels, context.documents)),
         positions=context.positions_on(tokens.device),
         context=context,
         others={name: context.shard(x) for name, x in others.items()},
     )
+
+
+def _within_documents(labels: Tensor, documents: Documents | None) -> Tensor:
+    """The labels, but those of the last tokens of documents."""
+    if documents is None:
+        return labels
+    ends = torch.tensor(documents, dtype=torch.int64).cumsum(0)
+    last = ends[torch.tensor(documents, dtype=torch.int64) > 0] - 1
+    return labels.index_fill(1, last.to(labels.device), IGNORED)
 
 
 def gather(context: ContextParallel, x: Tensor, dim: int = 1) -> Tensor:
@@ -143,7 +164,7 @@ def _check_batch(
         if x.dim() != 2 or x.dtype not in INTEGERS:
             raise ValueError(f"{name} must be a (batch, tokens) int64 or int32 tensor, got {_given(x)}")
     if positions is not None:
-        _check_positions(positions, tokens, n)
+        _check_positions(positions, tokens, context)
     for name, x in (given | others).items():
         _check_plain(name, x)
         if x.dim() < 2 or x.shape[1] != n:
@@ -163,14 +184,19 @@ def _check_plain(name: str, x: Tensor) -> None:
         raise ValueError(f"{name} must be a plain dense tensor of whole sequences, got {type(x)!r}")
 
 
-def _check_positions(positions: Tensor, tokens: Tensor, n: int) -> None:
+def _check_positions(positions: Tensor, tokens: Tensor, context: ContextParallel) -> None:
+    n, documents = context.layout.n, context.documents
     _check_plain("positions", positions)
     if positions.dtype not in INTEGERS or positions.shape not in ((n,), (1, n), (tokens.shape[0], n)):
         raise ValueError(f"positions must be int64 or int32 of shape ({n},), or of tokens, got {_given(positions)}")
     if positions.device != tokens.device:
         raise ValueError(f"positions must be on tokens' device {tokens.device}, got {positions.device}")
-    if not torch.equal(positions.long(), torch.arange(n, device=tokens.device).expand(positions.shape)):
-        raise ValueError(f"positions must be None or 0 .. {n - 1}, by which the pattern goes, got others")
+    expected = torch.arange(n, device=tokens.device)
+    if documents is not None:
+        expected -= begins(documents, expected)
+    if not torch.equal(positions.long(), expected.expand(positions.shape)):
+        allowed = f"0 .. {n - 1}" if documents is None else "0, 1, ... in each document"
+        raise ValueError(f"positions must be None or {allowed}, by which the pattern goes, got others")
 
 
 def _check_shifted(tokens: Tensor, labels: Tensor) -> None:
@@ -189,6 +215,7 @@ def _signature(context: ContextParallel, tensors: dict[str, Tensor]) -> dict[str
     whole: dict[str, object] = {
         "the tensors given": list(tensors),
         "the context's layout": f"{layout.n} tokens, cuts {layout.cuts}, order {layout.digest.hex()}",
+        "documents": context.documents,
     }
     return whole | {name: f"{_given(x)}, digest {_digest(x)}" for name, x in tensors.items()}
 

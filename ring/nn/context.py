@@ -7,24 +7,36 @@ forward that activation checkpointing computes again meets the layout that the f
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from reference.documents import Documents, begins, first_few
 from reference.pattern import Pattern
 from ring.agreement import compare, refuse_dtensor
-from ring.attention import ring_attention
+from ring.attention import in_autocast_type, ring_attention
 from ring.comm.group import transport_over
 from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.transport import Transport
+from ring.compiled import traced
 from ring.layout import Layout
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
+
+
+def _pattern_over(layout: Layout, documents: tuple[int, ...] | None) -> Pattern | None:
+    """A pattern over the documents. ValueError for what are none, or do not add up to the layout's tokens."""
+    if documents is None:
+        return None
+    found = Pattern.dense(documents=documents)
+    found.validate_tokens(layout.n)
+    return found
 
 
 class ContextParallel:
@@ -35,9 +47,11 @@ class ContextParallel:
               for a layout of one rank
     transport over that group
     exchange, bucket, kernel, check: as for `ring.ring_attention`
+    documents the lengths of the documents that the sequence is packed from, in place of those of modules' patterns;
+              None: as the patterns say. `with_documents` makes a handle for each packed batch.
 
-    Raises ValueError for a layout of another number of ranks than the group has, for a mesh of more dimensions, and on
-    a process that is not in the group.
+    Raises ValueError for documents that do not add up to the layout's tokens, for a layout of another number of ranks
+    than the group has, for a mesh of more dimensions, and on a process that is not in the group.
     """
 
     # Not a dataclass: wrappers that cast a forward's inputs rebuild those.
@@ -48,6 +62,7 @@ class ContextParallel:
     kernel: str
     check: bool
     transport: Transport
+    _packed: Pattern | None  # any pattern over the documents, if there are some
 
     def __init__(
         self,
@@ -58,9 +73,11 @@ class ContextParallel:
         bucket: int | None = None,
         kernel: str = "auto",
         check: bool = True,
+        documents: tuple[int, ...] | None = None,
     ) -> None:
         if not isinstance(layout, Layout):
             raise ValueError(f"layout must be a Layout, got {layout!r}")
+        packed = _pattern_over(layout, documents)
         transport = transport_over(group, layout.world_size)
         if layout.world_size != transport.world_size:
             raise ValueError(
@@ -69,8 +86,18 @@ class ContextParallel:
         kept: dict[Hashable, object] = {}
         self.__dict__.update(
             layout=layout, group=group, exchange=exchange, bucket=bucket, kernel=kernel, check=check,
-            transport=transport, _kept=kept,
+            transport=transport, _packed=packed, _kept=kept,
         )  # fmt: skip
+
+    def with_documents(self, documents: tuple[int, ...] | None) -> ContextParallel:
+        """The same handle for a sequence that is packed from these documents.
+
+        Raises ValueError for documents that do not add up to the layout's tokens.
+        """
+        found = ContextParallel.__new__(ContextParallel)
+        kept: dict[Hashable, object] = {}
+        found.__dict__.update(self.__dict__ | {"_packed": _pattern_over(self.layout, documents), "_kept": kept})
+        return found
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"{name} cannot be set: make another ContextParallel")
@@ -93,10 +120,16 @@ class ContextParallel:
         )
 
     def __repr__(self) -> str:
+        packed = "" if self.documents is None else f", documents={first_few(self.documents)}"
         return (
             f"ContextParallel(rank {self.rank} of {self.world_size}, {self.tokens} of {self.layout.n} tokens, "
-            f"exchange={self.exchange!r}, bucket={self.bucket}, kernel={self.kernel!r}, check={self.check})"
+            f"exchange={self.exchange!r}, bucket={self.bucket}, kernel={self.kernel!r}, check={self.check}{packed})"
         )
+
+    @property
+    def documents(self) -> Documents | None:
+        """Their lengths."""
+        return None if self._packed is None else self._packed.packed
 
     @property
     def rank(self) -> int:
@@ -114,8 +147,11 @@ class ContextParallel:
 
     @property
     def positions(self) -> Tensor:
-        """The global positions of this rank's tokens: (tokens,) int64, on the CPU."""
-        return self.layout.positions(self.rank)
+        """The global positions of this rank's tokens, or with documents those within their documents: (tokens,) int64,
+        on the CPU.
+        """
+        found = self.layout.positions(self.rank)
+        return found if self.documents is None else found - begins(self.documents, found)
 
     def positions_on(self, device: torch.device) -> Tensor:
         """The same on a device: one tensor for all callers, who do not change it."""
@@ -143,12 +179,23 @@ class ContextParallel:
         group: dist.ProcessGroup | Transport | None = self.transport
         if isinstance(self.transport, ProcessGroupTransport) and self.transport is not self.group:
             group = self.transport.group
-        out = ring_attention(
-            q, k, v, pattern, self.layout, group=group, exchange=self.exchange, bucket=self.bucket,
-            kernel=self.kernel, scale=scale, check=self.check, name=name,
-        )  # fmt: skip
+        settings: dict[str, Any] = {
+            "layout": self.layout, "group": group, "exchange": self.exchange,
+            "bucket": self.bucket, "kernel": self.kernel, "scale": scale, "check": self.check, "name": name,
+        }  # fmt: skip
+        if self._packed is not None and torch.compiler.is_compiling():  # a graph makes no patterns
+            number, (q, k, v) = self._packed.number, in_autocast_type(q, k, v)
+            out = traced(q, k, v, pattern, packed=number, return_lse=False, **settings)
+        else:
+            out = ring_attention(q, k, v, self._over_documents(pattern), **settings)
         assert isinstance(out, torch.Tensor)
         return out
+
+    def _over_documents(self, pattern: Pattern) -> Pattern:
+        """The pattern over this sequence: one object for all layers, and for all calls of a layer."""
+        if self.documents is None or not isinstance(pattern, Pattern):
+            return pattern
+        return self.once(("pattern", pattern), lambda: replace(pattern, documents=self.documents))
 
     def check_local(self, name: str, x: Tensor, shape: tuple[str, ...], dim: int) -> None:
         """Raise unless x has the dimensions that `shape` names and, along `dim`, the tokens of this rank.

@@ -155,8 +155,9 @@ def _check_positions(positions: Tensor, x: Tensor, context: ContextParallel) -> 
     wrong = (positions != own).nonzero()
     if len(wrong):
         at = tuple(wrong[0].tolist())
+        kind = "global ones" if context.documents is None else "those within each document"
         raise ValueError(
-            f"positions must be those that the layout gives this rank, global ones: at {at} it is {int(own[at[-1]])}, "
+            f"positions must be those that the layout gives this rank, {kind}: at {at} it is {int(own[at[-1]])}, "
             f"got {int(positions[at])}"
         )
 

@@ -4,6 +4,7 @@ The road, one module a stop; a module imports only what stands before it:
 
     layout        which rank holds which positions
     blocks        the pattern as grids: a branch and an offset, with the heads that select the same rows
+    pieces        packed documents: which elements of a run lie in which
     ranges        the rows of a rank on a grid, segment by segment, as arithmetic progressions
     range_pairs   which ranges see which: the join of the table of ranges with itself
     needs         which elements of a range another rank has to be sent

@@ -78,6 +78,11 @@ class Chunks:
     chunk: Ints
     slot: Ints
 
+    @property
+    def nbytes(self) -> int:
+        """Eight arrays with a number for each entry."""
+        return 8 * self.chunk.nbytes
+
     @cached_property
     def count(self) -> int:
         """Chunks of the longest message."""

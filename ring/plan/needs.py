@@ -16,10 +16,10 @@ positions 8 and 10 (range 3) and 9 and 11 (range 7), rank 1 those of 0 and 2 (ra
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
+from ring.caching.bounded import Bounded
 from ring.plan.range_pairs import pair_up
 from ring.plan.ranges import Ints, Ranges, Subranges, opens
 
@@ -36,9 +36,19 @@ class Needs:
         return Needs(self.rank[which], self.range[which], self.count[which])
 
 
-@lru_cache(maxsize=16)
+_kept: Bounded[tuple[Ranges, bool], Needs] = Bounded(16, most_bytes=2**27)
+
+
 def needs_of(ranges: Ranges, causal: bool) -> Needs:
     """The needs of all ranks, in the order (rank, range). Every rank computes all, so both ends of a message agree."""
+    found = _kept.get((ranges, causal))
+    if found is None:
+        found = _needs(ranges, causal)
+        _kept.keep((ranges, causal), found, ranges.nbytes + 3 * found.count.nbytes)
+    return found
+
+
+def _needs(ranges: Ranges, causal: bool) -> Needs:
     everything = Subranges.whole(ranges, np.arange(len(ranges.count)))
     found = pair_up(ranges, everything, everything, causal)
     reader = ranges.rank[found.query.range]

@@ -26,22 +26,25 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
 from reference.pattern import Pattern
+from ring.caching.bounded import Bounded
 from ring.layout import Layout
 from ring.plan import schedule
 from ring.plan.blocks import Heads
 from ring.plan.chunks import SlotRanges
-from ring.plan.ranges import Ranges, ranges_of
+from ring.plan.ranges import Ints, Ranges, counter, opens, ranges_of
 from ring.plan.rows import Rows, folds
 from ring.plan.schedule import Schedule, Sizes, Transfer
 from ring.plan.tile import Tile
 from ring.plan.tiling import Limits, tiles_of
 
 EXCHANGES = ("ring", "direct", "gather")
+MOST_BYTES = 2**29  # of the plans that are kept
+_FEW = 16  # slot ranges of documents of which each is copied by itself, as a strided view
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,8 +85,18 @@ class Plan:
     sizes: Sizes  # of the buffers, in slots
     setting: Hashable  # what the plan was made for, but for the rank: equal on ranks whose plans go together
 
+    @cached_property
+    def nbytes(self) -> int:
+        """About what the plan takes."""
+        tiles = [*self.local, *(tile for step in self.steps for tile in step.tiles)]
+        maps = [slot_map for step in self.steps for slot_map in (*step.gathers, *step.scatters)]
+        return sum(tile.nbytes for tile in tiles) + sum(one.rows.nbytes + one.slots.nbytes for one in maps)
 
-@lru_cache(maxsize=128)
+
+# Of a hundred thousand tokens on each rank in a thousand documents a plan takes some MB.
+_plans: Bounded[Hashable, Plan] = Bounded(128, most_bytes=MOST_BYTES)
+
+
 def plan_of(
     pattern: Pattern, layout: Layout, rank: int, heads: int, kv_heads: int, exchange: str, bucket: int,
     own: int | None = None,
@@ -96,6 +109,17 @@ def plan_of(
 
     The arguments are taken as valid (`ring.agreement` checks what users pass).
     """
+    key = pattern, layout, rank, heads, kv_heads, exchange, bucket, own
+    found = _plans.get(key)
+    if found is None:
+        found = _plan(*key)
+        _plans.keep(key, found, found.nbytes)
+    return found
+
+
+def _plan(
+    pattern: Pattern, layout: Layout, rank: int, heads: int, kv_heads: int, exchange: str, bucket: int, own: int | None
+) -> Plan:
     ranges = ranges_of(pattern, layout, heads, kv_heads)
     if exchange == "gather":
         route = schedule.gather(layout, kv_heads, rank)
@@ -161,16 +185,37 @@ def _slot_maps(ranges: Ranges, found: SlotRanges) -> tuple[SlotMap, ...]:
         return ()
     block, width = ranges.block[subranges.range], ranges.width[subranges.range]
     start, step = ranges.rows(subranges)
+    if ranges.packed and len(subranges) > _FEW:
+        return _listed_maps(ranges, found, start, step)
     signature = (found.message, block, subranges.count, step)
     unlimited = np.full_like(start, len(start))
     maps = []
     for fold in folds(signature, ranges.segment[subranges.range], start, found.slot, unlimited):
-        one, number, length = fold.members[0], len(fold.members), int(subranges.count[fold.members[0]])
-        rows = Rows(int(start[one]), int(step[one]), length, fold_step=fold.left_step, folds=number)
+        one = fold.members[0]
+        rows = fold.rows(start, fold.left_step, step, subranges.count)
         if ranges.listing is not None:
             rows = Rows.of(ranges.listing.rows[rows.listed()])
-        slots = Rows(int(found.slot[one]), int(width[one]), length, fold_step=fold.right_step, folds=number)
+        slots = fold.rows(found.slot, fold.right_step, width, subranges.count)
         maps.append(SlotMap(rows, ranges.blocks[block[one]].key, slots, _columns(int(width[one]))))
+    return tuple(maps)
+
+
+def _listed_maps(ranges: Ranges, found: SlotRanges, start: Ints, step: Ints) -> tuple[SlotMap, ...]:
+    """Slot ranges of many documents: as one map where they follow each other in the slots of a message."""
+    subranges = found.subranges
+    block, width, count = ranges.block[subranges.range], ranges.width[subranges.range], subranges.count
+    leads = opens(found.message, block)
+    leads[1:] |= found.slot[1:] != found.slot[:-1] + count[:-1] * width[:-1]
+    begins = np.flatnonzero(leads)
+    rows = np.repeat(start, count) + counter(count) * np.repeat(step, count)
+    if ranges.listing is not None:
+        rows = ranges.listing.rows[rows]
+    ends = np.cumsum(count)
+    maps = []
+    for one, last in zip(begins.tolist(), (np.append(begins[1:], len(start)) - 1).tolist(), strict=True):
+        mine = rows[ends[one] - count[one] : ends[last]]
+        slots = Rows(int(found.slot[one]), int(width[one]), len(mine))
+        maps.append(SlotMap(Rows.of(mine[None]), ranges.blocks[block[one]].key, slots, _columns(int(width[one]))))
     return tuple(maps)
 
 

@@ -23,18 +23,18 @@ Which elements of a run lie on a grid is a congruence; `_on_grid` solves it and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from reference.pattern import Pattern
+from ring.caching.bounded import Bounded
 from ring.layout import Layout
 from ring.plan.blocks import Block, blocks_of
-
-Ints = np.ndarray  # int64, one entry for each range, or pair of ranges
+from ring.plan.pieces import DocumentTable, Ints, Pieces
 
 COLUMNS = ("block", "segment", "rank", "count", "row", "row_step", "first", "step")
 
@@ -67,6 +67,7 @@ class Ranges:
     first: Ints
     step: Ints
     listing: Listing | None = None
+    packed: bool = False  # whether there are several documents
 
     def position(self, index: Ints, element: Ints) -> Ints:
         """Global position of an element of the range `index`."""
@@ -86,6 +87,12 @@ class Ranges:
         """First row of every subrange and the step between its rows; with a listing, first place in it and 1."""
         step = self.row_step[subranges.range]
         return self.row[subranges.range] + subranges.first * step, step
+
+    @property
+    def nbytes(self) -> int:
+        """Of the columns and the listing."""
+        listed = self.listing.rows.nbytes if self.listing is not None else 0
+        return len(COLUMNS) * self.count.nbytes + 3 * listed
 
     @cached_property
     def width(self) -> Ints:
@@ -134,69 +141,71 @@ class Subranges:
         return uncut.part(skip, np.minimum(uncut.count - skip, most)), which
 
 
-@lru_cache(maxsize=64)
+_tables: Bounded[Hashable, Ranges] = Bounded(64, most_bytes=2**28)
+
+
 def ranges_of(pattern: Pattern, layout: Layout, heads: int, kv_heads: int) -> Ranges:
     """The ranges of all ranks."""
-    blocks = blocks_of(pattern, layout.n, heads, kv_heads)
+    key = pattern, layout, heads, kv_heads
+    found = _tables.get(key)
+    if found is None:
+        found = _ranges(*key)
+        _tables.keep(key, found, found.nbytes)
+    return found
+
+
+def _ranges(pattern: Pattern, layout: Layout, heads: int, kv_heads: int) -> Ranges:
+    blocks = blocks_of(replace(pattern, documents=None), layout.n, heads, kv_heads)
+    documents = DocumentTable.of(pattern.documents, layout.n)
     if layout.listed is not None:
-        return _listed_ranges(blocks, layout)
-    runs = _Runs.of(layout)
-    tables = [_arithmetic_ranges(index, block, runs) for index, block in enumerate(blocks)]
+        return _listed_ranges(blocks, layout, documents)
+    pieces = Pieces.of(_runs_of(layout), documents)
+    tables = [_arithmetic_ranges(index, block, pieces, documents) for index, block in enumerate(blocks)]
     columns: dict[str, Any] = {name: concatenated([table[name] for table in tables]) for name in COLUMNS}
-    found = Ranges(blocks, **columns)
-    return found.take(np.lexsort((found.rank, found.segment, found.block)))
+    return Ranges(blocks, packed=len(documents) > 1, **columns)
 
 
-@dataclass(frozen=True, eq=False)
-class _Runs:
-    """The runs of all ranks: element e lies at position start + e * step, and in row `row` + e of the rank."""
-
-    rank: Ints
-    row: Ints
-    start: Ints
-    step: Ints
-    length: Ints
-
-    @classmethod
-    def of(cls, layout: Layout) -> _Runs:
-        table = []
-        for rank in range(layout.world_size):
-            row = 0
-            for run in layout.shard_runs(rank):
-                table.append((rank, row, *run))
-                row += run.length
-        return cls(*np.array(table, np.int64).reshape(-1, 5).T)
-
-    def take(self, which: Ints) -> _Runs:
-        return _Runs(self.rank[which], self.row[which], self.start[which], self.step[which], self.length[which])
+def _runs_of(layout: Layout) -> Ints:
+    """The runs of all ranks, (runs, 5): element e lies at position start + e * step, and in row `row` + e of the rank.
+    The columns are rank, row, start, step, length.
+    """
+    table = []
+    for rank in range(layout.world_size):
+        row = 0
+        for run in layout.shard_runs(rank):
+            table.append((rank, row, *run))
+            row += run.length
+    return np.array(table, np.int64).reshape(-1, 5)
 
 
-def _arithmetic_ranges(index: int, block: Block, runs: _Runs) -> dict[str, Ints]:
-    """The columns of one block's ranges."""
+def _arithmetic_ranges(index: int, block: Block, pieces: Pieces, documents: DocumentTable) -> dict[str, Ints]:
+    """The columns of one block's ranges, in the order (segment, rank)."""
     w, r = block.segment_length, block.dilation_rate
-    first_segment = runs.start // w
-    segments = (runs.start + (runs.length - 1) * runs.step) // w - first_segment + 1
+    first_segment = pieces.start // w
+    segments = (pieces.start + (pieces.length - 1) * pieces.step) // w - first_segment + 1
     which = np.repeat(np.arange(len(segments)), segments)
-    run, segment = runs.take(which), first_segment[which] + counter(segments)
-    # The run's elements low .. high - 1 lie in the segment ...
-    low = np.maximum(-((run.start - segment * w) // run.step), 0)
-    high = np.minimum(-((run.start - (segment + 1) * w) // run.step), run.length)
+    piece, segment = pieces.take(which), first_segment[which] + counter(segments)
+    # The piece's elements low .. high - 1 lie in the segment ...
+    low = np.maximum(-((piece.start - segment * w) // piece.step), 0)
+    high = np.minimum(-((piece.start - (segment + 1) * w) // piece.step), piece.length)
     # ... and of these every `cycle`-th, from the first on that `_on_grid` finds, lies on the grid, if any does.
-    target = segment * w + block.offset - run.start
-    cycle, phase, any_at_all = _on_grid(run.step, target, r)
+    target = segment * w + block.offset - piece.start
+    cycle, phase, any_at_all = _on_grid(piece.step, target, r)
     element = low + (phase - low) % cycle
     count = np.where(any_at_all, (high - element + cycle - 1) // cycle, 0)
+    segment += documents.first_segment(w)[piece.document]
     columns = {
         "block": np.full_like(segment, index),
         "segment": segment,
-        "rank": run.rank,
+        "rank": piece.rank,
         "count": count,
-        "row": run.row + element,
+        "row": piece.row + element,
         "row_step": cycle,
-        "first": run.start + element * run.step,
-        "step": run.step * cycle,
+        "first": piece.origin + piece.start + element * piece.step,
+        "step": piece.step * cycle,
     }
     some = np.flatnonzero(count > 0)
+    some = some[np.lexsort((piece.rank[some], segment[some]))]
     return {name: column[some] for name, column in columns.items()}
 
 
@@ -218,9 +227,12 @@ def _on_grid(step: Ints, target: Ints, rate: int) -> tuple[Ints, Ints, Ints]:
         2      2     6     -2      3      2      6 12 18
         1      2     6     -1      -      -      -
     """
-    divisor = np.gcd(step, rate)
+    few, at = np.unique(step, return_inverse=True)  # runs have few steps, however many pieces they are cut into
+    divisor = np.gcd(few, rate)
     cycle = rate // divisor
-    phase = _product(target // divisor % cycle, _inverses(step // divisor, cycle), cycle)
+    inverse = _inverses(few // divisor, cycle)[at]
+    divisor, cycle = divisor[at], cycle[at]
+    phase = _product(target // divisor % cycle, inverse, cycle)
     return cycle, phase, target % divisor == 0
 
 
@@ -234,21 +246,26 @@ def _product(a: Ints, b: Ints, modulus: Ints) -> Ints:
 
 
 def _inverses(values: Ints, moduli: Ints) -> Ints:
-    """The inverse of each value modulo each modulus. Few distinct pairs occur, so each is computed once."""
-    pairs = list(zip(values.tolist(), moduli.tolist(), strict=True))
-    known = {(value, modulus): pow(value, -1, modulus) for value, modulus in set(pairs)}
-    return np.array([known[pair] for pair in pairs], np.int64)
+    """The inverse of each value modulo each modulus."""
+    pairs = zip(values.tolist(), moduli.tolist(), strict=True)
+    return np.array([pow(value, -1, modulus) for value, modulus in pairs], np.int64)
 
 
-def _listed_ranges(blocks: tuple[Block, ...], layout: Layout) -> Ranges:
+def _listed_ranges(blocks: tuple[Block, ...], layout: Layout, documents: DocumentTable) -> Ranges:
     """For a layout whose order is listed: every selected position is looked at."""
     assert layout.listed is not None
     ranks = np.repeat(np.arange(layout.world_size), layout.counts)
     rows = np.arange(layout.n) - np.asarray(layout.cuts)[ranks]
-    chosen = [_selected(block, layout.listed) for block in blocks]
+    document = documents.holding(layout.listed)
+    within = layout.listed - documents.begin[document]
+    chosen = [_selected(block, within) for block in blocks]
     entry = np.concatenate(chosen)
     block = np.repeat(np.arange(len(blocks)), [len(some) for some in chosen])
-    segment = layout.listed[entry] // np.array([one.segment_length for one in blocks])[block]
+    segments = [
+        within[some] // one.segment_length + documents.first_segment(one.segment_length)[document[some]]
+        for one, some in zip(blocks, chosen, strict=True)
+    ]
+    segment = np.concatenate(segments)
     order = np.lexsort((layout.listed[entry], ranks[entry], segment, block))
     entry, block, segment = entry[order], block[order], segment[order]
     begin = np.flatnonzero(opens(block, segment, ranks[entry]))
@@ -265,6 +282,7 @@ def _listed_ranges(blocks: tuple[Block, ...], layout: Layout) -> Ranges:
         first=positions[begin],
         step=np.zeros_like(begin),
         listing=Listing(rows[entry], positions, np.repeat(np.arange(len(begin)), count) * span + positions, span),
+        packed=len(documents) > 1,
     )
 
 

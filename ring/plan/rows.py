@@ -1,7 +1,8 @@
 """Rows of a shard, or slots of a message, as a strided view wherever that is possible.
 
 Segments of equal length that lie at equal distances are folded into one batch: (folds, length) rows at
-start + fold * fold_step + i * step. Anything else is listed.
+start + fold * fold_step + i * step. Anything else is listed. Packed documents of equal length may lie at any distances;
+they are folded too, and then listed, since one call and a copy take less time than many calls.
 
 The example (see `ring.plan`): rank 0 holds ranges 0 and 2 of block 0, two rows in each of two segments. They are equal
 but for the segment, so they are one fold.
@@ -14,12 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ring.plan.ranges import Ints
+from ring.plan.ranges import Ints, counter, opens
+
+# Entries that lie scattered are folded as strided views only if a view takes as many as this on average.
+_MEMBERS_OF_A_FOLD = 4
+_OBJECT = 512  # bytes of a small object of Python, or of a tensor without its numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +63,11 @@ class Rows:
         return self.start + fold + self.step * np.arange(self.length)
 
     @property
+    def nbytes(self) -> int:
+        """About what they take."""
+        return _OBJECT + (0 if self.index is None else self.index.nbytes)
+
+    @property
     def key(self) -> tuple[object, ...]:
         """Equal for equal rows."""
         index = None if self.index is None else self.index.numpy().tobytes()
@@ -85,11 +96,19 @@ def _continued(parts: Sequence[Rows]) -> Rows | None:
 
 
 class Fold(NamedTuple):
-    """Entries whose left and right starts both lie at equal distances, one fold each."""
+    """Entries whose left and right starts both lie at equal distances, one fold each; or, if not `even`, anywhere."""
 
     members: Ints
     left_step: int
     right_step: int
+    even: bool = True
+
+    def rows(self, start: Ints, fold_step: int, step: Ints, length: Ints) -> Rows:
+        """Of all members, whose steps and lengths are equal. start, step, length: of all entries."""
+        one, folds_ = self.members[0], len(self.members)
+        if self.even:
+            return Rows(int(start[one]), int(step[one]), int(length[one]), fold_step=fold_step, folds=folds_)
+        return Rows.of(start[self.members][:, None] + step[one] * np.arange(length[one]))
 
 
 def folds(signature: Sequence[Ints], segment: Ints, left: Ints, right: Ints, most: Ints) -> Iterator[Fold]:
@@ -109,12 +128,39 @@ def folds(signature: Sequence[Ints], segment: Ints, left: Ints, right: Ints, mos
     # A member also opens a fold if it lies at another distance than the one before it: left starts 0 4 8 20 24 with
     # equal signatures are the folds (0 4 8), (20 24). A first distance is never uneven: there is none to compare with.
     uneven = ~apart[:-1] & ((np.diff(d_left) != 0) | (np.diff(d_right) != 0))
-    opens = np.concatenate(([True], apart))
-    opens[2:] |= uneven
-    begins = np.flatnonzero(opens)
+    begin_a_fold = np.concatenate(([True], apart))
+    begin_a_fold[2:] |= uneven
+    begins = np.flatnonzero(begin_a_fold)
     for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(order)], strict=True):
         limit = int(most[order[begin]])
         for at in range(begin, end, limit):
             stop = min(at + limit, end)
             several = stop - at > 1
             yield Fold(order[at:stop], int(d_left[at]) if several else 0, int(d_right[at]) if several else 0)
+
+
+def gathered_folds(
+    signature: Sequence[Ints], segment: Ints, left: Ints, right: Ints, most: Ints, most_gathered: Ints
+) -> Iterator[Fold]:
+    """As `folds`, but entries of equal signature become one fold, at whatever distances they lie, where `folds` would
+    make many of them. most_gathered: members of such a fold at most.
+    """
+    even = list(folds(signature, segment, left, right, most))
+    order = np.lexsort((segment, *reversed(signature)))
+    alike = opens(*(column[order] for column in signature))
+    kind = np.cumsum(alike) - 1
+    number = np.empty_like(kind)
+    number[order] = kind
+    of_fold = number[[fold.members[0] for fold in even]]
+    scattered = np.bincount(of_fold) > 1 + np.bincount(kind) // _MEMBERS_OF_A_FOLD
+    yield from (fold for fold, among in zip(even, scattered[of_fold].tolist(), strict=True) if not among)
+    # Members of a fold are of different segments: one fold takes the first entry of each, the next one the second.
+    first = np.flatnonzero(alike | opens(segment[order]))
+    layer = counter(np.diff(np.append(first, len(order))))
+    by_layer = np.lexsort((layer, kind))[scattered[kind]]
+    order, begins = order[by_layer], np.flatnonzero(opens(kind[by_layer], layer[by_layer]))
+    for begin, end in pairwise([*begins.tolist(), len(order)]):
+        limit = int(most_gathered[order[begin]])
+        for at in range(begin, end, limit):
+            members = order[at : min(at + limit, end)]
+            yield Fold(members, 0, 0, even=len(members) == 1)

@@ -25,13 +25,13 @@ buffer, and reads rank 1's ranges 3 and 7 in the receive buffer. Gradients take 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
+from ring.caching.bounded import Bounded
 from ring.layout import Layout
 from ring.plan.chunks import Chunks, Entries, SlotRanges, cut, room, whole_messages
 from ring.plan.needs import needs_of
@@ -144,9 +144,20 @@ def direct(ranges: Ranges, layout: Layout, causal: bool, rank: int, most: int) -
     return Schedule(tuple(stages), Sizes(receive=receive, send=send, returned=send))
 
 
-@lru_cache(maxsize=16)
+_asked: Bounded[Hashable, _Requests] = Bounded(16, most_bytes=2**27)
+
+
 def _requests(ranges: Ranges, layout: Layout, causal: bool, most: int) -> _Requests:
     """For all ranks at once."""
+    key = ranges, layout, causal, most
+    found = _asked.get(key)
+    if found is None:
+        found = _all_requests(*key)
+        _asked.keep(key, found, ranges.nbytes + found.whole.nbytes + found.cut.nbytes)
+    return found
+
+
+def _all_requests(ranges: Ranges, layout: Layout, causal: bool, most: int) -> _Requests:
     p, needs = layout.world_size, needs_of(ranges, causal)
     distance = (needs.rank - ranges.rank[needs.range]) % p
     order = np.lexsort((needs.range, distance, needs.rank))
@@ -250,9 +261,20 @@ def _hop(travelling: _Travelling, *, rank: int, chunk: int, t: int) -> Stage:
     )
 
 
-@lru_cache(maxsize=16)
+_under_way: Bounded[Hashable, _Travelling] = Bounded(16, most_bytes=2**27)
+
+
 def _travelling(ranges: Ranges, layout: Layout, causal: bool, most: int) -> _Travelling:
     """For all ranks at once."""
+    key = ranges, layout, causal, most
+    found = _under_way.get(key)
+    if found is None:
+        found = _all_travelling(*key)
+        _under_way.keep(key, found, ranges.nbytes + found.chunks.nbytes)
+    return found
+
+
+def _all_travelling(ranges: Ranges, layout: Layout, causal: bool, most: int) -> _Travelling:
     p, needs = layout.world_size, needs_of(ranges, causal)
     rows = np.zeros((len(ranges.count), p + 1), np.int64)  # (range, t): its leading rows that travel t hops or more
     rows[needs.range, (needs.rank - ranges.rank[needs.range]) % p] = needs.count

@@ -49,6 +49,12 @@ class Tile:
     query_positions: torch.Tensor | None = None
     key_positions: torch.Tensor | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """About what it takes."""
+        positions = sum(x.nbytes for x in (self.query_positions, self.key_positions) if x is not None)
+        return self.query_rows.nbytes + self.key_rows.nbytes + positions
+
 
 def is_everything(rows: Rows, heads: Heads, tokens: int, count: int) -> bool:
     """Whether these are all rows of a shard of so many tokens, and all of so many heads, both in order."""

@@ -33,7 +33,7 @@ from ring.plan.chunks import SlotRanges
 from ring.plan.diagonal import along_diagonals
 from ring.plan.range_pairs import RangePairs, pair_up
 from ring.plan.ranges import Ints, Ranges, Subranges, joined
-from ring.plan.rows import Fold, Rows, concatenate, folds
+from ring.plan.rows import Fold, Rows, concatenate, folds, gathered_folds
 from ring.plan.schedule import Schedule
 from ring.plan.tile import Mask, Tile
 
@@ -200,7 +200,7 @@ def _tiles(
     queries, _ = Subranges.whole(ranges, np.flatnonzero(ranges.rank == rank)).cut(limits.rows)
     found = pair_up(ranges, queries, keys.subranges, causal)
     for mask, part in masked(ranges, found, causal):
-        drafts = _drafts(ranges, keys, mask, part, folded, max(folded, LEAST_ROWS))
+        drafts = _drafts(ranges, keys, mask, part, folded, limits)
         if mask is Mask.FULL:
             drafts = _same_keys(drafts, limits.rows)
         for several in _same_rows(drafts, 0 if mask is Mask.CAUSAL else limits.bucket):
@@ -208,15 +208,22 @@ def _tiles(
 
 
 def _drafts(
-    ranges: Ranges, keys: _Keys, mask: Mask, found: RangePairs, most_keys: int, most_rows: int
+    ranges: Ranges, keys: _Keys, mask: Mask, found: RangePairs, folded: int, limits: Limits
 ) -> Iterator[_Draft]:
-    """Range pairs of one mask, folded over segments as far as the limits allow."""
+    """Range pairs of one mask, folded over segments as far as the limits allow. folded: key tokens of a strided view;
+    what has to be gathered is bounded by the bucket, since it is copied.
+    """
     if not len(found):
         return
     addresses = _Addresses.of(ranges, keys, found)
     q, k = found.query, found.key
-    most = np.maximum(np.minimum(most_keys // k.count, most_rows // q.count), 1)
-    for fold in folds(addresses.signature, ranges.segment[q.range], addresses.query, addresses.key, most):
+    most = np.maximum(np.minimum(folded // k.count, max(folded, LEAST_ROWS) // q.count), 1)
+    what = addresses.signature, ranges.segment[q.range], addresses.query, addresses.key, most
+    if ranges.packed:
+        together = gathered_folds(*what, np.maximum(np.minimum(limits.bucket // k.count, limits.rows // q.count), 1))
+    else:
+        together = folds(*what)
+    for fold in together:
         one = fold.members[0]
         query, key = addresses.rows(fold)
         by_position = mask is Mask.POSITION
@@ -270,20 +277,8 @@ class _Addresses:
     def rows(self, fold: Fold) -> tuple[Rows, Rows]:
         """The query rows and the key rows, or slots, of a fold."""
         one, listing = fold.members[0], self.ranges.listing
-        query = Rows(
-            start=int(self.query[one]),
-            step=int(self.query_step[one]),
-            length=int(self.found.query.count[one]),
-            fold_step=fold.left_step,
-            folds=len(fold.members),
-        )
-        key = Rows(
-            start=int(self.key[one]),
-            step=int(self.key_step[one]),
-            length=int(self.found.key.count[one]),
-            fold_step=fold.right_step,
-            folds=len(fold.members),
-        )
+        query = fold.rows(self.query, fold.left_step, self.query_step, self.found.query.count)
+        key = fold.rows(self.key, fold.right_step, self.key_step, self.found.key.count)
         if listing is not None:
             query = Rows.of(listing.rows[query.listed()])
             if not self.packed[one]:

@@ -226,6 +226,7 @@ def test_from_dict_is_strict() -> None:
     assert good == {
         "branches": [{"segment_length": 4, "dilation_rate": 2, "offset": 1, "heads": [0, 2]}],
         "causal": False,
+        "documents": None,
     }
     branch = good["branches"][0]
     without_rate = {name: value for name, value in branch.items() if name != "dilation_rate"}

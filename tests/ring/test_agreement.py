@@ -107,6 +107,31 @@ def test_ranks_that_differ_are_told_in_what(changes: tuple[Arguments, ...], said
     assert together(*changes) == [f"ValueError: {said}"] * len(changes)
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        ((4,), None, "rank 0 has (4), rank 1 None"),
+        (None, (1,) * 4, "rank 0 has None, rank 1 (1, 1, 1, 1)"),
+        ((1, 1, 2), (1, 2, 1), "rank 0 has 1 as number 1 of 3, rank 1 2 as number 1 of 3"),
+        ((4,), (4, 0), "rank 0 has none as number 1 of 1, rank 1 0 as number 1 of 2"),
+        ((0,) * 9000 + (1, 3), (0,) * 9000 + (3, 1),
+         "rank 0 has 1 as number 9000 of 9002, rank 1 3 as number 9000 of 9002"),
+        ((4,), (0,) * 9000 + (4,), "rank 0 has 4 as number 0 of 1, rank 1 0 as number 0 of 9001"),
+        (None, (0,) * 9000 + (4,), "rank 0 has None, rank 1 (0, 0, 0, 0, 0, 0, ...)"),
+    ],
+)  # fmt: skip
+def test_documents_that_differ_are_told_by_the_first_difference(one: Any, other: Any, said: str) -> None:
+    patterns = ({"pattern": Pattern.dense(documents=documents)} for documents in (one, other))
+    assert together(*patterns) == [f"ValueError: documents must be the same on every rank: {said}"] * 2
+
+
+def test_documents_that_do_not_add_up_are_refused_on_every_rank() -> None:
+    said = "documents must add up to the 4 tokens of the sequence, got 3 in 2 documents, (2, 1)"
+    wrong = {"pattern": Pattern.dense(documents=(2, 1))}
+    assert together(wrong, wrong) == [f"ValueError: rank 0: {said}"] * 2
+    assert together({}, wrong) == [f"ValueError: rank 1: {said}"] * 2
+
+
 @pytest.mark.parametrize("kernel", ["flash", "cudnn"])
 @pytest.mark.parametrize(
     ("dtype", "heads", "dim", "taken"),

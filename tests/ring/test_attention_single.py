@@ -18,7 +18,7 @@ from ring.caching.bounded import Bounded
 from ring.compute import kernels
 from ring.compute.math_kernel import Tensors3
 from ring.walk import _combines
-from tests.support.attention_cases import LAYOUTS, PATTERNS, call, inputs, normal, plain
+from tests.support.attention_cases import LAYOUTS, PACKED, PATTERNS, call, inputs, normal, plain
 
 INF = float("inf")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -76,6 +76,13 @@ def check(tensors: list[torch.Tensor], pattern: Pattern, layout: Layout, with_ls
 def test_the_oracle_agrees_in_fp64(pattern: str, order: str, kernel: str, with_lse: bool) -> None:
     if kernel != "flash" or not with_lse:
         check(inputs(), PATTERNS[pattern], LAYOUTS[order](17), with_lse, kernel=kernel)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kernel", ("auto", "math", "flash"))
+@pytest.mark.parametrize("order", LAYOUTS)
+def test_the_oracle_agrees_on_packed_documents(order: str, kernel: str, dtype: torch.dtype) -> None:
+    check(inputs(dtype=dtype), PACKED, LAYOUTS[order](17), kernel != "flash", kernel=kernel)
 
 
 @pytest.mark.parametrize("with_lse", (False, True))

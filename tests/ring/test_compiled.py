@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from reference.pattern import Pattern, numbered_pattern
 from ring import Layout
 from ring.compiled import NO_GROUP, pattern_of, text_of
 from ring.layout import numbered_layout
 from ring.nn import ContextParallel, RingAttention, SelfAttention
 from tests.support import compiled_tasks, torch_wrapper_tasks
-from tests.support.attention_cases import PATTERNS, inputs
+from tests.support.attention_cases import PACKED, PATTERNS, inputs, plain
 from tests.support.compiled_tasks import FUNCTIONS, LENGTHS, MODULES
 from tests.support.framework_example import EXACT, TOGETHER, Example, dense, differences
 from verification.run.processes.pool import Pool
@@ -39,6 +41,36 @@ def test_a_layout_goes_by_its_number() -> None:
         numbered_layout(-1)
 
 
+def test_a_pattern_with_documents_goes_by_its_number() -> None:
+    pattern = PACKED
+    assert pattern_of(text_of(pattern)) == replace(pattern, documents=None)
+    assert numbered_pattern(pattern.number) is pattern and replace(pattern).number != pattern.number
+    copied = pickle.loads(pickle.dumps(pattern))
+    assert copied == pattern and copied.number != pattern.number and numbered_pattern(copied.number) is copied
+    assert Pattern.dense().number == 0
+    with pytest.raises(ValueError, match="pattern must be the number of one that is there, got 0"):
+        numbered_pattern(0)
+
+
+def test_documents_are_no_constants_of_a_graph() -> None:
+    """One graph for the first documents, one for all others."""
+    q, k, v, _, _ = inputs()
+    layout, graphs = Layout.contiguous(17, 1), []
+
+    def counted(module: torch.fx.GraphModule, given: Any) -> Any:
+        graphs.append(module)
+        return module.forward
+
+    def attend(x: torch.Tensor, pattern: Pattern) -> Any:
+        return plain(x, k, v, pattern, layout) * 2.0
+
+    compiled = torch.compile(attend, fullgraph=True, backend=counted)
+    for documents in ((17,), (5, 12), (0, 16, 1), (1,) * 17):
+        pattern = Pattern.dense(True, documents)
+        assert torch.equal(compiled(q, pattern), attend(q, pattern))
+    assert len(graphs) == 2
+
+
 def test_a_module_on_one_rank_without_any_group_takes_positions_and_refuses_masks() -> None:
     context, pattern = ContextParallel(Layout.contiguous(9, 1)), PATTERNS["causal"]
     module, x = SelfAttention(8, 2, pattern), torch.randn(1, 9, 8)
@@ -52,15 +84,18 @@ def test_a_module_on_one_rank_without_any_group_takes_positions_and_refuses_mask
 
 @pytest.mark.parametrize("strided", (False, True))
 @pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("name", ("longnet causal", "gaps"))
-def test_the_operators_are_as_torch_wants_them(name: str, dtype: torch.dtype, strided: bool) -> None:
+@pytest.mark.parametrize(
+    "pattern", (PATTERNS["longnet causal"], PATTERNS["gaps"], PACKED), ids=("longnet", "gaps", "documents")
+)
+def test_the_operators_are_as_torch_wants_them(pattern: Pattern, dtype: torch.dtype, strided: bool) -> None:
     q, k, v, dout, dlse = inputs(dtype=dtype)
     if strided:
         q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
     layout = Layout.contiguous(17, 1)
     settings: dict[str, Any] = {
-        "layout": layout.number, "pattern": text_of(PATTERNS[name]), "group": NO_GROUP, "exchange": "ring",
+        "layout": layout.number, "pattern": text_of(pattern), "group": NO_GROUP, "exchange": "ring",
         "bucket": 5, "kernel_name": "auto", "scale": None, "return_lse": True, "check": True, "name": None,
+        "packed": pattern.number,
     }  # fmt: skip
     forward, backward = torch.ops.ring.attention_forward, torch.ops.ring.attention_backward
     leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))

@@ -20,6 +20,8 @@ PATTERNS = {
     "per head": Pattern((Branch(8, 3, (2, 0, 1, 2)), Branch(None, 2, 1, range(1, 3)))),
     "twice": Pattern((Branch(6, 2, 1), Branch(6, 2, 1)), causal=True),
 }
+# For 17 tokens.
+PACKED = Pattern.longnet((4, None), (1, 3), 4, causal=True, documents=(5, 0, 1, 7, 1, 3))
 LAYOUTS: dict[str, Callable[[int], Layout]] = {
     "contiguous": lambda n: Layout.contiguous(n, 1),
     "hilbert": lambda n: Layout.hilbert(n, 1),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -25,7 +27,12 @@ def sharded_and_gathered(shards: str, mesh: str) -> bool:
     """Whether the shards are what the layout says, and all of them together what was given."""
     context = context_of(shards, mesh_of(mesh)["context"])
     tokens = whole_tokens(data_index(mesh), torch.int32)
-    given = {"tokens": tokens, "labels": next_tokens(tokens), "weights": drawn(0, 2, TOKENS, 3), "mask": tokens > 3}
+    given: dict[str, Any] = {
+        "tokens": tokens,
+        "labels": next_tokens(tokens),
+        "weights": drawn(0, 2, TOKENS, 3),
+        "mask": tokens > 3,
+    }
     positions = torch.arange(TOKENS).expand(2, TOKENS)
     batch = shard_batch(context, **given, positions=positions)
     assert batch.context is context and batch.positions is context.positions_on(tokens.device)

@@ -171,7 +171,7 @@ def other_data() -> str:
 
 
 def other_names() -> str:
-    others = {"weights": drawn(0, 2, TOKENS)} if dist.get_rank() == 1 else {"segments": whole_tokens()}
+    others: dict[str, Any] = {"weights": drawn(0, 2, TOKENS)} if dist.get_rank() == 1 else {"segments": whole_tokens()}
     answer = said(lambda: shard_batch(context_of(), whole_tokens(), **others))
     shard_batch(context_of(), whole_tokens())
     return answer

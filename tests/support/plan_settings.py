@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from reference.documents import documents_from_cu_seqlens
 from reference.pattern import Branch, Pattern
 from ring.layout import Layout
 from ring.plan.plan import EXCHANGES
@@ -67,12 +69,23 @@ def patterns(draw: Any, heads: int, most_branches: int = 3) -> Pattern:
 
 
 @st.composite
+def documents(draw: Any, tokens: int) -> tuple[int, ...] | None:
+    """In half of the draws none; some are empty, or hold one token."""
+    if draw(st.booleans()):
+        return None
+    edges = draw(st.lists(st.integers(0, tokens), max_size=6))
+    edges += [min(edge + 1, tokens) for edge in edges[::2]]
+    return documents_from_cu_seqlens([0, *sorted(edges), tokens], tokens)
+
+
+@st.composite
 def drawn_settings(draw: Any) -> PlanSetting:
     kv_heads = draw(st.sampled_from((1, 2, 3)))
     heads = kv_heads * draw(st.sampled_from((1, 2, 3)))
+    pattern, layout = draw(patterns(heads)), draw(layouts())
     return PlanSetting(
-        draw(patterns(heads)),
-        draw(layouts()),
+        replace(pattern, documents=draw(documents(layout.n))),
+        layout,
         heads,
         kv_heads,
         draw(st.sampled_from(EXCHANGES)),

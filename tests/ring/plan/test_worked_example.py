@@ -20,7 +20,7 @@ import ring.plan
 from reference.pattern import Pattern
 from ring import layout
 from ring.layout import Layout
-from ring.plan import blocks, chunks, diagonal, needs, plan, range_pairs, ranges, rows, schedule, tile, tiling
+from ring.plan import blocks, chunks, diagonal, needs, pieces, plan, range_pairs, ranges, rows, schedule, tile, tiling
 from ring.plan.range_pairs import pair_up
 from ring.plan.ranges import Ranges, Subranges
 from ring.plan.rows import Rows
@@ -185,6 +185,20 @@ def of_tiling() -> Iterator[Any]:
     assert sum(len(whole.local) + len(only.tiles) for whole, only in [step(0)]) == 2, "kernel calls"
 
 
+def of_pieces() -> Iterator[Any]:
+    runs = ranges._runs_of(LAYOUT)[:2]
+    alone = pieces.Pieces.of(runs, pieces.DocumentTable.of(None, LAYOUT.n))
+    assert (alone.row == runs[:, 1]).all() and (alone.start == runs[:, 2]).all() and not alone.origin.any()
+    cut = pieces.Pieces.of(runs, pieces.DocumentTable.of((3, 1, 0, 12), LAYOUT.n))
+    held = [range(start, start + length) for _, _, start, _, length in runs.tolist()]
+    yield lines(
+        (next(run for run in held if at[0] in run), cut.document[i], cut.origin[i], cut.start[i], cut.length[i], at)
+        for i, at in enumerate(
+            cut.origin[i] + cut.start[i] + cut.step[i] * np.arange(cut.length[i]) for i in range(len(cut.rank))
+        )
+    )
+
+
 def of_plan() -> Iterator[Any]:
     whole, only = step(0)
     tiles = [("own", one) for one in whole.local] + [("received", one) for one in only.tiles]
@@ -198,9 +212,9 @@ def of_plan() -> Iterator[Any]:
 
 
 EXAMPLES = (
-    (ring.plan, shards), (layout, runs), (blocks, of_blocks), (ranges, of_ranges), (range_pairs, of_range_pairs),
-    (needs, of_needs), (chunks, of_chunks), (schedule, of_schedule), (rows, of_rows), (tile, of_tile),
-    (diagonal, of_diagonal), (tiling, of_tiling), (plan, of_plan),
+    (ring.plan, shards), (layout, runs), (blocks, of_blocks), (pieces, of_pieces), (ranges, of_ranges),
+    (range_pairs, of_range_pairs), (needs, of_needs), (chunks, of_chunks), (schedule, of_schedule), (rows, of_rows),
+    (tile, of_tile), (diagonal, of_diagonal), (tiling, of_tiling), (plan, of_plan),
 )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from verification.failures import WrongResult
 IN_THE_TWIN = {
     "multiplicity lost": ("        p *= count\n", "        p *= seen\n"),
     "later keys seen": ("rows[:, None] >= position", "rows[:, None] + 1 >= position"),
-    "segments one too long": ("position // length", "position // (length + 1)"),
+    "segments one too long": ("(position - begin) % length", "(position - begin) % (length + 1)"),
     "gradient of lse left out": ("delta - self.dlse)", "delta)"),
     "scale of dK left out": ("dk = (ds.swapaxes(-1, -2) @ q) * self.scale", "dk = ds.swapaxes(-1, -2) @ q"),
     "probabilities in fp32": ("out = x.p @ v", "out = x.p.astype(np.float32) @ v"),

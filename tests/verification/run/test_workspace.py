@@ -140,8 +140,8 @@ def uncut_keys(self: Any, most: int) -> Any:
 
 
 def wide_folds(real: Callable[..., Any]) -> Callable[..., Any]:
-    def wider(ranges: Any, keys: Any, mask: Any, found: Any, most_keys: int, most_rows: int) -> Any:
-        return real(ranges, keys, mask, found, 2 * most_keys, 2 * most_rows)
+    def wider(ranges: Any, keys: Any, mask: Any, found: Any, folded: int, limits: Any) -> Any:
+        return real(ranges, keys, mask, found, 2 * folded, limits)
 
     return wider
 

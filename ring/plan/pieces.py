@@ -1,0 +1,86 @@
+"""Packed documents as pieces of runs: which elements of a run lie in which document.
+
+Segments and phases begin anew in every document. So the rest of the plan looks at pieces of runs, each within one
+document, whose positions are counted from the document's start; a piece knows where that is. Segments are numbered
+through all documents, in ascending order of position. From there on documents are segments like any others.
+
+The example (see `ring.plan`) has one document, and its runs are their own pieces. With documents=(3, 1, 0, 12) the runs
+of rank 0 would be these; document 2 is empty, and has neither a piece nor a number:
+
+    run               document  origin  start  length  positions
+    0 1 2 3           0         0       0      3       0 1 2
+    0 1 2 3           1         3       0      1       3
+    12 13 14 15       2         4       8      4       12 13 14 15
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+Ints = np.ndarray  # int64
+
+
+@dataclass(frozen=True, eq=False)
+class DocumentTable:
+    """Where the documents begin and end, in order; those without tokens are left out."""
+
+    begin: Ints
+    end: Ints
+
+    @classmethod
+    def of(cls, lengths: Sequence[int] | None, n: int) -> DocumentTable:
+        """Of documents that have n tokens together; without lengths there is one."""
+        held = np.array((n,) if lengths is None else lengths, np.int64)
+        held = held[held > 0]
+        end = np.cumsum(held)
+        return cls(end - held, end)
+
+    def __len__(self) -> int:
+        return len(self.begin)
+
+    def holding(self, position: Ints) -> Ints:
+        """The document of each position."""
+        return np.searchsorted(self.end, position, side="right")
+
+    def first_segment(self, length: int) -> Ints:
+        """The number of each document's first segment, where segments of so many tokens are numbered through."""
+        segments = -((self.begin - self.end) // length)
+        return np.cumsum(segments) - segments
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """Element e of a piece, 0 <= e < length, is in row `row` + e of the rank and lies at origin + start + e * step,
+    which is the position start + e * step of the document that begins at `origin`.
+    """
+
+    rank: Ints
+    row: Ints
+    start: Ints
+    step: Ints
+    length: Ints
+    origin: Ints
+    document: Ints
+
+    @classmethod
+    def of(cls, runs: Ints, documents: DocumentTable) -> Pieces:
+        """Of runs, (runs, 5): rank, row, start, step, length. In the order of the runs and of their positions."""
+        rank, row, start, step, length = runs.T
+        first = documents.holding(start)
+        parts = documents.holding(start + (length - 1) * step) - first + 1
+        which = np.repeat(np.arange(len(parts)), parts)
+        document = first[which] + np.arange(len(which)) - np.repeat(np.cumsum(parts) - parts, parts)
+        origin, start, step = documents.begin[document], start[which], step[which]
+        low = np.maximum(-((start - origin) // step), 0)
+        high = np.minimum(-((start - documents.end[document]) // step), length[which])
+        whole = cls(rank[which], row[which] + low, start + low * step - origin, step, high - low, origin, document)
+        return whole.take(np.flatnonzero(high > low))  # a run may step over a short document
+
+    def take(self, which: Ints) -> Pieces:
+        return Pieces(
+            self.rank[which], self.row[which], self.start[which], self.step[which], self.length[which],
+            self.origin[which], self.document[which],
+        )  # fmt: skip

@@ -1,0 +1,79 @@
+"""`ring_attention` over packed documents against the oracle, both ways, on one rank and on simulated ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from reference import Pattern
+from reference.oracle import attention_and_gradients
+from ring import Layout, ring_attention
+from tests.support.attention_cases import inputs
+from verification.run.simulation.simulated_transport import SimulatedTransport
+from verification.run.simulation.simulation import Simulation
+
+N = 29
+DOCUMENTS = {
+    "across every boundary": (5, 9, 12, 3),
+    "across three ranks": (6, 17, 6),
+    "empty and short ones": (0, 1, 8, 0, 1, 1, 13, 0, 4, 1),
+    "equal ones": (4,) * 7 + (1,),
+    "one": (N,),
+}
+ORDERS = ("contiguous", "zigzag", "striped", "hilbert", "uneven")
+
+
+def layout_of(order: str, p: int) -> Layout:
+    if order == "uneven":
+        return Layout.from_cuts(range(N), (0, *(2 * i + 1 for i in range(p - 1)), N))
+    return getattr(Layout, order)(N, p)
+
+
+def patterns(lengths: tuple[int, ...]) -> list[Pattern]:
+    return [
+        Pattern.dense(True, lengths),
+        Pattern.longnet((4, None), (1, 3), 4, causal=True, documents=lengths),
+        Pattern.head_groups((5, None), (2, 1), 4, documents=lengths),
+    ]
+
+
+@pytest.mark.parametrize("exchange", ("ring", "direct", "gather"))
+@pytest.mark.parametrize("p", (1, 2, 4))
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("lengths", DOCUMENTS.values(), ids=DOCUMENTS)
+def test_the_oracle_agrees(lengths: tuple[int, ...], order: str, p: int, exchange: str) -> None:
+    q, k, v, dout, _ = inputs(N)
+    layout = layout_of(order, p)
+    for pattern in patterns(lengths):
+        wanted = attention_and_gradients(q, k, v, pattern, dout)
+
+        def step(transport: SimulatedTransport, pattern: Pattern = pattern) -> list[torch.Tensor]:
+            leaves = [layout.shard(x, transport.rank).requires_grad_() for x in (q, k, v)]
+            one, two, three = leaves
+            out, lse = ring_attention(
+                one, two, three, pattern, layout, group=transport, exchange=exchange, bucket=7, return_lse=True
+            )
+            grads = torch.autograd.grad(out, leaves, layout.shard(dout, transport.rank))
+            return [out.detach(), lse.detach(), *grads]
+
+        for rank, found in enumerate(Simulation(p, 0).run(step)):
+            for number, (x, y) in enumerate(zip(found, wanted, strict=True)):
+                torch.testing.assert_close(
+                    x, layout.shard(y, rank, dim=2 if number == 1 else 1), rtol=1e-11, atol=1e-11
+                )
+
+
+def test_a_group_can_be_used_after_wrong_documents() -> None:
+    x, layout = torch.randn(1, 4, 1, 4), Layout.contiguous(8, 2)
+
+    def step(transport: SimulatedTransport) -> torch.Tensor:
+        for documents in ((3, 4), (8 - transport.rank, transport.rank)):
+            with pytest.raises(ValueError, match="documents must"):
+                ring_attention(x, x, x, Pattern.dense(documents=documents), layout, group=transport)
+        found = ring_attention(x, x, x, Pattern.dense(documents=(4, 4)), layout, group=transport)
+        assert isinstance(found, torch.Tensor)
+        return found
+
+    alone = ring_attention(x, x, x, Pattern.dense(), Layout.contiguous(4, 1))
+    for found in Simulation(2, 0).run(step):
+        torch.testing.assert_close(found, alone)
