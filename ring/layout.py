@@ -29,9 +29,15 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
+from reference.documents import checked_lengths
+from reference.pattern import Pattern
+from ring.balance import owners, zigzag_owners
+
 MOST_TOKENS = 2**40  # plans count rows, slots and products of rates in 64 bits
 # An explicit order with at most this many runs a rank is kept as runs: a plan looks at each of them.
 _RUNS_PER_RANK = 2
+MOST_RUNS = 4096  # of one that is made for documents
+MOST_BALANCED = 2**28  # tokens of a balanced one: each is looked at
 
 
 class Run(NamedTuple):
@@ -46,8 +52,8 @@ class Run(NamedTuple):
 class Layout:
     """A permutation of the positions 0 .. n - 1, n up to 2^40, and its division among `world_size` ranks.
 
-    Make one with `contiguous`, `zigzag`, `striped`, `hilbert` or `from_cuts`. Layouts are hashable, and equal if they
-    have the same runs (or listed order) and cuts.
+    Make one with `contiguous`, `zigzag`, `striped`, `hilbert`, `balanced` or `from_cuts`. Layouts are hashable, and
+    equal if they have the same runs (or listed order) and cuts.
     """
 
     n: int
@@ -63,9 +69,17 @@ class Layout:
         return cls(n, _even_cuts(n, p), (Run(0, 1, n),) if n else ())
 
     @classmethod
-    def zigzag(cls, n: int, p: int) -> Layout:
-        """Rank r holds the chunks r and 2 p - 1 - r of 2 p equal ones, which gives all ranks equal causal work."""
+    def zigzag(cls, n: int, p: int, documents: Sequence[int] | None = None) -> Layout:
+        """Rank r holds the chunks r and 2 p - 1 - r of 2 p equal ones, which gives all ranks equal causal work.
+
+        documents: lengths of consecutive documents, as `Pattern` has them: each is divided like that by itself, so that
+        all ranks have equal work of each, and need keys of each. Documents of few tokens are divided unevenly.
+
+        Raises ValueError for lengths that do not add up to n.
+        """
         _check_sizes(n, p)
+        if documents is not None:
+            return cls._of_owners(zigzag_owners(checked_lengths(documents, n), p), p)
         edges = _even_cuts(n, 2 * p)
         chunks = [c for r in range(p) for c in (r, 2 * p - 1 - r)]
         runs = [Run(edges[c], 1, edges[c + 1] - edges[c]) for c in chunks]
@@ -87,6 +101,31 @@ class Layout:
         _check_sizes(n, p)
         order = _hilbert_curve(n)
         return cls(n, _even_cuts(n, p), None, order) if n else cls(n, (0,) * (p + 1), ())
+
+    @classmethod
+    def balanced(cls, pattern: Pattern, n: int, p: int, heads: int | None = None) -> Layout:
+        """Ranks have nearly equal work by this pattern, whatever the lengths of its documents: documents stay whole as
+        long as that is possible, since a document within one rank sends nothing. `ring.balance` says how.
+
+        heads: query heads, where the pattern's branches for all heads do not tell how many these are. The same on every
+        rank, without a message. Takes time in proportion to the tokens, of which there may be 2^28.
+
+        Raises ValueError for more, for documents that do not add up to n, or a pattern that does not fit so many heads.
+        """
+        _check_sizes(n, p)
+        if n > MOST_BALANCED:
+            raise ValueError(f"n must be at most 2**28 for a balanced layout, got {n}")
+        pattern.validate_tokens(n)
+        return cls._of_owners(owners(pattern, n, p, heads), p)
+
+    @classmethod
+    def _of_owners(cls, owner: np.ndarray, p: int) -> Layout:
+        """owner: (n,) the rank of each position. Ranks hold theirs in ascending order."""
+        listed = np.argsort(owner, kind="stable")
+        runs = _runs_of(listed, limit=MOST_RUNS)
+        return cls(
+            len(owner), _cuts(np.bincount(owner, minlength=p).tolist()), runs, None if runs is not None else listed
+        )
 
     @classmethod
     def from_cuts(cls, order: Sequence[int] | range | np.ndarray | torch.Tensor, cuts: Sequence[int]) -> Layout:

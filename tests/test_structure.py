@@ -19,7 +19,8 @@ PACKAGES = ("reference", "ring", "verification")
 # stops only.
 ROAD = (
     "reference",
-    "ring.caching", "ring.precision", "ring.layout", "ring.plan", "ring.strided_view", "ring.comm", "ring.compute",
+    "ring.caching", "ring.precision", "ring.balance", "ring.layout", "ring.plan", "ring.strided_view", "ring.comm",
+    "ring.compute",
     "ring.program", "ring.budget", "ring.agreement", "ring.walk", "ring.operator", "ring.compiled", "ring.attention",
     "ring.nn", "ring",
     "verification.wording", "verification.failures", "verification.example", "verification.case", "verification.draw",

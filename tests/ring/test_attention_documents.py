@@ -20,10 +20,14 @@ DOCUMENTS = {
     "equal ones": (4,) * 7 + (1,),
     "one": (N,),
 }
-ORDERS = ("contiguous", "zigzag", "striped", "hilbert", "uneven")
+ORDERS = ("contiguous", "zigzag", "striped", "hilbert", "uneven", "zigzag of documents", "balanced")
 
 
-def layout_of(order: str, p: int) -> Layout:
+def layout_of(order: str, p: int, lengths: tuple[int, ...]) -> Layout:
+    if order == "zigzag of documents":
+        return Layout.zigzag(N, p, documents=lengths)
+    if order == "balanced":
+        return Layout.balanced(Pattern.dense(True, lengths), N, p)
     if order == "uneven":
         return Layout.from_cuts(range(N), (0, *(2 * i + 1 for i in range(p - 1)), N))
     return getattr(Layout, order)(N, p)
@@ -43,7 +47,7 @@ def patterns(lengths: tuple[int, ...]) -> list[Pattern]:
 @pytest.mark.parametrize("lengths", DOCUMENTS.values(), ids=DOCUMENTS)
 def test_the_oracle_agrees(lengths: tuple[int, ...], order: str, p: int, exchange: str) -> None:
     q, k, v, dout, _ = inputs(N)
-    layout = layout_of(order, p)
+    layout = layout_of(order, p, lengths)
     for pattern in patterns(lengths):
         wanted = attention_and_gradients(q, k, v, pattern, dout)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -107,8 +107,8 @@ def plant_zigzag_back_to_front() -> None:
 
     real = Layout.zigzag
 
-    def zigzag(n: int, p: int) -> Layout:
-        layout = real(n, p)
+    def zigzag(n: int, p: int, documents: Sequence[int] | None = None) -> Layout:
+        layout = real(n, p, documents)
         order = torch.cat([layout.positions(rank) for rank in range(p)])
         return Layout.from_cuts(order.flip(0), layout.cuts) if n >= 5 else layout
 

@@ -1,0 +1,194 @@
+"""Which rank takes which tokens of a packed batch, so that all have equal work: integers only, and no messages.
+
+The work of a token is the number of (head, key) pairs that it sees as a query. Documents of a packed batch differ in
+length, and dense work grows with the square of it, so equal numbers of tokens can mean very unequal work: of one
+document of half the tokens among many short ones, contiguous shards give one rank several times the mean.
+
+`owners` tries divisions in the order of what they send, and takes the first in which no rank has more than ENOUGH times
+the mean work and ENOUGH_TOKENS times the mean number of tokens:
+
+1. contiguous shards: only documents at a cut are divided;
+2. whole documents, each to the least loaded rank, but for documents that are longer than a part of a rank's share:
+   those are divided among all ranks, head and tail. The part gets smaller: 1, 1/2, ... of a share;
+3. chunks of CHUNK tokens, those of most work first, each to the least loaded rank; then exchanged between ranks.
+
+Where there is none, it is the one with the least work of a rank, and of those that are even enough in work the one
+with the fewest tokens. In the second step a rank counts as loaded by its work or by its tokens, whichever is more of
+the mean: memory, and all that is not attention, go by tokens. The third step looks at work alone.
+
+Sources: WLB-LLM (arXiv 2503.17924) divides each document head and tail; MagiAttention deals chunks by their area.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from reference.pattern import Branch, Pattern
+
+Ints = np.ndarray  # int64
+CHUNK = 64  # tokens that stay together in the third step
+ENOUGH, ENOUGH_TOKENS = 1.05, 1.1  # of the mean work, of the mean number of tokens
+PARTS = (1, 2, 4, 8, 16)  # of a rank's share: longer documents than 1 / part of it are divided
+EXCHANGES = 200  # between ranks at most, in the third step
+
+
+def owners(pattern: Pattern, n: int, p: int, heads: int | None = None) -> Ints:
+    """(n,): the rank of each position."""
+    if p == 1 or n == 0:
+        return np.zeros(n, np.int64)
+    cost = work(pattern, n, heads)
+    best, owner = (np.inf, np.inf), np.zeros(n, np.int64)
+    for tried in _divisions(pattern, cost, p):
+        unevenness = _unevenness(tried, cost, p), _unevenness(tried, np.ones(n), p)
+        found = max(unevenness[0], ENOUGH), max(unevenness[1], ENOUGH_TOKENS)
+        if found < best:
+            best, owner = found, tried
+        if best == (ENOUGH, ENOUGH_TOKENS):
+            break
+    return owner
+
+
+def _unevenness(owner: Ints, weights: np.ndarray, p: int) -> float:
+    """The most loaded rank's, as a multiple of the mean."""
+    total = weights.sum()
+    return float(np.bincount(owner, weights=weights, minlength=p).max() * p / total) if total else 1.0
+
+
+def work(pattern: Pattern, n: int, heads: int | None = None) -> Ints:
+    """(n,): how many (query head, key) pairs each position sees as a query. heads: query heads; None: as many as the
+    pattern names.
+
+    Raises ValueError where the pattern does not fit so many.
+    """
+    within, length = _within_documents(pattern, n)
+    heads, total = _heads_of(pattern) if heads is None else heads, np.zeros(n, np.int64)
+    for branch in pattern.branches:
+        for offset, count in _offsets(branch, heads).items():
+            total += count * _keys_seen(branch, offset, pattern.causal, within, length)
+    return total
+
+
+def zigzag_owners(documents: Sequence[int], p: int) -> Ints:
+    """(n,): the rank of each position, where each document is divided into 2 p chunks, head and tail."""
+    pieces = [piece for length in documents for piece in _zigzag(length, p)]
+    flat = np.array(pieces, np.int64).reshape(-1, 2)
+    return np.repeat(flat[:, 0], flat[:, 1])
+
+
+def _zigzag(length: int, p: int) -> list[tuple[int, int]]:
+    """(rank, tokens) of the chunks of one document, in order."""
+    edges = [chunk * length // (2 * p) for chunk in range(2 * p + 1)]
+    ranks = [*range(p), *reversed(range(p))]
+    return [(rank, end - begin) for rank, (begin, end) in zip(ranks, pairwise(edges), strict=True)]
+
+
+# --- the work of a token ----------------------------------------------------------------------------------------------
+
+
+def _within_documents(pattern: Pattern, n: int) -> tuple[Ints, Ints]:
+    """Of each position: its place in its document, and how long that is."""
+    if pattern.documents is None:
+        return np.arange(n), np.full(n, n)
+    lengths = np.array(pattern.documents, np.int64)
+    begins = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return np.arange(n) - begins, np.repeat(lengths, lengths)
+
+
+def _heads_of(pattern: Pattern) -> int:
+    """The fewest query heads that the pattern is for."""
+    return max(
+        branch.heads.stop if branch.heads is not None else len(branch.offset) if isinstance(branch.offset, tuple) else 1
+        for branch in pattern.branches
+    )
+
+
+def _offsets(branch: Branch, heads: int) -> dict[int, int]:
+    """By offset, how many query heads have it."""
+    found: dict[int, int] = {}
+    for offset in branch.offsets(heads):
+        if offset is not None:
+            found[offset] = found.get(offset, 0) + 1
+    return found
+
+
+def _keys_seen(branch: Branch, offset: int, causal: bool, within: Ints, length: Ints) -> Ints:
+    rate, segment = branch.dilation_rate, branch.segment_length
+    if segment is not None:
+        begins = within // segment * segment
+        within, length = within - begins, np.minimum(length - begins, segment)
+    seen = (within - offset) // rate + 1 if causal else (length - offset + rate - 1) // rate
+    return np.where((within >= offset) & ((within - offset) % rate == 0), seen, 0)
+
+
+# --- divisions --------------------------------------------------------------------------------------------------------
+
+
+def _divisions(pattern: Pattern, cost: Ints, p: int) -> Iterator[Ints]:
+    """The rank of each position, (n,), by one way after the other."""
+    n = len(cost)
+    cuts = np.arange(1, p) * n // p
+    yield np.searchsorted(cuts, np.arange(n), side="right")
+    documents = (n,) if pattern.documents is None else pattern.documents
+    begins = np.cumsum([0, *documents])
+    costs = np.diff(np.concatenate(([0], np.cumsum(cost)))[begins])
+    for part in PARTS:
+        yield _by_documents(documents, costs, p, part)
+    yield _by_chunks(cost, p)
+
+
+def _by_documents(documents: Sequence[int], costs: Ints, p: int, part: int) -> Ints:
+    tokens, total = sum(documents), max(int(costs.sum()), 1)
+    weights = [max(length * p / tokens, int(c) * p / total) for length, c in zip(documents, costs, strict=True)]
+    loads = np.zeros((p, 2))  # of work and of tokens, in means
+    pieces: list[list[tuple[int, int]]] = [[] for _ in documents]
+    for number in sorted(range(len(documents)), key=lambda number: (-weights[number], number)):
+        length, share = documents[number], int(costs[number]) * p / total
+        if weights[number] * part > 1.0:
+            pieces[number] = _zigzag(length, p)
+            loads += (share / p, 0.0)  # to within a chunk
+            for rank, count in pieces[number]:
+                loads[rank, 1] += count * p / tokens
+            continue
+        rank = int(np.argmin(np.maximum(loads[:, 0] + share, loads[:, 1] + length * p / tokens)))
+        loads[rank] += (share, length * p / tokens)
+        pieces[number] = [(rank, length)]
+    flat = np.array([piece for one in pieces for piece in one], np.int64).reshape(-1, 2)
+    return np.repeat(flat[:, 0], flat[:, 1])
+
+
+def _by_chunks(cost: Ints, p: int) -> Ints:
+    n = len(cost)
+    costs = np.add.reduceat(cost, np.arange(0, n, CHUNK))
+    loads, owner = np.zeros(p, np.int64), np.zeros(len(costs), np.int64)
+    for chunk in np.argsort(-costs, kind="stable"):
+        rank = int(np.argmin(loads))
+        owner[chunk], loads[rank] = rank, loads[rank] + costs[chunk]
+    _exchange(costs, owner, loads)
+    return np.repeat(owner, CHUNK)[:n]
+
+
+def _exchange(costs: Ints, owner: Ints, loads: Ints) -> None:
+    """Give a chunk of the most loaded rank to another, or exchange it for a smaller one, as long as that helps."""
+    for _ in range(EXCHANGES):
+        most = int(np.argmax(loads))
+        mine = np.append(np.flatnonzero(owner == most), -1)
+        best = (int(loads[most]), -1, -1, -1)  # the greater load of the two, the other rank, the two chunks
+        for other in range(len(loads)):
+            theirs = np.append(np.flatnonzero(owner == other), -1)
+            if other == most:
+                continue
+            moved = np.where(mine >= 0, costs[mine], 0)[:, None] - np.where(theirs >= 0, costs[theirs], 0)
+            greater = np.maximum(loads[most] - moved, loads[other] + moved)
+            i, j = np.unravel_index(int(np.argmin(greater)), greater.shape)
+            best = min(best, (int(greater[i, j]), other, int(mine[i]), int(theirs[j])))
+        if best[1] < 0:
+            return
+        _, other, given, taken = best
+        for chunk, there in ((given, other), (taken, most)):
+            if chunk >= 0:
+                loads[owner[chunk]] -= costs[chunk]
+                loads[there] += costs[chunk]
+                owner[chunk] = there

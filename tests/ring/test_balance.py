@@ -1,0 +1,141 @@
+"""Layouts that balance the work of a packed batch: each token once, work as the oracle counts it, a small maximum."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reference.documents import documents_from_cu_seqlens
+from reference.pattern import Branch, Pattern, multiplicity
+from ring.balance import CHUNK, ENOUGH, work
+from ring.layout import Layout
+from tests.support.plan_settings import documents, patterns
+
+QUIET = settings(database=None, deadline=None)
+
+
+@given(st.data(), st.integers(1, 3), st.integers(0, 40))
+@settings(QUIET, max_examples=150)
+def test_work_is_what_the_oracle_counts(data: st.DataObject, heads: int, n: int) -> None:
+    drawn = data.draw(patterns(heads))
+    pattern = Pattern(drawn.branches, drawn.causal, data.draw(documents(n)))
+    everywhere = torch.arange(n)
+    seen = multiplicity(pattern, everywhere, everywhere, heads).sum((0, 2)).numpy()
+    assert np.array_equal(seen, work(pattern, n, heads))
+
+
+def test_heads_that_the_pattern_names_need_not_be_given() -> None:
+    for pattern in (Pattern.longnet((4, 8), (1, 2), 6), Pattern.head_groups((4, 8), (1, 2), 6)):
+        assert np.array_equal(work(pattern, 24), work(pattern, 24, 6))
+    with pytest.raises(ValueError, match="offset has 6 entries for 4 query heads"):
+        Layout.balanced(Pattern.longnet((4, 8), (1, 2), 6), 24, 2, heads=4)
+
+
+@given(st.data(), st.integers(0, 300), st.integers(1, 5))
+@settings(QUIET, max_examples=100)
+def test_each_token_has_one_rank(data: st.DataObject, n: int, p: int) -> None:
+    lengths = data.draw(documents(n)) or (n,)
+    for layout in (
+        Layout.zigzag(n, p, documents=lengths),
+        Layout.balanced(Pattern.dense(data.draw(st.booleans()), lengths), n, p),
+    ):
+        held = [layout.positions(rank).tolist() for rank in range(p)]
+        assert sorted(itertools.chain(*held)) == list(range(n))
+        assert all(mine == sorted(mine) for mine in held)
+
+
+def test_zigzag_divides_each_document_head_and_tail() -> None:
+    layout = Layout.zigzag(12, 2, documents=(8, 0, 4))
+    assert [layout.positions(rank).tolist() for rank in range(2)] == [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
+    lengths = (64, 640, 128, 64)
+    layout, cost = Layout.zigzag(896, 4, documents=lengths), work(Pattern.dense(True, lengths), 896)
+    assert len({int(cost[layout.positions(rank)].sum()) for rank in range(4)}) == 1
+
+
+def unevenness(layout: Layout, pattern: Pattern) -> float:
+    """Of the most loaded rank, its work as a multiple of the mean."""
+    cost, p = work(pattern, layout.n), layout.world_size
+    return max(int(cost[layout.positions(rank)].sum()) for rank in range(p)) * p / int(cost.sum())
+
+
+@st.composite
+def packed(draw: Any) -> tuple[Pattern, int]:
+    """A few chunks, of documents of any length."""
+    n = draw(st.integers(2, 8)) * CHUNK - draw(st.integers(0, 63))
+    edges = sorted(draw(st.lists(st.integers(0, n), max_size=5)))
+    lengths = documents_from_cu_seqlens([0, *edges, n], n)
+    branches = draw(st.sampled_from(((Branch(),), (Branch(128), Branch(None, 4)), (Branch(100, 2, 1),))))
+    return Pattern(branches, draw(st.booleans()), lengths), n
+
+
+@given(packed(), st.integers(2, 3))
+@settings(QUIET, max_examples=150)
+def test_the_work_is_even_where_any_order_of_chunks_makes_it_so(drawn: tuple[Pattern, int], p: int) -> None:
+    pattern, n = drawn
+    cost = work(pattern, n)
+    if not cost.any():
+        return
+    chunks = np.add.reduceat(cost, np.arange(0, n, CHUNK))
+    least = min(most_loaded(chunks, owners, p) for owners in itertools.product(range(p), repeat=len(chunks)))
+    assert unevenness(Layout.balanced(pattern, n, p), pattern) <= max(ENOUGH, least * p / int(cost.sum()) + 1e-12)
+
+
+def most_loaded(chunks: np.ndarray, owners: Sequence[int], p: int) -> int:
+    return int(max(np.bincount(owners, weights=chunks, minlength=p)))
+
+
+def lengths_of(kind: str, n: int) -> tuple[int, ...]:
+    """Documents of n tokens: of drawn lengths, or one of half the tokens among those."""
+    found, left, generator = [n // 2] if kind == "one long" else [], n, np.random.default_rng(1)
+    left -= sum(found)
+    while left:
+        found.append(min(left, 1 + int(generator.lognormal(4.0, 1.0))))
+        left -= found[-1]
+    return tuple(found)
+
+
+@pytest.mark.parametrize("kind", ["short", "one long"])
+@pytest.mark.parametrize("p", [2, 4, 8, 64])
+def test_packed_batches_are_balanced(kind: str, p: int) -> None:
+    n = 1 << 16
+    lengths = lengths_of(kind, n)
+    for pattern in (Pattern.dense(True, lengths), Pattern.longnet((256, 1024), (1, 4), 8, True, documents=lengths)):
+        layout = Layout.balanced(pattern, n, p)
+        assert unevenness(layout, pattern) <= ENOUGH
+        assert max(layout.counts) <= (1.1 if p < 64 else 1.4) * n / p, "memory goes by tokens"
+        assert layout == Layout.balanced(pattern, n, p)
+
+
+def test_short_documents_stay_whole() -> None:
+    """So that they send nothing. Some have more than a rank's share and are divided, head and tail."""
+    lengths, p = lengths_of("one long", 1 << 14), 4
+    layout, ends = Layout.balanced(Pattern.dense(True, lengths), 1 << 14, p), np.cumsum(lengths)
+    for rank in range(p):
+        held = set(layout.positions(rank).tolist())
+        shares = [len(held & set(range(end - length, end))) for end, length in zip(ends, lengths, strict=True)]
+        assert shares[0] == lengths[0] // p
+        assert all(share in (0, length) for share, length in zip(shares[1:], lengths[1:], strict=True))
+
+
+def test_without_documents_contiguous_or_zigzag_are_enough() -> None:
+    causal, zigzag = Layout.balanced(Pattern.dense(True), 1 << 12, 4), Layout.zigzag(1 << 12, 4)
+    assert all(torch.equal(causal.positions(rank), zigzag.positions(rank)) for rank in range(4))
+    assert Layout.balanced(Pattern.longnet((64,), (1,), 4, True), 1 << 12, 4) == Layout.contiguous(1 << 12, 4)
+
+
+def test_wrong_lengths_are_refused() -> None:
+    with pytest.raises(ValueError, match="documents must add up to the 12 tokens of the sequence, got 11"):
+        Layout.zigzag(12, 2, documents=(8, 3))
+    with pytest.raises(ValueError, match="documents must be None or a tuple of lengths"):
+        Layout.zigzag(12, 2, documents=(13, -1))
+    with pytest.raises(ValueError, match="documents must add up"):
+        Layout.balanced(Pattern.dense(True, (8, 3)), 12, 2)
+    with pytest.raises(ValueError, match=r"n must be at most 2\*\*28 for a balanced layout"):
+        Layout.balanced(Pattern.dense(True), 2**28 + 1, 2)
