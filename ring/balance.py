@@ -7,7 +7,7 @@ document of half the tokens among many short ones, contiguous shards give one ra
 `owners` tries divisions in the order of what they send, and takes the first in which no rank has more than ENOUGH times
 the mean work and ENOUGH_TOKENS times the mean number of tokens:
 
-1. contiguous shards: only documents at a cut are divided;
+1. contiguous shards, of equal tokens or of equal work: only documents at a cut are divided;
 2. whole documents, each to the least loaded rank, but for documents that are longer than a part of a rank's share:
    those are divided among all ranks, head and tail. The part gets smaller: 1, 1/2, ... of a share;
 3. chunks of CHUNK tokens, those of most work first, each to the least loaded rank; then exchanged between ranks.
@@ -30,7 +30,7 @@ from reference.pattern import Branch, Pattern
 
 Ints = np.ndarray  # int64
 CHUNK = 64  # tokens that stay together in the third step
-ENOUGH, ENOUGH_TOKENS = 1.05, 1.1  # of the mean work, of the mean number of tokens
+ENOUGH, ENOUGH_TOKENS = 1.05, 1.25  # of the mean work, of the mean number of tokens
 PARTS = (1, 2, 4, 8, 16)  # of a rank's share: longer documents than 1 / part of it are divided
 EXCHANGES = 200  # between ranks at most, in the third step
 
@@ -131,12 +131,19 @@ def _divisions(pattern: Pattern, cost: Ints, p: int) -> Iterator[Ints]:
     n = len(cost)
     cuts = np.arange(1, p) * n // p
     yield np.searchsorted(cuts, np.arange(n), side="right")
+    yield _by_cuts(cost, p)
     documents = (n,) if pattern.documents is None else pattern.documents
     begins = np.cumsum([0, *documents])
     costs = np.diff(np.concatenate(([0], np.cumsum(cost)))[begins])
     for part in PARTS:
         yield _by_documents(documents, costs, p, part)
     yield _by_chunks(cost, p)
+
+
+def _by_cuts(cost: Ints, p: int) -> Ints:
+    """Contiguous shards of equal work: a position goes by the middle of its own."""
+    twice = 2 * np.cumsum(cost) - cost
+    return np.minimum(twice * p // max(2 * int(cost.sum()), 1), p - 1)
 
 
 def _by_documents(documents: Sequence[int], costs: Ints, p: int, part: int) -> Ints:

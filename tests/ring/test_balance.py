@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from reference.documents import documents_from_cu_seqlens
 from reference.pattern import Branch, Pattern, multiplicity
-from ring.balance import CHUNK, ENOUGH, work
+from ring.balance import CHUNK, ENOUGH, ENOUGH_TOKENS, work
 from ring.layout import Layout
 from tests.support.plan_settings import documents, patterns
 
@@ -109,7 +109,7 @@ def test_packed_batches_are_balanced(kind: str, p: int) -> None:
     for pattern in (Pattern.dense(True, lengths), Pattern.longnet((256, 1024), (1, 4), 8, True, documents=lengths)):
         layout = Layout.balanced(pattern, n, p)
         assert unevenness(layout, pattern) <= ENOUGH
-        assert max(layout.counts) <= (1.1 if p < 64 else 1.4) * n / p, "memory goes by tokens"
+        assert max(layout.counts) <= (ENOUGH_TOKENS if p < 64 else 1.4) * n / p, "memory goes by tokens"
         assert layout == Layout.balanced(pattern, n, p)
 
 
