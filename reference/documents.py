@@ -109,9 +109,12 @@ def documents_from_cu_seqlens(cu_seqlens: Sequence[int] | np.ndarray | torch.Ten
 
 
 def documents_from_positions(positions: Sequence[int] | np.ndarray | torch.Tensor) -> tuple[int, ...]:
-    """The lengths of documents from the position of every token within its own: 0, 1, 2, ... in each of them.
+    """The lengths of documents from the position of every token within its own: 0, 1, 2, ... in each of them, (N,), or
+    (1, N) as collators that flatten a batch give them.
 
     Raises ValueError for positions that neither follow the one before by one nor are 0."""
+    if isinstance(positions, (np.ndarray, torch.Tensor)) and positions.ndim == 2 and len(positions) == 1:
+        positions = positions[0]
     given = _integers("positions", positions)
     first = given == 0
     follows = np.zeros_like(first)

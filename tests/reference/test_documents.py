@@ -323,3 +323,10 @@ def test_other_cu_seqlens_are_refused(given_edges: Any, told: str) -> None:
 def test_other_positions_are_refused(positions: Any, told: str) -> None:
     with pytest.raises(ValueError, match=f"^positions {told}"):
         documents_from_positions(positions)
+
+
+def test_positions_of_a_flattened_batch() -> None:
+    """(1, N), as collators give them; several rows have no one division."""
+    assert documents_from_positions(torch.tensor([[0, 1, 0, 0, 1, 2]])) == (2, 1, 3)
+    with pytest.raises(ValueError, match="positions must be one row of integers, got 2 dimensions"):
+        documents_from_positions(torch.tensor([[0, 1], [0, 1]]))

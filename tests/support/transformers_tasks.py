@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from reference import Pattern
-from ring.nn import ContextParallel, clip_grad_norm, cross_entropy, gather
+from reference import Pattern, documents_from_positions
+from ring import Layout
+from ring.nn import ContextParallel, clip_grad_norm, cross_entropy, gather, next_tokens, shard_batch
 from ring.nn.frameworks import ddp, fsdp, recompute, transformers
 from tests.support.framework_example import TOGETHER, Example, Result, labels_of, optimizer_for
 from tests.support.framework_llama import VOCABULARY
@@ -83,6 +84,24 @@ def logits_on_ranks(example: Example, ranks: tuple[int, ...], autocast: bool, pa
         positions = context.positions[None]
         out = model(context.shard(tokens), position_ids=positions, context=context, pattern=pattern).logits
     return gather(context, out)
+
+
+def packed(lengths: tuple[int, ...], order: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Whole logits, labels and positions of a batch that is packed from documents, as a collator flattens them."""
+    tokens = packed_tokens(lengths)
+    flattened = torch.cat([torch.arange(length) for length in lengths])[None]  # its position_ids, (1, N)
+    documents = documents_from_positions(flattened)
+    layout = Layout.zigzag(sum(lengths), 4, documents) if order == "zigzag" else Layout.contiguous(sum(lengths), 4)
+    batch = shard_batch(ContextParallel(layout), tokens, next_tokens(tokens), documents=documents)
+    assert batch.labels is not None
+    with torch.no_grad():
+        model = transformers.prepare(llama()).eval()
+        out = model(batch.tokens, position_ids=batch.positions[None], context=batch.context).logits
+    return tuple(gather(batch.context, x) for x in (out, batch.labels, batch.positions[None]))
+
+
+def packed_tokens(lengths: tuple[int, ...]) -> Tensor:
+    return torch.randint(VOCABULARY, (1, sum(lengths)), generator=torch.Generator().manual_seed(5))
 
 
 def refused(name: str, on: tuple[int, ...] | None) -> tuple[str, float]:

@@ -6,9 +6,13 @@
     logits = model(batch.tokens, position_ids=batch.positions[None], context=batch.context).logits
     cross_entropy(logits, batch.labels, mesh).backward()
 
+A batch that a collator has flattened, (1, N), whose position_ids begin anew in each document, is sharded with
+
+    shard_batch(context, tokens, next_tokens(tokens), documents=documents_from_positions(position_ids))
+
 The handle goes through the model as a keyword, and so does `pattern`, where another one is wanted than the model's own
 dense attention. What ring attention does not do is refused by name, on every rank, before a tensor moves: attention
-masks, packed sequences, dropout of attention, sliding windows, sinks, softcaps, caches, attention weights as output,
+masks, dropout of attention, sliding windows, sinks, softcaps, caches, attention weights as output,
 rotary scaling that depends on the rank, and positions that are left to the model, which would count from the start of
 each shard. For models of text: masks that a model makes for images are refused, too.
 """
@@ -158,7 +162,7 @@ def _check_positions(position_ids: object, context: ContextParallel) -> None:
         if not bool((position_ids == context.positions_on(position_ids.device)).all()):
             raise ValueError(
                 f"position_ids must be {RIGHT}, got others: positions that are left to the model count from the "
-                "shard's start, and packed sequences, which count anew, are not supported"
+                "shard's start, and those of packed documents need a handle that knows these (with_documents)"
             )
         _remember(position_ids, context)
 

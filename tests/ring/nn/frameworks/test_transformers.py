@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers.masking_utils import create_causal_mask
 
+from ring.nn import next_tokens
 from ring.nn.frameworks import transformers
 from tests.support.framework_example import APART, EXACT, SHORT, TOGETHER, Example, dense, differences
 from tests.support.transformers_tasks import (
@@ -23,6 +24,8 @@ from tests.support.transformers_tasks import (
     llama,
     logits_of,
     logits_on_ranks,
+    packed,
+    packed_tokens,
     positions_changed_in_place,
     refused,
     train,
@@ -108,6 +111,20 @@ REFUSED = {
     "a pattern that is not causal": "pattern must be causal as the model is",
     "no pattern": "pattern must be a Pattern or None",
 }
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+def test_packed_documents_are_as_each_by_itself(pool: Pool, order: str) -> None:
+    """Logits by the model's own attention; the last token of a document has no label, and positions begin anew."""
+    lengths = (5, 1, 9, 8)
+    tokens = packed_tokens(lengths).split(lengths, dim=1)
+    with torch.no_grad():
+        exact = torch.cat([logits_of(llama().eval(), document) for document in tokens], dim=1)
+    labels = torch.cat([next_tokens(document) for document in tokens], dim=1)
+    for logits, found, positions in pool.run(packed, lengths, order):
+        torch.testing.assert_close(logits, exact, rtol=EXACT, atol=EXACT)
+        assert torch.equal(found, labels)
+        assert positions[0].tolist() == [i for length in lengths for i in range(length)]
 
 
 @pytest.mark.parametrize("on", [None, (1,)], ids=["all", "one rank"])
