@@ -131,7 +131,7 @@ def check_neighbours(backend: Backend, case: Case, how: How) -> float:
 
 
 NO_CALL_TAKES_ANOTHER = Law(
-    "no call takes another for its like", _draw_neighbours, check_neighbours, _premise_of_changes, share=0.06
+    "no call takes another for its like", _draw_neighbours, check_neighbours, _premise_of_changes, share=0.08
 )
 
 
