@@ -235,6 +235,20 @@ def _shifted(draw: Draw, case: Case) -> Case:
     )  # fmt: skip
 
 
+def _many_documents(draw: Draw, case: Case) -> Case:
+    """On two or three ranks, striped: many documents, of each of which every rank has a few rows that are no
+    neighbours. So a message has more ranges of rows than are copied one by one.
+    """
+    heads, length, rate = 3, 7 + draw(_quarters), 5 - len(case.ranks)
+    branch = Branch(None, rate, tuple(head % rate for head in range(heads)))
+    documents = (*(length,) * (MOST_TOKENS // length), draw(_quarters))
+    return replace(
+        case, tokens=sum(documents), order="striped", cuts=None, heads=heads, kv_heads=heads,
+        pattern=Pattern((branch,), case.pattern.causal, documents),
+        bucket=None if case.bucket is None else max(case.bucket, MOST_TOKENS),
+    )  # fmt: skip
+
+
 def _uneven(draw: Draw, case: Case) -> Case:
     """Heads that have either of two offsets. Those of one are mostly no regular rectangle, and so are listed."""
     branch = case.pattern.branches[0]
@@ -323,6 +337,8 @@ def cases(draw: Draw, world: int) -> Case:
     rare = draw(_sixteenths)
     if rare in (13, 14):
         return _uneven(draw, case)
+    if rare == 12 and 2 <= len(case.ranks) <= 3:
+        return _many_documents(draw, case)
     return _apart(draw, case) if rare == 15 and 4 <= len(case.ranks) <= 8 else case
 
 

@@ -11,6 +11,7 @@ from itertools import accumulate, cycle, pairwise
 import numpy as np
 from hypothesis import strategies as st
 
+from reference.shards import Shards
 from verification.case import Case
 
 Documents = tuple[int, ...] | None
@@ -45,7 +46,7 @@ def documents_of(draw: st.DrawFn, tokens: int, ends: Sequence[int]) -> Documents
 
 def packed(draw: st.DrawFn, case: Case) -> Documents:
     """For a Case, of whose shards the documents end where they do, or beside them."""
-    return documents_of(draw, case.tokens, ends_of(case))
+    return documents_of(draw, case.tokens, ends_of(case.shards()))
 
 
 def fused_documents(draw: st.DrawFn, tokens: int, ranks: int) -> Documents:
@@ -60,10 +61,10 @@ def fused_documents(draw: st.DrawFn, tokens: int, ranks: int) -> Documents:
     return _repeated(lengths, tokens)
 
 
-def ends_of(case: Case) -> list[int]:
+def ends_of(shards: Shards) -> list[int]:
     """Positions at which a rank's tokens end, at most one for each rank, spread over the sequence."""
-    ends = np.flatnonzero(np.diff(case.shards().holder)) + 1
-    return [int(end) for end in ends[:: max(1, len(ends) // len(case.ranks))]]
+    ends = np.flatnonzero(np.diff(shards.holder)) + 1
+    return [int(end) for end in ends[:: max(1, len(ends) // len(shards.counts))]]
 
 
 def _digits(number: int, base: int, most: int) -> Iterator[int]:

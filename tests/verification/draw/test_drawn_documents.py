@@ -54,11 +54,12 @@ def test_none_is_the_simplest_and_one_document_the_next() -> None:
 
 def test_ends_are_those_of_the_shards() -> None:
     def ends(order: str) -> list[int]:
-        return ends_of(Case(
+        case = Case(
             world=4, group=None, tokens=32, order=order, cuts=None, pattern=Pattern.dense(), batch=1, heads=1,
             kv_heads=1, head_dim=1, dtype="float32", scale=None, score_scale=1.0, values="normal", seed=0,
             exchange="ring", bucket=None, kernel="auto", lse="unused", strided=False,
-        ))  # fmt: skip
+        )  # fmt: skip
+        return ends_of(case.shards())
 
     assert ends("contiguous") == [8, 16, 24]
     assert len(ends("striped")) <= 5, "a few of many"

@@ -106,8 +106,13 @@ def _shifted(branch: Branch) -> Branch:
 @st.composite
 def _draw_neighbours(draw: st.DrawFn, world: int) -> tuple[Case, How]:
     case = draw(cases(world))
-    if draw(st.integers(0, 3)) < 3:
+    way = draw(st.integers(0, 5))
+    if way < 3:
         return case, draw_changes(draw, case)
+    if way < 5:  # what is kept of other documents fits best where there are as many
+        packed = case.pattern.documents or (case.tokens // 3, case.tokens - case.tokens // 3)
+        case = replace(case, pattern=replace(case.pattern, documents=packed))
+        return case, draw_changes(draw, case) | {"documents": draw(st.sampled_from(other_documents(case)[::-1]))}
     # Which kernel takes a tile depends on what a plan does not know: whether there is a gradient through lse.
     case = replace(fused(draw, case), kernel="auto", lse="returned")
     return case, draw_changes(draw, case) | {"lse": "differentiated"}
