@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, replace
 from dataclasses import fields as fields_of
 from itertools import pairwise
 from typing import Any
@@ -57,7 +57,7 @@ class Case:
                   the seed, "permuted" one of a few whole ranges
     cuts          p + 1 non-decreasing offsets into the order from 0 to n, p the size of the group; None: the layout's
                   own
-    pattern       who sees whom
+    pattern       who sees whom; its documents, if it has any, add up to the tokens
     batch, heads, kv_heads, head_dim
     dtype         of q, k, v, dout: a name in DTYPES. lse and dlse are float32, for float64 float64
     scale         factor on q . k, any finite number up to 1024 in size; None: head_dim ** -0.5
@@ -124,6 +124,7 @@ class Case:
         if not isinstance(self.pattern, Pattern):
             raise ValueError(f"pattern is {self.pattern!r}; it must be a reference.Pattern")
         self.pattern.validate(self.heads)
+        self.pattern.validate_tokens(self.tokens)
         if self.bucket is not None:
             fields.integer("bucket", self.bucket, 1)
         self._set_scales()
@@ -212,6 +213,14 @@ class Case:
         """What the loss of the rank at that index of the group takes: `lse`. "apart": "returned" (the output alone),
         "alone", both, or "neither" of them, by the seed."""
         return self.lse if self.lse != "apart" else _LOSSES[(self.seed + index) % len(_LOSSES)]
+
+    def lengthened(self, tokens: int, **changes: Any) -> Case:
+        """The Case with these changes and so many tokens, no fewer than it has: the last document takes the others."""
+        documents = self.pattern.documents
+        if documents is None:
+            return replace(self, tokens=tokens, **changes)
+        longer = (*documents[:-1], documents[-1] + tokens - self.tokens)
+        return replace(self, tokens=tokens, pattern=replace(self.pattern, documents=longer), **changes)
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """q (B, n, H, D), k and v (B, n, Hk, D), dout like q, dlse (B, H, n), for the whole sequence, contiguous, on

@@ -79,6 +79,26 @@ def test_a_pattern_that_does_not_fit_the_heads_is_refused() -> None:
         case(pattern=Pattern((Branch(heads=range(3, 5)),)))
 
 
+def test_documents_that_do_not_add_up_are_refused() -> None:
+    packed = case(pattern=Pattern.dense(documents=(0, 12, 1)))
+    assert Case.from_json(packed.to_json()) == packed != case(pattern=Pattern.dense(documents=(12, 0, 1)))
+    for documents in ((), (12,), (14,), (13, 1)):
+        with pytest.raises(ValueError, match="documents must add up to the 13 tokens"):
+            case(pattern=Pattern.dense(documents=documents))
+
+
+def test_json_from_before_there_were_documents_is_read() -> None:
+    data = json.loads(case().to_json())
+    assert data["pattern"].pop("documents") is None
+    assert Case.from_json(json.dumps(data)) == case()
+
+
+def test_a_case_is_lengthened_in_its_last_document() -> None:
+    assert case(cuts=None).lengthened(16, order="striped") == case(tokens=16, cuts=None, order="striped")
+    packed = case(cuts=None, pattern=Pattern.dense(documents=(3, 10)))
+    assert packed.lengthened(16) == case(tokens=16, cuts=None, pattern=Pattern.dense(documents=(3, 13)))
+
+
 def digest(given: Case) -> str:
     return hashlib.sha256(
         b"".join(x.contiguous().view(torch.uint8).numpy().tobytes() for x in given.tensors())

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 
 from reference.pattern import Branch, Pattern
 from verification.case import Case
+from verification.draw.drawn_documents import MOST_FUSED, fused_documents, packed
 
 Item = TypeVar("Item")
 Draw = st.DrawFn
 
 MOST_TOKENS = 64
-MOST_FUSED = 128  # tokens of a Case for the fused kernels, which take calls of many keys
 LEAST_FUSED = 16  # keys of a call: with fewer the math kernel takes it
 
 # Small sequences find most defects and cost least; blocks of rows and full vectors of keys take longer ones.
@@ -210,7 +210,8 @@ def bucket_of(draw: Draw, tokens: int) -> int | None:
 
 def _apart(draw: Draw, case: Case) -> Case:
     """On at least four ranks: ranks half the ring apart share long segments, neighbours at most short ones. So the
-    messages of `direct` to one distance are longer than the bucket, and those before and after them fit into one.
+    messages of `direct` to one distance are longer than the bucket, and those before and after them fit into one. No
+    documents, which would divide the long segments.
     """
     size = len(case.ranks)
     shard = max(8, case.tokens // size)
@@ -223,13 +224,28 @@ def _apart(draw: Draw, case: Case) -> Case:
 
 def _shifted(draw: Draw, case: Case) -> Case:
     """Heads whose grids are shifted against each other, over ranges that lie anywhere. Most such Cases make calls that
-    take listed rows along from head to head; hardly any other Case does.
+    take listed rows along from head to head; hardly any other Case does. The grids run through the whole sequence, so
+    there are no documents.
     """
     heads, dilation = 3 + draw(_quarters) % 3, 5 + draw(_flags)
     return replace(
         case, tokens=MOST_TOKENS - draw(_sixteenths), order="permuted", cuts=None, heads=heads, kv_heads=heads,
         pattern=Pattern((Branch(None, dilation, tuple(range(heads))),)),
         bucket=None if case.bucket is None else max(case.bucket, MOST_TOKENS // 8),
+    )  # fmt: skip
+
+
+def _many_documents(draw: Draw, case: Case) -> Case:
+    """On two or three ranks, striped: many documents, of each of which every rank has a few rows that are no
+    neighbours. So a message has more ranges of rows than are copied one by one.
+    """
+    heads, length, rate = 3, 7 + draw(_quarters), 5 - len(case.ranks)
+    branch = Branch(None, rate, tuple(head % rate for head in range(heads)))
+    documents = (*(length,) * (MOST_TOKENS // length), draw(_quarters))
+    return replace(
+        case, tokens=sum(documents), order="striped", cuts=None, heads=heads, kv_heads=heads,
+        pattern=Pattern((branch,), case.pattern.causal, documents),
+        bucket=None if case.bucket is None else max(case.bucket, MOST_TOKENS),
     )  # fmt: skip
 
 
@@ -241,23 +257,26 @@ def _uneven(draw: Draw, case: Case) -> Case:
     heads, kv_heads = draw(_many_heads)
     offsets = digits(draw(st.integers(0, 2**heads - 1)), 2, heads)
     branch = Branch(branch.segment_length, branch.dilation_rate, offsets)
-    return replace(case, heads=heads, kv_heads=kv_heads, pattern=Pattern((branch,), case.pattern.causal))
+    return replace(case, heads=heads, kv_heads=kv_heads, pattern=replace(case.pattern, branches=(branch,)))
 
 
 def fused(draw: Draw, case: Case) -> Case:
     """For the fused kernels, which take few tiles of the other Cases: stretches of many keys, a scale that is mostly
-    positive, no gradient through lse. Short segments share a call, as folds of it.
+    positive, no gradient through lse. Short segments, and documents of one length, share a call, as folds of it.
     """
     tokens = max(draw(_fused_tokens), draw(_tokens[MOST_TOKENS]))
     segment = draw(_fused_segments)
-    dilation = min(1 + draw(_quarters), (segment or MOST_TOKENS) // LEAST_FUSED)
+    documents = fused_documents(draw, tokens, len(case.ranks))
+    shortest = min((length for length in documents or () if length >= LEAST_FUSED), default=MOST_TOKENS)
+    dilation = min(1 + draw(_quarters), min(segment or MOST_TOKENS, shortest) // LEAST_FUSED)
     branches = [Branch(segment, dilation, draw(_quarters) % dilation)]
     if draw(_flags):
         branches.append(Branch())
-    causal = case.pattern.causal
+    pattern = Pattern(tuple(branches), case.pattern.causal, documents)
     bucket = None if case.bucket is None else max(case.bucket, LEAST_FUSED + draw(_sixteenths))
+    tokens = tokens if documents is None else sum(documents)
     return replace(
-        case, tokens=tokens, order=draw(_fused_orders), cuts=None, pattern=Pattern(tuple(branches), causal),
+        case, tokens=tokens, order=draw(_fused_orders), cuts=None, pattern=pattern,
         scale=draw(_fused_scales), lse=case.lse if case.lse in ("unused", "returned") else "unused", bucket=bucket,
     )  # fmt: skip
 
@@ -265,7 +284,7 @@ def fused(draw: Draw, case: Case) -> Case:
 def _blind(draw: Draw, case: Case) -> Case:
     """No query sees any key, since the offset lies past the segments. Without this, some runs have no such Case."""
     segment = 1 + draw(_quarters)
-    return replace(case, pattern=Pattern((Branch(segment, segment + 1, segment),), case.pattern.causal))
+    return replace(case, pattern=replace(case.pattern, branches=(Branch(segment, segment + 1, segment),)))
 
 
 @st.composite
@@ -274,7 +293,8 @@ def cases(draw: Draw, world: int) -> Case:
 
     They cover every order of tokens, uneven cuts with empty shards, fewer tokens than ranks, subgroups; dense and
     causal patterns, one branch, LongNet's mixtures, mixtures of anything, head groups; segments longer than the
-    sequence, dilations longer than the segment, offsets per query head; MQA and GQA; every dtype, exchange and kernel.
+    sequence, dilations longer than the segment, offsets per query head; one sequence, or documents packed into it,
+    which end at shards' ends or beside them, are empty, equal or short; MQA and GQA; every dtype, exchange and kernel.
     """
     # The larger of two draws: Hypothesis likes the ends of a range, and a fifth of all Cases would have a single token.
     tokens = max(draw(_tokens[draw(_ceilings)]), draw(_least_tokens))
@@ -307,6 +327,7 @@ def cases(draw: Draw, world: int) -> Case:
         again=again,
         measured=measured,
     )
+    case = replace(case, pattern=replace(case.pattern, documents=packed(draw, case)))
     if again == "meta" and draw(_flags):  # such calls make tensors that others do not need
         return _shifted(draw, case)
     if kernel != "math" and draw(_quarters) == 3:
@@ -316,6 +337,8 @@ def cases(draw: Draw, world: int) -> Case:
     rare = draw(_sixteenths)
     if rare in (13, 14):
         return _uneven(draw, case)
+    if rare == 12 and 2 <= len(case.ranks) <= 3:
+        return _many_documents(draw, case)
     return _apart(draw, case) if rare == 15 and 4 <= len(case.ranks) <= 8 else case
 
 

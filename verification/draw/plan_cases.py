@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from reference.pattern import Branch, Pattern
 from verification.case import ORDERS, Case
 from verification.draw.cases import HEADS, MOST_TOKENS, Draw, cuts_of, digits, head_range, pattern_of
+from verification.draw.drawn_documents import packed
 
 MOST_SHORT = 48  # tokens of a plan that is followed pair by pair
 
@@ -38,17 +39,25 @@ def plan_cases(draw: Draw, world: int) -> Case:
         scale=None, score_scale=1.0, values="normal", seed=draw(_seeds), exchange=draw(_exchanges),
         bucket=draw(st.integers(1 + tokens // 32, 2 * tokens)), kernel="math", lse="unused", strided=False,
     )  # fmt: skip
-    return _folded(draw, case) if draw(_flags) else case
+    return _folded(draw, case) if draw(_flags) else _packed(draw, case)
+
+
+def _packed(draw: Draw, case: Case) -> Case:
+    return replace(case, pattern=replace(case.pattern, documents=packed(draw, case)))
 
 
 def _folded(draw: Draw, case: Case) -> Case:
     """Many segments of one shape, of each of which a rank has as many tokens: folds of the keys of several ranks,
-    which by `gather` are all there at once.
+    which by `gather` are all there at once. In place of segments there may be documents of one length.
     """
     segment = case.world * (1 + draw(_quarters)) * (1 + draw(_flags))
+    count = -(-case.tokens // segment)
+    rate, causal = 1 + draw(_flags), draw(_quarters) == 3
+    pattern = Pattern((Branch(segment, rate),), causal)
+    if draw(_flags):
+        pattern = Pattern((Branch(None, rate),), causal, (segment,) * count)
     return replace(
-        case, tokens=segment * -(-case.tokens // segment), order=draw(_folded_orders), cuts=None,
-        pattern=Pattern((Branch(segment, 1 + draw(_flags)),), draw(_quarters) == 3),
+        case, tokens=segment * count, order=draw(_folded_orders), cuts=None, pattern=pattern,
         exchange="gather" if draw(_flags) else case.exchange,
     )  # fmt: skip
 
@@ -56,17 +65,18 @@ def _folded(draw: Draw, case: Case) -> Case:
 @st.composite
 def irregular_cases(draw: Draw, world: int) -> Case:
     """Short sequences with all that is irregular at once: offsets drawn for each head, segments that divide nothing,
-    shards cut anywhere. What is folded, joined or listed then differs from call to call.
+    documents and shards cut anywhere. What is folded, joined or listed then differs from call to call.
     """
     tokens = draw(st.integers(1, MOST_SHORT))
     heads, kv_heads = draw(_uneven_heads)
     branches = [_irregular_branch(draw, tokens, heads) for _ in range(draw(st.integers(1, 3)))]
-    return Case(
+    case = Case(
         world=world, group=None, tokens=tokens, order=draw(_orders), cuts=cuts_of(draw, tokens, world),
         pattern=Pattern(tuple(branches), draw(_flags)), batch=1, heads=heads, kv_heads=kv_heads, head_dim=1,
         dtype="float32", scale=None, score_scale=1.0, values="normal", seed=draw(_seeds), exchange="ring",
         bucket=draw(st.integers(1, 2 * MOST_SHORT)), kernel="math", lse="unused", strided=False,
     )  # fmt: skip
+    return _packed(draw, case)
 
 
 def _irregular_branch(draw: Draw, tokens: int, heads: int) -> Branch:

@@ -19,8 +19,8 @@ from verification.mutants.defect import Defect, Edit
 FOLDER = Path(__file__).with_name("defects")
 TOPICS = (
     "merge", "backward", "masks", "dilation", "diagonal", "communication", "process_groups", "numerics", "agreement",
-    "keeping", "calls", "orders", "training_batches", "training_losses", "training_gradients", "training_modules",
-    "training_compiled", "elsewhere_plans", "elsewhere_calls", "elsewhere_sizes",
+    "keeping", "documents", "calls", "orders", "training_batches", "training_losses", "training_gradients",
+    "training_modules", "training_compiled", "elsewhere_plans", "elsewhere_calls", "elsewhere_sizes",
 )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ def without_own_settings(case: Case) -> Case:
 
 
 def dense(case: Case, causal: bool | None = None) -> Case:
-    """Plain attention. causal: True for always, False for never, None as the Case has it."""
+    """Plain attention, without documents. causal: True for always, False for never, None as the Case has it."""
     return dataclasses.replace(case, pattern=Pattern.dense(case.pattern.causal if causal is None else causal))
 
 
@@ -35,7 +35,7 @@ def even_shards(case: Case, order: str, chunks: int = 1) -> Case:
     """Shards of one length, a multiple of `chunks`, in that order."""
     unit = len(case.ranks) * chunks
     tokens = max(1, -(-case.tokens // unit)) * unit
-    return dataclasses.replace(case, order=order, tokens=tokens, cuts=None)
+    return case.lengthened(tokens, order=order, cuts=None)
 
 
 def one_process(case: Case) -> Case:

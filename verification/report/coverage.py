@@ -11,10 +11,10 @@ A strategy that no longer draws a feature shows here, and so does a run that was
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 from typing import Any
 
 import numpy as np
@@ -40,10 +40,15 @@ def _length(case: Case, branch: Branch) -> int:
     return case.tokens if branch.segment_length is None else branch.segment_length
 
 
-def _tail(case: Case, branch: Branch) -> int:
-    """Tokens of a last segment that is shorter than the others; 0 if there is none, or only that one."""
+def _documents(case: Case) -> tuple[int, ...]:
+    """Their lengths; the whole sequence is one where there are none."""
+    return (case.tokens,) if case.pattern.documents is None else case.pattern.documents
+
+
+def _tails(case: Case, branch: Branch) -> list[int]:
+    """Of each document: tokens of a last segment that is shorter than the others; 0 if there is none, or only that."""
     length = _length(case, branch)
-    return case.tokens % length if case.tokens > length else 0
+    return [tokens % length if tokens > length else 0 for tokens in _documents(case)]
 
 
 def _offsets(case: Case, branch: Branch) -> list[int]:
@@ -71,11 +76,24 @@ def _any_branch(has: Callable[[Case, Branch], bool]) -> Has:
 # --- pairs ------------------------------------------------------------------------------------------------------------
 
 
+def _begins(documents: Sequence[int]) -> NDArray[np.int64]:
+    """Of the document of each position."""
+    lengths = np.asarray(documents)
+    return np.repeat(np.cumsum(lengths) - lengths, lengths)
+
+
+def _cells(case: Case, branch: Branch) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Of each position: the one at which its segment begins, and how far behind it lies."""
+    position, begin = np.arange(case.tokens), _begins(_documents(case))
+    local = (position - begin) % _length(case, branch)
+    return position - local, local
+
+
 @lru_cache(maxsize=64)
 def _selected(pattern: Pattern, heads: int, tokens: int) -> NDArray[np.bool_]:
     """(branches, H, n): whether a branch selects a position for a query head."""
     found = np.zeros((len(pattern.branches), heads, tokens), np.bool_)
-    position = np.arange(tokens)
+    position = np.arange(tokens) - _begins((tokens,) if pattern.documents is None else pattern.documents)
     for number, branch in enumerate(pattern.branches):
         local = position % (branch.segment_length or tokens)
         for head, offset in enumerate(branch.offsets(heads)):
@@ -115,8 +133,9 @@ def _rows_cut(case: Case) -> bool:
     """A rank holds more rows of one segment's grid than a kernel call takes: they are taken in parts."""
     most = max(case.tokens_per_call, LEAST_ROWS)
     for branch in case.pattern.branches:
+        segments, within = _cells(case, branch)
         for held in case.shards().positions:
-            segment, local = np.divmod(held, _length(case, branch))
+            segment, local = segments[held], within[held]
             for offset in set(_offsets(case, branch)):
                 chosen = segment[(local >= offset) & ((local - offset) % branch.dilation_rate == 0)]
                 if chosen.size and np.bincount(chosen).max() > most:
@@ -126,8 +145,39 @@ def _rows_cut(case: Case) -> bool:
 
 def _divided(case: Case, branch: Branch) -> bool:
     """Some segment lies with more than one rank."""
-    holder, segment = case.shards().holder, np.arange(case.tokens) // _length(case, branch)
+    holder, (segment, _) = case.shards().holder, _cells(case, branch)
     return bool(((segment[1:] == segment[:-1]) & (holder[1:] != holder[:-1])).any())
+
+
+def _several(case: Case) -> bool:
+    """More than one document that has tokens."""
+    return sum(length > 0 for length in _documents(case)) > 1
+
+
+def _ranks_of_documents(case: Case) -> int:
+    """The most ranks that hold tokens of one of several documents."""
+    if not _several(case):
+        return 0
+    holders = np.split(np.asarray(case.shards().holder), np.cumsum(_documents(case))[:-1])
+    return max(len(np.unique(of_document)) for of_document in holders)
+
+
+def _equal_documents(case: Case) -> bool:
+    lengths = [length for length in _documents(case) if length > 1]
+    return len(set(lengths)) < len(lengths)
+
+
+def _after_a_tail(case: Case, branch: Branch) -> bool:
+    """A document begins behind a segment that is shorter than the others of its own."""
+    ends = accumulate(_documents(case))
+    return any(tail > 0 and end < case.tokens for tail, end in zip(_tails(case, branch), ends, strict=True))
+
+
+def _ends_by_a_shard(case: Case) -> bool:
+    """A document ends where a rank's tokens end, or one before or behind, and not with the sequence."""
+    ends = set((np.flatnonzero(np.diff(case.shards().holder)) + 1).tolist())
+    inner = [end for end in accumulate(_documents(case)) if 0 < end < case.tokens]
+    return any(end + moved in ends for end in inner for moved in (-1, 0, 1))
 
 
 def _scores_are_large(case: Case) -> bool:
@@ -176,11 +226,13 @@ GROUPS: dict[str, dict[str, Has]] = {
         "dense": lambda case: case.pattern.branches == (Branch(),),
         "causal": lambda case: case.pattern.causal,
         "not causal": lambda case: not case.pattern.causal,
-        "segments": _any_branch(lambda case, b: _length(case, b) < case.tokens),
+        "segments": _any_branch(lambda case, b: _length(case, b) < max(_documents(case))),
         "segment on several ranks": _any_branch(_divided),
         "w > n": _any_branch(lambda case, b: _length(case, b) > case.tokens),
-        "short tail": _any_branch(lambda case, b: _tail(case, b) > 0),
-        "offset past a short tail": _any_branch(lambda case, b: 0 < _tail(case, b) <= max(_offsets(case, b))),
+        "short tail": _any_branch(lambda case, b: any(_tails(case, b))),
+        "offset past a short tail": _any_branch(
+            lambda case, b: any(0 < tail <= max(_offsets(case, b)) for tail in _tails(case, b))
+        ),
         "dilation": _any_branch(lambda case, b: b.dilation_rate > 1),
         "r > w": _any_branch(lambda case, b: b.dilation_rate > _length(case, b)),
         "r does not divide w": _any_branch(lambda case, b: bool(_length(case, b) % b.dilation_rate)),
@@ -195,6 +247,18 @@ GROUPS: dict[str, dict[str, Has]] = {
         "dead row": lambda case: not _rows_selected(case).all(),
         "dead key": lambda case: not _keys_selected(case).all(),
         "nothing but dead rows": lambda case: not _rows_selected(case).any(),
+    },
+    "documents": {
+        "documents": lambda case: case.pattern.documents is not None,
+        "no documents": lambda case: case.pattern.documents is None,
+        "several documents": _several,
+        "empty document": lambda case: 0 in _documents(case),
+        "document of one token": lambda case: _several(case) and 1 in _documents(case),
+        "equal documents": _equal_documents,
+        "document on several ranks": lambda case: _ranks_of_documents(case) > 1,
+        "document on three ranks": lambda case: _ranks_of_documents(case) > 2,
+        "document that ends by a shard's end": _ends_by_a_shard,
+        "document after a short tail": _any_branch(_after_a_tail),
     },
     "heads and sizes": {
         "MHA": lambda case: 1 < case.heads == case.kv_heads,

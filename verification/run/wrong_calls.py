@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -17,6 +17,7 @@ from ring import Layout, Transport, ring_attention
 from verification.case import Case
 from verification.run.layouts import layout_of
 from verification.run.rank import bare, shards, whole_tensors
+from verification.run.wrong_documents import one_moved, over, some_documents, without_documents, without_the_last
 
 Arguments = dict[str, Any]  # of ring_attention, by name
 
@@ -156,7 +157,7 @@ def _other_bucket(arguments: Arguments, case: Case) -> None:
 
 
 def _other_pattern(arguments: Arguments, case: Case) -> None:
-    arguments["pattern"] = Pattern(case.pattern.branches, not case.pattern.causal)
+    arguments["pattern"] = replace(case.pattern, causal=not case.pattern.causal)
 
 
 def _more(axis: int) -> Callable[[Arguments, Case], None]:
@@ -288,7 +289,9 @@ MISTAKES: dict[str, Mistake] = {
         alone=False,
         possible=lambda case: len(case.ranks) > 2 and max(layout_of(case).counts) < case.tokens,
     ),
-    "a layout with a token more on another rank": Mistake("layout", _longer_elsewhere, alone=False),
+    "a layout with a token more on another rank": Mistake(
+        "layout", _longer_elsewhere, alone=False, everyone=without_documents
+    ),
     "another scale than the others": Mistake(
         "scale", _change("scale", lambda x: 3.0 if x is None else x + 1), alone=False
     ),
@@ -311,6 +314,21 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "another dtype than the others": Mistake("dtype", _all_in(torch.float64), alone=False),
     "another pattern than the others": Mistake("pattern", _other_pattern, alone=False),
+    "documents of a token too many": Mistake("documents", over(lambda lengths: (lengths[0] + 1, *lengths[1:]))),
+    "documents without the last": Mistake("documents", over(without_the_last)),
+    "documents in another order than the others'": Mistake(
+        "documents", over(lambda lengths: lengths[::-1]), alone=False, everyone=some_documents
+    ),
+    "documents of which one has a token of another, unlike the others'": Mistake(
+        "documents", over(one_moved), alone=False, everyone=some_documents
+    ),
+    "no documents, unlike the others": Mistake("documents", without_documents, alone=False, everyone=some_documents),
+    "one document, unlike the others, who have none": Mistake(
+        "documents", over(lambda lengths: lengths), alone=False, everyone=without_documents
+    ),
+    "an empty document more than the others": Mistake(
+        "documents", over(lambda lengths: (*lengths, 0)), alone=False, everyone=some_documents
+    ),
     "another batch size than the others": Mistake("batch", _more(0), alone=False),
     "another head dim than the others": Mistake("head dim", _more(3), alone=False),
     "other heads than the others": Mistake("heads", _more(2), alone=False),

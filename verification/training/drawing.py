@@ -6,12 +6,14 @@ the smallest model and mesh. Models are tiny: what composes wrongly does so at a
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 from hypothesis import strategies as st
 
 from reference.pattern import Pattern
 from verification.draw.cases import Draw, bucket_of, cuts_of, pattern_of
+from verification.draw.drawn_documents import documents_of, ends_of
 from verification.training.training_case import Model, TrainingCase
 
 MOST_TOKENS = 24
@@ -103,7 +105,7 @@ def training_cases(draw: Draw, world: int) -> TrainingCase:
     if has_steps(model):
         dtype = "float64"
     compiled = draw(_compiled)
-    return TrainingCase(
+    case = TrainingCase(
         world=world,
         data=data,
         arrangement=draw(_arrangements),
@@ -128,3 +130,5 @@ def training_cases(draw: Draw, world: int) -> TrainingCase:
         seed=draw(_seeds),
         pattern=_pattern(draw, model, tokens),  # last: how it is drawn depends on the model
     )
+    documents = documents_of(draw, tokens, ends_of(case.shards()))
+    return replace(case, pattern=replace(case.pattern, documents=documents))

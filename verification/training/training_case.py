@@ -106,7 +106,7 @@ class TrainingCase:
     batch         sequences of a data rank in a micro-batch
     order, cuts   which rank of a context group holds which tokens: as in a `verification.case.Case`
     model         a `Model`
-    pattern       who sees whom, in every layer
+    pattern       who sees whom, in every layer; the documents that each sequence is packed from, if there are some
     exchange, bucket: of the attention, as in a `verification.case.Case`
     handle        what the context handle is given as its group: "recorded", a transport that records its messages;
                   "group", the process group; "mesh", the `DeviceMesh` of one dimension
@@ -170,6 +170,7 @@ class TrainingCase:
         if not isinstance(self.pattern, Pattern):
             raise ValueError(f"pattern is {self.pattern!r}; it must be a reference.Pattern")
         self.pattern.validate(self.model.heads)
+        self.pattern.validate_tokens(self.tokens)
         if self.resumed is not None:
             fields.choice("resumed", self.resumed, ORDERS)
             if self.steps < 2:
@@ -187,7 +188,7 @@ class TrainingCase:
     def _check_longnet(self) -> None:
         """The block makes its pattern from segment lengths and ratios, so it must be one that it makes."""
         lengths, ratios = self.longnet
-        if None in lengths or self.pattern != Pattern.longnet(
+        if None in lengths or self.pattern_of_modules != Pattern.longnet(
             lengths, ratios, self.model.heads, self.pattern.causal, "torchscale"
         ):
             raise ValueError(f"pattern is {self.pattern}; with 'longnet' it must be torchscale's for its branches")
@@ -250,6 +251,20 @@ class TrainingCase:
     def recomputed(self) -> bool:
         """Whether each forward of the ring runs once more within backward."""
         return self.checkpointing in ("reentrant", "non-reentrant")
+
+    @property
+    def pattern_of_modules(self) -> Pattern:
+        """Without documents, which come with each batch."""
+        return replace(self.pattern, documents=None)
+
+    @property
+    def documents(self) -> tuple[int, ...]:
+        """Their lengths; the whole sequence is one where there are none."""
+        return (self.tokens,) if self.pattern.documents is None else self.pattern.documents
+
+    def positions(self) -> torch.Tensor:
+        """Of each token of a sequence within its document: (n,) int64."""
+        return torch.cat([torch.arange(length) for length in self.documents])
 
     @property
     def longnet(self) -> tuple[list[int | None], list[int]]:

@@ -52,6 +52,8 @@ TRAINING_GROUPS: dict[str, dict[str, Has]] = {
         "subln": lambda case: case.model.subln,
         "causal": lambda case: case.pattern.causal,
         "dilated or in segments": lambda case: case.pattern.branches != (Branch(),),
+        "several documents": lambda case: sum(length > 0 for length in case.documents) > 1,
+        "empty document": lambda case: 0 in case.documents,
     },
     "step": {
         "several micro-batches": lambda case: case.accumulation > 1,

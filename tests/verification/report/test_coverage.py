@@ -31,6 +31,10 @@ def seen(*branches: Branch) -> dict[str, Any]:
     return {"pattern": Pattern(branches)}
 
 
+def packed(*documents: int, segment: int | None = None) -> dict[str, Any]:
+    return {"pattern": Pattern((Branch(segment),), documents=documents)}
+
+
 SOME = Branch(heads=range(1, 3))
 # Feature -> changes to the Case above that make it have the feature; and changes that come close, and do not.
 EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -50,6 +54,16 @@ EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "w > n": (seen(Branch(25)), seen(Branch(24))),
     "short tail": (seen(Branch(5)), seen(Branch(8))),
     "offset past a short tail": (seen(Branch(5, 5, 4)), seen(Branch(5, 5, 3))),  # the tail has 4 tokens
+    "documents": (packed(24), {}),
+    "no documents": ({}, packed(24)),
+    "several documents": (packed(1, 23), packed(0, 24, 0)),
+    "empty document": (packed(0, 24), packed(1, 23)),
+    "document of one token": (packed(1, 23), packed(2, 0, 22)),
+    "equal documents": (packed(10, 4, 10), packed(1, 0, 0, 1, 22)),
+    "document on several ranks": (packed(10, 4, 10), packed(10, 2, 12)),
+    "document on three ranks": ({"world": 3} | packed(7, 10, 7), {"world": 3} | packed(7, 9, 8)),
+    "document that ends by a shard's end": (packed(11, 13), packed(10, 4, 10)),
+    "document after a short tail": (packed(10, 14, segment=8), packed(16, 8, segment=8)),
     "dilation": (seen(Branch(8, 2)), seen(Branch(8, 1))),
     "r > w": (seen(Branch(3, 4)), seen(Branch(4, 4))),
     "r does not divide w": (seen(Branch(8, 3)), seen(Branch(8, 4))),

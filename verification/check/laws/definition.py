@@ -22,6 +22,7 @@ from ring.comm.transport import Transport
 from ring.layout import Layout
 from verification.case import Case
 from verification.check.laws.law import How, Law
+from verification.draw.drawn_documents import documents_of
 from verification.failures import WrongResult
 from verification.run.backends import Backend
 
@@ -79,8 +80,10 @@ def head_groups(segments: list[int | None], rates: list[int], heads: int) -> lis
     return chosen
 
 
-def pairs(tokens: int, rates: list[int], chosen: Chosen, causal: bool) -> Counts:
-    """(heads, tokens, tokens): how many branches let a query see a key."""
+def pairs(
+    tokens: int, rates: list[int], chosen: Chosen, causal: bool, documents: tuple[int, ...] | None = None
+) -> Counts:
+    """(heads, tokens, tokens): how many branches let a query see a key. Segments are cut anew in each document."""
     heads = len(chosen[0])
     found = np.zeros((heads, tokens, tokens), np.int64)
     for rate, of_heads in zip(rates, chosen, strict=True):
@@ -88,7 +91,7 @@ def pairs(tokens: int, rates: list[int], chosen: Chosen, causal: bool) -> Counts
             if one is None:
                 continue
             length, offset = one
-            for segment in _segments(tokens, length):
+            for segment in _segments(tokens, length, documents):
                 kept = segment[offset::rate]  # from the offset on every r-th of the segment
                 for query in kept:
                     for key in kept:
@@ -96,11 +99,13 @@ def pairs(tokens: int, rates: list[int], chosen: Chosen, causal: bool) -> Counts
     return found
 
 
-def _segments(tokens: int, length: int | None) -> Iterator[list[int]]:
-    everything = list(range(tokens))
-    while everything:
-        yield everything[:length]
-        everything = [] if length is None else everything[length:]
+def _segments(tokens: int, length: int | None, documents: tuple[int, ...] | None) -> Iterator[list[int]]:
+    everything = iter(range(tokens))
+    for size in (tokens,) if documents is None else documents:
+        document = list(islice(everything, size))
+        while document:
+            yield document[:length]
+            document = [] if length is None else document[length:]
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -125,6 +130,13 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "no branch": (lambda: Pattern(()), "branches"),
     "a branch that is none": (lambda: Pattern((4,)), "branches"),  # type: ignore[arg-type]
     "causal 1": (lambda: Pattern((Branch(),), 1), "causal"),  # type: ignore[arg-type]
+    "documents of a number": (lambda: Pattern((Branch(),), documents=4), "documents"),  # type: ignore[arg-type]
+    "a document below nothing": (lambda: Pattern((Branch(),), documents=(2, -1)), "documents"),
+    "half a document": (lambda: Pattern((Branch(),), documents=(2, 1.5)), "documents"),  # type: ignore[arg-type]
+    "a document True": (lambda: Pattern((Branch(),), documents=(True, 1)), "documents"),
+    "documents of an array": (lambda: Pattern((Branch(),), documents=np.ones(2, int)), "documents"),  # type: ignore[arg-type]
+    "documents of a token too few": (lambda: Pattern.dense(documents=(2, 1)).validate_tokens(4), "documents"),
+    "documents of a token too many": (lambda: Pattern.dense(documents=(2, 3)).validate_tokens(4), "documents"),
     "heads beyond those there are": (lambda: Pattern((Branch(heads=range(3)),)).validate(2), "heads"),
     "offsets for fewer heads": (lambda: Pattern((Branch(4, 2, (0, 1)),)).validate(3), "offset"),
     "longnet: lengths that disagree": (lambda: Pattern.longnet([4, 8], [1], 2), "segment_lengths"),
@@ -182,9 +194,10 @@ def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
         "dilation_rates": draw(st.lists(st.integers(1, 7), min_size=branches, max_size=branches)),
         "offsets": draw(st.sampled_from(RULES)),
     }
+    pattern = Pattern.dense(draw(st.booleans()), documents_of(draw, tokens, [tokens // 2]))
     case = Case(
         world=world, group=None, tokens=tokens, order="contiguous", cuts=None,
-        pattern=Pattern.dense(draw(st.booleans())), batch=1, heads=heads, kv_heads=heads, head_dim=1, dtype="float32",
+        pattern=pattern, batch=1, heads=heads, kv_heads=heads, head_dim=1, dtype="float32",
         scale=None, score_scale=1.0, values="normal", seed=0, exchange="ring", bucket=None, kernel="auto",
         lse="unused", strided=False,
     )  # fmt: skip
@@ -221,22 +234,24 @@ def _other_offsets(heads: int) -> str | None:
 
 def _not_as_published(case: Case, how: How) -> str | None:
     segments, rates, causal = how["segment_lengths"], how["dilation_rates"], case.pattern.causal
+    packed = case.pattern.documents
     if how["made"] == "longnet":
-        made = Pattern.longnet(segments, rates, case.heads, causal, how["offsets"])
+        made = Pattern.longnet(segments, rates, case.heads, causal, how["offsets"], packed)
         chosen = longnet(segments, rates, case.heads, how["offsets"])
     else:
-        made = Pattern.head_groups(segments, rates, case.heads, causal)
+        made = Pattern.head_groups(segments, rates, case.heads, causal, packed)
         chosen = head_groups(segments, rates, case.heads)
     positions = torch.arange(case.tokens)
     found = multiplicity(made, positions, positions, case.heads).numpy()
-    wanted = pairs(case.tokens, rates, chosen, causal)
+    wanted = pairs(case.tokens, rates, chosen, causal, packed)
     apart = np.argwhere(found != wanted)
     if not len(apart):
         return None
     head, query, key = (int(i) for i in apart[0])
     return (
         f"{how['made']}: head {head}, query {query}, key {key}: {found[head, query, key]} branches see the pair, as "
-        f"published {wanted[head, query, key]}; of {case.tokens} tokens, {case.heads} heads, {how}, causal {causal}"
+        f"published {wanted[head, query, key]}; of {case.tokens} tokens, {case.heads} heads, {how}, causal {causal}, "
+        f"documents {packed}"
     )
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from reference import fields
-from reference.pattern import Branch, Pattern
+from reference.pattern import Branch
 from ring.comm.transport import RecordingTransport, Transport
 from verification.case import EXCHANGES, ORDERS, Case
 from verification.check import properties
@@ -34,7 +34,7 @@ from verification.run.rank import attend, observe, shards, whole_tensors
 
 CHANGES = (
     *("causal", "twice", "shifted", "bucket", "exchange", "order", "cuts", "kv_heads"),
-    *("batch", "scale", "kernel", "lse", "strided"),
+    *("batch", "scale", "kernel", "lse", "strided", "documents"),
 )
 
 
@@ -52,6 +52,7 @@ def draw_changes(draw: st.DrawFn, case: Case) -> How:
         "batch": draw(st.sampled_from([n for n in (1, 2, 3) if n != case.batch])),
         "scale": draw(st.sampled_from([scale for scale in (None, 0.25, 2.0) if scale != case.scale])),
         "strided": not case.strided,
+        "documents": draw(st.sampled_from(other_documents(case))),
     }
     if case.kernel != "flash":  # which has no gradient through lse
         found["kernel"] = "math" if case.kernel == "auto" else "auto"
@@ -69,16 +70,28 @@ def draw_changes(draw: st.DrawFn, case: Case) -> How:
 
 def neighbour(case: Case, name: str, value: Any) -> Case:
     """The Case with that one change."""
-    branches, causal = case.pattern.branches, case.pattern.causal
-    if name == "causal":
-        return replace(case, pattern=Pattern(branches, value))
+    pattern, branches = case.pattern, case.pattern.branches
+    if name in ("causal", "documents"):
+        return replace(case, pattern=replace(pattern, **{name: value}))
     if name == "twice":
-        return replace(case, pattern=Pattern((*branches, branches[value]), causal))
+        return replace(case, pattern=replace(pattern, branches=(*branches, branches[value])))
     if name == "shifted":
         others = [_shifted(one) if i == value else one for i, one in enumerate(branches)]
-        return replace(case, pattern=Pattern(tuple(others), causal))
+        return replace(case, pattern=replace(pattern, branches=tuple(others)))
     changes: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value}
     return replace(case, **changes)
+
+
+def other_documents(case: Case) -> list[list[int] | None]:
+    """Such as a key takes for the Case's if it has but their number, their sum, or their lengths in any order."""
+    half = case.tokens // 2
+    found: list[list[int] | None] = [None, [case.tokens], [half, case.tokens - half]]
+    own = list(case.pattern.documents or ())
+    found += [own[1:] + own[:1], own[::-1]] if own else []
+    giver = next((i for i, length in enumerate(own[:-1]) if length), None)
+    if giver is not None:
+        found.append([length - (i == giver) + (i == giver + 1) for i, length in enumerate(own)])
+    return [other for other in found if (other and tuple(other)) != case.pattern.documents]
 
 
 def can_shift(branch: Branch) -> bool:
@@ -93,8 +106,13 @@ def _shifted(branch: Branch) -> Branch:
 @st.composite
 def _draw_neighbours(draw: st.DrawFn, world: int) -> tuple[Case, How]:
     case = draw(cases(world))
-    if draw(st.integers(0, 3)) < 3:
+    way = draw(st.integers(0, 5))
+    if way < 3:
         return case, draw_changes(draw, case)
+    if way < 5:  # what is kept of other documents fits best where there are as many
+        packed = case.pattern.documents or (case.tokens // 3, case.tokens - case.tokens // 3)
+        case = replace(case, pattern=replace(case.pattern, documents=packed))
+        return case, draw_changes(draw, case) | {"documents": draw(st.sampled_from(other_documents(case)[::-1]))}
     # Which kernel takes a tile depends on what a plan does not know: whether there is a gradient through lse.
     case = replace(fused(draw, case), kernel="auto", lse="returned")
     return case, draw_changes(draw, case) | {"lse": "differentiated"}
@@ -116,6 +134,8 @@ def _change(case: Case, name: str, value: Any) -> None:
         fields.integer(f"{name} of how", value, 0, len(branches) - 1)
     if name == "shifted" and not can_shift(branches[value]):
         raise ValueError(f"shifted of how is {value}; that branch must have one offset, and a rate of more than 1")
+    if name == "documents" and value is not None:
+        fields.integers("documents of how", value)
     if name in ("bucket", "kv_heads"):
         fields.at_most(f"{name} of how", value, MOST_INTEGER)
 

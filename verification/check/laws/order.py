@@ -46,7 +46,7 @@ def permuted(pattern: Pattern, order: tuple[int, ...]) -> Pattern | None:
         heads = None if branch.heads is None else range(served[0], served[-1] + 1)
         offset = chosen if isinstance(branch.offset, tuple) else branch.offset
         branches.append(Branch(branch.segment_length, branch.dilation_rate, offset, heads))
-    return Pattern(tuple(branches), pattern.causal)
+    return replace(pattern, branches=tuple(branches))
 
 
 def check_permuted(backend: Backend, case: Case, how: How) -> float:

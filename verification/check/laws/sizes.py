@@ -2,9 +2,9 @@
 
 Two ways to know what the plan of a long sequence must be, in each order that is kept as runs:
 
-    scaled   Positions, segments, rates and offsets times `by`: the long pattern selects none but the positions by * x,
-             and sees among them what the short one sees. So messages and calls are those of the short plan, whose cost
-             `reference.cost` counts, and its positions times `by`.
+    scaled   Positions, documents, segments, rates and offsets times `by`: the long pattern selects none but the
+             positions by * x, and sees among them what the short one sees. So messages and calls are those of the short
+             plan, whose cost `reference.cost` counts, and its positions times `by`.
     counted  One branch over equal shards: messages and pairs of any size, in closed form.
 
 Striped, position by * x lies on the rank of x if by - 1 is a multiple of the number of ranks.
@@ -49,7 +49,7 @@ def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
     tokens = unit * -(-case.tokens // unit)
     cuts = None if case.cuts is None else (*case.cuts[:-1], tokens)
     bucket = max(case.bucket or 1, tokens // 6)  # few calls: each is compared with its like in several plans
-    case = replace(case, order="contiguous", cuts=cuts, tokens=tokens, bucket=bucket)
+    case = case.lengthened(tokens, order="contiguous", cuts=cuts, bucket=bucket)
     factors = st.integers(-(-_LONG // tokens // world), (MOST_INTEGER // tokens - 1) // world)
     rate = draw(st.sampled_from(RATES))
     spread = case.heads == case.kv_heads and draw(st.booleans())
@@ -95,7 +95,10 @@ def scaled(case: Case, by: int) -> Case:
         moved = tuple(by * one for one in offset) if isinstance(offset, tuple) else by * offset
         branches.append(Branch(length, by * branch.dilation_rate, moved, branch.heads))
     cuts = None if case.cuts is None else tuple(by * cut for cut in case.cuts)
-    return replace(case, tokens=by * case.tokens, cuts=cuts, pattern=Pattern(tuple(branches), case.pattern.causal))
+    documents = case.pattern.documents
+    longer = None if documents is None else tuple(by * length for length in documents)
+    pattern = Pattern(tuple(branches), case.pattern.causal, longer)
+    return replace(case, tokens=by * case.tokens, cuts=cuts, pattern=pattern)
 
 
 def _check_scaled(backend: Backend, case: Case, factors: Sequence[int]) -> None:
@@ -208,7 +211,8 @@ def positions_of(case: Case, rank: int, rows: Ints) -> Ints:
 
 
 def _counted(case: Case, order: str, causal: bool, how: How) -> Case:
-    """The Case's tokens times the first factor; in calls of one shard's rows, or one chunk's."""
+    """The Case's tokens times the first factor, without its documents, of which there is no closed form; in calls of
+    one shard's rows, or one chunk's."""
     n = how["by"][0] * case.tokens
     branch, piece = Branch(n), n // case.world
     if order == "contiguous":

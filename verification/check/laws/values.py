@@ -8,6 +8,7 @@ import copy
 import json
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from hypothesis import strategies as st
 
 from reference import fields
-from reference.pattern import Pattern, multiplicity
+from reference.pattern import Pattern, multiplicity, numbered_pattern
 from ring import picked_kernels, ring_attention
 from ring.comm.transport import SoloTransport, Transport
 from ring.layout import Layout, numbered_layout
@@ -72,8 +73,27 @@ def _as_json(pattern: Pattern) -> Iterator[str]:
         yield f"a pattern comes back from JSON as another one: {found} of {pattern}"
 
 
+def _packed(pattern: Pattern, tokens: int) -> Iterator[str]:
+    """Documents are part of a pattern's value: the lengths, in their order."""
+    lengths = pattern.documents or (1, tokens - 1, 0)
+    given = replace(pattern, documents=lengths)
+    alike: dict[str, Any] = {"a list": list(lengths), "a tuple": tuple(lengths)}
+    made = {f"{way} of lengths": replace(pattern, documents=same) for way, same in alike.items()}
+    made |= {"copy": copy.deepcopy(given), "pickle": pickle.loads(pickle.dumps(given))}
+    for way, one in made.items():
+        if one != given or hash(one) != hash(given):
+            yield f"patterns of equal documents must be equal, got by {way} {one} of {given}"
+        if one.number == given.number or numbered_pattern(one.number) is not one:
+            yield f"a pattern by {way} must have a number of its own, by which it is found"
+    first, *others = lengths
+    for unlike in (None, (*others, first), lengths[::-1], (0, *lengths), (*lengths, 0), (first + 1, *others)):
+        if unlike != lengths and replace(pattern, documents=unlike) == given:
+            yield f"patterns of the documents {lengths} and {unlike} must not be equal"
+
+
 def _far_on(case: Case) -> Iterator[str]:
-    """2**32 segments later everything is as it was, and segments there are no segments here."""
+    """2**32 segments later everything is as it was, and segments there are no segments here; without documents, which
+    end before."""
     here = torch.arange(min(case.tokens, 16))
     for branch in case.pattern.branches:
         if branch.segment_length is None:
@@ -109,7 +129,7 @@ def wrong(transport: Transport, case: Case, how: How) -> list[str]:
     layout = layout_of(case)
     looked = (
         _copies(layout), _changed_by_their_reader(case, layout), _long_orders(case, how), _as_json(case.pattern),
-        _far_on(case), _counters(),
+        _packed(case.pattern, case.tokens), _far_on(case), _counters(),
     )  # fmt: skip
     return [word for words in looked for word in words]
 

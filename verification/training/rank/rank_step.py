@@ -66,7 +66,7 @@ def batches_of_step(
         tokens = step_batch.tokens[data_rank, number].to(case.device)  # (B, n), whole sequences
         ignored = step_batch.ignored[data_rank, number].to(case.device)
         labels = next_tokens(tokens).masked_fill(ignored, IGNORED)
-        found.append(shard_batch(context, tokens, labels))
+        found.append(shard_batch(context, tokens, labels, documents=case.pattern.documents))
     return found
 
 

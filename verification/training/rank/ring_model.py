@@ -17,7 +17,7 @@ Inner = Callable[[TrainingCase, str], nn.Module]
 
 def ring_inner(case: TrainingCase, name: str) -> nn.Module:
     """This project's own."""
-    return RingAttention(case.pattern, name=name)
+    return RingAttention(case.pattern_of_modules, name=name)
 
 
 class LanguageModel(nn.Module):
@@ -45,7 +45,7 @@ class LanguageModel(nn.Module):
 
 
 def _layer(case: TrainingCase, name: str, inner: Inner) -> nn.Module:
-    model, pattern = case.model, case.pattern
+    model, pattern = case.model, case.pattern_of_modules
     if model.kind == "llama":
         return LlamaLayer(model, pattern, name)
     if model.kind == "sdpa":
