@@ -97,7 +97,8 @@ def packed(lengths: tuple[int, ...], order: str) -> tuple[Tensor, Tensor, Tensor
     with torch.no_grad():
         model = transformers.prepare(llama()).eval()
         out = model(batch.tokens, position_ids=batch.positions[None], context=batch.context).logits
-    return tuple(gather(batch.context, x) for x in (out, batch.labels, batch.positions[None]))
+    logits, labels, positions = (gather(batch.context, x) for x in (out, batch.labels, batch.positions[None]))
+    return logits, labels, positions
 
 
 def packed_tokens(lengths: tuple[int, ...]) -> Tensor:
