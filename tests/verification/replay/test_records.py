@@ -33,6 +33,7 @@ def case(**changes: Any) -> dict[str, Any]:
 
 
 CAUSAL = as_json(plain(2, pattern=Pattern.dense(True)))
+PACKED = Pattern.dense(documents=(4, 9)).to_dict()
 SIXTEEN = as_json(plain(2, dtype="bfloat16", kv_heads=1))
 SPLIT = as_json(plain(2, pattern=Pattern((Branch(heads=range(0, 2)),)), heads=3, kv_heads=3))
 LATER, ANYWHERE, PERMUTED = (
@@ -137,6 +138,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "neighbour: twice": (law(LIKE, {"twice": 1}), "twice of how is 1; it must be an integer from 0 to 0"),
     "neighbour: shifted": (law(LIKE, {"shifted": 0}), "shifted of how is 0; that branch must have one offset, and a"),
     "neighbour: bucket": (law(LIKE, {"bucket": 2**50}), "bucket of how is 1125899906842624; it must be at most"),
+    "neighbour: documents": (law(LIKE, {"documents": [11, 2]}), "documents must add up to the 12 tokens"),
+    "neighbour: documents of half a token": (law(LIKE, {"documents": [12.5, 0.5]}), "documents of how"),
+    "documents": (case(pattern=PACKED), "documents must add up to the 12 tokens of the sequence, got 13 in 2"),
+    "documents below 0": (case(pattern=PACKED | {"documents": [14, -1]}), "documents must be None or a tuple"),
     "neighbour: cuts": (law(LIKE, {"cuts": [0, 13, 12]}), "cuts is (0, 13, 12); it must be 3 non-decreasing offsets"),
     "neighbour: heads": (law(LIKE, {"kv_heads": []}), "kv_heads is ()"),
     "neighbour: order": (law(LIKE, {"order": "random"}), "order is 'random'; it must be one of"),

@@ -84,7 +84,7 @@ def check_broken_off(backend: Backend, case: Case, how: How) -> float:
 def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
     case = draw(cases(world))
     case = replace(
-        case, group=case.group if len(case.ranks) > 1 else None, tokens=max(case.tokens, world), cuts=None,
+        case, group=case.group if len(case.ranks) > 1 else None, tokens=max(case.tokens, 2 * world), cuts=None,
         pattern=Pattern.dense(), measured=False,
     )  # fmt: skip
     how: How = {
