@@ -45,18 +45,25 @@ def many_questions(name: str, seed: int) -> list[bool]:
     return found
 
 
-def page_where(name: str, what: str, where: int) -> tuple[str, list[str]]:
-    """What kind of page a group gets of which one rank finds another machine, or a folder that is not there, and what
-    is then left in the folder of pages.
+def many_questions_in(folder: str, name: str, seed: int) -> list[bool]:
+    """The same, with pages in this folder: others are made in the usual one all the time."""
+    with patch.object(host_memory, "FOLDER", folder):
+        return many_questions(name, seed)
+
+
+def page_where(name: str, what: str, where: int, folder: str) -> str:
+    """What kind of page a group gets, in a folder, of which one rank finds another machine, or a folder that is not
+    there.
     """
     group, rank, changes = dist.group.WORLD, dist.get_rank(), {"machine": lambda: "another", "FOLDER": "/nowhere"}
     assert group is not None
     store = dist.PrefixStore(f"{name} {what} {where}", group.get_group_store())
     with ExitStack() as patches:
+        patches.enter_context(patch.object(host_memory, "FOLDER", folder))
         if rank == where:
             patches.enter_context(patch.object(host_memory, what, changes[what]))
         found = host_memory_of(store, rank, dist.get_world_size(), timedelta(seconds=60))
-    return type(found).__name__, [file for file in os.listdir("/dev/shm") if file.startswith("ring-")]
+    return type(found).__name__
 
 
 def page_that_one_cannot_open(name: str) -> str:
