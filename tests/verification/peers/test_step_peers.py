@@ -222,8 +222,8 @@ def test_what_trains_wrong_is_found_shrunk_saved_and_replayed(tmp_path: Path, mo
     assert (status, found["verdict"]) == (1, "counter-example")
     case = TrainingCase.from_dict(found["case"])
     assert (case.world, case.wrapper, case.model.layers) == (2, "none", 1)
-    # The first step is right. The gradients of the second are wrong: their norm shows it, or the parameters, or the loss
-    # of a third.
+    # The first step is right. The gradients of the second are wrong: their norm shows it, or the parameters, or the
+    # loss of a third.
     assert case.steps == {"norms": 2, "parameters": 2, "losses": 3}[found["message"].partition(":")[0]]
     file = shlex.split(found["replay"])[-1]
     assert json.loads(Path(file).read_text()) == {"step_peer": "fairscale/as-written", "training_case": found["case"]}
