@@ -7,6 +7,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from ring.caching.beside import kept_beside
+from ring.caching.captured import kept_while_captured
 from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
 
@@ -76,6 +78,7 @@ class StridedView:
         """Indices of dims 1 and 2 that broadcast to (F, L, groups, per_group)."""
         device = self._whole.device
         row, head = _row_index(rows, heads.groups, device)[..., None], _head_index(heads, device)
+        kept_while_captured(row, head)
         return (row + head, torch.zeros_like(head)) if self._slots else (row, head)
 
 
@@ -96,6 +99,11 @@ class GradientSum(Protocol):
     def settle(self) -> None:
         """After this, tiles that were added may change."""
         ...
+
+
+def tile_shape(rows: Rows, heads: Heads, x: torch.Tensor) -> tuple[int, ...]:
+    """(F, B, G, P, L, D) of a batched tile."""
+    return rows.folds, x.shape[0] // rows.folds, heads.groups, heads.per_group, rows.length, x.shape[3]
 
 
 def _copy(to: torch.Tensor, tile: torch.Tensor) -> None:
@@ -197,7 +205,7 @@ def _as_one(outer: int, outer_step: int, inner: int, inner_step: int) -> int | N
     return inner_step if outer == 1 or outer_step == inner * inner_step else None
 
 
-@lru_cache(maxsize=4096)
+@kept_beside
 def _row_index(rows: Rows, groups: int, device: torch.device) -> torch.Tensor:
     """(F, L, groups or 1), copied to a GPU once: a copy at every call would be waited for, and cannot be captured."""
     index = (rows.index if rows.index is not None else torch.from_numpy(rows.listed())).unsqueeze(2)

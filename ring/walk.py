@@ -61,10 +61,11 @@ def walk_of(call: Call, setting: CallSetting, numbered: NumberedCall, transport:
 def _plan(call: Call, rank: int) -> Plan:
     pattern, layout, q, exchange, bucket = call.pattern, call.layout, call.q, call.exchange, call.bucket
     heads, kv_heads, own = q.shape[2], call.k.shape[2], None
+    varlen = kernels.together(call.kernel, q.device, q.dtype, q.shape[3], call.factor)
     if bucket is None:
         bucket = default_bucket(layout, heads, kv_heads, q.dtype, q.device.type)
         own = default_own(q, bucket)
-    return plan_of(pattern, layout, rank, heads, kv_heads, exchange, bucket, own)
+    return plan_of(pattern, layout, rank, heads, kv_heads, exchange, bucket, own, varlen)
 
 
 def forward(walk: Walk, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

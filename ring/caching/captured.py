@@ -6,6 +6,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 _for_ever: list[object] = []  # by graphs of the user's, of whose end nothing is known here
 
 
@@ -21,6 +23,12 @@ _kept = _OfThread()
 def keep(what: object) -> None:
     """Keep what the graph that is being captured will read."""
     (_for_ever if _kept.found is None else _kept.found).append(what)
+
+
+def kept_while_captured(*tables: torch.Tensor) -> None:
+    """Keep tables that a cache may forget, if a graph is being captured that reads them."""
+    if tables[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        keep(tables)
 
 
 @contextmanager

@@ -8,23 +8,27 @@ operands, accumulate in fp32, and round what they return to the inputs' type, ex
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 
 from ring.compute import kernel_counts, math_kernel
+from ring.compute.gpu import varlen_kernel
+from ring.compute.gpu.varlen_kernel import no_dropout
 from ring.compute.math_kernel import SavedRows, Tensors3
-from ring.plan.blocks import Heads
-from ring.plan.rows import Rows
 from ring.plan.tile import Mask, Tile
 from ring.precision import accumulator_dtype
+from ring.strided_view import tile_shape
 
 
 def forward(
     name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of the tile by kernel "flash" or, on GPUs, "cudnn"; lse in the accumulator's type."""
-    return _cpu_forward(q, k, v, tile, scale) if q.device.type == "cpu" else _gpu_forward(name, q, k, v, tile, scale)
+    if q.device.type == "cpu":
+        return _cpu_forward(q, k, v, tile, scale)
+    if tile.sequences is not None:
+        return varlen_kernel.forward(q, k, v, tile, scale)
+    return _gpu_forward(name, q, k, v, tile, scale)
 
 
 def backward(
@@ -33,6 +37,8 @@ def backward(
     """The tile's summands of dq, dk, dv, shaped like q, k, v."""
     if q.device.type == "cpu":
         return _cpu_backward(q, k, v, saved, tile, scale)
+    if tile.sequences is not None:
+        return varlen_kernel.backward(q, k, v, saved, tile, scale)
     return _gpu_backward(name, q, k, v, saved, tile, scale)
 
 
@@ -76,12 +82,6 @@ def _cpu_backward(
     return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
 
 
-@lru_cache
-def _no_dropout(device: torch.device) -> torch.Tensor:
-    """The seed, and offset, of random numbers that are not drawn."""
-    return torch.zeros((), dtype=torch.int64, device=device)
-
-
 def _gpu_forward(
     name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,13 +94,8 @@ def _gpu_forward(
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
     if lse.numel() > q.shape[0] * q.shape[1] * q.shape[2]:  # rows may be padded
         lse = lse.reshape(q.shape[0], q.shape[1], -1)[..., : q.shape[2]]
-    shape = _shape(tile.query_rows, tile.query_heads, q)
+    shape = tile_shape(tile.query_rows, tile.query_heads, q)
     return out.view(shape), lse.view(shape[:-1])
-
-
-def _shape(rows: Rows, heads: Heads, x: torch.Tensor) -> tuple[int, ...]:
-    """(F, B, G, P, L, D) of a batched tile."""
-    return rows.folds, x.shape[0] // rows.folds, heads.groups, heads.per_group, rows.length, x.shape[3]
 
 
 def _alike(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -117,7 +112,7 @@ def _gpu_backward(
     lse = saved.lse.contiguous()  # (FB, H, L, 1)
     if lse.data_ptr() % 16:  # a stretch of a contiguous tensor may be contiguous, and begin anywhere
         lse = lse.clone()
-    none, causal = _no_dropout(q.device), tile.mask is Mask.CAUSAL
+    none, causal = no_dropout(q.device), tile.mask is Mask.CAUSAL
     rows, keys = query.shape[2], k.shape[2]
     if name == "cudnn":
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
@@ -127,5 +122,5 @@ def _gpu_backward(
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             dout, query, k, v, out, lse.squeeze(3), None, None, rows, keys, 0.0, causal, none, none, scale=scale
         )
-    of_keys = _shape(tile.key_rows, tile.key_heads, k)
-    return dq.view(_shape(tile.query_rows, tile.query_heads, q)), dk.view(of_keys), dv.view(of_keys)
+    of_keys = tile_shape(tile.key_rows, tile.key_heads, k)
+    return dq.view(tile_shape(tile.query_rows, tile.query_heads, q)), dk.view(of_keys), dv.view(of_keys)

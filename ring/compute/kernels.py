@@ -21,6 +21,9 @@ HALF = (torch.bfloat16, torch.float16)
 
 # Numbers in the widest vector of a CPU, 512 bits of fp32.
 VECTOR = 16
+# Rows and keys of documents that share a call on GPUs, at most. Longer ones keep a GPU busy for longer than their call
+# takes the host, in cuDNN's kernel, which takes less time than the one with variable lengths.
+MOST_TOGETHER = 2048
 # Bytes that a fused backward on a GPU may take beyond what it reads and returns; more only for a single group of heads.
 MOST_WORKSPACE = 2**28
 
@@ -38,14 +41,16 @@ def choose(
     """The kernel that takes a tile: "math", "flash" or "cudnn".
 
     A mask by position, a gradient through lse, and a scale that is not positive (fused kernels multiply masked scores,
-    which are -inf, by it) are the math kernel's, whatever was asked for. repeatable: sums must come in the same order
+    which are -inf, by it) are the math kernel's, whatever was asked for. Sequences of several lengths are, on GPUs,
+    FlashAttention-2's: cuDNN would prepare anew for each list of lengths. repeatable: sums must come in the same order
     in every run; the backward of cuDNN has no such mode in torch (2.13), that of "flash" has.
     """
     if kernel == "math" or dlse or scale <= 0 or tile.mask is Mask.POSITION:
         return "math"
+    several = tile.sequences is not None
     if device.type == "cpu":  # with fewer keys than fill a vector it returns finite numbers for a row of NaN scores
-        return "flash" if tile.key_rows.length >= VECTOR else "math"
-    name = fused("flash" if repeatable else kernel, device, dtype, dim)
+        return "flash" if tile.key_rows.length >= VECTOR and not several else "math"
+    name = fused("flash" if repeatable or several else kernel, device, dtype, dim)
     alone = tile.query_rows.length == tile.key_rows.length == 1  # which cuDNN's backward refuses
     return "math" if name == "cudnn" and alone else name
 
@@ -61,6 +66,15 @@ def fused(kernel: str, device: torch.device, dtype: torch.dtype, dim: int) -> st
     if dtype not in HALF or dim % 8 or dim > 128:
         return "math"
     return "flash" if kernel == "flash" else "cudnn"
+
+
+def together(kernel: str, device: torch.device, dtype: torch.dtype, dim: int, scale: float) -> int:
+    """Rows and keys of documents of several lengths that share a call, at most; 0: none do, since what takes them one
+    after the other gains nothing.
+    """
+    if device.type == "cpu" or kernel == "cudnn" or scale <= 0 or fused(kernel, device, dtype, dim) == "math":
+        return 0
+    return MOST_TOGETHER
 
 
 def forward(

@@ -12,11 +12,12 @@ algorithm 2).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
 
 import torch
 
+from ring.caching.beside import kept_beside
+from ring.caching.captured import kept_while_captured
 from ring.plan.tile import Mask, Tile
 from ring.precision import accumulator_dtype
 
@@ -45,7 +46,7 @@ def _row_blocks(q: torch.Tensor, k: torch.Tensor) -> Iterator[slice]:
     return (slice(start, min(start + step, length)) for start in range(0, length, step))
 
 
-@lru_cache(maxsize=4096)
+@kept_beside
 def _positions(tile: Tile, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Of query rows (F, L) and of keys (F, Lk), copied to a GPU once."""
     assert tile.query_positions is not None and tile.key_positions is not None
@@ -62,6 +63,7 @@ def _scores(q: torch.Tensor, k: torch.Tensor, tile: Tile, scale: float, rows: sl
         hidden = (keys > keys[rows, None]).unsqueeze(0)  # (1, L, Lk)
     else:
         query, key = _positions(tile, q.device)
+        kept_while_captured(query, key)
         hidden = key[:, None, :] > query[:, rows, None]  # (F, L, Lk)
     scores.unflatten(3, q.shape[3:5]).masked_fill_(hidden[:, None, None, None], -torch.inf)
     return scores
@@ -74,6 +76,11 @@ def forward(
     work = accumulator_dtype(q.dtype)
     out = torch.empty(q.shape, dtype=work, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=work, device=q.device)
+    if tile.sequences is not None:
+        one = replace(tile, sequences=None)
+        for rows, keys in tile.sequences.slices():
+            out[..., rows, :], lse[..., rows] = forward(q[..., rows, :], k[..., keys, :], v[..., keys, :], one, scale)
+        return out, lse
     k, v = k.squeeze(3).to(work), v.squeeze(3).to(work)  # (F, B, G, Lk, D)
     for rows in _row_blocks(q, k):
         scores = _scores(q[..., rows, :].to(work), k, tile, scale, rows)
@@ -89,6 +96,8 @@ def forward(
 
 def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: SavedRows, tile: Tile, scale: float) -> Tensors3:
     """The tile's summands of dq, dk, dv, shaped like q, k, v."""
+    if tile.sequences is not None:
+        return _each_backward(q, k, v, saved, tile, scale)
     work = accumulator_dtype(q.dtype)
     k, v = k.squeeze(3).to(work), v.squeeze(3).to(work)  # (F, B, G, Lk, D)
     dq = torch.empty(q.shape, dtype=work, device=q.device)
@@ -104,3 +113,19 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: SavedRows
         dq[..., rows, :] = (dscores @ k).view(query.shape)
         dk += dscores.mT @ query.flatten(3, 4)
     return dq, dk.unsqueeze(3), dv.unsqueeze(3)
+
+
+def _each_backward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: SavedRows, tile: Tile, scale: float
+) -> Tensors3:
+    """Of a tile with sequences."""
+    assert tile.sequences is not None and saved.delta is not None
+    work, one = accumulator_dtype(q.dtype), replace(tile, sequences=None)
+    dq, dk, dv = (torch.empty(x.shape, dtype=work, device=x.device) for x in (q, k, v))
+    for rows, keys in tile.sequences.slices():
+        part = SavedRows(
+            saved.dout[..., rows, :], saved.out[..., rows, :], saved.lse[..., rows], saved.delta[..., rows]
+        )
+        found = backward(q[..., rows, :], k[..., keys, :], v[..., keys, :], part, one, scale)
+        dq[..., rows, :], dk[..., keys, :], dv[..., keys, :] = found
+    return dq, dk, dv

@@ -60,7 +60,8 @@ def _shape(tile: Tile) -> tuple[object, ...] | None:
     heads, key_heads = tile.query_heads, tile.key_heads
     if tile.mask is Mask.POSITION or heads.ids is not None or key_heads.ids is not None or heads.per_group > 1:
         return None
-    return (tile.mask, *_grid(tile.query_rows), *_grid(tile.key_rows))
+    sequences = None if tile.sequences is None else tile.sequences.described
+    return (tile.mask, sequences, *_grid(tile.query_rows), *_grid(tile.key_rows))
 
 
 def _grid(rows: Rows) -> tuple[object, ...]:

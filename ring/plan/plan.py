@@ -99,17 +99,18 @@ _plans: Bounded[Hashable, Plan] = Bounded(128, most_bytes=MOST_BYTES)
 
 def plan_of(
     pattern: Pattern, layout: Layout, rank: int, heads: int, kv_heads: int, exchange: str, bucket: int,
-    own: int | None = None,
+    own: int | None = None, varlen: int = 0,
 ) -> Plan:  # fmt: skip
     """The plan of `rank`.
 
     bucket: key/value tokens of a kernel call and of a receive buffer, at most; >= 1. own: the same for a call that
     takes several segments of the rank's own keys, which are not received; None: as `bucket`. A call also takes at most
-    as many query rows, or LEAST_ROWS if that is more, so that what it returns is bounded as well.
+    as many query rows, or LEAST_ROWS if that is more, so that what it returns is bounded as well. varlen: query rows,
+    and keys, of packed documents up to which those of several lengths share a call; 0: none do.
 
     The arguments are taken as valid (`ring.agreement` checks what users pass).
     """
-    key = pattern, layout, rank, heads, kv_heads, exchange, bucket, own
+    key = pattern, layout, rank, heads, kv_heads, exchange, bucket, own, varlen
     found = _plans.get(key)
     if found is None:
         found = _plan(*key)
@@ -118,15 +119,16 @@ def plan_of(
 
 
 def _plan(
-    pattern: Pattern, layout: Layout, rank: int, heads: int, kv_heads: int, exchange: str, bucket: int, own: int | None
-) -> Plan:
+    pattern: Pattern, layout: Layout, rank: int, heads: int, kv_heads: int, exchange: str, bucket: int,
+    own: int | None, varlen: int,
+) -> Plan:  # fmt: skip
     ranges = ranges_of(pattern, layout, heads, kv_heads)
     if exchange == "gather":
         route = schedule.gather(layout, kv_heads, rank)
     else:
         make = schedule.ring if exchange == "ring" else schedule.direct
         route = make(ranges, layout, pattern.causal, rank, bucket * kv_heads)
-    limits = Limits(bucket=bucket, own=bucket if own is None else own)
+    limits = Limits(bucket=bucket, own=bucket if own is None else own, varlen=varlen)
     local, *received = tiles_of(
         ranges, layout, route, rank=rank, kv_heads=kv_heads, causal=pattern.causal, limits=limits
     )

@@ -2,7 +2,8 @@
 
 Segments of equal length that lie at equal distances are folded into one batch: (folds, length) rows at
 start + fold * fold_step + i * step. Anything else is listed. Packed documents of equal length may lie at any distances;
-they are folded too, and then listed, since one call and a copy take less time than many calls.
+they are folded too, and then listed, since one call and a copy take less time than many calls. For kernels that take
+sequences of several lengths in one call, documents of any length are put one behind the other.
 
 The example (see `ring.plan`): rank 0 holds ranges 0 and 2 of block 0, two rows in each of two segments. They are equal
 but for the segment, so they are one fold.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -95,20 +97,32 @@ def _continued(parts: Sequence[Rows]) -> Rows | None:
     return Rows(first.start, step, length, first.fold_step if first.folds > 1 else 0, first.folds)
 
 
+class How(Enum):
+    """How entries share a call."""
+
+    EVEN = auto()  # a fold each; the first rows lie at equal distances
+    LISTED = auto()  # a fold each; the first rows lie anywhere
+    VARLEN = auto()  # one behind the other in a single fold; their lengths and steps may differ
+
+
 class Fold(NamedTuple):
-    """Entries whose left and right starts both lie at equal distances, one fold each; or, if not `even`, anywhere."""
+    """Entries that share a call. Those of EVEN and LISTED have equal steps and lengths."""
 
     members: Ints
-    left_step: int
-    right_step: int
-    even: bool = True
+    left_step: int = 0
+    right_step: int = 0
+    how: How = How.EVEN
 
     def rows(self, start: Ints, fold_step: int, step: Ints, length: Ints) -> Rows:
-        """Of all members, whose steps and lengths are equal. start, step, length: of all entries."""
-        one, folds_ = self.members[0], len(self.members)
-        if self.even:
-            return Rows(int(start[one]), int(step[one]), int(length[one]), fold_step=fold_step, folds=folds_)
-        return Rows.of(start[self.members][:, None] + step[one] * np.arange(length[one]))
+        """Of all members. start, step, length: of all entries."""
+        one, several = self.members[0], self.members
+        if self.how is How.EVEN:
+            return Rows(int(start[one]), int(step[one]), int(length[one]), fold_step=fold_step, folds=len(several))
+        if self.how is How.LISTED:
+            return Rows.of(start[several][:, None] + step[one] * np.arange(length[one]))
+        lengths = length[several]
+        listed = np.repeat(start[several], lengths) + counter(lengths) * np.repeat(step[several], lengths)
+        return Rows.of(listed[None])
 
 
 def folds(signature: Sequence[Ints], segment: Ints, left: Ints, right: Ints, most: Ints) -> Iterator[Fold]:
@@ -147,20 +161,56 @@ def gathered_folds(
     """
     even = list(folds(signature, segment, left, right, most))
     order = np.lexsort((segment, *reversed(signature)))
-    alike = opens(*(column[order] for column in signature))
-    kind = np.cumsum(alike) - 1
+    kind = np.cumsum(opens(*(column[order] for column in signature))) - 1
     number = np.empty_like(kind)
     number[order] = kind
     of_fold = number[[fold.members[0] for fold in even]]
     scattered = np.bincount(of_fold) > 1 + np.bincount(kind) // _MEMBERS_OF_A_FOLD
     yield from (fold for fold, among in zip(even, scattered[of_fold].tolist(), strict=True) if not among)
-    # Members of a fold are of different segments: one fold takes the first entry of each, the next one the second.
-    first = np.flatnonzero(alike | opens(segment[order]))
+    for layer in _layers(number, segment, np.flatnonzero(scattered[number])):
+        limit = int(most_gathered[layer[0]])
+        for at in range(0, len(layer), limit):
+            members = layer[at : at + limit]
+            yield Fold(members, how=How.EVEN if len(members) == 1 else How.LISTED)
+
+
+def varlen_folds(
+    call: Sequence[Ints], signature: Sequence[Ints], segment: Ints, left: Ints, right: Ints, most: Ints,
+    lengths: tuple[Ints, Ints], longest: int, limits: tuple[int, int],
+) -> Iterator[Fold]:  # fmt: skip
+    """As `folds` of the signature, but entries up to `longest` of which a fold would take few share calls with all that
+    are equal in `call`.
+
+    lengths: of every entry on the left and right; limits: the sum of each in a call, at most.
+    """
+    short = np.maximum(*lengths) <= longest
+    left_over = []
+    for fold in folds(signature, segment, left, right, most):
+        if short[fold.members[0]] and len(fold.members) < _MEMBERS_OF_A_FOLD:
+            left_over.append(fold.members)
+        else:
+            yield fold
+    if not left_over:
+        return
+    _, kind = np.unique(np.stack(call), axis=1, return_inverse=True)
+    for layer in _layers(kind, segment, np.sort(np.concatenate(left_over))):
+        ends, at = [np.cumsum(length[layer]) for length in lengths], 0
+        while at < len(layer):
+            before = [0 if not at else end[at - 1] for end in ends]
+            stops = [np.searchsorted(end, b + m, side="right") for end, b, m in zip(ends, before, limits, strict=True)]
+            stop = max(int(min(stops)), at + 1)
+            yield Fold(layer[at:stop], how=How.EVEN if stop == at + 1 else How.VARLEN)
+            at = stop
+
+
+def _layers(kind: Ints, segment: Ints, which: Ints) -> Iterator[Ints]:
+    """Some entries, in groups of one kind and of different segments in ascending order: the first entry of each
+    segment, then the second of each, and so on.
+    """
+    order = which[np.lexsort((segment[which], kind[which]))]
+    first = np.flatnonzero(opens(kind[order], segment[order]))
     layer = counter(np.diff(np.append(first, len(order))))
-    by_layer = np.lexsort((layer, kind))[scattered[kind]]
-    order, begins = order[by_layer], np.flatnonzero(opens(kind[by_layer], layer[by_layer]))
+    by_layer = np.lexsort((layer, kind[order]))
+    order, begins = order[by_layer], np.flatnonzero(opens(kind[order][by_layer], layer[by_layer]))
     for begin, end in pairwise([*begins.tolist(), len(order)]):
-        limit = int(most_gathered[order[begin]])
-        for at in range(begin, end, limit):
-            members = order[at : min(at + limit, end)]
-            yield Fold(members, 0, 0, even=len(members) == 1)
+        yield order[begin:end]

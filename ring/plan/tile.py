@@ -15,12 +15,15 @@ Its rows 4 and 6 are the positions 12 and 14, so they see both.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
+import numpy as np
 import torch
 
 from ring.plan.blocks import Heads
+from ring.plan.ranges import Ints
 from ring.plan.rows import Rows
 
 
@@ -33,12 +36,42 @@ class Mask(IntEnum):
 
 
 @dataclass(frozen=True, eq=False)
+class Sequences:
+    """What a variable-length call computes: sequence s is the rows query[s] .. query[s + 1] - 1 of the tile and sees,
+    as the mask has it, of the keys key[s] .. key[s + 1] - 1 alone. Both begin with 0; none is empty.
+    """
+
+    query: Ints
+    key: Ints
+
+    @classmethod
+    def of(cls, queries: Ints, keys: Ints) -> Sequences:
+        """Of so many rows and keys, sequence by sequence."""
+        return cls(*(np.concatenate(([0], np.cumsum(lengths))) for lengths in (queries, keys)))
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """Most rows, and most keys, of a sequence."""
+        return int(np.diff(self.query).max()), int(np.diff(self.key).max())
+
+    def slices(self) -> Iterator[tuple[slice, slice]]:
+        """The rows and the keys of each."""
+        edges = [(x[:-1].tolist(), x[1:].tolist()) for x in (self.query, self.key)]
+        return zip(*(map(slice, *both) for both in edges), strict=True)
+
+    @property
+    def described(self) -> tuple[bytes, bytes]:
+        """Equal for equal sequences."""
+        return self.query.tobytes(), self.key.tobytes()
+
+
+@dataclass(frozen=True, eq=False)
 class Tile:
     """Query rows against key rows, folded over segments, for heads that share them.
 
     `key_rows` are rows of the own shard before the first step, slots of the step's receive buffer afterwards;
     `key_heads` likewise are heads of the shard, or columns of the slots. Positions, (folds, rows) int64, are there
-    where the mask asks for them.
+    where the mask asks for them. A tile with sequences has one fold, and another mask than POSITION.
     """
 
     query_rows: Rows
@@ -48,12 +81,14 @@ class Tile:
     mask: Mask
     query_positions: torch.Tensor | None = None
     key_positions: torch.Tensor | None = None
+    sequences: Sequences | None = None
 
     @property
     def nbytes(self) -> int:
         """About what it takes."""
         positions = sum(x.nbytes for x in (self.query_positions, self.key_positions) if x is not None)
-        return self.query_rows.nbytes + self.key_rows.nbytes + positions
+        sequences = 0 if self.sequences is None else 2 * self.sequences.query.nbytes
+        return self.query_rows.nbytes + self.key_rows.nbytes + positions + sequences
 
 
 def is_everything(rows: Rows, heads: Heads, tokens: int, count: int) -> bool:

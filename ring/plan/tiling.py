@@ -33,9 +33,9 @@ from ring.plan.chunks import SlotRanges
 from ring.plan.diagonal import along_diagonals
 from ring.plan.range_pairs import RangePairs, pair_up
 from ring.plan.ranges import Ints, Ranges, Subranges, joined
-from ring.plan.rows import Fold, Rows, concatenate, folds, gathered_folds
+from ring.plan.rows import Fold, How, Rows, concatenate, folds, gathered_folds, varlen_folds
 from ring.plan.schedule import Schedule
-from ring.plan.tile import Mask, Tile
+from ring.plan.tile import Mask, Sequences, Tile
 
 # With fewer query rows than this a kernel call costs more to start than to run.
 LEAST_ROWS = 16
@@ -43,10 +43,14 @@ LEAST_ROWS = 16
 
 @dataclass(frozen=True)
 class Limits:
-    """Key/value tokens of a kernel call: `bucket` in general, `own` where it takes several segments of own keys."""
+    """Key/value tokens of a kernel call: `bucket` in general, `own` where it takes several segments of own keys.
+
+    varlen: rows and keys up to which documents' range pairs of several lengths share a call; 0: none do.
+    """
 
     bucket: int
     own: int
+    varlen: int = 0
 
     @property
     def rows(self) -> int:
@@ -191,6 +195,7 @@ class _Draft:
     key: Rows
     query_positions: Ints | None
     key_positions: Ints | None
+    sequences: Sequences | None
 
 
 def _tiles(
@@ -219,7 +224,10 @@ def _drafts(
     q, k = found.query, found.key
     most = np.maximum(np.minimum(folded // k.count, max(folded, LEAST_ROWS) // q.count), 1)
     what = addresses.signature, ranges.segment[q.range], addresses.query, addresses.key, most
-    if ranges.packed:
+    if ranges.packed and limits.varlen and mask is not Mask.POSITION:
+        sums = (q.count, k.count), limits.varlen, (limits.rows, limits.bucket)
+        together = varlen_folds(addresses.call, *what, *sums)
+    elif ranges.packed:
         together = gathered_folds(*what, np.maximum(np.minimum(limits.bucket // k.count, limits.rows // q.count), 1))
     else:
         together = folds(*what)
@@ -235,6 +243,7 @@ def _drafts(
             key=key,
             query_positions=_positions(ranges, q.take(fold.members)) if by_position else None,
             key_positions=_positions(ranges, k.take(fold.members)) if by_position else None,
+            sequences=_sequences(fold, q, k),
         )
 
 
@@ -251,6 +260,7 @@ class _Addresses:
     packed: Ints
     origin: Ints  # what is added to the row of a key that is not packed: where its shard begins
     scale: Ints
+    call: tuple[Ints, ...]  # equal for pairs that one call can take
     signature: tuple[Ints, ...]  # equal for pairs that are alike but for where they begin
 
     @classmethod
@@ -266,12 +276,11 @@ class _Addresses:
         key, key_step = np.where(packed, slot, row), np.where(packed, scale, row_step)
         origin = np.where(packed, 0, base)
         owner = ranges.rank[k.range]  # keys of one owner lie at equal distances, those of several need not
-        signature = (
-            keys.stage[item], ranges.block[q.range], packed, origin, owner, q.count, k.count, query_step, key_step
-        )  # fmt: skip
+        call = keys.stage[item], ranges.block[q.range], packed, origin
+        signature = (*call, owner, q.count, k.count, query_step, key_step)
         return cls(
             ranges, found, query=query, query_step=query_step, key=key, key_step=key_step, packed=packed, origin=origin,
-            scale=scale, signature=signature,
+            scale=scale, call=call, signature=signature,
         )  # fmt: skip
 
     def rows(self, fold: Fold) -> tuple[Rows, Rows]:
@@ -286,6 +295,12 @@ class _Addresses:
         return query, key
 
 
+def _sequences(fold: Fold, queries: Subranges, keys: Subranges) -> Sequences | None:
+    if fold.how is not How.VARLEN:
+        return None
+    return Sequences.of(queries.count[fold.members], keys.count[fold.members])
+
+
 def _positions(ranges: Ranges, subranges: Subranges) -> Ints:
     """(subranges, elements) positions of subranges of equal count."""
     elements = subranges.first[:, None] + np.arange(subranges.count[0])
@@ -296,6 +311,9 @@ def _same_keys(drafts: Iterator[_Draft], most_rows: int) -> Iterator[_Draft]:
     """Query rows that see the same keys, and continue each other, as one: both halves of a zigzag shard, say."""
     readers: dict[tuple[object, ...], list[_Draft]] = {}
     for draft in drafts:
+        if draft.sequences is not None:
+            yield draft
+            continue
         readers.setdefault((draft.stage, draft.block, draft.packed, draft.key.key), []).append(draft)
     for found in readers.values():
         found.sort(key=lambda draft: draft.query.start)
@@ -314,6 +332,9 @@ def _same_rows(drafts: Iterator[_Draft], most_keys: int) -> Iterator[list[_Draft
     """Drafts for one call each: keys of several ranks or subranges that the same rows see alike, up to so many."""
     calls: dict[tuple[object, ...], list[_Draft]] = {}
     for draft in drafts:
+        if draft.sequences is not None:
+            yield [draft]
+            continue
         call = calls.setdefault((draft.stage, draft.block, draft.packed, draft.query.key), [])
         tokens = (sum(peer.key.length for peer in call) + draft.key.length) * draft.key.folds
         if call and tokens > most_keys:
@@ -345,5 +366,6 @@ def _finish(ranges: Ranges, mask: Mask, drafts: list[_Draft]) -> Iterator[tuple[
                 mask=mask,
                 query_positions=query_positions,
                 key_positions=key_positions,
+                sequences=one.sequences,
             ),
         )

@@ -8,6 +8,7 @@ import torch
 from reference import Pattern
 from reference.oracle import attention_and_gradients
 from ring import Layout, ring_attention
+from ring.compute import kernels
 from tests.support.attention_cases import inputs
 from verification.run.simulation.simulated_transport import SimulatedTransport
 from verification.run.simulation.simulation import Simulation
@@ -81,3 +82,12 @@ def test_a_group_can_be_used_after_wrong_documents() -> None:
     alone = ring_attention(x, x, x, Pattern.dense(), Layout.contiguous(4, 1))
     for found in Simulation(2, 0).run(step):
         torch.testing.assert_close(found, alone)
+
+
+@pytest.mark.parametrize("exchange", ("ring", "direct", "gather"))
+@pytest.mark.parametrize("order", ("contiguous", "zigzag", "striped", "hilbert"))
+def test_documents_of_several_lengths_in_one_call(order: str, exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs, with the math kernel in place of that for variable lengths."""
+    monkeypatch.setattr(kernels, "together", lambda *_: 6)
+    for lengths in DOCUMENTS.values():
+        test_the_oracle_agrees(lengths, order, 2, exchange)

@@ -90,4 +90,5 @@ def drawn_settings(draw: Any) -> PlanSetting:
         kv_heads,
         draw(st.sampled_from(EXCHANGES)),
         draw(st.sampled_from((1, 2, 3, 5, 8, 1000))),
+        draw(st.sampled_from((0, 0, 1, 2, 4, 1000))),
     )

@@ -26,6 +26,17 @@ def whole(workload: Workload, device: torch.device, seed: int) -> Contender:
     )  # fmt: skip
 
 
+def whole_packed(workload: Workload, device: torch.device, seed: int) -> Contender:
+    """One GPU, all documents, one call of FlashAttention-2 for variable lengths."""
+    documents = workload.pattern.documents
+    assert documents is not None
+    inputs = workload.draw(device, seed, workload.total)
+    return Contender.of(
+        lambda q, k, v: fused.packed(q, k, v, workload.scale, documents), inputs, local=True, capturable=True,
+        note="FlashAttention-2 for variable lengths, as torch has it" if device.type == "cuda" else "",
+    )  # fmt: skip
+
+
 def zigzag_kernels(workload: Workload, inputs: Inputs, rank: int) -> Contender:
     """The kernel calls of one rank of a zigzag ring, all earlier ranks in one call and all later ones in another; no
     exchange, no merge. All rows of the rank see the earlier ranks' first chunks; the second half of them sees the later

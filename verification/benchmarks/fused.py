@@ -6,7 +6,9 @@ stand-in for flash_attn, which uses matrix products and a softmax. No code of ri
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -76,3 +78,41 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tu
     """`forward`, differentiable through out; no gradient flows through lse."""
     out, lse = _Attention.apply(q, k, v, scale, causal)
     return out, lse
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor, scale: float, documents: Sequence[int]) -> Tensor:
+    """Causal attention within documents, in one call of torch's FlashAttention-2 for variable lengths; on the CPU one
+    document after the other. Shapes as in `forward`, with B = 1."""
+    if q.device.type != "cuda":
+        parts = [x.split(list(documents), dim=1) for x in (q, k, v)]
+        return torch.cat([attention(*each, scale, True)[0] for each in zip(*parts, strict=True) if len(each[0][0])], 1)
+    out: Tensor = _Packed.apply(q, k, v, scale, _cu_seqlens(tuple(documents), q.device), max(documents))
+    return out
+
+
+@lru_cache(maxsize=8)
+def _cu_seqlens(documents: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor([0, *accumulate(documents)], dtype=torch.int32, device=device)
+
+
+class _Packed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, edges: Tensor, longest: int) -> Tensor:
+        query, key, value = (x.squeeze(0) for x in (q, k, v))
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            query, key, value, edges, edges, longest, longest, 0.0, True, False, scale=scale
+        )
+        ctx.save_for_backward(query, key, value, out, lse, edges)
+        ctx.rest = scale, longest
+        return out.unsqueeze(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, edges = ctx.saved_tensors
+        scale, longest = ctx.rest
+        unused = _no_dropout(q.device)
+        found = torch.ops.aten._flash_attention_backward(
+            gradients[0].squeeze(0), q, k, v, out, lse, edges, edges, longest, longest, 0.0, True, unused, unused,
+            scale=scale,
+        )  # fmt: skip
+        return *(x.unsqueeze(0) for x in found), None, None, None

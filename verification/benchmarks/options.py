@@ -12,7 +12,8 @@ from verification.benchmarks.workload import RATES, SEGMENTS, AttentionShape, Wo
 class Options:
     """tokens: of each rank. whole_limit: the longest dense sequence, in tokens, that is also timed on one GPU, where
     time grows with its square. longnet_shape: by default with as many key/value heads as query heads. longest_limit,
-    longest_seconds: the longest shard that the search for the longest one tries, and the time that it may take."""
+    longest_seconds: the longest shard that the search for the longest one tries, and the time that it may take.
+    mean_lengths: of packed documents."""
 
     tokens: tuple[int, ...]
     exchanges: tuple[str, ...] = ("direct", "ring", "gather")
@@ -22,6 +23,7 @@ class Options:
     peers: bool = False
     shape: AttentionShape = AttentionShape()
     longnet_shape: AttentionShape = AttentionShape(kv=32)
+    mean_lengths: tuple[int, ...] = (512, 4096)
     segments: tuple[int, ...] = SEGMENTS
     rates: tuple[int, ...] = RATES
     repeats: Repeats = Repeats()

@@ -37,6 +37,7 @@ class Section:
 
     name: str
     workload: Workload
+    mean_length: int | None = None  # of packed documents
     whole: Times = field(default_factory=dict)
     kernels: Times = field(default_factory=dict)
     silent: Times = field(default_factory=dict)
@@ -44,7 +45,8 @@ class Section:
     def row(self, method: str, exchange: str | None = None) -> dict[str, Any]:
         """The columns that say what is timed."""
         one = self.workload
-        row = {"section": self.name, "tokens": one.tokens, "world": one.world, "kv_heads": one.shape.kv}
+        row: dict[str, Any] = {"section": self.name, "tokens": one.tokens, "world": one.world}
+        row |= {"kv_heads": one.shape.kv} | ({} if self.mean_length is None else {"mean_length": self.mean_length})
         return row | ({} if exchange is None else {"exchange": exchange}) | {"method": method}
 
 
@@ -62,6 +64,12 @@ class Bench:
         for tokens in self.options.tokens:
             self._measure(Section("longnet", self.options.workload("longnet", tokens, self.ranks.world)))
 
+    def packed(self) -> None:
+        for tokens in self.options.tokens:
+            for mean in self.options.mean_lengths:
+                workload = Workload.packed(tokens, self.ranks.world, self.options.shape, mean)
+                self._measure(Section("packed", workload, mean))
+
     def reach(self) -> None:
         """The longest shards; the records call this section "reach"."""
         for pattern in ("dense", "longnet"):
@@ -72,17 +80,18 @@ class Bench:
     def _measure(self, section: Section) -> None:
         self.ranks.connect()
         section.whole = self._timed(section, section.row(WHOLE), self._whole(section))
-        section.kernels = self._timed(section, section.row(KERNELS), self._kernels(section))
+        if section.name != "packed":
+            section.kernels = self._timed(section, section.row(KERNELS), self._kernels(section))
         for exchange in self.options.exchanges:
             self._ours(section, exchange)
-        if self.options.peers:
+        if self.options.peers and section.name != "packed":
             for method, contender in self._others(section):
                 self._timed(section, section.row(method), contender)
 
     # --- contenders ---------------------------------------------------------------------------------------------------
 
     def _inputs(self, workload: Workload) -> Inputs:
-        return workload.draw(self.ranks.device, SEED + self.ranks.rank)
+        return workload.draw(self.ranks.device, SEED + self.ranks.rank, workload.layout.counts[self.ranks.rank])
 
     @contextmanager
     def _whole(self, section: Section) -> Iterator[Contender]:
@@ -93,6 +102,8 @@ class Bench:
                     f"{total} tokens are more than --whole-limit {self.options.whole_limit}, so there is no efficiency"
                 )
             yield baselines.whole(section.workload, self.ranks.device, SEED)
+        elif section.name == "packed":
+            yield baselines.whole_packed(section.workload, self.ranks.device, SEED)
         else:
             alone = self.options.workload(section.name, total, 1)
             inputs = alone.draw(self.ranks.device, SEED)

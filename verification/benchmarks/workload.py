@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,6 +37,15 @@ def named(tokens: int) -> str:
     return f"{tokens // UNITS[unit]}{unit}"
 
 
+def document_lengths(total: int, mean: int) -> tuple[int, ...]:
+    """Of so many tokens in all: drawn, always alike, with an exponential distribution. The last one may be cut off."""
+    draw = np.random.default_rng(1)
+    ends = [0]
+    while ends[-1] < total:
+        ends.append(min(total, ends[-1] + 1 + int(draw.exponential(mean - 1))))
+    return tuple(np.diff(ends).tolist())
+
+
 @dataclass(frozen=True)
 class AttentionShape:
     """query, kv: numbers of heads; dim: of each head. Raises ValueError, at construction, for numbers that do not fit
@@ -57,7 +67,8 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class Workload:
-    """Attention over one sequence on all ranks. tokens: of each rank; order: "zigzag" or "contiguous"."""
+    """Attention over one sequence on all ranks. tokens: of each rank, on average; order: "zigzag", "contiguous", or
+    "balanced", where ranks hold unequally many."""
 
     pattern: Pattern
     order: str
@@ -82,6 +93,12 @@ class Workload:
         """LongNet's branches, offsets h mod r, causal."""
         return cls(Pattern.longnet(segments, rates, shape.query, causal=True), "contiguous", tokens, world, shape)
 
+    @classmethod
+    def packed(cls, tokens: int, world: int, shape: AttentionShape, mean: int) -> Workload:
+        """Causal attention within documents of drawn lengths, in the order that gives every rank the same work."""
+        documents = document_lengths(tokens * world, mean)
+        return cls(Pattern.dense(True, documents), "balanced", tokens, world, shape)
+
     @property
     def dtype(self) -> torch.dtype:
         return DTYPES[self.shape.dtype]
@@ -96,11 +113,10 @@ class Workload:
 
     @cached_property
     def layout(self) -> Layout:
-        return (
-            Layout.zigzag(self.total, self.world)
-            if self.order == "zigzag"
-            else Layout.contiguous(self.total, self.world)
-        )
+        if self.order == "balanced":
+            return Layout.balanced(self.pattern, self.total, self.world, self.shape.query)
+        make = Layout.zigzag if self.order == "zigzag" else Layout.contiguous
+        return make(self.total, self.world)
 
     @cached_property
     def setting(self) -> cost.Setting:

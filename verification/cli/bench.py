@@ -1,6 +1,7 @@
 """Times ring_attention on the GPUs of one host, beside its kernels alone and beside other methods.
 
-    torchrun --nproc-per-node=P scripts/bench_ring.py [--section dense longnet reach] [--tokens 1Ki 8Ki ...] [--peers]
+    torchrun --nproc-per-node=P scripts/bench_ring.py [--section dense longnet packed reach]
+        [--tokens 1Ki 8Ki ...] [--peers]
         [--graph] [--exchange direct ring gather] [--json FILE] ...
 
 Tokens are those of each GPU. A time is the median on the slowest rank, by CUDA events, after a warm-up. Efficiency is
@@ -17,7 +18,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -45,7 +46,7 @@ from verification.benchmarks.workload import (
 from verification.cli.outputs import check_file
 from verification.wording import counted
 
-SECTIONS = ("dense", "longnet", "reach")
+SECTIONS = ("dense", "longnet", "packed", "reach")
 # Defaults by device: tokens of each rank, heads, the longest shards to try.
 TOKENS = {"cuda": tuple(2**n for n in range(10, 18)), "cpu": (32, 64)}
 SHAPES = {"cuda": AttentionShape(), "cpu": AttentionShape(8, 4, 16, 1, "float32")}
@@ -110,6 +111,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", choices=DTYPES, help="(default: bfloat16)")
     add("--segments", nargs="+", type=tokens, metavar="N", help=f"LongNet's ({' '.join(map(named, SEGMENTS))})")
     add("--rates", nargs="+", type=positive, metavar="N", help=f"LongNet's ({' '.join(map(str, RATES))})")
+    add("--mean-length", nargs="+", type=tokens, default=[512, 4096], metavar="N", help="of packed (512 4Ki)")
     add("--repeats", type=positive, default=7, metavar="N", help="timed calls; fewer where one takes 2 s (default: 7)")
     add("--warmup", type=positive, default=3, metavar="N", help="calls before, on GPUs for half a second (default: 3)")
     add("--whole-limit", type=tokens, default=256 * 2**10, metavar="N", help="longest dense sequence that is also "
@@ -147,7 +149,7 @@ def checked(given: argparse.Namespace) -> Options:
         segments=tuple(segments or (SMALL_SEGMENTS if small else SEGMENTS)),
         rates=tuple(rates or (SMALL_RATES if small else RATES)), repeats=Repeats(given.warmup, given.repeats),
         whole_limit=given.whole_limit, longest_limit=given.reach_limit or LONGEST_LIMIT[given.device],
-        longest_seconds=float(given.reach_seconds),
+        longest_seconds=float(given.reach_seconds), mean_lengths=tuple(given.mean_length),
     )  # fmt: skip
 
 
@@ -165,6 +167,11 @@ def check_place(device: str) -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 
 
+def _run_of(bench: Bench) -> dict[str, Callable[[], None]]:
+    """By section."""
+    return {"dense": bench.dense, "longnet": bench.longnet, "packed": bench.packed, "reach": bench.reach}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 measured, 2 not, or not to the end."""
     given = parsed(arguments)
@@ -179,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         # reach first, while no memory is in use
         for section in sorted(given.section, key=lambda name: name != "reach"):
-            {"dense": bench.dense, "longnet": bench.longnet, "reach": bench.reach}[section]()
+            _run_of(bench)[section]()
     except Lost as reason:
         fail(str(reason))
         sys.stderr.flush()

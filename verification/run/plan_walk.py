@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -43,6 +44,7 @@ class PlanSetting:
     kv_heads: int
     exchange: str
     bucket: int
+    varlen: int = 0
 
     @property
     def p(self) -> int:
@@ -54,7 +56,7 @@ class PlanSetting:
 
     @cached_property
     def plans(self) -> list[Plan]:
-        arguments = self.heads, self.kv_heads, self.exchange, self.bucket
+        arguments = self.heads, self.kv_heads, self.exchange, self.bucket, None, self.varlen
         return [plan_of(self.pattern, self.layout, rank, *arguments) for rank in range(self.p)]
 
 
@@ -78,6 +80,8 @@ def listed_rows(rows: Rows, groups: int) -> Array:
 def visible(tile: Tile) -> Array:
     """What the mask lets through: (folds, query rows, keys)."""
     folds, queries, keys = tile.query_rows.folds, tile.query_rows.length, tile.key_rows.length
+    if tile.sequences is not None:
+        return _of_sequences(tile)
     if tile.mask is Mask.FULL:
         return np.ones((folds, queries, keys), bool)
     if tile.mask is Mask.CAUSAL:
@@ -87,6 +91,23 @@ def visible(tile: Tile) -> Array:
     query, key = tile.query_positions.numpy(), tile.key_positions.numpy()
     _must(query.shape == (folds, queries) and key.shape == (folds, keys), "positions for the mask are (folds, rows)")
     return key[:, None, :] <= query[:, :, None]
+
+
+def _of_sequences(tile: Tile) -> Array:
+    """Likewise, (1, query rows, keys): every row is of one sequence, and sees keys of that one alone."""
+    assert tile.sequences is not None
+    rows, keys = tile.query_rows, tile.key_rows
+    _must(rows.folds == keys.folds == 1 and tile.mask is not Mask.POSITION, "sequences in folds, or by position")
+    edges = [edges.tolist() for edges in (tile.sequences.query, tile.sequences.key)]
+    for found, length in zip(edges, (rows.length, keys.length), strict=True):
+        _must(found[0] == 0 and found[-1] == length, "sequences are not all of a call")
+        _must(all(a < b for a, b in pairwise(found)), "an empty sequence")
+    _must(len(edges[0]) == len(edges[1]), "sequences of rows without keys, or the other way round")
+    seen = np.zeros((1, rows.length, keys.length), bool)
+    for (a, b), (c, d) in zip(*map(pairwise, edges), strict=True):
+        _must(tile.mask is Mask.FULL or b - a == d - c, "a causal sequence has as many rows as keys")
+        seen[0, a:b, c:d] = np.tril(np.ones((b - a, d - c), bool)) if tile.mask is Mask.CAUSAL else True
+    return seen
 
 
 def _within_limits(setting: PlanSetting, rows: Array, keys: Array) -> None:

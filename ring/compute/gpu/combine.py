@@ -7,7 +7,7 @@ have together. Here they are kept as the kernels left them, in 16 bits and on th
 
 A partial result that covers everything, as a branch without dilation gives it, becomes the output: only rows that
 others hold too are touched. The plain version, `ring.compute.accumulator`, is the reference, and takes the partial
-results whose rows or heads are listed.
+results whose heads are listed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from ring.compute.accumulator import Accumulator, Sum
 from ring.compute.gpu.merge_kernel import Job, run
-from ring.compute.gpu.parts import Part, as_output, is_grid, whole
+from ring.compute.gpu.parts import Part, as_output, takes_part, whole
 from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
 
@@ -27,7 +27,7 @@ MOST_KEPT = 2.0
 class _Kept:
     """Partial results of a (B, N, H, D) tensor, kept until they are combined. `weighted`: by lse, else summed.
 
-    A grid that is listed goes to `plain`, the reference, whose tensors are then one more partial result.
+    What the kernel does not take goes to `plain`, the reference, whose tensors are then one more partial result.
     """
 
     def __init__(self, like: torch.Tensor, weighted: bool) -> None:
@@ -88,7 +88,7 @@ class CombinedAccumulator:
 
     def merge(self, rows: Rows, heads: Heads, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Merge a partial result. out: (F, B, groups, per_group, L, D); lse the same without D."""
-        if is_grid(rows, heads, out):
+        if takes_part(rows, heads, out):
             self._kept.keep(Part(rows, heads, out, lse))
         else:
             plain = self._kept.settle()
@@ -110,7 +110,7 @@ class CombinedSum:
 
     def add(self, rows: Rows, heads: Heads, tile: torch.Tensor) -> None:
         """Add a summand, (F, B, groups, per_group, L, D)."""
-        if is_grid(rows, heads, tile):
+        if takes_part(rows, heads, tile):
             self._kept.keep(Part(rows, heads, tile, None))
         else:
             plain = self._kept.settle()

@@ -21,7 +21,7 @@ import triton.language as tl
 from ring.caching.bounded import Bounded
 from ring.caching.captured import keep
 from ring.caching.launcher import Launcher
-from ring.compute.gpu.entries import Field, entries_of
+from ring.compute.gpu.entries import Field, entries_of, places_of
 from ring.compute.gpu.parts import Part, is_aligned
 from ring.plan.ranges import Ints
 
@@ -42,7 +42,7 @@ _START, _END, _STEP, _LENGTH = map(_column, (Field.START, Field.END, Field.STEP,
 _FOLD_STEP, _FOLDS = _column(Field.FOLD_STEP), _column(Field.FOLDS)
 _OUT_FOLD, _OUT_BATCH, _OUT_ROW = map(_column, (Field.OUT_FOLD, Field.OUT_BATCH, Field.OUT_ROW))
 _LSE_FOLD, _LSE_BATCH, _LSE_ROW = map(_column, (Field.LSE_FOLD, Field.LSE_BATCH, Field.LSE_ROW))
-_IS_FP32, _DIVISOR = _column(Field.IS_FP32), _column(Field.DIVISOR)
+_IS_FP32, _DIVISOR, _PLACES = map(_column, (Field.IS_FP32, Field.DIVISOR, Field.PLACES))
 _FIELDS = tl.constexpr(len(Field))
 
 
@@ -68,11 +68,11 @@ def _combine(  # type: ignore[no-untyped-def]
     entries, first, out, lse, twin,
     out_batch, out_row, out_head, lse_batch, lse_head, lse_row, tokens, heads, apart, twin_entries,
     DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr,
-    WEIGHTED: tl.constexpr, WIDE: tl.constexpr, BASED: tl.constexpr,
+    WEIGHTED: tl.constexpr, WIDE: tl.constexpr, BASED: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     """Every `apart`-th row of one head and batch. WEIGHTED: softmax averages, by lse; else plain sums. KIND: the 16-bit
     type. WIDE: the parts are fp32; 2: some of them are. BASED: `out` is the first part, so far. twin: another output
-    like it, whose entries lie that much further.
+    like it, whose entries lie that much further. LISTED: some parts list their rows.
     """
     if tl.program_id(2) == 1:
         out = twin
@@ -106,6 +106,13 @@ def _combine(  # type: ignore[no-untyped-def]
             place = within - fold * fold_step
             index = place // step
             held = (within >= 0) & (place - index * step == 0) & (index < length) & (row < tokens)
+            if LISTED:
+                places = tl.load(entry + _PLACES)
+                there = (places != 0) & (within >= 0) & (row < tl.load(entry + _END).to(tl.int32)) & (row < tokens)
+                listed = tl.load(places.to(tl.pointer_type(tl.int32)) + within, there, other=-1)
+                fold = tl.where(places != 0, tl.maximum(listed, 0) // length, fold)
+                index = tl.where(places != 0, tl.maximum(listed, 0) - fold * length, index)
+                held = tl.where(places != 0, listed >= 0, held)
             offset = (
                 fold * tl.load(entry + _OUT_FOLD)
                 + batch * tl.load(entry + _OUT_BATCH)
@@ -202,7 +209,8 @@ class _Launch:
     def __init__(self, job: Job) -> None:
         out, lse, parts = job.out, job.lse, job.parts
         batch, tokens, heads, dim = out.shape
-        apart = min(_APART, max((part.rows.step for part in parts), default=1))
+        apart = min(_APART, max((part.rows.step for part in parts if part.rows.index is None), default=1))
+        self.places = [places_of(part.rows, out.device) for part in parts if part.rows.index is not None]
         fp32 = sum(part.out.dtype == torch.float32 for part in parts)
         out_batch, out_row, out_head, _ = out.stride()
         lse_batch, lse_head, lse_row = (0, 0, 0) if lse is None else lse.stride()
@@ -218,7 +226,7 @@ class _Launch:
             "KIND": _KINDS.get(job.kind, tl.bfloat16),
             "ALIGNED": dim % 8 == 0 and all(is_aligned(x) for x in (out, *(part.out for part in parts))),
             "WEIGHTED": lse is not None, "WIDE": 0 if not fp32 else 1 if fp32 == len(parts) else 2,
-            "BASED": job.based,
+            "BASED": job.based, "LISTED": bool(self.places),
         }  # fmt: skip
         # Outputs of one form can be written by one launch.
         self.form = out.shape, out.stride(), out.dtype, self.numbers, self.constants
@@ -285,6 +293,7 @@ class _Merge:
         addresses = [address for job in jobs for address in job.addresses()]
         device = jobs[0].out.device
         if since is not None:
+            keep([one.places for one in self._launches])
             return self._parts_of(_captured_copy(self._filled(addresses), device, since))
         key = torch._C._cuda_getCurrentRawStream(device.index), *addresses
         found = self._tables.get(key)

@@ -70,11 +70,11 @@ def _contiguous(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(steps[::-1])
 
 
-def is_grid(rows: Rows, heads: Heads, tile: torch.Tensor) -> bool:
-    """Whether a row's place on the grid can be computed: fold by fold, one after the other."""
-    if rows.index is not None or heads.ids is not None or tile.stride(5) != 1:
+def takes_part(rows: Rows, heads: Heads, tile: torch.Tensor) -> bool:
+    """Whether the merge kernel finds a row's place: rows are listed, or folds lie one after the other."""
+    if heads.ids is not None or tile.stride(5) != 1:
         return False
-    return rows.folds == 1 or rows.fold_step > (rows.length - 1) * rows.step
+    return rows.index is not None or rows.folds == 1 or rows.fold_step > (rows.length - 1) * rows.step
 
 
 def is_aligned(x: torch.Tensor) -> bool:

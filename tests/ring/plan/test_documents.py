@@ -107,6 +107,29 @@ def test_documents_of_equal_length_share_calls_wherever_they_lie() -> None:
         check(few)
 
 
+@pytest.mark.parametrize("causal", (False, True))
+def test_documents_of_several_lengths_share_calls(causal: bool) -> None:
+    """Up to the limit, and as many as the bucket allows; longer ones, and folds of many equal ones, are left alone."""
+    lengths = (3, 6, 5, 7, 9, 4, 2, 2, 2, 2)
+
+    def calls(bucket: int, varlen: int) -> list[tuple[int, int, int]]:
+        """(folds, rows, sequences) of each"""
+        setting = PlanSetting(Pattern.dense(causal, lengths), Layout.contiguous(42, 1), 1, 1, "ring", bucket, varlen)
+        check(setting)
+        return sorted(
+            (
+                tile.query_rows.folds,
+                tile.query_rows.length,
+                0 if tile.sequences is None else len(tile.sequences.key) - 1,
+            )
+            for tile in setting.plans[0].local
+        )
+
+    assert calls(1000, 7) == [(1, 9, 0), (1, 25, 5), (4, 2, 0)]
+    assert calls(1000, 4) == [(1, 5, 0), (1, 6, 0), (1, 7, 0), (1, 7, 2), (1, 9, 0), (4, 2, 0)]
+    assert calls(12, 7) == [(1, 4, 0), (1, 9, 0), (1, 9, 2), (1, 12, 2), (4, 2, 0)]
+
+
 def test_a_message_of_many_documents_is_one_copy() -> None:
     lengths = (3, 2, 5, 1, 4) * 9
     setting = PlanSetting(Pattern.dense(True, lengths), Layout.striped(135, 2), 1, 1, "direct", 1000)

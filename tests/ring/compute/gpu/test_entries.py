@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from ring.compute.gpu.entries import Field, entries_of
+from ring.compute.gpu.entries import Field, entries_of, places_of
 from ring.compute.gpu.parts import Part
 from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
@@ -31,6 +33,22 @@ def test_an_entry_for_each_head_finds_every_row() -> None:
             assert out.view(-1)[at] == out[f, b, group, member, i, 0]
             at = first_lse + f * entry[Field.LSE_FOLD] + b * entry[Field.LSE_BATCH] + i * entry[Field.LSE_ROW]
             assert lse.view(-1)[at] == lse[f, b, group, member, i]
+
+
+def test_listed_rows_are_found_in_a_table() -> None:
+    """By every head, also where rows go by the head."""
+    rows = replace(Rows.of(np.array([[9, 4, 7], [2, 12, 3]])), head_step=2)
+    out = torch.empty(2, 1, 2, 1, 3, D)
+    _, table = entries_of(Part(rows, Heads(2, 1, 0, 1, 1), out, None), 32)
+    places = places_of(rows, out.device)
+    assert (table[:, Field.PLACES] == places.data_ptr()).all() and (table[:, Field.DIVISOR] == 1).all()
+    assert table[:, Field.START].tolist() == [2, 4] and table[:, Field.END].tolist() == [13, 15]
+    assert places.dtype == torch.int32 and len(places) == 11
+    for fold, place in np.ndindex(2, 3):
+        assert places[int(rows.listed()[fold, place]) - 2] == fold * table[0, Field.LENGTH] + place
+    assert (places >= 0).sum() == 6
+    _, table = entries_of(Part(Rows(0, 1, 3, 3, 2), Heads(2, 1, 0, 1, 1), out, None), 32)
+    assert (table[:, Field.PLACES] == 0).all()
 
 
 @pytest.mark.parametrize(
