@@ -84,8 +84,8 @@ def packed(q: Tensor, k: Tensor, v: Tensor, scale: float, documents: Sequence[in
     """Causal attention within documents, in one call of torch's FlashAttention-2 for variable lengths; on the CPU one
     document after the other. Shapes as in `forward`, with B = 1."""
     if q.device.type != "cuda":
-        parts = [x.split(list(documents), dim=1) for x in (q, k, v)]
-        return torch.cat([attention(*each, scale, True)[0] for each in zip(*parts, strict=True) if len(each[0][0])], 1)
+        parts = zip(*(x.split([d for d in documents if d], dim=1) for x in (q, k, v)), strict=True)
+        return torch.cat([attention(one, two, three, scale, True)[0] for one, two, three in parts], 1)
     out: Tensor = _Packed.apply(q, k, v, scale, _cu_seqlens(tuple(documents), q.device), max(documents))
     return out
 

@@ -58,7 +58,15 @@ def forward(
     )  # fmt: skip
     batch, heads, rows, _ = q.shape
     shape = tile_shape(tile.query_rows, tile.query_heads, q)
-    return _by_head(out, batch).view(shape), lse.view(heads, batch, rows).transpose(0, 1).view(shape[:-1])
+    out, lse = _by_head(out, batch), lse.view(heads, batch, rows).transpose(0, 1)
+    return out.view(shape), without_inf(lse, out).view(shape[:-1])
+
+
+def without_inf(lse: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """lse as FlashAttention-2 gives it, (B, H, L), with -inf for rows whose scores are all -inf: it says inf of them,
+    with output 0. Of a row with a score of inf it says inf too, with output NaN.
+    """
+    return lse.masked_fill((lse == torch.inf) & (out[..., 0] == 0), -torch.inf)
 
 
 def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: SavedRows, tile: Tile, scale: float) -> Tensors3:

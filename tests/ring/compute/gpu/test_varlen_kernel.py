@@ -5,7 +5,9 @@ python -m pytest tests/ring/compute/gpu/test_varlen_kernel.py
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from ring.compute import kernels
 from ring.compute.gpu.varlen_kernel import over_batch
 from ring.compute.kernel_counts import picked_kernels
 from ring.compute.math_kernel import SavedRows
+from ring.layout import Run
 from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
 from ring.plan.tile import Mask, Sequences, Tile
@@ -82,33 +85,82 @@ def close(found: torch.Tensor, exact: torch.Tensor, tolerance: float) -> None:
     assert error <= tolerance, float(error)
 
 
+LENGTHS = (300, 7, 1, 0, 64, 64, 90, 2100, 64, 64, 33, 2, 150)
+PATTERNS = (Pattern.dense(True, LENGTHS), Pattern.longnet((64, None), (1, 3), 8, True, documents=LENGTHS))
+
+
+def layout_of(order: str) -> Layout:
+    """Of one rank: rows in order; documents by turns, so that neighbours lie apart; the same as a list."""
+    n = sum(LENGTHS)
+    edges = np.cumsum((0, *LENGTHS)).tolist()
+    runs = [Run(a, 1, b - a) for a, b in pairwise(edges) if b > a]
+    by_turns = (*runs[::2], *runs[1::2])
+    if order == "by turns":
+        return Layout(n, (0, n), by_turns, None)
+    if order == "listed":
+        listed = np.concatenate([np.arange(run.start, run.start + run.length) for run in by_turns])
+        return Layout(n, (0, n), None, listed)
+    return Layout.contiguous(n, 1)
+
+
+def results(
+    tensors: list[torch.Tensor], pattern: Pattern, layout: Layout, **how: Any
+) -> tuple[list[torch.Tensor], Counter[str]]:
+    """out, dq, dk, dv, and the kernels that were called."""
+    *given, dout = (layout.shard(x, 0) for x in tensors)
+    leaves = [x.clone().requires_grad_() for x in given]
+    one, two, three = leaves
+    with picked_kernels() as picked:
+        out = ring_attention(one, two, three, pattern, layout, **how)
+        assert isinstance(out, torch.Tensor)
+        found = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+    return found, picked
+
+
+def drawn(batch: int, pattern: Pattern) -> list[torch.Tensor]:
+    """q, k, v and the gradient of the output."""
+    generator = torch.Generator("cuda").manual_seed(len(pattern.branches))
+    shapes = [(batch, sum(LENGTHS), heads, 32) for heads in (8, 2, 2, 8)]
+    return [torch.randn(s, device="cuda", generator=generator).bfloat16() for s in shapes]
+
+
 @pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("kernel", ["auto", "flash", "cudnn", "math"])
-@pytest.mark.parametrize("order", ["contiguous", "zigzag", "balanced"])
+@pytest.mark.parametrize("order", ["contiguous", "by turns", "listed"])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_packed_documents_are_the_oracle_s(batch: int, order: str, kernel: str) -> None:
-    """Long and short documents, of which some are alike, in all and in dilated branches; order as for several ranks."""
-    lengths = (300, 7, 1, 0, 64, 64, 90, 2100, 64, 64, 33, 2, 150)
-    n = sum(lengths)
-    edges = [0, *np.cumsum(lengths).tolist()]
-    for pattern in (Pattern.dense(True, lengths), Pattern.longnet((64, None), (1, 3), 8, True, documents=lengths)):
-        layout = Layout.balanced(pattern, n, 1) if order == "balanced" else getattr(Layout, order)(n, 1)
-        if order == "zigzag":  # rows whose documents do not follow each other
-            pieces = [list(range(a, b)) for a, b in pairwise(edges)]
-            listed = [x for piece in (*pieces[::2], *pieces[1::2]) for x in piece]
-            layout = Layout.from_cuts(listed, (0, n))
-        generator = torch.Generator("cuda").manual_seed(n)
-        shapes = [(batch, n, heads, 32) for heads in (8, 2, 2, 8)]
-        q, k, v, dout = (torch.randn(s, device="cuda", generator=generator).bfloat16() for s in shapes)
-        leaves = [layout.shard(x, 0).clone().requires_grad_() for x in (q, k, v)]
-        with picked_kernels() as picked:
-            one, two, three = leaves
-            out, lse = ring_attention(one, two, three, pattern, layout, kernel=kernel, return_lse=True)
-            found = [out, lse, *torch.autograd.grad(out, leaves, layout.shard(dout, 0))]
-        assert kernel not in ("auto", "flash") or picked["flash"]
-        assert kernel != "cudnn" or not picked["flash"]
-        wanted = attention_and_gradients(q.double(), k.double(), v.double(), pattern, dout.double())
-        for number, (x, y) in enumerate(zip(found, wanted, strict=True)):
-            exact = layout.shard(y, 0, dim=2 if number == 1 else 1)
-            torch.testing.assert_close(x.double(), exact, rtol=2.0**-5, atol=2.0**-5)
+    """Long and short documents, of which some are alike, in dense and in dilated attention."""
+    layout = layout_of(order)
+    for pattern in PATTERNS:
+        q, k, v, dout = drawn(batch, pattern)
+        found, picked = results([q, k, v, dout], pattern, layout, kernel=kernel)
+        assert order == "listed" or (picked["flash"] > 0) == (kernel in ("auto", "flash"))
+        out, _, *grads = attention_and_gradients(q.double(), k.double(), v.double(), pattern, dout.double())
+        for x, y in zip(found, (out, *grads), strict=True):
+            torch.testing.assert_close(x.double(), layout.shard(y, 0), rtol=2.0**-5, atol=2.0**-5)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("kernel", ["auto", "flash", "cudnn"])
+@pytest.mark.parametrize("hidden", ["a document", "the first of each", "most", "all"])
+def test_scores_of_minus_inf_have_no_weight(hidden: str, kernel: str) -> None:
+    """Keys are hidden as padding is: a component is -inf, in which every query has 1; its gradients are not seen."""
+    layout, edges = layout_of("by turns"), np.cumsum((0, *LENGTHS)).tolist()
+    n = edges[-1]
+    positions = {
+        "a document": [*range(edges[1], edges[2]), *range(edges[7], edges[8])],
+        "the first of each": [x for a, b in pairwise(edges) for x in range(a, min(a + 5, b))],
+        "most": [x for x in range(n) if x % 97],
+        "all": list(range(n)),
+    }[hidden]
+    for pattern in PATTERNS:
+        q, k, v, dout = drawn(1, pattern)
+        q[..., 0], k[..., 0] = 1.0, 0.0
+        k[:, positions, :, 0] = -torch.inf
+        found, _ = results([q, k, v, dout], pattern, layout, kernel=kernel)
+        out, _, *grads = attention_and_gradients(q.double(), k.double(), v.double(), pattern, dout.double())
+        grads[0][..., 0] = found[1][..., 0] = 0.0
+        for x, y in zip(found, (out, *grads), strict=True):
+            torch.testing.assert_close(x.double(), layout.shard(y, 0), rtol=2.0**-5, atol=2.0**-5)
