@@ -13,7 +13,7 @@ import torch
 
 from ring.compute import kernel_counts, math_kernel
 from ring.compute.gpu import varlen_kernel
-from ring.compute.gpu.varlen_kernel import no_dropout, without_inf
+from ring.compute.gpu.varlen_kernel import no_dropout, with_inf, without_inf
 from ring.compute.math_kernel import SavedRows, Tensors3
 from ring.plan.tile import Mask, Tile
 from ring.precision import accumulator_dtype
@@ -122,7 +122,21 @@ def _gpu_backward(
         )
     else:
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            dout, query, k, v, out, lse.squeeze(3), None, None, rows, keys, 0.0, causal, none, none, scale=scale
+            dout,
+            query,
+            k,
+            v,
+            out,
+            with_inf(lse.squeeze(3)),
+            None,
+            None,
+            rows,
+            keys,
+            0.0,
+            causal,
+            none,
+            none,
+            scale=scale,
         )
     of_keys = tile_shape(tile.key_rows, tile.key_heads, k)
     return dq.view(tile_shape(tile.query_rows, tile.query_heads, q)), dk.view(of_keys), dv.view(of_keys)

@@ -106,7 +106,8 @@ def plan_of(
     bucket: key/value tokens of a kernel call and of a receive buffer, at most; >= 1. own: the same for a call that
     takes several segments of the rank's own keys, which are not received; None: as `bucket`. A call also takes at most
     as many query rows, or LEAST_ROWS if that is more, so that what it returns is bounded as well. varlen: query rows,
-    and keys, of packed documents up to which those of several lengths share a call; 0: none do.
+    and keys, of packed documents up to which those of several lengths share a call, as longer ones do that are less
+    than half of the work; 0: none do.
 
     The arguments are taken as valid (`ring.agreement` checks what users pass).
     """

@@ -178,12 +178,14 @@ def varlen_folds(
     call: Sequence[Ints], signature: Sequence[Ints], segment: Ints, left: Ints, right: Ints, most: Ints,
     lengths: tuple[Ints, Ints], longest: int, limits: tuple[int, int],
 ) -> Iterator[Fold]:  # fmt: skip
-    """As `folds` of the signature, but entries up to `longest` of which a fold would take few share calls with all that
-    are equal in `call`.
+    """As `folds` of the signature, but entries of which a fold would take few share calls with those that are equal in
+    `call`; except for entries longer than `longest` where these are most of the work.
 
     lengths: of every entry on the left and right; limits: the sum of each in a call, at most.
     """
-    short = np.maximum(*lengths) <= longest
+    _, kind = np.unique(np.stack(call), axis=1, return_inverse=True)
+    kind, work, long = kind.reshape(-1), lengths[0] * lengths[1], np.maximum(*lengths) > longest
+    short = ~long | (2 * np.bincount(kind, work * long) < np.bincount(kind, work))[kind]
     left_over = []
     for fold in folds(signature, segment, left, right, most):
         if short[fold.members[0]] and len(fold.members) < _MEMBERS_OF_A_FOLD:
@@ -192,7 +194,6 @@ def varlen_folds(
             yield fold
     if not left_over:
         return
-    _, kind = np.unique(np.stack(call), axis=1, return_inverse=True)
     for layer in _layers(kind, segment, np.sort(np.concatenate(left_over))):
         ends, at = [np.cumsum(length[layer]) for length in lengths], 0
         while at < len(layer):

@@ -45,7 +45,8 @@ LEAST_ROWS = 16
 class Limits:
     """Key/value tokens of a kernel call: `bucket` in general, `own` where it takes several segments of own keys.
 
-    varlen: rows and keys up to which documents' range pairs of several lengths share a call; 0: none do.
+    varlen: rows and keys up to which documents' range pairs of several lengths share a call, and beyond which those do
+    that are less than half of the work; 0: none do.
     """
 
     bucket: int
