@@ -60,7 +60,9 @@ def ring_attention(
         kernel: "auto", "math", "flash" or, on GPUs, "cudnn". "flash" and "cudnn" are torch's fused kernels; tiles that
             they cannot take go to "math". The backward of cuDNN sums gradients in any order, so with
             `torch.use_deterministic_algorithms` "auto" takes "flash" there, and for packed
-            documents of several lengths in one call. A score of -inf has no weight.
+            documents of several lengths in one call. A score of -inf has no weight, except in FlashAttention-2
+            on GPUs: there a row may become NaN whose scores in a call are all -inf, and so may gradients of
+            keys that hold -inf.
         scale: factor of the scores; None: head dim ** -0.5.
         return_lse: also return lse = log sum exp of a row's scores, (batch, query heads, local tokens), in fp32 (fp64
             for fp64). Gradients flow through it.

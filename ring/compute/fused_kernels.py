@@ -13,7 +13,7 @@ import torch
 
 from ring.compute import kernel_counts, math_kernel
 from ring.compute.gpu import varlen_kernel
-from ring.compute.gpu.varlen_kernel import no_dropout, with_inf, without_inf
+from ring.compute.gpu.varlen_kernel import no_dropout
 from ring.compute.math_kernel import SavedRows, Tensors3
 from ring.plan.tile import Mask, Tile
 from ring.precision import accumulator_dtype
@@ -94,8 +94,6 @@ def _gpu_forward(
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
     if lse.numel() > q.shape[0] * q.shape[1] * q.shape[2]:  # rows may be padded
         lse = lse.reshape(q.shape[0], q.shape[1], -1)[..., : q.shape[2]]
-    if name == "flash":
-        lse = without_inf(lse, out)
     shape = tile_shape(tile.query_rows, tile.query_heads, q)
     return out.view(shape), lse.view(shape[:-1])
 
@@ -127,7 +125,7 @@ def _gpu_backward(
             k,
             v,
             out,
-            with_inf(lse.squeeze(3)),
+            lse.squeeze(3),
             None,
             None,
             rows,

@@ -9,7 +9,8 @@ A change is killed by the first that finds it:
 What survives both is equivalent, or shows where the checks are blind: `survivors.toml` says which, and why.
 
 Each outcome is a line of a results file, by a digest of the changed text. So a run can be ended at any time; the next
-one judges what is new or changed, and goes on with survivors if it may draw more examples.
+one judges what is new or changed, and goes on with survivors if it may draw more examples. `--sample` judges some
+changes in place of all, chosen by their digests: a greater sample of the same code has those of a smaller one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from verification.cli.arguments import add_json, count, typed
 from verification.cli.outputs import check_file, check_folder
 from verification.mutants.defect import NotSane
 from verification.mutants.syntactic.judging import judge_all
-from verification.mutants.syntactic.mutations import NoGenerator, mutations_of
+from verification.mutants.syntactic.mutations import Mutation, NoGenerator, mutations_of
 from verification.mutants.syntactic.page import (
     SAME,
     SURVIVORS,
@@ -87,7 +88,8 @@ def _run(options: argparse.Namespace) -> int:
         if getattr(options, argument) is not None:
             check_file(f"--{argument}", getattr(options, argument))
     known = read_results(options.results)
-    changes = {file: [x for x in mutations_of(file) if not runs_on_gpus_only(x)] for file in files}
+    every = {file: [x for x in mutations_of(file) if not runs_on_gpus_only(x)] for file in files}
+    changes = every if options.sample is None else sample(every, options.sample)
     with options.results.open("a") as results:
         settled = {place for place, reason in reasons.items() if reason.verdict in SAME} if options.unsettled else ()
         for record in judge_all(changes, known, options.seed, options.limit, options.jobs, settled):
@@ -97,7 +99,8 @@ def _run(options: argparse.Namespace) -> int:
     records = [replace(known[change.key], **change.described()) for found in changes.values() for change in found]
     functions = [f"{file}: {name}" for file, names in functions_on_gpus().items() for name in names]
     absent = [*(file for file in everything if file not in files), *files_on_gpus(), *functions]
-    text = markdown(records, reasons, options.seed, files, absent, commit())
+    of = sum(map(len, every.values()))
+    text = markdown(records, reasons, options.seed, [file for file in files if changes[file]], absent, commit(), of)
     print(text.rstrip())
     if options.summary is not None:
         options.summary.write_text(text)
@@ -113,6 +116,13 @@ def _run(options: argparse.Namespace) -> int:
     return 0 if whole >= ENOUGH and all(verdict != "unexplained" for _, verdict, _ in judged) else 1
 
 
+def sample(changes: dict[str, list[Mutation]], count: int) -> dict[str, list[Mutation]]:
+    """So many of all changes, by file: those with the lowest keys, which are digests."""
+    lowest = sorted(change.key for found in changes.values() for change in found)[:count]
+    last = lowest[-1] if lowest else ""
+    return {file: [change for change in found if change.key <= last] for file, found in changes.items()}
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=typed(COMMAND), description=(__doc__ or "").partition("\n\n")[2],
@@ -122,6 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--files", nargs="+", metavar="FILE", help="ring/strided_view.py ... (default: all)")
     parser.add_argument("--jobs", type=count, default=os.cpu_count() or 1, metavar="N", help="default: the cores")
     parser.add_argument("--limit", type=count, default=LIMIT, metavar="N", help="examples a change (%(default)s)")
+    parser.add_argument("--sample", type=count, metavar="N", help="judge N of the changes (default: all)")
     parser.add_argument("--seed", type=int, default=SEED, metavar="N", help="of the examples (%(default)s)")
     parser.add_argument(
         "--unsettled", action="store_true",

@@ -59,25 +59,13 @@ def forward(
     batch, heads, rows, _ = q.shape
     shape = tile_shape(tile.query_rows, tile.query_heads, q)
     out, lse = _by_head(out, batch), lse.view(heads, batch, rows).transpose(0, 1)
-    return out.view(shape), without_inf(lse, out).view(shape[:-1])
-
-
-def without_inf(lse: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """lse as FlashAttention-2 gives it, (B, H, L), with -inf for rows whose scores are all -inf: it says inf of them,
-    with output 0. Of a row with a score of inf it says inf too, with output NaN.
-    """
-    return lse.masked_fill((lse == torch.inf) & (out[..., 0] == 0), -torch.inf)
-
-
-def with_inf(lse: torch.Tensor) -> torch.Tensor:
-    """The other way round, as its backward takes lse: it subtracts lse from scores, and -inf - -inf is NaN."""
-    return lse.masked_fill(lse == -torch.inf, torch.inf)
+    return out.view(shape), lse.view(shape[:-1])
 
 
 def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: SavedRows, tile: Tile, scale: float) -> Tensors3:
     """The tile's summands of dq, dk, dv, shaped like q, k, v."""
     edges, none, batch = _edges_of(tile, q), no_dropout(q.device), q.shape[0]
-    lse = with_inf(saved.lse.squeeze(3)).transpose(0, 1).reshape(q.shape[1], -1)  # (H, B L)
+    lse = saved.lse.squeeze(3).transpose(0, 1).reshape(q.shape[1], -1)  # (H, B L)
     found = torch.ops.aten._flash_attention_backward(
         _by_token(saved.dout), _by_token(q), _by_token(k), _by_token(v), _by_token(saved.out), lse.contiguous(),
         edges.query, edges.key, *edges.longest, 0.0, tile.mask is Mask.CAUSAL, none, none, scale=scale,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from verification.cli import mutate as syntactic
-from verification.cli.mutate import read_results
+from verification.cli.mutate import read_results, sample
 from verification.mutants.syntactic import judging, targets
 from verification.mutants.syntactic.judging import Task, judge
 from verification.mutants.syntactic.mutations import Mutation, NoGenerator, mutation, mutations_of
@@ -22,6 +22,7 @@ from verification.mutants.syntactic.page import (
     Record,
     counts,
     explained,
+    interval,
     markdown,
     rate,
     read_reasons,
@@ -189,13 +190,32 @@ def test_counts_add_up() -> None:
     assert counts(judged)[0] == sum(counts(judged)[1:])
     assert rate(judged) == 3 / 5  # of two killed by properties, one by tests, a gap and an unexplained one
     assert rate(explained(records[-1:], {})) == 1.0
-    text = markdown(records, reasons, SEED, [one.file], ["ring/plan/rows.py"], "abc")
-    assert "of commit `abc`" in text and "Not judged: `ring/plan/rows.py`." in text
+    assert "A sample of 8 of the 80 small changes" in markdown(records, reasons, SEED, [one.file], [], "abc", 80)
+    text = markdown(records, reasons, SEED, [one.file], ["ring/plan/rows.py"], "abc", 8)
+    assert "Every small change of the code of commit `abc`" in text and "Not judged: `ring/plan/rows.py`." in text
     assert "The 4 survivors have seen 9 to 9 examples in the simulation, and 4 of them the unit tests." in text
     assert "| `ring/strided_view.py` | 8 | 1 | 2 | 1 | 1 | 1 | 1 | 1 | 60.0% |" in text
     assert Counter(line for line in text.splitlines() if line.startswith("## ")) == {
         "## Not run": 1, "## Unexplained (1)": 1, "## Gaps: a legal call can tell, and no check does (1)": 1,
     }  # fmt: skip
+
+
+def test_what_a_sample_says_of_all() -> None:
+    """The numbers of Brown, Cai, DasGupta (2001), and no more than is known."""
+    one = record_of(change(*SAME))
+    killed = [replace(one, outcome="tests", after=f"{i}") for i in range(10)]
+    judged = explained([*killed[:9], replace(one, after="10")], {})
+    assert interval(judged) == pytest.approx((0.596, 0.982), abs=1e-3)
+    assert interval(explained(killed, {})) == pytest.approx((0.722, 1.0), abs=1e-3)
+    assert interval([]) == (0.0, 1.0)
+
+
+def test_a_sample_is_part_of_a_greater_one() -> None:
+    found = {file: mutations_of(file) for file in ("ring/budget.py", "ring/precision.py")}
+    every = {change.key for changes in found.values() for change in changes}
+    few, more = ({change.key for changes in sample(found, count).values() for change in changes} for count in (5, 20))
+    assert len(few) == 5 and len(more) == 20 and few < more < every
+    assert sample(found, 10**6) == found
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -104,6 +105,19 @@ def rate(judged: Judged, folder: str = "ring/") -> float:
     return 1.0 if not real else real.count(False) / len(real)
 
 
+def interval(judged: Judged) -> tuple[float, float]:
+    """Where the killed part of all changes lies with 95 %, of which these are a sample (Wilson 1927).
+
+    http://www.jstor.org/stable/2276774
+    """
+    n = sum(r.outcome != "not run" and v not in SAME for r, v, _ in judged)
+    if not n:
+        return 0.0, 1.0
+    p, z = rate(judged), 1.96
+    middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return max(0.0, (middle - half) / (1 + z * z / n)), min(1.0, (middle + half) / (1 + z * z / n))
+
+
 _COLUMNS = (
     "changes", "not run", "killed by properties", "killed by unit tests", "equivalent", "performance only", "gap",
     "unexplained",
@@ -122,15 +136,18 @@ def counts(judged: Judged) -> tuple[int, ...]:
 
 def markdown(
     records: Sequence[Record], reasons: dict[Place, Reason], seed: int, files: Sequence[str], absent: Sequence[str],
-    commit: str | None,
+    commit: str | None, of: int,
 ) -> str:  # fmt: skip
-    """The whole summary. files: in the order of the table; absent: those that were not judged; commit: of the code."""
+    """The whole summary. files: in the order of the table; absent: those that were not judged; commit: of the code;
+    of: changes that there are, if the records are a sample.
+    """
+    which = "Every small change" if len(records) == of else f"A sample of {len(records)} of the {of} small changes"
     judged = explained(records, reasons)
     survivors = [record for record in records if record.survived]
     seen = [record.examples for record in survivors] or [0]
     lines = [
         "# Syntactic changes", "",
-        (f"Every small change of the code of commit `{commit or 'unknown'}`: later code is not judged here. Written by "
+        (f"{which} of the code of commit `{commit or 'unknown'}`: later code is not judged here. Written by "
         "`scripts/mutate --summary verification/mutants/syntactic/SYNTACTIC.md`; `mutations.py` says which changes "
         "are made, `survivors.toml` why a survivor is equivalent, costs only time or memory, or shows a gap."), "",
         (f"Seed {seed}. The {len(survivors)} survivors have seen {min(seen)} to {max(seen)} examples in the "
@@ -145,6 +162,13 @@ def markdown(
         lines.append(_row(f"`{file}`", own, rate(own, file)))
     inside = [entry for entry in judged if entry[0].file.startswith("ring/")]
     lines += [_row("**`ring/`**", inside, rate(inside)), ""]
+    if len(records) < of:
+        lines += [
+            "Of all changes of `ring/` that are not equivalent, {:.1%} to {:.1%} are killed (95 % interval).".format(
+                *interval(inside)
+            ),
+            "",
+        ]
     lines += _found_by(judged) + _not_run(judged) + _open_survivors(judged)
     return "\n".join(lines).rstrip() + "\n"
 
