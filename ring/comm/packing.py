@@ -73,14 +73,14 @@ _tables: Bounded[tuple[object, ...], torch.Tensor] = Bounded(1024, most_bytes=2*
 
 def _table(gathers: tuple[SlotMap, ...], device: torch.device) -> torch.Tensor:
     """(2, slots) int32: row and head of each slot, copied to a GPU once."""
-    found = _tables.get((gathers, device))
-    if found is None:
-        slots, rows, heads = (np.concatenate(column) for column in zip(*map(_listed, gathers), strict=True))
-        order = np.argsort(slots)
-        assert np.array_equal(slots[order], np.arange(len(slots)))  # every slot once, from the front
-        found = torch.from_numpy(np.stack((rows[order], heads[order])).astype(np.int32)).to(device)
-        _tables.keep((gathers, device), found, found.nbytes)
-    return found
+    return _tables.once((gathers, device), lambda: _rows_and_heads(gathers).to(device), lambda made: made.nbytes)
+
+
+def _rows_and_heads(gathers: tuple[SlotMap, ...]) -> torch.Tensor:
+    slots, rows, heads = (np.concatenate(column) for column in zip(*map(_listed, gathers), strict=True))
+    order = np.argsort(slots)
+    assert np.array_equal(slots[order], np.arange(len(slots)))  # every slot once, from the front
+    return torch.from_numpy(np.stack((rows[order], heads[order])).astype(np.int32))
 
 
 def _listed(one: SlotMap) -> tuple[Ints, Ints, Ints]:

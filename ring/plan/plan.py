@@ -110,11 +110,7 @@ def plan_of(
     The arguments are taken as valid (`ring.agreement` checks what users pass).
     """
     key = pattern, layout, rank, heads, kv_heads, exchange, bucket, own
-    found = _plans.get(key)
-    if found is None:
-        found = _plan(*key)
-        _plans.keep(key, found, found.nbytes)
-    return found
+    return _plans.once(key, lambda: _plan(*key), lambda made: made.nbytes)
 
 
 def _plan(
