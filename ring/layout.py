@@ -29,7 +29,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
-from reference.documents import checked_lengths
+from reference.documents import check_tokens, checked_documents
 from reference.pattern import Pattern
 from ring.balance import owners, zigzag_owners
 
@@ -78,8 +78,10 @@ class Layout:
         Raises ValueError for lengths that do not add up to n.
         """
         _check_sizes(n, p)
-        if documents is not None:
-            return cls._of_owners(zigzag_owners(checked_lengths(documents, n), p), p)
+        lengths = checked_documents(documents)
+        check_tokens(lengths, n)
+        if lengths is not None:
+            return cls._of_owners(zigzag_owners(lengths, p), p)
         edges = _even_cuts(n, 2 * p)
         chunks = [c for r in range(p) for c in (r, 2 * p - 1 - r)]
         runs = [Run(edges[c], 1, edges[c + 1] - edges[c]) for c in chunks]
