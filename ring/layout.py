@@ -72,7 +72,8 @@ class Layout:
         """Rank r holds the chunks r and 2 p - 1 - r of 2 p equal ones, which gives all ranks equal causal work.
 
         documents: lengths of consecutive documents, as `Pattern` has them: each is divided like that by itself, so that
-        all ranks have equal work of each, and need keys of each. Documents of few tokens are divided unevenly.
+        all ranks have equal work of each, and need keys of each. Documents of less than 2 p tokens stay whole: the
+        longest first, each goes to the rank with the fewest tokens by then.
 
         Raises ValueError for lengths that do not add up to n.
         """
