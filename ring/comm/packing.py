@@ -2,7 +2,8 @@
 
 A copy for every block, message and tensor, as on the CPU, would keep a short call waiting for a dozen small kernels
 before anything is computed. Here a table says which row and head of the shard every slot of the send buffer holds; it
-is made once for a plan's step. The plain version is that of `Exchange._pack`, which uses `ring.strided_view`.
+is made once for a plan's step. The plain version is that of `Exchange._pack`, which uses `ring.strided_view`; it takes
+the buffers with more slots, or shards with more rows, than are counted here in 32 bits.
 """
 
 from __future__ import annotations
