@@ -71,15 +71,6 @@ def check_tokens(documents: Documents | None, tokens: int) -> None:
         )
 
 
-def checked_lengths(documents: object, tokens: int) -> Documents:
-    """The lengths of documents of so many tokens. Raises ValueError for anything else."""
-    found = checked_documents(documents)
-    if found is None:
-        raise ValueError("documents must be a tuple of lengths, integers >= 0, got None")
-    check_tokens(found, tokens)
-    return found
-
-
 def begins(documents: Documents, positions: torch.Tensor) -> torch.Tensor:
     """Where the document of each position begins: int64 >= 0 of any shape -> the same shape.
 

@@ -126,15 +126,16 @@ def setting_of(call: Call, transport: Transport) -> CallSetting:
     """
     thread = _thread() if transport.world_size > 1 else ""
     key = call.key(), transport.rank, transport.world_size, thread
-    try:
-        found = _settings.get(key)
-    except TypeError:  # an argument that cannot be hashed is a wrong one
-        found = None
-    if found is None:
+
+    def found_right() -> CallSetting:
         validate(call, transport)
-        found = CallSetting(signature_of(kind_of(call, thread)))
-        _settings.keep(key, found, _A_LENGTH * len(call.pattern.documents or ()))
-    return found
+        return CallSetting(signature_of(kind_of(call, thread)))
+
+    try:
+        return _settings.once(key, found_right, lambda _: _A_LENGTH * len(call.pattern.documents or ()))
+    except TypeError:  # an argument that cannot be hashed is a wrong one
+        pass
+    return found_right()
 
 
 def agree_backward(numbered: NumberedCall, transport: Transport, check: bool) -> None:

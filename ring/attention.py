@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
+from dataclasses import replace
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from reference.documents import Documents
 from reference.pattern import Pattern
 from ring.agreement import Call, agree, agree_backward, wants_gradients
 from ring.comm.group import transport_over
@@ -100,6 +102,30 @@ def ring_attention(
         walk = walk_of(call, setting, numbered, transport if transport is group else best_for(q, transport), check)
         out, lse = _RingAttention.apply(q, k, v, walk)
     return (out, lse) if return_lse else out
+
+
+def over_documents(
+    packed: Pattern | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Pattern, layout: Layout,
+    **settings: Any,
+) -> torch.Tensor:  # fmt: skip
+    """`ring_attention` over the documents of the pattern `packed`, in place of those of `pattern`; None: over these.
+    settings: its other arguments, without return_lse.
+    """
+    if packed is not None and torch.compiler.is_compiling():  # a graph makes no patterns
+        q, k, v = in_autocast_type(q, k, v)
+        out = traced(q, k, v, pattern, layout, packed=packed.number, return_lse=False, **settings)
+    else:
+        if packed is not None and isinstance(pattern, Pattern):
+            pattern = _with_documents(pattern, packed.packed)
+        out = ring_attention(q, k, v, pattern, layout, **settings)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+@lru_cache(maxsize=64)
+def _with_documents(pattern: Pattern, documents: Documents | None) -> Pattern:
+    """One object for all layers of a model, and for all calls of a layer."""
+    return replace(pattern, documents=documents)
 
 
 def _on_device_of(q: object) -> AbstractContextManager[object]:

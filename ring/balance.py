@@ -22,7 +22,8 @@ Sources: WLB-LLM (arXiv 2503.17924) divides each document head and tail; MagiAtt
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from heapq import heapify, heapreplace
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -72,9 +73,22 @@ def work(pattern: Pattern, n: int, heads: int | None = None) -> Ints:
 
 
 def zigzag_owners(documents: Sequence[int], p: int) -> Ints:
-    """(n,): the rank of each position, where each document is divided into 2 p chunks, head and tail."""
-    pieces = [piece for length in documents for piece in _zigzag(length, p)]
-    flat = np.array(pieces, np.int64).reshape(-1, 2)
+    """(n,): the rank of each position, where each document of 2 p tokens or more is divided into 2 p chunks, head and
+    tail. Shorter ones stay whole: the longest first, each goes to the rank with the fewest tokens by then. So ranks
+    take turns at documents of each length.
+    """
+    pieces = [_zigzag(length, p) if length >= 2 * p else [] for length in documents]
+    held = [0] * p
+    for rank, count in chain.from_iterable(pieces):
+        held[rank] += count
+    fewest = [(count, rank) for rank, count in enumerate(held)]
+    heapify(fewest)
+    short = [number for number, length in enumerate(documents) if length < 2 * p]
+    for number in sorted(short, key=lambda number: -documents[number]):
+        count, rank = fewest[0]
+        heapreplace(fewest, (count + documents[number], rank))
+        pieces[number] = [(rank, documents[number])]
+    flat = np.array(list(chain.from_iterable(pieces)), np.int64).reshape(-1, 2)
     return np.repeat(flat[:, 0], flat[:, 1])
 
 

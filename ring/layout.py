@@ -11,8 +11,7 @@ and the last, rank 1 the two between. The cuts are 0, 8 and 16, and the shards c
     rank  start  step  length  positions
     0     0      1     4       0 1 2 3
     0     12     1     4       12 13 14 15
-    1     4      1     4       4 5 6 7
-    1     8      1     4       8 9 10 11
+    1     4      1     8       4 5 6 7 8 9 10 11
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
-from reference.documents import checked_lengths
+from reference.documents import check_tokens, checked_documents
 from reference.pattern import Pattern
 from ring.balance import owners, zigzag_owners
 
@@ -53,12 +52,12 @@ class Layout:
     """A permutation of the positions 0 .. n - 1, n up to 2^40, and its division among `world_size` ranks.
 
     Make one with `contiguous`, `zigzag`, `striped`, `hilbert`, `balanced` or `from_cuts`. Layouts are hashable, and
-    equal if they have the same runs (or listed order) and cuts.
+    equal if they have the same order, both as runs or both listed, and the same cuts.
     """
 
     n: int
     cuts: tuple[int, ...]
-    runs: tuple[Run, ...] | None  # the order as runs; None: it is listed in `listed`
+    runs: tuple[Run, ...] | None  # the order as runs, of one order always the same; None: it is listed in `listed`
     listed: np.ndarray | None = field(repr=False, default=None)  # (n,) int64
     number: int = field(init=False, repr=False)  # of this object, in this process
 
@@ -73,13 +72,16 @@ class Layout:
         """Rank r holds the chunks r and 2 p - 1 - r of 2 p equal ones, which gives all ranks equal causal work.
 
         documents: lengths of consecutive documents, as `Pattern` has them: each is divided like that by itself, so that
-        all ranks have equal work of each, and need keys of each. Documents of few tokens are divided unevenly.
+        all ranks have equal work of each, and need keys of each. Documents of less than 2 p tokens stay whole: the
+        longest first, each goes to the rank with the fewest tokens by then.
 
         Raises ValueError for lengths that do not add up to n.
         """
         _check_sizes(n, p)
-        if documents is not None:
-            return cls._of_owners(zigzag_owners(checked_lengths(documents, n), p), p)
+        lengths = checked_documents(documents)
+        check_tokens(lengths, n)
+        if lengths is not None:
+            return cls._of_owners(zigzag_owners(lengths, p), p)
         edges = _even_cuts(n, 2 * p)
         chunks = [c for r in range(p) for c in (r, 2 * p - 1 - r)]
         runs = [Run(edges[c], 1, edges[c + 1] - edges[c]) for c in chunks]
@@ -152,6 +154,8 @@ class Layout:
         return cls(n, cuts, runs, None if runs is not None else listed)
 
     def __post_init__(self) -> None:
+        if self.runs is not None:
+            object.__setattr__(self, "runs", _merged(self.runs))
         object.__setattr__(self, "number", next(_numbers))
         _by_number[self.number] = self
 
@@ -274,6 +278,26 @@ def _runs_of(order: np.ndarray, limit: int) -> tuple[Run, ...] | None:
             return None
         runs.append(run)
     return tuple(runs)
+
+
+def _merged(runs: Sequence[Run]) -> tuple[Run, ...]:
+    """The runs that `_runs_of` finds in the listing of these, without listing it: each takes from those behind it what
+    continues it.
+    """
+    found: list[Run] = []
+    for run in runs:
+        start, step, length = run
+        while length:
+            last = found[-1] if found else None
+            if last is not None and last.length == 1 and last.start < start:  # it goes on with any step
+                last = Run(last.start, start - last.start, 1)
+            if last is None or start != last.start + last.length * last.step:
+                found.append(Run(start, step if length > 1 else 1, length))
+                break
+            taken = length if step == last.step else 1
+            found[-1] = Run(last.start, last.step, last.length + taken)
+            start, length = start + taken * step, length - taken
+    return tuple(found)
 
 
 def _greedy_runs(order: np.ndarray) -> Iterator[Run]:

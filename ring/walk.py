@@ -51,10 +51,11 @@ class Walk:
 
 def walk_of(call: Call, setting: CallSetting, numbered: NumberedCall, transport: Transport, check: bool) -> Walk:
     """Of a call that was found right. Programs are kept by the setting, which has all that they are made of."""
-    programs = _programs.get(setting)
-    if programs is None:
-        made = Programs(_plan(call, transport.rank), call.q, call.kernel, call.factor)
-        programs = _programs.keep(setting, made, made.plan.nbytes)
+    programs = _programs.once(
+        setting,
+        lambda: Programs(_plan(call, transport.rank), call.q, call.kernel, call.factor),
+        lambda made: made.plan.nbytes,
+    )
     return Walk(programs, transport, numbered, check)
 
 

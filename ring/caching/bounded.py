@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import TypeVar
 
 K = TypeVar("K")
@@ -11,7 +12,7 @@ V = TypeVar("V")
 
 class Bounded(dict[K, V]):
     """`get` finds what was kept; `keep` keeps it, and forgets what came first if there are more than `most` entries, or
-    if together they take more than `most_bytes`. The newest stays in any case.
+    if together they take more than `most_bytes`. The newest stays in any case. `once` makes what is not there.
 
     Unlike `functools.lru_cache`, it can keep what was made of more than the key. Ranks may be threads of one process.
     """
@@ -20,6 +21,16 @@ class Bounded(dict[K, V]):
         super().__init__()
         self._most, self._most_bytes, self._lock = most, most_bytes, threading.Lock()
         self._bytes: dict[K, int] = {}
+
+    def once(self, key: K, make: Callable[[], V], nbytes: Callable[[V], int] | None = None) -> V:
+        """What is kept by this key, or what `make` returns, which is then kept; it is not None. nbytes: of that, about
+        what it takes. Threads that ask at the same time may each make one; the last is kept.
+        """
+        found = self.get(key)
+        if found is None:
+            made = make()
+            found = self.keep(key, made, 0 if nbytes is None else nbytes(made))
+        return found
 
     def keep(self, key: K, value: V, nbytes: int = 0) -> V:
         """nbytes: about what the value takes."""

@@ -25,6 +25,9 @@ from ring.plan.schedule import Transfer
 from ring.precision import accumulator_dtype
 from ring.strided_view import GradientSum, OverwritingView, StridedView
 
+# Rows of a shard, and slots of a buffer: `ring.comm.packing` counts them, and twice the slots, in 32 bits.
+_MOST_COUNTED = 2**30
+
 
 @dataclass(frozen=True)
 class Arrival:
@@ -141,7 +144,7 @@ class Exchange:
         """Fill the send buffer with the rows that a step sends."""
         if not gathers:
             return
-        if self.k.is_cuda:
+        if _in_one_pass(self.k, send_buffer):
             from ring.comm.packing import pack  # needs Triton, which only torch for GPUs brings
 
             pack(gathers, self.k, self.v, send_buffer)
@@ -198,6 +201,11 @@ class Exchange:
         finally:
             buffer_memory.count(self.transport, -self._allocated)
             self._allocated = 0
+
+
+def _in_one_pass(k: torch.Tensor, send_buffer: torch.Tensor) -> bool:
+    """Whether a kernel fills the buffer: on GPUs, unless there are more rows or slots than it can count."""
+    return k.is_cuda and max(k.shape[1], send_buffer.shape[0]) <= _MOST_COUNTED
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 A copy for every block, message and tensor, as on the CPU, would keep a short call waiting for a dozen small kernels
 before anything is computed. Here a table says which row and head of the shard every slot of the send buffer holds; it
-is made once for a plan's step. The plain version is that of `Exchange._pack`, which uses `ring.strided_view`.
+is made once for a plan's step. The plain version is that of `Exchange._pack`, which uses `ring.strided_view`; it takes
+the buffers with more slots, or shards with more rows, than are counted here in 32 bits.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import triton
 import triton.language as tl
 
 from ring.caching.bounded import Bounded
+from ring.caching.captured import kept_while_captured
 from ring.caching.captured import keep
 from ring.caching.launcher import Launcher
 from ring.plan.plan import SlotMap
@@ -73,14 +75,16 @@ _tables: Bounded[tuple[object, ...], torch.Tensor] = Bounded(1024, most_bytes=2*
 
 def _table(gathers: tuple[SlotMap, ...], device: torch.device) -> torch.Tensor:
     """(2, slots) int32: row and head of each slot, copied to a GPU once."""
-    found = _tables.get((gathers, device))
-    if found is None:
-        slots, rows, heads = (np.concatenate(column) for column in zip(*map(_listed, gathers), strict=True))
-        order = np.argsort(slots)
-        assert np.array_equal(slots[order], np.arange(len(slots)))  # every slot once, from the front
-        found = torch.from_numpy(np.stack((rows[order], heads[order])).astype(np.int32)).to(device)
-        _tables.keep((gathers, device), found, found.nbytes)
+    found = _tables.once((gathers, device), lambda: _rows_and_heads(gathers).to(device), lambda made: made.nbytes)
+    kept_while_captured(found)
     return found
+
+
+def _rows_and_heads(gathers: tuple[SlotMap, ...]) -> torch.Tensor:
+    slots, rows, heads = (np.concatenate(column) for column in zip(*map(_listed, gathers), strict=True))
+    order = np.argsort(slots)
+    assert np.array_equal(slots[order], np.arange(len(slots)))  # every slot once, from the front
+    return torch.from_numpy(np.stack((rows[order], heads[order])).astype(np.int32))
 
 
 def _listed(one: SlotMap) -> tuple[Ints, Ints, Ints]:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ring.caching.bounded import Bounded
+from ring.caching.captured import keep
 from ring.comm import signals
 from ring.comm.meeting import Copy, Flags, Meeting, Owner, Reader, Streams
 from ring.comm.process_group import ProcessGroupTransport, backends_of
@@ -69,11 +70,14 @@ class SymmetricTransport(ProcessGroupTransport):
         self._pools: list[_SharedMemory] = []  # all that there ever were: a captured graph may use any
 
     def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
-        """The first call of a kind is collective, and no other; so the key must be the same on all ranks."""
-        if key not in self._routes:
-            self._routes.keep(key, self._new_route(outgoing()))
-            self.by_nccl |= self._routes[key].by_nccl
-        self._route = self._routes[key]
+        """The first call of a kind is collective, and no other; so the key must be the same on all ranks.
+
+        What a CUDA graph captures goes on using its route, which is kept with it, whether forgotten here or not.
+        """
+        route = self._route = self._routes.once(key, lambda: self._new_route(outgoing()))
+        self.by_nccl |= route.by_nccl
+        if torch.cuda.is_current_stream_capturing():
+            keep(route)
         self._current = torch.cuda.current_stream(self._streams.side.device)  # without a device torch asks for it
 
     def empty(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

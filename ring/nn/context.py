@@ -7,7 +7,6 @@ forward that activation checkpointing computes again meets the layout that the f
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
@@ -17,11 +16,10 @@ from torch import Tensor
 from reference.documents import Documents, begins, first_few
 from reference.pattern import Pattern
 from ring.agreement import compare, refuse_dtensor
-from ring.attention import in_autocast_type, ring_attention
+from ring.attention import over_documents
 from ring.comm.group import transport_over
 from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.transport import Transport
-from ring.compiled import traced
 from ring.layout import Layout
 
 if TYPE_CHECKING:
@@ -183,19 +181,7 @@ class ContextParallel:
             "layout": self.layout, "group": group, "exchange": self.exchange,
             "bucket": self.bucket, "kernel": self.kernel, "scale": scale, "check": self.check, "name": name,
         }  # fmt: skip
-        if self._packed is not None and torch.compiler.is_compiling():  # a graph makes no patterns
-            number, (q, k, v) = self._packed.number, in_autocast_type(q, k, v)
-            out = traced(q, k, v, pattern, packed=number, return_lse=False, **settings)
-        else:
-            out = ring_attention(q, k, v, self._over_documents(pattern), **settings)
-        assert isinstance(out, torch.Tensor)
-        return out
-
-    def _over_documents(self, pattern: Pattern) -> Pattern:
-        """The pattern over this sequence: one object for all layers, and for all calls of a layer."""
-        if self.documents is None or not isinstance(pattern, Pattern):
-            return pattern
-        return self.once(("pattern", pattern), lambda: replace(pattern, documents=self.documents))
+        return over_documents(self._packed, q, k, v, pattern, **settings)
 
     def check_local(self, name: str, x: Tensor, shape: tuple[str, ...], dim: int) -> None:
         """Raise unless x has the dimensions that `shape` names and, along `dim`, the tokens of this rank.

@@ -41,11 +41,8 @@ _kept: Bounded[tuple[Ranges, bool], Needs] = Bounded(16, most_bytes=2**27)
 
 def needs_of(ranges: Ranges, causal: bool) -> Needs:
     """The needs of all ranks, in the order (rank, range). Every rank computes all, so both ends of a message agree."""
-    found = _kept.get((ranges, causal))
-    if found is None:
-        found = _needs(ranges, causal)
-        _kept.keep((ranges, causal), found, ranges.nbytes + 3 * found.count.nbytes)
-    return found
+    key = ranges, causal
+    return _kept.once(key, lambda: _needs(*key), lambda made: ranges.nbytes + 3 * made.count.nbytes)
 
 
 def _needs(ranges: Ranges, causal: bool) -> Needs:

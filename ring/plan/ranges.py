@@ -147,11 +147,7 @@ _tables: Bounded[Hashable, Ranges] = Bounded(64, most_bytes=2**28)
 def ranges_of(pattern: Pattern, layout: Layout, heads: int, kv_heads: int) -> Ranges:
     """The ranges of all ranks."""
     key = pattern, layout, heads, kv_heads
-    found = _tables.get(key)
-    if found is None:
-        found = _ranges(*key)
-        _tables.keep(key, found, found.nbytes)
-    return found
+    return _tables.once(key, lambda: _ranges(*key), lambda made: made.nbytes)
 
 
 def _ranges(pattern: Pattern, layout: Layout, heads: int, kv_heads: int) -> Ranges:

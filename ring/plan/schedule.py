@@ -150,11 +150,9 @@ _asked: Bounded[Hashable, _Requests] = Bounded(16, most_bytes=2**27)
 def _requests(ranges: Ranges, layout: Layout, causal: bool, most: int) -> _Requests:
     """For all ranks at once."""
     key = ranges, layout, causal, most
-    found = _asked.get(key)
-    if found is None:
-        found = _all_requests(*key)
-        _asked.keep(key, found, ranges.nbytes + found.whole.nbytes + found.cut.nbytes)
-    return found
+    return _asked.once(
+        key, lambda: _all_requests(*key), lambda made: ranges.nbytes + made.whole.nbytes + made.cut.nbytes
+    )
 
 
 def _all_requests(ranges: Ranges, layout: Layout, causal: bool, most: int) -> _Requests:
@@ -267,11 +265,7 @@ _under_way: Bounded[Hashable, _Travelling] = Bounded(16, most_bytes=2**27)
 def _travelling(ranges: Ranges, layout: Layout, causal: bool, most: int) -> _Travelling:
     """For all ranks at once."""
     key = ranges, layout, causal, most
-    found = _under_way.get(key)
-    if found is None:
-        found = _all_travelling(*key)
-        _under_way.keep(key, found, ranges.nbytes + found.chunks.nbytes)
-    return found
+    return _under_way.once(key, lambda: _all_travelling(*key), lambda made: ranges.nbytes + made.chunks.nbytes)
 
 
 def _all_travelling(ranges: Ranges, layout: Layout, causal: bool, most: int) -> _Travelling:

@@ -59,6 +59,53 @@ def test_zigzag_divides_each_document_head_and_tail() -> None:
     assert len({int(cost[layout.positions(rank)].sum()) for rank in range(4)}) == 1
 
 
+@given(st.lists(st.integers(0, 60), max_size=12), st.integers(1, 5))
+@settings(QUIET, max_examples=100)
+def test_zigzag_divides_long_documents_and_leaves_short_ones_whole(lengths: list[int], p: int) -> None:
+    layout, begin = Layout.zigzag(sum(lengths), p, documents=tuple(lengths)), 0
+    held = [set(layout.positions(rank).tolist()) for rank in range(p)]
+    for length in lengths:
+        mine = [sorted(one & set(range(begin, begin + length))) for one in held]
+        if length >= 2 * p:
+            edges = [begin + chunk * length // (2 * p) for chunk in range(2 * p + 1)]
+            chunks = [list(range(a, b)) for a, b in itertools.pairwise(edges)]
+            assert mine == [chunks[rank] + chunks[2 * p - 1 - rank] for rank in range(p)]
+        else:
+            assert sum(map(bool, mine)) == min(length, 1)
+        begin += length
+
+
+@given(st.integers(2, 8), st.data())
+@settings(QUIET, max_examples=100)
+def test_short_documents_are_as_many_tokens_on_every_rank(p: int, data: st.DataObject) -> None:
+    """The last that a rank gets, it gets when it has no more tokens than the mean of those that are dealt by then."""
+    lengths = data.draw(st.lists(st.integers(0, 2 * p - 1), min_size=1, max_size=60))
+    layout = Layout.zigzag(sum(lengths), p, documents=tuple(lengths))
+    assert max(layout.counts) <= sum(lengths) / p + max(lengths)
+    assert layout == Layout.zigzag(sum(lengths), p, documents=tuple(lengths))
+
+
+@given(st.integers(2, 8), st.data())
+@settings(QUIET, max_examples=60)
+def test_ranks_take_turns_at_short_documents_of_each_length(p: int, data: st.DataObject) -> None:
+    """Where every length is there for each rank, also in another order, all have the same of them, and equal work."""
+    one = data.draw(st.lists(st.integers(1, 2 * p - 1), min_size=1, max_size=8))
+    lengths = tuple(data.draw(st.permutations(one * p)))
+    layout = Layout.zigzag(sum(lengths), p, documents=lengths)
+    assert set(layout.counts) == {sum(one)}
+    assert unevenness(layout, Pattern.dense(True, lengths)) == 1.0
+
+
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_many_short_documents_are_even(p: int) -> None:
+    """Those of one token, which are given last, level the tokens."""
+    generator = np.random.default_rng(p)
+    lengths = tuple(generator.integers(1, 2 * p, 400).tolist())
+    layout = Layout.zigzag(sum(lengths), p, documents=lengths)
+    assert max(layout.counts) * p <= sum(lengths) + p
+    assert unevenness(layout, Pattern.dense(True, lengths)) <= ENOUGH
+
+
 def unevenness(layout: Layout, pattern: Pattern) -> float:
     """Of the most loaded rank, its work as a multiple of the mean."""
     cost, p = work(pattern, layout.n), layout.world_size
@@ -126,7 +173,7 @@ def test_short_documents_stay_whole() -> None:
 
 def test_without_documents_contiguous_or_zigzag_are_enough() -> None:
     causal, zigzag = Layout.balanced(Pattern.dense(True), 1 << 12, 4), Layout.zigzag(1 << 12, 4)
-    assert all(torch.equal(causal.positions(rank), zigzag.positions(rank)) for rank in range(4))
+    assert causal == zigzag == Layout.zigzag(1 << 12, 4, documents=(1 << 12,))
     assert Layout.balanced(Pattern.longnet((64,), (1,), 4, True), 1 << 12, 4) == Layout.contiguous(1 << 12, 4)
 
 

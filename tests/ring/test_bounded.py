@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
@@ -34,6 +35,35 @@ def test_the_oldest_are_forgotten_until_the_rest_is_light() -> None:
     kept.clear()
     kept.keep("f", 0, 100)
     assert list(kept) == ["f"]
+
+
+def test_what_is_there_is_not_made_again() -> None:
+    kept: Bounded[str, int] = Bounded(10, most_bytes=100)
+    made: list[int] = []
+
+    def make() -> int:
+        made.append(len(made))
+        return made[-1]
+
+    assert [kept.once("a", make), kept.once("a", make)] == [0, 0] and made == [0]
+    assert kept.once("b", make, lambda value: 60 * value) == 1  # 0 is something: it is there
+    assert kept.once("c", make, lambda value: 60 * value) == 2 and list(kept) == ["c"]
+    assert kept.once("a", make) == 3
+
+
+def test_what_cannot_be_made_is_not_kept() -> None:
+    kept: Bounded[str, float] = Bounded(10)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            kept.once("a", lambda: 1 / 0)
+    assert not kept and kept.once("a", lambda: 1.0) == 1.0
+
+
+def test_threads_that_ask_at_once_all_get_one() -> None:
+    kept: Bounded[int, str] = Bounded(4)
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda key: kept.once(key % 7, lambda: str(key % 7)), range(2000)))
+    assert found == [str(key % 7) for key in range(2000)] and len(kept) <= 4
 
 
 def test_plans_of_ever_other_documents_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:

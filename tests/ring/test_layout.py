@@ -17,6 +17,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ring.layout import Layout, Run
+from tests.support.orders import orders_and_cuts
 
 NAMED: dict[str, Callable[[int, int], Layout]] = {
     "contiguous": Layout.contiguous,
@@ -38,26 +39,6 @@ def listed_copy(layout: Layout) -> Layout:
 
 def runs_to_positions(runs: list[Run]) -> list[int]:
     return [run.start + i * run.step for run in runs for i in range(run.length)]
-
-
-@st.composite
-def orders_and_cuts(draw: Any) -> tuple[list[int], tuple[int, ...]]:
-    """From few runs, some of them reversed or interleaved, to plain permutations; empty shards occur."""
-    n = draw(st.integers(0, 40))
-    kind = draw(st.sampled_from(("range", "blocks", "residues", "permutation")))
-    if kind == "range":
-        order = list(range(n))
-    elif kind == "blocks":
-        edge = sorted(draw(st.lists(st.integers(0, n), max_size=3)))
-        parts = [list(range(a, b)) for a, b in zip([0, *edge], [*edge, n], strict=True)]
-        order = [position for part in draw(st.permutations(parts)) for position in part]
-    elif kind == "residues":
-        step = draw(st.integers(1, 5))
-        order = [position for r in draw(st.permutations(range(step))) for position in range(r, n, step)]
-    else:
-        order = draw(st.permutations(range(n)))
-    inner = sorted(draw(st.lists(st.integers(0, n), max_size=5)))
-    return order, (0, *inner, n)
 
 
 @pytest.mark.parametrize("name", NAMED)

@@ -12,7 +12,7 @@ import torch
 from reference.pattern import Pattern
 from ring import Layout, ring_attention
 from ring.comm.buffer_memory import measure
-from ring.comm.exchange import Exchange, _summed
+from ring.comm.exchange import Exchange, _in_one_pass, _summed
 from ring.comm.transport import Outgoing, SoloTransport
 from ring.plan.plan import Plan, plan_of
 from verification.run.simulation.simulated_transport import SimulatedTransport
@@ -31,6 +31,24 @@ def attend(transport: SimulatedTransport, heads: int = 1, batch: int = 1, dim: i
     out = ring_attention(q, k, v, DENSE, LAYOUT, group=transport, exchange=exchange)
     assert isinstance(out, torch.Tensor)
     torch.autograd.grad(out.sum(), (q, k, v))
+
+
+@pytest.mark.parametrize(
+    ("rows", "slots", "device", "in_one_pass"),
+    [
+        (2**30, 2**30, "cuda", True),
+        (2**30 + 1, 1, "cuda", False),
+        (1, 2**30 + 1, "cuda", False),
+        (2**33, 2**33, "cuda", False),
+        (1, 1, "cpu", False),
+    ],
+)
+def test_what_cannot_be_counted_in_32_bits_is_packed_by_views(
+    rows: int, slots: int, device: str, in_one_pass: bool
+) -> None:
+    k, buffer = (torch.empty(shape, device="meta") for shape in ((1, rows, 1, 1), (slots, 2, 1, 1)))
+    on_device: Any = SimpleNamespace(is_cuda=device == "cuda", shape=k.shape)
+    assert _in_one_pass(on_device, buffer) == in_one_pass
 
 
 def test_buffers_are_counted_for_each_rank_and_given_back_after_each_call() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from reference.pattern import Pattern
-from ring import Layout
+from ring import Layout, attention, ring_attention
 from ring.nn import (
     IGNORED,
     ContextParallel,
@@ -150,14 +151,20 @@ def test_a_handle_with_documents() -> None:
     assert "documents" not in repr(ContextParallel(layout))
 
 
-def test_a_pattern_over_the_documents_is_one_object_for_all_layers() -> None:
+def test_a_pattern_over_the_documents_is_one_object_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Pattern] = []
+
+    def called(*given: Any, **settings: Any) -> Any:
+        seen.append(given[3])
+        return ring_attention(*given, **settings)
+
+    monkeypatch.setattr(attention, "ring_attention", called)
     context = ContextParallel(Layout.contiguous(N, 1)).with_documents(DOCUMENTS)
-    first = context._over_documents(PATTERN)
-    assert first.documents is context.documents and first.branches == PATTERN.branches
-    assert (
-        context._over_documents(Pattern(PATTERN.branches, True)) is first
-        and context._over_documents(Pattern.dense()) is not first
-    )
+    x = torch.randn(1, N, 2, 4)
+    for pattern in (PATTERN, Pattern(PATTERN.branches, True, (N,)), PATTERN, Pattern.dense()):
+        context.attention(x, x, x, pattern)
+    assert seen[0] == replace(PATTERN, documents=DOCUMENTS) and seen[2] is seen[0]
+    assert seen[1] == seen[0] and seen[3] == Pattern.dense(documents=DOCUMENTS)
 
 
 @pytest.fixture

@@ -279,8 +279,27 @@ def test_every_module_is_changed_unless_only_gpus_run_it() -> None:
 
 def test_what_only_gpus_run_is_there() -> None:
     for file, names in targets.functions_on_gpus().items():
-        defined = {node.name for node in ast.parse((ROOT / file).read_text()).body if isinstance(node, ast.FunctionDef)}
-        assert set(names) <= defined, file
+        assert set(names) <= defined(ast.parse((ROOT / file).read_text())), file
+
+
+def defined(where: ast.Module | ast.ClassDef, before: str = "") -> set[str]:
+    """Functions, classes and methods (`Class.method`)."""
+    found: set[str] = set()
+    for node in where.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(before + node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= defined(node, f"{before}{node.name}.")
+    return found
+
+
+def test_a_method_that_only_gpus_run_is_left_out_and_its_class_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = replace(change(*SAME), file="ring/some.py")
+    monkeypatch.setattr(targets, "functions_on_gpus", lambda: {made.file: ["Kept.method", "alone", "Whole"]})
+    left_out = ("Kept.method", "Kept.method.inner", "alone", "alone.inner", "Whole", "Whole.method")
+    for function in (*left_out, "Kept", "Kept.method_too", "Kept.other", "lonely", "alone_too", "method", ""):
+        assert targets.runs_on_gpus_only(replace(made, function=function)) == (function in left_out)
+    assert not targets.runs_on_gpus_only(replace(made, file="ring/other.py", function="alone"))
 
 
 def test_the_tests_of_a_file_mirror_it() -> None:

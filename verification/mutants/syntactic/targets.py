@@ -28,12 +28,13 @@ def files_on_gpus() -> list[str]:
 
 
 def functions_on_gpus() -> dict[str, list[str]]:
-    """By file: likewise, functions of files that CPUs run in part."""
+    """By file: likewise, functions, classes and methods (`Class.method`) of files that CPUs run in part."""
     return dict(_on_gpus()["functions"])
 
 
 def runs_on_gpus_only(change: Mutation) -> bool:
-    return change.function.partition(".")[0] in functions_on_gpus().get(change.file, ())
+    names = functions_on_gpus().get(change.file, ())
+    return any(f"{change.function}.".startswith(f"{name}.") for name in names)
 
 
 @cache

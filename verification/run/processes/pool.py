@@ -206,11 +206,6 @@ class Pool:
             raise failure
         raise failure
 
-    def rebuild(self) -> None:
-        """Replace all ranks: for a caller who found an answer wrong, so that no stray message reaches a later call."""
-        self._live()
-        self._start()
-
     def close(self) -> None:
         """End all ranks. Calling it again does nothing."""
         if self._ranks is not None:

@@ -116,7 +116,7 @@ def test_closing_ends_the_ranks_and_a_closed_pool_says_so() -> None:
         pids = pool.pids
         ticket = pool.submit(echo)
     assert all(map(gone, pids))
-    for attempt in (lambda: pool.run(echo), lambda: pool.collect(ticket), lambda: pool.pids, pool.rebuild):
+    for attempt in (lambda: pool.run(echo), lambda: pool.collect(ticket), lambda: pool.pids):
         with pytest.raises(PoolError, match="closed"):
             attempt()
     pool.close()
@@ -128,13 +128,6 @@ def test_a_forgotten_pool_ends_its_ranks() -> None:
     del pool
     gc.collect()
     assert all(map(gone, pids))
-
-
-def test_rebuild_replaces_every_rank(pools: Pools) -> None:
-    pool = pools(3)
-    pids = pool.pids
-    pool.rebuild()
-    assert all(map(gone, pids)) and works(pool)
 
 
 def test_bad_arguments_are_named(pools: Pools) -> None:

@@ -227,7 +227,7 @@ def test_a_call_that_cannot_be_sent_changes_nothing(pools: Pools) -> None:
 
 
 @pytest.mark.slow
-def test_thirty_rebuilds_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thirty_failures_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def holdings() -> tuple[int, int, int]:
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), len(children)

@@ -1,0 +1,86 @@
+"""What is kept of symmetric memory for captured CUDA graphs: the rule, on a machine without GPUs."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ring.caching import captured
+from ring.caching.bounded import Bounded
+from ring.caching.captured import kept_for_one_graph
+from ring.comm.symmetric_memory import SymmetricTransport, _Route
+
+KINDS = 3  # of calls of which a transport here knows the routes
+
+
+class OnNoGPU(SymmetricTransport):
+    """Whose ranks have told each other where their buffers lie."""
+
+    def __init__(self) -> None:
+        self._routes = Bounded(KINDS)
+        self._streams = SimpleNamespace(side=SimpleNamespace(device=None))  # type: ignore[assignment]
+        self.by_nccl = False
+        self.made = 0
+
+    def _new_route(self, outgoing: object) -> _Route:
+        self.made += 1
+        return _Route({}, [], None)
+
+
+@pytest.fixture
+def transport(monkeypatch: pytest.MonkeyPatch) -> OnNoGPU:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(captured, "_for_ever", [])
+    capturing(monkeypatch, False)
+    return OnNoGPU()
+
+
+def capturing(monkeypatch: pytest.MonkeyPatch, whether: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: whether)
+
+
+def prepared(transport: SymmetricTransport, kind: int) -> weakref.ref[_Route]:
+    transport.prepare(kind, list)
+    assert transport._route is not None
+    return weakref.ref(transport._route)
+
+
+def forget(transport: SymmetricTransport) -> None:
+    """What was prepared before."""
+    for kind in range(100, 100 + KINDS):
+        prepared(transport, kind)
+    gc.collect()
+
+
+def test_a_route_is_made_once_and_forgotten_after_many_others(transport: OnNoGPU) -> None:
+    route = prepared(transport, 0)
+    assert prepared(transport, 0)() is route() is not None and transport.made == 1
+    forget(transport)
+    assert route() is None
+
+
+def test_a_route_is_there_as_long_as_the_graph_that_replays_it(
+    transport: OnNoGPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with kept_for_one_graph() as reads:
+        capturing(monkeypatch, True)
+        route = prepared(transport, 0)
+        capturing(monkeypatch, False)
+    forget(transport)
+    assert 0 not in transport._routes and reads == [route()] and captured._for_ever == []
+    reads.clear()
+    gc.collect()
+    assert route() is None
+
+
+def test_a_route_in_a_graph_of_the_user_is_there_for_ever(transport: OnNoGPU, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = prepared(transport, 0)  # a call of the kind, not captured
+    capturing(monkeypatch, True)
+    assert prepared(transport, 0)() is before()
+    capturing(monkeypatch, False)
+    forget(transport)
+    assert 0 not in transport._routes and before() is not None
