@@ -188,13 +188,14 @@ def most_partials(order: str, cut: bool, ranks: int, tokens: int, bucket: int, b
 
     order, cut: the order of the tokens, and whether it is cut into shards in another way than the order's own.
 
-    Per branch: the order of the tokens is a list of arithmetic runs (1 contiguous; p striped; 2 p zigzag; any other is
-    kept as at most 2 p runs, or else handled by position, one part per shard). The p - 1 cuts between shards add a
+    Per branch: the order of the tokens is a list of arithmetic runs (1 contiguous; p striped, and in each document p
+    contiguous by document; 2 p zigzag; any other is kept as at most 2 p runs, or else handled by position, one part per
+    shard). The p - 1 cuts between shards add a
     part each, where they do not coincide with the ends of runs. A bucket of tokens cuts shard i, of n_i tokens, at
     most ceil(n_i / bucket) times, in all n / bucket + p, and not at all if it holds all branches' tokens. The fused
     kernel takes 512 keys at a time: n / 512 more. A row's keys are those of one document, so documents add no parts.
     """
-    if not cut and order in ("contiguous", "striped"):
+    if not cut and order in ("contiguous", "striped", "contiguous by document"):
         runs = ranks
     else:
         runs = {"contiguous": 1, "striped": ranks}.get(order, 2 * ranks) + (ranks - 1 if cut else 0)

@@ -15,6 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
+Division = tuple[str, int, int, tuple[int, ...] | None, int, tuple[int, ...] | None]  # the arguments of `shards`
+BY_DOCUMENT = " by document"  # at the end of an order: it is that of each document
 LEAST_BUCKET = 1024  # tokens of a default bucket
 LEAST_BUCKET_ON_GPUS = 65536
 
@@ -38,9 +40,11 @@ class Shards:
 
 
 @lru_cache(maxsize=256)
-def shards(order: str, n: int, p: int, cuts: tuple[int, ...] | None, seed: int = 0) -> Shards:
+def shards(
+    order: str, n: int, p: int, cuts: tuple[int, ...] | None, seed: int = 0, documents: tuple[int, ...] | None = None
+) -> Shards:
     """The shards of p ranks. cuts: p + 1 offsets into the order, or None for the order's own. seed: of "shuffled" and
-    "permuted".
+    "permuted". documents: the lengths of consecutive ones, n in all, for orders "by document"; None is one.
 
     contiguous  position x belongs to the greatest rank r for which r n / p, rounded down, is <= x
     zigzag      the same for 2 p chunks; rank r has the r-th from the front and the r-th from the back
@@ -51,7 +55,9 @@ def shards(order: str, n: int, p: int, cuts: tuple[int, ...] | None, seed: int =
     shuffled    a random permutation, cut evenly
     permuted    up to 2 p ranges of random length, in random order, cut evenly
 
-    The first three keep a rank's positions ascending. Raises ValueError for any other order.
+    contiguous by document, zigzag by document: each document is divided like that by itself
+
+    The first three, and those by document, keep a rank's positions ascending. Raises ValueError for any other order.
     """
     everything = np.arange(n)
     if order in ("hilbert", "shuffled", "permuted"):
@@ -60,7 +66,9 @@ def shards(order: str, n: int, p: int, cuts: tuple[int, ...] | None, seed: int =
         )
         held = [listed[_part(everything, n, p) == rank] for rank in range(p)]
     else:
-        owner = _owner(order, everything, n, p)
+        base, by_document, _ = order.partition(BY_DOCUMENT)
+        lengths = (documents or (n,)) if by_document else (n,)
+        owner = np.concatenate([_owner(base, np.arange(length), length, p) for length in lengths])
         groups = (everything[::2], everything[1::2]) if order == "spliced" else (everything,)
         held = [np.concatenate([x[owner[x] == rank] for x in groups]) for rank in range(p)]
     if cuts is not None:

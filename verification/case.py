@@ -19,7 +19,7 @@ from torch import Tensor
 
 from reference import fields, shards
 from reference.pattern import Pattern
-from reference.shards import Shards
+from reference.shards import Division, Shards
 from verification.wording import misfits
 
 DTYPES = {
@@ -29,6 +29,8 @@ DTYPES = {
     "float16": torch.float16,
 }
 ORDERS = ("contiguous", "zigzag", "striped", "hilbert", "spliced", "paired", "shuffled", "permuted")
+# Those of each document by itself. They are not drawn; claims of peers take Cases there.
+ORDERS_BY_DOCUMENT = ("contiguous by document", "zigzag by document")
 EXCHANGES = ("ring", "direct", "gather")
 KERNELS = ("auto", "math", "flash", "cudnn")
 DEVICES = ("cpu", "cuda")
@@ -54,7 +56,7 @@ class Case:
     tokens        length n of the sequence
     order         order of the tokens: one of ORDERS; "spliced" has the even positions contiguous, the odd ones
                   striped; "paired" has neighbouring shards half the ring apart; "shuffled" is a permutation drawn from
-                  the seed, "permuted" one of a few whole ranges
+                  the seed, "permuted" one of a few whole ranges; or one of ORDERS_BY_DOCUMENT
     cuts          p + 1 non-decreasing offsets into the order from 0 to n, p the size of the group; None: the layout's
                   own
     pattern       who sees whom; its documents, if it has any, add up to the tokens
@@ -197,11 +199,13 @@ class Case:
         """Who holds which positions, by definition: what the ranks' `Layout` is checked against."""
         return shards.shards(*self.division())
 
-    def division(self) -> tuple[str, int, int, tuple[int, ...] | None, int]:
-        """(order, tokens, ranks, cuts, seed): what the shards depend on. The seed is 0 for an order that is not random,
-        so that a cache has one entry for all such Cases."""
+    def division(self) -> Division:
+        """(order, tokens, ranks, cuts, seed, documents): what the shards depend on. The seed is 0 for an order that is
+        not random, and documents are None for one that does not go by them, so that a cache has one entry for all such
+        Cases."""
         seed = self.seed if self.order in ("shuffled", "permuted") else 0
-        return self.order, self.tokens, len(self.ranks), self.cuts, seed
+        documents = self.pattern.documents if self.order in ORDERS_BY_DOCUMENT else None
+        return self.order, self.tokens, len(self.ranks), self.cuts, seed, documents
 
     def again_on(self, index: int) -> str:
         """`again` of the rank at that index of the group. "apart": some of q, k and v, by the seed."""
@@ -341,7 +345,7 @@ _VALUES: dict[str, Any] = {
 }
 VALUES = tuple(_VALUES)
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "order": ORDERS,
+    "order": (*ORDERS, *ORDERS_BY_DOCUMENT),
     "dtype": tuple(DTYPES),
     "values": VALUES,
     "exchange": EXCHANGES,

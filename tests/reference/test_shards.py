@@ -44,9 +44,32 @@ def test_on_paper(order: str, n: int, p: int, cuts: tuple[int, ...] | None, want
     assert held(order, n, p, cuts) == wanted
 
 
-def test_an_unknown_order_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("order", "documents", "wanted"),
+    [
+        ("contiguous", (4, 0, 2), [[0, 1, 4], [2, 3, 5]]),
+        ("contiguous", (3, 1), [[0], [1, 2, 3]]),  # 0 | 1 2, and all of the second
+        ("zigzag", (8, 4), [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]),
+        ("zigzag", None, [[0, 3], [1, 2]]),
+    ],
+)
+def test_by_document_on_paper(order: str, documents: tuple[int, ...] | None, wanted: list[list[int]]) -> None:
+    n = sum(map(len, wanted))
+    assert [x.tolist() for x in shards(f"{order} by document", n, 2, None, 0, documents).positions] == wanted
+
+
+@given(st.sampled_from(("contiguous", "zigzag")), st.integers(1, 5), st.lists(st.integers(0, 20), min_size=1))
+def test_the_ring_s_layouts_by_document_are_these(order: str, p: int, documents: list[int]) -> None:
+    order, n = f"{order} by document", sum(documents)
+    layout, found = _layout(order, n, p, None, 0, tuple(documents)), shards(order, n, p, None, 0, tuple(documents))
+    assert found.counts == layout.counts
+    assert all(layout.positions(rank).tolist() == found.positions[rank].tolist() for rank in range(p))
+
+
+@pytest.mark.parametrize("order", ("random", "random by document"))
+def test_an_unknown_order_is_refused(order: str) -> None:
     with pytest.raises(ValueError, match="order is 'random'"):
-        shards("random", 4, 2, None)
+        shards(order, 4, 2, None)
 
 
 @given(st.sampled_from(ORDERS), st.integers(1, 80), st.integers(1, 9), st.integers(0, 3))

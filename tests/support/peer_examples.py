@@ -34,6 +34,20 @@ def dilated(case: Case) -> Case:
     return dataclasses.replace(claim(case), pattern=Pattern.longnet([2], [2], case.heads, offsets="fkodom"))
 
 
+def with_documents(case: Case) -> Case:
+    case = claims.packed(
+        claims.one_process(claims.without_own_settings(claims.default_scale(claims.without_lse(case))))
+    )
+    return claims.equal_heads(claims.in_dtypes(case, "float32", "float64"))
+
+
+def document_by_document(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | None) -> Tensor:
+    """One after another, and set end to end."""
+    documents = list(case.pattern.documents or (case.tokens,))
+    parts = ((*part, case, group) for part in zip(*(x.split(documents, 1) for x in (q, k, v)), strict=True))
+    return torch.cat([plain(*part) for part in parts], 1)
+
+
 def plain(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | None) -> Tensor:
     assert group is None
     return attention(q, k, v, case.softmax_scale, case.pattern.causal)[0]
@@ -130,6 +144,8 @@ def without_end() -> None:
 sound = Peer("mine", "dense, one process", claim, plain, worlds=(1,))
 raises = dataclasses.replace(sound, attend=raising)
 aborts = dataclasses.replace(sound, attend=aborting)
+packed = dataclasses.replace(sound, claims=with_documents, attend=document_by_document)
+unpacked = dataclasses.replace(sound, claims=with_documents)
 hangs = dataclasses.replace(sound, attend=waiting)
 unconnected = dataclasses.replace(sound, attend=connected_to_nothing)
 transposed = dataclasses.replace(sound, attend=heads_before_tokens)

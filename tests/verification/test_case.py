@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from reference import Branch, Pattern
-from verification.case import DTYPES, ORDERS, VALUES, Case
+from verification.case import DTYPES, ORDERS, ORDERS_BY_DOCUMENT, VALUES, Case
 from verification.run.layouts import layout_of, strided_copy
 
 
@@ -158,9 +158,9 @@ def test_dlse_is_zero_unless_lse_is_differentiated() -> None:
 
 
 def test_shards_by_definition_are_the_layout_s() -> None:
-    for order in ORDERS:
+    for order in (*ORDERS, *ORDERS_BY_DOCUMENT):
         for cuts in (None, (0, 5, 5, 13)):
-            given = case(order=order, cuts=cuts)
+            given = case(order=order, cuts=cuts, pattern=Pattern.dense(documents=(6, 0, 7)))
             layout, defined = layout_of(given), given.shards()
             assert layout.counts == defined.counts
             assert all(layout.positions(i).tolist() == defined.positions[i].tolist() for i in range(3))

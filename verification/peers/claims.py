@@ -6,6 +6,7 @@ A step changes as little as it can and never makes a small Case large, so that C
 from __future__ import annotations
 
 import dataclasses
+from itertools import accumulate, pairwise
 
 from reference.pattern import Pattern
 from verification.case import Case
@@ -19,6 +20,12 @@ def without_own_settings(case: Case) -> Case:
 def dense(case: Case, causal: bool | None = None) -> Case:
     """Plain attention, without documents. causal: True for always, False for never, None as the Case has it."""
     return dataclasses.replace(case, pattern=Pattern.dense(case.pattern.causal if causal is None else causal))
+
+
+def packed(case: Case, causal: bool | None = None) -> Case:
+    """Plain attention of one sequence, within its documents if it has some. causal: as for `dense`."""
+    pattern = Pattern.dense(case.pattern.causal if causal is None else causal, case.pattern.documents)
+    return dataclasses.replace(case, batch=1, pattern=pattern)
 
 
 def all_ranks(case: Case) -> Case:
@@ -36,6 +43,19 @@ def even_shards(case: Case, order: str, chunks: int = 1) -> Case:
     unit = len(case.ranks) * chunks
     tokens = max(1, -(-case.tokens // unit)) * unit
     return case.lengthened(tokens, order=order, cuts=None)
+
+
+def even_parts(case: Case, order: str, chunks: int = 1) -> Case:
+    """Shards of one length, to which every document gives as many tokens, a multiple of `chunks`; in that order, by
+    document. Where documents meet goes down to a multiple of chunks * ranks; those of which nothing is left go."""
+    unit, before = len(case.ranks) * chunks, case.pattern.documents
+    case = even_shards(case, order, chunks)
+    if before is None:
+        return case
+    edges = (0, *(edge // unit * unit for edge in accumulate(before[:-1])), case.tokens)
+    lengths = zip((b - a for a, b in pairwise(edges)), before, strict=True)
+    documents = tuple(length for length, had in lengths if length or not had)  # empty ones that were drawn stay
+    return dataclasses.replace(case, pattern=dataclasses.replace(case.pattern, documents=documents))
 
 
 def one_process(case: Case) -> Case:

@@ -14,6 +14,7 @@ from verification.peers.adapters import (
     dilated_attention_pytorch,
     ring_attention_pytorch,
     ring_flash_attn,
+    ring_flash_attn_varlen,
     torchscale,
     yunchang,
 )
@@ -28,6 +29,9 @@ KNOWN = {
         ring_flash_attn.ring,
         ring_flash_attn.zigzag,
         ring_flash_attn.stripe,
+        ring_flash_attn_varlen.llama3,
+        ring_flash_attn_varlen.ring,
+        ring_flash_attn_varlen.zigzag,
         yunchang.basic,
         yunchang.zigzag,
         yunchang.strip,

@@ -17,7 +17,7 @@ from ring import Layout
 class Divided(Protocol):
     """A Case, or what else has tokens that are divided among ranks."""
 
-    def division(self) -> tuple[str, int, int, tuple[int, ...] | None, int]: ...
+    def division(self) -> shards.Division: ...
 
 
 def layout_of(case: Divided) -> Layout:
@@ -26,28 +26,39 @@ def layout_of(case: Divided) -> Layout:
 
 
 @lru_cache(maxsize=256)
-def _layout(order: str, n: int, p: int, cuts: tuple[int, ...] | None, seed: int) -> Layout:
+def _layout(
+    order: str, n: int, p: int, cuts: tuple[int, ...] | None, seed: int, documents: tuple[int, ...] | None = None
+) -> Layout:
     if order in ("shuffled", "permuted"):
         listed = shards.shuffled(n, seed) if order == "shuffled" else shards.permuted(n, p, seed)
         return Layout.from_cuts(listed, cuts or [r * n // p for r in range(p + 1)])
-    if order == "spliced":  # on each rank two runs of different steps that lie within each other
-        evens = (n + 1) // 2
-        runs = [
-            (range(2 * (r * evens // p), 2 * ((r + 1) * evens // p), 2), range(1 + 2 * r, n, 2 * p)) for r in range(p)
-        ]
-        counts = [len(even) + len(odd) for even, odd in runs]
-        spliced = torch.tensor([position for pair in runs for run in pair for position in run], dtype=torch.int64)
-        return Layout.from_cuts(spliced, cuts or list(accumulate(counts, initial=0)))
-    if order == "paired":
-        ranges = [range(i * n // p, (i + 1) * n // p) for i in (*range(0, p, 2), *range(1, p, 2))]
-        paired = torch.tensor([position for held in ranges for position in held], dtype=torch.int64)
-        return Layout.from_cuts(paired, cuts or list(accumulate(map(len, ranges), initial=0)))
+    if order in ("spliced", "paired", "contiguous by document"):
+        held = _held(order, n, p, documents or (n,))
+        positions = torch.tensor([x for mine in held for x in mine], dtype=torch.int64)
+        return Layout.from_cuts(positions, cuts or list(accumulate(map(len, held), initial=0)))
     if order == "contiguous" and cuts is not None:
         return Layout.from_cuts(range(n), cuts)  # of any length: nothing is listed
-    layout: Layout = getattr(Layout, order)(n, p)
+    zigzag = order == "zigzag by document"
+    layout: Layout = Layout.zigzag(n, p, documents=documents) if zigzag else getattr(Layout, order)(n, p)
     if cuts is None:
         return layout
     return Layout.from_cuts(torch.cat([layout.positions(rank) for rank in range(p)]), cuts)
+
+
+def _held(order: str, n: int, p: int, documents: tuple[int, ...]) -> list[list[int]]:
+    """What each rank holds in an order that `Layout` has no name for."""
+    if order == "spliced":  # on each rank two runs of different steps that lie within each other
+        evens = (n + 1) // 2
+        return [
+            [*range(2 * (r * evens // p), 2 * ((r + 1) * evens // p), 2), *range(1 + 2 * r, n, 2 * p)] for r in range(p)
+        ]
+    if order == "paired":
+        return [list(range(i * n // p, (i + 1) * n // p)) for i in (*range(0, p, 2), *range(1, p, 2))]
+    starts = list(zip(accumulate(documents, initial=0), documents, strict=False))
+    return [
+        [x for start, length in starts for x in range(start + r * length // p, start + (r + 1) * length // p)]
+        for r in range(p)
+    ]
 
 
 def strided_copy(x: Tensor, other: int = 2) -> Tensor:

@@ -16,8 +16,8 @@ import torch
 
 from reference import fields, shards
 from reference.pattern import Pattern
-from reference.shards import Shards
-from verification.case import DEVICES, DTYPES, EXCHANGES, ORDERS
+from reference.shards import Division, Shards
+from verification.case import DEVICES, DTYPES, EXCHANGES, ORDERS, ORDERS_BY_DOCUMENT
 from verification.wording import misfits
 
 KINDS = ("llama", "longnet", "sdpa")
@@ -172,7 +172,7 @@ class TrainingCase:
         self.pattern.validate(self.model.heads)
         self.pattern.validate_tokens(self.tokens)
         if self.resumed is not None:
-            fields.choice("resumed", self.resumed, ORDERS)
+            fields.choice("resumed", self.resumed, _CHOICES["order"])
             if self.steps < 2:
                 raise ValueError(f"resumed is {self.resumed!r}; it must be None with one step")
         if self.compiled != "no" and self.handle == "recorded":
@@ -275,10 +275,11 @@ class TrainingCase:
         """Which index of a context group holds which positions, by definition."""
         return shards.shards(*self.division())
 
-    def division(self) -> tuple[str, int, int, tuple[int, ...] | None, int]:
+    def division(self) -> Division:
         """As that of a `verification.case.Case`."""
         seed = self.seed if self.order in ("shuffled", "permuted") else 0
-        return self.order, self.tokens, self.context, self.cuts, seed
+        documents = self.pattern.documents if self.order in ORDERS_BY_DOCUMENT else None
+        return self.order, self.tokens, self.context, self.cuts, seed, documents
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it; `from_dict` turns it back into an equal TrainingCase."""
@@ -312,7 +313,7 @@ def _fields_of(kind: type[Any], what: str, data: object) -> dict[str, Any]:
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "arrangement": ARRANGEMENTS,
-    "order": ORDERS,
+    "order": (*ORDERS, *ORDERS_BY_DOCUMENT),
     "exchange": EXCHANGES,
     "handle": HANDLES,
     "dtype": TRAINING_DTYPES,

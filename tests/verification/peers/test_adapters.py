@@ -39,6 +39,64 @@ def test_the_stand_in_for_flash_attn(causal: bool, kv_heads: int) -> None:
         torch.testing.assert_close(x, y.float())
 
 
+DOCUMENTS = (3, 0, 4, 2)
+# Rows that a rank may have, the keys that they see, and the edges of the documents among both.
+PARTS = {
+    False: (((0, 5), (0, 7), [0, 3, 3, 5], [0, 3, 3, 7]), ((5, 9), (3, 9), [0, 2, 4], [0, 4, 6])),
+    True: (((0, 5), (0, 5), [0, 3, 3, 5], [0, 3, 3, 5]), ((5, 9), (3, 9), [0, 2, 4], [0, 4, 6])),
+}
+
+
+@pytest.mark.parametrize("causal", PARTS)
+@pytest.mark.parametrize("kv_heads", (1, 2, 4))
+def test_the_stand_in_for_flash_attn_of_varying_lengths(causal: bool, kv_heads: int) -> None:
+    """Against the oracle, the rows cut in two, within a document."""
+    generator = torch.Generator().manual_seed(kv_heads)
+    q, dout = (torch.randn(1, 9, 4, 3, generator=generator) for _ in range(2))
+    k, v = (torch.randn(1, 9, kv_heads, 3, generator=generator) for _ in range(2))
+    pattern, scale = Pattern.dense(causal, DOCUMENTS), 0.7
+    exact, exact_lse = attention(q, k, v, pattern, scale=scale)
+    wanted = gradients(q, k, v, pattern, dout, scale=scale)
+    found = [torch.zeros(x.shape[1:]) for x in (q, k, v)]
+    for own, seen, *edges in PARTS[causal]:
+        rows, keys = slice(*own), slice(*seen)
+        how: Any = *(torch.tensor(x, dtype=torch.int32) for x in edges), 4, 4, 0.0, scale, causal
+        given = q[0, rows], k[0, keys], v[0, keys]
+        out, lse, _, _ = flash_attn_shim.varlen_forward(*given, *how)
+        torch.testing.assert_close(out, exact[0, rows].float())
+        torch.testing.assert_close(lse, exact_lse[0, :, rows].float())
+        parts: Any = [torch.full_like(x, math.nan) for x in given]
+        flash_attn_shim.varlen_backward(dout[0, rows], *given, out, lse, *parts, *how)
+        for whole, part, where in zip(found, parts, (rows, keys, keys), strict=True):
+            whole[where] += part
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, y[0].float())
+
+
+@pytest.mark.parametrize(
+    ("edges", "longest", "said"),
+    (
+        ([0, 2], 2, r"cu_seqlens must ascend from 0 to 3 in int32, got \[0, 2\]"),
+        ([1, 3], 2, "must ascend from 0"),
+        ([0, 2, 1, 3], 3, "must ascend from 0"),
+        ([0, 1, 3], 1, "max_seqlen must be at least the longest sequence, 2, got 1"),
+    ),
+)
+def test_lengths_that_a_kernel_would_take_on_trust_are_checked(edges: list[int], longest: int, said: str) -> None:
+    q, sound = torch.ones(3, 1, 1), torch.tensor([0, 3], dtype=torch.int32)
+    wrong = torch.tensor(edges, dtype=torch.int32)
+    for at in ((wrong, sound, longest, 3), (sound, wrong, 3, longest)):
+        how: Any = *at, 0.0, 1.0, False
+        with pytest.raises(ValueError, match=said):
+            flash_attn_shim.varlen_forward(q, q, q, *how)
+        with pytest.raises(ValueError, match=said):
+            flash_attn_shim.varlen_backward(q, q, q, q, q, q[:, 0].T, q, q, q, *how)
+    with pytest.raises(ValueError, match=r"in torch.int64"):
+        flash_attn_shim.varlen_forward(q, q, q, sound.long(), sound, 3, 3, 0.0, 1.0, False)
+    with pytest.raises(NotImplementedError, match="no keys in pages"):
+        flash_attn_shim.varlen_forward(q, q, q, sound, sound, 3, 3, 0.0, 1.0, False, block_table=sound)
+
+
 def test_the_stand_ins_compute_under_autocast_as_without_it() -> None:
     q, k, v = (torch.randn(1, 6, 2, 4).bfloat16() for _ in range(3))
 

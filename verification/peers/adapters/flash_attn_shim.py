@@ -1,11 +1,14 @@
-"""A stand-in on the CPU for the package flash_attn, which needs a GPU: the two functions that public ring code calls.
+"""A stand-in on the CPU for the package flash_attn, which needs a GPU: the four functions that public ring code calls.
 
 Semantics as flash_attn 2.6.3 documents them: layout (B, tokens, heads, dim); groups of query heads share a key/value
 head; a causal mask is aligned to the last query and the last key; out has the inputs' type, lse (B, H, Nq) is float32;
 a row that sees nothing has output 0 and lse inf; the backward takes the lse and the output of the whole softmax.
 Products are formed in float32 for all inputs, under autocast too, and results are rounded once, to the inputs' type.
 
-Dropout, windows, soft caps, ALiBi and packed sequences are refused.
+Two of them take sequences of varying lengths, packed into one: (tokens, heads, dim), and lse is (H, tokens). Sequence i
+has the queries cu_seqlens_q[i] to cu_seqlens_q[i + 1] and the keys likewise, and is computed by itself as above.
+
+Dropout, windows, soft caps, ALiBi and keys in pages are refused.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import math
 import sys
 import types
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,8 +33,8 @@ def install() -> None:
     names: dict[str, Any] = {
         "_flash_attn_forward": forward,
         "_flash_attn_backward": backward,
-        "_flash_attn_varlen_forward": refused,
-        "_flash_attn_varlen_backward": refused,
+        "_flash_attn_varlen_forward": varlen_forward,
+        "_flash_attn_varlen_backward": varlen_backward,
         "flash_attn_func": refused,
     }
     for name, function in names.items():
@@ -41,7 +45,10 @@ def install() -> None:
 
 
 def refused(*arguments: object, **named: object) -> None:
-    raise NotImplementedError("the stand-in for flash_attn has _flash_attn_forward and _flash_attn_backward only")
+    raise NotImplementedError(
+        "the stand-in for flash_attn has _flash_attn_forward, _flash_attn_backward, _flash_attn_varlen_forward and "
+        "_flash_attn_varlen_backward only"
+    )
 
 
 def forward(
@@ -100,6 +107,87 @@ def backward(
     dv.copy_(summed_by_group(torch.einsum("bhij,bihd->bjhd", p, wide), v))
 
 
+def varlen_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    return_softmax: bool = False,
+    block_table: Tensor | None = None,
+) -> tuple[Tensor, Tensor, None, None]:
+    """q (Nq, H, D), k, v (Nk, Hk, D) -> out (Nq, H, D), lse (H, Nq) and two unused fields."""
+    refuse_pages(block_table)
+    check_lengths(q, cu_seqlens_q, max_seqlen_q)
+    check_lengths(k, cu_seqlens_k, max_seqlen_k)
+    options = dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[1::-1], dtype=torch.float32)
+    for rows, keys in sequences(cu_seqlens_q, cu_seqlens_k):
+        found = forward(q[None, rows], k[None, keys], v[None, keys], *options)
+        out[rows], lse[:, rows] = found[0][0], found[1][0]
+    return out, lse, None, None
+
+
+def varlen_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    rng_state: Tensor | None = None,
+) -> None:
+    """Writes the gradients of q, k, v into dq, dk, dv. out and softmax_lse (H, Nq) are those of the whole softmax."""
+    check_lengths(q, cu_seqlens_q, max_seqlen_q)
+    check_lengths(k, cu_seqlens_k, max_seqlen_k)
+    options = dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes
+    for rows, keys in sequences(cu_seqlens_q, cu_seqlens_k):
+        backward(
+            dout[None, rows], q[None, rows], k[None, keys], v[None, keys], out[None, rows], softmax_lse[None, :, rows],
+            dq[None, rows], dk[None, keys], dv[None, keys], *options,
+        )  # fmt: skip
+
+
+def sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> list[tuple[slice, slice]]:
+    """The queries and the keys of each sequence."""
+    edges = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
+    return [(slice(*rows), slice(*keys)) for rows, keys in edges]
+
+
+def check_lengths(x: Tensor, cu_seqlens: Tensor, longest: int) -> None:
+    """A kernel takes these on trust: int32, from 0 to all the tokens, ascending, none longer than it is told."""
+    edges = cu_seqlens.tolist()
+    lengths = [end - begin for begin, end in pairwise(edges)]
+    if cu_seqlens.dtype != torch.int32 or edges[0] != 0 or edges[-1] != len(x) or min(lengths, default=0) < 0:
+        raise ValueError(f"cu_seqlens must ascend from 0 to {len(x)} in int32, got {edges} in {cu_seqlens.dtype}")
+    if max(lengths, default=0) > longest:
+        raise ValueError(f"max_seqlen must be at least the longest sequence, {max(lengths)}, got {longest}")
+
+
 def masked_scores(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
     """float32 (B, H, Nq, Nk)."""
     scores = torch.einsum("bihd,bjhd->bhij", q.float(), expanded(k, q)) * scale
@@ -126,3 +214,8 @@ def refuse_options(dropout_p: float, left: int, right: int, softcap: float | Non
             "the stand-in for flash_attn has no dropout, window, soft cap or ALiBi, got "
             f"dropout_p={dropout_p}, window_size=({left}, {right}), softcap={softcap}, alibi_slopes={alibi_slopes}"
         )
+
+
+def refuse_pages(block_table: Tensor | None) -> None:
+    if block_table is not None:
+        raise NotImplementedError(f"the stand-in for flash_attn has no keys in pages, got block_table={block_table}")

@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import sys
 import types
+from collections.abc import Iterable
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -26,6 +27,10 @@ WORDS = "bf16 and fp16, GQA, subgroups of two ranks or more, any scale; lse is r
 
 
 def prepare() -> None:
+    import_modules(VARIANTS)
+
+
+def import_modules(modules: Iterable[str]) -> None:
     """Skips the package's own __init__, which imports transformers, a package that its metadata do not require."""
     flash_attn_shim.install()
     if PACKAGE not in sys.modules:
@@ -35,7 +40,7 @@ def prepare() -> None:
         bare = types.ModuleType(PACKAGE)
         bare.__path__ = list(found.submodule_search_locations)
         sys.modules[PACKAGE] = bare
-    for module in VARIANTS:
+    for module in modules:
         importlib.import_module(f"{PACKAGE}.{module}")
 
 
