@@ -17,7 +17,6 @@ import triton.language as tl
 
 from ring.caching.bounded import Bounded
 from ring.caching.captured import kept_while_captured
-from ring.caching.captured import keep
 from ring.caching.launcher import Launcher
 from ring.plan.plan import SlotMap
 from ring.plan.ranges import Ints
@@ -50,8 +49,7 @@ def pack(gathers: tuple[SlotMap, ...], k: torch.Tensor, v: torch.Tensor, send_bu
     begins = k.data_ptr() % 16, v.data_ptr() % 16, send_buffer.data_ptr() % 16
     table = _table(gathers, k.device)
     launch = _launcher(table.shape[1], k.device, k.dtype, k.shape, k.stride(), v.stride(), begins)
-    if torch.cuda.is_current_stream_capturing():
-        keep(table)
+    kept_while_captured(table)
     launch(table, k, v, send_buffer)
 
 
@@ -75,9 +73,7 @@ _tables: Bounded[tuple[object, ...], torch.Tensor] = Bounded(1024, most_bytes=2*
 
 def _table(gathers: tuple[SlotMap, ...], device: torch.device) -> torch.Tensor:
     """(2, slots) int32: row and head of each slot, copied to a GPU once."""
-    found = _tables.once((gathers, device), lambda: _rows_and_heads(gathers).to(device), lambda made: made.nbytes)
-    kept_while_captured(found)
-    return found
+    return _tables.once((gathers, device), lambda: _rows_and_heads(gathers).to(device), lambda made: made.nbytes)
 
 
 def _rows_and_heads(gathers: tuple[SlotMap, ...]) -> torch.Tensor:

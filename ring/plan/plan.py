@@ -111,17 +111,8 @@ def plan_of(
 
     The arguments are taken as valid (`ring.agreement` checks what users pass).
     """
-<<<<<<< HEAD
     key = pattern, layout, rank, heads, kv_heads, exchange, bucket, own, varlen
-    found = _plans.get(key)
-    if found is None:
-        found = _plan(*key)
-        _plans.keep(key, found, found.nbytes)
-    return found
-=======
-    key = pattern, layout, rank, heads, kv_heads, exchange, bucket, own
     return _plans.once(key, lambda: _plan(*key), lambda made: made.nbytes)
->>>>>>> tidy
 
 
 def _plan(
