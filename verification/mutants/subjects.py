@@ -57,9 +57,10 @@ class Subject:
 
 def _experiments() -> tuple[Experiment, ...]:
     """Each as often as its share of a run's examples has it; the plain ones first, which are simplest."""
-    whole = round(1 / min(law.share for law in LAWS))
+    laws = [law for law in LAWS if law.on_cpus]
+    whole = round(1 / min(law.share for law in laws))
     return (EXAMPLES,) * whole + tuple(
-        experiment for law in LAWS for experiment in (law_experiment(law),) * round(law.share * whole)
+        experiment for law in laws for experiment in (law_experiment(law),) * round(law.share * whole)
     )
 
 
