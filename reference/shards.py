@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
+HANDS = 3  # of a rank, where positions are dealt
 LEAST_BUCKET = 1024  # tokens of a default bucket
 LEAST_BUCKET_ON_GPUS = 65536
 
@@ -50,6 +51,7 @@ def shards(order: str, n: int, p: int, cuts: tuple[int, ...] | None, seed: int =
     hilbert     the curve through the smallest square of side 2^k that holds all positions row by row, cut evenly
     shuffled    a random permutation, cut evenly
     permuted    up to 2 p ranges of random length, in random order, cut evenly
+    dealt       like cards into 3 p hands, position x into hand x mod 3 p; rank r has three hands, one after the other
 
     The first three keep a rank's positions ascending. Raises ValueError for any other order.
     """
@@ -61,7 +63,8 @@ def shards(order: str, n: int, p: int, cuts: tuple[int, ...] | None, seed: int =
         held = [listed[_part(everything, n, p) == rank] for rank in range(p)]
     else:
         owner = _owner(order, everything, n, p)
-        groups = (everything[::2], everything[1::2]) if order == "spliced" else (everything,)
+        every = {"spliced": 2, "dealt": HANDS * p}.get(order, 1)
+        groups = [everything[first::every] for first in range(every)]
         held = [np.concatenate([x[owner[x] == rank] for x in groups]) for rank in range(p)]
     if cuts is not None:
         listed = np.concatenate(held)
@@ -125,11 +128,13 @@ def _owner(order: str, x: Ints, n: int, p: int) -> Ints:
     if order == "paired":
         chunk = _part(x, n, p)
         return chunk // 2 + chunk % 2 * ((p + 1) // 2)
+    if order == "dealt":
+        return x % (HANDS * p) // HANDS
     if order == "spliced":
         return np.where(x % 2 == 0, _part(x // 2, (n + 1) // 2, p), x // 2 % p)
     raise ValueError(
         f"order is {order!r}; it must be one of contiguous, zigzag, striped, spliced, paired, hilbert, shuffled, "
-        "permuted"
+        "permuted, dealt"
     )
 
 

@@ -289,7 +289,7 @@ def _blind(draw: Draw, case: Case) -> Case:
 def _rare(draw: Draw, case: Case) -> Case:
     """Now and then one of those that would hardly ever be drawn."""
     rare, ranks = draw(_sixteenths), len(case.ranks)
-    if rare in (10, 11) and ranks >= 2:
+    if rare in (10, 11):
         return dealt(draw, case)
     if rare == 12 and 2 <= ranks <= 3:
         return _many_documents(draw, case)

@@ -38,10 +38,13 @@ def _layout(order: str, n: int, p: int, cuts: tuple[int, ...] | None, seed: int)
         counts = [len(even) + len(odd) for even, odd in runs]
         spliced = torch.tensor([position for pair in runs for run in pair for position in run], dtype=torch.int64)
         return Layout.from_cuts(spliced, cuts or list(accumulate(counts, initial=0)))
-    if order == "paired":
+    if order in ("paired", "dealt"):
+        several = 1 if order == "paired" else shards.HANDS  # ranges of a rank
         ranges = [range(i * n // p, (i + 1) * n // p) for i in (*range(0, p, 2), *range(1, p, 2))]
-        paired = torch.tensor([position for held in ranges for position in held], dtype=torch.int64)
-        return Layout.from_cuts(paired, cuts or list(accumulate(map(len, ranges), initial=0)))
+        if order == "dealt":
+            ranges = [range(hand, n, several * p) for hand in range(several * p)]
+        in_ranges = torch.tensor([position for held in ranges for position in held], dtype=torch.int64)
+        return Layout.from_cuts(in_ranges, cuts or list(accumulate(map(len, ranges), initial=0))[::several])
     if order == "contiguous" and cuts is not None:
         return Layout.from_cuts(range(n), cuts)  # of any length: nothing is listed
     layout: Layout = getattr(Layout, order)(n, p)

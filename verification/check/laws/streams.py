@@ -14,7 +14,7 @@ from verification.check.expectation import expect
 from verification.check.laws.law import How, Law
 from verification.draw.cases import cases
 from verification.run.backends import Backend
-from verification.run.streams import observe_on_streams
+from verification.run.side_streams import observe_on_streams
 
 
 @st.composite
