@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Division = tuple[str, int, int, tuple[int, ...] | None, int, tuple[int, ...] | None]  # the arguments of `shards`
 BY_DOCUMENT = " by document"  # at the end of an order: it is that of each document
+HANDS = 3  # of a rank, where positions are dealt
 LEAST_BUCKET = 1024  # tokens of a default bucket
 LEAST_BUCKET_ON_GPUS = 65536
 
@@ -54,8 +55,10 @@ def shards(
     hilbert     the curve through the smallest square of side 2^k that holds all positions row by row, cut evenly
     shuffled    a random permutation, cut evenly
     permuted    up to 2 p ranges of random length, in random order, cut evenly
+    dealt       like cards into 3 p hands, position x into hand x mod 3 p; rank r has three hands, one after the other
 
-    contiguous by document, zigzag by document: each document is divided like that by itself
+    contiguous by document, zigzag by document: each document is divided like that by itself; but in zigzag order those
+    of less than 2 p tokens stay whole, and go, the longest first, to the rank that has the fewest tokens by then
 
     The first three, and those by document, keep a rank's positions ascending. Raises ValueError for any other order.
     """
@@ -67,9 +70,9 @@ def shards(
         held = [listed[_part(everything, n, p) == rank] for rank in range(p)]
     else:
         base, by_document, _ = order.partition(BY_DOCUMENT)
-        lengths = (documents or (n,)) if by_document else (n,)
-        owner = np.concatenate([_owner(base, np.arange(length), length, p) for length in lengths])
-        groups = (everything[::2], everything[1::2]) if order == "spliced" else (everything,)
+        owner = _owner_by_document(base, documents or (n,), p) if by_document else _owner(base, everything, n, p)
+        every = {"spliced": 2, "dealt": HANDS * p}.get(order, 1)
+        groups = [everything[first::every] for first in range(every)]
         held = [np.concatenate([x[owner[x] == rank] for x in groups]) for rank in range(p)]
     if cuts is not None:
         listed = np.concatenate(held)
@@ -133,12 +136,29 @@ def _owner(order: str, x: Ints, n: int, p: int) -> Ints:
     if order == "paired":
         chunk = _part(x, n, p)
         return chunk // 2 + chunk % 2 * ((p + 1) // 2)
+    if order == "dealt":
+        return x % (HANDS * p) // HANDS
     if order == "spliced":
         return np.where(x % 2 == 0, _part(x // 2, (n + 1) // 2, p), x // 2 % p)
     raise ValueError(
         f"order is {order!r}; it must be one of contiguous, zigzag, striped, spliced, paired, hilbert, shuffled, "
-        "permuted"
+        "permuted, dealt"
     )
+
+
+def _owner_by_document(order: str, documents: tuple[int, ...], p: int) -> Ints:
+    """Likewise, of all documents laid end to end."""
+    whole = [order == "zigzag" and length < 2 * p for length in documents]
+    owners = [_owner(order, np.arange(length), length, p) for length in documents]
+    tokens = np.zeros(p, np.int64)
+    for owner, stays in zip(owners, whole, strict=True):
+        if not stays:
+            tokens += np.bincount(owner, minlength=p)
+    for length, number in sorted((-length, number) for number, length in enumerate(documents) if whole[number]):
+        rank = int(np.argmin(tokens))
+        owners[number] = np.full(-length, rank)
+        tokens[rank] -= length
+    return np.concatenate(owners)
 
 
 def _hilbert(n: int) -> Ints:

@@ -28,7 +28,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-ORDERS = ("contiguous", "zigzag", "striped", "hilbert", "spliced", "paired", "shuffled", "permuted")
+ORDERS = ("contiguous", "zigzag", "striped", "hilbert", "spliced", "paired", "shuffled", "permuted", "dealt")
 # Those of each document by itself. They are not drawn; claims of peers take Cases there.
 ORDERS_BY_DOCUMENT = ("contiguous by document", "zigzag by document")
 EXCHANGES = ("ring", "direct", "gather")
@@ -56,7 +56,8 @@ class Case:
     tokens        length n of the sequence
     order         order of the tokens: one of ORDERS; "spliced" has the even positions contiguous, the odd ones
                   striped; "paired" has neighbouring shards half the ring apart; "shuffled" is a permutation drawn from
-                  the seed, "permuted" one of a few whole ranges; or one of ORDERS_BY_DOCUMENT
+                  the seed, "permuted" one of a few whole ranges; "dealt" gives each rank three stripes; or one of
+                  ORDERS_BY_DOCUMENT
     cuts          p + 1 non-decreasing offsets into the order from 0 to n, p the size of the group; None: the layout's
                   own
     pattern       who sees whom; its documents, if it has any, add up to the tokens

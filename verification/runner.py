@@ -11,6 +11,7 @@ from verification.check import properties
 from verification.check.checks import costs
 from verification.check.expectation import expect
 from verification.check.laws import LAWS, Law
+from verification.check.supported import check_supported
 from verification.draw.cases import cases
 from verification.failures import RankHang
 from verification.problems import real_size
@@ -82,7 +83,7 @@ def check_errors(backend: Backend, case: Case) -> dict[str, float]:
     return properties.check(case, expectation, backend.collect(), properties.OF_THE_RANKS)
 
 
-EXAMPLES = Experiment("examples", cases, check_case)
+EXAMPLES = Experiment("examples", cases, check_case, premise=check_supported)
 
 # An experiment of its own, since its Cases are much alike: with half of the EXAMPLES drawn around one Case, the others
 # would miss what is rare.
@@ -101,6 +102,7 @@ def law_experiment(law: Law) -> Experiment:
         record_of=lambda subject: {"law": law.name, "case": case_record(subject[0]), "how": subject[1]},
         property_of=lambda subject, failure: law.name,
         fewest_ranks=law.fewest_ranks,
+        premise=lambda subject: law.premise(*subject),
     )
 
 
@@ -119,7 +121,7 @@ def plain_on(plan: RunPlan, world: int) -> list[tuple[Experiment, int]]:
 def laws_on(plan: RunPlan, world: int) -> list[tuple[Experiment, int]]:
     """And of laws between Cases."""
     count = plan.examples_for(world)
-    about = [law for law in LAWS if law.fewest_ranks <= world and (law.on_gpus or plan.backend != "nccl")]
+    about = [law for law in LAWS if law.fewest_ranks <= world and law.concerns(plan.backend)]
     return [(law_experiment(law), min(law.most, max(1, round(count * law.share)))) for law in about]
 
 

@@ -47,7 +47,8 @@ def add_parser(commands: Any, epilog: str = STATUS) -> None:
     mutants.add_argument("--list", action="store_true", help="print these defects and what is wrong with each, and end")
     mutants.add_argument(
         "--limit", type=count, metavar="N",
-        help=f"examples for each defect (default: {LIMITS['attention']}; of a training step {LIMITS['training']})",
+        help=f"examples for each defect (default: {LIMITS['attention']}; of a training step {LIMITS['training']}, of "
+        f"faults {LIMITS['faults']})",
     )  # fmt: skip
     mutants.add_argument(
         "--jobs", type=count, default=PROCESSES, metavar="N",

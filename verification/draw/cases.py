@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from reference.pattern import Branch, Pattern
 from verification.case import Case
+from verification.draw.dealt import dealt
 from verification.draw.drawn_documents import MOST_FUSED, fused_documents, packed
 
 Item = TypeVar("Item")
@@ -33,7 +34,7 @@ _least_tokens = st.integers(1, 8)
 # (query heads, key/value heads): equal, one for all (MQA), groups (GQA), and counts that are no power of two.
 HEADS = ((1, 1), (2, 2), (2, 1), (3, 3), (4, 2), (3, 1), (4, 4), (4, 1), (6, 2), (6, 3), (5, 5), (8, 2), (6, 1), (9, 3))
 _heads = st.sampled_from(HEADS)
-_many_heads = st.sampled_from(((4, 4), (5, 5), (8, 4), (8, 2), (9, 3)))
+_many_heads = st.sampled_from(((4, 4), (5, 5), (8, 4), (8, 2), (9, 3), (6, 2)))
 # Dimensions of 32 and 64 are rare: they cost most and find little that 16 does not.
 _head_dims = st.sampled_from((1, 2, 4, 8, 3, 5, 16, 7, 12, 1, 2, 4, 8, 16, 32, 64))
 _dtypes = st.sampled_from(("float32", "float64", "bfloat16", "float16"))
@@ -252,11 +253,9 @@ def _many_documents(draw: Draw, case: Case) -> Case:
 def _uneven(draw: Draw, case: Case) -> Case:
     """Heads that have either of two offsets. Those of one are mostly no regular rectangle, and so are listed."""
     branch = case.pattern.branches[0]
-    if branch.dilation_rate == 1:
-        return case
     heads, kv_heads = draw(_many_heads)
     offsets = digits(draw(st.integers(0, 2**heads - 1)), 2, heads)
-    branch = Branch(branch.segment_length, branch.dilation_rate, offsets)
+    branch = Branch(branch.segment_length, max(branch.dilation_rate, 2), offsets)
     return replace(case, heads=heads, kv_heads=kv_heads, pattern=replace(case.pattern, branches=(branch,)))
 
 
@@ -285,6 +284,18 @@ def _blind(draw: Draw, case: Case) -> Case:
     """No query sees any key, since the offset lies past the segments. Without this, some runs have no such Case."""
     segment = 1 + draw(_quarters)
     return replace(case, pattern=replace(case.pattern, branches=(Branch(segment, segment + 1, segment),)))
+
+
+def _rare(draw: Draw, case: Case) -> Case:
+    """Now and then one of those that would hardly ever be drawn."""
+    rare, ranks = draw(_sixteenths), len(case.ranks)
+    if rare in (10, 11):
+        return dealt(draw, case)
+    if rare == 12 and 2 <= ranks <= 3:
+        return _many_documents(draw, case)
+    if rare in (13, 14):
+        return _uneven(draw, case)
+    return _apart(draw, case) if rare == 15 and 4 <= ranks <= 8 else case
 
 
 @st.composite
@@ -334,12 +345,7 @@ def cases(draw: Draw, world: int) -> Case:
         return fused(draw, case)
     if draw(_eighths) == 7 and draw(_eighths) == 7:
         return _blind(draw, case)
-    rare = draw(_sixteenths)
-    if rare in (13, 14):
-        return _uneven(draw, case)
-    if rare == 12 and 2 <= len(case.ranks) <= 3:
-        return _many_documents(draw, case)
-    return _apart(draw, case) if rare == 15 and 4 <= len(case.ranks) <= 8 else case
+    return _rare(draw, case)
 
 
 @st.composite
@@ -357,8 +363,8 @@ def long_cases(draw: Draw, world: int) -> Case:
         world=world, group=None, tokens=tokens, order=draw(_orders), cuts=cuts, pattern=Pattern.dense(draw(_flags)),
         batch=1, heads=heads, kv_heads=kv_heads, head_dim=draw(st.sampled_from((1, 2, 4))), dtype=draw(_dtypes),
         scale=None, score_scale=1.0, values="normal", seed=draw(_seeds), exchange=draw(_exchanges),
-        bucket=draw(st.sampled_from((64, 40, 2 * MOST_TOKENS))), kernel="math", lse="unused", strided=False,
-        measured=True,
+        bucket=draw(st.sampled_from((2 * MOST_TOKENS, 40, 3 * MOST_TOKENS))), kernel="math", lse="unused",
+        strided=False, measured=True,
     )  # fmt: skip
 
 

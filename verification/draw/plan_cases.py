@@ -12,11 +12,12 @@ from verification.draw.cases import HEADS, MOST_TOKENS, Draw, cuts_of, digits, h
 from verification.draw.drawn_documents import packed
 
 MOST_SHORT = 48  # tokens of a plan that is followed pair by pair
+LEAST_FOLDED = 6  # segments: with fewer, all of them are within any limit of a call
 
 _heads = st.sampled_from(HEADS)
 _orders = st.sampled_from(ORDERS)
 # By "spliced" a rank holds most of a segment, and others one or two tokens of it.
-_folded_orders = st.sampled_from(("striped", "zigzag", "spliced", "spliced"))
+_folded_orders = st.sampled_from(("striped", "zigzag", "spliced", "spliced", "spliced"))
 _exchanges = st.sampled_from(("ring", "direct", "gather"))
 _flags = st.booleans()
 _quarters = st.integers(0, 3)
@@ -24,6 +25,9 @@ _seeds = st.integers(0, 255)
 # Query heads of one offset that are no regular rectangle need several key/value heads with several query heads each.
 _uneven_heads = st.sampled_from(((1, 1), (2, 1), (3, 3), (4, 2), (4, 4), (6, 2), (6, 3), (8, 2), (8, 4), (9, 3)))
 _rates = st.sampled_from((1, 2, 3, 2, 4, 5))
+# Those of either offset may stand otherwise in each of several groups, or read some of several key/value heads.
+_halved_heads = st.sampled_from(((4, 4), (6, 2), (8, 2), (9, 3), (5, 5), (8, 4)))
+_halved_rates = st.sampled_from((2, 2, 3))
 
 
 @st.composite
@@ -39,7 +43,7 @@ def plan_cases(draw: Draw, world: int) -> Case:
         scale=None, score_scale=1.0, values="normal", seed=draw(_seeds), exchange=draw(_exchanges),
         bucket=draw(st.integers(1 + tokens // 32, 2 * tokens)), kernel="math", lse="unused", strided=False,
     )  # fmt: skip
-    return _folded(draw, case) if draw(_flags) else _packed(draw, case)
+    return _folded(draw, case) if draw(_quarters) else _packed(draw, case)
 
 
 def _packed(draw: Draw, case: Case) -> Case:
@@ -51,7 +55,7 @@ def _folded(draw: Draw, case: Case) -> Case:
     which by `gather` are all there at once. In place of segments there may be documents of one length.
     """
     segment = case.world * (1 + draw(_quarters)) * (1 + draw(_flags))
-    count = -(-case.tokens // segment)
+    count = max(-(-case.tokens // segment), LEAST_FOLDED * (1 + draw(_quarters)))
     rate, causal = 1 + draw(_flags), draw(_quarters) == 3
     pattern = Pattern((Branch(segment, rate),), causal)
     if draw(_flags):
@@ -68,8 +72,10 @@ def irregular_cases(draw: Draw, world: int) -> Case:
     documents and shards cut anywhere. What is folded, joined or listed then differs from call to call.
     """
     tokens = draw(st.integers(1, MOST_SHORT))
-    heads, kv_heads = draw(_uneven_heads)
-    branches = [_irregular_branch(draw, tokens, heads) for _ in range(draw(st.integers(1, 3)))]
+    halved = draw(_flags)
+    heads, kv_heads = draw(_halved_heads if halved else _uneven_heads)
+    made = _halved_branch if halved else _irregular_branch
+    branches = [made(draw, tokens, heads) for _ in range(draw(st.integers(1, 3)))]
     case = Case(
         world=world, group=None, tokens=tokens, order=draw(_orders), cuts=cuts_of(draw, tokens, world),
         pattern=Pattern(tuple(branches), draw(_flags)), batch=1, heads=heads, kv_heads=kv_heads, head_dim=1,
@@ -85,3 +91,11 @@ def _irregular_branch(draw: Draw, tokens: int, heads: int) -> Branch:
     length = draw(st.integers(0, tokens if draw(_flags) else 8)) or None
     offset = digits(draw(st.integers(0, rate**count - 1)), rate, count)
     return Branch(length, rate, offset if rate > 1 else 0, served)
+
+
+def _halved_branch(draw: Draw, tokens: int, heads: int) -> Branch:
+    """For heads that have either of two offsets, in segments that are mostly long: a rank receives many rows of some of
+    the heads.
+    """
+    length = draw(st.integers(0, tokens)) if draw(_quarters) == 3 else 0
+    return Branch(length or None, draw(_halved_rates), digits(draw(st.integers(0, 2**heads - 1)), 2, heads))

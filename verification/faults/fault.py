@@ -10,7 +10,9 @@ from verification.failures import MismatchedMessages, Outcome, RankCrash, RankEr
 @dataclass(frozen=True)
 class FaultKind:
     """title: in reports. failure: what the fault must be named as. outcome: where the failure then says that the rank
-    stands; None: its text names the rank. simulated: gloo does not say it, but the same in the simulation does.
+    stands; None: its text names the rank. simulated: gloo does not say it, but the same in the simulation does. asked:
+    it is struck where the ranks ask each other something, not where they post messages, and the others must say who is
+    absent.
     """
 
     name: str
@@ -18,6 +20,12 @@ class FaultKind:
     failure: type[VerificationFailure]
     outcome: Outcome | None = None
     simulated: bool = False
+    asked: bool = False
+
+    @property
+    def place(self) -> str:
+        """What is counted to find the rank's place."""
+        return "question" if self.asked else "post"
 
     @property
     def reshapes(self) -> bool:
@@ -37,14 +45,15 @@ KINDS = (
     FaultKind("short", "a message too short", MismatchedMessages),
     # gloo ends the process of the receiver, without a word on the sender.
     FaultKind("long", "a message too long", MismatchedMessages, simulated=True),
+    FaultKind("absent", "kill -9, others ask", RankCrash, "died", asked=True),
 )
 BY_NAME = {kind.name: kind for kind in KINDS}
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Struck into the rank at that index of the group, at its post of that number. send: of the post's sends, the one
-    that is given another shape.
+    """Struck into the rank at that index of the group, at its post, or question, of that number. send: of the post's
+    sends, the one that is given another shape.
     """
 
     kind: str  # name in KINDS

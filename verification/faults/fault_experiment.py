@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -22,13 +23,15 @@ from verification.draw.cases import cases
 from verification.failures import RankFailure, VerificationFailure, name_ranks
 from verification.faults.fault import BY_NAME, KINDS, Fault, FaultKind, MishandledFault
 from verification.faults.struck import observe_struck
-from verification.run.backends import Backend, PoolBackend, SimBackend
+from verification.run.backends import CASES_PER_APART, Backend, PoolBackend, SimBackend
 from verification.run.processes.process_tree import descendants
 from verification.runner import check_case
 from verification.search.experiment import Experiment, case_record
 from verification.search.second_look import cause_in
 
 How = dict[str, Any]
+QUESTIONS = 2  # that ranks ask each other in an example: one before the forward, one before the backward
+LAST_WORDS = 6.0  # seconds for ranks to find out, each by itself, who is absent, and to say so
 SHORT_TIMEOUT = 0.3  # seconds for an example with a rank that is stopped; longer while another rank computes
 WHOLE = "the pool is whole after a fault"
 MOST = 2**10  # of the numbers that choose a rank and a post
@@ -40,7 +43,17 @@ def faults(world: int) -> st.SearchStrategy[tuple[Case, How]]:
     how = st.fixed_dictionaries(
         {"kind": st.sampled_from([kind.name for kind in KINDS]), "rank": number, "post": number, "send": number}
     )
-    return st.tuples(cases(world).filter(has_messages), how)
+    return st.tuples(cases(world).filter(has_messages), how).map(_asked_by_the_group)
+
+
+def _asked_by_the_group(subject: tuple[Case, How]) -> tuple[Case, How]:
+    """Ranks of one machine mostly ask each other in its memory. Of the faults before a question, most are to be before
+    one that goes by the group, as between machines: the seed decides which it is.
+    """
+    case, how = subject
+    if not BY_NAME[how["kind"]].asked or how["send"] % 4 == 3:
+        return subject
+    return replace(case, seed=case.seed - case.seed % CASES_PER_APART), how
 
 
 def has_messages(case: Case) -> bool:
@@ -61,6 +74,8 @@ def chosen(how: How, posts: Sequence[Sequence[int]]) -> Fault:
     """The fault that these numbers stand for. posts: by index of the group, the number of sends of each post."""
     senders = [index for index, sends in enumerate(posts) if any(sends)]
     index = senders[how["rank"] % len(senders)]
+    if BY_NAME[how["kind"]].asked:
+        return Fault(how["kind"], index, how["post"] % QUESTIONS)
     fitting = [n for n, sends in enumerate(posts[index]) if sends or not BY_NAME[how["kind"]].reshapes]
     post = fitting[how["post"] % len(fitting)]
     return Fault(how["kind"], index, post, how["send"] % max(1, posts[index][post]))
@@ -115,11 +130,15 @@ def strike_on(backend: Backend, case: Case, fault: Fault) -> dict[str, float]:
     """The example with the fault in it: raises how that shows. Of what ranks answer, messages come first."""
     timeout = backend.timeout
     backend.timeout = SHORT_TIMEOUT if fault.kind == "stop" else timeout
+    if isinstance(backend, PoolBackend):
+        backend.last_words = LAST_WORDS if BY_NAME[fault.kind].asked else 0.0
     try:
         backend.submit(observe_struck, case, fault)
         answers = backend.collect()
     finally:
         backend.timeout = timeout
+        if isinstance(backend, PoolBackend):
+            backend.last_words = 0.0
     CHECKS["messages"](case, expect(case), [seen for seen, _ in answers])
     return {}
 
@@ -133,7 +152,7 @@ STRIKING = Experiment(
 def judge(kind: FaultKind, fault: Fault, case: Case, failure: VerificationFailure | None) -> None:
     """Raises MishandledFault unless the failure is of the right kind, and names the rank and no other."""
     rank = case.ranks[fault.index]
-    struck = f"{kind.title} at post {fault.post} of rank {rank}"
+    struck = f"{kind.title} at {kind.place} {fault.post} of rank {rank}"
     if failure is None:
         raise MishandledFault(f"{struck} was not found: every rank answered, and the messages agree")
     if kind.outcome is None:
@@ -144,6 +163,29 @@ def judge(kind: FaultKind, fault: Fault, case: Case, failure: VerificationFailur
     named = failure.ranks(kind.outcome)
     if named != (rank,) or name_ranks(named) not in failure.headline:
         raise MishandledFault(f"{struck} must be named with that rank; named was {name_ranks(named)}: {failure}")
+    if kind.asked:
+        _judge_others(fault, case, struck, failure)
+
+
+def _judge_others(fault: Fault, case: Case, struck: str, failure: RankFailure) -> None:
+    """Whoever has raised must say that this index of the group did not come, and not itself; nobody has answered. A
+    rank that has no connection to the dead one may wait until the group's timeout, but one of the others has one; and
+    one that the machine keeps from its processor for a second may be named as well.
+    """
+    raised = 0
+    for index, rank in enumerate(case.ranks):
+        state = next(state for state in failure.states if state.rank == rank)
+        if index == fault.index or state.outcome == "blocked":
+            continue
+        told = re.search(r"RuntimeError: ranks? ([0-9, ]+) did not come to the ", state.detail)
+        absent = [] if told is None else [int(number) for number in told[1].split(",")]
+        if state.outcome != "raised" or fault.index not in absent or index in absent:
+            raise MishandledFault(
+                f"{struck}: rank {rank} must say that index {fault.index} of the group did not come; it {state.detail}"
+            )
+        raised += 1
+    if not raised:
+        raise MishandledFault(f"{struck}: no rank said that index {fault.index} of the group did not come: {failure}")
 
 
 def _judge_words(kind: FaultKind, rank: int, struck: str, failure: VerificationFailure) -> None:
@@ -167,4 +209,5 @@ FAULTS = Experiment(
     with_case=lambda subject, case: (case, subject[1]),
     record_of=lambda subject: {"fault": subject[1], "case": case_record(subject[0])},
     property_of=lambda subject, failure: BY_NAME[subject[1]["kind"]].title,
+    premise=lambda subject: premise(*subject),
 )

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ring.comm.transport import Message, Outgoing, Pending, RecordingTransport, Transport
 from verification.case import Case
-from verification.faults.fault import Fault
+from verification.faults.fault import BY_NAME, Fault
 from verification.run.observation import Observation
 from verification.run.rank import observe
 
@@ -23,11 +23,12 @@ class InjectedFault(Exception):
 
 
 class StruckTransport(RecordingTransport):
-    """A transport that counts its posts, and at one of them strikes. posts: the number of sends of each so far."""
+    """A transport that counts its posts and questions, and at one of them strikes. posts: the sends of each so far."""
 
     def __init__(self, inner: Transport, fault: Fault | None) -> None:
         super().__init__(inner)
         self.posts: list[int] = []
+        self._questions = 0
         self._fault = fault
 
     def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
@@ -37,9 +38,20 @@ class StruckTransport(RecordingTransport):
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         self.posts.append(len(sends))
-        if self._fault is not None and len(self.posts) - 1 == self._fault.post:
+        if self._strikes("post", len(self.posts) - 1):
+            assert self._fault is not None
             sends = strike(self._fault, sends)
         return super().post(sends, receives)
+
+    def all_equal(self, payload: bytes) -> bool:
+        self._questions += 1
+        if self._strikes("question", self._questions - 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().all_equal(payload)
+
+    def _strikes(self, place: str, number: int) -> bool:
+        fault = self._fault
+        return fault is not None and BY_NAME[fault.kind].place == place and fault.post == number
 
 
 def strike(fault: Fault, sends: Sequence[Message]) -> list[Message]:

@@ -48,7 +48,8 @@ class Defect:
     listed      its numbers in the project's list of defect classes that were seen in public ring-attention code, which
                 the catalogue and `NO_PLACE` cover together
     backend     "gloo" where the broken code runs on real process groups only
-    subject     what is drawn to find it: "attention", Cases and laws; "training", TrainingCases, on "gloo" always
+    subject     what is drawn to find it: "attention", Cases and laws; "training", TrainingCases; "faults", Cases with a
+                fault that is struck into a rank. The last two are on "gloo" always
     """
 
     name: str
@@ -57,12 +58,12 @@ class Defect:
     provenance: str = "own"
     listed: tuple[int, ...] = ()
     backend: Literal["sim", "gloo"] = "sim"
-    subject: Literal["attention", "training"] = "attention"
+    subject: Literal["attention", "training", "faults"] = "attention"
 
     @property
     def place(self) -> tuple[str, str]:
         """(subject, backend)."""
-        return self.subject, "gloo" if self.subject == "training" else self.backend
+        return self.subject, self.backend if self.subject == "attention" else "gloo"
 
     def sources(self) -> dict[str, str]:
         """The edited source of every module concerned, by the module's name.

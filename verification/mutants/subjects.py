@@ -1,5 +1,6 @@
 """What ranks with changed code are shown: plain Cases, and laws between them in proportion to their share of a run; or,
-where a defect is of the composition of a training step, TrainingCases.
+where a defect is of the composition of a training step, TrainingCases, and where it is of what ranks do when one of
+them fails, faults.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from hypothesis.strategies import SearchStrategy
 from verification.case import Case
 from verification.check.laws import LAWS
 from verification.failures import VerificationFailure
+from verification.faults.fault_experiment import FAULTS
+from verification.faults.struck import observe_struck
 from verification.run.backends import PRELOAD, Backend
-from verification.runner import EXAMPLES, law_experiment
+from verification.runner import EXAMPLES, PROFILES, law_experiment
 from verification.search.experiment import Experiment
 from verification.training.training_run import TRAINING, TRAINING_PRELOAD
 
@@ -43,15 +46,21 @@ class Subject:
     def record(self) -> dict[str, Any]:
         return self.experiment.record_of(self.drawn)
 
+    def premise(self) -> None:
+        """Raises ValueError for what could not be drawn."""
+        if self.experiment.premise is not None:
+            self.experiment.premise(self.drawn)
+
     def title(self, failure: VerificationFailure) -> str:
         return self.experiment.property_of(self.drawn, failure)
 
 
 def _experiments() -> tuple[Experiment, ...]:
     """Each as often as its share of a run's examples has it; the plain ones first, which are simplest."""
-    whole = round(1 / min(law.share for law in LAWS))
+    laws = [law for law in LAWS if law.on_cpus]
+    whole = round(1 / min(law.share for law in laws))
     return (EXAMPLES,) * whole + tuple(
-        experiment for law in LAWS for experiment in (law_experiment(law),) * round(law.share * whole)
+        experiment for law in laws for experiment in (law_experiment(law),) * round(law.share * whole)
     )
 
 
@@ -85,6 +94,7 @@ EVERYTHING = Experiment(
     with_case=lambda subject, case: subject.with_case(case),
     record_of=lambda subject: subject.record(),
     property_of=lambda subject, failure: subject.title(failure),
+    premise=lambda subject: subject.premise(),
 )
 ON_ONE_WORLD = replace(EVERYTHING, draw=lambda world: anything((world,)))
 
@@ -92,15 +102,19 @@ ON_ONE_WORLD = replace(EVERYTHING, draw=lambda world: anything((world,)))
 @dataclass(frozen=True)
 class OnGloo:
     """What is drawn on real processes, on each world size in turn: `round` examples before the next, and twice as many
-    each time. preload: modules with which the processes come."""
+    each time. preload: modules with which the processes come. sane: examples that must hold without any defect. limit:
+    examples for a defect, unless it is said how many."""
 
     experiment: Experiment
     worlds: tuple[int, ...]
     round: int
     preload: tuple[str, ...]
+    sane: int
+    limit: int
 
 
 ON_GLOO = {
-    "attention": OnGloo(ON_ONE_WORLD, (2, 3, 4), 60, PRELOAD),
-    "training": OnGloo(TRAINING, (2, 4), 20, TRAINING_PRELOAD),
+    "attention": OnGloo(ON_ONE_WORLD, (2, 3, 4), 60, PRELOAD, 60, PROFILES["ci"].examples),
+    "training": OnGloo(TRAINING, (2, 4), 20, TRAINING_PRELOAD, 60, 300),
+    "faults": OnGloo(FAULTS, (2, 3), 30, (*PRELOAD, observe_struck.__module__), 10, 100),  # each takes new ranks
 }

@@ -1,8 +1,9 @@
 """The search for seeded defects: examples on ranks that run with one, until a property or a law breaks.
 
 What is drawn and what is checked is that of `verification.runner`: plain Cases, and the laws between them in proportion
-to their share; or, for a defect of the training step, that of `verification.training`. Of the first failure it is noted
-what broke and after how many examples; it is then shrunk for a moment.
+to their share; for a defect of the training step, that of `verification.training`; for one of what ranks do when one of
+them fails, that of `verification.faults`.
+Of the first failure it is noted what broke and after how many examples; it is then shrunk for a moment.
 Whatever goes wrong with the tool itself (a defect that cannot be planted, ranks that do not start) is raised, and
 counts neither as killed nor as survived.
 """
@@ -27,17 +28,15 @@ from verification.mutants.plant import preparation
 from verification.mutants.subjects import EVERYTHING, ON_GLOO, WORLDS, Subject
 from verification.report.row_table import finite
 from verification.run.backends import Backend, GlooBackend, SimBackend
-from verification.runner import PROFILES
 from verification.search.experiment import Experiment, Found, ToolError
 from verification.search.search import TIMEOUT, Search
 from verification.wording import counted
 
 PROCESSES = 2  # processes, each with ranks of its own
-LIMITS = {"attention": PROFILES["ci"].examples, "training": 300}  # examples for a defect, by its subject
+LIMITS = {subject: drawn.limit for subject, drawn in ON_GLOO.items()}  # examples for a defect
 SHRINK = 1.5  # seconds for a failure: there are hundreds, and all of them are to take less than ten minutes
 LINE_EVERY = 5.0  # seconds between reports of progress
 SOON = 200  # examples within which a defect should be found
-SANE = 60  # examples without any defect, which must hold
 
 T = TypeVar("T")
 _UNBOUND = re.compile(r"\b(NameError|UnboundLocalError): ")
@@ -91,7 +90,7 @@ def try_all(
         for i, ready in enumerate(sane):
             subject, backend = places[i]
             where = f"on {backend}" if subject == "attention" else f"{subject} on {backend}"
-            _wait(ready, say, partial(_progress, f"without any defect, {where}", held, i, SANE))
+            _wait(ready, say, partial(_progress, f"without any defect, {where}", held, i, ON_GLOO[subject].sane))
         futures = [
             executor.submit(_tallied, i, try_defect, name, seed, limit)
             for i, name in enumerate(names, start=len(places))
@@ -155,7 +154,8 @@ class Tally:
 def check_sane(place: tuple[str, str], seed: int) -> None:
     """A few dozen examples on ranks as they are. place: (subject, backend). Raises NotSane."""
     subject, backend = place
-    found, drawn = _find(place, None, f"{seed}/sane", SANE).found, ON_GLOO[subject].experiment
+    found = _find(place, None, f"{seed}/sane", ON_GLOO[subject].sane).found
+    drawn = ON_GLOO[subject].experiment
     if found is not None:
         title = drawn.property_of(found.subject, found.failure)
         record = drawn.record_of(found.subject)

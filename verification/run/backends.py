@@ -83,6 +83,7 @@ class PoolBackend:
         self, timeout: float = 10.0, prepare: Preparation | None = None, preload: tuple[str, ...] = PRELOAD
     ) -> None:
         self.timeout = timeout
+        self.last_words = 0.0  # seconds for the other ranks to say something where one died
         self.prepare = prepare
         self.preload = preload
         self._pool: Pool | None = None
@@ -119,7 +120,7 @@ class PoolBackend:
         ticket, case = self._under_way
         self._under_way = None
         try:
-            return case, self._pool.collect(ticket, timeout=timeout)
+            return case, self._pool.collect(ticket, timeout=timeout, last_words=self.last_words)
         except PoolError as error:
             raise Unavailable(str(error)) from error
 

@@ -32,7 +32,7 @@ def _layout(
     if order in ("shuffled", "permuted"):
         listed = shards.shuffled(n, seed) if order == "shuffled" else shards.permuted(n, p, seed)
         return Layout.from_cuts(listed, cuts or [r * n // p for r in range(p + 1)])
-    if order in ("spliced", "paired", "contiguous by document"):
+    if order in ("spliced", "paired", "dealt", "contiguous by document"):
         held = _held(order, n, p, documents or (n,))
         positions = torch.tensor([x for mine in held for x in mine], dtype=torch.int64)
         return Layout.from_cuts(positions, cuts or list(accumulate(map(len, held), initial=0)))
@@ -54,6 +54,9 @@ def _held(order: str, n: int, p: int, documents: tuple[int, ...]) -> list[list[i
         ]
     if order == "paired":
         return [list(range(i * n // p, (i + 1) * n // p)) for i in (*range(0, p, 2), *range(1, p, 2))]
+    if order == "dealt":
+        hands = [range(hand, n, shards.HANDS * p) for hand in range(shards.HANDS * p)]
+        return [[x for hand in hands[shards.HANDS * r : shards.HANDS * (r + 1)] for x in hand] for r in range(p)]
     starts = list(zip(accumulate(documents, initial=0), documents, strict=False))
     return [
         [x for start, length in starts for x in range(start + r * length // p, start + (r + 1) * length // p)]

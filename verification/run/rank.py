@@ -50,7 +50,7 @@ class InputEdit:
     hide      -inf in dimension 0 of the keys at the tokens `positions`, heads `kv_order`, 0 in that of all others, and
               `number` in that of the queries
     shift     add `number` to v, so that the outputs stay away from 0
-    equal     v of every token is that of the first one
+    equal     v of every token is that of the first one; with `number` k, too
     """
 
     kind: str
@@ -84,6 +84,7 @@ class InputEdit:
             v = v + self.number
         elif self.kind == "equal":
             v = v[:, :1].expand_as(v).clone()
+            k = k[:, :1].expand_as(k).clone() if self.number else k
         else:
             raise ValueError(f"kind is {self.kind!r}; it must be one of after, poison, permute, hide, shift, equal")
         return q, k, v, dout, dlse

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -14,12 +15,14 @@ import torch
 
 from reference.pattern import Branch, Pattern
 from ring import Layout, Transport, ring_attention
+from ring.compiled import traced
 from verification.case import Case
 from verification.run.layouts import layout_of
 from verification.run.rank import bare, shards, whole_tensors
 from verification.run.wrong_documents import one_moved, over, some_documents, without_documents, without_the_last
 
 Arguments = dict[str, Any]  # of ring_attention, by name
+Attention = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,9 @@ class Mistake:
     together   whether all ranks have to make it
     possible   whether it can be made with a Case
     everyone   changes the arguments of all ranks before
-    call       what a rank that is called wrongly does with its arguments
+    call       what a rank that is called wrongly does with its arguments, by `ring_attention` or what stands for it
+    traced     whether the operator of a compiled graph refuses it as well, though it is wrong alone. What differs
+               between ranks it always does
     error      the type of the error, if torch raises it: its text then names the shapes of this rank. None: the ring
                raises it, and it is the same on all ranks
     """
@@ -43,8 +48,14 @@ class Mistake:
     together: bool = False
     possible: Callable[[Case], bool] = lambda case: True
     everyone: Callable[[Arguments, Case], None] = lambda arguments, case: None
-    call: Callable[[Arguments], object] = lambda arguments: ring_attention(**arguments)
+    call: Callable[[Arguments, Attention], object] = lambda arguments, attention: attention(**arguments)
+    traced: bool = False
     error: str | None = None
+
+    @property
+    def in_graphs(self) -> bool:
+        """Whether a compiled graph can make it, and has to refuse it."""
+        return self.traced or not self.alone
 
 
 def _set(name: str, value: Any) -> Callable[[Arguments, Case], None]:
@@ -190,9 +201,9 @@ def _nothing(arguments: Arguments, case: Case) -> None:
     """The arguments are right; what is done with them is not."""
 
 
-def _differentiate_twice(arguments: Arguments) -> None:
+def _differentiate_twice(arguments: Arguments, attention: Attention) -> None:
     q = arguments["q"].detach().requires_grad_()
-    result = ring_attention(**arguments | {"q": q})
+    result = attention(**arguments | {"q": q})
     out = result[0] if isinstance(result, tuple) else result
     (once,) = torch.autograd.grad(out.sum(), q, create_graph=True)
     torch.autograd.grad(once.sum(), q)
@@ -206,18 +217,24 @@ def _require_none(arguments: Arguments, case: Case) -> None:
     arguments.update({name: arguments[name].detach() for name in "qkv"})
 
 
-def _without_grad(arguments: Arguments) -> None:
+def _without_grad(arguments: Arguments, attention: Attention) -> None:
     with torch.no_grad():
-        ring_attention(**arguments)
+        attention(**arguments)
 
 
-def _change_in_place(name: str) -> Callable[[Arguments], None]:
+def _fused_with_lse(arguments: Arguments, case: Case) -> None:
+    """A gradient may come in through lse, which fused kernels have no way for."""
+    _require_gradients(arguments, case)
+    arguments.update(kernel="flash", return_lse=True)
+
+
+def _change_in_place(name: str) -> Callable[[Arguments, Attention], None]:
     """Forward, a change of an input or a result, backward: gradients from the changed numbers would be wrong."""
 
-    def call(arguments: Arguments) -> None:
+    def call(arguments: Arguments, attention: Attention) -> None:
         tensors = {x: _differentiable(arguments[x]) for x in "qkv"}
         options = {"return_lse": True, "kernel": "math"} if name == "lse" else {"return_lse": False}
-        result = ring_attention(**arguments | tensors | options)
+        result = attention(**arguments | tensors | options)
         out, *lse = result if isinstance(result, tuple) else (result,)
         changed = lse[0] if name == "lse" else out if name == "out" else tensors[name]
         with torch.no_grad():
@@ -268,6 +285,7 @@ MISTAKES: dict[str, Mistake] = {
     "scale that is no number": Mistake("scale", _set("scale", "large")),
     "return_lse that is no flag": Mistake("return_lse", _set("return_lse", "yes")),
     "name that is no string": Mistake("name", _set("name", 3)),
+    "lse of a fused kernel that is to have gradients": Mistake("kernel 'flash'", _fused_with_lse, traced=True),
     "another name than the others": Mistake("'another one'", _set("name", "another one"), alone=False),
     "another exchange than the others": Mistake("exchange", _other_exchange, alone=False),
     "another bucket than the others": Mistake("bucket", _other_bucket, alone=False),
@@ -349,9 +367,12 @@ def applicable(case: Case) -> tuple[str, ...]:
     return tuple(name for name, mistake in MISTAKES.items() if (mistake.alone or others) and mistake.possible(case))
 
 
-def call(transport: Transport, case: Case, mistake: str, culprit: int | None) -> tuple[str, str] | None:
+def call(
+    transport: Transport, case: Case, mistake: str, culprit: int | None, compiled: bool = False
+) -> tuple[str, str] | None:
     """Call ring_attention, wrongly on the rank at index `culprit`, or on every rank (None). The error as (type,
-    message); None if there was none.
+    message); None if there was none. compiled: by the operator that a compiled graph calls, where there is a group that
+    a graph can name, and the mistake is one of those that graphs can make.
     """
     q, k, v, *_ = shards(case, transport.rank, whole_tensors(case))
     arguments: Arguments = {
@@ -364,11 +385,15 @@ def call(transport: Transport, case: Case, mistake: str, culprit: int | None) ->
     wrong = culprit is None or transport.rank == culprit
     if wrong:
         made.spoil(arguments, case)
+    attention: Attention = ring_attention
+    if compiled and made.in_graphs and not isinstance(bare(transport), Transport):
+        attention = partial(traced, check=True)
+        arguments = {"name": None} | arguments | {"group": bare(transport)}
     try:
         if wrong:
-            made.call(arguments)
+            made.call(arguments, attention)
         else:
-            ring_attention(**arguments)
+            attention(**arguments)
     except Exception as error:  # of any type: the law checks which it is
         return type(error).__name__, str(error)
     return None

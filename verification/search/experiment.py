@@ -48,6 +48,8 @@ class Experiment:
     pushes        whether Hypothesis is to look for larger errors: it then draws around what had the largest
     on_fewer      whether a failure is looked for on fewer real processes, too; in a simulation it always is
     fewest_ranks  on which there is anything to draw
+    premise       raises ValueError for a subject that could not be drawn, so that one with less in it can be tried
+                  (`verification.search.leaving_out`). None: nothing is left out of subjects
     """
 
     name: str
@@ -61,6 +63,7 @@ class Experiment:
     pushes: bool = False
     on_fewer: bool = False
     fewest_ranks: int = 1
+    premise: Callable[[Any], None] | None = None
 
     def placed(self, subject: Any, backend: str) -> Any:
         """The subject as it runs on the backend of that name: on GPUs for "nccl", else on the CPU."""

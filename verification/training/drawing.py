@@ -54,6 +54,7 @@ _labels = st.sampled_from(("all", "some", "shards", "ranks", "all", "some", "sha
 _seeds = st.integers(0, 255)
 _flags = st.booleans()
 _quarters = st.integers(0, 3)
+_others = st.sampled_from((False, True, True))
 _branches = st.sampled_from((1, 2, 3))
 _ratios = st.sampled_from((1, 2, 3, 4))
 
@@ -130,5 +131,8 @@ def training_cases(draw: Draw, world: int) -> TrainingCase:
         seed=draw(_seeds),
         pattern=_pattern(draw, model, tokens),  # last: how it is drawn depends on the model
     )
-    documents = documents_of(draw, tokens, ends_of(case.shards()))
-    return replace(case, pattern=replace(case.pattern, documents=documents))
+    ends = ends_of(case.shards())
+    case = replace(case, pattern=replace(case.pattern, documents=documents_of(draw, tokens, ends)))
+    if steps == 1 or not draw(_others):
+        return case
+    return replace(case, later_documents=tuple(documents_of(draw, tokens, ends) for _ in range(steps - 1)))

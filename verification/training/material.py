@@ -149,7 +149,9 @@ def global_batch(case: TrainingCase, step: int) -> GlobalBatch:
     tokens = torch.randint(VOCABULARY, shape, generator=generator)
     labels = torch.full_like(tokens, IGNORED)
     labels[..., :-1] = tokens[..., 1:]
-    labels[..., [end - 1 for end in accumulate(case.documents) if end]] = IGNORED  # the next token is another's
+    labels[..., [end - 1 for end in accumulate(case.at(step).documents) if end]] = (
+        IGNORED  # the next token is another's
+    )
     ignored = _ignored(case, generator, shape)
     return GlobalBatch(tokens, labels.masked_fill(ignored, IGNORED), ignored)
 

@@ -43,20 +43,26 @@ def expect_training(case: TrainingCase) -> StepExpectation:
 def bytes_sent(case: TrainingCase, gathered: bool) -> NDArray[np.int64]:
     """(context, context), by `reference.cost`: of each layer in each micro-batch one forward, one more where
     checkpointing computes it again, and one backward; and of the logits, where they are gathered once."""
+    forwards, attention = 2 if case.recomputed else 1, np.zeros((case.context, case.context), np.int64)
+    for step in range(case.steps):
+        call = _bytes_of_a_call(case.at(step))
+        attention += case.model.layers * case.accumulation * (forwards * call.forward + call.backward)
+    if not gathered:
+        return attention
+    shard = np.array(case.shards().counts) * case.batch * VOCABULARY * case.torch_dtype.itemsize
+    others = 1 - np.eye(case.context, dtype=np.int64)
+    return np.asarray(attention + shard[:, None] * others, np.int64)
+
+
+def _bytes_of_a_call(case: TrainingCase) -> cost.Traffic:
+    """Of the attention of one layer."""
     model = case.model
     setting = cost.Setting(
         case.pattern, case.shards().positions, case.batch, model.heads, model.kv_heads, model.head_dim,
         case.torch_dtype.itemsize,
     )  # fmt: skip
     narrow = case.device == "cuda" and case.exchange == "direct" and case.torch_dtype.itemsize == 2
-    call = cost.sent(setting, case.exchange, narrow)
-    calls = model.layers * case.accumulation * case.steps
-    attention = calls * ((2 if case.recomputed else 1) * call.forward + call.backward)
-    if not gathered:
-        return np.asarray(attention, np.int64)
-    shard = np.array(case.shards().counts) * case.batch * VOCABULARY * case.torch_dtype.itemsize
-    others = 1 - np.eye(case.context, dtype=np.int64)
-    return np.asarray(attention + shard[:, None] * others, np.int64)
+    return cost.sent(setting, case.exchange, narrow)
 
 
 def graph_runs(case: TrainingCase) -> int:

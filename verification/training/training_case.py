@@ -127,6 +127,8 @@ class TrainingCase:
                   model, optimiser and mesh, whose ranks all share each sequence in that order, cut evenly
     compiled      "no"; or the backend of `torch.compile(fullgraph=True)`: of the whole model, under FSDP of each layer,
                   which FSDP then surrounds. A graph names its group, so that the handle is "group" or "mesh"
+    later_documents  the documents of the second step, of the third, and so on, for a step without any None; None: all
+                  steps have those of the pattern
 
     Raises ValueError, at construction, naming the field, what was given and what is allowed.
     """
@@ -155,6 +157,7 @@ class TrainingCase:
     device: str = "cpu"
     resumed: str | None = None
     compiled: str = "no"
+    later_documents: tuple[tuple[int, ...] | None, ...] | None = None
 
     def __post_init__(self) -> None:
         for name, most in _MOST.items():
@@ -184,6 +187,7 @@ class TrainingCase:
         if self.model.kind == "longnet":
             self._check_longnet()
         self._set_cuts()
+        self._set_later_documents()
 
     def _check_longnet(self) -> None:
         """The block makes its pattern from segment lengths and ratios, so it must be one that it makes."""
@@ -203,6 +207,19 @@ class TrainingCase:
                 f"cuts is {cuts}; it must be {self.context + 1} non-decreasing offsets from 0 to {self.tokens}"
             )
         object.__setattr__(self, "cuts", cuts)
+
+    def _set_later_documents(self) -> None:
+        if self.later_documents is None:
+            return
+        if not isinstance(self.later_documents, (tuple, list)) or len(self.later_documents) != self.steps - 1:
+            raise ValueError(
+                f"later_documents is {self.later_documents!r}; it must be None, or have an entry for each of the "
+                f"{self.steps} steps but the first"
+            )
+        kept = [None if one is None else fields.integers("later_documents", one) for one in self.later_documents]
+        for lengths in kept:
+            replace(self.pattern, documents=lengths).validate_tokens(self.tokens)
+        object.__setattr__(self, "later_documents", tuple(kept))
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -232,10 +249,19 @@ class TrainingCase:
         if self.resumed is None:
             return (self,)
         mesh: dict[str, Any] = {"data": 1, "accumulation": self.data * self.accumulation}
+        later = None if self.later_documents is None else self.later_documents[1:]
+        others: dict[str, Any] = {"order": self.resumed, "cuts": None, "steps": self.steps - 1, "resumed": None}
         return (
-            replace(self, steps=1, resumed=None),
-            replace(self, **mesh, order=self.resumed, cuts=None, steps=self.steps - 1, resumed=None),
+            replace(self, steps=1, resumed=None, later_documents=None),
+            replace(self, **mesh, **others, pattern=self.at(1).pattern, later_documents=later or None),
         )
+
+    def at(self, step: int) -> TrainingCase:
+        """The Case whose steps all have the documents that this one has in that step, the first being 0."""
+        if self.later_documents is None:
+            return self
+        documents = self.later_documents[step - 1] if step else self.pattern.documents
+        return replace(self, pattern=replace(self.pattern, documents=documents), later_documents=None)
 
     @property
     def parameter_dtype(self) -> torch.dtype:

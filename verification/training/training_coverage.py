@@ -54,6 +54,9 @@ TRAINING_GROUPS: dict[str, dict[str, Has]] = {
         "dilated or in segments": lambda case: case.pattern.branches != (Branch(),),
         "several documents": lambda case: sum(length > 0 for length in case.documents) > 1,
         "empty document": lambda case: 0 in case.documents,
+        "other documents in a later step": lambda case: any(
+            case.at(step).documents != case.documents for step in range(1, case.steps)
+        ),
     },
     "step": {
         "several micro-batches": lambda case: case.accumulation > 1,

@@ -50,6 +50,7 @@ TRAINING = Experiment(
     moved=lambda case, device: replace(case, device=device),
     record_of=lambda case: {"training": case.to_dict()},
     on_fewer=True,
+    premise=lambda case: None,  # whatever is a TrainingCase could be drawn
 )
 
 

@@ -164,12 +164,15 @@ LAW_FEATURES: dict[str, dict[str, int]] = {
         "order striped": 10,
         "GQA": 5,
     },
+    "streams do not matter": {"exchange gather": 3, "several documents": 60, "causal": 20},
     "defaults are as documented": {"uneven cuts": 90, "MQA": 20, "dtype float16": 5, "exchange direct": 10},
 }
 # Of what a law draws beside the Case, by its name, values that must all be there.
 LAW_CHOICES: dict[str, dict[str, set[Any]]] = {
-    "same on any ranks, layout, exchange": {"order": set(ORDERS), "exchange": set(EXCHANGES)},
+    "same on any ranks, layout, exchange": {"order": set(ORDERS) - {"dealt"}, "exchange": set(EXCHANGES)},
     "NaN and inf propagate": {"tensor": {"q", "k", "v"}, "infinite": {True, False}},
+    "equal values come out": {"keys_too": {True, False}},
+    "wrong calls refused everywhere": {"compiled": {True, False}},
     "patterns are as published": {"made": set(MADE), "offsets": set(RULES)},
     "a broken-off call closes its group": {"direction": set(DIRECTIONS), "error": set(ERRORS), "check": {True, False}},
     "plans of long sequences": {"rate": set(RATES)},

@@ -78,6 +78,24 @@ def test_a_wrong_rank_is_found(gloo: GlooBackend, monkeypatch: pytest.MonkeyPatc
         check_fault(gloo, CASE, how("kill", rank=1))
 
 
+def test_ranks_that_do_not_say_who_is_absent_are_found(gloo: GlooBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool is made to hear other words of those that are left."""
+    real = pool._diagnose
+
+    def heard(said: str) -> None:
+        def diagnose(*arguments: Any) -> Any:
+            failure = real(*arguments)
+            states = [replace(one, detail=said) if one.outcome == "raised" else one for one in failure.states]
+            return RankCrash(failure.headline, states)
+
+        monkeypatch.setattr(pool, "_diagnose", diagnose)
+
+    for said in ("raised RuntimeError: Connection reset by peer", "raised RuntimeError: rank 0 did not come to the x"):
+        heard(said)
+        with pytest.raises(MishandledFault, match="at question 1 of rank 1: rank [02] must say that index 1 of the"):
+            check_fault(gloo, replace(CASE, seed=0), how("absent", rank=1, post=1))
+
+
 def test_a_wrong_kind_is_found(gloo: GlooBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "_diagnose", lambda *arguments: RankCrash("rank 1 raised"))
     with pytest.raises(

@@ -171,9 +171,10 @@ def test_a_hunt_draws_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
     assert search.find(600, "afresh") is None
     assert search.examples == len(seen) == len({json.dumps(subject.record()) for subject in seen}) == 600
     names = [subject.experiment.name for subject in seen]
-    assert {EXAMPLES.name, *(law.name for law in LAWS if law.share >= 0.02)} <= set(names)  # the rarest may be missing
-    # By their shares 0.55 of all; Hypothesis, which varies what it has drawn, makes it more.
-    assert 0.5 < names.count(EXAMPLES.name) / 600 < 0.95
+    laws = {law.name for law in LAWS if law.on_cpus and law.share >= 0.02}  # the rarest may be missing
+    assert {EXAMPLES.name, *laws} <= set(names)
+    # By their shares half of all; Hypothesis, which varies what it has drawn, makes it more.
+    assert 0.4 < names.count(EXAMPLES.name) / 600 < 0.95
     worlds = [subject.case.world for subject in seen]
     assert set(worlds) == set(subjects.WORLDS) and worlds.count(1) < 120
 

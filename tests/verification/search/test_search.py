@@ -9,9 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import strategies as st
 from rich.console import Console
 
 from reference.pattern import Pattern
+from tests.support.plain_case import plain
 from tests.support.planted import (
     plant_crash,
     plant_hang,
@@ -169,6 +171,43 @@ def test_a_failure_that_does_not_come_back_is_still_a_failure(ranks: GlooBackend
     ((failure, case),) = ((one.failure, one.subject) for one in found)
     assert str(failure) == "values: out is wrong, this once" and case.to_json() == calls[4]
     assert calls.count(calls[4]) == 1, "a failing example is never run again"
+
+
+CROWDED = plain(
+    3, group=(0, 2), tokens=9, cuts=(0, 4, 9), bucket=2, scale=0.5, strided=True, again="meta",
+    pattern=replace(Pattern.dense(), documents=(4, 5)),
+)  # fmt: skip
+
+
+def shrunk(ranks: GlooBackend, fails: Callable[[Case], bool]) -> Case:
+    """What is left of a subject that no other draw leads away from."""
+
+    def check(backend: Any, case: Case) -> dict[str, float]:
+        if fails(case):
+            raise WrongResult("values: out is wrong")
+        return {}
+
+    one = replace(runner.EXAMPLES, draw=lambda world: st.just(CROWDED), check=check)
+    found = Search(one, ranks, Report(Console(quiet=True)), 3).find(1, "crowded")
+    assert found is not None
+    case: Case = found.subject
+    return case
+
+
+def test_what_a_failure_does_not_need_is_left_out(ranks: GlooBackend) -> None:
+    assert shrunk(ranks, lambda case: case.tokens == 9) == plain(3, tokens=9)
+    assert shrunk(ranks, lambda case: case.cuts is not None) == plain(3, tokens=9, group=(0, 2), cuts=(0, 4, 9))
+    both = shrunk(ranks, lambda case: case.pattern.documents is not None and case.bucket == 2)
+    assert both == plain(3, tokens=9, bucket=2, pattern=CROWDED.pattern)
+
+
+def test_nothing_is_left_out_where_nobody_says_what_may_be_drawn(ranks: GlooBackend) -> None:
+    def check(backend: Any, case: Case) -> dict[str, float]:
+        raise WrongResult("values: out is wrong")
+
+    bare = replace(runner.EXAMPLES, draw=lambda world: st.just(CROWDED), check=check, premise=None)
+    found = Search(bare, ranks, Report(Console(quiet=True)), 3).find(1, "crowded")
+    assert found is not None and found.subject == CROWDED
 
 
 @pytest.mark.parametrize("shrinks", (True, False))

@@ -23,7 +23,7 @@ def test_a_drawn_case_survives_json(case: TrainingCase) -> None:
 
 def test_a_file_from_before_a_field_had_a_default_stays_good() -> None:
     data = small_step(2).to_dict()
-    for name in ("device", "resumed", "compiled"):
+    for name in ("device", "resumed", "compiled", "later_documents"):
         del data[name]
     assert TrainingCase.from_dict(data) == small_step(2)
 
@@ -46,6 +46,8 @@ TORCHSCALE = Pattern.longnet([4, 8], [1, 2], 2, True, "torchscale")
         ({"compiled": "eager", "handle": "mesh"}, "compiled is 'eager'; it must be one of no, aot_eager"),
         ({"compiled": "aot_eager"}, "handle is 'recorded'; it must be 'group' or 'mesh' with compiled 'aot_eager'"),
         ({"model": None}, "model is None"),
+        ({"steps": 3, "later_documents": (None,)}, "later_documents is .* an entry for each of the 3 steps but the"),
+        ({"steps": 2, "later_documents": ((3, 6),)}, "documents"),
         ({"pattern": Pattern((Branch(heads=range(1, 2)),))}, "heads"),
         ({"model": LONGNET}, "pattern is .* it must be torchscale's"),
         ({"model": LONGNET, "pattern": Pattern.longnet([4, 8], [1, 2], 2, True, "fkodom")}, "must be torchscale's"),
@@ -54,6 +56,17 @@ TORCHSCALE = Pattern.longnet([4, 8], [1, 2], 2, True, "torchscale")
 def test_what_makes_no_sense_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         replace(small_step(2), **changes)
+
+
+def test_steps_may_have_documents_of_their_own() -> None:
+    packed = replace(small_step(2).pattern, documents=(8,))
+    case = replace(small_step(2), steps=3, pattern=packed, later_documents=((3, 5), None))
+    assert [case.at(step).pattern.documents for step in range(3)] == [(8,), (3, 5), None]
+    assert all(case.at(step).later_documents is None for step in range(3))
+    first, second = replace(case, resumed="zigzag").parts
+    assert (first.steps, first.pattern.documents, first.later_documents) == (1, (8,), None)
+    assert (second.steps, second.pattern.documents, second.later_documents) == (2, (3, 5), (None,))
+    assert TrainingCase.from_dict(json.loads(case.to_json())) == case
 
 
 @pytest.mark.parametrize(

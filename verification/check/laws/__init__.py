@@ -21,6 +21,7 @@ from verification.check.laws.orders import CALLS_ARE_NOT_CONFUSED
 from verification.check.laws.plans import PLANS_COMPUTE_THE_PATTERN
 from verification.check.laws.ranks import SAME_ANYWHERE
 from verification.check.laws.sizes import LONG_PLANS
+from verification.check.laws.streams import STREAMS_DO_NOT_MATTER
 from verification.check.laws.values import PATTERNS_AND_LAYOUTS_ARE_VALUES
 
 __all__ = ["LAWS", "How", "Law"]
@@ -46,4 +47,5 @@ LAWS = (
     LONG_PLANS,
     CALLS_KEEP_TO_THE_BUCKET,
     DEFAULTS_ARE_AS_DOCUMENTED,
+    STREAMS_DO_NOT_MATTER,
 )

@@ -27,8 +27,8 @@ MORE = (None, 0, 5, 64)  # tokens of several segments of own keys, beyond the bu
 def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
     """buckets: in place of the Case's. own: as `ring.plan.plan.plan_of` has it; None, or so much more than a bucket."""
     case = draw(plan_cases(world))
-    small, any_size = st.integers(1, 24), st.integers(1, 2 * case.tokens)
-    buckets = draw(st.lists(st.one_of(small, any_size), min_size=4, max_size=MOST_BUCKETS))
+    small, middle, any_size = st.integers(1, 16), st.integers(8, 40), st.integers(1, 2 * case.tokens)
+    buckets = draw(st.lists(st.one_of(small, middle, any_size), min_size=4, max_size=MOST_BUCKETS))
     return case, {"buckets": buckets, "own": draw(st.sampled_from(MORE))}
 
 
@@ -74,5 +74,5 @@ def _premise(case: Case, how: Any) -> None:
 
 
 CALLS_KEEP_TO_THE_BUCKET = Law(
-    "kernel calls keep to the bucket", _draw, check_call_limits, _premise, share=0.06, most=200
+    "kernel calls keep to the bucket", _draw, check_call_limits, _premise, share=0.08, most=200
 )

@@ -1,8 +1,11 @@
-"""Where all keys have one value, the output is that value: the weights of a row add up to 1, however large its scores.
+"""Where all values are equal, the output is that value: the weights of a row add up to 1, however large its scores.
 
 Bounds of rounding grow with the scores, since lse has a last digit. A merge that takes its weights from the rounded lse
 stays within them, and drifts; but each partial result is divided by the sum of its own weights, and so is a merge of
 them, so that only the roundings of these sums are left. A row that sees nothing has output 0.
+
+Where scores are large, one of them has nearly all the weight, and a merge has nothing to weigh. So keys may be equal
+as well: partial results then weigh as much as they have keys.
 """
 
 from __future__ import annotations
@@ -33,15 +36,17 @@ def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
     case = draw(cases(world))
     dtype = case.dtype if case.dtype in DTYPES else "float32"
     scale = draw(st.sampled_from(SCORE_SCALES))
-    return replace(case, dtype=dtype, values="normal", score_scale=scale), {}
+    how: How = {"keys_too": draw(st.sampled_from((False, True, True)))}
+    return replace(case, dtype=dtype, values="normal", score_scale=scale), how
 
 
 def check_equal_values(backend: Backend, case: Case, how: How) -> float:
     """A sum of k numbers has k roundings, a merge a few: in the weights, and in what they are multiplied with."""
     counts = counts_of(case, kernel_of(case))
     allowed = 2 * (counts.keys + 8 * counts.merges + 8) * DTYPES[case.dtype]
-    out = assemble(case, observe_on(backend, case, InputEdit("equal"), False), "out")  # (B, n, H, D)
-    value = InputEdit("equal").apply(case.tensors())[2].double().numpy()  # (B, n, Hk, D)
+    edit = InputEdit("equal", int(how.get("keys_too", False)))
+    out = assemble(case, observe_on(backend, case, edit, False), "out")  # (B, n, H, D)
+    value = edit.apply(case.tensors())[2].double().numpy()  # (B, n, Hk, D)
     value = np.repeat(value, case.heads // case.kv_heads, axis=2)
     seen = multiplicity(case.pattern, case.heads, case.tokens).sum(2)
     sees = seen.T[None, :, :, None] > 0  # (1, n, H, 1)
@@ -58,7 +63,9 @@ def check_equal_values(backend: Backend, case: Case, how: How) -> float:
 
 
 def _premise(case: Case, how: Any) -> None:
-    fields.exactly("how", how, [])
+    if how != {}:  # which is from before keys could be
+        fields.exactly("how", how, ["keys_too"])
+        fields.flag("keys_too of how", how["keys_too"])
     if case.dtype not in DTYPES or case.values != "normal":
         raise ValueError(
             f"dtype and values are {case.dtype!r} and {case.values!r}; they must be one of {sorted(DTYPES)}, and "

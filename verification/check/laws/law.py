@@ -36,6 +36,11 @@ class Law:
     most: int = 1000  # examples, however many those are
     fewest_ranks: int = 1  # that it is about
     on_gpus: bool = True  # whether it is about them, too
+    on_cpus: bool = True  # likewise
+
+    def concerns(self, backend: str) -> bool:
+        """Whether it is about the devices of the backend of that name."""
+        return self.on_gpus if backend == "nccl" else self.on_cpus
 
 
 # --- Cases that laws change -------------------------------------------------------------------------------------------

@@ -34,4 +34,4 @@ def _premise(case: Case, how: Any) -> None:
     fields.exactly("how", how, [])
 
 
-MEMORY_OF_LONGER_SHARDS = Law("memory of longer shards", _draw, check_long, _premise, share=0.01, most=60)
+MEMORY_OF_LONGER_SHARDS = Law("memory of longer shards", _draw, check_long, _premise, share=0.02, most=60)

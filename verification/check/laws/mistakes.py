@@ -24,15 +24,20 @@ from verification.run.wrong_calls import MISTAKES, Mistake, applicable, call
 def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
     case = draw(cases(world))
     # Ranks of a subgroup have two numbers each, and the refusal is where they talk to each other without tensors.
-    if draw(st.booleans()):
+    if draw(st.sampled_from((False, False, False, True))):
         case = changed(case, elsewhere(draw, case))
     possible = applicable(case)
     # A call that is wrong only beside the others comes twice as often: no rank by itself sees it.
-    possible += tuple(mistake for mistake in possible if not MISTAKES[mistake].alone)
+    # And one about who takes part four times as often: where there is a default group, it is a matter of that, too.
+    beside = tuple(mistake for mistake in possible if not MISTAKES[mistake].alone)
+    possible += beside + 3 * tuple(
+        name for name in possible if (wrong := MISTAKES[name]).alone and wrong.argument == "layout"
+    )
     one = st.tuples(st.sampled_from(possible), st.integers(-1, len(case.ranks) - 1))
     # Many at a time, since each costs little beside the right call at the end. A list has 5 or 6 as a rule.
     made = [pair for least in (1, 0, 0, 0) for pair in draw(st.lists(one, min_size=least, max_size=12))]
-    return case, {"mistakes": [[mistake, _culprit(mistake, number)] for mistake, number in made]}
+    how: How = {"mistakes": [[mistake, _culprit(mistake, number)] for mistake, number in made]}
+    return case, how | {"compiled": draw(st.booleans())}
 
 
 def _culprit(mistake: str, number: int) -> int | None:
@@ -46,10 +51,10 @@ def _culprit(mistake: str, number: int) -> int | None:
 
 def check_refused(backend: Backend, case: Case, how: How) -> float:
     """One rank, or every rank, is called wrongly: every rank raises the same error, which names the argument. Several
-    mistakes follow each other, and then a right call works.
+    mistakes follow each other, and then a right call works. compiled: they are made as compiled graphs make them.
     """
     mistakes = [(mistake, culprit) for mistake, culprit in how["mistakes"]]
-    backend.submit(call_wrongly, case, mistakes)
+    backend.submit(call_wrongly, case, mistakes, how.get("compiled", False))
     expectation = expect(case)
     answers = backend.collect()
     for number, (mistake, culprit) in enumerate(mistakes):
@@ -73,15 +78,18 @@ def _check_errors(what: str, mistake: Mistake, errors: list[tuple[str, str] | No
 
 
 def call_wrongly(
-    transport: Transport, case: Case, mistakes: list[tuple[str, int | None]]
+    transport: Transport, case: Case, mistakes: list[tuple[str, int | None]], compiled: bool = False
 ) -> tuple[list[tuple[str, str] | None], Observation]:
     """Task: call ring_attention wrongly, in one way after the other, then rightly on all ranks."""
-    errors = [call(transport, case, mistake, culprit) for mistake, culprit in mistakes]
+    errors = [call(transport, case, mistake, culprit, compiled) for mistake, culprit in mistakes]
     return errors, observe(transport, case, None, False)
 
 
 def _premise(case: Case, how: Any) -> None:
-    fields.exactly("how", how, ["mistakes"])
+    if isinstance(how, dict) and "compiled" not in how:  # which is from before graphs could make them
+        how = how | {"compiled": False}
+    fields.exactly("how", how, ["mistakes", "compiled"])
+    fields.flag("compiled of how", how["compiled"])
     made = how["mistakes"]
     if not isinstance(made, list) or not made or not all(isinstance(one, list) and len(one) == 2 for one in made):
         raise ValueError(f"mistakes of how is {made!r}; it must be a list of at least one [mistake, index or null]")

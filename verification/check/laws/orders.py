@@ -295,4 +295,4 @@ def _check_order(order: Any, count: int) -> None:
         begun += [call] * (direction == "forward")
 
 
-CALLS_ARE_NOT_CONFUSED = Law("calls are not confused", _draw, check_orders, _premise, share=0.06)
+CALLS_ARE_NOT_CONFUSED = Law("calls are not confused", _draw, check_orders, _premise, share=0.08)

@@ -97,10 +97,11 @@ def nearest(peer: Peer, case: TrainingCase) -> TrainingCase | None:
 
 
 def plain(case: TrainingCase) -> TrainingCase:
-    """Of plain modules, not compiled; and no forward of the ring is there to be saved."""
+    """Of plain modules, not compiled, with the same documents in all steps; and no forward of the ring is there to be
+    saved."""
     model = replace(case.model, kind="sdpa", qk_norm=False, subln=False)
     checkpointing = "non-reentrant" if case.checkpointing == "selective" else case.checkpointing
-    return replace(case, model=model, checkpointing=checkpointing, compiled="no")
+    return replace(case, model=model, checkpointing=checkpointing, compiled="no", later_documents=None)
 
 
 def with_call(case: TrainingCase, call: Case) -> TrainingCase:

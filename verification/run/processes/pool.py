@@ -42,6 +42,7 @@ T = TypeVar("T")
 START_TIMEOUT = 180.0  # seconds for all ranks to come up, on however loaded a machine
 # When a rank has raised: how long the others may take to raise or answer too before they count as left waiting.
 GRACE = 0.3  # seconds
+LISTEN = 0.02  # seconds, to each of the ranks that are left when one has died
 BUSY = (
     10.0  # the timeout is prolonged to at most so many times its length while a rank computes, or waits for a processor
 )
@@ -172,10 +173,11 @@ class Pool:
         ranks.send([head + tail for tail in own])
         return ticket
 
-    def collect(self, ticket: Ticket, *, timeout: float | None = None) -> list[Any]:
+    def collect(self, ticket: Ticket, *, timeout: float | None = None, last_words: float = 0.0) -> list[Any]:
         """Every rank's result, in rank order.
 
-        timeout: seconds from now; None for the pool's own.
+        timeout: seconds from now; None for the pool's own. last_words: seconds that the others have to answer, or to
+        raise, when a rank has died.
 
         Raises RankCrash, RankError, MismatchedMessages or RankHang; the ranks have been replaced by then.
         Raises ValueError for a ticket already collected or given up, PoolError on a closed pool.
@@ -186,6 +188,8 @@ class Pool:
         timeout = self.timeout if timeout is None else timeout
         try:
             call = _await_answers(ranks, ticket, timeout)
+            if call.died and last_words:
+                _take_last_words(ranks, call, ticket.sequence, last_words)
             failed = bool(call.waiting or call.raised or call.died)
             failure = _diagnose(ranks, ticket, call, timeout) if failed else None
         except (
@@ -278,6 +282,16 @@ def _await_answers(ranks: RankSet, ticket: Ticket, timeout: float) -> _PoolCall:
         if call.raised:
             deadline = min(deadline, time.monotonic() + GRACE)
     return call
+
+
+def _take_last_words(ranks: RankSet, call: _PoolCall, expected: int, seconds: float) -> None:
+    """Some ranks died: the answers of the others, who may take so long to find out. Once one has, all are about to."""
+    end = time.monotonic() + seconds
+    while (left := call.waiting - call.died) and time.monotonic() < end:
+        for rank in sorted(left):
+            if ranks.has_answer(rank, LISTEN):
+                _take_answer(ranks, call, rank, expected)
+                end = min(end, time.monotonic() + GRACE)
 
 
 def _take_answer(ranks: RankSet, call: _PoolCall, rank: int, expected: int) -> None:

@@ -47,7 +47,7 @@ def train_densely(case: TrainingCase, rounded: Rounded = exact, kept: Rounded = 
     found = TrainingResult({}, {}, {}, {}, {})
     for step in range(case.steps):
         batch, label = global_batch(case, step), f"step {step + 1}"
-        logits = dense_logits(case, parameters, batch.tokens.flatten(0, 2), rounded).unflatten(
+        logits = dense_logits(case.at(step), parameters, batch.tokens.flatten(0, 2), rounded).unflatten(
             0, batch.tokens.shape[:3]
         )
         loss = mean_loss(logits, batch)

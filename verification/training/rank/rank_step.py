@@ -62,11 +62,12 @@ def batches_of_step(
 ) -> list[Batch]:
     """This rank's share of its data rank's micro-batches."""
     step_batch, found = global_batch(case, step).of(part), []
+    documents = case.at(step).pattern.documents
     for number in range(part.accumulation):
         tokens = step_batch.tokens[data_rank, number].to(case.device)  # (B, n), whole sequences
         ignored = step_batch.ignored[data_rank, number].to(case.device)
         labels = next_tokens(tokens).masked_fill(ignored, IGNORED)
-        found.append(shard_batch(context, tokens, labels, documents=case.pattern.documents))
+        found.append(shard_batch(context, tokens, labels, documents=documents))
     return found
 
 
