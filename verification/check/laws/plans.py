@@ -30,31 +30,34 @@ MOST = 4  # orders, and buckets
 
 @st.composite
 def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
-    """orders, buckets: in place of the Case's, each with each and by every exchange."""
+    """orders, buckets: in place of the Case's, each with each and by every exchange. varlen: as plans for GPUs have it,
+    tokens of documents of several lengths that share a call; 0: none do.
+    """
     case = draw(irregular_cases(world))
     orders = [draw(st.sampled_from(ORDERS))]
     small = st.integers(1, max(1, case.tokens // 5))
     buckets = [draw(small), draw(st.integers(1, 2 * MOST_SHORT))]
-    return case, {"orders": orders, "buckets": buckets}
+    varlen = draw(st.integers(0, 8)) if case.pattern.documents and draw(st.booleans()) else 0
+    return case, {"orders": orders, "buckets": buckets, "varlen": varlen}
 
 
 def check_plans(backend: Backend, case: Case, how: How) -> float:
     """Each rank follows some of the plans; each for all ranks, since plans need no messages."""
     chosen = product(how["orders"], EXCHANGES, how["buckets"])
     others = [replace(case, order=order, exchange=exchange, bucket=b) for order, exchange, b in chosen]
-    backend.submit(followed, case, *others)
+    backend.submit(followed, case, how.get("varlen", 0), *others)
     for wrong in backend.collect():
         if wrong:
             raise WrongResult(wrong)
     return 0.0
 
 
-def followed(transport: Transport, case: Case, *others: Case) -> str:
+def followed(transport: Transport, case: Case, varlen: int, *others: Case) -> str:
     """Task: what is wrong with the first wrong plan among those that fall to this rank; "" if nothing is."""
     due = multiplicity(case.pattern, case.heads, case.tokens)
     for other in others[transport.rank :: transport.world_size]:
         setting = PlanSetting(
-            case.pattern, layout_of(other), case.heads, case.kv_heads, other.exchange, other.bucket or 1
+            case.pattern, layout_of(other), case.heads, case.kv_heads, other.exchange, other.bucket or 1, varlen
         )
         try:
             walk = PlanWalk(setting).go()
@@ -74,7 +77,8 @@ def _named(case: Case) -> str:
 
 
 def _premise(case: Case, how: Any) -> None:
-    fields.exactly("how", how, ["orders", "buckets"])
+    fields.exactly("how", {"varlen": 0, **how}, ["orders", "buckets", "varlen"])  # saved ones may have none
+    fields.integer("varlen of how", how.get("varlen", 0), 0, MOST_INTEGER)
     fields.at_most("tokens", case.tokens, MOST_SHORT)
     if case.group is not None:
         raise ValueError(f"group is {case.group}; for the law of plans it must be None")
