@@ -173,8 +173,7 @@ def test_a_hunt_draws_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [subject.experiment.name for subject in seen]
     laws = {law.name for law in LAWS if law.on_cpus and law.share >= 0.02}  # the rarest may be missing
     assert {EXAMPLES.name, *laws} <= set(names)
-    # By their shares half of all; Hypothesis, which varies what it has drawn, makes it more.
-    assert 0.4 < names.count(EXAMPLES.name) / 600 < 0.95
+    assert 0.3 < names.count(EXAMPLES.name) / 600 < 0.7, "by their shares half of all"
     worlds = [subject.case.world for subject in seen]
     assert set(worlds) == set(subjects.WORLDS) and worlds.count(1) < 120
 
