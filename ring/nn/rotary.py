@@ -36,13 +36,22 @@ def rotary(x: Tensor, positions: Tensor, theta: float = THETA) -> Tensor:
     if not isinstance(positions, Tensor) or positions.dtype not in (torch.int64, torch.int32):
         given = str(positions.dtype) if isinstance(positions, Tensor) else repr(type(positions))
         raise ValueError(f"positions must be an int64 or int32 tensor, got {given}")
-    if positions.shape not in (x.shape[1:2], x.shape[:2]):
+    if not one_for_each(positions, x):
         allowed = f"{tuple(x.shape[1:2])} or {tuple(x.shape[:2])}"
         raise ValueError(f"positions must have the shape {allowed}, a position for each token of x, "
                          f"got {tuple(positions.shape)}")  # fmt: skip
     if positions.device != x.device:
         raise ValueError(f"positions must be on x's device {x.device}, got {positions.device}")
     return turned(x, *_angles(positions, x.shape[3], theta, accumulator_dtype(x.dtype)))
+
+
+def one_for_each(positions: Tensor, x: Tensor) -> bool:
+    """Whether positions are (N,) or (B, N) for x (B, N, ...). Number by number: within torch.compile a shape with a
+    length that may change is not found among shapes of plain numbers, not even beside the same.
+    """
+    if positions.dim() not in (1, 2) or positions.shape[-1] != x.shape[1]:
+        return False
+    return positions.dim() == 1 or positions.shape[0] == x.shape[0]
 
 
 def check_turn(head_dim: int, theta: float) -> None:

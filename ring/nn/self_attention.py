@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from reference.pattern import Pattern
 from ring.nn.context import ContextParallel
 from ring.nn.ring_attention import checked_context
-from ring.nn.rotary import THETA, angles_of, check_turn, turned
+from ring.nn.rotary import THETA, angles_of, check_turn, one_for_each, turned
 
 SHAPE = ("batch", "local tokens", "dim")
 
@@ -140,7 +140,7 @@ def _check_positions(positions: Tensor, x: Tensor, context: ContextParallel) -> 
     if not isinstance(positions, Tensor) or positions.dtype not in (torch.int64, torch.int32):
         given = str(positions.dtype) if isinstance(positions, Tensor) else repr(type(positions))
         raise ValueError(f"positions must be None or an int64 or int32 tensor, got {given}")
-    if positions.shape not in (x.shape[1:2], x.shape[:2], (1, x.shape[1])):
+    if not (one_for_each(positions, x) or one_for_each(positions, x[:1])):
         allowed = f"{tuple(x.shape[1:2])} or {tuple(x.shape[:2])}"
         raise ValueError(f"positions must have the shape {allowed}, got {tuple(positions.shape)}")
     if positions.device != x.device:

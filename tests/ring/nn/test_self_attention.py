@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
+from torch import Tensor
 
 from reference import Pattern
 from ring import Layout
 from ring.nn import ContextParallel, SelfAttention
+from ring.nn.rotary import rotary
 from tests.support import nn_dense
 from tests.support.nn_module_tasks import (
     WAYS,
@@ -46,6 +50,52 @@ def test_output_and_gradients(pool: Pool, shards: str, pattern: str) -> None:
 )
 def test_options(pool: Pool, options: dict[str, Any]) -> None:
     assert max(pool.run(self_attention_error, "uneven", "groups", options)) < EXACT
+
+
+@pytest.fixture
+def forgetful() -> Iterator[None]:
+    """What torch.compile learns of lengths here, it does not know in later tests."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(module: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return torch.compile(module, fullgraph=True, backend="aot_eager")
+
+
+@pytest.mark.usefixtures("forgetful")
+@pytest.mark.parametrize("rows", (None, 1, 2))
+def test_a_graph_for_any_length_takes_positions_that_come_later(rows: int | None) -> None:
+    """When they come, torch takes their length for a constant, and that of x for one that may change."""
+    module = SelfAttention(8, 2, Pattern.dense(True))
+    graph = compiled(module)
+    for number, n in enumerate((16, 23, 30, 37)):
+        context, x = ContextParallel(Layout.contiguous(n, 1)), torch.randn(2, n, 8)
+        positions = context.positions if rows is None else context.positions.repeat(rows, 1)
+        given = positions if number >= 2 else None
+        torch.testing.assert_close(graph(x, context, given), module(x, context, given))
+
+
+@pytest.mark.usefixtures("forgetful")
+def test_a_graph_for_any_length_refuses_positions_of_another() -> None:
+    graph = compiled(SelfAttention(8, 2, Pattern.dense(True)))
+    for n in (16, 23, 30):
+        context = ContextParallel(Layout.contiguous(n, 1))
+        context.positions_on(torch.device("cpu"))  # as shard_batch does
+        graph(torch.randn(2, n, 8), context)
+    for shape in ((29,), (3, 30), (2, 29), (1, 1, 30)):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="positions must have the shape"):
+            graph(torch.randn(2, 30, 8), context, torch.zeros(shape, dtype=torch.int64))
+
+
+@pytest.mark.usefixtures("forgetful")
+def test_a_graph_for_any_length_turns_by_positions_that_come_as_constants() -> None:
+    graph = compiled(rotary)
+    for n in (16, 23):
+        x, positions = torch.randn(2, n, 2, 4), torch.arange(n)
+        torch._dynamo.maybe_mark_dynamic(x, 1)
+        torch.testing.assert_close(graph(x, positions), rotary(x, positions))
 
 
 @pytest.mark.ranks
