@@ -28,7 +28,9 @@ PACKAGES = ("reference", "ring", "verification")
 # These stay as they are: the rank is in a function of the worker, which has joined it to its process group and knows
 # failures by their types. None of them uses `ring`.
 KEPT = (failures, rendezvous, worker)
-# Beyond what a rank has when the changed source comes, in bytes: a loop that fills memory ends here.
+# Of private memory, beyond what a rank has when the changed source comes, in bytes: a loop that fills memory ends here.
+# Address space would be no measure: torch's build for GPUs reserves much of it, and looks for GPUs again and again if it
+# cannot.
 MEMORY = 3 * 2**30
 
 
@@ -62,8 +64,8 @@ def substitute(sources: Mapping[str, str]) -> None:
     kept = {module.__name__ for module in KEPT}
     for name in [name for name in sys.modules if name.partition(".")[0] in PACKAGES and name not in kept]:
         del sys.modules[name]
-    limit = _address_space() + MEMORY
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    limit = _private_memory() + MEMORY
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -94,7 +96,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
         return compile(self._source, self.path, "exec")
 
 
-def _address_space() -> int:
-    """Of this process, in bytes."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
+def _private_memory() -> int:
+    """Of this process, in bytes: what RLIMIT_DATA limits (Linux 4.7)."""
+    pages = int(Path("/proc/self/statm").read_text().split()[5])
     return pages * os.sysconf("SC_PAGE_SIZE")
