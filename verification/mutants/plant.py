@@ -29,8 +29,8 @@ PACKAGES = ("reference", "ring", "verification")
 # failures by their types. None of them uses `ring`.
 KEPT = (failures, rendezvous, worker)
 # Of private memory, beyond what a rank has when the changed source comes, in bytes: a loop that fills memory ends here.
-# Address space would be no measure: torch's build for GPUs reserves much of it, and looks for GPUs again and again if it
-# cannot.
+# Address space would be no measure: torch's build for GPUs reserves much of it, and where it cannot, looks for GPUs
+# again and again.
 MEMORY = 3 * 2**30
 
 
