@@ -79,4 +79,4 @@ def _premise(case: Case, how: Any) -> None:
     check_supported(case)
 
 
-DEFAULTS_ARE_AS_DOCUMENTED = Law("defaults are as documented", _draw, check_left_out, _premise, share=0.03, most=40)
+DEFAULTS_ARE_AS_DOCUMENTED = Law("defaults are as documented", _draw, check_left_out, _premise, share=0.04, most=40)

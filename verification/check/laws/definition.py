@@ -272,4 +272,4 @@ def _premise(case: Case, how: Any) -> None:
         raise ValueError(f"heads is {case.heads}; it must be at least {len(rates)}, the number of groups")
 
 
-PATTERNS_ARE_AS_PUBLISHED = Law("patterns are as published", _draw, check_definition, _premise, share=0.05, most=60)
+PATTERNS_ARE_AS_PUBLISHED = Law("patterns are as published", _draw, check_definition, _premise, share=0.03, most=60)

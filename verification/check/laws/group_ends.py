@@ -47,5 +47,5 @@ def _premise(case: Case, how: Any) -> None:
 
 
 A_GROUP_THAT_ENDS_IS_LET_GO = Law(
-    "a group that ends is let go", _draw, check_ended, _premise, share=0.03, most=40, on_gpus=False
+    "a group that ends is let go", _draw, check_ended, _premise, share=0.05, most=40, on_gpus=False
 )
