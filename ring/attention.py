@@ -61,10 +61,9 @@ def ring_attention(
         bucket: the most key/value tokens in a receive buffer and in a kernel call; None: chosen by a memory budget.
         kernel: "auto", "math", "flash" or, on GPUs, "cudnn". "flash" and "cudnn" are torch's fused kernels; tiles that
             they cannot take go to "math". The backward of cuDNN sums gradients in any order, so with
-            `torch.use_deterministic_algorithms` "auto" takes "flash" there, and for packed
-            documents of several lengths in one call. A score of -inf has no weight, except in FlashAttention-2
-            on GPUs: there a row may become NaN whose scores in a call are all -inf, and so may gradients of
-            keys that hold -inf.
+            `torch.use_deterministic_algorithms` "auto" takes "flash" there, and for packed documents of several
+            lengths in one call. A score of -inf has no weight; but on GPUs both fused kernels may make NaN of a row
+            whose scores in a call are all -inf, and of gradients of keys that hold -inf: take "math" for these.
         scale: factor of the scores; None: head dim ** -0.5.
         return_lse: also return lse = log sum exp of a row's scores, (batch, query heads, local tokens), in fp32 (fp64
             for fp64). Gradients flow through it.
