@@ -18,8 +18,6 @@ PRECISION = [defect for defect in of_topic("numerics") if not defect.name.starts
 
 @pytest.mark.parametrize("defect", PRECISION, ids=lambda defect: defect.name)
 def test_a_numerical_defect_is_found(defect: Defect) -> None:
-    # What a seed draws depends on the modules that are imported. The rarest of these defects shows in one example of a
-    # hundred, so 600 would miss it in one run of some hundreds.
-    outcome = try_defect(defect.name, seed=1, limit=1200)
+    outcome = try_defect(defect.name, seed=1, limit=600)
     assert outcome.killed, f"{outcome.examples} examples held"
     print(f"{outcome.check}: after {outcome.examples} examples")
