@@ -95,6 +95,8 @@ def test_lengths_that_a_kernel_would_take_on_trust_are_checked(edges: list[int],
         flash_attn_shim.varlen_forward(q, q, q, sound.long(), sound, 3, 3, 0.0, 1.0, False)
     with pytest.raises(NotImplementedError, match="no keys in pages"):
         flash_attn_shim.varlen_forward(q, q, q, sound, sound, 3, 3, 0.0, 1.0, False, block_table=sound)
+    with pytest.raises(NotImplementedError, match="returns no probabilities, got return_softmax=True"):
+        flash_attn_shim.varlen_forward(q, q, q, sound, sound, 3, 3, 0.0, 1.0, False, return_softmax=True)
 
 
 def test_the_stand_ins_compute_under_autocast_as_without_it() -> None:
@@ -118,6 +120,8 @@ def test_the_stand_in_has_no_more_than_it_says() -> None:
         arguments: dict[str, Any] = {"dropout_p": 0.0, "softmax_scale": 1.0, "causal": False} | unusual
         with pytest.raises(NotImplementedError, match="no dropout, window, soft cap or ALiBi"):
             flash_attn_shim.forward(q, q, q, **arguments)
+    with pytest.raises(NotImplementedError, match="returns no probabilities, got return_softmax=True"):
+        flash_attn_shim.forward(q, q, q, 0.0, 1.0, False, return_softmax=True)
     with pytest.raises(NotImplementedError):
         flash_attn_shim.refused(q)
 

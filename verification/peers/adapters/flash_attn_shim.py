@@ -8,7 +8,7 @@ Products are formed in float32 for all inputs, under autocast too, and results a
 Two of them take sequences of varying lengths, packed into one: (tokens, heads, dim), and lse is (H, tokens). Sequence i
 has the queries cu_seqlens_q[i] to cu_seqlens_q[i + 1] and the keys likewise, and is computed by itself as above.
 
-Dropout, windows, soft caps, ALiBi and keys in pages are refused.
+Dropout, windows, soft caps, ALiBi, keys in pages and a wish for the probabilities are refused.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ def forward(
     return_softmax: bool = False,
 ) -> tuple[Tensor, Tensor, None, None]:
     """q (B, Nq, H, D), k, v (B, Nk, Hk, D) -> out (B, Nq, H, D), lse (B, H, Nq) and two unused fields."""
+    refuse_probabilities(return_softmax)
     refuse_options(dropout_p, window_size_left, window_size_right, softcap, alibi_slopes)
     with torch.autocast(q.device.type, enabled=False):  # which a kernel does not look at
         scores = masked_scores(q, k, softmax_scale, causal)
@@ -126,6 +127,7 @@ def varlen_forward(
     block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, None, None]:
     """q (Nq, H, D), k, v (Nk, Hk, D) -> out (Nq, H, D), lse (H, Nq) and two unused fields."""
+    refuse_probabilities(return_softmax)
     refuse_pages(block_table)
     check_lengths(q, cu_seqlens_q, max_seqlen_q)
     check_lengths(k, cu_seqlens_k, max_seqlen_k)
@@ -214,6 +216,12 @@ def refuse_options(dropout_p: float, left: int, right: int, softcap: float | Non
             "the stand-in for flash_attn has no dropout, window, soft cap or ALiBi, got "
             f"dropout_p={dropout_p}, window_size=({left}, {right}), softcap={softcap}, alibi_slopes={alibi_slopes}"
         )
+
+
+def refuse_probabilities(return_softmax: bool) -> None:
+    """flash_attn has them with dropout alone, and raises without."""
+    if return_softmax:
+        raise NotImplementedError("the stand-in for flash_attn returns no probabilities, got return_softmax=True")
 
 
 def refuse_pages(block_table: Tensor | None) -> None:
