@@ -33,6 +33,14 @@ def small_step(world: int, **changes: Any) -> TrainingCase:
     return replace(case, **changes)
 
 
+def magnifying_step(world: int) -> TrainingCase:
+    """Three steps of a model with layer norms of two numbers, which are nearly steps: together they make of the last
+    bit of fp64 some 1e-9 of the largest parameter. Drawn, and found on 4 ranks."""
+    model = small_model(kind="longnet", layers=2, dim=2, norm="layer", bias=True, subln=True, positions="rotary")
+    pattern = Pattern.longnet([11, 22], [1, 2], 1, True, "torchscale")
+    return small_step(world, tokens=18, model=model, pattern=pattern, bucket=2, steps=3, seed=155)
+
+
 def drawn_from(strategy: SearchStrategy[TrainingCase | None], count: int) -> list[TrainingCase]:
     """What a run would draw from it, always the same."""
     found: list[TrainingCase] = []

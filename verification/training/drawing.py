@@ -17,11 +17,6 @@ from verification.draw.drawn_documents import documents_of, ends_of
 from verification.training.training_case import Model, TrainingCase
 
 MOST_TOKENS = 24
-# A layer norm of two numbers gives +1 and -1, by which is larger: a step, at which rounding decides. Of four, all would
-# have to be nearly equal. A norm of queries and keys gives their direction, which rounding decides where they are
-# nearly 0: two numbers are so more often than four. So narrower norms are drawn in fp64 alone, where rounding decides
-# for one in 1e13.
-LEAST_OF_A_NORM = 4
 
 _tokens = st.integers(1, MOST_TOKENS)
 _least_tokens = st.integers(2, 8)
@@ -91,19 +86,13 @@ def _pattern(draw: Draw, model: Model, tokens: int) -> Pattern:
     return Pattern.longnet(lengths, [draw(_ratios) for _ in lengths], model.heads, draw(_flags), "torchscale")
 
 
-def has_steps(model: Model) -> bool:
-    """Whether it has norms that may be steps, so that it is for fp64 alone."""
-    of_all = model.norm == "layer" and model.dim < LEAST_OF_A_NORM
-    return of_all or (model.qk_norm and model.head_dim < LEAST_OF_A_NORM)
-
-
 @st.composite
 def training_cases(draw: Draw, world: int) -> TrainingCase:
     """TrainingCases for a world of that many ranks."""
     tokens, data, model = max(draw(_tokens), draw(_least_tokens)), draw(_data_ranks(world)), _model(draw)
     steps = draw(_steps)
     dtype = draw(_dtypes)
-    if has_steps(model):
+    if model.has_steps:
         dtype = "float64"
     compiled = draw(_compiled)
     case = TrainingCase(

@@ -33,6 +33,11 @@ COMPILED = ("no", "aot_eager")
 ARRANGEMENTS = ("contiguous", "strided")
 VOCABULARY = 11  # tokens are numbers below it
 NORM_EPS = 3e-5  # nobody's default, so that one that is not passed on shows
+# A layer norm of two numbers gives +1 and -1, by which is larger: a step, at which rounding decides. Of four, all would
+# have to be nearly equal. A norm of queries and keys gives their direction, which rounding decides where they are
+# nearly 0: two numbers are so more often than four. So narrower norms are drawn in fp64 alone, where rounding decides
+# for one in 1e13.
+LEAST_OF_A_NORM = 4
 
 _MOST = {"world": 64, "tokens": 4096, "batch": 64, "accumulation": 64, "steps": 16}
 _MOST_SIZE = 4096  # of anything in a model
@@ -85,6 +90,12 @@ class Model:
             raise ValueError(f"subln is True and kind is {self.kind!r}; subln must be False then")
         if self.kind == "longnet":
             self._check_longnet()
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether it has norms that may be steps, so that it is for fp64 alone."""
+        of_all = self.norm == "layer" and self.dim < LEAST_OF_A_NORM
+        return of_all or (self.qk_norm and self.head_dim < LEAST_OF_A_NORM)
 
     def _check_longnet(self) -> None:
         if self.norm != "layer" or not self.bias:

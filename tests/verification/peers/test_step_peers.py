@@ -29,7 +29,6 @@ from verification.report.report import Report
 from verification.run.backends import GlooBackend, SimBackend, Unavailable
 from verification.runner import PROFILES
 from verification.search.experiment import ToolError
-from verification.training.drawing import has_steps
 from verification.training.rank.ring_model import LanguageModel
 from verification.training.training_case import TrainingCase
 from verification.training.training_run import TRAINING_PRELOAD
@@ -97,7 +96,7 @@ def test_models_whose_norms_are_steps_are_widened_in_lower_precisions() -> None:
     """As they are drawn, in fp64 alone, for this project's own."""
     model = small_model(kind="longnet", norm="layer", bias=True, dim=2)
     case = small_step(2, model=model, pattern=Pattern.longnet([4], [1], 1, True, "torchscale"))
-    assert has_steps(model)
+    assert model.has_steps
     for name in ("yunchang/basic", "deepspeed/zero3"):
         found = claimed_step(load_step_peer(name), case)
         assert found is not None and found.dtype != "float64" and (found.model.dim, found.model.head_dim) == (4, 4)

@@ -7,12 +7,12 @@ import torch
 from torch.nn import functional
 
 from reference.pattern import Pattern
-from tests.support.training_cases import small_model, small_step
+from tests.support.training_cases import magnifying_step, small_model, small_step
 from verification.training.dense.dense_model import dense_logits
 from verification.training.dense.dense_step import train_densely
-from verification.training.dense.noise import exact, noise
+from verification.training.dense.noise import UNIT_ROUNDOFF, exact, noise
 from verification.training.dense.oracle_attention import oracle_attention
-from verification.training.dense.tolerance import THRESHOLD, allowed_deviations, rounding_scale
+from verification.training.dense.tolerance import THRESHOLD, allowed_deviations, largest, rounding_scale, size
 from verification.training.material import IGNORED, global_batch, initial_parameters
 from verification.training.training_case import TrainingCase
 
@@ -104,6 +104,23 @@ def test_what_is_allowed_grows_with_the_last_bit() -> None:
             assert fp64 == THRESHOLD * largest
             assert 0 < fp32 < 1e-3 * largest
             assert fp32 < bf16
+
+
+def test_what_norms_of_two_numbers_make_of_the_last_bit_of_fp64_is_allowed() -> None:
+    """Rounding alone takes parameters beyond the threshold, and step one's gradients not near it."""
+    case = magnifying_step(4)
+    exactly = train_densely(case)
+    allowed, unit = allowed_deviations(case, exactly), UNIT_ROUNDOFF["float64"]
+    least = {quantity: THRESHOLD * largest(named) for quantity, named in exactly.quantities().items()}
+    assert set(allowed["gradients"].values()) == {least["gradients"]}
+    beyond = 0
+    for seed in range(8):
+        other = train_densely(case, noise(2 * unit, seed), noise(2 * unit, seed)).parameters
+        deviations = {name: size(x - exactly.parameters[name]) for name, x in other.items()}
+        assert all(deviations[name] <= allowed["parameters"][name] for name in other)
+        beyond += max(deviations.values()) > least["parameters"]
+    assert beyond >= 4
+    assert max(allowed["parameters"].values()) < 1e-6 * largest(exactly.parameters), "far below any defect"
 
 
 def test_the_scale_of_rounding_is_proportional_to_the_last_bit() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from reference.pattern import Pattern
-from tests.support.training_cases import small_model, small_step
+from tests.support.training_cases import magnifying_step, small_model, small_step
 from verification.run.backends import GlooBackend
 from verification.training.training_case import (
     ARRANGEMENTS,
@@ -52,6 +52,11 @@ def test_wrappers_and_checkpointing(ranks: GlooBackend, wrapper: str, checkpoint
     )  # fmt: skip
     ratios = holds(ranks, case)
     assert max(ratios.values()) < 1e-3
+
+
+def test_rounding_that_norms_of_two_numbers_magnify_is_no_error(ranks: GlooBackend) -> None:
+    """Parameters are off by five times the threshold of fp64, by rounding alone."""
+    holds(ranks, magnifying_step(4))
 
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from ring.comm.transport import Transport
 from verification.peers.peer import nothing, version_of
-from verification.training.drawing import has_steps
 from verification.training.step_observation import StepObservation
 from verification.training.training_case import TrainingCase
 
@@ -48,6 +47,6 @@ class StepPeer:
 def in_dtype(case: TrainingCase, dtype: str) -> TrainingCase:
     """The TrainingCase in that dtype, in a lower one than fp64 with a model that is drawn in it: twice as wide where
     its norms would be steps."""
-    if dtype != "float64" and has_steps(case.model):
+    if dtype != "float64" and case.model.has_steps:
         case = replace(case, model=replace(case.model, dim=2 * case.model.dim, head_dim=2 * case.model.head_dim))
     return replace(case, dtype=dtype)
