@@ -118,6 +118,8 @@ class Layout:
         if n > MOST_BALANCED:
             raise ValueError(f"n must be at most 2**28 for a balanced layout, got {n}")
         pattern.validate_tokens(n)
+        if heads is not None:
+            pattern.validate(heads)
         return cls._of_owners(owners(pattern, n, p, heads), p)
 
     @classmethod

@@ -37,7 +37,7 @@ DEVICES = ("cpu", "cuda")
 LSE = ("unused", "returned", "differentiated", "alone", "apart")
 AGAIN = (
     *("alike", "unchecked", "group", "no_grad", "backward", "between", "pipelined", "shared", "meta", "autocast"),
-    *("q", "k", "v", "qk", "qv", "kv", "apart", "dtype", "graph"),
+    *("q", "k", "v", "qk", "qv", "kv", "apart", "dtype", "graph", "written"),
 )
 _WANTED = ("qkv", "q", "k", "v", "qk", "qv", "kv")
 _LOSSES = ("returned", "differentiated", "neither", "alone")
@@ -83,8 +83,9 @@ class Case:
                   meta device is the default one); "autocast" (16-bit numbers are given as fp32 under autocast, for
                   every other seed only k and v, and some in the other 16-bit type if that loses nothing; others under
                   one that leaves them as they are); which of q, k and v require gradients; "apart" (on each rank
-                  others of them do: see `again_on`); "dtype" (while another default dtype is set); or "graph" (a
-                  backward with create_graph, for every other seed under autocast)
+                  others of them do: see `again_on`); "dtype" (while another default dtype is set); "graph" (a
+                  backward with create_graph, for every other seed under autocast); or "written" (every other rank
+                  writes the same arguments in another way: `verification.run.written`)
     device        "cpu", or "cuda": on GPUs, whose fused kernels work in 16 bits
     measured      whether the workspace of the first run is looked at (`verification.run.workspace`), which takes time
 
@@ -209,7 +210,10 @@ class Case:
         return self.order, self.tokens, len(self.ranks), self.cuts, seed, documents
 
     def again_on(self, index: int) -> str:
-        """`again` of the rank at that index of the group. "apart": some of q, k and v, by the seed."""
+        """`again` of the rank at that index of the group. "apart": some of q, k and v, by the seed; "written": only on
+        every other one."""
+        if self.again == "written" and index % 2 == self.seed % 2:
+            return "alike"
         if self.again != "apart":
             return self.again
         return _WANTED[(self.seed + index * (1 + self.seed // len(_WANTED) % 6)) % len(_WANTED)]

@@ -42,10 +42,12 @@ _orders = st.sampled_from(("contiguous", "zigzag", "striped", "hilbert", "splice
 _exchanges = st.sampled_from(("ring", "direct", "gather"))
 _kernels = st.sampled_from(("auto", "math", "flash"))
 _lse = st.sampled_from(("unused", "returned", "differentiated", "alone", "apart"))
-# Every Case has a second run, so the rare ways of it come as often as the plain one; those that find most come twice.
+# Every Case has a second run, so the rare ways of it come as often as the plain one. Those that find most come twice;
+# and more often those that are several: with or without autocast, lse or documents, of this type or that.
 _again = st.sampled_from((
     *("alike", "alike", "apart", "dtype", "graph", "unchecked", "group", "between", "q", "k", "v", "qk", "qv", "kv"),
     *("no_grad", "backward", "pipelined", "shared", "meta", "autocast", "backward", "pipelined", "shared", "meta"),
+    *("graph", "graph", "graph", "written", "written", "written"),
 ))  # fmt: skip
 # 0 and negative factors are legal: a falsy scale is not a missing one.
 _scales = st.sampled_from((None, None, None, 1.0, 0.25, 2.0, 0.0, -0.5, -1.0))

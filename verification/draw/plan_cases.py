@@ -16,6 +16,9 @@ LEAST_FOLDED = 6  # segments: with fewer, all of them are within any limit of a 
 
 _heads = st.sampled_from(HEADS)
 _orders = st.sampled_from(ORDERS)
+# Those in which a rank's ranges lie within each other, or later ones before earlier ones, come more often.
+_irregular_orders = st.sampled_from((*ORDERS, "spliced", "permuted"))
+_within_each_other = st.sampled_from(("spliced", "spliced", "permuted", "shuffled"))
 # By "spliced" a rank holds most of a segment, and others one or two tokens of it.
 _folded_orders = st.sampled_from(("striped", "zigzag", "spliced", "spliced", "spliced"))
 _exchanges = st.sampled_from(("ring", "direct", "gather"))
@@ -77,12 +80,21 @@ def irregular_cases(draw: Draw, world: int) -> Case:
     made = _halved_branch if halved else _irregular_branch
     branches = [made(draw, tokens, heads) for _ in range(draw(st.integers(1, 3)))]
     case = Case(
-        world=world, group=None, tokens=tokens, order=draw(_orders), cuts=cuts_of(draw, tokens, world),
+        world=world, group=None, tokens=tokens, order=draw(_irregular_orders), cuts=cuts_of(draw, tokens, world),
         pattern=Pattern(tuple(branches), draw(_flags)), batch=1, heads=heads, kv_heads=kv_heads, head_dim=1,
         dtype="float32", scale=None, score_scale=1.0, values="normal", seed=draw(_seeds), exchange="ring",
         bucket=draw(st.integers(1, 2 * MOST_SHORT)), kernel="math", lse="unused", strided=False,
     )  # fmt: skip
-    return _packed(draw, case)
+    return _one_segment(draw, case) if draw(_quarters) == 3 else _packed(draw, case)
+
+
+def _one_segment(draw: Draw, case: Case) -> Case:
+    """Causal, in an order in which a rank has ranges before and behind those of others, cut anywhere: of two ranges of
+    a rank either may be the one that sees more of another rank's.
+    """
+    branches = tuple(replace(branch, segment_length=None) for branch in case.pattern.branches)
+    cuts = (0, *sorted(draw(st.integers(0, case.tokens)) for _ in range(case.world - 1)), case.tokens)
+    return replace(case, order=draw(_within_each_other), cuts=cuts, pattern=Pattern(branches, True))
 
 
 def _irregular_branch(draw: Draw, tokens: int, heads: int) -> Branch:

@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from verification import failures
 from verification.mutants.defect import CannotPlant, Defect
 from verification.run.processes import rendezvous, worker
@@ -63,9 +65,15 @@ def substitute(sources: Mapping[str, str]) -> None:
     sys.meta_path.insert(0, _Finder(sources))
     kept = {module.__name__ for module in KEPT}
     for name in [name for name in sys.modules if name.partition(".")[0] in PACKAGES and name not in kept]:
-        del sys.modules[name]
+        _take_operators_back(sys.modules.pop(name))
     limit = _private_memory() + MEMORY
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def _take_operators_back(module: types.ModuleType) -> None:
+    """Operators that a module has made stay with torch when it is forgotten: its successor would find them there."""
+    for library in [x for x in vars(module).values() if isinstance(x, torch.library.Library)]:
+        library._destroy()
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -35,6 +35,7 @@ from verification.run.second_run import (
     without_gradient,
 )
 from verification.run.workspace import Meter, Workspace
+from verification.run.written import as_it_is, otherwise
 
 Tensors = tuple[Tensor, ...]  # q, k, v, dout, dlse
 Result = TypeVar("Result")
@@ -203,12 +204,11 @@ class RankCall:
         elif _casts(how, case):
             given, wanted = _to_be_cast(case, inputs[:3])
         q, k, v = (x.detach().requires_grad_(name in wanted) for name, x in zip("qkv", given, strict=True))
-        layout = layout_of(case)
+        pattern, layout, scale = otherwise(case) if how == "written" else as_it_is(case)
         with torch.set_grad_enabled(how != "no_grad"), _circumstances(how, case):
             result = ring_attention(
-                q, k, v, case.pattern, layout, group=group, exchange=case.exchange, bucket=case.bucket,
-                kernel=case.kernel, scale=case.scale, return_lse=case.lse != "unused", check=how != "unchecked",
-                name=name,
+                q, k, v, pattern, layout, group=group, exchange=case.exchange, bucket=case.bucket,
+                kernel=case.kernel, scale=scale, return_lse=case.lse != "unused", check=how != "unchecked", name=name,
             )  # fmt: skip
         out, lse = result if isinstance(result, tuple) else (result, None)
         leaves = {name: x for name, x in zip("qkv", (q, k, v), strict=True) if name in wanted}

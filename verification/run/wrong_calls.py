@@ -8,18 +8,26 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
 
 from reference.pattern import Branch, Pattern
-from ring import Layout, Transport, ring_attention
+from ring import Transport, ring_attention
 from ring.compiled import traced
 from verification.case import Case
 from verification.run.layouts import layout_of
 from verification.run.rank import bare, shards, whole_tensors
 from verification.run.wrong_documents import one_moved, over, some_documents, without_documents, without_the_last
+from verification.run.wrong_layouts import (
+    late_difference,
+    longer_elsewhere,
+    other_cuts_elsewhere,
+    other_layout,
+    own_tokens_alone,
+    second_half_first,
+    shuffled_layout,
+)
 
 Arguments = dict[str, Any]  # of ring_attention, by name
 Attention = Callable[..., Any]
@@ -88,10 +96,6 @@ def _other_dtype(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.float32 if x.dtype == torch.float64 else torch.float64)
 
 
-def _other_layout(arguments: Arguments, case: Case) -> None:
-    arguments["layout"] = Layout.contiguous(case.tokens, len(case.ranks) + 1)
-
-
 def _heads_that_do_not_divide(arguments: Arguments, case: Case) -> None:
     k = arguments["k"]
     arguments["k"] = arguments["v"] = k.new_zeros(k.shape[0], k.shape[1], case.heads + 1, k.shape[3])
@@ -103,56 +107,6 @@ def _too_many_heads(arguments: Arguments, case: Case) -> None:
 
 def _other_exchange(arguments: Arguments, case: Case) -> None:
     arguments["exchange"] = "gather" if case.exchange != "gather" else "ring"
-
-
-def _order(layout: Layout) -> torch.Tensor:
-    return torch.cat([layout.positions(rank) for rank in range(layout.world_size)])
-
-
-def _shuffled_layout(arguments: Arguments, case: Case) -> None:
-    """As many tokens on every rank, other ones."""
-    layout = arguments["layout"]
-    arguments["layout"] = Layout.from_cuts(_order(layout).flip(0), layout.cuts)
-
-
-def _late_difference(arguments: Arguments, case: Case) -> None:
-    """As many tokens on every rank, all but the last two of the order in the same places."""
-    layout = arguments["layout"]
-    order = _order(layout)
-    arguments["layout"] = Layout.from_cuts(torch.cat((order[:-2], order[-2:].flip(0))), layout.cuts)
-
-
-def _second_half_first(arguments: Arguments, case: Case) -> None:
-    """If the order was one run, two runs: another layout may then begin with the same run."""
-    layout = arguments["layout"]
-    arguments["layout"] = Layout.from_cuts(_order(layout).roll(layout.n // 2), layout.cuts)
-
-
-def _other_cuts_elsewhere(arguments: Arguments, case: Case) -> None:
-    """As many tokens in all and on this rank; but one other rank has a token that was another's."""
-    layout = arguments["layout"]
-    counts = list(layout.counts)
-    giver, taker, *_ = sorted(set(range(len(counts))) - {arguments["group"].rank}, key=lambda i: (-counts[i], i))
-    counts[giver] -= 1
-    counts[taker] += 1
-    arguments["layout"] = Layout.from_cuts(_order(layout), (0, *accumulate(counts)))
-
-
-def _longer_elsewhere(arguments: Arguments, case: Case) -> None:
-    """As many tokens on this rank, one more on another."""
-    layout = arguments["layout"]
-    last = layout.world_size - 1
-    more = last - (arguments["group"].rank == last)
-    cuts = [cut + (rank > more) for rank, cut in enumerate(layout.cuts)]
-    order = _order(layout)
-    at = layout.cuts[more + 1]
-    arguments["layout"] = Layout.from_cuts(torch.cat((order[:at], torch.tensor([layout.n]), order[at:])), cuts)
-
-
-def _own_tokens_alone(arguments: Arguments, case: Case) -> None:
-    """As if this rank were all there is; with group=None, where that is all ranks."""
-    arguments["layout"] = Layout.contiguous(arguments["q"].shape[1], 1)
-    arguments["group"] = bare(arguments["group"])
 
 
 def _all_in(dtype: torch.dtype) -> Callable[[Arguments, Case], None]:
@@ -195,6 +149,17 @@ def _no_batch(arguments: Arguments, case: Case) -> None:
 
 def _more_query_heads(arguments: Arguments, case: Case) -> None:
     arguments["q"] = torch.cat((arguments["q"],) * 2, 2)
+
+
+def _more_key_value_heads(arguments: Arguments, case: Case) -> None:
+    """As many as there are query heads."""
+    share = case.heads // case.kv_heads
+    arguments.update({name: arguments[name].repeat_interleave(share, 2) for name in "kv"})
+
+
+def _called_before(arguments: Arguments, case: Case) -> None:
+    """A right call of all ranks: what follows equals it, and is wrong by its type alone."""
+    ring_attention(**arguments)
 
 
 def _nothing(arguments: Arguments, case: Case) -> None:
@@ -267,10 +232,10 @@ MISTAKES: dict[str, Mistake] = {
     "heads that do not divide": Mistake("heads", _heads_that_do_not_divide),
     "a pattern for more heads": Mistake("heads", _too_many_heads),
     "no pattern": Mistake("pattern", _set("pattern", None)),
-    "layout for one rank more": Mistake("layout", _other_layout),
+    "layout for one rank more": Mistake("layout", other_layout),
     "layout of one rank": Mistake(
         "layout",
-        _own_tokens_alone,
+        own_tokens_alone,
         possible=lambda case: len(case.ranks) > 1 and min(layout_of(case).counts) > 0,
     ),
     "no layout": Mistake("layout", _set("layout", None)),
@@ -284,31 +249,40 @@ MISTAKES: dict[str, Mistake] = {
     "infinite scale": Mistake("scale", _set("scale", -math.inf)),
     "scale that is no number": Mistake("scale", _set("scale", "large")),
     "return_lse that is no flag": Mistake("return_lse", _set("return_lse", "yes")),
+    "return_lse that equals that of the call before, but is no flag": Mistake(
+        "return_lse", _change("return_lse", int), everyone=_called_before
+    ),
+    "bucket that equals that of the call before, but is no integer": Mistake(
+        "bucket", _change("bucket", float), possible=lambda case: case.bucket is not None, everyone=_called_before
+    ),
+    "scale that equals that of the call before, but is a flag": Mistake(
+        "scale", _change("scale", bool), possible=lambda case: case.scale in (0.0, 1.0), everyone=_called_before
+    ),
     "name that is no string": Mistake("name", _set("name", 3)),
     "lse of a fused kernel that is to have gradients": Mistake("kernel 'flash'", _fused_with_lse, traced=True),
     "another name than the others": Mistake("'another one'", _set("name", "another one"), alone=False),
     "another exchange than the others": Mistake("exchange", _other_exchange, alone=False),
     "another bucket than the others": Mistake("bucket", _other_bucket, alone=False),
     "another layout than the others": Mistake(
-        "layout", _shuffled_layout, alone=False, possible=lambda case: case.tokens > 1
+        "layout", shuffled_layout, alone=False, possible=lambda case: case.tokens > 1
     ),
     "a layout that differs from the others' at its end": Mistake(
-        "layout", _late_difference, alone=False, possible=lambda case: case.tokens > 1
+        "layout", late_difference, alone=False, possible=lambda case: case.tokens > 1
     ),
     "a listing that differs from the others' at its end": Mistake(
-        "layout", _late_difference, alone=False, possible=lambda case: case.tokens > 1, everyone=_shuffled_layout
+        "layout", late_difference, alone=False, possible=lambda case: case.tokens > 1, everyone=shuffled_layout
     ),
     "runs that differ from the others' at their end": Mistake(
-        "layout", _late_difference, alone=False, possible=lambda case: case.tokens > 1, everyone=_second_half_first
+        "layout", late_difference, alone=False, possible=lambda case: case.tokens > 1, everyone=second_half_first
     ),
     "a layout that differs from the others' in their cuts": Mistake(
         "layout",
-        _other_cuts_elsewhere,
+        other_cuts_elsewhere,
         alone=False,
         possible=lambda case: len(case.ranks) > 2 and max(layout_of(case).counts) < case.tokens,
     ),
     "a layout with a token more on another rank": Mistake(
-        "layout", _longer_elsewhere, alone=False, everyone=without_documents
+        "layout", longer_elsewhere, alone=False, everyone=without_documents
     ),
     "another scale than the others": Mistake(
         "scale", _change("scale", lambda x: 3.0 if x is None else x + 1), alone=False
@@ -350,6 +324,9 @@ MISTAKES: dict[str, Mistake] = {
     "another batch size than the others": Mistake("batch", _more(0), alone=False),
     "another head dim than the others": Mistake("head dim", _more(3), alone=False),
     "other heads than the others": Mistake("heads", _more(2), alone=False),
+    "other key/value heads than the others": Mistake(
+        "key/value heads", _more_key_value_heads, alone=False, possible=lambda case: case.kv_heads < case.heads
+    ),
     "other query heads than the others": Mistake("heads", _more_query_heads, alone=False),
     "a gradient of a gradient": Mistake("double backward", _nothing, together=True, call=_differentiate_twice),
 }

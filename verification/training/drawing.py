@@ -36,7 +36,6 @@ _handles = st.sampled_from(("recorded", "recorded", "recorded", "group", "mesh")
 # To compile takes each rank seconds of a processor, a step hundredths: few TrainingCases are compiled. None by
 # "inductor", which takes longer still and has the same operators of ours in the same places.
 _compiled = st.sampled_from(("no",) * 11 + ("aot_eager",))
-_named_handles = st.sampled_from(("group", "mesh"))
 _dtypes = st.sampled_from(("float64",) * 6 + ("float32", "bfloat16"))
 _wrappers = st.sampled_from(("none", "ddp", "fsdp2", "hsdp2"))
 _accumulations = st.sampled_from((1, 1, 2, 3))
@@ -49,6 +48,10 @@ _labels = st.sampled_from(("all", "some", "shards", "ranks", "all", "some", "sha
 _seeds = st.integers(0, 255)
 _flags = st.booleans()
 _quarters = st.integers(0, 3)
+_scales = st.sampled_from((None, None, 0.25, 1.5))
+_losses = st.sampled_from(("mean", "mean", "scaled", "given"))
+_packed_by = st.sampled_from(("batch", "handle"))
+_spoilt = st.sampled_from((None,) * 6 + ("nan", "inf"))
 _others = st.sampled_from((False, True, True))
 _branches = st.sampled_from((1, 2, 3))
 _ratios = st.sampled_from((1, 2, 3, 4))
@@ -68,12 +71,14 @@ def _model(draw: Draw) -> Model:
     head_dim = draw(_even_head_dims if positions == "rotary" or kind == "longnet" else _head_dims)
     # Whether or not the kind has a use for them: what is drawn after them stays as it was when the kind shrinks.
     dim, norm, qk_norm, bias, subln = draw(_dims), draw(_norms), draw(_flags), draw(_flags), draw(_flags)
+    scale, two_bases = draw(_scales), draw(_flags)
     longnet, llama = kind == "longnet", kind == "llama"
     return Model(
         kind=kind, layers=layers, dim=heads * head_dim if longnet else dim, heads=heads, kv_heads=kv_heads,
         head_dim=head_dim, norm="layer" if longnet else norm, tied=tied,
         qk_norm=llama and qk_norm, bias=longnet or bias, subln=longnet and subln,
-        positions=positions,
+        positions=positions, scale=scale if kind == "sdpa" else None,
+        bases=2 if two_bases and not longnet else 1,
     )  # fmt: skip
 
 
@@ -94,7 +99,7 @@ def training_cases(draw: Draw, world: int) -> TrainingCase:
     dtype = draw(_dtypes)
     if model.has_steps:
         dtype = "float64"
-    compiled = draw(_compiled)
+    compiled, handle = draw(_compiled), draw(_handles)
     case = TrainingCase(
         world=world,
         data=data,
@@ -106,7 +111,7 @@ def training_cases(draw: Draw, world: int) -> TrainingCase:
         model=model,
         exchange=draw(_exchanges),
         bucket=bucket_of(draw, tokens),
-        handle=draw(_handles if compiled == "no" else _named_handles),  # a graph names its group
+        handle="group" if compiled != "no" and handle == "recorded" else handle,  # a graph names its group
         compiled=compiled,
         dtype=dtype,
         wrapper=draw(_wrappers),
@@ -118,6 +123,10 @@ def training_cases(draw: Draw, world: int) -> TrainingCase:
         resumed=draw(_resumed) if steps > 1 else None,
         labels=draw(_labels),
         seed=draw(_seeds),
+        loss=draw(_losses),
+        packed_by=draw(_packed_by),
+        drops_zeros=draw(_flags),
+        spoilt=draw(_spoilt),
         pattern=_pattern(draw, model, tokens),  # last: how it is drawn depends on the model
     )
     ends = ends_of(case.shards())

@@ -164,6 +164,17 @@ def _first_difference(a: Array, b: Array) -> str:
     return f"{float(a.flat[at])!r} and {float(b.flat[at])!r} at entry {at}; {len(differ)} bytes differ"
 
 
+def check_spoilt(case: TrainingCase, expectation: StepExpectation, observations: StepObservations) -> Ratios:
+    """Gradients that are not finite are clipped as torch clips them."""
+    for rank, seen in enumerate(observations):
+        if seen.not_as_clipped:
+            raise WrongResult(
+                f"spoilt: on {_place(case, rank)}, where the gradients of a parameter are {case.spoilt}, the clip does "
+                f"not make what torch makes of {', '.join(seen.not_as_clipped)}"
+            )
+    return {}
+
+
 # --- communication ----------------------------------------------------------------------------------------------------
 
 
@@ -220,6 +231,7 @@ STEP_CHECKS: dict[str, Callable[[TrainingCase, StepExpectation, StepObservations
     "later norms": partial(check_quantity, "norms", later=True),
     "parameters": partial(check_quantity, "parameters"),
     "alike": check_alike,
+    "spoilt": check_spoilt,
     "bytes": check_bytes,
     "graphs": check_graphs,
 }

@@ -35,6 +35,7 @@ class StepObservation:
     parts           one for each of the Case's
     logits, losses, gradients, norms, parameters: as in `verification.training.dense.dense_step`; logits those of this
                     data rank alone, put together again
+    not_as_clipped  the parameters whose gradients were not what a clip makes of those that are not finite
     """
 
     data_rank: int
@@ -48,6 +49,7 @@ class StepObservation:
     gradients: dict[str, Array] = field(default_factory=dict)
     norms: dict[str, Array] = field(default_factory=dict)
     parameters: dict[str, Array] = field(default_factory=dict)
+    not_as_clipped: list[str] = field(default_factory=list)
 
 
 StepObservations = Sequence[StepObservation]

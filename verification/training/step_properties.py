@@ -22,6 +22,7 @@ STEP_PROPERTIES = (
     Property("losses, norms of later steps", ("later losses", "later norms"), concerns=lambda case: case.steps > 1),
     Property("parameters after the last", ("parameters",)),
     Property("ranks alike, bit by bit", ("alike",)),
+    Property("clipped though not finite", ("spoilt",), concerns=lambda case: case.spoilt is not None),
     Property("bytes of the steps", ("bytes",), concerns=lambda case: case.handle == "recorded"),
     Property("runs of compiled graphs", ("graphs",), concerns=lambda case: case.compiled != "no"),
 )

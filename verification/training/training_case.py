@@ -31,6 +31,10 @@ LABELS = ("all", "some", "shards", "ranks", "none")
 HANDLES = ("recorded", "group", "mesh")
 COMPILED = ("no", "aot_eager")
 ARRANGEMENTS = ("contiguous", "strided")
+LOSSES = ("mean", "scaled", "given")
+PACKED_BY = ("batch", "handle")
+SPOILT = ("nan", "inf")
+ROTARY_THETA, OTHER_THETA = 10000.0, 100.0
 VOCABULARY = 11  # tokens are numbers below it
 NORM_EPS = 3e-5  # nobody's default, so that one that is not passed on shows
 # A layer norm of two numbers gives +1 and -1, by which is larger: a step, at which rounding decides. Of four, all would
@@ -57,6 +61,8 @@ class Model:
     bias        whether the attention's projections have biases; those of a "longnet" have
     subln       a norm before the last projection of attention and feed-forward; "longnet" alone
     positions   "rotary"; "learned", a table of vectors that is added to the embedding; or "none"
+    scale       factor of the scores; None: head_dim ** -0.5. "sdpa" alone
+    bases       of rotary positions: 1, or 2, which layers take in turn; "llama" and "sdpa" alone
 
     Raises ValueError, at construction, naming the field, what was given and what is allowed.
     """
@@ -73,6 +79,8 @@ class Model:
     bias: bool
     subln: bool
     positions: str
+    scale: float | None = None
+    bases: int = 1
 
     def __post_init__(self) -> None:
         for name, allowed in (("kind", KINDS), ("norm", NORMS), ("positions", POSITIONS)):
@@ -88,6 +96,11 @@ class Model:
             raise ValueError(f"qk_norm is True and kind is {self.kind!r}; qk_norm must be False then")
         if self.subln and self.kind != "longnet":
             raise ValueError(f"subln is True and kind is {self.kind!r}; subln must be False then")
+        if self.scale is not None:
+            object.__setattr__(self, "scale", fields.real("scale", self.scale))
+            if self.kind != "sdpa":
+                raise ValueError(f"scale is {self.scale} and kind is {self.kind!r}; scale must be None then")
+        fields.integer("bases", self.bases, 1, 2)
         if self.kind == "longnet":
             self._check_longnet()
 
@@ -97,7 +110,13 @@ class Model:
         of_all = self.norm == "layer" and self.dim < LEAST_OF_A_NORM
         return of_all or (self.qk_norm and self.head_dim < LEAST_OF_A_NORM)
 
+    def theta(self, layer: int) -> float:
+        """The base of the rotary positions of that layer."""
+        return OTHER_THETA if self.bases == 2 and layer % 2 else ROTARY_THETA
+
     def _check_longnet(self) -> None:
+        if self.bases != 1:
+            raise ValueError(f"bases is {self.bases}; it must be 1 with 'longnet'")
         if self.norm != "layer" or not self.bias:
             raise ValueError(f"norm is {self.norm!r}, bias is {self.bias}; they must be 'layer', True with 'longnet'")
         if self.dim != self.heads * self.head_dim:
@@ -140,6 +159,12 @@ class TrainingCase:
                   which FSDP then surrounds. A graph names its group, so that the handle is "group" or "mesh"
     later_documents  the documents of the second step, of the third, and so on, for a step without any None; None: all
                   steps have those of the pattern
+    loss          "mean", `cross_entropy` as it is; "scaled", with another label to ignore, for gradients twice as
+                  large, and the backward of half of it; or "given", `token_mean` of losses that are computed elsewhere,
+                  infinite where nothing is labelled
+    packed_by     who knows the documents: the "batch", whose sharding is given them, or the "handle"
+    drops_zeros   whether a rank without a wrapper has no gradient, in place of one that is all zero
+    spoilt        None; or what the gradients of a parameter are in the end, "nan" or "inf", when all are clipped
 
     Raises ValueError, at construction, naming the field, what was given and what is allowed.
     """
@@ -169,6 +194,10 @@ class TrainingCase:
     resumed: str | None = None
     compiled: str = "no"
     later_documents: tuple[tuple[int, ...] | None, ...] | None = None
+    loss: str = "mean"
+    packed_by: str = "batch"
+    drops_zeros: bool = False
+    spoilt: str | None = None
 
     def __post_init__(self) -> None:
         for name, most in _MOST.items():
@@ -193,6 +222,9 @@ class TrainingCase:
             raise ValueError(f"handle is 'recorded'; it must be 'group' or 'mesh' with compiled {self.compiled!r}")
         if self.bucket is not None:
             fields.integer("bucket", self.bucket, 1)
+        fields.flag("drops_zeros", self.drops_zeros)
+        if self.spoilt is not None:
+            fields.choice("spoilt", self.spoilt, SPOILT)
         if self.clipping is not None:
             object.__setattr__(self, "clipping", fields.real("clipping", self.clipping))
         if self.model.kind == "longnet":
@@ -360,4 +392,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "labels": LABELS,
     "device": DEVICES,
     "compiled": COMPILED,
+    "loss": LOSSES,
+    "packed_by": PACKED_BY,
 }

@@ -10,7 +10,9 @@ from verification.training.training_case import (
     HANDLES,
     KINDS,
     LABELS,
+    LOSSES,
     OPTIMISERS,
+    PACKED_BY,
     POSITIONS,
     TRAINING_DTYPES,
     WRAPPERS,
@@ -50,6 +52,8 @@ TRAINING_GROUPS: dict[str, dict[str, Has]] = {
         "tied weights": lambda case: case.model.tied,
         "norm of queries and keys": lambda case: case.model.qk_norm,
         "subln": lambda case: case.model.subln,
+        "scale": lambda case: case.model.scale is not None,
+        "two rotary bases": lambda case: case.model.bases == 2 and case.model.positions == "rotary",
         "causal": lambda case: case.pattern.causal,
         "dilated or in segments": lambda case: case.pattern.branches != (Branch(),),
         "several documents": lambda case: sum(length > 0 for length in case.documents) > 1,
@@ -64,12 +68,15 @@ TRAINING_GROUPS: dict[str, dict[str, Has]] = {
         "clipping that bites": lambda case: case.clipping is not None and case.clipping < 1,
         "resumed": lambda case: case.resumed is not None,
         "bucket": lambda case: case.bucket is not None,
+        "zero gradients left out": lambda case: case.drops_zeros and case.wrapper == "none",
+        "gradients that are not finite": lambda case: case.spoilt is not None,
     },
 }
 _OF_MODELS: dict[str, tuple[str, ...]] = {"kind": KINDS, "positions": POSITIONS}
 _OF_CASES: dict[str, tuple[str, ...]] = {
     "wrapper": WRAPPERS, "checkpointing": CHECKPOINTING, "dtype": TRAINING_DTYPES, "labels": LABELS,
-    "handle": HANDLES, "optimiser": OPTIMISERS, "compiled": COMPILED,
+    "handle": HANDLES, "optimiser": OPTIMISERS, "compiled": COMPILED, "loss": LOSSES,
+    "packed_by": PACKED_BY,
 }  # fmt: skip
 for _made, _of in ((_in_model, _OF_MODELS), (_in_case, _OF_CASES)):
     for _name, _choices in _of.items():

@@ -164,6 +164,8 @@ LAW_FEATURES: dict[str, dict[str, int]] = {
         "order striped": 10,
         "GQA": 5,
     },
+    "made layouts are as defined": {"several documents": 60, "causal": 20, "offsets by head": 5},
+    "compiled calls are calls": {"several documents": 60, "causal": 20, "GQA": 5, "lse differentiated": 5},
     "streams do not matter": {"exchange gather": 3, "several documents": 60, "causal": 20},
     "defaults are as documented": {"uneven cuts": 90, "MQA": 20, "dtype float16": 5, "exchange direct": 10},
 }
@@ -177,6 +179,7 @@ LAW_CHOICES: dict[str, dict[str, set[Any]]] = {
     "a broken-off call closes its group": {"direction": set(DIRECTIONS), "error": set(ERRORS), "check": {True, False}},
     "plans of long sequences": {"rate": set(RATES)},
     "kernel calls keep to the bucket": {"own": set(MORE)},
+    "made layouts are as defined": {"ranks": {1, 2, 3, 4}},
 }
 
 

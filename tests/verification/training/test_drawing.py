@@ -49,6 +49,8 @@ def test_the_smallest_case_is_one_that_a_person_would_write() -> None:
     assert (case.dtype, case.optimiser, case.clipping, case.labels) == ("float64", "sgd", None, "all")
     assert (model.kind, model.layers, model.dim, model.heads, model.head_dim) == ("sdpa", 1, 4, 1, 2)
     assert case.pattern.branches == (Branch(),) and (case.handle, case.compiled) == ("recorded", "no")
+    assert (case.loss, case.packed_by, case.drops_zeros, case.spoilt) == ("mean", "batch", False, None)
+    assert (model.scale, model.bases) == (None, 1)
 
 
 def test_what_a_failure_needs_stays_and_the_rest_goes() -> None:

@@ -123,6 +123,10 @@ def _no_bytes(seen: StepObservation) -> None:
     seen.parts[0].received = {}
 
 
+def _left_as_they_are(seen: StepObservation) -> None:
+    seen.not_as_clipped = ["norm.weight"]
+
+
 @pytest.mark.parametrize(
     ("spoil", "title", "said"),
     [
@@ -143,6 +147,7 @@ def _no_bytes(seen: StepObservation) -> None:
         (_last_bit, "ranks alike, bit by bit", "parameters: head.weight is not the same on ranks 0, 3"),
         (_off("losses", 1e-14), "ranks alike, bit by bit", "losses: step 2 is not the same on ranks 0, 3"),
         (_off("logits", 1e-14), "ranks alike, bit by bit", "is not the same on ranks 2, 3"),
+        (_left_as_they_are, "clipped though not finite", "on rank 3 (data 1, context 1), where"),
         (_fewer_bytes, "bytes of the steps", "rank 3 (data 1, context 1) sent "),
         (_no_bytes, "bytes of the steps", "rank 3 (data 1, context 1) received 0 bytes"),
     ],

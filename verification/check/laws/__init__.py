@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from verification.check.laws.broken_off import BROKEN_OFF_CLOSES
 from verification.check.laws.call_limits import CALLS_KEEP_TO_THE_BUCKET
+from verification.check.laws.compiled_calls import COMPILED_CALLS_ARE_CALLS
 from verification.check.laws.default_arguments import DEFAULTS_ARE_AS_DOCUMENTED
 from verification.check.laws.definition import PATTERNS_ARE_AS_PUBLISHED
 from verification.check.laws.equal_values import EQUAL_VALUES_COME_OUT
@@ -12,6 +13,7 @@ from verification.check.laws.growth import ERROR_DOES_NOT_GROW
 from verification.check.laws.isolation import NO_CALL_TAKES_ANOTHER, NOTHING_LEFT_BEHIND
 from verification.check.laws.later_tokens import LATER_TOKENS_CHANGE_NOTHING
 from verification.check.laws.law import How, Law
+from verification.check.laws.made_layouts import LAYOUTS_ARE_AS_DEFINED
 from verification.check.laws.memory import MEMORY_OF_LONGER_SHARDS
 from verification.check.laws.mistakes import WRONG_CALLS_REFUSED
 from verification.check.laws.no_weight import NO_SCORE_NO_WEIGHT
@@ -43,9 +45,11 @@ LAWS = (
     ERROR_DOES_NOT_GROW,
     PATTERNS_ARE_AS_PUBLISHED,
     PATTERNS_AND_LAYOUTS_ARE_VALUES,
+    LAYOUTS_ARE_AS_DEFINED,
     PLANS_COMPUTE_THE_PATTERN,
     LONG_PLANS,
     CALLS_KEEP_TO_THE_BUCKET,
     DEFAULTS_ARE_AS_DOCUMENTED,
+    COMPILED_CALLS_ARE_CALLS,
     STREAMS_DO_NOT_MATTER,
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -59,8 +60,7 @@ def draw_changes(draw: st.DrawFn, case: Case) -> How:
         found["kernel"] = "math" if case.kernel == "auto" else "auto"
         found["lse"] = draw(st.sampled_from([loss for loss in ("unused", "differentiated") if loss != case.lse]))
     if len(case.ranks) > 1:
-        inner = draw(st.lists(st.integers(0, case.tokens), min_size=len(case.ranks) - 1, max_size=len(case.ranks) - 1))
-        found["cuts"] = [0, *sorted(inner), case.tokens]
+        found["cuts"] = list(draw(st.sampled_from(_other_cuts(draw, case))))
     if divisors:
         found["kv_heads"] = draw(st.sampled_from(divisors))
     if shifted:
@@ -93,6 +93,19 @@ def other_documents(case: Case) -> list[list[int] | None]:
     if giver is not None:
         found.append([length - (i == giver) + (i == giver + 1) for i, length in enumerate(own)])
     return [other for other in found if (other and tuple(other)) != case.pattern.documents]
+
+
+def _other_cuts(draw: st.DrawFn, case: Case) -> list[tuple[int, ...]]:
+    """Cuts anywhere; and such as leave all but two ranks the tokens that they have, or as many."""
+    inner = draw(st.lists(st.integers(0, case.tokens), min_size=len(case.ranks) - 1, max_size=len(case.ranks) - 1))
+    found, counts = [(0, *sorted(inner), case.tokens)], case.shards().counts
+    giver = draw(st.integers(0, len(counts) - 1))
+    for taker in (giver - 1, (giver + 1) % len(counts)):
+        if counts[giver] and taker % len(counts) != giver:
+            moved = list(counts)
+            moved[giver], moved[taker] = moved[giver] - 1, moved[taker] + 1
+            found.append(tuple(accumulate(moved, initial=0)))
+    return found
 
 
 def can_shift(branch: Branch) -> bool:
@@ -199,21 +212,25 @@ def left(transport: Transport, case: Case) -> tuple[list[str], list[str]]:
         # Moves each generator on, so that a call that seeds it cannot leave it as it was found.
         torch.rand(1), random.random(), np.random.random()  # noqa: NPY002 - the global generator is meant
     before = {name: look() for name, look in _STATE.items()}
-    with measure(RecordingTransport(transport)) as elsewhere:  # over which nobody calls
-        held = _held(transport, case)
+    lender = _Lender(transport)
+    with measure(RecordingTransport(transport)) as elsewhere, measure(lender) as here:
+        held, peak = _held(lender, case)
     changed = [name for name, look in _STATE.items() if look() != before[name] and not (shared and name in _SHARED)]
-    changed += ["the measure of another transport"] * (elsewhere.bytes > 0)
+    changed += ["the measure of another transport, over which nobody calls"] * (elsewhere.bytes > 0)
+    if (here.held, here.bytes) != (0, peak):
+        changed.append(f"a measure: after calls of at most {peak} bytes it has {here.held}, at most {here.bytes}")
     # On GPUs a sent buffer may be kept until its messages are known to be over.
     alive = [] if case.device == "cuda" else [name for name, storage in held if not storage.expired()]
     return changed, list(dict.fromkeys(alive))
 
 
-def _held(transport: Transport, case: Case) -> list[tuple[str, StorageWeakRef]]:
-    lender = _Lender(transport)
-    inputs = tuple(x.clone() for x in shards(case, transport.rank, whole_tensors(case)))
-    results = attend(lender, case, inputs).results
-    named = zip(("q", "k", "v", "dout", "dlse", "out", "lse", "dq", "dk", "dv"), (*inputs, *results), strict=True)
-    return [(name, StorageWeakRef(x.untyped_storage())) for name, x in named if x is not None] + lender.lent
+def _held(lender: _Lender, case: Case) -> tuple[list[tuple[str, StorageWeakRef]], int]:
+    """What forward and backward had in memory, and the most bytes of buffers that either of them held by itself."""
+    inputs = tuple(x.clone() for x in shards(case, lender.rank, whole_tensors(case)))
+    run = attend(lender, case, inputs, record=lambda given: given if isinstance(given, _Lender) else _Lender(given))
+    named = zip(("q", "k", "v", "dout", "dlse", "out", "lse", "dq", "dk", "dv"), (*inputs, *run.results), strict=True)
+    lent = [(name, StorageWeakRef(x.untyped_storage())) for name, x in named if x is not None] + lender.lent
+    return lent, max(run.buffer_forward or 0, run.buffer_backward or 0)
 
 
 _SHARED = ("torch's random numbers", "Python's random numbers", "NumPy's random numbers")

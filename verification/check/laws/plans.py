@@ -34,11 +34,10 @@ def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
     tokens of documents of several lengths that share a call; 0: none do.
     """
     case = draw(irregular_cases(world))
-    orders = [draw(st.sampled_from(ORDERS))]
     small = st.integers(1, max(1, case.tokens // 5))
     buckets = [draw(small), draw(st.integers(1, 2 * MOST_SHORT))]
     varlen = draw(st.integers(0, 8)) if case.pattern.documents and draw(st.booleans()) else 0
-    return case, {"orders": orders, "buckets": buckets, "varlen": varlen}
+    return case, {"orders": [case.order], "buckets": buckets, "varlen": varlen}
 
 
 def check_plans(backend: Backend, case: Case, how: How) -> float:

@@ -279,4 +279,4 @@ def _premise(case: Case, how: Any) -> None:
         )
 
 
-LONG_PLANS = Law("plans of long sequences", _draw, check_sizes, _premise, share=0.04, most=60)
+LONG_PLANS = Law("plans of long sequences", _draw, check_sizes, _premise, share=0.08, most=60)

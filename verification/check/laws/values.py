@@ -117,6 +117,14 @@ def _counters() -> Iterator[str]:
         ring_attention(x, x, x, Pattern.dense(), Layout.contiguous(2, 1), group=SoloTransport())
     if not outer:
         yield "picked_kernels counts nothing any more after an inner block has ended"
+    x.requires_grad_()
+    with picked_kernels() as both:
+        with picked_kernels() as there:
+            out = ring_attention(x, x, x, Pattern.dense(), Layout.contiguous(2, 1), group=SoloTransport())
+        with picked_kernels() as back:
+            torch.autograd.grad(out, x, torch.ones_like(out))  # type: ignore[arg-type]
+    if there != back or both != there + back:
+        yield f"a forward takes {dict(there)}, its backward {dict(back)}, and both take {dict(both)}"
 
 
 # --- the law ----------------------------------------------------------------------------------------------------------

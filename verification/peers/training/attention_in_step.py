@@ -99,7 +99,7 @@ def nearest(peer: Peer, case: TrainingCase) -> TrainingCase | None:
 def plain(case: TrainingCase) -> TrainingCase:
     """Of plain modules, not compiled, with the same documents in all steps; and no forward of the ring is there to be
     saved."""
-    model = replace(case.model, kind="sdpa", qk_norm=False, subln=False)
+    model = replace(case.model, kind="sdpa", qk_norm=False, subln=False, scale=None)
     checkpointing = "non-reentrant" if case.checkpointing == "selective" else case.checkpointing
     return replace(case, model=model, checkpointing=checkpointing, compiled="no", later_documents=None)
 

@@ -19,7 +19,7 @@ ZERO, OSS = "verification.peers.training.zero_engine", "verification.peers.train
 def unwrapped(case: TrainingCase) -> TrainingCase:
     """The peer is the only wrapper, of a model that is not compiled. Both packages have checkpoints of their own, so no
     run is resumed."""
-    return replace(case, wrapper="none", resumed=None, compiled="no")
+    return replace(case, wrapper="none", resumed=None, compiled="no", spoilt=None)
 
 
 def wrapper_peer(name: str, supported: str, claims: Claims, train: Train, module: str) -> StepPeer:

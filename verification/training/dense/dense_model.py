@@ -17,7 +17,6 @@ from verification.training.dense.noise import Rounded
 from verification.training.dense.oracle_attention import oracle_attention
 from verification.training.training_case import NORM_EPS, TrainingCase
 
-ROTARY_THETA = 10000.0
 QK_NORM_EPS = 1e-6
 
 
@@ -29,9 +28,18 @@ def dense_logits(case: TrainingCase, parameters: Mapping[str, Tensor], tokens: T
     if model.positions == "learned":
         x = rounded(x + weights["position_table.weight"][case.positions()])
     for number in range(model.layers):
-        x = _LAYERS[model.kind](case, weights.beneath(f"layers.{number}."), x)
+        layer = Layer(case, model.theta(number))
+        x = _LAYERS[model.kind](layer, weights.beneath(f"layers.{number}."), x)
     x = _norm(weights.beneath("norm."), model.norm, x)
     return rounded(x @ weights["embedding.weight" if model.tied else "head.weight"].T)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a layer computes with, beside its weights. theta: base of its rotary positions."""
+
+    case: TrainingCase
+    theta: float
 
 
 @dataclass(frozen=True)
@@ -57,26 +65,26 @@ class Weights:
 # --- layers: x (S, n, dim) -> (S, n, dim) -----------------------------------------------------------------------------
 
 
-def _llama(case: TrainingCase, weights: Weights, x: Tensor) -> Tensor:
-    rounded, model = weights.rounded, case.model
-    attended = _attend(case, weights, _norm(weights.beneath("attention_norm."), model.norm, x))
+def _llama(layer: Layer, weights: Weights, x: Tensor) -> Tensor:
+    rounded, model = weights.rounded, layer.case.model
+    attended = _attend(layer, weights, _norm(weights.beneath("attention_norm."), model.norm, x))
     x = rounded(x + attended)
     fed = _norm(weights.beneath("feed_norm."), model.norm, x)
     gated = rounded(functional.silu(weights.linear("gate", fed)) * weights.linear("up", fed))
     return rounded(x + weights.linear("down", gated))
 
 
-def _sdpa(case: TrainingCase, weights: Weights, x: Tensor) -> Tensor:
-    rounded, model = weights.rounded, case.model
-    attended = _attend(case, weights, _norm(weights.beneath("attention_norm."), model.norm, x))
+def _sdpa(layer: Layer, weights: Weights, x: Tensor) -> Tensor:
+    rounded, model = weights.rounded, layer.case.model
+    attended = _attend(layer, weights, _norm(weights.beneath("attention_norm."), model.norm, x))
     x = rounded(x + attended)
     fed = _norm(weights.beneath("feed_norm."), model.norm, x)
     return rounded(x + weights.linear("down", _gelu(rounded, weights.linear("up", fed))))
 
 
-def _longnet(case: TrainingCase, weights: Weights, x: Tensor) -> Tensor:
-    rounded, model = weights.rounded, case.model
-    x = rounded(x + _attend(case, weights, _norm(weights.beneath("attention_norm."), "layer", x)))
+def _longnet(layer: Layer, weights: Weights, x: Tensor) -> Tensor:
+    rounded, model = weights.rounded, layer.case.model
+    x = rounded(x + _attend(layer, weights, _norm(weights.beneath("attention_norm."), "layer", x)))
     fed = _norm(weights.beneath("ffn_norm."), "layer", x)
     inner = _gelu(rounded, weights.linear("fc1", fed))
     if model.subln:
@@ -90,9 +98,9 @@ _LAYERS = {"llama": _llama, "longnet": _longnet, "sdpa": _sdpa}
 # --- parts of a layer -------------------------------------------------------------------------------------------------
 
 
-def _attend(case: TrainingCase, weights: Weights, x: Tensor) -> Tensor:
+def _attend(layer: Layer, weights: Weights, x: Tensor) -> Tensor:
     """Projections, norms of heads, rotary positions, attention, projection."""
-    model = case.model
+    case, model = layer.case, layer.case.model
     projected = weights.beneath("attention.")
     q = _heads(projected.linear("q_proj", x), model.heads)
     k = _heads(projected.linear("k_proj", x), model.kv_heads)
@@ -100,8 +108,8 @@ def _attend(case: TrainingCase, weights: Weights, x: Tensor) -> Tensor:
     if model.qk_norm:
         q, k = (_norm(projected.beneath(f"{name}_norm."), "rms", y, QK_NORM_EPS) for name, y in (("q", q), ("k", k)))
     if model.positions == "rotary":
-        q, k = (weights.rounded(_rotated(y, case.positions())) for y in (q, k))
-    out = weights.rounded(oracle_attention(q, k, v, case.pattern))  # (S, n, H, D)
+        q, k = (weights.rounded(_rotated(y, case.positions(), layer.theta)) for y in (q, k))
+    out = weights.rounded(oracle_attention(q, k, v, case.pattern, model.scale))  # (S, n, H, D)
     joined = out.flatten(2)  # (S, n, H D)
     if model.subln:
         joined = _norm(projected.beneath("inner_norm."), "layer", joined)
@@ -113,12 +121,12 @@ def _heads(x: Tensor, heads: int) -> Tensor:
     return x.unflatten(2, (heads, -1))
 
 
-def _rotated(x: Tensor, positions: Tensor) -> Tensor:
+def _rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     """Rotary positions (n,): the i-th and the (i + D / 2)-th number of a head are a complex number, which
     position p turns by p * theta ** (-2 i / D) (arXiv 2104.09864, in the order of Llama's published code).
     """
     half = x.shape[3] // 2
-    frequencies = ROTARY_THETA ** (-torch.arange(half, dtype=torch.float64) / half)
+    frequencies = theta ** (-torch.arange(half, dtype=torch.float64) / half)
     angles = positions.double()[:, None] * frequencies  # (n, D / 2)
     turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)[:, None]
     return torch.cat((turned.real, turned.imag), 3)

@@ -13,18 +13,18 @@ from reference.pattern import Pattern
 
 class _Oracle(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float | None) -> Tensor:
         ctx.save_for_backward(q, k, v)
-        ctx.pattern = pattern
-        return attention(q, k, v, pattern)[0]
+        ctx.pattern, ctx.scale = pattern, scale
+        return attention(q, k, v, pattern, scale=scale)[0]
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v = ctx.saved_tensors
-        return (*gradients(q, k, v, ctx.pattern, incoming[0]), None)
+        return (*gradients(q, k, v, ctx.pattern, incoming[0], scale=ctx.scale), None, None)
 
 
-def oracle_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
+def oracle_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float | None = None) -> Tensor:
     """q (S, n, H, D), k and v (S, n, Hk, D) -> (S, n, H, D), all fp64, of whole sequences."""
-    out: Tensor = _Oracle.apply(q, k, v, pattern)
+    out: Tensor = _Oracle.apply(q, k, v, pattern, scale)
     return out

@@ -14,6 +14,9 @@ import torch
 from torch import hub
 
 T = TypeVar("T", bound=Callable[..., Any])
+# Of one function. Layers share theirs: two of them, with gradients and without, over no documents, some, and others
+# than before, take more than the 8 that torch allows.
+MOST_GRAPHS = 32
 
 
 class Graphs:
@@ -24,9 +27,10 @@ class Graphs:
         self.runs = 0
         self._compile: Callable[..., Callable[..., Any]] | None = None
         if backend != "no":
-            from torch._dynamo import lookup_backend, reset
+            from torch._dynamo import config, lookup_backend, reset
 
             _quieten()
+            config.recompile_limit = MOST_GRAPHS
             reset()  # the graphs of earlier Cases: a process would keep them all
             self._compile = lookup_backend(backend)
 

@@ -8,10 +8,11 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 
 from ring.comm.transport import RecordingTransport, Transport
-from ring.nn import Batch, ContextParallel, count_labels, cross_entropy, gather, next_tokens, shard_batch
+from ring.nn import Batch, ContextParallel, gather, next_tokens, shard_batch
 from verification.run.layouts import layout_of
 from verification.run.observation import carry
 from verification.training.material import IGNORED, global_batch, initial_parameters
+from verification.training.rank.losses import LOSSES
 from verification.training.rank.meshes import handle_of, mesh_of
 from verification.training.rank.resuming import taken_up
 from verification.training.rank.ring_model import Inner, LanguageModel, ring_inner
@@ -42,6 +43,8 @@ def train_on_rank(
         seen.parts.append(_part_observation(context, index, counted, run))
     assert run is not None
     seen.parameters.update(_carried(run.parameters()))
+    if case.spoilt is not None:
+        seen.not_as_clipped = run.not_as_clipped(float(case.spoilt))
     return seen
 
 
@@ -67,7 +70,10 @@ def batches_of_step(
         tokens = step_batch.tokens[data_rank, number].to(case.device)  # (B, n), whole sequences
         ignored = step_batch.ignored[data_rank, number].to(case.device)
         labels = next_tokens(tokens).masked_fill(ignored, IGNORED)
-        found.append(shard_batch(context, tokens, labels, documents=documents))
+        if case.packed_by == "handle":
+            found.append(shard_batch(context.with_documents(documents), tokens, labels))
+        else:
+            found.append(shard_batch(context, tokens, labels, documents=documents))
     return found
 
 
@@ -76,15 +82,16 @@ def take_gradients(
 ) -> Tensor:
     """Forward and backward of all micro-batches; the loss of the step. seen: where the first step is noted."""
     mesh = mesh_of(case)
+    loss_of = LOSSES[case.loss]
     labelled = None  # a single micro-batch has all labels of the step
     if len(batches) > 1:
-        labelled = count_labels([labels_of(batch) for batch in batches], mesh)
+        labelled = loss_of.count([labels_of(batch) for batch in batches], mesh)
     losses = []
     for number, batch in enumerate(batches):
         with run.micro_batch(last=number == len(batches) - 1):
             logits = run.logits(batch.tokens, batch.positions, batch.context)
-            loss = cross_entropy(logits, labels_of(batch), mesh, labelled=labelled)
-            run.backward(loss)
+            loss = loss_of.mean(logits, labels_of(batch), mesh, labelled)
+            run.backward(loss * loss_of.part)
         losses.append(loss.detach())
         if seen is not None:
             _note_batch(seen, batch)

@@ -28,7 +28,7 @@ class LanguageModel(nn.Module):
         model = case.model
         self.embedding = nn.Embedding(VOCABULARY, model.dim)
         self.position_table = nn.Embedding(case.tokens, model.dim) if model.positions == "learned" else None
-        self.layers = nn.ModuleList([_layer(case, f"layer {i}", inner) for i in range(model.layers)])
+        self.layers = nn.ModuleList([_layer(case, i, inner) for i in range(model.layers)])
         self.norm = _norm(model)
         self.head = nn.Linear(model.dim, VOCABULARY, bias=False)
         if model.tied:
@@ -44,22 +44,19 @@ class LanguageModel(nn.Module):
         return self.head(self.norm(x))
 
 
-def _layer(case: TrainingCase, name: str, inner: Inner) -> nn.Module:
-    model, pattern = case.model, case.pattern_of_modules
+def _layer(case: TrainingCase, number: int, inner: Inner) -> nn.Module:
+    model, pattern, name = case.model, case.pattern_of_modules, f"layer {number}"
+    theta = model.theta(number) if model.positions == "rotary" else None
     if model.kind == "llama":
-        return LlamaLayer(model, pattern, name)
+        return LlamaLayer(model, pattern, name, theta)
     if model.kind == "sdpa":
-        return PlainLayer(model, inner(case, name))
+        return PlainLayer(model, inner(case, name), theta)
     lengths = [branch.segment_length or 0 for branch in pattern.branches]
     ratios = [branch.dilation_rate for branch in pattern.branches]
     return LongNetBlock(
         model.dim, model.heads, lengths, ratios, ffn_dim=2 * model.dim, kv_heads=model.kv_heads, causal=pattern.causal,
-        subln=model.subln, rotary_theta=_theta(model), norm_eps=NORM_EPS, name=name,
+        subln=model.subln, rotary_theta=theta, norm_eps=NORM_EPS, name=name,
     )  # fmt: skip
-
-
-def _theta(model: Model) -> float | None:
-    return 10000.0 if model.positions == "rotary" else None
 
 
 def _norm(model: Model) -> nn.Module:
@@ -69,12 +66,12 @@ def _norm(model: Model) -> nn.Module:
 class LlamaLayer(nn.Module):
     """x + attention(norm(x)), then x + gated feed-forward(norm(x))."""
 
-    def __init__(self, model: Model, pattern: Pattern, name: str) -> None:
+    def __init__(self, model: Model, pattern: Pattern, name: str, theta: float | None) -> None:
         super().__init__()
         self.attention_norm = _norm(model)
         self.attention = SelfAttention(
             model.dim, model.heads, pattern, kv_heads=model.kv_heads, head_dim=model.head_dim, bias=model.bias,
-            rotary_theta=_theta(model), qk_norm=model.qk_norm, name=name,
+            rotary_theta=theta, qk_norm=model.qk_norm, name=name,
         )  # fmt: skip
         self.feed_norm = _norm(model)
         self.gate = nn.Linear(model.dim, 2 * model.dim, bias=False)
@@ -90,10 +87,10 @@ class LlamaLayer(nn.Module):
 class PlainLayer(nn.Module):
     """A layer as models without any ring have it; only its inner attention is the ring's."""
 
-    def __init__(self, model: Model, inner: nn.Module) -> None:
+    def __init__(self, model: Model, inner: nn.Module, theta: float | None) -> None:
         super().__init__()
         self.attention_norm = _norm(model)
-        self.attention = PlainAttention(model, inner)
+        self.attention = PlainAttention(model, inner, theta)
         self.feed_norm = _norm(model)
         self.up = nn.Linear(model.dim, 2 * model.dim)
         self.down = nn.Linear(2 * model.dim, model.dim)
@@ -106,9 +103,10 @@ class PlainLayer(nn.Module):
 class PlainAttention(nn.Module):
     """Projections around `RingAttention`, or a peer, in the place of `scaled_dot_product_attention`."""
 
-    def __init__(self, model: Model, inner: nn.Module) -> None:
+    def __init__(self, model: Model, inner: nn.Module, theta: float | None) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.turned = model.heads, model.kv_heads, model.positions == "rotary"
+        self.heads, self.kv_heads, self.theta = model.heads, model.kv_heads, theta
+        self.scaled = {} if model.scale is None else {"scale": model.scale}
         self.q_proj = nn.Linear(model.dim, model.heads * model.head_dim, model.bias)
         self.k_proj = nn.Linear(model.dim, model.kv_heads * model.head_dim, model.bias)
         self.v_proj = nn.Linear(model.dim, model.kv_heads * model.head_dim, model.bias)
@@ -119,10 +117,10 @@ class PlainAttention(nn.Module):
         q = self.q_proj(x).unflatten(2, (self.heads, -1))  # (B, N, H, D)
         k = self.k_proj(x).unflatten(2, (self.kv_heads, -1))
         v = self.v_proj(x).unflatten(2, (self.kv_heads, -1))
-        if self.turned:
-            q, k = rotary(q, positions), rotary(k, positions)
+        if self.theta is not None:
+            q, k = rotary(q, positions, self.theta), rotary(k, positions, self.theta)
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (B, H, N, D)
-        out = self.inner(q, k, v, enable_gqa=self.heads != self.kv_heads, context=context)
+        out = self.inner(q, k, v, enable_gqa=self.heads != self.kv_heads, context=context, **self.scaled)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 

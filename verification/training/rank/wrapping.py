@@ -6,6 +6,7 @@ Gradients are averaged over all ranks, data x context, by every wrapper; the los
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -64,7 +65,12 @@ class Unwrapped:
 
     def end_of_backward(self) -> None:
         """After the last micro-batch: from now on gradients are those of the whole batch."""
+        if self.case.drops_zeros:
+            for x in self.named.values():
+                x.grad = x.grad if x.grad is not None and x.grad.any() else None
         average_gradients(self.named.values(), self.mesh)
+        for x in self.named.values():  # of which no rank had one
+            x.grad = torch.zeros_like(x) if x.grad is None else x.grad
 
     def gradients(self) -> dict[str, Tensor]:
         """By name, whole. Every rank calls it. Raises ValueError for a parameter without gradient."""
@@ -82,6 +88,21 @@ class Unwrapped:
     def clip(self, most: float) -> Tensor:
         """The norm of all gradients together, before they are clipped."""
         return clip_grad_norm(self.named.values(), most, self.mesh)
+
+    def not_as_clipped(self, number: float) -> list[str]:
+        """The parameters whose gradients are clipped otherwise than torch does it, where those of the first are all
+        NaN, or infinite: NaN in a norm makes all of them NaN; an infinite norm makes finite ones 0.
+        """
+        wrong = []
+        for place, x in enumerate(self.named.values()):
+            x.grad = torch.full_like(x, 1.0 if place else number)
+        norm = self.clip(1.0)
+        for place, (name, x) in enumerate(self.named.items()):
+            assert x.grad is not None
+            found = whole(x.grad)
+            right = found.isnan() if math.isnan(number) or not place else found == 0.0  # infinity times 0 is NaN
+            wrong += [] if bool(right.all()) else [name]
+        return wrong if norm.isfinite().item() is False else [*wrong, "the norm"]
 
     def step(self) -> Tensor | None:
         """Clips, where the Case has it, steps, and clears the gradients. Returns the norm, where there is clipping."""
