@@ -168,17 +168,19 @@ def most_seen(pattern: Pattern, tokens: int, heads: int, kv_heads: int) -> tuple
     """(b, b'): pairs in the fullest row of a query head, and rows that see a key in the fullest group of query heads.
 
     A segment of min(w, n) positions holds len(range(offset, min(w, n), r)) selected ones; of documents, n is the
-    longest. A row sees at most those, once through each branch that serves its head; and a key of that head is seen by
-    at most as many rows.
+    longest. A window leaves at most window // r of them on each side of a row, or on one side if causal. A row sees at
+    most those, once through each branch that serves its head; and a key of that head is seen by at most as many rows.
     """
     if pattern.documents is not None:
         tokens = max(pattern.documents, default=0)
     seen = [0] * heads
     for branch in pattern.branches:
         length = min(branch.segment_length or tokens, tokens)
+        reach = tokens if branch.window is None else branch.window // branch.dilation_rate
+        within = reach + 1 if pattern.causal else 2 * reach + 1
         for head, offset in enumerate(branch.offsets(heads)):
             if offset is not None:
-                seen[head] += len(range(offset, length, branch.dilation_rate))
+                seen[head] += min(len(range(offset, length, branch.dilation_rate)), within)
     group = heads // kv_heads
     return max(1, *seen), max(1, *(sum(seen[h : h + group]) for h in range(0, heads, group)))
 

@@ -24,9 +24,10 @@ from reference import (
     gradients,
 )
 from reference.arithmetic import Arithmetic, Counts, most_seen
-from reference.cost import Setting, blocks, flops, sent
+from reference.cost import Setting, flops, sent
 from reference.exact import QUANTITIES
 from reference.exact import multiplicity as counted
+from reference.needs import blocks
 from reference.oracle import attention_and_gradients
 from reference.pattern import multiplicity, selected
 
@@ -56,7 +57,9 @@ def branches(draw: st.DrawFn, heads: int) -> tuple[Branch, ...]:
     for _ in range(draw(st.integers(1, 2))):
         rate = draw(st.integers(1, 4))
         offset = draw(st.lists(st.integers(0, rate - 1), min_size=heads, max_size=heads).map(tuple))
-        found.append(Branch(draw(st.none() | st.integers(1, 8)), rate, offset))
+        found.append(
+            Branch(draw(st.none() | st.integers(1, 8)), rate, offset, None, draw(st.none() | st.integers(0, 6)))
+        )
     return tuple(found)
 
 

@@ -42,7 +42,8 @@ def patterns(draw: st.DrawFn, heads: int) -> Pattern:
         one = st.integers(0, rate - 1)
         count = heads if served is None else len(served)
         offset = draw(one | st.lists(one, min_size=count, max_size=count).map(tuple))
-        branches.append(Branch(draw(st.none() | st.integers(1, 12)), rate, offset, served))
+        window = draw(st.none() | st.integers(0, 10))
+        branches.append(Branch(draw(st.none() | st.integers(1, 12)), rate, offset, served, window))
     return Pattern(tuple(branches), draw(st.booleans()))
 
 
