@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reference.pattern import Pattern
+from reference.pattern import Branch, Pattern
 
 # Unit roundoff of a type, its largest finite number, and the absolute error where a number of the type underflows:
 # half the smallest subnormal for fp16; for the others the smallest normal number, so that flushing to zero is allowed.
@@ -185,10 +185,21 @@ def most_seen(pattern: Pattern, tokens: int, heads: int, kv_heads: int) -> tuple
     return max(1, *seen), max(1, *(sum(seen[h : h + group]) for h in range(0, heads, group)))
 
 
+def most_taken(branch: Branch, causal: bool) -> int:
+    """How often the keys of one row count in `most_partials`: once without a window. A window cuts segments into parts
+    (`ring.plan.blocks`): of the part before the row's own, and unless causal of the part behind, a row sees what lies
+    within its window, and of each run there the kernel may take what all rows see apart from what only some do.
+    """
+    if branch.window is None:
+        return 1
+    return 3 if causal else 5
+
+
 def most_partials(order: str, cut: bool, ranks: int, tokens: int, bucket: int, branches: int) -> int:
     """Into how many partial results the keys of one row, or the rows of one key, can fall.
 
     order, cut: the order of the tokens, and whether it is cut into shards in another way than the order's own.
+    branches: how many, each counted as often as `most_taken` says.
 
     Per branch: the order of the tokens is a list of arithmetic runs (1 contiguous; p striped, and in each document p
     contiguous by document; 2 p zigzag; any other is kept as at most 2 p runs, or else handled by position, one part per

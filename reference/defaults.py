@@ -18,6 +18,7 @@ CONTEXT: Arguments = {"exchange": "direct", "bucket": None, "kernel": "auto", "c
 
 BRANCH: Arguments = {"segment_length": None, "dilation_rate": 1, "offset": 0, "heads": None, "window": None}
 PATTERN: Arguments = {"causal": False, "documents": None}
+DENSE: Arguments = PATTERN | {"window": None}
 LONGNET: Arguments = {"causal": False, "offsets": "paper", "documents": None}
 LONGNET_OF_TORCHSCALE: Arguments = {"causal": True, "offsets": "torchscale"}
 
