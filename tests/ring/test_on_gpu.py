@@ -229,7 +229,7 @@ def test_nothing_merged_is_zero_and_minus_infinity() -> None:
         Pattern.dense(True, window=99),
         Pattern((Branch(None, 3, window=200), Branch(window=9))),
     ],  # fmt: skip
-    ids=["dense", "longnet", "one branch"],
+    ids=["dense", "longnet", "one branch", "a window", "two windows"],
 )
 @pytest.mark.parametrize("kernel", ["auto", "flash"])
 def test_whole_calls_are_the_math_kernel_s(pattern: Pattern, kernel: str) -> None:
