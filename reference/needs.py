@@ -57,7 +57,7 @@ def blocks(setting: Setting, index: int) -> list[Block]:
 
 
 def need_of(setting: Setting, index: int, branch: Branch, distance: Ints) -> Need:
-    """What branch `index` makes ranks want. distance: (p, n), from the owner of each row round the ring to each rank."""
+    """What branch `index` makes ranks want. distance: (p, n), round the ring from a row's owner to each rank."""
     p, rows, owner, n = setting.world, setting.rows, setting.owner, setting.rows.size
     length = max(1, min(branch.segment_length or n, n))  # a segment longer than the sequence changes nothing
     rate = min(branch.dilation_rate, length)  # nor does a rate beyond the segment: one row per phase
@@ -97,7 +97,7 @@ def _seen_at_all(rows: Ints, owner: Ints, grid: Ints, p: int, causal: bool) -> F
 
 
 def _seen_within(rows: Ints, owner: Ints, grid: Ints, p: int, causal: bool, window: int) -> Flags:
-    """(p, n): the same with a window: the rank's next query on the row's grid, or the one before if not causal, is near.
+    """(p, n): the same with a window: the rank's next query on the row's grid is near, or if not causal the one before.
 
     Positions of one grid stay together when all are sorted by (grid, position).
     """

@@ -95,6 +95,8 @@ def count(s: Setting) -> Count:
                         continue
                     if not all(x % w >= o and (x % w - o) % r == 0 for x in (i, j)):
                         continue
+                    if branch.window is not None and abs(i - j) > branch.window:
+                        continue
                     found.pairs[found.owner[i]] += 1
                     if found.owner[i] != found.owner[j]:
                         found.users[b, o, j, head * s.kv_heads // s.heads].add(found.owner[i])

@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -186,7 +187,7 @@ def test_needs_and_pairs_are_those_of_the_mask(
     for branch in parts:
         one = Setting(Pattern((branch,), causal, documents), positions, 1, 2, 1, 1)
         for block in blocks(one, 0):
-            grid = Branch(branch.segment_length, branch.dilation_rate, block.offset)
+            grid = replace(branch, offset=block.offset, heads=None)
             sees = counted(Pattern((grid,), causal, documents), 1, n)[0] > 0
             for reader, mine in enumerate(positions):
                 for owner, theirs in enumerate(positions):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -67,19 +68,27 @@ def test_ranges_are_the_selected_rows(table: tuple[Pattern, Layout, Ranges]) -> 
         ascending = positions == sorted(set(positions)) and (np.diff(rows) > 0).all()
         assert (rows and ascending) or ranges.listing is not None
         assert layout.positions(rank)[rows].tolist() == positions
-        assert all(position // ranges.blocks[of_block].segment_length == segment for position in positions)
+        assert {segment_of(ranges.blocks[of_block], position) for position in positions} == {segment}
         found[of_block, rank] += positions
         at = np.arange(-1, layout.n + 1)
         until = ranges.count_until(np.full_like(at, index), at)
         assert until.tolist() == [sum(position <= x for position in positions) for x in at.tolist()]
     for number, block in enumerate(ranges.blocks):
-        branch = Branch(block.segment_length, block.dilation_rate, 0)
+        branch = replace(branch_of(block), offset=0)
         for rank in range(layout.world_size):
             held = layout.positions(rank)
             assert sorted(found[number, rank]) == sorted(held[selected(branch, held, block.offset)].tolist())
     key = [ranges.block, ranges.segment, ranges.rank]
     order = list(zip(*(column.tolist() for column in key), strict=True))
     assert order == sorted(order)
+
+
+def segment_of(block: Block, position: int) -> int:
+    """The number of a position's segment. With a window, a number is left out behind each of the branch's segments."""
+    if block.window is None:
+        return position // block.segment_length
+    number, within = divmod(position, block.whole_segment)
+    return number * (-(-block.whole_segment // block.segment_length) + 1) + within // block.segment_length
 
 
 EVENS, ODDS = Branch(None, 2, 0), Branch(None, 2, 1)
@@ -198,7 +207,7 @@ def test_blocks_serve_every_head_once_with_its_offset(data: Any) -> None:
     kv_heads = data.draw(st.integers(1, 4))
     heads = kv_heads * data.draw(st.integers(1, 4))
     pattern = data.draw(patterns(heads))
-    served: dict[tuple[int, range, int], int] = defaultdict(int)  # segment length, places in a segment, head
+    served: dict[tuple[int, range, int], int] = defaultdict(int)  # window, places in a segment, head
     for block in blocks_of(pattern, 10, heads, kv_heads):
         kv = listed_heads(block.key)[:, 0].tolist()
         assert kv == sorted(set(kv)) and block.width == len(kv)
@@ -208,13 +217,16 @@ def test_blocks_serve_every_head_once_with_its_offset(data: Any) -> None:
             assert (query // (heads // kv_heads) == key).all() and (np.array(kv)[column] == key).all()
             reading |= set(key.ravel().tolist())
             for head in query.ravel().tolist():
-                places = range(block.offset, block.segment_length, block.dilation_rate)
-                served[block.segment_length, places, head] += 1
+                length = block.segment_length if block.window is None else block.whole_segment
+                places = range(block.offset, length, block.dilation_rate)
+                served[-1 if block.window is None else block.window, places, head] += 1
         assert reading == set(kv)
     wanted: dict[tuple[int, range, int], int] = defaultdict(int)
     for branch in pattern.branches:
         for head, offset in enumerate(branch.offsets(heads)):
             if offset is not None:
-                length = min(branch.segment_length or 10, 10)
-                wanted[length, range(offset, length, branch.dilation_rate), head] += 1
+                places = range(offset, min(branch.segment_length or 10, 10), branch.dilation_rate)
+                # On the grid, and where it is no limit none.
+                reach = None if branch.window is None else branch.window // places.step * places.step
+                wanted[-1 if reach is None or reach + places.step >= places.stop else reach, places, head] += 1
     assert served == wanted
