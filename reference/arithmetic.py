@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reference.pattern import Pattern
+from reference.pattern import Branch, Pattern
 
 # Unit roundoff of a type, its largest finite number, and the absolute error where a number of the type underflows:
 # half the smallest subnormal for fp16; for the others the smallest normal number, so that flushing to zero is allowed.
@@ -168,25 +168,38 @@ def most_seen(pattern: Pattern, tokens: int, heads: int, kv_heads: int) -> tuple
     """(b, b'): pairs in the fullest row of a query head, and rows that see a key in the fullest group of query heads.
 
     A segment of min(w, n) positions holds len(range(offset, min(w, n), r)) selected ones; of documents, n is the
-    longest. A row sees at most those, once through each branch that serves its head; and a key of that head is seen by
-    at most as many rows.
+    longest. A window leaves at most window // r of them on each side of a row, or on one side if causal. A row sees at
+    most those, once through each branch that serves its head; and a key of that head is seen by at most as many rows.
     """
     if pattern.documents is not None:
         tokens = max(pattern.documents, default=0)
     seen = [0] * heads
     for branch in pattern.branches:
         length = min(branch.segment_length or tokens, tokens)
+        reach = tokens if branch.window is None else branch.window // branch.dilation_rate
+        within = reach + 1 if pattern.causal else 2 * reach + 1
         for head, offset in enumerate(branch.offsets(heads)):
             if offset is not None:
-                seen[head] += len(range(offset, length, branch.dilation_rate))
+                seen[head] += min(len(range(offset, length, branch.dilation_rate)), within)
     group = heads // kv_heads
     return max(1, *seen), max(1, *(sum(seen[h : h + group]) for h in range(0, heads, group)))
+
+
+def most_taken(branch: Branch, causal: bool) -> int:
+    """How often the keys of one row count in `most_partials`: once without a window. A window cuts segments into parts
+    (`ring.plan.blocks`): of the part before the row's own, and unless causal of the part behind, a row sees what lies
+    within its window, and of each run there the kernel may take what all rows see apart from what only some do.
+    """
+    if branch.window is None:
+        return 1
+    return 3 if causal else 5
 
 
 def most_partials(order: str, cut: bool, ranks: int, tokens: int, bucket: int, branches: int) -> int:
     """Into how many partial results the keys of one row, or the rows of one key, can fall.
 
     order, cut: the order of the tokens, and whether it is cut into shards in another way than the order's own.
+    branches: how many, each counted as often as `most_taken` says.
 
     Per branch: the order of the tokens is a list of arithmetic runs (1 contiguous; p striped, and in each document p
     contiguous by document; 2 p zigzag; any other is kept as at most 2 p runs, or else handled by position, one part per

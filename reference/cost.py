@@ -6,7 +6,7 @@ Vocabulary
     slot    one (row, key/value head) of one block: a key and a value vector, 2*B*D elements. A row that is
             needed through two branches travels once for each, so costs add up over branches.
     need    rank d needs row j of a block if a query row i of d lies in the same segment (of the same document),
-            both are selected by the block, and (not causal or j <= i).
+            both are selected by the block, (not causal or j <= i), and |i - j| <= window if the branch has one.
     travel  the farthest that a slot of rank s must go along the ring: max of (d - s) mod p over the d != s
             that need it, 0 if no other rank does.
 
@@ -24,37 +24,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reference import fields
-from reference.pattern import Branch, Pattern
+from reference.needs import Need, need_of
+from reference.pattern import Pattern
 
 Ints = NDArray[np.int64]
 EXCHANGES = ("ring", "direct", "gather")
 _UNBOUNDED = 1 << 60  # slots
-
-
-@dataclass(frozen=True)
-class Block:
-    branch: int  # index in the pattern
-    offset: int
-    kv_heads: tuple[int, ...]
-    query_heads: int  # how many
-
-    @property
-    def width(self) -> int:
-        return len(self.kv_heads)
-
-
-@dataclass(frozen=True)
-class Need:
-    """What one branch makes ranks want of each other; its n rows in the order of `Setting.rows`.
-
-    A branch puts a row into one block at most: the grids of its offsets, all below its rate, are disjoint.
-    """
-
-    offset: Ints  # (n,) of the block that selects the row; -1 where none does
-    width: Ints  # (n,) slots that the row takes; 0 where no block selects it
-    needed: NDArray[np.bool_]  # (p, n) by ranks other than the owner
-    travel: Ints  # (n,)
-    pairs: Ints  # (n,) (query head, key) pairs that the row sees as a query
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +93,7 @@ class Setting:
     def needs(self) -> tuple[Need, ...]:
         """One per branch."""
         distance = (np.arange(self.world)[:, None] - self.owner) % self.world  # (p, n)
-        return tuple(_need(self, i, branch, distance) for i, branch in enumerate(self.pattern.branches))
+        return tuple(need_of(self, i, branch, distance) for i, branch in enumerate(self.pattern.branches))
 
     @cached_property
     def slots(self) -> Ints:
@@ -146,67 +121,6 @@ class Setting:
     def widest(self) -> int:
         """W, the greatest width among the blocks of which any rank needs a row of another; 0 without any."""
         return max((int(x.width.max(where=x.travel > 0, initial=0)) for x in self.needs), default=0)
-
-
-def blocks(setting: Setting, index: int) -> list[Block]:
-    """The blocks of branch `index` of the pattern, by offset."""
-    group = setting.heads // setting.kv_heads
-    served: dict[int, list[int]] = {}  # offset -> key/value head of each query head
-    for head, offset in enumerate(setting.pattern.branches[index].offsets(setting.heads)):
-        if offset is not None:
-            served.setdefault(offset, []).append(head // group)
-    return [Block(index, o, tuple(dict.fromkeys(kv)), len(kv)) for o, kv in sorted(served.items())]
-
-
-def _need(setting: Setting, index: int, branch: Branch, distance: Ints) -> Need:
-    p, rows, owner, n = setting.world, setting.rows, setting.owner, setting.rows.size
-    length = max(1, min(branch.segment_length or n, n))  # a segment longer than the sequence changes nothing
-    rate = min(branch.dilation_rate, length)  # nor does a rate beyond the segment: one row per phase
-    begin, end = _segments(setting, length)
-    local = rows - begin
-    phase = local % rate  # a block selects the rows whose phase is its offset, because 0 <= offset < rate
-
-    by_phase = np.zeros((3, rate), np.int64)
-    by_phase[2] = -1
-    for block in blocks(setting, index):
-        if block.offset < rate:  # the others select nothing
-            by_phase[:, block.offset] = block.width, block.query_heads, block.offset
-    width, query_heads, offset = by_phase[:, phase]  # (3, n)
-
-    # A rank needs a row if its last query in (segment, phase) exists and, if causal, is not before the row.
-    grid = begin + phase  # (n,): the first position of a grid names it
-    last = np.full(p * n, -1, np.int64)
-    np.maximum.at(last, owner * n + grid, rows)
-    needed = last.reshape(p, n)[:, grid] >= (rows if setting.pattern.causal else 0)
-    needed &= (width > 0) & (distance > 0)
-    travel = distance.max(axis=0, where=needed, initial=0)
-
-    # Keys on the grid of the row's segment, up to the row if causal: local indices phase % rate, + rate, ...
-    last_key = local if setting.pattern.causal else end - begin - 1
-    return Need(offset, width, needed, travel, query_heads * ((last_key - phase) // rate + 1))
-
-
-def _segments(setting: Setting, length: int) -> tuple[Ints, Ints]:
-    """Where the segment of each row begins and ends, each (n,). They are counted from the start of each document."""
-    documents, rows = setting.pattern.documents, setting.rows
-    lengths = np.array((rows.size,) if documents is None else documents, np.int64)
-    ends = np.cumsum(lengths)
-    document = np.searchsorted(ends, rows, side="right")  # empty documents are passed over
-    start, end = (ends - lengths)[document], ends[document]
-    begin = start + (rows - start) // length * length
-    return begin, np.minimum(begin + length, end)
-
-
-def needed_rows(setting: Setting, src: int, dst: int) -> list[tuple[Block, Ints]]:
-    """Which positions of rank src rank dst needs, per block that has any, in src's local order."""
-    here = setting.owner == src
-    found = []
-    for index, need in enumerate(setting.needs):
-        for block in blocks(setting, index):
-            rows = setting.rows[here & need.needed[dst] & (need.offset == block.offset)]
-            if rows.size:
-                found.append((block, rows))
-    return found
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ IGNORED_LABEL = -100  # as in torch's cross_entropy
 # Of `ContextParallel`: models take what they need from its owner.
 CONTEXT: Arguments = {"exchange": "direct", "bucket": None, "kernel": "auto", "check": True, "documents": None}
 
-BRANCH: Arguments = {"segment_length": None, "dilation_rate": 1, "offset": 0, "heads": None}
+BRANCH: Arguments = {"segment_length": None, "dilation_rate": 1, "offset": 0, "heads": None, "window": None}
 PATTERN: Arguments = {"causal": False, "documents": None}
+DENSE: Arguments = PATTERN | {"window": None}
 LONGNET: Arguments = {"causal": False, "offsets": "paper", "documents": None}
 LONGNET_OF_TORCHSCALE: Arguments = {"causal": True, "offsets": "torchscale"}
 

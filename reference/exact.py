@@ -162,6 +162,8 @@ def _count(pattern: Pattern, rows: Any, position: Any, served: range, heads: int
                     for origin, no in zip(origins, (-1, -2), strict=True)
                 )
                 pairs[at] = mine[:, None] == theirs
+        if branch.window is not None:
+            pairs &= (rows[:, None] <= position + branch.window) & (position <= rows[:, None] + branch.window)
         if order is not None:
             pairs &= order
         if len(distinct) == 1:

@@ -5,6 +5,7 @@ query head with offset o selects every r-th position, beginning at o (the phase 
 
     selected(p)    = (p mod w) >= o  and  ((p mod w) - o) mod r == 0
     M_b[h, i, j]   = same segment(i, j)  and  selected(i)  and  selected(j)  and  (not causal or j <= i)
+                     and  |i - j| <= window, if the branch has one
     c[h, i, j]     = sum_b M_b[h, i, j]
 
 Nothing needs to divide anything: r may exceed w or not divide it, the last segment may be short, an offset
@@ -57,6 +58,8 @@ class Branch:
     dilation_rate:  r >= 1.
     offset:         0 <= o < r; one int for all heads that the branch serves, or one per such head, in order.
     heads:          contiguous range of query heads that the branch serves; None for all of them.
+    window:         >= 0: a key lies at most so many positions before its query or, unless the pattern is causal, behind
+                    it; None for no such limit. (What models call a sliding window of s keys is window s - 1.)
     Raises ValueError, at construction, for anything else.
     """
 
@@ -64,10 +67,13 @@ class Branch:
     dilation_rate: int = 1
     offset: int | tuple[int, ...] = 0
     heads: range | None = None
+    window: int | None = None
 
     def __post_init__(self) -> None:
         if self.segment_length is not None:
             _integer("segment_length", self.segment_length, 1)
+        if self.window is not None:
+            _integer("window", self.window, 0)
         rate = _integer("dilation_rate", self.dilation_rate, 1)
         if isinstance(self.offset, (list, tuple)):
             object.__setattr__(self, "offset", tuple(self.offset))  # so that the branch hashes
@@ -145,9 +151,11 @@ class Pattern:
         return self.documents
 
     @classmethod
-    def dense(cls, causal: bool = False, documents: tuple[int, ...] | None = None) -> "Pattern":
-        """Plain attention: one branch, one segment, every position, every head."""
-        return cls((Branch(),), causal, documents)
+    def dense(
+        cls, causal: bool = False, documents: tuple[int, ...] | None = None, window: int | None = None
+    ) -> "Pattern":
+        """Plain attention: one branch, one segment, every position, every head. window: as `Branch` has it."""
+        return cls((Branch(window=window),), causal, documents)
 
     @classmethod
     def longnet(
@@ -211,6 +219,7 @@ class Pattern:
                     "dilation_rate": b.dilation_rate,
                     "offset": list(b.offset) if isinstance(b.offset, tuple) else b.offset,
                     "heads": None if b.heads is None else [b.heads.start, b.heads.stop],
+                    "window": b.window,
                 }
                 for b in self.branches
             ],
@@ -220,7 +229,7 @@ class Pattern:
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> "Pattern":
-        """The inverse of `to_dict`, also of patterns that were saved when there were no documents.
+        """The inverse of `to_dict`, also of patterns that were saved when there were no documents, or no windows.
 
         Raises ValueError for an unknown or missing field, or a wrong value."""
         given = {"documents": None, **d} if isinstance(d, Mapping) else d
@@ -244,13 +253,14 @@ def numbered_pattern(number: int) -> Pattern:
 
 
 def _branch_from_dict(d: object) -> Branch:
-    data = _fields("branch", d, {"segment_length", "dilation_rate", "offset", "heads"})
+    given = {"window": None, **d} if isinstance(d, Mapping) else d
+    data = _fields("branch", given, {"segment_length", "dilation_rate", "offset", "heads", "window"})
     heads = data["heads"]
     if heads is not None:
         if not isinstance(heads, (list, tuple)) or len(heads) != 2:
             raise ValueError(f"heads must be [start, stop] or null, got {heads!r}")
         heads = range(*(_integer("heads", bound, 0) for bound in heads))
-    return Branch(data["segment_length"], data["dilation_rate"], data["offset"], heads)
+    return Branch(data["segment_length"], data["dilation_rate"], data["offset"], heads, data["window"])
 
 
 def _paired(segment_lengths: Sequence[int | None], dilation_rates: Sequence[int]) -> list[tuple[int | None, int]]:
@@ -304,6 +314,8 @@ def multiplicity(
         same = (segment == k_segment) & (phase == k_phase)  # (Nq, Nk)
         if visible is not None:
             same &= visible
+        if branch.window is not None:
+            same &= (q_positions - k_positions).abs() <= branch.window
         # Heads of one offset see the same pairs: where all have the same, compute them once.
         distinct = offset[:1] if len(set(offset)) == 1 else offset
         o = torch.tensor(distinct, device=c.device).view(-1, 1, 1)

@@ -133,7 +133,10 @@ def _keys_seen(branch: Branch, offset: int, causal: bool, within: Ints, length: 
     if segment is not None:
         begins = within // segment * segment
         within, length = within - begins, np.minimum(length - begins, segment)
-    seen = (within - offset) // rate + 1 if causal else (length - offset + rate - 1) // rate
+    before, behind = (within - offset) // rate, (length - 1 - within) // rate
+    if branch.window is not None:
+        before, behind = (np.minimum(x, branch.window // rate) for x in (before, behind))
+    seen = before + 1 if causal else before + 1 + behind
     return np.where((within >= offset) & ((within - offset) % rate == 0), seen, 0)
 
 

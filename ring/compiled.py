@@ -64,7 +64,8 @@ def text_of(pattern: Pattern) -> str:
         served = "" if heads is None else f"{heads.start}-{heads.stop}"
         together = "together" if isinstance(offset, tuple) else "each"
         length = "" if branch.segment_length is None else f"{branch.segment_length}"
-        texts.append(f"{length},{branch.dilation_rate},{together},{offsets},{served}")
+        window = "" if branch.window is None else f"{branch.window}"
+        texts.append(f"{length},{branch.dilation_rate},{together},{offsets},{served},{window}")
     return ";".join(texts)
 
 
@@ -82,13 +83,14 @@ def _packed_pattern(text: str, number: int) -> Pattern:
 
 
 def _branch_of(text: str) -> Branch:
-    length, rate, together, offsets, served = text.split(",")
+    length, rate, together, offsets, served, window = text.split(",")
     by_head = tuple(map(int, offsets.split("+")))
     return Branch(
         segment_length=int(length) if length else None,
         dilation_rate=int(rate),
         offset=by_head if together == "together" else by_head[0],
         heads=range(*map(int, served.split("-"))) if served else None,
+        window=int(window) if window else None,
     )
 
 

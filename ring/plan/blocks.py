@@ -14,7 +14,7 @@ The example (see `ring.plan`): the one branch has two offsets, and each of them 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -69,13 +69,19 @@ class HeadGroup:
 
 @dataclass(frozen=True)
 class Block:
-    """A branch and an offset: the grid offset, offset + dilation_rate, ... within every segment."""
+    """A branch and an offset: the grid offset, offset + dilation_rate, ... within every segment.
+
+    With a window, segments of the block are parts of the branch's: as many positions as a query reaches, and its own
+    step. So a query sees keys of its own part and of the one before it (or behind it), and of no other.
+    """
 
     segment_length: int
     dilation_rate: int
     offset: int
     key: Heads  # (width, 1): every key/value head that a query head of the block reads
     head_groups: tuple[HeadGroup, ...]
+    window: int | None = None  # the farthest position on the grid that a query reaches; None: there is no limit
+    whole_segment: int = 0  # with a window, the branch's segment length
 
     @property
     def width(self) -> int:
@@ -97,8 +103,18 @@ def blocks_of(pattern: Pattern, n: int, heads: int, kv_heads: int) -> tuple[Bloc
         # A larger rate than this selects the same: one row of a segment, or none. No rate then passes 2^41 + 1.
         rate = min(branch.dilation_rate, 2 * length + 1)
         for offset, served in sorted(by_offset.items()):
-            blocks.append(_block(length, rate, min(offset, length), served, share=heads // kv_heads))
+            block = _block(length, rate, min(offset, length), served, share=heads // kv_heads)
+            blocks.append(block if branch.window is None else _with_window(block, branch.window))
     return tuple(blocks)
+
+
+def _with_window(block: Block, window: int) -> Block:
+    """The same block, if its segments are longer than what the window reaches, with its segments cut into parts."""
+    reach = window // block.dilation_rate * block.dilation_rate
+    part = reach + block.dilation_rate
+    if part >= block.segment_length:
+        return block
+    return replace(block, segment_length=part, window=reach, whole_segment=block.segment_length)
 
 
 def _block(length: int, rate: int, offset: int, query_heads: list[int], share: int) -> Block:

@@ -1,57 +1,74 @@
 """What every rank needs of the others: the remote keys of its range pairs.
 
-Whoever sees a key of a range sees all keys before it in that range. So what a rank needs of a range is always its
-leading elements, and one number says how many.
+Whoever sees a key of a range sees all keys before it in that range. So what a rank needs of a range is its leading
+elements. With a window it may see a key from the segment behind, and then sees all keys after it, as well: it needs the
+trailing elements, or both.
 
 The example (see `ring.plan`): of each remote range that it sees, a rank needs both elements. Rank 0 needs the keys of
 positions 8 and 10 (range 3) and 9 and 11 (range 7), rank 1 those of 0 and 2 (range 0) and 1 and 3 (range 4).
 
-    rank  range  count
-    0     3      2
-    0     7      2
-    1     0      2
-    1     4      2
+    rank  range  first  count
+    0     3      0      2
+    0     7      0      2
+    1     0      0      2
+    1     4      0      2
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ring.caching.bounded import Bounded
-from ring.plan.range_pairs import pair_up
-from ring.plan.ranges import Ints, Ranges, Subranges, opens
+from ring.plan.range_pairs import RangePairs, pair_up
+from ring.plan.ranges import Ints, Ranges, Subranges, concatenated, opens
 
 
 @dataclass(frozen=True, eq=False)
 class Needs:
-    """Rank `rank[i]` needs the first `count[i]` elements of the range `range[i]`, which another rank holds."""
+    """Rank `rank[i]` needs `count[i]` elements, from number `first[i]` on, of the range `range[i]`, which another rank
+    holds: the leading ones, or the trailing ones. What it needs of a range are one or two entries that are apart.
+    """
 
     rank: Ints
     range: Ints
+    first: Ints
     count: Ints
 
     def take(self, which: Ints) -> Needs:
-        return Needs(self.rank[which], self.range[which], self.count[which])
+        return Needs(self.rank[which], self.range[which], self.first[which], self.count[which])
 
 
 _kept: Bounded[tuple[Ranges, bool], Needs] = Bounded(16, most_bytes=2**27)
 
 
 def needs_of(ranges: Ranges, causal: bool) -> Needs:
-    """The needs of all ranks, in the order (rank, range). Every rank computes all, so both ends of a message agree."""
+    """The needs of all ranks, in the order (rank, range, first). Every rank computes all, so both ends of a message
+    agree.
+    """
     key = ranges, causal
-    return _kept.once(key, lambda: _needs(*key), lambda made: ranges.nbytes + 3 * made.count.nbytes)
+    return _kept.once(key, lambda: _needs(*key), lambda made: ranges.nbytes + 4 * made.count.nbytes)
 
 
 def _needs(ranges: Ranges, causal: bool) -> Needs:
     everything = Subranges.whole(ranges, np.arange(len(ranges.count)))
-    found = pair_up(ranges, everything, everything, causal)
+    found = [_remote(ranges, pairs) for pairs in pair_up(ranges, everything, everything, causal)]
+    needs = Needs(*(concatenated(columns) for columns in zip(*found, strict=True)))
+    needs = needs.take(np.lexsort((needs.first, needs.range, needs.rank)))
+    # Elements that are needed more than once, or follow each other, become one entry. `number` sets ranges apart.
+    number = np.cumsum(opens(needs.rank, needs.range)) * (int(ranges.count.max(initial=0)) + 2)
+    end = np.maximum.accumulate(number + needs.first + needs.count)
+    leads = np.ones(len(end), bool)
+    leads[1:] = number[1:] + needs.first[1:] > end[:-1]
+    begin = np.flatnonzero(leads)
+    last = np.append(begin[1:], len(end)) - 1 if len(begin) else begin
+    return replace(needs.take(begin), count=end[last] - (number + needs.first)[begin])
+
+
+def _remote(ranges: Ranges, found: RangePairs) -> tuple[Ints, Ints, Ints, Ints]:
+    """(rank, range, first, count) of the keys that other ranks hold."""
     reader = ranges.rank[found.query.range]
     remote = np.flatnonzero(reader != ranges.rank[found.key.range])
-    needs = Needs(reader[remote], found.key.range[remote], found.key.count[remote])
-    needs = needs.take(np.lexsort((needs.range, needs.rank)))
-    begin = np.flatnonzero(opens(needs.rank, needs.range))
-    most = np.maximum.reduceat(needs.count, begin) if len(begin) else needs.count
-    return Needs(needs.rank[begin], needs.range[begin], most)
+    key = found.key.take(remote)
+    return reader[remote], key.range, key.first, key.count

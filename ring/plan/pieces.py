@@ -25,10 +25,14 @@ Ints = np.ndarray  # int64
 
 @dataclass(frozen=True, eq=False)
 class DocumentTable:
-    """Where the documents begin and end, in order; those without tokens are left out."""
+    """Where the documents begin and end, in order; those without tokens are left out.
+
+    gap: numbers that are left out between the segments of one document and those of the next.
+    """
 
     begin: Ints
     end: Ints
+    gap: int = 0
 
     @classmethod
     def of(cls, lengths: Sequence[int] | None, n: int) -> DocumentTable:
@@ -47,8 +51,17 @@ class DocumentTable:
 
     def first_segment(self, length: int) -> Ints:
         """The number of each document's first segment, where segments of so many tokens are numbered through."""
-        segments = -((self.begin - self.end) // length)
+        segments = self.gap - (self.begin - self.end) // length
         return np.cumsum(segments) - segments
+
+    def cut(self, length: int) -> DocumentTable:
+        """Their segments of so many tokens, as documents of their own. Segments of these are apart by a number, so that
+        neighbours in number are neighbours in one document.
+        """
+        count = -((self.begin - self.end) // length)
+        which = np.repeat(np.arange(len(count)), count)
+        begin = self.begin[which] + (np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count)) * length
+        return DocumentTable(begin, np.minimum(begin + length, self.end[which]), gap=1)
 
 
 @dataclass(frozen=True, eq=False)

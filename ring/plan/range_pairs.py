@@ -3,6 +3,10 @@
 A pair names some elements of a query range and some of a key range. Causality trims it, so that every query of a pair
 sees at least one of its keys and every key is seen by at least one of its queries.
 
+Where a block has a window, the table's segments are no longer than what the window reaches (`ring.plan.blocks`). So a
+query sees all of its own segment, as if there were no window, and some of the segment before: the keys from a position
+on. In a pattern that is not causal it sees some of the segment behind, too: the keys up to a position.
+
 The example (see `ring.plan`): in a block and segment each of two ranges could see both, but causality hides every key
 of a later range. These are the pairs of block 0; ranges 1 and 3 are rank 1's. Those of block 1 are the same pairs of
 ranges 4 to 7, one position further on.
@@ -18,53 +22,110 @@ ranges 4 to 7, one position further on.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum, auto
 
 import numpy as np
 
 from ring.plan.ranges import Ints, Ranges, Subranges, counter
 
 
+class Sight(Enum):
+    """Which keys of a segment a query sees."""
+
+    ALL = auto()
+    UP_TO = auto()  # up to its own position
+    UP_TO_WINDOW = auto()  # of the segment behind its own, up to its own position and the window
+    FROM_WINDOW = auto()  # of the segment before its own, from its own position less the window on
+
+
+_AWAY = {Sight.UP_TO_WINDOW: 1, Sight.FROM_WINDOW: -1}  # segments from the query's to the key's
+
+
 @dataclass(frozen=True, eq=False)
 class RangePairs:
-    """Pairs of subranges, `query` and `key` side by side; `item`: which of the keys that were joined the key is."""
+    """Pairs of subranges, `query` and `key` side by side; `item`: which of the keys that were joined the key is.
+
+    sight: which keys a query of each pair sees. reach: the window of each pair, or 0 where none has to be looked at.
+    descending: whether kernels are to take the elements from the last one on.
+    """
 
     query: Subranges
     key: Subranges
     item: Ints
+    sight: Sight
+    reach: Ints
+    descending: bool = False
 
     def __len__(self) -> int:
         return len(self.item)
 
     def take(self, which: Ints) -> RangePairs:
-        return RangePairs(self.query.take(which), self.key.take(which), self.item[which])
+        return replace(
+            self, query=self.query.take(which), key=self.key.take(which), item=self.item[which], reach=self.reach[which]
+        )
+
+    def from_the_last(self) -> RangePairs:
+        """The same elements, in descending order of position."""
+        return replace(self, descending=True)
 
     def part(self, *, queries: tuple[Ints, Ints], keys: tuple[Ints, Ints]) -> RangePairs:
         """Of each pair some elements, given as (how many to skip, how many to take)."""
-        return RangePairs(self.query.part(*queries), self.key.part(*keys), self.item)
+        return replace(self, query=self.query.part(*queries), key=self.key.part(*keys))
 
 
-def pair_up(ranges: Ranges, queries: Subranges, keys: Subranges, causal: bool) -> RangePairs:
-    """All pairs in which something is visible, trimmed to what is. `keys` must be in ascending order of range."""
-    span = int(ranges.segment.max(initial=0)) + 1
-    group = ranges.block * span + ranges.segment
-    key_group, query_group = group[keys.range], group[queries.range]
+def pair_up(ranges: Ranges, queries: Subranges, keys: Subranges, causal: bool) -> list[RangePairs]:
+    """All pairs in which something is visible, trimmed to what is, by sight. `keys` must be in ascending order of
+    range.
+    """
+    found = [_joined(ranges, queries, keys, Sight.UP_TO if causal else Sight.ALL)]
+    near = queries.take(np.flatnonzero(ranges.window[queries.range] >= 0))
+    if len(near):
+        found += [_joined(ranges, near, keys, s) for s in (Sight.FROM_WINDOW, Sight.UP_TO_WINDOW)[: 1 if causal else 2]]
+    return [_trim(ranges, pairs) for pairs in found]
+
+
+def _joined(ranges: Ranges, queries: Subranges, keys: Subranges, sight: Sight) -> RangePairs:
+    """All pairs of queries with keys of the segment that the sight is of."""
+    span = int(ranges.segment.max(initial=0)) + 3
+    group, away = ranges.block * span + ranges.segment, _AWAY.get(sight, 0)
+    key_group, query_group = group[keys.range], group[queries.range] + away
     low = np.searchsorted(key_group, query_group, side="left")
     partners = np.searchsorted(key_group, query_group, side="right") - low
     query = np.repeat(np.arange(len(partners)), partners)
     key = low[query] + counter(partners)
-    found = RangePairs(queries.take(query), keys.take(key), item=key)
-    return _trim(ranges, found) if causal else found
+    these = queries.take(query)
+    reach = ranges.window[these.range] if away else np.zeros_like(query)
+    return RangePairs(these, keys.take(key), key, sight, reach)
 
 
 def _trim(ranges: Ranges, found: RangePairs) -> RangePairs:
-    """Drop the keys beyond the last query, then the queries before the first key."""
+    if found.sight is Sight.ALL:
+        return found
+    return _trim_from(ranges, found) if found.sight is Sight.FROM_WINDOW else _trim_up_to(ranges, found)
+
+
+def _trim_up_to(ranges: Ranges, found: RangePairs) -> RangePairs:
+    """Drop the keys beyond what the last query reaches, then the queries that do not reach the first key."""
     q, k = found.query, found.key
     last_query = ranges.position(q.range, q.first + q.count - 1)
-    visible = np.clip(ranges.count_until(k.range, last_query) - k.first, 0, k.count)
+    visible = np.clip(ranges.count_until(k.range, last_query + found.reach) - k.first, 0, k.count)
     some = np.flatnonzero(visible)
     found, visible = found.take(some), visible[some]
     q, k = found.query, found.key
     first_key = ranges.position(k.range, k.first)
-    blind = np.maximum(ranges.count_until(q.range, first_key - 1) - q.first, 0)
+    blind = np.maximum(ranges.count_until(q.range, first_key - found.reach - 1) - q.first, 0)
     return found.part(queries=(blind, q.count - blind), keys=(np.zeros_like(visible), visible))
+
+
+def _trim_from(ranges: Ranges, found: RangePairs) -> RangePairs:
+    """Drop the keys before what the first query reaches, then the queries that do not reach the last key."""
+    q, k = found.query, found.key
+    first_query = ranges.position(q.range, q.first)
+    hidden = np.maximum(ranges.count_until(k.range, first_query - found.reach - 1) - k.first, 0)
+    some = np.flatnonzero(hidden < k.count)
+    found, hidden = found.take(some), hidden[some]
+    q, k = found.query, found.key
+    last_key = ranges.position(k.range, k.first + k.count - 1)
+    seeing = np.minimum(ranges.count_until(q.range, last_key + found.reach) - q.first, q.count)
+    return found.part(queries=(np.zeros_like(seeing), seeing), keys=(hidden, k.count - hidden))

@@ -78,6 +78,7 @@ class Ranges:
     def count_until(self, index: Ints, position: Ints) -> Ints:
         """How many elements of the range `index` lie at or before a position."""
         if self.listing is not None:
+            position = np.clip(position, -1, self.listing.span - 1)  # else it would be one of another range
             until = np.searchsorted(self.listing.order, index * self.listing.span + position, side="right")
             return until - self.row[index]
         reached = (position - self.first[index]) // self.step[index] + 1
@@ -98,6 +99,11 @@ class Ranges:
     def width(self) -> Ints:
         """Slots that an element of each range takes in a message."""
         return np.array([block.width for block in self.blocks], np.int64)[self.block]
+
+    @cached_property
+    def window(self) -> Ints:
+        """The farthest position that a query of each range reaches; -1 where there is no limit."""
+        return np.array([-1 if block.window is None else block.window for block in self.blocks], np.int64)[self.block]
 
     def take(self, which: Ints) -> Ranges:
         """Some rows of the table. Not for a table with a listing, where a range's number is part of `order`."""
@@ -155,8 +161,15 @@ def _ranges(pattern: Pattern, layout: Layout, heads: int, kv_heads: int) -> Rang
     documents = DocumentTable.of(pattern.documents, layout.n)
     if layout.listed is not None:
         return _listed_ranges(blocks, layout, documents)
-    pieces = Pieces.of(_runs_of(layout), documents)
-    tables = [_arithmetic_ranges(index, block, pieces, documents) for index, block in enumerate(blocks)]
+    runs = _runs_of(layout)
+    pieces = Pieces.of(runs, documents)
+    tables = []
+    for index, block in enumerate(blocks):
+        if block.window is None:
+            tables.append(_arithmetic_ranges(index, block, pieces, documents))
+        else:
+            segments = documents.cut(block.whole_segment)
+            tables.append(_arithmetic_ranges(index, block, Pieces.of(runs, segments), segments))
     columns: dict[str, Any] = {name: concatenated([table[name] for table in tables]) for name in COLUMNS}
     return Ranges(blocks, packed=len(documents) > 1, **columns)
 
@@ -252,16 +265,9 @@ def _listed_ranges(blocks: tuple[Block, ...], layout: Layout, documents: Documen
     assert layout.listed is not None
     ranks = np.repeat(np.arange(layout.world_size), layout.counts)
     rows = np.arange(layout.n) - np.asarray(layout.cuts)[ranks]
-    document = documents.holding(layout.listed)
-    within = layout.listed - documents.begin[document]
-    chosen = [_selected(block, within) for block in blocks]
-    entry = np.concatenate(chosen)
-    block = np.repeat(np.arange(len(blocks)), [len(some) for some in chosen])
-    segments = [
-        within[some] // one.segment_length + documents.first_segment(one.segment_length)[document[some]]
-        for one, some in zip(blocks, chosen, strict=True)
-    ]
-    segment = np.concatenate(segments)
+    found = [_selected(block, layout.listed, documents) for block in blocks]
+    entry, segment = (np.concatenate(columns) for columns in zip(*found, strict=True))
+    block = np.repeat(np.arange(len(blocks)), [len(some) for some, _ in found])
     order = np.lexsort((layout.listed[entry], ranks[entry], segment, block))
     entry, block, segment = entry[order], block[order], segment[order]
     begin = np.flatnonzero(opens(block, segment, ranks[entry]))
@@ -282,10 +288,14 @@ def _listed_ranges(blocks: tuple[Block, ...], layout: Layout, documents: Documen
     )
 
 
-def _selected(block: Block, position: Ints) -> Ints:
-    """Where in an array of positions those of a block's grid are."""
-    within = position % block.segment_length
-    return np.flatnonzero((within >= block.offset) & ((within - block.offset) % block.dilation_rate == 0))
+def _selected(block: Block, position: Ints, documents: DocumentTable) -> tuple[Ints, Ints]:
+    """Where in an array of positions those of a block's grid are, and the segment of each of them."""
+    if block.window is not None:
+        documents = documents.cut(block.whole_segment)
+    document = documents.holding(position)
+    number, within = np.divmod(position - documents.begin[document], block.segment_length)
+    some = np.flatnonzero((within >= block.offset) & ((within - block.offset) % block.dilation_rate == 0))
+    return some, (number + documents.first_segment(block.segment_length)[document])[some]
 
 
 def joined(ranges: Ranges, rank: int) -> Ranges:
@@ -293,7 +303,8 @@ def joined(ranges: Ranges, rank: int) -> Ranges:
     they follow each other both in rows and in positions.
 
     Between own rows only their order counts, so the positions of a joined range are 0, 1, 2, ... The two halves of a
-    zigzag shard then see themselves as one causal square: one kernel call instead of three.
+    zigzag shard then see themselves as one causal square: one kernel call instead of three. Where there is a window,
+    distances count as well, and ranges stay as they are.
     """
     if ranges.listing is not None:
         return ranges
@@ -311,7 +322,7 @@ def joined(ranges: Ranges, rank: int) -> Ranges:
     )
     begin, group = np.flatnonzero(leads), np.cumsum(leads) - 1
     several = np.diff(np.append(begin, len(own))) > 1
-    merged = (np.logical_and.reduceat(follows, begin) & several)[group]
+    merged = (np.logical_and.reduceat(follows, begin) & several)[group] & (chosen.window < 0)
     found = replace(
         chosen,
         count=np.where(merged, np.add.reduceat(count, begin)[group], count),

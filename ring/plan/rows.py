@@ -116,9 +116,9 @@ class Fold(NamedTuple):
     def rows(self, start: Ints, fold_step: int, step: Ints, length: Ints) -> Rows:
         """Of all members. start, step, length: of all entries."""
         one, several = self.members[0], self.members
-        if self.how is How.EVEN:
+        if self.how is How.EVEN and step[one] > 0:
             return Rows(int(start[one]), int(step[one]), int(length[one]), fold_step=fold_step, folds=len(several))
-        if self.how is How.LISTED:
+        if self.how is not How.VARLEN:
             return Rows.of(start[several][:, None] + step[one] * np.arange(length[one]))
         lengths = length[several]
         listed = np.repeat(start[several], lengths) + counter(lengths) * np.repeat(step[several], lengths)

@@ -34,8 +34,8 @@ import numpy as np
 from ring.caching.bounded import Bounded
 from ring.layout import Layout
 from ring.plan.chunks import Chunks, Entries, SlotRanges, cut, room, whole_messages
-from ring.plan.needs import needs_of
-from ring.plan.ranges import Ints, Ranges, Subranges
+from ring.plan.needs import Needs, needs_of
+from ring.plan.ranges import Ints, Ranges, Subranges, concatenated
 
 _NOTHING = SlotRanges.join(())
 
@@ -160,9 +160,9 @@ def _all_requests(ranges: Ranges, layout: Layout, causal: bool, most: int) -> _R
     distance = (needs.rank - ranges.rank[needs.range]) % p
     order = np.lexsort((needs.range, distance, needs.rank))
     needs, distance = needs.take(order), distance[order]
-    none = np.zeros_like(distance)
-    leading = Subranges(needs.range, first=none, count=needs.count)
-    entries = Entries(p * needs.rank + distance, travel=none, subranges=leading, width=ranges.width[needs.range])
+    asked = Subranges(needs.range, first=needs.first, count=needs.count)
+    message, none = p * needs.rank + distance, np.zeros_like(distance)
+    entries = Entries(message, travel=none, subranges=asked, width=ranges.width[needs.range])
     slots = np.zeros((p, p), np.int64)
     np.add.at(slots, (needs.rank, distance), entries.slots)
     return _Requests(p, most, whole=whole_messages(entries), cut=cut(entries, most), slots=slots)
@@ -270,24 +270,50 @@ def _travelling(ranges: Ranges, layout: Layout, causal: bool, most: int) -> _Tra
 
 def _all_travelling(ranges: Ranges, layout: Layout, causal: bool, most: int) -> _Travelling:
     p, needs = layout.world_size, needs_of(ranges, causal)
-    rows = np.zeros((len(ranges.count), p + 1), np.int64)  # (range, t): its leading rows that travel t hops or more
-    rows[needs.range, (needs.rank - ranges.rank[needs.range]) % p] = needs.count
-    rows = np.flip(np.maximum.accumulate(np.flip(rows, 1), 1), 1)
-    rows[:, 0] = 0
-    ending = np.zeros_like(rows)  # (range, t): rows that travel exactly t hops
-    ending[:, 1:p] = rows[:, 1:p] - rows[:, 2:]
-    index, travel = np.nonzero(ending)
-    order = np.lexsort((index, -travel, ranges.rank[index]))
-    index, travel = index[order], travel[order]
-    subranges = Subranges(index, first=rows[index, travel + 1], count=ending[index, travel])
+    leading, staying = _hops(ranges, needs, p)
+    subranges, travel = _by_travel(leading, staying)
+    order = np.lexsort((subranges.range, -travel, ranges.rank[subranges.range]))
+    subranges, travel = subranges.take(order), travel[order]
+    index = subranges.range
     chunks = cut(Entries(ranges.rank[index], travel, subranges, ranges.width[index]), most)
     entries = chunks.entries
     slots = np.zeros((p, chunks.count, p + 1), np.int64)
     np.add.at(slots, (entries.message, chunks.chunk, entries.travel), entries.slots)
     prefix = np.flip(np.cumsum(np.flip(slots, 2), 2), 2)
     in_flight = np.zeros((p, p + 1), np.int64)
-    np.add.at(in_flight, ranges.rank, rows * ranges.width[:, None])
+    moving = ranges.count[:, None] - np.maximum(staying - leading, 0)
+    moving[:, 0] = 0
+    np.add.at(in_flight, ranges.rank, moving * ranges.width[:, None])
     return _Travelling(chunks, prefix, in_flight)
+
+
+def _hops(ranges: Ranges, needs: Needs, p: int) -> tuple[Ints, Ints]:
+    """(range, t), twice: of the elements of a range those before the first number travel t hops or more, and so do
+    those from the second number on. The others, if there are any, travel less far.
+    """
+    distance = (needs.rank - ranges.rank[needs.range]) % p
+    leading = np.zeros((len(ranges.count), p + 1), np.int64)
+    trailing = np.zeros_like(leading)
+    leads = needs.first == 0
+    for rows, which in ((leading, np.flatnonzero(leads)), (trailing, np.flatnonzero(~leads))):
+        rows[needs.range[which], distance[which]] = needs.count[which]
+        rows[:] = np.maximum.accumulate(rows[:, ::-1], axis=1)[:, ::-1]
+    return leading, ranges.count[:, None] - trailing
+
+
+def _by_travel(leading: Ints, staying: Ints) -> tuple[Subranges, Ints]:
+    """The elements that travel exactly t hops, and t: those that are among the leading, or the trailing, ones for t and
+    not for t + 1.
+    """
+    onward, kept = leading[:, 2:], staying[:, 2:]  # before the one and from the other on: t + 1 hops or more
+    middle = np.minimum(leading[:, 1:-1], kept)
+    later = np.maximum(staying[:, 1:-1], np.maximum(middle, onward))
+    found, travels = [], []
+    for first, end in ((onward, middle), (later, kept)):
+        index, t = np.nonzero(end > first)
+        found.append(Subranges(index, first=first[index, t], count=(end - first)[index, t]))
+        travels.append(t + 1)
+    return Subranges.join(found), concatenated(travels)
 
 
 def _transfers(*transfers: tuple[int, int, int]) -> tuple[Transfer, ...]:

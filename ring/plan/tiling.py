@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ import torch
 from ring.layout import Layout
 from ring.plan.chunks import SlotRanges
 from ring.plan.diagonal import along_diagonals
-from ring.plan.range_pairs import RangePairs, pair_up
+from ring.plan.range_pairs import RangePairs, Sight, pair_up
 from ring.plan.ranges import Ints, Ranges, Subranges, joined
 from ring.plan.rows import Fold, How, Rows, concatenate, folds, gathered_folds, varlen_folds
 from ring.plan.schedule import Schedule
@@ -143,18 +144,26 @@ def _gathered_keys(ranges: Ranges, layout: Layout, route: Schedule, rank: int, k
 # --- one mask for each part ---
 
 
-def masked(ranges: Ranges, found: RangePairs, causal: bool) -> list[tuple[Mask, RangePairs]]:
+def masked(ranges: Ranges, found: RangePairs) -> list[tuple[Mask, RangePairs]]:
     """The range pairs, cut so that each part has one of the three masks.
 
     Two arithmetic ranges with steps of equal length see each other along a diagonal: query i sees the keys j <= i + c,
     with c >= 0 once trimmed. That makes c keys which all queries see, then a causal square of t queries and t keys,
     then the queries below the square, which see all of it.
+
+    Where a query sees the keys from a position on, the same holds with queries and keys counted from the last one.
     """
-    if not causal:
+    if found.sight is Sight.ALL:
         return [(Mask.FULL, found)]
     q, k = found.query, found.key
-    first_query = ranges.position(q.range, q.first)
-    full = ranges.position(k.range, k.first + k.count - 1) <= first_query
+    if found.sight is Sight.FROM_WINDOW:
+        farthest = ranges.position(q.range, q.first + q.count - 1) - found.reach  # from here on all queries see
+        before = ranges.position(k.range, k.first + k.count - 1) - farthest
+        full = ranges.position(k.range, k.first) >= farthest
+    else:
+        farthest = ranges.position(q.range, q.first) + found.reach  # up to here all queries see
+        before = farthest - ranges.position(k.range, k.first)
+        full = ranges.position(k.range, k.first + k.count - 1) <= farthest
     if ranges.listing is not None:
         return [(Mask.FULL, found.take(np.flatnonzero(full))), (Mask.POSITION, found.take(np.flatnonzero(~full)))]
     aligned = ranges.step[q.range] == ranges.step[k.range]
@@ -162,19 +171,23 @@ def masked(ranges: Ranges, found: RangePairs, causal: bool) -> list[tuple[Mask, 
     return [
         (Mask.FULL, found.take(np.flatnonzero(full))),
         (Mask.POSITION, found.take(np.flatnonzero(~full & ~aligned))),
-        *_along_diagonal(ranges, found.take(diagonal), first_query[diagonal]),
+        *_along_diagonal(found.take(diagonal), before[diagonal] // ranges.step[k.range[diagonal]]),
     ]
 
 
-def _along_diagonal(ranges: Ranges, found: RangePairs, first_query: Ints) -> list[tuple[Mask, RangePairs]]:
-    """See `masked`."""
+def _along_diagonal(found: RangePairs, before: Ints) -> list[tuple[Mask, RangePairs]]:
+    """See `masked`. before: c."""
     q, k = found.query, found.key
-    before = (first_query - ranges.position(k.range, k.first)) // ranges.step[k.range]  # c
     square = k.count - before  # t
     none = np.zeros_like(square)
-    left = found.part(queries=(none, q.count), keys=(none, before))
-    diagonal = found.part(queries=(none, square), keys=(before, square))
-    below = found.part(queries=(square, q.count - square), keys=(before, square))
+    if found.sight is Sight.FROM_WINDOW:
+        left = found.part(queries=(none, q.count), keys=(square, before))
+        diagonal = found.part(queries=(q.count - square, square), keys=(none, square)).from_the_last()
+        below = found.part(queries=(none, q.count - square), keys=(none, square))
+    else:
+        left = found.part(queries=(none, q.count), keys=(none, before))
+        diagonal = found.part(queries=(none, square), keys=(before, square))
+        below = found.part(queries=(square, q.count - square), keys=(before, square))
     return [
         (Mask.FULL, left.take(np.flatnonzero(before))),
         (Mask.CAUSAL, diagonal),
@@ -204,8 +217,8 @@ def _tiles(
 ) -> Iterator[tuple[int, Tile]]:
     """(stage, tile) for all that `rank` has to compute with these keys. folded: key tokens of several segments."""
     queries, _ = Subranges.whole(ranges, np.flatnonzero(ranges.rank == rank)).cut(limits.rows)
-    found = pair_up(ranges, queries, keys.subranges, causal)
-    for mask, part in masked(ranges, found, causal):
+    pairs = pair_up(ranges, queries, keys.subranges, causal)
+    for mask, part in chain.from_iterable(masked(ranges, found) for found in pairs):
         drafts = _drafts(ranges, keys, mask, part, folded, limits)
         if mask is Mask.FULL:
             drafts = _same_keys(drafts, limits.rows)
@@ -242,8 +255,8 @@ def _drafts(
             packed=bool(keys.packed[found.item[one]]),
             query=query,
             key=key,
-            query_positions=_positions(ranges, q.take(fold.members)) if by_position else None,
-            key_positions=_positions(ranges, k.take(fold.members)) if by_position else None,
+            query_positions=_query_limits(ranges, found.take(fold.members)) if by_position else None,
+            key_positions=_key_places(ranges, found.take(fold.members)) if by_position else None,
             sequences=_sequences(fold, q, k),
         )
 
@@ -275,6 +288,9 @@ class _Addresses:
         # With a listing, base and scale come in when rows are looked up in it.
         slot = base + (k.first - keys.subranges.first[item]) * scale
         key, key_step = np.where(packed, slot, row), np.where(packed, scale, row_step)
+        if found.descending:
+            query, query_step = query + (q.count - 1) * query_step, -query_step
+            key, key_step = key + (k.count - 1) * key_step, -key_step
         origin = np.where(packed, 0, base)
         owner = ranges.rank[k.range]  # keys of one owner lie at equal distances, those of several need not
         call = keys.stage[item], ranges.block[q.range], packed, origin
@@ -300,6 +316,18 @@ def _sequences(fold: Fold, queries: Subranges, keys: Subranges) -> Sequences | N
     if fold.how is not How.VARLEN:
         return None
     return Sequences.of(queries.count[fold.members], keys.count[fold.members])
+
+
+def _query_limits(ranges: Ranges, found: RangePairs) -> Ints:
+    """(pairs, elements): up to where each query sees, for `_key_places`."""
+    position, reach = _positions(ranges, found.query), found.reach[:, None]
+    return reach - position if found.sight is Sight.FROM_WINDOW else position + reach
+
+
+def _key_places(ranges: Ranges, found: RangePairs) -> Ints:
+    """(pairs, elements): the positions of keys; negative where queries see the keys from a position on."""
+    position = _positions(ranges, found.key)
+    return -position if found.sight is Sight.FROM_WINDOW else position
 
 
 def _positions(ranges: Ranges, subranges: Subranges) -> Ints:

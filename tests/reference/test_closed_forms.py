@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from reference.closed_forms import dense_slots, segment_pairs, segment_slots
-from reference.cost import EXCHANGES, Setting, blocks, flops, sent
+from reference.cost import EXCHANGES, Setting, flops, sent
+from reference.needs import blocks
 from reference.pattern import Branch, Pattern
 
 

@@ -15,15 +15,14 @@ from hypothesis import strategies as st
 from reference.cost import (
     EXCHANGES,
     Setting,
-    blocks,
     buffers,
     flops,
-    needed_rows,
     receive_slots,
     resident,
     rounds,
     sent,
 )
+from reference.needs import blocks, needed_rows
 from reference.pattern import Branch, Pattern
 
 Slot = tuple[int, int, int, int]  # branch, offset, key position, key/value head
@@ -38,7 +37,7 @@ def branches(draw: st.DrawFn, heads: int) -> Branch:
     offset = draw(
         st.integers(0, rate - 1) | st.lists(st.integers(0, rate - 1), min_size=count, max_size=count).map(tuple)
     )
-    return Branch(draw(st.none() | st.integers(1, 20)), rate, offset, served)
+    return Branch(draw(st.none() | st.integers(1, 20)), rate, offset, served, draw(st.none() | st.integers(0, 12)))
 
 
 @st.composite
@@ -95,6 +94,8 @@ def count(s: Setting) -> Count:
                     if o is None or i // w != j // w or (s.pattern.causal and j > i):
                         continue
                     if not all(x % w >= o and (x % w - o) % r == 0 for x in (i, j)):
+                        continue
+                    if branch.window is not None and abs(i - j) > branch.window:
                         continue
                     found.pairs[found.owner[i]] += 1
                     if found.owner[i] != found.owner[j]:

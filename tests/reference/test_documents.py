@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -24,9 +25,10 @@ from reference import (
     gradients,
 )
 from reference.arithmetic import Arithmetic, Counts, most_seen
-from reference.cost import Setting, blocks, flops, sent
+from reference.cost import Setting, flops, sent
 from reference.exact import QUANTITIES
 from reference.exact import multiplicity as counted
+from reference.needs import blocks
 from reference.oracle import attention_and_gradients
 from reference.pattern import multiplicity, selected
 
@@ -56,7 +58,9 @@ def branches(draw: st.DrawFn, heads: int) -> tuple[Branch, ...]:
     for _ in range(draw(st.integers(1, 2))):
         rate = draw(st.integers(1, 4))
         offset = draw(st.lists(st.integers(0, rate - 1), min_size=heads, max_size=heads).map(tuple))
-        found.append(Branch(draw(st.none() | st.integers(1, 8)), rate, offset))
+        found.append(
+            Branch(draw(st.none() | st.integers(1, 8)), rate, offset, None, draw(st.none() | st.integers(0, 6)))
+        )
     return tuple(found)
 
 
@@ -183,7 +187,7 @@ def test_needs_and_pairs_are_those_of_the_mask(
     for branch in parts:
         one = Setting(Pattern((branch,), causal, documents), positions, 1, 2, 1, 1)
         for block in blocks(one, 0):
-            grid = Branch(branch.segment_length, branch.dilation_rate, block.offset)
+            grid = replace(branch, offset=block.offset, heads=None)
             sees = counted(Pattern((grid,), causal, documents), 1, n)[0] > 0
             for reader, mine in enumerate(positions):
                 for owner, theirs in enumerate(positions):

@@ -53,7 +53,8 @@ def test_loops_on_any_pattern(data: st.DataObject, n_q: int, n_k: int, heads: tu
     for _ in range(data.draw(st.integers(1, 3))):
         r = data.draw(st.integers(1, 4))
         offset = data.draw(st.lists(st.integers(0, r - 1), min_size=heads[0], max_size=heads[0]))
-        branches.append(Branch(data.draw(st.none() | st.integers(1, 7)), r, tuple(offset)))
+        window = data.draw(st.none() | st.integers(0, 6))
+        branches.append(Branch(data.draw(st.none() | st.integers(1, 7)), r, tuple(offset), None, window))
     pattern = Pattern(tuple(branches), data.draw(st.booleans()))
     points = st.integers(0, 12)
     i = data.draw(st.lists(points, min_size=n_q, max_size=n_q))

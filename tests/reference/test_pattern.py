@@ -28,7 +28,9 @@ def naive_multiplicity(pattern: Pattern, i_positions: list[int], j_positions: li
                     same_segment = i // w == j // w
                     i_selected = i % w >= o and (i % w - o) % r == 0
                     j_selected = j % w >= o and (j % w - o) % r == 0
-                    c[h, a, b] += same_segment and i_selected and j_selected and (not pattern.causal or j <= i)
+                    near = branch.window is None or -branch.window <= i - j <= branch.window
+                    seen = same_segment and i_selected and j_selected and near
+                    c[h, a, b] += seen and (not pattern.causal or j <= i)
     return c
 
 
@@ -42,7 +44,8 @@ def patterns(draw: st.DrawFn, heads: int) -> Pattern:
         one = st.integers(0, rate - 1)
         count = heads if served is None else len(served)
         offset = draw(one | st.lists(one, min_size=count, max_size=count).map(tuple))
-        branches.append(Branch(draw(st.none() | st.integers(1, 12)), rate, offset, served))
+        window = draw(st.none() | st.integers(0, 10))
+        branches.append(Branch(draw(st.none() | st.integers(1, 12)), rate, offset, served, window))
     return Pattern(tuple(branches), draw(st.booleans()))
 
 
@@ -224,7 +227,7 @@ def test_dict_round_trip(data: st.DataObject, heads: int) -> None:
 def test_from_dict_is_strict() -> None:
     good = Pattern((Branch(4, 2, 1, range(2)),)).to_dict()
     assert good == {
-        "branches": [{"segment_length": 4, "dilation_rate": 2, "offset": 1, "heads": [0, 2]}],
+        "branches": [{"segment_length": 4, "dilation_rate": 2, "offset": 1, "heads": [0, 2], "window": None}],
         "causal": False,
         "documents": None,
     }
@@ -232,6 +235,8 @@ def test_from_dict_is_strict() -> None:
     without_rate = {name: value for name, value in branch.items() if name != "dilation_rate"}
     bad: list[tuple[Any, str]] = [
         ({**good, "window": 3}, "window"),
+        ({**good, "branches": [{**branch, "window": -1}]}, "window"),
+        ({**good, "branches": [{**branch, "window": 2.0}]}, "window"),
         ({"branches": good["branches"]}, "causal"),
         ({**good, "branches": 3}, "branches"),
         ({**good, "branches": [{**branch, "stride": 2}]}, "stride"),

@@ -222,8 +222,14 @@ def test_nothing_merged_is_zero_and_minus_infinity() -> None:
 
 @pytest.mark.parametrize(
     "pattern",
-    [Pattern.dense(True), Pattern.longnet([64, 256, 1024], [1, 4, 8], 8, True), Pattern((Branch(64, 3, 1),), True)],
-    ids=["dense", "longnet", "one branch"],
+    [
+        Pattern.dense(True),
+        Pattern.longnet([64, 256, 1024], [1, 4, 8], 8, True),
+        Pattern((Branch(64, 3, 1),), True),
+        Pattern.dense(True, window=99),
+        Pattern((Branch(None, 3, window=200), Branch(window=9))),
+    ],  # fmt: skip
+    ids=["dense", "longnet", "one branch", "a window", "two windows"],
 )
 @pytest.mark.parametrize("kernel", ["auto", "flash"])
 def test_whole_calls_are_the_math_kernel_s(pattern: Pattern, kernel: str) -> None:

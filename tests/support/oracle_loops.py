@@ -54,7 +54,8 @@ def sees(branch: Branch, h: int, i: int, j: int, heads: int, causal: bool) -> bo
     o = branch.offset[h - served.start] if isinstance(branch.offset, tuple) else branch.offset
     w, r = branch.segment_length or max(i, j) + 1, branch.dilation_rate
     on_grid = [p % w >= o and (p % w - o) % r == 0 for p in (i, j)]
-    return i // w == j // w and all(on_grid)
+    near = branch.window is None or abs(i - j) <= branch.window
+    return i // w == j // w and all(on_grid) and near
 
 
 def loops(x: Example, pattern: Pattern, scale: float | None = None, detached: bool = False) -> tuple[Any, ...]:

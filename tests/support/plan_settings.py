@@ -62,8 +62,11 @@ def patterns(draw: Any, heads: int, most_branches: int = 3) -> Pattern:
             count = len(served)
         offset = st.integers(0, rate - 1)
         per_head = draw(st.booleans())
+        window = draw(st.sampled_from((None, None, 0, 1, 2, 3, 5, 6, 9, 20)))
         branches.append(
-            Branch(length, rate, tuple(draw(offset) for _ in range(count)) if per_head else draw(offset), served)
+            Branch(
+                length, rate, tuple(draw(offset) for _ in range(count)) if per_head else draw(offset), served, window
+            )
         )
     return Pattern(tuple(branches), draw(st.booleans()))
 

@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from reference import Pattern, documents_from_positions
@@ -38,14 +45,26 @@ def llama(**changes: Any) -> LlamaForCausalLM:
         return LlamaForCausalLM(LlamaConfig(**(SIZES | changes))).double()
 
 
+def windowed() -> MistralForCausalLM:
+    """Queries of all its layers see 5 tokens, themselves included."""
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5)).double()
+
+
 def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
     """In one process, by the model's own attention."""
     logits: Tensor = model(tokens).logits
     return logits
 
 
-def train(example: Example, checkpointing: dict[str, Any] | None = None, wrapper: str = "ddp") -> Result:
-    mesh, inner = example.device_mesh(), transformers.prepare(llama())
+def train(
+    example: Example,
+    checkpointing: dict[str, Any] | None = None,
+    wrapper: str = "ddp",
+    make: Callable[[], PreTrainedModel] = llama,
+) -> Result:
+    mesh, inner = example.device_mesh(), transformers.prepare(make())
     if checkpointing is not None:
         kept = {"context_fn": recompute.attention_kept} if checkpointing.pop("keep_attention", False) else {}
         inner.gradient_checkpointing_enable(checkpointing | kept)
@@ -148,7 +167,8 @@ def wrong_call(name: str, tokens: Tensor, positions: Tensor) -> tuple[Any, dict[
         "packed lengths": lambda: (llama(), {"cu_seq_lens_q": torch.tensor([0, 5, 12])}),
         "a softcap": lambda: (llama(), {"softcap": 30.0}),
         "sinks": lambda: (llama(), {"s_aux": torch.zeros(4)}),
-        "a sliding window": lambda: (MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4)).double(), {}),
+        "a pattern beside a sliding window": lambda: (windowed(), {"pattern": LONGNET}),
+        "another sliding window": lambda: (llama(), {"sliding_window": 0}),
         "a pattern that is not causal": lambda: (llama(), {"pattern": Pattern.dense()}),
         "no pattern": lambda: (llama(), {"pattern": "dense"}),
     }

@@ -26,13 +26,12 @@ def whole(workload: Workload, device: torch.device, seed: int) -> Contender:
     )  # fmt: skip
 
 
-def whole_packed(workload: Workload, device: torch.device, seed: int) -> Contender:
-    """One GPU, all documents, one call of FlashAttention-2 for variable lengths."""
-    documents = workload.pattern.documents
-    assert documents is not None
+def whole_by_flash(workload: Workload, device: torch.device, seed: int) -> Contender:
+    """One GPU, all documents, with or without a window, one call of FlashAttention-2 for variable lengths."""
+    documents, window = workload.pattern.documents or (workload.total,), workload.pattern.branches[0].window
     inputs = workload.draw(device, seed, workload.total)
     return Contender.of(
-        lambda q, k, v: fused.packed(q, k, v, workload.scale, documents), inputs, local=True, capturable=True,
+        lambda q, k, v: fused.packed(q, k, v, workload.scale, documents, window), inputs, local=True, capturable=True,
         note="FlashAttention-2 for variable lengths, as torch has it" if device.type == "cuda" else "",
     )  # fmt: skip
 

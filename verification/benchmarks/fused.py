@@ -80,14 +80,25 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tu
     return out, lse
 
 
-def packed(q: Tensor, k: Tensor, v: Tensor, scale: float, documents: Sequence[int]) -> Tensor:
+def packed(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, documents: Sequence[int], window: int | None = None
+) -> Tensor:
     """Causal attention within documents, in one call of torch's FlashAttention-2 for variable lengths; on the CPU one
-    document after the other. Shapes as in `forward`, with B = 1."""
+    document after the other. Shapes as in `forward`, with B = 1. window: positions that a row sees before its own."""
     if q.device.type != "cuda":
         parts = zip(*(x.split([d for d in documents if d], dim=1) for x in (q, k, v)), strict=True)
-        return torch.cat([attention(one, two, three, scale, True)[0] for one, two, three in parts], 1)
-    out: Tensor = _Packed.apply(q, k, v, scale, _cu_seqlens(tuple(documents), q.device), max(documents))
+        return torch.cat([_alone(one, two, three, scale, window) for one, two, three in parts], 1)
+    out: Tensor = _Packed.apply(q, k, v, scale, _cu_seqlens(tuple(documents), q.device), max(documents), window)
     return out
+
+
+def _alone(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    if window is None:
+        return attention(q, k, v, scale, True)[0]
+    seen = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril().triu(-window)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=True)
+    return out.transpose(1, 2)
 
 
 @lru_cache(maxsize=8)
@@ -97,22 +108,25 @@ def _cu_seqlens(documents: tuple[int, ...], device: torch.device) -> Tensor:
 
 class _Packed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, edges: Tensor, longest: int) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, edges: Tensor, longest: int, window: int | None
+    ) -> Tensor:
         query, key, value = (x.squeeze(0) for x in (q, k, v))
+        options = {"scale": scale} if window is None else {"scale": scale, "window_size_left": window}
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            query, key, value, edges, edges, longest, longest, 0.0, True, False, scale=scale
+            query, key, value, edges, edges, longest, longest, 0.0, True, False, **options
         )
         ctx.save_for_backward(query, key, value, out, lse, edges)
-        ctx.rest = scale, longest
+        ctx.rest = options, longest
         return out.unsqueeze(0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, edges = ctx.saved_tensors
-        scale, longest = ctx.rest
+        options, longest = ctx.rest
         unused = _no_dropout(q.device)
         found = torch.ops.aten._flash_attention_backward(
             gradients[0].squeeze(0), q, k, v, out, lse, edges, edges, longest, longest, 0.0, True, unused, unused,
-            scale=scale,
+            **options,
         )  # fmt: skip
-        return *(x.unsqueeze(0) for x in found), None, None, None
+        return *(x.unsqueeze(0) for x in found), None, None, None, None

@@ -16,11 +16,12 @@ from verification.report.provenance import surroundings, typed_words
 
 # The columns that a row may have. Times are wall-clock milliseconds; bytes are those of one rank.
 COLUMNS = {
-    "section": "dense, longnet, packed or reach",
+    "section": "dense, longnet, packed, window or reach",
     "tokens": "of each rank; of reach the longest shard that every rank finished, 0 for none",
     "world": "ranks, a GPU each",
     "kv_heads": "key/value heads",
     "mean_length": "of packed documents, in tokens",
+    "window": "positions before its own that a query sees",
     "method": "the method that is timed",
     "exchange": "of ring_attention: how keys and values travel",
     "pass": "forward, or forward+backward",

@@ -27,6 +27,7 @@ from verification.benchmarks.workload import Workload
 Times = dict[tuple[str, bool], float]  # (pass, whether from a graph) -> milliseconds
 SEED = 1
 OURS, SILENT = "ring_attention", "ring_attention without messages"
+OTHERS = ("dense", "longnet")  # sections in which the kernels alone and other people's methods are timed
 WHOLE, KERNELS = "one GPU, whole sequence", "kernels alone"
 
 
@@ -37,7 +38,7 @@ class Section:
 
     name: str
     workload: Workload
-    mean_length: int | None = None  # of packed documents
+    size: dict[str, int] = field(default_factory=dict)  # a column of its own
     whole: Times = field(default_factory=dict)
     kernels: Times = field(default_factory=dict)
     silent: Times = field(default_factory=dict)
@@ -46,7 +47,7 @@ class Section:
         """The columns that say what is timed."""
         one = self.workload
         row: dict[str, Any] = {"section": self.name, "tokens": one.tokens, "world": one.world}
-        row |= {"kv_heads": one.shape.kv} | ({} if self.mean_length is None else {"mean_length": self.mean_length})
+        row |= {"kv_heads": one.shape.kv} | self.size
         return row | ({} if exchange is None else {"exchange": exchange}) | {"method": method}
 
 
@@ -68,7 +69,13 @@ class Bench:
         for tokens in self.options.tokens:
             for mean in self.options.mean_lengths:
                 workload = Workload.packed(tokens, self.ranks.world, self.options.shape, mean)
-                self._measure(Section("packed", workload, mean))
+                self._measure(Section("packed", workload, {"mean_length": mean}))
+
+    def window(self) -> None:
+        for tokens in self.options.tokens:
+            for window in self.options.windows:
+                workload = Workload.windowed(tokens, self.ranks.world, self.options.shape, window)
+                self._measure(Section("window", workload, {"window": window}))
 
     def reach(self) -> None:
         """The longest shards; the records call this section "reach"."""
@@ -80,11 +87,11 @@ class Bench:
     def _measure(self, section: Section) -> None:
         self.ranks.connect()
         section.whole = self._timed(section, section.row(WHOLE), self._whole(section))
-        if section.name != "packed":
+        if section.name in OTHERS:
             section.kernels = self._timed(section, section.row(KERNELS), self._kernels(section))
         for exchange in self.options.exchanges:
             self._ours(section, exchange)
-        if self.options.peers and section.name != "packed":
+        if self.options.peers and section.name in OTHERS:
             for method, contender in self._others(section):
                 self._timed(section, section.row(method), contender)
 
@@ -102,8 +109,8 @@ class Bench:
                     f"{total} tokens are more than --whole-limit {self.options.whole_limit}, so there is no efficiency"
                 )
             yield baselines.whole(section.workload, self.ranks.device, SEED)
-        elif section.name == "packed":
-            yield baselines.whole_packed(section.workload, self.ranks.device, SEED)
+        elif section.name in ("packed", "window"):
+            yield baselines.whole_by_flash(section.workload, self.ranks.device, SEED)
         else:
             alone = self.options.workload(section.name, total, 1)
             inputs = alone.draw(self.ranks.device, SEED)

@@ -99,6 +99,11 @@ class Workload:
         documents = document_lengths(tokens * world, mean)
         return cls(Pattern.dense(True, documents), "balanced", tokens, world, shape)
 
+    @classmethod
+    def windowed(cls, tokens: int, world: int, shape: AttentionShape, window: int) -> Workload:
+        """Causal attention to the nearest positions, contiguous: nearly all ranks have the same work."""
+        return cls(Pattern.dense(True, window=window), "contiguous", tokens, world, shape)
+
     @property
     def dtype(self) -> torch.dtype:
         return DTYPES[self.shape.dtype]

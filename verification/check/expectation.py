@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from reference.arithmetic import Arithmetic, Counts, blocks_of_a_call, most_partials, most_seen
+from reference.arithmetic import Arithmetic, Counts, blocks_of_a_call, most_partials, most_seen, most_taken
 from reference.exact import Expectation, Inputs, evaluate
 from verification.case import Case
 
@@ -40,7 +40,7 @@ def counts_of(case: Case, kernel: str) -> Counts:
     keys, rows = most_seen(case.pattern, case.tokens, case.heads, case.kv_heads)
     partials = most_partials(
         case.order, case.cuts is not None, len(case.ranks), case.tokens, case.tokens_per_call,
-        len(case.pattern.branches),
+        sum(most_taken(branch, case.pattern.causal) for branch in case.pattern.branches),
     )  # fmt: skip
     merges, row_merges = min(keys, partials), min(rows, partials * (case.heads // case.kv_heads))
     key_blocks, row_blocks = (1, 2) if kernel == "gpu" else blocks_of_a_call(case.tokens)

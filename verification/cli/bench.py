@@ -1,6 +1,6 @@
 """Times ring_attention on the GPUs of one host, beside its kernels alone and beside other methods.
 
-    torchrun --nproc-per-node=P scripts/bench_ring.py [--section dense longnet packed reach]
+    torchrun --nproc-per-node=P scripts/bench_ring.py [--section dense longnet packed window reach]
         [--tokens 1Ki 8Ki ...] [--peers]
         [--graph] [--exchange direct ring gather] [--json FILE] ...
 
@@ -46,7 +46,7 @@ from verification.benchmarks.workload import (
 from verification.cli.outputs import check_file
 from verification.wording import counted
 
-SECTIONS = ("dense", "longnet", "packed", "reach")
+SECTIONS = ("dense", "longnet", "packed", "window", "reach")
 # Defaults by device: tokens of each rank, heads, the longest shards to try.
 TOKENS = {"cuda": tuple(2**n for n in range(10, 18)), "cpu": (32, 64)}
 SHAPES = {"cuda": AttentionShape(), "cpu": AttentionShape(8, 4, 16, 1, "float32")}
@@ -112,6 +112,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--segments", nargs="+", type=tokens, metavar="N", help=f"LongNet's ({' '.join(map(named, SEGMENTS))})")
     add("--rates", nargs="+", type=positive, metavar="N", help=f"LongNet's ({' '.join(map(str, RATES))})")
     add("--mean-length", nargs="+", type=tokens, default=[512, 4096], metavar="N", help="of packed (512 4Ki)")
+    add("--window", nargs="+", type=tokens, default=[1023, 4095], metavar="N", help="(default: 1023 4095)")
     add("--repeats", type=positive, default=7, metavar="N", help="timed calls; fewer where one takes 2 s (default: 7)")
     add("--warmup", type=positive, default=3, metavar="N", help="calls before, on GPUs for half a second (default: 3)")
     add("--whole-limit", type=tokens, default=256 * 2**10, metavar="N", help="longest dense sequence that is also "
@@ -150,6 +151,7 @@ def checked(given: argparse.Namespace) -> Options:
         rates=tuple(rates or (SMALL_RATES if small else RATES)), repeats=Repeats(given.warmup, given.repeats),
         whole_limit=given.whole_limit, longest_limit=given.reach_limit or LONGEST_LIMIT[given.device],
         longest_seconds=float(given.reach_seconds), mean_lengths=tuple(given.mean_length),
+        windows=tuple(given.window),
     )  # fmt: skip
 
 
@@ -169,7 +171,10 @@ def check_place(device: str) -> None:
 
 def _run_of(bench: Bench) -> dict[str, Callable[[], None]]:
     """By section."""
-    return {"dense": bench.dense, "longnet": bench.longnet, "packed": bench.packed, "reach": bench.reach}
+    return {
+        "dense": bench.dense, "longnet": bench.longnet, "packed": bench.packed, "window": bench.window,
+        "reach": bench.reach,
+    }  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

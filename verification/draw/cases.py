@@ -20,6 +20,7 @@ from reference.pattern import Branch, Pattern
 from verification.case import Case
 from verification.draw.dealt import dealt
 from verification.draw.drawn_documents import MOST_FUSED, fused_documents, packed
+from verification.draw.drawn_windows import windowed
 
 Item = TypeVar("Item")
 Draw = st.DrawFn
@@ -55,6 +56,7 @@ _score_scales = st.sampled_from((1.0, 1.0, 0.1, 4.0, 32.0, 32.0))
 _values = st.sampled_from(("normal", "normal", "normal", "ties", "onehot", "constant", "tiny", "huge"))
 _fused_tokens = st.integers(1, MOST_FUSED)  # few too, so that a failure shrinks
 _fused_segments = st.sampled_from((None, 16, 32, 48, 64))
+_fused_windows = st.sampled_from((None, None, None, 15, 16, 20, 31, 40))
 _fused_orders = st.sampled_from(("contiguous", "zigzag", "striped", "paired"))
 _fused_scales = st.sampled_from((None, None, 1.0, 0.25, 2.0, 0.0))
 _batches = st.sampled_from((1, 1, 2, 3))
@@ -257,20 +259,23 @@ def _uneven(draw: Draw, case: Case) -> Case:
     branch = case.pattern.branches[0]
     heads, kv_heads = draw(_many_heads)
     offsets = digits(draw(st.integers(0, 2**heads - 1)), 2, heads)
-    branch = Branch(branch.segment_length, max(branch.dilation_rate, 2), offsets)
+    branch = replace(branch, dilation_rate=max(branch.dilation_rate, 2), offset=offsets, heads=None)
     return replace(case, heads=heads, kv_heads=kv_heads, pattern=replace(case.pattern, branches=(branch,)))
 
 
 def fused(draw: Draw, case: Case) -> Case:
     """For the fused kernels, which take few tiles of the other Cases: stretches of many keys, a scale that is mostly
     positive, no gradient through lse. Short segments, and documents of one length, share a call, as folds of it.
+    Windows reach as many keys as make a call.
     """
     tokens = max(draw(_fused_tokens), draw(_tokens[MOST_TOKENS]))
     segment = draw(_fused_segments)
     documents = fused_documents(draw, tokens, len(case.ranks))
     shortest = min((length for length in documents or () if length >= LEAST_FUSED), default=MOST_TOKENS)
     dilation = min(1 + draw(_quarters), min(segment or MOST_TOKENS, shortest) // LEAST_FUSED)
-    branches = [Branch(segment, dilation, draw(_quarters) % dilation)]
+    window = draw(_fused_windows)
+    window = None if window is None else dilation * window
+    branches = [Branch(segment, dilation, draw(_quarters) % dilation, window=window)]
     if draw(_flags):
         branches.append(Branch())
     pattern = Pattern(tuple(branches), case.pattern.causal, documents)
@@ -306,7 +311,8 @@ def cases(draw: Draw, world: int) -> Case:
 
     They cover every order of tokens, uneven cuts with empty shards, fewer tokens than ranks, subgroups; dense and
     causal patterns, one branch, LongNet's mixtures, mixtures of anything, head groups; segments longer than the
-    sequence, dilations longer than the segment, offsets per query head; one sequence, or documents packed into it,
+    sequence, dilations longer than the segment, offsets per query head; windows of any length, of some branches or all,
+    and a local branch beside others; one sequence, or documents packed into it,
     which end at shards' ends or beside them, are empty, equal or short; MQA and GQA; every dtype, exchange and kernel.
     """
     # The larger of two draws: Hypothesis likes the ends of a range, and a fifth of all Cases would have a single token.
@@ -340,7 +346,8 @@ def cases(draw: Draw, world: int) -> Case:
         again=again,
         measured=measured,
     )
-    case = replace(case, pattern=replace(case.pattern, documents=packed(draw, case)))
+    pattern = windowed(draw, case.pattern, tokens, len(case.ranks))
+    case = replace(case, pattern=replace(pattern, documents=packed(draw, case)))
     if again == "meta" and draw(_flags):  # such calls make tensors that others do not need
         return _shifted(draw, case)
     if kernel != "math" and draw(_quarters) == 3:

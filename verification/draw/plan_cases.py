@@ -10,6 +10,7 @@ from reference.pattern import Branch, Pattern
 from verification.case import ORDERS, Case
 from verification.draw.cases import HEADS, MOST_TOKENS, Draw, cuts_of, digits, head_range, pattern_of
 from verification.draw.drawn_documents import packed
+from verification.draw.drawn_windows import windowed
 
 MOST_SHORT = 48  # tokens of a plan that is followed pair by pair
 LEAST_FOLDED = 6  # segments: with fewer, all of them are within any limit of a call
@@ -46,7 +47,12 @@ def plan_cases(draw: Draw, world: int) -> Case:
         scale=None, score_scale=1.0, values="normal", seed=draw(_seeds), exchange=draw(_exchanges),
         bucket=draw(st.integers(1 + tokens // 32, 2 * tokens)), kernel="math", lse="unused", strided=False,
     )  # fmt: skip
-    return _folded(draw, case) if draw(_quarters) else _packed(draw, case)
+    case = _folded(draw, case) if draw(_quarters) else _packed(draw, case)
+    return _windowed(draw, case)
+
+
+def _windowed(draw: Draw, case: Case, often: bool = False) -> Case:
+    return replace(case, pattern=windowed(draw, case.pattern, case.tokens, case.world, often))
 
 
 def _packed(draw: Draw, case: Case) -> Case:
@@ -72,7 +78,8 @@ def _folded(draw: Draw, case: Case) -> Case:
 @st.composite
 def irregular_cases(draw: Draw, world: int) -> Case:
     """Short sequences with all that is irregular at once: offsets drawn for each head, segments that divide nothing,
-    documents and shards cut anywhere. What is folded, joined or listed then differs from call to call.
+    windows of any length, documents and shards cut anywhere. What is folded, joined or listed then differs from call to
+    call.
     """
     tokens = draw(st.integers(1, MOST_SHORT))
     halved = draw(_flags)
@@ -85,7 +92,7 @@ def irregular_cases(draw: Draw, world: int) -> Case:
         dtype="float32", scale=None, score_scale=1.0, values="normal", seed=draw(_seeds), exchange="ring",
         bucket=draw(st.integers(1, 2 * MOST_SHORT)), kernel="math", lse="unused", strided=False,
     )  # fmt: skip
-    return _one_segment(draw, case) if draw(_quarters) == 3 else _packed(draw, case)
+    return _windowed(draw, _one_segment(draw, case) if draw(_quarters) == 3 else _packed(draw, case), often=True)
 
 
 def _one_segment(draw: Draw, case: Case) -> Case:

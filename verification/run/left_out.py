@@ -70,7 +70,7 @@ def _pairs(transport: Transport, case: Case) -> Iterator[tuple[str, Any, Any]]:
     branch, lists = Branch(**defaults.BRANCH), ([4, 8], [1, 2])
     yield "Branch", Branch(), branch
     yield "Pattern", Pattern((branch,)), Pattern((branch,), **defaults.PATTERN)
-    yield "Pattern.dense", Pattern.dense(), Pattern.dense(**defaults.PATTERN)
+    yield "Pattern.dense", Pattern.dense(), Pattern.dense(**defaults.DENSE)
     yield "Pattern.longnet", Pattern.longnet(*lists, HEADS), Pattern.longnet(*lists, HEADS, **defaults.LONGNET)
     grouped = Pattern.head_groups(*lists, HEADS), Pattern.head_groups(*lists, HEADS, **defaults.PATTERN)
     yield "Pattern.head_groups", *grouped

@@ -110,6 +110,11 @@ def _of_sequences(tile: Tile) -> Array:
     return seen
 
 
+def _follows(given: Array, positions: Array) -> bool:
+    """Whether a mask is told positions as they are or, where there is a window, shifted or counted backwards."""
+    return any(np.ptp(difference) == 0 for difference in (given - positions, given + positions))
+
+
 def _within_limits(setting: PlanSetting, rows: Array, keys: Array) -> None:
     """Of one call: rows (F, G, Lq), keys (F, G, Lk)."""
     folds, limits = len(keys), CallLimits(setting.bucket, setting.bucket, setting.kv_heads)
@@ -274,14 +279,8 @@ class PlanWalk:
         )
         if tile.mask is Mask.POSITION:
             assert tile.query_positions is not None and tile.key_positions is not None
-            _must(
-                (tile.query_positions.numpy()[:, None] == queries).all(),
-                "positions of the mask are not those of the query rows",
-            )
-            _must(
-                (tile.key_positions.numpy()[:, None] == positions).all(),
-                "positions of the mask are not those of the keys",
-            )
+            for given, held in ((tile.query_positions, queries), (tile.key_positions, positions)):
+                _must(_follows(given.numpy()[:, None], held), "positions of the mask are not those of the rows")
         seen = visible(tile)[:, None, None]  # (F, 1, 1, Lq, Lk)
         index = (
             query_heads[None, :, :, None, None],

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from reference.pattern import Branch, Pattern
 from ring import Transport, ring_attention
 from ring.compiled import traced
 from verification.case import Case
@@ -28,6 +27,7 @@ from verification.run.wrong_layouts import (
     second_half_first,
     shuffled_layout,
 )
+from verification.run.wrong_patterns import other_pattern, other_window, too_many_heads
 
 Arguments = dict[str, Any]  # of ring_attention, by name
 Attention = Callable[..., Any]
@@ -101,10 +101,6 @@ def _heads_that_do_not_divide(arguments: Arguments, case: Case) -> None:
     arguments["k"] = arguments["v"] = k.new_zeros(k.shape[0], k.shape[1], case.heads + 1, k.shape[3])
 
 
-def _too_many_heads(arguments: Arguments, case: Case) -> None:
-    arguments["pattern"] = Pattern((Branch(heads=range(case.heads, case.heads + 1)),))
-
-
 def _other_exchange(arguments: Arguments, case: Case) -> None:
     arguments["exchange"] = "gather" if case.exchange != "gather" else "ring"
 
@@ -119,10 +115,6 @@ def _all_in(dtype: torch.dtype) -> Callable[[Arguments, Case], None]:
 
 def _other_bucket(arguments: Arguments, case: Case) -> None:
     arguments["bucket"] = 1 if case.bucket is None else case.bucket + 1
-
-
-def _other_pattern(arguments: Arguments, case: Case) -> None:
-    arguments["pattern"] = replace(case.pattern, causal=not case.pattern.causal)
 
 
 def _more(axis: int) -> Callable[[Arguments, Case], None]:
@@ -230,7 +222,7 @@ MISTAKES: dict[str, Mistake] = {
     "a batch of nothing": Mistake("batch", _no_batch),
     "sparse q": Mistake("q must be a dense", _change("q", lambda x: x.to_sparse())),
     "heads that do not divide": Mistake("heads", _heads_that_do_not_divide),
-    "a pattern for more heads": Mistake("heads", _too_many_heads),
+    "a pattern for more heads": Mistake("heads", too_many_heads),
     "no pattern": Mistake("pattern", _set("pattern", None)),
     "layout for one rank more": Mistake("layout", other_layout),
     "layout of one rank": Mistake(
@@ -305,7 +297,8 @@ MISTAKES: dict[str, Mistake] = {
         "requires_grad", _nothing, alone=False, everyone=_require_gradients, call=_without_grad
     ),
     "another dtype than the others": Mistake("dtype", _all_in(torch.float64), alone=False),
-    "another pattern than the others": Mistake("pattern", _other_pattern, alone=False),
+    "another pattern than the others": Mistake("pattern", other_pattern, alone=False),
+    "another window than the others": Mistake("pattern", other_window, alone=False),
     "documents of a token too many": Mistake("documents", over(lambda lengths: (lengths[0] + 1, *lengths[1:]))),
     "documents without the last": Mistake("documents", over(without_the_last)),
     "documents in another order than the others'": Mistake(

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from reference.pattern import Pattern
 from verification.draw.cases import Draw, bucket_of, cuts_of, pattern_of
 from verification.draw.drawn_documents import documents_of, ends_of
+from verification.draw.drawn_windows import windowed
 from verification.training.training_case import Model, TrainingCase
 
 MOST_TOKENS = 24
@@ -82,10 +83,14 @@ def _model(draw: Draw) -> Model:
     )  # fmt: skip
 
 
-def _pattern(draw: Draw, model: Model, tokens: int) -> Pattern:
-    """Half of the patterns are dense, unless the block is LongNet's."""
+def _pattern(draw: Draw, model: Model, tokens: int, ranks: int) -> Pattern:
+    """Half of the patterns are dense but for windows, unless the block is LongNet's, which has none. ranks: those that
+    share a sequence.
+    """
     if model.kind != "longnet":
-        return Pattern.dense(causal=not draw(_flags)) if draw(_flags) else pattern_of(draw, tokens, model.heads)
+        dense = draw(_flags)
+        pattern = Pattern.dense(causal=not draw(_flags)) if dense else pattern_of(draw, tokens, model.heads)
+        return windowed(draw, pattern, tokens, ranks)
     count, shortest, growth = draw(_branches), draw(st.integers(1, tokens)), draw(_ratios)
     lengths = [shortest * growth**step for step in range(count)]
     return Pattern.longnet(lengths, [draw(_ratios) for _ in lengths], model.heads, draw(_flags), "torchscale")
@@ -127,7 +132,7 @@ def training_cases(draw: Draw, world: int) -> TrainingCase:
         packed_by=draw(_packed_by),
         drops_zeros=draw(_flags),
         spoilt=draw(_spoilt),
-        pattern=_pattern(draw, model, tokens),  # last: how it is drawn depends on the model
+        pattern=_pattern(draw, model, tokens, world // data),  # last: how it is drawn depends on the model
     )
     ends = ends_of(case.shards())
     case = replace(case, pattern=replace(case.pattern, documents=documents_of(draw, tokens, ends)))

@@ -11,10 +11,10 @@ A batch that a collator has flattened, (1, N), whose position_ids begin anew in 
     shard_batch(context, tokens, next_tokens(tokens), documents=documents_from_positions(position_ids))
 
 The handle goes through the model as a keyword, and so does `pattern`, where another one is wanted than the model's own
-dense attention. What ring attention does not do is refused by name, on every rank, before a tensor moves: attention
-masks, dropout of attention, sliding windows, sinks, softcaps, caches, attention weights as output,
-rotary scaling that depends on the rank, and positions that are left to the model, which would count from the start of
-each shard. For models of text: masks that a model makes for images are refused, too.
+dense attention. Layers with a sliding window keep it. What ring attention does not do is refused by name, on every
+rank, before a tensor moves: attention masks, dropout of attention, attention in chunks, sinks, softcaps, caches,
+attention weights as output, rotary scaling that depends on the rank, and positions that are left to the model, which
+would count from the start of each shard. For models of text: masks that a model makes for images are refused, too.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from reference.fields import is_integer
 from reference.pattern import Pattern
 from ring.nn.context import ContextParallel
 
@@ -87,6 +88,7 @@ def attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
+    sliding_window: int | None = None,
     position_ids: Tensor | None = None,
     context: ContextParallel | None = None,
     pattern: Pattern | None = None,
@@ -95,7 +97,7 @@ def attention(
     """What a model calls: query (B, H, N, D), key and value (B, Hk, N, D) -> (B, N, H, D), and no weights.
 
     N: this rank's tokens. position_ids: (1 or B, N), those of the layout, which is looked at unless the handle has
-    check=False. pattern: None for the model's own attention.
+    check=False. pattern: None for the model's own attention. sliding_window: tokens that a query sees, itself the last.
 
     Raises ValueError and NotImplementedError on every rank for what is not supported; ValueError on this rank alone
     without a context, by which the ranks find each other.
@@ -106,7 +108,8 @@ def attention(
         _check_arguments(attention_mask, dropout, others)
         _check_rotary(getattr(module, "config", None))
         _check_positions(position_ids, context)
-        pattern = _pattern(pattern, getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        pattern = _pattern(pattern, causal, _window(attention_mask, sliding_window, causal))
     except (ValueError, NotImplementedError) as error:
         context.refuse(error, name)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # (B, N, H, D)
@@ -120,7 +123,7 @@ def _checked(context: object) -> ContextParallel:
 
 
 def _check_arguments(attention_mask: object, dropout: float, others: dict[str, Any]) -> None:
-    if attention_mask is not None:
+    if attention_mask is not None and not isinstance(attention_mask, _Window):
         given = attention_mask if isinstance(attention_mask, _Given) else type(attention_mask).__name__
         raise NotImplementedError(f"attention_mask must be None, got {given}: who sees whom is said by the pattern")
     if dropout:
@@ -182,9 +185,25 @@ def _remember(position_ids: Tensor, context: ContextParallel) -> None:
         _equal[context] = weakref.ref(position_ids), position_ids._version
 
 
-def _pattern(pattern: object, causal: bool) -> Pattern:
+def _window(attention_mask: object, sliding_window: object, causal: bool) -> int | None:
+    """How many positions before its own a query of the layer sees; None for all."""
+    of_mask = int(attention_mask) if isinstance(attention_mask, _Window) else None
+    if sliding_window is None and of_mask is None:
+        return None
+    tokens = of_mask if sliding_window is None else sliding_window
+    if not is_integer(tokens) or tokens < 1 or of_mask not in (None, tokens):
+        beside = "" if of_mask is None else f" beside a mask of {of_mask}"
+        raise ValueError(f"sliding_window must be at least 1 token, as the model's mask has it, got {tokens!r}{beside}")
+    if not causal:
+        raise NotImplementedError(f"sliding_window must be of causal attention, got {tokens} tokens and causal=False")
+    return tokens - 1
+
+
+def _pattern(pattern: object, causal: bool, window: int | None) -> Pattern:
     if pattern is None:
-        return _dense(causal)
+        return _dense(causal, window)
+    if window is not None:
+        raise ValueError(f"pattern must be None for a layer with a sliding window of {window + 1} tokens")
     if not isinstance(pattern, Pattern):
         raise ValueError(f"pattern must be a Pattern or None, got {pattern!r}")
     if pattern.causal is not causal:
@@ -193,8 +212,12 @@ def _pattern(pattern: object, causal: bool) -> Pattern:
 
 
 @lru_cache
-def _dense(causal: bool) -> Pattern:
-    return Pattern.dense(causal=causal)
+def _dense(causal: bool, window: int | None) -> Pattern:
+    return Pattern.dense(causal=causal, window=window)
+
+
+class _Window(int):
+    """Stands in the place of a mask: tokens that a query sees, itself the last."""
 
 
 class _Given(str):
@@ -207,6 +230,7 @@ def _mask(
     local_size: object = None,
     use_vmap: bool = False,
     mask_function: object = None,
+    config: object = None,
     **others: Any,
 ) -> object:
     """What a model calls to make a mask from that of its caller, which it would drop in silence without this.
@@ -216,7 +240,11 @@ def _mask(
     """
     if attention_mask is not None:
         return _Given("a mask")
-    if local_size is not None:
-        return _Given(f"a window of {local_size} tokens")
-    added = use_vmap or getattr(mask_function, "__name__", "") == "or_mask"  # pairs that causal attention does not see
-    return _Given("a mask function") if added else None
+    if use_vmap or getattr(mask_function, "__name__", "") == "or_mask":  # pairs that causal attention does not see
+        return _Given("a mask function")
+    if local_size is None:
+        return None
+    chunks = getattr(config, "attention_chunk_size", None)
+    if chunks is None and local_size == getattr(config, "sliding_window", None):
+        return _Window(local_size)
+    return _Given(f"a mask of chunks or windows of {local_size} tokens")

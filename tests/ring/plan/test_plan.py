@@ -43,7 +43,7 @@ def needs_by_block(setting: PlanSetting) -> list[tuple[int, Array]]:
         offsets = branch.offsets(setting.heads)
         for offset in {o for o in offsets if o is not None}:
             kv = {h // (setting.heads // setting.kv_heads) for h, o in enumerate(offsets) if o == offset}
-            grid = Branch(branch.segment_length, branch.dilation_rate, offset)
+            grid = replace(branch, offset=offset, heads=None)
             alone = replace(setting.pattern, branches=(grid,))
             seen = multiplicity(alone, at, at, 1)[0].numpy() > 0  # (query, key)
             needed = np.stack([seen[rank_of == dst].any(0) for dst in range(p)])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,9 +15,9 @@ from hypothesis import strategies as st
 
 from reference.pattern import Branch, Pattern, multiplicity, selected
 from ring.layout import Layout
-from ring.plan.blocks import blocks_of
+from ring.plan.blocks import Block, blocks_of
 from ring.plan.needs import needs_of
-from ring.plan.range_pairs import pair_up
+from ring.plan.range_pairs import Sight, pair_up
 from ring.plan.ranges import Ranges, Subranges, joined, ranges_of
 from ring.plan.tile import Mask
 from ring.plan.tiling import masked
@@ -66,19 +68,27 @@ def test_ranges_are_the_selected_rows(table: tuple[Pattern, Layout, Ranges]) -> 
         ascending = positions == sorted(set(positions)) and (np.diff(rows) > 0).all()
         assert (rows and ascending) or ranges.listing is not None
         assert layout.positions(rank)[rows].tolist() == positions
-        assert all(position // ranges.blocks[of_block].segment_length == segment for position in positions)
+        assert {segment_of(ranges.blocks[of_block], position) for position in positions} == {segment}
         found[of_block, rank] += positions
         at = np.arange(-1, layout.n + 1)
         until = ranges.count_until(np.full_like(at, index), at)
         assert until.tolist() == [sum(position <= x for position in positions) for x in at.tolist()]
     for number, block in enumerate(ranges.blocks):
-        branch = Branch(block.segment_length, block.dilation_rate, 0)
+        branch = replace(branch_of(block), offset=0)
         for rank in range(layout.world_size):
             held = layout.positions(rank)
             assert sorted(found[number, rank]) == sorted(held[selected(branch, held, block.offset)].tolist())
     key = [ranges.block, ranges.segment, ranges.rank]
     order = list(zip(*(column.tolist() for column in key), strict=True))
     assert order == sorted(order)
+
+
+def segment_of(block: Block, position: int) -> int:
+    """The number of a position's segment. With a window, a number is left out behind each of the branch's segments."""
+    if block.window is None:
+        return position // block.segment_length
+    number, within = divmod(position, block.whole_segment)
+    return number * (-(-block.whole_segment // block.segment_length) + 1) + within // block.segment_length
 
 
 EVENS, ODDS = Branch(None, 2, 0), Branch(None, 2, 1)
@@ -123,17 +133,17 @@ def test_range_pairs_are_the_visible_pairs_and_nothing_blind(table: tuple[Patter
     keys = Subranges(every, first, ranges.count - first)
     queries = Subranges.whole(ranges, every)
     found = pair_up(ranges, queries, keys, pattern.causal)
-    assert (found.key.range == keys.range[found.item]).all()
     pairs = np.zeros((len(ranges.blocks), layout.n, layout.n), np.int64)
-    for mask, part in masked(ranges, found, pattern.causal):
+    for one in found:
+        assert (one.key.range == keys.range[one.item]).all()
+    for mask, part in chain.from_iterable(masked(ranges, one) for one in found):
         for i in range(len(part.item)):
             seen, q, k, of_block = dense_pair(ranges, mask, part, i)
             assert seen.any(0).all() and seen.any(1).all(), "a row or key of a range pair that sees nothing"
             pairs[of_block][np.ix_(q, k)] += seen
     for number, block in enumerate(ranges.blocks):
         at = torch.arange(layout.n)
-        branch = Branch(block.segment_length, block.dilation_rate, block.offset)
-        seen = multiplicity(Pattern((branch,), pattern.causal), at, at, 1)[0].numpy().astype(bool)
+        seen = multiplicity(Pattern((branch_of(block),), pattern.causal), at, at, 1)[0].numpy().astype(bool)
         kept = [elements(ranges, index)[1][first[index] :] for index in every.tolist() if ranges.block[index] == number]
         seen[:, sorted(set(range(layout.n)) - {position for part in kept for position in part})] = False
         assert (pairs[number] == seen).all()
@@ -147,12 +157,24 @@ def dense_pair(ranges: Ranges, mask: Mask, part: Any, i: int) -> tuple[Array, Ar
         return ranges.position(np.full_like(element, subranges.range[i]), element)
 
     q, k = positions(part.query), positions(part.key)
-    if mask is Mask.CAUSAL:
+    if part.descending:
+        q, k = q[::-1], k[::-1]
+    if mask is Mask.FULL:
+        seen = np.ones((len(q), len(k)), bool)
+    elif mask is Mask.CAUSAL:
         assert len(q) == len(k)
         seen = np.tril(np.ones((len(q), len(k)), bool))
+    elif part.sight is Sight.FROM_WINDOW:
+        seen = k[None] >= q[:, None] - part.reach[i]
     else:
-        seen = np.ones((len(q), len(k)), bool) if mask is Mask.FULL else k[None] <= q[:, None]
+        seen = k[None] <= q[:, None] + part.reach[i]
     return seen, q, k, int(ranges.block[part.query.range[i]])
+
+
+def branch_of(block: Block) -> Branch:
+    """The branch of a block, for a single head."""
+    length = block.segment_length if block.window is None else block.whole_segment
+    return Branch(length, block.dilation_rate, block.offset, window=block.window)
 
 
 @settings(max_examples=100, deadline=None)
@@ -161,15 +183,16 @@ def test_needs_are_what_some_row_sees(table: tuple[Pattern, Layout, Ranges]) -> 
     pattern, layout, ranges = table
     needs = needs_of(ranges, pattern.causal)
     found = np.zeros((len(ranges.blocks), layout.world_size, layout.n), bool)
-    for rank, index, count in zip(needs.rank.tolist(), needs.range.tolist(), needs.count.tolist(), strict=True):
-        assert ranges.rank[index] != rank and 0 < count <= ranges.count[index]
-        positions = elements(ranges, index)[1][:count]
+    columns = needs.rank, needs.range, needs.first, needs.count
+    for rank, index, first, count in zip(*(column.tolist() for column in columns), strict=True):
+        assert ranges.rank[index] != rank and 0 < count <= ranges.count[index] - first
+        assert first == 0 or first + count == ranges.count[index], "neither leading nor trailing"
+        positions = elements(ranges, index)[1][first : first + count]
         assert not found[ranges.block[index], rank, positions].any(), "one need said twice"
         found[ranges.block[index], rank, positions] = True
     owner, at = rank_of_position(layout), torch.arange(layout.n)
     for number, block in enumerate(ranges.blocks):
-        branch = Branch(block.segment_length, block.dilation_rate, block.offset)
-        seen = multiplicity(Pattern((branch,), pattern.causal), at, at, 1)[0].numpy() > 0
+        seen = multiplicity(Pattern((branch_of(block),), pattern.causal), at, at, 1)[0].numpy() > 0
         for rank in range(layout.world_size):
             wanted = seen[owner == rank].any(0) & (owner != rank)
             assert (found[number, rank] == wanted).all()
@@ -184,7 +207,7 @@ def test_blocks_serve_every_head_once_with_its_offset(data: Any) -> None:
     kv_heads = data.draw(st.integers(1, 4))
     heads = kv_heads * data.draw(st.integers(1, 4))
     pattern = data.draw(patterns(heads))
-    served: dict[tuple[int, range, int], int] = defaultdict(int)  # segment length, places in a segment, head
+    served: dict[tuple[int, range, int], int] = defaultdict(int)  # window, places in a segment, head
     for block in blocks_of(pattern, 10, heads, kv_heads):
         kv = listed_heads(block.key)[:, 0].tolist()
         assert kv == sorted(set(kv)) and block.width == len(kv)
@@ -194,13 +217,16 @@ def test_blocks_serve_every_head_once_with_its_offset(data: Any) -> None:
             assert (query // (heads // kv_heads) == key).all() and (np.array(kv)[column] == key).all()
             reading |= set(key.ravel().tolist())
             for head in query.ravel().tolist():
-                places = range(block.offset, block.segment_length, block.dilation_rate)
-                served[block.segment_length, places, head] += 1
+                length = block.segment_length if block.window is None else block.whole_segment
+                places = range(block.offset, length, block.dilation_rate)
+                served[-1 if block.window is None else block.window, places, head] += 1
         assert reading == set(kv)
     wanted: dict[tuple[int, range, int], int] = defaultdict(int)
     for branch in pattern.branches:
         for head, offset in enumerate(branch.offsets(heads)):
             if offset is not None:
-                length = min(branch.segment_length or 10, 10)
-                wanted[length, range(offset, length, branch.dilation_rate), head] += 1
+                places = range(offset, min(branch.segment_length or 10, 10), branch.dilation_rate)
+                # On the grid, and where it is no limit none.
+                reach = None if branch.window is None else branch.window // places.step * places.step
+                wanted[-1 if reach is None or reach + places.step >= places.stop else reach, places, head] += 1
     assert served == wanted

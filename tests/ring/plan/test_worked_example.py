@@ -99,17 +99,17 @@ def of_ranges() -> Iterator[Any]:
 
 def of_range_pairs() -> Iterator[Any]:
     everything = Subranges.whole(TABLE, np.flatnonzero(TABLE.block == 0))
-    found = pair_up(TABLE, everything, everything, causal=True)
+    (found,) = pair_up(TABLE, everything, everything, causal=True)
     q, k = found.query, found.key
     yield lines((q.range[i], positions(TABLE, q, i), k.range[i], positions(TABLE, k, i)) for i in range(len(found)))
     other = Subranges.whole(TABLE, np.flatnonzero(TABLE.block == 1))
-    same = pair_up(TABLE, other, other, causal=True)
+    (same,) = pair_up(TABLE, other, other, causal=True)
     assert (same.query.range == q.range + 4).all() and (same.key.range == k.range + 4).all()
 
 
 def of_needs() -> Iterator[Any]:
     found = needs.needs_of(TABLE, True)
-    yield lines(zip(found.rank, found.range, found.count, strict=True))
+    yield lines(zip(found.rank, found.range, found.first, found.count, strict=True))
 
 
 def of_chunks() -> Iterator[Any]:
@@ -173,8 +173,8 @@ def of_tiling() -> Iterator[Any]:
     own = Subranges.whole(TABLE, np.flatnonzero(TABLE.rank == 0))
     found = []
     for keys in (tiling._own_keys(TABLE, 0), tiling._received_keys(TABLE, LAYOUT, route, 0, 2)):
-        pairs = pair_up(TABLE, own, keys.subranges, causal=True)
-        for mask, part in tiling.masked(TABLE, pairs, causal=True):
+        (pairs,) = pair_up(TABLE, own, keys.subranges, causal=True)
+        for mask, part in tiling.masked(TABLE, pairs):
             at = tiling._Addresses.of(TABLE, keys, part)
             for i in range(len(part)):
                 query = at.query[i] + at.query_step[i] * np.arange(part.query.count[i])

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from reference import cost
+from reference import attention, cost
+from reference.pattern import Pattern
 from tests.support.benchmark_tasks import HEADS, errors, errors_on_ranks, follow, longnet, one_fails
 from verification.benchmarks import baselines, fused, ours, peer_rings, published, timing
 from verification.benchmarks.baselines import Impossible
@@ -349,3 +350,13 @@ def test_a_run_over_gloo(tmp_path: Path) -> None:
     }
     left_out = {row["method"] for row in rows if "left_out" in row}
     assert "torch context_parallel, allgather" in left_out
+
+
+@pytest.mark.parametrize("documents", [(24,), (7, 0, 1, 16)])
+@pytest.mark.parametrize("window", [None, 0, 5, 40])
+def test_one_call_of_all_documents_is_right(documents: tuple[int, ...], window: int | None) -> None:
+    draw = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, 24, heads, 8, generator=draw, dtype=torch.float64) for heads in (4, 2, 2))
+    exact, _ = attention(q, k, v, Pattern.dense(True, documents, window), scale=0.5)
+    found = fused.packed(q, k, v, 0.5, documents, window)
+    torch.testing.assert_close(found, exact, rtol=ROUNDING, atol=ROUNDING)

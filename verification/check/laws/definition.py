@@ -8,6 +8,7 @@ on positions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import cycle, islice
 from typing import Any
 
@@ -82,12 +83,19 @@ def head_groups(segments: list[int | None], rates: list[int], heads: int) -> lis
 
 
 def pairs(
-    tokens: int, rates: list[int], chosen: Chosen, causal: bool, documents: tuple[int, ...] | None = None
+    tokens: int,
+    rates: list[int],
+    chosen: Chosen,
+    causal: bool,
+    documents: tuple[int, ...] | None = None,
+    windows: list[int | None] | None = None,
 ) -> Counts:
-    """(heads, tokens, tokens): how many branches let a query see a key. Segments are cut anew in each document."""
+    """(heads, tokens, tokens): how many branches let a query see a key. Segments are cut anew in each document.
+    windows: of each branch, as many tokens on either side of a query as it sees; None: it sees all.
+    """
     heads = len(chosen[0])
     found = np.zeros((heads, tokens, tokens), np.int64)
-    for rate, of_heads in zip(rates, chosen, strict=True):
+    for rate, of_heads, window in zip(rates, chosen, windows or [None] * len(rates), strict=True):
         for head, one in enumerate(of_heads):
             if one is None:
                 continue
@@ -95,9 +103,17 @@ def pairs(
             for segment in _segments(tokens, length, documents):
                 kept = segment[offset::rate]  # from the offset on every r-th of the segment
                 for query in kept:
-                    for key in kept:
+                    for key in sorted({*kept} & {*_around(query, tokens, window)}):
                         found[head, query, key] += not causal or key <= query
     return found
+
+
+def _around(query: int, tokens: int, window: int | None) -> list[int]:
+    """The tokens from so many before the query to so many behind it."""
+    before, behind = list(range(query)), list(range(query + 1, tokens))
+    if window is None:
+        return [*before, query, *behind]
+    return [*before[::-1][:window], query, *behind[:window]]
 
 
 def _segments(tokens: int, length: int | None, documents: tuple[int, ...] | None) -> Iterator[list[int]]:
@@ -128,6 +144,11 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "no heads": (lambda: Branch(4, 2, 0, range(2, 2)), "heads"),
     "every other head": (lambda: Branch(4, 2, 0, range(0, 4, 2)), "heads"),
     "heads below 0": (lambda: Branch(4, 2, 0, range(-1, 2)), "heads"),
+    "window below 0": (lambda: Branch(window=-1), "window"),
+    "window of half a token": (lambda: Branch(window=1.5), "window"),  # type: ignore[arg-type]
+    "window True": (lambda: Branch(window=True), "window"),
+    "window of both sides": (lambda: Branch(window=(1, 1)), "window"),  # type: ignore[arg-type]
+    "dense: window below 0": (lambda: Pattern.dense(window=-1), "window"),
     "no branch": (lambda: Pattern(()), "branches"),
     "a branch that is none": (lambda: Pattern((4,)), "branches"),  # type: ignore[arg-type]
     "causal 1": (lambda: Pattern((Branch(),), 1), "causal"),  # type: ignore[arg-type]
@@ -197,6 +218,10 @@ def not_refused() -> str | None:
 # --- the law ----------------------------------------------------------------------------------------------------------
 
 
+def _windows(tokens: int) -> st.SearchStrategy[int | None]:
+    return st.one_of(st.none(), st.integers(0, 4), st.integers(0, tokens + 3))
+
+
 @st.composite
 def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
     made = draw(st.sampled_from(MADE))
@@ -209,6 +234,7 @@ def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
         "segment_lengths": draw(st.lists(lengths, min_size=branches, max_size=branches)),
         "dilation_rates": draw(st.lists(st.integers(1, 7), min_size=branches, max_size=branches)),
         "offsets": draw(st.sampled_from(RULES)),
+        "windows": draw(st.lists(_windows(tokens), min_size=branches, max_size=branches)),
     }
     pattern = Pattern.dense(draw(st.booleans()), documents_of(draw, tokens, [tokens // 2]))
     case = Case(
@@ -233,7 +259,8 @@ def misread(transport: Transport, case: Case, how: How) -> str | None:
     """Task: what is wrong, of rank 0; None for nothing."""
     if transport.rank:
         return None
-    return not_refused() or _other_offsets(case.heads) or _other_groups(case.heads) or _not_as_published(case, how)
+    offsets = _other_offsets(case.heads) or _other_groups(case.heads)
+    return not_refused() or offsets or _not_as_published(case, how) or _dense_apart(case, how)
 
 
 def _other_offsets(heads: int) -> str | None:
@@ -270,22 +297,46 @@ def _not_as_published(case: Case, how: How) -> str | None:
     else:
         made = Pattern.head_groups(segments, rates, case.heads, causal, packed)
         chosen = head_groups(segments, rates, case.heads)
+    windows = _windows_of(how)
+    limited = zip(made.branches, windows, strict=True)
+    made = replace(made, branches=tuple(replace(branch, window=window) for branch, window in limited))
+    return _apart(how["made"], made, case, how, pairs(case.tokens, rates, chosen, causal, packed, windows))
+
+
+def _dense_apart(case: Case, how: How) -> str | None:
+    """Of `Pattern.dense` with each window."""
+    causal, packed = case.pattern.causal, case.pattern.documents
+    for window in _windows_of(how):
+        wanted = pairs(case.tokens, [1], [[(None, 0)] * case.heads], causal, packed, [window])
+        if wrong := _apart("dense", Pattern.dense(causal, packed, window), case, how, wanted):
+            return wrong
+    return None
+
+
+def _apart(what: str, made: Pattern, case: Case, how: How, wanted: Counts) -> str | None:
+    """Where a pattern is not as it is wanted."""
     positions = torch.arange(case.tokens)
     found = multiplicity(made, positions, positions, case.heads).numpy()
-    wanted = pairs(case.tokens, rates, chosen, causal, packed)
     apart = np.argwhere(found != wanted)
     if not len(apart):
         return None
     head, query, key = (int(i) for i in apart[0])
     return (
-        f"{how['made']}: head {head}, query {query}, key {key}: {found[head, query, key]} branches see the pair, as "
-        f"published {wanted[head, query, key]}; of {case.tokens} tokens, {case.heads} heads, {how}, causal {causal}, "
-        f"documents {packed}"
+        f"{what}: head {head}, query {query}, key {key}: {found[head, query, key]} branches see the pair, as published "
+        f"{wanted[head, query, key]}; of {case.tokens} tokens, {case.heads} heads, {how}, causal {made.causal}, "
+        f"documents {made.documents}"
     )
 
 
+def _windows_of(how: How) -> list[int | None]:
+    """Of each branch; saved examples may be from before there were any."""
+    return how.get("windows") or [None] * len(how["dilation_rates"])
+
+
 def _premise(case: Case, how: Any) -> None:
-    fields.exactly("how", how, ["made", "segment_lengths", "dilation_rates", "offsets"])
+    if isinstance(how, dict) and "windows" not in how:  # which is from before there were windows
+        how = how | {"windows": None}
+    fields.exactly("how", how, ["made", "segment_lengths", "dilation_rates", "offsets", "windows"])
     fields.choice("made of how", how["made"], MADE)
     fields.choice("offsets of how", how["offsets"], RULES)
     fields.at_most("tokens", case.tokens, _MOST_TOKENS)
@@ -297,6 +348,11 @@ def _premise(case: Case, how: Any) -> None:
     for name, values in (("segment_lengths", [x for x in lengths if x is not None]), ("dilation_rates", rates)):
         for value in values:
             fields.integer(f"an entry of {name} of how", value, 1, 1024)
+    windows = _windows_of(how)
+    if not isinstance(windows, list) or len(windows) != len(rates):
+        raise ValueError(f"windows of how is {windows!r}; it must be a list of {len(rates)} entries")
+    for window in (window for window in windows if window is not None):
+        fields.integer("an entry of windows of how", window, 0, 1024)
     if how["made"] == "head_groups" and case.heads < len(rates):
         raise ValueError(f"heads is {case.heads}; it must be at least {len(rates)}, the number of groups")
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from reference import fields
-from reference.pattern import Branch
+from reference.pattern import Branch, Pattern
 from ring.comm.buffer_memory import measure
 from ring.comm.transport import RecordingTransport, Transport
 from verification.case import EXCHANGES, ORDERS, Case
@@ -36,7 +36,7 @@ from verification.run.rank import attend, observe, shards, whole_tensors
 
 CHANGES = (
     *("causal", "twice", "shifted", "bucket", "exchange", "order", "cuts", "kv_heads"),
-    *("batch", "scale", "kernel", "lse", "strided", "documents"),
+    *("batch", "scale", "kernel", "lse", "strided", "documents", "window"),
 )
 
 
@@ -55,6 +55,7 @@ def draw_changes(draw: st.DrawFn, case: Case) -> How:
         "scale": draw(st.sampled_from([scale for scale in (None, 0.25, 2.0) if scale != case.scale])),
         "strided": not case.strided,
         "documents": draw(st.sampled_from(other_documents(case))),
+        "window": draw(st.sampled_from(other_windows(case))),
     }
     if case.kernel != "flash":  # which has no gradient through lse
         found["kernel"] = "math" if case.kernel == "auto" else "auto"
@@ -74,6 +75,8 @@ def neighbour(case: Case, name: str, value: Any) -> Case:
     pattern, branches = case.pattern, case.pattern.branches
     if name in ("causal", "documents"):
         return replace(case, pattern=replace(pattern, **{name: value}))
+    if name == "window":
+        return replace(case, pattern=with_window(pattern, value))
     if name == "twice":
         return replace(case, pattern=replace(pattern, branches=(*branches, branches[value])))
     if name == "shifted":
@@ -106,6 +109,19 @@ def _other_cuts(draw: st.DrawFn, case: Case) -> list[tuple[int, ...]]:
             moved[giver], moved[taker] = moved[giver] - 1, moved[taker] + 1
             found.append(tuple(accumulate(moved, initial=0)))
     return found
+
+
+def with_window(pattern: Pattern, window: int | None) -> Pattern:
+    """With that window in every branch."""
+    return replace(pattern, branches=tuple(replace(branch, window=window) for branch in pattern.branches))
+
+
+def other_windows(case: Case) -> list[int | None]:
+    """A key that has no windows, or only whether there are any, takes all for the Case's."""
+    of_first = case.pattern.branches[0].window
+    nearest = [] if of_first is None else [of_first + 1]
+    found = [*nearest, 0, 1, case.tokens // 3, case.tokens // 2, None]
+    return [window for window in found if with_window(case.pattern, window) != case.pattern]
 
 
 def can_shift(branch: Branch) -> bool:
@@ -150,6 +166,8 @@ def _change(case: Case, name: str, value: Any) -> None:
         raise ValueError(f"shifted of how is {value}; that branch must have one offset, and a rate of more than 1")
     if name == "documents" and value is not None:
         fields.integers("documents of how", value)
+    if name == "window" and value is not None:
+        fields.integer("window of how", value, 0, MOST_INTEGER)
     if name in ("bucket", "kv_heads"):
         fields.at_most(f"{name} of how", value, MOST_INTEGER)
 

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from reference import fields
-from reference.pattern import Branch, Pattern
+from reference.pattern import Pattern
 from verification.case import Case
 from verification.check.checks import assemble
 from verification.check.expectation import expect
@@ -45,7 +45,7 @@ def permuted(pattern: Pattern, order: tuple[int, ...]) -> Pattern | None:
         chosen = tuple(offset for offset in offsets if offset is not None)
         heads = None if branch.heads is None else range(served[0], served[-1] + 1)
         offset = chosen if isinstance(branch.offset, tuple) else branch.offset
-        branches.append(Branch(branch.segment_length, branch.dilation_rate, offset, heads))
+        branches.append(replace(branch, offset=offset, heads=heads))
     return replace(pattern, branches=tuple(branches))
 
 

@@ -2,9 +2,9 @@
 
 Two ways to know what the plan of a long sequence must be, in each order that is kept as runs:
 
-    scaled   Positions, documents, segments, rates and offsets times `by`: the long pattern selects none but the
-             positions by * x, and sees among them what the short one sees. So messages and calls are those of the short
-             plan, whose cost `reference.cost` counts, and its positions times `by`.
+    scaled   Positions, documents, segments, windows, rates and offsets times `by`: the long pattern selects none but
+             the positions by * x, and sees among them what the short one sees. So messages and calls are those of the
+             short plan, whose cost `reference.cost` counts, and its positions times `by`.
     counted  One branch over equal shards: messages and pairs of any size, in closed form.
 
 Striped, position by * x lies on the rank of x if by - 1 is a multiple of the number of ranks.
@@ -93,7 +93,8 @@ def scaled(case: Case, by: int) -> Case:
         length = None if branch.segment_length is None else by * branch.segment_length
         offset = branch.offset
         moved = tuple(by * one for one in offset) if isinstance(offset, tuple) else by * offset
-        branches.append(Branch(length, by * branch.dilation_rate, moved, branch.heads))
+        window = None if branch.window is None else by * branch.window
+        branches.append(Branch(length, by * branch.dilation_rate, moved, branch.heads, window))
     cuts = None if case.cuts is None else tuple(by * cut for cut in case.cuts)
     documents = case.pattern.documents
     longer = None if documents is None else tuple(by * length for length in documents)

@@ -93,17 +93,18 @@ def _packed(pattern: Pattern, tokens: int) -> Iterator[str]:
 
 def _far_on(case: Case) -> Iterator[str]:
     """2**32 segments later everything is as it was, and segments there are no segments here; without documents, which
-    end before."""
+    end before. Where a window is all that ends what a query sees, 2**32 steps of its grid later."""
     here = torch.arange(min(case.tokens, 16))
     for branch in case.pattern.branches:
-        if branch.segment_length is None:
-            continue  # its one segment begins at 0
-        alone, shift = Pattern((branch,), case.pattern.causal), FAR * branch.segment_length
+        if branch.segment_length is None and (branch.window is None or branch.window >= FAR - case.tokens):
+            continue  # its one segment begins at 0, and a query there sees what is here
+        shift = FAR * (branch.segment_length or branch.dilation_rate)
+        alone = Pattern((branch,), case.pattern.causal)
         near, far = (multiplicity(alone, x, x, case.heads) for x in (here, here + shift))
         if not torch.equal(near, far):
             yield f"{shift} positions on other pairs are seen than at 0, by {alone}"
         if multiplicity(alone, here + shift, here, case.heads).any():
-            yield f"a query sees a key of another segment, {shift} positions back, by {alone}"
+            yield f"a query sees a key of another segment, or beyond its window, {shift} positions back, by {alone}"
 
 
 # --- counters ---------------------------------------------------------------------------------------------------------

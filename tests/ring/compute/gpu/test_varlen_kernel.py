@@ -87,7 +87,10 @@ def close(found: torch.Tensor, exact: torch.Tensor, tolerance: float) -> None:
 
 
 LENGTHS = (300, 7, 1, 0, 64, 64, 90, 2100, 64, 64, 33, 2, 150)
-PATTERNS = (Pattern.dense(True, LENGTHS), Pattern.longnet((64, None), (1, 3), 8, True, documents=LENGTHS))
+PATTERNS = (
+    Pattern.dense(True, LENGTHS), Pattern.longnet((64, None), (1, 3), 8, True, documents=LENGTHS),
+    Pattern.dense(True, LENGTHS, window=50),
+)  # fmt: skip
 
 
 def layout_of(order: str) -> Layout:

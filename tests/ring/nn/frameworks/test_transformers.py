@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.masking_utils import create_causal_mask
+from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask
 
 from ring.nn import next_tokens
 from ring.nn.frameworks import transformers
@@ -29,6 +29,7 @@ from tests.support.transformers_tasks import (
     positions_changed_in_place,
     refused,
     train,
+    windowed,
     without_a_handle,
 )
 from verification.run.processes.pool import Pool
@@ -66,6 +67,15 @@ def test_it_trains_under_fsdp(pool: Pool, checkpointing: dict[str, Any] | None) 
     example = Example(APART, clip=0.5)
     exact = dense(example, llama(), logits_of)
     for result in pool.run(train, example, checkpointing, "fsdp"):
+        assert max(differences(result, exact).values()) < EXACT, differences(result, exact)
+
+
+@pytest.mark.parametrize("mesh", [TOGETHER, ((0, 1, 2, 3),)])
+def test_sliding_windows_are_the_models(pool: Pool, mesh: Any) -> None:
+    example = Example(mesh, clip=0.5)
+    exact = dense(example, windowed(), logits_of)
+    assert differences(dense(example, llama(), logits_of), exact)["losses"] > 1e-6, "a window that hides nothing"
+    for result in pool.run(train, example, None, "ddp", windowed):
         assert max(differences(result, exact).values()) < EXACT, differences(result, exact)
 
 
@@ -107,7 +117,8 @@ REFUSED = {
     "packed lengths": "cu_seq_lens_q must be left out",
     "a softcap": "softcap must be left out",
     "sinks": "s_aux must be left out",
-    "a sliding window": "a window of 4 tokens",
+    "a pattern beside a sliding window": "pattern must be None for a layer with a sliding window of 5 tokens",
+    "another sliding window": "sliding_window must be at least 1 token",
     "a pattern that is not causal": "pattern must be causal as the model is",
     "no pattern": "pattern must be a Pattern or None",
 }
@@ -150,6 +161,9 @@ def test_masks_that_a_model_makes_by_itself_are_not_dropped() -> None:
     blocks, function = {"block_sequence_ids": torch.zeros(1, 6, dtype=torch.int64)}, {"and_mask_function": max}
     made = [create_causal_mask(config, x, None, None, positions, **extra) for extra in ({}, blocks, function)]
     assert made == [None, "a mask function", "a mask function"]
+    config.attention_chunk_size = 4
+    chunks = create_chunked_causal_mask(config, x, None, None, positions)
+    assert chunks == "a mask of chunks or windows of 4 tokens"
 
 
 def test_positions_that_change_are_seen(pool: Pool) -> None:

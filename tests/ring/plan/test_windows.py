@@ -1,0 +1,67 @@
+"""Plans of sliding windows: what is sent, and how many kernel calls they take."""
+
+from __future__ import annotations
+
+import pytest
+
+from reference.pattern import Branch, Pattern
+from ring.layout import Layout
+from ring.plan.plan import Plan, plan_of
+from ring.plan.tile import Mask
+
+WINDOW = 63
+
+
+def plans(pattern: Pattern, layout: Layout, exchange: str = "direct") -> list[Plan]:
+    return [plan_of(pattern, layout, rank, 2, 2, exchange, layout.n) for rank in range(layout.world_size)]
+
+
+def slots_sent(plan: Plan) -> list[tuple[int, int]]:
+    """(to whom, slots) of each message."""
+    return [(one.peer, one.stop - one.start) for step in plan.steps for one in step.sends]
+
+
+@pytest.mark.parametrize("exchange", ["direct", "ring"])
+def test_contiguous_shards_send_what_the_window_reaches_to_the_next_rank(exchange: str) -> None:
+    found = plans(Pattern.dense(True, window=WINDOW), Layout.contiguous(4 * 256, 4), exchange)
+    assert [slots_sent(plan) for plan in found] == [[(rank + 1, 2 * WINDOW)] for rank in range(3)] + [[]]
+
+
+def test_without_causality_both_neighbours_are_sent_to() -> None:
+    found = plans(Pattern.dense(window=WINDOW), Layout.contiguous(4 * 256, 4))
+    for rank, plan in enumerate(found):
+        wanted = [(peer, 2 * WINDOW) for peer in (rank - 1, rank + 1) if 0 <= peer < 4]
+        assert sorted(slots_sent(plan)) == wanted
+
+
+def test_a_window_longer_than_a_shard_reaches_several_ranks() -> None:
+    found = plans(Pattern.dense(True, window=100), Layout.contiguous(4 * 64, 4))
+    assert sorted(slots_sent(found[0])) == [(1, 2 * 64), (2, 2 * (100 - 64))]
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_kernel_calls_do_not_grow_with_the_sequence(order: str, causal: bool) -> None:
+    """Parts of a window are folded: a longer sequence has more folds, and as many calls."""
+    calls = []
+    for n in (2048, 4096, 16384):
+        found = plans(Pattern.dense(causal, window=WINDOW), getattr(Layout, order)(n, 4))
+        tiles = [[*plan.local, *(tile for step in plan.steps for tile in step.tiles)] for plan in found]
+        calls.append([len(several) for several in tiles])
+        assert all(tile.mask is not Mask.POSITION for several in tiles for tile in several)
+    assert calls[0] == calls[1] == calls[2]
+
+
+@pytest.mark.parametrize("window", [WINDOW, 64, 10**12])
+def test_a_window_that_hides_nothing_is_none(window: int) -> None:
+    layout = Layout.contiguous(128, 2)
+    of_segments, local = Branch(64), Branch(64, window=window)
+    for without, found in zip(plans(Pattern((of_segments,)), layout), plans(Pattern((local,)), layout), strict=True):
+        assert [tile.query_rows.key for tile in found.local] == [tile.query_rows.key for tile in without.local]
+        assert [tile.mask for tile in found.local] == [Mask.FULL]
+
+
+@pytest.mark.parametrize("window", [-1, 1.5, True, "3"])
+def test_a_wrong_window_is_refused(window: object) -> None:
+    with pytest.raises(ValueError, match="window must be an integer >= 0"):
+        Branch(window=window)  # type: ignore[arg-type]
