@@ -55,15 +55,16 @@ def _needs(ranges: Ranges, causal: bool) -> Needs:
     everything = Subranges.whole(ranges, np.arange(len(ranges.count)))
     found = [_remote(ranges, pairs) for pairs in pair_up(ranges, everything, everything, causal)]
     needs = Needs(*(concatenated(columns) for columns in zip(*found, strict=True)))
-    needs = needs.take(np.lexsort((needs.first, needs.range, needs.rank)))
-    # Elements that are needed more than once, or follow each other, become one entry. `number` sets ranges apart.
-    number = np.cumsum(opens(needs.rank, needs.range)) * (int(ranges.count.max(initial=0)) + 2)
-    end = np.maximum.accumulate(number + needs.first + needs.count)
+    # Elements that are needed more than once, or follow each other, become one entry. `apart` sets ranges apart.
+    apart = int(ranges.count.max(initial=0)) + 2
+    needs = needs.take(np.lexsort((needs.range * apart + needs.first, needs.rank)))
+    start = np.cumsum(opens(needs.rank, needs.range)) * apart + needs.first
+    end = np.maximum.accumulate(start + needs.count)
     leads = np.ones(len(end), bool)
-    leads[1:] = number[1:] + needs.first[1:] > end[:-1]
+    leads[1:] = start[1:] > end[:-1]
     begin = np.flatnonzero(leads)
     last = np.append(begin[1:], len(end)) - 1 if len(begin) else begin
-    return replace(needs.take(begin), count=end[last] - (number + needs.first)[begin])
+    return replace(needs.take(begin), count=end[last] - start[begin])
 
 
 def _remote(ranges: Ranges, found: RangePairs) -> tuple[Ints, Ints, Ints, Ints]:

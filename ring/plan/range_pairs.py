@@ -46,24 +46,25 @@ _AWAY = {Sight.UP_TO_WINDOW: 1, Sight.FROM_WINDOW: -1}  # segments from the quer
 class RangePairs:
     """Pairs of subranges, `query` and `key` side by side; `item`: which of the keys that were joined the key is.
 
-    sight: which keys a query of each pair sees. reach: the window of each pair, or 0 where none has to be looked at.
-    descending: whether kernels are to take the elements from the last one on.
+    sight: which keys a query of each pair sees. descending: whether kernels are to take the elements from the last one
+    on.
     """
 
     query: Subranges
     key: Subranges
     item: Ints
     sight: Sight
-    reach: Ints
     descending: bool = False
 
     def __len__(self) -> int:
         return len(self.item)
 
     def take(self, which: Ints) -> RangePairs:
-        return replace(
-            self, query=self.query.take(which), key=self.key.take(which), item=self.item[which], reach=self.reach[which]
-        )
+        return replace(self, query=self.query.take(which), key=self.key.take(which), item=self.item[which])
+
+    def reach(self, ranges: Ranges) -> Ints | int:
+        """The window of each pair, in positions; 0 where none has to be looked at."""
+        return ranges.window[self.query.range] if self.sight in _AWAY else 0
 
     def from_the_last(self) -> RangePairs:
         """The same elements, in descending order of position."""
@@ -79,8 +80,8 @@ def pair_up(ranges: Ranges, queries: Subranges, keys: Subranges, causal: bool) -
     range.
     """
     found = [_joined(ranges, queries, keys, Sight.UP_TO if causal else Sight.ALL)]
-    near = queries.take(np.flatnonzero(ranges.window[queries.range] >= 0))
-    if len(near):
+    if any(block.window is not None for block in ranges.blocks):
+        near = queries.take(np.flatnonzero(ranges.window[queries.range] >= 0))
         found += [_joined(ranges, near, keys, s) for s in (Sight.FROM_WINDOW, Sight.UP_TO_WINDOW)[: 1 if causal else 2]]
     return [_trim(ranges, pairs) for pairs in found]
 
@@ -94,9 +95,7 @@ def _joined(ranges: Ranges, queries: Subranges, keys: Subranges, sight: Sight) -
     partners = np.searchsorted(key_group, query_group, side="right") - low
     query = np.repeat(np.arange(len(partners)), partners)
     key = low[query] + counter(partners)
-    these = queries.take(query)
-    reach = ranges.window[these.range] if away else np.zeros_like(query)
-    return RangePairs(these, keys.take(key), key, sight, reach)
+    return RangePairs(queries.take(query), keys.take(key), item=key, sight=sight)
 
 
 def _trim(ranges: Ranges, found: RangePairs) -> RangePairs:
@@ -109,12 +108,12 @@ def _trim_up_to(ranges: Ranges, found: RangePairs) -> RangePairs:
     """Drop the keys beyond what the last query reaches, then the queries that do not reach the first key."""
     q, k = found.query, found.key
     last_query = ranges.position(q.range, q.first + q.count - 1)
-    visible = np.clip(ranges.count_until(k.range, last_query + found.reach) - k.first, 0, k.count)
+    visible = np.clip(ranges.count_until(k.range, last_query + found.reach(ranges)) - k.first, 0, k.count)
     some = np.flatnonzero(visible)
     found, visible = found.take(some), visible[some]
     q, k = found.query, found.key
     first_key = ranges.position(k.range, k.first)
-    blind = np.maximum(ranges.count_until(q.range, first_key - found.reach - 1) - q.first, 0)
+    blind = np.maximum(ranges.count_until(q.range, first_key - found.reach(ranges) - 1) - q.first, 0)
     return found.part(queries=(blind, q.count - blind), keys=(np.zeros_like(visible), visible))
 
 
@@ -122,10 +121,10 @@ def _trim_from(ranges: Ranges, found: RangePairs) -> RangePairs:
     """Drop the keys before what the first query reaches, then the queries that do not reach the last key."""
     q, k = found.query, found.key
     first_query = ranges.position(q.range, q.first)
-    hidden = np.maximum(ranges.count_until(k.range, first_query - found.reach - 1) - k.first, 0)
+    hidden = np.maximum(ranges.count_until(k.range, first_query - found.reach(ranges) - 1) - k.first, 0)
     some = np.flatnonzero(hidden < k.count)
     found, hidden = found.take(some), hidden[some]
     q, k = found.query, found.key
     last_key = ranges.position(k.range, k.first + k.count - 1)
-    seeing = np.minimum(ranges.count_until(q.range, last_key + found.reach) - q.first, q.count)
+    seeing = np.minimum(ranges.count_until(q.range, last_key + found.reach(ranges)) - q.first, q.count)
     return found.part(queries=(np.zeros_like(seeing), seeing), keys=(hidden, k.count - hidden))

@@ -270,8 +270,8 @@ def _travelling(ranges: Ranges, layout: Layout, causal: bool, most: int) -> _Tra
 
 def _all_travelling(ranges: Ranges, layout: Layout, causal: bool, most: int) -> _Travelling:
     p, needs = layout.world_size, needs_of(ranges, causal)
-    leading, staying = _hops(ranges, needs, p)
-    subranges, travel = _by_travel(leading, staying)
+    leading, trailing = _hops(ranges, needs, p)
+    subranges, travel = _by_travel(leading, trailing, ranges.count[:, None])
     order = np.lexsort((subranges.range, -travel, ranges.rank[subranges.range]))
     subranges, travel = subranges.take(order), travel[order]
     index = subranges.range
@@ -281,35 +281,38 @@ def _all_travelling(ranges: Ranges, layout: Layout, causal: bool, most: int) -> 
     np.add.at(slots, (entries.message, chunks.chunk, entries.travel), entries.slots)
     prefix = np.flip(np.cumsum(np.flip(slots, 2), 2), 2)
     in_flight = np.zeros((p, p + 1), np.int64)
-    moving = ranges.count[:, None] - np.maximum(staying - leading, 0)
+    moving = leading if trailing is None else np.minimum(leading + trailing, ranges.count[:, None])
     moving[:, 0] = 0
     np.add.at(in_flight, ranges.rank, moving * ranges.width[:, None])
     return _Travelling(chunks, prefix, in_flight)
 
 
-def _hops(ranges: Ranges, needs: Needs, p: int) -> tuple[Ints, Ints]:
-    """(range, t), twice: of the elements of a range those before the first number travel t hops or more, and so do
-    those from the second number on. The others, if there are any, travel less far.
+def _hops(ranges: Ranges, needs: Needs, p: int) -> tuple[Ints, Ints | None]:
+    """(range, t): how many of the leading elements of a range travel t hops or more; likewise of the trailing ones, if
+    there are any.
     """
-    distance = (needs.rank - ranges.rank[needs.range]) % p
-    leading = np.zeros((len(ranges.count), p + 1), np.int64)
-    trailing = np.zeros_like(leading)
-    leads = needs.first == 0
-    for rows, which in ((leading, np.flatnonzero(leads)), (trailing, np.flatnonzero(~leads))):
+    distance, trail = (needs.rank - ranges.rank[needs.range]) % p, needs.first > 0
+    found: list[Ints | None] = []
+    for which in (np.flatnonzero(~trail), np.flatnonzero(trail)):
+        rows = np.zeros((len(ranges.count), p + 1), np.int64)
         rows[needs.range[which], distance[which]] = needs.count[which]
-        rows[:] = np.maximum.accumulate(rows[:, ::-1], axis=1)[:, ::-1]
-    return leading, ranges.count[:, None] - trailing
+        found.append(np.flip(np.maximum.accumulate(np.flip(rows, 1), 1), 1) if len(which) else None)
+    leading, trailing = found
+    return np.zeros((len(ranges.count), p + 1), np.int64) if leading is None else leading, trailing
 
 
-def _by_travel(leading: Ints, staying: Ints) -> tuple[Subranges, Ints]:
+def _by_travel(leading: Ints, trailing: Ints | None, count: Ints) -> tuple[Subranges, Ints]:
     """The elements that travel exactly t hops, and t: those that are among the leading, or the trailing, ones for t and
-    not for t + 1.
+    not for t + 1. count: elements of each range, (ranges, 1).
     """
-    onward, kept = leading[:, 2:], staying[:, 2:]  # before the one and from the other on: t + 1 hops or more
-    middle = np.minimum(leading[:, 1:-1], kept)
-    later = np.maximum(staying[:, 1:-1], np.maximum(middle, onward))
+    onward, here = leading[:, 2:], leading[:, 1:-1]
+    parts = [(onward, here)]
+    if trailing is not None:
+        kept, staying = count - trailing[:, 2:], count - trailing[:, 1:-1]
+        here = np.minimum(here, kept)
+        parts = [(onward, here), (np.maximum(staying, np.maximum(here, onward)), kept)]
     found, travels = [], []
-    for first, end in ((onward, middle), (later, kept)):
+    for first, end in parts:
         index, t = np.nonzero(end > first)
         found.append(Subranges(index, first=first[index, t], count=(end - first)[index, t]))
         travels.append(t + 1)

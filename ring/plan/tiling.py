@@ -38,8 +38,7 @@ from ring.plan.rows import Fold, How, Rows, concatenate, folds, gathered_folds, 
 from ring.plan.schedule import Schedule
 from ring.plan.tile import Mask, Sequences, Tile
 
-# With fewer query rows than this a kernel call costs more to start than to run.
-LEAST_ROWS = 16
+LEAST_ROWS = 16  # with fewer query rows a kernel call costs more to start than to run
 
 
 @dataclass(frozen=True)
@@ -153,17 +152,15 @@ def masked(ranges: Ranges, found: RangePairs) -> list[tuple[Mask, RangePairs]]:
 
     Where a query sees the keys from a position on, the same holds with queries and keys counted from the last one.
     """
+    q, k = found.query, found.key
     if found.sight is Sight.ALL:
         return [(Mask.FULL, found)]
-    q, k = found.query, found.key
     if found.sight is Sight.FROM_WINDOW:
-        farthest = ranges.position(q.range, q.first + q.count - 1) - found.reach  # from here on all queries see
-        before = ranges.position(k.range, k.first + k.count - 1) - farthest
-        full = ranges.position(k.range, k.first) >= farthest
+        limit = ranges.position(q.range, q.first + q.count - 1) - found.reach(ranges)  # from here on all queries see
+        full = ranges.position(k.range, k.first) >= limit
     else:
-        farthest = ranges.position(q.range, q.first) + found.reach  # up to here all queries see
-        before = farthest - ranges.position(k.range, k.first)
-        full = ranges.position(k.range, k.first + k.count - 1) <= farthest
+        limit = ranges.position(q.range, q.first) + found.reach(ranges)  # up to here all queries see
+        full = ranges.position(k.range, k.first + k.count - 1) <= limit
     if ranges.listing is not None:
         return [(Mask.FULL, found.take(np.flatnonzero(full))), (Mask.POSITION, found.take(np.flatnonzero(~full)))]
     aligned = ranges.step[q.range] == ranges.step[k.range]
@@ -171,16 +168,19 @@ def masked(ranges: Ranges, found: RangePairs) -> list[tuple[Mask, RangePairs]]:
     return [
         (Mask.FULL, found.take(np.flatnonzero(full))),
         (Mask.POSITION, found.take(np.flatnonzero(~full & ~aligned))),
-        *_along_diagonal(found.take(diagonal), before[diagonal] // ranges.step[k.range[diagonal]]),
+        *_along_diagonal(ranges, found.take(diagonal), limit[diagonal]),
     ]
 
 
-def _along_diagonal(found: RangePairs, before: Ints) -> list[tuple[Mask, RangePairs]]:
-    """See `masked`. before: c."""
+def _along_diagonal(ranges: Ranges, found: RangePairs, limit: Ints) -> list[tuple[Mask, RangePairs]]:
+    """See `masked`. limit: the last key, or the first one, that all queries of a pair see."""
     q, k = found.query, found.key
+    backwards = found.sight is Sight.FROM_WINDOW
+    edge = ranges.position(k.range, k.first + k.count - 1 if backwards else k.first)
+    before = abs(limit - edge) // ranges.step[k.range]  # c
     square = k.count - before  # t
     none = np.zeros_like(square)
-    if found.sight is Sight.FROM_WINDOW:
+    if backwards:
         left = found.part(queries=(none, q.count), keys=(square, before))
         diagonal = found.part(queries=(q.count - square, square), keys=(none, square)).from_the_last()
         below = found.part(queries=(none, q.count - square), keys=(none, square))
@@ -320,8 +320,8 @@ def _sequences(fold: Fold, queries: Subranges, keys: Subranges) -> Sequences | N
 
 def _query_limits(ranges: Ranges, found: RangePairs) -> Ints:
     """(pairs, elements): up to where each query sees, for `_key_places`."""
-    position, reach = _positions(ranges, found.query), found.reach[:, None]
-    return reach - position if found.sight is Sight.FROM_WINDOW else position + reach
+    position = _positions(ranges, found.query) * (-1 if found.sight is Sight.FROM_WINDOW else 1)
+    return position + np.reshape(found.reach(ranges), (-1, 1))
 
 
 def _key_places(ranges: Ranges, found: RangePairs) -> Ints:

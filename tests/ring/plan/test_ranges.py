@@ -165,9 +165,9 @@ def dense_pair(ranges: Ranges, mask: Mask, part: Any, i: int) -> tuple[Array, Ar
         assert len(q) == len(k)
         seen = np.tril(np.ones((len(q), len(k)), bool))
     elif part.sight is Sight.FROM_WINDOW:
-        seen = k[None] >= q[:, None] - part.reach[i]
+        seen = k[None] >= q[:, None] - np.broadcast_to(part.reach(ranges), len(part))[i]
     else:
-        seen = k[None] <= q[:, None] + part.reach[i]
+        seen = k[None] <= q[:, None] + np.broadcast_to(part.reach(ranges), len(part))[i]
     return seen, q, k, int(ranges.block[part.query.range[i]])
 
 
