@@ -245,6 +245,6 @@ def _mask(
     if local_size is None:
         return None
     chunks = getattr(config, "attention_chunk_size", None)
-    if chunks is None and local_size == getattr(config, "sliding_window", None):
+    if chunks is None and isinstance(local_size, int) and local_size == getattr(config, "sliding_window", None):
         return _Window(local_size)
     return _Given(f"a mask of chunks or windows of {local_size} tokens")
