@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reference import fields
-from reference.needs import Need, need_of
+from reference.needed import Need, need_of
 from reference.pattern import Pattern
 
 Ints = NDArray[np.int64]

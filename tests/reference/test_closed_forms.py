@@ -7,7 +7,7 @@ import pytest
 
 from reference.closed_forms import dense_slots, segment_pairs, segment_slots
 from reference.cost import EXCHANGES, Setting, flops, sent
-from reference.needs import blocks
+from reference.needed import blocks
 from reference.pattern import Branch, Pattern
 
 

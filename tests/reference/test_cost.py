@@ -22,7 +22,7 @@ from reference.cost import (
     rounds,
     sent,
 )
-from reference.needs import blocks, needed_rows
+from reference.needed import blocks, needed_rows
 from reference.pattern import Branch, Pattern
 
 Slot = tuple[int, int, int, int]  # branch, offset, key position, key/value head

@@ -28,7 +28,7 @@ from reference.arithmetic import Arithmetic, Counts, most_seen
 from reference.cost import Setting, flops, sent
 from reference.exact import QUANTITIES
 from reference.exact import multiplicity as counted
-from reference.needs import blocks
+from reference.needed import blocks
 from reference.oracle import attention_and_gradients
 from reference.pattern import multiplicity, selected
 

@@ -293,5 +293,7 @@ def test_kernels_are_chosen_by_the_head_dim_and_only_one_is_given_delta(
 @pytest.mark.parametrize("device, combined", [("cpu", False), ("cuda", True), ("meta", False)])
 def test_partial_results_are_combined_on_gpus_but_for_fp64(device: str, combined: bool) -> None:
     for dtype in DTYPES:
-        x: Any = SimpleNamespace(device=torch.device(device), dtype=dtype)  # no GPU is needed to ask
+        x: Any = SimpleNamespace(
+            device=torch.device(device), dtype=dtype, shape=(1, 4, 2, 8)
+        )  # no GPU is needed to ask
         assert _combines(x) is (combined and dtype is not torch.float64)

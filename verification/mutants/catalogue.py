@@ -20,7 +20,7 @@ FOLDER = Path(__file__).with_name("defects")
 TOPICS = (
     "merge", "backward", "masks", "dilation", "diagonal", "communication", "process_groups", "numerics", "agreement",
     "keeping", "documents", "calls", "orders", "training_batches", "training_losses", "training_gradients",
-    "training_modules", "training_compiled", "elsewhere_plans", "elsewhere_calls", "elsewhere_sizes",
+    "training_modules", "training_compiled", "windows", "elsewhere_plans", "elsewhere_calls", "elsewhere_sizes",
     "elsewhere_again_plans", "elsewhere_again_calls",
 )  # fmt: skip
 

@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from reference.fields import is_integer
 from reference.pattern import Pattern
 from ring.nn.context import ContextParallel
 
@@ -191,7 +190,7 @@ def _window(attention_mask: object, sliding_window: object, causal: bool) -> int
     if sliding_window is None and of_mask is None:
         return None
     tokens = of_mask if sliding_window is None else sliding_window
-    if not is_integer(tokens) or tokens < 1 or of_mask not in (None, tokens):
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1 or of_mask not in (None, tokens):
         beside = "" if of_mask is None else f" beside a mask of {of_mask}"
         raise ValueError(f"sliding_window must be at least 1 token, as the model's mask has it, got {tokens!r}{beside}")
     if not causal:

@@ -25,7 +25,7 @@ LISTED_KEYS = replace(plain(3, tokens=17, pattern=Pattern.dense(causal=True)), b
 PLANTED = [
     ("heads-are-compared-along-the-margins", UNEVEN_HEADS, "contiguous", "head 5 of query 0 takes key 0 1 times"),
     ("later-parts-of-received-keys-skip-too-few-slots", SOME_HEADS, "contiguous", "meet another key/value head"),
-    ("key-positions-keep-the-old-order", LISTED_KEYS, "hilbert", "hilbert by direct .*not those of the keys"),
+    ("key-positions-keep-the-old-order", LISTED_KEYS, "hilbert", "hilbert by direct .*not those of the rows"),
 ]
 
 

@@ -6,18 +6,34 @@ The words are those of `reference.cost`, which counts what this makes the ranks 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from reference.pattern import Branch
-
-if TYPE_CHECKING:
-    from reference.cost import Setting
+from reference.pattern import Branch, Pattern
 
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
+
+
+class Held(Protocol):
+    """Of `reference.cost.Setting`, what is looked at here."""
+
+    @property
+    def pattern(self) -> Pattern: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def world(self) -> int: ...
+    @property
+    def rows(self) -> Ints: ...
+    @property
+    def owner(self) -> Ints: ...
+    @property
+    def needs(self) -> tuple[Need, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -46,7 +62,7 @@ class Need:
     pairs: Ints  # (n,) (query head, key) pairs that the row sees as a query
 
 
-def blocks(setting: Setting, index: int) -> list[Block]:
+def blocks(setting: Held, index: int) -> list[Block]:
     """The blocks of branch `index` of the pattern, by offset."""
     group = setting.heads // setting.kv_heads
     served: dict[int, list[int]] = {}  # offset -> key/value head of each query head
@@ -56,7 +72,7 @@ def blocks(setting: Setting, index: int) -> list[Block]:
     return [Block(index, o, tuple(dict.fromkeys(kv)), len(kv)) for o, kv in sorted(served.items())]
 
 
-def need_of(setting: Setting, index: int, branch: Branch, distance: Ints) -> Need:
+def need_of(setting: Held, index: int, branch: Branch, distance: Ints) -> Need:
     """What branch `index` makes ranks want. distance: (p, n), round the ring from a row's owner to each rank."""
     p, rows, owner, n = setting.world, setting.rows, setting.owner, setting.rows.size
     length = max(1, min(branch.segment_length or n, n))  # a segment longer than the sequence changes nothing
@@ -114,7 +130,7 @@ def _seen_within(rows: Ints, owner: Ints, grid: Ints, p: int, causal: bool, wind
     return seen
 
 
-def _segments(setting: Setting, length: int) -> tuple[Ints, Ints]:
+def _segments(setting: Held, length: int) -> tuple[Ints, Ints]:
     """Where the segment of each row begins and ends, each (n,). They are counted from the start of each document."""
     documents, rows = setting.pattern.documents, setting.rows
     lengths = np.array((rows.size,) if documents is None else documents, np.int64)
@@ -125,7 +141,7 @@ def _segments(setting: Setting, length: int) -> tuple[Ints, Ints]:
     return begin, np.minimum(begin + length, end)
 
 
-def needed_rows(setting: Setting, src: int, dst: int) -> list[tuple[Block, Ints]]:
+def needed_rows(setting: Held, src: int, dst: int) -> list[tuple[Block, Ints]]:
     """Which positions of rank src rank dst needs, per block that has any, in src's local order."""
     here = setting.owner == src
     found = []
