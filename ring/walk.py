@@ -36,6 +36,8 @@ from ring.program import KernelCall, Program, Programs
 from ring.strided_view import GradientSum, StridedView
 
 _NOTHING = nullcontext()
+# Rows, and lse's numbers of a sequence: `ring.compute.gpu.merge_kernel` counts them in 32 bits.
+_MOST_COUNTED = 2**30
 _programs: Bounded[CallSetting, Programs] = Bounded(128, most_bytes=MOST_BYTES)
 
 
@@ -225,5 +227,7 @@ def sums_of(x: torch.Tensor) -> type[TensorSum]:
 
 
 def _combines(x: torch.Tensor) -> bool:
-    """Whether partial results are merged in one pass: on GPUs, except in fp64, which serves for comparisons."""
-    return x.device.type == "cuda" and x.dtype != torch.float64
+    """Whether partial results are merged in one pass: on GPUs, except in fp64, which serves for comparisons, and where
+    there are more rows of heads than the kernel can count.
+    """
+    return x.device.type == "cuda" and x.dtype != torch.float64 and x.shape[1] * x.shape[2] <= _MOST_COUNTED

@@ -4,6 +4,9 @@ from all partial results that hold its row and head.
 A program of the kernel has rows of one head, and asks each of the head's entries (`ring.compute.gpu.entries`) which of
 these rows it holds. The rows lie as far apart as those of the widest grid, so that a dilated grid holds all of them or,
 mostly, none.
+
+Rows, and the places of lse's numbers within a sequence, are counted in 32 bits. The plain version,
+`ring.compute.accumulator`, takes what has more rows times heads than these count (`ring.walk`).
 """
 
 from __future__ import annotations
