@@ -27,6 +27,7 @@ from ring.comm.process_group import ProcessGroupTransport, backends_of
 from ring.comm.transport import Message, Nothing, Outgoing, Pending, SoloTransport, Transport, all_gather_json
 
 _ALIGNMENT = 256  # bytes at which a buffer begins
+_ROUTES = 1024  # kinds of calls whose routes a transport keeps
 _rendezvous = 0  # of this process, in all groups
 _Ranges = dict[str, dict[str, list[list[int]]]]  # label -> peer -> (start, stop) of its messages, in bytes
 
@@ -64,7 +65,7 @@ class SymmetricTransport(ProcessGroupTransport):
         self._streams = Streams.of(self.world_size)
         self._current = torch.cuda.current_stream()  # of the call
         # All ranks come to the same kinds of calls in the same order, so they forget the same ones.
-        self._routes: Bounded[Hashable, _Route] = Bounded(1024)
+        self._routes: Bounded[Hashable, _Route] = Bounded(_ROUTES)
         self._route: _Route | None = None
         self.by_nccl = False  # some kind of call
         self._pools: list[_SharedMemory] = []  # all that there ever were: a captured graph may use any
@@ -72,11 +73,13 @@ class SymmetricTransport(ProcessGroupTransport):
     def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
         """The first call of a kind is collective, and no other; so the key must be the same on all ranks.
 
-        What a CUDA graph captures goes on using its route, which is kept with it, whether forgotten here or not.
+        What a CUDA graph captures goes on using its route, which is kept with it, whether forgotten here or not. Raises
+        RuntimeError for a route that would be made, or made again, while a graph is captured.
         """
-        route = self._route = self._routes.once(key, lambda: self._new_route(outgoing()))
+        capturing = torch.cuda.is_current_stream_capturing()
+        route = self._route = self._routes.once(key, lambda: self._new_route(outgoing(), capturing))
         self.by_nccl |= route.by_nccl
-        if torch.cuda.is_current_stream_capturing():
+        if capturing:
             keep(route)
         self._current = torch.cuda.current_stream(self._streams.side.device)  # without a device torch asks for it
 
@@ -134,7 +137,12 @@ class SymmetricTransport(ProcessGroupTransport):
                 copies.append(Copy(place, pool.begins[peer] + start, message.bytes))
         return Owner(peer, pool.flags, tuple(copies))
 
-    def _new_route(self, outgoing: list[Outgoing]) -> _Route:
+    def _new_route(self, outgoing: list[Outgoing], capturing: bool) -> _Route:
+        if capturing:  # the other ranks, where nothing may be captured, would wait for what a graph does not run
+            raise RuntimeError(
+                "a call that a CUDA graph captures must have run before with the same setting, dtype, batch and head "
+                f"dim, and fewer than {_ROUTES} other kinds of calls since: its ranks must know each other's buffers"
+            )
         sizes: dict[str, int] = {}
         for part in outgoing:
             sizes[part.buffer] = max(sizes.get(part.buffer, 0), part.size)

@@ -87,9 +87,10 @@ def replayed(what: Hashable, inputs: Tensors, results: Sequence[Form], compute: 
     replay = _replays.get(key)
     if replay is None:
         seen = _seen.keep(key, _seen.get(key, 0) + 1)
-        if seen <= BEFORE:
-            return compute(*inputs)
-        replay = _replays.keep(key, _captured(compute, inputs, results, stream))
+        computed = compute(*inputs)
+        if seen >= BEFORE:  # just now: what ranks settle once, and what is copied to a GPU once, is not yet forgotten
+            _replays.keep(key, _captured(compute, inputs, results, stream))
+        return computed
     with replay.turn:
         torch._foreach_copy_(replay.inputs, list(inputs))
         replay.graph.replay()

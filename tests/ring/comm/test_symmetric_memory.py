@@ -12,6 +12,7 @@ import torch
 from ring.caching import captured
 from ring.caching.bounded import Bounded
 from ring.caching.captured import kept_for_one_graph
+from ring.comm import symmetric_memory
 from ring.comm.symmetric_memory import SymmetricTransport, _Route
 
 KINDS = 3  # of calls of which a transport here knows the routes
@@ -24,17 +25,17 @@ class OnNoGPU(SymmetricTransport):
         self._routes = Bounded(KINDS)
         self._streams = SimpleNamespace(side=SimpleNamespace(device=None))  # type: ignore[assignment]
         self.by_nccl = False
-        self.made = 0
+        self._pools, self.made = [], 0
 
-    def _new_route(self, outgoing: object) -> _Route:
+    def _pool(self, size: int) -> None:
         self.made += 1
-        return _Route({}, [], None)
 
 
 @pytest.fixture
 def transport(monkeypatch: pytest.MonkeyPatch) -> OnNoGPU:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(captured, "_for_ever", [])
+    monkeypatch.setattr(symmetric_memory, "all_gather_json", lambda mine, ranks: [mine])
     capturing(monkeypatch, False)
     return OnNoGPU()
 
@@ -66,6 +67,7 @@ def test_a_route_is_made_once_and_forgotten_after_many_others(transport: OnNoGPU
 def test_a_route_is_there_as_long_as_the_graph_that_replays_it(
     transport: OnNoGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    prepared(transport, 0)
     with kept_for_one_graph() as reads:
         capturing(monkeypatch, True)
         route = prepared(transport, 0)
@@ -84,3 +86,18 @@ def test_a_route_in_a_graph_of_the_user_is_there_for_ever(transport: OnNoGPU, mo
     capturing(monkeypatch, False)
     forget(transport)
     assert 0 not in transport._routes and before() is not None
+
+
+def test_no_route_is_made_while_a_graph_is_captured(transport: OnNoGPU, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also none that was forgotten: to make one, ranks talk to each other, which a capture would only record."""
+    prepared(transport, 0)
+    forget(transport)
+    capturing(monkeypatch, True)
+    made = transport.made
+    with pytest.raises(RuntimeError, match="must have run before .* and fewer than 1024 other kinds of calls since"):
+        prepared(transport, 0)
+    assert transport.made == made and 0 not in transport._routes
+    capturing(monkeypatch, False)
+    prepared(transport, 0)
+    capturing(monkeypatch, True)
+    assert prepared(transport, 0)() is not None

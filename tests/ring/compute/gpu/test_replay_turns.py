@@ -28,7 +28,7 @@ class Doubling:
 
 @pytest.fixture
 def one_stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """All calls are on one stream, and captured at once, with the same memory."""
+    """All calls are on one stream, and captured after the first, with the same memory."""
     memory, turn = [torch.empty(4), torch.empty(4)], threading.Lock()
 
     def captured(*_: Any) -> replay._Replay:
@@ -52,7 +52,7 @@ def test_threads_on_one_stream_take_turns() -> None:
     def calls(number: float) -> None:
         x = torch.full((4,), number)
         for _ in range(ROUNDS):
-            (found,) = replay.replayed(f"call {number}", [x], [((4,), torch.float32)], lambda x: [x])
+            (found,) = replay.replayed(f"call {number}", [x], [((4,), torch.float32)], lambda x: [2 * x])
             wrong.extend(y for y in found.tolist() if y != 2 * number)
 
     before = sys.getswitchinterval()
@@ -69,7 +69,7 @@ def test_threads_on_one_stream_take_turns() -> None:
 
 
 @pytest.mark.usefixtures("one_stream")
-def test_a_setting_is_computed_plainly_before_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_is_computed_plainly_just_before_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "BEFORE", 3)
     computed = []
 
@@ -77,6 +77,13 @@ def test_a_setting_is_computed_plainly_before_it_is_captured(monkeypatch: pytest
         computed.append(x)
         return [x + 1]
 
+    captured = replay._captured
+
+    def captured_later(*arguments: Any) -> replay._Replay:
+        assert len(computed) == 3, "what the last of them made is there for the capture"
+        return captured(*arguments)
+
+    monkeypatch.setattr(replay, "_captured", captured_later)
     x = torch.ones(4)
     found = [replay.replayed("one", [x], [((4,), torch.float32)], compute)[0][0].item() for _ in range(5)]
     assert len(computed) == 3 and found == [2.0] * 5
