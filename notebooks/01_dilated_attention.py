@@ -355,7 +355,7 @@ for n in (32, 27):
 # %% [markdown]
 # With its own offsets and a causal mask, it equals the oracle up to rounding at any length. Without the mask the
 # padding counts, even for $n = 32$, since 3 does not divide 32. (In backward it treats the mixture weights as
-# constants; `04_numerics` shows the effect.)
+# constants; `04d_attached_and_detached` shows the effect.)
 #
 # **fkodom/dilated-attention-pytorch** gives each head one branch only, with offset $i \bmod r$ for branch $i$
 # (`Pattern.head_groups`). Here the package itself runs, with plain attention in place of its GPU kernel. It finally

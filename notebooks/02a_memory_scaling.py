@@ -16,12 +16,13 @@
 # %% [markdown]
 # # Memory of a rank, by sequence length and number of ranks
 #
-# A rank of a ring should hold $O(n/p)$. Three questions:
+# A rank of a ring should hold $O(n/p)$. Two questions:
 #
 # 1. Do measurements show this for each exchange? `ring` passes keys and values from neighbour to neighbour, `direct`
 #    fetches only the rows that are needed from their owner, `gather` receives everything (a baseline that is $O(n)$).
 # 2. Does the closed form of `reference/cost.py` give the number of bytes?
-# 3. What is then the longest sequence for a given memory, and which term limits it?
+#
+# (`02b_longest_sequence` says how long a sequence may then be, `02c_memory_on_gpus` what GPUs took.)
 #
 # A rank holds most in backward. With $L = n/p$ local tokens, $H$ query and $H_k$ key/value heads of dimension $D$, $b$
 # bytes an element in the working type and $a$ in the accumulator's (4; 8 for fp64), it holds:
@@ -40,8 +41,6 @@
 import gc
 import os
 import tempfile
-from functools import cache
-from itertools import cycle
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -49,21 +48,17 @@ import torch
 from figures import (
     BLACK,
     BLUE,
-    COLOURS,
     GREEN,
-    SKY,
     VERMILLION,
     binary,
     binary_ticks,
     power_law,
-    recorded_rows,
     style,
     sum_of,
 )  # fmt: skip
 from torch.utils._python_dispatch import _disable_current_modes
 
 from reference import Pattern, cost
-from reference import shards as definitions
 from verification.case import Case
 from verification.problems.real_size import measured
 from verification.run.backends import GlooBackend
@@ -363,224 +358,3 @@ assert max(buffers["ring", 64], buffers["direct", 64]) < buffers["gather", 64] /
 # %% [markdown]
 # Shards are short here. The slope is not quite $-1$ because of two constants: the smallest bucket (32 tokens),
 # of which a rank has up to five buffers, and the workspace of a call. With longer shards it comes closer.
-#
-# ## The bucket
-#
-# The bucket bounds the receive buffers, at the price of more messages. In dense attention on 4 simulated ranks whole
-# shards travel: buffers grow with the bucket until it holds a shard, and no further. `gather` ignores it.
-
-# %%
-BUCKETS, SHARD = (4, 8, 16, 32, 64, 128), 32
-by_bucket = {}
-for exchange in COLOUR:
-    for bucket in BUCKETS:
-        case = problem(4 * SHARD, 4, exchange, pattern=Pattern.dense(), bucket=bucket)
-        terms, forward, backward = closed_form(case)
-        _, seen_forward, seen_backward = simulated(case, live_too=False)
-        assert np.array_equal(seen_forward, forward) and np.array_equal(seen_backward, backward), "to the byte"
-        by_bucket[exchange, bucket] = int(seen_backward.max())
-figure, axes = plt.subplots(figsize=(5.5, 3.4))
-for exchange, colour in COLOUR.items():
-    axes.loglog(
-        BUCKETS, [by_bucket[exchange, b] / 1024 for b in BUCKETS], MARK[exchange] + "-", color=colour, label=exchange
-    )
-axes.axvline(SHARD, color=BLACK, linewidth=0.8, linestyle=":", label="a shard")
-axes.set(
-    title="4 ranks, n = 128, dense: the bucket bounds the buffers",
-    xlabel="bucket (tokens)",
-    ylabel="buffers in backward (KiB)",
-)
-binary_ticks(axes.xaxis)
-axes.legend()
-plt.show()
-assert by_bucket["ring", 4] * 8 == by_bucket["ring", SHARD], "proportional to the bucket below a shard"
-assert by_bucket["ring", SHARD] == by_bucket["ring", 4 * SHARD], "and constant beyond a shard"
-assert len({by_bucket["gather", b] for b in BUCKETS}) == 1
-
-# %% [markdown]
-# `direct` combines the messages of several steps if the bucket has room for them: with a bucket larger than the shard
-# its buffers grow, up to all rows that a rank needs. Fewer, larger messages make it faster; this is their price in
-# memory.
-
-# %%
-assert by_bucket["direct", 4 * SHARD] > by_bucket["direct", SHARD]
-assert by_bucket["direct", SHARD] <= by_bucket["ring", SHARD]
-
-# %% [markdown]
-# ## The longest sequence for a given memory, and the term that limits it
-#
-# One layer, forward and backward, bf16, 32 query and 8 key/value heads of 128, dense causal in zigzag order, and 64 GiB
-# of memory for these terms. Up to a constant every term is linear in the length of a shard, also the buffers: of a long
-# shard, `ring.budget` makes a sixteenth the bucket here. Two lengths determine the line, and a third one checks it.
-
-# %%
-HEADS, KV_HEADS, DIM, MEMORY = 32, 8, 128, 64 * 2**30
-TERMS = {
-    "q, k, v, out, lse and their incoming gradients": BLUE, "sums of dq, dk, dv": SKY,
-    "communication buffers": VERMILLION,
-}  # fmt: skip
-
-
-@cache
-def dense(local: int, world: int) -> cost.Setting:
-    held = definitions.shards("zigzag", local * world, world, None)
-    return cost.Setting(Pattern.dense(causal=True), held.positions, 1, HEADS, KV_HEADS, DIM, 2)
-
-
-def terms_of(local: int, world: int, exchange: str) -> np.ndarray:
-    """Bytes of the fullest rank, by term."""
-    one, bucket = dense(local, world), local // 16
-    resident, boxes = cost.resident(one), cost.buffers(one, exchange, bucket)
-    incoming = one.counts * HEADS * (DIM * 2 + 4)
-    return np.array([(resident.shards + incoming).max(), resident.gradients.max(), boxes.backward.max()], float)
-
-
-assert all(definitions.default_bucket(long, HEADS, KV_HEADS, 2) == long // 16 for long in (2**15, 2**20))
-RANKS = (1, 2, 4, 8, 16, 32, 64)
-per_token = {}  # bytes per local token
-for exchange in COLOUR:
-    for world in RANKS:
-        short, middle, long = (terms_of(local, world, exchange) for local in (512, 1024, 1536))
-        assert np.array_equal(long - middle, middle - short), "linear in the shard"
-        assert (short - (middle - short) < 1e-4 * MEMORY).all(), "and the constant is negligible"
-        per_token[exchange, world] = (middle - short) / 512
-longest = {key: MEMORY / value.sum() * key[1] for key, value in per_token.items()}
-limiting = {key: list(TERMS)[int(value.argmax())] for key, value in per_token.items()}
-
-figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.8))
-for exchange, colour in COLOUR.items():
-    left.loglog(RANKS, [longest[exchange, w] for w in RANKS], MARK[exchange] + "-", color=colour, label=exchange)
-left.set(title="64 GiB a rank: gather stops growing", xlabel="ranks p", ylabel="longest sequence (tokens)")
-left.set_xticks(RANKS, [str(w) for w in RANKS])
-left.minorticks_off()
-binary_ticks(left.yaxis)
-left.legend()
-shown = [(exchange, w) for exchange in COLOUR for w in (2, 8, 64)]
-bottom = np.zeros(len(shown))
-for index, (name, colour) in enumerate(TERMS.items()):
-    share = np.array([per_token[key][index] / per_token[key].sum() for key in shown])
-    right.bar(range(len(shown)), share, bottom=bottom, color=colour, label=name)
-    bottom += share
-right.set_xticks(range(len(shown)), [f"{e}\n{w}" for e, w in shown], fontsize=7)
-right.set(title="Share of each term, by exchange and ranks", ylabel="share of the total")
-right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), fontsize=7)
-plt.show()
-for exchange in COLOUR:
-    print(f"{exchange:6} on 64 ranks: {binary(longest[exchange, 64])} tokens; largest term: {limiting[exchange, 64]}")
-
-for exchange in ("ring", "direct"):
-    assert longest[exchange, 64] > 0.9 * 32 * longest[exchange, 2], "more ranks, longer sequences, in proportion"
-    assert all("buffers" not in limiting[exchange, w] for w in RANKS)
-    assert all(per_token[exchange, w][2] < 0.1 * per_token[exchange, w].sum() for w in RANKS)
-assert longest["gather", 64] < 2 * longest["gather", 8], "8 times the ranks, less than twice the length"
-assert all("buffers" in limiting["gather", w] for w in RANKS if w >= 8)
-
-# %% [markdown]
-# With `ring` and `direct` the rank's own data is the largest term: the inputs, their gradients, and the sums in fp32.
-# The budget of the bucket keeps the buffers below a tenth of the total. With `gather` the buffers are the largest term
-# from a few ranks on.
-#
-# On GPUs the default bucket is at least 64 Ki tokens, so that a shorter shard is received whole, and with `direct`
-# several shards at once. This memory is bounded by a constant, which per rank is:
-
-# %%
-bucket = definitions.default_bucket(1024, HEADS, KV_HEADS, 2, "cuda")
-assert bucket == 2**16 > definitions.default_bucket(1024, HEADS, KV_HEADS, 2)
-item, gradient = dense(512, 2).slot_bytes(narrow=True)
-most = (
-    (bucket + 1) * KV_HEADS * 3 * (item + gradient)
-)  # two receive buffers and a send buffer; the same for gradients, in bf16
-for world in (8, 64):
-    seen = int(cost.buffers(dense(1536, world), "direct", bucket, narrow=True).backward.max())
-    print(f"{world:2} ranks, shards of 1.5 Ki tokens: {seen / MIB:.0f} MiB of at most {most / MIB:.0f}")
-    assert seen <= most
-
-# %% [markdown]
-# ## GPUs: recorded peaks
-#
-# The peak that PyTorch's allocator reported beyond inputs and outputs, on the fullest GPU, beside the closed form for
-# the same call (accumulators and buffers). All numbers come from the records in `notebooks/data/`.
-
-# %%
-gpu = [row for row in recorded_rows(method="ring_attention") if row.get("peak_bytes")]
-assert gpu, (
-    "no record in notebooks/data has peaks; scripts/bench_ring.py --json makes one, without --graph or beside it"
-)
-for row in gpu:
-    print(
-        f"{row['section']:8} {row['world']} GPUs, {binary(row['tokens']):>6} tokens each, {row['exchange']}, "
-        f"{row['pass']:16}: "
-        f"{row['peak_bytes'] / MIB:7.0f} MiB, closed form {row['closed_form_bytes'] / MIB:7.0f}, "
-        f"ratio {row['peak_bytes'] / row['closed_form_bytes']:.2f}"
-    )
-
-# %%
-figure, axes = plt.subplots(figsize=(6.5, 3.8))
-kinds = sorted({(row["section"], row["exchange"], row["world"], row["pass"]) for row in gpu})
-for (section, exchange, world, name), colour in zip(kinds, cycle(COLOURS), strict=False):
-    rows = [r for r in gpu if (r["section"], r["exchange"], r["world"], r["pass"]) == (section, exchange, world, name)]
-    rows.sort(key=lambda row: row["tokens"])
-    x = [row["tokens"] for row in rows]
-    axes.loglog(
-        x,
-        [row["peak_bytes"] / MIB for row in rows],
-        "o",
-        color=colour,
-        label=f"{section}, {exchange}, {world} GPUs, {name}",
-    )
-    axes.loglog(x, [row["closed_form_bytes"] / MIB for row in rows], "--", marker="_", color=colour, alpha=0.7)
-    each = [(row["peak_bytes"] / row["tokens"], row["closed_form_bytes"] / row["tokens"]) for row in rows]
-    assert all(late < max(1.02 * early, form) for (early, _), (late, form) in zip(each, each[1:], strict=False)), (
-        "a longer shard takes no more per token, or less than the closed form"
-    )
-    if len(x) >= 3:
-        print(f"{section}, {exchange}, {world} GPUs, {name}: {power_law(x, [row['peak_bytes'] for row in rows])}")
-axes.plot([], [], "--", marker="_", color=BLACK, label="closed form")
-axes.set(
-    title="Recorded on GPUs, and the closed form",
-    xlabel="tokens per GPU",
-    ylabel="peak beyond inputs and outputs (MiB)",
-)
-binary_ticks(axes.xaxis)
-axes.legend(fontsize=7)
-plt.show()
-ratios = [row["peak_bytes"] / row["closed_form_bytes"] for row in gpu]
-print(
-    f"peak / closed form: {min(ratios):.2f} to {max(ratios):.2f}; above 1 in {sum(r > 1 for r in ratios)} of {len(gpu)}"
-)
-
-there = {(row["section"], row["exchange"], row["world"]) for row in gpu}
-wanted = {(s, e, w) for s in ("dense", "longnet") for e in COLOUR for w in (2, 4, 8)}
-lacking = sorted(wanted - there)
-print(
-    f"\nnot recorded yet ({len(lacking)} of {len(wanted)}):", "; ".join(f"{s} {e} on {w} GPUs" for s, e, w in lacking)
-)
-
-# %% [markdown]
-# The closed form counts what the algorithm needs; the allocator's peak differs from it on GPUs. Forward takes less,
-# since partial results stay in 16 bits until one pass combines them, and there is no fp32 accumulator. It takes least
-# if one call covers the shard and its result becomes the output, as for LongNet at 128 Ki tokens, but not at 512 Ki.
-# Backward may take more: a fused kernel allocates memory of its own, fp32 for dq and 16 bits for dk and dv of every
-# query head. If that would exceed 256 MiB, the kernel is called for groups of heads, so long shards stay below the
-# closed form. They also take least per token, since the buffers do not grow beyond the bucket of 64 Ki tokens. (Because
-# of that bend, the exponents fitted above have wide intervals.)
-
-# %% [markdown]
-# The longest shards for which forward and backward succeeded, doubled from 128 Ki tokens on; these peaks are all that
-# the allocator held, inputs and outputs included. The record says what ended each series: for dense attention the time
-# limit, for LongNet the GPU's 140 GiB. A shard of a given length takes the same memory on any number of ranks: at a
-# fixed length of the sequence, the memory of a rank falls as $1/p$.
-
-# %%
-longest: dict[str, list[dict]] = {}
-for row in recorded_rows(section="reach"):
-    longest.setdefault(row["pattern"], []).append(row)
-    print(
-        f"{row['pattern']:8} {row['world']} GPUs: {binary(row['tokens']):>6} tokens each, {binary(row['total']):>6} in "
-        f"all, {row['seconds']:5.1f} s, {row['peak_bytes'] / 2**30:5.1f} GiB; {row['stopped'][7:30]}..."
-    )
-assert longest, "no record in notebooks/data has the section reach: scripts/bench_ring.py --section reach makes one"
-for name, rows in longest.items():
-    peaks = {row["world"]: row["peak_bytes"] / row["tokens"] for row in rows}
-    print(f"{name}: bytes per token, the most over the least: {max(peaks.values()) / min(peaks.values()):.3f}")
-    assert len(peaks) < 2 or max(peaks.values()) < 1.05 * min(peaks.values())
