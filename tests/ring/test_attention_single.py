@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from ring import Layout, ring_attention
 from ring.caching.bounded import Bounded
 from ring.compute import kernels
 from ring.compute.math_kernel import Tensors3
-from ring.walk import _combines
 from tests.support.attention_cases import LAYOUTS, PACKED, PATTERNS, call, inputs, normal, plain
 
 INF = float("inf")
@@ -288,12 +286,3 @@ def test_kernels_are_chosen_by_the_head_dim_and_only_one_is_given_delta(
     check(inputs(), Pattern.dense(), Layout.contiguous(17, 1), False, kernel=kernel)
     assert set(dims) == {5}  # of 4 heads and 17 tokens
     assert set(saved) == {(name, name == "math")}
-
-
-@pytest.mark.parametrize("device, combined", [("cpu", False), ("cuda", True), ("meta", False)])
-def test_partial_results_are_combined_on_gpus_but_for_fp64(device: str, combined: bool) -> None:
-    for dtype in DTYPES:
-        x: Any = SimpleNamespace(
-            device=torch.device(device), dtype=dtype, shape=(1, 4, 2, 8)
-        )  # no GPU is needed to ask
-        assert _combines(x) is (combined and dtype is not torch.float64)
