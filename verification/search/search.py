@@ -27,7 +27,7 @@ from verification.example import Example
 from verification.failures import RankHang, VerificationFailure
 from verification.run.backends import Backend, SimBackend
 from verification.search.experiment import Experiment, Found
-from verification.search.leaving_out import with_less
+from verification.search.leaving_out import least
 from verification.search.second_look import cause_in
 from verification.search.shrinking import Shrinking, Signature, failure_on, is_costly, look, signature
 
@@ -165,21 +165,26 @@ class Search:
         return None
 
     def _with_less(self, found: Found) -> Found:
-        """The same failure with all left out that it can do without."""
-        premise, left = self.experiment.premise, True
-        while left and premise is not None:
-            left = False
-            for case in with_less(self.experiment.case_of(found.subject)):
-                subject = self.experiment.with_case(found.subject, case)
-                try:
-                    premise(subject)
-                    self.attempt(subject)
-                except ValueError:
-                    continue
-                except _Interesting as shown:
-                    found, left = shown.args[0], True
-                    break
-        return found
+        """The same failure of the least subject that shows it."""
+        if self.experiment.premise is None:
+            return found
+        premise, shown = self.experiment.premise, found
+
+        def fails(case: Example) -> bool:
+            nonlocal shown
+            subject = self.experiment.with_case(found.subject, case)
+            try:
+                premise(subject)
+                self.attempt(subject)
+            except ValueError:
+                return False
+            except _Interesting as failure:
+                shown = failure.args[0]
+                return True
+            return False
+
+        least(self.experiment.case_of(found.subject), fails)
+        return shown
 
     def attempt(self, subject: Any) -> None:
         """Check one subject. One that is known to fail, does; one that comes when time is over, or there are enough,

@@ -43,6 +43,12 @@ def check_training(backend: Backend, case: TrainingCase) -> dict[str, float]:
     return check_step(case, expectation, backend.collect())
 
 
+def premise(case: TrainingCase) -> None:
+    """Raises ValueError for a TrainingCase that is never drawn, since rounding alone decides what comes out of it."""
+    if case.model.has_steps and case.dtype != "float64":
+        raise ValueError(f"dtype is {case.dtype!r}; it must be 'float64' for a model whose norms may be steps")
+
+
 TRAINING = Experiment(
     "training steps",
     training_cases,
@@ -50,7 +56,7 @@ TRAINING = Experiment(
     moved=lambda case, device: replace(case, device=device),
     record_of=lambda case: {"training": case.to_dict()},
     on_fewer=True,
-    premise=lambda case: None,  # whatever is a TrainingCase could be drawn
+    premise=premise,
 )
 
 
