@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from reference.pattern import Branch, Pattern
 from verification.example import Example
+
+C = TypeVar("C", bound=Example)
 
 # Fields that may be left out or be simpler, and what they are then, of Cases of every kind that have them.
 SIMPLEST: dict[str, Any] = {
@@ -52,7 +54,7 @@ SIMPLEST: dict[str, Any] = {
 HALVES = ("bfloat16", "float16")  # what fails in fp64 says more there than in fp32
 
 
-def least(case: Example, fails: Callable[[Example], bool]) -> Example:
+def least(case: C, fails: Callable[[C], bool]) -> C:
     """The Case with all left out, and made simpler, without which it fails as well. `fails` is not asked of `case`."""
     left = True
     while left:
@@ -64,7 +66,7 @@ def least(case: Example, fails: Callable[[Example], bool]) -> Example:
     return case
 
 
-def with_less(case: Example) -> Iterator[Example]:
+def with_less(case: C) -> Iterator[C]:
     """The Case with one thing less or simpler: its documents, its pattern, one of its other fields, its tokens, its
     heads. What makes no Case is left out.
     """
@@ -129,7 +131,7 @@ def _simpler_branches(branch: Branch) -> Iterator[Branch]:
 # --- sizes ------------------------------------------------------------------------------------------------------------
 
 
-def _with_fewer_tokens(case: Any) -> Iterator[Example]:
+def _with_fewer_tokens(case: Any) -> Iterator[Any]:
     """Of a sequence without documents, half the tokens, or one less; of documents, one less, or one that is shorter.
     Cuts past the new end are at the end.
     """
@@ -150,7 +152,7 @@ def _cut(cuts: tuple[int, ...] | None, tokens: int) -> tuple[int, ...] | None:
     return None if cuts is None else tuple(min(cut, tokens) for cut in cuts)
 
 
-def _made(case: Any, **changes: Any) -> Iterator[Example]:
+def _made(case: Any, **changes: Any) -> Iterator[Any]:
     """The Case with these changes, if there is one: cuts are for so many ranks, say."""
     try:
         yield replace(case, **changes)
