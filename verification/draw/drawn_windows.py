@@ -1,7 +1,8 @@
 """Draws of windows: how far a branch reaches. None, which is no window, is the simplest; the next one is 0.
 
-What a window makes of a plan depends on what it is as long as: nothing, a step of the grid, a shard, the segment, or
-more than there is. Which of these, and by how much it misses it, is decoded from one integer.
+What a window makes of a plan depends on what it is as long as: nothing, a step of the grid, a part of the segment, a
+shard, the segment, or more than there is. Which of these, and by how much it misses it, is decoded from one integer.
+Most are short: one that is longer than what it could hide shows nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ WAYS = ("one", "all", "local")
 _ways = st.sampled_from((*(None,) * 5, *WAYS))
 _often = st.sampled_from((*(None,) * 3, *WAYS))
 _numbers = st.integers(0, 2**24 - 1)  # of more bits Hypothesis mostly draws small ones
-_KINDS = 6
+_KINDS = 4
 _BEYOND = 4  # tokens, of a window that is longer than everything
 
 
@@ -45,13 +46,7 @@ def _limited(branch: Branch, number: int, tokens: int, shard: int) -> Branch:
 def window_of(branch: Branch, number: int, tokens: int, shard: int) -> int:
     """The window of that number, 0 being none at all. shard: tokens of a rank, about."""
     number, kind = divmod(number, _KINDS)
-    rate = branch.dilation_rate
-    of_kind = (
-        number % 4,
-        shard + number % 3 - 1,
-        rate * (number % 5) + number // 5 % rate,  # some steps of the grid, and a part of one
-        min(branch.segment_length or tokens, tokens) + number % 5 - 3,
-        number % (tokens + 1),
-        tokens + number % _BEYOND,
-    )
-    return max(0, of_kind[kind])
+    rate, span = branch.dilation_rate, min(branch.segment_length or tokens, tokens)
+    steps = rate * (number % 5) + number // 5 % rate  # of the grid, and a part of one
+    edge = (shard + number // 2 % 3 - 1, span + number // 2 % 5 - 3, tokens + number // 2 % _BEYOND)[number % 3]
+    return max(0, (number % 4, steps, number % (span // 2 + 1), edge)[kind])

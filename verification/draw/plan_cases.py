@@ -20,12 +20,14 @@ _orders = st.sampled_from(ORDERS)
 # Those in which a rank's ranges lie within each other, or later ones before earlier ones, come more often.
 _irregular_orders = st.sampled_from((*ORDERS, "spliced", "permuted"))
 _within_each_other = st.sampled_from(("spliced", "spliced", "permuted", "shuffled"))
+_of_several_ranges = st.sampled_from(("zigzag", "zigzag", "spliced", "permuted"))
 # By "spliced" a rank holds most of a segment, and others one or two tokens of it.
 _folded_orders = st.sampled_from(("striped", "zigzag", "spliced", "spliced", "spliced"))
 _exchanges = st.sampled_from(("ring", "direct", "gather"))
 _flags = st.booleans()
 _quarters = st.integers(0, 3)
 _seeds = st.integers(0, 255)
+_numbers = st.integers(0, 2**24 - 1)  # of more bits Hypothesis mostly draws small ones
 # Query heads of one offset that are no regular rectangle need several key/value heads with several query heads each.
 _uneven_heads = st.sampled_from(((1, 1), (2, 1), (3, 3), (4, 2), (4, 4), (6, 2), (6, 3), (8, 2), (8, 4), (9, 3)))
 _rates = st.sampled_from((1, 2, 3, 2, 4, 5))
@@ -92,7 +94,21 @@ def irregular_cases(draw: Draw, world: int) -> Case:
         dtype="float32", scale=None, score_scale=1.0, values="normal", seed=draw(_seeds), exchange="ring",
         bucket=draw(st.integers(1, 2 * MOST_SHORT)), kernel="math", lse="unused", strided=False,
     )  # fmt: skip
-    return _windowed(draw, _one_segment(draw, case) if draw(_quarters) == 3 else _packed(draw, case), often=True)
+    kind = draw(_quarters)
+    if kind == 2:
+        return _reaching(draw, case)
+    return _windowed(draw, _one_segment(draw, case) if kind == 3 else _packed(draw, case), often=True)
+
+
+def _reaching(draw: Draw, case: Case) -> Case:
+    """Windows that reach over what other ranks have between two ranges of a rank, in an order in which a rank has
+    several ranges. No segments and no documents, which would end there.
+    """
+    number = draw(_numbers)
+    windows = [1 + number // 7**at % case.tokens for at in range(len(case.pattern.branches))]
+    pairs = zip(case.pattern.branches, windows, strict=True)
+    branches = tuple(replace(branch, segment_length=None, window=window) for branch, window in pairs)
+    return replace(case, order=draw(_of_several_ranges), cuts=None, pattern=replace(case.pattern, branches=branches))
 
 
 def _one_segment(draw: Draw, case: Case) -> Case:

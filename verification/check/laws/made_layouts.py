@@ -62,7 +62,8 @@ def _zigzag(case: Case, ranks: int) -> Iterator[str]:
 
 def _balanced(case: Case, ranks: int) -> Iterator[str]:
     longer = replace(case, tokens=case.tokens + LONGER, cuts=None, pattern=Pattern.dense(causal=True))
-    for one in (case, longer):
+    near = replace(longer, pattern=Pattern.dense(causal=True, window=case.seed % 8))
+    for one in (case, longer, near):
         yield from _uneven(one, ranks)
     yield from _takes_other_heads(case, ranks)
 
