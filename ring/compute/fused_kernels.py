@@ -45,7 +45,7 @@ def backward(
 def _batched(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """(F, B, G, P, L, D) as the (batch, heads, length, head dim) of torch's kernels, in that type.
 
-    Any strides but the head dim's: the fused CPU kernel of torch 2.11 takes it to be 1 without looking (2.13 looks).
+    Any strides but the head dim's: torch's fused CPU kernel, called directly, takes it to be 1 without looking.
     """
     if dtype is not None and x.dtype != dtype:
         x = x.to(dtype)
