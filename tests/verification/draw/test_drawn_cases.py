@@ -81,8 +81,9 @@ RARE = {f"again {again}": 10 for again in AGAIN[1:]} | {
 TAKES_OTHERS = {
     "subgroup", "subgroup without rank 0", "empty shard", "fewer tokens than ranks", "ranks do not divide tokens",
     "uneven cuts", "segment on several ranks", "document on several ranks", "document that ends by a shard's end",
+    "window over a shard's end",
 }  # fmt: skip
-TAKES_TWO_OTHERS = {"document on three ranks"}
+TAKES_TWO_OTHERS = {"document on three ranks", "window on three ranks"}
 
 
 # What is too large for most examples, and left to a law.
