@@ -74,7 +74,6 @@ TRAINING_GROUPS: dict[str, dict[str, Has]] = {
         "window shorter than a segment": _short_window,
         "window that is not causal": lambda case: _windows(case) != {None} and not case.pattern.causal,
         "window in some branches only": lambda case: None in _windows(case) != {None},
-        "several windows": lambda case: len(_windows(case) - {None}) > 1,
         "several documents": lambda case: sum(length > 0 for length in case.documents) > 1,
         "empty document": lambda case: 0 in case.documents,
         "other documents in a later step": lambda case: any(

@@ -76,6 +76,7 @@ LEAST = 4
 RARE = {f"again {again}": 10 for again in AGAIN[1:]} | {
     "head dim >= 32": 30, "subgroup": 15, "subgroup without rank 0": 6, "query rows cut": 8, "bucket of one token": 8,
     "nothing but dead rows": 1, "measured": 30, "descending stretches": 30,
+    "window cut by a segment": 10,
 }  # fmt: skip
 # On one rank there are no others.
 TAKES_OTHERS = {
