@@ -1,6 +1,6 @@
 """What the peers over flash_attn have in common: 16 bits, dense patterns, shards of one length.
 
-All their functions take flash_attn's `window_size` and pass it to every kernel call, which takes its queries and its keys
+All their functions take flash_attn's `window_size` and pass it to every kernel call, which takes its queries and keys
 to end together. In llama3's causal calls they do, and so these alone claim windows; `with_windows` has the others.
 """
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from verification.case import Case
+from verification.peers import claims
 from verification.peers.adapters import ring_flash_attn, ring_flash_attn_varlen, yunchang
 from verification.peers.adapters.over_flash_attn import Ring
 from verification.peers.peer import Peer
@@ -22,8 +24,16 @@ def windowed(ring: Ring, causal: bool | None = None) -> Ring:
     return replace(ring, causal=causal, windows=(False, True) if causal is None else (causal,))
 
 
+def with_a_window(case: Case) -> Case:
+    """The Case, if one of its branches has a window; else with one of a quarter of the tokens."""
+    if claims.window(case) is not None:
+        return case
+    branches = tuple(replace(branch, window=case.tokens // 4) for branch in case.pattern.branches)
+    return replace(case, pattern=replace(case.pattern, branches=branches))
+
+
 def _named(peer: Peer) -> Peer:
-    return replace(peer, name=f"{peer.name} with windows")
+    return replace(peer, name=f"{peer.name} with windows", claims=lambda case: peer.claims(with_a_window(case)))
 
 
 def _of(module: str) -> Peer:
