@@ -36,6 +36,7 @@ _EXP_ROUNDINGS = {"math": 2, "flash": 40, "gpu": 8}
 _EXP_HALF = 2.0**-13
 _KEY_BLOCK = 512
 _ROW_BLOCKS = ((32, 191), (64, 767), (256, None))
+_OF_NEIGHBOURS = ("contiguous", "zigzag", "contiguous by document", "zigzag by document")  # orders in runs of these
 
 
 @dataclass(frozen=True)
@@ -185,35 +186,59 @@ def most_seen(pattern: Pattern, tokens: int, heads: int, kv_heads: int) -> tuple
     return max(1, *seen), max(1, *(sum(seen[h : h + group]) for h in range(0, heads, group)))
 
 
-def most_taken(branch: Branch, causal: bool) -> int:
-    """How often the keys of one row count in `most_partials`: once without a window. A window cuts segments into parts
-    (`ring.plan.blocks`): of the part before the row's own, and unless causal of the part behind, a row sees what lies
-    within its window, and of each run there the kernel may take what all rows see apart from what only some do.
+def most_taken(branch: Branch, causal: bool, tokens: int) -> int:
+    """How often the keys of one row count in `most_partials`: once without a window, or where it reaches over a whole
+    segment. Else it cuts segments into parts (`ring.plan.blocks`): of the part before the row's own, and unless causal
+    of the part behind, a row sees what lies within its window, and of each run there the kernel may take what all rows
+    see apart from what only some do.
     """
-    if branch.window is None:
+    length, rate = min(branch.segment_length or tokens, tokens), branch.dilation_rate
+    if branch.window is None or branch.window // rate * rate + rate >= length:
         return 1
     return 3 if causal else 5
 
 
-def most_partials(order: str, cut: bool, ranks: int, tokens: int, bucket: int, branches: int) -> int:
+def most_parts(exchange: str, order: str, cut: bool, ranks: int, causal: bool, windows: bool) -> int:
+    """Into how many parts the keys that a rank holds of a run, or the rows, can fall, whatever the bucket.
+    order, cut: as in `most_partials`.
+
+    Causal, where tokens of several ranks take turns: a run begins with keys that all rows see, or ends with rows that
+    see all keys, and these may be taken apart from the causal square. In striped order every key lies within one turn
+    of a row of each rank, so there are none; orders whose runs hold neighbours take no turns.
+
+    The exchange "ring" sends keys apart that travel different distances, of which there are p - 1. A rank needs all
+    keys of a run or, causal, those up to its last row: they differ in an order of turns only, and in striped order for
+    the last key alone. With a window a rank needs keys up to one and from another one on.
+    """
+    turns = causal and order not in _OF_NEIGHBOURS
+    uneven = turns and (order != "striped" or cut)
+    distances = 1
+    if exchange == "ring" and windows:
+        distances = 2 * (ranks - 1)
+    elif exchange == "ring" and turns:
+        distances = ranks - 1 if uneven else min(2, ranks - 1)
+    return max(1, distances) + uneven
+
+
+def most_partials(order: str, cut: bool, ranks: int, tokens: int, bucket: int, branches: int, parts: int = 1) -> int:
     """Into how many partial results the keys of one row, or the rows of one key, can fall.
 
     order, cut: the order of the tokens, and whether it is cut into shards in another way than the order's own.
-    branches: how many, each counted as often as `most_taken` says.
+    branches: how many, each counted as often as `most_taken` says. parts: of a run, as `most_parts` has them.
 
     Per branch: the order of the tokens is a list of arithmetic runs (1 contiguous; p striped, and in each document p
     contiguous by document; 2 p zigzag; any other is kept as at most 2 p runs, or else handled by position, one part per
-    shard). The p - 1 cuts between shards add a
-    part each, where they do not coincide with the ends of runs. A bucket of tokens cuts shard i, of n_i tokens, at
-    most ceil(n_i / bucket) times, in all n / bucket + p, and not at all if it holds all branches' tokens. The fused
-    kernel takes 512 keys at a time: n / 512 more. A row's keys are those of one document, so documents add no parts.
+    shard). The p - 1 cuts between shards add a part each, where they do not coincide with the ends of runs. Each of
+    these falls into `parts`. A bucket of tokens cuts shard i, of n_i tokens, at most ceil(n_i / bucket) times, in all
+    n / bucket + p, and not at all if it holds all branches' tokens. The fused kernel takes 512 keys at a time: n / 512
+    more. A row's keys are those of one document, so documents add no parts.
     """
     if not cut and order in ("contiguous", "striped", "contiguous by document"):
         runs = ranks
     else:
         runs = {"contiguous": 1, "striped": ranks}.get(order, 2 * ranks) + (ranks - 1 if cut else 0)
     chunks = 0 if branches * tokens <= bucket else tokens // bucket + ranks
-    return branches * (runs + chunks + tokens // _KEY_BLOCK)
+    return branches * (runs * parts + chunks + tokens // _KEY_BLOCK)
 
 
 def blocks_of_a_call(tokens: int) -> tuple[int, int]:

@@ -48,6 +48,19 @@ def document_by_document(q: Tensor, k: Tensor, v: Tensor, case: Case, group: Pro
     return torch.cat([plain(*part) for part in parts], 1)
 
 
+def with_windows(case: Case) -> Case:
+    return dataclasses.replace(claim(case), pattern=claims.dense(case, windows=True).pattern)
+
+
+def within_windows(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | None) -> Tensor:
+    window, away = claims.window(case), torch.arange(case.tokens)[:, None] - torch.arange(case.tokens)
+    seen = away.abs() <= (case.tokens if window is None else window)
+    if case.pattern.causal:
+        seen &= away >= 0
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, seen).transpose(1, 2)
+
+
 def plain(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | None) -> Tensor:
     assert group is None
     return attention(q, k, v, case.softmax_scale, case.pattern.causal)[0]
@@ -146,6 +159,8 @@ raises = dataclasses.replace(sound, attend=raising)
 aborts = dataclasses.replace(sound, attend=aborting)
 packed = dataclasses.replace(sound, claims=with_documents, attend=document_by_document)
 unpacked = dataclasses.replace(sound, claims=with_documents)
+windowed = dataclasses.replace(sound, claims=with_windows, attend=within_windows)
+unwindowed = dataclasses.replace(sound, claims=with_windows)
 hangs = dataclasses.replace(sound, attend=waiting)
 unconnected = dataclasses.replace(sound, attend=connected_to_nothing)
 transposed = dataclasses.replace(sound, attend=heads_before_tokens)

@@ -32,7 +32,8 @@ def flash_forward(
     alibi_slopes: Tensor | None = None, return_softmax: bool = False,
 ) -> tuple[Tensor, Tensor, None, None]:  # fmt: skip
     """In place of flash_attn's _flash_attn_forward."""
-    flash_attn_shim.refuse_options(dropout_p, window_size_left, window_size_right, softcap, alibi_slopes)
+    refuse_windows(window_size_left, window_size_right)
+    flash_attn_shim.refuse_options(dropout_p, softcap, alibi_slopes)
     out, lse = fused.forward(q, k, v, softmax_scale, causal)
     return out, lse, None, None
 
@@ -44,10 +45,18 @@ def flash_backward(
     alibi_slopes: Tensor | None = None, deterministic: bool = False, rng_state: Tensor | None = None,
 ) -> None:  # fmt: skip
     """In place of flash_attn's _flash_attn_backward."""
-    flash_attn_shim.refuse_options(dropout_p, window_size_left, window_size_right, softcap, alibi_slopes)
+    refuse_windows(window_size_left, window_size_right)
+    flash_attn_shim.refuse_options(dropout_p, softcap, alibi_slopes)
     found = fused.backward(dout, q, k, v, out, softmax_lse, softmax_scale, causal)
     for place, gradient in zip((dq, dk, dv), found, strict=True):
         place.copy_(gradient)
+
+
+def refuse_windows(left: int, right: int) -> None:
+    if (left, right) != (-1, -1):
+        raise NotImplementedError(
+            f"the kernels of the baselines have no windows here, got window_size=({left}, {right})"
+        )
 
 
 @contextmanager

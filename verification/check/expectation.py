@@ -9,7 +9,15 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from reference.arithmetic import Arithmetic, Counts, blocks_of_a_call, most_partials, most_seen, most_taken
+from reference.arithmetic import (
+    Arithmetic,
+    Counts,
+    blocks_of_a_call,
+    most_partials,
+    most_parts,
+    most_seen,
+    most_taken,
+)
 from reference.exact import Expectation, Inputs, evaluate
 from verification.case import Case
 
@@ -38,10 +46,10 @@ def arithmetic_of(case: Case) -> Arithmetic:
 def counts_of(case: Case, kernel: str) -> Counts:
     """How much is added up, in calls of that kernel of `arithmetic.KERNELS`."""
     keys, rows = most_seen(case.pattern, case.tokens, case.heads, case.kv_heads)
-    partials = most_partials(
-        case.order, case.cuts is not None, len(case.ranks), case.tokens, case.tokens_per_call,
-        sum(most_taken(branch, case.pattern.causal) for branch in case.pattern.branches),
-    )  # fmt: skip
+    taken = [most_taken(branch, case.pattern.causal, case.tokens) for branch in case.pattern.branches]
+    shards = case.order, case.cuts is not None, len(case.ranks)
+    parts = most_parts(case.exchange, *shards, case.pattern.causal, max(taken) > 1)
+    partials = most_partials(*shards, case.tokens, case.tokens_per_call, sum(taken), parts)
     merges, row_merges = min(keys, partials), min(rows, partials * (case.heads // case.kv_heads))
     key_blocks, row_blocks = (1, 2) if kernel == "gpu" else blocks_of_a_call(case.tokens)
     return Counts(keys, rows, merges, row_merges, key_blocks, row_blocks)

@@ -17,14 +17,21 @@ def without_own_settings(case: Case) -> Case:
     return dataclasses.replace(case, exchange="ring", bucket=None, kernel="math")
 
 
-def dense(case: Case, causal: bool | None = None) -> Case:
-    """Plain attention, without documents. causal: True for always, False for never, None as the Case has it."""
-    return dataclasses.replace(case, pattern=Pattern.dense(case.pattern.causal if causal is None else causal))
+def window(case: Case) -> int | None:
+    """Of the first of the Case's branches that have one; None if none has."""
+    return next((branch.window for branch in case.pattern.branches if branch.window is not None), None)
 
 
-def packed(case: Case, causal: bool | None = None) -> Case:
-    """Plain attention of one sequence, within its documents if it has some. causal: as for `dense`."""
-    pattern = Pattern.dense(case.pattern.causal if causal is None else causal, case.pattern.documents)
+def dense(case: Case, causal: bool | None = None, *, windows: bool = False) -> Case:
+    """Plain attention, without documents. causal: True for always, False for never, None as the Case has it. windows:
+    whether the Case's `window` is kept."""
+    causal = case.pattern.causal if causal is None else causal
+    return dataclasses.replace(case, pattern=Pattern.dense(causal, window=window(case) if windows else None))
+
+
+def packed(case: Case, causal: bool | None = None, *, windows: bool = False) -> Case:
+    """Plain attention of one sequence, within its documents if it has some. causal, windows: as for `dense`."""
+    pattern = dataclasses.replace(dense(case, causal, windows=windows).pattern, documents=case.pattern.documents)
     return dataclasses.replace(case, batch=1, pattern=pattern)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from reference.pattern import Branch
-from verification.report.coverage import Has
+from verification.report.pattern_features import Has
 from verification.training.training_case import (
     CHECKPOINTING,
     COMPILED,
@@ -27,6 +29,18 @@ def _counts(case: TrainingCase) -> tuple[int, ...]:
 def _apart(case: TrainingCase) -> bool:
     """The ranks of a context group are not neighbours."""
     return case.arrangement == "strided" and 1 < case.context < case.world
+
+
+def _windows(case: TrainingCase) -> set[int | None]:
+    """Of all branches; None for a branch without one."""
+    return {branch.window for branch in case.pattern.branches}
+
+
+def _short_window(case: TrainingCase) -> bool:
+    """Some window reaches less far than its branch's segments, in the longest document."""
+    longest = max(case.documents)
+    shortened = ((b.window, min(b.segment_length or longest, longest)) for b in case.pattern.branches)
+    return any(window is not None and window < length - 1 for window, length in shortened)
 
 
 def _in_model(name: str, choice: str) -> Has:
@@ -55,7 +69,11 @@ TRAINING_GROUPS: dict[str, dict[str, Has]] = {
         "scale": lambda case: case.model.scale is not None,
         "two rotary bases": lambda case: case.model.bases == 2 and case.model.positions == "rotary",
         "causal": lambda case: case.pattern.causal,
-        "dilated or in segments": lambda case: case.pattern.branches != (Branch(),),
+        "dilated or in segments": lambda case: any(replace(b, window=None) != Branch() for b in case.pattern.branches),
+        "window": lambda case: _windows(case) != {None},
+        "window shorter than a segment": _short_window,
+        "window that is not causal": lambda case: _windows(case) != {None} and not case.pattern.causal,
+        "window in some branches only": lambda case: None in _windows(case) != {None},
         "several documents": lambda case: sum(length > 0 for length in case.documents) > 1,
         "empty document": lambda case: 0 in case.documents,
         "other documents in a later step": lambda case: any(

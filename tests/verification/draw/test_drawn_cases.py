@@ -77,13 +77,15 @@ LEAST = 4
 RARE = {f"again {again}": 10 for again in AGAIN[1:]} | {
     "head dim >= 32": 30, "subgroup": 15, "subgroup without rank 0": 6, "query rows cut": 8, "bucket of one token": 8,
     "nothing but dead rows": 1, "measured": 30, "descending stretches": 30,
+    "window cut by a segment": 10,
 }  # fmt: skip
 # On one rank there are no others.
 TAKES_OTHERS = {
     "subgroup", "subgroup without rank 0", "empty shard", "fewer tokens than ranks", "ranks do not divide tokens",
     "uneven cuts", "segment on several ranks", "document on several ranks", "document that ends by a shard's end",
+    "window over a shard's end",
 }  # fmt: skip
-TAKES_TWO_OTHERS = {"document on three ranks"}
+TAKES_TWO_OTHERS = {"document on three ranks", "window on three ranks"}
 
 
 # What is too large for most examples, and left to a law.

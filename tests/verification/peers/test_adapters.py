@@ -15,23 +15,27 @@ from verification.peers.adapters import flash_attn_shim, plain_attention, yuncha
 
 @pytest.mark.parametrize("causal", (False, True))
 @pytest.mark.parametrize("kv_heads", (1, 2, 4))
-def test_the_stand_in_for_flash_attn(causal: bool, kv_heads: int) -> None:
-    """Against the oracle, the rows cut in two: the causal mask is aligned to the last query and the last key."""
+@pytest.mark.parametrize("window", (None, 0, 2, 9))
+def test_the_stand_in_for_flash_attn(causal: bool, kv_heads: int, window: int | None) -> None:
+    """Against the oracle, the rows cut in two: masks are aligned to the last query and the last key."""
     generator = torch.Generator().manual_seed(kv_heads)
     q, dout = (torch.randn(2, 7, 4, 3, generator=generator) for _ in range(2))
     k, v = (torch.randn(2, 7, kv_heads, 3, generator=generator) for _ in range(2))
-    pattern, scale = Pattern.dense(causal), 0.7
+    pattern, scale = Pattern.dense(causal, window=window), 0.7
     exact, exact_lse = attention(q, k, v, pattern, scale=scale)
     wanted = gradients(q, k, v, pattern, dout, scale=scale)
     found = [torch.zeros(7, dtype=torch.float32).new_zeros(x.shape) for x in (q, k, v)]
     for rows in (slice(0, 3), slice(3, 7)):
-        keys = slice(0, rows.stop if causal else 7)
-        out, lse, _, _ = flash_attn_shim.forward(q[:, rows], k[:, keys], v[:, keys], 0.0, scale, causal)
+        keys = slice(0, rows.stop if causal else 7 if window is None else min(7, rows.stop + window))
+        behind = keys.stop - rows.stop  # keys, by which a window is shifted
+        sides = (-1, -1) if window is None else (window + behind, window - behind)
+        how = 0.0, scale, causal, *sides
+        out, lse, _, _ = flash_attn_shim.forward(q[:, rows], k[:, keys], v[:, keys], *how)
         torch.testing.assert_close(out, exact[:, rows].float())
         torch.testing.assert_close(lse, exact_lse[:, :, rows].float())
         dq, dk, dv = torch.empty_like(q[:, rows]), torch.empty_like(k[:, keys]), torch.empty_like(v[:, keys])
         arguments = dout[:, rows], q[:, rows], k[:, keys], v[:, keys], out, lse, dq, dk, dv
-        flash_attn_shim.backward(*arguments, 0.0, scale, causal)
+        flash_attn_shim.backward(*arguments, *how)
         found[0][:, rows] += dq
         found[1][:, keys] += dk
         found[2][:, keys] += dv
@@ -116,9 +120,9 @@ def test_the_stand_in_has_no_more_than_it_says() -> None:
     q = torch.ones(1, 2, 1, 1)
     out, lse, _, _ = flash_attn_shim.forward(q, q[:, :1], q[:, :1], 0.0, 1.0, True)  # the first row sees nothing
     assert out[0, 0, 0, 0] == 0 and lse[0, 0, 0] == math.inf and lse[0, 0, 1] == 1
-    for unusual in ({"dropout_p": 0.1}, {"window_size_left": 3}, {"softcap": 1.0}, {"alibi_slopes": q}):
+    for unusual in ({"dropout_p": 0.1}, {"softcap": 1.0}, {"alibi_slopes": q}):
         arguments: dict[str, Any] = {"dropout_p": 0.0, "softmax_scale": 1.0, "causal": False} | unusual
-        with pytest.raises(NotImplementedError, match="no dropout, window, soft cap or ALiBi"):
+        with pytest.raises(NotImplementedError, match="no dropout, soft cap or ALiBi"):
             flash_attn_shim.forward(q, q, q, **arguments)
     with pytest.raises(NotImplementedError, match="returns no probabilities, got return_softmax=True"):
         flash_attn_shim.forward(q, q, q, 0.0, 1.0, False, return_softmax=True)

@@ -30,7 +30,7 @@ from tests.support.printed import unbroken
 from verification.case import Case
 from verification.draw.cases import cases
 from verification.failures import RankHang, VerificationFailure
-from verification.peers import Refused, probe
+from verification.peers import Refused, claims, probe
 from verification.peers.known_peers import KNOWN, load, ready, selected
 from verification.peers.peer_experiment import claimed, expect, experiment
 from verification.peers.training.known_step_peers import KNOWN_STEP_PEERS
@@ -306,8 +306,10 @@ def test_claims(name: str, data: st.DataObject) -> None:
         assert found.order == "contiguous" and found.cuts is None and found.heads == found.kv_heads
     else:
         assert len(set(found.shards().counts)) == 1 and found.tokens > 0
-        assert found.pattern == Pattern.dense(found.pattern.causal, found.pattern.documents)
+        window = claims.window(found)
+        assert found.pattern == Pattern.dense(found.pattern.causal, found.pattern.documents, window)
         assert found.pattern.documents is None or name.endswith("-varlen")
+        assert window is None or (name == "ring-flash-attn/llama3-varlen" and found.pattern.causal)
     if not found.order.startswith("contiguous"):
         assert found.pattern.causal
 

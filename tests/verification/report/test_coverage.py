@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from reference.exact import multiplicity
 from reference.pattern import Branch, Pattern
 from tests.support.printed import unbroken
 from verification.case import Case
@@ -31,8 +33,13 @@ def seen(*branches: Branch) -> dict[str, Any]:
     return {"pattern": Pattern(branches)}
 
 
-def packed(*documents: int, segment: int | None = None) -> dict[str, Any]:
-    return {"pattern": Pattern((Branch(segment),), documents=documents)}
+def packed(*documents: int, segment: int | None = None, window: int | None = None) -> dict[str, Any]:
+    return {"pattern": Pattern((Branch(segment, window=window),), documents=documents)}
+
+
+def near(*windows: int | None, causal: bool = True, **branch: Any) -> dict[str, Any]:
+    """Branches that differ in their windows."""
+    return {"pattern": Pattern(tuple(Branch(window=window, **branch) for window in windows), causal)}
 
 
 SOME = Branch(heads=range(1, 3))
@@ -64,6 +71,19 @@ EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "document on three ranks": ({"world": 3} | packed(7, 10, 7), {"world": 3} | packed(7, 9, 8)),
     "document that ends by a shard's end": (packed(11, 13), packed(10, 4, 10)),
     "document after a short tail": (packed(10, 14, segment=8), packed(16, 8, segment=8)),
+    "window": (near(23), {}),
+    "no window": ({}, near(None, 23)),
+    "window 0": (near(0), near(1)),
+    "window that hides nothing": (near(7, segment_length=8), near(6, segment_length=8)),
+    "window that is not causal": (near(22, causal=False), near(23, causal=False)),
+    "window with dilation": (near(21, dilation_rate=2), near(22, dilation_rate=2)),  # 0 2 4 .. 22
+    "window that ends between steps": (near(4, dilation_rate=3), near(3, dilation_rate=3)),
+    "window cut by a segment": (near(1, segment_length=8), near(0, segment_length=8)),
+    "window cut by a document": (packed(8, 16, window=1), packed(0, 24, window=1)),
+    "window over a shard's end": (near(1), near(1, segment_length=4)),
+    "window on three ranks": ({"world": 3} | near(9), {"world": 3} | near(8)),  # the second rank has 8 to 15
+    "window in some branches only": (near(None, 3), near(3, 4)),
+    "several windows": (near(None, 3, 4), near(None, 3, 3)),
     "dilation": (seen(Branch(8, 2)), seen(Branch(8, 1))),
     "r > w": (seen(Branch(3, 4)), seen(Branch(4, 4))),
     "r does not divide w": (seen(Branch(8, 3)), seen(Branch(8, 4))),
@@ -155,6 +175,24 @@ def test_dead_rows_and_keys_are_those_of_the_expectation(given_: Case) -> None:
     assert FEATURES["dead row"](given_) == bool(expectation.dead_rows.any())
     assert FEATURES["dead key"](given_) == bool(expectation.dead_keys.any())
     assert FEATURES["nothing but dead rows"](given_) == bool(np.all(expectation.dead_rows))
+
+
+@given(cases(3))
+@settings(database=None, deadline=None, max_examples=60)
+def test_windows_are_those_of_the_definition(given_: Case) -> None:
+    """Of every branch by itself, from all its pairs."""
+    holder, wanted, hides = np.asarray(given_.shards().holder), 0, False
+    for branch in given_.pattern.branches:
+        alone = replace(given_.pattern, branches=(branch,))
+        pairs = multiplicity(alone, given_.heads, given_.tokens) > 0
+        wide = multiplicity(replace(alone, branches=(replace(branch, window=None),)), given_.heads, given_.tokens) > 0
+        if (pairs != wide).any():
+            ranks = [pairs[:, :, holder == rank].any(2) for rank in range(len(given_.ranks))]
+            hides, wanted = True, max(wanted, int(np.sum(ranks, axis=0).max()))
+    has = {name: FEATURES[name](given_) for name in GROUPS["windows"]}
+    assert has["window that is not causal"] == (hides and not given_.pattern.causal)
+    assert (has["window over a shard's end"], has["window on three ranks"]) == (wanted > 1, wanted > 2)
+    assert has["window"] != has["no window"] and (hides or has["window that hides nothing"] or has["no window"])
 
 
 def test_counts() -> None:

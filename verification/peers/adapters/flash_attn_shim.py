@@ -8,7 +8,9 @@ Products are formed in float32 for all inputs, under autocast too, and results a
 Two of them take sequences of varying lengths, packed into one: (tokens, heads, dim), and lse is (H, tokens). Sequence i
 has the queries cu_seqlens_q[i] to cu_seqlens_q[i + 1] and the keys likewise, and is computed by itself as above.
 
-Dropout, windows, soft caps, ALiBi, keys in pages and a wish for the probabilities are refused.
+Windows: query i sees the keys from i + Nk - Nq - left to i + Nk - Nq + right, -1 being no limit; causal, right is 0.
+
+Dropout, soft caps, ALiBi, keys in pages and a wish for the probabilities are refused.
 """
 
 from __future__ import annotations
@@ -66,9 +68,9 @@ def forward(
 ) -> tuple[Tensor, Tensor, None, None]:
     """q (B, Nq, H, D), k, v (B, Nk, Hk, D) -> out (B, Nq, H, D), lse (B, H, Nq) and two unused fields."""
     refuse_probabilities(return_softmax)
-    refuse_options(dropout_p, window_size_left, window_size_right, softcap, alibi_slopes)
+    refuse_options(dropout_p, softcap, alibi_slopes)
     with torch.autocast(q.device.type, enabled=False):  # which a kernel does not look at
-        scores = masked_scores(q, k, softmax_scale, causal)
+        scores = masked_scores(q, k, softmax_scale, causal, window_size_left, window_size_right)
         lse = scores.logsumexp(-1)
         dead = lse == -math.inf
         p = (scores - lse.masked_fill(dead, 0.0).unsqueeze(-1)).exp()
@@ -97,8 +99,8 @@ def backward(
     rng_state: Tensor | None = None,
 ) -> None:
     """Writes the gradients of q, k, v into dq, dk, dv. out and softmax_lse are those of the whole softmax."""
-    refuse_options(dropout_p, window_size_left, window_size_right, softcap, alibi_slopes)
-    scores = masked_scores(q, k, softmax_scale, causal)
+    refuse_options(dropout_p, softcap, alibi_slopes)
+    scores = masked_scores(q, k, softmax_scale, causal, window_size_left, window_size_right)
     p = (scores - softmax_lse.float().unsqueeze(-1)).exp()  # lse inf: 0
     wide = dout.float()
     delta = (wide * out.float()).sum(-1).transpose(1, 2).unsqueeze(-1)  # (B, H, Nq, 1)
@@ -190,13 +192,16 @@ def check_lengths(x: Tensor, cu_seqlens: Tensor, longest: int) -> None:
         raise ValueError(f"max_seqlen must be at least the longest sequence, {max(lengths)}, got {longest}")
 
 
-def masked_scores(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
+def masked_scores(q: Tensor, k: Tensor, scale: float, causal: bool, left: int, right: int) -> Tensor:
     """float32 (B, H, Nq, Nk)."""
     scores = torch.einsum("bihd,bjhd->bhij", q.float(), expanded(k, q)) * scale
-    if not causal:
-        return scores
     rows, keys = scores.shape[-2:]
-    seen = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril(keys - rows)
+    right = 0 if causal else right
+    seen = torch.ones(rows, keys, dtype=torch.bool, device=q.device)
+    if right >= 0:
+        seen = seen.tril(keys - rows + right)
+    if left >= 0:
+        seen = seen.triu(keys - rows - left)
     return scores.masked_fill(~seen, -math.inf)
 
 
@@ -210,11 +215,11 @@ def summed_by_group(gradient: Tensor, x: Tensor) -> Tensor:
     return gradient.unflatten(2, (x.shape[2], -1)).sum(3)
 
 
-def refuse_options(dropout_p: float, left: int, right: int, softcap: float | None, alibi_slopes: Tensor | None) -> None:
-    if dropout_p or (left, right) != (-1, -1) or softcap or alibi_slopes is not None:
+def refuse_options(dropout_p: float, softcap: float | None, alibi_slopes: Tensor | None) -> None:
+    if dropout_p or softcap or alibi_slopes is not None:
         raise NotImplementedError(
-            "the stand-in for flash_attn has no dropout, window, soft cap or ALiBi, got "
-            f"dropout_p={dropout_p}, window_size=({left}, {right}), softcap={softcap}, alibi_slopes={alibi_slopes}"
+            "the stand-in for flash_attn has no dropout, soft cap or ALiBi, got "
+            f"dropout_p={dropout_p}, softcap={softcap}, alibi_slopes={alibi_slopes}"
         )
 
 

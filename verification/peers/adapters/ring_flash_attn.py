@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from verification.case import Case
 from verification.peers import claims
 from verification.peers.adapters import flash_attn_shim
-from verification.peers.adapters.over_flash_attn import Ring, peer
+from verification.peers.adapters.over_flash_attn import Ring, peer, window_size
 from verification.peers.peer import Peer, Refused, Result
 
 PACKAGE = "ring_flash_attn"
@@ -48,8 +48,9 @@ def variant(module: str, ring: Ring) -> Peer:
     def attend(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | None) -> Result:
         function = getattr(importlib.import_module(f"{PACKAGE}.{module}"), f"{module}_func")
         out, lse, _ = function(
-            q, k, v, causal=case.pattern.causal, softmax_scale=case.scale, return_attn_probs=True, group=group
-        )
+            q, k, v, causal=case.pattern.causal, window_size=window_size(case), softmax_scale=case.scale,
+            return_attn_probs=True, group=group,
+        )  # fmt: skip
         return out, lse
 
     name = f"ring-flash-attn/{module.partition('_')[0]}"

@@ -5,7 +5,8 @@ it takes; its own tests have lengths that divide by the number of ranks, for zig
 
 llama3: contiguous shards of one length, documents of any length. All keys and values are gathered, some heads at a
 time, and each rank makes one kernel call for those of the documents that it has a part of: nothing is merged. How many
-key/value heads are gathered at a time follows from the seed, from one to all.
+key/value heads are gathered at a time follows from the seed, from one to all. If causal, its keys end with its queries,
+as the kernel takes them to, so a window is one; else keys behind its queries shift the window.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from verification.case import Case
 from verification.peers import claims
-from verification.peers.adapters.over_flash_attn import Ring, peer
+from verification.peers.adapters.over_flash_attn import Ring, peer, window_size
 from verification.peers.adapters.ring_flash_attn import PACKAGE, WORDS, import_modules
 from verification.peers.peer import Peer, Result
 
@@ -63,8 +64,8 @@ def variant(module: str, ring: Ring) -> Peer:
     def attend(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | None) -> Result:
         function = getattr(importlib.import_module(f"{PACKAGE}.{module}"), f"{module}_func")
         out, lse, _ = function(
-            q[0], k[0], v[0], **asked(case, group), causal=case.pattern.causal, softmax_scale=case.scale,
-            return_attn_probs=True, group=group,
+            q[0], k[0], v[0], **asked(case, group), causal=case.pattern.causal, window_size=window_size(case),
+            softmax_scale=case.scale, return_attn_probs=True, group=group,
         )  # fmt: skip
         return out[None], lse[None]
 
@@ -73,7 +74,7 @@ def variant(module: str, ring: Ring) -> Peer:
 
 
 VARIANTS = {
-    "llama3_flash_attn_varlen": Ring(packed=True, merge="weighted"),
+    "llama3_flash_attn_varlen": Ring(packed=True, merge="weighted", windows=(True,)),
     "ring_flash_attn_varlen": Ring("contiguous by document", packed=True),
     "zigzag_ring_flash_attn_varlen": Ring("zigzag by document", 2, causal=True, packed=True),
 }

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from verification.case import Case
 from verification.peers import claims
 from verification.peers.adapters import flash_attn_shim
-from verification.peers.adapters.over_flash_attn import Ring, peer
+from verification.peers.adapters.over_flash_attn import Ring, peer, window_size
 from verification.peers.peer import Peer, Result
 
 WORDS = "bf16 and fp16, GQA, any scale, all ranks"
@@ -50,7 +50,9 @@ def variant(name: str, ring: Ring) -> Peer:
         chosen = importlib.import_module("yunchang.globals").PROCESS_GROUP
         chosen.ULYSSES_PG, chosen.RING_PG = groups(ulysses, case.world)
         attention: Any = importlib.import_module("yunchang").LongContextAttention(ring_impl_type=name)
-        out: Tensor = attention(q, k, v, causal=case.pattern.causal, softmax_scale=case.scale)
+        out: Tensor = attention(
+            q, k, v, causal=case.pattern.causal, window_size=window_size(case), softmax_scale=case.scale
+        )
         return out
 
     return peer(f"yunchang/{name}", ring, WORDS, claims.all_ranks, claims.without_lse, attend, prepare)
