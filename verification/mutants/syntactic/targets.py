@@ -46,7 +46,7 @@ def tests_of(file: str) -> list[str]:
     """The unit tests of a file in the order in which they run: of its own name, of its own folder, then whole calls.
 
     Of `tests/ring` or `tests/reference`, those that import a file of the top; of a folder further down, all of them.
-    Tests that start processes call the ring through its package, and import none of its modules.
+    Of these files `run_tests` leaves out what starts processes.
     """
     folder = ROOT / "tests" / Path(file).parent
     module = file.removesuffix(".py").replace("/", ".")

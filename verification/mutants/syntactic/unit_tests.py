@@ -32,7 +32,7 @@ def limit_processor(seconds: int, pid: int = 0) -> None:
 def run_tests(files: Sequence[str], seconds: int) -> Verdict:
     """These test files, in this process, until the first failure or so many seconds of the processor.
 
-    Tests that draw draw the same every time.
+    Tests that draw draw the same every time. Those with ranks of their own are left out: a rank starts no processes.
 
     Raises RuntimeError where pytest itself cannot do its work.
     """
@@ -50,7 +50,7 @@ def run_tests(files: Sequence[str], seconds: int) -> Verdict:
     said = io.StringIO()
     with redirect_stdout(said), redirect_stderr(said):
         status = pytest.main(
-            ["-x", "-q", "--capture=sys", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist", "-p",
+            ["-x", "-q", "-m", "not ranks", "--capture=sys", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist", "-p",
              "no:faulthandler", "-o", "addopts=", "--import-mode=importlib", *files],
             plugins=[first],
         )  # fmt: skip
