@@ -50,8 +50,8 @@ def run_tests(files: Sequence[str], seconds: int) -> Verdict:
     said = io.StringIO()
     with redirect_stdout(said), redirect_stderr(said):
         status = pytest.main(
-            ["-x", "-q", "-m", "not ranks", "--capture=sys", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist", "-p",
-             "no:faulthandler", "-o", "addopts=", "--import-mode=importlib", *files],
+            ["-x", "-q", "-m", "not ranks", "--capture=sys", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist",
+             "-p", "no:faulthandler", "-o", "addopts=", "--import-mode=importlib", *files],
             plugins=[first],
         )  # fmt: skip
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and first.failed is None:
