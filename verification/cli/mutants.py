@@ -76,7 +76,10 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
             names = [defect.name for defect in defects]
             for outcome in try_all(names, seed, options.limit, options.jobs, say=shown.progress):
                 shown.add(outcome)
-    except (ValueError, CannotPlant, NotSane, ToolError, BrokenExecutor) as error:
+    except ToolError as error:  # of a defect that does not run; what became of the others is worth keeping
+        write_json(options.json, to_dict(shown.outcomes, time.perf_counter() - started, seed, options.limit))
+        raise Unavailable(str(error)) from error
+    except (ValueError, CannotPlant, NotSane, BrokenExecutor) as error:
         raise Unavailable(str(error)) from error
     spent = time.perf_counter() - started
     for line in summary(shown.outcomes, spent, options.verbose):

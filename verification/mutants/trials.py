@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from verification.example import Example
 from verification.failures import VerificationFailure, WrongResult
 from verification.mutants.catalogue import by_name
-from verification.mutants.defect import Defect, NotSane
+from verification.mutants.defect import CannotPlant, Defect, NotSane
 from verification.mutants.plant import preparation
 from verification.mutants.subjects import EVERYTHING, ON_GLOO, WORLDS, Subject
 from verification.report.row_table import finite
@@ -78,7 +78,8 @@ def try_all(
     """The outcomes in the order of `names`, each as soon as it and those before it are there. `say` is told every few
     seconds how far the one that is waited for has come. limit: examples for each; None: by its subject.
 
-    Raises NotSane, CannotPlant, Unavailable or ToolError; then no outcome is to be trusted.
+    Raises NotSane or Unavailable; then no outcome is to be trusted. Raises ToolError at the end for those that could
+    not be tried, when all others have been.
     """
     # Two processes share the cores with their ranks: one thread each, from the import of numpy on.
     os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"))
@@ -95,8 +96,14 @@ def try_all(
             executor.submit(_tallied, i, try_defect, name, seed, limit)
             for i, name in enumerate(names, start=len(places))
         ]
+        unrun = []
         for i, (name, future) in enumerate(zip(names, futures, strict=True), start=len(places)):
-            yield _wait(future, say, partial(_progress, name, held, i, _limit(by_name(name), limit)))
+            try:
+                yield _wait(future, say, partial(_progress, name, held, i, _limit(by_name(name), limit)))
+            except (CannotPlant, ToolError) as error:  # the others have outcomes all the same
+                unrun.append(str(error))
+        if unrun:
+            raise ToolError("; ".join(unrun))
     finally:
         executor.shutdown(cancel_futures=True)
 
