@@ -10,7 +10,7 @@ A Case's exchange chooses the rotation: "gather" is all-gather, "ring" is all-to
 which is zigzag order; the rest is contiguous, as `context_parallel` does it.
 
 Packed documents are not run: `_PerDocumentHeadTailLoadBalancer` is for flex attention alone, which has no backward on
-CPUs, and whose masks take multiples of 128 tokens for each rank (torch 2.13).
+CPUs, and whose masks take multiples of 128 tokens for each rank (torch 2.13). Its ring takes no window.
 """
 
 from __future__ import annotations

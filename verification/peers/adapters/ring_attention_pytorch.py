@@ -5,7 +5,7 @@ inputs' type, so that fp64 would be computed in fp32, and 16-bit results merged 
 
 With fewer key/value heads, its query head h uses key/value head h mod Hk, whereas in a Case neighbouring heads share
 one: the claim is equal heads. With several buckets in a shard, its striped order deals out buckets, which is an order
-that no Case has: the claim is one bucket a shard.
+that no Case has: the claim is one bucket a shard. Its `max_lookback_seq_len` counts whole buckets, so it is no window.
 """
 
 from __future__ import annotations
