@@ -21,7 +21,8 @@ TOPICS = (
     "merge", "backward", "masks", "dilation", "diagonal", "communication", "process_groups", "numerics", "agreement",
     "keeping", "documents", "calls", "orders", "training_batches", "training_losses", "training_gradients",
     "training_modules", "training_compiled", "windows", "elsewhere_plans", "elsewhere_calls", "elsewhere_sizes",
-    "elsewhere_again_plans", "elsewhere_again_calls", "elsewhere_third_calls", "elsewhere_third_training",
+    "elsewhere_again_plans", "elsewhere_again_calls", "elsewhere_third_plans",
+    "elsewhere_third_calls", "elsewhere_third_training",
 )  # fmt: skip
 
 
