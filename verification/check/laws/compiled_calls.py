@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -17,7 +18,13 @@ from verification.run.backends import Backend
 
 @st.composite
 def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
-    return draw(cases(world)), {}
+    """Every fourth Case has a window, mostly one of 0, which is not none."""
+    case = draw(cases(world))
+    if draw(st.integers(0, 3)) < 3:
+        return case, {}
+    first, *others = case.pattern.branches
+    first = replace(first, window=draw(st.sampled_from((0, 0, 1))))
+    return replace(case, pattern=replace(case.pattern, branches=(first, *others))), {}
 
 
 def check_compiled(backend: Backend, case: Case, how: How) -> float:

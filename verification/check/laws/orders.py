@@ -134,10 +134,11 @@ def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
     possible = flights.deviations()
     if possible and draw(st.integers(0, 3)) > 0:
         kinds = sorted({kind for kind, _ in possible}, key=MISTAKES.index)
-        kind = draw(st.sampled_from(kinds))
+        worst = any(kind == "skips" and flights.backwards_at(at) for kind, at in possible)
+        kind = draw(st.sampled_from([*kinds, *2 * ["skips"]] if worst else kinds))
         found = [at for other, at in possible if other == kind]
         confused = [at for at in found if kind == "skips" and flights.backwards_at(at)]
-        places: st.SearchStrategy[int] = st.sampled_from([*found, *2 * confused])  # the rarest, and the worst
+        places: st.SearchStrategy[int] = st.sampled_from([*found, *3 * confused])  # the rarest, and the worst
         at = draw(places)
         culprit = draw(st.sampled_from(flights.on(flights.group_of(flights.order[at]))))
         deviation = Deviation(kind, culprit, at)

@@ -9,8 +9,9 @@ from torch.nn import functional
 
 from ring.nn import count_labels, cross_entropy, token_mean
 from verification.training.material import IGNORED
+from verification.training.training_case import VOCABULARY
 
-OTHER_IGNORED = -7
+OTHER_IGNORED = VOCABULARY  # no token, and not negative
 
 
 class PlainLoss:
