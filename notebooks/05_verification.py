@@ -337,6 +337,11 @@ LATER = "python -m verification mutants --limit 300 --seed 71 --json mutants_els
 later = record("mutants_elsewhere", ("mutants",), LATER)["mutants"]
 now, at_once = (sum(o["killed"] and o["examples"] <= most for o in later) / len(later) for most in (300, SOON))
 print(f"later, with what has been drawn since: {len(later)} from elsewhere, {at_once:.0%} and {now:.0%}")
+# Of those that two more readers planted, before any check was changed for them.
+FIRST = "python -m verification mutants --limit 300 --seed 92 --json mutants_first_sight.json NAMES"
+first = [o for name in ("", "_more") for o in record(f"mutants_first_sight{name}", ("mutants",), FIRST)["mutants"]]
+at_once, in_time = (sum(o["killed"] and o["examples"] <= most for o in first) / len(first) for most in (SOON, 300))
+print(f"at first sight, of {len(first)} that no check had met: {at_once:.0%} and {in_time:.0%}")
 known = {defect.name for defect in DEFECTS}
 recorded = {outcome["name"] for outcome in outcomes}
 print(f"not in the record: {', '.join(sorted(known - recorded)) or 'none'}")

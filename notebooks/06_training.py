@@ -201,7 +201,11 @@ plt.show()
 # %%
 RUN = "python -m verification training --seed 15 --json notebooks/data/training.json"
 training = record("training", ("deviations", "tolerance", "held", "examples"), RUN)
-mutants = record("mutants", ("mutants",), "python -m verification mutants --seed 31 --limit 300 --json mutants.json")
+SEARCH = "python -m verification mutants --limit 300 --json FILE"
+outcomes = [
+    outcome for name in ("mutants", "mutants_first_sight", "mutants_first_sight_more")
+    for outcome in record(name, ("mutants",), SEARCH)["mutants"]
+]  # fmt: skip
 threshold = training["tolerance"]["float64"]
 numbers = {entry["property"] for entry in training["deviations"]}  # all other properties are exact
 rounding = {name: [] for name in sorted(numbers)}
@@ -216,8 +220,8 @@ assert training["held"] and every.max() < threshold
 
 # %%
 seeded = {defect.name for defect in DEFECTS if defect.subject == "training"}
-known = seeded & {outcome["name"] for outcome in mutants["mutants"]}
-found = [outcome for outcome in mutants["mutants"] if outcome["name"] in known and outcome["killed"]]
+known = seeded & {outcome["name"] for outcome in outcomes}
+found = [outcome for outcome in outcomes if outcome["name"] in known and outcome["killed"]]
 by_number = [
     outcome for outcome in found
     if outcome["check"] in numbers and outcome["ratio"] and outcome["case"]["training"]["dtype"] == "float64"
