@@ -255,9 +255,9 @@ assert all(plain.values()), "no plain Case has this feature"
 assert all(coverage[1][name] == 0 for name in ("subgroup", "empty shard", "uneven cuts", "segment on several ranks"))
 
 # %%
-names = sorted(total, key=total.__getitem__)
+names = sorted(total, key=total.__getitem__)[:60]
 half = len(names) // 2
-figure, sides = plt.subplots(1, 2, figsize=(9.5, 7), sharex=True)
+figure, sides = plt.subplots(1, 2, figsize=(9.5, 5), sharex=True)
 for axes, part in zip(sides, (names[half:], names[:half]), strict=True):
     shares = [100 * total[name] / len(every) for name in part]
     axes.hlines(range(len(part)), 0.1, shares, color=SKY, linewidth=1)
@@ -270,7 +270,7 @@ for axes, part in zip(sides, (names[half:], names[:half]), strict=True):
     axes.set(xscale="log", xlabel="share of Cases (%)", xlim=(0.1, 100), ylim=(-0.6, len(part) - 0.4))
     axes.set_yticks(range(len(part)), part, fontsize=7)
 figure.legend(*sides[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-figure.suptitle("More than a tenth of the Cases have most features; some need several ranks", fontsize=10)
+figure.suptitle("The 60 rarest features: some need several ranks", fontsize=10)
 plt.show()
 assert np.mean([count >= len(every) / 10 for count in total.values()]) > 0.5
 
