@@ -2,8 +2,8 @@
 
 A change is killed by the first that finds it:
 
-1. the ordinary properties and laws, on examples in the simulation (and on gloo, for what touches process groups), drawn
-   once from a seed and the same for every change;
+1. the ordinary properties and laws, on examples in the simulation (and on gloo, for what touches process groups; for
+   `ring/nn`, training steps on gloo too), drawn once from a seed and the same for every change;
 2. the unit tests of the module, as far as they run in one process and in seconds.
 
 What survives both is equivalent, or shows where the checks are blind: `survivors.toml` says which, and why.

@@ -33,11 +33,15 @@ from verification.run.processes.pool import Pool
 from verification.run.processes.worker import exit_with_parent
 from verification.runner import law_experiment
 from verification.search.search import RUN
+from verification.training.training_run import TRAINING, TRAINING_PRELOAD
 
 # Modules with code that only real processes run, and that which wrong calls are about.
 ON_PROCESSES = (transport.__name__, attention.__name__, walk.__name__)
 ON_MISTAKES = (agreement.__name__,)
+# Modules and losses around the attention: plain Cases do not run them, training steps do.
+IN_TRAINING = "ring.nn."
 GLOO_LIMIT = 40  # examples on two ranks, and again on three
+TRAINING_LIMIT = 40  # training steps on two ranks
 MOST_WORK = 160  # ranks times tokens of an example: the few beyond take half of the time
 WORLDS = (1, 2, 3, 4, 2, 3, 4, 5)
 TIMEOUT = 3  # seconds of the processor for an example, fifty times what one takes
@@ -104,7 +108,13 @@ def _searches(task: Task) -> Iterator[tuple[Backend, int, Sequence[Subject]]]:
     module, seed = task.mutation.module, task.seed
     prepare = partial(substitute, {task.mutation.module: task.mutation.source})
     yield CountedSimulation(TIMEOUT, prepare), 1, subjects_for(module, seed, task.limit)[task.begin :]
-    if module in ON_PROCESSES and not task.begin:
+    if task.begin:
+        return
+    if module.startswith(IN_TRAINING):
+        gloo = GlooBackend(GLOO_TIMEOUT, prepare)
+        gloo.preload = TRAINING_PRELOAD
+        yield gloo, 2, drawn("training", (2,), seed, TRAINING_LIMIT)
+    if module in ON_PROCESSES:
         for world in (2, 3):
             yield GlooBackend(GLOO_TIMEOUT, prepare), world, drawn("mistakes", (world,), seed, GLOO_LIMIT)
 
@@ -164,7 +174,7 @@ def drawn(what: str, worlds: tuple[int, ...], seed: int, count: int) -> list[Sub
         max_examples=RUN, database=None, phases=(Phase.generate,), deadline=None, derandomize=False,
         verbosity=Verbosity.quiet, suppress_health_check=list(HealthCheck),
     )  # fmt: skip
-    strategy = mistakes_or_anything(worlds) if what == "mistakes" else anything(worlds)
+    strategy = STRATEGIES[what](worlds)
     number = 0
     while len(found) < count:
         seeded(f"{seed}/{what}/{worlds}/{number}")(chosen(given(strategy)(keep)))()
@@ -179,6 +189,14 @@ def mistakes_or_anything(draw: st.DrawFn, worlds: tuple[int, ...]) -> Subject:
         return draw(anything(worlds))
     strategy = WRONG_CALLS_REFUSED.draw(draw(st.sampled_from(worlds)))
     return Subject(law_experiment(WRONG_CALLS_REFUSED), draw(strategy))
+
+
+@st.composite
+def training_steps(draw: st.DrawFn, worlds: tuple[int, ...]) -> Subject:
+    return Subject(TRAINING, draw(TRAINING.draw(draw(st.sampled_from(worlds)))))
+
+
+STRATEGIES = {"anything": anything, "mistakes": mistakes_or_anything, "training": training_steps}
 
 
 # --- all of them ------------------------------------------------------------------------------------------------------
@@ -220,7 +238,8 @@ def _shown(task: Task) -> tuple[Any, ...]:
     """What the code is shown: the same for changes of many files, and without any change shown once."""
     if task.tests:
         return tuple(tests_of(task.mutation.file))
-    return task.mutation.module in ON_MISTAKES, task.mutation.module in ON_PROCESSES
+    module = task.mutation.module
+    return module in ON_MISTAKES, module in ON_PROCESSES, module.startswith(IN_TRAINING)
 
 
 def _unchanged(task: Task, limit: int) -> Task:
