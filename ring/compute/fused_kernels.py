@@ -62,10 +62,14 @@ def _cpu_forward(
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         _batched(q, work), _batched(k, work), _batched(v, work), 0.0, tile.mask is Mask.CAUSAL, scale=scale
     )
-    if not lse.all():  # of a row whose scores are all -inf it says lse 0, as of one with a single score of 0
+    out, lse = out.view(q.shape), lse.view(q.shape[:-1])
+    doubtful = lse == 0  # what it says of a row whose scores are all -inf, and of one with a single score of 0
+    if doubtful.any():
         kernel_counts.count("math")
-        return math_kernel.forward(q, k, v, tile, scale)
-    return out.view(q.shape), lse.view(q.shape[:-1])
+        other_out, other_lse = math_kernel.forward(q, k, v, tile, scale)
+        # Of these rows alone: a row's bits do not depend on the scores of other rows.
+        out[doubtful], lse[doubtful] = other_out[doubtful], other_lse[doubtful]
+    return out, lse
 
 
 def _cpu_backward(

@@ -18,7 +18,7 @@ from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
 from ring import agreement, attention, walk
-from ring.comm import transport
+from ring.comm import group, host_memory, process_group, transport
 from verification.check.laws.mistakes import WRONG_CALLS_REFUSED
 from verification.failures import RankFailure, VerificationFailure
 from verification.mutants.defect import NotSane
@@ -27,7 +27,7 @@ from verification.mutants.subjects import Subject, anything
 from verification.mutants.syntactic.mutations import ROOT, Mutation
 from verification.mutants.syntactic.page import Place, Record
 from verification.mutants.syntactic.targets import tests_of
-from verification.mutants.syntactic.unit_tests import limit_processor, run_tests
+from verification.mutants.syntactic.unit_tests import Verdict, limit_processor, run_tests, run_tests_with_ranks
 from verification.run.backends import PRELOAD, Backend, GlooBackend, SimBackend
 from verification.run.processes.pool import Pool
 from verification.run.processes.worker import exit_with_parent
@@ -36,7 +36,7 @@ from verification.search.search import RUN
 from verification.training.training_run import TRAINING, TRAINING_PRELOAD
 
 # Modules with code that only real processes run, and that which wrong calls are about.
-ON_PROCESSES = (transport.__name__, attention.__name__, walk.__name__)
+ON_PROCESSES = tuple(one.__name__ for one in (transport, process_group, host_memory, group, attention, walk))
 ON_MISTAKES = (agreement.__name__,)
 # Modules and losses around the attention: plain Cases do not run them, training steps do.
 IN_TRAINING = "ring.nn."
@@ -46,6 +46,7 @@ MOST_WORK = 160  # ranks times tokens of an example: the few beyond take half of
 WORLDS = (1, 2, 3, 4, 2, 3, 4, 5)
 TIMEOUT = 3  # seconds of the processor for an example, fifty times what one takes
 TEST_TIMEOUT = 180  # the same for the unit tests of a module
+RANKS_TIMEOUT = 400.0  # seconds for those that start ranks, five times what they take
 GLOO_TIMEOUT = 20.0  # seconds for an example: processes that wait for each other take no time of the processor
 LONG = 600.0  # seconds after which something else than the change must be wrong
 TEST_PRELOAD = (*PRELOAD, "pytest", "hypothesis")
@@ -87,7 +88,7 @@ def judge(task: Task) -> Record:
     examples = task.begin
     try:
         if task.tests:
-            found |= _unit_tests(mutation)
+            found |= _unit_tests(mutation) or _tests_with_ranks(mutation)
         else:
             for backend, world, subjects in _searches(task):
                 killed, seen = _search(backend, world, subjects)
@@ -143,6 +144,14 @@ def _unit_tests(mutation: Mutation) -> dict[str, Any]:
             if failure.ranks("raised"):
                 raise
             return {"outcome": "tests", "by": "the process of the tests", "kind": failure.kind}
+    return _failed(verdict)
+
+
+def _tests_with_ranks(mutation: Mutation) -> dict[str, Any]:
+    return _failed(run_tests_with_ranks(tests_of(mutation.file), mutation.file, mutation.source, RANKS_TIMEOUT))
+
+
+def _failed(verdict: Verdict) -> dict[str, Any]:
     if verdict.failed is None:
         return {}
     return {"outcome": "tests", "by": verdict.failed, "kind": "failed test", "message": verdict.message}

@@ -1,16 +1,25 @@
-"""The unit tests of a module, run in the process of a rank whose modules were changed."""
+"""The unit tests of a module: those of one process in the process of a rank whose modules were changed, then those that
+start ranks in a copy of the project whose file was changed."""
 
 from __future__ import annotations
 
 import io
 import os
+import re
 import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
+# What tests need of the project.
+COPIED = ("reference", "ring", "scripts", "tests", "verification", "pyproject.toml")
 
 
 @dataclass(frozen=True)
@@ -32,7 +41,8 @@ def limit_processor(seconds: int, pid: int = 0) -> None:
 def run_tests(files: Sequence[str], seconds: int) -> Verdict:
     """These test files, in this process, until the first failure or so many seconds of the processor.
 
-    Tests that draw draw the same every time. Those with ranks of their own are left out: a rank starts no processes.
+    Tests that draw draw the same every time. Those with ranks of their own are `run_tests_with_ranks`'s: a rank starts
+    no processes.
 
     Raises RuntimeError where pytest itself cannot do its work.
     """
@@ -57,6 +67,45 @@ def run_tests(files: Sequence[str], seconds: int) -> Verdict:
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and first.failed is None:
         raise RuntimeError(f"pytest ended with status {status}: {said.getvalue()[-2000:]}")
     return Verdict(first.failed, first.message)
+
+
+def run_tests_with_ranks(files: Sequence[str], changed: str, source: str, seconds: float) -> Verdict:
+    """The tests of these files that start ranks, in a copy of the project where `changed` is `source`, until the
+    first failure or so many seconds.
+
+    Raises RuntimeError where pytest itself cannot do its work.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for part in COPIED:
+            copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
+            copy(ROOT / part, folder / part)
+        (folder / changed).write_text(source)
+        command = [
+            sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-m", "ranks and not slow and not gpu", "--tb=no",
+            "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts=", "--import-mode=importlib", *files,
+        ]  # fmt: skip
+        process = subprocess.Popen(
+            command, cwd=folder, env=os.environ | {"PYTHONPATH": name}, text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            said, _ = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            return Verdict("tests with ranks", f"they had not ended after {seconds:.0f} s")
+    return _said_by_pytest(process.returncode, said)
+
+
+def _said_by_pytest(status: int, said: str) -> Verdict:
+    """Raises RuntimeError."""
+    first = re.search(r"^(?:FAILED|ERROR) (\S+)(?: - (.*))?$", said, re.MULTILINE)
+    if first is not None:
+        return Verdict(first[1], (first[2] or "")[:200])
+    if status in (0, 5):  # all passed, or none is selected
+        return Verdict(None, None)
+    raise RuntimeError(f"pytest ended with status {status}: {said[-2000:]}")
 
 
 class _First:
