@@ -53,7 +53,9 @@ def _asked_by_the_group(subject: tuple[Case, How]) -> tuple[Case, How]:
     case, how = subject
     if not BY_NAME[how["kind"]].asked or how["send"] % 4 == 3:
         return subject
-    return replace(case, seed=case.seed - case.seed % CASES_PER_APART), how
+    asked = replace(case, seed=case.seed - case.seed % CASES_PER_APART)
+    # The seed also orders the tokens: in another order ranks may have nothing to send.
+    return (asked, how) if has_messages(asked) else subject
 
 
 def has_messages(case: Case) -> bool:

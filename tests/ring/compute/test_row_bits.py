@@ -13,8 +13,8 @@ from ring.plan.tile import Mask, Tile
 
 @pytest.mark.parametrize("name", ["math", "flash"])
 def test_the_bits_of_a_row_do_not_depend_on_other_rows(name: str) -> None:
-    """A row with a single score of 0 has lse 0, as a row of -inf by the fused kernel, and is computed again by the plain
-    one; the rows beside it, of the same fold and of others, are not."""
+    """A row with a single score of 0 has lse 0, as a row of -inf by the fused kernel, and is computed again by the
+    plain one; the rows beside it, of the same fold and of others, are not."""
     rows, heads = Rows(0, 1, 20, 20, 2), Heads(1, 1, 0, 1, 1)
     tile = Tile(rows, rows, heads, heads, Mask.CAUSAL)
     made = torch.Generator().manual_seed(0)

@@ -250,3 +250,17 @@ def test_a_night_has_faults_in_every_round_and_counts_them(tmp_path: Path) -> No
     with report:
         nightly.run_chunk(night, report, nightly.Chunk("gloo", 2, 3, "faults"))
     assert night.examples_on == {"faults": 3} and report.examples == 3 and not report.failures
+
+
+def test_a_case_keeps_its_seed_where_another_order_has_no_messages() -> None:
+    """The seed decides how ranks ask each other, and orders the tokens too."""
+    pattern = Pattern((Branch(2, 1),), True)
+    alone = next(
+        case
+        for seed in range(1, 4000)
+        if fault_experiment.has_messages(
+            case := replace(plain(2, tokens=4), order="permuted", pattern=pattern, seed=seed)
+        )
+        and not fault_experiment.has_messages(replace(case, seed=seed - seed % fault_experiment.CASES_PER_APART))
+    )
+    assert fault_experiment._asked_by_the_group((alone, how("absent")))[0] == alone

@@ -100,7 +100,7 @@ def run_tests_with_ranks(files: Sequence[str], changed: str, source: str, second
 
 def _said_by_pytest(status: int, said: str) -> Verdict:
     """Raises RuntimeError."""
-    first = re.search(r"^(?:FAILED|ERROR) (\S+)(?: - (.*))?$", said, re.MULTILINE)
+    first = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - (.*))?$", said, re.MULTILINE)
     if first is not None:
         return Verdict(first[1], (first[2] or "")[:200])
     if status in (0, 5):  # all passed, or none is selected
