@@ -22,7 +22,7 @@ TOPICS = (
     "keeping", "documents", "calls", "orders", "training_batches", "training_losses", "training_gradients",
     "training_modules", "training_compiled", "windows", "elsewhere_plans", "elsewhere_calls", "elsewhere_sizes",
     "elsewhere_again_plans", "elsewhere_again_calls", "elsewhere_third_plans",
-    "elsewhere_third_calls", "elsewhere_third_training",
+    "elsewhere_third_calls", "elsewhere_third_training", "elsewhere_fourth_plans", "elsewhere_fourth_calls",
 )  # fmt: skip
 
 

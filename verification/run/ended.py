@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import gc
 import weakref
-from datetime import timedelta
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from ring.comm.calls import Calls
 from ring.comm.process_group import ProcessGroupTransport
-from ring.comm.transport import RecordingTransport, Transport
+from ring.comm.transport import Transport
 from ring.compiled import traced
 from verification.case import Case
 from verification.run.layouts import layout_of
+from verification.run.new_groups import TIMEOUT, Own
 from verification.run.programs import in_second_thread
 from verification.run.rank import RankCall, Tensors, shards
-
-_TIMEOUT = timedelta(seconds=60)
-
-
-class _Own(RecordingTransport):
-    """Another transport, with calls of its own."""
-
-    def __init__(self, inner: Transport) -> None:
-        super().__init__(inner)
-        self.calls = Calls()
 
 
 def ended(transport: Transport, case: Case) -> str:
@@ -38,7 +27,7 @@ def ended(transport: Transport, case: Case) -> str:
     """
     inputs = shards(case, transport.rank, case.tensors())
     if isinstance(transport, ProcessGroupTransport):
-        group = dist.new_group(timeout=_TIMEOUT)  # one that only its members make has an old name
+        group = dist.new_group(timeout=TIMEOUT)  # one that only its members make has an old name
         in_second_thread(partial(_call, group, case, inputs))
         _call(group, case, inputs)
         _call_as_compiled(group, case, inputs)
@@ -46,7 +35,7 @@ def ended(transport: Transport, case: Case) -> str:
         seen = weakref.ref(group)
         del group
     else:
-        own = _Own(transport)
+        own = Own(transport)
         in_second_thread(partial(_call, own, case, inputs))
         _call(own, case, inputs)
         seen = weakref.ref(own)

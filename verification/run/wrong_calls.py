@@ -24,6 +24,7 @@ from verification.run.wrong_layouts import (
     other_cuts_elsewhere,
     other_layout,
     own_tokens_alone,
+    right_on_one_rank_more,
     second_half_first,
     shuffled_layout,
 )
@@ -230,6 +231,7 @@ MISTAKES: dict[str, Mistake] = {
         own_tokens_alone,
         possible=lambda case: len(case.ranks) > 1 and min(layout_of(case).counts) > 0,
     ),
+    "a layout that was right on a group of one rank more": Mistake("layout", right_on_one_rank_more),
     "no layout": Mistake("layout", _set("layout", None)),
     "unknown exchange": Mistake("exchange", _set("exchange", "teleport")),
     "unknown kernel": Mistake("kernel", _set("kernel", "magic")),
@@ -278,6 +280,9 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "another scale than the others": Mistake(
         "scale", _change("scale", lambda x: 3.0 if x is None else x + 1), alone=False
+    ),
+    "a scale of 0, unlike the others, who have none": Mistake(
+        "scale", _set("scale", 0.0), alone=False, everyone=_set("scale", None)
     ),
     "another kernel than the others": Mistake(
         "kernel", _change("kernel", lambda x: "math" if x != "math" else "auto"), alone=False

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
 
-from ring import Layout
+from reference.pattern import Pattern
+from ring import Layout, Transport, ring_attention
+from ring.comm.calls import Calls
+from ring.comm.transport import Message, Nothing, OwnBuffers, Pending
 from verification.case import Case
 from verification.run.rank import bare
 
@@ -66,3 +70,28 @@ def own_tokens_alone(arguments: Arguments, case: Case) -> None:
     """As if this rank were all there is; with group=None, where that is all ranks."""
     arguments["layout"] = Layout.contiguous(arguments["q"].shape[1], 1)
     arguments["group"] = bare(arguments["group"])
+
+
+class _OneRankMore(OwnBuffers):
+    """The ranks of another transport and one more, as a rank sees them that needs nothing of them."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.rank, self.world_size, self.calls = inner.rank, inner.world_size + 1, Calls()
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        assert not sends and not receives
+        return Nothing()
+
+    def all_equal(self, payload: bytes) -> bool:
+        return True
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        raise AssertionError("the ranks have nothing to tell each other")
+
+
+def right_on_one_rank_more(arguments: Arguments, case: Case) -> None:
+    """The same call, where each token sees itself and nothing is sent, was right on a group of one rank more."""
+    layout = arguments["layout"]
+    longer = Layout.from_cuts(range(layout.n + 1), (*layout.cuts, layout.n + 1))
+    arguments.update(layout=longer, pattern=Pattern.dense(causal=True, window=0), exchange="direct")
+    ring_attention(**arguments | {"group": _OneRankMore(arguments["group"])})

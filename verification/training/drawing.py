@@ -15,6 +15,7 @@ from reference.pattern import Pattern
 from verification.draw.cases import Draw, bucket_of, cuts_of, pattern_of
 from verification.draw.drawn_documents import documents_of, ends_of
 from verification.draw.drawn_windows import windowed
+from verification.training.call_names import CALLS
 from verification.training.training_case import Model, TrainingCase
 
 MOST_TOKENS = 24
@@ -53,6 +54,7 @@ _scales = st.sampled_from((None, None, 0.25, 1.5))
 _losses = st.sampled_from(("mean", "mean", "scaled", "given"))
 _packed_by = st.sampled_from(("batch", "handle"))
 _spoilt = st.sampled_from((None,) * 6 + ("nan", "inf"))
+_calls = st.lists(st.sampled_from(CALLS), max_size=8)  # each takes a few messages; the steps take a hundred
 _others = st.sampled_from((False, True, True))
 _branches = st.sampled_from((1, 2, 3))
 _ratios = st.sampled_from((1, 2, 3, 4))
@@ -136,6 +138,7 @@ def training_cases(draw: Draw, world: int) -> TrainingCase:
     )
     ends = ends_of(case.shards())
     case = replace(case, pattern=replace(case.pattern, documents=documents_of(draw, tokens, ends)))
+    case = replace(case, calls=tuple(draw(_calls)))
     if steps == 1 or not draw(_others):
         return case
     return replace(case, later_documents=tuple(documents_of(draw, tokens, ends) for _ in range(steps - 1)))

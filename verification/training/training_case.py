@@ -18,6 +18,7 @@ from reference import fields, shards
 from reference.pattern import Pattern
 from reference.shards import Division, Shards
 from verification.case import DEVICES, DTYPES, EXCHANGES, ORDERS, ORDERS_BY_DOCUMENT
+from verification.training.call_names import checked_calls
 from verification.wording import misfits
 
 KINDS = ("llama", "longnet", "sdpa")
@@ -32,8 +33,7 @@ HANDLES = ("recorded", "group", "mesh")
 COMPILED = ("no", "aot_eager")
 ARRANGEMENTS = ("contiguous", "strided")
 LOSSES = ("mean", "scaled", "given")
-PACKED_BY = ("batch", "handle")
-SPOILT = ("nan", "inf")
+PACKED_BY, SPOILT = ("batch", "handle"), ("nan", "inf")
 ROTARY_THETA, OTHER_THETA = 10000.0, 100.0
 VOCABULARY = 11  # tokens are numbers below it
 NORM_EPS = 3e-5  # nobody's default, so that one that is not passed on shows
@@ -165,6 +165,7 @@ class TrainingCase:
     packed_by     who knows the documents: the "batch", whose sharding is given them, or the "handle"
     drops_zeros   whether a rank without a wrapper has no gradient, in place of one that is all zero
     spoilt        None; or what the gradients of a parameter are in the end, "nan" or "inf", when all are clipped
+    calls         what is called after the last step: rare calls that are right, and wrong ones
 
     Raises ValueError, at construction, naming the field, what was given and what is allowed.
     """
@@ -198,6 +199,7 @@ class TrainingCase:
     packed_by: str = "batch"
     drops_zeros: bool = False
     spoilt: str | None = None
+    calls: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, most in _MOST.items():
@@ -225,6 +227,7 @@ class TrainingCase:
         fields.flag("drops_zeros", self.drops_zeros)
         if self.spoilt is not None:
             fields.choice("spoilt", self.spoilt, SPOILT)
+        object.__setattr__(self, "calls", checked_calls(self.calls))
         if self.clipping is not None:
             object.__setattr__(self, "clipping", fields.real("clipping", self.clipping))
         if self.model.kind == "longnet":
@@ -353,8 +356,8 @@ class TrainingCase:
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it; `from_dict` turns it back into an equal TrainingCase."""
         data = {f.name: getattr(self, f.name) for f in fields_of(self)}
-        cuts = None if self.cuts is None else list(self.cuts)
-        return data | {"cuts": cuts, "model": asdict(self.model), "pattern": self.pattern.to_dict()}
+        data |= {"calls": [*self.calls], "cuts": self.cuts and [*self.cuts]}
+        return data | {"model": asdict(self.model), "pattern": self.pattern.to_dict()}
 
     def to_json(self) -> str:
         """One line of JSON."""

@@ -194,6 +194,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "layout: balanced for other heads": (lambda: Layout.balanced(Pattern((Branch(4, 2, (0, 1)),)), 4, 2, 3), "offset"),
     "documents that end too early": (lambda: documents_from_cu_seqlens([0, 2], 3), "cu_seqlens"),
     "documents that go back": (lambda: documents_from_cu_seqlens([0, 2, 1, 3], 3), "cu_seqlens"),
+    "documents that go back, unsigned": (
+        lambda: documents_from_cu_seqlens(np.array([0, 2, 1, 3], np.uint32), 3),
+        "cu_seqlens",
+    ),
     "documents of positions that jump": (lambda: documents_from_positions([0, 2]), "positions"),
     "layout: a rank too many": (lambda: Layout.contiguous(4, 2).positions(2), "rank"),
     "layout: a rank below 0": (lambda: Layout.contiguous(4, 2).shard(torch.zeros(1, 4), -1), "rank"),

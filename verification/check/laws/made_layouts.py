@@ -19,6 +19,7 @@ from reference import fields, shards
 from reference.documents import documents_from_cu_seqlens, documents_from_positions
 from reference.exact import multiplicity
 from reference.pattern import Branch, Pattern
+from ring.balance import work
 from ring.comm.transport import Transport
 from ring.layout import Layout
 from verification.case import Case
@@ -42,7 +43,7 @@ def _helpers(case: Case) -> Iterator[str]:
     ends = list(accumulate(lengths, initial=0))
     positions = [x for length in lengths for x in range(length)]
     without_empty = tuple(length for length in lengths if length)
-    for edges in (ends, np.array(ends), torch.tensor(ends, dtype=torch.int32)):
+    for edges in (ends, np.array(ends), np.array(ends, np.uint16), torch.tensor(ends, dtype=torch.int32)):
         if (found := documents_from_cu_seqlens(edges, ends[-1])) != lengths:
             yield f"documents_from_cu_seqlens makes {found} of {ends}, must be {lengths}"
     for within in (positions, np.array(positions, np.int64), torch.tensor(positions, dtype=torch.int64)[None]):
@@ -54,6 +55,9 @@ def _zigzag(case: Case, ranks: int) -> Iterator[str]:
     lengths = _lengths(case)
     n = sum(lengths)
     made = Layout.zigzag(n, ranks, documents=lengths)
+    if made.world_size != ranks:
+        yield f"zigzag by document for {ranks} ranks must be for those that hold nothing, too, got {made}"
+        return
     held = shards.shards("zigzag" + shards.BY_DOCUMENT, n, ranks, None, 0, lengths).positions
     for rank, wanted in enumerate(held):
         if not np.array_equal(made.positions(rank).numpy(), wanted):
@@ -72,12 +76,25 @@ def _uneven(case: Case, ranks: int) -> Iterator[str]:
     """Cut where the work is equal, no rank has more than the mean and the work of one token: so much is possible."""
     work = multiplicity(case.pattern, case.heads, case.tokens).sum((0, 2))
     made = Layout.balanced(case.pattern, case.tokens, ranks, case.heads)
+    if made.world_size != ranks:
+        yield f"a balanced layout for {ranks} ranks must be for those that hold nothing, too, got {made}"
+        return
     held = [made.positions(rank).numpy() for rank in range(ranks)]
     if sorted(np.concatenate(held).tolist()) != list(range(case.tokens)):
         yield f"a balanced layout has the positions {held}"
     most, mean = max(int(work[mine].sum()) for mine in held), float(work.sum()) / ranks
     if most > max(ENOUGH * mean, mean + float(work.max())):
         yield f"a balanced layout gives a rank the work {most} where the mean is {mean}"
+
+
+def _work(case: Case) -> Iterator[str]:
+    """What a layout is balanced by is counted pair by pair, with and without a window in dilated branches."""
+    dilated = tuple(replace(branch, window=case.seed % 8) for branch in case.pattern.branches)
+    for pattern in (case.pattern, replace(case.pattern, branches=dilated)):
+        found = work(pattern, case.tokens, case.heads)
+        wanted = multiplicity(pattern, case.heads, case.tokens).sum((0, 2))
+        if not np.array_equal(found, wanted):
+            yield f"the work of {pattern} is counted as {found.tolist()}, must be {wanted.tolist()}"
 
 
 def _takes_other_heads(case: Case, ranks: int) -> Iterator[str]:
@@ -117,7 +134,8 @@ def wrong(transport: Transport, case: Case, ranks: int) -> list[str]:
     if transport.rank:
         return []
     looked = (
-        _helpers(case), _zigzag(case, ranks), _balanced(case, ranks), _equal(case, ranks), _own_memory(case, ranks),
+        _helpers(case), _work(case), _zigzag(case, ranks), _balanced(case, ranks), _equal(case, ranks),
+        _own_memory(case, ranks),
     )  # fmt: skip
     return [word for words in looked for word in words]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from verification.check.laws.law import How, Law, changed
 from verification.draw.cases import cases, elsewhere
 from verification.failures import WrongResult
 from verification.run.backends import Backend
+from verification.run.new_groups import new_group
 from verification.run.observation import Observation
 from verification.run.rank import observe
 from verification.run.wrong_calls import MISTAKES, Mistake, applicable, call
@@ -37,7 +39,9 @@ def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
     # Many at a time, since each costs little beside the right call at the end. A list has 5 or 6 as a rule.
     made = [pair for least in (1, 0, 0, 0) for pair in draw(st.lists(one, min_size=least, max_size=12))]
     how: How = {"mistakes": [[mistake, _culprit(mistake, number)] for mistake, number in made]}
-    return case, how | {"compiled": draw(st.booleans())}
+    how |= {"compiled": draw(st.booleans())}
+    # How ranks tell each other for the first time is another way than later.
+    return case, how | {"new_group": case.group is None and not draw(st.integers(0, 3))}
 
 
 def _culprit(mistake: str, number: int) -> int | None:
@@ -51,10 +55,14 @@ def _culprit(mistake: str, number: int) -> int | None:
 
 def check_refused(backend: Backend, case: Case, how: How) -> float:
     """One rank, or every rank, is called wrongly: every rank raises the same error, which names the argument. Several
-    mistakes follow each other, and then a right call works. compiled: they are made as compiled graphs make them.
+    mistakes follow each other, and then a right call works.
+
+    compiled: they are made as compiled graphs make them. new_group: on a group on which nobody has called before; on
+    GPUs, where the memory that ranks share is theirs for as long as they run, on the same as ever.
     """
     mistakes = [(mistake, culprit) for mistake, culprit in how["mistakes"]]
-    backend.submit(call_wrongly, case, mistakes, how.get("compiled", False))
+    on_new = how.get("new_group", False) and case.device == "cpu"
+    backend.submit(call_wrongly, case, mistakes, how.get("compiled", False), on_new)
     expectation = expect(case)
     answers = backend.collect()
     for number, (mistake, culprit) in enumerate(mistakes):
@@ -78,18 +86,26 @@ def _check_errors(what: str, mistake: Mistake, errors: list[tuple[str, str] | No
 
 
 def call_wrongly(
-    transport: Transport, case: Case, mistakes: list[tuple[str, int | None]], compiled: bool = False
+    transport: Transport,
+    case: Case,
+    mistakes: list[tuple[str, int | None]],
+    compiled: bool = False,
+    on_new: bool = False,
 ) -> tuple[list[tuple[str, str] | None], Observation]:
     """Task: call ring_attention wrongly, in one way after the other, then rightly on all ranks."""
-    errors = [call(transport, case, mistake, culprit, compiled) for mistake, culprit in mistakes]
-    return errors, observe(transport, case, None, False)
+    with new_group(transport) if on_new else nullcontext(transport) as group:
+        errors = [call(group, case, mistake, culprit, compiled) for mistake, culprit in mistakes]
+        return errors, observe(group, case, None, False)
 
 
 def _premise(case: Case, how: Any) -> None:
-    if isinstance(how, dict) and "compiled" not in how:  # which is from before graphs could make them
-        how = how | {"compiled": False}
-    fields.exactly("how", how, ["mistakes", "compiled"])
-    fields.flag("compiled of how", how["compiled"])
+    if isinstance(how, dict):  # files from before there were such fields
+        how = {"compiled": False, "new_group": False} | how
+    fields.exactly("how", how, ["mistakes", "compiled", "new_group"])
+    for name in ("compiled", "new_group"):
+        fields.flag(f"{name} of how", how[name])
+    if how["new_group"] and case.group is not None:
+        raise ValueError(f"group is {case.group}; with new_group it must be None")
     made = how["mistakes"]
     if not isinstance(made, list) or not made or not all(isinstance(one, list) and len(one) == 2 for one in made):
         raise ValueError(f"mistakes of how is {made!r}; it must be a list of at least one [mistake, index or null]")

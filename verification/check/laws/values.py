@@ -128,6 +128,29 @@ def _counters() -> Iterator[str]:
         yield f"a forward takes {dict(there)}, its backward {dict(back)}, and both take {dict(both)}"
 
 
+# --- groups -----------------------------------------------------------------------------------------------------------
+
+
+class _Stranger:
+    """What a transport of one rank has, in a class of its own."""
+
+    rank, world_size = 0, 1
+
+    def __init__(self) -> None:
+        inner = SoloTransport()
+        self.calls, self.post, self.prepare, self.empty = inner.calls, inner.post, inner.prepare, inner.empty
+        self.all_equal, self.all_gather = inner.all_equal, inner.all_gather
+
+
+def _groups() -> Iterator[str]:
+    """A transport is what has a transport's methods, whatever its class is."""
+    x = torch.ones(1, 2, 1, 1)
+    try:
+        ring_attention(x, x, x, Pattern.dense(), Layout.contiguous(2, 1), group=_Stranger())
+    except ValueError as error:
+        yield f"an object with the methods of a transport must do as a group, got {error}"
+
+
 # --- the law ----------------------------------------------------------------------------------------------------------
 
 
@@ -138,7 +161,7 @@ def wrong(transport: Transport, case: Case, how: How) -> list[str]:
     layout = layout_of(case)
     looked = (
         _copies(layout), _changed_by_their_reader(case, layout), _long_orders(case, how), _as_json(case.pattern),
-        _packed(case.pattern, case.tokens), _far_on(case), _counters(),
+        _packed(case.pattern, case.tokens), _far_on(case), _counters(), _groups(),
     )  # fmt: skip
     return [word for words in looked for word in words]
 

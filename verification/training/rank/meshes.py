@@ -22,6 +22,16 @@ def _mesh(ranks: tuple[tuple[int, ...], ...], device: str) -> DeviceMesh:
     return DeviceMesh(device, ranks, mesh_dim_names=("data", "context"))
 
 
+def reversed_mesh_of(case: TrainingCase) -> DeviceMesh:
+    """All ranks along one dimension, the last one first. Called by all ranks, in the same order of Cases."""
+    return _reversed_mesh(case.world, case.device)
+
+
+@cache
+def _reversed_mesh(world: int, device: str) -> DeviceMesh:
+    return DeviceMesh(device, list(reversed(range(world))), mesh_dim_names=("ranks",))
+
+
 def handle_of(case: TrainingCase) -> dist.ProcessGroup | DeviceMesh | Transport:
     """What the context handle is given as its group."""
     mesh = mesh_of(case)["context"]

@@ -16,15 +16,15 @@ from verification.training.rank.wrapping import Unwrapped
 def taken_up(before: Unwrapped, after: Unwrapped, step: int) -> int:
     """Save what `before` has come to, and load it into `after`, which is new. Every rank calls it. Returns the number
     of steps that were done, as the checkpoint says."""
-    with _folder() as folder:
+    with shared_folder() as folder:
         checkpoint.save(folder, before.module, before.optimiser, step=step)
         progress = checkpoint.load(folder, after.module, after.optimiser)
     return int(progress["step"])
 
 
 @contextmanager
-def _folder() -> Iterator[str]:
-    """One for all ranks, while they use it."""
+def shared_folder() -> Iterator[str]:
+    """One for all ranks, while they use it. Every rank calls it."""
     names = [tempfile.mkdtemp(prefix="ring-checkpoint-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(names, src=0)
     try:

@@ -1,0 +1,92 @@
+"""Calls of `ring.nn` beside the steps of a training run: rare ones that are right, and wrong ones that are refused.
+
+A step makes one call of each function, and all of them are right. What a training program may do otherwise is made
+here, after the last step, on the same ranks: a call each by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ring.nn import ContextParallel
+from verification.run.layouts import layout_of
+from verification.training.rank.meshes import mesh_of
+from verification.training.step_observation import SeenCall
+from verification.training.training_case import TrainingCase
+
+
+class Unlike(Exception):
+    """A call did not do what it must; the text says what."""
+
+
+@dataclass(frozen=True)
+class CallPlace:
+    """Where this rank makes its call. context: a handle of its own over the ranks that share a sequence."""
+
+    case: TrainingCase
+    mesh: DeviceMesh
+    context: ContextParallel
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.case.device)
+
+    def place(self, within: str) -> tuple[int, int]:
+        """This rank's number among those that share the batch ("mesh") or a sequence ("context"), and how many those
+        are."""
+        if within == "context":
+            return self.context.rank, self.context.world_size
+        return self.rank, self.case.world
+
+    def is_wrong(self, within: str) -> bool:
+        """Whether this rank makes the mistake: one of them does, or for some seeds all of them."""
+        number, size = self.place(within)
+        return self.case.seed % (size + 1) in (number, size)
+
+    def is_other(self, within: str) -> bool:
+        """Whether this rank is the one that differs from the others."""
+        number, size = self.place(within)
+        return self.case.seed % size == number
+
+
+@dataclass(frozen=True)
+class OtherCall:
+    """make: makes the call on this rank and returns what was said of it; raises Unlike. alike: the ranks on which this
+    must be the same: those of the "mesh", those of a "context" group; "" for none."""
+
+    make: Callable[[CallPlace], str]
+    alike: str
+
+
+def refused(words: tuple[str, ...], call: Callable[[], object]) -> str:
+    """What the refusal says, with the type of the error. Raises Unlike where there is none, or a word is missing."""
+    try:
+        made = call()
+    except (ValueError, NotImplementedError) as error:
+        for word in words:
+            if word not in str(error):
+                raise Unlike(f"the error must name {word!r}, got {type(error).__name__}: {error}") from error
+        return f"{type(error).__name__}: {error}"
+    raise Unlike(f"it must be refused by an error that names {words[0]!r}, got {made!r}")
+
+
+def make_calls(case: TrainingCase, calls: dict[str, OtherCall]) -> list[SeenCall]:
+    """Those of the Case, one after the other. Every rank calls it."""
+    mesh = mesh_of(case)
+    found = []
+    for name in case.calls:
+        setting = CallPlace(case, mesh, ContextParallel(layout_of(case), mesh["context"]))
+        try:
+            found.append(SeenCall(name, calls[name].alike, calls[name].make(setting)))
+        except Unlike as wrong:
+            found.append(SeenCall(name, "", "", str(wrong)))
+    return found
