@@ -23,6 +23,7 @@ TOPICS = (
     "training_modules", "training_compiled", "windows", "elsewhere_plans", "elsewhere_calls", "elsewhere_sizes",
     "elsewhere_again_plans", "elsewhere_again_calls", "elsewhere_third_plans",
     "elsewhere_third_calls", "elsewhere_third_training", "elsewhere_fourth_plans", "elsewhere_fourth_calls",
+    "elsewhere_fifth_plans",
 )  # fmt: skip
 
 
