@@ -7,6 +7,7 @@ stand-in for flash_attn, which uses matrix products and a softmax. No code of ri
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -88,7 +89,8 @@ def packed(
     if q.device.type != "cuda":
         parts = zip(*(x.split([d for d in documents if d], dim=1) for x in (q, k, v)), strict=True)
         return torch.cat([_alone(one, two, three, scale, window) for one, two, three in parts], 1)
-    out: Tensor = _Packed.apply(q, k, v, scale, _cu_seqlens(tuple(documents), q.device), max(documents), window)
+    edges, longest = _cu_seqlens(tuple(documents), q.device), max(documents)
+    out: Tensor = _Packed.apply(q, k, v, Varlen(scale, edges, edges, longest, longest, window))
     return out
 
 
@@ -106,27 +108,52 @@ def _cu_seqlens(documents: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor([0, *accumulate(documents)], dtype=torch.int32, device=device)
 
 
+@dataclass(frozen=True)
+class Varlen:
+    """A call of several lengths: where the queries of each sequence begin and end, int32 on the device, where the keys
+    do, and the longest of each. window: positions that a row sees before its own. The last query sees the last key."""
+
+    scale: float
+    query_edges: Tensor
+    key_edges: Tensor
+    longest_query: int
+    longest_key: int
+    window: int | None = None
+
+    @property
+    def options(self) -> dict[str, float]:
+        return {"scale": self.scale} | ({} if self.window is None else {"window_size_left": self.window})
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """q (Nq, H, D), k, v (Nk, Hk, D) on a GPU -> out (Nq, H, D), lse (H, Nq) in fp32; causal."""
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, self.query_edges, self.key_edges, self.longest_query, self.longest_key, 0.0, True, False,
+            **self.options,
+        )  # fmt: skip
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv, shaped like q, k, v."""
+        unused = _no_dropout(q.device)
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            dout, q, k, v, out, lse, self.query_edges, self.key_edges, self.longest_query, self.longest_key, 0.0, True,
+            unused, unused, **self.options,
+        )  # fmt: skip
+        return dq, dk, dv
+
+
 class _Packed(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, edges: Tensor, longest: int, window: int | None
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Varlen) -> Tensor:
         query, key, value = (x.squeeze(0) for x in (q, k, v))
-        options = {"scale": scale} if window is None else {"scale": scale, "window_size_left": window}
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            query, key, value, edges, edges, longest, longest, 0.0, True, False, **options
-        )
-        ctx.save_for_backward(query, key, value, out, lse, edges)
-        ctx.rest = options, longest
+        out, lse = call.forward(query, key, value)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.call = call
         return out.unsqueeze(0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, edges = ctx.saved_tensors
-        options, longest = ctx.rest
-        unused = _no_dropout(q.device)
-        found = torch.ops.aten._flash_attention_backward(
-            gradients[0].squeeze(0), q, k, v, out, lse, edges, edges, longest, longest, 0.0, True, unused, unused,
-            **options,
-        )  # fmt: skip
-        return *(x.unsqueeze(0) for x in found), None, None, None, None
+        found = ctx.call.backward(gradients[0].squeeze(0), *ctx.saved_tensors)
+        return *(x.unsqueeze(0) for x in found), None

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from verification.benchmarks import baselines, ours, peer_rings, published
+from verification.benchmarks import baselines, ours, packed_peers, peer_rings, published
 from verification.benchmarks.baselines import Impossible
 from verification.benchmarks.contender import PASSES, Contender, Inputs
 from verification.benchmarks.longest import longest
@@ -23,11 +23,12 @@ from verification.benchmarks.rank_group import Failed, Lost, RankGroup
 from verification.benchmarks.results import BenchRecord
 from verification.benchmarks.timing import captured, measured, peak_beyond
 from verification.benchmarks.workload import Workload
+from verification.wording import counted
 
 Times = dict[tuple[str, bool], float]  # (pass, whether from a graph) -> milliseconds
 SEED = 1
 OURS, SILENT = "ring_attention", "ring_attention without messages"
-OTHERS = ("dense", "longnet")  # sections in which the kernels alone and other people's methods are timed
+WITH_KERNELS = ("dense", "longnet")  # sections in which the kernels alone are timed
 WHOLE, KERNELS = "one GPU, whole sequence", "kernels alone"
 
 
@@ -87,11 +88,11 @@ class Bench:
     def _measure(self, section: Section) -> None:
         self.ranks.connect()
         section.whole = self._timed(section, section.row(WHOLE), self._whole(section))
-        if section.name in OTHERS:
+        if section.name in WITH_KERNELS:
             section.kernels = self._timed(section, section.row(KERNELS), self._kernels(section))
         for exchange in self.options.exchanges:
             self._ours(section, exchange)
-        if self.options.peers and section.name in OTHERS:
+        if self.options.peers:
             for method, contender in self._others(section):
                 self._timed(section, section.row(method), contender)
 
@@ -128,6 +129,11 @@ class Bench:
             yield "ring-flash-attn zigzag", peer_rings.zigzag(workload, inputs)
             for rotation in peer_rings.ROTATIONS:
                 yield f"torch context_parallel, {rotation}", peer_rings.context_parallel(workload, inputs, rotation)
+        elif section.name in ("packed", "window"):
+            even = workload.draw(self.ranks.device, SEED + self.ranks.rank)
+            for heads in sorted({1, workload.shape.kv}):
+                method = f"ring-flash-attn llama3, {counted(heads, 'head')} at a time"
+                yield method, packed_peers.llama3(workload, even, self.ranks.rank, heads)
         else:
             yield "LongNet as published", _made(partial(published.longnet, workload, inputs, self.ranks.rank))
 

@@ -19,7 +19,7 @@ import torch
 from reference import attention, cost
 from reference.pattern import Pattern
 from tests.support.benchmark_tasks import HEADS, errors, errors_on_ranks, follow, longnet, one_fails
-from verification.benchmarks import baselines, fused, ours, peer_rings, published, timing
+from verification.benchmarks import baselines, fused, ours, packed_peers, peer_rings, published, timing
 from verification.benchmarks.baselines import Impossible
 from verification.benchmarks.rank_group import RankGroup
 from verification.benchmarks.results import COLUMNS, BenchRecord, line
@@ -138,6 +138,8 @@ def test_the_stand_in_has_the_arguments_of_flash_attn() -> None:
     for mine, theirs in (
         (peer_rings.flash_forward, flash_attn_shim.forward),
         (peer_rings.flash_backward, flash_attn_shim.backward),
+        (packed_peers.varlen_forward, flash_attn_shim.varlen_forward),
+        (packed_peers.varlen_backward, flash_attn_shim.varlen_backward),
     ):
         assert inspect.signature(mine) == inspect.signature(theirs)
     with pytest.raises(NotImplementedError, match="dropout_p=0.5"):
@@ -167,6 +169,8 @@ def test_a_missing_peer_says_so() -> None:
     if importlib.util.find_spec("ring_flash_attn") is None:
         with pytest.raises(Impossible, match="ring-flash-attn is not installed"):
             peer_rings.zigzag(workload, workload.draw(CPU, 0)).__enter__()
+        with pytest.raises(Impossible, match="ring-flash-attn is not installed"):
+            packed_peers.llama3(workload, workload.draw(CPU, 0), 0, 1).__enter__()
 
 
 @pytest.mark.parametrize("exchange", ["ring", "direct", "gather"])
