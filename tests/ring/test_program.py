@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cProfile
+import gc
 import pstats
 import textwrap
 from collections.abc import Callable
@@ -55,9 +56,14 @@ def counted(act: Callable[[], object]) -> int:
     for _ in range(3):
         act()
     profile = cProfile.Profile()
-    profile.enable()
-    act()
-    profile.disable()
+    gc.collect()
+    gc.disable()  # Hypothesis has callbacks of the garbage collector, which would count as well
+    try:
+        profile.enable()
+        act()
+        profile.disable()
+    finally:
+        gc.enable()
     return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
 
 
