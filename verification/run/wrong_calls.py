@@ -175,6 +175,15 @@ def _require_none(arguments: Arguments, case: Case) -> None:
     arguments.update({name: arguments[name].detach() for name in "qkv"})
 
 
+def _integers(arguments: Arguments, case: Case) -> None:
+    arguments.update({name: arguments[name].long() for name in "qkv"})
+
+
+def _under_autocast(arguments: Arguments, attention: Attention) -> None:
+    with torch.autocast(arguments["q"].device.type, torch.bfloat16):
+        attention(**arguments)
+
+
 def _without_grad(arguments: Arguments, attention: Attention) -> None:
     with torch.no_grad():
         attention(**arguments)
@@ -217,7 +226,8 @@ MISTAKES: dict[str, Mistake] = {
     "q without heads": Mistake("q", _change("q", lambda x: x[:, :, 0])),
     "k in another dtype": Mistake("k", _change("k", _other_dtype)),
     "v in another dtype": Mistake("v", _change("v", _other_dtype)),
-    "integers": Mistake("dtype", lambda a, case: a.update({name: a[name].long() for name in "qkv"})),
+    "integers": Mistake("dtype", _integers),
+    "integers under autocast": Mistake("dtype", _integers, call=_under_autocast),
     "k and v of another batch than q": Mistake("q's batch", _more_of_k_and_v(0)),
     "k and v of another head dim than q": Mistake("head dim", _more_of_k_and_v(3)),
     "a batch of nothing": Mistake("batch", _no_batch),
