@@ -38,7 +38,7 @@ def varlen_forward(
     flash_attn_shim.refuse_options(dropout_p, softcap, alibi_slopes)
     flash_attn_shim.refuse_probabilities(return_softmax)
     flash_attn_shim.refuse_pages(block_table)
-    assert causal
+    assert causal  # the window's other side, behind a row, then does not matter
     window = None if window_size_left < 0 else window_size_left
     call = fused.Varlen(softmax_scale, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, window)
     return *call.forward(q, k, v), None, None

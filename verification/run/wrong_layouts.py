@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -10,8 +9,7 @@ import torch
 
 from reference.pattern import Pattern
 from ring import Layout, Transport, ring_attention
-from ring.comm.calls import Calls
-from ring.comm.transport import Message, Nothing, OwnBuffers, Pending
+from ring.comm.transport import SoloTransport
 from verification.case import Case
 from verification.run.rank import bare
 
@@ -72,21 +70,12 @@ def own_tokens_alone(arguments: Arguments, case: Case) -> None:
     arguments["group"] = bare(arguments["group"])
 
 
-class _OneRankMore(OwnBuffers):
+class _OneRankMore(SoloTransport):
     """The ranks of another transport and one more, as a rank sees them that needs nothing of them."""
 
     def __init__(self, inner: Transport) -> None:
-        self.rank, self.world_size, self.calls = inner.rank, inner.world_size + 1, Calls()
-
-    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        assert not sends and not receives
-        return Nothing()
-
-    def all_equal(self, payload: bytes) -> bool:
-        return True
-
-    def all_gather(self, payload: bytes) -> list[bytes]:
-        raise AssertionError("the ranks have nothing to tell each other")
+        super().__init__()
+        self.rank, self.world_size = inner.rank, inner.world_size + 1
 
 
 def right_on_one_rank_more(arguments: Arguments, case: Case) -> None:

@@ -19,7 +19,7 @@ from reference import fields, shards
 from reference.documents import documents_from_cu_seqlens, documents_from_positions
 from reference.exact import multiplicity
 from reference.pattern import Branch, Pattern
-from ring.balance import work
+from ring import balance
 from ring.comm.transport import Transport
 from ring.layout import Layout
 from verification.case import Case
@@ -91,7 +91,7 @@ def _work(case: Case) -> Iterator[str]:
     """What a layout is balanced by is counted pair by pair, with and without a window in dilated branches."""
     dilated = tuple(replace(branch, window=case.seed % 8) for branch in case.pattern.branches)
     for pattern in (case.pattern, replace(case.pattern, branches=dilated)):
-        found = work(pattern, case.tokens, case.heads)
+        found = balance.work(pattern, case.tokens, case.heads)
         wanted = multiplicity(pattern, case.heads, case.tokens).sum((0, 2))
         if not np.array_equal(found, wanted):
             yield f"the work of {pattern} is counted as {found.tolist()}, must be {wanted.tolist()}"

@@ -47,10 +47,15 @@ class CallPlace:
             return self.context.rank, self.context.world_size
         return self.rank, self.case.world
 
+    def culprit(self, within: str) -> int | None:
+        """The number of the rank that makes the mistake; for some seeds None: all do."""
+        size = self.place(within)[1]
+        found = self.case.seed % (size + 1)
+        return None if found == size else found
+
     def is_wrong(self, within: str) -> bool:
-        """Whether this rank makes the mistake: one of them does, or for some seeds all of them."""
-        number, size = self.place(within)
-        return self.case.seed % (size + 1) in (number, size)
+        """Whether this rank makes the mistake."""
+        return self.culprit(within) in (None, self.place(within)[0])
 
     def is_other(self, within: str) -> bool:
         """Whether this rank is the one that differs from the others."""

@@ -38,7 +38,10 @@ def _mean_of_16_bits(s: CallPlace) -> str:
 def _count_of_micro_batches(s: CallPlace) -> str:
     """In both types of labels, with another one to ignore."""
     dtype = torch.int32 if s.case.seed % 2 else torch.int64
-    given = [torch.full((1, s.rank + 1), 3, dtype=dtype, device=s.device), torch.zeros(1, 1, dtype=dtype)]
+    given = [
+        torch.full((1, s.rank + 1), 3, dtype=dtype, device=s.device),
+        torch.zeros(1, 1, dtype=dtype, device=s.device),
+    ]
     found, wanted = count_labels(given, s.mesh, 0), s.case.world * (s.case.world + 1) // 2
     if type(found) is not int or found != wanted:
         raise Unlike(f"count_labels must be {wanted}, got {found!r}")
