@@ -111,7 +111,8 @@ def _cu_seqlens(documents: tuple[int, ...], device: torch.device) -> Tensor:
 @dataclass(frozen=True)
 class Varlen:
     """A call of several lengths: where the queries of each sequence begin and end, int32 on the device, where the keys
-    do, and the longest of each. window: positions that a row sees before its own. The last query sees the last key."""
+    do, and the longest of each. causal: the last query sees the last key, the one before it the one before, and so on.
+    window: positions that a row sees before its own, if causal."""
 
     scale: float
     query_edges: Tensor
@@ -119,15 +120,16 @@ class Varlen:
     longest_query: int
     longest_key: int
     window: int | None = None
+    causal: bool = True
 
     @property
     def options(self) -> dict[str, float]:
         return {"scale": self.scale} | ({} if self.window is None else {"window_size_left": self.window})
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """q (Nq, H, D), k, v (Nk, Hk, D) on a GPU -> out (Nq, H, D), lse (H, Nq) in fp32; causal."""
+        """q (Nq, H, D), k, v (Nk, Hk, D) on a GPU -> out (Nq, H, D), lse (H, Nq) in fp32."""
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, self.query_edges, self.key_edges, self.longest_query, self.longest_key, 0.0, True, False,
+            q, k, v, self.query_edges, self.key_edges, self.longest_query, self.longest_key, 0.0, self.causal, False,
             **self.options,
         )  # fmt: skip
         return out, lse
@@ -138,8 +140,8 @@ class Varlen:
         """dq, dk, dv, shaped like q, k, v."""
         unused = _no_dropout(q.device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            dout, q, k, v, out, lse, self.query_edges, self.key_edges, self.longest_query, self.longest_key, 0.0, True,
-            unused, unused, **self.options,
+            dout, q, k, v, out, lse, self.query_edges, self.key_edges, self.longest_query, self.longest_key, 0.0,
+            self.causal, unused, unused, **self.options,
         )  # fmt: skip
         return dq, dk, dv
 

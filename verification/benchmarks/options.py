@@ -13,7 +13,8 @@ class Options:
     """tokens: of each rank. whole_limit: the longest dense sequence, in tokens, that is also timed on one GPU, where
     time grows with its square. longnet_shape: by default with as many key/value heads as query heads. longest_limit,
     longest_seconds: the longest shard that the search for the longest one tries, and the time that it may take.
-    mean_lengths: of packed documents. windows: as `Branch` has them."""
+    mean_lengths: of packed documents. divisible: each length is a multiple of twice the ranks. windows: as `Branch`
+    has them."""
 
     tokens: tuple[int, ...]
     exchanges: tuple[str, ...] = ("direct", "ring", "gather")
@@ -24,6 +25,7 @@ class Options:
     shape: AttentionShape = AttentionShape()
     longnet_shape: AttentionShape = AttentionShape(kv=32)
     mean_lengths: tuple[int, ...] = (512, 4096)
+    divisible: bool = False
     windows: tuple[int, ...] = (1023, 4095)
     segments: tuple[int, ...] = SEGMENTS
     rates: tuple[int, ...] = RATES

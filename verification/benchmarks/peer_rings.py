@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache, partial
 from typing import Any, cast
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -77,16 +78,9 @@ def zigzag_attend(workload: Workload) -> Attend:
     return attend
 
 
-@contextmanager
-def zigzag_kernels() -> Iterator[None]:
+def zigzag_kernels() -> AbstractContextManager[Any]:
     """Inside, ring-flash-attn's zigzag ring calls the kernels of the baselines."""
-    module = _zigzag_module()
-    before = module._flash_attn_forward, module._flash_attn_backward
-    module._flash_attn_forward, module._flash_attn_backward = flash_forward, flash_backward
-    try:
-        yield
-    finally:
-        module._flash_attn_forward, module._flash_attn_backward = before
+    return mock.patch.multiple(_zigzag_module(), _flash_attn_forward=flash_forward, _flash_attn_backward=flash_backward)
 
 
 def _zigzag_module() -> Any:

@@ -21,6 +21,7 @@ COLUMNS = {
     "world": "ranks, a GPU each",
     "kv_heads": "key/value heads",
     "mean_length": "of packed documents, in tokens",
+    "multiple": "of which each of these lengths is one",
     "window": "positions before its own that a query sees",
     "method": "the method that is timed",
     "exchange": "of ring_attention: how keys and values travel",

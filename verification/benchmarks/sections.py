@@ -69,8 +69,9 @@ class Bench:
     def packed(self) -> None:
         for tokens in self.options.tokens:
             for mean in self.options.mean_lengths:
-                workload = Workload.packed(tokens, self.ranks.world, self.options.shape, mean)
-                self._measure(Section("packed", workload, {"mean_length": mean}))
+                multiple = 2 * self.ranks.world if self.options.divisible else 1
+                workload = Workload.packed(tokens, self.ranks.world, self.options.shape, mean, multiple)
+                self._measure(Section("packed", workload, {"mean_length": mean, "multiple": multiple}))
 
     def window(self) -> None:
         for tokens in self.options.tokens:
@@ -134,6 +135,8 @@ class Bench:
             for heads in sorted({1, workload.shape.kv}):
                 method = f"ring-flash-attn llama3, {counted(heads, 'head')} at a time"
                 yield method, packed_peers.llama3(workload, even, self.ranks.rank, heads)
+            for ring in packed_peers.RINGS if section.name == "packed" else ():
+                yield f"ring-flash-attn {ring}, by document", packed_peers.by_document(workload, even, ring)
         else:
             yield "LongNet as published", _made(partial(published.longnet, workload, inputs, self.ranks.rank))
 

@@ -37,13 +37,16 @@ def named(tokens: int) -> str:
     return f"{tokens // UNITS[unit]}{unit}"
 
 
-def document_lengths(total: int, mean: int) -> tuple[int, ...]:
-    """Of so many tokens in all: drawn, always alike, with an exponential distribution. The last one may be cut off."""
+def document_lengths(total: int, mean: int, multiple: int = 1) -> tuple[int, ...]:
+    """Of so many tokens in all: drawn, always alike, with an exponential distribution, each a multiple of `multiple`.
+    The last one may be cut off. Raises ValueError where total or mean is no multiple."""
+    if total % multiple or mean % multiple:
+        raise ValueError(f"multiple is {multiple}; it must divide the tokens, {total}, and the mean length, {mean}")
     draw = np.random.default_rng(1)
     ends = [0]
-    while ends[-1] < total:
-        ends.append(min(total, ends[-1] + 1 + int(draw.exponential(mean - 1))))
-    return tuple(np.diff(ends).tolist())
+    while ends[-1] < total // multiple:
+        ends.append(min(total // multiple, ends[-1] + 1 + int(draw.exponential(mean // multiple - 1))))
+    return tuple((multiple * np.diff(ends)).tolist())
 
 
 @dataclass(frozen=True)
@@ -94,9 +97,10 @@ class Workload:
         return cls(Pattern.longnet(segments, rates, shape.query, causal=True), "contiguous", tokens, world, shape)
 
     @classmethod
-    def packed(cls, tokens: int, world: int, shape: AttentionShape, mean: int) -> Workload:
-        """Causal attention within documents of drawn lengths, in the order that gives every rank the same work."""
-        documents = document_lengths(tokens * world, mean)
+    def packed(cls, tokens: int, world: int, shape: AttentionShape, mean: int, multiple: int = 1) -> Workload:
+        """Causal attention within documents of drawn lengths, in the order that gives every rank the same work.
+        multiple: of it is every length. Raises ValueError as `document_lengths` does."""
+        documents = document_lengths(tokens * world, mean, multiple)
         return cls(Pattern.dense(True, documents), "balanced", tokens, world, shape)
 
     @classmethod

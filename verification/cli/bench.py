@@ -112,6 +112,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--segments", nargs="+", type=tokens, metavar="N", help=f"LongNet's ({' '.join(map(named, SEGMENTS))})")
     add("--rates", nargs="+", type=positive, metavar="N", help=f"LongNet's ({' '.join(map(str, RATES))})")
     add("--mean-length", nargs="+", type=tokens, default=[512, 4096], metavar="N", help="of packed (512 4Ki)")
+    add("--divisible", action="store_true", help="packed documents of lengths that twice the ranks divide, as two of "
+        "the peers ask")  # fmt: skip
     add("--window", nargs="+", type=tokens, default=[1023, 4095], metavar="N", help="(default: 1023 4095)")
     add("--repeats", type=positive, default=7, metavar="N", help="timed calls; fewer where one takes 2 s (default: 7)")
     add("--warmup", type=positive, default=3, metavar="N", help="calls before, on GPUs for half a second (default: 3)")
@@ -151,7 +153,7 @@ def checked(given: argparse.Namespace) -> Options:
         rates=tuple(rates or (SMALL_RATES if small else RATES)), repeats=Repeats(given.warmup, given.repeats),
         whole_limit=given.whole_limit, longest_limit=given.reach_limit or LONGEST_LIMIT[given.device],
         longest_seconds=float(given.reach_seconds), mean_lengths=tuple(given.mean_length),
-        windows=tuple(given.window),
+        windows=tuple(given.window), divisible=given.divisible,
     )  # fmt: skip
 
 
@@ -169,6 +171,17 @@ def check_place(device: str) -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 
 
+def check_lengths(options: Options) -> None:
+    """Raises SystemExit where packed documents cannot have the lengths asked for. Ranks know by themselves."""
+    if not options.divisible:
+        return
+    twice = 2 * int(os.environ["WORLD_SIZE"])
+    for name, sizes in (("--tokens", options.tokens), ("--mean-length", options.mean_lengths)):
+        for one in sizes:
+            if one % twice:
+                stop(f"{name} is {one}; with --divisible it must be a multiple of twice the ranks, {twice}")
+
+
 def _run_of(bench: Bench) -> dict[str, Callable[[], None]]:
     """By section."""
     return {
@@ -182,6 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parsed(arguments)
     options = checked(given)
     check_place(given.device)
+    check_lengths(options)
     try:
         ranks = RankGroup.join(given.device)
     except Exception as error:  # torch.distributed raises whatever its backends do

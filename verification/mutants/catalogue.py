@@ -23,7 +23,8 @@ TOPICS = (
     "training_modules", "training_compiled", "windows", "elsewhere_plans", "elsewhere_calls", "elsewhere_sizes",
     "elsewhere_again_plans", "elsewhere_again_calls", "elsewhere_third_plans",
     "elsewhere_third_calls", "elsewhere_third_training", "elsewhere_fourth_plans", "elsewhere_fourth_calls",
-    "elsewhere_fifth_plans",
+    "elsewhere_fifth_plans", "elsewhere_sixth_plans", "elsewhere_sixth_calls", "elsewhere_seventh_plans",
+    "elsewhere_seventh_calls",
 )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from verification.benchmarks.baselines import Impossible
 from verification.benchmarks.rank_group import RankGroup
 from verification.benchmarks.results import COLUMNS, BenchRecord, line
 from verification.benchmarks.timing import Repeats, clocked, measured
-from verification.benchmarks.workload import AttentionShape, Workload, named, size
+from verification.benchmarks.workload import AttentionShape, Workload, document_lengths, named, size
 from verification.cli import bench
 from verification.peers.adapters import flash_attn_shim
 from verification.run.processes.pool import Pool
@@ -171,6 +171,20 @@ def test_a_missing_peer_says_so() -> None:
             peer_rings.zigzag(workload, workload.draw(CPU, 0)).__enter__()
         with pytest.raises(Impossible, match="ring-flash-attn is not installed"):
             packed_peers.llama3(workload, workload.draw(CPU, 0), 0, 1).__enter__()
+        with pytest.raises(Impossible, match="ring-flash-attn is not installed"):
+            packed_peers.by_document(workload, workload.draw(CPU, 0), "ring").__enter__()
+
+
+def test_lengths_of_documents_divide_where_they_are_to() -> None:
+    documents = document_lengths(96, 16, 4)
+    assert sum(documents) == 96 and all(length % 4 == 0 for length in documents)
+    assert document_lengths(96, 16) != documents
+    with pytest.raises(ValueError, match="multiple is 4; it must divide the tokens, 96, and the mean length, 18"):
+        document_lengths(96, 18, 4)
+    odd = Workload.packed(48, 2, HEADS, 16)
+    assert any(length % 4 for length in odd.pattern.documents or ())
+    with pytest.raises(Impossible, match="lengths that 4 divides"):
+        packed_peers.by_document(odd, odd.draw(CPU, 0), "zigzag").__enter__()
 
 
 @pytest.mark.parametrize("exchange", ["ring", "direct", "gather"])
