@@ -44,8 +44,9 @@ class Shards:
 def shards(
     order: str, n: int, p: int, cuts: tuple[int, ...] | None, seed: int = 0, documents: tuple[int, ...] | None = None
 ) -> Shards:
-    """The shards of p ranks. cuts: p + 1 offsets into the order, or None for the order's own. seed: of "shuffled" and
-    "permuted". documents: the lengths of consecutive ones, n in all, for orders "by document"; None is one.
+    """The shards of p ranks. cuts: p + 1 offsets into the order, or None for the order's own. seed: of "shuffled",
+    "permuted" and "swapped". documents: the lengths of consecutive ones, n in all, for orders "by document"; None is
+    one.
 
     contiguous  position x belongs to the greatest rank r for which r n / p, rounded down, is <= x
     zigzag      the same for 2 p chunks; rank r has the r-th from the front and the r-th from the back
@@ -55,6 +56,7 @@ def shards(
     hilbert     the curve through the smallest square of side 2^k that holds all positions row by row, cut evenly
     shuffled    a random permutation, cut evenly
     permuted    up to 2 p ranges of random length, in random order, cut evenly
+    swapped     contiguous, but for up to 3 pairs of positions that take each other's place
     dealt       like cards into 3 p hands, position x into hand x mod 3 p; rank r has three hands, one after the other
 
     contiguous by document, zigzag by document: each document is divided like that by itself; but in zigzag order those
@@ -63,10 +65,12 @@ def shards(
     The first three, and those by document, keep a rank's positions ascending. Raises ValueError for any other order.
     """
     everything = np.arange(n)
-    if order in ("hilbert", "shuffled", "permuted"):
-        listed = (
-            _hilbert(n) if order == "hilbert" else shuffled(n, seed) if order == "shuffled" else permuted(n, p, seed)
-        )
+    listings = {
+        "hilbert": lambda: _hilbert(n), "shuffled": lambda: shuffled(n, seed),
+        "permuted": lambda: permuted(n, p, seed), "swapped": lambda: swapped(n, seed),
+    }  # fmt: skip
+    if order in listings:
+        listed = listings[order]()
         held = [listed[_part(everything, n, p) == rank] for rank in range(p)]
     else:
         base, by_document, _ = order.partition(BY_DOCUMENT)
@@ -102,6 +106,18 @@ def permuted(n: int, p: int, seed: int) -> Ints:
     inner = torch.randperm(n - 1, generator=generator)[: count - 1].sort().values.numpy() + 1
     ranges = np.split(np.arange(n), inner)
     return np.concatenate([ranges[i] for i in torch.randperm(count, generator=generator).tolist()])
+
+
+def swapped(n: int, seed: int) -> Ints:
+    """range(n), where one to three pairs of positions, next to each other or apart, have taken each other's place. It
+    follows from the seed alone. What looks at a few entries takes it for range(n)."""
+    generator = torch.Generator().manual_seed(seed)
+    listed = np.arange(n)
+    for _ in range(1 + seed % 3):
+        one, other = torch.randint(n, (2,), generator=generator).tolist()
+        other = min(one + 1, n - 1) if seed % 2 else other
+        listed[[one, other]] = listed[[other, one]]
+    return listed
 
 
 def default_bucket(largest: int, heads: int, kv_heads: int, itemsize: int, device: str = "cpu") -> int:
@@ -142,7 +158,7 @@ def _owner(order: str, x: Ints, n: int, p: int) -> Ints:
         return np.where(x % 2 == 0, _part(x // 2, (n + 1) // 2, p), x // 2 % p)
     raise ValueError(
         f"order is {order!r}; it must be one of contiguous, zigzag, striped, spliced, paired, hilbert, shuffled, "
-        "permuted, dealt"
+        "permuted, swapped, dealt"
     )
 
 

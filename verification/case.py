@@ -28,7 +28,8 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-ORDERS = ("contiguous", "zigzag", "striped", "hilbert", "spliced", "paired", "shuffled", "permuted", "dealt")
+ORDERS = ("contiguous", "zigzag", "striped", "hilbert", "spliced", "paired", "shuffled", "permuted", "swapped", "dealt")
+SEEDED_ORDERS = ("shuffled", "permuted", "swapped")  # these follow from the seed, too
 # Those of each document by itself. They are not drawn; claims of peers take Cases there.
 ORDERS_BY_DOCUMENT = ("contiguous by document", "zigzag by document")
 EXCHANGES = ("ring", "direct", "gather")
@@ -56,8 +57,8 @@ class Case:
     tokens        length n of the sequence
     order         order of the tokens: one of ORDERS; "spliced" has the even positions contiguous, the odd ones
                   striped; "paired" has neighbouring shards half the ring apart; "shuffled" is a permutation drawn from
-                  the seed, "permuted" one of a few whole ranges; "dealt" gives each rank three stripes; or one of
-                  ORDERS_BY_DOCUMENT
+                  the seed, "permuted" one of a few whole ranges; "swapped" has a few positions in each other's place;
+                  "dealt" gives each rank three stripes; or one of ORDERS_BY_DOCUMENT
     cuts          p + 1 non-decreasing offsets into the order from 0 to n, p the size of the group; None: the layout's
                   own
     pattern       who sees whom; its documents, if it has any, add up to the tokens
@@ -205,7 +206,7 @@ class Case:
         """(order, tokens, ranks, cuts, seed, documents): what the shards depend on. The seed is 0 for an order that is
         not random, and documents are None for one that does not go by them, so that a cache has one entry for all such
         Cases."""
-        seed = self.seed if self.order in ("shuffled", "permuted") else 0
+        seed = self.seed if self.order in SEEDED_ORDERS else 0
         documents = self.pattern.documents if self.order in ORDERS_BY_DOCUMENT else None
         return self.order, self.tokens, len(self.ranks), self.cuts, seed, documents
 

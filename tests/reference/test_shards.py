@@ -14,7 +14,7 @@ from ring.budget import default_bucket as ring_bucket
 from ring.layout import Layout
 from verification.run.layouts import _layout
 
-ORDERS = ("contiguous", "zigzag", "striped", "hilbert", "spliced", "paired", "shuffled", "permuted", "dealt")
+ORDERS = ("contiguous", "zigzag", "striped", "hilbert", "spliced", "paired", "shuffled", "permuted", "swapped", "dealt")
 
 
 def held(order: str, n: int, p: int, cuts: tuple[int, ...] | None = None, seed: int = 0) -> list[list[int]]:
@@ -169,3 +169,11 @@ def test_the_ring_takes_a_cpu_s_default_bucket_unless_told_otherwise() -> None:
 def test_the_default_bucket_goes_by_the_largest_shard_wherever_it_is(cuts: tuple[int, ...]) -> None:
     layout = Layout.from_cuts(range(9002), cuts)
     assert ring_bucket(layout, 8, 1, torch.float32) == default_bucket(9000, 8, 1, 4) == 9000 * 72 // (10 * 40)
+
+
+def test_a_swapped_order_is_nearly_contiguous() -> None:
+    for n in (1, 2, 5, 40):
+        found = {tuple(definitions.swapped(n, seed).tolist()) for seed in range(40)}
+        assert all(sorted(laid) == list(range(n)) and np.count_nonzero(laid - np.arange(n)) <= 6 for laid in found)
+        assert len(found) > 10 or n < 5
+    assert definitions.swapped(8, 3).tolist() == definitions.swapped(8, 3).tolist()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from reference import shards
 from ring import Layout
+from verification.case import SEEDED_ORDERS
 
 
 class Divided(Protocol):
@@ -29,8 +30,8 @@ def layout_of(case: Divided) -> Layout:
 def _layout(
     order: str, n: int, p: int, cuts: tuple[int, ...] | None, seed: int, documents: tuple[int, ...] | None = None
 ) -> Layout:
-    if order in ("shuffled", "permuted"):
-        listed = shards.shuffled(n, seed) if order == "shuffled" else shards.permuted(n, p, seed)
+    if order in SEEDED_ORDERS:
+        listed = shards.permuted(n, p, seed) if order == "permuted" else getattr(shards, order)(n, seed)
         return Layout.from_cuts(listed, cuts or [r * n // p for r in range(p + 1)])
     if order in ("spliced", "paired", "dealt", "contiguous by document"):
         held = _held(order, n, p, documents or (n,))

@@ -17,7 +17,7 @@ import torch
 from reference import fields, shards
 from reference.pattern import Pattern
 from reference.shards import Division, Shards
-from verification.case import DEVICES, DTYPES, EXCHANGES, ORDERS, ORDERS_BY_DOCUMENT
+from verification.case import DEVICES, DTYPES, EXCHANGES, ORDERS, ORDERS_BY_DOCUMENT, SEEDED_ORDERS
 from verification.training.call_names import checked_calls
 from verification.wording import misfits
 
@@ -349,7 +349,7 @@ class TrainingCase:
 
     def division(self) -> Division:
         """As that of a `verification.case.Case`."""
-        seed = self.seed if self.order in ("shuffled", "permuted") else 0
+        seed = self.seed if self.order in SEEDED_ORDERS else 0
         documents = self.pattern.documents if self.order in ORDERS_BY_DOCUMENT else None
         return self.order, self.tokens, self.context, self.cuts, seed, documents
 
