@@ -19,8 +19,9 @@ from ring import Transport, ring_attention
 from ring.comm.transport import SoloTransport
 from ring.compiled import traced
 from verification.case import Case
+from verification.run.given_group import bare_or_mesh
 from verification.run.layouts import layout_of
-from verification.run.rank import Tensors, bare, same_bits, shards
+from verification.run.rank import Tensors, same_bits, shards
 
 Results = dict[str, Tensor]
 
@@ -29,7 +30,7 @@ def unlike(transport: Transport, case: Case) -> list[str]:
     """Task: in what the operators differ from calls. A graph names its group: where ranks have none that has a name,
     the first computes the whole sequence by itself.
     """
-    group, index = bare(transport), transport.rank
+    group, index = bare_or_mesh(transport, case), transport.rank
     if isinstance(group, Transport):
         if transport.rank:
             return []

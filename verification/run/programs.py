@@ -17,8 +17,9 @@ from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.symmetric_memory import transport_of
 from ring.comm.transport import Outgoing, RecordingTransport, Transport
 from verification.case import Case
+from verification.run.given_group import bare
 from verification.run.processes.rendezvous import subgroup
-from verification.run.rank import RankCall, Tensors, bare, same_bits, shards
+from verification.run.rank import RankCall, Tensors, same_bits, shards
 from verification.run.simulation.simulated_transport import SimulatedTransport
 
 T = TypeVar("T")

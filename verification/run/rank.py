@@ -21,10 +21,9 @@ from torch import Tensor
 from ring import Layout, Transport, ring_attention
 from ring.budget import default_bucket
 from ring.comm.buffer_memory import measure
-from ring.comm.process_group import ProcessGroupTransport
-from ring.comm.transport import RecordingTransport, SoloTransport
+from ring.comm.transport import RecordingTransport
 from verification.case import Case
-from verification.run.apart import ApartTransport
+from verification.run.given_group import Group, bare_or_mesh
 from verification.run.layouts import layout_of, strided_copy
 from verification.run.observation import LONGER, Division, Observation, carry, dtype_name
 from verification.run.second_run import (
@@ -155,7 +154,7 @@ def attend(
 ) -> Pass:
     """ring_attention forward and backward on this rank's share of q, k, v, dout, dlse, watched by the meter if there is
     one. how: as a Case's `again`. record: makes what keeps the record of messages."""
-    group: Transport | dist.ProcessGroup | None = bare(transport) if how == "group" else record(transport)
+    group: Group = bare_or_mesh(transport, case) if how == "group" else record(transport)
     incoming, others = inputs[3:], _negated(inputs) if how in _WITH_ANOTHER else ()
     forward = partial(RankCall.forward, how=how, loss=case.loss_on(transport.rank))
     call, there = _watched(lambda: forward(group, case, inputs), group, meter)
@@ -190,7 +189,7 @@ class RankCall:
     @classmethod
     def forward(
         cls,
-        group: Transport | dist.ProcessGroup | None,
+        group: Group,
         case: Case,
         inputs: Tensors,
         how: str = "alike",
@@ -288,25 +287,11 @@ def _pass(results: tuple[Tensor | None, ...], there: _Leg, back: _Leg) -> Pass:
     )  # fmt: skip
 
 
-def bare(transport: Transport) -> Transport | dist.ProcessGroup | None:
-    """What a user would pass who knows nothing of transports: None where all ranks take part, their group otherwise. In
-    a simulation there is no such thing but the transport itself. Ranks that are to agree as on several machines do so
-    by their transport, whatever call each of them is in.
-    """
-    if isinstance(transport, SoloTransport):
-        return None
-    if isinstance(transport, ProcessGroupTransport) and not isinstance(transport, ApartTransport):
-        return None if transport.group is dist.group.WORLD else transport.group
-    return transport
-
-
-def _watched(
-    call: Callable[[], Result], group: Transport | dist.ProcessGroup | None, meter: Meter | None
-) -> tuple[Result, _Leg]:
+def _watched(call: Callable[[], Result], group: Group, meter: Meter | None) -> tuple[Result, _Leg]:
     """What a leg gave, and what it took."""
     log = group if isinstance(group, RecordingTransport) else None
     sent, received = (len(log.sent), len(log.received)) if log else (0, 0)
-    own = None if isinstance(group, dist.ProcessGroup) else group
+    own = group if isinstance(group, Transport) else None
     with measure(own) as buffers, meter or nullcontext():
         result = call()
     return result, _Leg(

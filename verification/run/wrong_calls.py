@@ -15,8 +15,9 @@ import torch
 from ring import Transport, ring_attention
 from ring.compiled import traced
 from verification.case import Case
+from verification.run.given_group import bare
 from verification.run.layouts import layout_of
-from verification.run.rank import bare, shards, whole_tensors
+from verification.run.rank import shards, whole_tensors
 from verification.run.wrong_documents import one_moved, over, some_documents, without_documents, without_the_last
 from verification.run.wrong_layouts import (
     late_difference,
@@ -243,6 +244,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a layout that was right on a group of one rank more": Mistake("layout", right_on_one_rank_more),
     "no layout": Mistake("layout", _set("layout", None)),
+    "something that is no group": Mistake("group", _set("group", "everyone"), together=True),
     "unknown exchange": Mistake("exchange", _set("exchange", "teleport")),
     "unknown kernel": Mistake("kernel", _set("kernel", "magic")),
     "bucket of 0": Mistake("bucket", _set("bucket", 0)),

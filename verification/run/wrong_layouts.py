@@ -11,7 +11,7 @@ from reference.pattern import Pattern
 from ring import Layout, Transport, ring_attention
 from ring.comm.transport import SoloTransport
 from verification.case import Case
-from verification.run.rank import bare
+from verification.run.given_group import bare
 
 Arguments = dict[str, Any]  # of ring_attention, by name
 
