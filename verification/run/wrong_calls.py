@@ -30,6 +30,7 @@ from verification.run.wrong_layouts import (
     shuffled_layout,
 )
 from verification.run.wrong_patterns import other_pattern, other_window, too_many_heads
+from verification.run.wrong_tensors import as_array, differentiable, in_another_dtype, longer, placed, shorter
 
 Arguments = dict[str, Any]  # of ring_attention, by name
 Attention = Callable[..., Any]
@@ -80,22 +81,6 @@ def _change(name: str, change: Callable[[Any], Any]) -> Callable[[Arguments, Cas
         arguments[name] = change(arguments[name])
 
     return spoil
-
-
-def _longer(x: torch.Tensor) -> torch.Tensor:
-    return torch.cat((x, x.new_zeros(x.shape[0], 1, *x.shape[2:])), 1)
-
-
-def _shorter(x: torch.Tensor) -> torch.Tensor:
-    return x[:, :-1]
-
-
-def _differentiable(x: torch.Tensor) -> torch.Tensor:
-    return x.detach().requires_grad_()
-
-
-def _other_dtype(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.float32 if x.dtype == torch.float64 else torch.float64)
 
 
 def _heads_that_do_not_divide(arguments: Arguments, case: Case) -> None:
@@ -169,7 +154,7 @@ def _differentiate_twice(arguments: Arguments, attention: Attention) -> None:
 
 
 def _require_gradients(arguments: Arguments, case: Case) -> None:
-    arguments.update({name: _differentiable(arguments[name]) for name in "qkv"})
+    arguments.update({name: differentiable(arguments[name]) for name in "qkv"})
 
 
 def _require_none(arguments: Arguments, case: Case) -> None:
@@ -181,7 +166,7 @@ def _integers(arguments: Arguments, case: Case) -> None:
 
 
 def _under_autocast(arguments: Arguments, attention: Attention) -> None:
-    with torch.autocast(arguments["q"].device.type, torch.bfloat16):
+    with torch.autocast(arguments["v"].device.type, torch.bfloat16):
         attention(**arguments)
 
 
@@ -200,7 +185,7 @@ def _change_in_place(name: str) -> Callable[[Arguments, Attention], None]:
     """Forward, a change of an input or a result, backward: gradients from the changed numbers would be wrong."""
 
     def call(arguments: Arguments, attention: Attention) -> None:
-        tensors = {x: _differentiable(arguments[x]) for x in "qkv"}
+        tensors = {x: differentiable(arguments[x]) for x in "qkv"}
         options = {"return_lse": True, "kernel": "math"} if name == "lse" else {"return_lse": False}
         result = attention(**arguments | tensors | options)
         out, *lse = result if isinstance(result, tuple) else (result,)
@@ -213,26 +198,29 @@ def _change_in_place(name: str) -> Callable[[Arguments, Attention], None]:
 
 
 MISTAKES: dict[str, Mistake] = {
-    "one token too many in q": Mistake("q", _change("q", _longer)),
-    "one token too many in k and v": Mistake("k", lambda a, case: a.update(k=_longer(a["k"]), v=_longer(a["v"]))),
+    "one token too many in q": Mistake("q", _change("q", longer)),
+    "one token too many in k and v": Mistake("k", lambda a, case: a.update(k=longer(a["k"]), v=longer(a["v"]))),
     "one token too few in q": Mistake(
-        "q", _change("q", _shorter), possible=lambda case: min(layout_of(case).counts) > 0
+        "q", _change("q", shorter), possible=lambda case: min(layout_of(case).counts) > 0
     ),
     "one token too few in k and v": Mistake(
         "k",
-        lambda a, case: a.update(k=_shorter(a["k"]), v=_shorter(a["v"])),
+        lambda a, case: a.update(k=shorter(a["k"]), v=shorter(a["v"])),
         possible=lambda case: min(layout_of(case).counts) > 0,
     ),
-    "k longer than v": Mistake("k", _change("k", _longer)),
+    "k longer than v": Mistake("k", _change("k", longer)),
     "q without heads": Mistake("q", _change("q", lambda x: x[:, :, 0])),
-    "k in another dtype": Mistake("k", _change("k", _other_dtype)),
-    "v in another dtype": Mistake("v", _change("v", _other_dtype)),
+    "k in another dtype": Mistake("k", _change("k", in_another_dtype)),
+    "v in another dtype": Mistake("v", _change("v", in_another_dtype)),
     "integers": Mistake("dtype", _integers),
     "integers under autocast": Mistake("dtype", _integers, call=_under_autocast),
     "k and v of another batch than q": Mistake("q's batch", _more_of_k_and_v(0)),
     "k and v of another head dim than q": Mistake("head dim", _more_of_k_and_v(3)),
     "a batch of nothing": Mistake("batch", _no_batch),
     "sparse q": Mistake("q must be a dense", _change("q", lambda x: x.to_sparse())),
+    "a DTensor in place of its shard": Mistake("q must be a", _change("q", placed)),
+    "an array in place of k": Mistake("k", _change("k", as_array)),
+    "an array in place of q under autocast": Mistake("q", _change("q", as_array), call=_under_autocast),
     "heads that do not divide": Mistake("heads", _heads_that_do_not_divide),
     "a pattern for more heads": Mistake("heads", too_many_heads),
     "no pattern": Mistake("pattern", _set("pattern", None)),
@@ -300,12 +288,12 @@ MISTAKES: dict[str, Mistake] = {
         "kernel", _change("kernel", lambda x: "math" if x != "math" else "auto"), alone=False
     ),
     "another return_lse than the others": Mistake("return_lse", _change("return_lse", lambda x: not x), alone=False),
-    "requires gradients, unlike the others": Mistake("requires_grad", _change("q", _differentiable), alone=False),
+    "requires gradients, unlike the others": Mistake("requires_grad", _change("q", differentiable), alone=False),
     "k alone requires gradients, unlike the others": Mistake(
-        "requires_grad", _change("k", _differentiable), alone=False
+        "requires_grad", _change("k", differentiable), alone=False
     ),
     "v alone requires gradients, unlike the others": Mistake(
-        "requires_grad", _change("v", _differentiable), alone=False
+        "requires_grad", _change("v", differentiable), alone=False
     ),
     "requires no gradients, unlike the others": Mistake(
         "requires_grad", _require_none, alone=False, everyone=_require_gradients
