@@ -1,7 +1,8 @@
 """A plan computes each pair of the pattern as often as branches see it, and nothing else; no slot is lost on the way.
 
 Plans alone are followed (`verification.run.plan_walk`): an example costs no more for being irregular, so every call of
-a rank may have another shape. Each Case is planned by every exchange, in several orders and with several buckets.
+a rank may have another shape. Each Case is planned by every exchange, in several orders and with several buckets; and
+once as dense attention over an order that is nearly contiguous, where a plan may take a listing for a whole shard.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from reference import fields
 from reference.cost import EXCHANGES
 from reference.exact import multiplicity
+from reference.pattern import Branch
 from ring.comm.transport import Transport
 from verification.case import ORDERS, Case
 from verification.check.laws.law import MOST_INTEGER, How, Law
@@ -44,6 +46,7 @@ def check_plans(backend: Backend, case: Case, how: How) -> float:
     """Each rank follows some of the plans; each for all ranks, since plans need no messages."""
     chosen = product(how["orders"], EXCHANGES, how["buckets"])
     others = [replace(case, order=order, exchange=exchange, bucket=b) for order, exchange, b in chosen]
+    others.append(_nearly_regular(case, how["buckets"][0]))
     backend.submit(followed, case, how.get("varlen", 0), *others)
     for wrong in backend.collect():
         if wrong:
@@ -51,12 +54,18 @@ def check_plans(backend: Backend, case: Case, how: How) -> float:
     return 0.0
 
 
+def _nearly_regular(case: Case, bucket: int) -> Case:
+    dense = replace(case.pattern, branches=(Branch(),))
+    exchange = EXCHANGES[case.seed % len(EXCHANGES)]
+    return replace(case, pattern=dense, order="swapped", cuts=None, exchange=exchange, bucket=bucket)
+
+
 def followed(transport: Transport, case: Case, varlen: int, *others: Case) -> str:
     """Task: what is wrong with the first wrong plan among those that fall to this rank; "" if nothing is."""
-    due = multiplicity(case.pattern, case.heads, case.tokens)
     for other in others[transport.rank :: transport.world_size]:
+        due = multiplicity(other.pattern, case.heads, case.tokens)
         setting = PlanSetting(
-            case.pattern, layout_of(other), case.heads, case.kv_heads, other.exchange, other.bucket or 1, varlen
+            other.pattern, layout_of(other), case.heads, case.kv_heads, other.exchange, other.bucket or 1, varlen
         )
         try:
             walk = PlanWalk(setting).go()
