@@ -203,7 +203,7 @@ RUN = "python -m verification training --seed 15 --json notebooks/data/training.
 training = record("training", ("deviations", "tolerance", "held", "examples"), RUN)
 SEARCH = "python -m verification mutants --limit 300 --json FILE"
 RECORDS = ("mutants", "mutants_first_sight", "mutants_first_sight_more", "mutants_first_sight_fourth",
-           "mutants_fourth_again")  # fmt: skip
+           "mutants_fourth_again", "mutants_sixth_seventh", "mutants_first_sight_eighth_training")  # fmt: skip
 last = {outcome["name"]: outcome for name in RECORDS for outcome in record(name, ("mutants",), SEARCH)["mutants"]}
 outcomes = list(last.values())
 threshold = training["tolerance"]["float64"]
