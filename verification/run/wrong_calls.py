@@ -29,6 +29,7 @@ from verification.run.wrong_layouts import (
     shuffled_layout,
 )
 from verification.run.wrong_patterns import other_pattern, other_window, too_many_heads
+from verification.run.wrong_types import WRONG_TYPES
 
 Arguments = dict[str, Any]  # of ring_attention, by name
 Attention = Callable[..., Any]
@@ -343,6 +344,10 @@ MISTAKES |= {
         "inplace operation", _nothing, together=True, call=_change_in_place(name), error="RuntimeError"
     )
     for name in ("q", "k", "v", "out", "lse")
+}
+MISTAKES |= {
+    name: Mistake(wrong.argument, wrong.spoil, together=wrong.together, everyone=wrong.everyone)
+    for name, wrong in WRONG_TYPES.items()
 }
 
 

@@ -158,8 +158,8 @@ def _call(rng: np.random.Generator, n: int, packed: tuple[int, ...] = ()) -> lis
     pattern = Pattern((branch,), bool(rng.integers(2)), documents)
     q, k, v = (torch.ones(1, n, HEADS, 2, requires_grad=bool(rng.integers(2))) for _ in range(3))
     settings: dict[str, Any] = {
-        "group": SoloTransport(), "exchange": "ring", "bucket": n if heavy else int(rng.integers(1, 99)), "kernel": "math",
-        "scale": float(rng.random()), "return_lse": False, "check": True, "name": f"call {n}",
+        "group": SoloTransport(), "exchange": "ring", "bucket": n if heavy else int(rng.integers(1, 99)),
+        "kernel": "math", "scale": float(rng.random()), "return_lse": False, "check": True, "name": f"call {n}",
     }  # fmt: skip
     held: list[tuple[str, Any]] = [("patterns", pattern), ("layouts", layout), ("transports", settings["group"])]
     tensors = [q, k, v]
