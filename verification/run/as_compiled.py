@@ -6,6 +6,8 @@ the strides that are promised for its results. Where they come otherwise, a comp
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -24,6 +26,7 @@ from verification.run.layouts import layout_of
 from verification.run.rank import Tensors, same_bits, shards
 
 Results = dict[str, Tensor]
+_COPIES: tuple[Callable[[Any], Any], ...] = (copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), copy.copy)
 
 
 def unlike(transport: Transport, case: Case) -> list[str]:
@@ -37,7 +40,7 @@ def unlike(transport: Transport, case: Case) -> list[str]:
         case, group, index = replace(case, world=1, group=None, cuts=None), SoloTransport(), 0
     inputs = shards(case, index, case.tensors())
     called = _run(ring_attention, case, case.pattern, group, inputs)
-    made = _run(traced, case, case.pattern, group, inputs)
+    made = _run(traced, case, case.pattern, group, inputs, copies=True)
     wrong = [name for name, x in called.items() if name not in made or not same_bits(x, made[name])]
     with _Watcher() as watcher:
         _run(ring_attention, case, case.pattern, group, inputs)
@@ -76,12 +79,20 @@ def _error(attention: Callable[..., Any], case: Case, pattern: Pattern, group: A
     return "nothing"
 
 
-def _run(attention: Callable[..., Any], case: Case, pattern: Pattern, group: Any, inputs: Tensors) -> Results:
+def _run(
+    attention: Callable[..., Any], case: Case, pattern: Pattern, group: Any, inputs: Tensors, copies: bool = False
+) -> Results:
+    """copies: give copies of pattern and layout, equal ones, which nobody holds any more when the backward comes."""
     leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+    layout = layout_of(case)
+    if copies:
+        way = _COPIES[case.seed % len(_COPIES)]
+        pattern, layout = way(pattern), way(layout)
     result = attention(
-        *leaves, pattern, layout_of(case), group=group, exchange=case.exchange, bucket=case.bucket,
-        kernel=case.kernel, scale=case.scale, return_lse=case.lse != "unused", check=True, name=None,
+        *leaves, pattern, layout, group=group, exchange=case.exchange, bucket=case.bucket, kernel=case.kernel,
+        scale=case.scale, return_lse=case.lse != "unused", check=True, name=None,
     )  # fmt: skip
+    del pattern, layout
     out, *lse = result if isinstance(result, tuple) else (result,)
     outputs, given = ([out, *lse], list(inputs[3:])) if case.through_lse else ([out], [inputs[3]])
     gradients = torch.autograd.grad(outputs, leaves, given)

@@ -18,12 +18,24 @@ _WRAPPED = (staticmethod, classmethod)  # in a class's namespace, around the fun
 
 def clear_caches(packages: tuple[str, ...]) -> None:
     """Empty every functools cache, and every `Bounded`, in the modules of these packages that are imported."""
-    for module in modules_of(packages):
-        for cache in _caches_of(module):
-            if isinstance(cache, Bounded):
-                cache.clear()
-            else:
-                cache.cache_clear()
+    for _, bounded in bounded_of(packages):
+        bounded.clear()
+    for _, recent in recent_of(packages):
+        recent.cache_clear()
+
+
+def bounded_of(packages: tuple[str, ...]) -> list[tuple[str, Bounded[Any, Any]]]:
+    """Every `Bounded`, by the name of its module."""
+    return [(name, cache) for name, cache in _caches(packages) if isinstance(cache, Bounded)]
+
+
+def recent_of(packages: tuple[str, ...]) -> list[tuple[str, Any]]:
+    """Every functools cache, by the name of its module and of its function."""
+    return [(f"{n}.{x.__name__}", x) for n, x in _caches(packages) if not isinstance(x, Bounded)]
+
+
+def _caches(packages: tuple[str, ...]) -> list[tuple[str, Any]]:
+    return [(module.__name__, cache) for module in modules_of(packages) for cache in _caches_of(module)]
 
 
 def modules_of(packages: tuple[str, ...]) -> list[types.ModuleType]:

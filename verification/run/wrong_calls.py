@@ -31,6 +31,7 @@ from verification.run.wrong_layouts import (
 )
 from verification.run.wrong_patterns import other_pattern, other_window, too_many_heads
 from verification.run.wrong_tensors import as_array, differentiable, in_another_dtype, longer, placed, shorter
+from verification.run.wrong_types import WRONG_TYPES
 
 Arguments = dict[str, Any]  # of ring_attention, by name
 Attention = Callable[..., Any]
@@ -333,6 +334,10 @@ MISTAKES |= {
         "inplace operation", _nothing, together=True, call=_change_in_place(name), error="RuntimeError"
     )
     for name in ("q", "k", "v", "out", "lse")
+}
+MISTAKES |= {
+    name: Mistake(wrong.argument, wrong.spoil, together=wrong.together, everyone=wrong.everyone)
+    for name, wrong in WRONG_TYPES.items()
 }
 
 

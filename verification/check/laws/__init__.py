@@ -25,6 +25,7 @@ from verification.check.laws.ranks import SAME_ANYWHERE
 from verification.check.laws.sizes import LONG_PLANS
 from verification.check.laws.streams import STREAMS_DO_NOT_MATTER
 from verification.check.laws.values import PATTERNS_AND_LAYOUTS_ARE_VALUES
+from verification.check.laws.what_is_kept import WHAT_IS_KEPT_IS_BOUNDED
 
 __all__ = ["LAWS", "How", "Law"]
 
@@ -40,6 +41,7 @@ LAWS = (
     BROKEN_OFF_CLOSES,
     NO_CALL_TAKES_ANOTHER,
     NOTHING_LEFT_BEHIND,
+    WHAT_IS_KEPT_IS_BOUNDED,
     A_GROUP_THAT_ENDS_IS_LET_GO,
     MEMORY_OF_LONGER_SHARDS,
     ERROR_DOES_NOT_GROW,

@@ -1,4 +1,4 @@
-"""The patterns that are published, and what is no pattern and no layout, said a second time.
+"""The patterns that are published, said a second time.
 
 Oracle and ranks take their patterns from `reference.pattern`: a mistake there is on both sides of every comparison.
 Here the pairs are collected segment by segment from lists of tokens, as the papers describe them, without arithmetic
@@ -7,7 +7,7 @@ on positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import cycle, islice
 from typing import Any
@@ -18,12 +18,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from reference import fields
-from reference.documents import documents_from_cu_seqlens, documents_from_positions
-from reference.pattern import Branch, Pattern, multiplicity
+from reference.pattern import Pattern, multiplicity
 from ring.comm.transport import Transport
-from ring.layout import Layout
 from verification.case import Case
 from verification.check.laws.law import How, Law
+from verification.check.laws.refusals import not_refused
 from verification.draw.drawn_documents import documents_of
 from verification.failures import WrongResult
 from verification.run.backends import Backend
@@ -123,100 +122,6 @@ def _segments(tokens: int, length: int | None, documents: tuple[int, ...] | None
         while document:
             yield document[:length]
             document = [] if length is None else document[length:]
-
-
-# --- what is refused --------------------------------------------------------------------------------------------------
-
-# By name: what makes it, and the argument that the refusal must name.
-REFUSED: dict[str, tuple[Callable[[], object], str]] = {
-    "segment of nothing": (lambda: Branch(0), "segment_length"),
-    "segment of half a token": (lambda: Branch(1.5), "segment_length"),  # type: ignore[arg-type]
-    "segment True": (lambda: Branch(True), "segment_length"),
-    "rate 0": (lambda: Branch(4, 0), "dilation_rate"),
-    "rate of text": (lambda: Branch(4, "2"), "dilation_rate"),  # type: ignore[arg-type]
-    "offset at the rate": (lambda: Branch(4, 2, 2), "offset"),
-    "negative offset": (lambda: Branch(4, 2, -1), "offset"),
-    "one offset at the rate": (lambda: Branch(4, 2, (0, 2)), "offset"),
-    "no offsets": (lambda: Branch(4, 2, ()), "offset"),
-    "an offset too many": (lambda: Branch(4, 2, (0, 1), range(1)), "offset"),
-    "an offset too few": (lambda: Branch(4, 2, (0, 1), range(3)), "offset"),
-    "heads of a list": (lambda: Branch(4, 2, 0, [0, 1]), "heads"),  # type: ignore[arg-type]
-    "no heads": (lambda: Branch(4, 2, 0, range(2, 2)), "heads"),
-    "every other head": (lambda: Branch(4, 2, 0, range(0, 4, 2)), "heads"),
-    "heads below 0": (lambda: Branch(4, 2, 0, range(-1, 2)), "heads"),
-    "window below 0": (lambda: Branch(window=-1), "window"),
-    "window of half a token": (lambda: Branch(window=1.5), "window"),  # type: ignore[arg-type]
-    "window True": (lambda: Branch(window=True), "window"),
-    "window of both sides": (lambda: Branch(window=(1, 1)), "window"),  # type: ignore[arg-type]
-    "dense: window below 0": (lambda: Pattern.dense(window=-1), "window"),
-    "no branch": (lambda: Pattern(()), "branches"),
-    "a branch that is none": (lambda: Pattern((4,)), "branches"),  # type: ignore[arg-type]
-    "causal 1": (lambda: Pattern((Branch(),), 1), "causal"),  # type: ignore[arg-type]
-    "documents of a number": (lambda: Pattern((Branch(),), documents=4), "documents"),  # type: ignore[arg-type]
-    "a document below nothing": (lambda: Pattern((Branch(),), documents=(2, -1)), "documents"),
-    "half a document": (lambda: Pattern((Branch(),), documents=(2, 1.5)), "documents"),  # type: ignore[arg-type]
-    "a document True": (lambda: Pattern((Branch(),), documents=(True, 1)), "documents"),
-    "documents of an array": (lambda: Pattern((Branch(),), documents=np.ones(2, int)), "documents"),  # type: ignore[arg-type]
-    "documents of a token too few": (lambda: Pattern.dense(documents=(2, 1)).validate_tokens(4), "documents"),
-    "documents of a token too many": (lambda: Pattern.dense(documents=(2, 3)).validate_tokens(4), "documents"),
-    "heads beyond those there are": (lambda: Pattern((Branch(heads=range(3)),)).validate(2), "heads"),
-    "offsets for fewer heads": (lambda: Pattern((Branch(4, 2, (0, 1)),)).validate(3), "offset"),
-    "longnet: lengths that disagree": (lambda: Pattern.longnet([4, 8], [1], 2), "segment_lengths"),
-    "longnet: nothing": (lambda: Pattern.longnet([], [], 2), "segment_lengths"),
-    "longnet: rate 0": (lambda: Pattern.longnet([4], [0], 2), "dilation_rates"),
-    "longnet: no heads": (lambda: Pattern.longnet([4], [1], 0), "heads"),
-    "longnet: another rule": (lambda: Pattern.longnet([4], [1], 2, offsets="mine"), "offsets"),
-    "groups: fewer heads than groups": (lambda: Pattern.head_groups([4, 8], [1, 2], 1), "heads"),
-    "groups: lengths that disagree": (lambda: Pattern.head_groups([4, 8], [1], 2), "segment_lengths"),
-    "layout: negative tokens": (lambda: Layout.contiguous(-1, 2), "n must"),
-    "layout: no ranks": (lambda: Layout.zigzag(4, 0), "p must"),
-    "layout: half a token": (lambda: Layout.striped(4.5, 2), "n must"),  # type: ignore[arg-type]
-    "layout: a token twice": (lambda: Layout.from_cuts([0, 1, 1, 3], (0, 2, 4)), "order"),
-    "layout: a token beyond": (lambda: Layout.from_cuts([0, 1, 2, 4], (0, 2, 4)), "order"),
-    "layout: a token below 0": (lambda: Layout.from_cuts([0, 1, 2, -1], (0, 2, 4)), "order"),
-    "layout: two dimensions": (lambda: Layout.from_cuts(np.arange(4).reshape(2, 2), (0, 2, 4)), "order"),
-    "layout: falling cuts": (lambda: Layout.from_cuts(range(4), (0, 3, 2, 4)), "cuts"),
-    "layout: cuts that begin later": (lambda: Layout.from_cuts(range(4), (1, 4)), "cuts"),
-    "layout: cuts that end before": (lambda: Layout.from_cuts(range(4), (0, 3)), "cuts"),
-    "layout: a single cut": (lambda: Layout.from_cuts((), (0,)), "cuts"),
-    "layout: half a cut": (lambda: Layout.from_cuts(range(4), (0, 1.5, 4)), "cuts"),  # type: ignore[arg-type]
-    "layout: shards of other lengths": (
-        lambda: Layout.contiguous(4, 2).unshard([torch.zeros(1, 1), torch.zeros(1, 3)]),
-        "shards",
-    ),
-    "layout: a shard too few": (lambda: Layout.contiguous(4, 2).unshard([torch.zeros(1, 4)]), "shards"),
-    "layout: a token too many": (lambda: Layout.contiguous(4, 2).shard(torch.zeros(1, 5), 0), "x must"),
-    "layout: zigzag of other documents": (lambda: Layout.zigzag(4, 2, documents=(2, 1)), "documents"),
-    "layout: balanced for other documents": (
-        lambda: Layout.balanced(Pattern.dense(documents=(2, 1)), 4, 2),
-        "documents",
-    ),
-    "layout: balanced for other heads": (lambda: Layout.balanced(Pattern((Branch(4, 2, (0, 1)),)), 4, 2, 3), "offset"),
-    "documents that end too early": (lambda: documents_from_cu_seqlens([0, 2], 3), "cu_seqlens"),
-    "documents that go back": (lambda: documents_from_cu_seqlens([0, 2, 1, 3], 3), "cu_seqlens"),
-    "documents that go back, unsigned": (
-        lambda: documents_from_cu_seqlens(np.array([0, 2, 1, 3], np.uint32), 3),
-        "cu_seqlens",
-    ),
-    "documents of positions that jump": (lambda: documents_from_positions([0, 2]), "positions"),
-    "layout: a rank too many": (lambda: Layout.contiguous(4, 2).positions(2), "rank"),
-    "layout: a rank below 0": (lambda: Layout.contiguous(4, 2).shard(torch.zeros(1, 4), -1), "rank"),
-}
-
-
-def not_refused() -> str | None:
-    """What is wrong with the first refusal that is not as it should be."""
-    for name, (make, argument) in REFUSED.items():
-        try:
-            made = make()
-        except ValueError as error:
-            if argument not in str(error):
-                return f"{name}: the refusal must name {argument!r}, got {error}"
-        except Exception as error:
-            return f"{name}: must be refused as ValueError, got {type(error).__name__}: {error}"
-        else:
-            return f"{name}: must be refused as ValueError, got {made!r}"
-    return None
 
 
 # --- the law ----------------------------------------------------------------------------------------------------------

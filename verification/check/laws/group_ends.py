@@ -1,4 +1,5 @@
-"""A group that ends is let go: no cache keeps it, its connections and threads, and no later group meets what it knew.
+"""A group that ends is let go: no cache keeps it, no connection, thread or shared memory of it is left, and no later
+group meets what it knew.
 
 Programs that make groups anew (elastic training, a server's requests) would otherwise leak one each time; and what is
 kept by a group's name would be taken for that of the next group of this name.
@@ -31,9 +32,7 @@ def check_ended(backend: Backend, case: Case, how: How) -> float:
     backend.submit(ended, case)
     for index, kept in enumerate(backend.collect()):
         if kept:
-            raise WrongResult(
-                f"on index {index}, a group that was destroyed after the calls is still in memory: {kept}"
-            )
+            raise WrongResult(f"on index {index}, of a group that was destroyed after the calls is still there: {kept}")
     return 0.0
 
 

@@ -23,6 +23,7 @@ from ring import balance
 from ring.comm.transport import Transport
 from ring.layout import Layout
 from verification.case import Case
+from verification.check.laws import document_layouts, layout_rows
 from verification.check.laws.law import How, Law
 from verification.draw.cases import cases
 from verification.failures import WrongResult
@@ -135,7 +136,9 @@ def wrong(transport: Transport, case: Case, ranks: int) -> list[str]:
         return []
     looked = (
         _helpers(case), _work(case), _zigzag(case, ranks), _balanced(case, ranks), _equal(case, ranks),
-        _own_memory(case, ranks),
+        _own_memory(case, ranks), document_layouts.zigzags(case, ranks), document_layouts.balanced(case, ranks),
+        document_layouts.helpers(case, ranks), layout_rows.named(case), layout_rows.orders(case),
+        layout_rows.rows(case), layout_rows.equality(case),
     )  # fmt: skip
     return [word for words in looked for word in words]
 

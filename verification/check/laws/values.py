@@ -5,9 +5,8 @@ was given changes nothing, and nothing depends on how long an order is or how fa
 from __future__ import annotations
 
 import copy
-import json
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +20,7 @@ from ring import picked_kernels, ring_attention
 from ring.comm.transport import SoloTransport, Transport
 from ring.layout import Layout, numbered_layout
 from verification.case import Case
+from verification.check.laws import pattern_values
 from verification.check.laws.law import How, Law
 from verification.draw.cases import cases
 from verification.failures import WrongResult
@@ -65,12 +65,6 @@ def _long_orders(case: Case, how: How) -> Iterator[str]:
 
 
 # --- patterns ---------------------------------------------------------------------------------------------------------
-
-
-def _as_json(pattern: Pattern) -> Iterator[str]:
-    found = Pattern.from_dict(json.loads(json.dumps(pattern.to_dict())))
-    if found != pattern:
-        yield f"a pattern comes back from JSON as another one: {found} of {pattern}"
 
 
 def _packed(pattern: Pattern, tokens: int) -> Iterator[str]:
@@ -128,6 +122,49 @@ def _counters() -> Iterator[str]:
         yield f"a forward takes {dict(there)}, its backward {dict(back)}, and both take {dict(both)}"
 
 
+def _counters_of_a_failure() -> Iterator[str]:
+    """A block that an error ends counts no more, and by name are only those kernels that took a tile."""
+    x, counts = torch.ones(1, 64, 1, 8), []
+    try:
+        with picked_kernels() as ended:
+            counts.append(ended)
+            raise KeyError
+    except KeyError:
+        pass
+    for kernel in ("math", "flash"):
+        with picked_kernels() as count:
+            ring_attention(x, x, x, Pattern.dense(), Layout.contiguous(64, 1), group=SoloTransport(), kernel=kernel)
+        if dict(count) != {kernel: 1}:
+            yield f"a call by kernel {kernel!r} of one tile takes {dict(count)}"
+        counts.append(count)
+    if [sum(count.values()) for count in counts] != [0, 1, 1]:
+        yield f"picked_kernels goes on when its block has ended: {counts}, of 0, 1 and 1 calls"
+
+
+# --- operators --------------------------------------------------------------------------------------------------------
+
+
+def _operators() -> Iterator[str]:
+    """What a graph says in place of objects is refused once these are gone, and before they are there."""
+    x = torch.ones(1, 2, 1, 1)
+    ring_attention(x, x, x, Pattern.dense(), Layout.contiguous(2, 1), group=SoloTransport())
+    layout, pattern = Layout.contiguous(2, 1).number, Pattern.dense(documents=(1, 1)).number  # nobody holds these
+    tries: tuple[tuple[str, Callable[[int], object], int], ...] = (
+        ("prepared", lambda number: torch.ops.ring.attention(x, x, x, number), 0),
+        ("layout", numbered_layout, layout),
+        ("pattern", numbered_pattern, pattern),
+    )
+    for name, act, gone in tries:
+        for number in (gone, -1, 2**62):
+            try:
+                act(number)
+            except ValueError as error:
+                if name not in str(error):
+                    yield f"the number {number} of no {name} must be refused by that name, got {error}"
+            else:
+                yield f"the number {number} of no {name} that is there must be refused as ValueError"
+
+
 # --- groups -----------------------------------------------------------------------------------------------------------
 
 
@@ -160,8 +197,9 @@ def wrong(transport: Transport, case: Case, how: How) -> list[str]:
         return []
     layout = layout_of(case)
     looked = (
-        _copies(layout), _changed_by_their_reader(case, layout), _long_orders(case, how), _as_json(case.pattern),
-        _packed(case.pattern, case.tokens), _far_on(case), _counters(), _groups(),
+        _copies(layout), _changed_by_their_reader(case, layout), _long_orders(case, how), pattern_values.patterns(case),
+        _packed(case.pattern, case.tokens), _far_on(case), _counters(),
+        _counters_of_a_failure(), _operators(), _groups(),
     )  # fmt: skip
     return [word for words in looked for word in words]
 
