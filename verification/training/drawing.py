@@ -16,7 +16,8 @@ from verification.draw.cases import Draw, bucket_of, cuts_of, pattern_of
 from verification.draw.drawn_documents import documents_of, ends_of
 from verification.draw.drawn_windows import windowed
 from verification.training.call_names import CALLS
-from verification.training.training_case import Model, TrainingCase
+from verification.training.training_case import TrainingCase
+from verification.training.training_model import Model
 
 MOST_TOKENS = 24
 
@@ -54,7 +55,8 @@ _scales = st.sampled_from((None, None, 0.25, 1.5))
 _losses = st.sampled_from(("mean", "mean", "scaled", "given"))
 _packed_by = st.sampled_from(("batch", "handle"))
 _spoilt = st.sampled_from((None,) * 6 + ("nan", "inf"))
-_calls = st.lists(st.sampled_from(CALLS), max_size=8)  # each takes a few messages; the steps take a hundred
+# Each takes some messages, the steps take a hundred. Four lists: a single one would rarely have more than five names.
+_calls = st.tuples(*(st.lists(st.sampled_from(CALLS), max_size=8) for _ in range(4)))
 _others = st.sampled_from((False, True, True))
 _branches = st.sampled_from((1, 2, 3))
 _ratios = st.sampled_from((1, 2, 3, 4))
@@ -138,7 +140,9 @@ def training_cases(draw: Draw, world: int) -> TrainingCase:
     )
     ends = ends_of(case.shards())
     case = replace(case, pattern=replace(case.pattern, documents=documents_of(draw, tokens, ends)))
-    case = replace(case, calls=tuple(draw(_calls)))
-    if steps == 1 or not draw(_others):
+    case = replace(case, calls=tuple(name for names in draw(_calls) for name in names))
+    if steps > 1 and draw(_others):
+        case = replace(case, later_documents=tuple(documents_of(draw, tokens, ends) for _ in range(steps - 1)))
+    if model.kind == "longnet" or not case.always_packed or not draw(_others):
         return case
-    return replace(case, later_documents=tuple(documents_of(draw, tokens, ends) for _ in range(steps - 1)))
+    return replace(case, own_documents=documents_of(draw, tokens, ends))
