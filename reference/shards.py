@@ -52,6 +52,7 @@ def shards(
     zigzag      the same for 2 p chunks; rank r has the r-th from the front and the r-th from the back
     striped     position x belongs to rank x mod p
     spliced     the even positions contiguous, then the odd ones striped
+    stepped     the first half of the positions contiguous, the rest striped
     paired      contiguous chunks, given by turns to the first and to the second half of the ranks
     hilbert     the curve through the smallest square of side 2^k that holds all positions row by row, cut evenly
     shuffled    a random permutation, cut evenly
@@ -142,24 +143,25 @@ def _part(x: Ints, n: int, parts: int) -> Ints:
 
 def _owner(order: str, x: Ints, n: int, p: int) -> Ints:
     """The rank that holds position x."""
-    if order == "contiguous":
-        return _part(x, n, p)
     if order == "zigzag":
         chunk = _part(x, n, 2 * p)
         return np.minimum(chunk, 2 * p - 1 - chunk)
-    if order == "striped":
-        return x % p
     if order == "paired":
         chunk = _part(x, n, p)
         return chunk // 2 + chunk % 2 * ((p + 1) // 2)
-    if order == "dealt":
-        return x % (HANDS * p) // HANDS
-    if order == "spliced":
-        return np.where(x % 2 == 0, _part(x // 2, (n + 1) // 2, p), x // 2 % p)
-    raise ValueError(
-        f"order is {order!r}; it must be one of contiguous, zigzag, striped, spliced, paired, hilbert, shuffled, "
-        "permuted, swapped, dealt"
-    )
+    half = (n + 1) // 2
+    owners = {
+        "contiguous": lambda: _part(x, n, p), "striped": lambda: x % p, "dealt": lambda: x % (HANDS * p) // HANDS,
+        "spliced": lambda: np.where(x % 2 == 0, _part(x // 2, half, p), x // 2 % p),
+        "stepped": lambda: np.where(x < half, _part(x, half, p), (x - half) % p),
+    }  # fmt: skip
+    if order not in owners:
+        raise ValueError(
+            f"order is {order!r}; it must be one of contiguous, zigzag, striped, spliced, stepped, paired, hilbert, "
+            "shuffled, permuted, swapped, dealt"
+        )
+    found: Ints = owners[order]()
+    return found
 
 
 def _owner_by_document(order: str, documents: tuple[int, ...], p: int) -> Ints:

@@ -28,7 +28,10 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-ORDERS = ("contiguous", "zigzag", "striped", "hilbert", "spliced", "paired", "shuffled", "permuted", "swapped", "dealt")
+ORDERS = (
+    *("contiguous", "zigzag", "striped", "hilbert", "spliced", "stepped", "paired", "shuffled", "permuted", "swapped"),
+    "dealt",
+)
 SEEDED_ORDERS = ("shuffled", "permuted", "swapped")  # these follow from the seed, too
 # Those of each document by itself. They are not drawn; claims of peers take Cases there.
 ORDERS_BY_DOCUMENT = ("contiguous by document", "zigzag by document")
@@ -56,9 +59,10 @@ class Case:
     group         global ranks that take part, ascending; index i of the group holds shard i. None: all
     tokens        length n of the sequence
     order         order of the tokens: one of ORDERS; "spliced" has the even positions contiguous, the odd ones
-                  striped; "paired" has neighbouring shards half the ring apart; "shuffled" is a permutation drawn from
-                  the seed, "permuted" one of a few whole ranges; "swapped" has a few positions in each other's place;
-                  "dealt" gives each rank three stripes; or one of ORDERS_BY_DOCUMENT
+                  striped, "stepped" the first half contiguous, the rest striped; "paired" has neighbouring shards half
+                  the ring apart; "shuffled" is a permutation drawn from the seed, "permuted" one of a few whole
+                  ranges; "swapped" has a few positions in each other's place; "dealt" gives each rank three stripes;
+                  or one of ORDERS_BY_DOCUMENT
     cuts          p + 1 non-decreasing offsets into the order from 0 to n, p the size of the group; None: the layout's
                   own
     pattern       who sees whom; its documents, if it has any, add up to the tokens

@@ -40,7 +40,7 @@ _many_heads = st.sampled_from(((4, 4), (5, 5), (8, 4), (8, 2), (9, 3), (6, 2)))
 _head_dims = st.sampled_from((1, 2, 4, 8, 3, 5, 16, 7, 12, 1, 2, 4, 8, 16, 32, 64))
 _dtypes = st.sampled_from(("float32", "float64", "bfloat16", "float16"))
 _orders = st.sampled_from(
-    ("contiguous", "zigzag", "striped", "hilbert", "spliced", "paired", "shuffled", "permuted", "swapped")
+    ("contiguous", "zigzag", "striped", "hilbert", "spliced", "paired", "shuffled", "permuted", "swapped", "stepped")
 )
 _exchanges = st.sampled_from(("ring", "direct", "gather"))
 _kernels = st.sampled_from(("auto", "math", "flash"))

@@ -18,7 +18,7 @@ LEAST_FOLDED = 6  # segments: with fewer, all of them are within any limit of a 
 _heads = st.sampled_from(HEADS)
 _orders = st.sampled_from(ORDERS)
 # Those in which a rank's ranges lie within each other, or later ones before earlier ones, come more often.
-_irregular_orders = st.sampled_from((*ORDERS, "spliced", "permuted"))
+_irregular_orders = st.sampled_from((*ORDERS, "spliced", "permuted", "stepped"))
 _within_each_other = st.sampled_from(("spliced", "spliced", "permuted", "shuffled"))
 _of_several_ranges = st.sampled_from(("zigzag", "zigzag", "spliced", "permuted"))
 # By "spliced" a rank holds most of a segment, and others one or two tokens of it.

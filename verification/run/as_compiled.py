@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from reference.pattern import Pattern
-from ring import Transport, ring_attention
+from ring import Layout, Transport, ring_attention
 from ring.comm.transport import SoloTransport
 from ring.compiled import traced
 from verification.case import Case
@@ -47,10 +48,32 @@ def unlike(transport: Transport, case: Case) -> list[str]:
     if watcher.times != 1:
         wrong.append(f"who watches operators sees {watcher.times} of a call's forward, must see one")
     wrong += _broken(_promised(case, group, inputs), made)
+    wrong += _left_out(case, group, inputs)
     # Offsets for one head alone are refused, unless there is just one.
     alone = _of_one_head(case.pattern)
     refused = [_error(attention, case, alone, group, inputs) for attention in (ring_attention, traced)]
     return wrong if refused[0] == refused[1] else [*wrong, f"a call raises {refused[0]}, its operator {refused[1]}"]
+
+
+def _left_out(case: Case, group: Any, inputs: Tensors) -> list[str]:
+    """What a graph leaves out where nobody reads the results: nothing, since other ranks wait for this one."""
+
+    def forward(*given: Tensor) -> Tensor:
+        _call(traced, case, case.pattern, layout_of(case), group, given[:3])
+        return given[0] + 1
+
+    def backward(*given: Tensor) -> Tensor:
+        _run(traced, case, case.pattern, group, given)
+        return given[0] + 1
+
+    wrong = []
+    for unread, wanted in ((forward, ["attention_forward"]), (backward, ["attention_forward", "attention_backward"])):
+        graph = make_fx(unread, tracing_mode="fake")(*inputs).graph
+        graph.eliminate_dead_code()
+        kept = [str(node.target).split(".")[1] for node in graph.nodes if str(node.target).startswith("ring.")]
+        if kept != wanted:
+            wrong.append(f"a graph in which nobody reads the results keeps {kept}, must keep {wanted}")
+    return wrong
 
 
 class _Watcher(TorchDispatchMode):
@@ -88,16 +111,22 @@ def _run(
     if copies:
         way = _COPIES[case.seed % len(_COPIES)]
         pattern, layout = way(pattern), way(layout)
-    result = attention(
-        *leaves, pattern, layout, group=group, exchange=case.exchange, bucket=case.bucket, kernel=case.kernel,
-        scale=case.scale, return_lse=case.lse != "unused", check=True, name=None,
-    )  # fmt: skip
+    result = _call(attention, case, pattern, layout, group, leaves)
     del pattern, layout
     out, *lse = result if isinstance(result, tuple) else (result,)
     outputs, given = ([out, *lse], list(inputs[3:])) if case.through_lse else ([out], [inputs[3]])
     gradients = torch.autograd.grad(outputs, leaves, given)
     found = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
     return {"out": out} | ({"lse": lse[0]} if lse else {}) | found
+
+
+def _call(
+    attention: Callable[..., Any], case: Case, pattern: Pattern, layout: Layout, group: Any, given: Sequence[Tensor]
+) -> Any:
+    return attention(
+        *given, pattern, layout, group=group, exchange=case.exchange, bucket=case.bucket, kernel=case.kernel,
+        scale=case.scale, return_lse=case.lse != "unused", check=True, name=None,
+    )  # fmt: skip
 
 
 def _promised(case: Case, group: Any, inputs: Tensors) -> Results:

@@ -33,7 +33,7 @@ def _layout(
     if order in SEEDED_ORDERS:
         listed = shards.permuted(n, p, seed) if order == "permuted" else getattr(shards, order)(n, seed)
         return Layout.from_cuts(listed, cuts or [r * n // p for r in range(p + 1)])
-    if order in ("spliced", "paired", "dealt", "contiguous by document"):
+    if order in ("spliced", "stepped", "paired", "dealt", "contiguous by document"):
         held = _held(order, n, p, documents or (n,))
         positions = torch.tensor([x for mine in held for x in mine], dtype=torch.int64)
         return Layout.from_cuts(positions, cuts or list(accumulate(map(len, held), initial=0)))
@@ -53,6 +53,9 @@ def _held(order: str, n: int, p: int, documents: tuple[int, ...]) -> list[list[i
         return [
             [*range(2 * (r * evens // p), 2 * ((r + 1) * evens // p), 2), *range(1 + 2 * r, n, 2 * p)] for r in range(p)
         ]
+    if order == "stepped":  # on each rank a run of step 1, then one of the ranks' number
+        half = (n + 1) // 2
+        return [[*range(r * half // p, (r + 1) * half // p), *range(half + r, n, p)] for r in range(p)]
     if order == "paired":
         return [list(range(i * n // p, (i + 1) * n // p)) for i in (*range(0, p, 2), *range(1, p, 2))]
     if order == "dealt":

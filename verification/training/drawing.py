@@ -33,7 +33,7 @@ _even_head_dims = st.sampled_from((4, 2, 8))
 _positions = st.sampled_from(("none", "rotary", "learned", "rotary"))
 _norms = st.sampled_from(("rms", "layer"))
 _orders = st.sampled_from(
-    ("contiguous", "zigzag", "striped", "hilbert", "spliced", "paired", "shuffled", "permuted", "swapped")
+    ("contiguous", "zigzag", "striped", "hilbert", "spliced", "paired", "shuffled", "permuted", "swapped", "stepped")
 )
 _arrangements = st.sampled_from(("contiguous", "strided"))
 _batches = st.sampled_from((1, 1, 2))

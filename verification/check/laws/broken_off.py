@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -42,9 +44,17 @@ class _Breaking(RecordingTransport):
 
 def break_off(transport: Transport, case: Case, how: How) -> list[str]:
     """Task: what a call said that ended in the middle, and what the next ones said, from this thread and from a second
-    one."""
+    one; and what is still in memory of the group when nobody refers to it any more, "" if nothing is."""
     breaking = _Breaking(transport)
-    inputs = shards(case, transport.rank, whole_tensors(case))
+    said, seen = _said_of(breaking, case, how), weakref.ref(breaking)
+    del breaking
+    if seen() is not None:
+        gc.collect()
+    return [*said, "" if seen() is None else "the group is still in memory"]
+
+
+def _said_of(breaking: _Breaking, case: Case, how: How) -> list[str]:
+    inputs = shards(case, breaking.rank, whole_tensors(case))
     manner = "alike" if how["check"] else "unchecked"
 
     def forward() -> RankCall:
@@ -68,7 +78,9 @@ def _said(act: Any) -> str:
 def check_broken_off(backend: Backend, case: Case, how: How) -> float:
     backend.submit(break_off, case, how)
     what = f"since on this rank the {how['direction']} of call 1 ended in the middle: {how['error']}: broken off"
-    for index, (broken, *later) in enumerate(backend.collect()):
+    for index, (broken, *later, kept) in enumerate(backend.collect()):
+        if kept:
+            raise WrongResult(f"index {index}: after a {how['direction']} that ended in the middle {kept}")
         if broken != f"{how['error']}: broken off":
             raise WrongResult(f"index {index}: a call that is broken off must raise {how['error']}, got {broken}")
         for where, said in zip(("the same thread", "a second thread"), later, strict=True):

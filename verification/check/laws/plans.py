@@ -2,7 +2,7 @@
 
 Plans alone are followed (`verification.run.plan_walk`): an example costs no more for being irregular, so every call of
 a rank may have another shape. Each Case is planned by every exchange, in several orders and with several buckets; and
-once as dense attention over an order that is nearly contiguous, where a plan may take a listing for a whole shard.
+once over an order that is nearly regular, where a plan may take a listing for a whole shard, or two runs for one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from reference import fields
 from reference.cost import EXCHANGES
 from reference.exact import multiplicity
-from reference.pattern import Branch
+from reference.pattern import Branch, Pattern
 from ring.comm.transport import Transport
 from verification.case import ORDERS, Case
 from verification.check.laws.law import MOST_INTEGER, How, Law
@@ -55,15 +55,21 @@ def check_plans(backend: Backend, case: Case, how: How) -> float:
 
 
 def _nearly_regular(case: Case, bucket: int) -> Case:
-    dense = replace(case.pattern, branches=(Branch(),))
-    exchange = EXCHANGES[case.seed % len(EXCHANGES)]
-    return replace(case, pattern=dense, order="swapped", cuts=None, exchange=exchange, bucket=bucket)
+    """Dense attention, where a few positions are in each other's place; or a grid of which a rank has every second row
+    of one run and all of the next, which begins where the first would go on."""
+    ranks, which = len(case.ranks), case.seed // 2
+    plain = replace(case, cuts=None, exchange=EXCHANGES[case.seed % len(EXCHANGES)], bucket=bucket)
+    if case.seed % 2:
+        return replace(plain, pattern=replace(case.pattern, branches=(Branch(),)), order="swapped")
+    rate = max(2, ranks)
+    grid = Pattern((Branch(None, rate, which % 2 * (which % rate)),), case.pattern.causal)
+    return replace(plain, pattern=grid, order="stepped", tokens=2 * rate * ranks * (1 + which % 2))
 
 
 def followed(transport: Transport, case: Case, varlen: int, *others: Case) -> str:
     """Task: what is wrong with the first wrong plan among those that fall to this rank; "" if nothing is."""
     for other in others[transport.rank :: transport.world_size]:
-        due = multiplicity(other.pattern, case.heads, case.tokens)
+        due = multiplicity(other.pattern, case.heads, other.tokens)
         setting = PlanSetting(
             other.pattern, layout_of(other), case.heads, case.kv_heads, other.exchange, other.bucket or 1, varlen
         )
