@@ -151,10 +151,10 @@ def test_the_times_of_packed_documents_are_the_record() -> None:
 def test_the_parts_of_the_seeded_defects_that_are_found_are_the_records() -> None:
     own, others = (
         json.loads((ROOT / f"notebooks/data/{name}.json").read_text())["mutants"]
-        for name in ("mutants", "mutants_elsewhere")
+        for name in ("mutants", "mutants_sixth_seventh")
     )
     own = [one for one in own if not one["provenance"].startswith("planted from elsewhere")]
-    for name, group in (("mutants.json", own), ("mutants_elsewhere.json", others)):
+    for name, group in (("mutants.json", own), ("mutants_sixth_seventh.json", others)):
         share = sum(one["killed"] for one in group) / len(group)
         assert (
             f"of {len(group)} by " in README
