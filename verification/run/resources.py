@@ -8,7 +8,7 @@ import time
 from collections import Counter
 
 PAGES = "/dev/shm/ring-"  # of the memory in which ranks of one machine agree
-_PATIENCE, _PAUSE = 2.0, 0.005  # seconds: a thread that was told to end may take a while
+_TIMEOUT, _PAUSE = 2.0, 0.005  # seconds: a thread that was told to end may take a while
 
 
 def in_use() -> Counter[str]:
@@ -28,7 +28,7 @@ def pages() -> list[str]:
 def left_since(before: Counter[str]) -> list[str]:
     """What is in use and was not before, once all that was told to end has had time for it."""
     began = time.monotonic()
-    while (more := in_use() - before) and time.monotonic() - began < _PATIENCE:
+    while (more := in_use() - before) and time.monotonic() - began < _TIMEOUT:
         gc.collect()
         time.sleep(_PAUSE)
     return sorted(more)
