@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.strategies import SearchStrategy
 
 from reference.pattern import Pattern
-from verification.training.training_case import Model, TrainingCase
+from verification.training.training_case import TrainingCase
+from verification.training.training_model import Model
 
 PLAIN_MODEL = Model(
     kind="sdpa", layers=1, dim=4, heads=1, kv_heads=1, head_dim=2, norm="rms", tied=False, qk_norm=False, bias=False,

@@ -1,11 +1,18 @@
-"""The names of what is called beside the steps: `verification.training.rank.rare_training_calls` and
-`wrong_training_calls` make the calls. They are saved with counter-examples: do not change them."""
+"""The names of what is called beside the steps: `verification.training.rank.all_calls` has the calls. They
+are saved with counter-examples: do not change them."""
 
 from __future__ import annotations
 
 CALLS = (
     "the mean of losses in 16 bits", "labels of micro-batches, counted", "a tensor of any type, gathered",
-    "layers of two types on one handle", "gradients averaged as they lie", "twice as many labels",
+    "layers of two types on one handle", "gradients averaged as they lie",
+    "handles as they were made", "layers that differ on one handle", "cross entropy by the formula",
+    "labels of the next tokens", "batches of any type", "batches that are not compared",
+    "shards that lie anyhow, gathered", "gradients averaged over any ranks", "gradients of any type, averaged",
+    "gradients on several meshes, clipped", "attention over a handle's documents", "a module in a plan, with DTensors",
+    "rotary positions by the formula", "copies of modules", "patterns of LongNet's configurations",
+    "a run that is saved and taken up", "wrappers over any mesh", "units of a policy",
+    "layers that are computed again", "twice as many labels",
     "labels that are real", "logits of two dimensions", "losses of three dimensions", "averaged over nothing",
     "labelled that is a flag", "fewer labelled than there are", "another label to ignore than the others",
     "another number of labelled than the others", "a micro-batch less to count than the others",
@@ -18,6 +25,11 @@ CALLS = (
     "a policy of bf16 that does not say in what to sum", "a policy of fp16 that does not say in what to sum",
     "layers that are not there", "a checkpoint with a buffer more", "a checkpoint with a buffer less",
     "rotary positions of an odd head dim", "rotary positions of other tokens",
+    "arguments of losses", "labels beyond the vocabulary", "arguments of losses unlike the others'",
+    "a loss over what is no group", "gradients that cannot be averaged or clipped", "gradients unlike the others'",
+    "batches that cannot be sharded or gathered", "batches unlike the others'", "arguments of modules",
+    "positions that are not the layout's", "modules unlike the others'", "modules that cannot be made",
+    "meshes, options, layers and plans that do not fit", "DTensors that are placed otherwise",
 )  # fmt: skip
 
 

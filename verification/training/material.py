@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verification.training.training_case import VOCABULARY, Model, TrainingCase
+from verification.training.training_case import VOCABULARY, TrainingCase
+from verification.training.training_model import Model
 
 IGNORED = -100  # as torch.nn.functional.cross_entropy has it
 Shapes = dict[str, tuple[int, ...]]

@@ -19,11 +19,9 @@ from reference.pattern import Pattern
 from reference.shards import Division, Shards
 from verification.case import DEVICES, DTYPES, EXCHANGES, ORDERS, ORDERS_BY_DOCUMENT, SEEDED_ORDERS
 from verification.training.call_names import checked_calls
+from verification.training.training_model import Model
 from verification.wording import misfits
 
-KINDS = ("llama", "longnet", "sdpa")
-NORMS = ("rms", "layer")
-POSITIONS = ("rotary", "learned", "none")
 TRAINING_DTYPES = ("float64", "float32", "bfloat16")
 WRAPPERS = ("none", "ddp", "fsdp2", "hsdp2")
 CHECKPOINTING = ("none", "reentrant", "non-reentrant", "selective")
@@ -34,95 +32,10 @@ COMPILED = ("no", "aot_eager")
 ARRANGEMENTS = ("contiguous", "strided")
 LOSSES = ("mean", "scaled", "given")
 PACKED_BY, SPOILT = ("batch", "handle"), ("nan", "inf")
-ROTARY_THETA, OTHER_THETA = 10000.0, 100.0
 VOCABULARY = 11  # tokens are numbers below it
-NORM_EPS = 3e-5  # nobody's default, so that one that is not passed on shows
-# A layer norm of two numbers gives +1 and -1, by which is larger: a step, at which rounding decides. Of four, all would
-# have to be nearly equal. A norm of queries and keys gives their direction, which rounding decides where they are
-# nearly 0: two numbers are so more often than four. So narrower norms are drawn in fp64 alone, where rounding decides
-# for one in 1e13.
-LEAST_OF_A_NORM = 4
 
 _MOST = {"world": 64, "tokens": 4096, "batch": 64, "accumulation": 64, "steps": 16}
-_MOST_SIZE = 4096  # of anything in a model
 _GREATEST_SEED = 2**31
-
-
-@dataclass(frozen=True)
-class Model:
-    """A small language model: embedding, layers, a norm, a head.
-
-    kind        "llama": norm, `ring.nn.SelfAttention`, norm, gated feed-forward; "longnet": `ring.nn.LongNetBlock`s;
-                "sdpa": plain modules whose inner attention is `ring.nn.RingAttention`
-    layers, dim, heads, kv_heads, head_dim
-    norm        "rms" or "layer"; a "longnet" has "layer"
-    tied        whether the head has the embedding's weights
-    qk_norm     whether queries and keys are normalised, head by head; "llama" alone
-    bias        whether the attention's projections have biases; those of a "longnet" have
-    subln       a norm before the last projection of attention and feed-forward; "longnet" alone
-    positions   "rotary"; "learned", a table of vectors that is added to the embedding; or "none"
-    scale       factor of the scores; None: head_dim ** -0.5. "sdpa" alone
-    bases       of rotary positions: 1, or 2, which layers take in turn; "llama" and "sdpa" alone
-
-    Raises ValueError, at construction, naming the field, what was given and what is allowed.
-    """
-
-    kind: str
-    layers: int
-    dim: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    norm: str
-    tied: bool
-    qk_norm: bool
-    bias: bool
-    subln: bool
-    positions: str
-    scale: float | None = None
-    bases: int = 1
-
-    def __post_init__(self) -> None:
-        for name, allowed in (("kind", KINDS), ("norm", NORMS), ("positions", POSITIONS)):
-            fields.choice(name, getattr(self, name), allowed)
-        for name in ("layers", "dim", "heads", "kv_heads", "head_dim"):
-            fields.integer(name, getattr(self, name), 1, _MOST_SIZE)
-        for name in ("tied", "qk_norm", "bias", "subln"):
-            fields.flag(name, getattr(self, name))
-        fields.grouped_heads(self.heads, self.kv_heads)
-        if self.positions == "rotary" and self.head_dim % 2:
-            raise ValueError(f"head_dim is {self.head_dim}; it must be even with positions 'rotary'")
-        if self.qk_norm and self.kind != "llama":
-            raise ValueError(f"qk_norm is True and kind is {self.kind!r}; qk_norm must be False then")
-        if self.subln and self.kind != "longnet":
-            raise ValueError(f"subln is True and kind is {self.kind!r}; subln must be False then")
-        if self.scale is not None:
-            object.__setattr__(self, "scale", fields.real("scale", self.scale))
-            if self.kind != "sdpa":
-                raise ValueError(f"scale is {self.scale} and kind is {self.kind!r}; scale must be None then")
-        fields.integer("bases", self.bases, 1, 2)
-        if self.kind == "longnet":
-            self._check_longnet()
-
-    @property
-    def has_steps(self) -> bool:
-        """Whether it has norms that may be steps, so that it is for fp64 alone."""
-        of_all = self.norm == "layer" and self.dim < LEAST_OF_A_NORM
-        return of_all or (self.qk_norm and self.head_dim < LEAST_OF_A_NORM)
-
-    def theta(self, layer: int) -> float:
-        """The base of the rotary positions of that layer."""
-        return OTHER_THETA if self.bases == 2 and layer % 2 else ROTARY_THETA
-
-    def _check_longnet(self) -> None:
-        if self.bases != 1:
-            raise ValueError(f"bases is {self.bases}; it must be 1 with 'longnet'")
-        if self.norm != "layer" or not self.bias:
-            raise ValueError(f"norm is {self.norm!r}, bias is {self.bias}; they must be 'layer', True with 'longnet'")
-        if self.dim != self.heads * self.head_dim:
-            raise ValueError(
-                f"dim is {self.dim}; with 'longnet' it must be heads * head_dim, {self.heads * self.head_dim}"
-            )
 
 
 @dataclass(frozen=True)
@@ -166,6 +79,8 @@ class TrainingCase:
     drops_zeros   whether a rank without a wrapper has no gradient, in place of one that is all zero
     spoilt        None; or what the gradients of a parameter are in the end, "nan" or "inf", when all are clipped
     calls         what is called after the last step: rare calls that are right, and wrong ones
+    own_documents the documents that the patterns of modules have by themselves: those of the batch, which every step
+                  then has, stand in their place. None with a "longnet", which makes its pattern by itself
 
     Raises ValueError, at construction, naming the field, what was given and what is allowed.
     """
@@ -200,6 +115,7 @@ class TrainingCase:
     drops_zeros: bool = False
     spoilt: str | None = None
     calls: tuple[str, ...] = ()
+    own_documents: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for name, most in _MOST.items():
@@ -230,10 +146,11 @@ class TrainingCase:
         object.__setattr__(self, "calls", checked_calls(self.calls))
         if self.clipping is not None:
             object.__setattr__(self, "clipping", fields.real("clipping", self.clipping))
-        if self.model.kind == "longnet":
-            self._check_longnet()
         self._set_cuts()
         self._set_later_documents()
+        self._set_own_documents()
+        if self.model.kind == "longnet":
+            self._check_longnet()
 
     def _check_longnet(self) -> None:
         """The block makes its pattern from segment lengths and ratios, so it must be one that it makes."""
@@ -266,6 +183,17 @@ class TrainingCase:
         for lengths in kept:
             replace(self.pattern, documents=lengths).validate_tokens(self.tokens)
         object.__setattr__(self, "later_documents", tuple(kept))
+
+    def _set_own_documents(self) -> None:
+        if self.own_documents is None:
+            return
+        if self.model.kind == "longnet" or not self.always_packed:
+            raise ValueError(
+                f"own_documents is {self.own_documents!r}; it must be None with a model of kind 'longnet', and where a "
+                "step has no documents"
+            )
+        object.__setattr__(self, "own_documents", fields.integers("own_documents", self.own_documents))
+        self.pattern_of_modules.validate_tokens(self.tokens)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -325,9 +253,14 @@ class TrainingCase:
         return self.checkpointing in ("reentrant", "non-reentrant")
 
     @property
+    def always_packed(self) -> bool:
+        """Whether every step has documents."""
+        return all(lengths is not None for lengths in (self.pattern.documents, *(self.later_documents or ())))
+
+    @property
     def pattern_of_modules(self) -> Pattern:
-        """Without documents, which come with each batch."""
-        return replace(self.pattern, documents=None)
+        """Without the documents that come with each batch."""
+        return replace(self.pattern, documents=self.own_documents)
 
     @property
     def documents(self) -> tuple[int, ...]:

@@ -10,16 +10,15 @@ from verification.training.training_case import (
     CHECKPOINTING,
     COMPILED,
     HANDLES,
-    KINDS,
     LABELS,
     LOSSES,
     OPTIMISERS,
     PACKED_BY,
-    POSITIONS,
     TRAINING_DTYPES,
     WRAPPERS,
     TrainingCase,
 )
+from verification.training.training_model import KINDS, POSITIONS
 
 
 def _counts(case: TrainingCase) -> tuple[int, ...]:
@@ -79,6 +78,7 @@ TRAINING_GROUPS: dict[str, dict[str, Has]] = {
         "other documents in a later step": lambda case: any(
             case.at(step).documents != case.documents for step in range(1, case.steps)
         ),
+        "documents of the modules' own": lambda case: case.own_documents is not None,
     },
     "step": {
         "several micro-batches": lambda case: case.accumulation > 1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from random import Random
 
@@ -12,6 +13,7 @@ from hypothesis.errors import NoSuchExample
 from reference.pattern import Branch
 from tests.support.training_cases import drawn_from
 from verification.report.coverage import Coverage
+from verification.training.call_names import CALLS
 from verification.training.drawing import training_cases
 from verification.training.training_case import CHECKPOINTING, TrainingCase
 from verification.training.training_coverage import TRAINING_GROUPS
@@ -25,6 +27,13 @@ def test_every_feature_is_reached() -> None:
         coverage.add(case)
     missing = {name: count for name, count in coverage.to_dict().items() if count < DRAWN * 0.02}
     assert not missing, missing
+
+
+def test_every_call_is_drawn_often() -> None:
+    """In more than a tenth of all examples on average; in fewer here, by chance."""
+    counts = Counter(name for case in drawn_from(training_cases(4), DRAWN) for name in set(case.calls))
+    seldom = {name: counts[name] for name in CALLS if counts[name] < DRAWN * 0.04}
+    assert not seldom, seldom
 
 
 @pytest.mark.parametrize("world", (1, 3, 6, 8))

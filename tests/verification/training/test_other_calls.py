@@ -10,9 +10,8 @@ from tests.support.training_cases import small_step
 from verification.failures import WrongResult
 from verification.run.backends import GlooBackend
 from verification.training.call_names import CALLS
+from verification.training.rank.all_calls import ALL_CALLS
 from verification.training.rank.other_calls import Unlike, refused
-from verification.training.rank.rare_training_calls import RARE_CALLS
-from verification.training.rank.wrong_training_calls import WRONG_CALLS
 from verification.training.step_checks import check_calls
 from verification.training.step_expectation import expect_training
 from verification.training.step_observation import SeenCall, StepObservation
@@ -23,7 +22,7 @@ CASE = small_step(4, data=2)
 
 
 def test_every_name_has_a_call() -> None:
-    assert list(CALLS) == [*RARE_CALLS, *WRONG_CALLS]
+    assert list(CALLS) == [*ALL_CALLS]
 
 
 def test_other_names_are_refused() -> None:

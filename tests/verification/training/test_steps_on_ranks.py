@@ -16,9 +16,9 @@ from verification.training.training_case import (
     HANDLES,
     LABELS,
     WRAPPERS,
-    Model,
     TrainingCase,
 )
+from verification.training.training_model import Model
 from verification.training.training_run import TRAINING, TRAINING_PRELOAD
 
 pytestmark = pytest.mark.ranks

@@ -23,12 +23,13 @@ def test_a_drawn_case_survives_json(case: TrainingCase) -> None:
 
 def test_a_file_from_before_a_field_had_a_default_stays_good() -> None:
     data = small_step(2).to_dict()
-    for name in ("device", "resumed", "compiled", "later_documents"):
+    for name in ("device", "resumed", "compiled", "later_documents", "own_documents"):
         del data[name]
     assert TrainingCase.from_dict(data) == small_step(2)
 
 
 LONGNET = small_model(kind="longnet", norm="layer", bias=True, dim=8, heads=2, kv_heads=2, head_dim=4)
+PACKED = Pattern.dense(documents=(3, 5))
 TORCHSCALE = Pattern.longnet([4, 8], [1, 2], 2, True, "torchscale")
 
 
@@ -48,6 +49,9 @@ TORCHSCALE = Pattern.longnet([4, 8], [1, 2], 2, True, "torchscale")
         ({"model": None}, "model is None"),
         ({"steps": 3, "later_documents": (None,)}, "later_documents is .* an entry for each of the 3 steps but the"),
         ({"steps": 2, "later_documents": ((3, 6),)}, "documents"),
+        ({"own_documents": (8,)}, "own_documents is .* it must be None .* where a step has no documents"),
+        ({"pattern": PACKED, "own_documents": (9,)}, "documents"),
+        ({"pattern": PACKED, "own_documents": (8,), "model": LONGNET}, "own_documents is"),
         ({"pattern": Pattern((Branch(heads=range(1, 2)),))}, "heads"),
         ({"model": LONGNET}, "pattern is .* it must be torchscale's"),
         ({"model": LONGNET, "pattern": Pattern.longnet([4, 8], [1, 2], 2, True, "fkodom")}, "must be torchscale's"),
@@ -66,6 +70,13 @@ def test_steps_may_have_documents_of_their_own() -> None:
     first, second = replace(case, resumed="zigzag").parts
     assert (first.steps, first.pattern.documents, first.later_documents) == (1, (8,), None)
     assert (second.steps, second.pattern.documents, second.later_documents) == (2, (3, 5), (None,))
+    assert TrainingCase.from_dict(json.loads(case.to_json())) == case
+
+
+def test_modules_may_have_documents_of_their_own() -> None:
+    case = small_step(2, pattern=PACKED, own_documents=[4, 4])
+    assert case.pattern_of_modules.documents == (4, 4) and case.pattern.documents == (3, 5)
+    assert small_step(2, pattern=PACKED).pattern_of_modules.documents is None
     assert TrainingCase.from_dict(json.loads(case.to_json())) == case
 
 

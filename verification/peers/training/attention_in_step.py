@@ -101,7 +101,8 @@ def plain(case: TrainingCase) -> TrainingCase:
     saved."""
     model = replace(case.model, kind="sdpa", qk_norm=False, subln=False, scale=None)
     checkpointing = "non-reentrant" if case.checkpointing == "selective" else case.checkpointing
-    return replace(case, model=model, checkpointing=checkpointing, compiled="no", later_documents=None)
+    changes: dict[str, Any] = {"compiled": "no", "later_documents": None, "own_documents": None}
+    return replace(case, model=model, checkpointing=checkpointing, **changes)
 
 
 def with_call(case: TrainingCase, call: Case) -> TrainingCase:

@@ -15,7 +15,8 @@ from torch.nn import functional
 
 from verification.training.dense.noise import Rounded
 from verification.training.dense.oracle_attention import oracle_attention
-from verification.training.training_case import NORM_EPS, TrainingCase
+from verification.training.training_case import TrainingCase
+from verification.training.training_model import NORM_EPS
 
 QK_NORM_EPS = 1e-6
 

@@ -39,3 +39,25 @@ def handle_of(case: TrainingCase) -> dist.ProcessGroup | DeviceMesh | Transport:
         return mesh
     group = mesh.get_group()
     return RecordingTransport(transport_of(group)) if case.handle == "recorded" else group
+
+
+def descending_mesh_of(case: TrainingCase) -> DeviceMesh:
+    """("data", "context"), with the ranks of the Case's mesh in reverse order. Called by all ranks, likewise."""
+    return _mesh(tuple(line[::-1] for line in case.mesh[::-1]), case.device)
+
+
+def small_mesh_of(case: TrainingCase, descending: bool) -> DeviceMesh:
+    """A mesh of two dimensions of some of the ranks: of as many as two numbers of at least 2 make, or one of them is 1.
+    Called by all ranks, likewise."""
+    most = max(1, case.world - 1)
+    rows = next((rows for rows in (2, 3) if most >= 2 * rows), 1)
+    columns = most // rows
+    rows, columns = (columns, rows) if descending else (rows, columns)
+    ranks = list(range(rows * columns))
+    ranks = ranks[::-1] if descending else ranks
+    return _small_mesh(tuple(tuple(ranks[i : i + columns]) for i in range(0, len(ranks), columns)), case.device)
+
+
+@cache
+def _small_mesh(ranks: tuple[tuple[int, ...], ...], device: str) -> DeviceMesh:
+    return DeviceMesh(device, ranks, mesh_dim_names=("rows", "columns"))

@@ -7,10 +7,12 @@ here, after the last step, on the same ranks: a call each by name.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring.nn import ContextParallel
@@ -26,11 +28,24 @@ class Unlike(Exception):
 
 @dataclass(frozen=True)
 class CallPlace:
-    """Where this rank makes its call. context: a handle of its own over the ranks that share a sequence."""
+    """Where this rank makes its call. context: a handle of its own over the ranks that share a sequence. turn: counts
+    the mistakes of a call that makes several, each by another rank."""
 
     case: TrainingCase
     mesh: DeviceMesh
     context: ContextParallel
+    turn: int = 0
+
+    def at(self, turn: int) -> CallPlace:
+        return replace(self, turn=turn)
+
+    def draws(self) -> np.random.Generator:
+        """What a call that tries variations chooses by: the same on every rank."""
+        return np.random.default_rng([self.case.seed, self.case.tokens, self.turn])
+
+    def shard(self) -> Tensor:
+        """The positions of the tokens that this rank holds, by the definition of the layout: (tokens,) int64."""
+        return torch.from_numpy(self.case.shards().positions[self.context.rank].copy()).to(self.device)
 
     @property
     def rank(self) -> int:
@@ -50,7 +65,7 @@ class CallPlace:
     def culprit(self, within: str) -> int | None:
         """The number of the rank that makes the mistake; for some seeds None: all do."""
         size = self.place(within)[1]
-        found = self.case.seed % (size + 1)
+        found = (self.case.seed + self.turn) % (size + 1)
         return None if found == size else found
 
     def is_wrong(self, within: str) -> bool:
@@ -60,7 +75,7 @@ class CallPlace:
     def is_other(self, within: str) -> bool:
         """Whether this rank is the one that differs from the others."""
         number, size = self.place(within)
-        return self.case.seed % size == number
+        return (self.case.seed + self.turn) % size == number
 
 
 @dataclass(frozen=True)
@@ -72,11 +87,34 @@ class OtherCall:
     alike: str
 
 
-def refused(words: tuple[str, ...], call: Callable[[], object]) -> str:
+def must(right: bool, what: str) -> None:
+    if not right:
+        raise Unlike(what)
+
+
+def must_be(what: str, found: Tensor, wanted: Tensor) -> None:
+    """Of the same type, and equal."""
+    if found.dtype != wanted.dtype or not torch.equal(found.cpu(), wanted.cpu()):
+        raise Unlike(f"{what} must be {wanted.dtype} {wanted.tolist()}, got {found.dtype} {found.tolist()}")
+
+
+def must_be_near(what: str, found: Tensor, wanted: Tensor, most: float) -> None:
+    """Of the same shape, and off by at most that."""
+    near = found.shape == wanted.shape and bool(((found.double().cpu() - wanted.double().cpu()).abs() <= most).all())
+    if not near:
+        raise Unlike(f"{what} must be {wanted.tolist()} within {most:.3g}, got {found.dtype} {found.tolist()}")
+
+
+Kinds = tuple[type[Exception], ...]
+
+
+def refused(
+    words: tuple[str, ...], call: Callable[[], object], kinds: Kinds = (ValueError, NotImplementedError)
+) -> str:
     """What the refusal says, with the type of the error. Raises Unlike where there is none, or a word is missing."""
     try:
         made = call()
-    except (ValueError, NotImplementedError) as error:
+    except kinds as error:
         for word in words:
             if word not in str(error):
                 raise Unlike(f"the error must name {word!r}, got {type(error).__name__}: {error}") from error

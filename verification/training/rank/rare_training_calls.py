@@ -5,19 +5,13 @@ The names are saved with counter-examples: do not change them."""
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from reference.pattern import Pattern
 from ring.nn import IGNORED, ContextParallel, SelfAttention, average_gradients, count_labels, gather, token_mean
-from verification.training.rank.other_calls import CallPlace, OtherCall, Unlike
+from verification.training.rank.other_calls import CallPlace, OtherCall, Unlike, must_be
 
 _ROUNDINGS = 4 * 2.0**-24  # of a mean in fp32
-
-
-def _must_be(what: str, found: Tensor, wanted: Tensor) -> None:
-    """Of the same type, and equal."""
-    if found.dtype != wanted.dtype or not torch.equal(found.cpu(), wanted.cpu()):
-        raise Unlike(f"{what} must be {wanted.dtype} {wanted.tolist()}, got {found.dtype} {found.tolist()}")
 
 
 def _mean_of_16_bits(s: CallPlace) -> str:
@@ -31,7 +25,7 @@ def _mean_of_16_bits(s: CallPlace) -> str:
         raise Unlike(f"the mean of losses in {dtype} must be {exact} in fp32, got {found.dtype} {found.item()!r}")
     (grad,) = torch.autograd.grad(found, losses)
     each = world / (world + 1)
-    _must_be("its gradient", grad, torch.tensor([[each, 0.0 if s.rank else each]], dtype=dtype))
+    must_be("its gradient", grad, torch.tensor([[each, 0.0 if s.rank else each]], dtype=dtype))
     return repr(found.item())
 
 
@@ -55,7 +49,7 @@ def _whole_of_any_type(s: CallPlace) -> str:
     dtype = (torch.bool, torch.uint8, torch.int16, torch.float64, torch.float16)[seed % 5]
     entries = torch.Size(shape).numel()
     whole = (torch.arange(entries, device=s.device) % 3).view(shape).to(dtype)
-    _must_be(f"gather along {dim}", gather(s.context, s.context.shard(whole, dim), dim), whole)
+    must_be(f"gather along {dim}", gather(s.context, s.context.shard(whole, dim), dim), whole)
     return ""
 
 
@@ -68,7 +62,7 @@ def _angles_of_two_types(s: CallPlace) -> str:
     x = torch.linspace(-1.0, 1.0, 4 * s.context.tokens, dtype=torch.float64, device=s.device).view(1, -1, 4)
     layer(x.float(), s.context)
     found = layer.double()(x, s.context).detach()
-    _must_be("a layer in fp64", found, layer(x, ContextParallel(s.context.layout, s.context.group)).detach())
+    must_be("a layer in fp64", found, layer(x, ContextParallel(s.context.layout, s.context.group)).detach())
     return ""
 
 
@@ -81,8 +75,8 @@ def _gradients_as_they_lie(s: CallPlace) -> str:
     lacking.grad = None if world > 1 and s.is_other("mesh") else torch.ones_like(lacking)
     average_gradients([across, lacking, nowhere, across], s.mesh)
     assert across.grad is not None and lacking.grad is not None
-    _must_be("the average of transposed gradients", across.grad, entries.view(3, 2).t() + (world - 1) / 2)
-    _must_be("the average where a rank has none", lacking.grad, torch.full((2, 3), max(world - 1, 1) / world))
+    must_be("the average of transposed gradients", across.grad, entries.view(3, 2).t() + (world - 1) / 2)
+    must_be("the average where a rank has none", lacking.grad, torch.full((2, 3), max(world - 1, 1) / world))
     if nowhere.grad is not None:
         raise Unlike(f"a gradient that no rank has must stay None, got {nowhere.grad}")
     return ""

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
 
 from ring.nn.frameworks import checkpoint
@@ -18,8 +19,19 @@ def taken_up(before: Unwrapped, after: Unwrapped, step: int) -> int:
     of steps that were done, as the checkpoint says."""
     with shared_folder() as folder:
         checkpoint.save(folder, before.module, before.optimiser, step=step)
+        set_otherwise(after.optimiser)
         progress = checkpoint.load(folder, after.module, after.optimiser)
     return int(progress["step"])
+
+
+def set_otherwise(optimiser: torch.optim.Optimizer) -> None:
+    """Give it other numbers than the run had: a learning rate and so on that the checkpoint does not bring shows."""
+    for group in optimiser.param_groups:
+        for name, x in group.items():
+            if name == "betas":
+                group[name] = tuple(beta / 2 for beta in x)
+            elif isinstance(x, (int, float)) and not isinstance(x, bool):
+                group[name] = x / 2 + 0.25
 
 
 @contextmanager
