@@ -58,8 +58,8 @@ _scales = st.sampled_from((None, None, 0.25, 1.5))
 _losses = st.sampled_from(("mean", "mean", "scaled", "given"))
 _packed_by = st.sampled_from(("batch", "handle"))
 _spoilt = st.sampled_from((None,) * 6 + ("nan", "inf"))
-# Each takes some messages, the steps take a hundred. A number that shuffles the names, and how many of them: each comes in
-# a tenth of the examples. Hypothesis makes few lists of more than five, and has some names in many of them.
+# Each takes some messages, the steps take a hundred. A number that shuffles the names, and how many of them: each comes
+# in a tenth of the examples. Hypothesis makes few lists of more than five, and has some names in many of them.
 _call_counts = st.integers(0, 24)
 _shuffles = st.integers(0, 255)
 _others = st.sampled_from((False, True, True))
