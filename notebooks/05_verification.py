@@ -347,9 +347,7 @@ for name, seed, of in (("", 92, "plans, calls"), ("_more", 92, "training, others
 again = record("mutants_fourth_again", ("mutants",), SEARCH.format(94, "mutants_fourth_again"))["mutants"]
 print(f"of the fourth list, once other calls were drawn: {sum(o['killed'] for o in again)} of {len(again)} survivors")
 later = record("mutants_sixth_seventh", ("mutants",), SEARCH.format(98, "mutants_sixth_seventh"))["mutants"]
-print(
-    f"the sixth and seventh list, learnt from since: {len(later)} defects, {rate(later, SOON):.0%} and {rate(later):.0%}"
-)
+print(f"sixth and seventh list, learnt from since: {len(later)} defects, {rate(later, SOON):.0%} and {rate(later):.0%}")
 known = {defect.name for defect in DEFECTS}
 recorded = {outcome["name"] for outcome in outcomes}
 print(f"not in the record: {', '.join(sorted(known - recorded)) or 'none'}")
