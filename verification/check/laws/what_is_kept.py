@@ -38,7 +38,7 @@ from verification.run.weights import weighed
 
 PACKAGES = ("ring",)
 MOST_SETTINGS, MOST_ENTRIES, MOST_BYTES = 512, 8192, 2**30  # of any `Bounded`, of any functools cache, in bytes
-CALLS, HEADS, LATER = 5, 1, 20
+CALLS, HEADS, LATER = 3, 1, 20
 LONG, DOCUMENTS = 600, 200  # tokens and documents of one call whose plan has some weight
 
 
