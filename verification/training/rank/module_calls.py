@@ -99,9 +99,9 @@ def _as_dtensors(s: CallPlace) -> str:
     out = module(*leaves[:2], leaves[2])
     must(isinstance(out, DTensor) is not local, f"use_local_output={local} must not give a {type(out).__name__}")
     incoming = shards[3] if local else _dtensor(shards[3], mesh, dim, laid[3])
+    must(local or out.shape == laid[0].shape, f"the DTensor must have the shape {laid[0].shape}, got {out.shape}")
     grads = torch.autograd.grad(out, leaves, incoming)
     if isinstance(out, DTensor):
-        must(out.shape == laid[0].shape, f"the DTensor must have the shape {laid[0].shape}, got {out.shape}")
         must(out.placements == (Shard(dim),), f"the DTensor must be Shard({dim}), got {out.placements}")
         out = out.full_tensor()
         must_be_near("the whole DTensor", out if last else out.transpose(1, 2), exact, EXACT)
