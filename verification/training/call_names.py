@@ -12,7 +12,8 @@ CALLS = (
     "gradients on several meshes, clipped", "attention over a handle's documents", "a module in a plan, with DTensors",
     "rotary positions by the formula", "copies of modules", "patterns of LongNet's configurations",
     "a run that is saved and taken up", "wrappers over any mesh", "units of a policy",
-    "layers that are computed again", "twice as many labels",
+    "layers that are computed again", "losses that are computed again", "options of units",
+    "names like a checkpoint's own", "calls after ranks were apart", "twice as many labels",
     "labels that are real", "logits of two dimensions", "losses of three dimensions", "averaged over nothing",
     "labelled that is a flag", "fewer labelled than there are", "another label to ignore than the others",
     "another number of labelled than the others", "a micro-batch less to count than the others",
@@ -30,6 +31,7 @@ CALLS = (
     "batches that cannot be sharded or gathered", "batches unlike the others'", "arguments of modules",
     "positions that are not the layout's", "modules unlike the others'", "modules that cannot be made",
     "meshes, options, layers and plans that do not fit", "DTensors that are placed otherwise",
+    "a batch in another order than the others'", "parameters in another order than the others'",
 )  # fmt: skip
 
 

@@ -42,7 +42,8 @@ def shard(
 ) -> FSDPModule:
     """The same model, sharded in place over all ranks of the mesh; each layer is gathered when it is its turn.
 
-    mesh: of ("data", "context"), or of "context" alone. layers: the classes of the modules that are units of their own.
+    mesh: of ("data", "context"), or of "context" alone. layers: the classes of the modules that are units of their own,
+    also where one is within another.
     policy: its param_dtype is that of parameters and activations; the optimizer sees the parameters as they are now.
     replicate: whether each group of context ranks holds the whole model, of which its ranks have a shard each (torch's
     hybrid sharding): layers are then gathered within such a group alone, which may be one host.
@@ -62,6 +63,6 @@ def shard(
             f"policy must name reduce_dtype, in which gradients are summed, with param_dtype {policy.param_dtype}: "
             "torch.float32, or 16 bits if that is meant; got None"
         )
-    for layer in modules_of(model, layers):
+    for layer in reversed(modules_of(model, layers)):  # a layer within another comes before it, as torch asks
         fully_shard(layer, mesh=over, mp_policy=policy, **options)
     return fully_shard(model, mesh=over, mp_policy=policy, **options)
