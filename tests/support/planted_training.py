@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ring.nn import batch
+from ring.nn.batch_ranks import _Numbers
 from verification.training.rank import rank_step
 from verification.training.rank.graphs import Graphs
 from verification.training.rank.ring_model import Inner, ring_inner
@@ -84,3 +86,18 @@ def plant_sleep() -> None:
 def plant_eager_steps() -> None:
     """What is to be compiled runs as it is, and says nothing."""
     Graphs.compiled = lambda self, what: what  # type: ignore[method-assign]
+
+
+def plant_digest_by_sum() -> None:
+    """Tensors that hold the same bytes in another order have the same digest."""
+    batch._digest = lambda x: str(int(batch._bytes(x.contiguous()).sum()))
+
+
+def plant_digest_of_sums_of_rows() -> None:
+    """Tensors whose rows hold the same numbers in another order have the same digest."""
+    batch._digest = lambda x: str(x.long().sum(1).tolist())
+
+
+def plant_no_catching_up() -> None:
+    """After an error on a group of a batch each rank goes on from its own number of calls."""
+    _Numbers.catch_up = lambda self, number: None  # type: ignore[method-assign]

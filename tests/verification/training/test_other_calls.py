@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
+from tests.support.planted_training import plant_digest_by_sum, plant_digest_of_sums_of_rows, plant_no_catching_up
 from tests.support.training_cases import small_step
 from verification.failures import WrongResult
 from verification.run.backends import GlooBackend
@@ -40,6 +42,30 @@ def test_all_hold_whoever_makes_the_mistake(world: int) -> None:
         for seed in range(world + 1):  # which says who makes it
             data = 2 if world == 4 and seed % 2 else 1
             TRAINING.check(backend, small_step(world, data=data, seed=seed, calls=CALLS))
+    finally:
+        backend.close()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("plant", "name", "told"),
+    [
+        (plant_digest_by_sum, "a batch in another order than the others'", "must be refused by an error that names"),
+        (plant_digest_of_sums_of_rows, "a batch in another order than the others'", "must be refused by an error"),
+        (
+            plant_no_catching_up,
+            "calls after ranks were apart",
+            "ranks were apart must hold, got ValueError",
+        ),
+    ],
+)
+def test_a_promise_to_several_ranks_that_is_broken_is_told(plant: Callable[[], None], name: str, told: str) -> None:
+    backend = GlooBackend(20.0, plant, TRAINING_PRELOAD)
+    backend.start(2)
+    try:
+        with pytest.raises(WrongResult, match=f"calls: {name!r} on rank . .*{told}"):
+            for seed in range(10):
+                TRAINING.check(backend, small_step(2, seed=seed, calls=(name,)))
     finally:
         backend.close()
 

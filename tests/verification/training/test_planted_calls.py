@@ -111,6 +111,18 @@ def _root_without_policy(module: Any, mp_policy: Any, **options: Any) -> Any:
     return FULLY_SHARD(module, **own, **options)
 
 
+def _root_without_options(module: Any, mesh: Any, mp_policy: Any, **options: Any) -> Any:
+    own = {} if hasattr(module, "layers") else options
+    return FULLY_SHARD(module, mesh=mesh, mp_policy=mp_policy, **own)
+
+
+def _names_without_model(folder: Any, parameters: Any) -> None:
+    entries = checkpoint.dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    saved = {name.replace("model.", "") for name in entries if name.startswith("model.")}
+    if saved != set(parameters):
+        raise ValueError(f"model must have the parameters of the checkpoint, {saved}")
+
+
 FULLY_SHARD = fsdp.fully_shard
 WRAP = ddp.DistributedDataParallel
 PLANTED: list[tuple[str, Any, str, Any]] = [
@@ -136,6 +148,10 @@ PLANTED: list[tuple[str, Any, str, Any]] = [
     ("wrappers over any mesh", ddp, "DistributedDataParallel", lambda x, process_group, **_: WRAP(x)),
     ("units of a policy", fsdp, "fully_shard", _root_without_policy),
     ("layers that are computed again", recompute, "apply_activation_checkpointing", _nothing),
+    ("losses that are computed again", loss, "_WRONG", (Exception,)),
+    ("options of units", fsdp, "fully_shard", _root_without_options),
+    ("names like a checkpoint's own", checkpoint, "_check_names", _names_without_model),
+    ("names like a checkpoint's own", fsdp, "reversed", list),  # layers before the layers within them
     ("arguments of losses", loss, "_check_options", _nothing),
     ("labels beyond the vocabulary", loss, "_per_token", lambda logits, labels, ignored: logits.sum(1)),
     ("gradients that cannot be averaged or clipped", gradients, "_check_grad", _nothing),

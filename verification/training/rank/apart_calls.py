@@ -23,7 +23,7 @@ from ring.nn import (
     shard_batch,
     token_mean,
 )
-from verification.training.rank.other_calls import CallPlace, OtherCall, must, must_be, must_be_near, refused
+from verification.training.rank.other_calls import CallPlace, OtherCall, held, must, must_be, must_be_near, refused
 
 TRIED = 2
 APART = ("calls on a group must come in the same order on every rank",)
@@ -134,7 +134,7 @@ def _together_again(s: CallPlace) -> str:
         after = [right, other, *(of_batch[i][1] for i in draws.permutation(len(of_batch))[:2])]
         after.append(_attention(s, False)[1])
         for i in draws.permutation(len(after)):
-            after[i]()
+            held("calls after ranks were apart", after[i])
     return "; ".join(said)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ring.nn.frameworks import checkpoint, ddp, fsdp
-from verification.training.rank.other_calls import CallPlace, OtherCall, must, must_be
+from verification.training.rank.other_calls import CallPlace, OtherCall, held, must, must_be
 from verification.training.rank.resuming import set_otherwise, shared_folder
 
 NAMES = ("model", "optimizer", "progress", "state", "param_groups", "metadata", "optim", "weight")
@@ -63,7 +64,7 @@ def _step(s: CallPlace, model: nn.Module, optimiser: torch.optim.Optimizer) -> N
     optimiser.zero_grad()
 
 
-def _held(model: nn.Module, optimiser: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
+def _tensors(model: nn.Module, optimiser: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
     found: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
     for name, p in model.named_parameters():
         found += [(f"{kind} of {name}", x) for kind, x in sorted(optimiser.state[p].items())]
@@ -89,19 +90,18 @@ def _named_like_a_checkpoint(s: CallPlace) -> str:
     outer.add_module("model", inner)
     given, other = (inner, outer) if deeper else (outer, inner)
     said: dict[str, Any] = {"model": 1, "optimizer": {"model.model": [2]}, "progress": "model.progress"}
-    refusal = "nothing"
+    refusal, what = "nothing", f"of a run from {from_way} to {to_way}"
     with shared_folder() as folder:
         checkpoint.save(f"{folder}/1", saved, before, **{k: x for k, x in said.items() if k == "progress"}, step=said)
-        found = checkpoint.load(f"{folder}/1", loaded, after)
+        found = held(f"loading {what}", partial(checkpoint.load, f"{folder}/1", loaded, after))
         checkpoint.save(f"{folder}/2", given, torch.optim.SGD(given.parameters(), 0.1))
         try:
             checkpoint.load(f"{folder}/2", other, torch.optim.SGD(other.parameters(), 0.1))
         except ValueError as error:  # looked at where all ranks have left the folder
             refusal = str(error)
-    what = f"of a run from {from_way} to {to_way}"
     must(found == {"progress": said["progress"], "step": said}, f"progress {what} must be as it was given, got {found}")
     ours, theirs = (
-        [(name.removeprefix("module."), x) for name, x in _held(*run)] for run in ((saved, before), (loaded, after))
+        [(name.removeprefix("module."), x) for name, x in _tensors(*run)] for run in ((saved, before), (loaded, after))
     )
     must(len(ours) == len(theirs), f"{len(theirs)} tensors {what} in place of {len(ours)}")
     for (name, right), (_, x) in zip(ours, theirs, strict=True):

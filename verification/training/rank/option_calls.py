@@ -18,7 +18,7 @@ TRIED = 2
 ROUNDING = 2.0**-16  # of sums of some tens of products of numbers below 4, in fp32
 
 
-class _Layer(nn.Module):
+class _ShardedLayer(nn.Module):
     """A unit of its own."""
 
     def __init__(self, width: int) -> None:
@@ -29,13 +29,16 @@ class _Layer(nn.Module):
         return torch.sin(self.linear(x)) * self.scale
 
 
-class _Model(nn.Module):
+class _ShardedModel(nn.Module):
     """Layers, and what is outside of them: before them, behind them, and a parameter of the root itself."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
         self.before, self.head = nn.Linear(width, width), nn.Linear(width, width, bias=False)
-        self.layers, self.shift = nn.ModuleList(_Layer(width) for _ in range(layers)), nn.Parameter(torch.ones(width))
+        self.layers, self.shift = (
+            nn.ModuleList(_ShardedLayer(width) for _ in range(layers)),
+            nn.Parameter(torch.ones(width)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.before(x)
@@ -44,8 +47,8 @@ class _Model(nn.Module):
         return torch.sin(self.head(x.float())) + self.shift
 
 
-def _made(s: CallPlace, draws: np.random.Generator, width: int) -> _Model:
-    model = _Model(width, int(draws.integers(1, 3)))
+def _made(s: CallPlace, draws: np.random.Generator, width: int) -> _ShardedModel:
+    model = _ShardedModel(width, int(draws.integers(1, 3)))
     with torch.no_grad():
         for x in model.parameters():
             x.copy_(torch.from_numpy(draws.normal(size=x.shape) / width))
@@ -72,7 +75,7 @@ def _options_of_units(s: CallPlace) -> str:
         what = f"options {sorted(options)}, ignoring {sorted(ignored)}, replicate={replicate}"
         before = dict(model.named_parameters())
         mesh = descending_mesh_of(s.case) if draws.integers(2) and not replicate else s.mesh
-        made: Any = fsdp.shard(model, mesh, _Layer, policy=policy, replicate=replicate, **options)
+        made: Any = fsdp.shard(model, mesh, _ShardedLayer, policy=policy, replicate=replicate, **options)
         units = {"the root": made} | {f"layer {number}": layer for number, layer in enumerate(made.layers)}
         for name, p in made.named_parameters():
             if name in ignored:
@@ -126,10 +129,12 @@ def _check_unit(
 ) -> None:
     """After a forward: whether the unit's own parameters are sharded again, and what torch does with them."""
     left = {id(before[name]) for name in ignored}
-    linear = unit.linear if isinstance(unit, _Layer) else unit.head
-    own = [p for p in (linear.weight, unit.scale if isinstance(unit, _Layer) else unit.shift) if id(p) not in left]
+    linear = unit.linear if isinstance(unit, _ShardedLayer) else unit.head
+    own = [
+        p for p in (linear.weight, unit.scale if isinstance(unit, _ShardedLayer) else unit.shift) if id(p) not in left
+    ]
     # Of torch: left out, layers are sharded again, and the root is not, which backward needs first.
-    again = options.get("reshard_after_forward", isinstance(unit, _Layer))
+    again = options.get("reshard_after_forward", isinstance(unit, _ShardedLayer))
     found = [isinstance(p, DTensor) for p in own]
     must(found == [again] * len(own), f"{what} must be {'' if again else 'not '}sharded again after forward: {found}")
     group = unit._get_fsdp_state()._fsdp_param_group

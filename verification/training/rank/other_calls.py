@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +21,8 @@ from verification.run.layouts import layout_of
 from verification.training.rank.meshes import mesh_of
 from verification.training.step_observation import SeenCall
 from verification.training.training_case import TrainingCase
+
+Made = TypeVar("Made")
 
 
 class Unlike(Exception):
@@ -103,6 +106,14 @@ def must_be_near(what: str, found: Tensor, wanted: Tensor, most: float) -> None:
     near = found.shape == wanted.shape and bool(((found.double().cpu() - wanted.double().cpu()).abs() <= most).all())
     if not near:
         raise Unlike(f"{what} must be {wanted.tolist()} within {most:.3g}, got {found.dtype} {found.tolist()}")
+
+
+def held(what: str, call: Callable[[], Made]) -> Made:
+    """What the call gives. Raises Unlike where it is refused, as it must not be."""
+    try:
+        return call()
+    except (ValueError, RuntimeError) as error:
+        raise Unlike(f"{what} must hold, got {type(error).__name__}: {error}") from error
 
 
 Kinds = tuple[type[Exception], ...]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from reference.pattern import Pattern
 from ring.nn import SelfAttention, average_gradients, count_labels, cross_entropy, gather, token_mean
 from verification.training.material import IGNORED
 from verification.training.rank.loss_calls import ways_to_name
-from verification.training.rank.other_calls import CallPlace, OtherCall, must_be
+from verification.training.rank.other_calls import CallPlace, OtherCall, held, must_be
 from verification.training.training_case import VOCABULARY
 
 WAYS = ("reentrant", "non-reentrant", "to its end")
@@ -101,7 +102,7 @@ def _computed_again(s: CallPlace) -> str:
             wanted = _gradient(loss, x, "")
             for way in WAYS:
                 what = f"of {name} over {shared}, {ranks}, in {kind}, computed again ({way}),"
-                value, grad = _gradient(loss, x, way)
+                value, grad = held(what, partial(_gradient, loss, x, way))
                 must_be(f"the value {what}", value, wanted[0])
                 must_be(f"the gradient {what}", grad, wanted[1])
     return ""
