@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, find, given, seed, settings
+from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
 from reference.exact import multiplicity
 from reference.pattern import Branch
+from tests.support.drawing import QUIET, draw_many
 from verification.case import AGAIN, EXCHANGES, ORDERS, Case
 from verification.check.laws import LAWS, Law
 from verification.check.laws.broken_off import DIRECTIONS, ERRORS
@@ -25,35 +26,11 @@ from verification.report.coverage import FEATURES, count
 from verification.run.layouts import layout_of
 from verification.run.wrong_calls import MISTAKES
 from verification.search.leaving_out import least
-from verification.search.search import RUN
 
 pytestmark = pytest.mark.slow  # thousands of draws
 
 DRAWS = 400  # for each world
 WORLDS = (1, 2, 3, 4)
-QUIET = settings(
-    max_examples=DRAWS,
-    database=None,
-    deadline=None,
-    phases=(Phase.generate,),
-    suppress_health_check=(HealthCheck.too_slow,),
-)
-Item = TypeVar("Item")
-
-
-def draw_many(strategy: st.SearchStrategy[Item], count: int) -> list[Item]:
-    """As many, the same every time; in short runs, as searches draw them."""
-    drawn: list[Item] = []
-    for run in range(-(-count // RUN)):
-
-        @seed(run)
-        @settings(QUIET, max_examples=RUN)
-        @given(strategy)
-        def collect(item: Item) -> None:
-            drawn.append(item)
-
-        collect()
-    return drawn[:count]
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +224,7 @@ def test_a_world_of_one_draws_no_groups(drawn: dict[int, list[Case]]) -> None:
 
 @pytest.mark.parametrize("world", (1, 2, 8))
 def test_shrinks_to_the_simplest_case(world: int) -> None:
-    simplest = find(cases(world), lambda case: True, settings=QUIET)
+    simplest = find(cases(world), lambda case: True, settings=settings(QUIET, max_examples=DRAWS))
     assert simplest.pattern.branches == (Branch(),) and not simplest.pattern.causal
     assert (simplest.tokens, simplest.heads, simplest.kv_heads, simplest.head_dim, simplest.batch) == (1, 1, 1, 1, 1)
     assert (simplest.order, simplest.cuts, simplest.group, simplest.bucket) == ("contiguous", None, None, None)

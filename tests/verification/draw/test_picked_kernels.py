@@ -8,7 +8,7 @@ import pytest
 
 from ring.compute import kernels
 from ring.plan.tile import Tile
-from tests.verification.draw.test_drawn_cases import draw_many
+from tests.support.drawing import draw_many
 from verification.draw.cases import cases
 from verification.run.backends import simulate
 from verification.run.rank import observe

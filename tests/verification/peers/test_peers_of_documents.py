@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reference import Pattern
+from tests.support.drawing import draw_many
 from tests.support.plain_case import plain
 from verification.case import Case
 from verification.draw.cases import cases
@@ -69,18 +70,13 @@ def test_each_rank_has_as_much_of_each_document(name: str, data: st.DataObject) 
 @pytest.mark.parametrize("name", VARLEN)
 def test_what_is_drawn_has_documents_of_every_kind(name: str) -> None:
     reached: Counter[str] = Counter()
-
-    @given(cases(2))
-    @settings(max_examples=200, derandomize=True, deadline=None, database=None)
-    def count(case: Case) -> None:
+    for case in draw_many(cases(2), 200):
         found = claimed(KNOWN[name], case)
         assert found is not None
         documents = found.pattern.documents or (found.tokens,)
         reached["several"] += sum(length > 0 for length in documents) > 1
         reached["empty"] += 0 in documents
         reached["of other lengths"] += any(length % 2 for length in documents)
-
-    count()
     assert reached["several"] >= 40 and reached["empty"] >= 20, reached
     assert (reached["of other lengths"] >= 20) == (name == "ring-flash-attn/llama3-varlen"), reached
 
