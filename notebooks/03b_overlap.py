@@ -64,7 +64,12 @@ assert timed, "no record in notebooks/data has times of ring_attention: scripts/
 forms = set()
 for row in timed:
     one = AttentionShape(kv=row["kv_heads"])
-    problem = (Workload.dense if row["section"] == "dense" else Workload.longnet)(row["tokens"], row["world"], one)
+    make, rest = {
+        "dense": (Workload.dense, ()), "longnet": (Workload.longnet, ()),
+        "packed": (Workload.packed, (row.get("mean_length"), row.get("multiple", 1))),
+        "window": (Workload.windowed, (row.get("window"),)),
+    }[row["section"]]  # fmt: skip
+    problem = make(row["tokens"], row["world"], one, *rest)
     counted = {}
     for narrow in (True, False):
         traffic = cost.sent(problem.setting, row["exchange"], narrow)
