@@ -147,6 +147,7 @@ LAW_FEATURES: dict[str, dict[str, int]] = {
     "made layouts are as defined": {"several documents": 60, "causal": 20, "offsets by head": 5},
     "compiled calls are calls": {"several documents": 60, "causal": 20, "GQA": 5, "lse differentiated": 5},
     "streams do not matter": {"exchange gather": 3, "several documents": 60, "causal": 20},
+    "what is kept is bounded": {"several documents": 60, "causal": 20},
     "defaults are as documented": {"uneven cuts": 90, "MQA": 20, "dtype float16": 5, "exchange direct": 10},
 }
 # Of what a law draws beside the Case, by its name, values that must all be there.
