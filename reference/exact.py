@@ -13,6 +13,8 @@ and rows of a block that have no partner in it are left out.
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -296,7 +298,7 @@ class _RowBlock:
 def _by_blocks(whole: _RowBlock, inputs: Inputs) -> _Solved:
     """The same, a few rows of one query head at a time."""
     batch, kv_heads, folded, _ = whole.q.shape
-    n, group, heads = whole.k.shape[2], inputs.heads // kv_heads, inputs.heads
+    n, group = whole.k.shape[2], inputs.heads // kv_heads
     queries = folded // group
     like = whole.q
     exact, bound = (
@@ -310,14 +312,21 @@ def _by_blocks(whole: _RowBlock, inputs: Inputs) -> _Solved:
         for lse in (-np.inf, 0.0)
     )
     found = _Solved(exact, bound, _filled(like, (kv_heads, folded), True), _filled(like, (kv_heads, n), True))
-    step = max(1, BLOCK["cpu" if isinstance(like, np.ndarray) else like.device.type] // (batch * n))
-    for head in range(heads):
-        for start in range(0, queries, step):
-            count = _multiplicity(inputs, range(head, head + 1), slice(start, start + step))[0]
-            row, column = _where(count.any(1)), _where(count.any(0))
-            if len(row):
-                at = (head % group) * queries + start + row
-                _add(found, whole, head // group, at, column, count[row[:, None], column])
+    device = "cpu" if isinstance(like, np.ndarray) else like.device.type
+    step = max(1, BLOCK[device] // (batch * n))
+
+    def solve(kv: int) -> None:
+        for head in range(kv * group, (kv + 1) * group):
+            for start in range(0, queries, step):
+                count = _multiplicity(inputs, range(head, head + 1), slice(start, start + step))[0]
+                row, column = _where(count.any(1)), _where(count.any(0))
+                if len(row):
+                    at = (head % group) * queries + start + row
+                    _add(found, whole, kv, at, column, count[row[:, None], column])
+
+    # A thread for each core of a CPU: key/value heads have nothing in common.
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0)) if device == "cpu" else 1) as threads:
+        list(threads.map(solve, range(kv_heads)))
     found.settle_keys(whole.r)
     return found
 

@@ -1,13 +1,15 @@
-"""World sizes side by side: each in a process of its own, which draws and judges, with ranks of its own.
+"""World sizes side by side: as many processes as run at a time, each of which draws and judges, with ranks of its own.
 
 On one world size the ranks wait for the judge and the judge for the ranks, so that cores stand idle. What is drawn is
-the same as on one world size after the other. A process sends messages (kind, what) to the one that began the run:
+the same as on one world size after the other. A process is sent a world size, and when it is over the next one, or None
+to end: to begin anew for each, with all that is imported, takes six seconds of a core. It sends messages (kind, what)
+to the one that began the run:
 
     line      something that it says
     begin     a part of so many examples: (title, goal)
     advance   one more example: the worst error / bound so far
     end       the part is over
-    over      the process has done all: its record, as `RunRecord.to_dict` has it, and its rows, in the order in which
+    over      the world size is done: its record, as `RunRecord.to_dict` has it, and its rows, in the order in which
               they began, which the record does not keep
     error     it could not: the exception
 """
@@ -20,6 +22,7 @@ import signal
 import time
 import traceback
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -43,66 +46,70 @@ def run_worlds(plan: RunPlan, report: Report) -> None:
 
     Raises what one of them raised, KeyboardInterrupt, and Unavailable for one that ended without a word.
     """
-    waiting, running = list(plan.worlds), dict[Connection, _World]()
+    waiting, running = list(plan.worlds), dict[Connection, _Process]()
     found = dict[int, RunRecord]()
     try:
-        while waiting or running:
-            while waiting and len(running) < plan.jobs:
-                world = _World.begin(plan, report, waiting.pop(0))
-                running[world.connection] = world
-            _listen(report, running, found)
+        for _ in range(min(plan.jobs, len(waiting))):
+            process = _Process.begin(plan, report, waiting.pop(0))
+            running[process.connection] = process
+        while running:
+            _listen(report, running, found, waiting)
     except KeyboardInterrupt:
-        for world in running.values():
-            world.process.terminate()  # as if it had been interrupted itself
+        for one in running.values():
+            one.process.terminate()  # as if it had been interrupted itself
         last = time.monotonic() + ENDING
         while running and (left := last - time.monotonic()) > 0.0:
-            _listen(report, running, found, left, ending=True)
+            _listen(report, running, found, [], left, ending=True)
         raise
     finally:
-        for world in running.values():
-            world.process.terminate()
-        for world in running.values():
-            world.stop()
+        for one in running.values():
+            one.process.terminate()
+        for one in running.values():
+            one.stop()
         for size in plan.worlds:  # whichever was done first
             if size in found:
                 report.add(found[size])
 
 
 def _listen(
-    report: Report, running: dict[Connection, _World], found: dict[int, RunRecord], timeout: float | None = None,
-    ending: bool = False,
+    report: Report, running: dict[Connection, _Process], found: dict[int, RunRecord], waiting: list[int],
+    timeout: float | None = None, ending: bool = False,
 ) -> None:  # fmt: skip
-    """Take the messages that are there, or wait for the first. ending: a process may end without a word."""
+    """Take the messages that are there, or wait for the first. waiting: the world sizes that nobody has begun yet.
+    ending: a process may end without a word."""
     for connection in wait(list(running), timeout):
         assert isinstance(connection, Connection)
-        world, over = running[connection], ending
+        process, over = running[connection], ending
         try:
-            over = world.hear(report)
+            over = process.hear(report)
         except Unavailable:
             if not ending:
                 raise
-        if world.record is not None:
-            found[world.size] = world.record
-        if over:
+        if process.record is not None:
+            found[process.world] = process.record
+        if over and waiting:
+            process.go_on(waiting.pop(0))
+        elif over:
+            process.go_on(None)
             running.pop(connection).stop()
 
 
 @dataclass
-class _World:
-    """A world size that is under way in a process of its own."""
+class _Process:
+    """A process, and the world size that is under way in it."""
 
-    size: int
+    world: int
     process: SpawnProcess
     connection: Connection
     part: RunPart | None = None
     record: RunRecord | None = None  # once it is over
 
     @classmethod
-    def begin(cls, plan: RunPlan, report: Report, size: int) -> _World:
+    def begin(cls, plan: RunPlan, report: Report, world: int) -> _Process:
         context = multiprocessing.get_context("spawn")
-        here, there = context.Pipe(duplex=False)
+        here, there = context.Pipe()
         shown = report.console.is_terminal, report.console.width, report.verbose
-        process = context.Process(target=_run_one, args=(there, plan, size, *shown), name=f"world {size}")
+        process = context.Process(target=_run_several, args=(there, plan, *shown))
         # Ctrl-C reaches every process of a terminal: only this one heeds it, and tells the others by SIGTERM. What is
         # blocked here while a process starts is blocked there for good.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -111,16 +118,25 @@ class _World:
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         there.close()
-        return cls(size, process, here)
+        begun = cls(world, process, here)
+        begun.go_on(world)
+        return begun
+
+    def go_on(self, world: int | None) -> None:
+        """With this world size; None: it is to end."""
+        if world is not None:
+            self.world, self.part, self.record = world, None, None
+        with suppress(OSError):  # of one that has ended, which the next message of it would tell
+            self.connection.send(world)
 
     def hear(self, report: Report) -> bool:
         """Take one message; whether it was the last one."""
         try:
             kind, what = self.connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             self.process.join(ENDING)
             raise Unavailable(
-                f"the process of world {self.size} ended with exit status {self.process.exitcode}"
+                f"the process of world {self.world} ended with exit status {self.process.exitcode}"
             ) from None
         if kind == "line":
             report.console.print(Text.from_ansi(what), soft_wrap=True)
@@ -147,7 +163,12 @@ class _World:
         self.connection.close()
 
 
-# --- in the process of a world size -----------------------------------------------------------------------------------
+# --- in such a process ------------------------------------------------------------------------------------------------
+
+
+def _run_several(connection: Connection, plan: RunPlan, terminal: bool, width: int, verbose: bool) -> None:
+    for world in iter(connection.recv, None):
+        _run_one(connection, plan, world, terminal, width, verbose)
 
 
 def _run_one(connection: Connection, plan: RunPlan, world: int, terminal: bool, width: int, verbose: bool) -> None:
@@ -162,8 +183,10 @@ def _run_one(connection: Connection, plan: RunPlan, world: int, terminal: bool, 
     except BaseException as error:
         if not isinstance(error, Unavailable):  # a traceback does not come with it
             error.add_note(f"world {world}: {traceback.format_exc()}")
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # between world sizes there is nothing to tell
         connection.send(("error", error))
         return
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     connection.send(("over", (report.to_dict(), report.rows)))
 
 

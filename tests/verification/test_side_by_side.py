@@ -56,15 +56,15 @@ def drawn(folder: Path, jobs: str) -> list[str]:
 
 
 def test_a_process_that_cannot_go_on_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    report, began = Report(recording()), side_by_side._World.begin
+    report, began = Report(recording()), side_by_side._Process.begin
 
-    def killed(plan: runner.RunPlan, report: Report, size: int) -> side_by_side._World:
-        world = began(plan, report, size)
-        if size == 2:
-            world.process.kill()
-        return world
+    def killed(plan: runner.RunPlan, report: Report, world: int) -> side_by_side._Process:
+        process = began(plan, report, world)
+        if world == 2:
+            process.process.kill()
+        return process
 
-    monkeypatch.setattr(side_by_side._World, "begin", killed)
+    monkeypatch.setattr(side_by_side._Process, "begin", killed)
     with pytest.raises(Unavailable, match="the process of world 2 ended with exit status -9"):
         whole_run.run(small_plan(tmp_path, 2), report)
     monkeypatch.undo()

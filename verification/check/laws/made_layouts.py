@@ -24,9 +24,8 @@ from ring.comm.transport import Transport
 from ring.layout import Layout
 from verification.case import Case
 from verification.check.laws import document_layouts, layout_rows
-from verification.check.laws.law import How, Law
+from verification.check.laws.law import How, Law, nothing_wrong
 from verification.draw.cases import cases
-from verification.failures import WrongResult
 from verification.run.backends import Backend
 
 LONGER = 32  # tokens
@@ -144,12 +143,7 @@ def wrong(transport: Transport, case: Case, ranks: int) -> list[str]:
 
 
 def check_made(backend: Backend, case: Case, how: How) -> float:
-    """Of what the ranks run, not of this process's own copy."""
-    backend.submit(wrong, case, how["ranks"])
-    found = [word for words in backend.collect() for word in words]
-    if found:
-        raise WrongResult(found[0])
-    return 0.0
+    return nothing_wrong(backend, wrong, case, how["ranks"])
 
 
 @st.composite

@@ -21,9 +21,8 @@ from ring.comm.transport import SoloTransport, Transport
 from ring.layout import Layout, numbered_layout
 from verification.case import Case
 from verification.check.laws import pattern_values
-from verification.check.laws.law import How, Law
+from verification.check.laws.law import How, Law, nothing_wrong
 from verification.draw.cases import cases
-from verification.failures import WrongResult
 from verification.run.backends import Backend
 from verification.run.layouts import layout_of
 
@@ -205,12 +204,7 @@ def wrong(transport: Transport, case: Case, how: How) -> list[str]:
 
 
 def check_values(backend: Backend, case: Case, how: How) -> float:
-    """Of what the ranks run, not of this process's own copy."""
-    backend.submit(wrong, case, how)
-    found = [word for words in backend.collect() for word in words]
-    if found:
-        raise WrongResult(found[0])
-    return 0.0
+    return nothing_wrong(backend, wrong, case, how)
 
 
 @st.composite

@@ -28,10 +28,9 @@ from ring.comm.transport import SoloTransport, Transport
 from ring.compiled import traced
 from ring.layout import Layout
 from verification.case import Case
-from verification.check.laws.law import How, Law
+from verification.check.laws.law import How, Law, nothing_wrong
 from verification.draw.cases import cases
 from verification.draw.pattern_lists import some_branch
-from verification.failures import WrongResult
 from verification.run.backends import Backend
 from verification.run.caches import bounded_of, clear_caches, recent_of
 from verification.run.weights import weighed
@@ -192,12 +191,7 @@ def wrong(transport: Transport, case: Case) -> list[str]:
 
 
 def check_kept(backend: Backend, case: Case, how: How) -> float:
-    """Of what the ranks run, not of this process's own copy."""
-    backend.submit(wrong, case)
-    found = [word for words in backend.collect() for word in words]
-    if found:
-        raise WrongResult(found[0])
-    return 0.0
+    return nothing_wrong(backend, wrong, case)
 
 
 @st.composite

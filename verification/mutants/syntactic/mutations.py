@@ -91,18 +91,29 @@ def mutations_of(file: str) -> list[Mutation]:
     """All of a file of the project, by line. Raises NoGenerator."""
     source = (ROOT / file).read_text()
     found = []
-    seen = {_program(source)}
-    plain = _meaning(source)
-    for operator, text in _texts(source):
-        try:
-            program = _program(text)
-        except SyntaxError:
-            continue  # what does not even parse is no program
-        if program in seen or _meaning(text) == plain:
-            continue
-        seen.add(program)
-        found.append(mutation(file, source, text, operator))
+    for before, part, after in _statements(source):  # each by itself: to parse the whole file each time takes minutes
+        seen = {_program(part)}
+        plain = _meaning(part)
+        for operator, text in _texts(part):
+            try:
+                program = _program(text)
+            except SyntaxError:
+                continue  # what does not even parse is no program
+            if program in seen or _meaning(text) == plain:
+                continue
+            seen.add(program)
+            found.append(mutation(file, source, before + text + after, operator))
     return sorted(found, key=lambda change: change.line)
+
+
+def _statements(source: str) -> Iterator[tuple[str, str, str]]:
+    """Every statement of a module, with the comments above it: the text before, its own, the text after."""
+    lines = source.splitlines(keepends=True)
+    begin = 0
+    for node in ast.parse(source).body:
+        end = node.end_lineno or node.lineno
+        yield "".join(lines[:begin]), "".join(lines[begin:end]), "".join(lines[end:])
+        begin = end
 
 
 def mutation(file: str, source: str, text: str, operator: str) -> Mutation:
