@@ -32,3 +32,10 @@ def bare_or_mesh(transport: Transport, case: Case) -> Group:
         return group
     whole = dist.distributed_c10d._get_default_group()
     return DeviceMesh.from_group(whole if group is None else group, case.device)
+
+
+def mesh_of_two_dimensions(case: Case) -> DeviceMesh | str:
+    """Of the ranks of the Case; where there are no process groups a word, which is no group either."""
+    if not dist.is_initialized():
+        return "a mesh"
+    return DeviceMesh(case.device, [list(case.ranks)], mesh_dim_names=("data", "context"), _init_backend=False)

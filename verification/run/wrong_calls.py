@@ -15,7 +15,7 @@ import torch
 from ring import Transport, ring_attention
 from ring.compiled import traced
 from verification.case import Case
-from verification.run.given_group import bare
+from verification.run.given_group import bare, mesh_of_two_dimensions
 from verification.run.layouts import layout_of
 from verification.run.rank import shards, whole_tensors
 from verification.run.wrong_documents import one_moved, over, some_documents, without_documents, without_the_last
@@ -137,6 +137,10 @@ def _more_key_value_heads(arguments: Arguments, case: Case) -> None:
     arguments.update({name: arguments[name].repeat_interleave(share, 2) for name in "kv"})
 
 
+def _two_dimensions(arguments: Arguments, case: Case) -> None:
+    arguments["group"] = mesh_of_two_dimensions(case)
+
+
 def _called_before(arguments: Arguments, case: Case) -> None:
     """A right call of all ranks: what follows equals it, and is wrong by its type alone."""
     ring_attention(**arguments)
@@ -234,6 +238,7 @@ MISTAKES: dict[str, Mistake] = {
     "a layout that was right on a group of one rank more": Mistake("layout", right_on_one_rank_more),
     "no layout": Mistake("layout", _set("layout", None)),
     "something that is no group": Mistake("group", _set("group", "everyone"), together=True),
+    "a mesh of two dimensions": Mistake("group", _two_dimensions, together=True),
     "unknown exchange": Mistake("exchange", _set("exchange", "teleport")),
     "unknown kernel": Mistake("kernel", _set("kernel", "magic")),
     "bucket of 0": Mistake("bucket", _set("bucket", 0)),
@@ -256,6 +261,7 @@ MISTAKES: dict[str, Mistake] = {
     "name that is no string": Mistake("name", _set("name", 3)),
     "lse of a fused kernel that is to have gradients": Mistake("kernel 'flash'", _fused_with_lse, traced=True),
     "another name than the others": Mistake("'another one'", _set("name", "another one"), alone=False),
+    "another name than the others, not of ASCII": Mistake("'größte ∞'", _set("name", "größte ∞"), alone=False),
     "another exchange than the others": Mistake("exchange", _other_exchange, alone=False),
     "another bucket than the others": Mistake("bucket", _other_bucket, alone=False),
     "another layout than the others": Mistake(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 import reference.pattern
 import ring.balance
+import ring.compute.kernels
 import ring.layout
 from reference.pattern import Branch, Pattern
 from ring import compiled
@@ -19,14 +21,17 @@ from ring.compute import kernel_counts
 from ring.layout import Layout
 from tests.support.plain_case import plain
 from verification.case import Case
-from verification.check.laws import document_layouts, layout_rows, pattern_values, refusals, values
+from verification.check.laws import document_layouts, kernel_choice, layout_rows, pattern_values, refusals, values
+from verification.check.laws.what_is_kept import PACKAGES
 from verification.draw.document_lists import even_list, lists_for
+from verification.run.caches import clear_caches
 
 Plant = Callable[[pytest.MonkeyPatch], None]
-SEEDS = range(3)
+SEEDS = range(5)
 
 
 def told(statement: Callable[[Case], Iterator[str]]) -> list[str]:
+    clear_caches(PACKAGES)  # which hold what calls before a breakage have settled
     return [word for seed in SEEDS for word in statement(plain(1, seed=seed))]
 
 
@@ -45,7 +50,7 @@ STATEMENTS: dict[str, Callable[[Case], Iterator[str]]] = {
     "equality": layout_rows.equality,
     "patterns": pattern_values.patterns,
     "refusals": lambda case: iter(filter(None, [refusals.not_refused()])),
-    "counters": lambda case: values._counters_of_a_failure(),
+    "kernels": lambda case: chain(*kernel_choice.looked_at(case)),
     "operators": lambda case: values._operators(),
 }
 
@@ -154,8 +159,14 @@ PLANTED: dict[str, tuple[str, Plant, str]] = {
         "must not be equal",
     ),
     "flags that are integers": ("refusals", _set(reference.pattern, "is_integer", lambda real: _loosely), "True"),
+    "a scale of 0 by fused kernels": (
+        "kernels",
+        _set(ring.compute.kernels, "choose", lambda real: lambda *given: real(*given[:5], given[5] or 1.0, *given[6:])),
+        "must take",
+    ),
+    "few keys by fused kernels": ("kernels", _set(ring.compute.kernels, "VECTOR", lambda real: 2), "must take"),
     "counters that go on": (
-        "counters", _set(kernel_counts, "count", lambda real: _for_ever()), "picked_kernels goes on",
+        "kernels", _set(kernel_counts, "count", lambda real: _for_ever()), "picked_kernels goes on",
     ),
     "layouts that are never gone": (
         "operators", _set(values, "numbered_layout", lambda real: lambda number: Layout.contiguous(2, 1)), "layout",

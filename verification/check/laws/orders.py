@@ -128,7 +128,7 @@ def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
         members = tuple(rank for rank in range(ranks) if bits >> rank & 1)
     count = draw(st.integers(2, MOST_CALLS))
     groups = tuple(draw(st.integers(0, 1)) if members else 0 for _ in range(count))
-    names = tuple(draw(st.sampled_from((None, f"layer {number}"))) for number in range(count))
+    names = tuple(draw(st.sampled_from((None, f"layer {number}", f"Schicht ä{number}"))) for number in range(count))
     flights = Flights(ranks, members, groups, names, _order(draw, count))
     deviation: Deviation | None = None
     possible = flights.deviations()

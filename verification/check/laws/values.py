@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from reference import fields
 from reference.pattern import Pattern, multiplicity, numbered_pattern
-from ring import picked_kernels, ring_attention
+from ring import ring_attention
 from ring.comm.transport import SoloTransport, Transport
 from ring.layout import Layout, numbered_layout
 from verification.case import Case
-from verification.check.laws import pattern_values
+from verification.check.laws import kernel_choice, pattern_values
 from verification.check.laws.law import How, Law, nothing_wrong
 from verification.draw.cases import cases
 from verification.run.backends import Backend
@@ -100,46 +100,6 @@ def _far_on(case: Case) -> Iterator[str]:
             yield f"a query sees a key of another segment, or beyond its window, {shift} positions back, by {alone}"
 
 
-# --- counters ---------------------------------------------------------------------------------------------------------
-
-
-def _counters() -> Iterator[str]:
-    x = torch.ones(1, 2, 1, 1)
-    with picked_kernels() as outer:
-        with picked_kernels():
-            pass
-        ring_attention(x, x, x, Pattern.dense(), Layout.contiguous(2, 1), group=SoloTransport())
-    if not outer:
-        yield "picked_kernels counts nothing any more after an inner block has ended"
-    x.requires_grad_()
-    with picked_kernels() as both:
-        with picked_kernels() as there:
-            out = ring_attention(x, x, x, Pattern.dense(), Layout.contiguous(2, 1), group=SoloTransport())
-        with picked_kernels() as back:
-            torch.autograd.grad(out, x, torch.ones_like(out))  # type: ignore[arg-type]
-    if there != back or both != there + back:
-        yield f"a forward takes {dict(there)}, its backward {dict(back)}, and both take {dict(both)}"
-
-
-def _counters_of_a_failure() -> Iterator[str]:
-    """A block that an error ends counts no more, and by name are only those kernels that took a tile."""
-    x, counts = torch.ones(1, 64, 1, 8), []
-    try:
-        with picked_kernels() as ended:
-            counts.append(ended)
-            raise KeyError
-    except KeyError:
-        pass
-    for kernel in ("math", "flash"):
-        with picked_kernels() as count:
-            ring_attention(x, x, x, Pattern.dense(), Layout.contiguous(64, 1), group=SoloTransport(), kernel=kernel)
-        if dict(count) != {kernel: 1}:
-            yield f"a call by kernel {kernel!r} of one tile takes {dict(count)}"
-        counts.append(count)
-    if [sum(count.values()) for count in counts] != [0, 1, 1]:
-        yield f"picked_kernels goes on when its block has ended: {counts}, of 0, 1 and 1 calls"
-
-
 # --- operators --------------------------------------------------------------------------------------------------------
 
 
@@ -197,8 +157,8 @@ def wrong(transport: Transport, case: Case, how: How) -> list[str]:
     layout = layout_of(case)
     looked = (
         _copies(layout), _changed_by_their_reader(case, layout), _long_orders(case, how), pattern_values.patterns(case),
-        _packed(case.pattern, case.tokens), _far_on(case), _counters(),
-        _counters_of_a_failure(), _operators(), _groups(),
+        _packed(case.pattern, case.tokens), _far_on(case), *kernel_choice.looked_at(case),
+        _operators(), _groups(),
     )  # fmt: skip
     return [word for words in looked for word in words]
 

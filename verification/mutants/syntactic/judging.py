@@ -233,9 +233,11 @@ def judge_all(
                 if (task := _task(change, known, seed, limit, tests)) is not None
             ]
             shown = {_shown(task): _unchanged(task, limit) for task in tasks}
-            for ready in [executor.submit(judge, task) for task in shown.values()]:
+            unchanged = [executor.submit(judge, task) for task in shown.values()]
+            judged = [executor.submit(judge, task) for task in tasks]
+            for ready in unchanged:  # before the first outcome is believed
                 _must_survive(ready.result())
-            for future in as_completed([executor.submit(judge, task) for task in tasks]):
+            for future in as_completed(judged):
                 record = future.result()
                 known[record.key] = record
                 yield record

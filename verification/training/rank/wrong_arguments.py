@@ -27,7 +27,7 @@ from verification.training.rank.other_calls import CallPlace, OtherCall, refused
 from verification.training.training_case import VOCABULARY
 
 Mistake = Callable[[CallPlace, bool], object]  # the call; whether this rank makes it wrongly
-TRIED = 4  # of each list
+TRIED = 12  # of each list
 
 
 def some(wrong: Sequence[tuple[str, Mistake]], within: str) -> OtherCall:
