@@ -67,7 +67,7 @@ def prepare(case: Case) -> Expectation:
     expectation = expect(case)
     costs(case)
     if is_compared(case):
-        by_the_oracle(expectation.inputs)
+        by_the_oracle(expectation)
     return expectation
 
 

@@ -20,7 +20,7 @@ import torch
 
 from reference.arithmetic import Arithmetic, Counts, most_seen
 from reference.bounds import Array
-from reference.exact import QUANTITIES, Expectation, Inputs, evaluate
+from reference.exact import QUANTITIES, Expectation, evaluate
 from reference.oracle import attention_and_gradients
 from verification.case import Case
 from verification.failures import WrongResult
@@ -37,16 +37,21 @@ def check_twin(case: Case, expectation: Expectation, observations: Observations)
     """Oracle and twin differ by no more than two computations in fp64 may, everywhere; the ranks have no part in it."""
     if not is_compared(case):
         return {}
-    wanted, allowed = by_the_oracle(expectation.inputs)
+    wanted, allowed = by_the_oracle(expectation)
     return {name: _compare(name, wanted[name], expectation.exact[name], allowed[name]) for name in QUANTITIES}
 
 
 @lru_cache(maxsize=1)
-def by_the_oracle(inputs: Inputs) -> tuple[dict[str, Array], dict[str, Array]]:
+def by_the_oracle(expectation: Expectation) -> tuple[dict[str, Array], dict[str, Array]]:
     """The oracle's results by quantity, shaped as in `reference.exact`, and how far from them another computation in
-    fp64 may be. Kept, so that it can be called while the ranks are at work."""
+    fp64 may be. Kept, so that it can be called while the ranks are at work.
+
+    Rows that see nothing pass no gradient on, whatever they are given: the oracle is given NaN and -inf there.
+    """
+    inputs, dead = expectation.inputs, torch.from_numpy(expectation.dead_rows)  # (H, R)
     q, k, v, dout = (torch.from_numpy(x) for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
-    dlse = None if inputs.dlse is None else torch.from_numpy(inputs.dlse)
+    dout = dout.masked_fill(dead.T[..., None], torch.nan)
+    dlse = None if inputs.dlse is None else torch.from_numpy(inputs.dlse).masked_fill(dead, -torch.inf)
     rows = None if inputs.rows is None else torch.from_numpy(inputs.rows)
     found = attention_and_gradients(q, k, v, inputs.pattern, dout, dlse, q_positions=rows, scale=inputs.scale)
     results = {name: x.numpy() for name, x in zip(QUANTITIES, found, strict=True)}

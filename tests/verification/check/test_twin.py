@@ -34,6 +34,7 @@ IN_THE_ORACLE = {
     "scale of dK left out": ("dk += self.scale * (ds.mT", "dk += (ds.mT"),
     "query heads of a key not added up": ("keys, dim).sum(2)", "keys, dim).mean(2)"),
     "dead rows not zero": ("(p @ self.v).masked_fill(dead, 0.0)", "(p @ self.v).masked_fill(dead, 1e-300)"),
+    "gradients of dead rows": ("dlse[:, :, rows].masked_fill(dead, 0.0)", "dlse[:, :, rows]"),
     "scores in fp32": ("(self.q[:, :, rows] @ self.k.mT)", "(self.q[:, :, rows].float() @ self.k.mT.float()).double()"),
 }
 
