@@ -46,6 +46,12 @@ def descending_mesh_of(case: TrainingCase) -> DeviceMesh:
     return _mesh(tuple(line[::-1] for line in case.mesh[::-1]), case.device)
 
 
+def turned_mesh_of(case: TrainingCase) -> DeviceMesh:
+    """("context", "data"): the ranks of the Case's mesh, its dimensions the other way round. It has no groups."""
+    columns = [list(line) for line in zip(*case.mesh, strict=True)]
+    return DeviceMesh(case.device, columns, mesh_dim_names=("context", "data"), _init_backend=False)
+
+
 def small_mesh_of(case: TrainingCase, descending: bool) -> DeviceMesh:
     """A mesh of two dimensions of some of the ranks: of as many as two numbers of at least 2 make, or one of them is 1.
     Called by all ranks, likewise."""

@@ -17,7 +17,7 @@ from ring.nn import ContextParallel, RingAttention
 from ring.nn.frameworks import ddp, fsdp, recompute
 from ring.nn.frameworks.mesh import averaging_mesh, replicating_mesh
 from ring.nn.frameworks.parallel_style import RingParallel, dtensor_layout
-from verification.training.rank.meshes import descending_mesh_of, reversed_mesh_of
+from verification.training.rank.meshes import descending_mesh_of, reversed_mesh_of, turned_mesh_of
 from verification.training.rank.other_calls import CallPlace, OtherCall, refused
 from verification.training.rank.wrong_arguments import Mistake, some
 
@@ -48,6 +48,7 @@ def _refusals(s: CallPlace) -> list[tuple[str, Callable[[], object]]]:
         *((word, call) for call in wrappers for word, call in _without_names(s, call)),
         ("mesh must be a DeviceMesh", partial(averaging_mesh, not_a_mesh)),
         ("to replicate over", partial(replicating_mesh, context)),
+        ("to replicate over", lambda: replicating_mesh(turned_mesh_of(s.case))),
         ("to replicate over", partial(shard, context, nn.Linear, replicate=True)),
         *(("layers must", partial(shard, s.mesh, wrong)) for wrong in ((), nn.Conv1d, "Linear", (nn.Linear, int))),
         *(("layers must", partial(again, wrong)) for wrong in ((), nn.Conv1d, nn.Sequential, nn.Linear(1, 1))),
