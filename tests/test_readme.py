@@ -160,3 +160,15 @@ def test_the_parts_of_the_seeded_defects_that_are_found_are_the_records() -> Non
             f"of {len(group)} by " in README
             and f"[{share:.0%}".replace("%", " %](") + f"notebooks/data/{name})" in README
         )
+
+
+def test_the_rates_of_found_defects_are_the_records() -> None:
+    def rate(*names: str) -> tuple[str, str]:
+        records = [json.loads((ROOT / f"notebooks/data/mutants{name}.json").read_text()) for name in names]
+        defects, killed = (sum(record[what] for record in records) for what in ("defects", "killed"))
+        return f"{defects}", f"{100 * killed / defects:.0f} %"
+
+    (row,) = [line for line in README.splitlines() if line.startswith("| the checks find defects |")]
+    for names in (("",), ("_sixth_seventh",), ("_first_sight_ninth", "_first_sight_ninth_training")):
+        defects, found = rate(*names)
+        assert f"of {defects} by" in row and found in row and all(f"mutants{name}.json" in row for name in names), names
