@@ -9,8 +9,10 @@ A change is killed by the first that finds it:
 What survives both is equivalent, or shows where the checks are blind: `survivors.toml` says which, and why.
 
 Each outcome is a line of a results file, by a digest of the changed text. So a run can be ended at any time; the next
-one judges what is new or changed, and goes on with survivors if it may draw more examples. `--sample` judges some
-changes in place of all, chosen by their digests: a greater sample of the same code has those of a smaller one.
+one judges what is new or changed, and goes on with survivors if it may draw more examples. What was judged elsewhere is
+in `outcomes.jsonl`, which every run reads first: put the lines of a results file there, and the next machine goes on.
+`--sample` judges some changes in place of all, chosen by their digests: a greater sample of the same code has those of
+a smaller one.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from pathlib import Path
 
 from verification.cli.arguments import add_json, count, typed
 from verification.cli.outputs import check_file, check_folder
+from verification.mutants import syntactic
 from verification.mutants.defect import NotSane
 from verification.mutants.syntactic.judging import judge_all
 from verification.mutants.syntactic.mutations import Mutation, NoGenerator, mutations_of
@@ -46,6 +49,7 @@ from verification.run.processes.pool import PoolError
 
 COMMAND = "python -m verification.cli.mutate"
 RESULTS = Path(".verification/mutations.jsonl")
+KEPT = Path(syntactic.__file__).with_name("outcomes.jsonl")
 SEED = 3
 LIMIT = 300  # examples in the simulation
 ENOUGH = 0.95  # of what is not equivalent in ring/
@@ -87,7 +91,7 @@ def _run(options: argparse.Namespace) -> int:
     for argument in ("results", "summary", "json"):
         if getattr(options, argument) is not None:
             check_file(f"--{argument}", getattr(options, argument))
-    known = read_results(options.results)
+    known = read_results(KEPT) | read_results(options.results)
     every = {file: [x for x in mutations_of(file) if not runs_on_gpus_only(x)] for file in files}
     changes = every if options.sample is None else sample(every, options.sample)
     with options.results.open("a") as results:

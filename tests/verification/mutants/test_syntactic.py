@@ -6,13 +6,15 @@ import ast
 import json
 import sys
 from collections import Counter
-from dataclasses import replace
+from concurrent.futures import Future
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from verification.cli import mutate as syntactic
 from verification.cli.mutate import read_results, sample
+from verification.mutants.defect import NotSane
 from verification.mutants.syntactic import judging, targets
 from verification.mutants.syntactic.judging import Task, judge
 from verification.mutants.syntactic.mutations import Mutation, NoGenerator, mutation, mutations_of
@@ -46,6 +48,11 @@ WRONG = (
     "merged = (weight / share).unsqueeze(-1) * out - (new_weight / share).unsqueeze(-1) * new_out",
 )
 SAME = ("ring/strided_view.py", "@lru_cache(maxsize=256)", "@lru_cache(maxsize=257)")
+
+
+@pytest.fixture(autouse=True)
+def no_outcomes_of_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(syntactic, "KEPT", tmp_path / "none")
 
 
 # --- one change -------------------------------------------------------------------------------------------------------
@@ -140,6 +147,37 @@ def test_settled_survivors_may_be_left_out_of_the_unit_tests(
     ]
     assert syntactic.main(arguments) == (1 if verdict == "gap" else 0)
     assert [json.loads(line)["tested"] for line in results.read_text().splitlines()] == [False, True][: 1 + tested]
+
+
+def test_a_run_begins_with_the_outcomes_of_other_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = change(*WRONG)
+    monkeypatch.setattr(syntactic, "mutations_of", {made.file: [made]}.__getitem__)
+    syntactic.KEPT.write_text(json.dumps(asdict(replace(record_of(made), outcome="properties"))) + "\n")
+    results = tmp_path / "results"
+    assert syntactic.main(["--files", made.file, "--results", str(results)]) == 0
+    assert results.read_text() == "", "nothing was left to judge"
+
+
+def test_outcomes_of_other_machines_can_be_read() -> None:
+    file = Path(judging.__file__).with_name("outcomes.jsonl")
+    known = read_results(file)
+    assert len(known) == len(file.read_text().splitlines()), "each is there once"
+    assert all(record.outcome in ("properties", "tests", "survived") for record in known.values())
+
+
+@pytest.mark.parametrize("sound", [True, False])
+def test_no_outcome_is_believed_before_code_without_changes_survives(sound: bool) -> None:
+    unchanged, first, other = Future[Record](), Future[Record](), Future[Record]()
+    survived, killed = record_of(change(*SAME)), replace(record_of(change(*WRONG)), outcome="properties")
+    believed = judging._believed({unchanged: "shown"}, {first: "shown", other: "shown"})
+    first.set_result(killed)
+    unchanged.set_result(survived if sound else killed)
+    other.set_result(survived)
+    if sound:
+        assert Counter(record.outcome for record in believed) == {"properties": 1, "survived": 1}
+    else:
+        with pytest.raises(NotSane, match="without any change"):
+            list(believed)
 
 
 def test_more_examples_are_for_survivors_only() -> None:

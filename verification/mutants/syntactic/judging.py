@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -233,16 +233,30 @@ def judge_all(
                 if (task := _task(change, known, seed, limit, tests)) is not None
             ]
             shown = {_shown(task): _unchanged(task, limit) for task in tasks}
-            unchanged = [executor.submit(judge, task) for task in shown.values()]
-            judged = [executor.submit(judge, task) for task in tasks]
-            for ready in unchanged:  # before the first outcome is believed
-                _must_survive(ready.result())
-            for future in as_completed(judged):
-                record = future.result()
+            sound = {executor.submit(judge, task): key for key, task in shown.items()}
+            judged = {executor.submit(judge, task): _shown(task) for task in tasks}
+            for record in _believed(sound, judged):
                 known[record.key] = record
                 yield record
     finally:
         executor.shutdown(cancel_futures=True)
+
+
+def _believed(sound: dict[Future[Record], Any], judged: dict[Future[Record], Any]) -> Iterator[Record]:
+    """Outcomes of changes, each as soon as the code without any change has survived what the change was shown.
+
+    By future, what is shown: `_shown`. Raises NotSane.
+    """
+    held: dict[Any, list[Record]] = {shown: [] for shown in sound.values()}  # until then
+    for future in as_completed((*sound, *judged)):
+        record = future.result()
+        if future in sound:
+            _must_survive(record)
+            yield from held.pop(sound[future])
+        elif judged[future] in held:
+            held[judged[future]].append(record)
+        else:
+            yield record
 
 
 def _shown(task: Task) -> tuple[Any, ...]:
