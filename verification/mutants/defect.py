@@ -65,6 +65,11 @@ class Defect:
         """(subject, backend)."""
         return self.subject, self.backend if self.subject == "attention" else "gloo"
 
+    @property
+    def in_oracle(self) -> bool:
+        """Whether the process that judges runs the edited code as well: ranks and oracle share it."""
+        return any(edit.file.startswith("reference/") for edit in self.edits)
+
     def sources(self) -> dict[str, str]:
         """The edited source of every module concerned, by the module's name.
 

@@ -41,11 +41,12 @@ def preparation(defect: Defect) -> Callable[[], None]:
 
     In a rank it raises CannotPlant if an edited module cannot be imported.
     """
-    return partial(_plant, defect.name, defect.sources())
+    return partial(plant, defect.name, defect.sources())
 
 
-def _plant(name: str, sources: Mapping[str, str]) -> None:
-    substitute(sources)
+def plant(name: str, sources: Mapping[str, str], memory: int | None = MEMORY) -> None:
+    """In this process, for good: `sources`, by the module's name. Raises CannotPlant."""
+    substitute(sources, memory)
     for module in sources:
         try:
             importlib.import_module(module)
@@ -53,11 +54,12 @@ def _plant(name: str, sources: Mapping[str, str]) -> None:
             raise CannotPlant(f"{name}: the edited {module} does not run: {error!r}") from error
 
 
-def substitute(sources: Mapping[str, str]) -> None:
+def substitute(sources: Mapping[str, str], memory: int | None = MEMORY) -> None:
     """Forget the project's modules: they are imported anew when they are needed, these from the text given here.
 
     sources: by the module's name. Nothing is imported here: a source that does not even import fails in the next call
-    of the rank. Raises ValueError for a module that does not exist.
+    of the rank. memory: in bytes, what the process may take from now on; None for no limit, which the processes that
+    it starts could not lower again. Raises ValueError for a module that does not exist.
     """
     # A graph keeps operators that are told to have side effects: the changed modules are to say it themselves.
     marked = torch.fx.node._side_effectful_functions
@@ -69,8 +71,9 @@ def substitute(sources: Mapping[str, str]) -> None:
     kept = {module.__name__ for module in KEPT}
     for name in [name for name in sys.modules if name.partition(".")[0] in PACKAGES and name not in kept]:
         _take_operators_back(sys.modules.pop(name))
-    limit = _private_memory() + MEMORY
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    if memory is not None:
+        limit = _private_memory() + memory
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 def _take_operators_back(module: types.ModuleType) -> None:

@@ -10,6 +10,7 @@ counts neither as killed nor as survived.
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import re
@@ -24,10 +25,10 @@ from verification.example import Example
 from verification.failures import VerificationFailure, WrongResult
 from verification.mutants.catalogue import by_name
 from verification.mutants.defect import CannotPlant, Defect, NotSane
-from verification.mutants.plant import preparation
+from verification.mutants.plant import plant, preparation
 from verification.mutants.subjects import EVERYTHING, ON_GLOO, WORLDS, Subject
 from verification.report.row_table import finite
-from verification.run.backends import Backend, GlooBackend, SimBackend
+from verification.run.backends import Backend, GlooBackend, SimBackend, Unavailable
 from verification.search.experiment import Experiment, Found, ToolError
 from verification.search.search import TIMEOUT, Search
 from verification.wording import counted
@@ -39,6 +40,7 @@ LINE_EVERY = 5.0  # seconds between reports of progress
 SOON = 200  # examples within which a defect should be found
 
 T = TypeVar("T")
+_OF_THE_TOOL = (CannotPlant, Unavailable)  # no verdict on a defect
 _UNBOUND = re.compile(r"\b(NameError|UnboundLocalError): ")
 
 
@@ -87,7 +89,11 @@ def try_all(
     held = context.RawArray("q", len(places) + len(names))  # examples so far, by task
     executor = ProcessPoolExecutor(max(1, min(processes, len(names))), context, initializer=_share, initargs=(held,))
     try:
-        sane = [executor.submit(_tallied, i, check_sane, place, seed) for i, place in enumerate(places)]
+        anew = {by_name(name).place for name in names if by_name(name).in_oracle}
+        sane = [
+            executor.submit(_tallied, i, _check_sane_anew if place in anew else check_sane, place, seed)
+            for i, place in enumerate(places)
+        ]
         for i, ready in enumerate(sane):
             subject, backend = places[i]
             where = f"on {backend}" if subject == "attention" else f"{subject} on {backend}"
@@ -169,10 +175,56 @@ def check_sane(place: tuple[str, str], seed: int) -> None:
         raise NotSane(f"without any defect an example fails on {backend}: {title}: {found.failure}; {record}")
 
 
+def _check_sane_anew(place: tuple[str, str], seed: int) -> None:
+    """The same where the process that judges has imported the project once more. Raises NotSane."""
+    _judged_anew(None, check_sane.__name__, place, seed)
+
+
 def try_defect(name: str, seed: int, limit: int | None = None) -> Outcome:
-    """One defect of the catalogue. Raises ToolError for one whose own code cannot run."""
+    """One defect of the catalogue. Raises ToolError for one whose own code cannot run.
+
+    What is wrong in the oracle is wrong for the process that judges, too: that is a new one.
+    """
+    if not by_name(name).in_oracle:
+        return _tried(name, seed, limit)
+    outcome: Outcome = _judged_anew(name, "_tried_with_it", name, seed, limit)
+    return outcome
+
+
+def _tried(name: str, seed: int, limit: int | None) -> Outcome:
     defect = by_name(name)
     return outcome_of(defect, _find(defect.place, preparation(defect), f"{seed}/{name}", _limit(defect, limit)))
+
+
+def _judged_anew(name: str | None, function: str, *arguments: Any) -> Any:
+    """What a function of this module returns in a process of its own, with that defect in it; None: with none."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, initializer=_share, initargs=(_held,)) as judge:
+        return judge.submit(_plant_and_call, name, _task, function, *arguments).result()
+
+
+def _plant_and_call(name: str | None, task: int, function: str, *arguments: Any) -> Any:
+    """The modules imported from now on, this one among them, are new ones."""
+    plant(name or "no defect", {} if name is None else by_name(name).sources(), memory=None)
+    anew = importlib.import_module(__name__)
+    anew._share(_held)
+    return anew._tallied(task, getattr(anew, function), *arguments)
+
+
+def _tried_with_it(name: str, seed: int, limit: int | None) -> Outcome:
+    """An oracle that raises ends a search, with the error: that shows the defect, too."""
+    started, defect = time.perf_counter(), by_name(name)
+    try:
+        return _tried(name, seed, limit)
+    except (Exception, ToolError) as error:
+        if isinstance(error, _OF_THE_TOOL) or isinstance(error.__cause__, _OF_THE_TOOL):
+            raise
+        said = f"{type(error).__name__}: {error}".partition("\n")[0]
+        if _UNBOUND.search(said.replace("(", ": ")):  # as a call and as repr
+            raise ToolError(f"{name}: the edited code does not run: {said}") from error
+        examples = 1 if _held is None else _held[_task] + 1
+        spent = time.perf_counter() - started
+        return Outcome(name, defect.provenance, True, "the oracle runs", "tool error", examples, spent, None, said)
 
 
 def outcome_of(defect: Defect, result: Result) -> Outcome:

@@ -201,3 +201,38 @@ def test_a_defect_whose_own_code_does_not_run_is_no_kill() -> None:
             trials.outcome_of(by_name("merge-by-sigmoid"), trials.Result(found, 1, 0.1, {}))
     found = Found(RankError("rank 0 raised: ValueError: shapes"), subject, "sim")
     assert trials.outcome_of(by_name("merge-by-sigmoid"), trials.Result(found, 1, 0.1, {})).killed
+
+
+# --- what ranks and oracle share --------------------------------------------------------------------------------------
+
+
+def test_what_is_wrong_in_the_oracle_is_wrong_for_the_judge() -> None:
+    """The ranks agree with it, so only what is stated a second time shows it."""
+    outcome = trials.try_defect("torchscale-offsets-by-floor", seed=3, limit=60)
+    assert outcome.killed and outcome.check == "patterns are as published"
+    assert by_name("torchscale-offsets-by-floor").in_oracle and not by_name("merge-by-sigmoid").in_oracle
+
+
+def test_without_a_defect_a_judge_that_imports_anew_finds_nothing() -> None:
+    trials._check_sane_anew(("attention", "sim"), seed=3)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_an_oracle_that_raises_is_found_and_a_tool_that_fails_is_none(
+    wrapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tried(error: Exception) -> trials.Outcome:
+        def fails(*_: object) -> trials.Outcome:
+            if wrapped:
+                raise ToolError(f"plain: {error!r}") from error
+            raise error
+
+        monkeypatch.setattr(trials, "_tried", fails)
+        return trials._tried_with_it("torchscale-offsets-by-floor", 3, 60)
+
+    outcome = tried(IndexError("row 4"))
+    assert outcome.killed and outcome.check == "the oracle runs" and "row 4" in str(outcome.message)
+    with pytest.raises(ToolError, match="the edited code does not run: .*name 'x' is not defined"):
+        tried(NameError("name 'x' is not defined"))
+    with pytest.raises(ToolError if wrapped else Unavailable, match="no memory"):
+        tried(Unavailable("no memory"))
