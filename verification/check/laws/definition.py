@@ -7,6 +7,7 @@ on positions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import cycle, islice
@@ -169,7 +170,7 @@ def misread(transport: Transport, case: Case, how: How) -> str | None:
     if transport.rank:
         return None
     offsets = _other_offsets(case.heads) or _other_groups(case.heads)
-    return not_refused() or offsets or _not_as_published(case, how) or _dense_apart(case, how)
+    return not_refused() or offsets or _not_as_published(case, how) or _dense_apart(case, how) or _far_apart(case, how)
 
 
 def _other_offsets(heads: int) -> str | None:
@@ -219,6 +220,22 @@ def _dense_apart(case: Case, how: How) -> str | None:
         wanted = pairs(case.tokens, [1], [[(None, 0)] * case.heads], causal, packed, [window])
         if wrong := _apart("dense", Pattern.dense(causal, packed, window), case, how, wanted):
             return wrong
+    return None
+
+
+def _far_apart(case: Case, how: How) -> str | None:
+    """Of as many tokens, without documents, from a position on that is 0 in 32 bits and begins a segment of every
+    branch: they see each other as the first ones do, and of the first ones what is in no segment."""
+    segments, rates, causal = how["segment_lengths"], how["dilation_rates"], case.pattern.causal
+    made = Pattern.longnet(segments, rates, case.heads, causal, how["offsets"])
+    begin = math.lcm(*(rate if length is None else length for length, rate in zip(segments, rates, strict=True))) << 34
+    near = torch.arange(case.tokens)
+    wanted = pairs(case.tokens, rates, longnet(segments, rates, case.heads, how["offsets"]), causal)
+    found = multiplicity(made, near + begin, near + begin, case.heads).numpy()
+    if not np.array_equal(found, wanted):
+        return f"{made}: the {case.tokens} tokens from {begin} on do not see each other as those from 0 on do"
+    if None not in segments and multiplicity(made, near + begin, near, case.heads).any():
+        return f"{made}: of the {case.tokens} tokens from {begin} on, some see the first {case.tokens}"
     return None
 
 
