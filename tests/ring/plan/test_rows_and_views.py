@@ -247,6 +247,20 @@ def test_a_view_of_a_shard(rows: Rows, heads: Heads, kind: str) -> None:
         assert tile.untyped_storage().data_ptr() == x.untyped_storage().data_ptr(), "a copy where a view would do"
 
 
+@settings(max_examples=150, deadline=None)
+@given(rows_of_either_kind, heads_of(6), st.sampled_from(KINDS), st.integers(1, BATCH), st.booleans(), st.booleans())
+def test_a_tile_with_folds_and_batches_as_one_dim(
+    rows: Rows, heads: Heads, kind: str, batch: int, wide: bool, in_words: bool
+) -> None:
+    """wide: rows of 16 bytes, which kernels that load in words may read where they lie."""
+    x = shard(kind)[:batch]
+    x = x.repeat(1, 1, 1, 4)[..., :4].contiguous() if wide else x
+    tile = expected_tile(x, rows, heads)
+    folds, _, groups, share, length, dim = tile.shape
+    found = StridedView(x).batched(rows, heads, in_words)
+    assert found.equal(tile.reshape(folds * batch, groups * share, length, dim))
+
+
 @settings(max_examples=60, deadline=None)
 @given(rows_of_either_kind, heads_of(6), st.sampled_from(KINDS))
 def test_put_and_add_touch_their_tile_only(rows: Rows, heads: Heads, kind: str) -> None:
