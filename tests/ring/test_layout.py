@@ -342,3 +342,7 @@ def test_hilbert_warns_of_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Layout.hilbert(16, 1)
+
+
+def test_a_range_that_ends_below_zero_is_empty() -> None:
+    assert Layout.from_cuts(range(-3), [0, 0]) == Layout.contiguous(0, 1)

@@ -84,3 +84,11 @@ def test_a_groups_backends_are_told_by_type_of_device(backend: str, said: dict[s
             assert ProcessGroupTransport()._device() == device, "where ranks agree"
     finally:
         dist.destroy_process_group()
+
+
+def test_entries_of_a_message_are_addressed_without_a_tensor() -> None:
+    buffer = torch.arange(12.0).view(6, 2)
+    first, later = Message(0, buffer, "keys", stop=2), Message(0, buffer, "keys", 3, 5)
+    assert first.tensor.equal(buffer[:2]) and later.tensor.equal(buffer[3:5])
+    for message in (first, later, Message(0, buffer, "keys")):
+        assert (message.address, message.bytes) == (message.tensor.data_ptr(), message.tensor.nbytes)

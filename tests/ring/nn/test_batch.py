@@ -119,3 +119,10 @@ def test_errors_without_check() -> None:
         shard_batch(unchecked, torch.zeros(1, 3, dtype=torch.int64))
     with pytest.raises(ValueError, match="^x must be"):
         gather(unchecked, torch.zeros(1, 3))
+
+
+@pytest.mark.parametrize("tokens", [3, 5])
+def test_the_hint_is_for_tensors_that_are_sharded_already(tokens: int) -> None:
+    context, whole = ContextParallel(Layout.contiguous(4, 1)), torch.zeros(1, 4, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"mask must have the layout's 4 tokens along dimension 1, got [^:]*$"):
+        shard_batch(context, whole, mask=torch.ones(1, tokens))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ring.nn import IGNORED, count_labels, cross_entropy, token_mean
+from ring.nn.loss import _check_shapes
 from tests.support.nn_loss_tasks import (
     KINDS,
     counted,
@@ -128,3 +129,13 @@ def test_another_ignored_label() -> None:
 def test_over_something_else_is_refused() -> None:
     with pytest.raises(ValueError, match="over must be a process group, a DeviceMesh or None, got 4"):
         count_labels(torch.zeros(2, dtype=torch.int64), 4)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", [(1, 9), (3, 9), (2, 4)])
+def test_the_hint_is_for_labels_of_the_whole_sequence(shape: tuple[int, int]) -> None:
+    """Of as many sequences, and longer."""
+    labels = torch.zeros(shape, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"labels must have the shape \(2, 5\) of x, got [^:]*$"):
+        _check_shapes("x", torch.zeros(2, 5), labels, (2, 5))
+    with pytest.raises(ValueError, match="are they those of the whole sequence"):
+        _check_shapes("x", torch.zeros(2, 5), torch.zeros(2, 9, dtype=torch.long), (2, 5))

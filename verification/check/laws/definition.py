@@ -228,7 +228,7 @@ def _far_apart(case: Case, how: How) -> str | None:
     branch: they see each other as the first ones do, and of the first ones what is in no segment."""
     segments, rates, causal = how["segment_lengths"], how["dilation_rates"], case.pattern.causal
     made = Pattern.longnet(segments, rates, case.heads, causal, how["offsets"])
-    begin = math.lcm(*(rate if length is None else length for length, rate in zip(segments, rates, strict=True))) << 34
+    begin = math.lcm(*(rate if length is None else length for length, rate in zip(segments, rates, strict=True))) << 32
     near = torch.arange(case.tokens)
     wanted = pairs(case.tokens, rates, longnet(segments, rates, case.heads, how["offsets"]), causal)
     found = multiplicity(made, near + begin, near + begin, case.heads).numpy()

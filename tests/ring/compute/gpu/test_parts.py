@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from ring.compute.gpu.parts import Part, as_output, is_aligned
+from ring.compute.accumulator import Accumulator
+from ring.compute.gpu.parts import Part, as_output, is_aligned, takes_part, whole
 from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
 
@@ -64,3 +65,25 @@ def test_wide_loads_want_every_row_to_begin_at_16_bytes() -> None:
     assert is_aligned(x) and is_aligned(x[1:, 2:]) and is_aligned(x[:, :, 8:])
     assert not is_aligned(x[:, :, 4:]) and not is_aligned(torch.empty(4, 3, 12, dtype=torch.bfloat16))
     assert is_aligned(torch.empty(1, 12, dtype=torch.bfloat16)), "one row begins where the tensor does"
+    padded = torch.empty(2, 2, 12, dtype=torch.bfloat16)
+    assert padded.stride(0) % 8 == 0 and not is_aligned(padded), "batches begin at 16 bytes, rows do not"
+
+
+def test_a_sum_is_one_part_of_all_rows_and_heads() -> None:
+    plain = Accumulator(torch.empty(B, N, H, D))
+    plain.out.copy_(torch.randn(B, N, H, D))
+    plain.lse.copy_(torch.randn(B, H, N))
+    part = whole(plain)
+    assert part.rows.listed().tolist() == [list(range(N))]
+    assert part.heads.listed() == tuple((head,) for head in range(H))
+    assert part.out.shape == (1, B, H, 1, N, D) and part.lse is not None and part.lse.shape == (1, B, H, 1, N)
+    assert torch.equal(part.out[0, :, :, 0].transpose(1, 2), plain.out) and torch.equal(part.lse[0, :, :, 0], plain.lse)
+
+
+def test_which_tiles_the_merge_kernel_takes() -> None:
+    part = part_of(torch.randn(B, N, H, D).bfloat16(), 3, 2)
+    listed = Rows.of(np.array([[4, 5, 6, 7], [0, 1, 2, 3], [8, 9, 10, 11]]))
+    assert takes_part(part.rows, part.heads, part.out) and takes_part(listed, part.heads, part.out)
+    assert not takes_part(part.rows, Heads.of(((0, 3), (1, 4), (2, 5), (6, 8))), part.out), "heads that are listed"
+    assert not takes_part(part.rows, part.heads, part.out.transpose(4, 5)), "numbers that do not lie side by side"
+    assert not takes_part(Rows(0, 3, 4, 1, 3), part.heads, part.out), "folds that lie between each other"
