@@ -61,12 +61,12 @@ def substitute(sources: Mapping[str, str], memory: int | None = MEMORY) -> None:
     of the rank. memory: in bytes, what the process may take from now on; None for no limit, which the processes that
     it starts could not lower again. Raises ValueError for a module that does not exist.
     """
-    # A graph keeps operators that are told to have side effects: the changed modules are to say it themselves.
-    marked = torch.fx.node._side_effectful_functions
-    marked -= {one for one in marked if str(one).startswith("ring.")}
     unknown = [name for name in sources if importlib.util.find_spec(name) is None]
     if unknown:
         raise ValueError(f"sources must be of modules of the project, got {', '.join(unknown)}")
+    # A graph keeps operators that are told to have side effects: the changed modules are to say it themselves.
+    marked = torch.fx.node._side_effectful_functions
+    marked -= {one for one in marked if str(one).startswith("ring.")}
     sys.meta_path.insert(0, _Finder(sources))
     kept = {module.__name__ for module in KEPT}
     for name in [name for name in sys.modules if name.partition(".")[0] in PACKAGES and name not in kept]:

@@ -145,9 +145,12 @@ def test_a_module_that_does_not_run_is_refused_by_the_rank() -> None:
         backend.close()
 
 
-def test_a_module_that_does_not_exist_is_refused() -> None:
+def test_a_module_that_does_not_exist_is_refused_and_changes_nothing() -> None:
+    before = set(torch.fx.node._side_effectful_functions)
+    assert any(str(operator).startswith("ring.") for operator in before), "what this process has told torch"
     with pytest.raises(ValueError, match=r"sources must be of modules of the project, got ring\.missing"):
         substitute({"ring.missing": ""})
+    assert before == torch.fx.node._side_effectful_functions
 
 
 def test_edits_of_one_file_add_up() -> None:
