@@ -118,7 +118,8 @@ class _First:
     def _note(self, where: str, error: object) -> None:
         if self.failed is None:
             lines = [line for line in str(error).splitlines() if line.strip()]
-            self.failed, self.message = where, lines[-1][:200] if lines else ""
+            said = lines[-1].strip().removeprefix(f"{ROOT}/") if lines else ""  # pytest says where, by the whole path
+            self.failed, self.message = where, said[:200]
 
     def pytest_runtest_logreport(self, report: object) -> None:
         if getattr(report, "failed", False):
