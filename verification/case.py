@@ -345,6 +345,11 @@ def _constant(case: Case, generator: torch.Generator, *x: Tensor) -> tuple[Tenso
     return (*(t[:, :1].expand_as(t) for t in (q, k, v)), dout)
 
 
+def _flat(case: Case, generator: torch.Generator, *x: Tensor) -> tuple[Tensor, ...]:
+    """The components of a vector are all the same, as of the gradient of a sum: strided tensors hold them once."""
+    return tuple(t[..., :1].expand_as(t) for t in x)
+
+
 _VALUES: dict[str, Any] = {
     "normal": _normal,
     "ties": _ties,
@@ -352,6 +357,7 @@ _VALUES: dict[str, Any] = {
     "tiny": _tiny,
     "onehot": _onehot,
     "constant": _constant,
+    "flat": _flat,
 }
 VALUES = tuple(_VALUES)
 _CHOICES: dict[str, tuple[str, ...]] = {

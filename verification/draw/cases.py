@@ -55,7 +55,7 @@ _again = st.sampled_from((
 # 0 and negative factors are legal: a falsy scale is not a missing one.
 _scales = st.sampled_from((None, None, None, 1.0, 0.25, 2.0, 0.0, -0.5, -1.0))
 _score_scales = st.sampled_from((1.0, 1.0, 0.1, 4.0, 32.0, 32.0))
-_values = st.sampled_from(("normal", "normal", "normal", "ties", "onehot", "constant", "tiny", "huge"))
+_values = st.sampled_from(("normal", "normal", "normal", "ties", "onehot", "constant", "flat", "tiny", "huge"))
 _fused_tokens = st.integers(1, MOST_FUSED)  # few too, so that a failure shrinks
 _fused_segments = st.sampled_from((None, 16, 32, 48, 64))
 _fused_windows = st.sampled_from((None, None, None, 15, 16, 20, 31, 40))
@@ -268,7 +268,8 @@ def _uneven(draw: Draw, case: Case) -> Case:
 def fused(draw: Draw, case: Case) -> Case:
     """For the fused kernels, which take few tiles of the other Cases: stretches of many keys, a scale that is mostly
     positive, no gradient through lse. Short segments, and documents of one length, share a call, as folds of it.
-    Windows reach as many keys as make a call.
+    Windows reach as many keys as make a call. Some vectors are held as one component, whose stride such a kernel does
+    not look at.
     """
     tokens = max(draw(_fused_tokens), draw(_tokens[MOST_TOKENS]))
     segment = draw(_fused_segments)
@@ -283,9 +284,24 @@ def fused(draw: Draw, case: Case) -> Case:
     pattern = Pattern(tuple(branches), case.pattern.causal, documents)
     bucket = None if case.bucket is None else max(case.bucket, LEAST_FUSED + draw(_sixteenths))
     tokens = tokens if documents is None else sum(documents)
+    values, strided = ("flat", True) if draw(_eighths) == 7 else (case.values, case.strided)
     return replace(
-        case, tokens=tokens, order=draw(_fused_orders), cuts=None, pattern=pattern,
+        case, tokens=tokens, order=draw(_fused_orders), cuts=None, pattern=pattern, values=values, strided=strided,
         scale=draw(_fused_scales), lse=case.lse if case.lse in ("unused", "returned") else "unused", bucket=bucket,
+    )  # fmt: skip
+
+
+def _narrow_beside_wide(draw: Draw, case: Case) -> Case:
+    """On two to four ranks: rows of all heads that no other rank needs, beside rows of one head that travel, in
+    messages longer than the bucket. What a buffer must hold beyond the bucket goes by the latter.
+    """
+    heads = 2 + draw(_flags)
+    shard = heads * (4 + draw(_quarters))
+    local = Branch(shard // (1 + draw(_flags)) if shard % 2 == 0 else shard)
+    return replace(
+        case, tokens=len(case.ranks) * shard, order="contiguous", cuts=None, heads=heads, kv_heads=heads,
+        pattern=Pattern((local, Branch(None, heads, tuple(range(heads)))), case.pattern.causal),
+        bucket=1 + draw(_flags), exchange="direct" if draw(_flags) else "ring",
     )  # fmt: skip
 
 
@@ -300,6 +316,8 @@ def _rare(draw: Draw, case: Case) -> Case:
     rare, ranks = draw(_sixteenths), len(case.ranks)
     if rare in (10, 11):
         return dealt(draw, case)
+    if rare == 9 and 2 <= ranks <= 4:
+        return _narrow_beside_wide(draw, case)
     if rare == 12 and 2 <= ranks <= 3:
         return _many_documents(draw, case)
     if rare in (13, 14):

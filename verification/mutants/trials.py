@@ -14,6 +14,7 @@ import importlib
 import multiprocessing
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
@@ -29,6 +30,7 @@ from verification.mutants.plant import plant, preparation
 from verification.mutants.subjects import EVERYTHING, ON_GLOO, WORLDS, Subject
 from verification.report.row_table import finite
 from verification.run.backends import Backend, GlooBackend, SimBackend, Unavailable
+from verification.run.processes.worker import exit_with_parent
 from verification.search.experiment import Experiment, Found, ToolError
 from verification.search.search import TIMEOUT, Search
 from verification.wording import counted
@@ -87,7 +89,7 @@ def try_all(
     os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"))
     context, places = multiprocessing.get_context("spawn"), sorted({by_name(name).place for name in names})
     held = context.RawArray("q", len(places) + len(names))  # examples so far, by task
-    executor = ProcessPoolExecutor(max(1, min(processes, len(names))), context, initializer=_share, initargs=(held,))
+    executor = ProcessPoolExecutor(max(1, min(processes, len(names))), context, initializer=_begin, initargs=(held,))
     try:
         anew = {by_name(name).place for name in names if by_name(name).in_oracle}
         sane = [
@@ -133,6 +135,12 @@ def _limit(defect: Defect, limit: int | None) -> int:
 
 _held: Any = None  # by task, how many examples held: seen by the process that waits. None: nobody waits
 _task = 0
+
+
+def _begin(held: Any) -> None:
+    """What a process does first. Of a search that was killed it would go on to the end of its defect."""
+    threading.Thread(target=exit_with_parent, daemon=True).start()
+    _share(held)
 
 
 def _share(held: Any) -> None:
@@ -199,7 +207,7 @@ def _tried(name: str, seed: int, limit: int | None) -> Outcome:
 def _judged_anew(name: str | None, function: str, *arguments: Any) -> Any:
     """What a function of this module returns in a process of its own, with that defect in it; None: with none."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, context, initializer=_share, initargs=(_held,)) as judge:
+    with ProcessPoolExecutor(1, context, initializer=_begin, initargs=(_held,)) as judge:
         return judge.submit(_plant_and_call, name, _task, function, *arguments).result()
 
 

@@ -85,6 +85,9 @@ def in_one_storage(tensors: Sequence[Tensor]) -> list[Tensor]:
     buffer = first.new_full((sum(sizes),), math.nan)
     found, start = [], 0
     for x, size in zip(tensors, sizes, strict=True):
-        found.append(buffer.as_strided(x.shape, x.stride(), start + x.storage_offset()).copy_(x.detach()))
+        place = buffer.as_strided(x.shape, x.stride(), start + x.storage_offset())
+        once = tuple(slice(1) if step == 0 else slice(None) for step in x.stride())  # of what is expanded
+        place[once].copy_(x.detach()[once])
+        found.append(place)
         start += size
     return found

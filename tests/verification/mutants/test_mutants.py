@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -239,3 +244,37 @@ def test_an_oracle_that_raises_is_found_and_a_tool_that_fails_is_none(
         tried(NameError("name 'x' is not defined"))
     with pytest.raises(ToolError if wrapped else Unavailable, match="no memory"):
         tried(Unavailable("no memory"))
+
+
+@pytest.mark.slow
+def test_a_search_that_is_ended_leaves_no_process() -> None:
+    words = [sys.executable, "-m", "verification", "mutants", "--limit", "1000000", "--jobs", "2"]
+    run = subprocess.Popen(
+        [*words, "oracle-dlse-of-rows-without-weight", "lse-in-bfloat16"], stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True, cwd=Path(__file__).parents[3],
+    )  # fmt: skip
+    assert run.stdout is not None
+    while "held so far" not in (line := run.stdout.readline()):  # examples are being drawn
+        assert line, f"exit status {run.wait()}"
+    assert len(running(run.pid)) > 2
+    run.send_signal(signal.SIGTERM)
+    run.wait(timeout=60)
+    last = time.monotonic() + 30.0
+    while running(run.pid):
+        assert time.monotonic() < last, running(run.pid)
+        time.sleep(0.1)
+    run.stdout.close()
+
+
+def running(session: int) -> list[str]:
+    """What `/proc` says of each process of that session that has not ended."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            said = stat.read_text()
+        except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+            continue
+        state, _, _, its_session = said.rpartition(")")[2].split()[:4]
+        if int(its_session) == session and state not in "ZX":
+            found.append(said)
+    return found

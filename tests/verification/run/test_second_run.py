@@ -151,6 +151,13 @@ def test_in_one_storage_numbers_strides_and_alignment_are_as_they_were() -> None
     assert all(bool((x == i).all()) for i, x in enumerate(found))
 
 
+def test_what_is_expanded_stays_so_in_one_storage() -> None:
+    flat = torch.arange(12.0).view(1, 3, 4, 1).expand(1, 3, 4, 5)
+    found, other = in_one_storage([flat, flat + 1])
+    assert torch.equal(found, flat) and found.stride() == flat.stride() and found.stride(3) == 0
+    assert torch.equal(other, flat + 1)
+
+
 def test_the_default_device_is_another_only_inside_and_nothing_is_kept() -> None:
     heads = Heads.of(((0,), (2,)))
     store._head_index(heads, torch.device("cpu"))

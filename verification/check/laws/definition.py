@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from reference import fields
+from reference.arithmetic import most_seen
 from reference.pattern import Pattern, multiplicity
 from ring.comm.transport import Transport
 from verification.case import Case
@@ -245,13 +246,27 @@ def _apart(what: str, made: Pattern, case: Case, how: How, wanted: Counts) -> st
     found = multiplicity(made, positions, positions, case.heads).numpy()
     apart = np.argwhere(found != wanted)
     if not len(apart):
-        return None
+        return _counted_too_few(made, case, wanted)
     head, query, key = (int(i) for i in apart[0])
     return (
         f"{what}: head {head}, query {query}, key {key}: {found[head, query, key]} branches see the pair, as published "
         f"{wanted[head, query, key]}; of {case.tokens} tokens, {case.heads} heads, {how}, causal {made.causal}, "
         f"documents {made.documents}"
     )
+
+
+def _counted_too_few(made: Pattern, case: Case, wanted: Counts) -> str | None:
+    """The pairs of the fullest row and of the fullest key, by which rounding is bounded, with as many key/value heads
+    as query heads, and with one."""
+    rows, keys = int(wanted.sum(2).max()), wanted.sum(1)
+    for kv_heads, fullest in ((case.heads, int(keys.max())), (1, int(keys.sum(0).max()))):
+        of_row, of_key = most_seen(made, case.tokens, case.heads, kv_heads)
+        if of_row < rows or of_key < fullest:
+            return (
+                f"{made}: of {case.tokens} tokens and {case.heads} heads, {kv_heads} of keys, a row is said to see at "
+                f"most {of_row} keys and a key {of_key} rows; as published they may be {rows} and {fullest}"
+            )
+    return None
 
 
 def _windows_of(how: How) -> list[int | None]:

@@ -1,4 +1,4 @@
-"""NaN and infinities reach what sees them, and nothing else."""
+"""NaN and infinities reach what sees them, forward and backward, and nothing else."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from reference import fields
 from reference.exact import multiplicity
 from verification.case import Case
-from verification.check.checks import assemble
+from verification.check.checks import Array, assemble
 from verification.check.laws.law import How, Law, same_numbers
 from verification.draw.cases import cases
 from verification.failures import WrongResult
@@ -31,13 +32,14 @@ def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
 
 
 def check_poisoned(backend: Backend, case: Case, how: How) -> float:
-    """A NaN in q, k or v, or an inf in v, reaches every output that sees it, leaves other batches and heads alone, and
-    hangs nothing.
+    """A NaN in q, k or v, or an inf in v, reaches every output that sees it, and all gradients that come through these;
+    it leaves other batches and heads alone, and hangs nothing.
     """
     token, share = how["token"], case.heads // case.kv_heads
-    clean = assemble(case, observe_on(backend, case, None, False), "out")
+    before = observe_on(backend, case, None, False)
     edit = InputEdit("poison", int(how["infinite"]), positions=(token,), name=how["tensor"])
-    out = assemble(case, observe_on(backend, case, edit, False), "out")
+    after = observe_on(backend, case, edit, False)
+    clean, out = assemble(case, before, "out"), assemble(case, after, "out")
     seen = multiplicity(case.pattern, case.heads, case.tokens)[:share] > 0  # (query heads of kv head 0, N, N)
     sees = seen[:, :, token]
     if how["tensor"] == "q":  # of one row of query head 0, if that row sees anything
@@ -52,7 +54,35 @@ def check_poisoned(backend: Backend, case: Case, how: How) -> float:
         )
     same_numbers("out", clean[1:], out[1:], "of other batches, once batch 0 is not finite")
     same_numbers("out", clean[:, :, share:], out[:, :, share:], "of other heads, once head 0 is not finite")
+    for name in ("dq", "dk", "dv"):
+        _check_gradient(name, assemble(case, before, name), assemble(case, after, name), case, how, seen, sees.T)
     return 0.0
+
+
+def _check_gradient(
+    name: str, clean: Array, found: Array, case: Case, how: How, seen: NDArray[np.bool_], spoiled: NDArray[np.bool_]
+) -> None:
+    """Gradients of the outputs that are not finite: of their rows, and of all keys that these see, whose weights or
+    their derivatives are not finite either. seen: (query heads of kv head 0, N, N); spoiled: (N, the same heads).
+
+    The values' gradients are weights times dout: they go by scores, not by values. Fused kernels on GPUs do not promise
+    it.
+    """
+    share = seen.shape[0] if name == "dq" else 1
+    when = "once head 0 of batch 0 is not finite"
+    same_numbers(name, clean[1:], found[1:], f"of other batches, {when}")
+    same_numbers(name, clean[:, :, share:], found[:, :, share:], f"of other heads, {when}")
+    through = case.lse in ("unused", "returned", "differentiated")  # on every rank, by the output
+    if not through or case.device != "cpu" or (name, how["tensor"]) == ("dv", "v"):
+        return
+    reached = spoiled if name == "dq" else np.einsum("nh,hnk->k", spoiled, seen)[:, None]  # (N, query heads or 1)
+    missed = reached[..., None] & np.isfinite(found[0, :, :share])  # (N, heads, D)
+    if missed.any():
+        token, head, dim = (int(i) for i in np.argwhere(missed)[0])
+        raise WrongResult(
+            f"{name} is {found[0, token, head, dim]} at batch 0, token {token}, head {head}, dim {dim}; it comes "
+            f"through an output that is not finite by {how['tensor']} at token {how['token']}"
+        )
 
 
 def _premise(case: Case, how: Any) -> None:

@@ -123,7 +123,8 @@ def _said_of(call: Any, kind: type[Exception]) -> str:
 
 
 def _averaged_by_wrappers(s: CallPlace) -> str:
-    """Gradients are averaged over all ranks of a mesh of one or two dimensions, whose ranks ascend or not."""
+    """Gradients are averaged over all ranks of a mesh of one or two dimensions, whose ranks ascend or not. Under DDP
+    all of them begin with the parameters of the first."""
     draws = s.draws()
     descending = bool(draws.integers(2))
     mesh = descending_mesh_of(s.case) if descending else s.mesh
@@ -136,6 +137,8 @@ def _averaged_by_wrappers(s: CallPlace) -> str:
     way = ("ddp", "fsdp")[draws.integers(2)]
     model = _model(s, draws)
     wanted = [x.detach().clone().cpu() for x in model.parameters()]
+    if way == "ddp":  # which gives all ranks the first one's
+        _begin_apart(model, s.rank - ranks[0])
     made: Any = (
         ddp.wrap(model, mesh, gradient_as_bucket_view=True) if way == "ddp" else fsdp.shard(model, mesh, nn.Sequential)
     )
@@ -147,16 +150,24 @@ def _averaged_by_wrappers(s: CallPlace) -> str:
     else:
         must(made is model, "fsdp.shard must return the same model")
     parameters = list(made.parameters())
-    for number, (x, right) in enumerate(zip(parameters, wanted, strict=True)):
-        must_be(f"parameter {number} under {way}", _whole(x), right)
-        if isinstance(x, DTensor):
-            must(x.device_mesh.mesh.tolist() == ranks, f"parameter {number} must be over {ranks}, got {x.device_mesh}")
+    held = [_whole(x) for x in parameters]
     (made(torch.zeros(1, 3, device=s.device)).sum() * (s.rank + 1.0)).backward()  # of the last bias 1, times that
     grad = parameters[-1].grad
     assert grad is not None
+    for number, (x, found, right) in enumerate(zip(parameters, held, wanted, strict=True)):
+        must_be(f"parameter {number} under {way}", found, right)
+        if isinstance(x, DTensor):
+            must(x.device_mesh.mesh.tolist() == ranks, f"parameter {number} must be over {ranks}, got {x.device_mesh}")
     average = sum(rank + 1.0 for rank in ranks) / len(ranks)
     must_be_near(f"the gradient under {way} over {ranks}", _whole(grad), torch.tensor([average]), 1e-6 * average)
     return ""
+
+
+def _begin_apart(model: nn.Module, number: int) -> None:
+    """Parameters that differ from those of the rank of number 0."""
+    with torch.no_grad():
+        for x in model.parameters():
+            x.add_(number)
 
 
 def _units_of_a_policy(s: CallPlace) -> str:
@@ -207,21 +218,28 @@ class _Counted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.runs += 1
-        return torch.sin(self.linear(x))
+        return torch.dropout(torch.sin(self.linear(x)), 0.5, self.training)
+
+
+class _Derived(_Counted):
+    """A layer of a class that is derived from the one that is named."""
 
 
 def _computed_again(s: CallPlace) -> str:
-    """Each layer of the classes runs once more in backward, others do not; gradients stay, bit by bit."""
+    """Each layer of the classes runs once more in backward, others do not; gradients stay, bit by bit, also where a
+    layer draws random numbers."""
     draws = s.draws()
     reentrant, kept = ((True, False), (False, False), (False, True))[draws.integers(3)]
-    plain = nn.Sequential(_Counted(), nn.Linear(2, 2), _Counted()).to(s.device)
+    plain = nn.Sequential((_Derived, _Counted)[draws.integers(2)](), nn.Linear(2, 2), _Derived()).to(s.device)
     wrapped = copy.deepcopy(plain)
     counted = [x for x in wrapped.modules() if isinstance(x, _Counted)]
     layers = (_Counted,) if draws.integers(2) else _Counted
     recompute.wrap(wrapped, layers, keep_attention=kept, reentrant=reentrant)
     x = torch.linspace(-1.0, 1.0, 4, device=s.device).view(2, 2).requires_grad_()
     for model in (plain, wrapped):
-        model(x).sum().backward()
+        with torch.random.fork_rng():
+            torch.manual_seed(s.case.seed)
+            model(x).sum().backward()
     must([layer.runs for layer in counted] == [2, 2], f"layers must run twice, got {[x.runs for x in counted]}")
     for ours, theirs in zip(wrapped.parameters(), plain.parameters(), strict=True):
         assert ours.grad is not None and theirs.grad is not None

@@ -59,6 +59,8 @@ def _check_handle(s: CallPlace, handle: ContextParallel, mine: Tensor, documents
     """mine: the positions of this rank's tokens."""
     within = mine if documents is None else within_documents(documents)[mine]
     must_be(f"positions over documents {documents}", handle.positions, within)
+    handle.positions.add_(1)
+    must_be(f"positions over documents {documents}, once a caller changed his", handle.positions, within)
     on_device = handle.positions_on(s.device)
     must_be("positions on a device", on_device, within)
     must(handle.positions_on(s.device) is on_device, "all who ask for positions on a device must have one tensor")

@@ -29,6 +29,10 @@ class _ShardedLayer(nn.Module):
         return torch.sin(self.linear(x)) * self.scale
 
 
+class _DerivedLayer(_ShardedLayer):
+    """A unit by the class that it is derived from."""
+
+
 class _ShardedModel(nn.Module):
     """Layers, and what is outside of them: before them, behind them, and a parameter of the root itself."""
 
@@ -36,7 +40,7 @@ class _ShardedModel(nn.Module):
         super().__init__()
         self.before, self.head = nn.Linear(width, width), nn.Linear(width, width, bias=False)
         self.layers, self.shift = (
-            nn.ModuleList(_ShardedLayer(width) for _ in range(layers)),
+            nn.ModuleList((_ShardedLayer, _DerivedLayer)[i % 2](width) for i in range(layers)),
             nn.Parameter(torch.ones(width)),
         )
 
