@@ -10,22 +10,19 @@ per-head offsets are decoded from one integer each.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 from hypothesis import strategies as st
 
 from reference.pattern import Branch, Pattern
 from verification.case import Case
-from verification.draw.dealt import dealt
+from verification.draw.decoding import digits, head_range, permutation
 from verification.draw.drawn_documents import MOST_FUSED, fused_documents, packed
 from verification.draw.drawn_windows import windowed
+from verification.draw.rare_cases import MOST_TOKENS, rare, shifted
 
-Item = TypeVar("Item")
 Draw = st.DrawFn
 
-MOST_TOKENS = 64
 LEAST_FUSED = 16  # keys of a call: with fewer the math kernel takes it
 
 # Small sequences find most defects and cost least; blocks of rows and full vectors of keys take longer ones.
@@ -35,7 +32,6 @@ _least_tokens = st.integers(1, 8)
 # (query heads, key/value heads): equal, one for all (MQA), groups (GQA), and counts that are no power of two.
 HEADS = ((1, 1), (2, 2), (2, 1), (3, 3), (4, 2), (3, 1), (4, 4), (4, 1), (6, 2), (6, 3), (5, 5), (8, 2), (6, 1), (9, 3))
 _heads = st.sampled_from(HEADS)
-_many_heads = st.sampled_from(((4, 4), (5, 5), (8, 4), (8, 2), (9, 3), (6, 2)))
 # Dimensions of 32 and 64 are rare: they cost most and find little that 16 does not.
 _head_dims = st.sampled_from((1, 2, 4, 8, 3, 5, 16, 7, 12, 1, 2, 4, 8, 16, 32, 64))
 _dtypes = st.sampled_from(("float32", "float64", "bfloat16", "float16"))
@@ -74,41 +70,6 @@ _rules = st.sampled_from(("zero", "constant", "paper", "torchscale", "per head",
 _named_rules = st.sampled_from(("paper", "torchscale", "fkodom"))
 _dilations = st.sampled_from((1, 2, 3, 4, 1, 2, 3, 5, 6, 8, 12))
 _branch_counts = st.sampled_from((2, 2, 3, 4))
-
-
-def permutation(index: int, items: Sequence[Item], size: int) -> tuple[Item, ...]:
-    """The index-th arrangement (0 <= index < perm(len(items), size)) of `size` of the items; index 0 keeps
-    their order.
-    """
-    left = list(items)
-    chosen = []
-    for place in range(size):
-        index, pick = divmod(index, len(left))
-        chosen.append(left.pop(pick))
-        del place
-    return tuple(chosen)
-
-
-def head_range(index: int, heads: int) -> range | None:
-    """The index-th contiguous range of heads: 0 is all of them (None), then single heads, then longer ranges."""
-    if index == 0:
-        return None
-    index -= 1
-    for length in range(1, heads + 1):
-        starts = heads - length + 1
-        if index < starts:
-            return range(index, index + length)
-        index -= starts
-    raise ValueError(f"index: there are {1 + heads * (heads + 1) // 2} ranges of {heads} heads")
-
-
-def digits(number: int, base: int, count: int) -> tuple[int, ...]:
-    """The lowest `count` digits of a number, least significant first: one draw for the offsets of all heads."""
-    found = []
-    for _ in range(count):
-        number, digit = divmod(number, base)
-        found.append(digit)
-    return tuple(found)
 
 
 def _segment(draw: Draw, tokens: int) -> int | None:
@@ -215,56 +176,6 @@ def bucket_of(draw: Draw, tokens: int) -> int | None:
     return draw(st.integers(1 + tokens // 16, 2 * tokens))
 
 
-def _apart(draw: Draw, case: Case) -> Case:
-    """On at least four ranks: ranks half the ring apart share long segments, neighbours at most short ones. So the
-    messages of `direct` to one distance are longer than the bucket, and those before and after them fit into one. No
-    documents, which would divide the long segments.
-    """
-    size = len(case.ranks)
-    shard = max(8, case.tokens // size)
-    branches = Branch(2 * shard), Branch(3 + draw(_quarters))
-    return replace(
-        case, tokens=size * shard, order="paired", cuts=None, pattern=Pattern(branches), exchange="direct",
-        bucket=shard - draw(_quarters),
-    )  # fmt: skip
-
-
-def _shifted(draw: Draw, case: Case) -> Case:
-    """Heads whose grids are shifted against each other, over ranges that lie anywhere. Most such Cases make calls that
-    take listed rows along from head to head; hardly any other Case does. The grids run through the whole sequence, so
-    there are no documents.
-    """
-    heads, dilation = 3 + draw(_quarters) % 3, 5 + draw(_flags)
-    return replace(
-        case, tokens=MOST_TOKENS - draw(_sixteenths), order="permuted", cuts=None, heads=heads, kv_heads=heads,
-        pattern=Pattern((Branch(None, dilation, tuple(range(heads))),)),
-        bucket=None if case.bucket is None else max(case.bucket, MOST_TOKENS // 8),
-    )  # fmt: skip
-
-
-def _many_documents(draw: Draw, case: Case) -> Case:
-    """On two or three ranks, striped: many documents, of each of which every rank has a few rows that are no
-    neighbours. So a message has more ranges of rows than are copied one by one.
-    """
-    heads, length, rate = 3, 7 + draw(_quarters), 5 - len(case.ranks)
-    branch = Branch(None, rate, tuple(head % rate for head in range(heads)))
-    documents = (*(length,) * (MOST_TOKENS // length), draw(_quarters))
-    return replace(
-        case, tokens=sum(documents), order="striped", cuts=None, heads=heads, kv_heads=heads,
-        pattern=Pattern((branch,), case.pattern.causal, documents),
-        bucket=None if case.bucket is None else max(case.bucket, MOST_TOKENS),
-    )  # fmt: skip
-
-
-def _uneven(draw: Draw, case: Case) -> Case:
-    """Heads that have either of two offsets. Those of one are mostly no regular rectangle, and so are listed."""
-    branch = case.pattern.branches[0]
-    heads, kv_heads = draw(_many_heads)
-    offsets = digits(draw(st.integers(0, 2**heads - 1)), 2, heads)
-    branch = replace(branch, dilation_rate=max(branch.dilation_rate, 2), offset=offsets, heads=None)
-    return replace(case, heads=heads, kv_heads=kv_heads, pattern=replace(case.pattern, branches=(branch,)))
-
-
 def fused(draw: Draw, case: Case) -> Case:
     """For the fused kernels, which take few tiles of the other Cases: stretches of many keys, a scale that is mostly
     positive, no gradient through lse. Short segments, and documents of one length, share a call, as folds of it.
@@ -289,40 +200,6 @@ def fused(draw: Draw, case: Case) -> Case:
         case, tokens=tokens, order=draw(_fused_orders), cuts=None, pattern=pattern, values=values, strided=strided,
         scale=draw(_fused_scales), lse=case.lse if case.lse in ("unused", "returned") else "unused", bucket=bucket,
     )  # fmt: skip
-
-
-def _narrow_beside_wide(draw: Draw, case: Case) -> Case:
-    """On two to four ranks: rows of all heads that no other rank needs, beside rows of one head that travel, in
-    messages longer than the bucket. What a buffer must hold beyond the bucket goes by the latter.
-    """
-    heads = 2 + draw(_flags)
-    shard = heads * (4 + draw(_quarters))
-    local = Branch(shard // (1 + draw(_flags)) if shard % 2 == 0 else shard)
-    return replace(
-        case, tokens=len(case.ranks) * shard, order="contiguous", cuts=None, heads=heads, kv_heads=heads,
-        pattern=Pattern((local, Branch(None, heads, tuple(range(heads)))), case.pattern.causal),
-        bucket=1 + draw(_flags), exchange="direct" if draw(_flags) else "ring",
-    )  # fmt: skip
-
-
-def _blind(draw: Draw, case: Case) -> Case:
-    """No query sees any key, since the offset lies past the segments. Without this, some runs have no such Case."""
-    segment = 1 + draw(_quarters)
-    return replace(case, pattern=replace(case.pattern, branches=(Branch(segment, segment + 1, segment),)))
-
-
-def _rare(draw: Draw, case: Case) -> Case:
-    """Now and then one of those that would hardly ever be drawn."""
-    rare, ranks = draw(_sixteenths), len(case.ranks)
-    if rare in (10, 11):
-        return dealt(draw, case)
-    if rare == 9 and 2 <= ranks <= 4:
-        return _narrow_beside_wide(draw, case)
-    if rare == 12 and 2 <= ranks <= 3:
-        return _many_documents(draw, case)
-    if rare in (13, 14):
-        return _uneven(draw, case)
-    return _apart(draw, case) if rare == 15 and 4 <= ranks <= 8 else case
 
 
 @st.composite
@@ -369,12 +246,10 @@ def cases(draw: Draw, world: int) -> Case:
     pattern = windowed(draw, case.pattern, tokens, len(case.ranks))
     case = replace(case, pattern=replace(pattern, documents=packed(draw, case)))
     if again == "meta" and draw(_flags):  # such calls make tensors that others do not need
-        return _shifted(draw, case)
+        return shifted(draw, case)
     if kernel != "math" and draw(_quarters) == 3:
         return fused(draw, case)
-    if draw(_eighths) == 7 and draw(_eighths) == 7:
-        return _blind(draw, case)
-    return _rare(draw, case)
+    return rare(draw, case)
 
 
 @st.composite

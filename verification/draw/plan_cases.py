@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 
 from reference.pattern import Branch, Pattern
 from verification.case import ORDERS, Case
-from verification.draw.cases import HEADS, MOST_TOKENS, Draw, cuts_of, digits, head_range, pattern_of
+from verification.draw.cases import HEADS, Draw, cuts_of, pattern_of
+from verification.draw.decoding import digits, head_range
 from verification.draw.drawn_documents import packed
 from verification.draw.drawn_windows import windowed
+from verification.draw.rare_cases import MOST_TOKENS
 
 MOST_SHORT = 48  # tokens of a plan that is followed pair by pair
 LEAST_FOLDED = 6  # segments: with fewer, all of them are within any limit of a call

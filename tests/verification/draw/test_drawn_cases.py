@@ -21,7 +21,8 @@ from verification.check.laws.definition import MADE, RULES
 from verification.check.laws.isolation import CHANGES, neighbour
 from verification.check.laws.orders import MISTAKES as DEVIATIONS
 from verification.check.laws.sizes import RATES
-from verification.draw.cases import cases, digits, head_range, permutation
+from verification.draw.cases import cases
+from verification.draw.decoding import digits, head_range, permutation
 from verification.report.coverage import FEATURES, count
 from verification.run.layouts import layout_of
 from verification.run.wrong_calls import MISTAKES

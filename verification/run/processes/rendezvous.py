@@ -39,7 +39,10 @@ class Rendezvous:
         from torch.distributed import FileStore, PrefixStore, TCPStore
 
         if self.path:
-            return FileStore(self.path, world_size)
+            # Once the process that made the file has ended, FileStore would look for it for five minutes, with Python's
+            # lock held, so that this process could not end either. Held open here, the file stays.
+            held = os.open(self.path, os.O_RDWR)
+            return FileStore(f"/proc/self/fd/{held}", world_size)
         return PrefixStore(self.prefix, TCPStore(self.host, self.port, is_master=False))
 
 

@@ -238,3 +238,9 @@ def test_only_so_many_subgroups_are_kept() -> None:
         assert {held for found in rounds for held, _ in found} == {2}
         for rank in range(3):  # a group given up gives back its sockets, sooner or later
             assert rounds[-1][rank][1] <= rounds[0][rank][1] + 8
+
+
+def test_a_store_whose_maker_has_ended_is_refused_at_once() -> None:
+    maker = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    with pytest.raises(FileNotFoundError):
+        Rendezvous(path=f"/proc/{int(maker.stdout)}/fd/3").store(1)
