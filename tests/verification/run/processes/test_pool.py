@@ -34,6 +34,7 @@ from tests.support.pool_tasks import (
 from verification.failures import RankError
 from verification.run.processes import worker
 from verification.run.processes.pool import Pool, PoolError
+from verification.run.processes.rendezvous import Rendezvous
 
 pytestmark = pytest.mark.ranks
 
