@@ -94,6 +94,8 @@ def where_the_group_agrees(payload: int) -> list[bool]:
     others = [payload, payload + (dist.get_rank() == 1), payload]
     found = [transport.all_equal(answer(other)) for other in others]
     assert isinstance(process_group._memories[transport.group], HostMemory)
+    made = transport.group.get_group_store().add(f"ring/machines/rank {dist.get_rank()}", 0)
+    assert made == 1, f"a group that is made anew looks beyond the pages before it, of which {made} are counted"
     return found
 
 

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 from ring.nn import Batch, gather, next_tokens, shard_batch
-from tests.support.nn_ranks import TOKENS, context_of, data_index, drawn, mesh_of
+from tests.support.nn_ranks import TOKENS, context_of, data_index, drawn, mesh_of, said
 from tests.support.nn_refusals import whole_tokens
+from verification.run.programs import in_second_thread
 
 DTYPES = (
     torch.float64,
@@ -70,6 +71,20 @@ def without_agreement() -> bool:
     batch = shard_batch(context, tokens)
     together = gather(context, batch.tokens)
     return torch.equal(batch.tokens, context.shard(tokens)) and together.shape == tokens.shape
+
+
+def gathered_in_a_second_thread(culprit: int) -> tuple[int, str]:
+    """This rank's number of the two that share a sequence, and what is said where one of them gathers in a second
+    thread.
+    """
+    context = context_of("even", mesh_of("2x2")["context"])
+    mine = context.shard(drawn(0, 2, TOKENS, 3))
+    gather(context, mine)
+
+    def whole() -> torch.Tensor:
+        return gather(context, mine)
+
+    return context.rank, said(lambda: in_second_thread(whole) if context.rank == culprit else whole())
 
 
 def a_batch_without_labels() -> bool:

@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from ring.comm import waiting
+from ring.comm.host_memory import _StoreGather
 from ring.comm.transport import Absent
 from ring.comm.waiting import done_by_event, done_by_work, timeout_of, wait_for_all
 from tests.support import waiting_tasks
@@ -184,6 +185,13 @@ def test_without_a_store_nobody_can_tell_who_is_missing(store: Lost) -> None:
     assert caught.value.ranks is None
 
 
+def test_a_question_by_a_store_that_is_gone_says_why(store: Lost) -> None:
+    store.gone = True
+    asked = _StoreGather(store, 0, 2, timedelta(seconds=1))  # type: ignore[arg-type]
+    with pytest.raises(Absent, match="some rank did not come .*: the store is gone$"):
+        asked.gather("the file", "mine")
+
+
 def test_what_is_done_soon_needs_no_store(store: Lost) -> None:
     store.gone = True
     wait_for_all(lambda seconds: True, world(), 1)
@@ -236,6 +244,10 @@ def test_the_host_looks_at_an_event_and_does_not_wait_in_it(after: int, seconds:
     assert done_by_event(event, timedelta(days=1))(seconds) is done
 
 
-def test_an_event_is_given_up_before_nccl_ends_the_process() -> None:
+def test_an_event_is_given_up_before_nccl_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At nine tenths of the timeout, by a clock that moves on by a second at each look."""
+    now = iter(range(1000, 2000))
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: next(now), sleep=lambda seconds: None))
     event: Any = SimpleNamespace(query=lambda: False)
-    assert not done_by_event(event, timedelta(seconds=0.05))(None)
+    assert not done_by_event(event, timedelta(seconds=100))(None)
+    assert next(now) == 1000 + 90 + 2  # the look that was beyond it was the last

@@ -10,7 +10,13 @@ import torch
 from reference import Pattern, attention
 from ring import Layout
 from ring.nn import IGNORED, ContextParallel, gather, next_tokens, shard_batch
-from tests.support.nn_batch_tasks import a_batch_without_labels, gathered, sharded_and_gathered, without_agreement
+from tests.support.nn_batch_tasks import (
+    a_batch_without_labels,
+    gathered,
+    gathered_in_a_second_thread,
+    sharded_and_gathered,
+    without_agreement,
+)
 from tests.support.nn_ranks import MESHES, UNEVEN, drawn, layout_of
 from verification.run.processes.pool import Pool
 from verification.run.simulation.simulated_transport import SimulatedTransport
@@ -33,6 +39,14 @@ def test_any_tensor_is_gathered(pool: Pool, dim: int) -> None:
 @pytest.mark.ranks
 def test_without_check_ranks_do_not_compare(pool: Pool) -> None:
     assert all(pool.run(without_agreement))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_second_thread_is_refused_on_two_ranks(pool: Pool, culprit: int) -> None:
+    answers = pool.run(gathered_in_a_second_thread, culprit)
+    assert answers == 2 * [(0, answers[0][1]), (1, answers[0][1])]
+    assert answers[0][1].startswith(f"ValueError: rank {culprit}: calls on a group must come from one thread: got ")
 
 
 @pytest.mark.ranks
@@ -121,8 +135,8 @@ def test_errors_without_check() -> None:
         gather(unchecked, torch.zeros(1, 3))
 
 
-@pytest.mark.parametrize("tokens", [3, 5])
-def test_the_hint_is_for_tensors_that_are_sharded_already(tokens: int) -> None:
+@pytest.mark.parametrize("shape", [(1, 3), (1, 5), (4,), ()])
+def test_the_hint_is_for_tensors_that_are_sharded_already(shape: tuple[int, ...]) -> None:
     context, whole = ContextParallel(Layout.contiguous(4, 1)), torch.zeros(1, 4, dtype=torch.long)
     with pytest.raises(ValueError, match=r"mask must have the layout's 4 tokens along dimension 1, got [^:]*$"):
-        shard_batch(context, whole, mask=torch.ones(1, tokens))
+        shard_batch(context, whole, mask=torch.ones(shape))

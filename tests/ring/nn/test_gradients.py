@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ring.nn import average_gradients, clip_grad_norm
-from ring.nn.gradients import BUCKET, _buckets
+from ring.nn.gradients import BUCKET, _buckets, _square_of_plain
 from tests.support.nn_gradient_tasks import (
     PLACEMENTS,
     averaged,
@@ -100,6 +100,24 @@ def test_buckets_have_one_dtype_and_a_size() -> None:
     given = [torch.empty(size, dtype=dtype, device="meta") for size, dtype in sizes]
     found = [[(x.numel(), x.dtype) for x in bucket] for bucket in _buckets(given)]
     assert found == [[sizes[0], sizes[2]], [sizes[3]], [sizes[4]], [sizes[1]]]
+
+
+class Unlike:
+    """Ranks whose squares of norms are as many roundings apart."""
+
+    def __init__(self, roundings: int) -> None:
+        self.roundings = roundings
+
+    def gather(self, mine: torch.Tensor) -> torch.Tensor:
+        return torch.stack([mine, mine * (1 + self.roundings * 2.0**-52)])
+
+
+def test_ranks_may_sum_the_squares_in_another_order() -> None:
+    """Of n entries, which makes n roundings."""
+    grads: Any = [torch.ones(4, dtype=torch.float64), torch.ones(3)]
+    assert _square_of_plain(grads, Unlike(6)) == 7.0  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="must be alike on all ranks"):
+        _square_of_plain(grads, Unlike(10))  # type: ignore[arg-type]
 
 
 def test_nothing_to_clip() -> None:

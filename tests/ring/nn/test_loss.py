@@ -131,8 +131,8 @@ def test_over_something_else_is_refused() -> None:
         count_labels(torch.zeros(2, dtype=torch.int64), 4)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("shape", [(1, 9), (3, 9), (2, 4)])
-def test_the_hint_is_for_labels_of_the_whole_sequence(shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("shape", [(1, 9), (3, 9), (2, 4), (2, 9, 1)])
+def test_the_hint_is_for_labels_of_the_whole_sequence(shape: tuple[int, ...]) -> None:
     """Of as many sequences, and longer."""
     labels = torch.zeros(shape, dtype=torch.long)
     with pytest.raises(ValueError, match=r"labels must have the shape \(2, 5\) of x, got [^:]*$"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ring.plan.blocks import Heads
-from ring.plan.rows import Rows, concatenate, folds
-from ring.strided_view import StridedView, _has_words, _head_index, _row_index
+from ring.plan.rows import Rows, concatenate, folds, varlen_folds
+from ring.strided_view import StridedView, _as_one, _has_words, _head_index, _row_index
 
 BATCH, DIM = 2, 3
 
@@ -225,6 +226,16 @@ def test_folds_are_a_partition_at_equal_distances(steps: list[tuple[bool, int, i
             assert (np.diff(right[members]) == fold.right_step).all()
 
 
+def test_an_entry_beyond_the_limit_has_a_call_to_itself() -> None:
+    """Of documents of 2, 9 and 3 rows, at most 5 rows a call."""
+    entries, lengths = np.arange(3), np.array([2, 9, 3])
+    found = varlen_folds(
+        [0 * entries], [lengths], entries, 10 * entries, 10 * entries, 0 * entries + 4, (lengths, lengths), 20, (5, 5)
+    )
+    members = [fold.members.tolist() for fold in islice(found, 9)]
+    assert sorted(members) == [[0], [1], [2]]
+
+
 def test_folds_take_as_many_as_they_may() -> None:
     count = np.arange(10)
     sizes = [len(f.members) for f in folds([0 * count], count, 3 * count, 5 * count, 0 * count + 4)]
@@ -245,6 +256,12 @@ def test_a_view_of_a_shard(rows: Rows, heads: Heads, kind: str) -> None:
     assert tile.equal(expected_tile(x, rows, heads))
     if rows.index is None and heads.ids is None:
         assert tile.untyped_storage().data_ptr() == x.untyped_storage().data_ptr(), "a copy where a view would do"
+
+
+def test_two_dims_are_one_where_the_outer_goes_on_behind_the_inner() -> None:
+    assert _as_one(3, 20, 4, 5) == 5
+    assert [_as_one(3, step, 4, 5) for step in (15, 25, 40, 0)] == [None] * 4
+    assert _as_one(1, 99, 4, 5) == 5 and _as_one(3, 99, 1, 5) == 99
 
 
 @settings(max_examples=150, deadline=None)
