@@ -46,6 +46,15 @@ def _two_in_a_round(draw: Draw, case: Case) -> Case:
     )  # fmt: skip
 
 
+def _masked_by_position(draw: Draw, case: Case) -> Case:
+    """On at least three ranks: keys of several of them in one call, in an order that only their positions tell."""
+    branch = Branch(None if draw(_flags) else case.tokens, 1 + draw(_flags))
+    return replace(
+        case, order="hilbert" if draw(_flags) else "shuffled", cuts=None, exchange="direct", bucket=None,
+        pattern=Pattern((branch,), causal=True),
+    )  # fmt: skip
+
+
 def shifted(draw: Draw, case: Case) -> Case:
     """Heads whose grids are shifted against each other, over ranges that lie anywhere. Most such Cases make calls that
     take listed rows along from head to head; hardly any other Case does. The grids run through the whole sequence, so
@@ -104,6 +113,8 @@ def _blind(draw: Draw, case: Case) -> Case:
 
 # By a number below 16: how many ranks it needs at least, and takes at most, and what is made.
 _RARE: dict[int, tuple[int, int, Callable[[Draw, Case], Case]]] = {
+    6: (4, 8, _apart),
+    7: (3, 8, _masked_by_position),
     8: (4, 8, _two_in_a_round),
     9: (2, 4, _narrow_beside_wide),
     10: (1, 1024, dealt),

@@ -34,6 +34,11 @@ QUESTIONS = 2  # that ranks ask each other in an example: one before the forward
 LAST_WORDS = 6.0  # seconds for ranks to find out, each by itself, who is absent, and to say so
 SHORT_TIMEOUT = 0.3  # seconds for an example with a rank that is stopped; longer while another rank computes
 WHOLE = "the pool is whole after a fault"
+# What a rank raises that waited in vain.
+_MISSED = re.compile(
+    r"RuntimeError: (the message '.*' from rank (?=[0-9]+ did not come)|rank (?=[0-9]+ did not take the message)|"
+    r"ranks? (?=[0-9, ]+ did not come to the ))(?P<who>[0-9, ]+)"
+)
 MOST = 2**10  # of the numbers that choose a rank and a post
 
 
@@ -133,7 +138,7 @@ def strike_on(backend: Backend, case: Case, fault: Fault) -> dict[str, float]:
     timeout = backend.timeout
     backend.timeout = SHORT_TIMEOUT if fault.kind == "stop" else timeout
     if isinstance(backend, PoolBackend):
-        backend.last_words = LAST_WORDS if BY_NAME[fault.kind].asked else 0.0
+        backend.last_words = LAST_WORDS if BY_NAME[fault.kind].outcome == "died" else 0.0
     try:
         backend.submit(observe_struck, case, fault)
         answers = backend.collect()
@@ -167,6 +172,8 @@ def judge(kind: FaultKind, fault: Fault, case: Case, failure: VerificationFailur
         raise MishandledFault(f"{struck} must be named with that rank; named was {name_ranks(named)}: {failure}")
     if kind.asked:
         _judge_others(fault, case, struck, failure)
+    elif kind.outcome == "died":
+        _judge_partners(fault, case, struck, failure)
 
 
 def _judge_others(fault: Fault, case: Case, struck: str, failure: RankFailure) -> None:
@@ -188,6 +195,22 @@ def _judge_others(fault: Fault, case: Case, struck: str, failure: RankFailure) -
         raised += 1
     if not raised:
         raise MishandledFault(f"{struck}: no rank said that index {fault.index} of the group did not come: {failure}")
+
+
+def _judge_partners(fault: Fault, case: Case, struck: str, failure: RankFailure) -> None:
+    """Whoever has raised must have missed this index of the group: as the sender or the receiver of a message, or at a
+    question. Others wait for ranks that have raised, or have answered.
+    """
+    for index, rank in enumerate(case.ranks):
+        state = next(state for state in failure.states if state.rank == rank)
+        if index == fault.index or state.outcome != "raised":
+            continue
+        missed = _MISSED.search(state.detail)
+        found = [] if missed is None else [int(number) for number in re.findall("[0-9]+", missed["who"])]
+        if fault.index not in found:
+            raise MishandledFault(
+                f"{struck}: rank {rank} must say that it missed index {fault.index} of the group; it {state.detail}"
+            )
 
 
 def _judge_words(kind: FaultKind, rank: int, struck: str, failure: VerificationFailure) -> None:

@@ -32,6 +32,7 @@ CALLS = (
     "positions that are not the layout's", "modules unlike the others'", "modules that cannot be made",
     "meshes, options, layers and plans that do not fit", "DTensors that are placed otherwise",
     "a batch in another order than the others'", "parameters in another order than the others'",
+    "attention as a layer of transformers calls it", "what a layer of transformers may not ask for",
 )  # fmt: skip
 
 

@@ -187,7 +187,7 @@ def test_without_a_store_nobody_can_tell_who_is_missing(store: Lost) -> None:
 
 def test_a_question_by_a_store_that_is_gone_says_why(store: Lost) -> None:
     store.gone = True
-    asked = _StoreGather(store, 0, 2, timedelta(seconds=1))  # type: ignore[arg-type]
+    asked = _StoreGather(store, 0, 2, timedelta(seconds=1))
     with pytest.raises(Absent, match="some rank did not come .*: the store is gone$"):
         asked.gather("the file", "mine")
 

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from reference import fields
-from reference.arithmetic import most_seen
 from reference.pattern import Pattern, multiplicity
 from ring.comm.transport import Transport
 from verification.case import Case
+from verification.check.laws import oracle_again
 from verification.check.laws.law import How, Law
 from verification.check.laws.refusals import not_refused
 from verification.draw.drawn_documents import documents_of
@@ -211,7 +211,10 @@ def _not_as_published(case: Case, how: How) -> str | None:
     windows = _windows_of(how)
     limited = zip(made.branches, windows, strict=True)
     made = replace(made, branches=tuple(replace(branch, window=window) for branch, window in limited))
-    return _apart(how["made"], made, case, how, pairs(case.tokens, rates, chosen, causal, packed, windows))
+    each = zip(rates, chosen, windows, strict=True)
+    by_branch = [pairs(case.tokens, [rate], [of], causal, packed, [window]) for rate, of, window in each]
+    wanted = sum(by_branch[1:], start=by_branch[0])
+    return _apart(how["made"], made, case, how, wanted) or oracle_again.looked_at(made, by_branch)
 
 
 def _dense_apart(case: Case, how: How) -> str | None:
@@ -219,7 +222,8 @@ def _dense_apart(case: Case, how: How) -> str | None:
     causal, packed = case.pattern.causal, case.pattern.documents
     for window in _windows_of(how):
         wanted = pairs(case.tokens, [1], [[(None, 0)] * case.heads], causal, packed, [window])
-        if wrong := _apart("dense", Pattern.dense(causal, packed, window), case, how, wanted):
+        made = Pattern.dense(causal, packed, window)
+        if wrong := _apart("dense", made, case, how, wanted) or oracle_again.looked_at(made, [wanted]):
             return wrong
     return None
 
@@ -246,27 +250,13 @@ def _apart(what: str, made: Pattern, case: Case, how: How, wanted: Counts) -> st
     found = multiplicity(made, positions, positions, case.heads).numpy()
     apart = np.argwhere(found != wanted)
     if not len(apart):
-        return _counted_too_few(made, case, wanted)
+        return None
     head, query, key = (int(i) for i in apart[0])
     return (
         f"{what}: head {head}, query {query}, key {key}: {found[head, query, key]} branches see the pair, as published "
         f"{wanted[head, query, key]}; of {case.tokens} tokens, {case.heads} heads, {how}, causal {made.causal}, "
         f"documents {made.documents}"
     )
-
-
-def _counted_too_few(made: Pattern, case: Case, wanted: Counts) -> str | None:
-    """The pairs of the fullest row and of the fullest key, by which rounding is bounded, with as many key/value heads
-    as query heads, and with one."""
-    rows, keys = int(wanted.sum(2).max()), wanted.sum(1)
-    for kv_heads, fullest in ((case.heads, int(keys.max())), (1, int(keys.sum(0).max()))):
-        of_row, of_key = most_seen(made, case.tokens, case.heads, kv_heads)
-        if of_row < rows or of_key < fullest:
-            return (
-                f"{made}: of {case.tokens} tokens and {case.heads} heads, {kv_heads} of keys, a row is said to see at "
-                f"most {of_row} keys and a key {of_key} rows; as published they may be {rows} and {fullest}"
-            )
-    return None
 
 
 def _windows_of(how: How) -> list[int | None]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from ring import Layout, Pattern, picked_kernels, ring_attention
+from ring import Branch, Layout, Pattern, picked_kernels, ring_attention
 from ring.comm.transport import SoloTransport
 from verification.case import Case
 
@@ -25,21 +25,23 @@ def looked_at(case: Case) -> tuple[Iterator[str], ...]:
 
 
 def _choice(rng: np.random.Generator) -> Iterator[str]:
-    """Of a call of one tile: the fused kernel takes it where it can; but no gradient through lse."""
+    """Of a call of one tile: the fused kernel takes it where it can; but no gradient through lse. The segments of a
+    tile, folds of it, have their keys each for themselves.
+    """
     scale = SCALES[rng.integers(len(SCALES))]
     kernel = ("auto", "flash", "math")[rng.integers(3)]
     dtype = DTYPES[rng.integers(len(DTYPES))]
-    keys = int(rng.integers(1, 3 * VECTOR))
+    keys, folds = int(rng.integers(1, 3 * VECTOR)), int(rng.integers(1, 4))
     heads, kv_heads = ((1, 1), (4, 2), (3, 1))[rng.integers(3)]
     through_lse = kernel != "flash" and not rng.integers(4)  # which is refused with a fused kernel by name
     q, k, v = (
-        torch.from_numpy(rng.standard_normal((1, keys, n, 8))).to(dtype).requires_grad_()
+        torch.from_numpy(rng.standard_normal((1, keys * folds, n, 8))).to(dtype).requires_grad_()
         for n in (heads, kv_heads, kv_heads)
     )
-    pattern = Pattern.dense(causal=bool(rng.integers(2)))
+    pattern = Pattern((Branch(keys),), causal=bool(rng.integers(2)))
     with picked_kernels() as picked:
         found = ring_attention(
-            q, k, v, pattern, Layout.contiguous(keys, 1), group=SoloTransport(), kernel=kernel, scale=scale,
+            q, k, v, pattern, Layout.contiguous(keys * folds, 1), group=SoloTransport(), kernel=kernel, scale=scale,
             return_lse=through_lse,
         )  # fmt: skip
         results = found if isinstance(found, tuple) else (found,)
@@ -47,7 +49,7 @@ def _choice(rng: np.random.Generator) -> Iterator[str]:
     fused = kernel != "math" and (scale is None or scale > 0) and keys >= VECTOR
     wanted = Counter(("flash" if fused else "math", "flash" if fused and not through_lse else "math"))
     about = (
-        f"kernel {kernel!r}, scale {scale}, {keys} keys of {heads} and {kv_heads} heads, {dtype}"
+        f"kernel {kernel!r}, scale {scale}, {folds} times {keys} keys of {heads} and {kv_heads} heads, {dtype}"
         + ", through lse" * through_lse
     )
     if picked != wanted:

@@ -13,6 +13,7 @@ from verification.training.rank.option_calls import OPTION_CALLS
 from verification.training.rank.other_calls import OtherCall
 from verification.training.rank.rare_training_calls import RARE_CALLS
 from verification.training.rank.recomputed_losses import RECOMPUTED_CALLS
+from verification.training.rank.transformers_calls import TRANSFORMERS_CALLS
 from verification.training.rank.wrong_arguments import ARGUMENT_CALLS
 from verification.training.rank.wrong_frameworks import FRAMEWORK_MISTAKES
 from verification.training.rank.wrong_modules import MODULE_MISTAKES
@@ -35,4 +36,5 @@ ALL_CALLS: dict[str, OtherCall] = (
     | MODULE_MISTAKES
     | FRAMEWORK_MISTAKES
     | ORDER_MISTAKES
+    | TRANSFORMERS_CALLS
 )

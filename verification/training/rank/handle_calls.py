@@ -84,6 +84,8 @@ def _refusals(
         ("exchange cannot be set", (AttributeError,), lambda: setattr(handle, "exchange", "ring")),
         ("layout cannot be deleted", (AttributeError,), lambda: delattr(handle, "layout")),
         ("cannot be pickled", (TypeError,), lambda: pickle.dumps(handle)),
+        ("documents", wrong, lambda: handle.with_documents(())),
+        ("documents", wrong, lambda: ContextParallel(handle.layout, handle.group, documents=())),
         ("documents", wrong, lambda: handle.with_documents((n, 1))),
         ("documents", wrong, lambda: handle.with_documents((n + 1, -1))),
         ("documents", wrong, lambda: ContextParallel(handle.layout, handle.group, documents=(n - 1,))),
