@@ -342,7 +342,9 @@ for name, seed, of in (("", 92, "plans, calls"), ("_more", 92, "training, others
                        ("_fifth", 94, "plans, kernels"), ("_eighth", 98, "all, new"),
                        ("_eighth_training", 98, "training, new"), ("_ninth", 97, "attention"),
                        ("_ninth_training", 97, "training"), ("_tenth", 131, "attention"),
-                       ("_tenth_on_gloo", 131, "its survivors"), ("_tenth_training", 131, "training")):  # fmt: skip
+                       ("_tenth_on_gloo", 131, "its survivors"), ("_tenth_training", 131, "training"),
+                       ("_eleventh", 171, "attention"), ("_eleventh_on_gloo", 171, "its survivors"),
+                       ("_eleventh_training", 171, "training")):  # fmt: skip
     file = f"mutants_first_sight{name}"
     first = record(file, ("mutants",), SEARCH.format(seed, file))["mutants"]
     print(f"at first sight ({of:16}) {len(first):3} defects, {rate(first, SOON):.0%} and {rate(first):.0%}")
