@@ -24,7 +24,7 @@ HEADS, KV_HEADS, DIM = 4, 2, 2
 TRIED = 3  # wrong calls an example
 
 
-class _Layer(nn.Module):
+class _CallingLayer(nn.Module):
     """What a model's attention module says of itself."""
 
     def __init__(self, causal: bool, rotary: dict[str, Any]) -> None:
@@ -60,7 +60,7 @@ def _as_a_layer_calls(s: CallPlace) -> str:
     q, k, v = (x.requires_grad_() for x in _inputs(s, draws))
     handle, causal, of_module = _handle(s, draws), bool(draws.integers(2)), bool(draws.integers(2))
     scale, window = (None, 0.25)[draws.integers(2)], int(draws.integers(1, 6)) if causal and draws.integers(2) else None
-    layer = _Layer(causal if of_module else not causal, {"rope_type": "llama3"})
+    layer = _CallingLayer(causal if of_module else not causal, {"rope_type": "llama3"})
     given: dict[str, Any] = {"scaling": scale, "sliding_window": window, "context": handle, "cache_position": q}
     given |= {} if of_module else {"is_causal": causal}
     pattern = Pattern.dense(causal, window=None if window is None else window - 1)
@@ -82,11 +82,11 @@ def _as_a_layer_calls(s: CallPlace) -> str:
     )
 
 
-def _wrong(layer: _Layer, given: dict[str, Any]) -> Iterator[tuple[str, _Layer, dict[str, Any]]]:
+def _wrong(layer: _CallingLayer, given: dict[str, Any]) -> Iterator[tuple[str, _CallingLayer, dict[str, Any]]]:
     """By what the error must name: a causal layer, and arguments, of which one is wrong."""
     for kind in ("dynamic", "longrope"):
         for rotary in ({"rope_type": kind}, {"full_attention": {"rope_type": "default"}, "other": {"rope_type": kind}}):
-            yield "rope_type", _Layer(True, rotary), given
+            yield "rope_type", _CallingLayer(True, rotary), given
     ids = given["position_ids"]
     arguments: list[tuple[str, Any]] = [
         ("attention_mask", torch.ones(1, 1, 2, 2)), ("dropout", 0.1), ("softcap", 30.0), ("s_aux", torch.zeros(HEADS)),
@@ -110,7 +110,7 @@ def _refused_of_a_layer(s: CallPlace) -> str:
     q, k, v = _inputs(s, draws)
     ids = s.context.positions.to(s.device)[None]
     right: dict[str, Any] = {"context": s.context, "position_ids": ids, "attention_mask": None}
-    every = list(_wrong(_Layer(True, {"rope_type": "default"}), right))
+    every = list(_wrong(_CallingLayer(True, {"rope_type": "default"}), right))
     said = []
     for number in draws.choice(len(every), TRIED, replace=False):
         name, layer, given = every[number]
