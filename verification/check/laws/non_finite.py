@@ -23,6 +23,8 @@ from verification.run.rank import InputEdit
 @st.composite
 def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
     case = draw(cases(world))
+    if case.values == "flat":  # once one component is NaN, the others lie elsewhere, and products sum in another order
+        case = replace(case, values="normal")
     if draw(st.booleans()):  # so that fused kernels may take all calls: vectors may hide what matrices pass on
         case = replace(case, kernel="auto", scale=None, lse="unused")
     name = draw(st.sampled_from(("v", "q", "k")))
@@ -85,6 +87,8 @@ def _check_gradient(
 
 
 def _premise(case: Case, how: Any) -> None:
+    if case.values == "flat" and case.strided:
+        raise ValueError("values is 'flat'; this law changes one component of a vector, which then lies otherwise")
     fields.exactly("how", how, ["token", "tensor", "infinite"])
     fields.integer("token", how["token"], 0, case.tokens - 1)
     fields.choice("tensor of how", how["tensor"], ("q", "k", "v"))
