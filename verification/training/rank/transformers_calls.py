@@ -21,7 +21,7 @@ from verification.training.rank.handle_calls import some_documents
 from verification.training.rank.other_calls import CallPlace, OtherCall, must, must_be, refused
 
 HEADS, KV_HEADS, DIM = 4, 2, 2
-TRIED = 3  # wrong calls an example
+TRIED = 8  # wrong calls an example
 
 
 class _CallingLayer(nn.Module):
@@ -62,6 +62,7 @@ def _as_a_layer_calls(s: CallPlace) -> str:
     scale, window = (None, 0.25)[draws.integers(2)], int(draws.integers(1, 6)) if causal and draws.integers(2) else None
     layer = _CallingLayer(causal if of_module else not causal, {"rope_type": "llama3"})
     given: dict[str, Any] = {"scaling": scale, "sliding_window": window, "context": handle, "cache_position": q}
+    given["softcap"] = (None, False, 0, 0.0)[draws.integers(4)]  # which all say that there is none
     given |= {} if of_module else {"is_causal": causal}
     pattern = Pattern.dense(causal, window=None if window is None else window - 1)
     if window is None and draws.integers(2):
@@ -89,7 +90,8 @@ def _wrong(layer: _CallingLayer, given: dict[str, Any]) -> Iterator[tuple[str, _
             yield "rope_type", _CallingLayer(True, rotary), given
     ids = given["position_ids"]
     arguments: list[tuple[str, Any]] = [
-        ("attention_mask", torch.ones(1, 1, 2, 2)), ("dropout", 0.1), ("softcap", 30.0), ("s_aux", torch.zeros(HEADS)),
+        ("attention_mask", torch.ones(1, 1, 2, 2)), ("dropout", 0.1), ("softcap", 30.0), ("softcap", -1.0),
+        ("s_aux", torch.zeros(HEADS)), ("output_attentions", True), ("position_ids", ids[:, 1:]),
         ("sliding_window", 0), ("sliding_window", True), ("sliding_window", 2.0), ("position_ids", None),
         ("position_ids", ids[0]), ("position_ids", torch.cat((ids, ids), 1)), ("pattern", Pattern.dense()),
         ("pattern", "dense"),
