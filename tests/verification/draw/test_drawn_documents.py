@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
@@ -42,7 +44,12 @@ def test_those_for_fused_kernels_are_of_about_so_many_tokens(data: st.DataObject
     (1, 1, 30), (2, 0, 1, 3, 26), (16, 0, 0, 16),
 ])  # fmt: skip
 def test_they_reach(wanted: tuple[int, ...]) -> None:
-    assert find(drawn(32, (16,)), lambda found: found == wanted, settings=settings(SHRINKING, max_examples=60000))
+    """The rarest is one of 11,000 on average: by another seed each time one of 200 searches would end too soon."""
+    found = find(
+        drawn(32, (16,)), lambda found: found == wanted, settings=settings(SHRINKING, max_examples=60000),
+        random=Random(0),
+    )  # fmt: skip
+    assert found == wanted
 
 
 def test_none_is_the_simplest_and_one_document_the_next() -> None:

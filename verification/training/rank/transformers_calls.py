@@ -93,8 +93,8 @@ def _wrong(layer: _CallingLayer, given: dict[str, Any]) -> Iterator[tuple[str, _
         ("attention_mask", torch.ones(1, 1, 2, 2)), ("dropout", 0.1), ("softcap", 30.0), ("softcap", -1.0),
         ("s_aux", torch.zeros(HEADS)), ("output_attentions", True), ("position_ids", ids[:, 1:]),
         ("sliding_window", 0), ("sliding_window", True), ("sliding_window", 2.0), ("position_ids", None),
-        ("position_ids", ids[0]), ("position_ids", torch.cat((ids, ids), 1)), ("pattern", Pattern.dense()),
-        ("pattern", "dense"),
+        ("position_ids", ids[0]), ("position_ids", ids.unsqueeze(2)), ("position_ids", torch.cat((ids, ids), 1)),
+        ("pattern", Pattern.dense()), ("pattern", "dense"),
     ]  # fmt: skip
     for name, value in arguments:  # ids of a rank without tokens may be right; then the others refuse them
         yield name, layer, given | {name: value}

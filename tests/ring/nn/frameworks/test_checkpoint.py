@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ring.nn.frameworks.checkpoint import _some
 from tests.support.checkpoint_tasks import both_meshes, part, refused
 from tests.support.framework_example import APART, EXACT, SHORT, Example, dense, differences
 from verification.run.processes.pool import Pool
@@ -55,3 +56,16 @@ def test_torch_saves_swapped_parts_where_ranks_are_not_in_ascending_order(
     for torchs, ours in pools[4].run(both_meshes, tmp_path):
         assert torchs == (right, [0.0, 1.0, 4.0, 5.0, 2.0, 3.0, 6.0, 7.0])
         assert ours == (right, right)
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ((), "nothing is"),
+        (("b", "a"), "a, b is"),
+        (("c", "b", "a"), "a, b, c is"),
+        (("d", "c", "b", "a"), "a, b, c and 1 more are"),
+    ],
+)
+def test_up_to_three_names_are_said(names: tuple[str, ...], said: str) -> None:
+    assert _some(set(names)) == said
