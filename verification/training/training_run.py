@@ -22,9 +22,9 @@ from verification.training.training_coverage import TRAINING_GROUPS
 
 TRAINING_WORLDS = (2, 4)
 TRAINING_BACKENDS = ("gloo", "nccl")
-# Ranks come with these: imported by the first example, they would take longer than it.
-# Where it is installed, it is called beside steps; importing it takes each rank seconds, as an example may.
+# Called beside steps where it is installed.
 _TRANSFORMERS = ("transformers.modeling_utils", "transformers.masking_utils") if find_spec("transformers") else ()
+# Ranks come with these: imported by the first example, they would take longer than it.
 TRAINING_PRELOAD = (
     *PRELOAD, "torch.distributed.fsdp", "torch.distributed.tensor", "verification.training.rank.rank_step",
     "torch._dynamo.backends.debugging", "torch._inductor.lowering",  # what the first compilation imports
