@@ -71,16 +71,18 @@ def _as_a_layer_calls(s: CallPlace) -> str:
     found, none = transformers.attention(layer, q, k, v, None, position_ids=ids, **given)
     by_token = [x.transpose(1, 2) for x in (q, k, v)]  # (B, N, H or Hk, D)
     wanted = handle.attention(by_token[0], by_token[1], by_token[2], pattern, scale=scale)
-    must(none is None, f"a layer must get no weights, got {none!r}")
-    must_be(f"attention of a layer, {pattern}, scale {scale}", found.detach(), wanted.detach())
     ours, theirs = (torch.autograd.grad(x.sum(), (q, k, v)) for x in (found, wanted))
-    for name, x, right in zip("qkv", ours, theirs, strict=True):
-        must_be(f"the gradient of a layer's {name}", x, right)
     transformers.attention(layer, q, k, v, None, position_ids=ids, **given)  # which may trust them now
     ids += 1
-    return refused(
+    said = refused(
         ("position_ids must be",), lambda: transformers.attention(layer, q, k, v, None, position_ids=ids, **given)
     )
+    # Compared behind the last call: a rank that left before it would keep the others waiting.
+    must(none is None, f"a layer must get no weights, got {none!r}")
+    must_be(f"attention of a layer, {pattern}, scale {scale}", found.detach(), wanted.detach())
+    for name, x, right in zip("qkv", ours, theirs, strict=True):
+        must_be(f"the gradient of a layer's {name}", x, right)
+    return said
 
 
 def _wrong(layer: _CallingLayer, given: dict[str, Any]) -> Iterator[tuple[str, _CallingLayer, dict[str, Any]]]:
