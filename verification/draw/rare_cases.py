@@ -91,6 +91,33 @@ def _uneven(draw: Draw, case: Case) -> Case:
     return replace(case, heads=heads, kv_heads=kv_heads, pattern=replace(case.pattern, branches=(branch,)))
 
 
+def _uneven_slots(draw: Draw, case: Case) -> Case:
+    """Striped, short segments in short documents: a rank's query rows of several segments lie at equal distances, the
+    slots of the keys that it receives for them do not.
+    """
+    lengths = tuple(2 + length for length in digits(draw(st.integers(0, 5**12 - 1)), 5, 12))
+    branch = Branch(4 + draw(_quarters), heads=None if draw(_flags) else range(case.heads))
+    return replace(
+        case, tokens=sum(lengths), order="striped", cuts=None,
+        pattern=Pattern((branch,), case.pattern.causal, lengths),
+        bucket=None if draw(_flags) else 12 + draw(_eighths), exchange="direct" if draw(_flags) else "ring",
+    )  # fmt: skip
+
+
+def _nearly_equal_segments(draw: Draw, case: Case) -> Case:
+    """A branch for each head, all with as many rows in a segment at equal steps, some with segments shorter by a token:
+    only the distances of their segments tell them apart.
+    """
+    heads, rate, rows, folds = 2 + draw(_quarters), 2 + draw(_quarters), 1 + draw(_quarters), 2 + draw(_flags)
+    segment = rows * rate
+    branches = tuple(Branch(segment - draw(_flags), rate, 0, range(head, head + 1)) for head in range(heads))
+    size = max(1, min(len(case.ranks), MOST_TOKENS // (folds * segment)))
+    return replace(
+        case, tokens=size * folds * segment, cuts=None, heads=heads, kv_heads=heads,
+        pattern=Pattern(branches, case.pattern.causal),
+    )  # fmt: skip
+
+
 def _narrow_beside_wide(draw: Draw, case: Case) -> Case:
     """On two to four ranks: rows of all heads that no other rank needs, beside rows of one head that travel, in
     messages longer than the bucket. What a buffer must hold beyond the bucket goes by the latter.
@@ -113,6 +140,8 @@ def _blind(draw: Draw, case: Case) -> Case:
 
 # By a number below 16: how many ranks it needs at least, and takes at most, and what is made.
 _RARE: dict[int, tuple[int, int, Callable[[Draw, Case], Case]]] = {
+    4: (2, 4, _uneven_slots),
+    5: (1, 1024, _nearly_equal_segments),
     6: (4, 8, _apart),
     7: (3, 8, _masked_by_position),
     8: (4, 8, _two_in_a_round),

@@ -25,7 +25,7 @@ from verification.training.training_run import TRAINING, TRAINING_PRELOAD
 # Small worlds first, so that shrinking ends there; most are distributed.
 WORLDS = (1, 2, 3, 4, 2, 3, 4, 2, 3, 4, 5, 8)
 # Of their share: Hypothesis begins with what is simplest, and so draws the plain examples more often than all others.
-PLAIN = 0.6
+PLAIN = 0.48
 
 
 @dataclass(frozen=True)

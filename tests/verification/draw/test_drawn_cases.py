@@ -15,7 +15,6 @@ from reference.pattern import Branch
 from tests.support.drawing import QUIET, draw_many
 from verification.case import AGAIN, EXCHANGES, ORDERS, Case
 from verification.check.laws import LAWS, Law
-from verification.check.laws.broken_off import DIRECTIONS, ERRORS
 from verification.check.laws.call_limits import MORE
 from verification.check.laws.definition import MADE, RULES
 from verification.check.laws.isolation import CHANGES, neighbour
@@ -158,7 +157,7 @@ LAW_CHOICES: dict[str, dict[str, set[Any]]] = {
     "equal values come out": {"keys_too": {True, False}},
     "wrong calls refused everywhere": {"compiled": {True, False}},
     "patterns are as published": {"made": set(MADE), "offsets": set(RULES)},
-    "a broken-off call closes its group": {"direction": set(DIRECTIONS), "error": set(ERRORS), "check": {True, False}},
+    "a broken-off call closes its group": {"check": {True, False}},
     "plans of long sequences": {"rate": set(RATES)},
     "kernel calls keep to the bucket": {"own": set(MORE)},
     "made layouts are as defined": {"ranks": {1, 2, 3, 4}},

@@ -74,5 +74,5 @@ def _premise(case: Case, how: Any) -> None:
 
 
 CALLS_KEEP_TO_THE_BUCKET = Law(
-    "kernel calls keep to the bucket", _draw, check_call_limits, _premise, share=0.1, most=200
+    "kernel calls keep to the bucket", _draw, check_call_limits, _premise, share=0.08, most=200
 )

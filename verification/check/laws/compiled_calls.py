@@ -44,5 +44,5 @@ def _premise(case: Case, how: Any) -> None:
 
 
 COMPILED_CALLS_ARE_CALLS = Law(
-    "compiled calls are calls", _draw, check_compiled, _premise, share=0.08, most=120, on_gpus=False
+    "compiled calls are calls", _draw, check_compiled, _premise, share=0.1, most=120, on_gpus=False
 )

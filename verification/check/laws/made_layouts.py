@@ -157,4 +157,4 @@ def _premise(case: Case, how: Any) -> None:
     fields.integer("ranks of how", how["ranks"], 1, 64)
 
 
-LAYOUTS_ARE_AS_DEFINED = Law("made layouts are as defined", _draw, check_made, _premise, share=0.08, most=60)
+LAYOUTS_ARE_AS_DEFINED = Law("made layouts are as defined", _draw, check_made, _premise, share=0.06, most=60)

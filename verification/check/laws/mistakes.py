@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,6 +21,11 @@ from verification.run.new_groups import new_group
 from verification.run.observation import Observation
 from verification.run.rank import observe
 from verification.run.wrong_calls import MISTAKES, Mistake, applicable, call
+
+# What two ranks have of one argument; of lists, one entry of each, and then how many entries there are.
+_DIFFERENCE = re.compile(
+    r"rank 0 has (?P<there>.*?)(?: as number \d+ of \d+)?, rank \d+ (?P<here>.*?)(?: as number \d+ of \d+)?$"
+)
 
 
 @st.composite
@@ -41,7 +47,9 @@ def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
     how: How = {"mistakes": [[mistake, _culprit(mistake, number)] for mistake, number in made]}
     how |= {"compiled": draw(st.booleans())}
     # How ranks tell each other for the first time is another way than later.
-    return case, how | {"new_group": case.group is None and not draw(st.integers(0, 3))}
+    on_new = case.group is None and not draw(st.integers(0, 3))
+    without_page = draw(st.integers(-1, len(case.ranks) - 1)) if on_new else -1
+    return case, how | {"new_group": on_new, "without_page": None if without_page < 0 else without_page}
 
 
 def _culprit(mistake: str, number: int) -> int | None:
@@ -58,11 +66,12 @@ def check_refused(backend: Backend, case: Case, how: How) -> float:
     mistakes follow each other, and then a right call works.
 
     compiled: they are made as compiled graphs make them. new_group: on a group on which nobody has called before; on
-    GPUs, where the memory that ranks share is theirs for as long as they run, on the same as ever.
+    GPUs, where the memory that ranks share is theirs for as long as they run, on the same as ever. without_page: the
+    index of the rank that cannot have the new group's page of memory, if any.
     """
     mistakes = [(mistake, culprit) for mistake, culprit in how["mistakes"]]
     on_new = how.get("new_group", False) and case.device == "cpu"
-    backend.submit(call_wrongly, case, mistakes, how.get("compiled", False), on_new)
+    backend.submit(call_wrongly, case, mistakes, how.get("compiled", False), on_new, how.get("without_page"))
     expectation = expect(case)
     answers = backend.collect()
     for number, (mistake, culprit) in enumerate(mistakes):
@@ -83,6 +92,9 @@ def _check_errors(what: str, mistake: Mistake, errors: list[tuple[str, str] | No
             raise WrongResult(f"index {index} of the group raised {error}, index 0 {errors[0]}: {what}")
         if mistake.argument not in error[1]:
             raise WrongResult(f"the error does not name {mistake.argument!r}: {what}: {error[1]}")
+        shown = _DIFFERENCE.search(error[1])
+        if shown and shown["there"] == shown["here"]:
+            raise WrongResult(f"the error shows no difference: {what}: {error[1]}")
 
 
 def call_wrongly(
@@ -91,21 +103,26 @@ def call_wrongly(
     mistakes: list[tuple[str, int | None]],
     compiled: bool = False,
     on_new: bool = False,
+    without_page: int | None = None,
 ) -> tuple[list[tuple[str, str] | None], Observation]:
     """Task: call ring_attention wrongly, in one way after the other, then rightly on all ranks."""
-    with new_group(transport) if on_new else nullcontext(transport) as group:
+    with new_group(transport, without_page) if on_new else nullcontext(transport) as group:
         errors = [call(group, case, mistake, culprit, compiled) for mistake, culprit in mistakes]
         return errors, observe(group, case, None, False)
 
 
 def _premise(case: Case, how: Any) -> None:
     if isinstance(how, dict):  # files from before there were such fields
-        how = {"compiled": False, "new_group": False} | how
-    fields.exactly("how", how, ["mistakes", "compiled", "new_group"])
+        how = {"compiled": False, "new_group": False, "without_page": None} | how
+    fields.exactly("how", how, ["mistakes", "compiled", "new_group", "without_page"])
     for name in ("compiled", "new_group"):
         fields.flag(f"{name} of how", how[name])
     if how["new_group"] and case.group is not None:
         raise ValueError(f"group is {case.group}; with new_group it must be None")
+    if how["without_page"] is not None:
+        fields.integer("without_page of how", how["without_page"], 0, len(case.ranks) - 1)
+        if not how["new_group"]:
+            raise ValueError(f"without_page is {how['without_page']}; without new_group it must be None")
     made = how["mistakes"]
     if not isinstance(made, list) or not made or not all(isinstance(one, list) and len(one) == 2 for one in made):
         raise ValueError(f"mistakes of how is {made!r}; it must be a list of at least one [mistake, index or null]")
@@ -122,4 +139,4 @@ def _premise(case: Case, how: Any) -> None:
             raise ValueError(f"the index that makes {name!r} is {culprit}; it must be null: all ranks make it together")
 
 
-WRONG_CALLS_REFUSED = Law("wrong calls refused everywhere", _draw, check_refused, _premise, share=0.1)
+WRONG_CALLS_REFUSED = Law("wrong calls refused everywhere", _draw, check_refused, _premise, share=0.13)

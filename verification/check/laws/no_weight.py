@@ -84,4 +84,4 @@ def _premise(case: Case, how: Any) -> None:
         raise ValueError("scale is 0.0; 0 times -inf is no score")
 
 
-NO_SCORE_NO_WEIGHT = Law("scores of -inf have no weight", _draw, check_no_weight, _premise, share=0.08)
+NO_SCORE_NO_WEIGHT = Law("scores of -inf have no weight", _draw, check_no_weight, _premise, share=0.1)

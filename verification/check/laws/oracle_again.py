@@ -15,7 +15,7 @@ from torch import Tensor
 
 from reference import gradients
 from reference.arithmetic import Arithmetic, Counts, most_seen
-from reference.cost import Setting, flops
+from reference.cost import Setting, flops, resident
 from reference.exact import Inputs, evaluate
 from reference.pattern import Pattern
 
@@ -27,7 +27,7 @@ APART = 1e-9  # of sums of at most some dozens of numbers below 10, in fp64
 def looked_at(made: Pattern, by_branch: Sequence[Pairs]) -> str | None:
     """by_branch: the pairs of each branch."""
     together = sum(by_branch[1:], start=by_branch[0])
-    wrong = _counted_too_few(made, together) or _counted_otherwise(made, together)
+    wrong = _counted_too_few(made, together) or _counted_otherwise(made, together) or _held_otherwise(made, together)
     return wrong or _detached_otherwise(made, by_branch) or _one_sided(made, together)
 
 
@@ -55,6 +55,21 @@ def _counted_otherwise(made: Pattern, pairs: Pairs) -> str | None:
     if found == wanted:
         return None
     return f"{made}: the rows before {cut} and those from it on see {found} keys, as published {wanted}; {heads} heads"
+
+
+def _held_otherwise(made: Pattern, pairs: Pairs) -> str | None:
+    """The bytes of two ranks' tensors, in all working types: sums, lse among them, are as wide as fp32 at least."""
+    heads, tokens, _ = pairs.shape
+    cut = tokens // 3
+    for wide, itemsize in ((8, 8), (4, 4), (4, 2)):
+        held = resident(Setting(made, (np.arange(cut), np.arange(cut, tokens)), 1, heads, heads, DIM, itemsize))
+        found = [parts.tolist() for parts in (held.shards, held.accumulator, held.gradients)]
+        # q, k, v, out and lse; out and lse once more; dq, dk, dv
+        of_row = (heads * (4 * DIM * itemsize + wide), heads * (DIM + 1) * wide, heads * 3 * DIM * wide)
+        wanted = [[size * cut, size * (tokens - cut)] for size in of_row]
+        if found != wanted:
+            return f"{made}: with {itemsize} bytes a number ranks hold {found} bytes, must be {wanted}; {heads} heads"
+    return None
 
 
 def _detached_otherwise(made: Pattern, by_branch: Sequence[Pairs]) -> str | None:

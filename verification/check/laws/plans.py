@@ -105,4 +105,4 @@ def _premise(case: Case, how: Any) -> None:
         fields.integer("an entry of buckets of how", bucket, 1, MOST_INTEGER)
 
 
-PLANS_COMPUTE_THE_PATTERN = Law("plans compute the pattern", _draw, check_plans, _premise, share=0.16)
+PLANS_COMPUTE_THE_PATTERN = Law("plans compute the pattern", _draw, check_plans, _premise, share=0.18)

@@ -180,5 +180,5 @@ def _premise(case: Case, how: Any) -> None:
 
 
 PATTERNS_AND_LAYOUTS_ARE_VALUES = Law(
-    "patterns and layouts are values", _draw, check_values, _premise, share=0.04, most=60
+    "patterns and layouts are values", _draw, check_values, _premise, share=0.05, most=60
 )

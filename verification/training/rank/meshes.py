@@ -52,6 +52,12 @@ def turned_mesh_of(case: TrainingCase) -> DeviceMesh:
     return DeviceMesh(case.device, columns, mesh_dim_names=("context", "data"), _init_backend=False)
 
 
+def wide_mesh_of(case: TrainingCase) -> DeviceMesh:
+    """("data", "tensor", "context"), one rank wide along "tensor". It has no groups."""
+    lines = [[list(line)] for line in case.mesh]
+    return DeviceMesh(case.device, lines, mesh_dim_names=("data", "tensor", "context"), _init_backend=False)
+
+
 def small_mesh_of(case: TrainingCase, descending: bool) -> DeviceMesh:
     """A mesh of two dimensions of some of the ranks: of as many as two numbers of at least 2 make, or one of them is 1.
     Called by all ranks, likewise."""

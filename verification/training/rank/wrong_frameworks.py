@@ -17,7 +17,7 @@ from ring.nn import ContextParallel, RingAttention
 from ring.nn.frameworks import ddp, fsdp, recompute
 from ring.nn.frameworks.mesh import averaging_mesh, replicating_mesh
 from ring.nn.frameworks.parallel_style import RingParallel, dtensor_layout
-from verification.training.rank.meshes import descending_mesh_of, reversed_mesh_of, turned_mesh_of
+from verification.training.rank.meshes import descending_mesh_of, reversed_mesh_of, turned_mesh_of, wide_mesh_of
 from verification.training.rank.other_calls import CallPlace, OtherCall, refused
 from verification.training.rank.wrong_arguments import Mistake, some
 
@@ -66,7 +66,7 @@ def _refusals(s: CallPlace) -> list[tuple[str, Callable[[], object]]]:
 
 
 def _without_names(s: CallPlace, call: Callable[..., object]) -> list[tuple[str, Callable[[], object]]]:
-    wrong = (s.mesh["data"], reversed_mesh_of(s.case))
+    wrong = (s.mesh["data"], reversed_mesh_of(s.case), wide_mesh_of(s.case))
     return [("mesh must have the dimensions", partial(call, mesh=mesh)) for mesh in wrong]
 
 
