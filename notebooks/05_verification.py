@@ -337,17 +337,22 @@ for name, group in (("the authors' list", own), ("planted from elsewhere", stran
     print(f"{name:24} {len(group):4} defects, {rate(group, SOON):.0%} found within {SOON} examples, "
           f"{rate(group):.0%} within 300")  # fmt: skip
 print(f"median {np.median(taken):.0f} examples; 90 % within {np.percentile(taken, 90):.0f}; at most {taken[-1]}")
-# Of those that more readers planted, each list before any check was changed for it.
-for name, seed, of in (("", 92, "plans, calls"), ("_more", 92, "training, others"), ("_fourth", 93, "plans, training"),
-                       ("_fifth", 94, "plans, kernels"), ("_eighth", 98, "all, new"),
-                       ("_eighth_training", 98, "training, new"), ("_ninth", 97, "attention"),
-                       ("_ninth_training", 97, "training"), ("_tenth", 131, "attention"),
-                       ("_tenth_on_gloo", 131, "its survivors"), ("_tenth_training", 131, "training"),
-                       ("_eleventh", 171, "attention"), ("_eleventh_on_gloo", 171, "its survivors"),
-                       ("_eleventh_training", 171, "training")):  # fmt: skip
-    file = f"mutants_first_sight{name}"
-    first = record(file, ("mutants",), SEARCH.format(seed, file))["mutants"]
-    print(f"at first sight ({of:16}) {len(first):3} defects, {rate(first, SOON):.0%} and {rate(first):.0%}")
+# Of those that more readers planted, each list before any check was changed for it. On gloo: survivors of the rest.
+PARTS = ("", "_on_gloo", "_training")
+LISTS = {"": ("",), "_more": ("",), "_fourth": ("",), "_fifth": ("",), "_eighth": PARTS[::2], "_ninth": PARTS[::2],
+         "_tenth": PARTS, "_eleventh": PARTS, "_twelfth": PARTS,
+         "_thirteenth": (*PARTS, "_training_by_laws")}  # fmt: skip
+for name, parts in LISTS.items():
+    files = [f"mutants_first_sight{name}{part}" for part in parts]
+    first = [outcome for file in files for outcome in record(file, ("mutants",), SEARCH.format("N", file))["mutants"]]
+    planted = {outcome["name"] for outcome in first}
+    soon, found = ({o["name"] for o in first if o["killed"] and o["examples"] <= most} for most in (SOON, 300))
+    print(f"at first sight {name[1:] or 'third':10} {len(planted):3} defects, "
+          f"{len(soon) / len(planted):.0%} and {len(found) / len(planted):.0%}")  # fmt: skip
+whole = record("mutants_attention", ("mutants",), SEARCH.format(182, "mutants_attention"))["mutants"]
+print(
+    f"all of attention, before the last two lists: {len(whole)} defects, {rate(whole, SOON):.0%} and {rate(whole):.0%}"
+)
 again = record("mutants_fourth_again", ("mutants",), SEARCH.format(94, "mutants_fourth_again"))["mutants"]
 print(f"of the fourth list, once other calls were drawn: {sum(o['killed'] for o in again)} of {len(again)} survivors")
 later = record("mutants_sixth_seventh", ("mutants",), SEARCH.format(98, "mutants_sixth_seventh"))["mutants"]

@@ -26,7 +26,7 @@ TOPICS = (
     "elsewhere_fifth_plans", "elsewhere_sixth_plans", "elsewhere_sixth_calls", "elsewhere_seventh_plans",
     "elsewhere_seventh_calls", "elsewhere_eighth_plans", "elsewhere_eighth_calls", "elsewhere_ninth_plans",
     "elsewhere_ninth_calls", "elsewhere_tenth_calls", "elsewhere_tenth_plans", "elsewhere_eleventh_plans",
-    "elsewhere_eleventh_calls",
+    "elsewhere_eleventh_calls", "elsewhere_thirteenth_plans", "elsewhere_thirteenth_calls",
 )  # fmt: skip
 
 
