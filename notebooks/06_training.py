@@ -235,7 +235,7 @@ below, above = np.log10(threshold / every.max()), np.log10(defects.min() / thres
 print(f"empty decades: {below:.1f} below the threshold, {above:.1f} above it")
 print(f"{len(seeded - known)} defects are newer than the record")
 assert len(known) > 0.8 * len(seeded), "the record is too old"
-assert len(found) > 0.8 * len(known)
+assert len(found) > 0.95 * len(known)
 assert below > 1 and above > 1, "the threshold is within the gap"
 
 # %%
