@@ -130,7 +130,7 @@ def _clip(s: CallPlace, wrong: bool, most: float) -> Tensor:
 def _clip_unlike(s: CallPlace, other: bool) -> Tensor:
     given = _parameter(s)
     assert given.grad is not None
-    given.grad *= 2.0 if other else 1.0
+    given.grad *= 2e-9 if other else 1e-9  # small: squares that differ by no more than a rounding of 1
     return clip_grad_norm([given], 1.0, s.mesh)
 
 
