@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,6 +19,7 @@ from ring.comm.host_memory import HostMemory, host_memory_of
 from ring.comm.transport import Message, OwnBuffers, Pending
 from ring.comm.waiting import done_by_event, done_by_work, timeout_of, wait_for_all
 
+T = TypeVar("T")
 _GREATEST = dist.AllreduceOptions()
 _GREATEST.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
 _facts: WeakKeyDictionary[dist.ProcessGroup, _Facts] = WeakKeyDictionary()
@@ -46,21 +47,29 @@ class _Works:
     def arrive(self) -> None:
         # NCCL may have one work for a whole batch.
         for work, message in zip(self._receives, self._messages, strict=False):
-            _wait(work, f"the message {message.label!r} from rank {message.peer} did not come")
+            _named(_not_come(message), work.wait)
         self._receives = ()
 
     def wait(self) -> None:
         received = len(self._messages) - len(self._sends)
         self.arrive()
         for work, message in zip(self._sends, self._messages[received:], strict=True):
-            _wait(work, f"rank {message.peer} did not take the message {message.label!r}")
+            _named(_not_taken(message), work.wait)
         self._sends, self._messages = (), ()
 
 
-def _wait(work: dist.Work, failed: str) -> None:
-    """Raises RuntimeError that says what failed: torch names a connection, not a rank of the group."""
+def _not_come(message: Message) -> str:
+    return f"the message {message.label!r} from rank {message.peer} did not come"
+
+
+def _not_taken(message: Message) -> str:
+    return f"rank {message.peer} did not take the message {message.label!r}"
+
+
+def _named(failed: str, act: Callable[[], T]) -> T:
+    """What `act` returns. Its RuntimeError says what failed: torch names a connection, not a rank of the group."""
     try:
-        work.wait()
+        return act()
     except RuntimeError as error:
         raise RuntimeError(f"{failed}: {error}".partition("\n")[0]) from error
 
@@ -102,11 +111,19 @@ class ProcessGroupTransport(OwnBuffers):
             operations = [dist.P2POp(dist.isend, m.tensor, group=self.group, group_peer=m.peer) for m in sends]
             operations += [dist.P2POp(dist.irecv, m.tensor, group=self.group, group_peer=m.peer) for m in receives]
             return _Works((), dist.batch_isend_irecv(operations), (*receives, *sends))
-        found = [dist.irecv(m.tensor, group=self.group, group_src=m.peer) for m in receives]
-        found += [dist.isend(m.tensor, group=self.group, group_dst=m.peer) for m in sends]
+        found = [self._receive(m) for m in receives]
+        found += [self._send(m) for m in sends]
         works = [work for work in found if work is not None]
         assert len(works) == len(sends) + len(receives)
         return _Works(works[len(receives) :], works[: len(receives)], (*receives, *sends))
+
+    def _receive(self, m: Message) -> dist.Work | None:
+        """A connection that is broken by then fails here, and not in the wait."""
+        return _named(_not_come(m), lambda: dist.irecv(m.tensor, group=self.group, group_src=m.peer))
+
+    def _send(self, m: Message) -> dist.Work | None:
+        """Likewise."""
+        return _named(_not_taken(m), lambda: dist.isend(m.tensor, group=self.group, group_dst=m.peer))
 
     def all_equal(self, payload: bytes) -> bool:
         if self.world_size == 1:

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 from ring import Layout, Pattern, ring_attention
+from ring.comm.process_group import ProcessGroupTransport
+from ring.comm.transport import Message
 from ring.comm.waiting import GRACE, SLOW
 from ring.compute import kernels
 
@@ -103,6 +105,23 @@ def one_ends_in_the_middle(exchange: str) -> list[str]:
         kernels.forward = real
     dist.barrier()
     return found
+
+
+def one_ends_after_a_message(rank: int, folder: str) -> None:
+    """A process of its own, of two. It writes what the first one hears of messages from and to the second one, whose
+    connection is broken from the second message on."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    transport = ProcessGroupTransport()
+    message = Message(1 - rank, torch.ones(2), "a message")
+    if rank == 1:
+        transport.post([message], []).wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+    transport.post([], [message]).wait()
+    posts: list[Any] = [*3 * [([], [message])], ([message], [])]
+    Path(folder, "said").write_text("\n".join(_said(lambda post=post: transport.post(*post).wait()) for post in posts))
 
 
 def one_dies(rank: int, killed: int, folder: str, agreed: bool) -> None:

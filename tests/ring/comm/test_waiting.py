@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,11 +71,25 @@ def test_a_rank_that_is_killed_in_the_middle_of_a_call_is_named(tmp_path: Path) 
     assert re.match(r"the message 'keys and values \d' from rank 1 did not come: .+$", said)
 
 
+@pytest.mark.slow
+def test_a_message_over_a_broken_connection_is_named(tmp_path: Path) -> None:
+    """The first one fails in its wait, later ones where they are posted."""
+    assert ended([(waiting_tasks.one_ends_after_a_message, (rank, str(tmp_path))) for rank in range(2)]) == [0, -9]
+    *received, sent = (tmp_path / "said").read_text().splitlines()
+    assert len(received) == 3
+    for said in received:
+        assert said.startswith("RuntimeError: the message 'a message' from rank 1 did not come: ")
+    assert sent.startswith("RuntimeError: rank 1 did not take the message 'a message': ")
+
+
 def exit_codes(folder: Path, killed: int, agreed: bool) -> list[int | None]:
+    return ended([(waiting_tasks.one_dies, (rank, killed, str(folder), agreed)) for rank in range(3)])
+
+
+def ended(tasks: Sequence[tuple[Callable[..., None], tuple[object, ...]]]) -> list[int | None]:
+    """The exit status of each, in a process of its own."""
     context = multiprocessing.get_context("spawn")
-    ranks = [
-        context.Process(target=waiting_tasks.one_dies, args=(rank, killed, str(folder), agreed)) for rank in range(3)
-    ]
+    ranks = [context.Process(target=function, args=arguments) for function, arguments in tasks]
     for process in ranks:
         process.start()
     for process in ranks:
