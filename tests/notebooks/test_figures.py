@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import figures
 import matplotlib
 import numpy as np
 import pytest
@@ -16,11 +16,6 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from scipy import stats
-
-NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
-sys.path.insert(0, str(NOTEBOOKS))
-
-import figures  # noqa: E402
 
 
 @pytest.fixture

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+import simulated_ranks
 
 from reference.exact import QUANTITIES
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "notebooks"))
-
-import simulated_ranks
 
 SHORT = replace(simulated_ranks.PLAIN, tokens=16, heads=1, kv_heads=1, head_dim=4)
 
