@@ -236,3 +236,15 @@ def test_rows_of_all_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "three.json").write_text("{")
     with pytest.raises(ValueError, match="three.json"):
         figures.recorded_rows()
+
+
+def test_rates_at_first_sight_are_of_one_search_each(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "_FIRST", {"next": ("_next", "_next_training")})
+    monkeypatch.setattr(figures, "_ONCE_MORE", {"next": "_next_on_gloo"})
+    found: dict[str, dict[str, int | None]]
+    found = {"_next": {"a": 1, "b": None}, "_next_training": {"c": 250, "d": None}, "_next_on_gloo": {"b": 7}}
+    for part, defects in found.items():
+        mutants = [{"name": name, "killed": at is not None, "examples": at or 300} for name, at in defects.items()]
+        (data / f"mutants_first_sight{part}.json").write_text(json.dumps({"mutants": mutants}))
+    assert figures.first_sights(200) == [figures.FirstSight("next", 4, 0.25, 0.5, 0.75)]
+    assert str(figures.first_sights(200)[0]).endswith("4 defects, 25% and 50%; survivors once more on gloo: 75%")

@@ -139,7 +139,7 @@ def _blind(draw: Draw, case: Case) -> Case:
 
 
 # By a number below 16: how many ranks it needs at least, and takes at most, and what is made.
-_RARE: dict[int, tuple[int, int, Callable[[Draw, Case], Case]]] = {
+RARE: dict[int, tuple[int, int, Callable[[Draw, Case], Case]]] = {
     4: (2, 4, _uneven_slots),
     5: (1, 1024, _nearly_equal_segments),
     6: (4, 8, _apart),
@@ -159,7 +159,7 @@ def rare(draw: Draw, case: Case) -> Case:
     """Now and then one of those that would hardly ever be drawn."""
     if draw(_eighths) == 7 and draw(_eighths) == 7:
         return _blind(draw, case)
-    found = _RARE.get(draw(_sixteenths))
+    found = RARE.get(draw(_sixteenths))
     if found is None:
         return case
     fewest, most, make = found

@@ -14,6 +14,7 @@ import importlib
 import multiprocessing
 import os
 import re
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,6 +45,7 @@ SOON = 200  # examples within which a defect should be found
 T = TypeVar("T")
 _OF_THE_TOOL = (CannotPlant, Unavailable)  # no verdict on a defect
 _UNBOUND = re.compile(r"\b(NameError|UnboundLocalError): ")
+_TEMPORARY = re.compile(re.escape(tempfile.gettempdir()) + r"/[\w.-]+")  # has another name each time
 
 
 @dataclass(frozen=True)
@@ -242,7 +244,7 @@ def outcome_of(defect: Defect, result: Result) -> Outcome:
             defect.name, defect.provenance, False, None, None, result.examples, result.seconds, None,
             spent=result.spent,
         )  # fmt: skip
-    said = str(found.failure).partition("\n")[0]
+    said = _TEMPORARY.sub("a temporary folder", str(found.failure).partition("\n")[0])
     if _UNBOUND.search(said):  # a test looks up global names; this one is of a local variable
         raise ToolError(f"{defect.name}: the edited code does not run: {said}")
     drawn = ON_GLOO[defect.subject].experiment

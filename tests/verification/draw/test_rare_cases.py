@@ -12,7 +12,7 @@ from verification.case import Case
 from verification.check.supported import check_supported
 from verification.draw import rare_cases
 from verification.draw.cases import cases
-from verification.draw.rare_cases import _RARE, MOST_TOKENS
+from verification.draw.rare_cases import MOST_TOKENS, RARE
 
 Make = Callable[[st.DrawFn, Case], Case]
 
@@ -25,9 +25,9 @@ def made_by(make: Make, world: int, count: int = 30) -> list[Case]:
     return draw_many(strategy(), count)
 
 
-@pytest.mark.parametrize("number", _RARE)
+@pytest.mark.parametrize("number", RARE)
 def test_each_is_supported_on_the_ranks_that_it_is_for(number: int) -> None:
-    fewest, most, make = _RARE[number]
+    fewest, most, make = RARE[number]
     for world in {fewest, min(most, fewest + 1)}:
         for case in made_by(make, world):
             if fewest <= len(case.ranks) <= most:
