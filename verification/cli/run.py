@@ -77,7 +77,7 @@ def add_parser(commands: Any, epilog: str) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--examples", type=count, metavar="N",
-        help="examples for each world size; a tenth more look for larger errors, and about a third for laws",
+        help="plain examples for each world size; about 1.5 times as many more are for laws or look for larger errors",
     )  # fmt: skip
     parser.add_argument(
         "--jobs", type=count, metavar="N",

@@ -75,8 +75,8 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--backend", choices=("nccl", "gloo"), default="nccl", help="what joins the ranks")
     found.add_argument(
         "--examples", type=count, metavar="N",
-        help=f"Cases to draw (default: {EXAMPLES['nccl']}, gloo {EXAMPLES['gloo']}); two fifths more look for larger "
-        "errors or are laws",
+        help=f"Cases to draw (default: {EXAMPLES['nccl']}, gloo {EXAMPLES['gloo']}); about 1.5 times as many "
+        "more are for laws or look for larger errors",
     )  # fmt: skip
     add_seed(found)
     found.add_argument(
