@@ -183,8 +183,9 @@ def test_a_hunt_draws_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [subject.experiment.name for subject in seen]
     laws = {law.name for law in LAWS if law.on_cpus and law.share >= 0.02}  # the rarest may be missing
     assert {EXAMPLES.name, *laws} <= set(names)
-    # By their shares 0.38 of all; more since Hypothesis begins with what is simplest: 0.46 of 7,200 that were drawn.
-    assert abs(names.count(EXAMPLES.name) - 0.46 * 600) <= 4 * (600 * 0.46 * 0.54) ** 0.5
+    # By their shares 0.25 of all; more since Hypothesis begins with what is simplest: 0.34 of 7,200 that were drawn.
+    # What a seed draws depends on which modules are loaded, whose numbers Hypothesis likes to draw.
+    assert abs(names.count(EXAMPLES.name) - 0.34 * 600) <= 4 * (600 * 0.34 * 0.66) ** 0.5
     worlds = [subject.case.world for subject in seen]
     assert set(worlds) == set(subjects.WORLDS) and worlds.count(1) < 120
 
