@@ -77,7 +77,7 @@ def add_parser(commands: Any, epilog: str) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--examples", type=count, metavar="N",
-        help="plain examples for each world size; about 1.5 times as many more are for laws or look for larger errors",
+        help="plain examples for each world size; up to about 1.5 times as many more for laws and larger errors",
     )  # fmt: skip
     parser.add_argument(
         "--jobs", type=count, metavar="N",

@@ -75,8 +75,8 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--backend", choices=("nccl", "gloo"), default="nccl", help="what joins the ranks")
     found.add_argument(
         "--examples", type=count, metavar="N",
-        help=f"Cases to draw (default: {EXAMPLES['nccl']}, gloo {EXAMPLES['gloo']}); about 1.5 times as many "
-        "more are for laws or look for larger errors",
+        help=f"Cases to draw (default: {EXAMPLES['nccl']}, gloo {EXAMPLES['gloo']}); up to about 1.5 times "
+        "as many more for laws and larger errors",
     )  # fmt: skip
     add_seed(found)
     found.add_argument(
