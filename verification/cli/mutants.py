@@ -71,7 +71,7 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
         return 0
     seed, started, outcomes, lines = seed_of(options), time.perf_counter(), [], PlainLines()
     say(console, f"seed {seed}; repeat this search with --seed {seed}")
-    failure: Exception | None = None
+    failure: ToolError | None = None
     try:
         for outcome in try_all([defect.name for defect in defects], seed, options.limit, options.jobs):
             outcomes.append(outcome)
