@@ -38,7 +38,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
-from figures import BLUE, DATA, GREEN, ORANGE, SKY, VERMILLION, binary, record, style
+from figures import BLUE, GREEN, ORANGE, SKY, VERMILLION, binary, record, seeded_defects, style
 
 from reference import Pattern
 from reference.cost import Setting, flops
@@ -201,11 +201,6 @@ plt.show()
 # %%
 RUN = "python -m verification training --seed 15 --json notebooks/data/training.json"
 training = record("training", ("deviations", "tolerance", "held", "examples"), RUN)
-SEARCH = "python -m verification mutants --limit 300 --json FILE"
-RECORDS = sorted(file.stem for file in DATA.glob("mutants*.json"))
-searched = [outcome for name in RECORDS for outcome in record(name, ("mutants",), SEARCH)["mutants"]]
-# A survivor of one record may have been found in a later one.
-outcomes = list({outcome["name"]: outcome for outcome in sorted(searched, key=lambda o: o["killed"])}.values())
 threshold = training["tolerance"]["float64"]
 numbers = {entry["property"] for entry in training["deviations"]}  # all other properties are exact
 rounding = {name: [] for name in sorted(numbers)}
@@ -220,22 +215,17 @@ assert training["held"] and every.max() < threshold
 
 # %%
 seeded = {defect.name for defect in DEFECTS if defect.subject == "training"}
-known = seeded & {outcome["name"] for outcome in outcomes}
-found = [outcome for outcome in outcomes if outcome["name"] in known and outcome["killed"]]
-by_number = [
-    outcome for outcome in found
-    if outcome["check"] in numbers and outcome["ratio"] and outcome["case"]["training"]["dtype"] == "float64"
-]  # fmt: skip
+outcomes = [outcome for outcome in seeded_defects() if outcome["name"] in seeded]
+found = [outcome for outcome in outcomes if outcome["check"] is not None]
+by_number = [o for o in found if o["check"] in numbers and o["ratio"] and o["dtype"] == "float64"]
 defects = np.array([threshold * outcome["ratio"] for outcome in by_number])
-print(f"{len(known)} recorded defects of the training step; {len(found)} of them were found within 300 examples:")
+print(f"{len(seeded)} seeded defects of the training step; {len(found)} of them were found within 300 examples:")
 print(f"  {len(defects)} by numbers in fp64, {len(found) - len(defects)} otherwise")
 for outcome in sorted(by_number, key=lambda outcome: outcome["ratio"])[:3]:
     print(f"  {threshold * outcome['ratio']:.1e}  {outcome['name']}")
 below, above = np.log10(threshold / every.max()), np.log10(defects.min() / threshold)
 print(f"empty decades: {below:.1f} below the threshold, {above:.1f} above it")
-print(f"{len(seeded - known)} defects are newer than the record")
-assert len(known) > 0.8 * len(seeded), "the record is too old"
-assert len(found) > 0.95 * len(known)
+assert len(outcomes) == len(seeded) and len(found) > 0.9 * len(seeded)
 assert below > 1 and above > 1, "the threshold is within the gap"
 
 # %%

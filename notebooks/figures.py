@@ -195,60 +195,17 @@ def record(name: str, fields: Sequence[str] = (), made_by: str = "") -> dict[str
     return found
 
 
-# --- defects that were found ------------------------------------------------------------------------------------------
-
-# Of each list that readers of `ring/` planted, the records of its search before any check was changed for it.
-_FIRST = {
-    "third": ("",), "more": ("_more",), "fourth": ("_fourth",), "fifth": ("_fifth",),
-    "eighth": ("_eighth", "_eighth_training"), "ninth": ("_ninth", "_ninth_training"),
-    "tenth": ("_tenth", "_tenth_training"), "eleventh": ("_eleventh", "_eleventh_training"),
-    "twelfth": ("_twelfth", "_twelfth_training"),
-    "thirteenth": ("_thirteenth", "_thirteenth_training", "_thirteenth_training_by_laws"),
-}  # fmt: skip
-# What that search left was searched for once more, on gloo.
-_ONCE_MORE = {name: f"_{name}_on_gloo" for name in ("tenth", "eleventh", "twelfth", "thirteenth")}
+# --- seeded defects ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class FirstSight:
-    """The parts of one list of defects that were found: within `soon` and 300 examples in one search for each, and
-    when what that left was searched for once more.
+def seeded_defects() -> list[dict[str, Any]]:
+    """The recorded search for seeded defects, `notebooks/data/seeded_defects.jsonl`: an object for each defect.
+
+    It has `name`, `check` (None for one that was not found), `examples`, `ratio`, `dtype`, `seed` and `commit`, as
+    `python -m verification mutants --jsonl FILE` writes them.
     """
-
-    name: str
-    defects: int
-    soon: float
-    found: float
-    once_more: float
-
-    def __str__(self) -> str:
-        more = f"; survivors once more on gloo: {self.once_more:.0%}" if self.name in _ONCE_MORE else ""
-        return f"at first sight {self.name:10} {self.defects:3} defects, {self.soon:.0%} and {self.found:.0%}{more}"
-
-
-def first_sights(soon: int) -> list[FirstSight]:
-    """Of every list, in the order in which they were planted. Raises as `record` does."""
-    rows = []
-    for name, parts in _FIRST.items():
-        outcomes = [outcome for part in parts for outcome in _outcomes(part)]
-        planted, found = {o["name"] for o in outcomes}, {o["name"] for o in outcomes if o["killed"]}
-        quick = {o["name"] for o in outcomes if o["killed"] and o["examples"] <= soon}
-        again = _outcomes(_ONCE_MORE[name]) if name in _ONCE_MORE else []
-        more = found | {o["name"] for o in again if o["killed"]}
-        rows.append(FirstSight(name, len(planted), *(len(part) / len(planted) for part in (quick, found, more))))
-    return rows
-
-
-def found_at_all() -> set[str]:
-    """The names of the defects that were found in any recorded search."""
-    records = [record(file.stem, ("mutants",)) for file in DATA.glob("mutants*.json")]
-    return {outcome["name"] for found in records for outcome in found["mutants"] if outcome["killed"]}
-
-
-def _outcomes(part: str) -> list[dict[str, Any]]:
-    name = f"mutants_first_sight{part}"
-    made_by = f"python -m verification mutants --limit 300 --seed N --json {name}.json NAMES"
-    return record(name, ("mutants",), made_by)["mutants"]
+    lines = (DATA / "seeded_defects.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
 
 
 # --- sums of known terms ----------------------------------------------------------------------------------------------

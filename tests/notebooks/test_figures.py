@@ -17,6 +17,8 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from scipy import stats
 
+from verification.mutants.catalogue import DEFECTS
+
 
 @pytest.fixture
 def axes() -> Axes:
@@ -238,13 +240,6 @@ def test_rows_of_all_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         figures.recorded_rows()
 
 
-def test_rates_at_first_sight_are_of_one_search_each(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(figures, "_FIRST", {"next": ("_next", "_next_training")})
-    monkeypatch.setattr(figures, "_ONCE_MORE", {"next": "_next_on_gloo"})
-    found: dict[str, dict[str, int | None]]
-    found = {"_next": {"a": 1, "b": None}, "_next_training": {"c": 250, "d": None}, "_next_on_gloo": {"b": 7}}
-    for part, defects in found.items():
-        mutants = [{"name": name, "killed": at is not None, "examples": at or 300} for name, at in defects.items()]
-        (data / f"mutants_first_sight{part}.json").write_text(json.dumps({"mutants": mutants}))
-    assert figures.first_sights(200) == [figures.FirstSight("next", 4, 0.25, 0.5, 0.75)]
-    assert str(figures.first_sights(200)[0]).endswith("4 defects, 25% and 50%; survivors once more on gloo: 75%")
+def test_the_recorded_search_is_of_the_catalogue() -> None:
+    names = [defect["name"] for defect in figures.seeded_defects()]
+    assert sorted(names) == sorted(defect.name for defect in DEFECTS)

@@ -1,19 +1,18 @@
-"""`python -m verification mutants`: which seeded defects the properties find."""
+"""`python -m verification mutants`: which seeded defects the properties and laws find."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import BrokenExecutor
-from contextlib import contextmanager
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 
 from verification.cli.arguments import add_json, add_seed, add_verbose, count, seed_of
 from verification.cli.console import say
@@ -21,16 +20,15 @@ from verification.cli.outputs import write_json
 from verification.mutants.catalogue import DEFECTS, by_name
 from verification.mutants.defect import CannotPlant, Defect, NotSane
 from verification.mutants.trials import LIMITS, PROCESSES, SOON, Outcome, totals, try_all
-from verification.report.progress import PlainLines, bars
+from verification.report.progress import PlainLines
 from verification.report.provenance import processor_run, typed_words
 from verification.run.backends import Unavailable
 from verification.search.experiment import ToolError
 from verification.wording import counted
 
 ABOUT = """\
-Plants one defect after the other into the ranks' code, and draws examples until
-a property or a law breaks. No check knows of a defect: what survives shows what
-the properties do not see."""
+Plant one defect after the other into the ranks' code, and draw examples until a
+property or a law breaks. No check knows of a defect."""
 STATUS = """\
 exit status: 0 all killed; 1 some survived; 2 the search itself could not be
 carried out."""
@@ -38,12 +36,12 @@ FEW = 20  # defects that have a row each; of more, those that the same check fou
 
 
 def add_parser(commands: Any, epilog: str = STATUS) -> None:
-    """`commands`: what `ArgumentParser.add_subparsers` returned."""
+    """commands: the result of `ArgumentParser.add_subparsers`."""
     mutants = commands.add_parser(
         "mutants", help="plant defects, and see which check finds each", description=ABOUT, epilog=STATUS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    mutants.add_argument("names", nargs="*", metavar="NAME", help="the defects to plant (default: all)")
+    mutants.add_argument("names", nargs="*", metavar="NAME", help="defects to plant (default: all)")
     mutants.add_argument("--list", action="store_true", help="print these defects and what is wrong with each, and end")
     mutants.add_argument(
         "--limit", type=count, metavar="N",
@@ -54,9 +52,12 @@ def add_parser(commands: Any, epilog: str = STATUS) -> None:
         "--jobs", type=count, default=PROCESSES, metavar="N",
         help=f"defects at a time, each on up to 4 ranks of its own (default: {PROCESSES})",
     )  # fmt: skip
+    mutants.add_argument(
+        "--jsonl", type=Path, metavar="FILE", help="append a line for each defect: name, check, examples, ..."
+    )
     add_seed(mutants)
     add_json(mutants, "the outcomes")
-    add_verbose(mutants, "each outcome when it is there, and a row for each defect at the end")
+    add_verbose(mutants, "print each outcome as it arrives and one row per defect")
 
 
 def carry_out(options: argparse.Namespace, console: Console) -> int:
@@ -68,28 +69,36 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
     if options.list:
         _list(defects, console)
         return 0
-    seed, started = seed_of(options), time.perf_counter()
+    seed, started, outcomes, lines = seed_of(options), time.perf_counter(), [], PlainLines()
     say(console, f"seed {seed}; repeat this search with --seed {seed}")
-    shown = Shown(console, len(defects), options.verbose)
+    failure: ToolError | None = None
     try:
-        with shown.bar():
-            names = [defect.name for defect in defects]
-            for outcome in try_all(names, seed, options.limit, options.jobs, say=shown.progress):
-                shown.add(outcome)
-    except ToolError as error:  # of a defect that does not run; what became of the others is worth keeping
-        write_json(options.json, to_dict(shown.outcomes, time.perf_counter() - started, seed, options.limit))
-        raise Unavailable(str(error)) from error
+        for outcome in try_all([defect.name for defect in defects], seed, options.limit, options.jobs):
+            outcomes.append(outcome)
+            if options.verbose or not outcome.killed:
+                what = f"killed by {outcome.check!r} ({outcome.kind})" if outcome.killed else "survived"
+                examples = f"{counted(outcome.examples, 'example')}, {outcome.seconds:.1f} s"
+                say(console, f"{outcome.name}: {what}, {examples}")
+            elif lines.due():
+                killed = sum(outcome.killed for outcome in outcomes)
+                say(console, f"{killed} of {len(outcomes)} killed, of {counted(len(defects), 'defect')}")
     except (ValueError, CannotPlant, NotSane, BrokenExecutor) as error:
         raise Unavailable(str(error)) from error
-    spent = time.perf_counter() - started
-    for line in summary(shown.outcomes, spent, options.verbose):
+    except ToolError as error:  # a defect does not run; the outcomes of the others are worth keeping
+        failure = error
+    record = to_dict(outcomes, time.perf_counter() - started, seed, options.limit)
+    write_json(options.json, record)
+    if options.jsonl is not None:
+        append_lines(options.jsonl, record)
+    if failure is not None:
+        raise Unavailable(str(failure)) from failure
+    for line in summary(outcomes, record["seconds"], options.verbose):
         say(console, line)
-    write_json(options.json, to_dict(shown.outcomes, spent, seed, options.limit))
-    return 0 if all(outcome.killed for outcome in shown.outcomes) else 1
+    return 0 if all(outcome.killed for outcome in outcomes) else 1
 
 
-def to_dict(outcomes: list[Outcome], seconds: float, seed: int, limit: int | None) -> dict[str, Any]:
-    """The record of a search: where, with what, by which command; what became of each defect; the totals."""
+def to_dict(outcomes: Sequence[Outcome], seconds: float, seed: int, limit: int | None) -> dict[str, Any]:
+    """The record of a search: machine, versions, command; the outcome of each defect; the totals."""
     return {
         **processor_run(f"python -m verification mutants {typed_words(sys.argv[2:])}".rstrip()),
         "mutants": [outcome.to_dict() for outcome in outcomes],
@@ -100,47 +109,24 @@ def to_dict(outcomes: list[Outcome], seconds: float, seed: int, limit: int | Non
     }
 
 
-class Shown:
-    """The outcomes so far, and what is shown of them: on a terminal a bar, elsewhere a line now and then."""
+def append_lines(file: Path, record: dict[str, Any]) -> None:
+    """Write a line for each defect.
 
-    def __init__(self, console: Console, defects: int, verbose: bool) -> None:
-        self.outcomes: list[Outcome] = []
-        self._console, self._defects, self._verbose = console, defects, verbose
-        self._lines = PlainLines()
-        self._bar: Progress | None = None
-
-    @contextmanager
-    def bar(self) -> Iterator[None]:
-        if not self._console.is_terminal:
-            yield
-            return
-        with bars(self._console) as self._bar:
-            self._bar.add_task("defects", total=self._defects)
-            yield
-        self._bar = None
-
-    def progress(self, line: str) -> None:
-        """How far the defect has come for whose outcome the others wait."""
-        if self._bar is not None:
-            self._bar.refresh()
-        elif self._lines.due():
-            killed = sum(outcome.killed for outcome in self.outcomes)
-            say(self._console, f"{killed} of {self._defects} killed; {line}" if self.outcomes else line)
-
-    def add(self, outcome: Outcome) -> None:
-        self.outcomes.append(outcome)
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], advance=1, refresh=True)
-        if self._verbose or not outcome.killed:
-            what = f"killed by {outcome.check!r} ({outcome.kind})" if outcome.killed else "survived"
-            found = f"{counted(outcome.examples, 'example')}, {outcome.seconds:.1f} s"
-            say(self._console, f"{outcome.name}: {what}, {found}")
+    It has the name, the check that found it (null: none), the examples until then, the ratio of the smallest failure's
+    error to its bound and the dtype of that example, the seed, and the commit.
+    """
+    with file.open("a") as lines:
+        for outcome in record["mutants"]:
+            case = outcome["case"] or {}
+            line = {key: outcome[key] for key in ("name", "check", "examples", "ratio")}
+            line["dtype"] = case.get("training", case.get("case", case)).get("dtype")
+            lines.write(json.dumps(line | {key: record[key] for key in ("seed", "commit")}) + "\n")
 
 
 def summary(outcomes: Sequence[Outcome], seconds: float, verbose: bool) -> list[str]:
-    """Lines of 80 columns: a table, then what survived, then the verdict."""
+    """Lines of 80 columns: a table, then the survivors, then the verdict."""
     killed = [outcome for outcome in outcomes if outcome.killed]
-    lines = _by_defect(outcomes) if verbose or len(outcomes) <= FEW else [*_by_check(killed), "", *by_worth(outcomes)]
+    lines = _by_defect(outcomes) if verbose or len(outcomes) <= FEW else _by_check(killed)
     lines += [f"survived: {o.name}: {by_name(o.name).about}" for o in outcomes if not o.killed]
     soon = totals(outcomes)["within_200"]
     verdict = f"{len(killed)} of {counted(len(outcomes), 'defect')} killed, {soon} of them within {SOON} examples"
@@ -148,7 +134,7 @@ def summary(outcomes: Sequence[Outcome], seconds: float, verbose: bool) -> list[
 
 
 def _by_defect(outcomes: Sequence[Outcome]) -> list[str]:
-    """The names of defects and of what finds them take up to two lines of 80 columns."""
+    """Two lines for each defect, since its name and that of the check fill 80 columns."""
     lines = [f"{'defect':<64}{'examples':>8}{'seconds':>8}"]
     for o in outcomes:
         lines.append(f"{o.name:<64}{o.examples:>8}{o.seconds:>8.1f}")
@@ -157,30 +143,13 @@ def _by_defect(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def _by_check(killed: Sequence[Outcome]) -> list[str]:
-    """One row for each property or law, those that found most first: how many defects, after how many examples."""
-    found: dict[str, list[int]] = {}
+    """A row for each property or law, those that found most first: number of defects, and of examples."""
+    examples: dict[str, list[int]] = {}
     for outcome in killed:
-        found.setdefault(str(outcome.check), []).append(outcome.examples)
+        examples.setdefault(str(outcome.check), []).append(outcome.examples)
     lines = [f"{'killed by':<44}{'defects':>8}{'examples: median':>18}{'most':>8}"]
-    for check, examples in sorted(found.items(), key=lambda item: -len(item[1])):
-        lines.append(f"{check:<44}{len(examples):>8}{median(examples):>18.0f}{max(examples):>8}")
-    return lines
-
-
-def by_worth(outcomes: Sequence[Outcome]) -> list[str]:
-    """One row for each experiment: what was drawn for it over all defects, the defects that it found first, and how
-    many of these a minute. Those that found most a minute first.
-    """
-    found = Counter(outcome.experiment for outcome in outcomes if outcome.killed)
-    spent: dict[str, tuple[int, float]] = {}
-    for name, (examples, seconds) in (item for outcome in outcomes for item in outcome.spent.items()):
-        before = spent.get(name, (0, 0.0))
-        spent[name] = (before[0] + examples, before[1] + seconds)
-    rate = {name: 60 * found[name] / seconds if seconds else 0.0 for name, (_, seconds) in spent.items()}
-    lines = [f"{'examples of':<44}{'examples':>9}{'seconds':>9}{'kills':>7}{'a minute':>10}"]
-    for name in sorted(spent, key=lambda name: -rate[name]):
-        examples, seconds = spent[name]
-        lines.append(f"{name:<44}{examples:>9}{seconds:>9.1f}{found[name]:>7}{rate[name]:>10.1f}")
+    for check, counts in sorted(examples.items(), key=lambda item: -len(item[1])):
+        lines.append(f"{check:<44}{len(counts):>8}{median(counts):>18.0f}{max(counts):>8}")
     return lines
 
 

@@ -1,9 +1,8 @@
-"""All seeded defects: small named changes of `ring`, of `reference/pattern.py` and of the training program of a rank
-(`verification/training/rank/`), each of which the checks must find.
+"""The catalogue of seeded defects: bugs that were seen in public code, planted here, each of which a check must find.
 
-They are data, `defects/*.toml`, so that the source text that is replaced stands there as it stands in the code. A
-defect is killed when the ordinary properties and laws find it. No check knows any of them. The catalogue follows a list
-of defect classes that were seen in public ring-attention code, by number in `Defect.listed`, and adds others.
+They are data, `defects/*.toml`, a file a topic. A defect is killed when the ordinary properties and laws find it; no
+check knows any of them. Most have a public provenance, and follow a list of defect classes that were seen in public
+ring-attention code, by number in `Defect.listed`. The few "own" ones stand for a class that nothing public covers.
 """
 
 from __future__ import annotations
@@ -17,17 +16,7 @@ from typing import Any
 from verification.mutants.defect import Defect, Edit
 
 FOLDER = Path(__file__).with_name("defects")
-TOPICS = (
-    "merge", "backward", "masks", "dilation", "diagonal", "communication", "process_groups", "numerics", "agreement",
-    "keeping", "documents", "calls", "orders", "training_batches", "training_losses", "training_gradients",
-    "training_modules", "training_compiled", "windows", "elsewhere_plans", "elsewhere_calls", "elsewhere_sizes",
-    "elsewhere_again_plans", "elsewhere_again_calls", "elsewhere_third_plans",
-    "elsewhere_third_calls", "elsewhere_third_training", "elsewhere_fourth_plans", "elsewhere_fourth_calls",
-    "elsewhere_fifth_plans", "elsewhere_sixth_plans", "elsewhere_sixth_calls", "elsewhere_seventh_plans",
-    "elsewhere_seventh_calls", "elsewhere_eighth_plans", "elsewhere_eighth_calls", "elsewhere_ninth_plans",
-    "elsewhere_ninth_calls", "elsewhere_tenth_calls", "elsewhere_tenth_plans", "elsewhere_eleventh_plans",
-    "elsewhere_eleventh_calls", "elsewhere_thirteenth_plans", "elsewhere_thirteenth_calls",
-)  # fmt: skip
+TOPICS = tuple(sorted(file.stem for file in FOLDER.glob("*.toml") if file.stem != "no_place"))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a seeded defect is: a few replacements of text in the source, a name, and where the like was seen."""
+"""Seeded defects: a few replacements of text in the source, a name, and where the like was seen."""
 
 from __future__ import annotations
 
@@ -21,11 +21,18 @@ class NotSane(Exception):
 
 @dataclass(frozen=True)
 class Edit:
-    """One replacement in a file of the project, as "ring/strided_view.py". `was` occurs there exactly once."""
+    """One replacement in a file of the project.
+
+    file        its path from the root, as "ring/strided_view.py"
+    function    the function, method or class whose text is edited, as "Accumulator.merge"; "" for the whole file
+    was         a text that occurs in it exactly once: as little as that allows, so that the code around may change
+    becomes     the text in its place
+    """
 
     file: str
     was: str
     becomes: str
+    function: str = ""
 
     @property
     def path(self) -> Path:
@@ -33,8 +40,40 @@ class Edit:
 
     @property
     def module(self) -> str:
-        """The name by which the file is imported."""
+        """Name by which the file is imported."""
         return self.file.removesuffix(".py").replace("/", ".")
+
+    def applied(self, source: str) -> str:
+        """Return the source with the replacement. Raises CannotPlant where there is no place for it, or several."""
+        lines = source.splitlines(keepends=True)
+        first, last = _lines_of(ast.parse(source), self.function) if self.function else (1, len(lines))
+        text = "".join(lines[first - 1 : last])
+        times = text.count(self.was)
+        if times != 1:
+            where = f"{self.function} of {self.file}" if self.function else self.file
+            raise CannotPlant(f"the text to replace stands {times} times, not once, in {where}: {self.was.strip()!r}")
+        return "".join(lines[: first - 1]) + text.replace(self.was, self.becomes) + "".join(lines[last:])
+
+
+def _lines_of(tree: ast.AST, name: str) -> tuple[int, int]:
+    """First and last line of a function or class, decorators included. Raises CannotPlant if there is not just one."""
+    nodes: list[ast.AST] = [tree]
+    for part in name.split("."):
+        nodes = [child for node in nodes for child in _definitions(node) if getattr(child, "name", "") == part]
+    if len(nodes) != 1:
+        raise CannotPlant(f"{name} is defined {len(nodes)} times, not once")
+    (node,) = nodes
+    assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.end_lineno is not None
+    return min(line.lineno for line in (node, *node.decorator_list)), node.end_lineno
+
+
+def _definitions(node: ast.AST) -> list[ast.AST]:
+    """Functions and classes right within a node, also under an `if` or a `with`."""
+    found: list[ast.AST] = []
+    for child in ast.iter_child_nodes(node):
+        is_definition = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        found += [child] if is_definition else _definitions(child)
+    return found
 
 
 @dataclass(frozen=True)
@@ -71,18 +110,17 @@ class Defect:
         return any(edit.file.startswith("reference/") for edit in self.edits)
 
     def sources(self) -> dict[str, str]:
-        """The edited source of every module concerned, by the module's name.
+        """Return the edited source of every module concerned, by the module's name.
 
         Raises CannotPlant where a text to replace is not there exactly once, or where the edits of a file make no
         program or the same one.
         """
         found: dict[str, str] = {}
         for edit in self.edits:
-            before = found.get(edit.module) or edit.path.read_text()
-            times = before.count(edit.was)
-            if times != 1:
-                raise CannotPlant(f"{self.name}: the text to replace stands {times} times, not once, in {edit.file}")
-            found[edit.module] = before.replace(edit.was, edit.becomes)
+            try:
+                found[edit.module] = edit.applied(found.get(edit.module) or edit.path.read_text())
+            except (CannotPlant, SyntaxError) as error:
+                raise CannotPlant(f"{self.name}: {error}") from error
         if not found:
             raise CannotPlant(f"{self.name}: there is nothing to edit")
         for edit in self.edits:

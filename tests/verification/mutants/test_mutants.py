@@ -1,149 +1,132 @@
-"""Seeded defects: the catalogue, how they are planted, and that properties find some of them end to end."""
+"""Seeded defects: the catalogue can be planted, changed code reaches its users, and the search finds what it plants."""
 
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
+from argparse import ArgumentParser
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
-from tests.support import mutant_tasks
+from reference.pattern import Pattern
 from tests.support.plain_case import plain
+from tests.support.printed import printed, recording, unbroken
 from verification.case import Case
-from verification.check.laws import LAWS
+from verification.cli import mutants as command
 from verification.failures import RankError
 from verification.mutants import subjects, trials
 from verification.mutants.catalogue import DEFECTS, NO_PLACE, by_name
 from verification.mutants.defect import CannotPlant, Defect, Edit
 from verification.mutants.plant import preparation, substitute
-from verification.report.report import Report
 from verification.run.backends import PRELOAD, SimBackend, Unavailable
 from verification.run.processes.pool import Pool
 from verification.runner import EXAMPLES
 from verification.search.experiment import Found, ToolError
-from verification.search.search import Search
 
-pytestmark = pytest.mark.ranks
-
-PROCESS_GROUPS = {"ring/comm/process_group.py", "ring/comm/host_memory.py"}
+ROOT = Path(__file__).parents[3]
 LISTED = range(1, 43)  # the project's list of defect classes seen in public ring-attention code
-
-
-@pytest.fixture
-def process() -> Iterator[Pool]:
-    """One that may be spoiled: planting cannot be undone."""
-    with Pool(1, preload=(*PRELOAD, "tests.support.mutant_tasks")) as pool:
-        yield pool
+BUDGET = "ring/budget.py"
 
 
 # --- the catalogue ----------------------------------------------------------------------------------------------------
 
 
-def test_names_are_unique_and_kebab_case() -> None:
-    names = [defect.name for defect in DEFECTS]
-    assert len(set(names)) == len(names) >= 60
-    for name in names:
-        assert name == name.lower() and not set(name) - set("abcdefghijklmnopqrstuvwxyz0123456789-"), name
-
-
-def test_every_defect_says_whence_it_is_and_what_it_does() -> None:
-    for defect in DEFECTS:
-        assert defect.provenance and defect.about.endswith(".") and defect.edits, defect.name
-        assert set(defect.listed) <= set(LISTED), defect.name
-    for entry in NO_PLACE:
-        assert entry.provenance and entry.why.rstrip(")").endswith("."), entry.name
-
-
-def test_every_class_of_the_list_has_a_defect_or_a_reason() -> None:
+def test_the_catalogue_is_short_and_each_defect_has_its_source() -> None:
+    assert len(DEFECTS) <= 200 and len({defect.name for defect in DEFECTS}) == len(DEFECTS)
+    public = [defect for defect in DEFECTS if defect.provenance != "own"]
+    assert len(public) >= 3 / 4 * len(DEFECTS)
     covered = {number for defect in DEFECTS for number in defect.listed} | {entry.listed for entry in NO_PLACE}
-    assert set(LISTED) - covered == set()
+    assert set(LISTED) <= covered
 
 
-def test_defects_of_process_groups_meet_real_ones() -> None:
-    """No simulation runs what they change; of the other defects few have a reason to take so much longer."""
-    apart = [defect for defect in DEFECTS if {edit.file for edit in defect.edits} <= PROCESS_GROUPS]
-    assert {defect.place[1] for defect in apart} == {"gloo"}
-    assert sum(defect.backend == "gloo" for defect in DEFECTS) <= len(apart) + 8
-
-
-@pytest.mark.slow
-def test_every_defect_can_be_planted_and_uses_only_names_that_are_bound(process: Pool) -> None:
-    """A name that is bound nowhere fails on its first use, which would look like a defect that was found."""
-    # The timeout is for a hang alone: beside other work on two cores it took 63 s.
-    assert process.run(mutant_tasks.faults_of_the_catalogue, timeout=280) == [[]]
-
-
-UNBOUND = {
-    "peak": "peak + torch.log(total)",
-    "torch.logg": "top + torch.logg(total)",
-    "ring.strided_view.Shelf": "top + torch.log(total)\n\n\ndef f() -> None:\n    from ring.strided_view import Shelf",
-}
-
-
-def test_names_that_are_bound_nowhere_are_found(process: Pool) -> None:
-    for name, text in UNBOUND.items():
-        (source,) = changed("ring/compute/accumulator.py", "top + torch.log(total)", text).sources().values()
-        assert process.run(mutant_tasks.unbound_names, "ring.compute.accumulator", source) == [[name]]
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
+def test_a_defect_can_be_planted(defect: Defect) -> None:
+    """The text to replace stands where the catalogue says, once, and the edited source is another program."""
+    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", defect.name) and defect.about.endswith(".")
+    assert defect.sources()
 
 
 # --- planting ---------------------------------------------------------------------------------------------------------
 
 
-def changed(file: str, was: str, becomes: str) -> Defect:
-    return Defect("a-name", "About.", (Edit(file, was, becomes),))
-
-
-def test_users_of_changed_code_see_it(process: Pool) -> None:
-    (before,) = process.run(mutant_tasks.seen_by_users)
-    edits = (
-        Edit("ring/precision.py", "else torch.float32", "else torch.bfloat16"),
-        Edit("ring/plan/plan.py", '"direct", "gather")', '"direct", "gather", "other")'),
-        Edit("ring/plan/schedule.py", "    receive_buffers: int = 2\n", "    receive_buffers: int = 3\n"),
-        Edit("ring/plan/blocks.py", "    return tuple(blocks)\n", "    return tuple(blocks * 2)\n"),
-    )
-    process.run(preparation(Defect("four-modules", "About.", edits)))
-    (after,) = process.run(mutant_tasks.seen_by_users)
-    exchanges = ("ring", "direct", "gather")
-    assert before == {
-        "function": (torch.float32, torch.float32), "constant": (exchanges, exchanges), "field": 2, "cached": 1,
-    }  # fmt: skip
-    more = (*exchanges, "other")
-    assert after == {
-        "function": (torch.bfloat16, torch.bfloat16), "constant": (more, more), "field": 3, "cached": 2,
-    }  # fmt: skip
-
-
-def test_failures_are_of_one_type_before_and_after(process: Pool) -> None:
-    process.run(substitute, {})
-    (places,) = process.run(mutant_tasks.types_of_failures)
-    assert len(set(places)) == 1
+def _defect(*edits: tuple[str, ...]) -> Defect:
+    return Defect("a-name", "About.", tuple(Edit(*edit) for edit in edits))
 
 
 @pytest.mark.parametrize(
-    ("was", "becomes", "said"),
+    "edit, message",
     [
-        ("no such text", "", "stands 0 times"),
-        ("import", "", "times, not once"),
-        ("SHARE = 0.1", "SHARE = 0.1", "says the same"),
-        ("SHARE = 0.1", "SHARE  =  0.1", "says the same"),
-        ("SHARE = 0.1", "SHARE = (", "does not compile"),
+        ((BUDGET, "no such text", ""), "stands 0 times"),
+        ((BUDGET, "import", ""), "times, not once"),
+        ((BUDGET, "SHARE = 0.1", "SHARE  =  0.1"), "says the same"),
+        ((BUDGET, "SHARE = 0.1", "SHARE = ("), "does not compile"),
+        (("ring/compute/accumulator.py", "torch", "", "no_function"), "no_function is defined 0 times"),
+        (("ring/compute/accumulator.py", "torch.maximum", "", "Accumulator.merge"), "Accumulator.merge of ring/"),
     ],
 )
-def test_an_edit_that_makes_no_other_program_is_refused(was: str, becomes: str, said: str) -> None:
-    with pytest.raises(CannotPlant, match=f"a-name: .*{said}"):
-        preparation(changed("ring/budget.py", was, becomes))
+def test_an_edit_without_its_place_is_refused(edit: tuple[str, ...], message: str) -> None:
+    with pytest.raises(CannotPlant, match=f"a-name: .*{message}"):
+        _defect(edit).sources()
 
 
+def test_edits_of_one_file_add_up_within_their_functions() -> None:
+    file = "ring/compute/accumulator.py"
+    (source,) = (
+        _defect((file, "maximum", "minimum", "merge"), (file, "torch.log(", "torch.log2(", "merge")).sources().values()
+    )
+    assert "torch.minimum(" in source and "torch.log2(" in source
+
+
+def _known_to_users() -> tuple[object, ...]:
+    from ring import agreement
+    from ring.comm import exchange
+    from ring.plan import blocks, schedule
+
+    number_of_blocks = len(blocks.blocks_of(Pattern.dense(), 8, 1, 1))
+    return (
+        exchange.accumulator_dtype(torch.float16),
+        len(agreement.EXCHANGES),
+        schedule.Sizes(1, 1, 1),
+        number_of_blocks,
+    )
+
+
+def _failure_types() -> list[int]:
+    """Identities of one exception as the worker, which is kept, and code that was imported anew know it."""
+    from verification import failures
+    from verification.run.processes import worker
+    from verification.run.simulation import simulation
+
+    return [id(module.MismatchedMessages) for module in (failures, worker, simulation)]
+
+
+@pytest.mark.ranks
+def test_users_of_changed_code_see_it() -> None:
+    changed = _defect(
+        ("ring/precision.py", "else torch.float32", "else torch.bfloat16"),
+        ("ring/plan/plan.py", '"direct", "gather")', '"direct", "gather", "other")'),
+        ("ring/plan/blocks.py", "return tuple(blocks)", "return tuple(blocks * 2)", "blocks_of"),
+    )
+    with Pool(1, preload=(*PRELOAD, "pytest", "hypothesis")) as pool:  # planting cannot be undone
+        ((dtype, exchanges, _, blocks),) = pool.run(_known_to_users)
+        assert (dtype, exchanges, blocks) == (torch.float32, 3, 1)
+        pool.run(preparation(changed))
+        ((dtype, exchanges, _, blocks),) = pool.run(_known_to_users)
+        assert (dtype, exchanges, blocks) == (torch.bfloat16, 4, 2)
+        (types,) = pool.run(_failure_types)
+        assert len(set(types)) == 1
+
+
+@pytest.mark.ranks
 def test_a_module_that_does_not_run_is_refused_by_the_rank() -> None:
-    backend = SimBackend(prepare=preparation(changed("ring/budget.py", "SHARE = 0.1", "SHARE = 1 / 0")))
+    backend = SimBackend(prepare=preparation(_defect((BUDGET, "SHARE = 0.1", "SHARE = 1 / 0"))))
     backend.start(1)
     try:
         with pytest.raises(Unavailable, match=r"a-name: the edited ring\.budget does not run: ZeroDivisionError"):
@@ -152,49 +135,19 @@ def test_a_module_that_does_not_run_is_refused_by_the_rank() -> None:
         backend.close()
 
 
-def test_a_module_that_does_not_exist_is_refused_and_changes_nothing() -> None:
-    before = set(torch.fx.node._side_effectful_functions)
-    assert any(str(operator).startswith("ring.") for operator in before), "what this process has told torch"
+def test_a_module_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ValueError, match=r"sources must be of modules of the project, got ring\.missing"):
         substitute({"ring.missing": ""})
-    assert before == torch.fx.node._side_effectful_functions
-
-
-def test_edits_of_one_file_add_up() -> None:
-    edits = (Edit("ring/budget.py", "SHARE = 0.1", "SHARE = 0.2"), Edit("ring/budget.py", "LEAST = 1024", "LEAST = 1"))
-    (source,) = Defect("both", "About.", edits).sources().values()
-    assert "SHARE = 0.2" in source and "LEAST = 1" in source
 
 
 # --- the search -------------------------------------------------------------------------------------------------------
 
 
-def test_a_hunt_draws_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[subjects.Subject] = []
-
-    def check(subject: subjects.Subject, backend: object) -> dict[str, float]:
-        seen.append(subject)
-        return {}
-
-    monkeypatch.setattr(subjects.Subject, "check", check)
-    search = Search(subjects.EVERYTHING, SimBackend(), Report(Console(quiet=True)), max(subjects.WORLDS))
-    assert search.find(600, "afresh") is None
-    assert search.examples == len(seen) == len({json.dumps(subject.record()) for subject in seen}) == 600
-    names = [subject.experiment.name for subject in seen]
-    laws = {law.name for law in LAWS if law.on_cpus and law.share >= 0.02}  # the rarest may be missing
-    assert {EXAMPLES.name, *laws} <= set(names)
-    # By their shares 0.25 of all; more since Hypothesis begins with what is simplest: 0.34 of 7,200 that were drawn.
-    # What a seed draws depends on which modules are loaded, whose numbers Hypothesis likes to draw.
-    assert abs(names.count(EXAMPLES.name) - 0.34 * 600) <= 4 * (600 * 0.34 * 0.66) ** 0.5
-    worlds = [subject.case.world for subject in seen]
-    assert set(worlds) == set(subjects.WORLDS) and worlds.count(1) < 120
-
-
+@pytest.mark.ranks
 @pytest.mark.parametrize("name", ["merge-by-plain-average", "one-landing-for-sends-and-receives"])
 def test_a_defect_is_killed_and_its_case_holds_without_it(name: str) -> None:
     outcome = trials.try_defect(name, seed=3, limit=300)
-    assert outcome.killed and outcome.examples <= 300 and outcome.check
-    assert outcome.case is not None
+    assert outcome.killed and outcome.examples <= 300 and outcome.check and outcome.case is not None
     if "law" not in outcome.case:
         backend = SimBackend()
         try:
@@ -204,87 +157,126 @@ def test_a_defect_is_killed_and_its_case_holds_without_it(name: str) -> None:
             backend.close()
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_defect_of_the_oracle_is_one_of_the_judge_too() -> None:
+    """Ranks and oracle agree then, so only a second statement of the same shows it."""
+    defect = by_name("oracle-dlse-of-rows-without-weight")
+    assert defect.in_oracle and trials.try_defect(defect.name, seed=3, limit=300).killed
+
+
 def test_a_defect_whose_own_code_does_not_run_is_no_kill() -> None:
-    subject = subjects.Subject(EXAMPLES, plain(2))
+    defect, subject = by_name("merge-by-sigmoid"), subjects.Subject(EXAMPLES, plain(2))
     for error in ("UnboundLocalError: cannot access local variable 'top'", "NameError: name 'top' is not defined"):
         found = Found(RankError(f"rank 0 raised: {error}"), subject, "sim")
         with pytest.raises(ToolError, match="merge-by-sigmoid: the edited code does not run: rank 0 raised"):
-            trials.outcome_of(by_name("merge-by-sigmoid"), trials.Result(found, 1, 0.1, {}))
+            trials.outcome_of(defect, found, 1, 0.1)
     found = Found(RankError("rank 0 raised: ValueError: shapes"), subject, "sim")
-    assert trials.outcome_of(by_name("merge-by-sigmoid"), trials.Result(found, 1, 0.1, {})).killed
+    assert trials.outcome_of(defect, found, 1, 0.1).killed
 
 
-def test_an_outcome_names_no_temporary_folder() -> None:
-    folder = Path(tempfile.gettempdir()) / "ring-checkpoint-x_1"
-    found = Found(RankError(f"rank 0 raised: no {folder}/.metadata"), subjects.Subject(EXAMPLES, plain(2)), "sim")
-    outcome = trials.outcome_of(by_name("merge-by-sigmoid"), trials.Result(found, 1, 0.1, {}))
-    assert outcome.message == "rank 0 raised: no a temporary folder/.metadata"
-
-
-# --- what ranks and oracle share --------------------------------------------------------------------------------------
-
-
-def test_what_is_wrong_in_the_oracle_is_wrong_for_the_judge() -> None:
-    """The ranks agree with it, so only what is stated a second time shows it."""
-    outcome = trials.try_defect("torchscale-offsets-by-floor", seed=3, limit=60)
-    assert outcome.killed and outcome.check == "patterns are as published"
-    assert by_name("torchscale-offsets-by-floor").in_oracle and not by_name("merge-by-sigmoid").in_oracle
-
-
-def test_without_a_defect_a_judge_that_imports_anew_finds_nothing() -> None:
-    trials._check_sane_anew(("attention", "sim"), seed=3)
-
-
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_an_oracle_that_raises_is_found_and_a_tool_that_fails_is_none(
-    wrapped: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def tried(error: Exception) -> trials.Outcome:
-        def fails(*_: object) -> trials.Outcome:
-            if wrapped:
-                raise ToolError(f"plain: {error!r}") from error
-            raise error
-
-        monkeypatch.setattr(trials, "_tried", fails)
-        return trials._tried_with_it("torchscale-offsets-by-floor", 3, 60)
-
-    outcome = tried(IndexError("row 4"))
-    assert outcome.killed and outcome.check == "the oracle runs" and "row 4" in str(outcome.message)
-    with pytest.raises(ToolError, match="the edited code does not run: .*name 'x' is not defined"):
-        tried(NameError("name 'x' is not defined"))
-    with pytest.raises(ToolError if wrapped else Unavailable, match="no memory"):
-        tried(Unavailable("no memory"))
-
-
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_a_search_that_is_ended_leaves_no_process() -> None:
-    words = [sys.executable, "-m", "verification", "mutants", "--limit", "1000000", "--jobs", "2"]
-    run = subprocess.Popen(
-        [*words, "oracle-dlse-of-rows-without-weight", "lse-in-bfloat16"], stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, start_new_session=True, cwd=Path(__file__).parents[3],
-    )  # fmt: skip
-    assert run.stdout is not None
-    while "held so far" not in (line := run.stdout.readline()):  # examples are being drawn
-        assert line, f"exit status {run.wait()}"
-    assert len(running(run.pid)) > 2
-    run.send_signal(signal.SIGTERM)
-    run.wait(timeout=60)
-    last = time.monotonic() + 30.0
-    while running(run.pid):
-        assert time.monotonic() < last, running(run.pid)
+    words = [
+        sys.executable,
+        "-m",
+        "verification",
+        "mutants",
+        "--limit",
+        "1000000",
+        "lse-in-bfloat16",
+        "no-mark-before-the-first-second",
+    ]
+    search = subprocess.Popen(
+        words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, cwd=ROOT
+    )
+    _until(lambda: len(_processes_of(search.pid)) > 4)
+    search.send_signal(signal.SIGTERM)
+    search.wait(timeout=60)
+    _until(lambda: not _processes_of(search.pid))
+
+
+def _until(condition: object) -> None:
+    assert callable(condition)
+    last = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < last
         time.sleep(0.1)
-    run.stdout.close()
 
 
-def running(session: int) -> list[str]:
-    """What `/proc` says of each process of that session that has not ended."""
-    found = []
+def _processes_of(session: int) -> list[int]:
+    """Processes of that session that have not ended."""
+    pids = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            said = stat.read_text()
+            state, _, _, its_session = stat.read_text().rpartition(")")[2].split()[:4]
         except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
             continue
-        state, _, _, its_session = said.rpartition(")")[2].split()[:4]
         if int(its_session) == session and state not in "ZX":
-            found.append(said)
-    return found
+            pids.append(int(stat.parent.name))
+    return pids
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def _carried_out(*arguments: str) -> tuple[int, str]:
+    parser, console = ArgumentParser(), recording()
+    command.add_parser(parser.add_subparsers())
+    return command.carry_out(parser.parse_args(["mutants", *arguments]), console), printed(console)
+
+
+def test_a_list_has_what_was_asked_for() -> None:
+    status, text = _carried_out(DEFECTS[0].name, "--list")
+    assert (
+        status == 0 and DEFECTS[0].about in unbroken(text) and "1 seeded defect" in text and DEFECTS[1].name not in text
+    )
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(
+        Unavailable, match="argument NAME: 'merge-by-sigmoit' is no defect.*close to it: merge-by-sigmoid"
+    ):
+        _carried_out("merge-by-sigmoit")
+
+
+@pytest.mark.parametrize("survivors", (0, 3))
+@pytest.mark.parametrize("count", (3, len(DEFECTS)))
+def test_outcomes_are_printed_and_recorded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, count: int, survivors: int
+) -> None:
+    outcomes = [
+        trials.Outcome(d.name, d.provenance, True, ("gradients", "bytes sent")[n % 2], "wrong result", n + 1, 0.5, {})
+        if n < count - survivors
+        else trials.Outcome(d.name, d.provenance, False, None, None, 8000, 99.9, None)
+        for n, d in enumerate(DEFECTS[:count])
+    ]
+
+    def try_all(*_: object) -> Iterator[trials.Outcome]:
+        yield from outcomes
+
+    monkeypatch.setattr(command, "try_all", try_all)
+    names, file, lines = [o.name for o in outcomes], tmp_path / "all.json", tmp_path / "all.jsonl"
+    status, text = _carried_out(*names, "--seed", "5", "--json", str(file), "--jsonl", str(lines))
+    assert status == (1 if survivors else 0)
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.splitlines()[-1].startswith(f"{count - survivors} of {count} defects killed, ")
+    assert all(f"survived: {o.name}: {by_name(o.name).about}" in unbroken(text) for o in outcomes if not o.killed)
+    record = json.loads(file.read_text())
+    assert (record["defects"], record["killed"], record["seed"]) == (count, count - survivors, 5)
+    assert set(record["mutants"][0]) == {
+        "name",
+        "provenance",
+        "killed",
+        "check",
+        "kind",
+        "examples",
+        "seconds",
+        "case",
+        "ratio",
+    }
+    rows = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert [(row["name"], row["check"], row["examples"]) for row in rows] == [
+        (o.name, o.check, o.examples) for o in outcomes
+    ]
