@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import gelu, layer_norm, linear, rms_norm
 
 from reference import Branch, Pattern, attention, gradients
+from tests.support.nn_ranks import TOKENS, context_of, drawn, far, grad_of, summed
 
 Weights = Mapping[str, Tensor]  # by the names of the module's parameters
 
@@ -80,3 +81,21 @@ def longnet_block(x: Tensor, w: Weights, pattern: Pattern, head_dim: int, theta:
     x = x + self_attention(normed(x, "attention_norm"), inner, pattern, head_dim, theta)
     hidden = gelu(linear(normed(x, "ffn_norm"), w["fc1.weight"], w["fc1.bias"]))
     return x + linear(normed(hidden, "ffn_inner_norm"), w["fc2.weight"], w["fc2.bias"])
+
+
+def module_error(module: nn.Module, shards: str, dense: Callable[[Tensor, Weights], Tensor]) -> float:
+    """The greatest error, on this rank of four, of a module's output, of the gradient of its input (2, n, 16), and of
+    the sum over the ranks of the gradients of its parameters. A rank without tokens has gradients of zeros."""
+    context = context_of(shards)
+    x, weight = drawn(1, 2, TOKENS, 16), drawn(2, 2, TOKENS, 16)
+    mine = context.shard(x).requires_grad_()
+    found = module(mine, context)
+    (found * context.shard(weight)).sum().backward()
+
+    x.requires_grad_()
+    weights = {name: y.detach().clone().requires_grad_() for name, y in module.named_parameters()}
+    wanted = dense(x, weights)
+    (wanted * weight).sum().backward()
+    grads = [summed(grad_of(y)) for y in module.parameters()]
+    exact = [context.shard(wanted), context.shard(grad_of(x)), *(y.grad for y in weights.values())]
+    return far([found, mine.grad, *grads], exact)

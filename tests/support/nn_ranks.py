@@ -1,20 +1,22 @@
-"""What the tests of `ring.nn` share: meshes and handles on the ranks of a pool, layouts, and what a call said."""
+"""Share between the tests of `ring.nn`: meshes and handles on four ranks, layouts, drawn numbers, what a call said."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring import Layout
 from ring.nn import ContextParallel
 
-TOKENS = 13
+TOKENS, VOCABULARY = 13, 7
+M = TypeVar("M", bound=nn.Module)
 # Tokens of each of the four ranks.
 UNEVEN = {"even": (4, 3, 3, 3), "uneven": (1, 6, 2, 4), "empty": (5, 0, 8, 0), "one": (0, 0, 13, 0)}
 # data x context over four ranks; the last two have context groups that are not contiguous.
@@ -30,6 +32,27 @@ MESHES = {
 @cache
 def mesh_of(name: str) -> DeviceMesh:
     return DeviceMesh("cpu", torch.tensor(MESHES[name]), mesh_dim_names=("data", "context"))
+
+
+# Names of what losses and gradients may be given as `over`.
+OVERS = ("default group", "2x2", "2x2 turned", "reversed", "process group", "one dimension", "three")
+
+
+def over_of(name: str) -> tuple[dist.ProcessGroup | DeviceMesh | None, list[int]]:
+    """Return what is given, and its ranks by their numbers in the world. Every rank calls it."""
+    if name == "default group":
+        return None, [0, 1, 2, 3]
+    if name == "process group":
+        group = mesh_of("2x2 apart")["context"].get_group()
+        return group, dist.get_process_group_ranks(group)
+    mesh = mesh_of("2x2")["data"] if name == "one dimension" else mesh_of(name) if name in MESHES else _other(name)
+    return mesh, mesh.mesh.flatten().tolist()
+
+
+@cache
+def _other(name: str) -> DeviceMesh:
+    """The ranks in reverse order; or three of them, in two dimensions."""
+    return DeviceMesh("cpu", torch.tensor([3, 2, 1, 0] if name == "reversed" else [[3], [0], [2]]))
 
 
 def layout_of(counts: Sequence[int], seed: int = 0) -> Layout:
@@ -54,7 +77,27 @@ def data_index(mesh: str) -> int:
 
 
 def drawn(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def whole_tokens(seed: int = 0, dtype: torch.dtype = torch.int64) -> Tensor:
+    """(2, n), below VOCABULARY."""
+    return torch.randint(VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def in_fp64(build: Callable[[], M], seed: int = 0) -> M:
+    """The same parameters on every rank, none of them 0 or 1 as norms and biases begin."""
+    module = build().double()
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for x in module.parameters():
+            x.copy_(0.4 * torch.randn(x.shape, dtype=torch.float64, generator=draw))
+    return module
+
+
+def grad_of(x: Tensor) -> Tensor:
+    assert x.grad is not None
+    return x.grad
 
 
 def far(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> float:

@@ -25,7 +25,6 @@ SIMPLEST: dict[str, Any] = {
     "scale": None,
     "clipping": None,
     "resumed": None,
-    "calls": (),
     "own_documents": None,
     "later_documents": None,
     "strided": False,
@@ -81,9 +80,6 @@ def with_less(case: C) -> Iterator[C]:
     for name, simplest in SIMPLEST.items():
         if name in known and getattr(case, name) != simplest:
             yield from _made(changed, **{name: simplest})
-    if len(getattr(case, "calls", ())) > 1:
-        for name in dict.fromkeys(changed.calls):
-            yield from _made(changed, calls=(name,))
     if getattr(case, "dtype", "float32") in HALVES:
         yield from _made(changed, dtype="float32")
     if known >= {"tokens", "cuts", "pattern"}:

@@ -9,14 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-import numpy as np
 from hypothesis import strategies as st
 
 from reference.pattern import Pattern
 from verification.draw.cases import Draw, bucket_of, cuts_of, pattern_of
 from verification.draw.drawn_documents import documents_of, ends_of
 from verification.draw.drawn_windows import windowed
-from verification.training.call_names import CALLS
 from verification.training.training_case import TrainingCase
 from verification.training.training_model import Model
 
@@ -58,10 +56,6 @@ _scales = st.sampled_from((None, None, 0.25, 1.5))
 _losses = st.sampled_from(("mean", "mean", "scaled", "given"))
 _packed_by = st.sampled_from(("batch", "handle"))
 _spoilt = st.sampled_from((None,) * 6 + ("nan", "inf"))
-# Each takes some messages, the steps take a hundred. What shuffles the names, and how many of them: each comes in more
-# than a tenth of the examples. Hypothesis makes few lists of more than five, and has some names in many of them.
-_call_counts = st.integers(0, 24)
-_shuffles = st.integers(0, 255)
 _others = st.sampled_from((False, True, True))
 _branches = st.sampled_from((1, 2, 3))
 _ratios = st.sampled_from((1, 2, 3, 4))
@@ -105,12 +99,6 @@ def _pattern(draw: Draw, model: Model, tokens: int, ranks: int) -> Pattern:
     return Pattern.longnet(lengths, [draw(_ratios) for _ in lengths], model.heads, draw(_flags), "torchscale")
 
 
-def _some_calls(draw: Draw) -> tuple[str, ...]:
-    """What a failure can do without is left out by `verification.search.leaving_out`."""
-    shuffled = np.random.default_rng([draw(_shuffles), draw(_shuffles)]).permutation(len(CALLS))
-    return tuple(CALLS[number] for number in shuffled[: draw(_call_counts)])
-
-
 @st.composite
 def training_cases(draw: Draw, world: int) -> TrainingCase:
     """TrainingCases for a world of that many ranks."""
@@ -151,7 +139,6 @@ def training_cases(draw: Draw, world: int) -> TrainingCase:
     )
     ends = ends_of(case.shards())
     case = replace(case, pattern=replace(case.pattern, documents=documents_of(draw, tokens, ends)))
-    case = replace(case, calls=_some_calls(draw))
     if steps > 1 and draw(_others):
         case = replace(case, later_documents=tuple(documents_of(draw, tokens, ends) for _ in range(steps - 1)))
     if model.kind == "longnet" or not case.always_packed or not draw(_others):

@@ -175,20 +175,6 @@ def check_spoilt(case: TrainingCase, expectation: StepExpectation, observations:
     return {}
 
 
-def check_calls(case: TrainingCase, expectation: StepExpectation, observations: StepObservations) -> Ratios:
-    """Calls beside the steps gave what they must, and wrong ones the same error on all ranks that it concerns."""
-    for rank, seen in enumerate(observations):
-        for number, call in enumerate(seen.calls):
-            what = f"calls: {call.name!r} on {_place(case, rank)}"
-            if call.wrong is not None:
-                raise WrongResult(f"{what}: {call.wrong}")
-            like = {"mesh": 0, "context": _first_like(seen, observations)}.get(call.alike, rank)
-            said = observations[like].calls[number].said
-            if call.said != said:
-                raise WrongResult(f"{what} said {call.said!r}; {_place(case, like)} said {said!r}")
-    return {}
-
-
 # --- communication ----------------------------------------------------------------------------------------------------
 
 
@@ -246,7 +232,6 @@ STEP_CHECKS: dict[str, Callable[[TrainingCase, StepExpectation, StepObservations
     "parameters": partial(check_quantity, "parameters"),
     "alike": check_alike,
     "spoilt": check_spoilt,
-    "calls": check_calls,
     "bytes": check_bytes,
     "graphs": check_graphs,
 }

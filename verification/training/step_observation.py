@@ -27,17 +27,6 @@ class PartObservation:
     graph_runs: int = 0
 
 
-@dataclass(frozen=True)
-class SeenCall:
-    """Of a call beside the steps: what was said of it, which is the same on all ranks of `alike` ("mesh", "context", ""
-    for this rank alone), and what is wrong, if anything."""
-
-    name: str
-    alike: str
-    said: str
-    wrong: str | None = None
-
-
 @dataclass(eq=False)
 class StepObservation:
     """data_rank, index: where the rank stands in the mesh of the first part.
@@ -47,7 +36,6 @@ class StepObservation:
     logits, losses, gradients, norms, parameters: as in `verification.training.dense.dense_step`; logits those of this
                     data rank alone, put together again
     not_as_clipped  the parameters whose gradients were not what a clip makes of those that are not finite
-    calls           beside the steps, in the order of the Case's
     """
 
     data_rank: int
@@ -62,7 +50,6 @@ class StepObservation:
     norms: dict[str, Array] = field(default_factory=dict)
     parameters: dict[str, Array] = field(default_factory=dict)
     not_as_clipped: list[str] = field(default_factory=list)
-    calls: list[SeenCall] = field(default_factory=list)
 
 
 StepObservations = Sequence[StepObservation]

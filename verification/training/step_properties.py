@@ -23,7 +23,6 @@ STEP_PROPERTIES = (
     Property("parameters after the last", ("parameters",)),
     Property("ranks alike, bit by bit", ("alike",)),
     Property("clipped though not finite", ("spoilt",), concerns=lambda case: case.spoilt is not None),
-    Property("calls beside the steps", ("calls",), concerns=lambda case: bool(case.calls)),
     Property("bytes of the steps", ("bytes",), concerns=lambda case: case.handle == "recorded"),
     Property("runs of compiled graphs", ("graphs",), concerns=lambda case: case.compiled != "no"),
 )

@@ -88,7 +88,6 @@ TRAINING_GROUPS: dict[str, dict[str, Has]] = {
         "bucket": lambda case: case.bucket is not None,
         "zero gradients left out": lambda case: case.drops_zeros and case.wrapper == "none",
         "gradients that are not finite": lambda case: case.spoilt is not None,
-        "calls beside the steps": lambda case: bool(case.calls),
     },
 }
 _OF_MODELS: dict[str, tuple[str, ...]] = {"kind": KINDS, "positions": POSITIONS}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from reference import fields
+from verification.training.declared import FLAG, REAL, check_fields, choice, integer, optional
 
 KINDS = ("llama", "longnet", "sdpa")
 NORMS = ("rms", "layer")
@@ -16,62 +17,42 @@ NORM_EPS = 3e-5  # nobody's default, so that one that is not passed on shows
 # nearly 0: two numbers are so more often than four. So narrower norms are drawn in fp64 alone, where rounding decides
 # for one in 1e13.
 LEAST_OF_A_NORM = 4
-_MOST_SIZE = 4096  # of anything in a model
+_SIZE = integer(1, 4096)  # of anything in a model
 
 
 @dataclass(frozen=True)
 class Model:
     """A small language model: embedding, layers, a norm, a head.
 
-    kind        "llama": norm, `ring.nn.SelfAttention`, norm, gated feed-forward; "longnet": `ring.nn.LongNetBlock`s;
-                "sdpa": plain modules whose inner attention is `ring.nn.RingAttention`
-    layers, dim, heads, kv_heads, head_dim
-    norm        "rms" or "layer"; a "longnet" has "layer"
-    tied        whether the head has the embedding's weights
-    qk_norm     whether queries and keys are normalised, head by head; "llama" alone
-    bias        whether the attention's projections have biases; those of a "longnet" have
-    subln       a norm before the last projection of attention and feed-forward; "longnet" alone
-    positions   "rotary"; "learned", a table of vectors that is added to the embedding; or "none"
-    scale       factor of the scores; None: head_dim ** -0.5. "sdpa" alone
-    bases       of rotary positions: 1, or 2, which layers take in turn; "llama" and "sdpa" alone
-
     Raises ValueError, at construction, naming the field, what was given and what is allowed.
     """
 
-    kind: str
-    layers: int
-    dim: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    norm: str
-    tied: bool
-    qk_norm: bool
-    bias: bool
-    subln: bool
-    positions: str
-    scale: float | None = None
-    bases: int = 1
+    # "llama": norm, `ring.nn.SelfAttention`, norm, gated feed-forward; "longnet": `ring.nn.LongNetBlock`s; "sdpa":
+    # plain modules whose inner attention is `ring.nn.RingAttention`.
+    kind: str = field(metadata=choice(*KINDS))
+    layers: int = field(metadata=_SIZE)
+    dim: int = field(metadata=_SIZE)
+    heads: int = field(metadata=_SIZE)
+    kv_heads: int = field(metadata=_SIZE)
+    head_dim: int = field(metadata=_SIZE)
+    norm: str = field(metadata=choice(*NORMS))  # a "longnet" has "layer"
+    tied: bool = field(metadata=FLAG)  # whether the head has the embedding's weights
+    qk_norm: bool = field(metadata=FLAG)  # whether queries and keys are normalised, head by head; "llama" alone
+    bias: bool = field(metadata=FLAG)  # of the attention's projections; those of a "longnet" have some
+    subln: bool = field(metadata=FLAG)  # a norm before the last projection of each part; "longnet" alone
+    positions: str = field(metadata=choice(*POSITIONS))  # "learned": a table of vectors, added to the embedding
+    scale: float | None = field(default=None, metadata=optional(REAL))  # None: head_dim ** -0.5; "sdpa" alone
+    bases: int = field(default=1, metadata=integer(1, 2))  # of rotary positions; layers take two in turn
 
     def __post_init__(self) -> None:
-        for name, allowed in (("kind", KINDS), ("norm", NORMS), ("positions", POSITIONS)):
-            fields.choice(name, getattr(self, name), allowed)
-        for name in ("layers", "dim", "heads", "kv_heads", "head_dim"):
-            fields.integer(name, getattr(self, name), 1, _MOST_SIZE)
-        for name in ("tied", "qk_norm", "bias", "subln"):
-            fields.flag(name, getattr(self, name))
+        check_fields(self)
         fields.grouped_heads(self.heads, self.kv_heads)
         if self.positions == "rotary" and self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; it must be even with positions 'rotary'")
-        if self.qk_norm and self.kind != "llama":
-            raise ValueError(f"qk_norm is True and kind is {self.kind!r}; qk_norm must be False then")
-        if self.subln and self.kind != "longnet":
-            raise ValueError(f"subln is True and kind is {self.kind!r}; subln must be False then")
-        if self.scale is not None:
-            object.__setattr__(self, "scale", fields.real("scale", self.scale))
-            if self.kind != "sdpa":
-                raise ValueError(f"scale is {self.scale} and kind is {self.kind!r}; scale must be None then")
-        fields.integer("bases", self.bases, 1, 2)
+        for name, kind, without in (("qk_norm", "llama", False), ("subln", "longnet", False), ("scale", "sdpa", None)):
+            given = getattr(self, name)
+            if given is not without and self.kind != kind:
+                raise ValueError(f"{name} is {given} and kind is {self.kind!r}; {name} must be {without} then")
         if self.kind == "longnet":
             self._check_longnet()
 

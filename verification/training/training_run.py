@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib.util import find_spec
 
 from verification import runner
 from verification.report.coverage import Coverage
@@ -22,13 +21,10 @@ from verification.training.training_coverage import TRAINING_GROUPS
 
 TRAINING_WORLDS = (2, 4)
 TRAINING_BACKENDS = ("gloo", "nccl")
-# Called beside steps where it is installed.
-_TRANSFORMERS = ("transformers.modeling_utils", "transformers.masking_utils") if find_spec("transformers") else ()
 # Ranks come with these: imported by the first example, they would take longer than it.
 TRAINING_PRELOAD = (
     *PRELOAD, "torch.distributed.fsdp", "torch.distributed.tensor", "verification.training.rank.rank_step",
     "torch._dynamo.backends.debugging", "torch._inductor.lowering",  # what the first compilation imports
-    *_TRANSFORMERS,
 )  # fmt: skip
 
 TRAINING_PROFILES = {

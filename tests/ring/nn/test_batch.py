@@ -6,56 +6,113 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from reference import Pattern, attention
 from ring import Layout
 from ring.nn import IGNORED, ContextParallel, gather, next_tokens, shard_batch
-from tests.support.nn_batch_tasks import (
-    a_batch_without_labels,
-    gathered,
-    gathered_in_a_second_thread,
-    sharded_and_gathered,
-    without_agreement,
-)
-from tests.support.nn_ranks import MESHES, UNEVEN, drawn, layout_of
-from verification.run.processes.pool import Pool
+from tests.support.nn_ranks import TOKENS, context_of, data_index, drawn, layout_of, mesh_of, said, whole_tokens
+from tests.support.ranks import Ranks
+from verification.run.programs import in_second_thread
 from verification.run.simulation.simulated_transport import SimulatedTransport
 from verification.run.simulation.simulation import Simulation
 
+REALS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (*REALS, torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool)
+
+
+def _sharded_and_gathered(shards: str, mesh: str, rows: int | None) -> None:
+    """rows: of the positions that are given; None: (n,)."""
+    context = context_of(shards, mesh_of(mesh)["context"])
+    tokens = whole_tokens(data_index(mesh), torch.int32)
+    given: dict[str, Any] = {
+        "tokens": tokens, "labels": next_tokens(tokens), "weights": drawn(0, 2, TOKENS, 3, 2), "mask": tokens > 3,
+        "halves": tokens.bfloat16(),
+    }  # fmt: skip
+    positions = torch.arange(TOKENS) if rows is None else torch.arange(TOKENS).int().expand(rows, TOKENS)
+    batch = shard_batch(context, **given, positions=positions)
+    assert batch.context is context and batch.positions is context.positions_on(tokens.device)
+    assert batch.labels is not None
+    mine = context.layout.positions(context.rank)
+    found = {"tokens": batch.tokens, "labels": batch.labels} | batch.others
+    assert torch.equal(batch.positions, mine) and list(found) == list(given)
+    for name, x in found.items():
+        assert torch.equal(x, given[name][:, mine]) and x.dtype == given[name].dtype, name
+        assert torch.equal(gather(context, x), given[name]), name
+    bare = shard_batch(context, tokens)
+    assert bare.labels is None and bare.others == {}
+
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("shards", UNEVEN)
-@pytest.mark.parametrize("mesh", MESHES)
-def test_shards_and_the_whole(pool: Pool, shards: str, mesh: str) -> None:
-    assert all(pool.run(sharded_and_gathered, shards, mesh))
+@pytest.mark.parametrize(
+    ("shards", "mesh", "rows"),
+    [("even", "1x4", None), ("uneven", "2x2", 1), ("empty", "2x2 apart", 2), ("one", "1x4", 2), ("one", "4x1", None)],
+)
+def test_shards_and_the_whole(ranks: Ranks, shards: str, mesh: str, rows: int | None) -> None:
+    ranks(4).run(_sharded_and_gathered, shards, mesh, rows)
+
+
+def _gathered(dim: int) -> None:
+    """Gather every dtype, from a tensor that has other strides, and one that requires gradients; also no entries."""
+    context = context_of("empty")
+    for dtype in DTYPES:
+        for size in (4, 0):
+            shape = [3, 2, size]
+            shape[dim] = TOKENS
+            whole = (5 * drawn(1, *shape)).to(dtype)
+            x = context.shard(whole.transpose(0, 1).contiguous().transpose(0, 1), dim)
+            x.requires_grad_(dtype in REALS)
+            before = x.detach().clone()
+            found = gather(context, x, dim)
+            assert torch.equal(found, whole) and found.dtype == dtype and not found.requires_grad
+            found.zero_()
+            assert torch.equal(x, before), "what was gathered has memory of its own"
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("dim", [0, 1, 2, -1])
-def test_any_tensor_is_gathered(pool: Pool, dim: int) -> None:
-    assert all(pool.run(gathered, "empty", dim))
+def test_any_tensor_is_gathered(ranks: Ranks, dim: int) -> None:
+    ranks(4).run(_gathered, dim)
+
+
+def _without_agreement() -> None:
+    """Each rank has other data, as nobody notices."""
+    checked = context_of("even")
+    context = ContextParallel(checked.layout, check=False)
+    tokens = whole_tokens(dist.get_rank())
+    batch = shard_batch(context, tokens)
+    assert torch.equal(batch.tokens, context.shard(tokens))
+    whole = torch.arange(2 * TOKENS).view(2, TOKENS)
+    assert torch.equal(gather(context, context.shard(whole)), whole)
 
 
 @pytest.mark.ranks
-def test_without_check_ranks_do_not_compare(pool: Pool) -> None:
-    assert all(pool.run(without_agreement))
+def test_without_check_ranks_do_not_compare(ranks: Ranks) -> None:
+    ranks(4).run(_without_agreement)
+
+
+def _gathered_in_a_second_thread(culprit: int) -> tuple[int, str]:
+    """Return this rank's number of the two that share a sequence, and what is said where one gathers in a thread."""
+    context = context_of("even", mesh_of("2x2")["context"])
+    mine = context.shard(drawn(0, 2, TOKENS, 3))
+    gather(context, mine)
+
+    def whole() -> torch.Tensor:
+        return gather(context, mine)
+
+    return context.rank, said(lambda: in_second_thread(whole) if context.rank == culprit else whole())
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_a_second_thread_is_refused_on_two_ranks(pool: Pool, culprit: int) -> None:
-    answers = pool.run(gathered_in_a_second_thread, culprit)
+def test_a_second_thread_is_refused_on_two_ranks(ranks: Ranks, culprit: int) -> None:
+    answers = ranks(4).run(_gathered_in_a_second_thread, culprit)
     assert answers == 2 * [(0, answers[0][1]), (1, answers[0][1])]
     assert answers[0][1].startswith(f"ValueError: rank {culprit}: calls on a group must come from one thread: got ")
 
 
 @pytest.mark.ranks
-def test_a_batch_without_labels(pool: Pool) -> None:
-    assert all(pool.run(a_batch_without_labels))
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_over_a_transport_that_does_the_worst(seed: int) -> None:
     """Batches, attention and gathering in turn, by simulated ranks; one of them has no tokens."""
     layout, pattern = layout_of((4, 0, 5)), Pattern.dense(causal=True)
@@ -77,17 +134,18 @@ def test_over_a_transport_that_does_the_worst(seed: int) -> None:
             torch.testing.assert_close(out, exact, rtol=0.0, atol=1e-13)
 
 
-def test_next_tokens() -> None:
-    tokens = torch.tensor([[5, 6, 7], [1, 2, 3]], dtype=torch.int32)
-    wanted = torch.tensor([[6, 7, IGNORED], [2, 3, IGNORED]])
-    found = next_tokens(tokens)
-    assert torch.equal(found, wanted) and found.dtype is torch.int64
-    assert torch.equal(next_tokens(tokens[:, :1]), torch.full((2, 1), IGNORED))
-    assert next_tokens(tokens[:, :0]).shape == (2, 0)
-    assert next_tokens(tokens, ignored=-1)[0, 2] == -1
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("ignored", [IGNORED, -1, 5])
+def test_next_tokens(ignored: int, dtype: torch.dtype) -> None:
+    tokens = torch.tensor([[5, 6, 7], [1, 2, 3]], dtype=dtype)
+    for n in range(4):
+        wanted = torch.cat((tokens[:, 1:n].long(), torch.full((2, min(n, 1)), ignored)), 1)
+        found = next_tokens(tokens[:, :n], ignored)
+        assert torch.equal(found, wanted) and found.dtype is torch.int64
+    assert next_tokens(tokens)[0, 2] == IGNORED
 
 
-@pytest.mark.parametrize("tokens", [torch.zeros(3, dtype=torch.int64), torch.zeros(2, 3), [[1, 2]], None])
+@pytest.mark.parametrize("tokens", [torch.zeros(3).long(), torch.zeros(2, 3), torch.zeros(2, 3).short(), [[1, 2]]])
 def test_next_tokens_of_nothing_else(tokens: Any) -> None:
     with pytest.raises(ValueError, match="tokens must be a \\(batch, tokens\\) int64 or int32 tensor, got"):
         next_tokens(tokens)

@@ -2,59 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
+from ring import Layout
 from ring.comm.transport import Absent
+from ring.nn import ContextParallel
 from ring.nn.batch_ranks import BatchRanks, _Line
-from tests.support.nn_gradient_tasks import among_some_ranks, doing_something_else, some_ranks_agree
-from verification.run.processes.pool import Pool
+from tests.support.nn_ranks import drawn, far, said
+from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
 
 MESH = [4, 1, 0, 3]  # row by row: world ranks; world rank 2 is not among them
 
 
-@pytest.fixture(scope="module")
-def five() -> Iterator[Pool]:
-    with Pool(
-        5, preload=("torch", "torch.distributed.tensor", "tests.support.nn_gradient_tasks"), timeout=60.0
-    ) as ranks:
-        yield ranks
+@cache
+def _meshes() -> tuple[DeviceMesh, DeviceMesh]:
+    """Four of five ranks: in two dimensions, not in their order, and in one."""
+    square = DeviceMesh("cpu", torch.tensor(MESH).view(2, 2), mesh_dim_names=("data", "context"))
+    return square, DeviceMesh("cpu", torch.tensor(sorted(MESH)), mesh_dim_names=("context",))
 
 
-def test_numbers_sums_and_what_is_gathered(five: Pool) -> None:
-    answers = five.run(among_some_ranks)
-    told = answers.pop(2)
-    assert isinstance(told, tuple)
-    assert str(told[0]).startswith("ValueError: over must contain the calling process; world rank 2 is not in")
-    assert str(told[1]).startswith("ValueError: group must contain the calling process; world rank 2 is not in")
-    numbers = dict(zip([0, 1, 3, 4], answers, strict=True))
-    totals = set()
-    for number, world in enumerate(MESH):
-        found = numbers[world]
-        assert isinstance(found, tuple)
-        rank, size, gathered, texts, error, total = found
-        assert (rank, size, gathered) == (number, 4, MESH)
-        assert texts == [f"rank {other}" for other in range(4)] and error < 1e-14
-        totals.add(tuple(total))
-    assert len(totals) == 1  # the same bits
+def _among_some_ranks() -> Any:
+    """Return the sum on the four, on the fifth what it is told. A handle of a mesh of the four is made as well."""
+    mesh, line = _meshes()
+    if dist.get_rank() == 2:
+        return said(lambda: BatchRanks(mesh)), said(lambda: ContextParallel(Layout.contiguous(4, 4), line))
+    ranks = BatchRanks(mesh)
+    ContextParallel(Layout.contiguous(4, 4), line)
+    x = drawn(ranks.rank, 3)
+    total = x.clone()
+    ranks.add(total)
+    assert (MESH[ranks.rank], ranks.world_size) == (dist.get_rank(), 4)
+    assert ranks.gather(torch.tensor(dist.get_rank())).tolist() == MESH
+    assert ranks.all_gather(f"rank {ranks.rank}".encode()) == [f"rank {other}".encode() for other in range(4)]
+    assert far([total], [ranks.gather(x).sum(0)]) < 1e-14
+    return total.tolist()
+
+
+def test_numbers_sums_and_what_is_gathered(ranks: Ranks) -> None:
+    totals = ranks(5).run(_among_some_ranks)
+    for told, name in zip(totals.pop(2), ("over", "group"), strict=True):
+        assert told.startswith(f"ValueError: {name} must contain the calling process; world rank 2 is not in")
+    assert totals == [totals[0]] * 4  # the same bits
+
+
+def _agreed(wrong: int | None, how: str) -> str:
+    """One rank of the mesh has an error, another signature, or does something else."""
+    mesh, _ = _meshes()
+    if dist.get_rank() == 2:
+        return "not asked"
+    ranks = BatchRanks(mesh)
+    mine = how if ranks.rank == wrong else ""
+    error = ValueError(f"labels are wrong on {ranks.rank}") if mine == "error" else None
+    doing = "cross_entropy" if mine == "call" else "count_labels"
+    answer = said(lambda: ranks.agree(doing, {"size": 2 if mine == "signature" else 1}, error))
+    ranks.agree("count_labels", {}, None)
+    return answer
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 2, 3])
-def test_the_error_of_one_is_that_of_all(five: Pool, wrong: int) -> None:
-    answers = five.run(some_ranks_agree, wrong, "error")
-    assert answers.pop(2) == "not asked"
-    assert answers == [f"ValueError: rank {wrong}: labels are wrong on {wrong}"] * 4
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("error", "rank {0}: labels are wrong on {0}"),
+        ("signature", "size must be the same on every rank: rank 0 has {1}, rank {2} {3}"),
+        ("call", "calls on a group must come in the same order on every rank: rank 0 is in "),
+    ],
+)
+def test_what_one_rank_does_otherwise_is_told_to_all(ranks: Ranks, wrong: int, how: str, told: str) -> None:
+    answers = ranks(5).run(_agreed, wrong, how)
+    assert answers.pop(2) == "not asked" and answers == [answers[0]] * 4
+    first, other, second = (2, 1, 1) if wrong == 0 else (1, wrong, 2)
+    assert answers[0].startswith(f"ValueError: {told.format(wrong, first, other, second)}")
 
 
-@pytest.mark.parametrize("wrong", [1, 2, 3])
-def test_another_signature_is_found_by_all(five: Pool, wrong: int) -> None:
-    answers = five.run(some_ranks_agree, wrong, "signature")
-    assert answers.pop(2) == "not asked"
-    assert answers == [f"ValueError: size must be the same on every rank: rank 0 has 1, rank {wrong} 2"] * 4
+def test_they_agree(ranks: Ranks) -> None:
+    assert ranks(5).run(_agreed, None, "").count("fine") == 4
 
 
 class _Alone:
@@ -77,14 +107,3 @@ def test_ranks_that_do_not_come_go_by_their_numbers_in_the_mesh(absent: tuple[in
     ranks.rank, ranks.world_size = 4, 9
     with pytest.raises(RuntimeError, match=f"{told}.* to cross_entropy: for 3 s"):
         ranks.agree("cross_entropy", {}, None)
-
-
-def test_they_agree(five: Pool) -> None:
-    assert five.run(some_ranks_agree, None, "").count("fine") == 4
-
-
-def test_ranks_that_do_something_else(five: Pool) -> None:
-    answers = five.run(doing_something_else)
-    assert answers.pop(2) == "not asked"
-    assert answers == [answers[0]] * 4
-    assert "must come in the same order on every rank: rank 0 is in count_labels, rank 1 in cross_entropy" in answers[0]

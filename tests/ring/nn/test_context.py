@@ -7,6 +7,7 @@ import dataclasses
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -52,6 +53,39 @@ def test_positions_are_made_once_for_a_device() -> None:
     assert context.positions_on(torch.device("cpu")) is first
     assert context.positions_on(torch.device("meta")).device.type == "meta"
     assert context.once("key", lambda: 1) == context.once("key", lambda: 2) == 1
+
+
+@pytest.mark.parametrize("documents", [None, (7,), (3, 0, 4), (0, 1, 6)])
+def test_a_handle_says_what_it_was_made_with(documents: tuple[int, ...] | None) -> None:
+    settings: dict[str, Any] = {"exchange": "gather", "bucket": 3, "kernel": "math", "check": False}
+    made = ContextParallel(LAYOUT, **settings, documents=(1, 6))
+    first = made.positions_on(torch.device("cpu"))
+    for context in (made.with_documents(documents), ContextParallel(LAYOUT, **settings, documents=documents)):
+        assert {name: getattr(context, name) for name in settings} == settings
+        assert context.layout is LAYOUT and (context.documents is None or tuple(context.documents) == documents)
+        assert (documents is None) == (context.documents is None) == ("documents=" not in repr(context))
+        within = torch.cat([torch.arange(length) for length in documents or (7,)])
+        assert torch.equal(context.positions, within) and torch.equal(context.positions_on(first.device), within)
+        context.positions.add_(1)  # a tensor of the caller's own
+        assert torch.equal(context.positions, within)
+    assert torch.equal(first, torch.tensor([0, 0, 1, 2, 3, 4, 5])) and made.positions_on(first.device) is first
+    assert made.with_documents(documents).transport is made.transport
+
+
+@pytest.mark.parametrize("documents", [(), (7, 1), (8, -1), (6,), (3.5, 3.5), 7])
+def test_documents_that_are_not_the_sequences_are_refused(documents: Any) -> None:
+    made = ContextParallel(LAYOUT)
+    for make in (lambda: ContextParallel(LAYOUT, documents=documents), lambda: made.with_documents(documents)):
+        with pytest.raises(ValueError, match="documents must"):
+            make()
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_a_shard_of_a_whole_tensor(dim: int) -> None:
+    whole = torch.arange(14.0).view(2, 7) if dim else torch.arange(14.0).view(7, 2)
+    assert torch.equal(ContextParallel(LAYOUT).shard(whole, dim), whole)
+    with pytest.raises(ValueError, match="7"):
+        ContextParallel(LAYOUT).shard(torch.zeros(8, 8), dim)
 
 
 def test_agree_raises_what_the_check_raises() -> None:

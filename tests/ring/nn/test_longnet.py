@@ -11,37 +11,36 @@ from reference import Pattern
 from ring import Layout
 from ring.nn import ContextParallel, LongNetBlock, longnet_pattern
 from tests.support import nn_dense
-from tests.support.nn_module_tasks import longnet_error, train_without_tokens
-from tests.support.nn_ranks import UNEVEN
-from verification.run.processes.pool import Pool
+from tests.support.nn_ranks import UNEVEN, in_fp64
+from tests.support.ranks import Ranks
 
-EXACT = 1e-12  # fp64, outputs and gradients of the order of 1 to 100
+DIM, HEADS = 16, 4
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("shards", UNEVEN)
-def test_output_and_gradients(pool: Pool, shards: str) -> None:
-    assert max(pool.run(longnet_error, shards, [4, 13], [1, 2], {})) < EXACT
+def _error(shards: str, lengths: list[int], ratios: list[int], options: dict[str, Any]) -> float:
+    who = nn_dense.torchscale_pattern(lengths, ratios, HEADS, options.get("causal", True))
+    module = in_fp64(lambda: LongNetBlock(DIM, HEADS, lengths, ratios, **options))
+    theta = options.get("rotary_theta", 10000.0)
+    return nn_dense.module_error(
+        module, shards, lambda x, w: nn_dense.longnet_block(x, w, who, DIM // HEADS, theta)
+    )  # fmt: skip
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "lengths, ratios, options",
+    ("shards", "lengths", "ratios", "options"),
     [
-        ([5], [3], {"causal": False}),
-        ([2, 4, 20], [1, 2, 4], {"kv_heads": 2, "ffn_dim": 10}),
-        ([4, 8], [1, 6], {"subln": False, "rotary_theta": None}),
+        *((shards, [4, 13], [1, 2], {}) for shards in UNEVEN),
+        ("uneven", [5], [3], {"causal": False}),
+        ("uneven", [2, 4, 20], [1, 2, 4], {"kv_heads": 2, "ffn_dim": 10}),
+        ("uneven", [4, 8], [1, 6], {"subln": False, "rotary_theta": None}),
     ],
 )
-def test_configurations(pool: Pool, lengths: list[int], ratios: list[int], options: dict[str, Any]) -> None:
-    assert max(pool.run(longnet_error, "uneven", lengths, ratios, options)) < EXACT
-
-
-@pytest.mark.ranks
-def test_a_rank_without_tokens_trains_on(pool: Pool) -> None:
-    losses = pool.run(train_without_tokens)
-    assert losses == [losses[0]] * 4
-    assert losses[0][0] > losses[0][1] > losses[0][2]
+def test_output_and_gradients(
+    ranks: Ranks, shards: str, lengths: list[int], ratios: list[int], options: dict[str, Any]
+) -> None:
+    errors = ranks(4).run(_error, shards, lengths, ratios, options)
+    assert max(errors) < 1e-12  # fp64, outputs and gradients of the order of 1 to 100
 
 
 @pytest.mark.parametrize("heads", [1, 3, 4, 8])

@@ -86,7 +86,7 @@ def test_the_inner_attention_takes_the_documents_of_the_context() -> None:
 
 
 @pytest.mark.parametrize("p", (1, 3))
-@pytest.mark.parametrize("whose", ("the batch's", "the context's"))
+@pytest.mark.parametrize("whose", ("the batch's", "the context's", "the batch's before the context's"))
 def test_batches_have_positions_and_labels_by_document(whose: str, p: int) -> None:
     tokens = torch.arange(100, 100 + 2 * N).reshape(2, N)
     within = torch.tensor([0, 1, 2, 3, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1, 2, 3, 4])
@@ -98,6 +98,8 @@ def test_batches_have_positions_and_labels_by_document(whose: str, p: int) -> No
         given: dict[str, Any] = {"documents": DOCUMENTS}
         if whose == "the context's":
             context, given = context.with_documents(DOCUMENTS), {}
+        elif "before" in whose:
+            context = context.with_documents((N,))
         batch = shard_batch(context, tokens, labels, positions=within, **given)
         assert batch.context.documents == DOCUMENTS and batch.labels is not None
         assert (batch.context is context) == (whose == "the context's")
@@ -138,17 +140,6 @@ def test_positions_of_the_whole_sequence_are_refused_beside_documents() -> None:
         shard_batch(context, torch.arange(N)[None], positions=torch.arange(N))
     with pytest.raises(ValueError, match=r"positions must be .* those within each document: at \(4,\) it is 0, got 4"):
         SelfAttention(8, 2, PATTERN)(torch.randn(1, N, 8), context, torch.arange(N))
-
-
-def test_a_handle_with_documents() -> None:
-    layout = Layout.contiguous(N, 1)
-    for make in (lambda given: ContextParallel(layout, documents=given), ContextParallel(layout).with_documents):
-        context = make(DOCUMENTS)
-        assert context.documents == DOCUMENTS and "documents=(4, 0, 1, 9, 5)" in repr(context)
-        assert context.with_documents(None).documents is None
-        with pytest.raises(ValueError, match="documents must add up to the 19 tokens"):
-            make((N, 2))
-    assert "documents" not in repr(ContextParallel(layout))
 
 
 def test_a_pattern_over_the_documents_is_one_object_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:

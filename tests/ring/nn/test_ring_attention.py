@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from reference import Pattern
+from reference import Pattern, attention, gradients
 from ring import Layout
 from ring.nn import ContextParallel, RingAttention
-from tests.support.nn_module_tasks import ring_attention_error
-from tests.support.nn_ranks import UNEVEN, drawn
-from verification.run.processes.pool import Pool
+from tests.support.nn_ranks import TOKENS, UNEVEN, context_of, drawn, far
+from tests.support.ranks import Ranks
+
+
+def _error(shards: str, kv_heads: int, within: bool) -> float:
+    """The handle is the module's (within), or that of the call; the pattern's documents give way to the handle's."""
+    documents = (4, 0, 9)
+    pattern = Pattern.longnet((4, None), (1, 2), 4, causal=True)
+    held = Pattern(pattern.branches, True, documents)
+    context = context_of(shards).with_documents(documents)
+    other = context_of(shards).with_documents((TOKENS,))
+    module = RingAttention(Pattern(pattern.branches, True, (TOKENS,)), context if within else other, "inner")
+    whole = [drawn(seed, 2, heads, TOKENS, 6) for seed, heads in enumerate((4, kv_heads, kv_heads, 4))]
+    mine = [context.shard(x, 2).requires_grad_() for x in whole[:3]]
+    given: dict[str, Any] = {} if within else {"context": context}
+    out = module(*mine, None, 0.0, True, 0.3, enable_gqa=kv_heads != 4, **given)
+    found = [out, *torch.autograd.grad(out, mine, context.shard(whole[3], 2))]
+
+    q, k, v, dout = (x.transpose(1, 2) for x in whole)
+    exact = (attention(q, k, v, held, scale=0.3)[0], *gradients(q, k, v, held, dout, scale=0.3))
+    return far(found, [context.shard(x.transpose(1, 2), 2) for x in exact])
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("shards", UNEVEN)
 @pytest.mark.parametrize("kv_heads, within", [(4, True), (2, False)])
-def test_output_and_gradients(pool: Pool, shards: str, kv_heads: int, within: bool) -> None:
-    assert max(pool.run(ring_attention_error, shards, kv_heads, within)) < 1e-12
+def test_output_and_gradients(ranks: Ranks, shards: str, kv_heads: int, within: bool) -> None:
+    assert max(ranks(4).run(_error, shards, kv_heads, within)) < 1e-12
 
 
 def context(n: int = 9) -> ContextParallel:
@@ -50,12 +67,6 @@ def test_the_argument_goes_before_the_modules_own_context() -> None:
     assert module(q, q, q, context=context(9)).shape == q.shape
     with pytest.raises(ValueError, match="query must be .* with the 5 tokens of this rank, got 9"):
         module(q, q, q)
-
-
-def test_it_has_no_parameters_and_can_be_copied() -> None:
-    module = RingAttention(Pattern.dense(causal=True), context(), name="layer 3")
-    assert list(module.state_dict()) == [] and "layer 3" in repr(module)
-    assert copy.deepcopy(module).context is module.context
 
 
 def test_a_context_is_needed() -> None:

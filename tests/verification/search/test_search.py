@@ -24,7 +24,6 @@ from tests.support.planted import (
     plant_wrong_result,
     plant_zigzag_back_to_front,
 )
-from tests.support.training_cases import small_step
 from verification import runner
 from verification.case import Case
 from verification.check import properties
@@ -199,7 +198,6 @@ def shrunk(ranks: GlooBackend, fails: Callable[[Case], bool]) -> Case:
     return case
 
 
-PACKED = Pattern.dense(documents=(3, 5))
 LEAST = plain(3, tokens=1, heads=1, kv_heads=1, head_dim=1, kernel="auto")
 
 
@@ -222,15 +220,6 @@ def test_every_case_with_less_is_another_one_that_is_nearer_to_the_least() -> No
             assert simpler != case and simpler.to_json() != case.to_json()
 
     holds()
-
-
-def test_calls_beside_a_step_are_left_out_but_the_one_that_fails() -> None:
-    case = small_step(2, calls=("a mask", "dropout", "a sparse gradient"), pattern=PACKED, own_documents=(4, 4))
-    found = least(case, lambda simpler: "dropout" in simpler.calls)
-    assert found.calls == ("dropout",) and found.own_documents is None
-    both = least(case, lambda simpler: {"dropout", "a mask"} <= set(simpler.calls))
-    assert set(both.calls) >= {"dropout", "a mask"}
-    assert least(case, lambda simpler: True).calls == ()
 
 
 def test_nothing_is_left_out_where_nobody_says_what_may_be_drawn(ranks: GlooBackend) -> None:

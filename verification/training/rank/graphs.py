@@ -57,5 +57,7 @@ def _quieten() -> None:
     """What torch says and leaves when it compiles, in every rank, and what is no fault."""
     # That a layer whose attention is kept must change nothing in place: none does.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
-    # Its progress bar, which is never shown, makes a semaphore of processes, left over where a rank is ended.
-    hub.tqdm.set_lock(threading.RLock())
+    # Its progress bar, which is never shown, makes a semaphore of processes, left over where a rank is ended. Torch has
+    # a bar of its own, without a lock, where the package tqdm is not installed.
+    if hasattr(hub.tqdm, "set_lock"):
+        hub.tqdm.set_lock(threading.RLock())

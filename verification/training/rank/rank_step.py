@@ -12,10 +12,8 @@ from ring.nn import Batch, ContextParallel, gather, next_tokens, shard_batch
 from verification.run.layouts import layout_of
 from verification.run.observation import carry
 from verification.training.material import IGNORED, global_batch, initial_parameters
-from verification.training.rank.all_calls import ALL_CALLS
 from verification.training.rank.losses import LOSSES
 from verification.training.rank.meshes import handle_of, mesh_of
-from verification.training.rank.other_calls import make_calls
 from verification.training.rank.resuming import taken_up
 from verification.training.rank.ring_model import Inner, LanguageModel, ring_inner
 from verification.training.rank.wrapping import Unwrapped, Wrap, wrapped
@@ -47,7 +45,6 @@ def train_on_rank(
     seen.parameters.update(_carried(run.parameters()))
     if case.spoilt is not None:
         seen.not_as_clipped = run.not_as_clipped(float(case.spoilt))
-    seen.calls += make_calls(case, ALL_CALLS)
     return seen
 
 
