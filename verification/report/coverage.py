@@ -12,7 +12,8 @@ Who sees whom is asked of `reference.exact`, one branch at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate, combinations, pairwise
@@ -41,9 +42,7 @@ Ints = NDArray[np.int64]
 
 
 @lru_cache(maxsize=64)
-def _pairs(
-    branch: Branch, heads: int, tokens: int, documents: tuple[int, ...] | None, causal: bool = False
-) -> Flags:
+def _pairs(branch: Branch, heads: int, tokens: int, documents: tuple[int, ...] | None, causal: bool = False) -> Flags:
     return np.asarray(multiplicity(Pattern((branch,), causal, documents), heads, tokens) > 0)
 
 
@@ -107,7 +106,6 @@ def _offsets(case: Case, branch: Branch) -> list[int]:
 
 
 def _windows(case: Case) -> set[int | None]:
-    """Windows of all branches; None for a branch without one."""
     return {branch.window for branch in case.pattern.branches}
 
 
@@ -117,11 +115,6 @@ def _windows(case: Case) -> set[int | None]:
 def _several(case: Case) -> bool:
     """More than one document has tokens."""
     return sum(length > 0 for length in _documents(case)) > 1
-
-
-def _equal_documents(case: Case) -> bool:
-    lengths = [length for length in _documents(case) if length > 1]
-    return len(set(lengths)) < len(lengths)
 
 
 def _ends_by_a_shard(case: Case) -> bool:
@@ -137,20 +130,16 @@ def _after_a_tail(case: Case, branch: Branch) -> bool:
     return any(tail > 0 and end < case.tokens for tail, end in zip(_tails(case, branch), ends, strict=True))
 
 
-def _keys_selected(case: Case) -> Flags:
-    """(Hk, n): the keys that some row sees."""
-    return np.asarray(_selected(case).any(0).reshape(case.kv_heads, -1, case.tokens).any(1))
+def _grouped(case: Case) -> Flags:
+    """(branches, Hk, H / Hk, n): a branch selects a position."""
+    return _selected(case).reshape(len(case.pattern.branches), case.kv_heads, -1, case.tokens)
 
 
 def _keys_shared(case: Case) -> bool:
     """A key is read by two query heads of its key/value head, each by a branch that leaves the other out."""
-    grouped = _selected(case).reshape(len(case.pattern.branches), case.kv_heads, -1, case.tokens)
-    serves, read = grouped.any(3), grouped.any(2)
-    for one, other in combinations(range(len(grouped)), 2):
-        apart = ~(serves[one] & serves[other]).any(1)
-        if bool((read[one] & read[other])[apart].any()):
-            return True
-    return False
+    serves, read = _grouped(case).any(3), _grouped(case).any(2)
+    pairs = combinations(range(len(read)), 2)
+    return any((read[a] & read[b])[~(serves[a] & serves[b]).any(1)].any() for a, b in pairs)
 
 
 def _phases(case: Case, branch: Branch) -> int:
@@ -162,11 +151,11 @@ def _phases(case: Case, branch: Branch) -> int:
 
 def _hides(case: Case, branch: Branch) -> bool:
     """Some row sees less than it would without the window."""
-    return bool((_seen(case, branch) != _seen(case, replace(branch, window=None))).any())
+    return not np.array_equal(_seen(case, branch), _seen(case, replace(branch, window=None)))
 
 
 def _any_window(has: Callable[[Case, Branch, int], bool]) -> Has:
-    """Some branch has a window that hides something, and `has` holds of the branch and the window."""
+    """`has` holds of a branch whose window hides something, and of the window."""
     return _any(lambda case, b: b.window is not None and _hides(case, b) and has(case, b, b.window))
 
 
@@ -175,10 +164,6 @@ def _cut(case: Case, branch: Branch, window: int, inner: Ints, outer: Ints | int
     they are parts of."""
     row = _seen(case, branch).diagonal(axis1=1, axis2=2).any(0)
     return bool((row & (inner > outer) & (np.arange(case.tokens) - window < inner)).any())
-
-
-def _cut_by_a_segment(case: Case, branch: Branch, window: int) -> bool:
-    return _cut(case, branch, window, _begins(case, branch.segment_length), _begins(case, None))
 
 
 def _rows_cut(case: Case, branch: Branch) -> bool:
@@ -230,9 +215,7 @@ GROUPS: dict[str, dict[str, Has]] = {
         "segment on several ranks": _any(lambda case, b: _most_ranks(case, Branch(b.segment_length)) > 1),
         "w > n": _any(lambda case, b: _length(case, b) > case.tokens),
         "short tail": _any(lambda case, b: any(_tails(case, b))),
-        "offset past a short tail": _any(
-            lambda case, b: any(0 < tail <= max(_offsets(case, b)) for tail in _tails(case, b))
-        ),
+        "offset past a short tail": _any(lambda case, b: any(0 < x <= max(_offsets(case, b)) for x in _tails(case, b))),
         "dilation": _any(lambda case, b: b.dilation_rate > 1),
         "r > w": _any(lambda case, b: b.dilation_rate > _length(case, b)),
         "r does not divide w": _any(lambda case, b: bool(_length(case, b) % b.dilation_rate)),
@@ -244,11 +227,10 @@ GROUPS: dict[str, dict[str, Has]] = {
         "several branches on a row": lambda case: bool((_selected(case).sum(0) > 1).any()),
         "branch for some heads only": _any(lambda case, b: len(_offsets(case, b)) < case.heads),
         "head without branch": lambda case: any(
-            set(offsets) == {None}
-            for offsets in zip(*(b.offsets(case.heads) for b in case.pattern.branches), strict=True)
+            all(b.offsets(case.heads)[head] is None for b in case.pattern.branches) for head in range(case.heads)
         ),
         "dead row": lambda case: not _selected(case).any(0).all(),
-        "dead key": lambda case: not _keys_selected(case).all(),
+        "dead key": lambda case: not _grouped(case).any((0, 2)).all(),
         "nothing but dead rows": lambda case: not _selected(case).any(),
     },
     "documents": {
@@ -257,7 +239,7 @@ GROUPS: dict[str, dict[str, Has]] = {
         "several documents": _several,
         "empty document": lambda case: 0 in _documents(case),
         "document of one token": lambda case: _several(case) and 1 in _documents(case),
-        "equal documents": _equal_documents,
+        "equal documents": lambda case: max(Counter(x for x in _documents(case) if x > 1).values(), default=0) > 1,
         "document on several ranks": lambda case: _several(case) and _most_ranks(case, Branch()) > 1,
         "document on three ranks": lambda case: _several(case) and _most_ranks(case, Branch()) > 2,
         "document that ends by a shard's end": _ends_by_a_shard,
@@ -271,7 +253,9 @@ GROUPS: dict[str, dict[str, Has]] = {
         "window that is not causal": _any_window(lambda case, b, w: not case.pattern.causal),
         "window with dilation": _any_window(lambda case, b, w: b.dilation_rate > 1),
         "window that ends between steps": _any_window(lambda case, b, w: w % b.dilation_rate > 0),
-        "window cut by a segment": _any_window(_cut_by_a_segment),
+        "window cut by a segment": _any_window(
+            lambda case, b, w: _cut(case, b, w, _begins(case, b.segment_length), _begins(case, None))
+        ),
         "window cut by a document": _any_window(lambda case, b, w: _cut(case, b, w, _begins(case, None), 0)),
         "window over a shard's end": _any_window(lambda case, b, w: _most_ranks(case, b) > 1),
         "window on three ranks": _any_window(lambda case, b, w: _most_ranks(case, b) > 2),
@@ -308,22 +292,17 @@ GROUPS: dict[str, dict[str, Has]] = {
     },
 }
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "order": ORDERS,
-    "exchange": EXCHANGES,
-    "kernel": tuple(kernel for kernel in KERNELS if kernel != "cudnn"),  # which is for GPUs alone
-    "dtype": tuple(DTYPES),
-    "values": VALUES,
-    "lse": LSE,
-    "again": AGAIN,
-}
+    "order": ORDERS, "exchange": EXCHANGES, "kernel": tuple(kernel for kernel in KERNELS if kernel != "cudnn"),
+    "dtype": tuple(DTYPES), "values": VALUES, "lse": LSE, "again": AGAIN,
+}  # fmt: skip
 
 
-def chosen(name: str, choices: Iterable[str]) -> dict[str, Has]:
-    """A feature for each value that the field of that name may have."""
-    return {f"{name} {choice}": lambda case, choice=choice: getattr(case, name) == choice for choice in choices}
+def _chosen(name: str, choice: str) -> Has:
+    return lambda case: getattr(case, name) == choice
 
 
-GROUPS |= {name: chosen(name, choices) for name, choices in _CHOICES.items()}
+# The kernel "cudnn" is for GPUs alone.
+GROUPS |= {name: {f"{name} {x}": _chosen(name, x) for x in choices} for name, choices in _CHOICES.items()}
 FEATURES: dict[str, Has] = {name: has for features in GROUPS.values() for name, has in features.items()}
 
 
