@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-import verification.faults.saved_fault
+import verification.faults.fault_run
 import verification.peers.saved
 import verification.peers.training.saved_step_peer
 import verification.training.saved_training  # noqa: F401 - likewise, those of training steps
