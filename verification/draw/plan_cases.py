@@ -10,8 +10,7 @@ from reference.pattern import Branch, Pattern
 from verification.case import ORDERS, Case
 from verification.draw.cases import HEADS, Draw, cuts_of, pattern_of
 from verification.draw.decoding import digits, head_range
-from verification.draw.drawn_documents import packed
-from verification.draw.drawn_windows import windowed
+from verification.draw.documents import packed, windowed
 from verification.draw.rare_cases import MOST_TOKENS
 
 MOST_SHORT = 48  # tokens of a plan that is followed pair by pair

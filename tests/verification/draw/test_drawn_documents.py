@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from reference.pattern import Pattern
 from verification.case import Case
-from verification.draw.drawn_documents import MOST_FUSED, Documents, documents_of, ends_of, fused_documents
+from verification.draw.documents import MOST_FUSED, Documents, documents_of, ends_of, fused_documents
 
 QUIET = settings(max_examples=400, database=None, deadline=None, suppress_health_check=(HealthCheck.too_slow,))
 SHRINKING = settings(QUIET, phases=(Phase.generate, Phase.shrink), max_examples=3000)

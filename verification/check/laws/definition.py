@@ -25,7 +25,7 @@ from verification.case import Case
 from verification.check.laws import oracle_again
 from verification.check.laws.law import How, Law
 from verification.check.laws.refusals import not_refused
-from verification.draw.drawn_documents import documents_of
+from verification.draw.documents import documents_of
 from verification.failures import WrongResult
 from verification.run.backends import Backend
 
