@@ -15,16 +15,15 @@ from reference.pattern import Branch, Pattern
 
 WAYS = ("one", "all", "local")
 _ways = st.sampled_from((*(None,) * 5, *WAYS))
-_often = st.sampled_from((*(None,) * 3, *WAYS))
 _numbers = st.integers(0, 2**24 - 1)  # of more bits Hypothesis mostly draws small ones
 _KINDS = 4
 _BEYOND = 4  # tokens, of a window that is longer than everything
 
 
-def windowed(draw: st.DrawFn, pattern: Pattern, tokens: int, ranks: int, often: bool = False) -> Pattern:
+def windowed(draw: st.DrawFn, pattern: Pattern, tokens: int, ranks: int) -> Pattern:
     """The pattern, mostly as it is; else one of its branches has a window, or all have, or there is a local branch
-    beside them, as models have it. ranks: those that share the tokens. often: every other time."""
-    way = draw(_often if often else _ways)
+    beside them, as models have it. ranks: those that share the tokens."""
+    way = draw(_ways)
     if way is None:
         return pattern
     number, shard = draw(_numbers), -(-tokens // ranks)
