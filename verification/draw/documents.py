@@ -32,7 +32,6 @@ MOST_FUSED = 128  # tokens of a Case for them
 _FUSED = (*(None,) * 6, (16,), (32,), (16, 32), (24,), (48, 16, 16), (17, 0), (40, 1), (16,), (16,), (32,))
 _fused = st.sampled_from(_FUSED)
 _window_ways = st.sampled_from((*(None,) * 5, "one", "all", "local"))
-_often_windows = st.sampled_from((*(None,) * 3, "one", "all", "local"))
 _WINDOW_KINDS = 4
 _BEYOND = 4  # tokens, of a window that is longer than everything
 
@@ -126,10 +125,10 @@ def _with_empty(lengths: tuple[int, ...], where: int) -> tuple[int, ...]:
 # Most are short: one that is longer than what it could hide shows nothing.
 
 
-def windowed(draw: st.DrawFn, pattern: Pattern, tokens: int, ranks: int, often: bool = False) -> Pattern:
+def windowed(draw: st.DrawFn, pattern: Pattern, tokens: int, ranks: int) -> Pattern:
     """The pattern, mostly as it is; else one of its branches has a window, or all have, or there is a local branch
-    beside them, as models have it. ranks: those that share the tokens. often: every other time."""
-    way = draw(_often_windows if often else _window_ways)
+    beside them, as models have it. ranks: those that share the tokens."""
+    way = draw(_window_ways)
     if way is None:
         return pattern
     number, shard = draw(_numbers), -(-tokens // ranks)

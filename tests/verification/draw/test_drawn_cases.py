@@ -15,11 +15,9 @@ from reference.pattern import Branch
 from tests.support.drawing import QUIET, draw_many
 from verification.case import AGAIN, EXCHANGES, ORDERS, Case
 from verification.check.laws import LAWS, Law
-from verification.check.laws.call_limits import MORE
 from verification.check.laws.definition import MADE, RULES
 from verification.check.laws.isolation import CHANGES, neighbour
 from verification.check.laws.orders import MISTAKES as DEVIATIONS
-from verification.check.laws.sizes import RATES
 from verification.draw.cases import cases
 from verification.draw.decoding import digits, head_range, permutation
 from verification.report.coverage import FEATURES, count
@@ -120,35 +118,9 @@ LAW_FEATURES: dict[str, dict[str, int]] = {
         "several documents": 60,
     },
     "a broken-off call closes its group": {"exchange gather": 3, "exchange direct": 3, "lse alone": 3},
-    "plans compute the pattern": {
-        "uneven cuts": 20,
-        "GQA": 30,
-        "offsets by head": 60,
-        "causal": 60,
-        "several documents": 60,
-    },
-    "plans of long sequences": {
-        "several documents": 60,
-        "dilation": 20,
-        "causal": 6,
-        "uneven cuts": 2,
-        "segment on several ranks": 20,
-        "GQA": 5,
-        "exchange ring": 10,
-    },
-    "kernel calls keep to the bucket": {
-        "equal documents": 30,
-        "segment on several ranks": 30,
-        "exchange gather": 20,
-        "uneven cuts": 5,
-        "order striped": 10,
-        "GQA": 5,
-    },
     "made layouts are as defined": {"several documents": 60, "causal": 20, "offsets by head": 5},
-    "compiled calls are calls": {"several documents": 60, "causal": 20, "GQA": 5, "lse differentiated": 5},
     "streams do not matter": {"exchange gather": 3, "several documents": 60, "causal": 20},
     "what is kept is bounded": {"several documents": 60, "causal": 20},
-    "defaults are as documented": {"uneven cuts": 90, "MQA": 20, "dtype float16": 5, "exchange direct": 10},
 }
 # Of what a law draws beside the Case, by its name, values that must all be there.
 LAW_CHOICES: dict[str, dict[str, set[Any]]] = {
@@ -158,8 +130,6 @@ LAW_CHOICES: dict[str, dict[str, set[Any]]] = {
     "wrong calls refused everywhere": {"compiled": {True, False}},
     "patterns are as published": {"made": set(MADE), "offsets": set(RULES)},
     "a broken-off call closes its group": {"check": {True, False}},
-    "plans of long sequences": {"rate": set(RATES)},
-    "kernel calls keep to the bucket": {"own": set(MORE)},
     "made layouts are as defined": {"ranks": {1, 2, 3, 4}},
 }
 

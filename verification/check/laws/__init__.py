@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from verification.check.laws.broken_off import BROKEN_OFF_CLOSES
-from verification.check.laws.call_limits import CALLS_KEEP_TO_THE_BUCKET
-from verification.check.laws.compiled_calls import COMPILED_CALLS_ARE_CALLS
-from verification.check.laws.default_arguments import DEFAULTS_ARE_AS_DOCUMENTED
 from verification.check.laws.definition import PATTERNS_ARE_AS_PUBLISHED
 from verification.check.laws.equal_values import EQUAL_VALUES_COME_OUT
 from verification.check.laws.group_ends import A_GROUP_THAT_ENDS_IS_LET_GO
@@ -20,9 +17,7 @@ from verification.check.laws.no_weight import NO_SCORE_NO_WEIGHT
 from verification.check.laws.non_finite import NON_FINITE_PROPAGATES
 from verification.check.laws.order import BATCHES_AND_HEADS_PERMUTE
 from verification.check.laws.orders import CALLS_ARE_NOT_CONFUSED
-from verification.check.laws.plans import PLANS_COMPUTE_THE_PATTERN
 from verification.check.laws.ranks import SAME_ANYWHERE
-from verification.check.laws.sizes import LONG_PLANS
 from verification.check.laws.streams import STREAMS_DO_NOT_MATTER
 from verification.check.laws.values import PATTERNS_AND_LAYOUTS_ARE_VALUES
 from verification.check.laws.what_is_kept import WHAT_IS_KEPT_IS_BOUNDED
@@ -48,10 +43,5 @@ LAWS = (
     PATTERNS_ARE_AS_PUBLISHED,
     PATTERNS_AND_LAYOUTS_ARE_VALUES,
     LAYOUTS_ARE_AS_DEFINED,
-    PLANS_COMPUTE_THE_PATTERN,
-    LONG_PLANS,
-    CALLS_KEEP_TO_THE_BUCKET,
-    DEFAULTS_ARE_AS_DOCUMENTED,
-    COMPILED_CALLS_ARE_CALLS,
     STREAMS_DO_NOT_MATTER,
 )
