@@ -16,7 +16,6 @@ from tests.support.drawing import QUIET, draw_many
 from verification.case import AGAIN, EXCHANGES, ORDERS, Case
 from verification.check.laws import LAWS, Law
 from verification.check.laws.call_limits import MORE
-from verification.check.laws.definition import MADE, RULES
 from verification.check.laws.isolation import CHANGES, neighbour
 from verification.check.laws.orders import MISTAKES as DEVIATIONS
 from verification.check.laws.sizes import RATES
@@ -112,13 +111,6 @@ LAW_FEATURES: dict[str, dict[str, int]] = {
         "order permuted": 3,
     },
     "error does not grow with ranks": {"dtype bfloat16": 300, "query rows cut": 90, "order striped": 30},
-    "patterns are as published": {"causal": 20, "several documents": 60},
-    "patterns and layouts are values": {
-        "branch for some heads only": 5,
-        "offsets by head": 5,
-        "segments": 20,
-        "several documents": 60,
-    },
     "a broken-off call closes its group": {"exchange gather": 3, "exchange direct": 3, "lse alone": 3},
     "plans compute the pattern": {
         "uneven cuts": 20,
@@ -144,10 +136,8 @@ LAW_FEATURES: dict[str, dict[str, int]] = {
         "order striped": 10,
         "GQA": 5,
     },
-    "made layouts are as defined": {"several documents": 60, "causal": 20, "offsets by head": 5},
     "compiled calls are calls": {"several documents": 60, "causal": 20, "GQA": 5, "lse differentiated": 5},
     "streams do not matter": {"exchange gather": 3, "several documents": 60, "causal": 20},
-    "what is kept is bounded": {"several documents": 60, "causal": 20},
     "defaults are as documented": {"uneven cuts": 90, "MQA": 20, "dtype float16": 5, "exchange direct": 10},
 }
 # Of what a law draws beside the Case, by its name, values that must all be there.
@@ -156,11 +146,9 @@ LAW_CHOICES: dict[str, dict[str, set[Any]]] = {
     "NaN and inf propagate": {"tensor": {"q", "k", "v"}, "infinite": {True, False}},
     "equal values come out": {"keys_too": {True, False}},
     "wrong calls refused everywhere": {"compiled": {True, False}},
-    "patterns are as published": {"made": set(MADE), "offsets": set(RULES)},
     "a broken-off call closes its group": {"check": {True, False}},
     "plans of long sequences": {"rate": set(RATES)},
     "kernel calls keep to the bucket": {"own": set(MORE)},
-    "made layouts are as defined": {"ranks": {1, 2, 3, 4}},
 }
 
 
