@@ -137,7 +137,7 @@ def _grouped(case: Case) -> Flags:
 
 def _keys_shared(case: Case) -> bool:
     """A key is read by two query heads of its key/value head, each by a branch that leaves the other out."""
-    serves, read = _grouped(case).any(3), _grouped(case).any(2)
+    serves, read = np.asarray(_grouped(case).any(3)), np.asarray(_grouped(case).any(2))
     pairs = combinations(range(len(read)), 2)
     return any((read[a] & read[b])[~(serves[a] & serves[b]).any(1)].any() for a, b in pairs)
 

@@ -226,9 +226,9 @@ def test_an_outcome_names_no_temporary_folder() -> None:
 
 def test_what_is_wrong_in_the_oracle_is_wrong_for_the_judge() -> None:
     """The ranks agree with it, so only what is stated a second time shows it."""
-    outcome = trials.try_defect("torchscale-offsets-by-floor", seed=3, limit=60)
-    assert outcome.killed and outcome.check == "patterns are as published"
-    assert by_name("torchscale-offsets-by-floor").in_oracle and not by_name("merge-by-sigmoid").in_oracle
+    outcome = trials.try_defect("documents-begin-where-the-one-before-ends", seed=3, limit=60)
+    assert outcome.killed and outcome.check == "oracle and its twin agree"
+    assert by_name("documents-begin-where-the-one-before-ends").in_oracle and not by_name("merge-by-sigmoid").in_oracle
 
 
 def test_without_a_defect_a_judge_that_imports_anew_finds_nothing() -> None:
@@ -246,7 +246,7 @@ def test_an_oracle_that_raises_is_found_and_a_tool_that_fails_is_none(
             raise error
 
         monkeypatch.setattr(trials, "_tried", fails)
-        return trials._tried_with_it("torchscale-offsets-by-floor", 3, 60)
+        return trials._tried_with_it("documents-begin-where-the-one-before-ends", 3, 60)
 
     outcome = tried(IndexError("row 4"))
     assert outcome.killed and outcome.check == "the oracle runs" and "row 4" in str(outcome.message)
