@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from reference import fields
 from verification.failures import VerificationFailure
 
 
@@ -45,18 +44,6 @@ class CounterExample:
     def can_be_simulated(self) -> bool:
         """Peers and training steps need the process groups of torch.distributed."""
         return not {"peer", "training", "step_peer"} & set(self.record)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> CounterExample:
-        """What `to_dict` made. Raises KeyError, TypeError, ValueError for what it did not."""
-        command = tuple(shlex.split(fields.text("replay", data["replay"])))
-        if not command:
-            raise ValueError("replay is ''; it must be the line that replays the failure")
-        kind, broken, message, backend = (
-            fields.text(name, data[name]) for name in ("kind", "property", "message", "backend")
-        )
-        world, record = fields.integer("world", data["world"], 1), dict(data["case"])
-        return cls(kind, broken, world, record, Path(command[-1]), message, backend, command)
 
     def to_dict(self) -> dict[str, Any]:
         return {

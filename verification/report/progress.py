@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from types import TracebackType
-from typing import Protocol
 
 import rich.progress
 from rich.console import Console
@@ -44,29 +43,6 @@ class PlainLines:
         return True
 
 
-class RunPart(Protocol):
-    """Of a run, with a number of examples."""
-
-    def advance(self, worst: float) -> None:
-        """One more example; the worst error / bound so far."""
-
-    def end(self) -> None:
-        """The part is over."""
-
-
-class ShownProgress(Protocol):
-    """Of a run that consists of parts. Use as a context manager around them."""
-
-    def __enter__(self) -> object: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def begin(self, title: str, goal: int) -> RunPart:
-        """A part of so many examples."""
-
-
 class RunProgress:
     """What is shown on a console. Several parts may be under way at a time."""
 
@@ -88,11 +64,11 @@ class RunProgress:
             self.bars = None
 
     def begin(self, title: str, goal: int) -> RunPart:
-        return _ShownPart(self, title, goal)
+        return RunPart(self, title, goal)
 
 
-class _ShownPart:
-    """A bar, or lines."""
+class RunPart:
+    """A part of the run with a number of examples: a bar, or lines."""
 
     def __init__(self, shown: RunProgress, title: str, goal: int) -> None:
         self._shown, self._title, self._goal, self._done = shown, title, goal, 0

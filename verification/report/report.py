@@ -13,7 +13,7 @@ from verification.example import Example
 from verification.failures import RankFailure, VerificationFailure
 from verification.report import summary
 from verification.report.counter_example import CounterExample
-from verification.report.progress import RunPart, RunProgress, ShownProgress
+from verification.report.progress import RunPart, RunProgress
 from verification.report.run_record import RunRecord
 from verification.report.text import paragraph
 from verification.wording import counted
@@ -23,19 +23,13 @@ class Report(RunRecord):
     """Collects what holds and what fails, and shows it. Use as a context manager around the examples.
 
     extras: further fields of the JSON. verbose: print every detail: a row for each property and world size, all of the
-    coverage, each counter-example. progress: where it is shown how far the run has come; None: on the console.
+    coverage, each counter-example.
     """
 
-    def __init__(
-        self,
-        console: Console,
-        extras: Mapping[str, Any] | None = None,
-        verbose: bool = False,
-        progress: ShownProgress | None = None,
-    ) -> None:
+    def __init__(self, console: Console, extras: Mapping[str, Any] | None = None, verbose: bool = False) -> None:
         super().__init__(extras=dict(extras or {}))
         self.console, self.verbose = console, verbose
-        self.progress = RunProgress(console) if progress is None else progress
+        self.progress = RunProgress(console)
         self._part: RunPart | None = None  # between `start_world` and `end_world`
         self._world = self._done = self._alike = self._failed_before = 0
         self._worst = self._since = 0.0

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from reference import fields
 from verification.report.counter_example import CounterExample
 from verification.report.coverage import Coverage
-from verification.report.row_table import DTYPES, ReportRows, Row, finite
+from verification.report.row_table import DTYPES, ReportRows, finite
 
 
 @dataclass
@@ -65,27 +62,6 @@ class RunRecord:
             **self.extras,
         }
 
-    def restore(self, data: Mapping[str, Any]) -> None:
-        """Go on from an earlier record, as `to_dict` made it.
-
-        Raises KeyError, TypeError, ValueError for anything else.
-        """
-        self.examples, self.distributed = (fields.integer(name, data[name], 0) for name in ("examples", "distributed"))
-        self.seconds = fields.real("seconds", data["seconds"])
-        for row in data["rows"]:
-            ratio = math.nan if row["worst_ratio"] is None else fields.real("worst_ratio", row["worst_ratio"])
-            fields.choice("dtype", row["dtype"], DTYPES)
-            key = fields.text("property", row["property"]), fields.integer("world", row["world"], 1), row["dtype"]
-            self.rows.by_key[key] = Row(
-                fields.integer("examples", row["examples"], 0), ratio, fields.real("seconds", row["seconds"])
-            )
-        self.failures = [CounterExample.from_dict(entry) for entry in data["failures"]]
-        covered = data["coverage"] if "reached" not in data else _named_before(data["reached"])
-        features = {
-            fields.text("a feature", name): fields.integer(name, n, 0) for name, n in dict(covered["features"]).items()
-        }
-        self.coverage = Coverage(fields.integer("cases", covered["cases"], 0), features)
-
     def add(self, other: RunRecord) -> None:
         """What another run found, or another part of this one; not its seconds, which may be the same ones."""
         self.rows.add_all(other.rows)
@@ -93,8 +69,3 @@ class RunRecord:
         self.failures += [failure for failure in other.failures if failure.file not in known]
         self.examples, self.distributed = self.examples + other.examples, self.distributed + other.distributed
         self.coverage.add_all(other.coverage)
-
-
-def _named_before(reached: Mapping[str, Any]) -> dict[str, Any]:
-    """The coverage, from a file of an earlier version, which had other names for it."""
-    return {"cases": reached["cases"], "features": reached["with"]}

@@ -18,7 +18,6 @@ from rich.console import Console
 from reference.pattern import Branch, Pattern
 from tests.support.plain_case import plain
 from verification.__main__ import main
-from verification.cli import nightly
 from verification.failures import RankCrash, VerificationFailure
 from verification.faults import fault_experiment, fault_run
 from verification.faults.fault import BY_NAME, KINDS, Fault, MishandledFault
@@ -242,14 +241,6 @@ def test_the_command_prints_a_row_for_each_kind(tmp_path: Path, capsys: pytest.C
 def test_a_world_without_peers_or_of_too_many_is_refused(world: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(("faults", "--world", world)) == 2
     assert f"argument --world: world sizes must be from 2 to 8, got {world}" in capsys.readouterr().err
-
-
-def test_a_night_has_faults_in_every_round_and_counts_them(tmp_path: Path) -> None:
-    assert {chunk.world for chunk in nightly.ROUND if chunk.what == "faults"} == set(fault_run.FAULT_WORLDS)
-    report, night = Report(Console(quiet=True)), nightly.Night(tmp_path / "night.json", tmp_path, round_seed=3)
-    with report:
-        nightly.run_chunk(night, report, nightly.Chunk("gloo", 2, 3, "faults"))
-    assert night.examples_on == {"faults": 3} and report.examples == 3 and not report.failures
 
 
 def test_a_case_keeps_its_seed_where_another_order_has_no_messages() -> None:

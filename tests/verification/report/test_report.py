@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from tests.support.printed import printed, recording, unbroken
-from verification.case import Case
 from verification.failures import RankHang, RankState, WrongResult
 from verification.report.counter_example import save_record
 from verification.report.report import Report
@@ -154,31 +153,3 @@ def test_a_case_that_cannot_be_saved_is_told_all_the_same(tmp_path: Path) -> Non
     (tmp_path / "file").write_text("in the way")
     failure = save_record(WrongResult("values: out"), "output and lse", 2, {"world": 2}, tmp_path / "file", "gloo")
     assert "the Case could not be saved" in failure.message and failure.record == {"world": 2}
-
-
-def test_a_report_goes_on_from_its_own_json(tmp_path: Path) -> None:
-    first = told()
-    first.coverage.add(Case.from_json(CASE))
-    first.held("bfloat16", {"gradients": math.nan}, 1.0)
-    first.failed(save_record(WrongResult("values: out"), "output and lse", 3, {"world": 3}, tmp_path, "sim"))
-    first.end_world()
-    data = json.loads(json.dumps(first.to_dict(), allow_nan=False))
-    second = Report(recording())
-    second.restore(data)
-    assert second.to_dict() == data
-    second.start_world(1, 1)
-    second.held("float32", {"gradients": 0.625}, 1.0)
-    assert second.to_dict()["examples"] == data["examples"] + 1
-    assert second.to_dict()["worst_ratio"]["float32"] == 0.625
-
-
-CASE = json.dumps(
-    {
-        "world": 2, "group": None, "tokens": 4, "order": "contiguous", "cuts": None,
-        "pattern": {"branches": [{"segment_length": None, "dilation_rate": 1, "offset": 0, "heads": None}],
-                    "causal": False},
-        "batch": 1, "heads": 1, "kv_heads": 1, "head_dim": 1, "dtype": "float32", "scale": None, "score_scale": 1.0,
-        "values": "normal", "seed": 0, "exchange": "ring", "bucket": None, "kernel": "math", "lse": "unused",
-        "strided": False,
-    }
-)  # fmt: skip
