@@ -40,20 +40,23 @@ force, what carries each exchange, and which kernels are picked. It judges
 nothing; a GPU is not needed."""
 STATUS = "exit status: 0 it is printed; 2 it could not be found out."
 TOPOLOGY_TIMEOUT = 20.0  # seconds
-PREFIXES = ("NCCL_", "TORCH_", "TORCHELASTIC_", "PYTORCH_", "CUDA_", "GLOO_", "OMP_", "TRITON_")
-# By name, or by the beginning of names that end in "*". The longest that fits counts.
+# Settings of these are shown, and where nothing more is known of one, whose it is.
+OWNERS = {
+    "NCCL_": "NCCL", "TORCH_NCCL_": "torch's use of NCCL", "TORCH_SYMM_MEM_": "torch's symmetric memory",
+    "TORCH_": "torch", "TORCHELASTIC_": "torchrun", "PYTORCH_": "torch", "CUDA_": "CUDA", "GLOO_": "gloo",
+    "OMP_": "OpenMP, by which torch runs threads on the CPU", "TRITON_": "Triton, which compiles the fused merge",
+}  # fmt: skip
+# By name; "*" stands for anything. The longest that fits counts.
 MEANINGS = {
     "OMP_NUM_THREADS": "threads of one rank on the CPU: more than cores / ranks makes ranks wait for each other",
     "GLOO_SOCKET_IFNAME": "the network interface of gloo: ranks on several machines need one that all can reach",
     "CUDA_VISIBLE_DEVICES": "which GPUs there are, in which order; torchrun's local rank i takes the i-th of these",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "hardware queues: with 1, kernels start in the order of launch, and an exchange "
-    "posted after a kernel does not overtake it",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "hardware queues: with 1, an exchange posted after a kernel does not overtake it",
     "CUDA_LAUNCH_BLOCKING": "with 1, every kernel is waited for: nothing overlaps, so no timing here means anything",
     "CUDA_MODULE_LOADING": "LAZY loads kernels at first use: first calls are slow, and must not be timed",
     "NCCL_DEBUG*": "what NCCL logs; INFO and TRACE slow start-up and fill the log, nothing else changes",
     "NCCL_NVLS_ENABLE": "0: no NVLink SHARP (multicast) in collectives; only `gather` may use it",
-    "NCCL_P2P_*": "direct copies between GPUs: where they are not allowed, every hop goes through host memory, many "
-    "times slower",
+    "NCCL_P2P_*": "direct copies between GPUs: without them every hop goes through host memory, many times slower",
     "NCCL_SHM_DISABLE": "1: no shared memory within a host: ranks without direct copies go over the network",
     "NCCL_IB_DISABLE": "1: no InfiniBand or RoCE: hops between hosts go over TCP, many times slower",
     "NCCL_IB_*": "how NCCL uses InfiniBand or RoCE between hosts; within one host it does not matter",
@@ -61,42 +64,29 @@ MEANINGS = {
     "NCCL_PROTO": "forces NCCL's protocol: LL and LL128 lower latency, Simple reaches the full bandwidth",
     "NCCL_BUFFSIZE": "bytes of NCCL's buffer per channel: memory on the GPU that `reference/cost.py` does not count",
     "NCCL_NCHANNELS_PER_PEER": "channels of a point-to-point exchange: each takes an SM from attention while it copies",
-    "NCCL_*": "a setting of NCCL; see its documentation",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "what torch does when NCCL fails or times out; with 0 the ranks wait for ever",
     "TORCH_NCCL_BLOCKING_WAIT": "1: wait() blocks the host until the exchange is done, so nothing overlaps",
-    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "after which silence torch's own watchdog ends a process; the validation's "
-    "--timeout should be less",
-    "TORCH_NCCL_*": "a setting of torch's use of NCCL; see torch's documentation",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1: symmetric memory without NVLink multicast, which copies from one GPU to "
-    "another do not need",
+    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "torch ends a process after such a silence; a --timeout should be less",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1: no NVLink multicast, which copies from one GPU to another do not need",
     "TORCH_DISTRIBUTED_DEBUG": "DETAIL checks every collective across ranks: slow, for finding mismatches only",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1: fp32 products in TF32, 10 bits: results exceed the bounds, which assume "
-    "none",
-    "TORCH_*": "a setting of torch; see its documentation",
-    "TORCHELASTIC_*": "set by torchrun for the processes that it starts, or a setting of it",
-    "PYTORCH_*ALLOC_CONF": "how torch takes GPU memory: expandable_segments lessens fragmentation, with which long "
-    "sequences end out of memory",
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": "1: every tensor is a cudaMalloc, which waits for the GPU: no timing means "
-    "anything",
-    "PYTORCH_*": "a setting of torch; see its documentation",
-    "CUDA_*": "a setting of CUDA; see its documentation",
-    "GLOO_*": "a setting of gloo",
-    "OMP_*": "a setting of OpenMP, by which torch runs threads on the CPU",
-    "TRITON_*": "a setting of Triton, which compiles the fused merge: where its cache is, what it prints",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1: fp32 products in TF32, 10 bits: errors exceed the bounds",
+    "PYTORCH_*ALLOC_CONF": "how torch takes GPU memory: expandable_segments lets longer sequences fit",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "1: every tensor is a cudaMalloc, which waits for the GPU: no timing counts",
 }
 
 
 def meaning(name: str) -> str:
-    """What a setting with one of PREFIXES means here. Raises KeyError for any other."""
+    """What a setting of one of OWNERS means here. Raises ValueError for any other."""
     fits = [pattern for pattern in MEANINGS if fnmatchcase(name, pattern)]
-    if not fits:
-        raise KeyError(name)
-    return MEANINGS[max(fits, key=len)]
+    if fits:
+        return MEANINGS[max(fits, key=len)]
+    owner = OWNERS[max((prefix for prefix in OWNERS if name.startswith(prefix)), key=len)]
+    return f"a setting of {owner}; see its documentation"
 
 
 def in_force(environment: Mapping[str, str]) -> list[dict[str, str]]:
-    """The settings with one of PREFIXES that are set, by name, with their values and what they mean here."""
-    names = sorted(name for name in environment if name.startswith(PREFIXES))
+    """The settings of OWNERS that are set, by name, with their values and what they mean here."""
+    names = sorted(name for name in environment if name.startswith(tuple(OWNERS)))
     return [{"name": name, "value": environment[name], "meaning": meaning(name)} for name in names]
 
 
