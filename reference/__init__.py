@@ -7,7 +7,7 @@
     bounds, arithmetic  how far an implementation may be from the exact results, and what that follows from
     shards              which rank holds which positions
     cost, closed_forms  bytes, buffers and FLOPs of an exchange among ranks: exact counts, formulas for regular cases
-    limits, defaults    what one kernel call takes at most; what an argument that is left out stands for
+    limits              what one kernel call takes at most
     fields              validators of fields
 
 `pattern`, `oracle`, `exact` and `bounds` know nothing of ranks. README.md has more.

@@ -24,7 +24,7 @@ from bench_verification import check_once, plain_rate, rate, small
 
 from reference.pattern import Pattern
 from ring.comm.transport import Message
-from verification.cli.outputs import check_file
+from verification.cli.arguments import check_file
 from verification.failures import Deadlock
 from verification.run.backends import SimBackend
 from verification.run.simulation.simulated_transport import SimulatedTransport

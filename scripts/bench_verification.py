@@ -33,7 +33,7 @@ from ring.plan.plan import plan_of
 from verification import runner
 from verification.case import Case
 from verification.check import properties
-from verification.cli.outputs import check_file
+from verification.cli.arguments import check_file
 from verification.failures import RankCrash
 from verification.report.report import Report
 from verification.run.backends import PRELOAD, Backend, GlooBackend

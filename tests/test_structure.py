@@ -26,7 +26,7 @@ ROAD = (
     "verification.wording", "verification.failures", "verification.example", "verification.case", "verification.draw",
     "verification.run",
     "verification.check", "verification.search", "verification.report", "verification.problems",
-    "verification.runner", "verification.side_by_side", "verification.whole_run",
+    "verification.runner", "verification.whole_run",
     "verification.replay", "verification.faults", "verification.training",
     "verification.mutants", "verification.peers",
     "verification.benchmarks", "verification.cli", "verification.__main__",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from sys import modules
 
 from verification.case import Case
 from verification.check import properties
-from verification.check.checks import costs
+from verification.check.checks import CHECKS, costs
 from verification.check.expectation import expect
 from verification.check.laws import LAWS, Law
 from verification.check.supported import check_supported
@@ -38,7 +41,6 @@ class Profile:
     remembers: bool = False  # failing examples are kept in `search.DATABASE` and tried first by the next run
 
 
-# "nightly" is `verification.cli.nightly`: rounds of these, until time is over.
 PROFILES = {
     "quick": Profile("four minutes", 806, 30),
     "ci": Profile("a quarter of an hour", 8000, 60),
@@ -48,9 +50,8 @@ PROFILES = {
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What `python -m verification run` was asked for. examples: for each world size; None: as the profile
-    has it.
-    """
+    """What `python -m verification run` was asked for. examples: for each world size; None: as the profile has it.
+    only: titles of properties and laws; none: all of them."""
 
     worlds: tuple[int, ...]
     profile: Profile
@@ -60,6 +61,7 @@ class RunPlan:
     failures: Path
     real_size: int = real_size.TOKENS  # tokens of the last problem; 0: none
     jobs: int = 1  # world sizes at a time
+    only: tuple[str, ...] = ()
 
     def examples_for(self, world: int) -> int:
         if self.examples is not None:
@@ -91,6 +93,18 @@ PUSHED = replace(EXAMPLES, name="examples with larger errors", check=check_error
 PUSHED_SHARE = 0.1  # of the examples that a world size is given
 
 
+def judged_by(titles: Collection[str]) -> Experiment:
+    """The EXAMPLES, judged by these properties alone."""
+    names = properties.checks_of(titles)
+
+    def check_some(backend: Backend, case: Case) -> dict[str, float]:
+        backend.submit(observe, case)
+        expectation = properties.prepare(case)
+        return properties.check(case, expectation, backend.collect(), names)
+
+    return replace(EXAMPLES, check=check_some)
+
+
 def law_experiment(law: Law) -> Experiment:
     """Its subjects are pairs (Case, how), and each failure breaks the law itself."""
     return Experiment(
@@ -112,22 +126,43 @@ def on_gpus(experiment: Experiment) -> Experiment:
     return replace(experiment, draw=lambda world: experiment.draw(world).map(change))
 
 
+def titles() -> dict[str, str]:
+    """Every property and law by its title, with a sentence on it."""
+    found = {one.title: " ".join(_sentence(CHECKS[name]) for name in one.checks) for one in properties.PROPERTIES}
+    found[properties.EVERY_RANK_ANSWERS.title] = "No rank raises, hangs or dies."
+    places = [law.check.__module__ for law in LAWS]
+    alone = {place: modules[place] for place in places if places.count(place) == 1}
+    return found | {law.name: _sentence(alone.get(law.check.__module__, law.check)) for law in LAWS}
+
+
+def _sentence(documented: object) -> str:
+    """The first sentence of the docstring."""
+    return re.split(r"(?<!\.)\.(?: |$)", " ".join((documented.__doc__ or "").split()))[0] + "."
+
+
 def plain_on(plan: RunPlan, world: int) -> list[tuple[Experiment, int]]:
-    """What is drawn on a world size, and how many examples of it: the properties of plain Cases."""
+    """Plain Cases on a world size: what is drawn, and how many examples of it."""
     count = plan.examples_for(world)
-    return [(EXAMPLES, count), (PUSHED, max(1, round(count * PUSHED_SHARE)))]
+    if not plan.only:
+        return [(EXAMPLES, count), (PUSHED, max(1, round(count * PUSHED_SHARE)))]
+    chosen = [one.title for one in properties.PROPERTIES if one.title in plan.only]
+    return [(judged_by(chosen), count)] if chosen else []
 
 
 def laws_on(plan: RunPlan, world: int) -> list[tuple[Experiment, int]]:
-    """And of laws between Cases."""
+    """The same of laws between Cases. A law that was asked for by name gets as many examples as plain Cases would."""
     count = plan.examples_for(world)
     about = [law for law in LAWS if law.fewest_ranks <= world and law.concerns(plan.backend)]
+    if plan.only:
+        return [(law_experiment(law), count) for law in about if law.name in plan.only]
     return [(law_experiment(law), min(law.most, max(1, round(count * law.share)))) for law in about]
 
 
 def run_world(plan: RunPlan, report: Report, backend: Backend, shrink_backend: Backend, world: int) -> None:
-    backend.start(world)
     plain, laws = plain_on(plan, world), laws_on(plan, world)
+    if not plain and not laws:
+        return report.say(f"world {world}: there is nothing to check of what --only names")
+    backend.start(world)
     report.start_world(world, sum(examples for _, examples in (*plain, *laws)))
     for number, (drawn, examples) in enumerate((*plain, *laws)):
         experiment = on_gpus(drawn) if backend.name == "nccl" else drawn

@@ -2,67 +2,170 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
-from reference.pattern import Pattern, numbered_pattern
-from ring import Layout
-from ring.compiled import NO_GROUP, pattern_of, text_of
+from reference.pattern import Branch, Pattern, numbered_pattern
+from ring import Layout, ring_attention
+from ring.comm.group import transport_over
+from ring.comm.process_group import ProcessGroupTransport
+from ring.comm.transport import RecordingTransport
+from ring.compiled import NO_GROUP, name_of, pattern_of, text_of, traced
 from ring.layout import numbered_layout
-from ring.nn import ContextParallel, RingAttention, SelfAttention
-from tests.support import compiled_tasks, torch_wrapper_tasks
+from ring.nn import ContextParallel, LongNetBlock, RingAttention, SelfAttention
+from ring.nn.frameworks import recompute
+from tests.support import torch_wrapper_tasks
 from tests.support.attention_cases import PACKED, PATTERNS, inputs, plain
-from tests.support.compiled_tasks import FUNCTIONS, LENGTHS, MODULES
 from tests.support.framework_example import EXACT, TOGETHER, Example, dense, differences
-from verification.run.processes.pool import Pool
+from tests.support.ranks import Ranks
 
-pytestmark = pytest.mark.ranks
-
-
-# --- one process ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", PATTERNS)
-def test_a_pattern_is_the_one_of_its_text(name: str) -> None:
-    assert pattern_of(text_of(PATTERNS[name])) == PATTERNS[name]
-
-
-def test_a_layout_goes_by_its_number() -> None:
-    layout = Layout.striped(9, 2)
-    assert numbered_layout(layout.number) is layout and Layout.striped(9, 2).number != layout.number
-    copied = pickle.loads(pickle.dumps(layout))
-    assert copied == layout and copied.number != layout.number and numbered_layout(copied.number) is copied
-    with pytest.raises(ValueError, match="layout must be the number of one that is there, got -1"):
-        numbered_layout(-1)
+LENGTHS = (16, 23, 30, 37)
+PATTERN = Pattern.longnet((4, None), (1, 2), 2, causal=True)
+ALONE = Layout.contiguous(17, 1)
+MORE_PATTERNS = PATTERNS | {
+    "documents": PACKED,
+    "window": Pattern.dense(causal=True, window=3),
+    "window of zero": Pattern((Branch(9, window=0), Branch(None, 2)), causal=True),
+    "window and documents": Pattern.dense(window=4, documents=(5, 12)),
+}
 
 
-def test_a_pattern_with_documents_goes_by_its_number() -> None:
-    pattern = PACKED
+# --- what the operators do, without a graph ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "pattern", [*MORE_PATTERNS.values(), Pattern((Branch(4, 2, (1,)),)), Pattern((Branch(4, 2, 1),))]
+)
+def test_a_pattern_is_the_one_of_its_text(pattern: Pattern) -> None:
+    """Without its documents, which are others in every step; one offset by head is not one for all heads."""
     assert pattern_of(text_of(pattern)) == replace(pattern, documents=None)
-    assert numbered_pattern(pattern.number) is pattern and replace(pattern).number != pattern.number
-    copied = pickle.loads(pickle.dumps(pattern))
-    assert copied == pattern and copied.number != pattern.number and numbered_pattern(copied.number) is copied
+
+
+@pytest.mark.parametrize(
+    ("one", "number_of"),
+    ((Layout.striped(9, 2), numbered_layout), (PACKED, numbered_pattern)),
+    ids=("layout", "pattern"),
+)
+def test_what_is_no_constant_of_a_graph_goes_by_its_number(one: Any, number_of: Callable[[int], Any]) -> None:
+    copied = pickle.loads(pickle.dumps(one))
+    assert copied == one and copied.number != one.number
+    assert number_of(one.number) is one and number_of(copied.number) is copied
+    with pytest.raises(ValueError, match="must be the number of one that is there, got -1"):
+        number_of(-1)
     assert Pattern.dense().number == 0
-    with pytest.raises(ValueError, match="pattern must be the number of one that is there, got 0"):
-        numbered_pattern(0)
+
+
+def results_of(attention: Callable[..., Any], given: list[Tensor], pattern: Pattern, copies: bool, **how: Any) -> Any:
+    """out, lse and gradients. copies: of pattern and layout, which nobody holds when the backward comes."""
+    leaves, layout = [x.detach().requires_grad_() for x in given[:3]], copy.deepcopy(ALONE) if copies else ALONE
+    pattern = copy.deepcopy(pattern) if copies else pattern
+    settings: dict[str, Any] = {"exchange": "ring", "bucket": 5, "scale": None, "check": True, "name": None}
+    out, lse = attention(*leaves, pattern, layout, group=None, return_lse=True, **settings | how)
+    del pattern, layout
+    through_lse = torch.autograd.grad([out, lse], leaves, given[3:], retain_graph=True)
+    return out, lse, *through_lse, *torch.autograd.grad(out, leaves, given[3])
+
+
+@pytest.mark.parametrize("strided", (False, True))
+@pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("pattern", MORE_PATTERNS.values(), ids=MORE_PATTERNS)
+def test_the_operators_do_what_a_call_does_and_what_a_graph_is_told(
+    pattern: Pattern, dtype: torch.dtype, strided: bool
+) -> None:
+    """Bit for bit. Before anything runs, a graph is told shapes, types and strides of all results."""
+    given = inputs(dtype=dtype)
+    if strided:
+        given = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in given]
+    found = results_of(traced, given, pattern, copies=True, kernel="auto")
+    for x, y in zip(found, results_of(ring_attention, given, pattern, copies=False, kernel="auto"), strict=True):
+        assert x.equal(y)
+    told = results_of(traced, [x.to("meta") for x in given], pattern, copies=False, kernel="auto")
+    for x, y in zip(found, told, strict=True):
+        assert (x.dtype, x.shape, x.stride()) == (y.dtype, y.shape, y.stride())
+
+
+@pytest.mark.parametrize("heads", (1, 4))
+def test_one_offset_by_head_is_refused_for_several_heads_as_in_a_call(heads: int) -> None:
+    pattern, said = Pattern((Branch(4, 2, (1,)),)), []
+    for attention in (traced, ring_attention):
+        try:
+            results_of(attention, inputs(heads=heads, kv_heads=1), pattern, copies=False, kernel="auto")
+            said.append("nothing")
+        except ValueError as error:
+            said.append(str(error))
+    assert said[0] == said[1] and (said[0] == "nothing") == (heads == 1)
+
+
+@pytest.mark.parametrize("pattern", (PATTERNS["longnet causal"], PACKED), ids=("longnet", "documents"))
+def test_the_operators_are_as_torch_wants_them(pattern: Pattern) -> None:
+    q, k, v, dout, dlse = inputs()
+    q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
+    settings = settings_of(ALONE, NO_GROUP, pattern) | {"return_lse": True, "packed": pattern.number}
+    forward, backward = torch.ops.ring.attention_forward, torch.ops.ring.attention_backward
+    leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
+    torch.library.opcheck(forward.default, leaves, settings | {"differentiated": True})
+    out, lse, number = forward(q, k, v, **settings, differentiated=True)
+    torch.library.opcheck(backward.default, (dout, dlse, q, k, v, out, lse, number), settings)
+
+
+@pytest.mark.parametrize("backward", (False, True))
+def test_a_graph_leaves_nothing_out_that_nobody_reads(backward: bool) -> None:
+    """Other ranks wait for this one."""
+
+    def unread(*given: Tensor) -> Tensor:
+        leaves = [x.detach().requires_grad_() for x in given[:3]] if backward else given[:3]
+        out = ring_traced(*leaves)
+        if backward:
+            torch.autograd.grad(out, leaves, given[3])
+        return given[0] + 1
+
+    graph = make_fx(unread, tracing_mode="fake")(*inputs(heads=2)).graph
+    graph.eliminate_dead_code()
+    kept = [str(node.target) for node in graph.nodes if "ring." in str(node.target)]
+    assert kept == ["ring.attention_forward.default", "ring.attention_backward.default"][: 1 + backward]
+
+
+def ring_traced(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    return traced(
+        q, k, v, PATTERN, ALONE, group=None, kernel="auto", return_lse=False, exchange="ring", bucket=None, scale=None,
+        check=True, name=None,
+    )  # fmt: skip
+
+
+def settings_of(layout: Layout, group: str, pattern: Pattern) -> dict[str, Any]:
+    """Arguments of both operators."""
+    return {
+        "layout": layout.number, "pattern": text_of(pattern), "group": group, "exchange": "ring", "bucket": None,
+        "kernel_name": "auto", "scale": None, "return_lse": False, "check": True, "name": None,
+    }  # fmt: skip
+
+
+# --- graphs of one process --------------------------------------------------------------------------------------------
 
 
 def test_documents_are_no_constants_of_a_graph() -> None:
     """One graph for the first documents, one for all others."""
     q, k, v, _, _ = inputs()
-    layout, graphs = Layout.contiguous(17, 1), []
+    graphs = []
 
     def counted(module: torch.fx.GraphModule, given: Any) -> Any:
         graphs.append(module)
         return module.forward
 
-    def attend(x: torch.Tensor, pattern: Pattern) -> Any:
-        return plain(x, k, v, pattern, layout) * 2.0
+    def attend(x: Tensor, pattern: Pattern) -> Any:
+        return plain(x, k, v, pattern, ALONE) * 2.0
 
     compiled = torch.compile(attend, fullgraph=True, backend=counted)
     for documents in ((17,), (5, 12), (0, 16, 1), (1,) * 17):
@@ -82,77 +185,199 @@ def test_a_module_on_one_rank_without_any_group_takes_positions_and_refuses_mask
         attention(q, q, q, torch.ones(9, 9), context=context)
 
 
-@pytest.mark.parametrize("strided", (False, True))
-@pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16), ids=str)
+# --- functions and modules that ranks compile -------------------------------------------------------------------------
+
+
+def once(q: Tensor, k: Tensor, v: Tensor, context: ContextParallel) -> Tensor:
+    return attend(q.sin(), k, v, context).cos()
+
+
+def twice_with_lse(q: Tensor, k: Tensor, v: Tensor, context: ContextParallel) -> Tensor:
+    """The second call is of other settings, and of the first one's result; gradients flow through its lse."""
+    first = attend(q, k, v, context, name="first", scale=0.3)
+    out, lse = ring_attention(
+        first, k, v, Pattern.dense(), context.layout, group=context.group, exchange="direct", bucket=3,
+        kernel="math", return_lse=True, name="second",
+    )  # fmt: skip
+    return out + lse.transpose(1, 2).unsqueeze(-1)
+
+
+def without_gradients_of_keys(q: Tensor, k: Tensor, v: Tensor, context: ContextParallel) -> Tensor:
+    return attend(q, k.detach(), v, context) + k
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, context: ContextParallel, **options: Any) -> Tensor:
+    return plain(q, k, v, PATTERN, context.layout, group=context.group, **options)
+
+
+def kept(*given: Any) -> Any:
+    return checkpoint(once, *given, use_reentrant=False, context_fn=recompute.attention_kept)
+
+
+def computed_again(*given: Any) -> Any:
+    return checkpoint(once, *given, use_reentrant=False)
+
+
+class Inner(nn.Module):
+    """`RingAttention` with x as queries, keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = RingAttention(PATTERN)
+
+    def forward(self, x: Tensor, context: ContextParallel) -> Tensor:
+        heads = x.unflatten(-1, (2, 4)).transpose(1, 2)  # (B, H, N, D)
+        out: Tensor = self.attention(heads, heads, heads, context=context)
+        return out.transpose(1, 2).flatten(2)
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "once": once, "twice, with lse": twice_with_lse, "no gradients of keys": without_gradients_of_keys,
+    "kept": kept, "computed again": computed_again,
+}  # fmt: skip
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "RingAttention": Inner,
+    "SelfAttention": lambda: SelfAttention(8, 2, PATTERN, kv_heads=1, qk_norm=True, name="layer 0"),
+    "LongNetBlock": lambda: LongNetBlock(8, 2, (4, 16), (1, 2), name="layer 0"),
+}
+
+
+def tensors_for(name: str, context: ContextParallel) -> list[Tensor]:
+    """This rank's: x (1, N, 8) for modules, else q, k, v (1, N, 2, 4)."""
+    draw = torch.Generator().manual_seed(context.layout.n)
+    shapes = [(1, context.layout.n, 8)] if name in MODULES else [(1, context.layout.n, 2, 4)] * 3
+    wholes = [torch.randn(shape, dtype=torch.float64, generator=draw) for shape in shapes]
+    return [context.shard(x).requires_grad_() for x in wholes]
+
+
+def results(function: Callable[..., Any], *given: Any) -> list[Tensor]:
+    """What it returns, and the gradients, of the sum of its squares, by the tensors that it is given."""
+    out, leaves = function(*given), [x for x in given if isinstance(x, Tensor)]
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+
+
+def _compared(name: str, group: str, backend: str) -> tuple[float, int]:
+    """The greatest difference between compiled and not, over layouts of all LENGTHS; and graphs that were made."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    over: Any = {"none": None, "group": dist.group.WORLD, "mesh": init_device_mesh("cpu", (2,))}[group]
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        function: Any = FUNCTIONS[name] if name in FUNCTIONS else MODULES[name]().double()
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    worst = 0.0
+    for tokens in LENGTHS:
+        context = ContextParallel(Layout.zigzag(tokens, 2), over)
+        eager, found = (results(one, *tensors_for(name, context), context) for one in (function, compiled))
+        worst = max(worst, *(float((x - y).abs().max()) for x, y in zip(eager, found, strict=True)))
+    return worst, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+SLOW = [(name, "none", "aot_eager") for name in (*FUNCTIONS, *MODULES)]
+SLOW += [("twice, with lse", "none", "inductor"), ("LongNetBlock", "none", "inductor")]
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize(
-    "pattern", (PATTERNS["longnet causal"], PATTERNS["gaps"], PACKED), ids=("longnet", "gaps", "documents")
+    ("name", "group", "backend"),
+    [
+        ("once", "group", "aot_eager"),
+        ("once", "mesh", "aot_eager"),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW),
+    ],
 )
-def test_the_operators_are_as_torch_wants_them(pattern: Pattern, dtype: torch.dtype, strided: bool) -> None:
-    q, k, v, dout, dlse = inputs(dtype=dtype)
-    if strided:
-        q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
-    layout = Layout.contiguous(17, 1)
-    settings: dict[str, Any] = {
-        "layout": layout.number, "pattern": text_of(pattern), "group": NO_GROUP, "exchange": "ring",
-        "bucket": 5, "kernel_name": "auto", "scale": None, "return_lse": True, "check": True, "name": None,
-        "packed": pattern.number,
-    }  # fmt: skip
-    forward, backward = torch.ops.ring.attention_forward, torch.ops.ring.attention_backward
-    leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
-    torch.library.opcheck(forward.default, leaves, settings | {"differentiated": True})
-    out, lse, number = forward(q, k, v, **settings, differentiated=True)
-    torch.library.opcheck(backward.default, (dout, dlse, q, k, v, out, lse, number), settings)
-
-
-# --- two ranks --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(2, preload=("torch", "torch._dynamo", compiled_tasks.__name__), timeout=120) as ranks:
-        yield ranks
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*FUNCTIONS, *MODULES])
-def test_results_are_those_without_a_graph_at_every_length(pool: Pool, name: str) -> None:
+def test_results_are_those_without_a_graph_at_every_length(ranks: Ranks, name: str, group: str, backend: str) -> None:
     """One graph for the first length, one for all others: layouts are no constants of a graph."""
-    for found in pool.run(compiled_tasks.compared, name, "none", "aot_eager"):
-        assert found.difference < 1e-14 and found.graphs == 2 < len(LENGTHS)
+    for difference, graphs in ranks(2).run(_compared, name, group, backend, timeout=300):
+        assert difference < 1e-13 and graphs == 2 < len(LENGTHS)
 
 
-@pytest.mark.parametrize("group", ("group", "mesh"))
-def test_groups_go_by_their_names(pool: Pool, group: str) -> None:
-    for found in pool.run(compiled_tasks.compared, "once", group, "aot_eager"):
-        assert found.difference < 1e-14 and found.graphs == 2
+def _forwards_of(name: str, compile_it: bool) -> tuple[int, int]:
+    """How many forwards of the ring one forward and backward of a function run, and the number of the last call."""
+    torch._dynamo.reset()
+    context = ContextParallel(Layout.zigzag(16, 2))
+    function = torch.compile(FUNCTIONS[name], fullgraph=True, backend="aot_eager") if compile_it else FUNCTIONS[name]
+    seen: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProcessGroupTransport, "prepare", lambda self, key, outgoing: seen.append(key))
+        results(function, *tensors_for(name, context), context)
+    return sum("forward" in key for key in seen), context.transport.calls.number
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ("twice, with lse", "LongNetBlock"))
-def test_inductor_takes_it_in(pool: Pool, name: str) -> None:
-    for found in pool.run(compiled_tasks.compared, name, "none", "inductor", timeout=300):
-        assert found.difference < 1e-13 and found.graphs == 2
-
-
-@pytest.mark.parametrize("name", ("once", "kept", "computed again"))
+@pytest.mark.ranks
+@pytest.mark.parametrize(("name", "due"), (("once", 1), ("kept", 1), ("computed again", 2)))
 @pytest.mark.parametrize("compile_it", (False, True))
-def test_each_forward_runs_as_often_as_it_must(pool: Pool, name: str, compile_it: bool) -> None:
-    (forwards, number), other = pool.run(compiled_tasks.forwards_of, name, compile_it)
-    assert forwards == (2 if name == "computed again" else 1) and other == (forwards, number)
+def test_each_forward_runs_as_often_as_it_must(ranks: Ranks, name: str, due: int, compile_it: bool) -> None:
+    (forwards, number), other = ranks(2).run(_forwards_of, name, compile_it, timeout=120)
+    assert forwards == due and other == (forwards, number)
 
 
+def _one_rank_drops_its_result(backend: str) -> int:
+    """The other rank needs its messages. Returns the number of the last call."""
+    torch._dynamo.reset()
+    context = ContextParallel(Layout.zigzag(16, 2))
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = attend(q, k, v, context)
+        return out + 1 if context.rank == 1 else q + 1
+
+    with torch.no_grad():
+        torch.compile(function, fullgraph=True, backend=backend)(*tensors_for("once", context))
+    return context.transport.calls.number
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("backend", ("aot_eager", pytest.param("inductor", marks=pytest.mark.slow)))
-def test_a_forward_that_one_rank_does_not_read_runs(pool: Pool, backend: str) -> None:
-    first, second = pool.run(compiled_tasks.one_rank_drops_its_result, backend)
+def test_a_forward_that_one_rank_does_not_read_runs(ranks: Ranks, backend: str) -> None:
+    first, second = ranks(2).run(_one_rank_drops_its_result, backend, timeout=120)
     assert first == second
 
 
-def test_a_graph_that_is_kept_goes_backward_again(pool: Pool) -> None:
-    assert pool.run(compiled_tasks.two_backwards) == [True, True]
+def _two_backwards() -> None:
+    context = ContextParallel(Layout.zigzag(16, 2))
+    leaves, settings = tensors_for("once", context), settings_of(context.layout, name_of(context.group), PATTERN)
+    out, _, number = torch.ops.ring.attention_forward(*leaves, **settings, differentiated=True)
+    first, second = (torch.autograd.grad(out.sum(), leaves, retain_graph=True) for _ in range(2))
+    assert context.transport.calls.again(int(number), None).backwards == 2
+    assert all(x.equal(y) for x, y in zip(first, second, strict=True))
 
 
-def test_wrong_calls_are_refused_on_both_ranks(pool: Pool) -> None:
-    first, second = pool.run(compiled_tasks.refusals)
+@pytest.mark.ranks
+def test_a_graph_that_is_kept_goes_backward_again_to_the_same_gradients(ranks: Ranks) -> None:
+    ranks(2).run(_two_backwards)
+
+
+def _refusals() -> dict[str, str]:
+    """What is said of wrong calls within a graph; afterwards a right one runs on the same group."""
+    context = ContextParallel(Layout.zigzag(16, 2))
+    q, k, v = tensors_for("once", context)
+    other = Layout.striped(16, 2) if context.rank else context.layout
+    calls: dict[str, tuple[Tensor, Layout, Any, str]] = {
+        "a transport": (q, context.layout, RecordingTransport(transport_over(None, 2)), "ring"),
+        "tokens": (q[:, :5], context.layout, None, "ring"),
+        "another layout on rank 1": (q, other, None, "ring"),
+        "exchange": (q, context.layout, None, "post"),
+        "nothing": (q, context.layout, None, "ring"),
+    }
+
+    def attention(q: Tensor, layout: Layout, group: Any, exchange: str) -> Any:
+        return ring_attention(q, k, v, PATTERN, layout, group=group, exchange=exchange)
+
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    said = {}
+    for name, arguments in calls.items():
+        torch._dynamo.reset()
+        try:
+            compiled(*arguments)
+            said[name] = "fine"
+        except Exception as error:  # dynamo wraps what it meets as it traces
+            said[name] = f"{type(error).__name__}: {error}"
+    return said
+
+
+@pytest.mark.ranks
+def test_wrong_calls_are_refused_on_both_ranks(ranks: Ranks) -> None:
+    first, second = ranks(2).run(_refusals, timeout=120)
     assert "group must be a process group, a mesh of one dimension or None within torch.compile" in first["a transport"]
     assert first["tokens"] == "ValueError: rank 0: q must have the 8 tokens that the layout gives this rank, got 5"
     assert first["another layout on rank 1"].startswith("ValueError: layout must be the same on every rank: rank 0 has")
@@ -163,10 +388,10 @@ def test_wrong_calls_are_refused_on_both_ranks(pool: Pool) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.parametrize("recomputed", (None, {}))
-def test_compiled_layers_train_under_fsdp_as_one_process(recomputed: dict[str, Any] | None) -> None:
+def test_compiled_layers_train_under_fsdp_as_one_process(ranks: Ranks, recomputed: dict[str, Any] | None) -> None:
     example = Example(TOGETHER, accumulation=2, clip=0.1)
     exact = dense(example)
-    with Pool(4, preload=("torch", "torch._dynamo", torch_wrapper_tasks.__name__), timeout=200) as ranks:
-        for result in ranks.run(torch_wrapper_tasks.under_fsdp, example, recomputed, None, False, True):
-            assert max(differences(result, exact).values()) < EXACT, differences(result, exact)
+    for result in ranks(4).run(torch_wrapper_tasks.under_fsdp, example, recomputed, None, False, True, timeout=200):
+        assert max(differences(result, exact).values()) < EXACT, differences(result, exact)

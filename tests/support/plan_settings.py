@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from reference.documents import documents_from_cu_seqlens
 from reference.pattern import Branch, Pattern
 from ring.layout import Layout
 from ring.plan.plan import EXCHANGES
-from verification.run.plan_walk import Array, PlanSetting
+from tests.ring.plan.plan_walk import Array, PlanSetting
 
 
 def listed(layout: Layout) -> Layout:
@@ -73,25 +74,55 @@ def patterns(draw: Any, heads: int, most_branches: int = 3) -> Pattern:
 
 @st.composite
 def documents(draw: Any, tokens: int) -> tuple[int, ...] | None:
-    """In half of the draws none; some are empty, or hold one token."""
-    if draw(st.booleans()):
+    """In half of the draws none; else some are empty or hold one token, or all are short and of few lengths."""
+    kind = draw(st.sampled_from((None, None, "any", "short")))
+    if kind is None:
         return None
-    edges = draw(st.lists(st.integers(0, tokens), max_size=6))
-    edges += [min(edge + 1, tokens) for edge in edges[::2]]
+    if kind == "any":
+        edges = draw(st.lists(st.integers(0, tokens), max_size=6))
+        edges += [min(edge + 1, tokens) for edge in edges[::2]]
+    else:
+        lengths = draw(st.lists(st.integers(1, 4), min_size=tokens, max_size=tokens))
+        edges = [edge for edge in accumulate(lengths) if edge < tokens]
     return documents_from_cu_seqlens([0, *sorted(edges), tokens], tokens)
+
+
+# Heads of one offset that are no regular rectangle need several key/value heads with several query heads each.
+HEADS = ((1, 1), (2, 1), (2, 2), (3, 3), (4, 2), (4, 4), (6, 2), (6, 3), (8, 2), (9, 3))
 
 
 @st.composite
 def drawn_settings(draw: Any) -> PlanSetting:
-    kv_heads = draw(st.sampled_from((1, 2, 3)))
-    heads = kv_heads * draw(st.sampled_from((1, 2, 3)))
+    heads, kv_heads = draw(st.sampled_from(HEADS))
     pattern, layout = draw(patterns(heads)), draw(layouts())
+    bucket, more = draw(st.sampled_from((1, 2, 3, 5, 8, 1000))), draw(st.sampled_from((None, None, 0, 5, 64)))
     return PlanSetting(
-        replace(pattern, documents=draw(documents(layout.n))),
-        layout,
-        heads,
-        kv_heads,
-        draw(st.sampled_from(EXCHANGES)),
-        draw(st.sampled_from((1, 2, 3, 5, 8, 1000))),
-        draw(st.sampled_from((0, 0, 1, 2, 4, 1000))),
-    )
+        replace(pattern, documents=draw(documents(layout.n))), layout, heads, kv_heads,
+        exchange=draw(st.sampled_from(EXCHANGES)), bucket=bucket, varlen=draw(st.sampled_from((0, 0, 1, 2, 4, 1000))),
+        own=None if more is None else bucket + more,
+    )  # fmt: skip
+
+
+@st.composite
+def stretched_settings(draw: Any) -> PlanSetting:
+    """Sequences of up to 2^40 tokens whose plans are those of short ones, at other positions.
+
+    One factor more than a multiple of the ranks leaves positions where they are when they are dealt in turn. Gathered
+    shards are as long as they are, so that nobody can follow them.
+    """
+    heads, kv_heads = draw(st.sampled_from(HEADS))
+    p = draw(st.integers(1, 4))
+    n = 2 * p * draw(st.integers(1, 4))
+    pattern = draw(patterns(heads))
+    by = 1 + p * draw(st.integers(2**31 // p, 2**40 // n // p - 1))
+    order = draw(st.sampled_from(("contiguous", "zigzag", "striped", "cut")))
+    if order == "cut":
+        cuts = (0, *sorted(draw(st.integers(0, n)) for _ in range(p - 1)), n)
+        short, long = (Layout.from_cuts(range(n * x), [x * cut for cut in cuts]) for x in (1, by))
+    else:
+        short, long = (getattr(Layout, order)(n * x, p) for x in (1, by))
+    return PlanSetting(
+        replace(pattern, documents=draw(documents(n))), short, heads, kv_heads,
+        exchange=draw(st.sampled_from(("ring", "direct"))), bucket=draw(st.sampled_from((1, 2, 5, 1000))), by=by,
+        stretched=long,
+    )  # fmt: skip

@@ -8,7 +8,7 @@ tolerance is chosen here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -133,9 +133,22 @@ def check_finite(case: Case, expectation: Expectation, observations: Observation
 
 
 def check_values(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
-    """|seen - exact| <= bound, everywhere."""
+    """|seen - exact| <= bound, in every entry of the output and of lse."""
+    return _within_bounds(case, expectation, observations, ("out", "lse"))
+
+
+def check_gradients(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
+    """|seen - exact| <= bound, in every entry of dq, dk and dv."""
+    return _within_bounds(case, expectation, observations, ("dq", "dk", "dv"))
+
+
+def _within_bounds(
+    case: Case, expectation: Expectation, observations: Observations, quantities: Collection[str]
+) -> Ratios:
     worst = {}
     for name in _compared(case):
+        if name not in quantities:
+            continue
         seen, exact, bound = (
             assemble(case, observations, name),
             expectation.exact[name],
@@ -302,6 +315,7 @@ CHECKS: dict[str, Callable[[Case, Expectation, Observations], Ratios]] = {
     "unseen": check_unseen,
     "finite": check_finite,
     "values": check_values,
+    "gradients": check_gradients,
     "inputs": check_inputs,
     "repeat": check_repeat,
     "traffic": check_traffic,

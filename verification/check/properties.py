@@ -7,7 +7,7 @@ and the computation that judges the example agree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,28 +18,22 @@ from verification.case import Case
 from verification.check.checks import CHECKS, Ratios, costs
 from verification.check.expectation import expect
 from verification.check.twin import by_the_oracle, is_compared
-from verification.failures import VerificationFailure, WrongResult
+from verification.failures import VerificationFailure
 from verification.run.observation import Observations
 
 
 @dataclass(frozen=True)
 class Property:
-    """A title in the report, and the checks (names in CHECKS) that it stands for. quantities: of a check that compares
-    several results, those that this property is about; none: all. concerns: whether it is looked at on a Case."""
+    """A title in the report, and the checks (names in CHECKS) that it stands for. concerns: whether it is looked at on
+    a Case."""
 
     title: str
     checks: tuple[str, ...]
-    quantities: tuple[str, ...] = ()
     concerns: Callable[[Any], bool] = lambda case: True
-
-    def covers(self, check: str, quantity: str | None) -> bool:
-        """Whether a failure of that check, in that quantity, breaks the property."""
-        return check in self.checks and (not self.quantities or quantity in (None, *self.quantities))
 
     def worst(self, ratios: dict[str, Ratios]) -> float:
         """The largest error / bound of its checks, 0 where they are exact; NaN is larger than any number."""
-        found = [ratio for check in self.checks for name, ratio in ratios[check].items() if self.covers(check, name)]
-        return float(np.max(found, initial=0.0))
+        return float(np.max([ratio for check in self.checks for ratio in ratios[check].values()], initial=0.0))
 
 
 OF_THE_RANKS = tuple(name for name in CHECKS if name != "oracle")  # the others are about the judge
@@ -52,13 +46,23 @@ PROPERTIES = (
     Property("types, shapes, finite", ("answers", "finite")),
     Property("messages match", ("messages",)),
     Property("nothing selected: 0, -inf", ("unseen",)),
-    Property("output and lse", ("values",), ("out", "lse")),
-    Property("gradients", ("values",), ("dq", "dk", "dv")),
+    Property("output and lse", ("values",)),
+    Property("gradients", ("gradients",)),
     Property("inputs intact, repeatable", ("inputs", "repeat")),
     Property("bytes sent", ("traffic",)),
     Property("buffers", ("buffers",)),
     Property("workspace of a call", ("workspace",), concerns=lambda case: case.measured),
 )
+
+
+# These put the ranks' results together, which takes the shapes that "answers" looks at.
+_OF_RESULTS = {"unseen", "finite", "values", "gradients"}
+
+
+def checks_of(titles: Collection[str]) -> tuple[str, ...]:
+    """The checks by which these properties alone are judged, in the order in which they are made."""
+    wanted = {name for one in PROPERTIES if one.title in titles for name in one.checks}
+    return tuple(name for name in CHECKS if name in wanted or (name == "answers" and wanted & _OF_RESULTS))
 
 
 def prepare(case: Case) -> Expectation:
@@ -93,8 +97,7 @@ def look_at(
         try:
             ratios[name] = made(case, expectation, observations)
         except VerificationFailure as failure:
-            quantity = failure.quantity if isinstance(failure, WrongResult) else None
-            failure.broken = next(one.title for one in properties if one.covers(name, quantity))
+            failure.broken = next(one.title for one in properties if name in one.checks)
             raise
     looked_at = [one for one in properties if set(one.checks) <= set(checks) and one.concerns(case)]
     return {one.title: one.worst(ratios) for one in looked_at}

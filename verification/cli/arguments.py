@@ -1,17 +1,24 @@
-"""What the commands have in common on their command lines: how they were typed, numbers, seeds, where outputs go.
+"""What the commands share: how they were typed, numbers, seeds, the files that they write, where they print.
 
-Imports nothing of the project, so that `verification.__main__` can name the command whatever else cannot be imported.
+Imports nothing else before a function is called, so that `verification.__main__` can name the command whatever else
+cannot be imported.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import random
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def command(module: str, script: str) -> str:
@@ -22,6 +29,9 @@ def command(module: str, script: str) -> str:
 MODULE = command("verification", "ring-verify")
 TYPED = "VERIFICATION_TYPED"  # in the environment: the script that the user typed, if it was one
 FAILURES = Path(".verification/failures")
+STATUS = """\
+exit status: 0 all held; 1 a counter-example was found; 2 the run itself could
+not be carried out."""
 
 
 def typed(otherwise: str = MODULE) -> str:
@@ -31,9 +41,7 @@ def typed(otherwise: str = MODULE) -> str:
     return os.environ.get(TYPED) or otherwise
 
 
-def count(text: str) -> int:
-    """An integer of at least 1; ArgumentTypeError for anything else."""
-    return whole(lambda number: number >= 1, "an integer >= 1")(text)
+# --- values -----------------------------------------------------------------------------------------------------------
 
 
 def whole(allowed: Callable[[int], bool], what: str) -> Callable[[str], int]:
@@ -51,6 +59,9 @@ def whole(allowed: Callable[[int], bool], what: str) -> Callable[[str], int]:
     return read
 
 
+count = whole(lambda number: number >= 1, "an integer >= 1")
+
+
 def span(most: float, what: str) -> Callable[[str], float]:
     """Reads a time that is more than 0 and less than `most`. what: such a time, in words, for the error."""
 
@@ -66,6 +77,39 @@ def span(most: float, what: str) -> Callable[[str], float]:
     return read
 
 
+def worlds(text: str) -> tuple[int, ...]:
+    """`1,2,3` -> (1, 2, 3), without repeats; ArgumentTypeError for anything else."""
+    try:
+        sizes = tuple(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        sizes = ()
+    if not sizes or min(sizes) < 1 or max(sizes) > MOST_WORLD:
+        raise argparse.ArgumentTypeError(
+            f"world sizes must be integers from 1 to {MOST_WORLD}, separated by commas, got {text!r}"
+        )
+    return sizes
+
+
+MOST_WORLD = 1024  # a backend may allow fewer
+
+
+# --- arguments of several commands ------------------------------------------------------------------------------------
+
+
+def add_world(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument(
+        "--world", type=worlds, metavar="N[,N...]", help=f"world sizes, one after the other (default: {default})"
+    )
+
+
+def add_profile(parser: argparse.ArgumentParser, profiles: Mapping[str, Any]) -> None:
+    """profiles: by name, of which `about` says how much each draws."""
+    listed = "; ".join(f"{name}: {profile.about}" for name, profile in profiles.items())
+    parser.add_argument(
+        "--profile", default="quick", metavar="NAME", help=f"how much to draw: {listed} (default: quick)"
+    )
+
+
 def add_seed(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=int, metavar="N",
@@ -78,16 +122,25 @@ def seed_of(options: argparse.Namespace) -> int:
     return random.SystemRandom().getrandbits(32) if options.seed is None else int(options.seed)
 
 
-def add_failures(parser: argparse.ArgumentParser) -> None:
-    """`outputs.check_folder` checks whether it can be written."""
+def add_backend(parser: argparse.ArgumentParser, backends: Mapping[str, str]) -> None:
+    """backends: what each is, by name."""
+    listed = "; ".join(f"{name}: {about}" for name, about in backends.items())
+    parser.add_argument(
+        "--backend", choices=tuple(backends), default="gloo", help=f"where the ranks run: {listed} (default: gloo)"
+    )
+
+
+def add_outputs(parser: argparse.ArgumentParser, verbose: str) -> None:
+    """--failures, --json and --verbose. verbose: what it prints, in words."""
     parser.add_argument(
         "--failures", type=Path, default=FAILURES, metavar="DIR",
         help="where minimal Cases are saved (default: %(default)s)",
     )  # fmt: skip
+    add_json(parser)
+    add_verbose(parser, verbose)
 
 
 def add_json(parser: argparse.ArgumentParser, what: str = "the report") -> None:
-    """`outputs.check_file` checks whether it can be written."""
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help=f"write {what} as JSON too, into a folder that exists"
     )
@@ -97,10 +150,66 @@ def add_verbose(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--verbose", "-v", action="store_true", help=f"print {what}")
 
 
-def add_backend(parser: argparse.ArgumentParser, backends: Mapping[str, str]) -> None:
-    """backends: what each is, by name."""
-    parser.add_argument(
-        "--backend", choices=tuple(backends),
-        help="where the ranks run: " + "; ".join(f"{name}: {about}" for name, about in backends.items())
-        + " (default: gloo)",
-    )  # fmt: skip
+# --- files that a run leaves behind: whether they can be written is checked before it starts, not after hours ---------
+
+
+def check_outputs(options: argparse.Namespace) -> None:
+    """Raises OSError, naming the argument, for a file or folder that cannot be written."""
+    if options.json is not None:
+        check_file("--json", options.json)
+    if getattr(options, "failures", None) is not None and not getattr(options, "list", False):
+        check_folder("--failures", options.failures)
+
+
+def check_folder(argument: str, folder: Path) -> None:
+    """Make the folder, and see that files can be made in it. Raises OSError naming the argument."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OSError(f"argument {argument}: cannot write to {folder}: {error}") from error
+
+
+def check_file(argument: str, file: Path) -> None:
+    """See that the file can be written, and leave it as it is. Its folder is not made: where there is none, the name is
+    likely to be mistyped.
+
+    Raises OSError naming the argument.
+    """
+    try:
+        if file.exists():
+            file.open("a").close()
+        else:
+            if not file.parent.exists():
+                raise FileNotFoundError(f"there is no folder {file.parent.absolute()}")
+            with tempfile.TemporaryFile(dir=file.parent):
+                pass
+    except OSError as error:
+        raise OSError(f"argument {argument}: cannot write {file}: {error}") from error
+
+
+def write_json(file: Path | None, record: Mapping[str, Any]) -> None:
+    """Nothing where no file was asked for."""
+    if file is not None:
+        file.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
+
+
+# --- where commands print ---------------------------------------------------------------------------------------------
+
+
+def console() -> Console:
+    """At most 80 columns, on a terminal and in a log; narrower only where the terminal is."""
+    from rich.console import Console
+
+    from verification.report.text import WIDTH
+
+    return Console(width=min(WIDTH, Console().width) if sys.stdout.isatty() else WIDTH)
+
+
+def say(console: Console, line: str) -> None:
+    """Print a line, whatever is in it; the lines into which it is broken are indented."""
+    from verification.report.text import paragraph
+
+    for part in paragraph(line, hanging="    "):
+        console.print(part, markup=False, highlight=False, soft_wrap=True)

@@ -43,7 +43,7 @@ from verification.benchmarks.workload import (
     named,
     size,
 )
-from verification.cli.outputs import check_file
+from verification.cli.arguments import check_file
 from verification.wording import counted
 
 SECTIONS = ("dense", "longnet", "packed", "window", "reach")

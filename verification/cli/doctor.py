@@ -16,54 +16,84 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
 from importlib import metadata
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
 
 from reference import Pattern, fields
-from ring import Layout, ring_attention
+from ring import Layout, picked_kernels, ring_attention
 from ring.comm.transport import SoloTransport
-from ring.compute import kernels
 from ring.plan.plan import EXCHANGES
 from verification.case import DTYPES
-from verification.cli.arguments import add_json, command, typed
-from verification.cli.environment import in_force
-from verification.cli.outputs import check_file, write_json
+from verification.cli.arguments import add_json, check_outputs, command, console, typed, write_json
 from verification.report.text import paragraph
 
 COMMAND = command("verification.cli.doctor", "ring-doctor")
+HELP = "print what this machine has, and what each setting means here"
 ABOUT = """\
 Prints what this machine has and will do: GPUs, links, versions, settings in
 force, what carries each exchange, and which kernels are picked. It judges
 nothing; a GPU is not needed."""
 STATUS = "exit status: 0 it is printed; 2 it could not be found out."
 TOPOLOGY_TIMEOUT = 20.0  # seconds
+# Settings of these are shown, and where nothing more is known of one, whose it is.
+OWNERS = {
+    "NCCL_": "NCCL", "TORCH_NCCL_": "torch's use of NCCL", "TORCH_SYMM_MEM_": "torch's symmetric memory",
+    "TORCH_": "torch", "TORCHELASTIC_": "torchrun", "PYTORCH_": "torch", "CUDA_": "CUDA", "GLOO_": "gloo",
+    "OMP_": "OpenMP, by which torch runs threads on the CPU", "TRITON_": "Triton, which compiles the fused merge",
+}  # fmt: skip
+# By name; "*" stands for anything. The longest that fits counts.
+MEANINGS = {
+    "OMP_NUM_THREADS": "threads of one rank on the CPU: more than cores / ranks makes ranks wait for each other",
+    "GLOO_SOCKET_IFNAME": "the network interface of gloo: ranks on several machines need one that all can reach",
+    "CUDA_VISIBLE_DEVICES": "which GPUs there are, in which order; torchrun's local rank i takes the i-th of these",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "hardware queues: with 1, an exchange posted after a kernel does not overtake it",
+    "CUDA_LAUNCH_BLOCKING": "with 1, every kernel is waited for: nothing overlaps, so no timing here means anything",
+    "CUDA_MODULE_LOADING": "LAZY loads kernels at first use: first calls are slow, and must not be timed",
+    "NCCL_DEBUG*": "what NCCL logs; INFO and TRACE slow start-up and fill the log, nothing else changes",
+    "NCCL_NVLS_ENABLE": "0: no NVLink SHARP (multicast) in collectives; only `gather` may use it",
+    "NCCL_P2P_*": "direct copies between GPUs: without them every hop goes through host memory, many times slower",
+    "NCCL_SHM_DISABLE": "1: no shared memory within a host: ranks without direct copies go over the network",
+    "NCCL_IB_DISABLE": "1: no InfiniBand or RoCE: hops between hosts go over TCP, many times slower",
+    "NCCL_IB_*": "how NCCL uses InfiniBand or RoCE between hosts; within one host it does not matter",
+    "NCCL_SOCKET_IFNAME": "the network interface of NCCL's bootstrap, and of its traffic where there is no InfiniBand",
+    "NCCL_PROTO": "forces NCCL's protocol: LL and LL128 lower latency, Simple reaches the full bandwidth",
+    "NCCL_BUFFSIZE": "bytes of NCCL's buffer per channel: memory on the GPU that `reference/cost.py` does not count",
+    "NCCL_NCHANNELS_PER_PEER": "channels of a point-to-point exchange: each takes an SM from attention while it copies",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "what torch does when NCCL fails or times out; with 0 the ranks wait for ever",
+    "TORCH_NCCL_BLOCKING_WAIT": "1: wait() blocks the host until the exchange is done, so nothing overlaps",
+    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "torch ends a process after such a silence; a --timeout should be less",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1: no NVLink multicast, which copies from one GPU to another do not need",
+    "TORCH_DISTRIBUTED_DEBUG": "DETAIL checks every collective across ranks: slow, for finding mismatches only",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1: fp32 products in TF32, 10 bits: errors exceed the bounds",
+    "PYTORCH_*ALLOC_CONF": "how torch takes GPU memory: expandable_segments lets longer sequences fit",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "1: every tensor is a cudaMalloc, which waits for the GPU: no timing counts",
+}
 
 
-@dataclass(frozen=True)
-class Gpu:
-    name: str
-    memory: int  # bytes
-    capability: str
+def meaning(name: str) -> str:
+    """What a setting of one of OWNERS means here. Raises ValueError for any other."""
+    fits = [pattern for pattern in MEANINGS if fnmatchcase(name, pattern)]
+    if fits:
+        return MEANINGS[max(fits, key=len)]
+    owner = OWNERS[max((prefix for prefix in OWNERS if name.startswith(prefix)), key=len)]
+    return f"a setting of {owner}; see its documentation"
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Which kernel takes a tile with kernel="auto". `what`: the tile, in words."""
-
-    device: str
-    dtype: str
-    what: str
-    kernel: str
+def in_force(environment: Mapping[str, str]) -> list[dict[str, str]]:
+    """The settings of OWNERS that are set, by name, with their values and what they mean here."""
+    names = sorted(name for name in environment if name.startswith(tuple(OWNERS)))
+    return [{"name": name, "value": environment[name], "meaning": meaning(name)} for name in names]
 
 
-def gpus() -> list[Gpu]:
+def gpus() -> list[dict[str, Any]]:
+    """Name, bytes of memory and compute capability of each."""
     found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return [Gpu(x.name, x.total_memory, f"{x.major}.{x.minor}") for x in found]
+    return [{"name": x.name, "memory": x.total_memory, "capability": f"{x.major}.{x.minor}"} for x in found]
 
 
 def peer_access() -> list[list[bool]]:
@@ -98,13 +128,9 @@ def versions() -> dict[str, str]:
     except metadata.PackageNotFoundError:
         triton = None
     found = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "CUDA": torch.version.cuda,
-        "NCCL": nccl,
-        "cuDNN": cudnn,
-        "triton": triton,
-    }
+        "python": platform.python_version(), "torch": torch.__version__, "CUDA": torch.version.cuda, "NCCL": nccl,
+        "cuDNN": cudnn, "triton": triton,
+    }  # fmt: skip
     return {name: version or "none" for name, version in found.items()}
 
 
@@ -121,10 +147,7 @@ def gloo_interface(environment: Mapping[str, str]) -> str:
 
 
 def exchange_road(exchange: str, device: str) -> str:
-    """What carries an exchange's keys and values between ranks with tensors on that type of device.
-
-    The one place that knows: a further road is added here, and asked for its own conditions.
-    """
+    """What carries an exchange's keys and values between ranks with tensors on that type of device."""
     fields.choice("exchange", exchange, EXCHANGES)
     if device == "cpu":
         return "gloo, point to point" if dist.is_gloo_available() else "none: this torch has no gloo"
@@ -138,8 +161,9 @@ def exchange_road(exchange: str, device: str) -> str:
 DIM, TOKENS = 64, 64  # of the tiles that are tried
 
 
-def kernel_choices() -> list[Choice]:
-    """What `auto` picks on each device that is there: seen while ring_attention runs, forward and backward."""
+def kernel_choices() -> list[dict[str, str]]:
+    """Which kernel `auto` picks for a tile (`what`, in words), by device and dtype: seen while ring_attention runs,
+    forward and backward."""
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     whole = Layout.contiguous(TOKENS, 1)
     shuffled = Layout.from_cuts(torch.randperm(TOKENS, generator=torch.Generator().manual_seed(0)), [0, TOKENS])
@@ -150,54 +174,41 @@ def kernel_choices() -> list[Choice]:
         ("full, gradient through lse", Pattern.dense(False), whole, True),
     ]
     return [
-        Choice(device, dtype, what, _picked(torch.device(device), DTYPES[dtype], pattern, layout, through_lse))
+        {
+            "device": device, "dtype": dtype, "what": what,
+            "kernel": _picked(torch.device(device), DTYPES[dtype], pattern, layout, through_lse),
+        }
         for device in devices
         for dtype in DTYPES
         for what, pattern, layout, through_lse in tiles
-    ]
+    ]  # fmt: skip
 
 
 def _picked(device: torch.device, dtype: torch.dtype, pattern: Pattern, layout: Layout, through_lse: bool) -> str:
     """The kernels of forward and backward, by name; one name if they are the same."""
     q, k, v = (torch.ones(1, TOKENS, 2, DIM, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
-    with _watched("forward") as forward, _watched("backward") as backward:
+    with picked_kernels() as forward:
         result = ring_attention(q, k, v, pattern, layout, group=SoloTransport(), kernel="auto", return_lse=through_lse)
-        loss = result[1].sum() if isinstance(result, tuple) else result.sum()
-        loss.backward()
+    with picked_kernels() as backward:
+        (result[1] if isinstance(result, tuple) else result).sum().backward()
     there, back = ("+".join(sorted(names)) or "not seen" for names in (forward, backward))
     return there if there == back else f"{there}, backward {back}"
-
-
-@contextmanager
-def _watched(name: str) -> Iterator[set[str]]:
-    """The names with which `ring.compute.kernels.forward` or `backward` is called inside."""
-    real, seen = getattr(kernels, name), set[str]()
-
-    def watching(kernel: str, *arguments: Any) -> Any:
-        seen.add(kernel)
-        return real(kernel, *arguments)
-
-    setattr(kernels, name, watching)
-    try:
-        yield seen
-    finally:
-        setattr(kernels, name, real)
 
 
 def examine(environment: Mapping[str, str]) -> dict[str, Any]:
     """Everything, as JSON has it."""
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     return {
-        "gpus": [asdict(gpu) for gpu in gpus()],
+        "gpus": gpus(),
         "peer_access": peer_access(),
         "topology": topology(),
         "versions": versions(),
         "gloo_interface": gloo_interface(environment),
-        "settings": [asdict(setting) for setting in in_force(environment)],
+        "settings": in_force(environment),
         "exchanges": {
             exchange: {device: exchange_road(exchange, device) for device in devices} for exchange in EXCHANGES
         },
-        "kernels": [asdict(choice) for choice in kernel_choices()],
+        "kernels": kernel_choices(),
     }
 
 
@@ -244,23 +255,35 @@ def _together(found: Mapping[str, tuple[str, ...]]) -> list[tuple[list[str], tup
     return [(names, said) for said, names in groups.items()]
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_json(parser, "what was found")
+
+
+def carry_out(options: argparse.Namespace, console: Console) -> int:
+    """0 it is printed, 2 it could not be found out. Raises OSError."""
+    try:
+        found = examine(os.environ)
+    except RuntimeError as error:  # of torch, where a driver does not answer
+        raise OSError(str(error)) from error
+    for line in lines(found):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    write_json(options.json, found)
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
+    """The same as a program of its own."""
     parser = argparse.ArgumentParser(
         prog=typed(COMMAND), description=ABOUT, epilog=STATUS, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_json(parser, "what was found")
+    add_arguments(parser)
     options = parser.parse_args(arguments)
     try:
-        if options.json is not None:
-            check_file("--json", options.json)
-        found = examine(os.environ)
-        for line in lines(found):
-            print(line)
-        write_json(options.json, found)
-    except (OSError, RuntimeError) as error:  # a driver that does not answer is a RuntimeError of torch
+        check_outputs(options)
+        return carry_out(options, console())
+    except OSError as error:
         print(f"{typed(COMMAND)}: error: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
 if __name__ == "__main__":

@@ -14,9 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from verification.cli.arguments import add_json, add_seed, add_verbose, count, seed_of
-from verification.cli.console import say
-from verification.cli.outputs import write_json
+from verification.cli.arguments import add_json, add_seed, add_verbose, count, say, seed_of, write_json
 from verification.mutants.catalogue import DEFECTS, by_name
 from verification.mutants.defect import CannotPlant, Defect, NotSane
 from verification.mutants.trials import LIMITS, PROCESSES, SOON, Outcome, totals, try_all
@@ -26,6 +24,7 @@ from verification.run.backends import Unavailable
 from verification.search.experiment import ToolError
 from verification.wording import counted
 
+HELP = "plant defects, and see which check finds each"
 ABOUT = """\
 Plant one defect after the other into the ranks' code, and draw examples until a
 property or a law breaks. No check knows of a defect."""
@@ -35,12 +34,7 @@ carried out."""
 FEW = 20  # defects that have a row each; of more, those that the same check found share one, unless --verbose is given
 
 
-def add_parser(commands: Any, epilog: str = STATUS) -> None:
-    """commands: the result of `ArgumentParser.add_subparsers`."""
-    mutants = commands.add_parser(
-        "mutants", help="plant defects, and see which check finds each", description=ABOUT, epilog=STATUS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+def add_arguments(mutants: argparse.ArgumentParser) -> None:
     mutants.add_argument("names", nargs="*", metavar="NAME", help="defects to plant (default: all)")
     mutants.add_argument("--list", action="store_true", help="print these defects and what is wrong with each, and end")
     mutants.add_argument(

@@ -4,32 +4,26 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
-import verification.faults.saved_fault
+import verification.faults.fault_run
 import verification.peers.saved
 import verification.peers.training.saved_step_peer
 import verification.training.saved_training  # noqa: F401 - likewise, those of training steps
-from verification.cli.arguments import add_backend, add_json
-from verification.cli.outputs import write_json
+from verification.cli.arguments import add_backend, add_json, write_json
 from verification.replay import replay
 from verification.report.report import Report
 from verification.run.backends import BACKENDS, open_backend
 
+HELP = "run one saved counter-example again"
 ABOUT = """\
 Runs a saved counter-example again, on the ranks that it names, and checks it:
 a Case, a law with its Case, the problem of real size, a peer with its Case, a
 training run, or one with a peer in it, a fault with its Case."""
 
 
-def add_parser(commands: Any, epilog: str) -> None:
-    """`commands`: what `ArgumentParser.add_subparsers` returned."""
-    parser = commands.add_parser(
-        "replay", help="run one saved counter-example again", description=ABOUT, epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("case", type=Path, metavar="FILE", help="the JSON file that a run saved")
     add_backend(parser, BACKENDS)
     add_json(parser)
@@ -37,6 +31,6 @@ def add_parser(commands: Any, epilog: str) -> None:
 
 def carry_out(options: argparse.Namespace, console: Console) -> int:
     """0 it held, 1 it failed again. Raises Unavailable where it cannot be carried out."""
-    report = replay.replay(options.case, Report(console), open_backend(options.backend or "gloo"))
+    report = replay.replay(options.case, Report(console), open_backend(options.backend))
     write_json(options.json, report.to_dict())
     return 1 if report.failures else 0

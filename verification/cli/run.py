@@ -1,37 +1,35 @@
-"""`python -m verification run`: the main job, once or for a night."""
+"""`python -m verification run`: the main job, once or for hours."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import os
-from pathlib import Path
+from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from rich.console import Console
 
 from verification import runner, whole_run
-from verification.cli import nightly
 from verification.cli.arguments import (
-    MODULE,
     add_backend,
-    add_failures,
-    add_json,
+    add_outputs,
+    add_profile,
     add_seed,
-    add_verbose,
+    add_world,
     count,
+    say,
     seed_of,
     span,
-    typed,
     whole,
+    write_json,
 )
-from verification.cli.outputs import write_json
 from verification.problems import real_size
 from verification.report.report import Report
 from verification.run.backends import BACKENDS, Unavailable
 
-PROFILES = runner.PROFILES | {"nightly": nightly.PROFILE}
-MOST_RANKS = max(runner.MOST_RANKS.values())
+HELP = "draw examples and check them"
 ABOUT = """\
 Draws examples for each world size, checks every property on every one of them,
 then the laws between Cases, then one problem of real size. Prints progress, a
@@ -39,45 +37,22 @@ table of the worst error as a fraction of its bound, and of what failed the
 smallest counter-example as a minimal Case, with the line that replays it."""
 
 
-def worlds(text: str) -> tuple[int, ...]:
-    """`1,2,3` -> (1, 2, 3), without repeats; ArgumentTypeError for anything else."""
-    try:
-        sizes = tuple(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError:
-        sizes = ()
-    if not sizes or min(sizes) < 1 or max(sizes) > MOST_RANKS:
-        raise argparse.ArgumentTypeError(
-            f"world sizes must be integers from 1 to {MOST_RANKS}, separated by commas, got {text!r}"
-        )
-    return sizes
-
-
-def add_parser(commands: Any, epilog: str) -> None:
-    """`commands`: what `ArgumentParser.add_subparsers` returned."""
-    parser = commands.add_parser(
-        "run", help="draw examples and check them", description=ABOUT, epilog=epilog, prog=typed(f"{MODULE} run"),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument(
-        "--world", type=worlds, metavar="N[,N...]",
-        help="world sizes, one after the other (default: 1,2,3,4,8; nightly: those of its round)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--profile", choices=tuple(PROFILES), default="quick",
-        help="how much to draw: " + "; ".join(f"{name}: {p.about}" for name, p in PROFILES.items())
-        + " (default: quick)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--hours", type=span(math.inf, "a number of hours > 0"), metavar="H",
-        help=f"nightly: how long, until the end of the world size then under way (default: {nightly.HOURS:g})",
-    )  # fmt: skip
-    parser.add_argument(
-        "--state", type=Path, metavar="FILE",
-        help=f"nightly: the report so far, from which the next run goes on (default: {nightly.STATE})",
-    )  # fmt: skip
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_world(parser, ",".join(map(str, runner.WORLDS)))
+    add_profile(parser, runner.PROFILES)
     parser.add_argument(
         "--examples", type=count, metavar="N",
         help="plain examples for each world size; up to about 1.5 times as many more for laws and larger errors",
+    )  # fmt: skip
+    parser.add_argument(
+        "--only", action="append", metavar="NAME",
+        help="check this property or law alone, on as many examples: its title, or a part that no other title has; "
+        "may be given several times",
+    )  # fmt: skip
+    parser.add_argument("--list", action="store_true", help="print the titles of all properties and laws, and end")
+    parser.add_argument(
+        "--hours", type=span(math.inf, "a number of hours > 0"), metavar="H", default=0.0,
+        help="run again, each time with the next seed, until H hours have passed or something fails",
     )  # fmt: skip
     parser.add_argument(
         "--jobs", type=count, metavar="N",
@@ -89,59 +64,75 @@ def add_parser(commands: Any, epilog: str) -> None:
     parser.add_argument(
         "--real-size", metavar="N",
         type=whole(lambda size: size == 0 or least <= size <= most, f"0 or an integer from {least} to {most}"),
-        help=f"tokens of the problem of real size that ends the run; 0 leaves it out (default: {real_size.TOKENS})",
+        help="tokens of the problem of real size that ends the run; 0 leaves it out "
+        f"(default: {real_size.TOKENS}, with --only 0)",
     )  # fmt: skip
-    add_failures(parser)
-    add_json(parser)
-    add_verbose(parser, "a row for each property and world size, all of the coverage, each counter-example")
+    add_outputs(parser, "a row for each property and world size, all of the coverage, each counter-example")
 
 
 def carry_out(options: argparse.Namespace, console: Console) -> int:
     """0 all held, 1 a counter-example was found. Raises Unavailable where it cannot be carried out."""
-    report = _nightly(options, console) if options.profile == "nightly" else _once(options, console)
-    write_json(options.json, report.to_dict())
-    return 1 if report.failures else 0
-
-
-def _once(options: argparse.Namespace, console: Console) -> Report:
-    for name in ("hours", "state"):
-        if getattr(options, name) is not None:
-            raise Unavailable(f"argument --{name}: goes with --profile nightly, got --profile {options.profile}")
-    backend, world = options.backend or "gloo", options.world or runner.WORLDS
-    most = runner.MOST_RANKS[backend]
-    if max(world) > most:
-        raise Unavailable(f"argument --world: on {backend} at most {most} ranks, got {max(world)}")
+    if options.list:
+        for title, about in runner.titles().items():
+            say(console, title)
+            say(console, f"    {about}")
+        return 0
+    backend, only = options.backend, tuple(dict.fromkeys(map(title_of, options.only or ())))
     jobs = options.jobs or (1 if backend == "nccl" else len(os.sched_getaffinity(0)))
     if backend == "nccl" and jobs > 1:
         raise Unavailable(f"argument --jobs: on nccl one world size at a time, since ranks share the GPUs; got {jobs}")
+    usual = 0 if only else real_size.TOKENS
     plan = runner.RunPlan(
-        worlds=world,
-        profile=runner.PROFILES[options.profile],
+        worlds=worlds_of(options, runner.WORLDS),
+        profile=profile_of(options, runner.PROFILES),
         examples=options.examples,
         seed=seed_of(options),
         backend=backend,
         failures=options.failures,
-        real_size=real_size.TOKENS if options.real_size is None else options.real_size,
+        real_size=usual if options.real_size is None else options.real_size,
         jobs=jobs,
+        only=only,
     )
+    if not any((*runner.plain_on(plan, world), *runner.laws_on(plan, world)) for world in plan.worlds):
+        where = f"{backend}, --world {','.join(map(str, plan.worlds))}"
+        raise Unavailable(f"argument --only: there is nothing to check of {', '.join(map(repr, only))} on {where}")
     extras: dict[str, Any] = {"seed": plan.seed, "profile": options.profile, "backend": backend}
-    return whole_run.run(plan, Report(console, extras, options.verbose))
+    extras |= {"only": list(only)} if only else {}
+    report = whole_run.run(plan, Report(console, extras, options.verbose), hours=options.hours)
+    write_json(options.json, report.to_dict())
+    return 1 if report.failures else 0
 
 
-def _nightly(options: argparse.Namespace, console: Console) -> Report:
-    for name in ("examples", "real_size", "jobs"):
-        if getattr(options, name) is not None:
-            argument = name.replace("_", "-")
-            raise Unavailable(
-                f"argument --{argument}: rounds of --profile nightly have their own, got {options.__dict__[name]}"
-            )
-    chunks = [
-        chunk for chunk in nightly.ROUND
-        if options.backend in (None, chunk.backend) and (options.world is None or chunk.world in options.world)
-    ]  # fmt: skip
-    if not chunks:
-        there = ", ".join(f"{chunk.backend} {chunk.world}" for chunk in nightly.ROUND)
-        raise Unavailable(f"argument --world: a round of --profile nightly has {there}; none of these was asked for")
-    night = nightly.Night(options.state or nightly.STATE, options.failures, chunks, options.seed)
-    report = Report(console, {"profile": "nightly"}, options.verbose)
-    return nightly.run(night, report, options.hours or nightly.HOURS)
+def title_of(name: str) -> str:
+    """The property or law that is meant by a title or a part of it. Raises Unavailable for none, or several."""
+    titles = list(runner.titles())
+    fitting = [title for title in titles if name.lower() in title.lower()]
+    if name in titles or len(fitting) == 1:
+        return name if name in titles else fitting[0]
+    if fitting:
+        raise Unavailable(f"argument --only: {name!r} may be {_quoted(fitting)}")
+    close = get_close_matches(name.lower(), [title.lower() for title in titles], n=3, cutoff=0.5)
+    near = [title for title in titles if title.lower() in close]
+    hint = f", close to it: {_quoted(near)}" if near else ""
+    raise Unavailable(f"argument --only: {name!r} is no property or law; it must be one of --list{hint}")
+
+
+def _quoted(titles: Sequence[str]) -> str:
+    return " or ".join(map(repr, titles))
+
+
+def worlds_of(options: argparse.Namespace, usual: tuple[int, ...]) -> tuple[int, ...]:
+    """Those asked for, or the usual ones. Raises Unavailable for more ranks than the backend takes."""
+    worlds, most = options.world or usual, runner.MOST_RANKS[options.backend]
+    if max(worlds) > most:
+        raise Unavailable(f"argument --world: on {options.backend} at most {most} ranks, got {max(worlds)}")
+    return worlds
+
+
+def profile_of(options: argparse.Namespace, profiles: dict[str, runner.Profile]) -> runner.Profile:
+    """Raises Unavailable for a name that is none of them."""
+    if options.profile not in profiles:
+        hint = "; for a night write --hours 8" if options.profile == "nightly" else ""
+        listed = ", ".join(profiles)
+        raise Unavailable(f"argument --profile: must be one of {listed}, got {options.profile!r}{hint}")
+    return profiles[options.profile]

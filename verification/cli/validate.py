@@ -20,9 +20,17 @@ import numpy as np
 import verification.peers.saved  # noqa: F401 - so that saved counter-examples of peers can be replayed
 from verification import runner
 from verification.case import Case
-from verification.cli.arguments import add_failures, add_json, add_seed, add_verbose, count, seed_of, span, whole
-from verification.cli.console import console
-from verification.cli.outputs import check_file, check_folder, write_json
+from verification.cli.arguments import (
+    add_outputs,
+    add_seed,
+    check_outputs,
+    console,
+    count,
+    seed_of,
+    span,
+    whole,
+    write_json,
+)
 from verification.failures import RankCrash, RankHang, VerificationFailure
 from verification.problems import links, long_problems
 from verification.problems.long_problems import LongProblem
@@ -69,41 +77,37 @@ class TorchrunReport(Report):
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(
+    made = argparse.ArgumentParser(
         prog=HOW, description=DESCRIPTION, epilog=EPILOGUE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    found.add_argument("--backend", choices=("nccl", "gloo"), default="nccl", help="what joins the ranks")
-    found.add_argument(
+    made.add_argument("--backend", choices=("nccl", "gloo"), default="nccl", help="what joins the ranks")
+    made.add_argument(
         "--examples", type=count, metavar="N",
         help=f"Cases to draw (default: {EXAMPLES['nccl']}, gloo {EXAMPLES['gloo']}); up to about 1.5 times "
         "as many more for laws and larger errors",
     )  # fmt: skip
-    add_seed(found)
-    found.add_argument(
-        "--timeout", type=span(86_400, "a number of seconds > 0 and less than a day"), default=TIMEOUT, metavar="S",
+    add_seed(made)
+    seconds = span(86_400, "a number of seconds > 0 and less than a day")
+    made.add_argument(
+        "--timeout", type=seconds, default=TIMEOUT, metavar="S",
         help="seconds that the ranks may take for an example before they hang (default: %(default)g)",
     )  # fmt: skip
-    least = long_problems.LEAST
-    found.add_argument(
-        "--long",
-        type=whole(lambda number: number == 0 or number >= least, f"0 or an integer >= {least}"),
-        metavar="N",
+    least, kinds = long_problems.LEAST, tuple(long_problems.KINDS)
+    made.add_argument(
+        "--long", type=whole(lambda tokens: tokens == 0 or tokens >= least, f"0 or an integer >= {least}"), metavar="N",
         help=f"tokens of the long problems (default: {LONG['nccl']}, gloo {LONG['gloo']}); 0 leaves them out",
-    )
-    found.add_argument(
-        "--long-kinds", nargs="+", metavar="KIND", choices=tuple(long_problems.KINDS),
-        default=tuple(long_problems.KINDS),
-        help=f"of {', '.join(map(repr, long_problems.KINDS))} (default: all)",
     )  # fmt: skip
-    found.add_argument(
-        "--budget", type=span(86_400, "a number of seconds > 0 and less than a day"), default=BUDGET, metavar="S",
+    made.add_argument(
+        "--long-kinds", nargs="+", metavar="KIND", choices=kinds, default=kinds,
+        help=f"of {', '.join(map(repr, kinds))} (default: all)",
+    )  # fmt: skip
+    made.add_argument(
+        "--budget", type=seconds, default=BUDGET, metavar="S",
         help="seconds to shrink a failure, and after the first to look for others (default: %(default)g)",
     )  # fmt: skip
-    found.add_argument("--replay", type=Path, metavar="CASE.json", help="run one saved counter-example instead")
-    add_json(found)
-    add_failures(found)
-    add_verbose(found, "the rates of all links, each long problem, all of the coverage, each counter-example")
-    return found
+    made.add_argument("--replay", type=Path, metavar="CASE.json", help="run one saved counter-example instead")
+    add_outputs(made, "the rates of all links, each long problem, all of the coverage, each counter-example")
+    return made
 
 
 def main(arguments: Sequence[str] | None = None, prepare: Preparation | None = None) -> int:
@@ -144,9 +148,7 @@ def _serve(options: argparse.Namespace, agents: Agents, prepare: Preparation | N
     backend = TorchrunBackend(agents, options.backend, options.timeout, prepare)
     shrink_backend = ShrinkBackend(agents, prepare)
     try:
-        check_folder("--failures", options.failures)
-        if options.json is not None:
-            check_file("--json", options.json)
+        check_outputs(options)
         if options.replay is not None:
             _replay(options, report, backend)
         else:
@@ -185,8 +187,9 @@ def _record_loss(lost: AgentLost, report: Report, backend: TorchrunBackend, fold
     record: dict[str, Any] = json.loads(last.to_json()) if isinstance(last, Case) else {}
     if isinstance(last, dict):
         record = last
-    kind = RankHang if lost.silent else RankCrash
-    failure = kind(f"{lost}; what was under way, if anything, is saved as it was drawn, not shrunk")
+    failure = (RankHang if lost.silent else RankCrash)(
+        f"{lost}; what was under way, if anything, is saved as it was drawn, not shrunk"
+    )
     report.failed(
         save_record(failure, "every process stays", backend.agents.place.world_size, record, folder, backend.name)
     )
@@ -201,7 +204,10 @@ def _run(options: argparse.Namespace, report: Report, backend: TorchrunBackend, 
     backend.start(world)
     with report:
         if run_links(report, backend, options.failures):
-            run_cases(options, report, backend, shrink_backend, seed)
+            profile = replace(runner.PROFILES["quick"], budget=options.budget)
+            examples = options.examples or EXAMPLES[backend.name]
+            plan = runner.RunPlan((world,), profile, examples, seed, backend.name, options.failures, real_size=0)
+            runner.run_world(plan, report, backend, shrink_backend, world)
             length = LONG[backend.name] if options.long is None else options.long
             if runner.hangs(report.failures):
                 report.say(f"ranks hang, so {long_problems.TITLE} are left out")
@@ -236,22 +242,11 @@ def run_links(report: Report, backend: TorchrunBackend, folder: Path) -> bool:
         return False
     report.held("uint8", {links.TITLE: 0.0}, time.perf_counter() - started)
     report.end_world(links.TITLE)
-    report.extras["links"] = links.record(rates)
+    report.extras["links"] = [asdict(rate) for rate in rates]
     report.notable.append(links.fastest(rates))
     for line in links.table(rates):
         report.detail(line)
     return True
-
-
-def run_cases(
-    options: argparse.Namespace, report: Report, backend: TorchrunBackend, shrink_backend: ShrinkBackend, seed: int
-) -> None:
-    world = backend.agents.place.world_size
-    profile = replace(runner.PROFILES["quick"], budget=options.budget)
-    plan = runner.RunPlan(
-        (world,), profile, options.examples or EXAMPLES[backend.name], seed, backend.name, options.failures, real_size=0
-    )
-    runner.run_world(plan, report, backend, shrink_backend, world)
 
 
 def run_long(report: Report, backend: TorchrunBackend, problem: LongProblem, folder: Path) -> None:
@@ -266,18 +261,16 @@ def run_long(report: Report, backend: TorchrunBackend, problem: LongProblem, fol
         ratios = long_problems.verdict(problem, seen)
     except VerificationFailure as failure:
         report.end_world(f"{problem.kind}, {problem.tokens} tokens")
-        report.failed(
-            save_record(failure, long_problems.TITLE, problem.world, {"long": asdict(problem)}, folder, backend.name)
-        )
+        record = {"long": asdict(problem)}
+        report.failed(save_record(failure, long_problems.TITLE, problem.world, record, folder, backend.name))
         return
     finally:
         backend.timeout = timeout
     report.held(case.dtype, {long_problems.TITLE: float(np.max(list(ratios.values())))}, time.perf_counter() - started)
-    rows = seen[0].rows
+    rows, about = seen[0].rows, f"{problem.kind}, {problem.tokens} tokens"
     judged = "all rows" if rows == case.tokens else f"{rows} sampled rows, with what these add to dk and dv"
-    report.end_world(f"{problem.kind}, {problem.tokens} tokens, {judged}")
+    report.end_world(f"{about}, {judged}")
     slowest, most = max(one.seconds for one in seen), max(one.bytes for one in seen)
-    about = f"{problem.kind}, {problem.tokens} tokens"
     cost = f"forward + backward {slowest:.3f} s, at most {most / 2**20:.0f} MiB of a rank"
     report.notable.append(f"{about}, {judged}: {cost}")
     report.detail("  worst error / bound " + ", ".join(f"{name} {ratio:.3g}" for name, ratio in ratios.items()))

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from reference.pattern import Branch, Pattern
 from verification.case import Case
 from verification.draw.decoding import digits, head_range, permutation
-from verification.draw.drawn_documents import MOST_FUSED, fused_documents, packed
-from verification.draw.drawn_windows import windowed
+from verification.draw.documents import MOST_FUSED, fused_documents, packed, windowed
 from verification.draw.rare_cases import MOST_TOKENS, rare, shifted
 
 Draw = st.DrawFn

@@ -8,17 +8,19 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from reference.pattern import Branch, Pattern
+from reference.shards import HANDS
 from verification.case import Case
-from verification.draw.dealt import dealt
 from verification.draw.decoding import digits
 
 Draw = st.DrawFn
 
 MOST_TOKENS = 64  # of all but few Cases
+_MOST_DEALT = 60  # for few ranks
 _flags = st.booleans()
 _quarters = st.integers(0, 3)
 _eighths = st.integers(0, 7)
 _sixteenths = st.integers(0, 15)
+_twice = st.sampled_from((1, 1, 1, 2))
 _many_heads = st.sampled_from(((4, 4), (5, 5), (8, 4), (8, 2), (9, 3), (6, 2)))
 
 
@@ -132,6 +134,22 @@ def _narrow_beside_wide(draw: Draw, case: Case) -> Case:
     )  # fmt: skip
 
 
+def _dealt(draw: Draw, case: Case) -> Case:
+    """Positions dealt like cards: a rank has three hands, one after the other, and a segment, or a document, has one
+    card of each, or two. So a rank's rows of one segment lie apart, with those of other segments between them: nothing
+    else makes a whole shard one regular tile whose rows are in another order than the shard's.
+    """
+    hands = HANDS * len(case.ranks)
+    segment = hands * draw(_twice)
+    count = draw(st.integers(2, max(2, _MOST_DEALT // segment)))
+    packed, causal = draw(_flags), case.pattern.causal
+    branch, documents = (Branch(), (segment,) * count) if packed else (Branch(segment), None)
+    return replace(
+        case, tokens=segment * count, order="dealt", cuts=None, pattern=Pattern((branch,), causal, documents),
+        bucket=None if case.bucket is None else max(case.bucket, segment * count),
+    )  # fmt: skip
+
+
 def _blind(draw: Draw, case: Case) -> Case:
     """No query sees any key, since the offset lies past the segments. Without this, some runs have no such Case."""
     segment = 1 + draw(_quarters)
@@ -146,8 +164,8 @@ RARE: dict[int, tuple[int, int, Callable[[Draw, Case], Case]]] = {
     7: (3, 8, _masked_by_position),
     8: (4, 8, _two_in_a_round),
     9: (2, 4, _narrow_beside_wide),
-    10: (1, 1024, dealt),
-    11: (1, 1024, dealt),
+    10: (1, 1024, _dealt),
+    11: (1, 1024, _dealt),
     12: (2, 3, _many_documents),
     13: (1, 1024, _uneven),
     14: (1, 1024, _uneven),

@@ -21,8 +21,7 @@ from verification.check.checks import CHECKS, costs
 from verification.check.expectation import expect
 from verification.draw.cases import cases
 from verification.failures import RankFailure, VerificationFailure, name_ranks
-from verification.faults.fault import BY_NAME, KINDS, Fault, FaultKind, MishandledFault
-from verification.faults.struck import observe_struck
+from verification.faults.struck import BY_NAME, KINDS, Fault, FaultKind, observe_struck
 from verification.run.backends import CASES_PER_APART, Backend, PoolBackend, SimBackend
 from verification.run.processes.process_tree import descendants
 from verification.runner import check_case
@@ -35,11 +34,18 @@ LAST_WORDS = 6.0  # seconds for ranks to find out, each by itself, who is absent
 SHORT_TIMEOUT = 0.3  # seconds for an example with a rank that is stopped; longer while another rank computes
 WHOLE = "the pool is whole after a fault"
 # What a rank raises that waited in vain.
-_MISSED = re.compile(
-    r"RuntimeError: (the message '.*' from rank (?=[0-9]+ did not come)|rank (?=[0-9]+ did not take the message)|"
-    r"ranks? (?=[0-9, ]+ did not come to the ))(?P<who>[0-9, ]+)"
+_ABSENT = r"RuntimeError: ranks? (?=[0-9, ]+ did not come to the )"
+_MISSED = (
+    rf"({_ABSENT}|RuntimeError: the message '.*' from rank (?=[0-9]+ did not come)|"
+    r"RuntimeError: rank (?=[0-9]+ did not take the message))"
 )
 MOST = 2**10  # of the numbers that choose a rank and a post
+
+
+class MishandledFault(VerificationFailure):
+    """A fault that was struck on purpose was not named, or not with its rank, or it left something behind."""
+
+    kind = "mishandled fault"
 
 
 def faults(world: int) -> st.SearchStrategy[tuple[Case, How]]:
@@ -83,7 +89,7 @@ def chosen(how: How, posts: Sequence[Sequence[int]]) -> Fault:
     index = senders[how["rank"] % len(senders)]
     if BY_NAME[how["kind"]].asked:
         return Fault(how["kind"], index, how["post"] % QUESTIONS)
-    fitting = [n for n, sends in enumerate(posts[index]) if sends or not BY_NAME[how["kind"]].reshapes]
+    fitting = [n for n, sends in enumerate(posts[index]) if sends or BY_NAME[how["kind"]].outcome is not None]
     post = fitting[how["post"] % len(fitting)]
     return Fault(how["kind"], index, post, how["send"] % max(1, posts[index][post]))
 
@@ -170,47 +176,29 @@ def judge(kind: FaultKind, fault: Fault, case: Case, failure: VerificationFailur
     named = failure.ranks(kind.outcome)
     if named != (rank,) or name_ranks(named) not in failure.headline:
         raise MishandledFault(f"{struck} must be named with that rank; named was {name_ranks(named)}: {failure}")
-    if kind.asked:
-        _judge_others(fault, case, struck, failure)
-    elif kind.outcome == "died":
-        _judge_partners(fault, case, struck, failure)
+    if kind.outcome == "died":
+        _judge_others(kind, fault, case, struck, failure)
 
 
-def _judge_others(fault: Fault, case: Case, struck: str, failure: RankFailure) -> None:
-    """Whoever has raised must say that this index of the group did not come, and not itself; nobody has answered. A
-    rank that has no connection to the dead one may wait until the group's timeout, but one of the others has one; and
-    one that the machine keeps from its processor for a second may be named as well.
+def _judge_others(kind: FaultKind, fault: Fault, case: Case, struck: str, failure: RankFailure) -> None:
+    """Whoever has raised must have missed this index of the group: as the sender or the receiver of a message, or at a
+    question. Where ranks ask, nobody may have answered, nor name itself, and one at least must have raised: a rank that
+    has no connection to the dead one may wait until the group's timeout, but one of the others has one.
     """
     raised = 0
     for index, rank in enumerate(case.ranks):
         state = next(state for state in failure.states if state.rank == rank)
-        if index == fault.index or state.outcome == "blocked":
+        if index == fault.index or state.outcome == "blocked" or (state.outcome != "raised" and not kind.asked):
             continue
-        told = re.search(r"RuntimeError: ranks? ([0-9, ]+) did not come to the ", state.detail)
-        absent = [] if told is None else [int(number) for number in told[1].split(",")]
-        if state.outcome != "raised" or fault.index not in absent or index in absent:
-            raise MishandledFault(
-                f"{struck}: rank {rank} must say that index {fault.index} of the group did not come; it {state.detail}"
-            )
-        raised += 1
-    if not raised:
-        raise MishandledFault(f"{struck}: no rank said that index {fault.index} of the group did not come: {failure}")
-
-
-def _judge_partners(fault: Fault, case: Case, struck: str, failure: RankFailure) -> None:
-    """Whoever has raised must have missed this index of the group: as the sender or the receiver of a message, or at a
-    question. Others wait for ranks that have raised, or have answered.
-    """
-    for index, rank in enumerate(case.ranks):
-        state = next(state for state in failure.states if state.rank == rank)
-        if index == fault.index or state.outcome != "raised":
-            continue
-        missed = _MISSED.search(state.detail)
-        found = [] if missed is None else [int(number) for number in re.findall("[0-9]+", missed["who"])]
-        if fault.index not in found:
+        told = re.search(f"{_ABSENT if kind.asked else _MISSED}(?P<who>[0-9, ]+)", state.detail)
+        missed = [] if told is None else [int(number) for number in re.findall("[0-9]+", told["who"])]
+        if state.outcome != "raised" or fault.index not in missed or (kind.asked and index in missed):
             raise MishandledFault(
                 f"{struck}: rank {rank} must say that it missed index {fault.index} of the group; it {state.detail}"
             )
+        raised += 1
+    if kind.asked and not raised:
+        raise MishandledFault(f"{struck}: no rank said that it missed index {fault.index} of the group: {failure}")
 
 
 def _judge_words(kind: FaultKind, rank: int, struck: str, failure: VerificationFailure) -> None:

@@ -1,16 +1,22 @@
-"""A run of faults: so many on each world size, in ranks over gloo."""
+"""A run of faults, so many on each world size, in ranks over gloo; and how those are read that were mishandled.
+
+Importing this module makes saved ones, {"fault": how, "case": ...}, readable.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
-from verification.faults.fault import KINDS
-from verification.faults.fault_experiment import FAULTS
-from verification.faults.struck import observe_struck
+from reference import fields
+from verification.faults.fault_experiment import FAULTS, premise
+from verification.faults.struck import KINDS, observe_struck
+from verification.replay.records import read_case
+from verification.replay.registry import Saved, SavedExample, register
 from verification.report.report import Report
-from verification.run.backends import PRELOAD, GlooBackend
+from verification.run.backends import PRELOAD, Backend, GlooBackend, Unavailable
 from verification.runner import save
 from verification.search.search import Search
 
@@ -27,11 +33,10 @@ def run_faults(report: Report, worlds: Sequence[int], count: int, seed: int, fai
     for number, world in enumerate(worlds):
         share = count // len(worlds) + (number < count % len(worlds))
         if share:
-            run_faults_on(report, world, share, seed, failures)
+            _run_on(report, world, share, seed, failures)
 
 
-def run_faults_on(report: Report, world: int, count: int, seed: int, failures: Path) -> None:
-    """The same on one world size, with ranks that are ended afterwards."""
+def _run_on(report: Report, world: int, count: int, seed: int, failures: Path) -> None:
     with closing(GlooBackend(preload=(*PRELOAD, observe_struck.__module__))) as backend:
         backend.start(world)
         report.start_world(world, count, "faults")
@@ -48,3 +53,25 @@ def table(report: Report) -> list[str]:
         row = report.rows.of(kind.title)
         lines.append(f"{kind.title:<24}{row.examples:>8}  {kind.named_as:<38}{row.seconds:>8.1f}")
     return lines
+
+
+# --- replay -----------------------------------------------------------------------------------------------------------
+
+
+class SavedFault(SavedExample):
+    """A fault that was mishandled. Processes are needed: a simulation has none that could be killed."""
+
+    def prepare(self, backend: Backend) -> None:
+        if backend.name != "gloo":
+            raise Unavailable(f"argument --backend: faults are struck into ranks on gloo; got {backend.name}")
+
+
+def _read_fault(record: dict[str, Any]) -> Saved:
+    """Raises ValueError for a malformed record."""
+    fields.exactly("a mishandled fault", record, ["fault", "case"])
+    case = read_case(record["case"])
+    premise(case, record["fault"])
+    return SavedFault(FAULTS, (case, record["fault"]), record)
+
+
+register("fault", _read_fault)

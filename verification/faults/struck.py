@@ -1,4 +1,4 @@
-"""What a rank does that a fault is struck into. Ranks come with this module: it imports no more than `run`."""
+"""Faults, and what a rank does that one is struck into. Ranks come with this module: it imports no more than `run`."""
 
 from __future__ import annotations
 
@@ -6,16 +6,71 @@ import os
 import resource
 import signal
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from ring.comm.transport import Message, Outgoing, Pending, RecordingTransport, Transport
 from verification.case import Case
-from verification.faults.fault import BY_NAME, Fault
+from verification.failures import MismatchedMessages, Outcome, RankCrash, RankError, RankHang, VerificationFailure
 from verification.run.observation import Observation
 from verification.run.rank import observe
+
+
+@dataclass(frozen=True)
+class FaultKind:
+    """A kind of fault, and what it must be named as.
+
+    title      in reports
+    failure    the kind of failure that it must be
+    outcome    where the failure says that the rank stands; None: a message is given another shape, and the text of
+               the failure names the rank
+    simulated  gloo does not say it, but the same in the simulation does
+    asked      it is struck where the ranks ask each other something, not where they post messages, and the others must
+               say who is absent
+    """
+
+    name: str
+    title: str
+    failure: type[VerificationFailure]
+    outcome: Outcome | None = None
+    simulated: bool = False
+    asked: bool = False
+
+    @property
+    def place(self) -> str:
+        """What is counted to find the rank's place."""
+        return "question" if self.asked else "post"
+
+    @property
+    def named_as(self) -> str:
+        return f"{self.failure.kind}, by the simulation" if self.simulated else self.failure.kind
+
+
+# The simplest first: shrinking ends there.
+KINDS = (
+    FaultKind("raise", "an exception", RankError, "raised"),
+    FaultKind("kill", "kill -9", RankCrash, "died"),
+    FaultKind("stop", "SIGSTOP", RankHang, "stopped"),
+    FaultKind("short", "a message too short", MismatchedMessages),
+    # gloo ends the process of the receiver, without a word on the sender.
+    FaultKind("long", "a message too long", MismatchedMessages, simulated=True),
+    FaultKind("absent", "kill -9, others ask", RankCrash, "died", asked=True),
+)
+BY_NAME = {kind.name: kind for kind in KINDS}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault in the rank at that index of the group, at its post, or question, of that number. send: of the post's
+    sends, the one that is given another shape.
+    """
+
+    kind: str  # name in KINDS
+    index: int
+    post: int
+    send: int = 0
 
 
 class InjectedFault(Exception):

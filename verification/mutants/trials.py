@@ -25,7 +25,7 @@ from verification.mutants.catalogue import by_name
 from verification.mutants.defect import CannotPlant, Defect, NotSane
 from verification.mutants.plant import plant, preparation
 from verification.mutants.subjects import EVERYTHING, ON_GLOO, WORLDS
-from verification.report.row_table import finite
+from verification.report.run_record import finite
 from verification.run.backends import Backend, GlooBackend, SimBackend, Unavailable
 from verification.run.processes.worker import exit_with_parent
 from verification.search.experiment import Experiment, Found, ToolError

@@ -21,7 +21,7 @@ from verification.run.backends import Backend
 from verification.search.experiment import Experiment, ToolError, case_record
 
 # The `checks.CHECKS` that concern any implementation; those of messages, bytes and buffers concern this project's own.
-APPLICABLE = ("answers", "unseen", "finite", "values", "inputs", "repeat")
+APPLICABLE = ("answers", "unseen", "finite", "values", "gradients", "inputs", "repeat")
 
 
 def experiment(name: str, peer: Peer | None = None) -> Experiment:

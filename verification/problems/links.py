@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -98,8 +98,7 @@ def transfers(size: int) -> tuple[list[str], list[tuple[int, float]]]:
     for shift in range(1, world):
         ahead, behind = (rank + shift) % world, (rank - shift) % world
         wrong += _exchange(transport, size, [(ahead, shift)], [(behind, shift)])
-    steps = [(1, [1]), (-1, [-1]), (2, [1, -1])]
-    for ways, shifts in steps:
+    for ways, shifts in ((1, [1]), (-1, [-1]), (2, [1, -1])):
         targets = [((rank + shift) % world, shift) for shift in shifts]
         sources = [((rank - shift) % world, shift) for shift in shifts]
         wrong += _exchange(transport, size, targets, sources)
@@ -138,17 +137,18 @@ def _timed(transport: Transport, size: int, targets: Roads, sources: Roads) -> f
     sent = [torch.zeros(size, dtype=torch.uint8, device=rank_device()) for _ in targets]
     received = [torch.zeros(size, dtype=torch.uint8, device=rank_device()) for _ in sources]
     dist.barrier()
-    _finish()
+    finish()
     started = time.perf_counter()
     transport.post(
         [Message(peer, x, "timed") for (peer, _), x in zip(targets, sent, strict=True)],
         [Message(peer, x, "timed") for (peer, _), x in zip(sources, received, strict=True)],
     ).wait()
-    _finish()
+    finish()
     return time.perf_counter() - started
 
 
-def _finish() -> None:
+def finish() -> None:
+    """Wait for the GPU, if there is one."""
     if rank_device().type == "cuda":
         torch.cuda.synchronize()
 
@@ -179,11 +179,8 @@ def check_transfers(size: int, answers: list[tuple[list[str], list[tuple[int, fl
     for rank, (wrong, _) in enumerate(answers):
         if wrong:
             raise WrongResult(f"links: on rank {rank}: {'; '.join(wrong)}")
-    rates = []
-    for number, (ways, _) in enumerate(answers[0][1]):
-        slowest = max(spent[number][1] for _, spent in answers)
-        rates.append(Rate(size, ways, abs(ways) * size / slowest / 1e9))
-    return rates
+    slowest = [(ways, max(spent[at][1] for _, spent in answers)) for at, (ways, _) in enumerate(answers[0][1])]
+    return [Rate(size, ways, abs(ways) * size / seconds / 1e9) for ways, seconds in slowest]
 
 
 def check_links(run: Any, sizes: tuple[int, ...]) -> list[Rate]:
@@ -212,8 +209,3 @@ def fastest(rates: list[Rate]) -> str:
     found = {rate.ways: f"{rate.rate:.3g}" for rate in rates if rate.size == largest}
     each = f"{found[1]} GB/s to the next rank, {found[-1]} to the one before, {found[2]} both at once"
     return f"links, messages of {largest:,} bytes: {each}"
-
-
-def record(rates: list[Rate]) -> list[dict[str, Any]]:
-    """For JSON."""
-    return [asdict(rate) for rate in rates]

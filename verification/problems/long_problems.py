@@ -25,6 +25,7 @@ from ring.comm.transport import Transport
 from verification.case import Case
 from verification.check.expectation import arithmetic_of
 from verification.failures import WrongResult
+from verification.problems.links import finish
 from verification.problems.longnet import case_of, longnet
 from verification.run.layouts import layout_of
 from verification.run.rank import attend, rank_device, repeats, same_bits, shards
@@ -113,10 +114,10 @@ def judge(transport: Transport, case: Case) -> Judgement:
     if rank_device().type == "cuda":
         torch.cuda.reset_peak_memory_stats()  # an earlier problem's exact results took more
     attend(transport, case, inputs)  # a first call plans and warms up
-    _finish()
+    finish()
     started = time.perf_counter()
     run = attend(transport, case, inputs)
-    _finish()
+    finish()
     seconds, most = time.perf_counter() - started, process_peak(rank_device())
     with _deterministic():
         once, again = (attend(transport, case, inputs) for _ in range(2))
@@ -180,11 +181,6 @@ def _deterministic() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def _finish() -> None:
-    if rank_device().type == "cuda":
-        torch.cuda.synchronize()
 
 
 def verdict(problem: LongProblem, seen: list[Judgement]) -> dict[str, float]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from reference import fields
-from reference.exact import Expectation, evaluate
+from reference.exact import evaluate
 from ring.comm.transport import Transport
 from verification.case import Case
 from verification.check import properties
@@ -107,9 +107,7 @@ def tensors(problem: RealSizeProblem) -> tuple[Tensor, ...]:
 
 
 def measured(transport: Transport, case: Case, file: str) -> Measurement:
-    """Task: twice forward and backward on this rank's share of the tensors in a file, the first time counting
-    memory.
-    """
+    """Task: run forward and backward twice on this rank's share of the tensors in a file, first counting memory."""
     whole = torch.load(file, mmap=True)
     inputs = shards(case, transport.rank, whole)
     del whole
@@ -125,15 +123,8 @@ def measured(transport: Transport, case: Case, file: str) -> Measurement:
     return Measurement(observation, seconds, meter.peak, process_peak())
 
 
-def expected(problem: RealSizeProblem, given: tuple[Tensor, ...]) -> Expectation:
-    case = problem.case()
-    return evaluate(inputs_of(case, given), arithmetic_of(case))
-
-
 def run(backend: Backend, report: Report, problem: RealSizeProblem, failures: Path) -> None:
-    """Every row and every gradient is checked, on the ranks that `backend` has; what was measured goes into
-    the report.
-    """
+    """Check every row and every gradient, on the ranks that `backend` has; what was measured goes into the report."""
     case, timeout, started = problem.case(), backend.timeout, time.perf_counter()
     about = f"{problem.tokens} tokens, {HEADS} heads of {HEAD_DIM}, {counted(problem.world, 'rank')}"
     report.start_world(problem.world, 1, TITLE)
@@ -145,45 +136,39 @@ def run(backend: Backend, report: Report, problem: RealSizeProblem, failures: Pa
             file = os.path.join(folder, "tensors.pt")
             torch.save(given, file)
             backend.submit(measured, case, file)
-            expectation = expected(problem, given)
+            expectation = evaluate(inputs_of(case, given), arithmetic_of(case))
             costs(case)
             seen: list[Measurement] = backend.collect()
         ratios = properties.check(case, expectation, [x.observation for x in seen])
     except VerificationFailure as failure:
         report.end_world(TITLE)
-        report.failed(
-            save_record(failure, TITLE, problem.world, {"real_size": asdict(problem)}, failures, backend.name)
-        )
+        record = {"real_size": asdict(problem)}
+        report.failed(save_record(failure, TITLE, problem.world, record, failures, backend.name))
         return
     finally:
         backend.timeout = timeout
     spent = time.perf_counter() - started
     report.held(case.dtype, {TITLE: float(np.max(list(ratios.values())))}, spent)
     report.end_world(TITLE)
-    sent = [sum(size for _, size, _ in (*x.observation.sent_forward, *x.observation.sent_backward)) for x in seen]
+    ranks = [
+        {
+            "seconds": round(x.seconds, 3),
+            "bytes_sent": sum(size for _, size, _ in (*x.observation.sent_forward, *x.observation.sent_backward)),
+            "tensor_bytes": x.tensor_bytes,
+            "resident_bytes": x.resident_bytes,
+        }
+        for x in seen
+    ]
     report.extras["real_size"] = {
-        "tokens": problem.tokens,
-        "world": problem.world,
-        "seconds": round(spent, 3),
-        "worst_ratio": max(ratios.values()),
-        "ranks": [
-            {
-                "seconds": round(x.seconds, 3),
-                "bytes_sent": bytes_sent,
-                "tensor_bytes": x.tensor_bytes,
-                "resident_bytes": x.resident_bytes,
-            }
-            for x, bytes_sent in zip(seen, sent, strict=True)
-        ],
-    }
-    for rank, (x, bytes_sent) in enumerate(zip(seen, sent, strict=True)):
-        report.detail(f"  rank {rank}: {_measured_words(x.seconds, bytes_sent, x.tensor_bytes, x.resident_bytes)}")
-    most = [max(values) for values in zip(*((x.seconds, x.tensor_bytes, x.resident_bytes) for x in seen), strict=True)]
-    words = _measured_words(most[0], max(sent), most[1], most[2])
-    report.notable.append(f"{TITLE}, {about}: {words} (the most of any rank)")
+        "tokens": problem.tokens, "world": problem.world, "seconds": round(spent, 3),
+        "worst_ratio": max(ratios.values()), "ranks": ranks,
+    }  # fmt: skip
+    for rank, cost in enumerate(ranks):
+        report.detail(f"  rank {rank}: {_in_words(**cost)}")
+    most = {name: max(cost[name] for cost in ranks) for name in ranks[0]}
+    report.notable.append(f"{TITLE}, {about}: {_in_words(**most)} (the most of any rank)")
 
 
-def _measured_words(seconds: float, sent: float, tensors: float, resident: float) -> str:
-    """Seconds of a pass, and bytes."""
-    memory = f"{tensors / 2**20:.1f} MiB in tensors, {resident / 2**20:.0f} MiB resident"
-    return f"forward + backward {seconds:.2f} s, {sent / 2**20:.1f} MiB sent, {memory}"
+def _in_words(seconds: float, bytes_sent: float, tensor_bytes: float, resident_bytes: float) -> str:
+    memory = f"{tensor_bytes / 2**20:.1f} MiB in tensors, {resident_bytes / 2**20:.0f} MiB resident"
+    return f"forward + backward {seconds:.2f} s, {bytes_sent / 2**20:.1f} MiB sent, {memory}"

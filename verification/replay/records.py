@@ -20,7 +20,7 @@ from verification.check.laws import LAWS
 from verification.check.laws.law import MOST_INTEGER
 from verification.check.supported import check_supported
 from verification.problems import real_size
-from verification.replay.registry import Saved, SavedExample, reader_of, register
+from verification.replay.registry import REMOVED, Saved, SavedExample, reader_of, register
 from verification.report.report import Report
 from verification.run.backends import Backend
 
@@ -71,6 +71,8 @@ def _read_law(record: dict[str, Any]) -> Saved:
     fields.exactly("a counter-example of a law", record, ["law", "case", "how"])
     known = {law.name: law for law in LAWS}
     name, how = record["law"], record["how"]
+    if isinstance(name, str) and name in REMOVED:
+        raise ValueError(f"law is {name!r}, which runs check no more; it is tested in {REMOVED[name]}")
     if not isinstance(name, str) or name not in known:
         raise ValueError(f"law is {name!r}; it must be one of {', '.join(known)}")
     case = read_case(record["case"])

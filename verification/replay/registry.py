@@ -32,6 +32,14 @@ class Saved(Protocol):
         """Check it once more on the ranks of the backend; what is found is in the report. file: where it is saved."""
 
 
+# Statements that runs checked once, by the name in a saved record: where each is tested now.
+REMOVED = {
+    "what is kept is bounded": "tests/ring/caching",
+    "patterns are as published": "tests/reference/test_published_patterns.py",
+    "patterns and layouts are values": "tests/reference/test_pattern_values.py and tests/ring/test_equal_layouts.py",
+    "made layouts are as defined": "tests/ring/test_layout.py and tests/ring/test_balance.py",
+}
+
 Reader = Callable[[dict[str, Any]], Saved]  # raises ValueError for a record that nothing can be made of
 _readers: dict[str, Reader] = {}
 

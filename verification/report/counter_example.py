@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from reference import fields
 from verification.failures import VerificationFailure
 
 
@@ -46,18 +45,6 @@ class CounterExample:
         """Peers and training steps need the process groups of torch.distributed."""
         return not {"peer", "training", "step_peer"} & set(self.record)
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> CounterExample:
-        """What `to_dict` made. Raises KeyError, TypeError, ValueError for what it did not."""
-        command = tuple(shlex.split(fields.text("replay", data["replay"])))
-        if not command:
-            raise ValueError("replay is ''; it must be the line that replays the failure")
-        kind, broken, message, backend = (
-            fields.text(name, data[name]) for name in ("kind", "property", "message", "backend")
-        )
-        world, record = fields.integer("world", data["world"], 1), dict(data["case"])
-        return cls(kind, broken, world, record, Path(command[-1]), message, backend, command)
-
     def to_dict(self) -> dict[str, Any]:
         return {
             "kind": self.kind,
@@ -73,7 +60,7 @@ class CounterExample:
 def counter_example(
     failure: VerificationFailure, broken: str, world: int, record: Mapping[str, Any], file: Path, backend: str
 ) -> CounterExample:
-    """Of a record that is saved in that file."""
+    """A counter-example whose record is saved in that file."""
     place = [] if backend == "gloo" else ["--backend", backend]
     command = (sys.executable, "-m", "verification", "replay", *place, str(file.resolve()))
     return CounterExample(failure.kind, broken, world, record, file, _message(failure), backend, command)

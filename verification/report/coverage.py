@@ -1,4 +1,4 @@
-"""What a sample of Cases covers: named features, told from the Case by definition, and how many Cases have each.
+"""What a sample of Cases covers: named features, decided from the Case alone, and how many Cases have each.
 
     coverage = Coverage()
     coverage.add(case)
@@ -7,21 +7,25 @@
     coverage.lines()       for a terminal: all features
 
 A strategy that no longer draws a feature shows here, and so does a run that was too short to say anything about one.
+Who sees whom is asked of `reference.exact`, one branch at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from itertools import combinations, pairwise
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import accumulate, combinations, pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from reference.exact import multiplicity
 from reference.limits import LEAST_ROWS
-from reference.pattern import Branch
+from reference.pattern import Branch, Pattern
 from verification.case import AGAIN, DTYPES, EXCHANGES, KERNELS, LSE, ORDERS, VALUES, Case
-from verification.report.pattern_features import PATTERN_GROUPS, Has, any_branch, grids, selected
 from verification.report.text import listing, paragraph
 from verification.run.workspace import LEAST_BLOCK
 from verification.wording import counted
@@ -29,42 +33,142 @@ from verification.wording import counted
 RARE = 0.02  # of all Cases
 HUGE = 100.0  # of this size, a score of 16 bits or a difference of two would lose all digits after the point
 
+Has = Callable[[Any], bool]  # of a Case, or of what takes its place
+Flags = NDArray[np.bool_]
+Ints = NDArray[np.int64]
 
-# --- what a Case comes to ---------------------------------------------------------------------------------------------
+
+# --- who sees whom ----------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=64)
+def _pairs(branch: Branch, heads: int, tokens: int, documents: tuple[int, ...] | None, causal: bool = False) -> Flags:
+    return np.asarray(multiplicity(Pattern((branch,), causal, documents), heads, tokens) > 0)
+
+
+def _seen(case: Case, branch: Branch) -> Flags:
+    """(H, n, n): the keys that a row sees by this branch, with the Case's documents and causality."""
+    return _pairs(branch, case.heads, case.tokens, case.pattern.documents, case.pattern.causal)
+
+
+def _selected(case: Case) -> Flags:
+    """(branches, H, n): a branch selects a position. A selected position sees itself."""
+    return np.stack([_seen(case, branch).diagonal(axis1=1, axis2=2) for branch in case.pattern.branches])
+
+
+def _keys_by_rank(case: Case, branch: Branch) -> NDArray[np.float32]:
+    """(H, n, p): how many keys of each rank a row sees by this branch."""
+    held = (case.shards().holder[:, None] == np.arange(len(case.ranks))).astype(np.float32)
+    return _seen(case, branch).astype(np.float32) @ held  # of floats the product is fast
+
+
+def _most_ranks(case: Case, branch: Branch) -> int:
+    """The most ranks of which one row sees keys."""
+    return int((_keys_by_rank(case, branch) > 0).sum(-1).max())
+
+
+def _begins(case: Case, length: int | None) -> Ints:
+    """(n,): where the segment of each position begins; with length None, the document."""
+    return np.asarray(_pairs(Branch(length), 1, case.tokens, case.pattern.documents)[0].argmax(1))
+
+
+def _any(has: Callable[[Case, Branch], bool]) -> Has:
+    """Some branch has it."""
+    return lambda case: any(has(case, branch) for branch in case.pattern.branches)
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
 
 
 def _counts(case: Case) -> tuple[int, ...]:
     return case.shards().counts
 
 
-def _phases(case: Case, branch: Branch) -> int:
-    """The most different offsets among the query heads of one key/value head."""
-    offsets, share = branch.offsets(case.heads), case.heads // case.kv_heads
-    groups = (offsets[first : first + share] for first in range(0, case.heads, share))
-    return max(len({offset for offset in group if offset is not None}) for group in groups)
+def _length(case: Case, branch: Branch) -> int:
+    """Tokens of the branch's segments; of the whole sequence where it has none."""
+    return branch.segment_length or case.tokens
+
+
+def _documents(case: Case) -> tuple[int, ...]:
+    """Their lengths; the whole sequence is one where there are none."""
+    return (case.tokens,) if case.pattern.documents is None else case.pattern.documents
+
+
+def _tails(case: Case, branch: Branch) -> list[int]:
+    """Tokens of each document's last segment if it is shorter than the others; 0 if there is none, or only that."""
+    length = _length(case, branch)
+    return [tokens % length if tokens > length else 0 for tokens in _documents(case)]
+
+
+def _offsets(case: Case, branch: Branch) -> list[int]:
+    """Offsets of the query heads that the branch serves."""
+    return [offset for offset in branch.offsets(case.heads) if offset is not None]
+
+
+def _windows(case: Case) -> set[int | None]:
+    return {branch.window for branch in case.pattern.branches}
+
+
+# --- features that take more than a line ------------------------------------------------------------------------------
+
+
+def _several(case: Case) -> bool:
+    """More than one document has tokens."""
+    return sum(length > 0 for length in _documents(case)) > 1
+
+
+def _ends_by_a_shard(case: Case) -> bool:
+    """A document ends where a rank's tokens end, or one before or behind, and not with the sequence."""
+    ends = set((np.flatnonzero(np.diff(case.shards().holder)) + 1).tolist())
+    inner = [end for end in accumulate(_documents(case)) if 0 < end < case.tokens]
+    return any(end + moved in ends for end in inner for moved in (-1, 0, 1))
+
+
+def _after_a_tail(case: Case, branch: Branch) -> bool:
+    """A document begins behind a segment that is shorter than the others of its own."""
+    ends = accumulate(_documents(case))
+    return any(tail > 0 and end < case.tokens for tail, end in zip(_tails(case, branch), ends, strict=True))
+
+
+def _grouped(case: Case) -> Flags:
+    """(branches, Hk, H / Hk, n): a branch selects a position."""
+    return _selected(case).reshape(len(case.pattern.branches), case.kv_heads, -1, case.tokens)
 
 
 def _keys_shared(case: Case) -> bool:
     """A key is read by two query heads of its key/value head, each by a branch that leaves the other out."""
-    branches = selected(case.pattern, case.heads, case.tokens)
-    grouped = branches.reshape(len(branches), case.kv_heads, -1, case.tokens)  # (branches, Hk, H / Hk, n)
-    serves, read = np.asarray(grouped.any(3)), np.asarray(grouped.any(2))
-    for one, other in combinations(range(len(branches)), 2):
-        apart = ~(serves[one] & serves[other]).any(1)
-        if bool((read[one] & read[other])[apart].any()):
-            return True
-    return False
+    serves, read = np.asarray(_grouped(case).any(3)), np.asarray(_grouped(case).any(2))
+    pairs = combinations(range(len(read)), 2)
+    return any((read[a] & read[b])[~(serves[a] & serves[b]).any(1)].any() for a, b in pairs)
 
 
-def _rows_cut(case: Case) -> bool:
+def _phases(case: Case, branch: Branch) -> int:
+    """The most different offsets among the query heads of one key/value head."""
+    offsets, share = branch.offsets(case.heads), case.heads // case.kv_heads
+    groups = (offsets[first : first + share] for first in range(0, case.heads, share))
+    return max(len(set(group) - {None}) for group in groups)
+
+
+def _hides(case: Case, branch: Branch) -> bool:
+    """Some row sees less than it would without the window."""
+    return not np.array_equal(_seen(case, branch), _seen(case, replace(branch, window=None)))
+
+
+def _any_window(has: Callable[[Case, Branch, int], bool]) -> Has:
+    """`has` holds of a branch whose window hides something, and of the window."""
+    return _any(lambda case, b: b.window is not None and _hides(case, b) and has(case, b, b.window))
+
+
+def _cut(case: Case, branch: Branch, window: int, inner: Ints, outer: Ints | int) -> bool:
+    """The window of some row reaches beyond where its part begins. inner, outer: beginnings of the parts, and of what
+    they are parts of."""
+    row = _seen(case, branch).diagonal(axis1=1, axis2=2).any(0)
+    return bool((row & (inner > outer) & (np.arange(case.tokens) - window < inner)).any())
+
+
+def _rows_cut(case: Case, branch: Branch) -> bool:
     """A rank holds more rows of one segment's grid than a kernel call takes: they are taken in parts."""
-    most, holder = max(case.tokens_per_call, LEAST_ROWS), np.asarray(case.shards().holder)
-    for branch in case.pattern.branches:
-        for at, segment in grids(case, branch):
-            for rank in np.unique(holder[at]):
-                if np.bincount(segment[holder[at] == rank]).max() > most:
-                    return True
-    return False
+    return bool(_keys_by_rank(case, replace(branch, window=None)).max() > max(case.tokens_per_call, LEAST_ROWS))
 
 
 def _scores_are_large(case: Case) -> bool:
@@ -77,22 +181,20 @@ def _scores_are_large(case: Case) -> bool:
     return rows > LEAST_BLOCK and rows * keys > max(_counts(case)) * case.head_dim
 
 
+def _scores_are_huge(case: Case) -> bool:
+    return case.values == "huge" or case.score_scale * abs(case.softmax_scale) * case.head_dim**0.5 >= HUGE / 4
+
+
 def _descends(case: Case) -> bool:
     """Some rank holds a stretch of neighbours, and after it an earlier one of at least two positions."""
     for held in case.shards().positions:
-        ends = np.flatnonzero(np.diff(held) != 1)
-        stretches = [x for x in np.split(held, ends + 1) if len(x) > 1]
+        stretches = [x for x in np.split(held, np.flatnonzero(np.diff(held) != 1) + 1) if len(x) > 1]
         if any(after[0] < before[0] for before, after in pairwise(stretches)):
             return True
     return False
 
 
 # --- features ---------------------------------------------------------------------------------------------------------
-
-
-def _scores_are_huge(case: Case) -> bool:
-    return case.values == "huge" or case.score_scale * abs(case.softmax_scale) * case.head_dim**0.5 >= HUGE / 4
-
 
 GROUPS: dict[str, dict[str, Has]] = {
     "ranks and tokens": {
@@ -105,13 +207,67 @@ GROUPS: dict[str, dict[str, Has]] = {
         "one token": lambda case: case.tokens == 1,
         "more than 32 tokens": lambda case: case.tokens > 32,
     },
-    **PATTERN_GROUPS,
+    "pattern": {
+        "dense": lambda case: case.pattern.branches == (Branch(),),
+        "causal": lambda case: case.pattern.causal,
+        "not causal": lambda case: not case.pattern.causal,
+        "segments": _any(lambda case, b: _length(case, b) < max(_documents(case))),
+        "segment on several ranks": _any(lambda case, b: _most_ranks(case, Branch(b.segment_length)) > 1),
+        "w > n": _any(lambda case, b: _length(case, b) > case.tokens),
+        "short tail": _any(lambda case, b: any(_tails(case, b))),
+        "offset past a short tail": _any(lambda case, b: any(0 < x <= max(_offsets(case, b)) for x in _tails(case, b))),
+        "dilation": _any(lambda case, b: b.dilation_rate > 1),
+        "r > w": _any(lambda case, b: b.dilation_rate > _length(case, b)),
+        "r does not divide w": _any(lambda case, b: bool(_length(case, b) % b.dilation_rate)),
+        "offset": _any(lambda case, b: any(_offsets(case, b))),
+        "offset past the segment": _any(lambda case, b: max(_offsets(case, b)) >= _length(case, b)),
+        "offsets by head": _any(lambda case, b: len(set(_offsets(case, b))) > 1),
+        "one branch": lambda case: len(case.pattern.branches) == 1,
+        "several branches": lambda case: len(case.pattern.branches) > 1,
+        "several branches on a row": lambda case: bool((_selected(case).sum(0) > 1).any()),
+        "branch for some heads only": _any(lambda case, b: len(_offsets(case, b)) < case.heads),
+        "head without branch": lambda case: any(
+            all(b.offsets(case.heads)[head] is None for b in case.pattern.branches) for head in range(case.heads)
+        ),
+        "dead row": lambda case: not _selected(case).any(0).all(),
+        "dead key": lambda case: not _grouped(case).any((0, 2)).all(),
+        "nothing but dead rows": lambda case: not _selected(case).any(),
+    },
+    "documents": {
+        "documents": lambda case: case.pattern.documents is not None,
+        "no documents": lambda case: case.pattern.documents is None,
+        "several documents": _several,
+        "empty document": lambda case: 0 in _documents(case),
+        "document of one token": lambda case: _several(case) and 1 in _documents(case),
+        "equal documents": lambda case: max(Counter(x for x in _documents(case) if x > 1).values(), default=0) > 1,
+        "document on several ranks": lambda case: _several(case) and _most_ranks(case, Branch()) > 1,
+        "document on three ranks": lambda case: _several(case) and _most_ranks(case, Branch()) > 2,
+        "document that ends by a shard's end": _ends_by_a_shard,
+        "document after a short tail": _any(_after_a_tail),
+    },
+    "windows": {
+        "window": lambda case: _windows(case) != {None},
+        "no window": lambda case: _windows(case) == {None},
+        "window 0": lambda case: 0 in _windows(case),
+        "window that hides nothing": _any(lambda case, b: b.window is not None and not _hides(case, b)),
+        "window that is not causal": _any_window(lambda case, b, w: not case.pattern.causal),
+        "window with dilation": _any_window(lambda case, b, w: b.dilation_rate > 1),
+        "window that ends between steps": _any_window(lambda case, b, w: w % b.dilation_rate > 0),
+        "window cut by a segment": _any_window(
+            lambda case, b, w: _cut(case, b, w, _begins(case, b.segment_length), _begins(case, None))
+        ),
+        "window cut by a document": _any_window(lambda case, b, w: _cut(case, b, w, _begins(case, None), 0)),
+        "window over a shard's end": _any_window(lambda case, b, w: _most_ranks(case, b) > 1),
+        "window on three ranks": _any_window(lambda case, b, w: _most_ranks(case, b) > 2),
+        "window in some branches only": lambda case: None in _windows(case) != {None},
+        "several windows": lambda case: len(_windows(case) - {None}) > 1,
+    },
     "heads and sizes": {
         "MHA": lambda case: 1 < case.heads == case.kv_heads,
         "GQA": lambda case: 1 < case.kv_heads < case.heads,
         "MQA": lambda case: 1 == case.kv_heads < case.heads,
         "branches of other heads read one key": _keys_shared,
-        "several phases per key/value head": any_branch(lambda case, b: _phases(case, b) > 1),
+        "several phases per key/value head": _any(lambda case, b: _phases(case, b) > 1),
         "several batches": lambda case: case.batch > 1,
         "head dim 1": lambda case: case.head_dim == 1,
         "head dim no power of two": lambda case: case.head_dim.bit_count() > 1,
@@ -123,7 +279,7 @@ GROUPS: dict[str, dict[str, Has]] = {
         "bucket below a shard": lambda case: case.tokens_per_call < max(_counts(case)),
         "bucket beyond a shard": lambda case: case.tokens_per_call > min(_counts(case)),
         "bucket beyond the sequence": lambda case: case.tokens_per_call > case.tokens,
-        "query rows cut": _rows_cut,
+        "query rows cut": _any(_rows_cut),
     },
     "numbers": {
         "explicit scale": lambda case: case.scale is not None,
@@ -136,23 +292,17 @@ GROUPS: dict[str, dict[str, Has]] = {
     },
 }
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "order": ORDERS,
-    "exchange": EXCHANGES,
-    "kernel": tuple(kernel for kernel in KERNELS if kernel != "cudnn"),  # which is for GPUs alone
-    "dtype": tuple(DTYPES),
-    "values": VALUES,
-    "lse": LSE,
-    "again": AGAIN,
-}
+    "order": ORDERS, "exchange": EXCHANGES, "kernel": tuple(kernel for kernel in KERNELS if kernel != "cudnn"),
+    "dtype": tuple(DTYPES), "values": VALUES, "lse": LSE, "again": AGAIN,
+}  # fmt: skip
 
 
 def _chosen(name: str, choice: str) -> Has:
     return lambda case: getattr(case, name) == choice
 
 
-for _name, _choices in _CHOICES.items():
-    GROUPS[_name] = {f"{_name} {choice}": _chosen(_name, choice) for choice in _choices}
-
+# The kernel "cudnn" is for GPUs alone.
+GROUPS |= {name: {f"{name} {x}": _chosen(name, x) for x in choices} for name, choices in _CHOICES.items()}
 FEATURES: dict[str, Has] = {name: has for features in GROUPS.values() for name, has in features.items()}
 
 
@@ -203,11 +353,3 @@ class Coverage:
             shown = (f"{name.removeprefix(f'{group} ')}: {self.counts[name]}" for name in features)
             lines += paragraph(f"  {group} - " + ", ".join(shown), hanging="    ")
         return lines
-
-
-def count(cases: Iterable[Case]) -> dict[str, int]:
-    """Feature -> how many of these Cases have it."""
-    coverage = Coverage()
-    for case in cases:
-        coverage.add(case)
-    return coverage.to_dict()

@@ -7,8 +7,7 @@ started while they are shown.
 from __future__ import annotations
 
 import time
-from types import TracebackType
-from typing import Protocol
+from typing import Any
 
 import rich.progress
 from rich.console import Console
@@ -22,7 +21,7 @@ FIRST_LINE, LINES_APART = 5.0, 60.0
 
 
 def bars(console: Console, *more: ProgressColumn) -> rich.progress.Progress:
-    """What is done, of how much, and how long the rest takes, in a line of 80 columns. Drawn by `refresh` alone."""
+    """Bars of 80 columns: what is done, of how much, and how long the rest takes. Drawn by `refresh` alone."""
     return rich.progress.Progress(
         TextColumn("{task.description}"), BarColumn(bar_width=16), MofNCompleteColumn(), *more, TimeRemainingColumn(),
         console=console, auto_refresh=False, transient=True,
@@ -44,80 +43,52 @@ class PlainLines:
         return True
 
 
-class RunPart(Protocol):
-    """Of a run, with a number of examples."""
-
-    def advance(self, worst: float) -> None:
-        """One more example; the worst error / bound so far."""
-
-    def end(self) -> None:
-        """The part is over."""
-
-
-class ShownProgress(Protocol):
-    """Of a run that consists of parts. Use as a context manager around them."""
-
-    def __enter__(self) -> object: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def begin(self, title: str, goal: int) -> RunPart:
-        """A part of so many examples."""
-
-
 class RunProgress:
-    """What is shown on a console. Several parts may be under way at a time."""
+    """Progress of a run on a console, one part after the other. Use as a context manager around the parts."""
 
     def __init__(self, console: Console) -> None:
-        self.console = console
-        self.bars: rich.progress.Progress | None = None
+        self._console = console
+        self._bars: rich.progress.Progress | None = None
+        self._title, self._goal, self._done, self._task = "", 0, 0, TaskID(0)
+        self._lines, self._drawn, self._since = PlainLines(), 0.0, 0.0
 
     def __enter__(self) -> RunProgress:
-        if self.console.is_terminal:
-            self.bars = bars(self.console, TextColumn("{task.fields[rate]}/s"), TextColumn("{task.fields[worst]}"))
-            self.bars.start()
+        if self._console.is_terminal:
+            self._bars = bars(self._console, TextColumn("{task.fields[rate]}/s"), TextColumn("{task.fields[worst]}"))
+            self._bars.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.bars is not None:
-            self.bars.stop()
-            self.bars = None
+    def __exit__(self, *exc: Any) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = None
 
-    def begin(self, title: str, goal: int) -> RunPart:
-        return _ShownPart(self, title, goal)
-
-
-class _ShownPart:
-    """A bar, or lines."""
-
-    def __init__(self, shown: RunProgress, title: str, goal: int) -> None:
-        self._shown, self._title, self._goal, self._done = shown, title, goal, 0
-        self._lines, self._task = PlainLines(), TaskID(0)
+    def begin(self, title: str, goal: int) -> None:
+        """Begin a part of so many examples."""
+        self._title, self._goal, self._done, self._lines = title, goal, 0, PlainLines()
         self._drawn = self._since = time.perf_counter()
-        if shown.bars is not None:
-            self._task = shown.bars.add_task(title, total=goal, rate="0", worst="")
-            shown.bars.refresh()
+        if self._bars is not None:
+            self._task = self._bars.add_task(title, total=goal, rate="0", worst="")
+            self._bars.refresh()
 
     def advance(self, worst: float) -> None:
+        """Count one more example. worst: the worst error / bound so far."""
         self._done += 1
-        now, bars_shown = time.perf_counter(), self._shown.bars
+        now = time.perf_counter()
         rate = f"{self._done / max(1e-9, now - self._since):.0f}"
-        if bars_shown is not None:
-            bars_shown.update(self._task, completed=self._done, rate=rate, worst=f"worst {worst:.3f}")
+        if self._bars is not None:
+            self._bars.update(self._task, completed=self._done, rate=rate, worst=f"worst {worst:.3f}")
             if now - self._drawn >= DRAW_EVERY:
-                bars_shown.refresh()
+                self._bars.refresh()
                 self._drawn = now
         elif self._done < self._goal and self._lines.due():
             done = f"{self._done}/{counted(self._goal, 'example')}"
-            self._shown.console.print(
+            self._console.print(
                 f"{self._title}: {done}, {rate}/s, worst error / bound {worst:.3f}", highlight=False, markup=False
             )
 
     def end(self) -> None:
-        if self._shown.bars is not None:
-            self._shown.bars.stop_task(self._task)
-            self._shown.bars.refresh()
+        """End the part."""
+        if self._bars is not None:
+            self._bars.stop_task(self._task)
+            self._bars.refresh()

@@ -36,7 +36,7 @@ def typed_words(words: Sequence[str]) -> str:
 
 
 def processor_run(command: str) -> dict[str, Any]:
-    """Of a run on the processor, on any number of ranks: device, versions, commit, command."""
+    """Record of a run on the processor, on any number of ranks: device, versions, commit, command."""
     return {
         "device": f"{platform.machine()}, {os.cpu_count()} cores",
         "torch": torch.__version__,
@@ -47,18 +47,14 @@ def processor_run(command: str) -> dict[str, Any]:
 
 
 def surroundings(device: str, world: int, command: str) -> dict[str, Any]:
-    """Device ("cuda": the name of the present GPU; else of the processor), versions, commit, command, settings."""
+    """The same with the world size, versions on GPUs and settings. device: "cuda" for the name of the present GPU."""
     gpu = device == "cuda"
-    return {
-        "device": torch.cuda.get_device_name() if gpu else f"{platform.machine()}, {os.cpu_count()} cores",
+    return processor_run(command) | {
+        **({"device": torch.cuda.get_device_name()} if gpu else {}),
         "world": world,
-        "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if gpu else None,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpu else None,
-        "python": platform.python_version(),
-        "commit": commit(),
-        "command": command,
         "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith(SETTINGS)},
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }

@@ -13,7 +13,7 @@ from verification.example import Example
 from verification.failures import RankFailure, VerificationFailure
 from verification.report import summary
 from verification.report.counter_example import CounterExample
-from verification.report.progress import RunPart, RunProgress, ShownProgress
+from verification.report.progress import RunProgress
 from verification.report.run_record import RunRecord
 from verification.report.text import paragraph
 from verification.wording import counted
@@ -23,20 +23,13 @@ class Report(RunRecord):
     """Collects what holds and what fails, and shows it. Use as a context manager around the examples.
 
     extras: further fields of the JSON. verbose: print every detail: a row for each property and world size, all of the
-    coverage, each counter-example. progress: where it is shown how far the run has come; None: on the console.
+    coverage, each counter-example.
     """
 
-    def __init__(
-        self,
-        console: Console,
-        extras: Mapping[str, Any] | None = None,
-        verbose: bool = False,
-        progress: ShownProgress | None = None,
-    ) -> None:
+    def __init__(self, console: Console, extras: Mapping[str, Any] | None = None, verbose: bool = False) -> None:
         super().__init__(extras=dict(extras or {}))
-        self.console, self.verbose = console, verbose
-        self.progress = RunProgress(console) if progress is None else progress
-        self._part: RunPart | None = None  # between `start_world` and `end_world`
+        self.console, self.verbose, self.progress = console, verbose, RunProgress(console)
+        self._under_way = False  # between `start_world` and `end_world`
         self._world = self._done = self._alike = self._failed_before = 0
         self._worst = self._since = 0.0
 
@@ -51,28 +44,27 @@ class Report(RunRecord):
 
     def start_world(self, world: int, goal: int, what: str = "") -> None:
         """From now on examples are on that world size; `goal` of them are planned. what: for the progress, in words."""
-        self._world, self._done, self._alike = world, 0, 0
+        self._under_way, self._world, self._done, self._alike = True, world, 0, 0
         self._failed_before, self._worst, self._since = len(self.failures), 0.0, time.perf_counter()
-        self._part = self.progress.begin(f"world {world}, {what}" if what else f"world {world}", goal)
+        self.progress.begin(f"world {world}, {what}" if what else f"world {world}", goal)
 
-    def end_world(self, what: str = "examples") -> float:
-        """Sums up since `start_world`; returns the seconds that passed."""
+    def end_world(self, what: str = "examples") -> None:
+        """Sum up since `start_world`."""
         spent = time.perf_counter() - self._since
         self.seconds += spent
-        if self._part is not None:
-            self._part.end()
-            self._part = None
-        found = f", {counted(len(self.fresh), 'counter-example')}" if self.fresh else ""
+        self._under_way = False
+        self.progress.end()
+        fresh = len(self.failures) - self._failed_before
+        found = f", {counted(fresh, 'counter-example')}" if fresh else ""
         found += f" ({counted(self._alike, 'more example')} failed in the same way)" if self._alike else ""
         rate = f", {self._done / spent:.0f}/s" if self._done > 1 else ""
-        done = f"{counted(self._done, 'example')} held" if self._done or not self.fresh else "no example held"
+        done = f"{counted(self._done, 'example')} held" if self._done or not fresh else "no example held"
         self.note(f"world {self._world}, {what}: {done} in {spent:.1f} s{rate}{found}")
-        return spent
 
     def interrupt(self) -> None:
-        """The run ends here, before its time: sums up what was under way."""
+        """The run ends here, before its time: sum up what was under way."""
         self.interrupted = True
-        if self._part is not None:
+        if self._under_way:
             self.end_world("interrupted")
 
     def held(self, dtype: str, ratios: Mapping[str, float], seconds: float) -> None:
@@ -82,15 +74,15 @@ class Report(RunRecord):
         self.distributed += self._world > 1
         self._done += 1
         self._worst = float(np.max([self._worst, *ratios.values()]))  # np.max keeps a NaN
-        if self._part is not None:
-            self._part.advance(self._worst)
+        if self._under_way:
+            self.progress.advance(self._worst)
 
     def covered(self, case: Example) -> None:
         """A plain Case held: it counts in the coverage."""
         self.coverage.add(case)
 
     def failed(self, failure: CounterExample) -> None:
-        """A counter-example, which is printed at once: of stacks the summary has the first lines only."""
+        """Keep a counter-example, and print it at once: of stacks the summary has the first lines only."""
         self.failures.append(failure)
         for line in summary.seen(failure):
             self.console.print(line, soft_wrap=True)
@@ -104,30 +96,25 @@ class Report(RunRecord):
         """An example failed as one did that was reported: it is counted, and passed over."""
         self._alike += 1
 
-    @property
-    def fresh(self) -> list[CounterExample]:
-        """The failures since `start_world`."""
-        return self.failures[self._failed_before :]
-
     # --- words --------------------------------------------------------------------------------------------------------
 
     def say(self, line: str) -> None:
-        """Something that everybody is to read."""
+        """Print what everybody is to read."""
         for part in paragraph(line, hanging="  "):
             self.console.print(part, markup=False, highlight=False, soft_wrap=True)
 
     def note(self, line: str) -> None:
-        """How far the run has come: on a terminal the bars show it."""
+        """Say how far the run has come: on a terminal the bars show it."""
         if self.verbose or not self.console.is_terminal:
             self.say(line)
 
     def detail(self, line: str) -> None:
-        """What few want to know."""
+        """Say what few want to know."""
         if self.verbose:
             self.say(line)
 
     def summary(self, replayed: bool = False) -> None:
-        """The table, what the Cases covered, the verdict, the counter-examples. replayed: of one that was run again, of
-        which all is told."""
+        """Print the table, what the Cases covered, the verdict, the counter-examples. replayed: of one that was run
+        again, of which all is told."""
         for line in summary.of_replay(self) if replayed else summary.of_run(self, self.verbose):
             self.console.print(line, soft_wrap=True)

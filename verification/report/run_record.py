@@ -1,4 +1,4 @@
-"""RunRecord: all that a run found, and the same as JSON."""
+"""RunRecord: all that a run found, counted by property, world size and dtype; and the same as JSON."""
 
 from __future__ import annotations
 
@@ -7,10 +7,72 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from reference import fields
+import numpy as np
+
 from verification.report.counter_example import CounterExample
 from verification.report.coverage import Coverage
-from verification.report.row_table import DTYPES, ReportRows, Row, finite
+
+# As reports abbreviate them, in the order of the table's columns.
+DTYPES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+@dataclass
+class Row:
+    """Examples of one property that held, their worst error as a fraction of its bound, and their wall time."""
+
+    examples: int = 0
+    worst_ratio: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, other: Row) -> None:
+        self.examples += other.examples
+        self.worst_ratio = float(np.maximum(self.worst_ratio, other.worst_ratio))  # max() may drop a NaN
+        self.seconds += other.seconds
+
+
+@dataclass
+class Rows:
+    """All rows of a report, by (property, world size, dtype), in the order in which they were first checked."""
+
+    by_key: dict[tuple[str, int, str], Row] = field(default_factory=dict)
+
+    def add(self, world: int, dtype: str, ratios: Mapping[str, float], seconds: float) -> None:
+        """Count one example that held. ratios: by property."""
+        self.add_all(Rows({(name, world, dtype): Row(1, ratio, seconds) for name, ratio in ratios.items()}))
+
+    def add_all(self, other: Rows) -> None:
+        for key, row in other.by_key.items():
+            self.by_key.setdefault(key, Row()).add(row)
+
+    def properties(self) -> list[str]:
+        return list(dict.fromkeys(name for name, _, _ in self.by_key))
+
+    def worlds(self, name: str | None = None) -> list[int]:
+        """World sizes of one property, or of all, ascending."""
+        return sorted({world for of, world, _ in self.by_key if name in (None, of)})
+
+    def of(self, name: str | None = None, world: int | None = None) -> Summed:
+        """One property or all, on one world size or all, taken together."""
+        total, worst = Row(), dict[str, Row]()
+        for (of, on, dtype), row in self.by_key.items():
+            if name in (None, of) and world in (None, on):
+                total.add(row)
+                worst.setdefault(dtype, Row()).add(row)
+        return Summed(total.examples, {dtype: row.worst_ratio for dtype, row in worst.items()}, total.seconds)
+
+
+@dataclass(frozen=True)
+class Summed:
+    """Several rows taken together. worst: the worst ratio by dtype, of those that occur."""
+
+    examples: int
+    worst: dict[str, float]
+    seconds: float
+
+
+def finite(ratio: float | None) -> float | None:
+    """The ratio for JSON, which has no NaN: None then."""
+    return ratio if ratio is not None and math.isfinite(ratio) else None
 
 
 @dataclass
@@ -26,7 +88,7 @@ class RunRecord:
     interrupted  whether this is no whole run
     """
 
-    rows: ReportRows = field(default_factory=ReportRows)
+    rows: Rows = field(default_factory=Rows)
     failures: list[CounterExample] = field(default_factory=list)
     examples: int = 0
     distributed: int = 0
@@ -36,18 +98,15 @@ class RunRecord:
     extras: dict[str, Any] = field(default_factory=dict)
     interrupted: bool = False
 
-    def worst_by_dtype(self) -> dict[str, float | None]:
-        """The largest error / bound of any property; None: not a number, or nothing compared in that type."""
-        worst = self.rows.of().worst
-        return {dtype: finite(worst.get(dtype)) for dtype in DTYPES}
-
     def to_dict(self) -> dict[str, Any]:
+        """The record as JSON. worst_ratio: None for what is not a number, or where nothing was compared."""
+        worst = self.rows.of().worst
         return {
             "examples": self.examples,
             "distributed": self.distributed,
             "seconds": round(self.seconds, 3),
             "held": self.examples > 0 and not self.failures and not self.interrupted,
-            "worst_ratio": self.worst_by_dtype(),
+            "worst_ratio": {dtype: finite(worst.get(dtype)) for dtype in DTYPES},
             "rows": [
                 {
                     "property": name,
@@ -65,36 +124,10 @@ class RunRecord:
             **self.extras,
         }
 
-    def restore(self, data: Mapping[str, Any]) -> None:
-        """Go on from an earlier record, as `to_dict` made it.
-
-        Raises KeyError, TypeError, ValueError for anything else.
-        """
-        self.examples, self.distributed = (fields.integer(name, data[name], 0) for name in ("examples", "distributed"))
-        self.seconds = fields.real("seconds", data["seconds"])
-        for row in data["rows"]:
-            ratio = math.nan if row["worst_ratio"] is None else fields.real("worst_ratio", row["worst_ratio"])
-            fields.choice("dtype", row["dtype"], DTYPES)
-            key = fields.text("property", row["property"]), fields.integer("world", row["world"], 1), row["dtype"]
-            self.rows.by_key[key] = Row(
-                fields.integer("examples", row["examples"], 0), ratio, fields.real("seconds", row["seconds"])
-            )
-        self.failures = [CounterExample.from_dict(entry) for entry in data["failures"]]
-        covered = data["coverage"] if "reached" not in data else _named_before(data["reached"])
-        features = {
-            fields.text("a feature", name): fields.integer(name, n, 0) for name, n in dict(covered["features"]).items()
-        }
-        self.coverage = Coverage(fields.integer("cases", covered["cases"], 0), features)
-
     def add(self, other: RunRecord) -> None:
-        """What another run found, or another part of this one; not its seconds, which may be the same ones."""
+        """Take in what another part of the run found; not its seconds, which may be the same ones."""
         self.rows.add_all(other.rows)
         known = {failure.file for failure in self.failures}
         self.failures += [failure for failure in other.failures if failure.file not in known]
         self.examples, self.distributed = self.examples + other.examples, self.distributed + other.distributed
         self.coverage.add_all(other.coverage)
-
-
-def _named_before(reached: Mapping[str, Any]) -> dict[str, Any]:
-    """The coverage, from a file of an earlier version, which had other names for it."""
-    return {"cases": reached["cases"], "features": reached["with"]}

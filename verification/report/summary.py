@@ -15,8 +15,7 @@ from rich.text import Text
 
 from verification.failures import RankHang
 from verification.report.counter_example import CounterExample
-from verification.report.row_table import DTYPES, Summed
-from verification.report.run_record import RunRecord
+from verification.report.run_record import DTYPES, RunRecord, Summed
 from verification.report.text import WIDTH, command_lines, json_lines, paragraph
 from verification.wording import counted
 
@@ -30,14 +29,16 @@ NAME = WIDTH - 2 * COUNTS - RATIO * len(DTYPES)  # columns of a property
 
 def of_run(record: RunRecord, everything: bool = False) -> list[Text]:
     """The summary of a run."""
+    covered: list[str] = []
+    if record.coverage.cases and (everything or not record.failures):  # of a run that was cut short it says little
+        covered = record.coverage.lines() if everything else record.coverage.rarest()
     failed = _counter_examples(record.failures, everything)
-    covered = _covered(record, everything)
-    rest = [*_notable(record), *covered, Text(), _verdict(record), *failed]
+    rest = [*_notable(record), *_plain(covered), Text(), _verdict(record), *failed]
     return [*_table(record, everything, LINES - len(rest)), *rest]
 
 
 def of_replay(record: RunRecord) -> list[Text]:
-    """Of one example that was run again. What was seen has been printed; the verdict comes last."""
+    """The summary of one example that was run again. What was seen has been printed; the verdict comes last."""
     cases = [line for failure in record.failures for line in _case(failure)]
     return [*_table(record, False, LINES), *_notable(record), *cases, _verdict(record)]
 
@@ -65,30 +66,28 @@ def _table(record: RunRecord, everything: bool, most: int) -> list[Text]:
     where = counted(worlds[0], "rank") if len(worlds) == 1 else f"{', '.join(map(str, worlds))} ranks"
     marks = "0: exact, -: not drawn" + (", !: broken" if broken else "")
     title = paragraph(f"worst error / bound on {where} ({marks})")
-    heads = "".join(f"{short:>{RATIO}}" for short in DTYPES.values())
-    header = f"{'property':<{NAME}}{'examples':>{COUNTS}}{heads}{'seconds':>{COUNTS}}"
+    types = "".join(f"{short:>{RATIO}}" for short in DTYPES.values())
+    header = f"{'property':<{NAME}}{'examples':>{COUNTS}}{types}{'seconds':>{COUNTS}}"
     body: list[str] = []
     names = list(dict.fromkeys((*rows.properties(), *sorted(broken))))
     left = most - len(title) - 3  # lines for properties, with one that counts the others
-    listed = names if everything or len(names) <= left + 1 else _most_telling(record, names, max(0, left))
+    listed = names if everything or len(names) <= left + 1 else _most_telling(record, names, broken, max(0, left))
     for name in listed:
         body.append(_row(f"! {name}" if name in broken else name, rows.of(name)))
         if everything and len(worlds) > 1:
             body += [_row(f"  world {world}", rows.of(name, world)) for world in rows.worlds(name)]
     if len(listed) < len(names):
         body.append(f"and {len(names) - len(listed)} more, which --verbose lists")
-    worst = rows.of()
-    body.append(_row("all", Summed(record.examples, worst.worst, record.seconds)))
+    body.append(_row("all", Summed(record.examples, rows.of().worst, record.seconds)))
     return [*_plain(title, "bold"), Text(header, "bold"), *_plain(body)]
 
 
-def _most_telling(record: RunRecord, names: list[str], most: int) -> list[str]:
+def _most_telling(record: RunRecord, names: list[str], broken: set[str], most: int) -> list[str]:
     """So many properties, in their order: first of all those that are broken, then those with the largest ratios."""
 
-    def size(name: str) -> float:
-        broken = any(failure.broken == name for failure in record.failures)
-        worst = [math.inf if math.isnan(ratio) else ratio for ratio in record.rows.of(name).worst.values()]
-        return math.inf if broken else max(worst, default=0.0)
+    def size(name: str) -> tuple[bool, float]:
+        worst = (math.inf if math.isnan(ratio) else ratio for ratio in record.rows.of(name).worst.values())
+        return name in broken, max(worst, default=0.0)
 
     chosen = sorted(names, key=size, reverse=True)[:most]
     return [name for name in names if name in chosen]
@@ -101,23 +100,16 @@ def _row(name: str, found: Summed) -> str:
 
 
 def _ratio(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return "0" if value == 0 else f"{value:.3f}" if value >= 0.001 else f"{value:.0e}"
+    if not value:
+        return "-" if value is None else "0"
+    return f"{value:.0e}" if value < 0.001 else f"{value:.3f}"
 
 
-# --- what was measured, coverage, verdict -----------------------------------------------------------------------------
+# --- what was measured, verdict ---------------------------------------------------------------------------------------
 
 
 def _notable(record: RunRecord) -> list[Text]:
     return [line for text in record.notable for line in _plain(paragraph(text, hanging="  "))]
-
-
-def _covered(record: RunRecord, everything: bool) -> list[Text]:
-    """Of a run that was cut short by a counter-example the sample says little: only where everything is wanted."""
-    if not record.coverage.cases or (record.failures and not everything):
-        return []
-    return _plain(record.coverage.lines() if everything else record.coverage.rarest())
 
 
 def _verdict(record: RunRecord) -> Text:
@@ -128,11 +120,10 @@ def _verdict(record: RunRecord) -> Text:
         held += f", {record.distributed} of them distributed,"
     elif not examples and failures:
         held = "no example held"
-    every = "all held" if examples != 1 else "it held"
-    found = counted(failures, "counter-example") if failures else every
+    found = counted(failures, "counter-example") if failures else "it held" if examples == 1 else "all held"
     end = ", then interrupted" if record.interrupted else ""
-    line = Text(f"{held} in {record.seconds:.1f} s: ")
-    return line.append(f"{found}{end}", "bold red" if failures or record.interrupted else "bold green")
+    style = "bold red" if failures or record.interrupted else "bold green"
+    return Text(f"{held} in {record.seconds:.1f} s: ").append(f"{found}{end}", style)
 
 
 # --- counter-examples -------------------------------------------------------------------------------------------------
@@ -144,17 +135,14 @@ def _counter_examples(failures: list[CounterExample], everything: bool) -> list[
         return []
     smallest = min(failures, key=lambda failure: (failure.world, len(json.dumps(dict(failure.record)))))
     others = [failure for failure in failures if failure is not smallest]
-    found = [line for failure in others for line in in_full(failure, None)] if everything else _listed(others)
-    return [*found, *in_full(smallest, None if everything else MESSAGE_LINES)]
-
-
-def _listed(others: list[CounterExample]) -> list[Text]:
+    if everything:
+        return [line for failure in (*others, smallest) for line in in_full(failure)]
     found = [_headline(failure) for failure in others[:OTHERS]]
     if len(others) > OTHERS:
         found.append(Text(f"and {counted(len(others) - OTHERS, 'more counter-example')}"))
     if others:
         found.append(Text("--verbose and --json have these in full; the smallest one is:"))
-    return found
+    return [*found, *in_full(smallest, MESSAGE_LINES)]
 
 
 def in_full(failure: CounterExample, most: int | None = None) -> list[Text]:

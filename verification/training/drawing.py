@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from reference.pattern import Pattern
 from verification.draw.cases import Draw, bucket_of, cuts_of, pattern_of
-from verification.draw.drawn_documents import documents_of, ends_of
-from verification.draw.drawn_windows import windowed
+from verification.draw.documents import documents_of, ends_of, windowed
 from verification.training.training_case import TrainingCase
 from verification.training.training_model import Model
 

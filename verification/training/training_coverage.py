@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from reference.pattern import Branch
-from verification.report.pattern_features import Has
+from verification.report.coverage import Has
 from verification.training.training_case import (
     CHECKPOINTING,
     COMPILED,

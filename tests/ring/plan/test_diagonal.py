@@ -1,10 +1,8 @@
-"""Calls for heads with shifted grids: tiles written by hand go in; of what comes out, every head's rows are read off.
-
-Where heads cannot go into fewer calls, the very tiles that went in come out.
-"""
+"""Calls for heads with shifted grids: tiles written by hand go in, and of what comes out every head's rows are read."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -17,11 +15,10 @@ from ring.plan.rows import Rows
 from ring.plan.tile import Mask, Tile
 
 PLENTY = 1000  # slots of keys in a call
-Half = tuple[int, list[list[int]]]  # a head, and the rows (folds, length) that it has in a tile
 
 
 def tile(query: Rows, key: Rows, *heads: int, key_heads: tuple[int, ...] | None = None) -> Tile:
-    """Of these query heads, each with a key head of its own: the one of the same number unless `key_heads` says."""
+    """A call for these query heads, each with a key head of its own: the one of its number unless `key_heads` says."""
     of_keys = heads if key_heads is None else key_heads
     return Tile(query, key, Heads.of(tuple((h,) for h in heads)), Heads.of(tuple((h,) for h in of_keys)), Mask.FULL)
 
@@ -36,139 +33,108 @@ def listing(*folds: list[int]) -> Rows:
     return found
 
 
-def call(one: Tile) -> list[tuple[Half, Half]]:
-    """Query and key half of every head of a tile."""
+def halves(one: Tile) -> list[list[tuple[int, list[list[int]]]]]:
+    """For each head of a tile (head, its rows) of the queries and of the keys."""
     query, key = (
         [(head, (rows.listed() + i * rows.head_step).tolist()) for i, (head,) in enumerate(heads.listed())]
         for rows, heads in ((one.query_rows, one.query_heads), (one.key_rows, one.key_heads))
     )
-    return list(zip(query, key, strict=True))
+    return [list(pair) for pair in zip(query, key, strict=True)]
 
 
 def heads(one: Tile) -> list[int]:
-    return [head for (head, _), _ in call(one)]
+    return [head for (head, _), _ in halves(one)]
 
 
-def check(tiles: list[Tile], wanted: list[list[int]], most: int = PLENTY, packed: bool = True) -> None:
+def shifted(*folds: list[int]) -> list[Tile]:
+    """Listed rows of three heads, in any order: the last head comes first, and the others lie before it."""
+    moved = ([[[row + by for row in rows] for rows in folds] for by in (head, head + 5)] for head in (2, 1, 0))
+    return [tile(listing(*query), listing(*key), head) for head, (query, key) in zip((2, 1, 0), moved, strict=True)]
+
+
+def at_rows(rows: Iterable[int]) -> list[Tile]:
+    return [tile(grid(row), grid(row), head) for head, row in enumerate(rows)]
+
+
+# What goes into one call. Of a shard's own keys (not packed) each key's gradient is written once in a call.
+BOTH = (False, True)
+JOINED: dict[str, tuple[list[Tile], list[list[int]], int, tuple[bool, ...]]] = {
+    # LongNet's rate 4 and 12 heads: an offset has heads 0, 4, 8 or the like, and each goes with the next three.
+    "a grid for every offset": (
+        [tile(grid(o), grid(o), o, o + 4, o + 8) for o in range(4)],
+        [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]], PLENTY, (True,),
+    ),
+    "two heads": ([tile(grid(0), grid(2), 5), tile(grid(1), grid(3), 7)], [[5, 7]], PLENTY, (True,)),
+    "two branches on the same rows": (at_rows((0, 0)), [[0, 1]], PLENTY, BOTH),
+    # A bucket cuts every head's rows alike: the first subranges are a call, and the second ones.
+    "subranges of each head": (
+        [tile(grid(start + h), grid(start + h), h) for h in range(3) for start in (0, 16)],
+        [[0, 1, 2], [0, 1, 2]], PLENTY, (True,),
+    ),
+    "listed rows in folds": (shifted([0, 1, 3], [9, 11, 12]), [[0, 1, 2]], PLENTY, (True,)),
+    "listed folds of one row": (shifted([0], [1], [3]), [[0, 1, 2]], PLENTY, (True,)),
+    # 7 heads with 2 segments of 4 keys each: 24 slots are three heads, 31 no more.
+    **{
+        f"at most {most} slots": (
+            [tile(grid(h), Rows(h, 1, 4, 10, 2), h) for h in range(7)], [[0, 1, 2], [3, 4, 5], [6]], most, (True,)
+        )
+        for most in (24, 31)
+    },
+    "uneven distances": (at_rows((0, 1, 2, 4, 6, 9)), [[0, 1, 2], [3, 4], [5]], PLENTY, (True,)),
+    "a last distance that is uneven": (at_rows((0, 3, 6, 8, 10)), [[0, 1, 2], [3, 4]], PLENTY, (True,)),
+    "keys of different heads": (at_rows(range(4)), [[0, 1, 2, 3]], PLENTY, BOTH),
+    "keys of one head on different rows": (
+        [tile(grid(h), grid(h), h, key_heads=(0,)) for h in range(4)], [[0, 1, 2, 3]], PLENTY, BOTH
+    ),
+    # Keys 0 2 4 6, then 3 5 7 9, then 6 8 10 12; packed, they are slots of their own.
+    "keys that the first head reads too": (
+        [tile(grid(h), grid(3 * h, step=2), h, key_heads=(0,)) for h in range(3)], [[0, 1], [2]], PLENTY, (False,)
+    ),
+    "keys of slots of their own": (
+        [tile(grid(h), grid(3 * h, step=2), h, key_heads=(0,)) for h in range(3)], [[0, 1, 2]], PLENTY, (True,)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("tiles", "wanted", "most", "packed"), JOINED.values(), ids=JOINED)
+def test_heads_of_shifted_grids_share_calls(
+    tiles: list[Tile], wanted: list[list[int]], most: int, packed: tuple[bool, ...]
+) -> None:
     """The calls are for the wanted heads, and each head keeps the rows that it had."""
-    found = along_diagonals(tiles, most, packed)
-    assert [heads(one) for one in found] == wanted
-    was, now = (sorted(half for one in these for half in call(one)) for these in (tiles, found))
-    assert now == was
+    for one in packed:
+        found = along_diagonals(tiles, most, one)
+        assert [heads(call) for call in found] == wanted
+        was, now = (sorted(half for call in calls for half in halves(call)) for calls in (tiles, found))
+        assert now == was
 
 
-# --- what goes into one call ---
+POSITIONS = torch.arange(4)[None]
+FIRST = tile(grid(0), grid(0), 0)
+UNCHANGED = {
+    "as many calls": (tile(grid(1), grid(1), 0), tile(grid(0), grid(0), 1)),  # the second head lies before the first
+    # Head by head they go to and fro: three calls of two heads instead of two of three.
+    "more calls": (tile(grid(0), grid(0), 0, 2, 4), tile(grid(1), grid(1), 1, 3, 5)),
+    # The mask has the positions of one head's rows.
+    "masked by position": tuple(
+        replace(x, mask=Mask.POSITION, query_positions=POSITIONS + i, key_positions=POSITIONS + i)
+        for i, x in enumerate(at_rows(range(3)))
+    ),
+    "another step": (FIRST, tile(grid(1, step=3), grid(1), 1)),
+    "fewer queries": (FIRST, tile(grid(1, length=3), grid(1), 1)),
+    "fewer keys": (FIRST, tile(grid(1), grid(1, length=3), 1)),
+    "more folds": (FIRST, tile(grid(1), Rows(1, 4, 4, 20, 2), 1)),
+    "another mask": (FIRST, replace(tile(grid(1), grid(1), 1), mask=Mask.CAUSAL)),
+    "a listing": (FIRST, tile(listing([0, 4, 8, 13]), grid(1), 1)),
+    "listings that differ but for the first": (
+        tile(listing([0, 1, 3]), listing([0, 2, 3]), 0), tile(listing([0, 2, 3]), listing([0, 1, 3]), 1)
+    ),
+}  # fmt: skip
 
 
-def test_a_grid_for_every_offset() -> None:
-    """LongNet's rate 4 and 12 heads: an offset has heads 0, 4, 8 or the like, and each goes with the next three."""
-    blocks = [tile(grid(offset), grid(offset), offset, offset + 4, offset + 8) for offset in range(4)]
-    check(blocks, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]])
-
-
-def test_two_heads_are_enough() -> None:
-    two = [tile(grid(0), grid(2), 5), tile(grid(1), grid(3), 7)]
-    (one,) = along_diagonals(two, PLENTY, packed=True)
-    assert call(one) == [
-        ((5, [[0, 4, 8, 12]]), (5, [[2, 6, 10, 14]])),
-        ((7, [[1, 5, 9, 13]]), (7, [[3, 7, 11, 15]])),
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("packed", (False, True))
-def test_heads_of_two_branches_on_the_same_rows(packed: bool) -> None:
-    check([tile(grid(0), grid(0), 0), tile(grid(0), grid(0), 1)], [[0, 1]], packed=packed)
-
-
-def test_subranges_of_each_head() -> None:
-    """A bucket cuts every head's rows alike: the first subranges are a call, and the second ones."""
-    cut = [tile(grid(start + head), grid(start + head), head) for head in range(3) for start in (0, 16)]
-    check(cut, [[0, 1, 2], [0, 1, 2]])
-
-
-@pytest.mark.parametrize("folds", ([[0, 1, 3], [9, 11, 12]], [[0], [1], [3]]))
-def test_listed_rows_that_are_shifted(folds: list[list[int]]) -> None:
-    """In any order: the last head comes first, and the others lie before it."""
-    blocks = []
-    for head in (2, 1, 0):
-        query, key = ([[row + by for row in rows] for rows in folds] for by in (head, head + 5))
-        blocks.append(tile(listing(*query), listing(*key), head))
-    check(blocks, [[0, 1, 2]])
-
-
-def test_no_more_keys_and_heads_than_may_be() -> None:
-    """7 heads with 2 segments of 4 keys each: 24 slots are three heads, 31 no more."""
-    for most in (24, 31):
-        blocks = [tile(grid(h), Rows(h, 1, 4, 10, 2), h) for h in range(7)]
-        check(blocks, [[0, 1, 2], [3, 4, 5], [6]], most)
-
-
-def test_uneven_distances() -> None:
-    for rows, wanted in (((0, 1, 2, 4, 6, 9), [[0, 1, 2], [3, 4], [5]]), ((0, 3, 6, 8, 10), [[0, 1, 2], [3, 4]])):
-        check([tile(grid(row), grid(row), head) for head, row in enumerate(rows)], wanted)
-
-
-# --- what a shard's own keys allow: each key's gradient is written once in a call ---
-
-
-def test_own_keys_of_different_heads() -> None:
-    check([tile(grid(h), grid(h), h) for h in range(4)], [[0, 1, 2, 3]], packed=False)
-
-
-def test_own_keys_of_one_head_on_different_rows() -> None:
-    check([tile(grid(h), grid(h), h, key_heads=(0,)) for h in range(4)], [[0, 1, 2, 3]], packed=False)
-
-
-@pytest.mark.parametrize("packed", (False, True))
-def test_own_keys_that_the_first_head_reads_too(packed: bool) -> None:
-    """Keys 0 2 4 6, then 3 5 7 9, then 6 8 10 12; packed, they are slots of their own."""
-    blocks = [tile(grid(h), grid(3 * h, step=2), h, key_heads=(0,)) for h in range(3)]
-    check(blocks, [[0, 1, 2]] if packed else [[0, 1], [2]], packed=packed)
-
-
-# --- what stays as it is ---
-
-
-def unchanged(*tiles: Tile) -> None:
+@pytest.mark.parametrize("tiles", UNCHANGED.values(), ids=UNCHANGED)
+def test_tiles_that_cannot_go_into_fewer_calls_come_out_as_they_are(tiles: tuple[Tile, ...]) -> None:
     """Tiles compare by identity."""
     assert along_diagonals(tiles, PLENTY, packed=True) == list(tiles)
-
-
-def test_what_would_be_as_many_calls() -> None:
-    """The second head lies before the first."""
-    unchanged(tile(grid(1), grid(1), 0), tile(grid(0), grid(0), 1))
-
-
-def test_what_would_be_more_calls() -> None:
-    """Head by head they go to and fro: three calls of two heads instead of two of three."""
-    unchanged(tile(grid(0), grid(0), 0, 2, 4), tile(grid(1), grid(1), 1, 3, 5))
-
-
-def test_what_is_masked_by_position() -> None:
-    """The mask has the positions of one head's rows."""
-    at = torch.arange(4)[None]
-    shifted = [tile(grid(h), grid(h), h) for h in range(3)]
-    unchanged(*(replace(x, mask=Mask.POSITION, query_positions=at + i, key_positions=at + i)
-                for i, x in enumerate(shifted)))  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "other",
-    (
-        tile(grid(1, step=3), grid(1), 1),
-        tile(grid(1, length=3), grid(1), 1),
-        tile(grid(1), grid(1, length=3), 1),
-        tile(grid(1), Rows(1, 4, 4, 20, 2), 1),
-        replace(tile(grid(1), grid(1), 1), mask=Mask.CAUSAL),
-        tile(listing([0, 4, 8, 13]), grid(1), 1),
-    ),
-)
-def test_tiles_that_differ_in_more_than_their_place(other: Tile) -> None:
-    unchanged(tile(grid(0), grid(0), 0), other)
-
-
-def test_listed_rows_that_differ_but_for_the_first() -> None:
-    unchanged(tile(listing([0, 1, 3]), listing([0, 2, 3]), 0), tile(listing([0, 2, 3]), listing([0, 1, 3]), 1))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Ranges, range pairs, needs and blocks, by themselves: what plans are made of, against a dense look at the pattern."""
+"""Ranges and range pairs by themselves, against a dense look at the pattern: nothing in them is in vain."""
 
 from __future__ import annotations
 
@@ -15,27 +15,13 @@ from hypothesis import strategies as st
 
 from reference.pattern import Branch, Pattern, multiplicity, selected
 from ring.layout import Layout
-from ring.plan.blocks import Block, blocks_of
-from ring.plan.needs import needs_of
+from ring.plan.blocks import Block
 from ring.plan.range_pairs import Sight, pair_up
 from ring.plan.ranges import Ranges, Subranges, joined, ranges_of
 from ring.plan.tile import Mask
 from ring.plan.tiling import masked
-from tests.support.plan_settings import layouts, listed, patterns, rank_of_position
-from verification.run.plan_walk import Array, listed_heads
-
-# --- ranges, range pairs and needs ---
-
-
-@pytest.mark.parametrize("p", (2, 3, 7))
-def test_phases_of_rates_whose_products_need_more_than_64_bits(p: int) -> None:
-    """A rank's positions on a grid, both known to Python, which counts without end."""
-    n, length, rate, offset = 2**40, 2**39 + 1, 2**33 + 1, 5
-    ranges = ranges_of(Pattern((Branch(length, rate, offset),)), Layout.striped(n, p), 1, 1)
-    found = sorted(position for index in range(len(ranges.count)) for position in elements(ranges, index)[1])
-    assert found == [*range(offset, length, rate), *range(length + offset, n, rate)]
-    for index, rank in enumerate(ranges.rank.tolist()):
-        assert all((row, rank) == divmod(position, p) for row, position in zip(*elements(ranges, index), strict=True))
+from tests.ring.plan.plan_walk import Array
+from tests.support.plan_settings import layouts, listed, patterns
 
 
 def elements(ranges: Ranges, index: int) -> tuple[list[int], list[int]]:
@@ -57,20 +43,19 @@ def tables(draw: Any) -> tuple[Pattern, Layout, Ranges]:
     return pattern, layout, ranges_of(pattern, layout, 2, 1)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(tables())
 def test_ranges_are_the_selected_rows(table: tuple[Pattern, Layout, Ranges]) -> None:
     _, layout, ranges = table
     found: dict[tuple[int, int], list[int]] = defaultdict(list)
+    at = np.arange(-1, layout.n + 1)
     for index in range(len(ranges.count)):
-        of_block, segment, rank = (int(column[index]) for column in (ranges.block, ranges.segment, ranges.rank))
+        of_block, rank = int(ranges.block[index]), int(ranges.rank[index])
         rows, positions = elements(ranges, index)
         ascending = positions == sorted(set(positions)) and (np.diff(rows) > 0).all()
         assert (rows and ascending) or ranges.listing is not None
         assert layout.positions(rank)[rows].tolist() == positions
-        assert {segment_of(ranges.blocks[of_block], position) for position in positions} == {segment}
         found[of_block, rank] += positions
-        at = np.arange(-1, layout.n + 1)
         until = ranges.count_until(np.full_like(at, index), at)
         assert until.tolist() == [sum(position <= x for position in positions) for x in at.tolist()]
     for number, block in enumerate(ranges.blocks):
@@ -78,17 +63,8 @@ def test_ranges_are_the_selected_rows(table: tuple[Pattern, Layout, Ranges]) -> 
         for rank in range(layout.world_size):
             held = layout.positions(rank)
             assert sorted(found[number, rank]) == sorted(held[selected(branch, held, block.offset)].tolist())
-    key = [ranges.block, ranges.segment, ranges.rank]
-    order = list(zip(*(column.tolist() for column in key), strict=True))
+    order = list(zip(ranges.block.tolist(), ranges.segment.tolist(), ranges.rank.tolist(), strict=True))
     assert order == sorted(order)
-
-
-def segment_of(block: Block, position: int) -> int:
-    """The number of a position's segment. With a window, a number is left out behind each of the branch's segments."""
-    if block.window is None:
-        return position // block.segment_length
-    number, within = divmod(position, block.whole_segment)
-    return number * (-(-block.whole_segment // block.segment_length) + 1) + within // block.segment_length
 
 
 EVENS, ODDS = Branch(None, 2, 0), Branch(None, 2, 1)
@@ -123,7 +99,7 @@ def test_own_ranges_are_one_where_rows_follow_as_positions_do(
     assert [elements(own, index)[0] for index in range(len(own.count))] == rows
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(tables(), st.data())
 def test_range_pairs_are_the_visible_pairs_and_nothing_blind(table: tuple[Pattern, Layout, Ranges], data: Any) -> None:
     pattern, layout, ranges = table
@@ -131,18 +107,15 @@ def test_range_pairs_are_the_visible_pairs_and_nothing_blind(table: tuple[Patter
     # Any subrange of every range: plans cut keys at buckets.
     first = np.array([data.draw(st.integers(0, int(c) - 1)) for c in ranges.count], np.int64)
     keys = Subranges(every, first, ranges.count - first)
-    queries = Subranges.whole(ranges, every)
-    found = pair_up(ranges, queries, keys, pattern.causal)
+    found = pair_up(ranges, Subranges.whole(ranges, every), keys, pattern.causal)
     pairs = np.zeros((len(ranges.blocks), layout.n, layout.n), np.int64)
-    for one in found:
-        assert (one.key.range == keys.range[one.item]).all()
     for mask, part in chain.from_iterable(masked(ranges, one) for one in found):
         for i in range(len(part.item)):
             seen, q, k, of_block = dense_pair(ranges, mask, part, i)
             assert seen.any(0).all() and seen.any(1).all(), "a row or key of a range pair that sees nothing"
             pairs[of_block][np.ix_(q, k)] += seen
+    at = torch.arange(layout.n)
     for number, block in enumerate(ranges.blocks):
-        at = torch.arange(layout.n)
         seen = multiplicity(Pattern((branch_of(block),), pattern.causal), at, at, 1)[0].numpy().astype(bool)
         kept = [elements(ranges, index)[1][first[index] :] for index in every.tolist() if ranges.block[index] == number]
         seen[:, sorted(set(range(layout.n)) - {position for part in kept for position in part})] = False
@@ -164,10 +137,9 @@ def dense_pair(ranges: Ranges, mask: Mask, part: Any, i: int) -> tuple[Array, Ar
     elif mask is Mask.CAUSAL:
         assert len(q) == len(k)
         seen = np.tril(np.ones((len(q), len(k)), bool))
-    elif part.sight is Sight.FROM_WINDOW:
-        seen = k[None] >= q[:, None] - np.broadcast_to(part.reach(ranges), len(part))[i]
     else:
-        seen = k[None] <= q[:, None] + np.broadcast_to(part.reach(ranges), len(part))[i]
+        reach = np.broadcast_to(part.reach(ranges), len(part))[i]
+        seen = k[None] >= q[:, None] - reach if part.sight is Sight.FROM_WINDOW else k[None] <= q[:, None] + reach
     return seen, q, k, int(ranges.block[part.query.range[i]])
 
 
@@ -175,58 +147,3 @@ def branch_of(block: Block) -> Branch:
     """The branch of a block, for a single head."""
     length = block.segment_length if block.window is None else block.whole_segment
     return Branch(length, block.dilation_rate, block.offset, window=block.window)
-
-
-@settings(max_examples=100, deadline=None)
-@given(tables())
-def test_needs_are_what_some_row_sees(table: tuple[Pattern, Layout, Ranges]) -> None:
-    pattern, layout, ranges = table
-    needs = needs_of(ranges, pattern.causal)
-    found = np.zeros((len(ranges.blocks), layout.world_size, layout.n), bool)
-    columns = needs.rank, needs.range, needs.first, needs.count
-    for rank, index, first, count in zip(*(column.tolist() for column in columns), strict=True):
-        assert ranges.rank[index] != rank and 0 < count <= ranges.count[index] - first
-        assert first == 0 or first + count == ranges.count[index], "neither leading nor trailing"
-        positions = elements(ranges, index)[1][first : first + count]
-        assert not found[ranges.block[index], rank, positions].any(), "one need said twice"
-        found[ranges.block[index], rank, positions] = True
-    owner, at = rank_of_position(layout), torch.arange(layout.n)
-    for number, block in enumerate(ranges.blocks):
-        seen = multiplicity(Pattern((branch_of(block),), pattern.causal), at, at, 1)[0].numpy() > 0
-        for rank in range(layout.world_size):
-            wanted = seen[owner == rank].any(0) & (owner != rank)
-            assert (found[number, rank] == wanted).all()
-
-
-# --- blocks ---
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.data())
-def test_blocks_serve_every_head_once_with_its_offset(data: Any) -> None:
-    kv_heads = data.draw(st.integers(1, 4))
-    heads = kv_heads * data.draw(st.integers(1, 4))
-    pattern = data.draw(patterns(heads))
-    served: dict[tuple[int, range, int], int] = defaultdict(int)  # window, places in a segment, head
-    for block in blocks_of(pattern, 10, heads, kv_heads):
-        kv = listed_heads(block.key)[:, 0].tolist()
-        assert kv == sorted(set(kv)) and block.width == len(kv)
-        reading = set()
-        for group in block.head_groups:
-            query, key, column = (listed_heads(x) for x in (group.query, group.key, group.column))
-            assert (query // (heads // kv_heads) == key).all() and (np.array(kv)[column] == key).all()
-            reading |= set(key.ravel().tolist())
-            for head in query.ravel().tolist():
-                length = block.segment_length if block.window is None else block.whole_segment
-                places = range(block.offset, length, block.dilation_rate)
-                served[-1 if block.window is None else block.window, places, head] += 1
-        assert reading == set(kv)
-    wanted: dict[tuple[int, range, int], int] = defaultdict(int)
-    for branch in pattern.branches:
-        for head, offset in enumerate(branch.offsets(heads)):
-            if offset is not None:
-                places = range(offset, min(branch.segment_length or 10, 10), branch.dilation_rate)
-                # On the grid, and where it is no limit none.
-                reach = None if branch.window is None else branch.window // places.step * places.step
-                wanted[-1 if reach is None or reach + places.step >= places.stop else reach, places, head] += 1
-    assert served == wanted

@@ -16,27 +16,22 @@ def plans(pattern: Pattern, layout: Layout, exchange: str = "direct") -> list[Pl
     return [plan_of(pattern, layout, rank, 2, 2, exchange, layout.n) for rank in range(layout.world_size)]
 
 
-def slots_sent(plan: Plan) -> list[tuple[int, int]]:
-    """(to whom, slots) of each message."""
-    return [(one.peer, one.stop - one.start) for step in plan.steps for one in step.sends]
-
-
-@pytest.mark.parametrize("exchange", ["direct", "ring"])
-def test_contiguous_shards_send_what_the_window_reaches_to_the_next_rank(exchange: str) -> None:
-    found = plans(Pattern.dense(True, window=WINDOW), Layout.contiguous(4 * 256, 4), exchange)
-    assert [slots_sent(plan) for plan in found] == [[(rank + 1, 2 * WINDOW)] for rank in range(3)] + [[]]
-
-
-def test_without_causality_both_neighbours_are_sent_to() -> None:
-    found = plans(Pattern.dense(window=WINDOW), Layout.contiguous(4 * 256, 4))
-    for rank, plan in enumerate(found):
-        wanted = [(peer, 2 * WINDOW) for peer in (rank - 1, rank + 1) if 0 <= peer < 4]
-        assert sorted(slots_sent(plan)) == wanted
-
-
-def test_a_window_longer_than_a_shard_reaches_several_ranks() -> None:
-    found = plans(Pattern.dense(True, window=100), Layout.contiguous(4 * 64, 4))
-    assert sorted(slots_sent(found[0])) == [(1, 2 * 64), (2, 2 * (100 - 64))]
+@pytest.mark.parametrize(
+    ("window", "causal", "exchange", "wanted"),
+    (
+        (WINDOW, True, "direct", {1: WINDOW}),
+        (WINDOW, True, "ring", {1: WINDOW}),
+        (WINDOW, False, "direct", {-1: WINDOW, 1: WINDOW}),
+        (300, True, "direct", {1: 256, 2: 300 - 256}),  # longer than a shard
+    ),
+)
+def test_contiguous_shards_send_what_the_window_reaches(
+    window: int, causal: bool, exchange: str, wanted: dict[int, int]
+) -> None:
+    """wanted: by how many ranks further on, tokens; two slots each."""
+    for rank, plan in enumerate(plans(Pattern.dense(causal, window=window), Layout.contiguous(4 * 256, 4), exchange)):
+        sent = [(one.peer, one.stop - one.start) for step in plan.steps for one in step.sends]
+        assert sorted(sent) == [(rank + by, 2 * tokens) for by, tokens in wanted.items() if rank + by in range(4)]
 
 
 @pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped"])

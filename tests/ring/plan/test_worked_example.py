@@ -229,11 +229,6 @@ def test_every_module_of_the_plan_shows_the_example() -> None:
     assert names == {module.__name__ for module, _ in EXAMPLES} - {"ring.plan", "ring.layout"}
 
 
-def test_columns_of_the_table_of_ranges_are_its_own() -> None:
-    (table,) = tables(ranges.__doc__)
-    assert table[0] == ("range", *ranges.COLUMNS)
-
-
 def test_runs_on_a_grid() -> None:
     """The table that explains the congruence: step * e = target (mod rate), for a grid that begins at position 0."""
     (table,) = tables(ranges._on_grid.__doc__)
@@ -245,10 +240,3 @@ def test_runs_on_a_grid() -> None:
         assert not some or (on_grid % int(rate) == 0).all()
         computed = (target, cycle, phase, on_grid) if some else (target, "-", "-", "-")
         assert [*shown] == [*map(cell, computed)]
-
-
-def test_a_table_of_other_numbers_would_fail() -> None:
-    text = "Text.\n\n    rank  count\n    0     1 2\n    1     3\n\n    a  b\n    c  d\n\nprose  7\nprose  8"
-    assert tables(text) == [[("rank", "count"), ("0", "1 2"), ("1", "3")]]
-    with pytest.raises(AssertionError, match="unequal"):
-        tables("Text.\n\n    rank  count\n    0     1  2\n\nText.")

@@ -88,8 +88,9 @@ def test_what_is_right_passes(dtype: str, lse: str, exchange: str) -> None:
     given = case(dtype=dtype, lse=lse, exchange=exchange, order="shuffled", cuts=(0, 7, 7, 12), bucket=2)
     found = check_all(given, expect(given), honest(given, expect(given)))
     assert list(found) == list(CHECKS)
-    assert set(found["values"]) == set(QUANTITIES) - ({"lse"} if lse == "unused" else set())
-    assert all(0 <= ratio <= 1 for ratio in found["values"].values())
+    ratios = found["values"] | found["gradients"]
+    assert set(ratios) == set(QUANTITIES) - ({"lse"} if lse == "unused" else set())
+    assert all(0 <= ratio <= 1 for ratio in ratios.values())
     if dtype in ("bfloat16", "float16"):
         assert found["values"]["out"] > 0.3  # one rounding, and the bound is little more
 
@@ -156,6 +157,10 @@ def test_a_layout_that_is_not_as_defined() -> None:
 # --- values: index 1 of zigzag(12, 3) holds tokens 2, 3, 8, 9
 
 
+def judge_of(name: str) -> str:
+    return "gradients" if name.startswith("d") else "values"
+
+
 @pytest.mark.parametrize("name", QUANTITIES)
 def test_an_entry_beyond_its_bound(name: str) -> None:
     given = case()
@@ -169,10 +174,10 @@ def test_an_entry_beyond_its_bound(name: str) -> None:
         return lambda x: altered(x, where, x[where] + times * size)
 
     says = f"values: {name} is .* {place} \\(held by rank 2 \\(index 1 of the group\\)\\), expected .*times its bound"
-    refused("values", on(1, **{name: shift(3.0)}), WrongResult, says)
+    refused(judge_of(name), on(1, **{name: shift(3.0)}), WrongResult, says)
     expectation = expect(given)
     near = on(1, **{name: shift(0.5)})(honest(given, expectation))
-    assert 0.2 < CHECKS["values"](given, expectation, near)[name] < 0.9
+    assert 0.2 < CHECKS[judge_of(name)](given, expectation, near)[name] < 0.9
 
 
 def test_shards_in_the_wrong_place() -> None:
@@ -186,7 +191,7 @@ def test_the_message_counts_and_picks_the_worst() -> None:
     def change(x: Any) -> Any:
         return altered(altered(x, (0, 0, 0, 0), 50.0), (0, 0, 0, 1), 5000.0)
 
-    refused("values", on(2, dv=change), WrongResult, "5000.0 at batch 0.*dim 1.*; 2 of 288", pattern=Pattern.dense())
+    refused("gradients", on(2, dv=change), WrongResult, "5000.0 at batch 0.*dim 1.*; 2 of 288", pattern=Pattern.dense())
 
 
 # --- what nothing selects: heads 2 and 3
@@ -221,7 +226,7 @@ def test_nothing_else_is_infinite_or_nan(name: str, value: float) -> None:
     where = (0, 0, 2) if name == "lse" else (0, 2, 0, 0)
     wrong = on(1, **{name: lambda x: altered(x, where, value)})
     refused("finite", wrong, WrongResult, f"finite: {name} is .* token 8, head 0")
-    refused("values", wrong, WrongResult, f"values: {name} is .* token 8, head 0")
+    refused(judge_of(name), wrong, WrongResult, f"values: {name} is .* token 8, head 0")
 
 
 def test_an_infinity_has_the_sign_of_what_the_bound_allows() -> None:
@@ -241,7 +246,7 @@ def test_an_infinity_has_the_sign_of_what_the_bound_allows() -> None:
             spoilt = on(1, dk=lambda x, value=value: altered(x, (0, 0, 1, 0), value))(seen)
             if value in allowed:
                 assert CHECKS["finite"](given, expectation, spoilt) == {}
-                assert CHECKS["values"](given, expectation, spoilt)["dk"] <= 1
+                assert CHECKS["gradients"](given, expectation, spoilt)["dk"] <= 1
             else:
                 with pytest.raises(WrongResult, match="finite: dk is .*dim 0"):
                     CHECKS["finite"](given, expectation, spoilt)

@@ -11,17 +11,15 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from tests.support.printed import unbroken
-from verification import whole_run
 from verification.__main__ import main
-from verification.cli import doctor, mutants, nightly, peers, validate
-from verification.cli.arguments import TYPED
-from verification.cli.outputs import check_file, check_folder
-from verification.replay import replay
+from verification.cli import run, validate
+from verification.cli.arguments import TYPED, check_file, check_folder
+from verification.cli.command_line import COMMANDS
+from verification.runner import titles
 
 pytestmark = pytest.mark.ranks
 
@@ -57,45 +55,33 @@ def verification(*arguments: str, folder: Path, program: str = "verification") -
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("command", ("", "run", "training", "replay", "mutants", "peers", "validate", "doctor"))
+@pytest.mark.parametrize("command", ("", *COMMANDS, "validate"))
 def test_help_says_what_there_is_in_80_columns(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as caught:
-        if command in ("validate", "doctor"):
-            {"validate": validate, "doctor": doctor}[command].main(["--help"])
-        else:
-            main([command, "--help"] if command else ["--help"])
+        validate.main(["--help"]) if command == "validate" else main([command, "--help"] if command else ["--help"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
     assert "exit status: 0 " in text and "; 2 " in unbroken(text) and "--help" in text
     assert max(map(len, text.splitlines())) <= 80
 
 
-COMMANDS = {
-    "verify": ("verification", "run"),
-    "peers": ("verification", "peers"),
-    "mutate": ("verification.cli.mutate",),
-    "doctor": ("verification.cli.doctor",),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("script", COMMANDS)
-def test_usage_and_errors_name_what_the_user_typed(script: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("script", "words"), {"verify": ["verification", "run"], "doctor": ["verification.cli.doctor"]}.items()
+)
+def test_usage_and_errors_name_what_the_user_typed(script: str, words: list[str], tmp_path: Path) -> None:
     """The scripts as they are, but for the environment that they would set up."""
     (tmp_path / "scripts").mkdir()
     typed = shutil.copy(ROOT / "scripts" / script, tmp_path / "scripts")
     (tmp_path / "scripts" / "_setup").write_text(f"python={shlex.quote(sys.executable)}; also() {{ :; }}")
-    environment = {name: value for name, value in os.environ.items() if name != TYPED} | {
-        "PYTHONPATH": str(ROOT),
-        "COLUMNS": "400",
-    }
+    environment = {name: value for name, value in os.environ.items() if name != TYPED}
+    environment |= {"PYTHONPATH": str(ROOT), "COLUMNS": "400"}
     for start, name in (
-        (["bash", f"scripts/{script}"], f"scripts/{script}"),
         ([str(typed)], str(typed)),
-        ([sys.executable, "-m", *COMMANDS[script]], f"python -m {' '.join(COMMANDS[script])}"),
+        ([sys.executable, "-m", *words], f"python -m {' '.join(words)}"),
     ):
         wrong = subprocess.run([*start, "--dance"], cwd=tmp_path, env=environment, capture_output=True, text=True)
         first, *_, last = wrong.stderr.splitlines()
@@ -103,127 +89,76 @@ def test_usage_and_errors_name_what_the_user_typed(script: str, tmp_path: Path) 
         assert last == f"{name}: error: unrecognized arguments: --dance"
 
 
-def test_help_names_what_the_user_typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for typed, shown in (("scripts/verify", "usage: scripts/verify ["), (None, "usage: python -m verification run [")):
-        monkeypatch.setenv(TYPED, typed) if typed else monkeypatch.delenv(TYPED)
-        with pytest.raises(SystemExit):
-            main(("run", "--help"))
-        assert capsys.readouterr().out.startswith(shown)
-    monkeypatch.setenv(TYPED, "scripts/verify")
-    assert main(("run", "--world", "65")) == 2
-    assert capsys.readouterr().err.startswith("scripts/verify: error: argument --world: on gloo at most 64 ranks")
-
-
 @pytest.mark.parametrize(
     ("arguments", "named"),
     (
-        (("run", "--world", "0"), "argument --world"),
-        (("run", "--world", "1,two"), "argument --world"),
-        (("run", "--examples", "0"), "argument --examples"),
-        (("run", "--examples", "many"), "argument --examples"),
-        (("run", "--seed", "x"), "argument --seed"),
-        (("run", "--profile", "slow"), "argument --profile"),
-        (("run", "--real-size", "3"), "argument --real-size"),
-        (("dance",), "dance"),
+        ("run --world 0", "argument --world"),
+        ("run --world 1,two", "argument --world"),
+        ("run --examples 0", "argument --examples"),
+        ("run --hours -1", "argument --hours"),
+        ("run --seed x", "argument --seed"),
+        ("run --real-size 3", "argument --real-size"),
+        ("dance", "dance"),
     ),
 )
-def test_a_wrong_argument_is_named(arguments: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_argument_is_named(arguments: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(arguments)
+        main(arguments.split())
     assert caught.value.code == 2 and named in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
     (
-        (("run", "--world", "65"), "argument --world: on gloo at most 64 ranks, got 65"),
-        (("run", "--backend", "nccl", "--world", "64"), "argument --backend: nccl needs 64 GPUs"),
-        (("replay", "nowhere.json"), "nowhere.json"),
+        ("run --world 65", "argument --world: on gloo at most 64 ranks, got 65"),
+        ("run --profile slow", "argument --profile: must be one of quick, ci, thorough, got 'slow'"),
+        ("run --profile nightly", "argument --profile: must be one of quick, ci, thorough, got 'nightly'; for a night"),
+        ("run --only gradiants", "'gradiants' is no property or law; it must be one of --list, close to it: 'gradi"),
+        ("run --only permute --only ranks", "argument --only: 'ranks' may be 'same on any ranks, layout, exchange' or"),
+        ("run --only streams --world 1,2", "there is nothing to check of 'streams do not matter' on gloo, --world 1,2"),
+        ("run --backend nccl --jobs 2", "argument --jobs: on nccl one world size at a time"),
+        ("run --failures {file}/inside", "argument --failures: cannot write to"),
+        ("run --failures /proc/here", "argument --failures: cannot write to"),
+        ("run --json {folder}", "argument --json: cannot write"),
+        ("run --json {new}/a.json", "argument --json: cannot write {new}/a.json: there is no folder {new}"),
+        ("replay nowhere.json", "nowhere.json"),
+        ("replay case.json --json {new}/a.json", "there is no folder {new}"),
+        ("mutants merge-by-sigmoids", "'merge-by-sigmoids' is no defect; it must be one of the"),
+        ("mutants merge-by-sigmoids", " of --list, close to it: merge-by-sigmoid"),
+        ("mutants merge-by-sigmoid dance --list", "argument NAME: 'dance' is no defect"),
+        ("mutants --json {folder}", "argument --json: cannot write"),
+        ("peers yunchang dance", "argument NAME: 'dance' is no peer; it must be one of ring-attention-pytorch"),
+        ("peers dance --list", "argument NAME: 'dance' is no peer"),
+        ("peers yunchang nowhere:adapter --list", "nowhere:adapter cannot be imported"),
+        ("peers --failures {file}", "argument --failures: cannot write to"),
+        ("training --peer --backend nccl", "argument --peer: peers run on gloo, got --backend nccl"),
+        ("doctor --json {new}/a.json", "there is no folder {new}"),
     ),
 )
-def test_what_cannot_be_carried_out_gives_2(
-    arguments: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]
+def test_what_cannot_be_carried_out_is_refused_in_one_line_before_anything_runs(
+    arguments: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(arguments) == 2
-    error = capsys.readouterr().err
-    assert named in error and "Traceback" not in error
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    (
-        (("mutants", "merge-by-sigmoids"), "argument NAME: 'merge-by-sigmoids' is no defect; it must be one of the "),
-        (("mutants", "merge-by-sigmoids"), " of --list, close to it: merge-by-sigmoid"),
-        (("mutants", "merge-by-sigmoid", "dance", "--list"), "argument NAME: 'dance' is no defect"),
-        (("peers", "yunchang", "dance"), "argument NAME: 'dance' is no peer; it must be one of ring-attention-pytorch"),
-        (("peers", "dance", "--list"), "argument NAME: 'dance' is no peer"),
-        (("peers", "yunchang", "nowhere:adapter", "--list"), "nowhere:adapter cannot be imported"),
-    ),
-)
-def test_a_name_that_stands_for_nothing_is_refused_before_anything_is_said_or_run(
-    arguments: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments) == 2
-    said = capsys.readouterr()
-    assert named in said.err and said.err.count("\n") == 1 and not said.out
-
-
-def ran(*arguments: object) -> int:
-    raise AssertionError("it ran")
-
-
-# What each command calls once its arguments are checked.
-STARTED: tuple[tuple[ModuleType, str], ...] = (
-    (mutants, "carry_out"), (peers, "carry_out"), (whole_run, "run"), (nightly, "run"), (replay, "replay"),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    (
-        (("run", "--failures", "{file}/inside"), "argument --failures: cannot write to"),
-        (("run", "--failures", "{file}"), "argument --failures: cannot write to"),
-        (("run", "--failures", "/proc"), "argument --failures: cannot write to"),
-        (("run", "--failures", "/proc/here"), "argument --failures: cannot write to"),
-        (("run", "--json", "{folder}"), "argument --json: cannot write"),
-        (("run", "--json", "{file}/report.json"), "argument --json: cannot write"),
-        (("run", "--json", "/proc/report.json"), "argument --json: cannot write"),
-        (("run", "--json", "{new}/a.json"), "argument --json: cannot write {new}/a.json: there is no folder {new}"),
-        (("run", "--json", "new/a.json"), "argument --json: cannot write new/a.json: there is no folder {new}"),
-        (
-            ("run", "--profile", "nightly", "--json", "{new}/a.json"),
-            "argument --json: cannot write {new}/a.json: there",
-        ),
-        (("run", "--profile", "nightly", "--state", "{folder}"), "argument --state: cannot write"),
-        (("run", "--profile", "nightly", "--state", "/proc/night.json"), "argument --state: cannot write"),
-        (("replay", "case.json", "--json", "{folder}"), "argument --json: cannot write"),
-        (("replay", "case.json", "--json", "{new}/a.json"), "there is no folder {new}"),
-        (("mutants", "--json", "{folder}"), "argument --json: cannot write"),
-        (("mutants", "--json", "{new}/a.json"), "there is no folder {new}"),
-        (("peers", "--json", "{folder}"), "argument --json: cannot write"),
-        (("peers", "--json", "{new}/a.json"), "there is no folder {new}"),
-        (("peers", "--failures", "{file}"), "argument --failures: cannot write to"),
-    ),
-)
-def test_what_cannot_be_written_is_noticed_before_anything_runs(
-    arguments: tuple[str, ...], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("kept")
     (tmp_path / "folder").mkdir()
-    for module, function in (
-        *((module, "carry_out") for module in (mutants, peers)),
-        (whole_run, "run"),
-        (nightly, "run"),
-        (replay, "replay"),
-    ):
-        monkeypatch.setattr(module, function, ran)
-    places = {"file": tmp_path / "file", "folder": tmp_path / "folder", "new": tmp_path / "new"}
-    assert main([argument.format(**places) for argument in arguments]) == 2
+    places = {name: str(tmp_path / name) for name in ("file", "folder", "new")}
+    assert main([word.format(**places) for word in arguments.split()]) == 2
     said = capsys.readouterr()
-    assert named.format(**places) in said.err and said.err.count("\n") == 1 and "seed" not in said.out, said
-    assert (tmp_path / "file").read_text() == "kept" and not places["new"].exists()
+    assert named.format(**places) in said.err and said.err.count("\n") == 1 and not said.out, said
+    assert (tmp_path / "file").read_text() == "kept" and not (tmp_path / "new").exists()
+
+
+def test_a_backend_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(("run", "--backend", "nccl", "--world", "64")) == 2
+    assert "argument --backend: nccl needs 64 GPUs" in capsys.readouterr().err
+
+
+def test_a_part_of_a_title_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [run.title_of(name) for name in ("gradients", "Permute", "BYTES")] == [
+        "gradients", "batches and heads permute", "bytes sent",
+    ]  # fmt: skip
+    assert main(("run", "--list")) == 0
+    assert set(titles()) <= set(capsys.readouterr().out.splitlines())
 
 
 def test_what_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:
@@ -247,12 +182,11 @@ def test_an_error_of_the_tool_is_no_counter_example(tmp_path: Path) -> None:
     assert done.returncode == 2 and "no ring today" in done.stderr
 
 
-def summary_of(printed: str) -> list[str]:
-    """The lines from the table on. All lines have at most 80 columns; these, and the first one, are at most 40."""
+def check_summary(printed: str) -> None:
+    """All lines have at most 80 columns; those from the table on, and the first one, are at most 40."""
     lines = printed.splitlines()
-    first = next(number for number, line in enumerate(lines) if line.startswith("worst error / bound on "))
-    assert max(map(len, lines)) <= 80 and len(lines) - first < 40, printed
-    return lines[first:]
+    table = next(number for number, line in enumerate(lines) if "error / bound on" in line)
+    assert max(map(len, lines)) <= 80 and len(lines) - table < 40 and "\x1b" not in printed, printed
 
 
 @pytest.mark.slow
@@ -263,11 +197,7 @@ def test_a_run_that_holds(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "--seed 7" in done.stdout and "all held" in done.stdout and "MiB sent" in done.stdout
-    assert "\x1b" not in done.stdout, "no control codes where there is no terminal"
-    lines = done.stdout.splitlines()
-    assert (
-        max(map(len, lines)) <= 80 and len(lines) - lines.index(next(x for x in lines if "error / bound on" in x)) < 40
-    )
+    check_summary(done.stdout)
     data = json.loads((tmp_path / "report.json").read_text())
     assert data["held"] is True and data["failures"] == [] and data["seed"] == 7 and data["seconds"] > 0
     rows = {(row["property"], row["world"]): 0 for row in data["rows"]}
@@ -289,11 +219,8 @@ def test_a_counter_example_gives_1_and_a_line_that_replays_it(tmp_path: Path) ->
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
     failures = json.loads((tmp_path / "report.json").read_text())["failures"]
-    lines = done.stdout.splitlines()
-    assert (
-        max(map(len, lines)) <= 80 and len(lines) - lines.index(next(x for x in lines if "error / bound on" in x)) < 40
-    )
-    assert any(line.startswith("replay: ") for line in lines[-2:]), "it comes last"
+    check_summary(done.stdout)
+    assert any(line.startswith("replay: ") for line in done.stdout.splitlines()[-2:]), "it comes last"
     first = next(failure for failure in failures if failure["property"] == "output and lse")
     assert first["kind"] == "wrong result" and first["case"]["tokens"] == 3
     line = shlex.split(first["replay"])

@@ -18,19 +18,18 @@ from rich.console import Console
 from reference.pattern import Branch, Pattern
 from tests.support.plain_case import plain
 from verification.__main__ import main
-from verification.cli import nightly
+from verification.case import Case
 from verification.failures import RankCrash, VerificationFailure
 from verification.faults import fault_experiment, fault_run
-from verification.faults.fault import BY_NAME, KINDS, Fault, MishandledFault
-from verification.faults.fault_experiment import FAULTS, check_fault, check_whole, chosen
-from verification.faults.struck import observe_struck
+from verification.faults.fault_experiment import MishandledFault, check_fault, check_whole, chosen
+from verification.faults.struck import BY_NAME, KINDS, Fault, observe_struck
 from verification.report.report import Report
 from verification.run.backends import PRELOAD, GlooBackend, SimBackend
 from verification.run.processes import pool
-from verification.search.search import Search
 
 pytestmark = pytest.mark.ranks
 CASE = plain(3, tokens=9)
+ASKED = replace(CASE, seed=0)  # by the group, not in the memory of the machine
 
 
 @pytest.fixture(scope="module")
@@ -44,78 +43,73 @@ def how(kind: str, rank: int = 0, post: int = 0, send: int = 0) -> dict[str, Any
     return {"kind": kind, "rank": rank, "post": post, "send": send}
 
 
-# --- what is struck is named ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", BY_NAME)
-@pytest.mark.parametrize(("rank", "post", "exchange"), ((1, 0, "ring"), (2, 3, "direct")))
-def test_a_fault_is_named_with_its_rank(gloo: GlooBackend, kind: str, rank: int, post: int, exchange: str) -> None:
-    case = replace(CASE, exchange=exchange)
+@pytest.mark.parametrize(
+    ("case", "rank", "post"),
+    ((CASE, 1, 0), (replace(CASE, exchange="direct"), 2, 3), (replace(CASE, group=(0, 2)), 1, 0)),
+)
+def test_a_fault_is_named_with_its_rank(gloo: GlooBackend, kind: str, case: Case, rank: int, post: int) -> None:
     assert check_fault(gloo, case, how(kind, rank, post)) == {BY_NAME[kind].title: 0.0}
-
-
-@pytest.mark.parametrize("kind", ("kill", "short", "long"))
-def test_a_rank_of_a_group_is_named_as_in_the_world(gloo: GlooBackend, kind: str) -> None:
-    check_fault(gloo, plain(3, group=(0, 2), tokens=9), how(kind, rank=1))
 
 
 # --- what is mishandled is found --------------------------------------------------------------------------------------
 
 
-def test_a_wrong_rank_is_found(gloo: GlooBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pool is made to say that the next rank died."""
-    real = pool._diagnose
+def crash(message: str) -> Any:
+    return lambda real, arguments: RankCrash(message)
 
-    def diagnose(*arguments: Any) -> Any:
+
+def of_the_next_rank(real: Any, arguments: Any) -> RankCrash:
+    *others, last = real(*arguments).states
+    return RankCrash("rank 0 died", [replace(one, rank=n) for n, one in enumerate([last, *others])])
+
+
+def in_other_words(said: str) -> Any:
+    def diagnose(real: Any, arguments: Any) -> RankCrash:
         failure = real(*arguments)
-        *others, last = failure.states
-        return RankCrash("rank 0 died", [replace(one, rank=n) for n, one in enumerate([last, *others])])
+        states = [replace(one, detail=said) if one.outcome == "raised" else one for one in failure.states]
+        return RankCrash(failure.headline, states)
 
-    monkeypatch.setattr(pool, "_diagnose", diagnose)
-    with pytest.raises(
-        MishandledFault, match="kill -9 at post 0 of rank 1 must be named with that rank; named was rank 2"
-    ):
-        check_fault(gloo, CASE, how("kill", rank=1))
+    return diagnose
 
 
-def test_ranks_that_do_not_say_who_is_absent_are_found(gloo: GlooBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pool is made to hear other words of those that are left."""
+@pytest.mark.parametrize(
+    ("kind", "case", "diagnose", "found"),
+    (
+        ("kill", CASE, of_the_next_rank, "kill -9 at post 0 of rank 1 must be named with that rank; named was rank 2"),
+        ("raise", CASE, crash("rank 1 raised"), "an exception at .* must be a rank error; found was a rank cr"),
+        (
+            "absent",
+            ASKED,
+            in_other_words("raised RuntimeError: reset by peer"),
+            "rank [02] must say that it missed index 1",
+        ),
+        ("absent", ASKED, in_other_words("raised RuntimeError: rank 0 did not come to the x"), "rank [02] must say"),
+        (
+            "kill",
+            CASE,
+            in_other_words("raised RuntimeError: the message 'x' from rank 0 did not come"),
+            "rank [02] must say",
+        ),
+    ),
+)
+def test_a_wrong_diagnosis_is_found(
+    gloo: GlooBackend, monkeypatch: pytest.MonkeyPatch, kind: str, case: Case, diagnose: Any, found: str
+) -> None:
     real = pool._diagnose
-
-    def heard(said: str) -> None:
-        def diagnose(*arguments: Any) -> Any:
-            failure = real(*arguments)
-            states = [replace(one, detail=said) if one.outcome == "raised" else one for one in failure.states]
-            return RankCrash(failure.headline, states)
-
-        monkeypatch.setattr(pool, "_diagnose", diagnose)
-
-    for said in ("raised RuntimeError: Connection reset by peer", "raised RuntimeError: rank 0 did not come to the x"):
-        heard(said)
-        with pytest.raises(MishandledFault, match="at question 1 of rank 1: rank [02] must say that index 1 of the"):
-            check_fault(gloo, replace(CASE, seed=0), how("absent", rank=1, post=1))
-
-
-def test_a_wrong_kind_is_found(gloo: GlooBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "_diagnose", lambda *arguments: RankCrash("rank 1 raised"))
-    with pytest.raises(
-        MishandledFault, match="an exception at post 0 of rank 1 must be a rank error; found was a rank cr"
-    ):
-        check_fault(gloo, CASE, how("raise", rank=1))
+    monkeypatch.setattr(pool, "_diagnose", lambda *arguments: diagnose(real, arguments))
+    with pytest.raises(MishandledFault, match=found):
+        check_fault(gloo, case, how(kind, rank=1))
 
 
 def test_a_wrong_sender_is_found(gloo: GlooBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = fault_experiment.strike_on
-
     def failure_of(backend: Any, case: Any, fault: Fault) -> VerificationFailure:
         with pytest.raises(VerificationFailure) as caught:
-            real(backend, case, replace(fault, index=2))
+            fault_experiment.strike_on(backend, case, replace(fault, index=2))
         return caught.value
 
     monkeypatch.setattr(fault_experiment, "failure_of", failure_of)
-    with pytest.raises(
-        MishandledFault, match="a message too short at post 0 of rank 1 must be named as mismatched mess"
-    ):
+    with pytest.raises(MishandledFault, match="a message too short at post 0 of rank 1 must be named as mismatched"):
         check_fault(gloo, CASE, how("short", rank=1))
 
 
@@ -155,9 +149,7 @@ def test_a_mishandled_fault_is_saved_and_holds_once_it_is_mended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     real = pool._diagnose
-    monkeypatch.setattr(
-        pool, "_diagnose", lambda *arguments: RankCrash("some rank died", real(*arguments).states[::-1])
-    )
+    monkeypatch.setattr(pool, "_diagnose", lambda *arguments: RankCrash("some died", real(*arguments).states[::-1]))
     monkeypatch.setattr(fault_run, "BUDGET", 1.0)
     report = Report(Console(quiet=True))
     fault_run.run_faults(report, (2,), 4, 1, tmp_path)
@@ -168,22 +160,6 @@ def test_a_mishandled_fault_is_saved_and_holds_once_it_is_mended(
 
 
 # --- what is drawn ----------------------------------------------------------------------------------------------------
-
-
-def test_the_same_seed_draws_the_same_faults(gloo: GlooBackend) -> None:
-    def drawn(seed: int) -> list[Any]:
-        seen: list[Any] = []
-
-        def check(backend: Any, subject: Any) -> dict[str, float]:
-            seen.append(FAULTS.record_of(subject))
-            return {"a fault": 0.0}
-
-        Search(replace(FAULTS, check=check), gloo, Report(Console(quiet=True)), 3).explore(30, seed)
-        return seen
-
-    first = drawn(1)
-    assert first == drawn(1) != drawn(2)
-    assert {record["fault"]["kind"] for record in first} == set(BY_NAME)
 
 
 @seeded(1)
@@ -203,19 +179,19 @@ NO_MESSAGES = plain(2, tokens=4, pattern=Pattern((Branch(segment_length=2),)))
 
 
 @pytest.mark.parametrize(
-    ("record", "said"),
+    ("fault", "case", "said"),
     (
-        ({"fault": how("burn"), "case": CASE}, "kind is 'burn'; it must be"),
-        ({"fault": how("kill", post=-1), "case": CASE}, "post is -1; it must be"),
-        ({"fault": {"kind": "kill"}, "case": CASE}, "how must be an object with the fields kind, rank, post, send"),
-        ({"fault": how("kill"), "case": NO_MESSAGES}, "case is one whose ranks send nothing"),
+        (how("burn"), CASE, "kind is 'burn'; it must be"),
+        (how("kill", post=-1), CASE, "post is -1; it must be"),
+        ({"kind": "kill"}, CASE, "how must be an object with the fields kind, rank, post, send"),
+        (how("kill"), NO_MESSAGES, "case is one whose ranks send nothing"),
     ),
 )
 def test_an_edited_file_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], record: dict[str, Any], said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: dict[str, Any], case: Case, said: str
 ) -> None:
     file = tmp_path / "fault.json"
-    file.write_text(json.dumps(record | {"case": json.loads(record["case"].to_json())}))
+    file.write_text(json.dumps({"fault": fault, "case": json.loads(case.to_json())}))
     assert main(("replay", str(file))) == 2
     assert said in " ".join(capsys.readouterr().err.split())
 
@@ -225,7 +201,7 @@ def test_a_simulation_has_no_processes() -> None:
         check_fault(SimBackend(), CASE, how("kill"))
 
 
-# --- the commands -----------------------------------------------------------------------------------------------------
+# --- the command ------------------------------------------------------------------------------------------------------
 
 
 def test_the_command_prints_a_row_for_each_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,25 +218,3 @@ def test_the_command_prints_a_row_for_each_kind(tmp_path: Path, capsys: pytest.C
 def test_a_world_without_peers_or_of_too_many_is_refused(world: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(("faults", "--world", world)) == 2
     assert f"argument --world: world sizes must be from 2 to 8, got {world}" in capsys.readouterr().err
-
-
-def test_a_night_has_faults_in_every_round_and_counts_them(tmp_path: Path) -> None:
-    assert {chunk.world for chunk in nightly.ROUND if chunk.what == "faults"} == set(fault_run.FAULT_WORLDS)
-    report, night = Report(Console(quiet=True)), nightly.Night(tmp_path / "night.json", tmp_path, round_seed=3)
-    with report:
-        nightly.run_chunk(night, report, nightly.Chunk("gloo", 2, 3, "faults"))
-    assert night.examples_on == {"faults": 3} and report.examples == 3 and not report.failures
-
-
-def test_a_case_keeps_its_seed_where_another_order_has_no_messages() -> None:
-    """The seed decides how ranks ask each other, and orders the tokens too."""
-    pattern = Pattern((Branch(2, 1),), True)
-    alone = next(
-        case
-        for seed in range(1, 4000)
-        if fault_experiment.has_messages(
-            case := replace(plain(2, tokens=4), order="permuted", pattern=pattern, seed=seed)
-        )
-        and not fault_experiment.has_messages(replace(case, seed=seed - seed % fault_experiment.CASES_PER_APART))
-    )
-    assert fault_experiment._asked_by_the_group((alone, how("absent")))[0] == alone

@@ -223,8 +223,8 @@ def _processes_of(session: int) -> list[int]:
 
 def _carried_out(*arguments: str) -> tuple[int, str]:
     parser, console = ArgumentParser(), recording()
-    command.add_parser(parser.add_subparsers())
-    return command.carry_out(parser.parse_args(["mutants", *arguments]), console), printed(console)
+    command.add_arguments(parser)
+    return command.carry_out(parser.parse_args(arguments), console), printed(console)
 
 
 def test_a_list_has_what_was_asked_for() -> None:

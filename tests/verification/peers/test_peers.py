@@ -193,7 +193,7 @@ def test_what_cannot_be_run_gives_2_and_the_others_still_run(folder: Path) -> No
         "mine:number": "it must be a verification.peers.Peer",
         "mine:needy": "the package no-such-distribution is not installed",
         "mine:claims_raise": "claims of mine raised ZeroDivisionError",
-        "mine:claims_nothing": "drawn on 1 rank",
+        "mine:claims_nothing": "mine:claims_nothing claims nothing that was drawn on 1 rank",
         "torchscale": "releases of torchscale up to 0.3.0 do not have it",
     }
     status, found, printed = report(folder, *reasons, "mine:sound", "mine:shifted", "--examples", "10")
@@ -201,7 +201,6 @@ def test_what_cannot_be_run_gives_2_and_the_others_still_run(folder: Path) -> No
     for name, reason in reasons.items():
         assert found[name]["verdict"] == "not run" and reason in found[name]["message"], found[name]
         assert found[name]["examples"] == 0 and found[name]["case"] is None
-    assert re.fullmatch(r"mine claims no Case of \d\d+ drawn on 1 rank", found["mine:claims_nothing"]["message"])
     assert found["mine:sound"]["verdict"] == "held" and found["mine:shifted"]["verdict"] == "counter-example"
     assert found["torchscale"]["supported"] == load("torchscale").supported
 

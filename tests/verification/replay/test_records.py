@@ -43,8 +43,6 @@ LATER, ANYWHERE, PERMUTED = (
 )
 POISONED, MISTAKEN, GROWTH = "NaN and inf propagate", "wrong calls refused everywhere", "error does not grow with ranks"
 LIKE = "no call takes another for its like"
-PUBLISHED = "patterns are as published"
-DRAWN = {"made": "longnet", "segment_lengths": [4], "dilation_rates": [2], "offsets": "paper"}
 MOVED = {"group": None, "order": "zigzag", "cuts": None, "exchange": "direct", "bucket": None}
 
 
@@ -102,6 +100,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "peer: sizes": ({"peer": "yunchang", "case": case(tokens=10**18)}, "tokens is 1000000000000000000; it must be"),
     "peer: number": ({"peer": 3, "case": case()}, "peer is 3; it must be"),
     "law: unknown": (law("gravity", {}), "law is 'gravity'; it must be one of"),
+    "law: removed": (law("what is kept is bounded", {}), "which runs check no more; it is tested in tests/ring/caching"),
     "law: list": ({"law": [], "case": case(), "how": {}}, "law is []; it must be one of"),
     "law: without how": ({"law": LATER, "case": CAUSAL}, "must be an object with the fields law, case, how"),
     "later: nothing": (law(LATER, {}, CAUSAL), "how must be an object with the fields position, got the fields"),
@@ -147,11 +146,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "neighbour: order": (law(LIKE, {"order": "random"}), "order is 'random'; it must be one of"),
     "left: more": (law("a call leaves nothing behind", {"by": 2}), "how must be an object with the fields none, got"),
     "long: more": (law("memory of longer shards", {"by": 2}), "how must be an object with the fields none, got the"),
-    "published: made": (law(PUBLISHED, DRAWN | {"made": "mine"}), "made of how is 'mine'; it must be one of longnet"),
-    "published: rule": (law(PUBLISHED, DRAWN | {"offsets": 1}), "offsets of how is 1; it must be one of paper"),
-    "published: lists": (law(PUBLISHED, DRAWN | {"dilation_rates": [1, 2]}), "they must be lists of one to three"),
-    "published: rate": (law(PUBLISHED, DRAWN | {"dilation_rates": [0]}), "an entry of dilation_rates of how is 0;"),
-    "published: tokens": (law(PUBLISHED, DRAWN, case(tokens=25)), "tokens is 25; it must be at most 24"),
     "growth: dtype": (law(GROWTH, {"shift": 1}), "dtype is 'float32'; for the law of growing errors"),
     "growth: shift": (law(GROWTH, {"shift": "1"}, SIXTEEN), "shift of how is '1'; it must be"),
 }  # fmt: skip

@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
 
-from reference.exact import multiplicity
 from reference.pattern import Branch, Pattern
+from tests.support.plain_case import plain
 from tests.support.printed import unbroken
-from verification.case import Case
-from verification.check.expectation import expect
-from verification.draw.cases import cases
-from verification.report.coverage import FEATURES, GROUPS, Coverage, count
+from verification.report.coverage import FEATURES, GROUPS, Coverage
 
-
-def case(**changes: Any) -> Case:
-    given_: dict[str, Any] = {
-        "world": 2, "group": None, "tokens": 24, "order": "contiguous", "cuts": None, "pattern": Pattern.dense(),
-        "batch": 1, "heads": 4, "kv_heads": 4, "head_dim": 4, "dtype": "float32", "scale": None, "score_scale": 1.0,
-        "values": "normal", "seed": 0, "exchange": "ring", "bucket": 16, "kernel": "auto", "lse": "unused",
-        "strided": False,
-    }  # fmt: skip
-    return Case(**given_ | changes)
+case = partial(plain, tokens=24, heads=4, kv_heads=4, bucket=16, kernel="auto")
 
 
 def seen(*branches: Branch) -> dict[str, Any]:
@@ -142,66 +129,46 @@ EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"world": 1, "tokens": 20, "order": "permuted", "seed": 0},  # as they were
     ),
 }
-CHOICES = ("order", "exchange", "kernel", "dtype", "values", "lse", "again")
 
 
 @pytest.mark.parametrize("feature", EXAMPLES)
 def test_on_paper(feature: str) -> None:
-    has, lacks = EXAMPLES[feature]
-    assert FEATURES[feature](case(**has))
-    assert not FEATURES[feature](case(**lacks))
+    has, lacks = ({"world": 2} | changes for changes in EXAMPLES[feature])
+    assert FEATURES[feature](case(**has)) and not FEATURES[feature](case(**lacks))
 
 
 @pytest.mark.parametrize("feature", sorted(set(FEATURES) - set(EXAMPLES)))
 def test_choices(feature: str) -> None:
     name, choice = feature.split(" ", 1)
-    assert name in CHOICES and FEATURES[feature](case(**{name: choice}))
-    assert sum(FEATURES[other](case()) for other in FEATURES if other.startswith(f"{name} ")) == 1
+    assert FEATURES[feature](case(2, **{name: choice}))
+    assert sum(FEATURES[other](case(2)) for other in GROUPS[name]) == 1
 
 
-def test_rows_of_one_segment_are_cut_only_where_one_rank_holds_too_many() -> None:
-    rows = FEATURES["query rows cut"]
-    assert rows(case(tokens=40, **seen(Branch(17)), world=1)) and not rows(case(tokens=40, **seen(Branch(16)), world=1))
-    assert rows(case(tokens=40)) and not rows(case(tokens=32))
-    assert not rows(case(tokens=40, **seen(Branch(None, 2)))) and rows(
-        case(tokens=40, **seen(Branch(None, 2)), world=1)
-    )
-
-
-@given(cases(2))
-@settings(database=None, deadline=None, max_examples=60)
-def test_dead_rows_and_keys_are_those_of_the_expectation(given_: Case) -> None:
-    expectation = expect(given_)
-    assert FEATURES["dead row"](given_) == bool(expectation.dead_rows.any())
-    assert FEATURES["dead key"](given_) == bool(expectation.dead_keys.any())
-    assert FEATURES["nothing but dead rows"](given_) == bool(np.all(expectation.dead_rows))
-
-
-@given(cases(3))
-@settings(database=None, deadline=None, max_examples=60)
-def test_windows_are_those_of_the_definition(given_: Case) -> None:
-    """Of every branch by itself, from all its pairs."""
-    holder, wanted, hides = np.asarray(given_.shards().holder), 0, False
-    for branch in given_.pattern.branches:
-        alone = replace(given_.pattern, branches=(branch,))
-        pairs = multiplicity(alone, given_.heads, given_.tokens) > 0
-        wide = multiplicity(replace(alone, branches=(replace(branch, window=None),)), given_.heads, given_.tokens) > 0
-        if (pairs != wide).any():
-            ranks = [pairs[:, :, holder == rank].any(2) for rank in range(len(given_.ranks))]
-            hides, wanted = True, max(wanted, int(np.sum(ranks, axis=0).max()))
-    has = {name: FEATURES[name](given_) for name in GROUPS["windows"]}
-    assert has["window that is not causal"] == (hides and not given_.pattern.causal)
-    assert (has["window over a shard's end"], has["window on three ranks"]) == (wanted > 1, wanted > 2)
-    assert has["window"] != has["no window"] and (hides or has["window that hides nothing"] or has["no window"])
+@pytest.mark.parametrize(
+    ("changes", "cut"),
+    (
+        ({"world": 1, **seen(Branch(17))}, True),
+        ({"world": 1, **seen(Branch(16))}, False),
+        ({"world": 2}, True),
+        ({"world": 2, "tokens": 32}, False),
+        ({"world": 1, **seen(Branch(None, 2))}, True),
+        ({"world": 2, **seen(Branch(None, 2))}, False),
+        ({"world": 1, "tokens": 24, **seen(Branch(None, 1, window=1))}, True),
+    ),
+)
+def test_rows_of_one_segment_are_cut_only_where_one_rank_holds_too_many(changes: dict[str, Any], cut: bool) -> None:
+    assert FEATURES["query rows cut"](case(**{"tokens": 40} | changes)) == cut
 
 
 def test_counts() -> None:
-    coverage = Coverage()
-    for batch in (1, 2, 2):
-        coverage.add(case(batch=batch))
+    coverage, other = Coverage(), Coverage()
+    for batch in (1, 2):
+        coverage.add(case(2, batch=batch))
+    other.add(case(2, batch=2))
+    coverage.add_all(other)
     counts = coverage.to_dict()
-    assert counts == count(case(batch=batch) for batch in (1, 2, 2))
     assert (coverage.cases, counts["several batches"], counts["dense"], counts["causal"]) == (3, 2, 3, 0)
+    assert list(counts) == list(FEATURES)
 
 
 def test_few_lines_name_what_is_rare_or_missing() -> None:
@@ -219,9 +186,8 @@ def test_few_lines_name_what_is_rare_or_missing() -> None:
 def test_all_lines_name_every_feature() -> None:
     coverage = Coverage(2, {name: number for number, name in enumerate(FEATURES)})
     lines = coverage.lines()
-    assert max(map(len, lines)) <= 80
     text = unbroken("\n".join(lines))
+    assert max(map(len, lines)) <= 80
     for group, features in GROUPS.items():
         assert f"{group} - " in text
-        for name in features:
-            assert f" {name.removeprefix(f'{group} ')}: {coverage.counts[name]}" in text
+        assert all(f" {name.removeprefix(f'{group} ')}: {coverage.counts[name]}" in text for name in features)

@@ -30,8 +30,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def test_without_a_terminal_lines_come_ever_less_often(clock: Clock) -> None:
     console = recording()
-    with RunProgress(console) as shown:
-        part = shown.begin("world 2", 600)
+    with RunProgress(console) as part:
+        part.begin("world 2", 600)
         for _ in range(600):
             clock.now += 1.0
             part.advance(0.5)
@@ -44,8 +44,8 @@ def test_without_a_terminal_lines_come_ever_less_often(clock: Clock) -> None:
 
 def test_on_a_terminal_a_bar_of_at_most_80_columns_is_drawn_now_and_then(clock: Clock) -> None:
     console = recording(terminal=True)
-    with RunProgress(console) as shown:
-        part = shown.begin("world 1024", 123456)
+    with RunProgress(console) as part:
+        part.begin("world 1024", 123456)
         for _ in range(100):
             clock.now += 0.1
             part.advance(0.984)

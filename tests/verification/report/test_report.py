@@ -1,4 +1,4 @@
-"""What the report claims is what it was told: counts, worst ratios, failures; on the screen as in the JSON."""
+"""What the report claims is what it was told, on the screen as in the JSON; and its summary fits a terminal."""
 
 from __future__ import annotations
 
@@ -12,16 +12,28 @@ from typing import Any
 
 import pytest
 
+from tests.support.plain_case import plain
 from tests.support.printed import printed, recording, unbroken
-from verification.case import Case
-from verification.failures import RankHang, RankState, WrongResult
-from verification.report.counter_example import save_record
+from verification.check.laws import LAWS
+from verification.check.properties import PROPERTIES
+from verification.failures import RankHang, RankState, VerificationFailure, WrongResult
+from verification.report.counter_example import CounterExample, save_record
 from verification.report.report import Report
-from verification.report.row_table import Row
+from verification.report.run_record import DTYPES
+from verification.report.summary import LINES
+
+TITLES = [one.title for one in PROPERTIES]
+LAW_NAMES = [law.name for law in LAWS if law.on_cpus]
+WRONG = WrongResult(
+    "values: out is 0.62 at batch 0, token 3, head 1, dim 0 (rank 1), expected 0.41: error 0.2 is 1.2e+05 times its "
+    "bound 1.2e-07; 4 of 24 entries exceed theirs"
+)
+STACK = "\n".join(f'  File "/somewhere/in/a/folder/module_{n}.py", line {n} in function' for n in range(40))
+HANG = RankHang("no answer from rank 0", [RankState(0, "blocked", "stood at", STACK), RankState(1, "answered")])
 
 
-def told() -> Report:
-    """Three examples on one rank, two on three ranks, of which one failed."""
+def small() -> Report:
+    """Three examples on one rank, and one on three, where another is under way."""
     report = Report(recording())
     report.start_world(1, 3)
     for ratio in (0.25, 0.5, 0.125):
@@ -32,65 +44,81 @@ def told() -> Report:
     return report
 
 
-def said_by(report: Report) -> str:
-    report.summary()
-    return printed(report.console)
+def large(verbose: bool = False, terminal: bool = False) -> Report:
+    """All that a run has in its table, on five world sizes."""
+    report = Report(recording(terminal), verbose=verbose)
+    for world in (1, 2, 3, 4, 8):
+        report.start_world(world, 3)
+        for dtype in DTYPES:
+            errors = {"output and lse": 0.05 * world, "gradients": 0.1 * world}
+            report.held(dtype, dict.fromkeys(TITLES, 0.0) | errors, 1.0)
+            report.covered(plain(world, dtype=dtype))
+        for name in LAW_NAMES:
+            report.held("float32", {name: 3e-4}, 1.0)
+        report.end_world()
+    report.notable.append(f"one problem of real size: {'so many words ' * 8}")
+    return report
+
+
+def fail(report: Report, folder: Path, failures: int, failure: VerificationFailure) -> list[CounterExample]:
+    for seed in range(failures):
+        case = plain(2 + seed, seed=seed)
+        record = json.loads(case.to_json())
+        report.failed(save_record(failure, "output and lse", case.world, record, folder, "gloo"))
+    return report.failures
+
+
+def summary(report: Report, replayed: bool = False) -> list[str]:
+    """The lines that the summary adds."""
+    before = len(printed(report.console))
+    report.summary(replayed)
+    return printed(report.console)[before:].splitlines()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where counter-examples are saved, as a run has it: beneath the working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / ".verification" / "failures"
+
+
+# --- what is counted --------------------------------------------------------------------------------------------------
 
 
 def test_counts_and_worst_ratios_are_those_of_what_held() -> None:
-    data = told().to_dict()
+    report = small()
+    data, lines = report.to_dict(), summary(report)
     assert (data["examples"], data["distributed"], data["held"]) == (4, 1, True)
     rows = {(row["property"], row["world"], row["dtype"]): row for row in data["rows"]}
     assert set(rows) == {("gradients", 1, "float32"), ("buffers", 1, "float32"), ("gradients", 3, "float16")}
-    gradients = rows["gradients", 1, "float32"]
-    assert (gradients["examples"], gradients["worst_ratio"], gradients["seconds"]) == (3, 0.5, 3.0)
+    row = rows["gradients", 1, "float32"]
+    assert (row["examples"], row["worst_ratio"], row["seconds"]) == (3, 0.5, 3.0)
     assert data["worst_ratio"] == {"float64": None, "float32": 0.5, "bfloat16": None, "float16": 0.75}
-
-
-def test_the_screen_says_the_same() -> None:
-    text = said_by(told())
-    lines = {line.split("  ")[0]: line.split()[-6:] for line in text.splitlines()}
-    assert lines["gradients"] == ["4", "-", "0.500", "-", "0.750", "5.0"]
-    assert lines["buffers"] == ["3", "-", "0", "-", "-", "3.0"]
-    assert lines["all"][:-1] == ["4", "-", "0.500", "-", "0.750"]
-    assert "worst error / bound on 1, 3 ranks" in text
-    assert "4 examples, 1 of them distributed" in text and "all held" in text
-    assert "world 1, examples: 3 examples held" in text
+    shown = {line.split("  ")[0]: line.split()[-6:] for line in lines}
+    assert shown["gradients"] == ["4", "-", "0.500", "-", "0.750", "5.0"]
+    assert shown["buffers"] == ["3", "-", "0", "-", "-", "3.0"]
+    assert shown["all"][:-1] == ["4", "-", "0.500", "-", "0.750"]
+    assert lines[0] == "worst error / bound on 1, 3 ranks (0: exact, -: not drawn)"
+    assert "world 1, examples: 3 examples held" in printed(report.console)
 
 
 def test_a_ratio_that_is_no_number_is_never_lost() -> None:
-    row = Row()
-    for ratio in (0.5, math.nan, 0.25):
-        row.add(ratio, 0.0)
-    assert math.isnan(row.worst_ratio) and row.examples == 3
-    report = told()
-    report.held("float32", {"gradients": math.nan}, 0.0)
+    report = small()
+    for ratio in (math.nan, 0.25):
+        report.held("float32", {"gradients": ratio}, 0.0)
     assert report.to_dict()["worst_ratio"]["float32"] is None
-    assert said_by(report).count("nan") == 2, "in its row, and in that of all"
+    assert "\n".join(summary(report)).count("nan") == 2, "in its row, and in that of all"
 
 
-@pytest.mark.parametrize("backend", ("gloo", "sim", "nccl"))
-def test_a_failure_is_told_with_its_case_and_the_line_that_replays_it(tmp_path: Path, backend: str) -> None:
-    report = told()
-    record: dict[str, Any] = {"world": 3, "tokens": 5}
-    states = [RankState(0, "blocked", "stood at", "here"), RankState(1, "answered", "had answered")]
-    failure = RankHang("no answer from rank 0", states)
-    report.failed(save_record(failure, "every rank answers", 3, record, tmp_path, backend))
-    report.end_world()
-    data = report.to_dict()
-    assert data["held"] is False and report.fresh == report.failures
-    (entry,) = data["failures"]
-    assert (entry["kind"], entry["property"], entry["world"]) == ("rank hang", "every rank answers", 3)
-    assert (entry["backend"], entry["case"]) == (backend, record)
-    line = shlex.split(entry["replay"])
-    place = [] if backend == "gloo" else ["--backend", backend]
-    assert line[:-1] == [sys.executable, "-m", "verification", "replay", *place]
-    assert json.loads(Path(line[-1]).read_text()) == record
-    text = said_by(report)
-    assert "1 counter-example" in text and json.dumps(record) in unbroken(text)
-    shown = shlex.split(unbroken(text).rpartition("replay: ")[2])  # paths beneath the working directory are shortened
-    assert [Path(word).absolute() for word in shown] == [Path(word).absolute() for word in line]
-    assert "no answer from rank 0" in text and "here" in text, "the stacks are part of it"
+def test_parts_of_a_run_add_up(tmp_path: Path) -> None:
+    whole, part = small(), small()
+    fail(part, tmp_path, 2, WRONG)
+    fail(whole, tmp_path, 1, WRONG)
+    part.covered(plain(3))
+    whole.add(part)
+    data = whole.to_dict()
+    assert (data["examples"], data["distributed"], data["coverage"]["cases"]) == (8, 2, 1)
+    assert {row["examples"] for row in data["rows"]} == {6, 2} and len(data["failures"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -108,20 +136,19 @@ def test_the_verdict_says_what_is_true(held: int, failed: int, said: str, tmp_pa
     report.start_world(2, held)
     for _ in range(held):
         report.held("float32", {"gradients": 0.5}, 0.0)
-    for _ in range(failed):
-        report.failed(save_record(WrongResult("values: out"), "output and lse", 2, {"world": 2}, tmp_path, "sim"))
+    fail(report, tmp_path, failed, WRONG)
     report.end_world()
     report.seconds = 0.0
-    lines = said_by(report).splitlines()
+    lines = summary(report)
     assert said in lines
     assert lines[-1].startswith("    " if failed else said), "what failed comes last, as the line that replays it"
 
 
 def test_a_world_s_line_counts_what_failed_again(tmp_path: Path) -> None:
-    report = told()
+    report = small()
     for world, again in ((2, 1), (3, 12), (4, 0)):
         report.start_world(world, 1)
-        report.failed(save_record(WrongResult("values: out"), "gradients", world, {"world": world}, tmp_path, "sim"))
+        fail(report, tmp_path, 1, WRONG)
         for _ in range(again):
             report.failed_again()
         report.end_world()
@@ -129,56 +156,96 @@ def test_a_world_s_line_counts_what_failed_again(tmp_path: Path) -> None:
     assert said == [" (1 more example failed in the same way)", " (12 more examples failed in the same way)", ""]
 
 
-def test_failures_of_an_earlier_world_are_not_fresh(tmp_path: Path) -> None:
-    report = told()
-    report.failed(save_record(WrongResult("values: out"), "output and lse", 3, {"world": 3}, tmp_path, "gloo"))
-    report.start_world(4, 1)
-    assert report.failures and not report.fresh
-
-
 def test_an_interrupted_run_is_not_taken_for_a_whole_one() -> None:
-    report = told()
-    report.start_world(2, 10)
-    report.held("float32", {"gradients": 0.5}, 1.0)
+    report = small()
     assert report.to_dict()["held"] and "interrupted" not in report.to_dict()
     report.interrupt()
-    found = report.to_dict()
-    assert found["interrupted"] is True and found["held"] is False and found["examples"] == report.examples
-    assert said_by(report).splitlines()[-1].endswith(", then interrupted")
+    data = report.to_dict()
+    assert data["interrupted"] is True and data["held"] is False and data["examples"] == 4
+    assert summary(report)[-1].endswith(", then interrupted")
     spent = report.seconds
     report.interrupt()  # between two world sizes nothing is under way
     assert report.seconds == spent > 0
 
 
+# --- counter-examples -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ("gloo", "sim", "nccl"))
+def test_a_failure_is_told_with_its_case_and_the_line_that_replays_it(folder: Path, backend: str) -> None:
+    report, record = small(), dict[str, Any](world=3, tokens=5)
+    report.failed(save_record(HANG, "every rank answers", 3, record, folder, backend))
+    data = report.to_dict()
+    (entry,) = data["failures"]
+    assert data["held"] is False and (entry["backend"], entry["case"]) == (backend, record)
+    assert (entry["kind"], entry["property"], entry["world"]) == ("rank hang", "every rank answers", 3)
+    line = shlex.split(entry["replay"])
+    place = [] if backend == "gloo" else ["--backend", backend]
+    assert line[:-1] == [sys.executable, "-m", "verification", "replay", *place]
+    assert json.loads(Path(line[-1]).read_text()) == record
+    text = unbroken("\n".join(summary(report)))
+    assert "no answer from rank 0" in text and json.dumps(record) in text
+    shown = shlex.split(text.rpartition("replay: ")[2])
+    assert shown[:-1] == line[:-1] and not Path(shown[-1]).is_absolute() and Path(shown[-1]).resolve() == Path(line[-1])
+    assert "module_39.py" in printed(report.console), "stacks are printed in full when it was found"
+    assert "module_39.py" not in text
+
+
 def test_a_case_that_cannot_be_saved_is_told_all_the_same(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    failure = save_record(WrongResult("values: out"), "output and lse", 2, {"world": 2}, tmp_path / "file", "gloo")
+    failure = save_record(WRONG, "output and lse", 2, {"world": 2}, tmp_path / "file", "gloo")
     assert "the Case could not be saved" in failure.message and failure.record == {"world": 2}
 
 
-def test_a_report_goes_on_from_its_own_json(tmp_path: Path) -> None:
-    first = told()
-    first.coverage.add(Case.from_json(CASE))
-    first.held("bfloat16", {"gradients": math.nan}, 1.0)
-    first.failed(save_record(WrongResult("values: out"), "output and lse", 3, {"world": 3}, tmp_path, "sim"))
-    first.end_world()
-    data = json.loads(json.dumps(first.to_dict(), allow_nan=False))
-    second = Report(recording())
-    second.restore(data)
-    assert second.to_dict() == data
-    second.start_world(1, 1)
-    second.held("float32", {"gradients": 0.625}, 1.0)
-    assert second.to_dict()["examples"] == data["examples"] + 1
-    assert second.to_dict()["worst_ratio"]["float32"] == 0.625
+def test_the_smallest_counter_example_comes_last(folder: Path) -> None:
+    report = large()
+    failures = fail(report, folder, 3, WRONG)
+    lines = summary(report)
+    case, replay = (next(n for n, x in enumerate(lines) if x.startswith(head)) for head in ("Case: ", "replay: "))
+    assert json.loads("\n".join(lines[case:replay]).removeprefix("Case: ")) == failures[0].record
+    assert str(WRONG) in unbroken("\n".join(lines))
+    others = [line for line in lines if line.startswith("counter-example: ")]
+    assert len(others) == 3 and "2 ranks" in others[-1]
 
 
-CASE = json.dumps(
-    {
-        "world": 2, "group": None, "tokens": 4, "order": "contiguous", "cuts": None,
-        "pattern": {"branches": [{"segment_length": None, "dilation_rate": 1, "offset": 0, "heads": None}],
-                    "causal": False},
-        "batch": 1, "heads": 1, "kv_heads": 1, "head_dim": 1, "dtype": "float32", "scale": None, "score_scale": 1.0,
-        "values": "normal", "seed": 0, "exchange": "ring", "bucket": None, "kernel": "math", "lse": "unused",
-        "strided": False,
-    }
-)  # fmt: skip
+# --- the summary ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("terminal", (False, True))
+@pytest.mark.parametrize("failures", (0, 1, 7))
+@pytest.mark.parametrize("failure", (WRONG, HANG), ids=("wrong", "hang"))
+def test_it_stays_within_its_lines_and_columns(
+    folder: Path, failures: int, failure: VerificationFailure, terminal: bool
+) -> None:
+    report = large(terminal=terminal)
+    fail(report, folder, failures, failure)
+    lines = summary(report)
+    assert len(lines) <= LINES < 40 and max(map(len, lines)) <= 80, "\n".join(lines)
+    assert any(line.startswith("! output and lse" if failures else "output and lse") for line in lines)
+    assert any(line.startswith("gradients") and "0.800" in line for line in lines)
+    last = next(number for number, line in enumerate(lines) if line.startswith("all "))
+    shown = [line[:40].strip().removeprefix("! ") for line in lines[2:last]]
+    counted = 0 if shown[-1] in (*TITLES, *LAW_NAMES) else int(shown.pop().split()[1])  # "and 2 more, which ..."
+    assert len(shown) + counted == len(TITLES) + len(LAW_NAMES)
+    exact = set(TITLES) - {"output and lse", "gradients"}
+    assert set(LAW_NAMES) <= set(shown) or not exact & set(shown), "errors that are not 0 come first"
+
+
+def test_verbose_has_every_row_and_every_counter_example(folder: Path) -> None:
+    report = large(verbose=True)
+    failures = fail(report, folder, 3, WRONG)
+    lines = summary(report)
+    assert max(map(len, lines)) <= 80
+    assert sum(line.startswith("  world 4 ") for line in lines) == len(TITLES) + len(LAW_NAMES)
+    text = unbroken("\n".join(lines))
+    assert all(json.dumps(failure.record) in text for failure in failures) and "again - alike: 20" in text
+
+
+def test_a_replay_ends_with_its_verdict(folder: Path) -> None:
+    report = Report(recording())
+    report.start_world(2, 1)
+    fail(report, folder, 1, WRONG)
+    report.end_world("replay")
+    first, *_, last = summary(report, replayed=True)
+    assert first.startswith('Case: {"world": 2') and last.startswith("no example held in ")
+    assert str(WRONG) in unbroken(printed(report.console)), "said when it failed"

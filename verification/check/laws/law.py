@@ -43,16 +43,6 @@ class Law:
         return self.on_gpus if backend == "nccl" else self.on_cpus
 
 
-def nothing_wrong(backend: Backend, task: Callable[..., list[str]], case: Case, *arguments: Any) -> float:
-    """0.0, if a task finds nothing wrong on any rank: with what the ranks run, not this process's own copy of it.
-    Raises WrongResult with the first that it finds."""
-    backend.submit(task, case, *arguments)
-    for found in backend.collect():
-        if found:
-            raise WrongResult(found[0])
-    return 0.0
-
-
 # --- Cases that laws change -------------------------------------------------------------------------------------------
 
 

@@ -23,7 +23,7 @@ from verification.draw.cases import cases, fused
 from verification.run.backends import Backend, observe_on
 from verification.run.rank import InputEdit
 
-_CHECKS = ("layout", "answers", "messages", "unseen", "finite", "values")
+_CHECKS = ("layout", "answers", "messages", "unseen", "finite", "values", "gradients")
 
 
 @st.composite

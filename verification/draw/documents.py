@@ -1,16 +1,19 @@
-"""Draws of documents: how a sequence of so many tokens is packed. None, which is no documents, is the simplest.
+"""Draws of documents, how a sequence of so many tokens is packed; and of windows, how far a branch reaches.
 
-All ways begin with the same draws, and the lengths are decoded from one integer: 0 makes one document of all tokens.
+None, which is no documents, or no window, is the simplest. All ways begin with the same draws, and lengths are decoded
+from one integer: 0 makes one document of all tokens, and window 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate, cycle, pairwise
 
 import numpy as np
 from hypothesis import strategies as st
 
+from reference.pattern import Branch, Pattern
 from reference.shards import Shards
 from verification.case import Case
 
@@ -28,6 +31,9 @@ _BEFORE = 4  # so many short ones are before the long one
 MOST_FUSED = 128  # tokens of a Case for them
 _FUSED = (*(None,) * 6, (16,), (32,), (16, 32), (24,), (48, 16, 16), (17, 0), (40, 1), (16,), (16,), (32,))
 _fused = st.sampled_from(_FUSED)
+_window_ways = st.sampled_from((*(None,) * 5, "one", "all", "local"))
+_WINDOW_KINDS = 4
+_BEYOND = 4  # tokens, of a window that is longer than everything
 
 
 def documents_of(draw: st.DrawFn, tokens: int, ends: Sequence[int]) -> Documents:
@@ -110,3 +116,41 @@ def _with_empty(lengths: tuple[int, ...], where: int) -> tuple[int, ...]:
         return lengths
     at = (0, len(lengths), len(lengths) // 2)[where - 5]
     return (*lengths[:at], *(0,) * (1 + (where == 7)), *lengths[at:])
+
+
+# --- windows ----------------------------------------------------------------------------------------------------------
+#
+# What a window makes of a plan depends on what it is as long as: nothing, a step of the grid, a part of the segment, a
+# shard, the segment, or more than there is. Which of these, and by how much it misses it, is decoded from one integer.
+# Most are short: one that is longer than what it could hide shows nothing.
+
+
+def windowed(draw: st.DrawFn, pattern: Pattern, tokens: int, ranks: int) -> Pattern:
+    """The pattern, mostly as it is; else one of its branches has a window, or all have, or there is a local branch
+    beside them, as models have it. ranks: those that share the tokens."""
+    way = draw(_window_ways)
+    if way is None:
+        return pattern
+    number, shard = draw(_numbers), -(-tokens // ranks)
+    branches = list(pattern.branches)
+    if way == "local":
+        branches.insert(0, _limited(Branch(), number, tokens, shard))
+    elif way == "one":
+        number, at = divmod(number, len(branches))
+        branches[at] = _limited(branches[at], number, tokens, shard)
+    else:
+        branches = [_limited(branch, number // 7**at, tokens, shard) for at, branch in enumerate(branches)]
+    return replace(pattern, branches=tuple(branches))
+
+
+def _limited(branch: Branch, number: int, tokens: int, shard: int) -> Branch:
+    return replace(branch, window=window_of(branch, number, tokens, shard))
+
+
+def window_of(branch: Branch, number: int, tokens: int, shard: int) -> int:
+    """The window of that number, 0 being none at all. shard: tokens of a rank, about."""
+    number, kind = divmod(number, _WINDOW_KINDS)
+    rate, span = branch.dilation_rate, min(branch.segment_length or tokens, tokens)
+    steps = rate * (number % 5) + number // 5 % rate  # of the grid, and a part of one
+    edge = (shard + number // 2 % 3 - 1, span + number // 2 % 5 - 3, tokens + number // 2 % _BEYOND)[number % 3]
+    return max(0, (number % 4, steps, number % (span // 2 + 1), edge)[kind])

@@ -1,1 +1,0 @@
-"""Syntactic changes of the source, by cosmic-ray."""
