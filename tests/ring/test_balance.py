@@ -34,7 +34,7 @@ def test_work_is_what_the_oracle_counts(data: st.DataObject, heads: int, n: int)
 def test_heads_that_the_pattern_names_need_not_be_given() -> None:
     for pattern in (Pattern.longnet((4, 8), (1, 2), 6), Pattern.head_groups((4, 8), (1, 2), 6)):
         assert np.array_equal(work(pattern, 24), work(pattern, 24, 6))
-    with pytest.raises(ValueError, match="offset has 6 entries for 4 query heads"):
+    with pytest.raises(ValueError, match="pattern must be one for the 4 query heads, got one that was made for 6"):
         Layout.balanced(Pattern.longnet((4, 8), (1, 2), 6), 24, 2, heads=4)
 
 
