@@ -54,20 +54,22 @@ def checked_documents(documents: object) -> Documents | None:
         return documents
     allowed = "documents must be None or a tuple of lengths, integers >= 0"
     if not isinstance(documents, (tuple, list)):
-        raise ValueError(f"{allowed}, got {_told(documents)}")
+        raise ValueError(f"{allowed}, got {told(documents)}; of cu_seqlens, documents_from_cu_seqlens makes them")
     if not set(map(type, documents)) <= {int} or min(documents, default=0) < 0:
         for number, length in enumerate(documents):
             if not is_integer(length) or length < 0:
-                raise ValueError(f"{allowed}, got {_told(length)} as number {number} of {first_few(documents)}")
+                raise ValueError(f"{allowed}, got {told(length)} as number {number} of {first_few(documents)}")
     return Documents(documents)
 
 
 def check_tokens(documents: Documents | None, tokens: int) -> None:
     """Raises ValueError unless the documents have so many tokens together."""
     if documents is not None and documents.tokens != tokens:
+        edges = len(documents) > 1 and documents[0] == 0 and documents[-1] == tokens
+        instead = f"; these are cu_seqlens? Write documents_from_cu_seqlens(documents, {tokens})" if edges else ""
         raise ValueError(
             f"documents must add up to the {tokens} tokens of the sequence, got {_number(documents.tokens)} in "
-            f"{len(documents)} documents, {first_few(documents)}"
+            f"{len(documents)} documents, {first_few(documents)}{instead}"
         )
 
 
@@ -119,7 +121,7 @@ def documents_from_positions(positions: Sequence[int] | np.ndarray | torch.Tenso
 
 def first_few(entries: Sequence[object]) -> str:
     """A list as a message shows it, however long it is."""
-    shown = ", ".join(_told(entry) for entry in entries[:_SHOWN])
+    shown = ", ".join(told(entry) for entry in entries[:_SHOWN])
     return f"({shown}, ...)" if len(entries) > _SHOWN else f"({shown})"
 
 
@@ -133,7 +135,7 @@ def _integers(name: str, given: Sequence[int] | np.ndarray | torch.Tensor) -> np
     return found.astype(np.int64)
 
 
-def _told(value: object) -> str:
+def told(value: object) -> str:
     """A value as a message shows it: numbers and short text by themselves, anything else by its type."""
     if is_integer(value):
         return _number(value)
@@ -144,4 +146,4 @@ def _told(value: object) -> str:
 
 def _number(value: int) -> str:
     """Python refuses to write integers of some thousand digits."""
-    return repr(value) if abs(value) < 10**100 else "an integer of too many digits"
+    return repr(value) if abs(value) <= 10**100 else "an integer of too many digits"

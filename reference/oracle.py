@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from reference.pattern import Pattern, multiplicity
+from reference.pattern import Pattern, check_pattern, multiplicity
 
 BLOCK_ELEMENTS = 2**26  # of one (B, Hq, rows, Nk) matrix: memory stays bounded however long the sequence is
 
@@ -96,6 +96,7 @@ class _Problem:
         k_positions: Tensor | None,
         scale: float | None,
     ) -> None:
+        check_pattern(pattern)
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or q.shape[::3] != k.shape[::3] or not q.shape[3]:
             raise ValueError(f"q must be (B, Nq, Hq, D), k and v both (B, Nk, Hk, D), D >= 1; got {shapes}")

@@ -34,6 +34,14 @@ def _integer(name: str, value: object, at_least: int) -> int:
     return value
 
 
+def _window(value: object) -> None:
+    if not is_integer(value) or value < 0:
+        raise ValueError(
+            f"window must be an integer >= 0 or None, got {value!r}; what flash attention has as window_size, write "
+            "window=None for -1 or (-1, -1), window=w for (w, w), and with causal=True window=w for (w, 0)"
+        )
+
+
 def _flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, got {value!r}")
@@ -73,7 +81,7 @@ class Branch:
         if self.segment_length is not None:
             _integer("segment_length", self.segment_length, 1)
         if self.window is not None:
-            _integer("window", self.window, 0)
+            _window(self.window)
         rate = _integer("dilation_rate", self.dilation_rate, 1)
         if isinstance(self.offset, (list, tuple)):
             object.__setattr__(self, "offset", tuple(self.offset))  # so that the branch hashes
@@ -97,10 +105,16 @@ class Branch:
         _integer("num_heads", num_heads, 1)
         served = self.heads if self.heads is not None else range(num_heads)
         if served.stop > num_heads:
-            raise ValueError(f"heads {self.heads!r} of a branch go beyond the {num_heads} query heads")
+            raise ValueError(
+                f"pattern must be one for the {num_heads} query heads, got one with a branch for heads {self.heads!r}: "
+                f"make it with heads={num_heads}"
+            )
         offset = self.offset if isinstance(self.offset, tuple) else (self.offset,) * len(served)
         if len(offset) != len(served):
-            raise ValueError(f"offset has {len(offset)} entries for {num_heads} query heads: {self.offset!r}")
+            raise ValueError(
+                f"pattern must be one for the {num_heads} query heads, got one that was made for {len(offset)}, with "
+                f"offset {self.offset!r}: make it with heads={num_heads}"
+            )
         return (None,) * served.start + offset + (None,) * (num_heads - served.stop)
 
 
@@ -239,6 +253,13 @@ class Pattern:
         return cls(tuple(_branch_from_dict(b) for b in data["branches"]), data["causal"], data["documents"])
 
 
+def check_pattern(pattern: object) -> None:
+    """Raises ValueError for what is none."""
+    if not isinstance(pattern, Pattern):
+        raise ValueError(f"pattern must be a Pattern, got {pattern!r}: write Pattern.dense(), or one with causal=True, "
+                         "Pattern.longnet(...) or Pattern.head_groups(...)")  # fmt: skip
+
+
 # Every step of a training has other documents; a compiled graph takes them in by number, 0 and 1 as constants.
 _numbers = count(2)
 _by_number: WeakValueDictionary[int, Pattern] = WeakValueDictionary()
@@ -265,6 +286,10 @@ def _branch_from_dict(d: object) -> Branch:
 
 def _paired(segment_lengths: Sequence[int | None], dilation_rates: Sequence[int]) -> list[tuple[int | None, int]]:
     """(w, r) of each branch; the rates are checked here because the rules for offsets divide by them."""
+    lists: dict[str, object] = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates}
+    for name, given in lists.items():
+        if not isinstance(given, Sequence) or isinstance(given, str):
+            raise ValueError(f"{name} must be a list with an entry for each branch, as [{given!r}], got {given!r}")
     if not segment_lengths or len(segment_lengths) != len(dilation_rates):
         raise ValueError(
             "segment_lengths and dilation_rates must be equally long and not empty, "

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from reference.documents import first_few
-from reference.pattern import Pattern
+from reference.documents import first_few, told
+from reference.pattern import Pattern, check_pattern
 from ring.caching.bounded import Bounded
 from ring.comm.calls import NumberedCall, within_backward
 from ring.comm.transport import Absent, Consensus, Transport, all_gather_json
@@ -33,6 +33,14 @@ _DIGEST = 16
 _A_LENGTH = 36  # bytes of a document's length, an int in a tuple
 _MOST = 2**40  # tokens: plans count in 64 bits
 _LARGEST = sys.float_info.max
+_INSTEAD = {  # of arguments of other attentions
+    "attn_mask": "masks are patterns, as Pattern.dense(causal=True) or Pattern.dense(documents=lengths)",
+    "is_causal": "write Pattern.dense(causal=True)",
+    "causal": "write Pattern.dense(causal=True)",
+    "dropout_p": "dropout of attention is not supported, leave it out",
+    "window_size": "write Pattern.dense(window=w), for (w, 0) with causal=True",
+    "enable_gqa": "leave it out, k and v may have fewer heads than q",
+}
 
 
 @dataclass(eq=False)
@@ -50,6 +58,7 @@ class Call:
     scale: float | None
     return_lse: bool
     differentiated: bool  # see `wants_gradients`
+    unknown: tuple[str, ...] = ()  # names of arguments that there are not
 
     def key(self) -> tuple[object, ...]:
         """All that decides whether the call is right, and its plan: equal for calls that are alike in it. Types stand
@@ -103,8 +112,11 @@ def agree(call: Call, numbered: NumberedCall, transport: Transport, check: bool)
     error: Exception | None = None
     setting, where = _UNKNOWN, f"the forward of call {numbered.number}"
     try:
-        if numbered.name is not None:
-            _validate_name(numbered.name)
+        if not isinstance(numbered.name, str | None):
+            raise ValueError(f"name must be None or a string, got {type(numbered.name)}")
+        for unknown in call.unknown:
+            instead = _INSTEAD.get(unknown, "help(ring_attention) lists those that there are")
+            raise ValueError(f"{unknown} is no argument of ring_attention: {instead}")
         if transport.world_size > 1:
             numbered.calls.check_thread(numbered)
         setting = setting_of(call, transport)
@@ -209,15 +221,12 @@ def _joint_error(said: list[tuple[str, str | dict[str, object]]]) -> Exception:
 def _difference(there: object, here: object, rank: int) -> str:
     """What rank 0 and another have of one name; of lists, which may have thousands of entries, the first difference."""
     if not (isinstance(there, list) and isinstance(here, list)):
-        return f"rank 0 has {_few(there)}, rank {rank} {_few(here)}"
+        first, other = (first_few(x) if isinstance(x, list) else x for x in (there, here))
+        return f"rank 0 has {first}, rank {rank} {other}"
     pairs = enumerate(zip(there, here, strict=False))
     number = next((i for i, (a, b) in pairs if a != b), min(len(there), len(here)))
     one, other = (x[number] if number < len(x) else "none" for x in (there, here))
     return f"rank 0 has {one} as number {number} of {len(there)}, rank {rank} {other} as number {number} of {len(here)}"
-
-
-def _few(value: object) -> object:
-    return first_few(value) if isinstance(value, list) else value
 
 
 class CallKind(NamedTuple):
@@ -280,15 +289,9 @@ def signature_of(kind: CallKind) -> Signature:
     return Signature(entries, _digest(json.dumps(entries).encode()))
 
 
-def _validate_name(name: object) -> None:
-    if not isinstance(name, str):
-        raise ValueError(f"name must be None or a string, got {type(name)}")
-
-
 def validate(call: Call, transport: Transport) -> None:
     """Raise ValueError or NotImplementedError, naming the argument, what was given and what is allowed."""
-    if not isinstance(call.pattern, Pattern):
-        raise ValueError(f"pattern must be a Pattern, got {call.pattern!r}")
+    check_pattern(call.pattern)
     if not isinstance(call.layout, Layout):
         raise ValueError(f"layout must be a Layout, got {call.layout!r}")
     _validate_options(call)
@@ -308,19 +311,13 @@ def _validate_options(call: Call) -> None:
         raise ValueError(f"kernel must be one of {KERNELS}, got {call.kernel!r}")
     bucket = call.bucket
     if bucket is not None and (not isinstance(bucket, int) or isinstance(bucket, bool) or not 1 <= bucket <= _MOST):
-        raise ValueError(f"bucket must be None or a number of tokens from 1 to 2**40, got {_shown(bucket)}")
+        raise ValueError(f"bucket must be None or a number of tokens from 1 to 2**40, got {told(bucket)}")
     scale = call.scale
     if scale is not None:
-        number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
-        if not number or not abs(scale) <= _LARGEST:
-            raise ValueError(f"scale must be None or a finite number, got {_shown(scale)}")
+        if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not abs(scale) <= _LARGEST:
+            raise ValueError(f"scale must be None or a finite number, got {told(scale)}")
     if not isinstance(call.return_lse, bool):
         raise ValueError(f"return_lse must be True or False, got {call.return_lse!r}")
-
-
-def _shown(value: object) -> str:
-    """Its repr; Python refuses that of integers beyond some thousand digits."""
-    return "an integer of too many digits" if isinstance(value, int) and abs(value) > 10**100 else repr(value)
 
 
 def _validate_tensors(call: Call, tokens: int) -> None:
@@ -352,7 +349,8 @@ def _validate_tensors(call: Call, tokens: int) -> None:
         raise ValueError(f"query heads must be a multiple of key/value heads, got {q.shape[2]} and {k.shape[2]}")
     for name, x in tensors.items():
         if x.shape[1] != tokens:
-            raise ValueError(f"{name} must have the {tokens} tokens that the layout gives this rank, got {x.shape[1]}")
+            got = f"{x.shape[1]}: heads first? Write {name}.transpose(1, 2)" if x.shape[2] == tokens else x.shape[1]
+            raise ValueError(f"{name} must have the {tokens} tokens that the layout gives this rank, got {got}")
     if call.kernel in ("flash", "cudnn"):
         _validate_fused(call)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,7 @@ def ring_attention(
     return_lse: bool = False,
     check: bool = True,
     name: str | None = None,
+    **unknown: Never,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Dilated attention over a sequence that is sharded across the ranks of a group. Every rank of the group calls it.
 
@@ -86,7 +87,7 @@ def ring_attention(
             of no use any more.
     """
     q, k, v = in_autocast_type(q, k, v)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and not unknown:
         return traced(
             q, k, v, pattern, layout, group=group, return_lse=return_lse, exchange=exchange, bucket=bucket,
             kernel=kernel, scale=scale, check=check, name=name,
@@ -95,7 +96,7 @@ def ring_attention(
     with _on_device_of(q), transport.calls.turn():
         numbered = transport.calls.begin(name)
         differentiated = wants_gradients(q, k, v)
-        call = Call(q, k, v, pattern, layout, exchange, bucket, kernel, scale, return_lse, differentiated)
+        call = Call(q, k, v, pattern, layout, exchange, bucket, kernel, scale, return_lse, differentiated, (*unknown,))
         setting = agree(call, numbered, transport, check)
         # GPUs of one host meet in their memory, now that all ranks are known to have tensors there.
         walk = walk_of(call, setting, numbered, transport if transport is group else best_for(q, transport), check)

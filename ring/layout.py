@@ -57,7 +57,7 @@ class Layout:
 
     n: int
     cuts: tuple[int, ...]
-    runs: tuple[Run, ...] | None  # the order as runs, of one order always the same; None: it is listed in `listed`
+    runs: tuple[Run, ...] | None = None  # of one order always the same; None: it is listed in `listed`
     listed: np.ndarray | None = field(repr=False, default=None)  # (n,) int64
     number: int = field(init=False, repr=False)  # of this object, in this process
 
@@ -126,10 +126,8 @@ class Layout:
     def _of_owners(cls, owner: np.ndarray, p: int) -> Layout:
         """owner: (n,) the rank of each position. Ranks hold theirs in ascending order."""
         listed = np.argsort(owner, kind="stable")
-        runs = _runs_of(listed, limit=MOST_RUNS)
-        return cls(
-            len(owner), _cuts(np.bincount(owner, minlength=p).tolist()), runs, None if runs is not None else listed
-        )
+        runs, cuts = _runs_of(listed, limit=MOST_RUNS), _cuts(np.bincount(owner, minlength=p).tolist())
+        return cls(len(owner), cuts, runs, listed if runs is None else None)
 
     @classmethod
     def from_cuts(cls, order: Sequence[int] | range | np.ndarray | torch.Tensor, cuts: Sequence[int]) -> Layout:
@@ -156,6 +154,10 @@ class Layout:
         return cls(n, cuts, runs, None if runs is not None else listed)
 
     def __post_init__(self) -> None:
+        given: list[object] = [self.n, self.cuts, self.runs]
+        if not isinstance(given[1], tuple):  # Layout("zigzag", n, p), or Layout(n, p)
+            way, *sizes = given if isinstance(given[0], str) else ("contiguous", *given[:2])
+            raise ValueError(f"cuts must be a tuple, got {given[1]!r}; write Layout.{way}{tuple(sizes)} or the like")
         if self.runs is not None:
             object.__setattr__(self, "runs", _merged(self.runs))
         object.__setattr__(self, "number", next(_numbers))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from reference.pattern import Pattern
+from reference.pattern import Pattern, check_pattern
 from ring.nn.context import ContextParallel
 
 SHAPE = ("batch", "heads", "local tokens", "head dim")
@@ -23,8 +23,7 @@ class RingAttention(nn.Module):
 
     def __init__(self, pattern: Pattern, context: ContextParallel | None = None, name: str | None = None) -> None:
         super().__init__()
-        if not isinstance(pattern, Pattern):
-            raise ValueError(f"pattern must be a Pattern, got {pattern!r}")
+        check_pattern(pattern)
         if context is not None:
             checked_context(context)
         self.pattern, self.context, self.name = pattern, context, name

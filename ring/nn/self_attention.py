@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from reference.pattern import Pattern
+from reference.pattern import Pattern, check_pattern
 from ring.nn.context import ContextParallel
 from ring.nn.ring_attention import checked_context
 from ring.nn.rotary import THETA, angles_of, check_turn, one_for_each, turned
@@ -59,8 +59,7 @@ class SelfAttention(nn.Module):
         check_sizes(head_dim=head_dim)
         if heads % kv_heads:
             raise ValueError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
-        if not isinstance(pattern, Pattern):
-            raise ValueError(f"pattern must be a Pattern, got {pattern!r}")
+        check_pattern(pattern)
         pattern.validate(heads)
         if rotary_theta is not None:
             check_turn(head_dim, rotary_theta)

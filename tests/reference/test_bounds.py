@@ -8,6 +8,7 @@ sums, are the gradients.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from reference import Branch, Pattern, attention, exact, gradients
 from reference.arithmetic import Arithmetic, Counts, most_partials, most_seen
 from reference.bounds import delta_error
 from reference.exact import QUANTITIES, Expectation, Inputs, evaluate, multiplicity
+from tests.support.plain_case import plain
 from verification.case import DTYPES, Case
 from verification.check.expectation import arithmetic_of, expect
 
@@ -272,25 +274,17 @@ def test_each_branch_that_sees_a_pair_may_lose_its_gradient_to_underflow() -> No
 
 
 def test_only_fp64_has_an_oracle_as_coarse_as_itself() -> None:
-    assert {x: Arithmetic.of(x, "math", D, 1.0, Counts(1, 1)).sides for x in DTYPES} == {
-        "float64": 2,
-        "float32": 1,
-        "bfloat16": 1,
-        "float16": 1,
-    }
+    sides = {x: Arithmetic.of(x, "math", D, 1.0, Counts(1, 1)).sides for x in DTYPES}
+    assert sides == {"float64": 2, "float32": 1, "bfloat16": 1, "float16": 1}
 
 
 # --- counts -----------------------------------------------------------------------------------------------------------
 
 
-def small(**changes: object) -> Case:
-    given: dict[str, object] = {
-        "world": 2, "group": None, "tokens": 24, "order": "contiguous", "cuts": None, "pattern": Pattern.dense(),
-        "batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 4, "dtype": "float32", "scale": None, "score_scale": 1.0,
-        "values": "normal", "seed": 5, "exchange": "ring", "bucket": None, "kernel": "math",
-        "lse": "differentiated", "strided": False,
-    }  # fmt: skip
-    return Case(**given | changes)  # type: ignore[arg-type]
+def small(**changes: Any) -> Case:
+    sizes = {"tokens": 24, "batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 4, "seed": 5}
+    world: int = changes.pop("world", 2)
+    return plain(world, **sizes | {"kernel": "math", "lse": "differentiated", "pattern": Pattern.dense()} | changes)
 
 
 MIXED = Pattern(
@@ -348,17 +342,6 @@ def test_exact_values_are_the_oracles(
     count = multiplicity(pattern, 4, 24)
     assert np.array_equal(found.dead_rows, ~count.any(-1))
     assert np.array_equal(found.dead_keys, ~count.reshape(2, -1, 24).any(1))
-
-
-@pytest.mark.parametrize("pattern", [*PATTERNS.values(), MIXED])
-def test_the_mask_is_the_patterns(pattern: Pattern) -> None:
-    from reference.pattern import multiplicity as stated
-
-    positions = torch.arange(29)
-    assert np.array_equal(multiplicity(pattern, 4, 29), stated(pattern, positions, positions, 4).numpy())
-    at = np.array([4, 7, 8, 28])
-    part = exact._count(pattern, at, np.arange(29), range(1, 3), 4)
-    assert np.array_equal(part, stated(pattern, torch.from_numpy(at), positions, 4)[1:3].numpy())
 
 
 @pytest.mark.parametrize("size", [1.0, 300.0])

@@ -22,22 +22,12 @@ from reference.cost import (
     rounds,
     sent,
 )
-from reference.needed import blocks, needed_rows
+from reference.needed import needed_rows
 from reference.pattern import Branch, Pattern
+from tests.support.drawn_patterns import patterns
+from tests.support.oracle_loops import sees
 
 Slot = tuple[int, int, int, int]  # branch, offset, key position, key/value head
-
-
-@st.composite
-def branches(draw: st.DrawFn, heads: int) -> Branch:
-    rate = draw(st.integers(1, 5))
-    start = draw(st.integers(0, heads - 1))
-    served = draw(st.none() | st.integers(start + 1, heads).map(lambda stop: range(start, stop)))
-    count = heads if served is None else len(served)
-    offset = draw(
-        st.integers(0, rate - 1) | st.lists(st.integers(0, rate - 1), min_size=count, max_size=count).map(tuple)
-    )
-    return Branch(draw(st.none() | st.integers(1, 20)), rate, offset, served, draw(st.none() | st.integers(0, 12)))
 
 
 @st.composite
@@ -45,10 +35,9 @@ def problems(draw: st.DrawFn, max_branches: int = 3) -> Setting:
     n, p = draw(st.integers(0, 16)), draw(st.integers(1, 5))
     kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     heads = kv_heads * group
-    parts = draw(st.lists(branches(heads), min_size=1, max_size=max_branches))
     cuts = sorted(draw(st.lists(st.integers(0, n), min_size=p - 1, max_size=p - 1)))
     positions = np.split(np.array(draw(st.permutations(range(n))), np.int64), cuts)
-    pattern, itemsize = Pattern(tuple(parts), draw(st.booleans())), draw(st.sampled_from([2, 4, 8]))
+    pattern, itemsize = draw(patterns(heads, max_branches)), draw(st.sampled_from([2, 4, 8]))
     batch, head_dim = draw(st.integers(1, 2)), draw(st.integers(1, 3))
     return Setting(pattern, positions, batch, heads, kv_heads, head_dim, itemsize)
 
@@ -87,15 +76,10 @@ def count(s: Setting) -> Count:
     found.owner = {int(x): rank for rank, held in enumerate(s.positions) for x in held}
     n = len(found.owner)
     for b, branch in enumerate(s.pattern.branches):
-        w, r = branch.segment_length or max(n, 1), branch.dilation_rate
         for head, o in enumerate(branch.offsets(s.heads)):
             for i in range(n):
                 for j in range(n):
-                    if o is None or i // w != j // w or (s.pattern.causal and j > i):
-                        continue
-                    if not all(x % w >= o and (x % w - o) % r == 0 for x in (i, j)):
-                        continue
-                    if branch.window is not None and abs(i - j) > branch.window:
+                    if o is None or not sees(branch, head, i, j, s.heads, s.pattern.causal):
                         continue
                     found.pairs[found.owner[i]] += 1
                     if found.owner[i] != found.owner[j]:
@@ -246,35 +230,6 @@ def test_chunks_fit_the_receive_buffer(s: Setting, bucket: int, random: Random) 
                 total += max(chunks.values(), default=0)
             assert total <= receive_slots(s, "direct", bucket)[d]
             assert total <= cap + s.widest - 1
-
-
-@budget
-@given(problems())
-def test_cheaper_exchanges(s: Setting) -> None:
-    """A slot that k ranks need costs k messages with direct, travel >= k with ring; travel <= p - 1.
-
-    So direct <= ring; ring <= gather where each (row, kv head) is in one block at most, as within one branch,
-    and ring <= m * gather where a kv head is served by up to m branches.
-    """
-    direct, ring, gather = (sent(s, x) for x in EXCHANGES[1::-1] + EXCHANGES[2:])
-    m = max(
-        sum(any(kv in block.kv_heads for block in blocks(s, b)) for b in range(len(s.pattern.branches)))
-        for kv in range(s.kv_heads)
-    )
-    for part in ("forward", "backward_kv", "backward_gradients"):
-        low, middle, high = (getattr(x, part).sum() for x in (direct, ring, gather))
-        assert low <= middle <= m * high
-        assert (getattr(direct, part) <= m * getattr(gather, part)).all()  # holds pair by pair, too
-    assert (receive_slots(s, "direct", UNBOUNDED) <= m * receive_slots(s, "gather", UNBOUNDED)).all()
-
-
-@budget
-@given(problems(), st.integers(1, 20))
-def test_bucket_bounds_receive_buffers(s: Setting, bucket: int) -> None:
-    whole = receive_slots(s, "ring", UNBOUNDED), receive_slots(s, "direct", UNBOUNDED)
-    for exchange, unbounded in zip(("ring", "direct"), whole, strict=True):
-        got = receive_slots(s, exchange, bucket)
-        assert (got <= unbounded).all() and (got <= bucket * s.kv_heads + max(s.widest - 1, 0)).all()
 
 
 def shards(*held: list[int]) -> list[np.ndarray]:

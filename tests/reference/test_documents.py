@@ -1,8 +1,5 @@
 """Packed documents: the definition written out by hand, what it equals, what is refused, and how lengths are found."""
 
-import copy
-import json
-import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -31,6 +28,7 @@ from reference.exact import multiplicity as counted
 from reference.needed import blocks
 from reference.oracle import attention_and_gradients
 from reference.pattern import multiplicity, selected
+from tests.support import drawn_patterns
 
 F64 = torch.float64
 budget = settings(max_examples=80, deadline=None)
@@ -47,50 +45,34 @@ def pairs(pattern: Pattern, n: int) -> list[str]:
     return ["".join(str(entry) for entry in row) for row in c.tolist()]
 
 
-@st.composite
-def lengths(draw: st.DrawFn, most: int = 7) -> tuple[int, ...]:
-    return tuple(draw(st.lists(st.sampled_from((0, 1, 2, 3, 5, 7)), max_size=most)))
-
-
-@st.composite
-def branches(draw: st.DrawFn, heads: int) -> tuple[Branch, ...]:
-    found = []
-    for _ in range(draw(st.integers(1, 2))):
-        rate = draw(st.integers(1, 4))
-        offset = draw(st.lists(st.integers(0, rate - 1), min_size=heads, max_size=heads).map(tuple))
-        found.append(
-            Branch(draw(st.none() | st.integers(1, 8)), rate, offset, None, draw(st.none() | st.integers(0, 6)))
-        )
-    return tuple(found)
+BRANCHES = st.lists(drawn_patterns.branches(2, longest=8), min_size=1, max_size=2).map(tuple)
+PACKED = st.builds(Pattern, BRANCHES, st.booleans(), drawn_patterns.documents())
 
 
 # --- on paper ---------------------------------------------------------------------------------------------------------
 
 
-def test_dense_attention_stays_within_a_document() -> None:
-    assert pairs(Pattern.dense(documents=(2, 3)), 5) == ["11000", "11000", "00111", "00111", "00111"]
-    assert pairs(Pattern.dense(causal=True, documents=(2, 3)), 5) == ["10000", "11000", "00100", "00110", "00111"]
-
-
-def test_documents_of_no_token_and_of_one() -> None:
-    found = pairs(Pattern.dense(causal=True, documents=(0, 1, 0, 0, 2, 1, 0)), 4)
-    assert found == ["1000", "0100", "0110", "0001"]
-    assert pairs(Pattern.dense(documents=(0, 0)), 0) == pairs(Pattern.dense(documents=()), 0) == []
-
-
-def test_segments_begin_anew_in_each_document() -> None:
+GRID, PLAIN = Branch(None, 2, 1), Branch()
+ON_PAPER: list[tuple[Branch, bool, tuple[int, ...], str]] = [
+    (PLAIN, False, (2, 3), "11000 11000 00111 00111 00111"),
+    (PLAIN, True, (2, 3), "10000 11000 00100 00110 00111"),
+    (PLAIN, True, (0, 1, 0, 0, 2, 1, 0), "1000 0100 0110 0001"),
+    (PLAIN, False, (0, 0), ""),
+    (PLAIN, False, (), ""),
     # Documents 0 1 2 | 3 4 5 6 7, segments of 2 in them: 0 1 | 2, and 3 4 | 5 6 | 7.
-    assert pairs(Pattern((Branch(2),), documents=(3, 5)), 8) == [
-        "11000000", "11000000", "00100000", "00011000", "00011000", "00000110", "00000110", "00000001",
-    ]  # fmt: skip
-
-
-def test_phases_begin_anew_in_each_document() -> None:
+    (Branch(2), False, (3, 5), "11000000 11000000 00100000 00011000 00011000 00000110 00000110 00000001"),
     # Positions within the documents are 0 1 2 | 0 1 2 3 4; offset 1 of rate 2 selects 1 | 1 3.
-    assert pairs(Pattern((Branch(None, 2, 1),), documents=(3, 5)), 8) == [
-        "00000000", "01000000", "00000000", "00000000", "00001010", "00000000", "00001010", "00000000",
-    ]  # fmt: skip
-    assert selected(Branch(None, 2, 1), torch.arange(8), 1, (3, 5)).nonzero().flatten().tolist() == [1, 4, 6]
+    (GRID, False, (3, 5), "00000000 01000000 00000000 00000000 00001010 00000000 00001010 00000000"),
+]
+
+
+@pytest.mark.parametrize(("branch", "causal", "documents", "seen"), ON_PAPER)
+def test_on_paper(branch: Branch, causal: bool, documents: tuple[int, ...], seen: str) -> None:
+    assert pairs(Pattern((branch,), causal, documents), sum(documents)) == seen.split()
+
+
+def test_selected_positions_begin_anew_in_each_document() -> None:
+    assert selected(GRID, torch.arange(8), 1, (3, 5)).nonzero().flatten().tolist() == [1, 4, 6]
     assert selected(Branch(3, 2), torch.arange(8), 0, (3, 5)).nonzero().flatten().tolist() == [0, 2, 3, 5, 6]
 
 
@@ -112,14 +94,11 @@ def test_positions_are_those_of_the_packed_sequence() -> None:
 
 
 @budget
-@given(lengths(), branches(2), st.booleans(), st.booleans())
-def test_each_document_is_attended_to_by_itself(
-    documents: tuple[int, ...], parts: tuple[Branch, ...], causal: bool, detached: bool
-) -> None:
+@given(PACKED, st.sampled_from(("attached", "detached")))
+def test_each_document_is_attended_to_by_itself(packed: Pattern, weights: str) -> None:
+    documents, alone = packed.documents or (), replace(packed, documents=None)
     n = sum(documents)
     q, k, v, dout = (drawn(n, 2 if i in (0, 3) else 1, seed=i) for i in range(4))
-    packed, alone = Pattern(parts, causal, documents), Pattern(parts, causal)
-    weights = "detached" if detached else "attached"
     found = (*attention(q, k, v, packed), *gradients(q, k, v, packed, dout, weights=weights))
     for start, stop in pairwise(accumulate(documents, initial=0)):
         one, two, three, four = (x[:, start:stop] for x in (q, k, v, dout))
@@ -130,31 +109,13 @@ def test_each_document_is_attended_to_by_itself(
 
 
 @budget
-@given(st.integers(0, 5), st.integers(1, 6), st.integers(1, 4), st.booleans())
-def test_documents_of_one_length_are_segments(count: int, length: int, rate: int, causal: bool) -> None:
-    packed = Pattern((Branch(None, rate),), causal, (length,) * count)
-    segments = Pattern((Branch(length, rate),), causal)
-    assert pairs(packed, count * length) == pairs(segments, count * length)
-
-
-@budget
-@given(lengths(), branches(2), st.booleans())
-def test_one_document_is_none(documents: tuple[int, ...], parts: tuple[Branch, ...], causal: bool) -> None:
-    n, at = sum(documents), torch.arange(sum(documents))
-    for one in ((n,), (0, n), (n, 0, 0)):
-        found = multiplicity(Pattern(parts, causal, one), at, at, 2)
-        assert (found == multiplicity(Pattern(parts, causal), at, at, 2)).all()
-
-
-@budget
-@given(lengths(), branches(2), st.booleans())
-def test_the_twin_has_the_same_mask_and_the_count_of_pairs_bounds_it(
-    documents: tuple[int, ...], parts: tuple[Branch, ...], causal: bool
-) -> None:
-    n, pattern = sum(documents), Pattern(parts, causal, documents)
-    c = multiplicity(pattern, torch.arange(n), torch.arange(n), 2).numpy()
-    assert (counted(pattern, 2, n) == c).all()
-    keys, rows = most_seen(pattern, n, 2, 1)
+@given(PACKED)
+def test_the_twin_has_the_same_mask_and_the_count_of_pairs_bounds_it(packed: Pattern) -> None:
+    documents = packed.documents or ()
+    n = sum(documents)
+    c = multiplicity(packed, torch.arange(n), torch.arange(n), 2).numpy()
+    assert (counted(packed, 2, n) == c).all()
+    keys, rows = most_seen(packed, n, 2, 1)
     assert c.sum(2).max(initial=0) <= keys <= 2 * max(documents, default=1) + 1
     assert c.sum((0, 1)).max(initial=0) <= rows
 
@@ -173,22 +134,20 @@ def test_the_twin_has_the_same_results() -> None:
 
 
 @budget
-@given(st.data(), lengths(), branches(2), st.booleans(), st.integers(1, 4))
-def test_needs_and_pairs_are_those_of_the_mask(
-    data: st.DataObject, documents: tuple[int, ...], parts: tuple[Branch, ...], causal: bool, p: int
-) -> None:
-    n, pattern = sum(documents), Pattern(parts, causal, documents)
+@given(st.data(), PACKED, st.integers(1, 4))
+def test_needs_and_pairs_are_those_of_the_mask(data: st.DataObject, pattern: Pattern, p: int) -> None:
+    n = sum(pattern.documents or ())
     cuts = sorted(data.draw(st.lists(st.integers(0, n), min_size=p - 1, max_size=p - 1)))
     positions = np.split(np.array(data.draw(st.permutations(range(n))), np.int64), cuts)
     setting = Setting(pattern, positions, 1, 2, 1, 1)
     c = counted(pattern, 2, n)
     assert flops(setting).pairs == tuple(int(c[:, held].sum()) for held in positions)
     slots = np.zeros((p, p), np.int64)
-    for branch in parts:
-        one = Setting(Pattern((branch,), causal, documents), positions, 1, 2, 1, 1)
+    for branch in pattern.branches:
+        one = Setting(replace(pattern, branches=(branch,)), positions, 1, 2, 1, 1)
         for block in blocks(one, 0):
             grid = replace(branch, offset=block.offset, heads=None)
-            sees = counted(Pattern((grid,), causal, documents), 1, n)[0] > 0
+            sees = counted(replace(pattern, branches=(grid,)), 1, n)[0] > 0
             for reader, mine in enumerate(positions):
                 for owner, theirs in enumerate(positions):
                     if reader != owner:
@@ -216,7 +175,7 @@ def test_nothing_is_sent_for_documents_that_lie_within_a_rank() -> None:
         ((1, None), r"got None as number 1"),
         ((1, (2,)), r"got a tuple as number 1 of \(1, a tuple\)"),
         (np.array([1, 2]), "got a numpy.ndarray"),
-        (torch.tensor([1, 2]), "got a torch.Tensor"),
+        (torch.tensor([0, 2]), "got a torch.Tensor; of cu_seqlens, documents_from_cu_seqlens makes them"),
         ((np.int64(1),), "got a numpy.int64 as number 0"),
         ((1,) * 8 + (-1,), r"got -1 as number 8 of \(1, 1, 1, 1, 1, 1, ...\)$"),
     ],
@@ -251,29 +210,20 @@ def test_documents_that_do_not_add_up_are_refused() -> None:
             call()
     with pytest.raises(ValueError, match="documents must add up to the 5 tokens .* an integer of too many digits"):
         Pattern.dense(documents=(10**5000,)).validate_tokens(5)
+    edges = (
+        r"got 7 in 3 documents, \(0, 2, 5\); these are cu_seqlens\? Write documents_from_cu_seqlens\(documents, 5\)$"
+    )
+    with pytest.raises(ValueError, match=edges):
+        attention(x, x, x, Pattern.dense(documents=(0, 2, 5)))
     with pytest.raises(ValueError, match="documents must hold every position, got position 4 and 4 tokens"):
         attention(x, x, x, pattern, q_positions=torch.arange(5), k_positions=torch.arange(5))
 
 
-# --- as a value -------------------------------------------------------------------------------------------------------
-
-
-def test_equal_documents_make_equal_patterns() -> None:
+def test_documents_are_compared_as_the_tuple_of_their_lengths() -> None:
     one, other = Pattern.dense(documents=(3, 0)), Pattern.dense(documents=[3, 0])  # type: ignore[arg-type]
-    assert one == other and hash(one) == hash(other) and one.documents == (3, 0) and (3, 0) == one.documents
-    assert hash(one.documents) == hash((3, 0))
+    assert one == other and one.documents == (3, 0) and (3, 0) == one.documents and hash(one.documents) == hash((3, 0))
     for pattern in (Pattern.dense(), Pattern.dense(documents=(3,)), Pattern.dense(documents=(0, 3))):
         assert one != pattern and one.documents != pattern.documents
-    for again in (copy.deepcopy(one), pickle.loads(pickle.dumps(one)), Pattern.from_dict(one.to_dict())):
-        assert again == one and hash(again) == hash(one) and again.documents == (3, 0)
-
-
-def test_documents_are_saved_and_found_again() -> None:
-    pattern = Pattern.longnet([4, 8], [1, 2], 2, documents=(5, 0, 1))
-    saved = json.loads(json.dumps(pattern.to_dict()))
-    assert saved["documents"] == [5, 0, 1] and Pattern.from_dict(saved) == pattern
-    del saved["documents"]  # as a pattern was saved before there were any
-    assert Pattern.from_dict(saved) == Pattern.longnet([4, 8], [1, 2], 2)
 
 
 # --- from what trainers have ------------------------------------------------------------------------------------------
@@ -282,7 +232,7 @@ def test_documents_are_saved_and_found_again() -> None:
 @given(st.lists(st.integers(0, 5)))
 def test_lengths_of_cu_seqlens(documents: list[int]) -> None:
     edges = list(accumulate(documents, initial=0))
-    for given_edges in (edges, tuple(edges), np.array(edges), torch.tensor(edges, dtype=torch.int32)):
+    for given_edges in (edges, tuple(edges), np.array(edges, np.uint16), torch.tensor(edges, dtype=torch.int32)):
         found = documents_from_cu_seqlens(given_edges, sum(documents))
         assert found == tuple(documents) and all(type(length) is int for length in found)
 
@@ -302,6 +252,8 @@ def test_lengths_of_positions(documents: list[int]) -> None:
         ([0, 3], r"must go from 0 to the number of tokens, 7, got \(0, 3\)"),
         ([1, 7], r"must go from 0 to the number of tokens, 7, got \(1, 7\)"),
         ([0, 4, 3, 7], "must ascend, got 4 and then 3 at number 2"),
+        (np.array([0, 4, 3, 7], np.uint32), "must ascend, got 4 and then 3 at number 2"),
+        ([0, 8], r"must go from 0 to the number of tokens, 7, got \(0, 8\)"),
         ([0.0, 7.0], "must be one row of integers, got 1 dimensions of float64"),
         ([[0, 7]], "must be one row of integers, got 2 dimensions of int64"),
         ([False, 7.5], "must be one row of integers"),
@@ -320,7 +272,7 @@ def test_other_cu_seqlens_are_refused(given_edges: Any, told: str) -> None:
         ([0, 1, 3], "must be 0 or one more than the one before, got 1 and then 3 at number 2"),
         ([0, 1, 1], "must be 0 or one more than the one before, got 1 and then 1 at number 2"),
         ([0, -1], "must be 0 or one more than the one before, got 0 and then -1 at number 1"),
-        (torch.zeros(2, 3, dtype=torch.int64), "must be one row of integers, got 2 dimensions of int64"),
+        (torch.tensor([[0, 1], [0, 1]]), "must be one row of integers, got 2 dimensions of int64"),
         (torch.tensor([True, False]), "must be one row of integers, got 1 dimensions of bool"),
     ],
 )
@@ -330,7 +282,5 @@ def test_other_positions_are_refused(positions: Any, told: str) -> None:
 
 
 def test_positions_of_a_flattened_batch() -> None:
-    """(1, N), as collators give them; several rows have no one division."""
+    """(1, N), as collators give them."""
     assert documents_from_positions(torch.tensor([[0, 1, 0, 0, 1, 2]])) == (2, 1, 3)
-    with pytest.raises(ValueError, match="positions must be one row of integers, got 2 dimensions"):
-        documents_from_positions(torch.tensor([[0, 1], [0, 1]]))

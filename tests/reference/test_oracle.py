@@ -11,6 +11,7 @@ from torch import Tensor
 
 from reference import Branch, Pattern, attention, gradients, oracle
 from reference.pattern import multiplicity
+from tests.support import drawn_patterns
 from tests.support.oracle_loops import Example, assert_all_close, everything, example, loops, mixture
 
 PATTERNS = {
@@ -49,14 +50,7 @@ def test_one_sided_positions_count_the_other_side_from_zero() -> None:
 @settings(deadline=None, max_examples=60)
 @given(st.data(), st.integers(0, 6), st.integers(0, 6), st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2)]))
 def test_loops_on_any_pattern(data: st.DataObject, n_q: int, n_k: int, heads: tuple[int, int]) -> None:
-    branches = []
-    for _ in range(data.draw(st.integers(1, 3))):
-        r = data.draw(st.integers(1, 4))
-        offset = data.draw(st.lists(st.integers(0, r - 1), min_size=heads[0], max_size=heads[0]))
-        window = data.draw(st.none() | st.integers(0, 6))
-        branches.append(Branch(data.draw(st.none() | st.integers(1, 7)), r, tuple(offset), None, window))
-    pattern = Pattern(tuple(branches), data.draw(st.booleans()))
-    points = st.integers(0, 12)
+    pattern, points = data.draw(drawn_patterns.patterns(heads[0])), st.integers(0, 12)
     i = data.draw(st.lists(points, min_size=n_q, max_size=n_q))
     j = data.draw(st.lists(points, min_size=n_k, max_size=n_k))
     x = example(i, j, *heads)
@@ -95,30 +89,6 @@ def test_detached_differs_from_attached_in_q_and_k_only() -> None:
     assert_all_close(everything(x, one), everything(x, one, weights="detached"))
 
 
-class _Oracle(torch.autograd.Function):
-    """The oracle's two functions as one, so that gradcheck holds them against each other."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(q, k, v)
-        ctx.pattern = pattern
-        return attention(q, k, v, pattern)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
-        q, k, v = ctx.saved_tensors
-        return (*gradients(q, k, v, ctx.pattern, dout, dlse), None)
-
-
-@pytest.mark.parametrize("name", ["causal", "longnet", "longnet causal, short tail"])
-def test_gradcheck(name: str) -> None:
-    """Finite differences of out and lse are `gradients` (without dead rows: there lse is not finite)."""
-    x = example(6, 6, heads=4, kv_heads=2, dim=2)
-    leaves = [t.clone().requires_grad_() for t in x.qkv]
-    assert attention(*x.qkv, PATTERNS[name])[1].isfinite().all()
-    assert torch.autograd.gradcheck(lambda *t: _Oracle.apply(*t, PATTERNS[name]), leaves)
-
-
 # --- laws ------------------------------------------------------------------------------------------
 
 
@@ -140,15 +110,6 @@ def test_row_blocks_change_nothing(pattern: Pattern, rows: int, monkeypatch: pyt
     assert max(seen) == rows
     monkeypatch.setattr(oracle, "BLOCK_ELEMENTS", 1)  # never less than one row
     assert_all_close(everything(x, pattern), whole)
-
-
-@patterns
-def test_shared_heads_are_repeated_heads(pattern: Pattern) -> None:
-    x = example(9, 9, heads=4, kv_heads=2)
-    repeated = x._replace(k=x.k.repeat_interleave(2, 2), v=x.v.repeat_interleave(2, 2))
-    out, lse, dq, dk, dv = everything(repeated, pattern)
-    folded = [out, lse, dq, *(t.unflatten(2, (2, 2)).sum(3) for t in (dk, dv))]
-    assert_all_close(everything(x, pattern), folded)
 
 
 def test_rows_that_nothing_selects_are_exactly_nothing() -> None:
@@ -255,8 +216,10 @@ def test_bad_arguments_are_refused() -> None:
             attention(*tensors, p, **at)
         with pytest.raises(ValueError, match=message):
             gradients(*tensors, p, x.dout, **at)
-    with pytest.raises(ValueError, match="query heads"):
+    with pytest.raises(ValueError, match="pattern must be one for the 4 query heads, got one that was made for 2"):
         attention(*x.qkv, Pattern((Branch(4, 2, (0, 1)),)))
+    with pytest.raises(ValueError, match=r"^pattern must be a Pattern, got 'dense': write Pattern.dense\(\), or one"):
+        attention(*x.qkv, "dense")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="dout must have the shape"):
         gradients(*x.qkv, p, x.dout[:, :3])
     with pytest.raises(ValueError, match="dlse must have the shape"):

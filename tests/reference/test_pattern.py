@@ -1,7 +1,11 @@
-"""`reference.pattern`: what may be said, the published rules, and multiplicity against its definition."""
+"""`reference.pattern`: multiplicity against its definition, patterns as values, and what is refused."""
 
+import copy
 import json
-from collections.abc import Callable
+import pickle
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any
 
 import numpy as np
@@ -11,43 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reference import Branch, Pattern
-from reference.pattern import multiplicity, selected
-
-
-def naive_multiplicity(pattern: Pattern, i_positions: list[int], j_positions: list[int], heads: int) -> Any:
-    """c[h, i, j] pair by pair, straight from the definition."""
-    c = np.zeros((heads, len(i_positions), len(j_positions)), dtype=int)
-    for branch in pattern.branches:
-        r = branch.dilation_rate
-        served = list(range(heads)) if branch.heads is None else list(branch.heads)
-        for index, h in enumerate(served):
-            o = branch.offset[index] if isinstance(branch.offset, tuple) else branch.offset
-            for a, i in enumerate(i_positions):
-                for b, j in enumerate(j_positions):
-                    w = branch.segment_length or max(i, j) + 1
-                    same_segment = i // w == j // w
-                    i_selected = i % w >= o and (i % w - o) % r == 0
-                    j_selected = j % w >= o and (j % w - o) % r == 0
-                    near = branch.window is None or -branch.window <= i - j <= branch.window
-                    seen = same_segment and i_selected and j_selected and near
-                    c[h, a, b] += seen and (not pattern.causal or j <= i)
-    return c
-
-
-@st.composite
-def patterns(draw: st.DrawFn, heads: int) -> Pattern:
-    branches = []
-    for _ in range(draw(st.integers(1, 3))):
-        rate = draw(st.integers(1, 5))
-        start = draw(st.integers(0, heads - 1))
-        served = draw(st.sampled_from([None, *(range(start, stop) for stop in range(start + 1, heads + 1))]))
-        one = st.integers(0, rate - 1)
-        count = heads if served is None else len(served)
-        offset = draw(one | st.lists(one, min_size=count, max_size=count).map(tuple))
-        window = draw(st.none() | st.integers(0, 10))
-        branches.append(Branch(draw(st.none() | st.integers(1, 12)), rate, offset, served, window))
-    return Pattern(tuple(branches), draw(st.booleans()))
-
+from reference.pattern import multiplicity, numbered_pattern, selected
+from tests.support.drawn_patterns import patterns
+from tests.support.oracle_loops import sees
 
 positions = st.lists(st.integers(0, 30), max_size=8)
 
@@ -55,16 +25,9 @@ positions = st.lists(st.integers(0, 30), max_size=8)
 @given(st.data(), st.integers(1, 4), positions, positions)
 def test_multiplicity_is_the_definition(data: st.DataObject, heads: int, i: list[int], j: list[int]) -> None:
     pattern = data.draw(patterns(heads))
-    c = multiplicity(pattern, torch.tensor(i, dtype=torch.int64), torch.tensor(j, dtype=torch.int64), heads)
-    np.testing.assert_array_equal(c.numpy(), naive_multiplicity(pattern, i, j, heads))
-
-
-@given(st.none() | st.integers(1, 12), st.integers(1, 6), st.data())
-def test_selected_is_the_definition(w: int | None, r: int, data: st.DataObject) -> None:
-    offset = data.draw(st.integers(0, r - 1))
-    got = selected(Branch(w, r), torch.arange(30), offset)
-    local = [p % (w or 30) for p in range(30)]
-    assert got.tolist() == [p >= offset and (p - offset) % r == 0 for p in local]
+    found = multiplicity(pattern, torch.tensor(i, dtype=torch.int64), torch.tensor(j, dtype=torch.int64), heads)
+    for h, a, b in np.ndindex(*found.shape):
+        assert found[h, a, b] == sum(sees(one, h, i[a], j[b], heads, pattern.causal) for one in pattern.branches)
 
 
 @pytest.mark.parametrize(
@@ -102,206 +65,204 @@ def test_head_that_no_branch_serves_sees_nothing() -> None:
     assert [int(h.sum()) for h in c] == [0, 9, 0]
 
 
-def test_published_longnet_setting() -> None:
-    pattern = Pattern.longnet((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12), heads=12)
-    pattern.validate(12)
-    assert 16384 % 6 and 32768 % 12  # r does not divide w in two branches
-    assert pattern.branches[3].offset == (0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5)
-    assert pattern.branches[4].offset == tuple(range(12))
-    # The second segment of 16384 starts with its own offset, whatever the first left over.
-    points = torch.arange(16384, 16384 + 12)
-    assert selected(pattern.branches[3], points, 2).nonzero().flatten().tolist() == [2, 8]
-
-
-@pytest.mark.parametrize(
-    ("rule", "rate", "expected"),
-    [
-        ("paper", 3, (0, 1, 2, 0, 1, 2, 0)),
-        ("torchscale", 3, (0, 0, 0, 1, 1, 1, 2)),  # ceil(7 / 3) = 3 heads to an offset
-        ("torchscale", 5, (0, 0, 1, 1, 2, 2, 3)),
-        ("torchscale", 9, (0, 1, 2, 3, 4, 5, 6)),
-    ],
-)
-def test_offset_rules(rule: str, rate: int, expected: tuple[int, ...]) -> None:
-    assert Pattern.longnet([8], [rate], 7, offsets=rule).branches[0].offset == expected
-
-
-def test_fkodom_rule_is_one_constant_per_branch() -> None:
-    pattern = Pattern.longnet([4, 8, 16, None], [1, 3, 2, 4], 6, offsets="fkodom")
-    assert [b.offset for b in pattern.branches] == [0, 1, 0, 3]
-
-
-@given(st.integers(1, 9), st.integers(1, 20), st.sampled_from(["paper", "torchscale", "fkodom"]))
-def test_every_rule_gives_offsets_below_the_rate(rate: int, heads: int, rule: str) -> None:
-    pattern = Pattern.longnet([8, None], [rate, rate], heads, offsets=rule)
-    for branch in pattern.branches:
-        assert all(o is not None and 0 <= o < rate for o in branch.offsets(heads))
-
-
-def test_head_groups() -> None:
-    pattern = Pattern.head_groups([4, 8, None], [1, 2, 2], heads=8, causal=True)
-    assert pattern.causal
-    assert [b.heads for b in pattern.branches] == [range(0, 3), range(3, 6), range(6, 8)]  # 8 = 3 + 3 + 2
-    assert [b.offset for b in pattern.branches] == [0, 1, 0]
-    assert pattern.branches[1].offsets(8) == (None, None, None, 1, 1, 1, None, None)
-    with pytest.raises(ValueError, match="heads must be at least the number of groups, 3, got 2"):
-        Pattern.head_groups([4, 8, 16], [1, 2, 4], heads=2)
-
-
 def test_dense_sees_every_pair_once() -> None:
     assert multiplicity(Pattern.dense(), torch.arange(3), torch.arange(5), 2).eq(1).all()
     causal = multiplicity(Pattern.dense(causal=True), torch.arange(5), torch.arange(5), 1)[0]
     assert causal.equal(torch.ones(5, 5, dtype=torch.int32).tril())
 
 
-BAD_BRANCHES: list[tuple[dict[str, Any], str]] = [
-    ({"segment_length": 0}, "segment_length"),
-    ({"segment_length": -4}, "segment_length"),
-    ({"segment_length": 4.0}, "segment_length"),
-    ({"segment_length": True}, "segment_length"),
-    ({"dilation_rate": 0}, "dilation_rate"),
-    ({"dilation_rate": True}, "dilation_rate"),
-    ({"dilation_rate": None}, "dilation_rate"),
-    ({"dilation_rate": np.int64(2)}, "dilation_rate"),
-    ({"offset": -1, "dilation_rate": 2}, "offset"),
-    ({"offset": 2, "dilation_rate": 2}, "offset"),
-    ({"offset": False}, "offset"),
-    ({"offset": (0, 2), "dilation_rate": 2}, "offset"),
-    ({"offset": (0, True), "dilation_rate": 2}, "offset"),
-    ({"offset": ()}, "offset"),
-    ({"offset": None}, "offset"),
-    ({"offset": (0, 0), "heads": range(3)}, "offset"),
-    ({"heads": range(0)}, "heads"),
-    ({"heads": range(-1, 2)}, "heads"),
-    ({"heads": range(0, 4, 2)}, "heads"),
-    ({"heads": range(3, 0, -1)}, "heads"),
-    ({"heads": (0, 1)}, "heads"),
-]
+# --- as a value -------------------------------------------------------------------------------------------------------
+
+COPIES: dict[str, Callable[[Pattern], Pattern]] = {
+    "copy": copy.copy,
+    "deep copy": copy.deepcopy,
+    "pickle": lambda pattern: pickle.loads(pickle.dumps(pattern)),
+    "JSON": lambda pattern: Pattern.from_dict(json.loads(json.dumps(pattern.to_dict()))),
+    "lists": lambda pattern: Pattern(
+        list(pattern.branches),  # type: ignore[arg-type]
+        pattern.causal,
+        None if pattern.documents is None else list(pattern.documents),  # type: ignore[arg-type]
+    ),
+}
 
 
-@pytest.mark.parametrize(("fields", "name"), BAD_BRANCHES)
-def test_bad_branch_is_refused_at_construction(fields: dict[str, Any], name: str) -> None:
-    with pytest.raises(ValueError, match=f"^{name} must"):
-        Branch(**fields)
+@pytest.mark.parametrize("way", COPIES)
+@given(pattern=patterns(3, packed=True))
+def test_what_comes_back_is_equal_and_has_a_number_of_its_own(way: str, pattern: Pattern) -> None:
+    again = COPIES[way](pattern)
+    assert again == pattern and hash(again) == hash(pattern) and repr(again) == repr(pattern)
+    if pattern.documents is not None:  # 0 is the number of all others
+        assert again.number != pattern.number and numbered_pattern(again.number) is again
 
 
-def test_bad_pattern_is_refused_at_construction() -> None:
-    bad: list[tuple[Any, Any, str]] = [
-        ((), False, "branches"),
-        (Branch(), False, "branches"),
-        ((1,), False, "branches"),
-        ((Branch(),), 1, "causal"),
-    ]
-    for branches, causal, name in bad:
-        with pytest.raises(ValueError, match=f"^{name} must"):
-            Pattern(branches, causal)
-    for build in (Pattern.longnet, Pattern.head_groups):
-        with pytest.raises(ValueError, match="segment_lengths and dilation_rates"):
-            build([4, 8], [1], 2)
-        with pytest.raises(ValueError, match="dilation_rates must"):
-            build([4], [0], 2)
-        with pytest.raises(ValueError, match="^heads must"):
-            build([4], [1], 0)
-        with pytest.raises(ValueError, match="not empty"):
-            build([], [], 2)
-    with pytest.raises(ValueError, match="offsets must be one of"):
-        Pattern.longnet([4], [1], 2, offsets="Paper")
+def test_a_number_finds_no_pattern_that_is_gone() -> None:
+    for number in (Pattern.dense(documents=(1, 1)).number, -1, 2**62):
+        with pytest.raises(ValueError, match=f"^pattern must be the number of one that is there, got {number}"):
+            numbered_pattern(number)
 
 
-def test_validate_against_the_number_of_heads() -> None:
-    Pattern((Branch(4, 2, (0, 1), range(1, 3)),)).validate(3)
-    for branch in (Branch(4, 2, (0, 1)), Branch(heads=range(1, 4))):
-        with pytest.raises(ValueError, match="3 query heads|heads range"):
-            Pattern((Branch(), branch)).validate(3)
-    with pytest.raises(ValueError, match="num_heads"):
-        Pattern.dense().validate(0)
+def other_branches(branch: Branch) -> Iterator[Branch]:
+    """Branches that differ in one field."""
+    yield replace(branch, segment_length=branch.segment_length + 1 if branch.segment_length else 1)
+    yield replace(branch, window=0 if branch.window is None else branch.window + 1)
+    yield replace(branch, dilation_rate=branch.dilation_rate + 1)
+    offset, rate, heads = branch.offset, branch.dilation_rate, branch.heads
+    listed = offset if isinstance(offset, tuple) else ()
+    if rate > 1:
+        first = (listed[0] + 1) % rate if listed else 0
+        yield replace(branch, offset=(first, *listed[1:]) if isinstance(offset, tuple) else (offset + 1) % rate)
+    whole = range(len(listed) or 1)
+    yield replace(branch, heads=whole if heads is None else range(heads.start + bool(listed), heads.stop + 1))
 
 
-@given(st.data(), st.integers(1, 4))
-def test_dict_round_trip(data: st.DataObject, heads: int) -> None:
-    pattern = data.draw(patterns(heads))
-    again = Pattern.from_dict(json.loads(json.dumps(pattern.to_dict())))
-    assert again == pattern and hash(again) == hash(pattern)
+@given(patterns(3, packed=True))
+def test_what_differs_in_a_field_is_not_equal(pattern: Pattern) -> None:
+    lengths = pattern.documents or ()
+    others = [replace(pattern, causal=not pattern.causal), replace(pattern, branches=pattern.branches * 2)]
+    others += [replace(pattern, documents=x) for x in (None, (0, *lengths), (*lengths, 0), lengths[1:], lengths[::-1])
+               if x != pattern.documents]  # fmt: skip
+    for at, branch in enumerate(pattern.branches):
+        for other in other_branches(branch):
+            assert other != branch
+            others.append(replace(pattern, branches=(*pattern.branches[:at], other, *pattern.branches[at + 1 :])))
+    if pattern.branches != pattern.branches[::-1]:
+        others.append(replace(pattern, branches=pattern.branches[::-1]))
+    assert all(other != pattern for other in others)
 
 
-def test_from_dict_is_strict() -> None:
-    good = Pattern((Branch(4, 2, 1, range(2)),)).to_dict()
-    assert good == {
+@given(patterns(3, packed=True))
+def test_nothing_that_a_caller_changes_changes_a_pattern(pattern: Pattern) -> None:
+    branches: Any = list(pattern.branches)
+    documents: Any = None if pattern.documents is None else list(pattern.documents)
+    made = Pattern(branches, pattern.causal, documents)
+    branches.append(Branch(1))
+    saved = made.to_dict()
+    for listed in (documents, saved["branches"], saved["documents"]):
+        if listed is not None:
+            listed.append(1)
+    saved["branches"][0]["segment_length"] = 99
+    assert made == pattern and repr(made) == repr(pattern) and made.to_dict() == pattern.to_dict()
+    for thing in (made, made.branches[0]):
+        for field in fields(thing):
+            with pytest.raises(FrozenInstanceError):
+                setattr(thing, field.name, None)
+
+
+def test_older_files_have_no_documents_and_no_windows() -> None:
+    saved = Pattern((Branch(4, 2, 1, range(2)),)).to_dict()
+    assert saved == {
         "branches": [{"segment_length": 4, "dilation_rate": 2, "offset": 1, "heads": [0, 2], "window": None}],
         "causal": False,
         "documents": None,
     }
-    branch = good["branches"][0]
-    without_rate = {name: value for name, value in branch.items() if name != "dilation_rate"}
-    bad: list[tuple[Any, str]] = [
-        ({**good, "window": 3}, "window"),
-        ({**good, "branches": [{**branch, "window": -1}]}, "window"),
-        ({**good, "branches": [{**branch, "window": 2.0}]}, "window"),
-        ({"branches": good["branches"]}, "causal"),
-        ({**good, "branches": 3}, "branches"),
-        ({**good, "branches": [{**branch, "stride": 2}]}, "stride"),
-        ({**good, "branches": [without_rate]}, "dilation_rate"),
-        ({**good, "branches": [{**branch, "heads": [0, 2, 1]}]}, "heads"),
-        ({**good, "branches": [{**branch, "heads": [0, 2.0]}]}, "heads"),
-        ({**good, "branches": [{**branch, "heads": [2, 2]}]}, "heads"),
-        ({**good, "causal": "no"}, "causal"),
-        ([], "pattern"),
-    ]
-    for data, name in bad:
-        with pytest.raises(ValueError, match=name):
-            Pattern.from_dict(data)
+    del saved["documents"], saved["branches"][0]["window"]
+    assert Pattern.from_dict(saved) == Pattern((Branch(4, 2, 1, range(2)),))
 
 
-def test_lists_are_normalised_so_that_patterns_hash() -> None:
-    offset: Any = [0, 1]
-    branches: Any = [Branch(4, 2, offset)]
-    assert hash(Pattern(branches)) == hash(Pattern((Branch(4, 2, (0, 1)),)))
-    assert Pattern(branches) == Pattern((Branch(4, 2, (0, 1)),))
+# --- what is refused --------------------------------------------------------------------------------------------------
 
 
-# --- at the edges -----------------------------------------------------------------------------------------------------
+def saved(**changes: Any) -> dict[str, Any]:
+    """A saved pattern, its branch with these fields in place of its own."""
+    return {"branches": [Pattern.dense().to_dict()["branches"][0] | changes], "causal": False}
 
 
-def _listed(heads: list[int]) -> dict[str, Any]:
-    branch = {"segment_length": 4, "dilation_rate": 2, "offset": 1, "heads": heads}
-    return {"branches": [branch], "causal": False}
+def without(name: str) -> dict[str, Any]:
+    made = saved()
+    del (made if name in made else made["branches"][0])[name]
+    return made
 
 
-@pytest.mark.parametrize(
-    ("make", "argument", "allowed", "got"),
-    [
-        (lambda: Branch(4, 2, 3), "offset", "dilation rate 2", "3"),
-        (lambda: Branch(4, 2, ()), "offset", "every query head", "()"),
-        (lambda: Branch(4, 2, (0, 1), range(1)), "offset", "every head of range(0, 1)", "(0, 1)"),
-        (lambda: Branch(4, 2, (0, 1), range(3)), "offset", "every head of range(0, 3)", "(0, 1)"),
-        (lambda: Pattern((Branch(4, 2, (0, 1, 0, 1)),)).validate(3), "offset", "3 query heads", "(0, 1, 0, 1)"),
-        (lambda: Pattern.head_groups([8], [2], 0), "heads", "integer >= 1", "0"),
-        (lambda: Pattern.from_dict(_listed([2])), "heads", "[start, stop] or null", "[2]"),
-        (lambda: Pattern.from_dict(_listed([])), "heads", "[start, stop] or null", "[]"),
-        (lambda: Pattern.from_dict(_listed([-1, 2])), "heads", "integer >= 0", "-1"),
-        (lambda: Pattern.longnet([4], [1, 2], 2), "segment_lengths and dilation_rates", "equally long", "1 and 2"),
-        (lambda: Pattern.head_groups([4], [1, 2], 2), "segment_lengths and dilation_rates", "equally long", "1 and 2"),
-    ],
-)
-def test_a_refusal_names_the_argument_what_is_allowed_and_what_was_given(
-    make: Callable[[], object], argument: str, allowed: str, got: str
-) -> None:
-    with pytest.raises(ValueError) as refused:
+MAKERS: dict[str, Callable[..., Pattern]] = {"longnet": Pattern.longnet, "head_groups": Pattern.head_groups}
+LISTS = "segment_lengths and dilation_rates must be equally long and not empty, got"
+LONGNET, GROUPS = Pattern.longnet([8], [2], 4), Pattern.head_groups([4, 8], [1, 2], 8)
+SIX = "pattern must be one for the 6 query heads, got one"
+# By what makes it, the beginning of what is said.
+REFUSED: list[tuple[Callable[[], object], str]] = [
+    (lambda: Branch(0), "segment_length must be an integer >= 1, got 0"),
+    (lambda: Branch(4, 0), "dilation_rate must be an integer >= 1, got 0"),
+    (lambda: Branch(4, None), "dilation_rate must be an integer >= 1, got None"),  # type: ignore[arg-type]
+    (lambda: Branch(4, 2, 2), "offset must be less than the dilation rate 2, got 2"),
+    (lambda: Branch(4, 2, (0, 2)), "offset must be less than the dilation rate 2, got (0, 2)"),
+    (lambda: Branch(4, 2, None), "offset must be an integer >= 0, got None"),  # type: ignore[arg-type]
+    (lambda: Branch(4, 2, range(2)), "offset must be an integer >= 0, got range(0, 2)"),  # type: ignore[arg-type]
+    (lambda: Branch(4, 2, ()), "offset must be one int or one for every query head, got ()"),
+    (lambda: Branch(4, 2, (0, 1), range(1)), "offset must be one int or one for every head of range(0, 1), got (0, 1)"),
+    (lambda: Branch(4, 2, (0, 1), range(3)), "offset must be one int or one for every head of range(0, 3), got (0, 1)"),
+    (lambda: Branch(heads=(0, 1)), "heads must be a range or None, got (0, 1)"),  # type: ignore[arg-type]
+    *((lambda heads=heads: Branch(heads=heads), "heads must be a nonempty range of step 1 from >= 0, got range(")
+      for heads in (range(0), range(-1, 2), range(0, 4, 2), range(3, 0, -1))),
+    (lambda: Branch(window=-1), "window must be an integer >= 0 or None, got -1; what flash attention has as"),
+    (lambda: Branch(window=(4, 0)), "window must be an integer >= 0 or None, got (4, 0);"),  # type: ignore[arg-type]
+    (lambda: Pattern(()), "branches must be a tuple of at least one Branch, got ()"),
+    (lambda: Pattern(Branch()), "branches must be a tuple"),  # type: ignore[arg-type]
+    (lambda: Pattern(iter((Branch(),))), "branches must be a tuple"),  # type: ignore[arg-type]
+    (lambda: Pattern((1,)), "branches must hold Branch objects only, got 1"),  # type: ignore[arg-type]
+    (lambda: Pattern((Branch(),), 1), "causal must be True or False, got 1"),  # type: ignore[arg-type]
+    (lambda: Pattern.dense(0), "causal must be True or False, got 0"),  # type: ignore[arg-type]
+    *((make, words) for build in MAKERS.values() for make, words in (
+        (lambda build=build: build([4, 8], [1], 2), f"{LISTS} 2 and 1"),
+        (lambda build=build: build([4], [1, 2], 2), f"{LISTS} 1 and 2"),
+        (lambda build=build: build([], [], 2), f"{LISTS} 0 and 0"),
+        (lambda build=build: build([4], [0], 2), "dilation_rates must be an integer >= 1, got 0"),
+        (lambda build=build: build([4], [1], 0), "heads must be an integer >= 1, got 0"),
+        (lambda build=build: build(64, 1, 2), "segment_lengths must be a list with an entry for each branch, as [64],"),
+        (lambda build=build: build([64], 1, 2), "dilation_rates must be a list with an entry for each branch, as [1],"),
+        (lambda build=build: build([4], [1], 2, 1), "causal must be True or False, got 1"),
+    )),
+    (lambda: Pattern.longnet([4], [1], 2, offsets="Paper"), "offsets must be one of ['fkodom', 'paper', 'torchscale']"),
+    (lambda: Pattern.head_groups([4, 8, 16], [1, 2, 4], 2), "heads must be at least the number of groups, 3, got 2"),
+    (lambda: Pattern.dense().validate(0), "num_heads must be an integer >= 1, got 0"),
+    (lambda: LONGNET.validate(6), f"{SIX} that was made for 4, with offset (0, 1, 0, 1): make it with heads=6"),
+    (lambda: GROUPS.validate(6), f"{SIX} with a branch for heads range(4, 8): make it with heads=6"),
+    (lambda: Pattern.from_dict([]), "pattern must be a mapping with the fields"),  # type: ignore[arg-type]
+    (lambda: Pattern.from_dict(saved() | {"window": 3}), "pattern: unknown fields ['window'], missing fields []"),
+    (lambda: Pattern.from_dict(saved(stride=2)), "branch: unknown fields ['stride'], missing fields []"),
+    (lambda: Pattern.from_dict(without("causal")), "pattern: unknown fields [], missing fields ['causal']"),
+    (lambda: Pattern.from_dict(without("branches")), "pattern: unknown fields [], missing fields ['branches']"),
+    (lambda: Pattern.from_dict(without("dilation_rate")), "branch: unknown fields [], missing fields ['dil"),
+    (lambda: Pattern.from_dict(saved() | {"branches": 3}), "branches must be a list, got 3"),
+    (lambda: Pattern.from_dict(saved() | {"branches": []}), "branches must be a tuple of at least one"),
+    (lambda: Pattern.from_dict(saved() | {"branches": [4]}), "branch must be a mapping with the fields"),
+    (lambda: Pattern.from_dict(saved() | {"causal": "no"}), "causal must be True or False, got 'no'"),
+    (lambda: Pattern.from_dict(saved() | {"documents": 4}), "documents must be None or a tuple of lengths"),
+    *((lambda heads=heads: Pattern.from_dict(saved(heads=heads)), f"heads must be [start, stop] or null, got {heads}")
+      for heads in ([], [2], [0, 2, 1])),
+    (lambda: Pattern.from_dict(saved(heads=[2, 2])), "heads must be a nonempty range"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "said"), REFUSED, ids=[said for _, said in REFUSED])
+def test_what_is_no_pattern_is_refused(make: Callable[[], object], said: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
         make()
-    said = str(refused.value)
-    assert said.startswith(f"{argument} ") and allowed in said and said.endswith(f" {got}")
 
 
-def test_torchscale_rule_where_the_rate_divides_the_heads() -> None:
-    assert Pattern.longnet([8], [2], 4, offsets="torchscale").branches[0].offset == (0, 0, 1, 1)
+# What takes an integer, and the argument that a refusal names.
+INTEGERS: list[tuple[Callable[[Any], object], str]] = [
+    (Branch, "segment_length"),
+    (lambda x: Branch(4, x), "dilation_rate"),
+    (lambda x: Branch(4, 2, x), "offset"),
+    (lambda x: Branch(4, 2, (0, x)), "offset"),
+    (lambda x: Pattern.dense(window=x), "window"),
+    (lambda x: Pattern.dense(documents=(2, x)), "documents"),
+    *((lambda x, build=build: build([4], [1], x), "heads") for build in MAKERS.values()),
+    *((lambda x, build=build: build([x], [1], 2), "segment_length") for build in MAKERS.values()),
+    *((lambda x, build=build: build([4], [x], 2), "dilation_rates") for build in MAKERS.values()),
+    (lambda x: Pattern.dense().validate(x), "num_heads"),
+    (lambda x: Pattern.from_dict(saved(dilation_rate=2, offset=[x, 0])), "offset"),
+    (lambda x: Pattern.from_dict(saved(heads=[x, 2])), "heads"),
+    (lambda x: Pattern.from_dict(saved(heads=[0, x])), "heads"),
+]
+
+
+@pytest.mark.parametrize("wrong", (True, 1.0, -1, "1", np.int64(1), [[1]], torch.ones((), dtype=torch.int64)), ids=repr)
+@pytest.mark.parametrize(("make", "argument"), INTEGERS)
+def test_only_integers_are_integers(make: Callable[[Any], object], argument: str, wrong: object) -> None:
+    with pytest.raises(ValueError, match=f"^{argument} must"):
+        make(wrong)
 
 
 def test_no_pattern_is_causal_unless_it_is_said() -> None:
     for pattern in (Pattern.dense(), Pattern.longnet([8], [2], 4), Pattern.head_groups([8], [2], 4)):
         assert not pattern.causal
-
-
-@pytest.mark.parametrize("groups", (1, 2, 3))
-def test_as_many_heads_as_groups_are_one_each(groups: int) -> None:
-    pattern = Pattern.head_groups([8] * groups, [2] * groups, groups)
-    assert [branch.heads for branch in pattern.branches] == [range(i, i + 1) for i in range(groups)]

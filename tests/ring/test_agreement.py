@@ -73,6 +73,11 @@ WRONG: list[tuple[str, Arguments, str]] = [
     ("the most digits that are shown", {"bucket": 10**100}, f"{BUCKET} 1{'0' * 100}"),
     ("too many digits", {"bucket": 10**100 + 1}, f"{BUCKET} an integer of too many digits"),
     ("endless bucket", {"bucket": 10**5000}, f"{BUCKET} an integer of too many digits"),
+    (
+        "an argument of others",
+        {"is_causal": True},
+        "ValueError: rank 1: is_causal is no argument of ring_attention: write Pattern.dense(causal=True)",
+    ),
     # Rank 2 has no tokens: what rank 1 holds fits.
     ("one rank too many", {"layout": Layout.from_cuts(range(4), (0, 2, 4, 4))}, f"{LAYOUT} 3"),
     ("one rank too few", {"layout": Layout.contiguous(4, 1)}, f"{LAYOUT} 1"),

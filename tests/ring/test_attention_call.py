@@ -73,7 +73,10 @@ TWO = Layout.contiguous(17, 2)
 BAD: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     ("pattern", ValueError, "pattern must be a Pattern", {"pattern": "dense"}),
     ("pattern of other heads", ValueError, "heads", {"pattern": Pattern((Branch(heads=range(2, 6)),))}),
-    ("offsets of other heads", ValueError, "offset", {"pattern": Pattern((Branch(8, 2, (0, 1)),))}),
+    (
+        "pattern made for other heads", ValueError, "for the 4 query heads, got one that was made for 6, .*heads=4",
+        {"pattern": Pattern.longnet([8], [2], 6)},
+    ),
     ("layout", ValueError, "layout must be a Layout", {"layout": 17}),
     ("layout of other ranks", ValueError, "group must be given, or .* for a layout of 2 ranks", {"layout": TWO}),
     ("layout of other tokens", ValueError, "q must have the 18 tokens", {"layout": Layout.contiguous(18, 1)}),
@@ -108,9 +111,18 @@ BAD: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     ("no batch", ValueError, "must be >= 1", {"q": Q[:0], "k": K[:0], "v": K[:0]}),
     ("tokens", ValueError, "q must have the 17 tokens", {"q": Q[:, :16]}),
     ("key tokens", ValueError, "k must have the 17 tokens", {"k": K[:, :16], "v": K[:, :16]}),
+    (
+        "heads first", ValueError, r"q must have the 17 tokens .* 4: heads first\? Write q.transpose\(1, 2\)",
+        {name: x.transpose(1, 2) for name, x in (("q", Q), ("k", K), ("v", K))},
+    ),
+    ("dropout", ValueError, "dropout_p is no .*: dropout of attention is not supported", {"dropout_p": 0.1}),
+    ("causal", ValueError, r"is_causal is no .*: write Pattern.dense\(causal=True\)", {"is_causal": True}),
+    ("mask", ValueError, r"attn_mask is no .*: masks are patterns, as Pattern.dense\(", {"attn_mask": Q}),
+    ("window", ValueError, r"window_size is no .*: write Pattern.dense\(window=w\)", {"window_size": (4, 0)}),
+    ("a misspelling", ValueError, r"buket is no .*: help\(ring_attention\) lists those", {"buket": 4}),
     ("sparse", NotImplementedError, "q must be a dense real tensor", {"q": Q.to_sparse()}),
     ("complex", NotImplementedError, "k must be a dense real tensor", {"k": K.to(torch.complex128)}),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("check_", (True, False))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 import time
 import tracemalloc
 import warnings
 from collections.abc import Callable
+from dataclasses import FrozenInstanceError, fields
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +20,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ring.layout import Layout, Run
+from reference.pattern import Branch, Pattern
+from ring.layout import Layout, Run, numbered_layout
 from tests.support.orders import orders_and_cuts
 
 NAMED: dict[str, Callable[[int, int], Layout]] = {
@@ -150,12 +155,18 @@ def test_unshard_inverts_shard(given_: tuple[list[int], tuple[int, ...]], dim: i
     assert layout.unshard(parts, dim).equal(x)
 
 
-def test_shard_carries_gradients() -> None:
-    layout = Layout.zigzag(10, 2)
-    x = torch.arange(10.0, requires_grad=True)
-    layout.shard(x, 1, 0).sum().backward()
+@pytest.mark.parametrize("dtype", (torch.bool, torch.uint8, torch.int64, torch.bfloat16))
+def test_rows_of_any_type_come_back(dtype: torch.dtype) -> None:
+    layout, x = Layout.zigzag(7, 3), torch.arange(14).view(2, 7).to(dtype)
+    parts = tuple(layout.shard(x, rank) for rank in range(3))
+    assert all(part.dtype is dtype for part in parts) and layout.unshard(parts).equal(x)
+
+
+def test_gradients_go_through_shard_and_unshard() -> None:
+    layout, x = Layout.zigzag(10, 2), torch.ones(10, requires_grad=True)
+    layout.unshard([(rank + 1) * layout.shard(x, rank, 0) for rank in range(2)], 0).sum().backward()
     assert x.grad is not None
-    assert x.grad.nonzero().flatten().tolist() == sorted(layout.positions(1).tolist())
+    assert [x.grad[layout.positions(rank)].unique().tolist() for rank in range(2)] == [[1.0], [2.0]]
 
 
 @pytest.mark.parametrize(
@@ -184,12 +195,14 @@ def test_from_cuts_lists_what_is_not_runs() -> None:
     assert layout.positions(1).equal(order[30:])
 
 
-def test_from_cuts_keeps_no_hold_on_its_argument() -> None:
-    order = np.random.default_rng(0).permutation(64)
-    layout = Layout.from_cuts(order, (0, 30, 64))
-    held, digest = shards(layout), layout.digest
-    order[:] = 0
-    assert shards(layout) == held and layout.digest == digest
+@pytest.mark.parametrize("kind", (list, np.array, torch.tensor, partial(np.array, dtype=np.int32)))
+def test_from_cuts_keeps_no_hold_on_its_arguments(kind: Callable[[Any], Any]) -> None:
+    plain, cuts = np.random.default_rng(0).permutation(64).tolist(), [0, 30, 64]
+    order = kind(plain)
+    layout = Layout.from_cuts(order, cuts)
+    digest = layout.digest
+    order[0], order[1], cuts[1] = 0, 0, 31
+    assert shards(layout) == [plain[:30], plain[30:]] and layout.digest == digest and layout.cuts == (0, 30, 64)
 
 
 def test_from_cuts_of_a_range_lists_no_positions() -> None:
@@ -209,58 +222,58 @@ def test_no_more_tokens_than_plans_can_count() -> None:
             Layout.from_cuts(range(n), (0, n))
 
 
-@pytest.mark.parametrize("bad", (-1, 2.0, "4", None))
-@pytest.mark.parametrize("name", NAMED)
-def test_bad_sizes_are_refused(name: str, bad: Any) -> None:
-    with pytest.raises(ValueError, match="^n must"):
-        NAMED[name](bad, 2)
-    with pytest.raises(ValueError, match="^p must"):
-        NAMED[name](4, bad)
-    with pytest.raises(ValueError, match="^p must"):
-        NAMED[name](4, 0)
+@pytest.mark.parametrize("wrong", (-1, 2.0, "4", None, True, np.int64(4)), ids=repr)
+@pytest.mark.parametrize("name", (*NAMED, "balanced"))
+def test_sizes_that_are_none_are_refused(name: str, wrong: Any) -> None:
+    make = NAMED.get(name, lambda n, p: Layout.balanced(Pattern.dense(), n, p))
+    with pytest.raises(ValueError, match=r"^n must be a number of tokens from 0 to 2\*\*40, got"):
+        make(wrong, 2)
+    for p in (wrong, 0):
+        with pytest.raises(ValueError, match="^p must be a world size >= 1, got"):
+            make(4, p)
 
 
-@pytest.mark.parametrize("order", ([0, 1, 1], [0, 1, 3], [-1, 0, 1], [1, 2, 3], [0, 0, 2]))
-def test_no_permutation_is_refused(order: list[int]) -> None:
-    with pytest.raises(ValueError, match="order must be a permutation"):
-        Layout.from_cuts(order, (0, 3))
+MISSING, ONE_ROW = "order must be a permutation of range({}); position {} is missing", "order must be one sequence of"
+SHARDS = "shards must have (2, 2, 2) tokens"
+MAKE: Any = Layout  # whose types forbid what is wrong
+CUTS, THREE = "cuts must be world size + 1 non-decreasing offsets from 0 to {}, got {}", Layout.contiguous(6, 3)
+REFUSED: list[tuple[Callable[[], object], str]] = [
+    *((partial(MAKE.from_cuts, order, (0, 3)), MISSING.format(3, at)) for order, at in (
+        ([0, 1, 1], 2), ([0, 1, 3], 2), ([-1, 0, 1], 2), ([1, 2, 3], 0), ([0, 0, 2], 1), ([0, 1, -1], 2),
+        (range(1, 4), 0), (range(0, 6, 2), 1), (torch.tensor([0, 2, 2]), 1),
+    )),
+    *((partial(MAKE.from_cuts, order, (0, 3)), f"{ONE_ROW} integers, got {got}") for order, got in (
+        (3, "0 dimensions of int64"), ([0.0, 1.7, 2.2], "1 dimensions of float64"), ([[0, 1, 2]], "2 dimensions of"),
+        (torch.tensor([0.2, 1.0, 2.0]), "1 dimensions of float32"), ([False, True], "1 dimensions of bool"),
+    )),
+    *((partial(MAKE.from_cuts, range(3), cuts), CUTS.format(3, cuts)) for cuts in (
+        (), (0,), (3,), (0, 2), (1, 3), (0, 2, 1, 3), (0, 4), (0, -1, 3), (0, 3, 2), (-1, 3), (0, 1.5, 3),
+        (0, "1", 3), (0, None, 3),
+    )),
+    (lambda: Layout.from_cuts([], (0,)), CUTS.format(0, (0,))),
+    (partial(MAKE, "zigzag", 16, 1), "cuts must be a tuple, got 16; write Layout.zigzag(16, 1) or the like"),
+    (partial(MAKE, 16, 4), "cuts must be a tuple, got 4; write Layout.contiguous(16, 4) or the like"),
+    *((partial(call, rank), f"rank must be in [0, 3), got {rank}") for rank in (-1, 3, 100)
+      for call in (THREE.positions, THREE.shard_runs, partial(THREE.shard, torch.zeros(1, 6)))),
+    *((partial(THREE.shard, torch.zeros(6, n), 0), f"x must have 6 tokens along dim 1, got shape (6, {n})")
+      for n in (5, 7)),
+    *((partial(THREE.unshard, [torch.zeros(1, n) for n in lengths]), f"{SHARDS} along dim 1, got {lengths}")
+      for lengths in ((1, 2, 3), (2, 2), (2, 2, 2, 0), (6,))),
+    (lambda: Layout.zigzag(12, 2, documents=(8, 3)), "documents must add up to the 12 tokens of the sequence, got 11"),
+    (lambda: Layout.zigzag(4, 2, documents=()), "documents must add up to the 4 tokens of the sequence, got 0"),
+    (lambda: Layout.zigzag(12, 2, documents=(13, -1)), "documents must be None or a tuple of lengths"),
+    (lambda: Layout.balanced(Pattern.dense(True, (8, 3)), 12, 2), "documents must add up to the 12 tokens"),
+    (lambda: Layout.balanced(Pattern.dense(), 2**28 + 1, 2), "n must be at most 2**28 for a balanced layout, got"),
+    (lambda: Layout.balanced(Pattern.longnet((4,), (2,), 6), 24, 2, heads=4), "pattern must be one for the 4 query"),
+    (lambda: Layout.balanced(Pattern((Branch(heads=range(3)),)), 4, 2, heads=2), "pattern must be one for the 2 query"),
+    (lambda: Layout.balanced(Pattern.dense(), 4, 2, heads=0), "num_heads must be an integer >= 1, got 0"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("order", ([0.0, 1.7, 2.2], [[0, 1, 2]], torch.tensor([0.2, 1.0, 2.0])))
-def test_an_order_is_not_rounded_or_flattened(order: Any) -> None:
-    with pytest.raises(ValueError, match="order must"):
-        Layout.from_cuts(order, (0, 3))
-
-
-@pytest.mark.parametrize("cuts", ((0, 1.5, 3), (0, "1", 3), (0, None, 3)))
-def test_cuts_are_not_rounded(cuts: Any) -> None:
-    with pytest.raises(ValueError, match="cuts must"):
-        Layout.from_cuts(range(3), cuts)
-
-
-@pytest.mark.parametrize("cuts", ((), (0,), (3,), (0, 2), (1, 3), (0, 2, 1, 3), (0, 4), (0, -1, 3), (0, 3, 2)))
-def test_bad_cuts_are_refused(cuts: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="cuts must"):
-        Layout.from_cuts(range(3), cuts)
-
-
-@pytest.mark.parametrize("rank", (-1, 3, 100))
-def test_ranks_outside_are_refused(rank: int) -> None:
-    layout = Layout.contiguous(6, 3)
-    for call in (layout.positions, layout.shard_runs, lambda r: layout.shard(torch.zeros(6), r, 0)):
-        with pytest.raises(ValueError, match="rank must"):
-            call(rank)
-
-
-def test_wrong_lengths_are_refused() -> None:
-    layout = Layout.from_cuts(range(6), (0, 2, 6))
-    for tokens in (5, 7):
-        with pytest.raises(ValueError, match=rf"^x must have 6 tokens along dim 1, got shape \(1, {tokens}\)$"):
-            layout.shard(torch.zeros(1, tokens), 0)
-    with pytest.raises(ValueError, match="shards must have"):
-        layout.unshard([torch.zeros(1, 4), torch.zeros(1, 2)])  # swapped
-    with pytest.raises(ValueError, match="shards must have"):
-        layout.unshard([torch.zeros(1, 2)])
+@pytest.mark.parametrize(("make", "said"), REFUSED, ids=[said for _, said in REFUSED])
+def test_what_is_no_layout_or_does_not_fit_it_is_refused(make: Callable[[], object], said: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
+        make()
 
 
 def test_equality_hash_and_digest() -> None:
@@ -307,23 +320,47 @@ def test_named_layouts_cost_nothing_per_token(name: str) -> None:
     assert time.perf_counter() - begin < 5
 
 
+# --- as a value -------------------------------------------------------------------------------------------------------
+
+COPIES: dict[str, Callable[[Layout], Layout]] = {
+    "copy": copy.copy,
+    "deep copy": copy.deepcopy,
+    "pickle": lambda layout: pickle.loads(pickle.dumps(layout)),
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+@given(drawn=orders_and_cuts())
+def test_a_copy_is_equal_and_has_a_number_of_its_own(way: str, drawn: tuple[list[int], tuple[int, ...]]) -> None:
+    layout = Layout.from_cuts(*drawn)
+    made = COPIES[way](layout)
+    assert made == layout and hash(made) == hash(layout) and shards(made) == shards(layout)
+    assert made.number != layout.number and numbered_layout(made.number) is made
+
+
+def test_a_number_finds_no_layout_that_is_gone() -> None:
+    for number in (Layout.contiguous(2, 1).number, -1, 2**62):
+        with pytest.raises(ValueError, match=f"^layout must be the number of one that is there, got {number}"):
+            numbered_layout(number)
+
+
+def test_fields_cannot_be_set() -> None:
+    for field in fields(THREE):
+        with pytest.raises(FrozenInstanceError):
+            setattr(THREE, field.name, None)
+
+
+@given(st.integers(1001, 1300), st.data())
+def test_long_orders_that_differ_anywhere_are_two_layouts(tokens: int, data: st.DataObject) -> None:
+    """NumPy prints so many without their middle."""
+    at, order = data.draw(st.integers(0, tokens - 2)), np.random.default_rng(tokens).permutation(tokens)
+    one = Layout.from_cuts(order, (0, tokens))
+    order[[at, at + 1]] = order[[at + 1, at]]
+    other = Layout.from_cuts(order, (0, tokens))
+    assert one != other and one.digest != other.digest and shards(other) == [order.tolist()]
+
+
 # --- at the edges -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("order", "cuts", "words"),
-    [
-        (3, (0, 3), "order must be one sequence of integers, got 0 dimensions"),
-        ([0, 1, 4], (0, 3), "order must be a permutation of range(3); position 2 is missing"),
-        ([0, 1, -1], (0, 3), "order must be a permutation of range(3); position 2 is missing"),
-        ([], (0,), "cuts must be world size + 1 non-decreasing offsets from 0 to 0, got (0,)"),
-        (range(3), (-1, 3), "cuts must be world size + 1 non-decreasing offsets from 0 to 3, got (-1, 3)"),
-    ],
-    ids=["a number", "beyond the last", "below the first", "of no rank", "from below 0"],
-)
-def test_what_is_no_order_or_no_cuts_is_refused_in_these_words(order: Any, cuts: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(words)}"):
-        Layout.from_cuts(order, cuts)
 
 
 def test_tokens_are_along_the_second_dimension_unless_said_otherwise() -> None:

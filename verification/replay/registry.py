@@ -36,7 +36,7 @@ class Saved(Protocol):
 REMOVED = {
     "what is kept is bounded": "tests/ring/caching",
     "patterns are as published": "tests/reference/test_published_patterns.py",
-    "patterns and layouts are values": "tests/reference/test_pattern_values.py and tests/ring/test_equal_layouts.py",
+    "patterns and layouts are values": "tests/reference/test_pattern.py and tests/ring/test_layout.py",
     "made layouts are as defined": "tests/ring/test_layout.py and tests/ring/test_balance.py",
 }
 

@@ -272,7 +272,7 @@ def test_the_names_are_those_of_llama() -> None:
         ({"head_dim": 5}, "head_dim must be even for rotary positions, got 5"),
         ({"rotary_theta": 0.0}, "theta must be a positive finite number, got 0.0"),
         ({"pattern": "dense"}, "pattern must be a Pattern, got 'dense'"),
-        ({"pattern": Pattern.longnet((4,), (2,), 8)}, "offset has 8 entries for 4 query heads"),
+        ({"pattern": Pattern.longnet((4,), (2,), 8)}, "for the 4 query heads, got one that was made for 8"),
     ],
 )
 def test_wrong_sizes_are_refused(changes: dict[str, Any], message: str) -> None:
