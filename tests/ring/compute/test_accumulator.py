@@ -90,54 +90,22 @@ def test_gaps_of_any_size(base: float, gap: float, dtype: torch.dtype) -> None:
         assert abs(lse.item() - wanted_lse.item()) <= 4 * u * max(1.0, abs(wanted_lse.item()))
 
 
-@pytest.mark.parametrize("lse", (0.0, 1e4, -1e4, 3e38, -3e38, 5e-324, -0.1))
+@pytest.mark.parametrize("lse", (0.0, 1e4, -1e4, 3e38, -3e38, 5e-324, -0.1, -INF))
 def test_nothing_counts_for_nothing(lse: float) -> None:
     """A side without keys has weight exactly 0, whatever its out, and leaves the other bit for bit as it is."""
-    out = normal(1, 7)
-    here = torch.tensor([lse], dtype=torch.float64)
-    nothing = torch.tensor([-INF], dtype=torch.float64)
+    out = normal(1, 7) if lse > -INF else torch.zeros(1, 7, dtype=torch.float64)
+    here, nothing = torch.tensor([lse], dtype=torch.float64), torch.tensor([-INF], dtype=torch.float64)
     for empty in (torch.zeros(1, 7, dtype=torch.float64), torch.full((1, 7), 1e300, dtype=torch.float64)):
         for merged, merged_lse in (merge(out, here, empty, nothing), merge(empty, nothing, out, here)):
             assert merged.equal(out) and merged_lse.equal(here)
 
 
-@pytest.mark.parametrize("dtype", (torch.float64, torch.float32))
-def test_nothing_and_nothing_is_nothing(dtype: torch.dtype) -> None:
-    out, lse = merge(*one(0.0, -INF, dtype), *one(0.0, -INF, dtype))
-    assert out.item() == 0.0 and lse.item() == -INF
-    out, lse = merge(*one(7.0, -INF, dtype), *one(7.0, -INF, dtype))
-    assert out.item() == 0.0 and lse.item() == -INF  # no lse, no output: whatever a kernel left there
-
-
-def test_a_far_weaker_side_changes_nothing() -> None:
+def test_a_far_weaker_side_changes_nothing_and_the_order_of_two_no_bit() -> None:
     out, lse = merge(*one(2.0, 0.0), *one(1e6, -800.0))  # e^-800 is 0 in fp64
     assert out.item() == 2.0 and lse.item() == 0.0
-
-
-def test_equal_sides_are_an_even_mean() -> None:
-    out, lse = merge(*one(2.0, 5.0), *one(4.0, 5.0))
-    assert out.item() == 3.0
-    assert lse.item() == pytest.approx(5.0 + 0.6931471805599453, abs=1e-15)
-
-
-def test_order_of_two_is_bitwise_indifferent() -> None:
-    a = normal(50, 4, seed=1), 10 * normal(50, seed=2)
-    b = normal(50, 4, seed=3), 10 * normal(50, seed=4)
+    a, b = ((normal(50, 4, seed=seed), 10 * normal(50, seed=seed + 1)) for seed in (1, 3))
     for x, y in zip(merge(*a, *b), merge(*b, *a), strict=True):
         assert x.equal(y)
-
-
-@pytest.mark.parametrize("dtype", (torch.float64, torch.float32))
-def test_associative_and_commutative_within_rounding(dtype: torch.dtype) -> None:
-    scores, values = 5 * normal(20, 24), normal(24, 3, seed=1)
-    scores[::3, 8:16] = -INF
-    parts = parts_of(scores, values, [8, 16], dtype)
-    wanted = average(scores, values)
-    u = torch.finfo(dtype).eps / 2
-    for a, b, c in itertools.permutations(parts):
-        for found in (merge(*merge(*a, *b), *c), merge(*a, *merge(*b, *c))):
-            for x, y in zip(found, wanted, strict=True):
-                torch.testing.assert_close(x.double(), y, rtol=0, atol=400 * u)
 
 
 def test_many_merges_of_equal_parts_do_not_drift() -> None:
@@ -150,59 +118,35 @@ def test_many_merges_of_equal_parts_do_not_drift() -> None:
 
 
 @pytest.mark.parametrize("bad", (NAN, INF))
-def test_nan_and_infinity_go_through(bad: float) -> None:
-    fine, poisoned = one(1.0, 0.0), one(bad, 0.0)
-    for pair in ((fine, poisoned), (poisoned, fine)):
-        out, lse = merge(*pair[0], *pair[1])
-        assert not out.isfinite().any() and lse.isfinite().all()
+def test_nan_and_infinity_go_through_whatever_they_weigh(bad: float) -> None:
+    """As in one softmax over all keys, where 0 * NaN is NaN: how keys are cut into parts decides nothing."""
+    fine = one(1.0, 0.0)
+    for lse in (0.0, -1e6):
+        for pair in ((fine, one(bad, lse)), (one(bad, lse), fine)):
+            out, merged_lse = merge(*pair[0], *pair[1])
+            assert not out.isfinite().any() and merged_lse.isfinite().all() and (lse == 0 or out.isnan().all())
     for pair in ((fine, one(1.0, bad)), (one(1.0, bad), fine), (one(1.0, bad), one(0.0, -INF))):
         out, lse = merge(*pair[0], *pair[1])
         assert out.isnan().all() and (lse.isnan().all() or lse.item() == bad)
 
 
-def test_nan_goes_through_whatever_it_weighs() -> None:
-    """As in one softmax over all keys, where 0 * NaN is NaN: how keys are cut into parts decides nothing."""
-    for bad in (one(float("nan"), -1e6), one(float("inf"), -1e6)):
-        for first, second in ((bad, one(1.0, 0.0)), (one(1.0, 0.0), bad)):
-            assert merge(*first, *second)[0].isnan().all()
-
-
-def test_a_bad_row_leaves_its_neighbours_alone() -> None:
-    out, lse = normal(3, 2), normal(3, seed=1)
-    other, other_lse = normal(3, 2, seed=2), normal(3, seed=3)
-    clean = merge(out, lse, other, other_lse)
-    other_lse[1] = NAN
-    other[1] = NAN
-    dirty = merge(out, lse, other, other_lse)
-    for x, y in zip(clean, dirty, strict=True):
-        assert x[[0, 2]].equal(y[[0, 2]]) and y[1].isnan().all()
-
-
-def test_merge_leaves_its_arguments_alone() -> None:
-    given_ = [
-        normal(3, 2),
-        normal(3, seed=1),
-        normal(3, 2, seed=2),
-        torch.tensor([-INF, 0.0, 1e4], dtype=torch.float64),
-    ]
+def test_a_bad_row_leaves_its_neighbours_alone_and_no_argument_is_changed() -> None:
+    given_ = [normal(3, 2), normal(3, seed=1), normal(3, 2, seed=2), normal(3, seed=3)]
+    clean = merge(*given_)
+    given_[2][1] = given_[3][1] = NAN
     copies = [x.clone() for x in given_]
-    merge(*given_)
-    assert all(x.equal(y) for x, y in zip(given_, copies, strict=True))
+    for x, y in zip(clean, merge(*given_), strict=True):
+        assert x[[0, 2]].equal(y[[0, 2]]) and y[1].isnan().all()
+    assert all(x[[0, 2]].equal(y[[0, 2]]) for x, y in zip(given_, copies, strict=True))
 
 
-def test_the_accumulator_is_never_16_bits() -> None:
-    wanted = {
-        torch.float64: torch.float64,
-        torch.float32: torch.float32,
-        torch.bfloat16: torch.float32,
-        torch.float16: torch.float32,
-    }
-    for dtype, work in wanted.items():
-        assert accumulator_dtype(dtype) is work
-        accumulator = Accumulator(torch.zeros(2, 5, 4, 3, dtype=dtype))
-        assert accumulator.out.dtype is work and accumulator.lse.dtype is work
-        assert accumulator.out.shape == (2, 5, 4, 3) and accumulator.out.eq(0).all()
-        assert accumulator.lse.shape == (2, 4, 5) and accumulator.lse.eq(-INF).all()
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16, torch.float16))
+def test_the_accumulator_is_never_16_bits(dtype: torch.dtype) -> None:
+    work = torch.float64 if dtype is torch.float64 else torch.float32
+    accumulator = Accumulator(torch.zeros(2, 5, 4, 3, dtype=dtype))
+    assert accumulator_dtype(dtype) is accumulator.out.dtype is accumulator.lse.dtype is work
+    assert accumulator.out.shape == (2, 5, 4, 3) and accumulator.out.eq(0).all()
+    assert accumulator.lse.shape == (2, 4, 5) and accumulator.lse.eq(-INF).all()
 
 
 @pytest.mark.parametrize("listed", (False, True))

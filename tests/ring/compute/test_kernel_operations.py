@@ -118,3 +118,9 @@ def test_rows_for_gpus_begin_at_multiples_of_16_bytes(
         else:
             assert 2 * found.stride(i) % 16 == 0 and (found.stride(i) == x.stride(i) or not stays)
         whole = max(whole, found.stride(i) * sizes[i])
+
+
+def test_rows_for_gpus_have_their_numbers_side_by_side() -> None:
+    x = torch.arange(2048, dtype=torch.bfloat16).view(2, 32, 4, 8).transpose(1, 3)[None, :, :, None]
+    found = batched(x)
+    assert torch.equal(found, x.reshape(found.shape)) and found.stride(3) == 1

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 
-from ring.compute import fused_kernels, kernels, math_kernel
+from ring.compute import kernels, math_kernel
 from ring.compute.kernel_counts import picked_kernels
 from ring.compute.math_kernel import SavedRows
 from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
-from ring.plan.tile import Mask, Tile
+from ring.plan.tile import Mask, Sequences, Tile
 from ring.precision import accumulator_dtype
-from ring.strided_view import batched
 
 INF = float("inf")
 CPU = torch.device("cpu")
@@ -295,16 +295,8 @@ def test_rows_whose_scores_are_all_minus_infinity_weigh_nothing(name: str) -> No
 
 def test_rows_that_see_nothing_at_all() -> None:
     size = Size(1, 1, 1, 2, 3, 4, 5)
-    heads = Heads.of(((0, 1),))
-    tile = Tile(
-        Rows(0, 1, 3),
-        Rows(0, 1, 4),
-        heads,
-        heads,
-        Mask.POSITION,
-        torch.tensor([[0, 1, 2]]),
-        torch.tensor([[5, 6, 7, 8]]),
-    )
+    at = torch.tensor([[0, 1, 2]]), torch.tensor([[5, 6, 7, 8]])
+    tile = replace(tile_of(Mask.POSITION, size), query_positions=at[0], key_positions=at[1])
     q, k, v, dout = (normal(shape, i) for i, shape in enumerate((size.q, size.k, size.k, size.q)))
     out, lse = kernels.forward("math", q, k, v, tile, 0.5)
     assert out.eq(0).all() and lse.eq(-INF).all()
@@ -313,25 +305,22 @@ def test_rows_that_see_nothing_at_all() -> None:
         assert all(x.eq(0).all() for x in kernels.backward("math", q, k, v, saved, tile, 0.5))
 
 
-@pytest.mark.parametrize("mask", Mask)
-@pytest.mark.parametrize("dlse", (False, True))
-@pytest.mark.parametrize("kernel", kernels.KERNELS)
-@pytest.mark.parametrize("scale", (0.5, 0.0, -0.5))
 @pytest.mark.parametrize("device", ("cpu", "cuda", "meta"))
 @pytest.mark.parametrize("keys", (1, 15, 16, 40))
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_which_kernel_takes_a_tile(
-    keys: int, device: str, scale: float, kernel: str, dlse: bool, mask: Mask, dtype: torch.dtype
-) -> None:
+def test_which_kernel_takes_a_tile(keys: int, device: str) -> None:
+    """Keys of one fold count, though there are two."""
     size = Size(queries=keys, keys=keys)
-    chosen = kernels.choose(kernel, torch.device(device), dtype, 64, tile_of(mask, size), scale, dlse)
-    wanted = "math"
-    if kernel != "math" and mask in (Mask.FULL, Mask.CAUSAL) and not dlse and scale > 0:
-        if device == "cpu" and keys >= 16:
-            wanted = "flash"
-        if device == "cuda" and dtype == torch.bfloat16:
-            wanted = "flash" if kernel == "flash" else "cudnn" if keys > 1 else "math"
-    assert chosen == wanted
+    for kernel, mask, dlse, scale, dtype in itertools.product(
+        kernels.KERNELS, Mask, (False, True), (0.5, 0.0, -0.5), (torch.float32, torch.bfloat16)
+    ):
+        wanted = "math"
+        if kernel != "math" and mask is not Mask.POSITION and not dlse and scale > 0:
+            if device == "cpu" and keys >= 16:
+                wanted = "flash"
+            if device == "cuda" and dtype == torch.bfloat16:
+                wanted = "flash" if kernel == "flash" else "cudnn" if keys > 1 else "math"
+        chosen = kernels.choose(kernel, torch.device(device), dtype, 64, tile_of(mask, size), scale, dlse)
+        assert chosen == wanted, (kernel, mask, dlse, scale, dtype)
 
 
 def test_sums_in_any_order_are_not_repeatable() -> None:
@@ -340,31 +329,6 @@ def test_sums_in_any_order_are_not_repeatable() -> None:
         for device in ("cpu", "cuda"):
             chosen = kernels.choose(kernel, torch.device(device), torch.bfloat16, 64, tile, 0.5, repeatable=True)
             assert chosen == ("math" if kernel == "math" else "flash")
-
-
-def views_of_a_tile() -> dict[str, torch.Tensor]:
-    """(F, B, G, P, L, D) in 16 bits, some of them not where a kernel on GPUs can read it as it is."""
-    flat = torch.arange(4096, dtype=torch.bfloat16)
-    whole = flat[: 2 * 32 * 4 * 8].view(2, 32, 4, 8)  # (B, N, H, D)
-    return {
-        "whole": whole.permute(0, 2, 1, 3)[None, :, :, None],
-        "dilated rows": whole[:, 1::3, 1::2].permute(0, 2, 1, 3)[None, :, :, None],
-        "contiguous, and begins anywhere": flat[1 : 1 + 2 * 16 * 8].view(1, 1, 2, 1, 16, 8),
-        "one row, and begins anywhere": flat[3:11].as_strided((1, 1, 1, 1, 1, 8), (1, 5, 7, 3, 9, 1)),
-        "one row of odd strides": flat[8:16].as_strided((1, 1, 1, 1, 1, 8), (1, 5, 7, 3, 9, 1)),
-        "rows that begin anywhere": flat.as_strided((1, 1, 2, 1, 16, 8), (0, 0, 512, 0, 9, 1)),
-        "dims apart": whole.transpose(1, 3)[None, :, :, None],
-    }
-
-
-@pytest.mark.parametrize("name", views_of_a_tile())
-def test_tiles_for_gpus_begin_where_wide_loads_may(name: str) -> None:
-    x = views_of_a_tile()[name]
-    found = batched(x)
-    assert torch.equal(found, x.reshape(found.shape))
-    assert found.data_ptr() % 16 == 0 and found.stride(3) == 1
-    assert all(2 * found.stride(i) % 16 == 0 for i in range(3))  # also where there is one: strides are taken at word
-    assert all(found.stride(i) for i in range(4))
 
 
 @pytest.mark.parametrize(("dim", "taken"), [(8, True), (64, True), (128, True), (4, False), (20, False), (136, False)])
@@ -377,24 +341,54 @@ def test_head_dims_of_fused_kernels_on_gpus(dim: int, taken: bool) -> None:
 
 
 def test_what_was_picked_is_counted() -> None:
-    size = Size()
-    q, k, v = (normal(shape, i) for i, shape in enumerate((size.q, size.k, size.k)))
+    """Blocks within each other count alike, whatever they have counted; backwards count too, and nothing afterwards."""
+    size, tile = Size(), tile_of(Mask.FULL, Size())
+    q, k, v, dout = (normal(shape, i) for i, shape in enumerate((size.q, size.k, size.k, size.q)))
     with picked_kernels() as outer:
-        kernels.forward("math", q, k, v, tile_of(Mask.FULL, size), 1.0)
+        with picked_kernels() as first:
+            out, lse = kernels.forward("math", q, k, v, tile, 1.0)
         with picked_kernels() as inner:
-            kernels.forward("flash", q, k, v, tile_of(Mask.FULL, size), 1.0)
-        kernels.forward("math", q, k, v, tile_of(Mask.FULL, size), 1.0)
-    kernels.forward("math", q, k, v, tile_of(Mask.FULL, size), 1.0)
-    assert (outer, inner) == ({"math": 2, "flash": 1}, {"flash": 1})
+            kernels.backward("flash", q, k, v, SavedRows(dout, out, lse, None), tile, 1.0)
+            with pytest.raises(KeyError), picked_kernels() as ended:
+                raise KeyError
+        kernels.forward("math", q, k, v, tile, 1.0)
+    kernels.forward("math", q, k, v, tile, 1.0)
+    assert (outer, first, inner, ended) == ({"math": 2, "flash": 1}, {"math": 1}, {"flash": 1}, {})
 
 
-def test_the_name_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ "flash" is torch's fused kernel and "math" is not: else the comparisons above compare one with itself."""
-    size = Size()
+# --- several sequences, and bits of rows ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", (Mask.FULL, Mask.CAUSAL))
+def test_sequences_of_a_tile_see_nothing_of_each_other(mask: Mask) -> None:
+    """Each has the bits that it has by itself."""
+    queries, keys = (3, 1, 20), (3, 1, 20) if mask is Mask.CAUSAL else (2, 17, 5)
+    size = Size(folds=1, share=2, queries=sum(queries), keys=sum(keys))
+    tile = replace(tile_of(mask, size), sequences=Sequences.of(np.array(queries), np.array(keys)))
+    q, k, v, dout, out = (normal(x, i) for i, x in enumerate((size.q, size.k, size.k, size.q, size.q)))
+    lse, delta = normal(size.q[:-1], 7), normal(size.q[:-1], 8)
+    found = kernels.forward("math", q, k, v, tile, 0.3)
+    dq, dk, dv = kernels.backward("math", q, k, v, SavedRows(dout, out, lse, delta), tile, 0.3)
+    assert tile.sequences is not None and tile.sequences.longest == (20, max(keys))
+    for rows, of_keys in tile.sequences.slices():
+        one, two, three = q[..., rows, :], k[..., of_keys, :], v[..., of_keys, :]
+        alone = tile_of(mask, replace(size, queries=one.shape[4], keys=two.shape[4]))
+        whole = kernels.forward("math", one, two, three, alone, 0.3)
+        saved = SavedRows(dout[..., rows, :], out[..., rows, :], lse[..., rows], delta[..., rows])
+        grads = kernels.backward("math", one, two, three, saved, alone, 0.3)
+        parts = found[0][..., rows, :], found[1][..., rows], dq[..., rows, :], dk[..., of_keys, :], dv[..., of_keys, :]
+        assert all(torch.equal(x, y) for x, y in zip(parts, (*whole, *grads), strict=True))
+
+
+@pytest.mark.parametrize("name", ["math", "flash"])
+def test_the_bits_of_a_row_do_not_depend_on_other_rows(name: str) -> None:
+    """A row with a single score of 0 has lse 0, as a row of -inf by the fused kernel, and is computed again by the
+    plain one; the rows beside it, of the same fold and of others, are not."""
+    size = Size(2, 1, 1, 1, 20, 20, 8)
     q, k, v = (normal(shape, i) for i, shape in enumerate((size.q, size.k, size.k)))
-    called = []
-    monkeypatch.setattr(fused_kernels, "_cpu_forward", lambda *_: called.append("flash"))
-    monkeypatch.setattr(math_kernel, "forward", lambda *_: called.append("math"))
-    for name in ("flash", "math"):
-        kernels.forward(name, q, k, v, tile_of(Mask.FULL, size), 1.0)
-    assert called == ["flash", "math"]
+    before = kernels.forward(name, q, k, v, tile_of(Mask.CAUSAL, size), 1.0)
+    q[1, ..., 0, :] = 0.0
+    after = kernels.forward(name, q, k, v, tile_of(Mask.CAUSAL, size), 1.0)
+    assert (after[1][1, ..., 0] == 0).all()
+    for a, b in zip(before, after, strict=True):
+        assert a[0].equal(b[0]) and a[1, :, :, :, 1:].equal(b[1, :, :, :, 1:])

@@ -7,25 +7,31 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from reference import Pattern
 from ring import Layout, ring_attention
 from ring.compute.gpu import replay
 from ring.compute.gpu.replay import BEFORE
 from ring.compute.kernel_counts import picked_kernels
-from tests.support.replay_tasks import replays
-from verification.run.processes.pool import Pool
+from tests.support.ranks import Ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
-def attended(tensors: Sequence[torch.Tensor], dout: torch.Tensor, **settings: Any) -> tuple[torch.Tensor, ...]:
-    """Output and gradients of a call whose tensors stay where they are."""
+def called(
+    tensors: Sequence[torch.Tensor], dout: torch.Tensor, *what: Any, **settings: Any
+) -> tuple[torch.Tensor, ...]:
+    """Output and gradients of a call whose tensors stay where they are. what: pattern and layout."""
     q, k, v = (x.requires_grad_() for x in tensors)
-    n = q.shape[1]
-    out = ring_attention(q, k, v, Pattern.longnet([64, 256], [1, 4], 8, True), Layout.contiguous(n, 1), **settings)
+    out = ring_attention(q, k, v, *what, **settings)
     assert isinstance(out, torch.Tensor)
     return out, *torch.autograd.grad(out, (q, k, v), dout)
+
+
+def attended(tensors: Sequence[torch.Tensor], dout: torch.Tensor, **settings: Any) -> tuple[torch.Tensor, ...]:
+    pattern, layout = Pattern.longnet([64, 256], [1, 4], 8, True), Layout.contiguous(tensors[0].shape[1], 1)
+    return called(tensors, dout, pattern, layout, **settings)
 
 
 @pytest.fixture
@@ -132,12 +138,36 @@ def test_a_stream_of_its_own_has_graphs_of_its_own(graphs: dict[Any, Any]) -> No
     assert all(equal(one, exact) for one in found)
 
 
+def _replays(replaying: list[bool], exchange: str) -> tuple[int, int]:
+    """Graphs, and calls whose result differs in some bit from the plain one. replaying: by rank, whether it may."""
+    rank, world, tokens, wrong = dist.get_rank(), dist.get_world_size(), 512, 0
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(rank)
+    replay._seen.clear()
+    replay._replays.clear()
+    zigzag, contiguous = Layout.zigzag(tokens * world, world), Layout.contiguous(tokens * world, world)
+    longnet = Pattern.longnet([256, 512, 1024], [1, 2, 4], heads=8, causal=True)
+    try:
+        for _ in range(BEFORE + 3):
+            for pattern, layout, kv_heads in ((Pattern.dense(True), zigzag, 2), (longnet, contiguous, 8)):
+                shapes = [(1, tokens, heads, 64) for heads in (8, kv_heads, kv_heads, 8)]
+                *qkv, dout = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+                with pytest.MonkeyPatch.context() as patch:
+                    if not replaying[rank]:
+                        patch.setattr(replay, "MOST_BYTES", 0)
+                    found = called(qkv, dout, pattern, layout, exchange=exchange)
+                with picked_kernels():
+                    wrong += not equal(found, called(qkv, dout, pattern, layout, exchange=exchange))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return len(replay._replays), wrong
+
+
 @pytest.mark.ranks
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("exchange", ["direct", "ring", "gather"])
-def test_ranks_replay_each_for_itself(exchange: str) -> None:
+def test_ranks_replay_each_for_itself(exchange: str, ranks: Ranks) -> None:
     """Messages of a graph meet those of a plain call."""
-    with Pool(2, preload=("torch", "tests.support.replay_tasks"), timeout=120.0, joined_by="nccl") as gpus:
-        for replaying in ([True, True], [True, False], [False, True]):
-            found = gpus.run(replays, replaying, exchange)
-            assert found == [(4 * replays_here, 0) for replays_here in replaying]
+    for replaying in ([True, True], [True, False], [False, True]):
+        found = ranks(2, "nccl").run(_replays, replaying, exchange, timeout=120.0)
+        assert found == [(4 * replays_here, 0) for replays_here in replaying]
