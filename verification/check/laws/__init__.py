@@ -8,7 +8,6 @@ from verification.check.laws.compiled_calls import COMPILED_CALLS_ARE_CALLS
 from verification.check.laws.default_arguments import DEFAULTS_ARE_AS_DOCUMENTED
 from verification.check.laws.definition import PATTERNS_ARE_AS_PUBLISHED
 from verification.check.laws.equal_values import EQUAL_VALUES_COME_OUT
-from verification.check.laws.group_ends import A_GROUP_THAT_ENDS_IS_LET_GO
 from verification.check.laws.growth import ERROR_DOES_NOT_GROW
 from verification.check.laws.isolation import NO_CALL_TAKES_ANOTHER, NOTHING_LEFT_BEHIND
 from verification.check.laws.later_tokens import LATER_TOKENS_CHANGE_NOTHING
@@ -42,7 +41,6 @@ LAWS = (
     NO_CALL_TAKES_ANOTHER,
     NOTHING_LEFT_BEHIND,
     WHAT_IS_KEPT_IS_BOUNDED,
-    A_GROUP_THAT_ENDS_IS_LET_GO,
     MEMORY_OF_LONGER_SHARDS,
     ERROR_DOES_NOT_GROW,
     PATTERNS_ARE_AS_PUBLISHED,
