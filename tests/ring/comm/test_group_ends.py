@@ -11,6 +11,7 @@ import os
 import time
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -84,7 +85,12 @@ def _by_two_threads(group: dist.ProcessGroup) -> None:
     _call(group)
 
 
-WAYS = {"eager": _call, "compiled": partial(_call, compiled=True), "refused": _refused, "threads": _by_two_threads}
+WAYS: dict[str, Callable[[dist.ProcessGroup], None]] = {
+    "eager": _call,
+    "compiled": partial(_call, compiled=True),
+    "refused": _refused,
+    "threads": _by_two_threads,
+}
 
 
 def _left_of_a_group(way: str) -> list[str]:
