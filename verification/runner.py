@@ -116,7 +116,7 @@ def law_experiment(law: Law) -> Experiment:
         record_of=lambda subject: {"law": law.name, "case": case_record(subject[0]), "how": subject[1]},
         property_of=lambda subject, failure: law.name,
         fewest_ranks=law.fewest_ranks,
-        premise=lambda subject: law.premise(*subject),
+        premise=lambda subject: law.validate(*subject),
     )
 
 

@@ -1,26 +1,31 @@
 """`ring_attention` on simulated ranks: a wrong call and calls that differ are told alike on all; equal ones are taken.
 
-What is wrong with arguments on one rank alone, `tests/ring/test_attention_single.py` has.
+What is wrong with arguments on one rank alone, `tests/ring/test_attention_call.py` has.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from reference.pattern import Branch, Pattern
 from ring import Layout, agreement, ring_attention
+from tests.support.attention_cases import inputs
 from verification.run.simulation.simulated_transport import SimulatedTransport
 from verification.run.simulation.simulation import Simulation
 
 pytestmark = pytest.mark.ranks
 
 Arguments = dict[str, Any]  # of ring_attention, by name
+DENSE = Pattern.dense()
 
 
 class Unspeakable:
@@ -33,16 +38,20 @@ class Unspeakable:
         raise self.error
 
 
-def together(*changes: Arguments) -> list[str]:
-    """What ring_attention raises on each rank, with its type, when rank i calls it with changes[i]; or "fine"."""
+def together(*changes: Arguments, before: Arguments | None = None) -> list[str]:
+    """What ring_attention raises on each rank, with its type, when rank i calls it with changes[i]; or "fine".
+
+    before: changes of a call that all ranks make rightly before.
+    """
     world = len(changes)
 
     def step(transport: SimulatedTransport) -> str:
-        q, k, v = (torch.randn(1, 2, 1, 4) for _ in range(3))
-        arguments: Arguments = {"q": q, "k": k, "v": v, "group": transport, "pattern": Pattern.dense()}
-        arguments |= {"layout": Layout.contiguous(2 * world, world)} | changes[transport.rank]
+        arguments: Arguments = {name: torch.ones(1, 2, 2, 4) for name in "qkv"}
+        arguments |= {"group": transport, "pattern": DENSE, "layout": Layout.contiguous(2 * world, world)}
         try:
-            ring_attention(**arguments)
+            if before is not None:
+                ring_attention(**arguments | before)
+            ring_attention(**arguments | changes[transport.rank])
         except Exception as error:  # of any type: which it is, is what is asked
             return f"{type(error).__name__}: {error}"
         return "fine"
@@ -62,79 +71,169 @@ def test_the_least_and_the_greatest_numbers_are_taken(arguments: Arguments) -> N
     assert together(arguments, arguments) == ["fine"] * 2
 
 
-BUCKET = "ValueError: rank 1: bucket must be None or a number of tokens from 1 to 2**40, got"
-SCALE = "ValueError: rank 1: scale must be None or a finite number, got"
-LAYOUT = "ValueError: rank 1: layout must be for the 2 ranks of the group, got one for"
-WRONG: list[tuple[str, Arguments, str]] = [
-    ("no number as scale", {"scale": float("nan")}, f"{SCALE} nan"),
-    ("endless scale", {"scale": 10**5000}, f"{SCALE} an integer of too many digits"),
-    ("a bucket one too large", {"bucket": 2**40 + 1}, f"{BUCKET} 1099511627777"),
-    ("a bucket beyond 64 bits", {"bucket": 2**63}, f"{BUCKET} 9223372036854775808"),
-    ("the most digits that are shown", {"bucket": 10**100}, f"{BUCKET} 1{'0' * 100}"),
-    ("too many digits", {"bucket": 10**100 + 1}, f"{BUCKET} an integer of too many digits"),
-    ("endless bucket", {"bucket": 10**5000}, f"{BUCKET} an integer of too many digits"),
-    (
-        "an argument of others",
-        {"is_causal": True},
-        "ValueError: rank 1: is_causal is no argument of ring_attention: write Pattern.dense(causal=True)",
-    ),
+# --- wrong on one rank ------------------------------------------------------------------------------------------------
+
+BUCKET = "ValueError: rank 1: bucket must be None or a number of tokens from 1 to 2**40, got "
+SCALE = "ValueError: rank 1: scale must be None or a finite number, got "
+LAYOUT = "ValueError: rank 1: layout must be for the 2 ranks of the group, got one for "
+EXCHANGE, KERNEL = "ValueError: rank 1: exchange must be one of", "ValueError: rank 1: kernel must be one of"
+TOO_MANY = "an integer of too many digits"
+WRONG: list[tuple[Arguments, str]] = [
+    ({"scale": math.nan}, f"{SCALE}nan"),
+    ({"scale": -math.inf}, f"{SCALE}-inf"),
+    ({"scale": 10**5000}, f"{SCALE}{TOO_MANY}"),
+    ({"bucket": "all"}, f"{BUCKET}'all'"),
+    ({"bucket": -3}, f"{BUCKET}-3"),
+    ({"bucket": 2**40 + 1}, f"{BUCKET}1099511627777"),
+    ({"bucket": 10**100}, f"{BUCKET}1{'0' * 100}"),
+    ({"bucket": 10**100 + 1}, f"{BUCKET}{TOO_MANY}"),
+    ({"bucket": 10**5000}, f"{BUCKET}{TOO_MANY}"),
+    ({"exchange": "teleport"}, f"{EXCHANGE}"),
+    ({"exchange": None}, EXCHANGE),
+    ({"exchange": ["ring"]}, EXCHANGE),
+    ({"kernel": None}, KERNEL),
+    ({"kernel": ["auto"]}, KERNEL),
+    ({"return_lse": "yes"}, "ValueError: rank 1: return_lse must be True or False, got 'yes'"),
+    ({"name": 3}, "ValueError: rank 1: name must be None or a string, got <class 'int'>"),
+    ({"name": b"layer"}, "ValueError: rank 1: name must be None or a string, got <class 'bytes'>"),
+    ({"pattern": None}, "ValueError: rank 1: pattern must be a Pattern, got None"),
+    ({"pattern": DENSE.to_dict()}, "ValueError: rank 1: pattern must be a Pattern, got {"),
+    ({"pattern": DENSE.branches[0]}, "ValueError: rank 1: pattern must be a Pattern, got Branch("),
+    ({"pattern": Pattern((Branch(heads=range(2, 3)),))}, "ValueError: rank 1: heads"),
+    ({"pattern": Pattern.dense(documents=(2, 1))},
+     "ValueError: rank 1: documents must add up to the 4 tokens of the sequence, got 3 in 2 documents, (2, 1)"),
+    ({"is_causal": True},
+     "ValueError: rank 1: is_causal is no argument of ring_attention: write Pattern.dense(causal=True)"),
+    ({"layout": None}, "ValueError: rank 1: layout must be a Layout, got None"),
+    ({"layout": (0, 2, 4)}, "ValueError: rank 1: layout must be a Layout, got (0, 2, 4)"),
     # Rank 2 has no tokens: what rank 1 holds fits.
-    ("one rank too many", {"layout": Layout.from_cuts(range(4), (0, 2, 4, 4))}, f"{LAYOUT} 3"),
-    ("one rank too few", {"layout": Layout.contiguous(4, 1)}, f"{LAYOUT} 1"),
-    (
-        "cudnn on the CPU",
-        {"kernel": "cudnn"},
-        "NotImplementedError: rank 1: kernel 'cudnn' takes cuda tensors, got cpu; 'auto' and 'math' take any",
-    ),
+    ({"layout": Layout.from_cuts(range(4), (0, 2, 4, 4))}, f"{LAYOUT}3"),
+    ({"layout": Layout.contiguous(4, 1)}, f"{LAYOUT}1"),
+    ({"q": np.zeros((1, 2, 2, 4))}, "ValueError: rank 1: q must be a (batch, local tokens, heads, head dim) tensor"),
+    ({"kernel": "cudnn"},
+     "NotImplementedError: rank 1: kernel 'cudnn' takes cuda tensors, got cpu; 'auto' and 'math' take any"),
     # An error of any other type is a ValueError for all, and says what it was.
     *(
-        (type(error).__name__, {"kernel": Unspeakable(error)}, f"ValueError: rank 1: {type(error).__name__}: {error}")
+        ({"kernel": Unspeakable(error)}, f"ValueError: rank 1: {type(error).__name__}: {error}")
         for error in (KeyError("no words"), RuntimeError("no words"), ZeroDivisionError("no words"))
     ),
-]
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("arguments", "said"), [wrong[1:] for wrong in WRONG], ids=[wrong[0] for wrong in WRONG])
+@pytest.mark.parametrize(("arguments", "said"), WRONG, ids=[f"{[*wrong]} {said[-20:]}" for wrong, said in WRONG])
 def test_whatever_is_wrong_on_one_rank_is_said_on_all(arguments: Arguments, said: str) -> None:
-    assert together({}, arguments) == [said] * 2
+    first, second = together({}, arguments)
+    assert first == second and first.startswith(said), first
+    assert together(arguments, arguments)[0] == first.replace("rank 1", "rank 0")
+
+
+TYPES: list[tuple[str, Any, Any]] = [  # what a right call had before, and what equals it but is of another type
+    ("bucket", 1, True), ("bucket", 2, 2.0), ("bucket", 2, complex(2)), ("bucket", 2, np.int64(2)),
+    ("scale", 1.0, True), ("scale", 0, False), ("scale", 0.5, np.float32(0.5)), ("scale", 0.5, complex(0.5)),
+    ("scale", 0.5, torch.tensor(0.5)), ("return_lse", True, 1), ("return_lse", True, np.bool_(True)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "right", "wrong"), TYPES)
+def test_what_equals_the_argument_of_the_call_before_is_no_such_argument(name: str, right: Any, wrong: Any) -> None:
+    """What is settled for a call is found again by what equals its arguments."""
+    for said in together({name: wrong}, {name: wrong}, before={name: right}):
+        assert said.startswith(f"ValueError: rank 0: {name} must be"), said
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
-    (
-        (({"bucket": 3}, {"bucket": 4}), "bucket must be the same on every rank: rank 0 has 3, rank 1 4"),
-        (({}, {}, {"bucket": 5}), "bucket must be the same on every rank: rank 0 has None, rank 2 5"),
-        (({"scale": 1e-20}, {"scale": 2e-20}), "scale must be the same on every rank: rank 0 has 1e-20, rank 1 2e-20"),
-    ),
-    ids=("two ranks", "the last of three", "scales that a sum would drop"),
+    [
+        ({name: torch.ones(1, 17, 2, 4).long() for name in "qkv"}, "dtype must be one of"),
+        ({"q": np.zeros((1, 17, 2, 4))}, "q must be a"),
+    ],
 )
+def test_autocast_hides_nothing_that_is_wrong(changes: Arguments, said: str) -> None:
+    arguments: Arguments = {name: torch.ones(1, 17, 2, 4) for name in "qkv"} | changes
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=said):
+        ring_attention(**arguments, pattern=DENSE, layout=Layout.contiguous(17, 1))
+
+
+@pytest.mark.parametrize("name", ("q", "k", "v", "out", "lse"))
+def test_what_is_changed_in_place_before_the_backward_is_refused(name: str) -> None:
+    """Gradients from the changed numbers would be wrong."""
+    q, k, v = (x.requires_grad_() for x in inputs()[:3])
+    out, lse = ring_attention(q, k, v, DENSE, Layout.contiguous(17, 1), return_lse=True)
+    with torch.no_grad():
+        {"q": q, "k": k, "v": v, "out": out, "lse": lse}[name].zero_()
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        torch.autograd.grad(out.sum(), (q, k, v))
+
+
+# --- different on two ranks -------------------------------------------------------------------------------------------
+
+
+def documents(*lengths: int) -> Arguments:
+    return {"pattern": Pattern.dense(documents=lengths)}
+
+
+ORDER = "calls on a group must come in the same order on every rank"
+DOCUMENTS = "documents must be the same on every rank: "
+DIFFERENT: list[tuple[tuple[Arguments, ...], str]] = [
+    (({"bucket": 3}, {"bucket": 4}), "bucket must be the same on every rank: rank 0 has 3, rank 1 4"),
+    (({}, {}, {"bucket": 5}), "bucket must be the same on every rank: rank 0 has None, rank 2 5"),
+    # Which a sum would drop.
+    (({"scale": 1e-20}, {"scale": 2e-20}), "scale must be the same on every rank: rank 0 has 1e-20, rank 1 2e-20"),
+    (({"name": "größte ∞"}, {}),
+     f"{ORDER}: rank 0 is in the forward of call 1 ('größte ∞'), rank 1 in the forward of call 1"),
+    ((documents(4), {}), f"{DOCUMENTS}rank 0 has (4), rank 1 None"),
+    (({}, documents(1, 1, 1, 1)), f"{DOCUMENTS}rank 0 has None, rank 1 (1, 1, 1, 1)"),
+    ((documents(1, 1, 2), documents(1, 2, 1)), f"{DOCUMENTS}rank 0 has 1 as number 1 of 3, rank 1 2 as number 1 of 3"),
+    ((documents(4), documents(4, 0)), f"{DOCUMENTS}rank 0 has none as number 1 of 1, rank 1 0 as number 1 of 2"),
+    ((documents(*9000 * (0,), 1, 3), documents(*9000 * (0,), 3, 1)),
+     f"{DOCUMENTS}rank 0 has 1 as number 9000 of 9002, rank 1 3 as number 9000 of 9002"),
+    (({}, documents(*9000 * (0,), 4)), f"{DOCUMENTS}rank 0 has None, rank 1 (0, 0, 0, 0, 0, 0, ...)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "said"), DIFFERENT, ids=[said[:80] for _, said in DIFFERENT])
 def test_ranks_that_differ_are_told_in_what(changes: tuple[Arguments, ...], said: str) -> None:
     assert together(*changes) == [f"ValueError: {said}"] * len(changes)
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "said"),
-    [
-        ((4,), None, "rank 0 has (4), rank 1 None"),
-        (None, (1,) * 4, "rank 0 has None, rank 1 (1, 1, 1, 1)"),
-        ((1, 1, 2), (1, 2, 1), "rank 0 has 1 as number 1 of 3, rank 1 2 as number 1 of 3"),
-        ((4,), (4, 0), "rank 0 has none as number 1 of 1, rank 1 0 as number 1 of 2"),
-        ((0,) * 9000 + (1, 3), (0,) * 9000 + (3, 1),
-         "rank 0 has 1 as number 9000 of 9002, rank 1 3 as number 9000 of 9002"),
-        ((4,), (0,) * 9000 + (4,), "rank 0 has 4 as number 0 of 1, rank 1 0 as number 0 of 9001"),
-        (None, (0,) * 9000 + (4,), "rank 0 has None, rank 1 (0, 0, 0, 0, 0, 0, ...)"),
-    ],
-)  # fmt: skip
-def test_documents_that_differ_are_told_by_the_first_difference(one: Any, other: Any, said: str) -> None:
-    patterns = ({"pattern": Pattern.dense(documents=documents)} for documents in (one, other))
-    assert together(*patterns) == [f"ValueError: documents must be the same on every rank: {said}"] * 2
+@pytest.mark.parametrize("names", ("q", "k", "v"))
+def test_one_tensor_that_requires_gradients_makes_a_difference(names: str) -> None:
+    wanted = {name: torch.ones(1, 2, 2, 4, requires_grad=True) for name in names}
+    said = "ValueError: requires_grad must be the same on every rank: rank 0 has False, rank 1 True"
+    assert together({}, wanted) == [said] * 2
 
 
-def test_documents_that_do_not_add_up_are_refused_on_every_rank() -> None:
-    said = "documents must add up to the 4 tokens of the sequence, got 3 in 2 documents, (2, 1)"
-    wrong = {"pattern": Pattern.dense(documents=(2, 1))}
-    assert together(wrong, wrong) == [f"ValueError: rank 0: {said}"] * 2
-    assert together({}, wrong) == [f"ValueError: rank 1: {said}"] * 2
+ORDERS = [[0, 1, 2, 3], [2, 3, 0, 1], [1, 3, 0, 2]]  # one run, two runs, and listed
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_layouts_that_differ_at_their_end_are_refused(order: list[int]) -> None:
+    other = [*order[:2], order[3], order[2]]
+    first, second = together(*({"layout": Layout.from_cuts(positions, (0, 2, 4))} for positions in (order, other)))
+    assert first == second and first.startswith(
+        "ValueError: layout must be the same on every rank: rank 0 has 4 tokens"
+    )
+
+
+FIRST, SECOND = Branch(4, 2, (0, 1), range(0, 2)), Branch(None, 3, 1)
+PATTERN = Pattern((FIRST, SECOND), causal=True)
+OTHERS = {
+    "causal": replace(PATTERN, causal=False),
+    "fewer branches": Pattern((FIRST,), True),
+    "the order of branches": Pattern((SECOND, FIRST), True),
+    "a segment length": Pattern((replace(FIRST, segment_length=5), SECOND), True),
+    "a dilation rate": Pattern((FIRST, replace(SECOND, dilation_rate=2)), True),
+    "an offset": Pattern((FIRST, replace(SECOND, offset=2)), True),
+    "offsets of heads": Pattern((replace(FIRST, offset=(1, 0)), SECOND), True),
+    "heads": Pattern((Branch(4, 2, (0,), range(0, 1)), SECOND), True),
+    "a window": Pattern((FIRST, replace(SECOND, window=5)), True),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_patterns_that_differ_in_anything_are_refused(other: Pattern) -> None:
+    first, second = together({"pattern": PATTERN}, {"pattern": other})
+    assert first == second and first.startswith("ValueError: pattern must be the same on every rank: rank 0 has")
 
 
 @pytest.mark.parametrize("kernel", ["flash", "cudnn"])
@@ -153,23 +252,3 @@ def test_a_fused_kernel_of_gpus_is_refused_where_it_takes_no_tile(
     call: Any = SimpleNamespace(kernel=kernel, q=q, return_lse=False, differentiated=True)
     with nullcontext() if taken else pytest.raises(NotImplementedError, match=f"{dtype} and head dim {dim}"):
         agreement._validate_fused(call)
-
-
-PATTERN = Pattern((Branch(4, 2, (0, 1), range(0, 2)), Branch(None, 3, 1)), causal=True)
-OTHERS = {
-    "causal": Pattern(PATTERN.branches, False),
-    "fewer branches": Pattern(PATTERN.branches[:1], True),
-    "the order of branches": Pattern(PATTERN.branches[::-1], True),
-    "a segment length": Pattern((Branch(5, 2, (0, 1), range(0, 2)), PATTERN.branches[1]), True),
-    "a dilation rate": Pattern((PATTERN.branches[0], Branch(None, 2, 1)), True),
-    "an offset": Pattern((PATTERN.branches[0], Branch(None, 3, 2)), True),
-    "offsets of heads": Pattern((Branch(4, 2, (1, 0), range(0, 2)), PATTERN.branches[1]), True),
-    "heads": Pattern((Branch(4, 2, (0,), range(0, 1)), PATTERN.branches[1]), True),
-}
-
-
-@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
-def test_patterns_that_differ_in_anything_are_refused(other: Pattern) -> None:
-    tensors = {name: torch.zeros(1, 2, 2, 4) for name in "qkv"}
-    said = together({**tensors, "pattern": PATTERN}, {**tensors, "pattern": other})
-    assert said[0] == said[1] and said[0].startswith("ValueError: pattern must be the same on every rank: rank 0 has")

@@ -76,7 +76,7 @@ def _read_law(record: dict[str, Any]) -> Saved:
     if not isinstance(name, str) or name not in known:
         raise ValueError(f"law is {name!r}; it must be one of {', '.join(known)}")
     case = read_case(record["case"])
-    known[name].premise(case, how)
+    known[name].validate(case, how)
     return SavedExample(runner.law_experiment(known[name]), (case, how), record)
 
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
+from reference import Pattern, attention
+from ring import Layout, ring_attention
 from ring.comm.group import transport_over
 from ring.comm.transport import RecordingTransport, SoloTransport
-from tests.support import group_tasks
-from verification.run.processes.pool import Pool
+from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(4, preload=("torch", "torch._dynamo", group_tasks.__name__)) as ranks:
-        yield ranks
 
 
 def test_one_process_needs_no_group() -> None:
@@ -26,9 +25,22 @@ def test_one_process_needs_no_group() -> None:
         transport_over(None, 2)
 
 
-def test_a_transport_is_taken_as_it_is() -> None:
-    transport = RecordingTransport(SoloTransport())
+class Alike:
+    """All that a transport has, without being derived from one."""
+
+    def __init__(self, inner: SoloTransport) -> None:
+        self.rank, self.world_size, self.calls = inner.rank, inner.world_size, inner.calls
+        self.post, self.prepare, self.empty = inner.post, inner.prepare, inner.empty
+        self.all_equal, self.all_gather = inner.all_equal, inner.all_gather
+
+
+@pytest.mark.parametrize("transport", (RecordingTransport(SoloTransport()), Alike(SoloTransport())))
+def test_a_transport_is_taken_as_it_is(transport: Any) -> None:
     assert transport_over(transport, 1) is transport
+    q, k, v = torch.randn(3, 1, 6, 2, 4)
+    out = ring_attention(q, k, v, Pattern.dense(), Layout.contiguous(6, 1), group=transport)
+    assert isinstance(out, torch.Tensor)
+    torch.testing.assert_close(out.double(), attention(q, k, v, Pattern.dense())[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("group", ("gloo", 3, object))
@@ -37,27 +49,76 @@ def test_anything_else_is_refused(group: object) -> None:
         transport_over(group, 1)  # type: ignore[arg-type]
 
 
-def test_a_mesh_of_one_dimension_is_its_group(pool: Pool) -> None:
+def _end(mesh: DeviceMesh) -> None:
+    """Leave no group in the rank but the default one."""
+    for group in mesh.get_all_groups():
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
+def _calls_over_a_mesh() -> tuple[Any, ...]:
+    """(rank, size) of a whole mesh, and of a part, whose ranks do not lie side by side; the part's global ranks; the
+    numbers of calls on the part by itself, by its process group, and by itself again; the worst error.
+    """
+    whole = transport_over(init_device_mesh("cpu", (4,)), 4)
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("context", "data"))
+    mesh = square["context"]
+    part, layout, numbers, worst = transport_over(mesh, 2), Layout.zigzag(10, 2), [], 0.0
+    q, k, v = torch.randn(3, 1, 10, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    exact = layout.shard(attention(q, k, v, Pattern.dense())[0], part.rank)
+    for group in (mesh, mesh.get_group(), mesh):
+        mine = [layout.shard(x, part.rank) for x in (q, k, v)]
+        out = ring_attention(mine[0], mine[1], mine[2], Pattern.dense(), layout, group=group)
+        assert isinstance(out, torch.Tensor)
+        numbers.append(part.calls.number)
+        worst = max(worst, float((out - exact).abs().max()))
+    places = [(transport.rank, transport.world_size) for transport in (whole, part)]
+    members = dist.get_process_group_ranks(mesh.get_group())
+    _end(square)
+    return *places, members, numbers, worst
+
+
+def test_a_mesh_of_one_dimension_is_its_group(ranks: Ranks) -> None:
     """Whole, and as a part of a mesh of two; its calls and those on its process group are numbered together."""
-    for rank, (whole, part, ranks, numbers, worst) in enumerate(pool.run(group_tasks.calls_over_meshes)):
-        assert (whole, part) == ((rank, 4), (rank // 2, 2)) and ranks == [rank % 2, rank % 2 + 2]
+    for rank, (whole, part, members, numbers, worst) in enumerate(ranks(4).run(_calls_over_a_mesh)):
+        assert (whole, part) == ((rank, 4), (rank // 2, 2)) and members == [rank % 2, rank % 2 + 2]
         assert numbers == [1, 2, 3] and worst < 1e-12
 
 
-def test_other_meshes_are_refused(pool: Pool) -> None:
-    for rank, (flat, outside) in enumerate(pool.run(group_tasks.meshes_that_do_not_fit)):
-        assert "group must be a mesh of one dimension, got 2 dimensions ('data', 'context')" in flat
-        assert 'take the one along which the sequence is sharded, as mesh["context"]' in flat
-        if rank < 2:
-            assert outside == "taken"
-        else:
-            assert f"group must contain the calling process; world rank {rank} is not in" in outside
+def _meshes_that_do_not_fit() -> None:
+    flat = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+    said = (
+        r"group must be a mesh of one dimension, got 2 dimensions \('data', 'context'\): take the one along which the "
+        r'sequence is sharded, as mesh\["context"\]'
+    )
+    with pytest.raises(ValueError, match=said):
+        transport_over(flat, 2)
+    _end(flat)
+    part, rank = DeviceMesh("cpu", [0, 1]), dist.get_rank()
+    if rank < 2:
+        assert transport_over(part, 2).rank == rank
+        _end(part)
+    else:
+        with pytest.raises(ValueError, match=f"group must contain the calling process; world rank {rank} is not in"):
+            transport_over(part, 2)
 
 
-def test_a_dtensor_is_refused_by_name_on_every_rank(pool: Pool) -> None:
-    for outcome in pool.run(group_tasks.dtensors):
-        for name, said in zip("qkv", outcome, strict=True):
-            assert said.startswith(
-                f"NotImplementedError: rank 1: {name} must be a plain tensor, the shard of this rank"
-            )
-            assert f"give {name}.to_local(), sharded as the layout says" in said and "Shard(dim=1)" in said
+def test_other_meshes_are_refused(ranks: Ranks) -> None:
+    ranks(4).run(_meshes_that_do_not_fit)
+
+
+def _dtensors() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    for name in "qkv":
+        tensors: dict[str, Any] = {one: torch.zeros(1, 2, 1, 4) for one in "qkv"}
+        if dist.get_rank() == 1:
+            tensors[name] = DTensor.from_local(tensors[name], mesh, [Shard(1)])
+        said = (
+            rf"rank 1: {name} must be a plain tensor, the shard of this rank, .*Shard\(dim=1\).* give {name}\.to_local"
+        )
+        with pytest.raises(NotImplementedError, match=said):
+            ring_attention(**tensors, pattern=Pattern.dense(), layout=Layout.contiguous(8, 4))
+
+
+def test_a_dtensor_is_refused_by_name_on_every_rank(ranks: Ranks) -> None:
+    ranks(4).run(_dtensors)

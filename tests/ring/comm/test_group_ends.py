@@ -1,31 +1,115 @@
-"""A group that is destroyed ends, and gloo's threads with it: one that still runs while Python ends can abort it."""
+"""A group that ends is let go: no cache keeps it, and no connection, thread or shared memory of it is left.
+
+Programs that make groups anew, as elastic training and servers do, would otherwise leak one each time; and gloo's
+threads that still run while Python ends can abort it.
+"""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
+import gc
+import os
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
 
-ROOT = Path(__file__).parents[3]
-PROGRAM = """
-import os, sys, weakref
+import pytest
 import torch
 import torch.distributed as dist
-from ring import Layout, Pattern, ring_attention
-torch.ones(1, requires_grad=True).backward()  # for whose threads, one for each GPU, no group is responsible
-threads = len(os.listdir("/proc/self/task"))
-store = dist.FileStore(sys.argv[1], 1)
-dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-group = weakref.ref(dist.group.WORLD)
-q, k, v = torch.randn(3, 1, 8, 2, 4).requires_grad_()
-ring_attention(q, k, v, Pattern.dense(), Layout.contiguous(8, 1), group=dist.group.WORLD).sum().backward()
-assert len(os.listdir("/proc/self/task")) > threads
-dist.destroy_process_group()
-print(group(), len(os.listdir("/proc/self/task")) - threads)
-"""
+
+from reference.pattern import Pattern
+from ring import Layout, ring_attention
+from ring.compiled import traced
+from ring.operator import _prepared
+from tests.support.ranks import Ranks
+from verification.run.programs import in_second_thread
+
+pytestmark = pytest.mark.ranks
+
+PAGES = "/dev/shm/ring-"  # of the memory in which ranks of one machine agree
 
 
-def test_a_destroyed_group_ends_after_attention(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(tmp_path / "store")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "None 0\n", done.stderr
+def _in_use() -> Counter[str]:
+    """What the operating system keeps for this process: open files, threads, shared memory, by what it is."""
+    kept: Counter[str] = Counter()
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the one with which the folder was read
+            kept[f"open file {os.readlink(f'/proc/self/fd/{number}').partition(':[')[0]}"] += 1
+    kept["threads"] = len(os.listdir("/proc/self/task"))
+    kept.update(f"shared memory {page}" for page in _pages())
+    return kept
+
+
+def _pages() -> list[str]:
+    """The files of shared memory that this process has mapped; one that has no name any more is "deleted"."""
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        return [line[line.index(PAGES) :].rstrip("\n") for line in maps if PAGES in line]
+
+
+def _left_since(before: Counter[str]) -> list[str]:
+    """What is in use and was not before, once all that was told to end has had time for it."""
+    deadline = time.monotonic() + 2.0
+    while (more := _in_use() - before) and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.005)
+    return sorted(more)
+
+
+def _call(group: dist.ProcessGroup, compiled: bool = False, exchange: str = "ring") -> None:
+    """Forward and backward; compiled: by the operators of a compiled graph, without compiling one."""
+    q, k, v = (torch.ones(1, 4, 2, 4, requires_grad=True) for _ in "qkv")
+    layout = Layout.contiguous(4 * group.size(), group.size())
+    if compiled:
+        out = traced(
+            q, k, v, Pattern.dense(), layout, group=group, kernel="auto", return_lse=False, exchange=exchange,
+            bucket=None, scale=None, check=True, name=None,
+        )  # fmt: skip
+    else:
+        out = ring_attention(q, k, v, Pattern.dense(), layout, group=group, exchange=exchange)
+    assert isinstance(out, torch.Tensor)
+    torch.autograd.grad(out.sum(), (q, k, v))
+
+
+def _refused(group: dist.ProcessGroup) -> None:
+    _call(group)
+    with pytest.raises(ValueError, match="exchange must be one of"):
+        _call(group, exchange="teleport")
+
+
+def _by_two_threads(group: dist.ProcessGroup) -> None:
+    """One has ended when the other one calls."""
+    in_second_thread(partial(_call, group))
+    _call(group)
+
+
+WAYS: dict[str, Callable[[dist.ProcessGroup], None]] = {
+    "eager": _call,
+    "compiled": partial(_call, compiled=True),
+    "refused": _refused,
+    "threads": _by_two_threads,
+}
+
+
+def _left_of_a_group(way: str) -> list[str]:
+    """What is left of the second of two groups: what a process begins once, with the first, is no group's."""
+    for _ in range(2):
+        before = _in_use()
+        group = dist.new_group(timeout=timedelta(seconds=60))
+        WAYS[way](group)
+        named = [page for page in _pages() if os.path.exists(page)]
+        dist.destroy_process_group(group)
+        seen = weakref.ref(group)
+        del group
+        gc.collect()
+        kept = [] if seen() is None else [f"{type(seen()).__name__} in memory"]
+        left = [*kept, *(f"{page} has a name" for page in named), *_left_since(before)]
+        dist.barrier()
+    return left + [f"prepared forward {number}" for number in _prepared]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_of_a_group_is_left(ranks: Ranks, way: str) -> None:
+    assert ranks(2).run(_left_of_a_group, way) == [[], []]

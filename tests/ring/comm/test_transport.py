@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # registers t
 
 from ring.comm.process_group import ProcessGroupTransport, backends_of
 from ring.comm.transport import Message, RecordingTransport, SoloTransport
+from tests.support.ranks import Ranks
 
 
 @pytest.fixture
@@ -50,6 +54,30 @@ def test_an_empty_batch_is_allowed(rank_1_of_3: ProcessGroupTransport) -> None:
         pending = transport.post([], [])
         pending.arrive()
         pending.wait()
+
+
+def _send_early() -> None:
+    """Rank 0 sends while nobody receives, and does other things before it waits."""
+    group = dist.new_group(timeout=timedelta(seconds=10))
+    transport, numbers = ProcessGroupTransport(group), [torch.full((2**18,), float(i)) for i in range(4)]
+    if transport.rank == 0:
+        pending = [transport.post([Message(1, x, f"message {i}")], []) for i, x in enumerate(numbers)]
+        gc.collect()
+        time.sleep(0.3)
+        for batch in pending:
+            batch.wait()
+    else:
+        time.sleep(0.2)
+        for i, x in enumerate(numbers):
+            received = torch.empty_like(x)
+            transport.post([], [Message(0, received, f"message {i}")]).wait()
+            assert received.equal(x)
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.ranks
+def test_what_is_sent_before_anybody_receives_is_not_lost(ranks: Ranks) -> None:
+    ranks(2).run(_send_early)
 
 
 def test_a_group_is_for_its_members(rank_1_of_3: ProcessGroupTransport) -> None:

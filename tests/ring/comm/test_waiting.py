@@ -3,124 +3,233 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import re
+import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from ring import Layout, Pattern, ring_attention
 from ring.comm import waiting
 from ring.comm.host_memory import _StoreGather
-from ring.comm.transport import Absent
-from ring.comm.waiting import done_by_event, done_by_work, timeout_of, wait_for_all
-from tests.support import waiting_tasks
-from verification.run.processes.pool import Pool
+from ring.comm.process_group import ProcessGroupTransport
+from ring.comm.transport import Absent, Message
+from ring.comm.waiting import GRACE, SLOW, done_by_event, done_by_work, timeout_of, wait_for_all
+from ring.compute import kernels
+from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
 
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(3, preload=("torch", "torch._dynamo", waiting_tasks.__name__)) as ranks:
-        yield ranks
+TIMEOUT = 3.0  # seconds, of a group: longer than SLOW, so that ranks leave their marks
+Group = dist.ProcessGroup | None
 
 
-def test_a_rank_that_is_late_is_no_error_and_leaves_no_mark(pool: Pool) -> None:
+def new_group(seconds: float = TIMEOUT) -> dist.ProcessGroup:
+    dist.barrier()  # its timeout holds for the making of it, too
+    group = dist.new_group(timeout=timedelta(seconds=seconds))
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def end(group: dist.ProcessGroup) -> None:
+    """Of all ranks together: gloo's other ends would see a broken connection."""
+    dist.barrier()
+    dist.destroy_process_group(group)
+
+
+def forward(group: Group, name: str | None = None, exchange: str = "ring") -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, v = (torch.ones(1, 2, 1, 4, requires_grad=True) for _ in range(3))
+    layout = Layout.contiguous(6, 3)
+    out = ring_attention(q, k, v, Pattern.dense(), layout, group=group, name=name, exchange=exchange)
+    assert isinstance(out, torch.Tensor)
+    return out, q
+
+
+def said_by(act: Callable[..., object], *arguments: Any) -> str:
+    try:
+        act(*arguments)
+    except (RuntimeError, ValueError, MemoryError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+def _one_rank_is_late() -> None:
     """It comes when the others have left their marks, but before the group's timeout."""
-    for said, marks in pool.run(waiting_tasks.one_rank_is_late):
-        assert said == "fine" and marks == []
+    group = new_group(60.0)
+    forward(group)
+    if dist.get_rank() == 1:
+        time.sleep(SLOW + 0.7)
+    forward(group)
+    dist.barrier()
+    store = group.get_group_store()
+    marks = [f"ring/waits/{number}/{rank}" for number in range(6) for rank in range(3)]
+    assert not [mark for mark in marks if store.check([mark])]
+    end(group)
 
 
-@pytest.mark.parametrize("absent", ((2,), (0,), (0, 1)))
-@pytest.mark.parametrize("direction", ("forward", "backward"))
-def test_ranks_that_never_come_are_named_after_the_timeout(pool: Pool, direction: str, absent: tuple[int, ...]) -> None:
-    name = "rank 2" if absent == (2,) else "rank 0" if absent == (0,) else "ranks 0, 1"
-    for rank, (said, seconds) in enumerate(pool.run(waiting_tasks.some_never_come, direction, absent)):
-        if rank in absent:
-            assert said == "stayed away"
+def test_a_rank_that_is_late_is_no_error_and_leaves_no_mark(ranks: Ranks) -> None:
+    ranks(3).run(_one_rank_is_late)
+
+
+def _some_never_come(direction: str, absent: tuple[int, ...]) -> str:
+    group = new_group()
+    forward(group)
+    out, q = forward(group, "layer 3") if direction == "backward" else forward(group, "layer 2")
+    began, said = time.monotonic(), "stayed away"
+    if dist.get_rank() not in absent:
+        if direction == "backward":
+            said = said_by(torch.autograd.grad, out.sum(), q)
         else:
-            assert said.startswith(f"RuntimeError: {name} did not come to the {direction} of call 2 ('layer 3'): ")
-            assert waiting_tasks.TIMEOUT <= seconds < waiting_tasks.TIMEOUT + 10
+            said = said_by(forward, group, "layer 3")
+        assert TIMEOUT <= time.monotonic() - began < TIMEOUT + 10
+    end(group)
+    return said
 
 
-def test_a_rank_that_comes_too_late_is_told_so(pool: Pool) -> None:
-    first, late, third = pool.run(waiting_tasks.one_comes_too_late)
+@pytest.mark.parametrize(("absent", "name"), (((2,), "rank 2"), ((0, 1), "ranks 0, 1")))
+@pytest.mark.parametrize(("direction", "number"), (("forward", 3), ("backward", 2)))
+def test_ranks_that_never_come_are_named_after_the_timeout(
+    ranks: Ranks, direction: str, number: int, absent: tuple[int, ...], name: str
+) -> None:
+    for rank, said in enumerate(ranks(3).run(_some_never_come, direction, absent)):
+        if rank not in absent:
+            wanted = f"RuntimeError: {name} did not come to the {direction} of call {number} ('layer 3'): "
+            assert said.startswith(wanted), said
+
+
+def _one_comes_too_late() -> str:
+    group = new_group()
+    if dist.get_rank() == 1:
+        time.sleep(TIMEOUT + 2 * GRACE)
+    said = said_by(forward, group)
+    end(group)
+    return said
+
+
+def test_a_rank_that_comes_too_late_is_told_so(ranks: Ranks) -> None:
+    first, late, third = ranks(3).run(_one_comes_too_late)
     for said in (first, third):
         assert said.startswith("RuntimeError: rank 1 did not come to the forward of call 1: ")
     assert late.startswith("RuntimeError: not all ranks came in time to the forward of call 1: ")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("killed", (1, 2))
-def test_a_rank_that_was_killed_is_named(tmp_path: Path, killed: int) -> None:
-    assert exit_codes(tmp_path, killed, False) == [-9 if rank == killed else 0 for rank in range(3)]
-    for rank in {0, 1, 2} - {killed}:
-        said = (tmp_path / f"said {rank}").read_text()
-        assert said.startswith(f"rank {killed} did not come to the forward of call 2: ")
+def _one_ends_in_the_middle(exchange: str) -> list[str]:
+    """What is said in the call in which rank 1 runs out of memory, and in the next one."""
+    group = new_group()
+    forward(group)
+    real = kernels.forward
+    broken = MemoryError("no room\nfor anything") if dist.get_rank() == 1 else None
+    with patch.object(kernels, "forward", side_effect=broken, wraps=real):
+        said = [said_by(forward, group, "layer 3", exchange)]
+    said.append(said_by(forward, group, "layer 4", exchange))
+    end(group)
+    return said
+
+
+@pytest.mark.parametrize("exchange", ("direct", "ring"))
+def test_nothing_is_called_after_a_call_that_ended_in_the_middle(ranks: Ranks, exchange: str) -> None:
+    """On the rank itself at once; the others wait in that call, or for the next one, for the group's timeout.
+
+    One that waits for the next call may find that the other, which still waited in this one, did not come either.
+    """
+    closed = "RuntimeError: nothing can be called on this group any more, since on this rank"
+    outcomes = ranks(3).run(_one_ends_in_the_middle, exchange)
+    assert outcomes[1] == [
+        "MemoryError: no room\nfor anything",
+        f"{closed} the forward of call 2 ('layer 3') ended in the middle: MemoryError: no room",
+    ]
+    for rank in (0, 2):
+        first, second = outcomes[rank]
+        if first == "fine":  # it had all messages
+            who = f"(rank 1|ranks {min(1, 2 - rank)}, {max(1, 2 - rank)})"
+            assert re.match(rf"RuntimeError: {who} did not come to the forward of call 3 \('layer 4'\): ", second)
+        else:
+            assert first.startswith("RuntimeError: ") and "the message 'keys and values " in first
+            assert second.startswith(closed)
+
+
+# --- processes that are killed ----------------------------------------------------------------------------------------
+
+
+def ended(task: Callable[..., None], world: int, *arguments: object) -> list[int | None]:
+    """The exit status of each rank, in a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=task, args=(rank, *arguments)) for rank in range(world)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(100)
+    return [process.exitcode for process in processes]
+
+
+def _join(rank: int, world: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = dist.FileStore(f"{folder}/store", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+
+
+def _one_dies(rank: int, folder: str, killed: int, agreed: bool) -> None:
+    """It is killed before its second call, or when it has agreed to it."""
+    _join(rank, 3, folder)
+    forward(None)
+    if rank == killed and agreed:
+        kernels.forward = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    elif rank == killed:
+        os.kill(os.getpid(), signal.SIGKILL)
+    Path(folder, f"said {rank}").write_text(said_by(forward, None))
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_in_the_middle_of_a_call_is_named(tmp_path: Path) -> None:
-    """By who waits for its message. The others wait for ranks that have ended with an error of their own."""
-    assert exit_codes(tmp_path, 1, True) == [0, -9, 0]
-    said = (tmp_path / "said 2").read_text()
-    assert re.match(r"the message 'keys and values \d' from rank 1 did not come: .+$", said)
+@pytest.mark.parametrize(
+    ("killed", "agreed", "ranks_told", "said"),
+    [
+        (1, False, (0, 2), r"rank 1 did not come to the forward of call 2: "),
+        (2, False, (0, 1), r"rank 2 did not come to the forward of call 2: "),
+        # Who waits for its message; the others wait for ranks that have ended with an error of their own.
+        (1, True, (2,), r"the message 'keys and values \d' from rank 1 did not come: .+$"),
+    ],
+)
+def test_a_rank_that_was_killed_is_named(
+    tmp_path: Path, killed: int, agreed: bool, ranks_told: Sequence[int], said: str
+) -> None:
+    assert ended(_one_dies, 3, str(tmp_path), killed, agreed) == [-9 if rank == killed else 0 for rank in range(3)]
+    for rank in ranks_told:
+        assert re.match(f"RuntimeError: {said}", (tmp_path / f"said {rank}").read_text())
+
+
+def _one_ends_after_a_message(rank: int, folder: str) -> None:
+    """The connection to rank 1 is broken from the second message on: of that three receives and a send."""
+    _join(rank, 2, folder)
+    transport, message = ProcessGroupTransport(), Message(1 - rank, torch.ones(2), "a message")
+    if rank == 1:
+        transport.post([message], []).wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+    transport.post([], [message]).wait()
+    posts: list[Any] = [*3 * [([], [message])], ([message], [])]
+    Path(folder, "said").write_text(
+        "\n".join(said_by(lambda post=post: transport.post(*post).wait()) for post in posts)
+    )
 
 
 @pytest.mark.slow
 def test_a_message_over_a_broken_connection_is_named(tmp_path: Path) -> None:
     """The first one fails in its wait, later ones where they are posted."""
-    assert ended([(waiting_tasks.one_ends_after_a_message, (rank, str(tmp_path))) for rank in range(2)]) == [0, -9]
+    assert ended(_one_ends_after_a_message, 2, str(tmp_path)) == [0, -9]
     *received, sent = (tmp_path / "said").read_text().splitlines()
     assert len(received) == 3
     for said in received:
         assert said.startswith("RuntimeError: the message 'a message' from rank 1 did not come: ")
     assert sent.startswith("RuntimeError: rank 1 did not take the message 'a message': ")
-
-
-def exit_codes(folder: Path, killed: int, agreed: bool) -> list[int | None]:
-    return ended([(waiting_tasks.one_dies, (rank, killed, str(folder), agreed)) for rank in range(3)])
-
-
-def ended(tasks: Sequence[tuple[Callable[..., None], tuple[object, ...]]]) -> list[int | None]:
-    """The exit status of each, in a process of its own."""
-    context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=function, args=arguments) for function, arguments in tasks]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(100)
-    return [process.exitcode for process in ranks]
-
-
-@pytest.mark.parametrize("exchange", ("direct", "ring"))
-def test_nothing_is_called_after_a_call_that_ended_in_the_middle(pool: Pool, exchange: str) -> None:
-    """On the rank itself at once; the others wait in that call, or for the next one, for the group's timeout.
-
-    One that waits for the next call may find that the other, which still waited in this one, did not come either.
-    """
-    said = pool.run(waiting_tasks.one_ends_in_the_middle, exchange)
-    assert said[1] == [
-        "MemoryError: no room\nfor anything",
-        (
-            "RuntimeError: nothing can be called on this group any more, since on this rank the forward of call 2 "
-            "('layer 3') ended in the middle: MemoryError: no room"
-        ),
-    ]
-    for rank in (0, 2):
-        first, second = said[rank]
-        if first == "fine":  # it had all messages
-            both = f"ranks {min(1, 2 - rank)}, {max(1, 2 - rank)}"
-            assert re.match(
-                rf"RuntimeError: (rank 1|{both}) did not come to the forward of call 3 \('layer 4'\): ", second
-            )
-        else:
-            assert first.startswith("RuntimeError: ") and "the message 'keys and values " in first
-            assert second.startswith("RuntimeError: nothing can be called on this group any more, since on this rank")
 
 
 # --- one process ------------------------------------------------------------------------------------------------------
@@ -158,97 +267,69 @@ class Lost(dist.Store):
 
 
 @pytest.fixture
-def store() -> Iterator[Lost]:
-    """Of a group of one rank."""
-    made = Lost()
-    dist.init_process_group("gloo", store=made, rank=0, world_size=1, timeout=timedelta(seconds=77))
-    yield made
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lost]:
+    """Of a group of one rank, whose marks come soon."""
+    monkeypatch.setattr(waiting, "GRACE", 0.01)
+    store = Lost()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=77))
+    yield store
     dist.destroy_process_group()
 
 
-def world() -> dist.ProcessGroup:
+def waits(done: Callable[[float | None], bool]) -> None:
     group = dist.group.WORLD
-    assert group is not None
-    return group
+    assert group is not None and timeout_of(group) == timedelta(seconds=77)
+    wait_for_all(done, group, 1)
 
 
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "GRACE", 0.01)
-
-
-def late(seconds: float | None) -> bool:
-    return seconds is None
-
-
-def never(seconds: float | None) -> bool:
+def failing(seconds: float | None) -> bool:
     if seconds is None:
         raise RuntimeError("connection reset\nand much more")
     return False
 
 
-def test_a_store_that_is_gone_does_not_end_what_gets_done(store: Lost) -> None:
+@pytest.mark.parametrize("done", (lambda seconds: True, lambda seconds: seconds is None), ids=("soon", "late"))
+def test_a_store_that_is_gone_does_not_end_what_gets_done(store: Lost, done: Callable[[float | None], bool]) -> None:
     store.gone = True
-    wait_for_all(late, world(), 1)
+    waits(done)
 
 
 def test_without_a_store_nobody_can_tell_who_is_missing(store: Lost) -> None:
     store.gone = True
     with pytest.raises(Absent, match="some rank did not come to where the others wait: connection reset$") as caught:
-        wait_for_all(never, world(), 1)
+        waits(failing)
     assert caught.value.ranks is None
-
-
-def test_a_question_by_a_store_that_is_gone_says_why(store: Lost) -> None:
-    store.gone = True
-    asked = _StoreGather(store, 0, 2, timedelta(seconds=1))
     with pytest.raises(Absent, match="some rank did not come .*: the store is gone$"):
-        asked.gather("the file", "mine")
-
-
-def test_what_is_done_soon_needs_no_store(store: Lost) -> None:
-    store.gone = True
-    wait_for_all(lambda seconds: True, world(), 1)
+        _StoreGather(store, 0, 2, timedelta(seconds=1)).gather("the file", "mine")
 
 
 def test_a_wait_whose_time_is_over_names_the_timeout(store: Lost) -> None:
     with pytest.raises(Absent, match="not all ranks came in time .*: the group's timeout of 0:01:17 is over"):
-        wait_for_all(lambda seconds: False, world(), 1)
-    assert timeout_of(world()) == timedelta(seconds=77)
+        waits(lambda seconds: False)
 
 
-class Work:
-    """Waits are answered in turn; an exception is raised."""
-
-    def __init__(self, *answers: Any, completed: bool) -> None:
-        self.answers, self.completed = list(answers), completed
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        answer = self.answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return bool(answer)
-
-    def is_completed(self) -> bool:
-        return self.completed
+OVER, FAILED = RuntimeError("Operation timed out!"), RuntimeError("connection reset")
 
 
-OVER = RuntimeError("Operation timed out!")
-
-
-def test_a_work_that_takes_longer_is_not_done() -> None:
-    done = done_by_work(Work(OVER, True, completed=False))  # type: ignore[arg-type]
-    assert not done(1.0) and done(None)
-
-
-def test_a_work_that_ends_while_its_wait_does_is_done() -> None:
-    assert done_by_work(Work(OVER, True, completed=True))(1.0)  # type: ignore[arg-type]
-
-
-def test_a_work_that_failed_raises() -> None:
-    failed = RuntimeError("connection reset")
-    with pytest.raises(RuntimeError, match="connection reset"):
-        done_by_work(Work(failed, failed, completed=True))(1.0)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("waited", "completed", "seconds", "done"),
+    [
+        ([OVER], False, 1.0, False),  # it takes longer
+        ([True], False, None, True),
+        ([OVER, True], True, 1.0, True),  # it ended while its wait did
+        ([FAILED, FAILED], True, 1.0, None),
+    ],
+)
+def test_a_work_is_done_when_it_was_waited_for(
+    waited: list[Any], completed: bool, seconds: float | None, done: bool | None
+) -> None:
+    """Waits are answered in turn, by exceptions that are raised too; None: the failure is."""
+    work: Any = SimpleNamespace(wait=Mock(side_effect=waited), is_completed=lambda: completed)
+    if done is None:
+        with pytest.raises(RuntimeError, match="connection reset"):
+            done_by_work(work)(seconds)
+    else:
+        assert done_by_work(work)(seconds) is done
 
 
 @pytest.mark.parametrize(("after", "seconds", "done"), [(0, 1.0, True), (3, 1.0, True), (10**9, 0.01, False)])

@@ -1,108 +1,309 @@
-"""Laws between Cases hold, and a planted defect breaks them."""
+"""Laws between Cases hold, and each finds what is planted against it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
+from torch import Tensor
 
 from reference.exact import evaluate
 from reference.oracle import attention_and_gradients
 from reference.pattern import Branch, Pattern
+from ring import agreement, attention, walk
+from ring.comm.calls import Calls
+from ring.compute.accumulator import Accumulator
 from tests.support.plain_case import plain
-from tests.support.planted import plant_16_bit_accumulator, plant_swallowed_error
+from tests.support.planted import plant
 from verification import runner
 from verification.case import Case
 from verification.check.expectation import arithmetic_of, inputs_of
-from verification.check.laws import LAWS, How, Law
-from verification.check.laws.growth import check_growth
-from verification.check.laws.mistakes import check_refused
+from verification.check.laws import LAWS, Law
+from verification.check.laws.isolation import neighbour
 from verification.check.laws.order import permuted
-from verification.failures import WrongResult
+from verification.check.laws.orders import Deviation, Flights
+from verification.failures import VerificationFailure
 from verification.report.report import Report
-from verification.run.backends import GlooBackend
+from verification.run.backends import GlooBackend, SimBackend
+from verification.run.programs import FlightStep
 from verification.run.rank import InputEdit
 from verification.search.search import Search
 
 pytestmark = pytest.mark.ranks
 
+BY_NAME = {law.name: law for law in LAWS}
+
 
 @pytest.fixture(scope="module")
-def ranks() -> Any:
-    backend = GlooBackend(10.0)
-    backend.start(3)
-    yield backend
-    backend.close()
+def backend() -> Iterator[GlooBackend]:
+    with closing(GlooBackend(30.0)) as backend:
+        backend.start(3)
+        yield backend
 
 
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
-def test_laws_hold(law: Law, ranks: GlooBackend) -> None:
+@pytest.mark.parametrize("law", LAWS, ids=BY_NAME)
+def test_laws_hold(law: Law, backend: GlooBackend) -> None:
     report = Report(Console(quiet=True))
     report.start_world(3, 8)
-    found = Search(runner.law_experiment(law), ranks, report, 3).explore(min(8, law.most), 1)
+    found = Search(runner.law_experiment(law), backend, report, 3).explore(min(8, law.most), 1)
     assert not found, str(found)
+
+
+# --- faults, planted in every rank before its first task --------------------------------------------------------------
+
+
+def calling(spoil: Callable[..., Any]) -> Callable[[], None]:
+    """The ranks call `spoil(ring_attention, arguments by position, by name)`."""
+    return lambda: plant(spoil)
+
+
+def results(change: Callable[[Tensor, Any, Any], Tensor]) -> Callable[[], None]:
+    """The output becomes change(out, arguments by position, by name)."""
+
+    def spoil(real: Any, args: Any, options: Any) -> Any:
+        result = real(*args, **options)
+        if isinstance(result, tuple):
+            return change(result[0], args, options), result[1]
+        return change(result, args, options)
+
+    return calling(spoil)
+
+
+sees_later_tokens = results(lambda out, args, options: out + args[2].sum())
+tells_batches_apart = results(lambda out, args, options: out * torch.linspace(1, 2, out.shape[0]).view(-1, 1, 1, 1))
+loses_a_thousandth = results(lambda out, args, options: out * 0.999)
+hides_nan = results(lambda out, args, options: torch.nan_to_num(out))
+gathers_wrongly = results(lambda out, args, options: out * (1.01 if options["exchange"] == "gather" else 1.0))
+
+
+def lends_much_memory(real: Any, args: Any, options: Any) -> Any:
+    torch.zeros(args[4].n, args[4].n)
+    return real(*args, **options)
+
+
+def weighs_what_is_hidden(real: Any, args: Any, options: Any) -> Any:
+    q, k, *others = args
+    return real(q, torch.nan_to_num(k, neginf=-1.0), *others, **options)
+
+
+def keeps_results(real: Any, args: Any, options: Any, kept: list[Any] = []) -> Any:  # noqa: B006 - it is to be kept
+    kept.append(real(*args, **options))
+    return kept[-1]
+
+
+def seeds_random_numbers(real: Any, args: Any, options: Any) -> Any:
+    torch.manual_seed(0)
+    return real(*args, **options)
+
+
+def sets_the_default_dtype(real: Any, args: Any, options: Any) -> Any:
+    torch.set_default_dtype(torch.float64)
+    return real(*args, **options)
+
+
+def keeps_one_output(real: Any, args: Any, options: Any, kept: dict[Any, Tensor] = {}) -> Any:  # noqa: B006 - likewise
+    """All calls of a rank on tensors of one shape give the same output tensor."""
+    result = real(*args, **options)
+    out = result[0] if isinstance(result, tuple) else result
+    place = options["group"].rank if options["group"] is not None else 0
+    kept.setdefault(place, out.data).copy_(out.data)
+    out.data = kept[place]
+    return result
+
+
+def forgets_the_pattern() -> None:
+    """A plan is kept for a layout and a rank, whatever the pattern."""
+    real, kept = walk.plan_of, {}  # type: ignore[var-annotated]
+    walk.plan_of = lambda pattern, layout, rank, *rest: kept.setdefault(
+        (layout, rank), real(pattern, layout, rank, *rest)
+    )
+
+
+def accumulates_in_16_bits() -> None:
+    real = Accumulator.merge
+
+    def merge(self: Any, *args: Any) -> None:
+        real(self, *args)
+        self.out.copy_(self.out.bfloat16())
+
+    Accumulator.merge = merge  # type: ignore[method-assign, assignment]
+
+
+def says_less() -> None:
+    real = agreement._joint_error
+    agreement._joint_error = lambda said: ValueError(str(real(said)).partition(":")[0])
+
+
+@contextmanager
+def no_turn(calls: Calls) -> Iterator[None]:
+    yield
+
+
+def set_to(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    return lambda: setattr(owner, name, value)
+
+
+def nothing(*arguments: Any) -> None:
+    pass
+
+
+# --- what each law finds ----------------------------------------------------------------------------------------------
+
+
+def in_flight(*deviation: Any) -> dict[str, Any]:
+    """Two calls in flight on all ranks, the second one's backward first, as pipelines have it."""
+    order = [["forward", 0], ["forward", 1], ["backward", 1], ["backward", 0]]
+    told = list(deviation) or None
+    return {"members": None, "groups": [0, 0], "names": [None, "b"], "order": order, "deviation": told}
+
+
+def wrongly(mistake: str, culprit: int | None, **changes: Any) -> dict[str, Any]:
+    how = {"mistakes": [[mistake, culprit]], "compiled": False, "new_group": False, "without_page": None}
+    return how | changes
+
+
+MOVED = {"group": None, "order": "contiguous", "cuts": None, "exchange": "gather", "bucket": None}
+LONG = plain(8, tokens=512, heads=4, kv_heads=4, head_dim=16, dtype="bfloat16")
+CAUSAL = plain(2, pattern=Pattern.dense(True))
+MEASURED = plain(2, tokens=64, measured=True, bucket=16)
+CALLS, LEFT, LIKE = "calls are not confused", "a call leaves nothing behind", "no call takes another for its like"
+REFUSED = "wrong calls refused everywhere"
+TEETH: list[tuple[str, Callable[[], None], Case, dict[str, Any], str]] = [
+    ("same on any ranks, layout, exchange", gathers_wrongly, plain(2), MOVED, "times the sum of their bounds"),
+    ("later tokens change nothing", sees_later_tokens, CAUSAL, {"position": 3}, "out at .* must be the same bits"),
+    ("batches and heads permute", tells_batches_apart, plain(2, batch=2), {"batch": [1, 0], "kv_heads": [0, 1]}, "out"),
+    ("equal values come out", loses_a_thousandth, plain(2), {"keys_too": True}, "all values of that head are equal"),
+    ("NaN and inf propagate", hides_nan, plain(2), {"token": 3, "tensor": "v", "infinite": False}, "which sees NaN"),
+    ("scores of -inf have no weight", calling(weighs_what_is_hidden), plain(2), {"hidden": [1, 2], "heads": [0]},
+     "no query sees this key"),
+    (REFUSED, set_to(agreement, "validate", nothing), plain(2), wrongly("one token too many in q", 1), ""),
+    (REFUSED, says_less, plain(2), wrongly("another name than the others", 1), "does not name"),
+    (CALLS, calling(keeps_one_output), plain(2), in_flight(), "other results than by themselves: out of call 0"),
+    (CALLS, set_to(attention, "agree_backward", nothing), plain(2), in_flight("skips", 1, 2), ""),
+    (CALLS, set_to(Calls, "catch_up", nothing), plain(2), in_flight("skips", 1, 3),
+     "rank 0 is in the forward of call 6, rank 1 in the forward of call 7"),
+    (CALLS, says_less, plain(2), in_flight("skips", 1, 2), "the error does not name 'the backward of call"),
+    (CALLS, set_to(Calls, "check_thread", nothing), plain(2), in_flight("thread", 1, 1),
+     "index 0 raised None after 2 steps|error does not name .calls on a group"),
+    (CALLS, set_to(Calls, "turn", no_turn), plain(2), in_flight("siege", 1, 1), "began while another"),
+    ("a broken-off call closes its group", set_to(Calls, "ended_in_the_middle", nothing), plain(2), {"check": True},
+     "must be refused"),
+    (LIKE, forgets_the_pattern, plain(2), {"causal": True}, "out is"),
+    (LEFT, calling(keeps_results), plain(2), {}, "in memory when all results are dropped: q, k, v, out"),
+    (LEFT, calling(seeds_random_numbers), plain(2), {}, "changed by the call: torch's random numbers"),
+    (LEFT, calling(sets_the_default_dtype), plain(2), {}, "changed by the call: the default dtype"),
+    ("memory of longer shards", calling(lends_much_memory), MEASURED, {}, "workspace: forward, .* made a tensor"),
+    ("error does not grow with ranks", accumulates_in_16_bits, LONG, {"shift": 1}, "the RMS error of out"),
+]  # fmt: skip
+
+
+class Planted:
+    """A fault of the table by its number, as ranks take it: a function has no name there."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __call__(self) -> None:
+        TEETH[self.number][1]()
+
+
+@pytest.mark.parametrize("number", range(len(TEETH)), ids=[f"{name}: {said}" for name, *_, said in TEETH])
+def test_what_breaks_a_law_is_found(number: int) -> None:
+    name, _, case, how, said = TEETH[number]
+    law = BY_NAME[name]
+    law.validate(case, how)
+    with closing(SimBackend(10.0, Planted(number))) as backend:
+        backend.start(case.world)
+        with pytest.raises(VerificationFailure) as caught:
+            law.check(backend, case, how)
+    assert re.search(said, str(caught.value)), str(caught.value)
+
+
+# --- what laws make of their examples ---------------------------------------------------------------------------------
 
 
 def test_what_hidden_keys_leave_is_what_the_oracle_says() -> None:
     """The law's exact values come from finite numbers and a mask; the oracle is given the infinities."""
     case = plain(
-        2,
-        tokens=9,
-        heads=4,
-        kv_heads=2,
-        dtype="float64",
-        lse="differentiated",
-        scale=-0.5,
+        2, tokens=9, heads=4, kv_heads=2, dtype="float64", lse="differentiated", scale=-0.5,
         pattern=Pattern.dense(causal=True),
-    )
+    )  # fmt: skip
     hidden, counted = (0, 1, 5), np.ones((2, 9), bool)
     counted[1, list(hidden)] = False
     finite = InputEdit("hide", -1).apply(case.tensors())
-    found = evaluate(replace(inputs_of(case, finite), counted=counted), arithmetic_of(case)).exact
+    left = evaluate(replace(inputs_of(case, finite), counted=counted), arithmetic_of(case)).exact
     q, k, v, dout, dlse = InputEdit("hide", -1, positions=hidden, kv_order=(1,)).apply(case.tensors())
     assert (k == -np.inf).sum() == 3 * case.batch
     exact = attention_and_gradients(q, k, v, case.pattern, dout, dlse, scale=-0.5)
     for name, wanted in zip(("out", "lse", "dq", "dk", "dv"), exact, strict=True):
         places = (..., slice(1, None)) if name == "dq" else ...
-        np.testing.assert_allclose(found[name][places], wanted[places].numpy(), rtol=1e-9, atol=1e-12)
-    assert (found["lse"][:, 2:, :2] == -np.inf).all() and np.isfinite(found["lse"][:, :2]).all()
-
-
-def broken(prepare: Callable[[], None], law: Callable[..., float], case: Case, how: How) -> str:
-    backend = GlooBackend(10.0, prepare)
-    backend.start(case.world)
-    try:
-        with pytest.raises(WrongResult) as caught:
-            law(backend, case, how)
-    finally:
-        backend.close()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("exchange", ("ring", "direct", "gather"))
-def test_a_16_bit_accumulator_makes_the_error_grow(exchange: str) -> None:
-    case = plain(8, tokens=512, heads=4, kv_heads=4, head_dim=16, dtype="bfloat16", exchange=exchange)
-    message = broken(plant_16_bit_accumulator, check_growth, case, {"shift": 1})
-    assert "the RMS error of out" in message
-
-
-def test_a_rank_that_does_not_refuse_is_found() -> None:
-    case = plain(2)
-    how = {"mistakes": [["one token too many in q", 1]]}
-    backend = GlooBackend(2.0, plant_swallowed_error)
-    backend.start(2)
-    try:
-        with pytest.raises(AssertionError):
-            check_refused(backend, case, how)
-    finally:
-        backend.close()
+        np.testing.assert_allclose(left[name][places], wanted[places].numpy(), rtol=1e-9, atol=1e-12)
+    assert (left["lse"][:, 2:, :2] == -np.inf).all() and np.isfinite(left["lse"][:, :2]).all()
 
 
 def test_patterns_are_permuted_with_their_heads() -> None:
     pattern = Pattern((Branch(8, 2, (0, 1, 1, 0)), Branch(4, 1, 0, range(0, 2))))
     assert permuted(pattern, (2, 3, 0, 1)) == Pattern((Branch(8, 2, (1, 0, 0, 1)), Branch(4, 1, 0, range(2, 4))))
     assert permuted(pattern, (0, 2, 1, 3)) is None, "heads 0 and 1 would be no range"
+
+
+def test_a_neighbour_differs_in_one_thing() -> None:
+    case = plain(2, pattern=Pattern((Branch(4, 2, 1), Branch(8, 1, 0)), causal=True), heads=4, kv_heads=4)
+    first, second = case.pattern.branches
+    assert neighbour(case, "causal", False).pattern == Pattern((first, second))
+    assert neighbour(case, "twice", 1).pattern == Pattern((first, second, second), causal=True)
+    assert neighbour(case, "shifted", 0).pattern == Pattern((Branch(4, 2, 0), second), causal=True)
+    assert neighbour(case, "cuts", [0, 1, 12]) == replace(case, cuts=(0, 1, 12))
+
+
+ORDER = tuple(FlightStep(*step) for step in in_flight()["order"])
+FLIGHTS = Flights(3, None, (0, 0), (None, "b"), ORDER)
+LAST = FlightStep("forward", 2)
+
+
+@pytest.mark.parametrize(
+    ("deviation", "culprit", "others"),
+    [
+        (Deviation("skips", 1, 2), [*ORDER[:2], ORDER[3]], ORDER[:3]),
+        (Deviation("skips", 1, 3), [*ORDER[:3], LAST], ORDER),
+        (Deviation("repeats", 1, 3), [*ORDER, ORDER[3]], [*ORDER, LAST]),
+        (Deviation("thread", 1, 1), [ORDER[0], FlightStep("forward", 1, "second thread")], ORDER[:2]),
+        (Deviation("siege", 1, 0), [FlightStep("forward", 0, "besieged")], [ORDER[0], LAST]),
+    ],
+)
+def test_a_program_ends_where_a_deviation_shows(deviation: Deviation, culprit: Any, others: Any) -> None:
+    assert FLIGHTS.programs(deviation) == [list(others), list(culprit), list(others)]
+
+
+def test_what_nobody_can_notice_is_no_deviation() -> None:
+    unnamed = FLIGHTS._replace(names=(None, None))
+    assert set(FLIGHTS.deviations()) - set(unnamed.deviations()) == {("skips", 0)}
+    assert ("skips", 1) not in FLIGHTS.deviations(), "a call's backward cannot come before its forward"
+    assert Flights(3, (1,), (1, 1), (None, "b"), ORDER).deviations() == [], "a rank alone cannot differ"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"members": [0, 1, 2]}, "members of how is [0, 1, 2]; it must be some ranks"),
+        ({"members": [2, 0]}, "members of how is [2, 0]; it must be ascending"),
+        ({"groups": [0, 1]}, "they must be of 1 to 4 calls, groups numbers up to 0"),
+        ({"names": [None]}, "they must be of 1 to 4 calls"),
+        ({"names": [None, 3]}, "names of how is [None, 3]"),
+        ({"order": [["backward", 0], ["forward", 0]]}, "a call must have one forward, before its backwards"),
+        ({"order": [["sideways", 0]]}, "a direction of how is 'sideways'"),
+        ({"order": [["forward", 2]]}, "its calls must be numbers below 2"),
+        ({"deviation": ["skips", 0, 1]}, "deviation of how is ['skips', 0, 1]; it must be null or one of"),
+        ({"more": 1}, "how must be an object with the fields"),
+    ],
+)
+def test_an_order_that_is_never_drawn_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        BY_NAME[CALLS].validate(plain(3), in_flight() | changes)

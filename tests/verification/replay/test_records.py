@@ -15,10 +15,10 @@ from tests.support.plain_case import plain
 from verification.__main__ import main
 from verification.case import Case
 from verification.check.laws import LAWS, Law
+from verification.check.laws.refusal_cases import MISTAKES
 from verification.draw.cases import cases
 from verification.replay import records, replay
 from verification.replay.registry import SavedExample
-from verification.run.wrong_calls import MISTAKES
 from verification.runner import law_experiment
 
 
@@ -44,6 +44,10 @@ LATER, ANYWHERE, PERMUTED = (
 POISONED, MISTAKEN, GROWTH = "NaN and inf propagate", "wrong calls refused everywhere", "error does not grow with ranks"
 LIKE = "no call takes another for its like"
 MOVED = {"group": None, "order": "zigzag", "cuts": None, "exchange": "direct", "bucket": None}
+
+
+def mistakes(*pairs: Any) -> dict[str, Any]:
+    return {"mistakes": list(pairs), "compiled": False, "new_group": False, "without_page": None}
 
 
 def law(name: str, how: Any, data: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -100,43 +104,44 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "peer: sizes": ({"peer": "yunchang", "case": case(tokens=10**18)}, "tokens is 1000000000000000000; it must be"),
     "peer: number": ({"peer": 3, "case": case()}, "peer is 3; it must be"),
     "law: unknown": (law("gravity", {}), "law is 'gravity'; it must be one of"),
-    "law: removed": (law("what is kept is bounded", {}), "which runs check no more; it is tested in tests/ring/caching"),
+    "law: removed": (law("what is kept is bounded", {}), "it is tested in tests/ring/caching"),
     "law: list": ({"law": [], "case": case(), "how": {}}, "law is []; it must be one of"),
     "law: without how": ({"law": LATER, "case": CAUSAL}, "must be an object with the fields law, case, how"),
     "later: nothing": (law(LATER, {}, CAUSAL), "how must be an object with the fields position, got the fields"),
     "later: more": (law(LATER, {"position": 1, "by": 2}, CAUSAL), "how must be an object with the fields position"),
     "later: list": (law(LATER, [1], CAUSAL), "how must be an object with the fields position, got [1]"),
-    "later: text": (law(LATER, {"position": "1"}, CAUSAL), "position is '1'; it must be an integer from 0 to 11"),
-    "later: true": (law(LATER, {"position": True}, CAUSAL), "position is True; it must be an integer from 0 to 11"),
-    "later: beyond": (law(LATER, {"position": 12}, CAUSAL), "position is 12; it must be an integer from 0 to 11"),
-    "later: negative": (law(LATER, {"position": -1}, CAUSAL), "position is -1; it must be an integer from 0 to 11"),
-    "later: not causal": (law(LATER, {"position": 1}), "causal is False"),
+    "later: text": (law(LATER, {"position": "1"}, CAUSAL), "position of how is '1'; it must be an integer from 0"),
+    "later: true": (law(LATER, {"position": True}, CAUSAL), "position of how is True; it must be an integer from 0"),
+    "later: beyond": (law(LATER, {"position": 12}, CAUSAL), "position of how is 12; it must be an integer from 0"),
+    "later: negative": (law(LATER, {"position": -1}, CAUSAL), "position of how is -1; it must be an integer from 0"),
+    "later: not causal": (law(LATER, {"position": 1}), "is one of Cases with a causal pattern"),
     "anywhere: order": (law(ANYWHERE, MOVED | {"order": "random"}), "order is 'random'; it must be one of"),
     "anywhere: group": (law(ANYWHERE, MOVED | {"group": [0, 5]}), "group is (0, 5); it must be"),
-    "anywhere: bucket": (law(ANYWHERE, MOVED | {"bucket": 10**18}), "bucket is 1000000000000000000; it must be"),
+    "anywhere: bucket": (law(ANYWHERE, MOVED | {"bucket": 10**18}), "bucket of how is 1000000000000000000; it must be"),
     "anywhere: tokens": (law(ANYWHERE, MOVED | {"tokens": 5}), "how must be an object with the fields group, order"),
-    "anywhere: huge": (law(ANYWHERE, MOVED, case(values="huge")), "values is 'huge'"),
+    "anywhere: huge": (law(ANYWHERE, MOVED, case(values="huge")), "any but 'huge'"),
     "permuted: short": (law(PERMUTED, {"batch": [0], "kv_heads": [0]}), "kv_heads of how is [0]; it must be an order"),
     "permuted: twice": (law(PERMUTED, {"batch": [0], "kv_heads": [0, 0]}), "kv_heads of how is [0, 0]; it must be"),
-    "permuted: true": (law(PERMUTED, {"batch": [False], "kv_heads": [0, 1]}), "batch of how is [False]; it must be"),
+    "permuted: true": (law(PERMUTED, {"batch": [False], "kv_heads": [0, 1]}), "an entry of batch of how is False"),
     "permuted: branch": (law(PERMUTED, {"batch": [0], "kv_heads": [0, 2, 1]}, SPLIT), "must leave the heads of every"),
-    "poisoned: beyond": (law(POISONED, {"token": 12, "tensor": "v", "infinite": False}), "token is 12; it must be"),
+    "poisoned: beyond": (law(POISONED, {"token": 12, "tensor": "v", "infinite": False}), "token of how is 12;"),
     "poisoned: tensor": (law(POISONED, {"token": 1, "tensor": "out", "infinite": False}), "tensor of how is 'out'"),
     "poisoned: inf": (law(POISONED, {"token": 1, "tensor": "q", "infinite": True}), "infinite of how is True"),
-    "mistakes: none": (law(MISTAKEN, {"mistakes": []}), "mistakes of how is []; it must be"),
-    "mistakes: pairs": (law(MISTAKEN, {"mistakes": [1]}), "mistakes of how is [1]; it must be"),
-    "mistakes: unknown": (law(MISTAKEN, {"mistakes": [["dance", 0]]}), "a mistake of how is 'dance'"),
-    "mistakes: list": (law(MISTAKEN, {"mistakes": [[[], 0]]}), "a mistake of how is []"),
-    "mistakes: index": (law(MISTAKEN, {"mistakes": [["bucket of 0", 2]]}), "is 2; it must be an integer from 0 to 1"),
-    "mistakes: all": (law(MISTAKEN, {"mistakes": [["another bucket than the others", None]]}), "takes one rank that"),
-    "neighbour: none": (law(LIKE, {}), "how is {}; it must be an object with some of the fields causal, twice"),
-    "neighbour: two": (law(LIKE, {"twice": 0, "causal": 3}), "causal of how is 3; it must be a boolean"),
-    "neighbour: unknown": (law(LIKE, {"tokens": 3}), "it must be an object with some of the fields causal, twice"),
+    "mistakes: none": (law(MISTAKEN, mistakes()), "mistakes of how is []; it must be"),
+    "mistakes: pairs": (law(MISTAKEN, mistakes(1)), "mistakes of how is [1]; it must be"),
+    "mistakes: unknown": (law(MISTAKEN, mistakes(["dance", 0])), "a mistake of how is 'dance'"),
+    "mistakes: list": (law(MISTAKEN, mistakes([[], 0])), "a mistake of how is []"),
+    "mistakes: index": (law(MISTAKEN, mistakes(["unknown exchange", 2])), "is 2; it must be an integer from 0 to 1"),
+    "mistakes: all": (law(MISTAKEN, mistakes(["another bucket than the others", None])), "it must be an index"),
+    "neighbour: none": (law(LIKE, {}), "how is {}; it must be an object with some of the fields"),
+    "neighbour: two": (law(LIKE, {"twice": 0, "causal": 3}), "causal of how is 3; it must be True or False"),
+    "neighbour: unknown": (law(LIKE, {"tokens": 3}), "it must be an object with some of the fields"),
     "neighbour: list": (law(LIKE, ["causal"]), "how is ['causal']; it must be an object with some of the fields"),
-    "neighbour: causal": (law(LIKE, {"causal": 1}), "causal of how is 1; it must be a boolean"),
+    "neighbour: causal": (law(LIKE, {"causal": 1}), "causal of how is 1; it must be True or False"),
     "neighbour: twice": (law(LIKE, {"twice": 1}), "twice of how is 1; it must be an integer from 0 to 0"),
     "neighbour: shifted": (law(LIKE, {"shifted": 0}), "shifted of how is 0; that branch must have one offset, and a"),
     "neighbour: bucket": (law(LIKE, {"bucket": 2**50}), "bucket of how is 1125899906842624; it must be at most"),
+    "mistakes: removed": (law(MISTAKEN, mistakes(["bucket of 0", 0])), "a mistake of how is"),
     "neighbour: documents": (law(LIKE, {"documents": [11, 2]}), "documents must add up to the 12 tokens"),
     "neighbour: documents of half a token": (law(LIKE, {"documents": [12.5, 0.5]}), "documents of how"),
     "documents": (case(pattern=PACKED), "documents must add up to the 12 tokens of the sequence, got 13 in 2"),
@@ -146,7 +151,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "neighbour: order": (law(LIKE, {"order": "random"}), "order is 'random'; it must be one of"),
     "left: more": (law("a call leaves nothing behind", {"by": 2}), "how must be an object with the fields none, got"),
     "long: more": (law("memory of longer shards", {"by": 2}), "how must be an object with the fields none, got the"),
-    "growth: dtype": (law(GROWTH, {"shift": 1}), "dtype is 'float32'; for the law of growing errors"),
+    "growth: dtype": (law(GROWTH, {"shift": 1}), "is one of Cases with dtype 'bfloat16'"),
     "growth: shift": (law(GROWTH, {"shift": "1"}, SIXTEEN), "shift of how is '1'; it must be"),
 }  # fmt: skip
 
@@ -225,7 +230,7 @@ def test_what_an_earlier_layout_of_the_code_saved_is_replayed(name: str, capsys:
 
 
 def test_what_all_ranks_do_wrong_together_is_nobodys_in_particular() -> None:
-    name = next(name for name, mistake in MISTAKES.items() if mistake.together)
-    assert records.understand(law(MISTAKEN, {"mistakes": [[name, None]]})).world == 2
+    name = next(name for name, mistake in MISTAKES.items() if mistake.who == "all")
+    assert records.understand(law(MISTAKEN, mistakes([name, None]))).world == 2
     with pytest.raises(ValueError, match="all ranks make it together"):
-        records.understand(law(MISTAKEN, {"mistakes": [[name, 1]]}))
+        records.understand(law(MISTAKEN, mistakes([name, 1])))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from verification.check.laws.broken_off import BROKEN_OFF_CLOSES
 from verification.check.laws.equal_values import EQUAL_VALUES_COME_OUT
-from verification.check.laws.group_ends import A_GROUP_THAT_ENDS_IS_LET_GO
 from verification.check.laws.growth import ERROR_DOES_NOT_GROW
 from verification.check.laws.isolation import NO_CALL_TAKES_ANOTHER, NOTHING_LEFT_BEHIND
 from verification.check.laws.later_tokens import LATER_TOKENS_CHANGE_NOTHING
@@ -32,7 +31,6 @@ LAWS = (
     BROKEN_OFF_CLOSES,
     NO_CALL_TAKES_ANOTHER,
     NOTHING_LEFT_BEHIND,
-    A_GROUP_THAT_ENDS_IS_LET_GO,
     MEMORY_OF_LONGER_SHARDS,
     ERROR_DOES_NOT_GROW,
     STREAMS_DO_NOT_MATTER,

@@ -11,17 +11,15 @@ as well: partial results then weigh as much as they have keys.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
-from reference import fields
 from reference.exact import multiplicity
 from verification.case import Case
 from verification.check.checks import assemble
 from verification.check.expectation import counts_of, kernel_of
-from verification.check.laws.law import How, Law
+from verification.check.laws.law import How, Law, flag
 from verification.draw.cases import cases
 from verification.failures import WrongResult
 from verification.run.backends import Backend, observe_on
@@ -44,7 +42,7 @@ def check_equal_values(backend: Backend, case: Case, how: How) -> float:
     """A sum of k numbers has k roundings, a merge a few: in the weights, and in what they are multiplied with."""
     counts = counts_of(case, kernel_of(case))
     allowed = 2 * (counts.keys + 8 * counts.merges + 8) * DTYPES[case.dtype]
-    edit = InputEdit("equal", int(how.get("keys_too", False)))
+    edit = InputEdit("equal", int(how["keys_too"]))
     out = assemble(case, observe_on(backend, case, edit, False), "out")  # (B, n, H, D)
     value = edit.apply(case.tensors())[2].double().numpy()  # (B, n, Hk, D)
     value = np.repeat(value, case.heads // case.kv_heads, axis=2)
@@ -62,15 +60,9 @@ def check_equal_values(backend: Backend, case: Case, how: How) -> float:
     return worst
 
 
-def _premise(case: Case, how: Any) -> None:
-    if how != {}:  # which is from before keys could be
-        fields.exactly("how", how, ["keys_too"])
-        fields.flag("keys_too of how", how["keys_too"])
-    if case.dtype not in DTYPES or case.values != "normal":
-        raise ValueError(
-            f"dtype and values are {case.dtype!r} and {case.values!r}; they must be one of {sorted(DTYPES)}, and "
-            "'normal'"
-        )
-
-
-EQUAL_VALUES_COME_OUT = Law("equal values come out", _draw, check_equal_values, _premise, share=0.03)
+EQUAL_VALUES_COME_OUT = Law(
+    "equal values come out", _draw, check_equal_values, share=0.03, how={"keys_too": flag},
+    cases={
+        "values 'normal' in float32 or float64": lambda case: case.dtype in DTYPES and case.values == "normal",
+    },
+)  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -77,13 +76,12 @@ def _rms(x: np.ndarray) -> float:
     return float(np.sqrt(np.mean(np.square(x))))
 
 
-def _premise(case: Case, how: Any) -> None:
-    fields.exactly("how", how, ["shift"])
-    if type(how["shift"]) is not int or abs(how["shift"]) > 1024:
-        raise ValueError(f"shift of how is {how['shift']!r}; it must be an integer of size at most 1024")
-    for name, wanted in (("dtype", "bfloat16"), ("group", None), ("cuts", None), ("lse", "unused")):
-        if getattr(case, name) != wanted:
-            raise ValueError(f"{name} is {getattr(case, name)!r}; for the law of growing errors it must be {wanted!r}")
-
-
-ERROR_DOES_NOT_GROW = Law("error does not grow with ranks", _draw, check_growth, _premise, share=0.003, most=20)
+ERROR_DOES_NOT_GROW = Law(
+    "error does not grow with ranks", _draw, check_growth, share=0.003, most=20,
+    how={"shift": lambda case, name, value: fields.integer(name, value, -1024, 1024)},
+    cases={
+        "dtype 'bfloat16', lse 'unused', and neither a group nor cuts": lambda case: (
+            (case.dtype, case.lse, case.group, case.cuts) == ("bfloat16", "unused", None, None)
+        )
+    },
+)  # fmt: skip

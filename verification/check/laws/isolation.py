@@ -25,7 +25,7 @@ from ring.comm.transport import RecordingTransport, Transport
 from verification.case import EXCHANGES, ORDERS, Case
 from verification.check import properties
 from verification.check.expectation import expect
-from verification.check.laws.law import MOST_INTEGER, How, Law
+from verification.check.laws.law import MOST_INTEGER, How, Law, Rule, flag
 from verification.check.supported import check_supported
 from verification.draw.cases import cases, fused
 from verification.failures import WrongResult
@@ -33,11 +33,6 @@ from verification.run.backends import Backend
 from verification.run.rank import attend, observe, shards, whole_tensors
 
 # --- calls that differ in one thing -----------------------------------------------------------------------------------
-
-CHANGES = (
-    *("causal", "twice", "shifted", "bucket", "exchange", "order", "cuts", "kv_heads"),
-    *("batch", "scale", "kernel", "lse", "strided", "documents", "window"),
-)
 
 
 def draw_changes(draw: st.DrawFn, case: Case) -> How:
@@ -151,28 +146,36 @@ def _draw_neighbours(draw: st.DrawFn, world: int) -> tuple[Case, How]:
     return case, draw_changes(draw, case) | {"lse": "differentiated"}
 
 
-def _premise_of_changes(case: Case, how: Any) -> None:
-    if not isinstance(how, dict) or not how or not set(how) <= set(CHANGES):
-        raise ValueError(f"how is {how!r}; it must be an object with some of the fields {', '.join(CHANGES)}")
-    for name, value in how.items():
-        _change(case, name, value)
-        check_supported(neighbour(case, name, value))
-
-
-def _change(case: Case, name: str, value: Any) -> None:
+def _may_shift(case: Case, name: str, value: Any) -> None:
     branches = case.pattern.branches
-    if name == "causal" and not isinstance(value, bool):
-        raise ValueError(f"causal of how is {value!r}; it must be a boolean")
-    if name in ("twice", "shifted"):
-        fields.integer(f"{name} of how", value, 0, len(branches) - 1)
-    if name == "shifted" and not can_shift(branches[value]):
-        raise ValueError(f"shifted of how is {value}; that branch must have one offset, and a rate of more than 1")
-    if name == "documents" and value is not None:
-        fields.integers("documents of how", value)
-    if name == "window" and value is not None:
-        fields.integer("window of how", value, 0, MOST_INTEGER)
-    if name in ("bucket", "kv_heads"):
-        fields.at_most(f"{name} of how", value, MOST_INTEGER)
+    if not can_shift(branches[fields.integer(name, value, 0, len(branches) - 1)]):
+        raise ValueError(f"{name} is {value}; that branch must have one offset, and a rate of more than 1")
+
+
+def _anything(case: Case, name: str, value: Any) -> None:
+    """Rule: whatever a Case takes, which looks at it itself."""
+
+
+def _bounded(case: Case, name: str, value: Any) -> None:
+    fields.at_most(name, value, MOST_INTEGER)
+
+
+CHANGES: dict[str, Rule] = dict.fromkeys(
+    ("exchange", "order", "cuts", "batch", "scale", "kernel", "lse", "strided"), _anything
+) | {
+    "causal": flag,
+    "twice": lambda case, name, value: fields.integer(name, value, 0, len(case.pattern.branches) - 1),
+    "shifted": _may_shift,
+    "bucket": _bounded,
+    "kv_heads": _bounded,
+    "documents": lambda case, name, value: value is None or fields.integers(name, value),
+    "window": lambda case, name, value: value is None or fields.integer(name, value, 0, MOST_INTEGER),
+}
+
+
+def _premise(case: Case, how: How) -> None:
+    for name, value in how.items():
+        check_supported(neighbour(case, name, value))
 
 
 def check_neighbours(backend: Backend, case: Case, how: How) -> float:
@@ -186,8 +189,9 @@ def check_neighbours(backend: Backend, case: Case, how: How) -> float:
 
 
 NO_CALL_TAKES_ANOTHER = Law(
-    "no call takes another for its like", _draw_neighbours, check_neighbours, _premise_of_changes, share=0.12
-)
+    "no call takes another for its like", _draw_neighbours, check_neighbours, _premise, how=CHANGES, some=True,
+    share=0.12,
+)  # fmt: skip
 
 
 # --- a call leaves nothing behind -------------------------------------------------------------------------------------
@@ -196,11 +200,6 @@ NO_CALL_TAKES_ANOTHER = Law(
 @st.composite
 def _draw_any(draw: st.DrawFn, world: int) -> tuple[Case, How]:
     return draw(cases(world)), {}
-
-
-def _premise_of_any(case: Case, how: Any) -> None:
-    """Holds for any Case."""
-    fields.exactly("how", how, [])
 
 
 def check_left(backend: Backend, case: Case, how: How) -> float:
@@ -269,4 +268,4 @@ _STATE: dict[str, Callable[[], object]] = {
     "the precision of matrix products": torch.get_float32_matmul_precision,
 }
 
-NOTHING_LEFT_BEHIND = Law("a call leaves nothing behind", _draw_any, check_left, _premise_of_any, share=0.04)
+NOTHING_LEFT_BEHIND = Law("a call leaves nothing behind", _draw_any, check_left, how={}, share=0.04)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from hypothesis import strategies as st
 
-from reference import fields
 from verification.case import Case
 from verification.check.checks import assemble
-from verification.check.laws.law import How, Law, same_numbers
+from verification.check.laws.law import How, Law, same_numbers, token
 from verification.draw.cases import cases
 from verification.run.backends import Backend, observe_on
 from verification.run.rank import InputEdit
@@ -35,11 +33,7 @@ def check_later(backend: Backend, case: Case, how: How) -> float:
     return 0.0
 
 
-def _premise(case: Case, how: Any) -> None:
-    fields.exactly("how", how, ["position"])
-    fields.integer("position", how["position"], 0, case.tokens - 1)
-    if not case.pattern.causal:
-        raise ValueError("causal is False; the law that later tokens change nothing is one of causal patterns")
-
-
-LATER_TOKENS_CHANGE_NOTHING = Law("later tokens change nothing", _draw, check_later, _premise, share=0.02)
+LATER_TOKENS_CHANGE_NOTHING = Law(
+    "later tokens change nothing", _draw, check_later, share=0.02, how={"position": token},
+    cases={"a causal pattern": lambda case: case.pattern.causal},
+)  # fmt: skip

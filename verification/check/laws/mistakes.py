@@ -13,14 +13,14 @@ from ring.comm.transport import Transport
 from verification.case import Case
 from verification.check import properties
 from verification.check.expectation import expect
-from verification.check.laws.law import How, Law, changed
+from verification.check.laws.law import How, Law, changed, flag
+from verification.check.laws.refusal_cases import MISTAKES, Mistake, applicable, call
 from verification.draw.cases import cases, elsewhere
 from verification.failures import WrongResult
 from verification.run.backends import Backend
 from verification.run.new_groups import new_group
 from verification.run.observation import Observation
 from verification.run.rank import observe
-from verification.run.wrong_calls import MISTAKES, Mistake, applicable, call
 
 # What two ranks have of one argument; of lists, one entry of each, and then how many entries there are.
 _DIFFERENCE = re.compile(
@@ -35,12 +35,6 @@ def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
     if draw(st.sampled_from((False, False, False, True))):
         case = changed(case, elsewhere(draw, case))
     possible = applicable(case)
-    # A call that is wrong only beside the others comes twice as often: no rank by itself sees it.
-    # And one about who takes part four times as often: where there is a default group, it is a matter of that, too.
-    beside = tuple(mistake for mistake in possible if not MISTAKES[mistake].alone)
-    possible += beside + 3 * tuple(
-        name for name in possible if (wrong := MISTAKES[name]).alone and wrong.argument == "layout"
-    )
     one = st.tuples(st.sampled_from(possible), st.integers(-1, len(case.ranks) - 1))
     # Many at a time, since each costs little beside the right call at the end. A list has 5 or 6 as a rule.
     made = [pair for least in (1, 0, 0, 0) for pair in draw(st.lists(one, min_size=least, max_size=12))]
@@ -54,10 +48,8 @@ def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
 
 def _culprit(mistake: str, number: int) -> int | None:
     """The index of the group that makes the mistake, None for all; to differ from the others takes just one."""
-    if MISTAKES[mistake].together:
-        return None
-    if number < 0:
-        return None if MISTAKES[mistake].alone else 0
+    if MISTAKES[mistake].who == "all" or number < 0:
+        return 0 if MISTAKES[mistake].who == "one" else None
     return number
 
 
@@ -70,8 +62,8 @@ def check_refused(backend: Backend, case: Case, how: How) -> float:
     index of the rank that cannot have the new group's page of memory, if any.
     """
     mistakes = [(mistake, culprit) for mistake, culprit in how["mistakes"]]
-    on_new = how.get("new_group", False) and case.device == "cpu"
-    backend.submit(call_wrongly, case, mistakes, how.get("compiled", False), on_new, how.get("without_page"))
+    on_new = how["new_group"] and case.device == "cpu"
+    backend.submit(call_wrongly, case, mistakes, how["compiled"], on_new, how["without_page"])
     expectation = expect(case)
     answers = backend.collect()
     for number, (mistake, culprit) in enumerate(mistakes):
@@ -82,13 +74,12 @@ def check_refused(backend: Backend, case: Case, how: How) -> float:
 
 
 def _check_errors(what: str, mistake: Mistake, errors: list[tuple[str, str] | None]) -> None:
-    allowed = ("ValueError", "NotImplementedError") if mistake.error is None else (mistake.error,)
     for index, error in enumerate(errors):
         if error is None:
             raise WrongResult(f"index {index} of the group raised nothing: {what}")
-        if error[0] not in allowed:
+        if error[0] not in ("ValueError", "NotImplementedError"):
             raise WrongResult(f"index {index} of the group raised {error[0]}: {error[1]}; {what}")
-        if mistake.error is None and error != errors[0]:
+        if error != errors[0]:
             raise WrongResult(f"index {index} of the group raised {error}, index 0 {errors[0]}: {what}")
         if mistake.argument not in error[1]:
             raise WrongResult(f"the error does not name {mistake.argument!r}: {what}: {error[1]}")
@@ -101,9 +92,9 @@ def call_wrongly(
     transport: Transport,
     case: Case,
     mistakes: list[tuple[str, int | None]],
-    compiled: bool = False,
-    on_new: bool = False,
-    without_page: int | None = None,
+    compiled: bool,
+    on_new: bool,
+    without_page: int | None,
 ) -> tuple[list[tuple[str, str] | None], Observation]:
     """Task: call ring_attention wrongly, in one way after the other, then rightly on all ranks."""
     with new_group(transport, without_page) if on_new else nullcontext(transport) as group:
@@ -111,32 +102,28 @@ def call_wrongly(
         return errors, observe(group, case, None, False)
 
 
-def _premise(case: Case, how: Any) -> None:
-    if isinstance(how, dict):  # files from before there were such fields
-        how = {"compiled": False, "new_group": False, "without_page": None} | how
-    fields.exactly("how", how, ["mistakes", "compiled", "new_group", "without_page"])
-    for name in ("compiled", "new_group"):
-        fields.flag(f"{name} of how", how[name])
+def _pairs(case: Case, name: str, value: Any) -> None:
+    if not isinstance(value, list) or not value or not all(isinstance(one, list) and len(one) == 2 for one in value):
+        raise ValueError(f"{name} is {value!r}; it must be a list of at least one [mistake, index or null]")
+    possible = applicable(case)
+    for mistake, culprit in value:
+        fields.choice("a mistake of how", mistake, possible)
+        who = MISTAKES[mistake].who
+        if culprit is not None:
+            fields.integer(f"the index that makes {mistake!r}", culprit, 0, len(case.ranks) - 1)
+        if (culprit is None and who == "one") or (culprit is not None and who == "all"):
+            wanted = "an index: one rank differs" if who == "one" else "null: all ranks make it together"
+            raise ValueError(f"the index that makes {mistake!r} is {culprit}; it must be {wanted}")
+
+
+def _premise(case: Case, how: How) -> None:
     if how["new_group"] and case.group is not None:
         raise ValueError(f"group is {case.group}; with new_group it must be None")
     if how["without_page"] is not None:
-        fields.integer("without_page of how", how["without_page"], 0, len(case.ranks) - 1)
-        if not how["new_group"]:
-            raise ValueError(f"without_page is {how['without_page']}; without new_group it must be None")
-    made = how["mistakes"]
-    if not isinstance(made, list) or not made or not all(isinstance(one, list) and len(one) == 2 for one in made):
-        raise ValueError(f"mistakes of how is {made!r}; it must be a list of at least one [mistake, index or null]")
-    possible = applicable(case)
-    for name, culprit in made:
-        if name not in possible:
-            raise ValueError(f"a mistake of how is {name!r}; with this Case it must be one of {', '.join(possible)}")
-        mistake = MISTAKES[name]
-        if culprit is not None:
-            fields.integer(f"the index that makes {name!r}", culprit, 0, len(case.ranks) - 1)
-        if culprit is None and not (mistake.alone or mistake.together):
-            raise ValueError(f"the index that makes {name!r} is null; it takes one rank that differs from the others")
-        if culprit is not None and mistake.together:
-            raise ValueError(f"the index that makes {name!r} is {culprit}; it must be null: all ranks make it together")
+        fields.integer("without_page of how", how["without_page"], 0, len(case.ranks) - 1 if how["new_group"] else -1)
 
 
-WRONG_CALLS_REFUSED = Law("wrong calls refused everywhere", _draw, check_refused, _premise, share=0.13)
+WRONG_CALLS_REFUSED = Law(
+    "wrong calls refused everywhere", _draw, check_refused, _premise, share=0.13,
+    how={"mistakes": _pairs, "compiled": flag, "new_group": flag, "without_page": lambda case, name, value: None},
+)  # fmt: skip

@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from reference import fields
 from reference.exact import evaluate
 from verification.case import Case
 from verification.check import checks
 from verification.check.expectation import arithmetic_of, inputs_of
-from verification.check.laws.law import How, Law, needs_tame, tame
+from verification.check.laws.law import TAME, How, Law, ascending, tame
 from verification.draw.cases import cases, fused
 from verification.run.backends import Backend, observe_on
 from verification.run.rank import InputEdit
@@ -73,15 +72,11 @@ def _without_first(gradient: Any) -> Any:
     return found
 
 
-def _premise(case: Case, how: Any) -> None:
-    needs_tame(case)
-    fields.exactly("how", how, ["hidden", "heads"])
-    for name, limit in (("hidden", case.tokens), ("heads", case.kv_heads)):
-        numbers = fields.integers(f"{name} of how", how[name])
-        if list(numbers) != sorted(set(numbers)) or any(not 0 <= number < limit for number in numbers):
-            raise ValueError(f"{name} of how is {how[name]!r}; it must be ascending numbers of range({limit})")
-    if case.scale == 0.0:
-        raise ValueError("scale is 0.0; 0 times -inf is no score")
-
-
-NO_SCORE_NO_WEIGHT = Law("scores of -inf have no weight", _draw, check_no_weight, _premise, share=0.1)
+NO_SCORE_NO_WEIGHT = Law(
+    "scores of -inf have no weight", _draw, check_no_weight, share=0.1,
+    how={
+        "hidden": lambda case, name, value: ascending(name, value, case.tokens),
+        "heads": lambda case, name, value: ascending(name, value, case.kv_heads),
+    },
+    cases=TAME | {"another scale than 0, since 0 times -inf is no score": lambda case: case.scale != 0.0},
+)  # fmt: skip

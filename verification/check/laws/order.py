@@ -12,7 +12,7 @@ from reference.pattern import Pattern
 from verification.case import Case
 from verification.check.checks import assemble
 from verification.check.expectation import expect
-from verification.check.laws.law import How, Law, compared, needs_tame, tame, worst_ratio
+from verification.check.laws.law import TAME, How, Law, compared, tame, worst_ratio
 from verification.draw.cases import cases, permutation_of
 from verification.run.backends import Backend, observe_on
 from verification.run.rank import InputEdit
@@ -70,15 +70,21 @@ def check_permuted(backend: Backend, case: Case, how: How) -> float:
     return worst
 
 
-def _premise(case: Case, how: Any) -> None:
-    fields.exactly("how", how, ["batch", "kv_heads"])
-    needs_tame(case)
-    for name, size in (("batch", case.batch), ("kv_heads", case.kv_heads)):
-        order = how[name]
-        if not isinstance(order, list) or not all(type(i) is int for i in order) or sorted(order) != list(range(size)):
-            raise ValueError(f"{name} of how is {order!r}; it must be an order of range({size})")
+def _an_order(name: str, value: Any, size: int) -> None:
+    if sorted(fields.integers(name, value)) != list(range(size)):
+        raise ValueError(f"{name} is {value!r}; it must be an order of range({size})")
+
+
+def _premise(case: Case, how: How) -> None:
     if permuted(case.pattern, head_order(case, tuple(how["kv_heads"]))) is None:
         raise ValueError(f"kv_heads of how is {how['kv_heads']}; it must leave the heads of every branch a range")
 
 
-BATCHES_AND_HEADS_PERMUTE = Law("batches and heads permute", _draw, check_permuted, _premise, share=0.02)
+BATCHES_AND_HEADS_PERMUTE = Law(
+    "batches and heads permute", _draw, check_permuted, _premise, share=0.02,
+    how={
+        "batch": lambda case, name, value: _an_order(name, value, case.batch),
+        "kv_heads": lambda case, name, value: _an_order(name, value, case.kv_heads),
+    },
+    cases=TAME,
+)  # fmt: skip

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from reference import fields
 from verification.case import Case
-from verification.check.laws.law import How, Law
+from verification.check.laws.law import How, Law, ascending
 from verification.draw.cases import cases
 from verification.failures import WrongResult
 from verification.run.backends import Backend
@@ -256,48 +256,61 @@ def _where(flights: Flights, program: Sequence[FlightStep], begun: int) -> str:
     return f"the backward of {call}" if backwards == 1 else f"backward {backwards} of {call}"
 
 
-# --- premise ----------------------------------------------------------------------------------------------------------
+# --- what records may say -----------------------------------------------------------------------------------------
 
 
-def _premise(case: Case, how: Any) -> None:
-    fields.exactly("how", how, ["members", "groups", "names", "order", "deviation"])
-    ranks = len(case.ranks)
-    if how["members"] is not None:
-        members = fields.integers("members of how", how["members"])
-        ascending = list(members) == sorted(set(members)) and all(0 <= one < ranks for one in members)
-        if case.group is not None or not ascending or not 0 < len(members) < ranks:
-            raise ValueError(f"members of how is {list(members)}; it must be some ranks of a Case whose group is null")
-    most = 0 if how["members"] is None else 1
-    groups = fields.integers("groups of how", how["groups"])
-    if not 1 <= len(groups) <= MOST_CALLS or not set(groups) <= set(range(most + 1)):
-        raise ValueError(f"groups of how is {list(groups)}; it must be 1 to {MOST_CALLS} numbers up to {most}")
-    names = how["names"]
-    right = isinstance(names, list) and all(name is None or isinstance(name, str) for name in names)
-    if not right or len(names) != len(groups):
-        raise ValueError(f"names of how is {names!r}; it must have a name or null for each call")
-    _check_order(how["order"], len(groups))
+def _members(case: Case, name: str, value: Any) -> None:
+    if value is None:
+        return
+    members = ascending(name, value, len(case.ranks))
+    if case.group is not None or not 0 < len(members) < len(case.ranks):
+        raise ValueError(f"{name} is {value}; it must be some ranks of a Case whose group is null")
+
+
+def _names(case: Case, name: str, value: Any) -> None:
+    if not isinstance(value, list) or not all(one is None or isinstance(one, str) for one in value):
+        raise ValueError(f"{name} is {value!r}; it must be a list of texts and nulls")
+
+
+def _steps(case: Case, name: str, value: Any) -> None:
+    if not isinstance(value, list) or not all(isinstance(step, list) and len(step) == 2 for step in value):
+        raise ValueError(f"{name} is {value!r}; it must be a list of [direction, call]")
+    begun: list[int] = []
+    for direction, call in value:
+        fields.choice("a direction of how", direction, DIRECTIONS)
+        fields.integer("a call of how", call, 0)
+        if (direction == "forward") == (call in begun):
+            raise ValueError(f"{name} is {value!r}; a call must have one forward, before its backwards")
+        begun += [call] * (direction == "forward")
+
+
+def _premise(case: Case, how: How) -> None:
+    groups, most = how["groups"], 0 if how["members"] is None else 1
+    if not 1 <= len(groups) <= MOST_CALLS or max(groups) > most or len(how["names"]) != len(groups):
+        raise ValueError(
+            f"groups and names of how are {groups} and {how['names']}; they must be of 1 to {MOST_CALLS} calls, groups "
+            f"numbers up to {most}"
+        )
+    if max((call for _, call in how["order"]), default=0) >= len(groups):
+        raise ValueError(f"order of how is {how['order']}; its calls must be numbers below {len(groups)}")
     if how["deviation"] is not None:
-        flights, _ = _read(case, {**how, "deviation": None})
-        given = how["deviation"]
+        flights, _ = _read(case, how | {"deviation": None})
         possible = [
             [kind, culprit, at]
             for kind, at in flights.deviations()
             for culprit in flights.on(flights.group_of(flights.order[at]))
         ]
-        if given not in possible:
-            raise ValueError(f"deviation of how is {given!r}; it must be null or one of {possible}")
+        if how["deviation"] not in possible:
+            raise ValueError(f"deviation of how is {how['deviation']!r}; it must be null or one of {possible}")
 
 
-def _check_order(order: Any, count: int) -> None:
-    if not isinstance(order, list) or not all(isinstance(step, list) and len(step) == 2 for step in order):
-        raise ValueError(f"order of how is {order!r}; it must be a list of [direction, call]")
-    begun: list[int] = []
-    for direction, call in order:
-        fields.choice("a direction of how", direction, DIRECTIONS)
-        fields.integer("a call of how", call, 0, count - 1)
-        if (direction == "forward") == (call in begun):
-            raise ValueError(f"order of how is {order!r}; a call must have one forward, before its backwards")
-        begun += [call] * (direction == "forward")
-
-
-CALLS_ARE_NOT_CONFUSED = Law("calls are not confused", _draw, check_orders, _premise, share=0.1)
+CALLS_ARE_NOT_CONFUSED = Law(
+    "calls are not confused", _draw, check_orders, _premise, share=0.1,
+    how={
+        "members": _members,
+        "groups": lambda case, name, value: fields.integers(name, value),
+        "names": _names,
+        "order": _steps,
+        "deviation": lambda case, name, value: None,
+    },
+)  # fmt: skip

@@ -1,0 +1,291 @@
+"""Wrong calls of ring_attention that concern several ranks: arguments that differ between them, and who takes part.
+
+What is wrong with one argument by itself, `tests/ring/test_refusals.py` and `tests/ring/test_attention_call.py` have; a
+few such calls are here, since the other ranks must hear of them. The names are saved with counter-examples: do not
+change them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from reference.pattern import Pattern
+from ring import Layout, Transport, ring_attention
+from ring.comm.transport import SoloTransport
+from ring.compiled import traced
+from verification.case import Case
+from verification.run.given_group import bare, mesh_of_two_dimensions
+from verification.run.layouts import layout_of
+from verification.run.rank import shards, whole_tensors
+
+Arguments = dict[str, Any]  # of ring_attention, by name
+Change = Callable[[Arguments, Case], Arguments]  # the arguments that become others
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One way to call ring_attention wrongly.
+
+    argument   what the error must name
+    spoil      what becomes of the arguments on a rank that is called wrongly
+    who        "one": wrong beside the others, so that not all ranks can make it. "any": wrong whatever the others do.
+               "all": made by all ranks together
+    possible   whether it can be made with a Case
+    everyone   what becomes of the arguments of all ranks before
+    no_grad    whether the rank calls under torch.no_grad
+    traced     whether a compiled graph has to refuse it as well; what differs between ranks it always does
+    """
+
+    argument: str
+    spoil: Change
+    who: str = "one"
+    possible: Callable[[Case], bool] = lambda case: True
+    everyone: Change = lambda a, case: {}
+    no_grad: bool = False
+    traced: bool = False
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def _twice(names: str, axis: int) -> Change:
+    return lambda a, case: {name: torch.cat((a[name],) * 2, axis) for name in names}
+
+
+def _differentiable(names: str) -> Change:
+    return lambda a, case: {name: a[name].detach().requires_grad_() for name in names}
+
+
+def _longer(x: Tensor) -> Tensor:
+    return torch.cat((x, x.new_zeros(x.shape[0], 1, *x.shape[2:])), 1)
+
+
+def _another_dtype(a: Arguments, case: Case) -> Arguments:
+    return {name: a[name].to(torch.float16 if case.dtype == "float64" else torch.float64) for name in "qkv"}
+
+
+def _all_heads(a: Arguments, case: Case) -> Arguments:
+    return {name: a[name].repeat_interleave(case.heads // case.kv_heads, 2) for name in "kv"}
+
+
+# --- patterns ---------------------------------------------------------------------------------------------------------
+
+
+def _another_window(a: Arguments, case: Case) -> Arguments:
+    *others, last = case.pattern.branches
+    last = replace(last, window=0 if last.window is None else last.window + 1)
+    return {"pattern": replace(case.pattern, branches=(*others, last))}
+
+
+def _documents(change: Callable[[tuple[int, ...]], tuple[int, ...] | None]) -> Change:
+    return lambda a, case: {
+        "pattern": replace(a["pattern"], documents=change(a["pattern"].documents or (case.tokens,)))
+    }
+
+
+def _asymmetric(a: Arguments, case: Case) -> Arguments:
+    """The Case's own documents if their reverse differs; else one of one token, the others, and one of none."""
+    own = case.pattern.documents or ()
+    return {"pattern": replace(case.pattern, documents=own if own != own[::-1] else (1, case.tokens - 1, 0))}
+
+
+def _one_token_moved(documents: tuple[int, ...]) -> tuple[int, ...]:
+    giver = next(i for i, length in enumerate(documents) if length)
+    taker = (giver + 1) % len(documents)
+    return tuple(length - (i == giver) + (i == taker) for i, length in enumerate(documents))
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------------
+
+
+def _order(layout: Layout) -> Tensor:
+    return torch.cat([layout.positions(rank) for rank in range(layout.world_size)])
+
+
+def _reordered(change: Callable[[Tensor], Tensor]) -> Change:
+    """As many tokens on every rank, other ones."""
+    return lambda a, case: {"layout": Layout.from_cuts(change(_order(a["layout"])), a["layout"].cuts)}
+
+
+def _other_cuts_elsewhere(a: Arguments, case: Case) -> Arguments:
+    """As many tokens in all and on this rank; but one other rank has a token that was another's."""
+    counts = list(a["layout"].counts)
+    giver, taker, *_ = sorted(set(range(len(counts))) - {a["group"].rank}, key=lambda i: (-counts[i], i))
+    counts[giver] -= 1
+    counts[taker] += 1
+    return {"layout": Layout.from_cuts(_order(a["layout"]), (0, *accumulate(counts)))}
+
+
+def _longer_elsewhere(a: Arguments, case: Case) -> Arguments:
+    """As many tokens on this rank, one more on another."""
+    layout, last = a["layout"], a["layout"].world_size - 1
+    more = last - (a["group"].rank == last)
+    cuts = [cut + (rank > more) for rank, cut in enumerate(layout.cuts)]
+    before, behind = _order(layout).tensor_split([layout.cuts[more + 1]])
+    return {"layout": Layout.from_cuts(torch.cat((before, torch.tensor([layout.n]), behind)), cuts)}
+
+
+def _own_tokens_alone(a: Arguments, case: Case) -> Arguments:
+    """As if this rank were all there is; with group=None, where that is all ranks."""
+    return {"layout": Layout.contiguous(a["q"].shape[1], 1), "group": bare(a["group"])}
+
+
+class _OneRankMore(SoloTransport):
+    """The ranks of another transport and one more, as a rank sees them that needs nothing of them."""
+
+    def __init__(self, inner: Transport) -> None:
+        super().__init__()
+        self.rank, self.world_size = inner.rank, inner.world_size + 1
+
+
+def _right_on_one_rank_more(a: Arguments, case: Case) -> Arguments:
+    """The same call, where each token sees itself and nothing is sent, was right on a group of one rank more."""
+    layout = Layout.from_cuts(range(a["layout"].n + 1), (*a["layout"].cuts, a["layout"].n + 1))
+    changes = {"layout": layout, "pattern": Pattern.dense(causal=True, window=0), "exchange": "direct"}
+    ring_attention(**a | changes | {"group": _OneRankMore(a["group"])})
+    return changes
+
+
+# --- the cases --------------------------------------------------------------------------------------------------------
+
+
+def _several(case: Case) -> bool:
+    return case.tokens > 1
+
+
+def _no_empty_shard(case: Case) -> bool:
+    return min(layout_of(case).counts) > 0
+
+
+def _others_differ(case: Case) -> bool:
+    return len(case.ranks) > 2 and max(layout_of(case).counts) < case.tokens
+
+
+MISTAKES: dict[str, Mistake] = {
+    # who takes part
+    "layout for one rank more": Mistake(
+        "layout", lambda a, case: {"layout": Layout.contiguous(case.tokens, len(case.ranks) + 1)}, "any"
+    ),
+    "layout of one rank": Mistake(
+        "layout", _own_tokens_alone, "any", lambda case: len(case.ranks) > 1 and _no_empty_shard(case)
+    ),
+    "a layout that was right on a group of one rank more": Mistake("layout", _right_on_one_rank_more, "any"),
+    "something that is no group": Mistake("group", lambda a, case: {"group": "everyone"}, "all"),
+    "a mesh of two dimensions": Mistake("group", lambda a, case: {"group": mesh_of_two_dimensions(case)}, "all"),
+    # wrong on one rank, and the others must hear of it
+    "one token too many in q": Mistake("q", lambda a, case: {"q": _longer(a["q"])}, "any"),
+    "one token too few in k and v": Mistake(
+        "k", lambda a, case: {name: a[name][:, :-1] for name in "kv"}, "any", _no_empty_shard
+    ),
+    "unknown exchange": Mistake("exchange", lambda a, case: {"exchange": "teleport"}, "any"),
+    "documents of a token too many": Mistake(
+        "documents", _documents(lambda lengths: (lengths[0] + 1, *lengths[1:])), "any"
+    ),
+    "lse of a fused kernel that is to have gradients": Mistake(
+        "kernel 'flash'",
+        lambda a, case: _differentiable("qkv")(a, case) | {"kernel": "flash", "return_lse": True},
+        "any",
+        traced=True,
+    ),
+    # arguments that differ between ranks
+    "another name than the others": Mistake("'another one'", lambda a, case: {"name": "another one"}),
+    "another exchange than the others": Mistake(
+        "exchange", lambda a, case: {"exchange": "gather" if case.exchange != "gather" else "ring"}
+    ),
+    "another bucket than the others": Mistake(
+        "bucket", lambda a, case: {"bucket": 1 if case.bucket is None else case.bucket + 1}
+    ),
+    "another scale than the others": Mistake(
+        "scale", lambda a, case: {"scale": 3.0 if case.scale is None else case.scale + 1}
+    ),
+    "a scale of 0, unlike the others, who have none": Mistake(
+        "scale", lambda a, case: {"scale": 0.0}, everyone=lambda a, case: {"scale": None}
+    ),
+    "another kernel than the others": Mistake(
+        "kernel", lambda a, case: {"kernel": "math" if case.kernel != "math" else "auto"}
+    ),
+    "another return_lse than the others": Mistake("return_lse", lambda a, case: {"return_lse": not a["return_lse"]}),
+    "requires gradients, unlike the others": Mistake("requires_grad", _differentiable("q")),
+    "v alone requires gradients, unlike the others": Mistake("requires_grad", _differentiable("v")),
+    "requires no gradients, unlike the others": Mistake(
+        "requires_grad", lambda a, case: {name: a[name].detach() for name in "qkv"}, everyone=_differentiable("qkv")
+    ),
+    "no_grad, unlike the others": Mistake(
+        "requires_grad", lambda a, case: {}, everyone=_differentiable("qkv"), no_grad=True
+    ),
+    "another dtype than the others": Mistake("dtype", _another_dtype),
+    "another batch size than the others": Mistake("batch", _twice("qkv", 0)),
+    "another head dim than the others": Mistake("head dim", _twice("qkv", 3)),
+    "other heads than the others": Mistake("heads", _twice("qkv", 2)),
+    "other query heads than the others": Mistake("heads", _twice("q", 2)),
+    "other key/value heads than the others": Mistake(
+        "key/value heads", _all_heads, possible=lambda case: case.kv_heads < case.heads
+    ),
+    "another pattern than the others": Mistake(
+        "pattern", lambda a, case: {"pattern": replace(case.pattern, causal=not case.pattern.causal)}
+    ),
+    "another window than the others": Mistake("pattern", _another_window),
+    "documents in another order than the others'": Mistake(
+        "documents", _documents(lambda lengths: lengths[::-1]), everyone=_asymmetric
+    ),
+    "documents of which one has a token of another, unlike the others'": Mistake(
+        "documents", _documents(_one_token_moved), everyone=_asymmetric
+    ),
+    "no documents, unlike the others": Mistake("documents", _documents(lambda lengths: None), everyone=_asymmetric),
+    "an empty document more than the others": Mistake(
+        "documents", _documents(lambda lengths: (*lengths, 0)), everyone=_asymmetric
+    ),
+    "another layout than the others": Mistake("layout", _reordered(lambda x: x.flip(0)), possible=_several),
+    "a layout that differs from the others' at its end": Mistake(
+        "layout", _reordered(lambda x: torch.cat((x[:-2], x[-2:].flip(0)))), possible=_several
+    ),
+    "a layout that differs from the others' in their cuts": Mistake(
+        "layout", _other_cuts_elsewhere, possible=_others_differ
+    ),
+    "a layout with a token more on another rank": Mistake(
+        "layout", _longer_elsewhere, everyone=_documents(lambda lengths: None)
+    ),
+}
+
+
+def applicable(case: Case) -> tuple[str, ...]:
+    """The mistakes that can be made with a Case. A rank alone cannot differ from others."""
+    others = len(case.ranks) > 1
+    return tuple(name for name, wrong in MISTAKES.items() if (wrong.who != "one" or others) and wrong.possible(case))
+
+
+def call(
+    transport: Transport, case: Case, mistake: str, culprit: int | None, compiled: bool = False
+) -> tuple[str, str] | None:
+    """Call ring_attention, wrongly on the rank at index `culprit`, or on every rank (None). The error as (type,
+    message); None if there was none. compiled: by the operator that a compiled graph calls, where there is a group that
+    a graph can name, and the mistake is one of those that graphs can make.
+    """
+    q, k, v, *_ = shards(case, transport.rank, whole_tensors(case))
+    arguments: Arguments = {
+        "q": q, "k": k, "v": v, "pattern": case.pattern, "layout": layout_of(case), "exchange": case.exchange,
+        "bucket": case.bucket, "kernel": case.kernel, "scale": case.scale, "return_lse": case.lse != "unused",
+        "group": transport,
+    }  # fmt: skip
+    made = MISTAKES[mistake]
+    arguments |= made.everyone(arguments, case)
+    wrong = culprit is None or transport.rank == culprit
+    if wrong:
+        arguments |= made.spoil(arguments, case)
+    attention: Callable[..., Any] = ring_attention
+    if compiled and (made.traced or made.who == "one") and not isinstance(bare(transport), Transport):
+        attention = partial(traced, check=True)
+        arguments = {"name": None} | arguments | {"group": bare(transport)}
+    try:
+        with torch.set_grad_enabled(not (wrong and made.no_grad)):
+            attention(**arguments)
+    except Exception as error:  # of any type: the law checks which it is
+        return type(error).__name__, str(error)
+    return None
