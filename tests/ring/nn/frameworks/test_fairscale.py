@@ -2,23 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
+from fairscale.nn.checkpoint import checkpoint_wrapper
+from fairscale.nn.data_parallel import ShardedDataParallel
+from fairscale.optim import OSS
 
-from tests.support.fairscale_tasks import as_it_comes, refused_mesh, under_fairscale
-from tests.support.framework_example import APART, EXACT, ROUNDED, SHORT, TOGETHER, Example, dense, differences
-from verification.run.processes.pool import Pool
+from ring.nn.frameworks import fairscale
+from tests.support.framework_example import (
+    ADAM,
+    APART,
+    EXACT,
+    ROUNDED,
+    SHORT,
+    TOGETHER,
+    Example,
+    Result,
+    SmallLlama,
+    assert_near,
+    dense,
+    differences,
+    trained,
+)
+from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
-PRELOAD = ("torch", "torch._dynamo", "tests.support.fairscale_tasks")
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, Pool]]:
-    with Pool(2, preload=PRELOAD) as two, Pool(4, preload=PRELOAD) as four:
-        yield {2: two, 4: four}
+def _train(
+    example: Example,
+    zero_grad: dict[str, bool],
+    recomputed: bool = False,
+    dtype: torch.dtype = torch.float64,
+    guarded: bool = True,
+) -> Result:
+    """guarded: by `ring.nn.frameworks.fairscale`; else as FairScale comes."""
+    inner = SmallLlama().to(dtype)
+    for layer in inner.layers if recomputed else ():
+        checkpoint_wrapper(layer)
+    if guarded:
+        model, optimizer = fairscale.wrap(inner, torch.optim.AdamW, example.device_mesh(), **ADAM)
+    else:
+        optimizer = OSS(inner.parameters(), optim=torch.optim.AdamW, **ADAM)
+        model = ShardedDataParallel(inner, optimizer)
+    return trained(
+        example, inner, optimizer,
+        logits=lambda batch: model(batch.tokens, batch.context),
+        micro_batch=lambda last: nullcontext() if last else model.no_sync(),
+        clip=None if example.clip is None else partial(optimizer.clip_grad_norm, example.clip),
+        zero_grad=zero_grad, gradients=False,  # a rank has those of its own part
+    )  # fmt: skip
 
 
 EXAMPLES = [Example(SHORT, steps=3), Example(TOGETHER, accumulation=3), Example(APART, "striped", steps=3)]
@@ -27,32 +63,31 @@ EXAMPLES = [Example(SHORT, steps=3), Example(TOGETHER, accumulation=3), Example(
 @pytest.mark.parametrize("zero_grad", [{}, {"set_to_none": True}, {"set_to_none": False}], ids=str)
 @pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_it_trains_as_one_process(
-    pools: dict[int, Pool], example: Example, recomputed: bool, zero_grad: dict[str, bool]
-) -> None:
-    exact = dense(example)
-    for result in pools[sum(map(len, example.mesh))].run(under_fairscale, example, zero_grad, recomputed):
-        assert max(differences(result, exact).values()) < EXACT, differences(result, exact)
+def test_it_trains_as_one_process(ranks: Ranks, example: Example, recomputed: bool, zero_grad: dict[str, bool]) -> None:
+    assert_near(ranks(example.world).run(_train, example, zero_grad, recomputed), dense(example))
 
 
-def test_clipping_in_fp32(pools: dict[int, Pool]) -> None:
+def test_clipping_in_fp32(ranks: Ranks) -> None:
     """OSS takes norms in fp32, and refuses fp64. Within some roundings of numbers up to 4, each by at most 2^-23."""
     example = Example(APART, accumulation=2, clip=0.1)
-    exact = dense(example)
-    for result in pools[4].run(under_fairscale, example, {}, False, torch.float32):
-        assert max(differences(result, exact).values()) < ROUNDED, differences(result, exact)
+    assert_near(ranks(4).run(_train, example, {}, False, torch.float32), dense(example), ROUNDED)
 
 
-def test_its_defaults_train_wrong_after_gradients_were_none(pools: dict[int, Pool]) -> None:
+def test_its_defaults_train_wrong_after_gradients_were_none(ranks: Ranks) -> None:
     """FairScale 0.4.13 as it comes: right with zeroed gradients, wrong without a word after torch's `zero_grad()`."""
     example = Example(SHORT, steps=3)
     exact = dense(example)
-    for result in pools[2].run(as_it_comes, example, {"set_to_none": False}):
+    for result in ranks(2).run(_train, example, {"set_to_none": False}, False, torch.float64, False):
         assert max(differences(result, exact).values()) < EXACT
-    for result in pools[2].run(as_it_comes, example, {}):
+    for result in ranks(2).run(_train, example, {}, False, torch.float64, False):
         assert abs(result.losses[1] - exact.losses[1]) < EXACT  # until the second step
         assert abs(result.losses[2] - exact.losses[2]) > 1e-3
 
 
-def test_a_mesh_of_a_part_of_the_world_is_refused(pools: dict[int, Pool]) -> None:
-    assert all("mesh must have all 4 ranks of the world" in said for said in pools[4].run(refused_mesh))
+def _refuse() -> None:
+    with pytest.raises(ValueError, match="mesh must have all 4 ranks of the world"):
+        fairscale.wrap(SmallLlama(), torch.optim.AdamW, Example(SHORT).device_mesh(), **ADAM)
+
+
+def test_a_mesh_of_a_part_of_the_world_is_refused(ranks: Ranks) -> None:
+    ranks(4).run(_refuse)

@@ -1,4 +1,4 @@
-"""A Llama of random weights from Hugging Face's transformers: trained as in one process, and what is refused."""
+"""Models of random weights from Hugging Face's transformers: trained as in one process, and what is refused."""
 
 from __future__ import annotations
 
@@ -7,149 +7,296 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask
-
-from ring.nn import next_tokens
-from ring.nn.frameworks import transformers
-from tests.support.framework_example import APART, EXACT, SHORT, TOGETHER, Example, dense, differences
-from tests.support.transformers_tasks import (
-    LONGNET,
-    in_16_bits,
-    llama,
-    logits_of,
-    logits_on_ranks,
-    packed,
-    packed_tokens,
-    positions_changed_in_place,
-    refused,
-    train,
-    windowed,
-    without_a_handle,
+from torch import Tensor, nn
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
 )
-from verification.run.processes.pool import Pool
+from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from reference import Pattern, documents_from_positions
+from reference.pattern import Branch
+from ring import Layout
+from ring.nn import ContextParallel, clip_grad_norm, cross_entropy, gather, next_tokens, shard_batch
+from ring.nn.frameworks import ddp, fsdp, recompute, transformers
+from tests.support.framework_example import (
+    APART,
+    EXACT,
+    SHORT,
+    TOGETHER,
+    VOCABULARY,
+    Example,
+    Result,
+    assert_near,
+    dense,
+    differences,
+    labels_of,
+    optimizer_for,
+    trained,
+)
+from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
 
 ROOT = Path(__file__).parents[4]
 SUPPORT = ROOT / "tests" / "support"
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+LONGNET = Pattern.longnet((6, 16), (1, 2), 4, causal=True)
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(
-        4, preload=("torch", "torch._dynamo", "transformers", "tests.support.transformers_tasks"), timeout=60
-    ) as ranks:
-        yield ranks
+def llama(**changes: Any) -> LlamaForCausalLM:
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        return LlamaForCausalLM(LlamaConfig(**(SIZES | changes))).double()
 
 
-CHECKPOINTING: list[dict[str, Any] | None] = [
-    None, {"use_reentrant": False}, {"use_reentrant": True}, {"use_reentrant": False, "keep_attention": True},
+def windowed() -> MistralForCausalLM:
+    """Make a model in all of whose layers queries see 5 tokens, themselves included."""
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5)).double()
+
+
+def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Compute logits in one process, by the model's own attention."""
+    logits: Tensor = model(tokens).logits
+    return logits
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def _train(
+    example: Example,
+    checkpointing: dict[str, Any] | None = None,
+    wrapper: str = "ddp",
+    make: Callable[[], PreTrainedModel] = llama,
+) -> Result:
+    mesh, inner = example.device_mesh(), transformers.prepare(make())
+    if checkpointing is not None:
+        inner.gradient_checkpointing_enable(checkpointing)
+    inner.train()
+    model: Any = ddp.wrap(inner, mesh) if wrapper == "ddp" else fsdp.shard(inner, mesh, LlamaDecoderLayer)
+    return trained(
+        example, inner, optimizer_for(model),
+        logits=lambda batch: model(batch.tokens, position_ids=batch.positions[None], context=batch.context).logits,
+        micro_batch=lambda last: nullcontext(),
+        clip=lambda: clip_grad_norm(model.parameters(), example.clip or 1e300, mesh),
+    )  # fmt: skip
+
+
+CHECKPOINTING: list[dict[str, Any]] = [
+    {"use_reentrant": False}, {"use_reentrant": True},
+    {"use_reentrant": False, "context_fn": recompute.attention_kept},
 ]  # fmt: skip
+TRAINED = [
+    *((mesh, None, "ddp") for mesh in (TOGETHER, APART, ((0, 1, 2, 3),))),
+    *((APART, checkpointing, "ddp") for checkpointing in CHECKPOINTING),
+    (APART, None, "fsdp"),
+    *((APART, checkpointing, "fsdp") for checkpointing in CHECKPOINTING),
+]
 
 
-@pytest.mark.parametrize("checkpointing", CHECKPOINTING, ids=str)
-@pytest.mark.parametrize("mesh", [TOGETHER, APART, ((0, 1, 2, 3),)])
-def test_it_trains_as_one_process(pool: Pool, mesh: Any, checkpointing: dict[str, Any] | None) -> None:
+@pytest.mark.parametrize(("mesh", "checkpointing", "wrapper"), TRAINED)
+def test_it_trains_as_one_process(ranks: Ranks, mesh: Any, checkpointing: dict[str, Any] | None, wrapper: str) -> None:
     example = Example(mesh, clip=0.5)
-    exact = dense(example, llama(), logits_of)
-    for result in pool.run(train, example, checkpointing):
-        assert max(differences(result, exact).values()) < EXACT, differences(result, exact)
-
-
-@pytest.mark.parametrize("checkpointing", CHECKPOINTING, ids=str)
-def test_it_trains_under_fsdp(pool: Pool, checkpointing: dict[str, Any] | None) -> None:
-    example = Example(APART, clip=0.5)
-    exact = dense(example, llama(), logits_of)
-    for result in pool.run(train, example, checkpointing, "fsdp"):
-        assert max(differences(result, exact).values()) < EXACT, differences(result, exact)
+    assert_near(ranks(4).run(_train, example, checkpointing, wrapper), dense(example, llama(), logits_of))
 
 
 @pytest.mark.parametrize("mesh", [TOGETHER, ((0, 1, 2, 3),)])
-def test_sliding_windows_are_the_models(pool: Pool, mesh: Any) -> None:
+def test_sliding_windows_are_the_models(ranks: Ranks, mesh: Any) -> None:
     example = Example(mesh, clip=0.5)
     exact = dense(example, windowed(), logits_of)
     assert differences(dense(example, llama(), logits_of), exact)["losses"] > 1e-6, "a window that hides nothing"
-    for result in pool.run(train, example, None, "ddp", windowed):
-        assert max(differences(result, exact).values()) < EXACT, differences(result, exact)
+    assert_near(ranks(4).run(_train, example, None, "ddp", windowed), exact)
 
 
-def test_a_step_in_bf16_autocast(pool: Pool) -> None:
+def _make_a_step_in_16_bits(example: Example) -> Result:
+    mesh = example.device_mesh()
+    context = example.handle(mesh)
+    model = ddp.wrap(transformers.prepare(llama().float()), mesh)
+    (batch,) = example.batches(0, mesh, context)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(batch.tokens, position_ids=batch.positions[None], context=batch.context).logits
+        loss = cross_entropy(logits, labels_of(batch), mesh)
+    loss.backward()
+    return Result([loss.item()], [float(clip_grad_norm(model.parameters(), 1e300, mesh))], {}, {})
+
+
+def test_a_step_in_bf16_autocast(ranks: Ranks) -> None:
     """Rotary positions leave q and k in fp32, and v is bf16. An operation in bf16 rounds by 2^-9."""
-    exact = dense(Example(APART, steps=1), llama(), logits_of)
-    for result in pool.run(in_16_bits, Example(APART, steps=1)):
+    example = Example(APART, steps=1)
+    exact = dense(example, llama(), logits_of)
+    for result in ranks(4).run(_make_a_step_in_16_bits, example):
         assert 1e-7 < abs(result.losses[0] - exact.losses[0]) < 0.02 * exact.losses[0]
         assert 1e-7 < abs(result.norms[0] - exact.norms[0]) < 0.05 * exact.norms[0]
 
 
+def _compute_logits(alone: bool, autocast: bool, pattern: Pattern | None) -> Tensor:
+    """The whole logits of a model in fp32, whose sequence all ranks share, or this one has alone."""
+    example = Example(SHORT)
+    context = ContextParallel(Layout.contiguous(23, 1)) if alone else example.handle(example.device_mesh())
+    model = transformers.prepare(llama().float()).eval()
+    tokens, _ = next(example.whole(0))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        positions = context.positions[None]
+        out = model(context.shard(tokens), position_ids=positions, context=context, pattern=pattern).logits
+    return gather(context, out)
+
+
 @pytest.mark.parametrize("pattern", [None, LONGNET], ids=["dense", "longnet"])
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
-def test_ranks_give_what_one_gives(pool: Pool, autocast: bool, pattern: Any) -> None:
+def test_ranks_give_what_one_gives(ranks: Ranks, autocast: bool, pattern: Any) -> None:
     """In bf16 under autocast, where rotary positions leave q and k in fp32 and v is bf16: to within its rounding."""
-    example = Example(SHORT)
-    alone, *_ = pool.run(logits_on_ranks, example, (0,), autocast, pattern)
-    bound = 2e-2 if autocast else 1e-5
-    for found in pool.run(logits_on_ranks, example, (0, 1, 2, 3), autocast, pattern):
-        assert found is not None and alone is not None
-        assert float((found - alone).abs().max()) < bound * float(alone.abs().max())
+    alone = _compute_logits(True, autocast, pattern)
+    bound = (2e-2 if autocast else 1e-5) * float(alone.abs().max())
+    for logits in ranks(2).run(_compute_logits, False, autocast, pattern):
+        assert float((logits - alone).abs().max()) < bound
 
 
-REFUSED = {
-    "a padding mask": "attention_mask must be None, got a mask",
-    "a whole mask": "attention_mask must be None, got Tensor",
-    "dropout": "dropout of attention must be 0, got 0.1",
-    "no positions": "position_ids must be",
-    "positions of the shard": "position_ids must be",
-    "packed positions": "position_ids must be",
-    "whole positions": "position_ids must be",
-    "dynamic rotary scaling": "rope_type must not depend on the positions of a rank",
-    "longrope": "rope_type must not depend on the positions of a rank",
-    "a cache": "use_cache must be left out",
-    "a cache that is given": "past_key_values must be left out",
-    "attention weights": "output_attentions must be left out",
-    "labels": "labels must be left out",
-    "the last logits": "logits_to_keep must be left out",
-    "packed lengths": "cu_seq_lens_q must be left out",
-    "a softcap": "softcap must be left out",
-    "sinks": "s_aux must be left out",
-    "a pattern beside a sliding window": "pattern must be None for a layer with a sliding window of 5 tokens",
-    "another sliding window": "sliding_window must be at least 1 token",
-    "a pattern that is not causal": "pattern must be causal as the model is",
-    "no pattern": "pattern must be a Pattern or None",
-}
+LENGTHS = (5, 1, 9, 8)
+
+
+def packed_tokens() -> Tensor:
+    return torch.randint(VOCABULARY, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(5))
+
+
+def _run_packed(order: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Whole logits, labels and positions of a batch that is packed from documents, as a collator flattens them."""
+    tokens = packed_tokens()
+    flattened = torch.cat([torch.arange(length) for length in LENGTHS])[None]  # its position_ids, (1, N)
+    documents = documents_from_positions(flattened)
+    layout = Layout.zigzag(sum(LENGTHS), 4, documents) if order == "zigzag" else Layout.contiguous(sum(LENGTHS), 4)
+    batch = shard_batch(ContextParallel(layout), tokens, next_tokens(tokens), documents=documents)
+    with torch.no_grad():
+        model = transformers.prepare(llama()).eval()
+        out = model(batch.tokens, position_ids=batch.positions[None], context=batch.context).logits
+    logits, labels, positions = (gather(batch.context, x) for x in (out, labels_of(batch), batch.positions[None]))
+    return logits, labels, positions
 
 
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
-def test_packed_documents_are_as_each_by_itself(pool: Pool, order: str) -> None:
+def test_packed_documents_are_as_each_by_itself(ranks: Ranks, order: str) -> None:
     """Logits by the model's own attention; the last token of a document has no label, and positions begin anew."""
-    lengths = (5, 1, 9, 8)
-    tokens = packed_tokens(lengths).split(lengths, dim=1)
+    tokens = packed_tokens().split(LENGTHS, dim=1)
     with torch.no_grad():
         exact = torch.cat([logits_of(llama().eval(), document) for document in tokens], dim=1)
-    labels = torch.cat([next_tokens(document) for document in tokens], dim=1)
-    for logits, found, positions in pool.run(packed, lengths, order):
+    expected = torch.cat([next_tokens(document) for document in tokens], dim=1)
+    for logits, labels, positions in ranks(4).run(_run_packed, order):
         torch.testing.assert_close(logits, exact, rtol=EXACT, atol=EXACT)
-        assert torch.equal(found, labels)
-        assert positions[0].tolist() == [i for length in lengths for i in range(length)]
+        assert torch.equal(labels, expected)
+        assert positions[0].tolist() == [i for length in LENGTHS for i in range(length)]
 
 
-@pytest.mark.parametrize("on", [None, (1,)], ids=["all", "one rank"])
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_supported_is_refused_on_every_rank(pool: Pool, name: str, on: tuple[int, ...] | None) -> None:
-    """On every rank of a context group in which one is wrong; the group can be used afterwards."""
-    answers = pool.run(refused, name, on)
-    for rank, (said, after) in enumerate(answers):
-        assert (REFUSED[name] in said) == (on is None or rank in (0, 1)), f"rank {rank}: {said}"
-        assert math.isfinite(after)
+# --- attention as a layer calls it ------------------------------------------------------------------------------------
 
 
-def test_a_call_without_a_handle_is_refused(pool: Pool) -> None:
-    assert all("context must be given to the model's call" in said for said in pool.run(without_a_handle))
+class CallingLayer(nn.Module):
+    """What a model's attention module says of itself."""
+
+    def __init__(self, rotary: dict[str, Any] | None = None, causal: bool = True) -> None:
+        super().__init__()
+        self.is_causal, self.layer_idx, self.config = causal, 3, SimpleNamespace(rope_parameters=rotary)
+
+
+def handle_and_inputs() -> tuple[ContextParallel, list[Tensor], dict[str, Any]]:
+    """A handle of one rank; q (B, H, N, D), k and v (B, Hk, N, D); what every call is given."""
+    context = ContextParallel(Layout.contiguous(7, 1))
+    draw = torch.Generator().manual_seed(2)
+    inputs = [torch.randn(2, h, 7, 2, dtype=torch.float64, generator=draw).requires_grad_() for h in (4, 2, 2)]
+    return context, inputs, {"context": context, "position_ids": context.positions.repeat(2, 1)}
+
+
+PATTERN = Pattern((Branch(3, 1), Branch(None, 2)), True)
+LAYERS: dict[str, tuple[CallingLayer, dict[str, Any], Pattern]] = {
+    "causal": (CallingLayer(), {}, Pattern.dense(True)),
+    "not causal": (CallingLayer(causal=False), {}, Pattern.dense()),
+    "causal by the call": (CallingLayer(causal=False), {"is_causal": True}, Pattern.dense(True)),
+    "not causal by the call": (CallingLayer(), {"is_causal": False}, Pattern.dense()),
+    "a window": (CallingLayer(), {"sliding_window": 3}, Pattern.dense(True, window=2)),
+    "a window of itself": (CallingLayer(), {"sliding_window": 1}, Pattern.dense(True, window=0)),
+    "a pattern": (CallingLayer(), {"pattern": PATTERN}, PATTERN),
+    "what says nothing": (CallingLayer(), {"softcap": 0.0, "s_aux": None, "cache_position": 1}, Pattern.dense(True)),
+    "other rotary scaling": (CallingLayer({"rope_type": "llama3"}), {}, Pattern.dense(True)),
+}
+
+
+@pytest.mark.parametrize("scale", [None, 0.25])
+@pytest.mark.parametrize("name", LAYERS)
+def test_attention_of_a_layer_is_that_of_the_handle(name: str, scale: float | None) -> None:
+    layer, arguments, pattern = LAYERS[name]
+    context, (q, k, v), right = handle_and_inputs()
+    out, weights = transformers.attention(layer, q, k, v, None, scaling=scale, **right | arguments)
+    expected = context.attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), pattern, scale=scale)
+    assert weights is None and torch.equal(out, expected)
+    grads, exact = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, expected))
+    assert all(torch.equal(x, y) for x, y in zip(grads, exact, strict=True))
+
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+LONG = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 32,
+    "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+}  # fmt: skip
+NOT_OF_A_LAYER: list[tuple[str, dict[str, Any]]] = [
+    *(("rope_type must not depend", {"layer": CallingLayer(rotary)}) for rotary in (DYNAMIC, LONG)),
+    *(
+        ("rope_type must not depend", {"layer": CallingLayer({"full": {"rope_type": "default"}, "b": rotary})})
+        for rotary in (DYNAMIC, LONG)
+    ),
+    ("attention_mask must be None, got Tensor", {"attention_mask": torch.ones(1, 1, 7, 7)}),
+    ("dropout of attention must be 0, got 0.1", {"dropout": 0.1}),
+    *(("softcap must be left out", {"softcap": softcap}) for softcap in (30.0, -1.0)),
+    ("s_aux must be left out", {"s_aux": torch.zeros(4)}),
+    ("output_attentions must be left out", {"output_attentions": True}),
+    *(
+        ("position_ids must be", {"position_ids": ids})
+        for ids in (None, torch.arange(7), torch.arange(6)[None], torch.arange(7)[None, :, None], torch.ones(1, 7))
+    ),
+    *(("sliding_window must be at least 1 token", {"sliding_window": window}) for window in (0, -1, True, 2.0)),
+    ("sliding_window must be of causal attention", {"sliding_window": 2, "is_causal": False}),
+    ("pattern must be None for a layer with a sliding", {"sliding_window": 2, "pattern": Pattern.dense(True)}),
+    ("pattern must be causal as the model is", {"pattern": Pattern.dense()}),
+    ("pattern must be a Pattern or None", {"pattern": "dense"}),
+    ("context must be given to the model's call", {"context": None}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "wrong"), NOT_OF_A_LAYER)
+def test_what_a_layer_may_not_ask_for(words: str, wrong: dict[str, Any]) -> None:
+    _, (q, k, v), right = handle_and_inputs()
+    arguments = {"layer": CallingLayer(), "attention_mask": None} | right | wrong
+    with pytest.raises((ValueError, NotImplementedError), match=words):
+        transformers.attention(arguments.pop("layer"), q, k, v, arguments.pop("attention_mask"), **arguments)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_positions_that_change_in_place_are_seen(check: bool) -> None:
+    """Unless the handle is not to look at values."""
+    context, (q, k, v), _ = handle_and_inputs()
+    context = ContextParallel(context.layout, check=check)
+    positions = context.positions[None].clone()
+    for _ in range(2):  # the second time they may be trusted
+        transformers.attention(CallingLayer(), q, k, v, None, position_ids=positions, context=context)
+    positions += 1
+    with pytest.raises(ValueError, match="position_ids must be") if check else nullcontext():
+        transformers.attention(CallingLayer(), q, k, v, None, position_ids=positions, context=context)
 
 
 def test_masks_that_a_model_makes_by_itself_are_not_dropped() -> None:
@@ -159,15 +306,96 @@ def test_masks_that_a_model_makes_by_itself_are_not_dropped() -> None:
     config._attn_implementation = transformers.NAME
     x, positions = torch.zeros(1, 6, 32), torch.tensor([[0, 1, 2, 9, 10, 11]])
     blocks, function = {"block_sequence_ids": torch.zeros(1, 6, dtype=torch.int64)}, {"and_mask_function": max}
-    made = [create_causal_mask(config, x, None, None, positions, **extra) for extra in ({}, blocks, function)]
-    assert made == [None, "a mask function", "a mask function"]
+    masks = [create_causal_mask(config, x, None, None, positions, **extra) for extra in ({}, blocks, function)]
+    assert masks == [None, "a mask function", "a mask function"]
     config.attention_chunk_size = 4
     chunks = create_chunked_causal_mask(config, x, None, None, positions)
     assert chunks == "a mask of chunks or windows of 4 tokens"
 
 
-def test_positions_that_change_are_seen(pool: Pool) -> None:
-    assert all("position_ids must be" in said for said in pool.run(positions_changed_in_place))
+# --- what a model's call may not be given -----------------------------------------------------------------------------
+
+Wrong = tuple[str, Callable[[], PreTrainedModel], Callable[[Tensor, Tensor], dict[str, Any]]]
+WRONG: dict[str, Wrong] = {  # the error, the model, and what is wrong in its call, made of its tokens and positions
+    "a padding mask": (
+        "attention_mask must be None, got a mask", llama, lambda tokens, _: {"attention_mask": torch.ones_like(tokens)}
+    ),
+    "a whole mask": (
+        "attention_mask must be None, got Tensor", llama,
+        lambda tokens, _: {"attention_mask": torch.ones(1, 1, tokens.shape[1], tokens.shape[1])},
+    ),
+    "dropout": ("dropout of attention must be 0, got 0.1", lambda: llama(attention_dropout=0.1), lambda *_: {}),
+    "no positions": ("position_ids must be", llama, lambda *_: {"position_ids": None}),
+    "positions of the shard": (
+        "position_ids must be", llama, lambda tokens, _: {"position_ids": torch.arange(tokens.shape[1])[None] + 1}
+    ),
+    "packed positions": (
+        "position_ids must be", llama, lambda _, positions: {"position_ids": (positions % 5)[None]}
+    ),
+    "positions of more": ("position_ids must be", llama, lambda *_: {"position_ids": torch.arange(50)[None]}),
+    "dynamic scaling": ("rope_type must not depend", lambda: llama(rope_parameters=DYNAMIC), lambda *_: {}),
+    "longrope": ("rope_type must not depend", lambda: llama(rope_parameters=LONG), lambda *_: {}),
+    "a cache": ("use_cache must be left out", llama, lambda *_: {"use_cache": True}),
+    "a cache that is given": (
+        "past_key_values must be left out", llama, lambda *_: {"past_key_values": DynamicCache()}
+    ),
+    "attention weights": ("output_attentions must be left out", llama, lambda *_: {"output_attentions": True}),
+    "labels": ("labels must be left out", llama, lambda tokens, _: {"labels": tokens}),
+    "the last logits": ("logits_to_keep must be left out", llama, lambda *_: {"logits_to_keep": 1}),
+    "packed lengths": (
+        "cu_seq_lens_q must be left out", llama, lambda *_: {"cu_seq_lens_q": torch.tensor([0, 5, 12])}
+    ),
+    "a softcap": ("softcap must be left out", llama, lambda *_: {"softcap": 30.0}),
+    "a pattern beside a sliding window": (
+        "pattern must be None for a layer with a sliding window of 5 tokens", windowed, lambda *_: {"pattern": LONGNET}
+    ),
+    "a pattern that is not causal": (
+        "pattern must be causal as the model is", llama, lambda *_: {"pattern": Pattern.dense()}
+    ),
+}  # fmt: skip
+ON_ONE_RANK = ("a padding mask", "dropout", "positions of the shard", "dynamic scaling", "labels", "a softcap")
+
+
+def call(name: str | None, tokens: Tensor, context: ContextParallel) -> float:
+    """Call a model as it must be called, but for what is wrong by that name, and return its mean logit."""
+    make, wrong = WRONG[name][1:] if name else (llama, lambda *_: {})
+    model, arguments = transformers.prepare(make()).train(), wrong(tokens, context.positions)
+    model.config.use_cache = arguments.pop("use_cache", False)
+    return float(
+        model(tokens, **{"position_ids": context.positions[None], "context": context} | arguments).logits.mean()
+    )
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_not_supported_is_refused(name: str) -> None:
+    tokens, context = torch.arange(12)[None], ContextParallel(Layout.contiguous(12, 1))
+    with pytest.raises((ValueError, NotImplementedError), match=WRONG[name][0]):
+        call(name, tokens, context)
+
+
+def _refuse(name: str) -> None:
+    """Rank 1 alone is wrong. Its context group is told, and can be used afterwards; the other one goes on."""
+    example, rank = Example(TOGETHER), torch.distributed.get_rank()
+    mesh = example.device_mesh()
+    context = example.handle(mesh)
+    (batch,) = example.batches(0, mesh, context)
+    if rank in (0, 1):
+        with pytest.raises((ValueError, NotImplementedError), match=WRONG[name][0]):
+            call(name if rank == 1 else None, batch.tokens, context)
+    assert math.isfinite(call(None, batch.tokens, context))
+
+
+@pytest.mark.parametrize("name", ON_ONE_RANK)
+def test_what_one_rank_does_wrong_is_refused_on_every_rank(ranks: Ranks, name: str) -> None:
+    ranks(4).run(_refuse, name)
+
+
+def test_a_call_without_a_handle_is_refused() -> None:
+    with pytest.raises(ValueError, match="context must be given to the model's call"):
+        transformers.prepare(llama())(torch.zeros(1, 4, dtype=torch.int64))
+
+
+# --- whole programs ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -183,7 +411,7 @@ def test_twelve_lines_make_it_sharded() -> None:
 
 @pytest.mark.slow
 def test_its_threads_have_ended_before_python_ends(tmp_path: Path) -> None:
-    """Of gloo: one that gives back what a backward left with it while Python ends aborts the process."""
+    """A thread of gloo that gives back what a backward left with it while Python ends aborts the process."""
     script = tmp_path / "threads.py"
     names = (
         "\nfrom pathlib import Path\nfor one in Path('/proc/self/task').iterdir(): print((one / 'comm').read_text())\n"

@@ -1,0 +1,123 @@
+"""Layers that are computed again in backward: as one process trains, how often they run, and what they send."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ring.comm.process_group import ProcessGroupTransport
+from ring.comm.transport import RecordingTransport
+from ring.nn import ContextParallel, cross_entropy
+from ring.nn.frameworks import recompute
+from tests.support.framework_example import (
+    APART,
+    TOGETHER,
+    DecoderLayer,
+    Example,
+    SmallLlama,
+    assert_near,
+    dense,
+    labels_of,
+)
+from tests.support.ranks import Ranks
+from tests.support.torch_wrapper_tasks import under_ddp, under_fsdp
+
+WAYS: list[dict[str, Any]] = [{}, {"keep_attention": True}, {"reentrant": True}]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("train", [under_ddp, under_fsdp])
+def test_recomputed_layers_train_as_one_process(ranks: Ranks, train: Any, way: dict[str, Any]) -> None:
+    example = Example(APART, accumulation=2, clip=0.1)
+    assert_near(ranks(4).run(train, example, way), dense(example))
+
+
+def _messages(example: Example, way: dict[str, Any] | None) -> tuple[int, int]:
+    """Count the messages that this rank sends in the forward of one model, and in its backward."""
+    mesh = example.device_mesh()
+    transport = RecordingTransport(ProcessGroupTransport(mesh["context"].get_group()))
+    context = ContextParallel(example.arranged(), transport)
+    model = SmallLlama()
+    if way is not None:
+        recompute.wrap(model, DecoderLayer, **way)
+    (batch,) = example.batches(0, mesh, context)
+    before = len(transport.sent)
+    loss = cross_entropy(model(batch.tokens, batch.context), labels_of(batch), mesh)
+    forward = len(transport.sent)
+    loss.backward()
+    return forward - before, len(transport.sent) - forward
+
+
+@pytest.mark.ranks
+def test_attention_that_is_kept_sends_nothing_twice(ranks: Ranks) -> None:
+    example = Example(TOGETHER, steps=1)
+    plain, again, kept = (ranks(4).run(_messages, example, way) for way in (None, {}, {"keep_attention": True}))
+    for (forward, backward), twice, once in zip(plain, again, kept, strict=True):
+        assert forward > 0 and twice == (forward, backward + forward) and once == (forward, backward)
+
+
+class Counted(nn.Module):
+    """A layer that counts how often it runs, and drops half of what comes out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs, self.linear = 0, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return torch.dropout(torch.sin(self.linear(x)), 0.5, self.training)
+
+
+class Derived(Counted):
+    """A layer by the class that it is derived from."""
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("layers", [Counted, (Counted,), (nn.Conv1d, Counted), (Derived, Counted)], ids=str)
+def test_each_layer_runs_once_more_with_the_same_random_numbers(way: dict[str, Any], layers: Any) -> None:
+    """Those of derived classes too, and no other modules. Gradients are the same, bit by bit."""
+    plain = nn.Sequential(Counted(), nn.Linear(4, 4), nn.Sequential(Derived()), Derived())
+    wrapped = copy.deepcopy(plain)
+    counted = [module for module in wrapped.modules() if isinstance(module, Counted)]
+    recompute.wrap(wrapped, layers, **way)
+    x = torch.linspace(-1.0, 1.0, 64).view(16, 4).requires_grad_()
+    for model in (plain, wrapped):
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            model(x).square().sum().backward()
+    assert [layer.runs for layer in counted] == [2, 2, 2]
+    for ours, theirs in zip(wrapped.parameters(), plain.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None and torch.equal(ours.grad, theirs.grad)
+
+
+def test_a_checkpoint_that_keeps_attention_computes_all_else_again() -> None:
+    layer = Counted()
+    checkpoint(layer, torch.ones(1, 4), use_reentrant=False, context_fn=recompute.attention_kept).sum().backward()
+    assert layer.runs == 2
+
+
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [
+        ((), "layers must be classes of modules, got none"),
+        ("Linear", "layers must be classes of modules, got a str"),
+        ((nn.Linear, int), "layers must be classes of modules, got Linear, int"),
+        (nn.Linear(1, 1), "layers must be classes of modules, got a Linear"),
+        (nn.Conv1d, "got Conv1d, of which it has none"),
+        (nn.Sequential, "got Sequential, of which it has none"),  # the model itself is no layer of it
+    ],
+)
+def test_layers_that_are_none_are_refused(layers: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=f"layers must .*{words}|{words}"):
+        recompute.wrap(nn.Sequential(nn.Linear(2, 2)), layers)
+
+
+def test_attention_cannot_be_kept_where_inputs_are_all_that_is() -> None:
+    with pytest.raises(NotImplementedError, match="keep_attention=True needs reentrant=False"):
+        recompute.wrap(nn.Sequential(nn.Linear(2, 2)), nn.Linear, keep_attention=True, reentrant=True)
