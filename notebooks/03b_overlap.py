@@ -48,9 +48,9 @@ from figures import (
     recorded_rows,
     style,
 )  # fmt: skip
+from verification.benchmarks.workload import AttentionShape, Workload
 
 from reference import cost
-from verification.benchmarks.workload import AttentionShape, Workload
 from verification.problems import links
 from verification.run.processes.pool import Pool
 

@@ -28,7 +28,6 @@
 # %%
 import matplotlib.pyplot as plt
 from figures import BLACK, COLOURS, binary, binary_ticks, record, style
-
 from verification.benchmarks.step_check import MOST
 from verification.benchmarks.step_results import STEP_COLUMNS, TITLE, table_line
 from verification.benchmarks.step_ways import MEANING, OURS, PEERS, UNCHECKED

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -117,6 +118,7 @@ class Training:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.dtype == "bfloat16"):
             logits = self.parallel(batch.tokens, batch.context)
         # (5) The mean over all labelled tokens, with the gradient that an average over ranks turns into the right one.
+        assert batch.labels is not None
         return cross_entropy(logits, batch.labels, self.mesh)
 
     @torch.no_grad()
@@ -274,8 +276,8 @@ def parser_of(description: str | None = __doc__) -> argparse.ArgumentParser:
     return parser
 
 
-def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    options = parser.parse_args()
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    options = parser.parse_args(arguments)
     ranks = int(os.environ.get("WORLD_SIZE", options.ranks))
     if options.data < 1 or ranks % options.data or options.batch % options.data:
         parser.error(f"--data is {options.data}; it must divide the {ranks} ranks and the batch of {options.batch}")

@@ -29,7 +29,7 @@ ROAD = (
     "verification.runner", "verification.whole_run",
     "verification.replay", "verification.faults", "verification.training",
     "verification.mutants", "verification.peers",
-    "verification.benchmarks", "verification.cli", "verification.__main__",
+    "verification.cli", "verification.__main__",
 )  # fmt: skip
 # The stops within the plan.
 PLAN = (

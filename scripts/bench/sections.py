@@ -6,6 +6,7 @@ every exchange, with and without its messages, and on request other people's met
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -14,21 +15,18 @@ from typing import Any
 
 import torch
 
-from verification.benchmarks import baselines, ours, packed_peers, peer_rings, published
-from verification.benchmarks.baselines import Impossible
-from verification.benchmarks.contender import PASSES, Contender, Inputs
-from verification.benchmarks.longest import longest
-from verification.benchmarks.options import Options
-from verification.benchmarks.rank_group import Failed, Lost, RankGroup
-from verification.benchmarks.results import BenchRecord
-from verification.benchmarks.timing import captured, measured, peak_beyond
-from verification.benchmarks.workload import Workload
+from bench import baselines, ours, peers, published
+from bench.command import BenchRecord
+from bench.longest import Search, longest
+from bench.rank_group import Failed, Lost, RankGroup
+from bench.timing import captured, measured, peak_beyond
+from bench.workload import PASSES, Contender, Impossible, Inputs, Workload
 from verification.wording import counted
 
 Times = dict[tuple[str, bool], float]  # (pass, whether from a graph) -> milliseconds
+SECTIONS = ("dense", "longnet", "packed", "window", "reach")
 SEED = 1
 OURS, SILENT = "ring_attention", "ring_attention without messages"
-WITH_KERNELS = ("dense", "longnet")  # sections in which the kernels alone are timed
 WHOLE, KERNELS = "one GPU, whole sequence", "kernels alone"
 
 
@@ -53,45 +51,56 @@ class Section:
 
 
 class Bench:
-    """One run. Every rank times the same contenders in the same order."""
+    """One run. Every rank times the same contenders in the same order. options: as `attention` parses them."""
 
-    def __init__(self, ranks: RankGroup, options: Options, record: BenchRecord) -> None:
+    def __init__(self, ranks: RankGroup, options: argparse.Namespace, record: BenchRecord) -> None:
         self.ranks, self.options, self.record = ranks, options, record
+        segments, rates = tuple(options.segments), tuple(options.rates)
+        # Of so many tokens of each rank, on so many ranks.
+        self.make: dict[str, Callable[[int, int], Workload]] = {
+            "dense": partial(Workload.dense, shape=options.shape),
+            "longnet": partial(Workload.longnet, shape=options.longnet_shape, segments=segments, rates=rates),
+        }
 
-    def dense(self) -> None:
+    def run(self, name: str) -> None:
+        """name: of SECTIONS."""
+        if name == "reach":
+            self._reach()
+            return
         for tokens in self.options.tokens:
-            self._measure(Section("dense", self.options.workload("dense", tokens, self.ranks.world)))
+            for section in self._sections(name, tokens, self.ranks.world, self.options.shape):
+                self._measure(section)
 
-    def longnet(self) -> None:
-        for tokens in self.options.tokens:
-            self._measure(Section("longnet", self.options.workload("longnet", tokens, self.ranks.world)))
+    def _sections(self, name: str, tokens: int, world: int, shape: Any) -> Iterator[Section]:
+        if name == "packed":
+            multiple = 2 * world if self.options.divisible else 1
+            for mean in self.options.mean_length:
+                workload = Workload.packed(tokens, world, shape, mean, multiple)
+                yield Section(name, workload, {"mean_length": mean, "multiple": multiple})
+        elif name == "window":
+            for window in self.options.window:
+                yield Section(name, Workload.windowed(tokens, world, shape, window), {"window": window})
+        else:
+            yield Section(name, self.make[name](tokens, world))
 
-    def packed(self) -> None:
-        for tokens in self.options.tokens:
-            for mean in self.options.mean_lengths:
-                multiple = 2 * self.ranks.world if self.options.divisible else 1
-                workload = Workload.packed(tokens, self.ranks.world, self.options.shape, mean, multiple)
-                self._measure(Section("packed", workload, {"mean_length": mean, "multiple": multiple}))
-
-    def window(self) -> None:
-        for tokens in self.options.tokens:
-            for window in self.options.windows:
-                workload = Workload.windowed(tokens, self.ranks.world, self.options.shape, window)
-                self._measure(Section("window", workload, {"window": window}))
-
-    def reach(self) -> None:
-        """The longest shards; the records call this section "reach"."""
-        for pattern in ("dense", "longnet"):
-            for exchange in self.options.exchanges:
-                row = longest(self.ranks, pattern, exchange, self.options)
+    def _reach(self) -> None:
+        """The longest shards."""
+        given = self.options
+        for pattern, make in self.make.items():
+            for exchange in given.exchange:
+                search = Search(
+                    make, given.device, exchange, given.kernel, given.bucket, given.tokens[0], given.reach_limit,
+                    float(given.reach_seconds),
+                )  # fmt: skip
+                row = longest(self.ranks, search)
                 self.record.add(section="reach", pattern=pattern, world=self.ranks.world, exchange=exchange, **row)
 
     def _measure(self, section: Section) -> None:
         self.ranks.connect()
         section.whole = self._timed(section, section.row(WHOLE), self._whole(section))
-        if section.name in WITH_KERNELS:
+        if section.name in self.make:
             section.kernels = self._timed(section, section.row(KERNELS), self._kernels(section))
-        for exchange in self.options.exchanges:
+        for exchange in self.options.exchange:
             self._ours(section, exchange)
         if self.options.peers:
             for method, contender in self._others(section):
@@ -104,19 +113,16 @@ class Bench:
 
     @contextmanager
     def _whole(self, section: Section) -> Iterator[Contender]:
-        total = section.workload.total
+        total, limit = section.workload.total, self.options.whole_limit
         if section.name == "dense":
-            if total > self.options.whole_limit:
-                raise Impossible(
-                    f"{total} tokens are more than --whole-limit {self.options.whole_limit}, so there is no efficiency"
-                )
+            if total > limit:
+                raise Impossible(f"{total} tokens are more than --whole-limit {limit}, so there is no efficiency")
             yield baselines.whole(section.workload, self.ranks.device, SEED)
-        elif section.name in ("packed", "window"):
-            yield baselines.whole_by_flash(section.workload, self.ranks.device, SEED)
+        elif section.name == "longnet":
+            alone = self.make["longnet"](total, 1)
+            yield published.longnet_kernels(alone, alone.draw(self.ranks.device, SEED), 0)
         else:
-            alone = self.options.workload(section.name, total, 1)
-            inputs = alone.draw(self.ranks.device, SEED)
-            yield published.longnet_kernels(alone, inputs, 0)
+            yield baselines.whole_by_flash(section.workload, self.ranks.device, SEED)
 
     @contextmanager
     def _kernels(self, section: Section) -> Iterator[Contender]:
@@ -125,34 +131,31 @@ class Bench:
 
     def _others(self, section: Section) -> Iterator[tuple[str, AbstractContextManager[Contender]]]:
         workload, inputs = section.workload, self._inputs(section.workload)
+        exchanged = partial(Contender.of, inputs=inputs, capturable=True)
         if section.name == "dense":
-            yield "all-to-all (Ulysses)", _made(partial(baselines.all_to_all, workload, inputs))
-            yield "ring-flash-attn zigzag", peer_rings.zigzag(workload, inputs)
-            for rotation in peer_rings.ROTATIONS:
-                yield f"torch context_parallel, {rotation}", peer_rings.context_parallel(workload, inputs, rotation)
-        elif section.name in ("packed", "window"):
+            yield "all-to-all (Ulysses)", _made(lambda: exchanged(baselines.all_to_all(workload)))
+            yield "ring-flash-attn zigzag", peers.zigzag(workload, inputs)
+            for rotation in peers.ROTATIONS:
+                yield f"torch context_parallel, {rotation}", peers.context_parallel(workload, inputs, rotation)
+        elif section.name == "longnet":
+            yield "LongNet as published", _made(lambda: exchanged(published.longnet(workload, self.ranks.rank)))
+        else:
             even = workload.draw(self.ranks.device, SEED + self.ranks.rank)
             for heads in sorted({1, workload.shape.kv}):
                 method = f"ring-flash-attn llama3, {counted(heads, 'head')} at a time"
-                yield method, packed_peers.llama3(workload, even, self.ranks.rank, heads)
-            for ring in packed_peers.RINGS if section.name == "packed" else ():
-                yield f"ring-flash-attn {ring}, by document", packed_peers.by_document(workload, even, ring)
-        else:
-            yield "LongNet as published", _made(partial(published.longnet, workload, inputs, self.ranks.rank))
+                yield method, peers.llama3(workload, even, self.ranks.rank, heads)
+            for ring in peers.RINGS if section.name == "packed" else ():
+                yield f"ring-flash-attn {ring}, by document", peers.by_document(workload, even, ring)
 
     def _ours(self, section: Section, exchange: str) -> None:
         """The call without its messages first: the rows of the call itself are compared with it."""
-        options, workload = self.options, section.workload
+        workload, asked = section.workload, (exchange, self.options.kernel, self.options.bucket)
         inputs = self._inputs(workload)
-        make = partial(ours.ring, workload, inputs, exchange, options.kernel, options.bucket)
-        silent = partial(
-            ours.without_messages, workload, inputs, self.ranks.rank, exchange, options.kernel, options.bucket
-        )
+        silent = partial(ours.without_messages, workload, inputs, self.ranks.rank, *asked)
         section.silent = self._timed(section, section.row(SILENT, exchange), _made(silent))
-        row = section.row(OURS, exchange)
-        self._timed(section, row, nullcontext(make(check=True)))
-        if options.graph:
-            self._timed(section, row, nullcontext(make(check=False)))
+        for check in (True, False) if self.options.graph else (True,):
+            contender = ours.ring(workload, inputs, *asked, check=check)
+            self._timed(section, section.row(OURS, exchange), nullcontext(contender))
         section.silent = {}
 
     # --- rows ---------------------------------------------------------------------------------------------------------
@@ -162,7 +165,7 @@ class Bench:
         times: Times = {}
         try:
             with self._entered(made) as contender:
-                for number, (name, call) in enumerate(contender.passes()):
+                for number, (name, call) in enumerate(contender.passes):
                     for graph in self._graphs(contender, row):
                         one = {**row, "pass": name, "graph": graph}
                         ms = self._one(section, one, contender, number, call)
@@ -205,7 +208,7 @@ class Bench:
         ranks cannot go on."""
         try:
             with captured(self.ranks, call) if row["graph"] else nullcontext(call) as timed:
-                timing = measured(self.ranks, timed, self.options.repeats)
+                timing = measured(self.ranks, timed, self.options.timing)
             peak = None
             if row["method"] == OURS and self.ranks.device.type == "cuda" and not row["graph"]:
                 peak = peak_beyond(self.ranks, call)
@@ -243,4 +246,5 @@ class Bench:
 
 @contextmanager
 def _made(make: Callable[[], Contender]) -> Iterator[Contender]:
+    """Made when it is entered: what it holds goes with it."""
     yield make()

@@ -8,14 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verification.benchmarks import fused
-from verification.benchmarks.contender import Attend, Contender, Inputs
-from verification.benchmarks.workload import Workload
+from bench import fused
+from bench.workload import Attend, Contender, Impossible, Inputs, Results, Workload
 from verification.wording import counted
-
-
-class Impossible(Exception):
-    """A method cannot take a workload; the message says why."""
 
 
 def whole(workload: Workload, device: torch.device, seed: int) -> Contender:
@@ -28,10 +23,10 @@ def whole(workload: Workload, device: torch.device, seed: int) -> Contender:
 
 def whole_by_flash(workload: Workload, device: torch.device, seed: int) -> Contender:
     """One GPU, all documents, with or without a window, one call of FlashAttention-2 for variable lengths."""
-    documents, window = workload.pattern.documents or (workload.total,), workload.pattern.branches[0].window
     inputs = workload.draw(device, seed, workload.total)
     return Contender.of(
-        lambda q, k, v: fused.packed(q, k, v, workload.scale, documents, window), inputs, local=True, capturable=True,
+        lambda q, k, v: fused.packed(q, k, v, workload.scale, workload.documents, workload.window), inputs,
+        local=True, capturable=True,
         note="FlashAttention-2 for variable lengths, as torch has it" if device.type == "cuda" else "",
     )  # fmt: skip
 
@@ -55,14 +50,14 @@ def zigzag_kernels(workload: Workload, inputs: Inputs, rank: int) -> Contender:
 def kernels_alone(calls: list[tuple[Tensor, Tensor, Tensor, Tensor, bool]], scale: float) -> Contender:
     """calls: (q, k, v, dout, causal) of each. It returns the last call's results only, to free memory early."""
 
-    def forward() -> tuple[Tensor, ...]:
-        results: tuple[Tensor, ...] = ()
+    def forward() -> Results:
+        results: Results = ()
         for q, k, v, _, causal in calls:
             results = fused.forward(q, k, v, scale, causal)
         return results
 
-    def training() -> tuple[Tensor, ...]:
-        results: tuple[Tensor, ...] = ()
+    def training() -> Results:
+        results: Results = ()
         for q, k, v, dout, causal in calls:
             out, lse = fused.forward(q, k, v, scale, causal)
             results = out, *fused.backward(dout, q, k, v, out, lse, scale, causal)
@@ -71,12 +66,7 @@ def kernels_alone(calls: list[tuple[Tensor, Tensor, Tensor, Tensor, bool]], scal
     return Contender(forward, training, local=True, capturable=True)
 
 
-def all_to_all(workload: Workload, inputs: Inputs) -> Contender:
-    """`all_to_all_attend`, to be timed."""
-    return Contender.of(all_to_all_attend(workload), inputs, capturable=True)
-
-
-def all_to_all_attend(workload: Workload) -> Attend:
+def all_to_all(workload: Workload) -> Attend:
     """DeepSpeed-Ulysses (arXiv 2309.14509): every rank gets all tokens of some heads, calls one kernel, and gives the
     tokens back. Contiguous order. Raises Impossible where heads do not divide among the ranks."""
     if workload.shape.kv % workload.world:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from bench.workload import Attend
 from ring.nn import ContextParallel
 from ring.nn.rotary import THETA, angles_of, turned
-from verification.benchmarks.contender import Attend
 
 CHUNK = 4096  # tokens whose logits exist at a time
 EPSILON = 1e-5  # of all norms

@@ -1,7 +1,8 @@
 """Attention of one call by torch's own kernels, forward and backward, with lse: baselines and peers run on it.
 
-On a GPU it is cuDNN's kernel, which takes bf16 and fp16 and any number of key/value heads; on the CPU it is the
-stand-in for flash_attn, which uses matrix products and a softmax. No code of ring/ is used.
+On a GPU it is cuDNN's kernel, which takes bf16 and fp16 and any number of key/value heads, and for several lengths in
+one call FlashAttention-2; on the CPU it is the stand-in for flash_attn, which uses matrix products and a softmax. No
+code of ring/ is used.
 """
 
 from __future__ import annotations
@@ -25,8 +26,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tupl
     """
     assert not causal or q.shape[1] == k.shape[1]
     if q.device.type != "cuda":
-        out, lse, _, _ = flash_attn_shim.forward(q, k, v, 0.0, scale, causal)
-        return out, lse
+        return flash_attn_shim.forward(q, k, v, 0.0, scale, causal)[:2]
     query, key, value = (x.transpose(1, 2) for x in (q, k, v))
     found = torch.ops.aten._scaled_dot_product_cudnn_attention(
         query, key, value, None, True, 0.0, causal, False, scale=scale
@@ -70,42 +70,15 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        return *backward(gradients[0], q, k, v, out, lse, *ctx.rest), None, None
+        return *backward(grads[0], q, k, v, out, lse, *ctx.rest), None, None
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     """`forward`, differentiable through out; no gradient flows through lse."""
     out, lse = _Attention.apply(q, k, v, scale, causal)
     return out, lse
-
-
-def packed(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, documents: Sequence[int], window: int | None = None
-) -> Tensor:
-    """Causal attention within documents, in one call of torch's FlashAttention-2 for variable lengths; on the CPU one
-    document after the other. Shapes as in `forward`, with B = 1. window: positions that a row sees before its own."""
-    if q.device.type != "cuda":
-        parts = zip(*(x.split([d for d in documents if d], dim=1) for x in (q, k, v)), strict=True)
-        return torch.cat([_alone(one, two, three, scale, window) for one, two, three in parts], 1)
-    edges, longest = _cu_seqlens(tuple(documents), q.device), max(documents)
-    out: Tensor = _Packed.apply(q, k, v, Varlen(scale, edges, edges, longest, longest, window))
-    return out
-
-
-def _alone(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-    if window is None:
-        return attention(q, k, v, scale, True)[0]
-    seen = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril().triu(-window)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=True)
-    return out.transpose(1, 2)
-
-
-@lru_cache(maxsize=8)
-def _cu_seqlens(documents: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor([0, *accumulate(documents)], dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True)
@@ -122,28 +95,42 @@ class Varlen:
     window: int | None = None
     causal: bool = True
 
-    @property
-    def options(self) -> dict[str, float]:
-        return {"scale": self.scale} | ({} if self.window is None else {"window_size_left": self.window})
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """q (Nq, H, D), k, v (Nk, Hk, D) on a GPU -> out (Nq, H, D), lse (H, Nq) in fp32."""
+        """q (Nq, H, D), k, v (Nk, Hk, D) -> out (Nq, H, D), lse (H, Nq) in fp32."""
+        if q.device.type != "cuda":
+            return flash_attn_shim.varlen_forward(q, k, v, *self._lengths, 0.0, self.scale, self.causal, self._left)[:2]
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, self.query_edges, self.key_edges, self.longest_query, self.longest_key, 0.0, self.causal, False,
-            **self.options,
-        )  # fmt: skip
+            q, k, v, *self._lengths, 0.0, self.causal, False, **self._options
+        )
         return out, lse
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv, shaped like q, k, v."""
+        if q.device.type != "cuda":
+            dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+            flash_attn_shim.varlen_backward(
+                dout, q, k, v, out, lse, dq, dk, dv, *self._lengths, 0.0, self.scale, self.causal, self._left
+            )
+            return dq, dk, dv
         unused = _no_dropout(q.device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            dout, q, k, v, out, lse, self.query_edges, self.key_edges, self.longest_query, self.longest_key, 0.0,
-            self.causal, unused, unused, **self.options,
-        )  # fmt: skip
+            dout, q, k, v, out, lse, *self._lengths, 0.0, self.causal, unused, unused, **self._options
+        )
         return dq, dk, dv
+
+    @property
+    def _lengths(self) -> tuple[Tensor, Tensor, int, int]:
+        return self.query_edges, self.key_edges, self.longest_query, self.longest_key
+
+    @property
+    def _left(self) -> int:
+        return -1 if self.window is None else self.window
+
+    @property
+    def _options(self) -> dict[str, float]:
+        return {"scale": self.scale} | ({} if self.window is None else {"window_size_left": self.window})
 
 
 class _Packed(torch.autograd.Function):
@@ -156,6 +143,22 @@ class _Packed(torch.autograd.Function):
         return out.unsqueeze(0)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        found = ctx.call.backward(gradients[0].squeeze(0), *ctx.saved_tensors)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        found = ctx.call.backward(grads[0].squeeze(0), *ctx.saved_tensors)
         return *(x.unsqueeze(0) for x in found), None
+
+
+def packed(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, documents: Sequence[int], window: int | None = None
+) -> Tensor:
+    """Causal attention within documents, differentiable, in one call of several lengths. Shapes as in `forward`, with
+    B = 1. window: positions that a row sees before its own."""
+    edges, longest = document_edges(tuple(documents), q.device), max(documents)
+    out: Tensor = _Packed.apply(q, k, v, Varlen(scale, edges, edges, longest, longest, window))
+    return out
+
+
+@lru_cache(maxsize=8)
+def document_edges(documents: tuple[int, ...], device: torch.device) -> Tensor:
+    """Positions at which documents begin and end, (documents + 1,), int32."""
+    return torch.tensor([0, *accumulate(documents)], dtype=torch.int32, device=device)

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Trains one model with dense attention, then with LongNet's, and records the losses by bytes seen and by seconds.
 
-    torchrun --nproc-per-node=P scripts/bench_patterns.py --seconds 100 --held-out 8 --json FILE [options of train.py]
+    torchrun --nproc-per-node=P scripts/bench patterns --seconds 100 --held-out 8 --json FILE [options of train.py]
 
 Both trainings are those of scripts/train.py: the same model, parameters at the start, batches and seed. The dense one
 ends after --seconds; the dilated one, whose pattern is that of --segment-length and --dilated-ratio, has then seen as
@@ -14,9 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
-import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from train import Training, join, leave, parse, parser_of, text
 
+from bench.command import command_line
 from verification.report.provenance import surroundings
 
 SHARED = ("tokens", "batch", "layers", "dim", "heads", "lr", "dtype", "text", "held_out", "layout", "seed", "data")
@@ -44,10 +43,9 @@ class Timed(Training):
         dist.all_reduce(took, op=dist.ReduceOp.MAX)
         self.seconds.append((self.seconds[-1] if self.seconds else 0.0) + took.item())
 
-    def look(self) -> None:
-        self.held_out.append({"step": self.step, "loss": self.held_out_loss()})
-
     def to_dict(self, pattern: str) -> dict[str, Any]:
+        """The training so far, with the held-out loss of now."""
+        self.held_out.append({"step": self.step, "loss": self.held_out_loss()})
         return {
             "pattern": pattern,
             "segment_length": self.options.segment_length,
@@ -62,12 +60,13 @@ class Timed(Training):
 def compare(options: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> None:
     """Both trainings. Rank 0 writes the file anew after each look at the held-out windows."""
     ranks, first = dist.get_world_size(), dist.get_rank() == 0
-    command = f"torchrun --nproc-per-node={ranks} scripts/bench_patterns.py {shlex.join(sys.argv[1:])}"
-    record: dict[str, Any] = surroundings(device.type, ranks, command)
+    record: dict[str, Any] = surroundings(device.type, ranks, command_line(ranks))
     record |= {name: getattr(options, name) for name in SHARED} | {"text_bytes": len(text(options.text))}
     record["trainings"] = []
+    # Dense: one segment, of which every token is taken.
+    dense = argparse.Namespace(**vars(options) | {"segment_length": [options.tokens], "dilated_ratio": [1]})
     steps = 0
-    for pattern, own in (("dense", dense(options)), ("dilated", options)):
+    for pattern, own in (("dense", dense), ("dilated", options)):
         Timed(own, mesh, device).train_step()  # makes the kernels ready
         training = Timed(own, mesh, device)
         record["parameters"] = sum(x.numel() for x in training.model.parameters())
@@ -78,7 +77,6 @@ def compare(options: argparse.Namespace, mesh: DeviceMesh, device: torch.device)
             going = training.seconds[-1] < options.seconds or training.step < steps
             if training.step % options.every and going:
                 continue
-            training.look()
             record["trainings"][-1] = training.to_dict(pattern)
             if first:
                 seen, seconds = training.step * options.batch * options.tokens, training.seconds[-1]
@@ -90,21 +88,12 @@ def compare(options: argparse.Namespace, mesh: DeviceMesh, device: torch.device)
         steps = training.step
 
 
-def dense(options: argparse.Namespace) -> argparse.Namespace:
-    """One segment, of which every token is taken."""
-    return argparse.Namespace(**vars(options) | {"segment_length": [options.tokens], "dilated_ratio": [1]})
-
-
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--seconds", type=float, default=100.0, help="of the dense training")
-    options = parse(parser)
+    options = parse(parser, arguments)
     if options.json is None or options.held_out < 1:
         parser.error("--json and --held-out are needed")
     compare(options, *join(options))
     leave()
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verification.benchmarks.rank_group import RankGroup
+from bench.rank_group import RankGroup
 
 Call = Callable[[], object]
 

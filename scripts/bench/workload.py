@@ -1,8 +1,9 @@
-"""What is measured: sizes, heads and patterns, with the costs that `reference` counts for them."""
+"""Sizes, heads and patterns of what is measured, with the costs that `reference` counts; a method to be timed."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,14 +14,19 @@ from torch import Tensor
 from reference import cost, fields
 from reference.pattern import Pattern
 from ring import Layout
-from verification.benchmarks.contender import Inputs
 
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+Results = tuple[Tensor, ...]
+PASSES = ("forward", "forward+backward")
 UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
-# LongNet's pattern, and one for trying out on the CPU.
-SEGMENTS = (2 * 2**10, 8 * 2**10, 32 * 2**10, 128 * 2**10, 2**20)
-RATES = (1, 4, 16, 32, 256)
-SMALL_SEGMENTS, SMALL_RATES = (8, 32, 128), (1, 4, 8)
+SEGMENTS, RATES = (2 * 2**10, 8 * 2**10, 32 * 2**10, 128 * 2**10, 2**20), (1, 4, 16, 32, 256)  # LongNet's
+PATTERNS = {"cuda": (SEGMENTS, RATES), "cpu": ((8, 32, 128), (1, 4, 8))}  # by device: a small one to try things out
+
+
+class Impossible(Exception):
+    """A method cannot take a workload; the message says why."""
 
 
 def size(text: str) -> int:
@@ -38,8 +44,8 @@ def named(tokens: int) -> str:
 
 
 def document_lengths(total: int, mean: int, multiple: int = 1) -> tuple[int, ...]:
-    """Of so many tokens in all: drawn, always alike, with an exponential distribution, each a multiple of `multiple`.
-    The last one may be cut off. Raises ValueError where total or mean is no multiple."""
+    """Lengths that add up to `total`: drawn, always alike, with an exponential distribution, each a multiple of
+    `multiple`. The last one may be cut off. Raises ValueError where total or mean is no multiple."""
     if total % multiple or mean % multiple:
         raise ValueError(f"multiple is {multiple}; it must divide the tokens, {total}, and the mean length, {mean}")
     draw = np.random.default_rng(1)
@@ -86,20 +92,16 @@ class Workload:
 
     @classmethod
     def longnet(
-        cls,
-        tokens: int,
-        world: int,
-        shape: AttentionShape,
-        segments: tuple[int, ...] = SEGMENTS,
-        rates: tuple[int, ...] = RATES,
-    ) -> Workload:
+        cls, tokens: int, world: int, shape: AttentionShape,
+        segments: tuple[int, ...] = SEGMENTS, rates: tuple[int, ...] = RATES,
+    ) -> Workload:  # fmt: skip
         """LongNet's branches, offsets h mod r, causal."""
         return cls(Pattern.longnet(segments, rates, shape.query, causal=True), "contiguous", tokens, world, shape)
 
     @classmethod
     def packed(cls, tokens: int, world: int, shape: AttentionShape, mean: int, multiple: int = 1) -> Workload:
         """Causal attention within documents of drawn lengths, in the order that gives every rank the same work.
-        multiple: of it is every length. Raises ValueError as `document_lengths` does."""
+        multiple: divides every length. Raises ValueError as `document_lengths` does."""
         documents = document_lengths(tokens * world, mean, multiple)
         return cls(Pattern.dense(True, documents), "balanced", tokens, world, shape)
 
@@ -120,6 +122,15 @@ class Workload:
     def total(self) -> int:
         return self.tokens * self.world
 
+    @property
+    def documents(self) -> tuple[int, ...]:
+        """Their lengths; one of all tokens where the pattern has none."""
+        return tuple(self.pattern.documents or (self.total,))
+
+    @property
+    def window(self) -> int | None:
+        return self.pattern.branches[0].window
+
     @cached_property
     def layout(self) -> Layout:
         if self.order == "balanced":
@@ -136,7 +147,7 @@ class Workload:
 
     @cached_property
     def flops(self) -> tuple[int, int]:
-        """Of all ranks together: (forward, forward and backward)."""
+        """Floating-point operations of all ranks together: (forward, forward and backward)."""
         counted = cost.flops(self.setting)
         return sum(counted.forward), counted.total
 
@@ -168,3 +179,40 @@ class Workload:
 
         q, k, v = drawn(one.query).requires_grad_(), drawn(one.kv).requires_grad_(), drawn(one.kv).requires_grad_()
         return q, k, v, drawn(one.query)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A method to be timed. forward: a forward pass; training: a forward and backward pass. Both take no arguments and
+    return their results, so that a caller can tell these from working memory.
+
+    local: no rank waits for another. capturable: a CUDA graph can capture it. note: what a reader must know to compare
+    it with others.
+    """
+
+    forward: Callable[[], Results]
+    training: Callable[[], Results]
+    local: bool = False
+    capturable: bool = False
+    note: str = ""
+
+    @classmethod
+    def of(
+        cls, attend: Attend, inputs: Inputs, local: bool = False, capturable: bool = False, note: str = ""
+    ) -> Contender:
+        """attend: a differentiable function of q, k, v. inputs: (q, k, v, dout), where q, k, v require gradients."""
+        q, k, v, dout = inputs
+
+        def forward() -> Results:
+            with torch.no_grad():
+                return (attend(q, k, v),)
+
+        def training() -> Results:
+            out = attend(q, k, v)
+            return out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
+
+        return cls(forward, training, local, capturable, note)
+
+    @property
+    def passes(self) -> tuple[tuple[str, Callable[[], Results]], ...]:
+        return (PASSES[0], self.forward), (PASSES[1], self.training)

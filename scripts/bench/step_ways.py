@@ -6,7 +6,7 @@ replaced during its own turn only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,15 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bench import baselines, peers, published
+from bench.step_models import ModelShape
+from bench.workload import PATTERNS, Attend, AttentionShape, Workload
 from ring import Layout
 from ring.comm.transport import SoloTransport
 from ring.nn import Batch, ContextParallel, next_tokens, shard_batch
 from ring.nn.rotary import THETA, angles_of
-from verification.benchmarks import baselines, peer_rings, published
-from verification.benchmarks.baselines import Impossible
-from verification.benchmarks.contender import Attend
-from verification.benchmarks.step_models import ModelShape
-from verification.benchmarks.workload import RATES, SEGMENTS, SMALL_RATES, SMALL_SEGMENTS, AttentionShape, Workload
 
 DTYPE = "bfloat16"  # of parameters and activations, as ring-flash-attn and cuDNN take it
 OURS, UNCHECKED, ALONE = "ours", "ours-unchecked", "one-gpu"
@@ -62,7 +60,7 @@ class Way:
 
     @property
     def alone(self) -> bool:
-        """Whether this rank computes for the whole sequence."""
+        """True where this rank computes for the whole sequence."""
         return self.context.world_size == 1
 
 
@@ -83,10 +81,8 @@ class StepProblem:
         if self.kind == "llama":
             heads = AttentionShape(one.heads, one.kv_heads, one.head_dim, 1, DTYPE)
             return Workload.dense(self.tokens, self.world, heads)
-        small = self.device.type == "cpu"
-        segments, rates = (SMALL_SEGMENTS, SMALL_RATES) if small else (SEGMENTS, RATES)
         heads = AttentionShape(one.heads, one.heads, one.head_dim, 1, DTYPE)
-        return Workload.longnet(self.tokens, self.world, heads, segments, rates)
+        return Workload.longnet(self.tokens, self.world, heads, *PATTERNS[self.device.type])
 
     def whole(self) -> tuple[Tensor, Tensor]:
         """Tokens and labels of the whole sequence, (1, n), the same on every rank."""
@@ -112,14 +108,14 @@ def way_of(name: str, problem: StepProblem) -> Way:
     if name == ALONE:
         return _alone(problem)
     if name == "all-to-all":
-        attend = baselines.all_to_all_attend(workload)
+        attend = baselines.all_to_all(workload)
         return Way(name, problem.batch(Layout.contiguous(workload.total, workload.world)), attend)
     if name == "zigzag":
-        attend = peer_rings.zigzag_attend(workload)
-        return Way(name, problem.batch(workload.layout), attend, peer_rings.zigzag_kernels)
+        attend = peers.zigzag_attend(workload)
+        return Way(name, problem.batch(workload.layout), attend, peers.zigzag_kernels)
     if name == "context-parallel":
         return _context_parallel(problem)
-    attend = published.longnet_attend(workload, problem.rank)
+    attend = published.longnet(workload, problem.rank)
     return Way(name, problem.batch(workload.layout), attend, exact=False)
 
 
@@ -153,7 +149,7 @@ def _context_parallel(problem: StepProblem) -> Way:
     workload = problem.workload
 
     def inside() -> AbstractContextManager[None]:
-        return peer_rings.context_parallel_kernels(workload, problem.device, "allgather")
+        return peers.context_parallel_kernels(workload, problem.device, "allgather")
 
     inside()  # raises Impossible; it is not entered
 
@@ -161,7 +157,7 @@ def _context_parallel(problem: StepProblem) -> Way:
         share = workload.shape.query // workload.shape.kv
         k, v = (x.repeat_interleave(share, dim=2) for x in (k, v))
         query, key, value = (_Swapped.apply(x) for x in (q, k, v))
-        out: Tensor = _Swapped.apply(peer_rings.heads_first_attention(query, key, value, workload.scale))
+        out: Tensor = _Swapped.apply(peers.heads_first_attention(query, key, value, workload.scale))
         return out
 
     # Each time that it is entered, torch's function is another one: a graph of it would be compiled at every turn.
@@ -179,12 +175,3 @@ class _Swapped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         return gradients[0].transpose(1, 2).contiguous()
-
-
-def made_ways(names: tuple[str, ...], problem: StepProblem) -> Iterator[tuple[str, Way | Impossible]]:
-    """Each way that is named, or why there is none."""
-    for name in names:
-        try:
-            yield name, way_of(name, problem)
-        except Impossible as reason:
-            yield name, reason

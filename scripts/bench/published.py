@@ -19,10 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verification.benchmarks import fused
-from verification.benchmarks.baselines import Impossible, kernels_alone
-from verification.benchmarks.contender import Attend, Contender, Inputs
-from verification.benchmarks.workload import Workload
+from bench import fused
+from bench.baselines import kernels_alone
+from bench.workload import Attend, Contender, Impossible, Inputs, Workload
 from verification.wording import counted
 
 # Newer torch has the same functions by other names, and warns of these.
@@ -82,12 +81,7 @@ def grids(workload: Workload) -> list[Grid]:
     return found
 
 
-def longnet(workload: Workload, inputs: Inputs, rank: int) -> Contender:
-    """`longnet_attend`, to be timed."""
-    return Contender.of(longnet_attend(workload, rank), inputs, capturable=True)
-
-
-def longnet_attend(workload: Workload, rank: int) -> Attend:
+def longnet(workload: Workload, rank: int) -> Attend:
     """The published method on one rank's shard. Raises Impossible as `grids` does."""
     branches = grids(workload)
 

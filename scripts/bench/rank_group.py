@@ -55,7 +55,7 @@ class RankGroup:
 
     @classmethod
     def join(cls, device: str) -> RankGroup:
-        """By torchrun's environment variables, over NCCL for device "cuda" and gloo for "cpu". A rank that waits for
+        """Joins as torchrun's variables say, over NCCL for device "cuda" and gloo for "cpu". A rank that waits for
         another longer than TIMEOUT ends."""
         timeout = timedelta(seconds=TIMEOUT)
         place = torch.device(device)
@@ -96,7 +96,7 @@ class RankGroup:
 
 
 def is_memory(error: BaseException) -> bool:
-    """Whether an error means that memory ran out."""
+    """Says whether an error means that memory ran out."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or NO_CPU_MEMORY in str(error)
 
 

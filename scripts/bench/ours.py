@@ -8,12 +8,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from bench.workload import Contender, Inputs, Workload
 from ring import Transport, ring_attention
 from ring.budget import default_bucket
 from ring.comm.calls import Calls
 from ring.comm.transport import Message, OwnBuffers, Pending
-from verification.benchmarks.contender import Contender, Inputs
-from verification.benchmarks.workload import Workload
 
 
 def bucket_of(workload: Workload, bucket: int | None, device: torch.device) -> int:
@@ -27,8 +26,8 @@ def ring(
     workload: Workload, inputs: Inputs, exchange: str, kernel: str, bucket: int | None, check: bool,
     transport: Transport | None = None,
 ) -> Contender:  # fmt: skip
-    """transport: None for the default process group. check: whether the ranks agree on the call before it begins, for
-    which the host waits."""
+    """transport: None for the default process group. check: the ranks agree on the call before it begins, for which the
+    host waits."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = ring_attention(

@@ -1,0 +1,36 @@
+#!/usr/bin/env python3
+"""Measures speed; each subcommand explains itself with --help.
+
+torchrun --nproc-per-node=P scripts/bench attention ...    ring_attention beside kernels alone and other methods
+torchrun --nproc-per-node=P scripts/bench model ...        training steps of whole models, by way to attend
+torchrun --nproc-per-node=P scripts/bench patterns ...     losses in training, dense against dilated, by time
+python scripts/bench verification ...                      examples a second that the verification checks on gloo
+python scripts/bench simulation ...                        the same with simulated ranks
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+SCRIPTS = Path(__file__).resolve().parents[1]
+MODULES = {
+    "attention": "attention",
+    "model": "model",
+    "patterns": "patterns",
+    "verification": "suite",
+    "simulation": "suite",
+}
+
+if __name__ == "__main__":
+    # Python has put this folder first, where its modules would be found by their bare names.
+    sys.path[:1] = [str(SCRIPTS), str(SCRIPTS.parent)]
+    name, *rest = sys.argv[1:] or ["--help"]
+    if name in ("-h", "--help"):
+        print(__doc__)
+        sys.exit(0)
+    if name not in MODULES:
+        import_module("bench.command").stop(f"subcommand {name!r}; it must be one of {', '.join(MODULES)}")
+    module = import_module(f"bench.{MODULES[name]}")
+    sys.exit(getattr(module, "main" if MODULES[name] == name else name)(rest))

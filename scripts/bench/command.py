@@ -1,0 +1,163 @@
+"""What the subcommands share: options, joining the ranks, records as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from bench.rank_group import Failed, Lost, RankGroup, described
+from bench.workload import size
+from verification.cli.arguments import check_file
+from verification.peers.adapters import ring_flash_attn
+from verification.report.provenance import surroundings, typed_words
+from verification.wording import counted
+
+
+class Parser(argparse.ArgumentParser):
+    """Reads a subcommand's options. epilog: see `columns`."""
+
+    def __init__(self, subcommand: str, description: str | None, epilog: str | None = None) -> None:
+        super().__init__(
+            prog=f"{sys.argv[0]} {subcommand}", description=description, epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+        self.add_argument("--json", type=Path, metavar="FILE", help="write the record there")
+
+    def on_ranks(self) -> None:
+        self.usage = f"torchrun --nproc-per-node=P {self.prog} [OPTION ...]"
+        self.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: try it out over gloo, with "
+            "tiny sizes")  # fmt: skip
+
+    def parsed(self, arguments: Sequence[str] | None) -> argparse.Namespace:
+        """Raises SystemExit, as `stop` does, for what cannot be read, and for a file that cannot be written."""
+        given = self.parse_args(arguments)
+        if given.json is not None:
+            try:
+                check_file("--json", given.json)
+            except OSError as error:
+                stop(str(error))
+        return given
+
+    def error(self, message: str) -> NoReturn:
+        stop(message)
+
+
+def fail(message: str) -> None:
+    print(f"error: {message}", file=sys.stderr, flush=True)
+
+
+def stop(message: str) -> NoReturn:
+    """Prints, on rank 0 alone, an error that all ranks found."""
+    if os.environ.get("RANK", "0") == "0":
+        fail(message)
+    raise SystemExit(2)
+
+
+def tokens(text: str) -> int:
+    try:
+        return size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r}; it must be a number of at least 1")
+    return int(text)
+
+
+def columns(meanings: Mapping[str, str]) -> str:
+    """Tells what every column of a row means, in a line or two each."""
+    found = ["columns of a row; one that does not apply is not printed:"]
+    for name, meaning in meanings.items():
+        found += textwrap.wrap(meaning, 116, initial_indent=f"  {name:<19}", subsequent_indent=" " * 21)
+    return "\n".join(found)
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def check_place(device: str) -> None:
+    """Raises SystemExit if torchrun did not start this process, or if there are too few GPUs."""
+    missing = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR") if name not in os.environ]
+    if missing:
+        stop(f"{', '.join(missing)} not set: start it with torchrun --nproc-per-node=P {sys.argv[0]}")
+    if device == "cpu":
+        torch.set_num_threads(1)
+        return
+    here, needed = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    if here < needed:
+        stop(f"there must be {counted(needed, 'GPU')}, one a rank, and there are {here}; --device cpu tries it without")
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+
+
+def measured_on_ranks(device: str, measure: Callable[[RankGroup], list[str]]) -> int:
+    """Joins the ranks and measures. measure: returns what computed something else.
+
+    Returns the exit status: 0 measured; 1 something else was computed. Raises SystemExit of status 2, or ends the
+    process with it, where the run could not be carried out, or not to its end.
+    """
+    try:
+        ranks = RankGroup.join(device)
+    except Exception as error:  # torch.distributed raises whatever its backends do
+        stop(f"the ranks could not be joined: {described(error)}")
+    try:
+        wrong = measure(ranks)
+    except (Lost, Failed) as reason:
+        fail(str(reason))
+        sys.stderr.flush()
+        os._exit(2)  # a call that hangs on a GPU would delay a normal exit
+    if ranks.rank == 0:
+        for one in wrong:
+            fail(one)
+    dist.destroy_process_group()
+    return 1 if wrong else 0
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
+
+
+def command_line(world: int) -> str:
+    """The present one, as somebody types it in the root of the repository."""
+    return f"torchrun --nproc-per-node={world} scripts/bench {typed_words(sys.argv[1:])}".rstrip()
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """A row as it is printed."""
+    shown = [f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in row.items()]
+    return "  ".join(text for text in shown if not text.endswith("=None"))
+
+
+class BenchRecord:
+    """Prints rows, and writes the file anew after each: if the run is interrupted, the file has all rows so far.
+
+    Rank 0 alone does so. file: where the JSON goes, or None. shown: a row as it is printed. fields: of the whole run,
+    beside device, versions, commit and command.
+    """
+
+    def __init__(
+        self, ranks: RankGroup, file: Path | None, shown: Callable[[dict[str, Any]], str] = line, **fields: Any
+    ) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self._speaks, self._file, self._shown = ranks.rank == 0, file, shown
+        self._run = surroundings(ranks.device.type, ranks.world, command_line(ranks.world))
+        self._run |= {"ring-flash-attn": ring_flash_attn.zigzag.version} | fields
+
+    def add(self, **row: Any) -> None:
+        self.rows.append(row)
+        if not self._speaks:
+            return
+        print(self._shown(row), flush=True)
+        if self._file is not None:
+            new = self._file.with_name(f"{self._file.name}.new")
+            new.write_text(json.dumps(self._run | {"rows": self.rows}, indent=1) + "\n")
+            new.replace(self._file)

@@ -1,0 +1,272 @@
+"""Measures the verification on this machine's processor.
+
+    python scripts/bench verification [--json FILE] [--examples N]    examples a second on gloo, pools, plans
+    python scripts/bench simulation [--json FILE] [--examples N]      with simulated ranks, 256 ranks, deadlocks
+
+Numbers of one run can be compared with each other; on another or a busy machine they differ.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from bench.command import Parser, positive
+from reference.pattern import Pattern
+from ring.budget import default_bucket
+from ring.comm.transport import Message
+from ring.layout import Layout
+from ring.plan.plan import plan_of
+from verification import runner
+from verification.case import Case
+from verification.check import properties
+from verification.failures import Deadlock, RankCrash
+from verification.report.report import Report
+from verification.run.backends import PRELOAD, Backend, GlooBackend, SimBackend
+from verification.run.processes.pool import Pool
+from verification.run.rank import observe
+from verification.run.simulation.simulated_transport import SimulatedTransport
+from verification.run.simulation.simulation import Simulation
+from verification.search.search import Search
+
+Check = Callable[[Backend, Case], dict[str, float]]
+GOALS = {2: 200, 4: 50, 8: 17}  # examples a second on gloo, on two cores
+SIMULATED_GOAL = 150  # examples a second at four simulated ranks
+MANY, TOKENS = 256, 512
+EXCHANGES = ("ring", "direct", "gather")
+# One rank of an example whose processes are started for it alone, for comparison with the pool.
+RANK = """
+import sys
+import torch.distributed as dist
+from ring.comm.process_group import ProcessGroupTransport
+from verification.case import Case
+from verification.run.rank import observe
+rank, world, port, text = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+observe(ProcessGroupTransport(), Case.from_json(text))
+dist.destroy_process_group()
+"""
+
+
+def verification(arguments: Sequence[str] | None = None) -> int:
+    file, examples, found = _begun("verification", arguments, 1000, "timed at two ranks; fewer at more")
+    found["pool_of_8_seconds"] = times = pool_times()
+    print(f"pool of 8 ranks: first {times['first']:.2f} s, ready {times['ready']:.2f} s, ", end="")
+    print(f"whole after a loss {times['whole_again']:.2f} s (goal 0.5)", flush=True)
+    found["examples_per_second"] = {}
+    for world, goal in GOALS.items():
+        count = max(10, examples * 2 // world)
+        fast, twice = rate(GlooBackend, world, count), rate(GlooBackend, world, count, runner.check_case)
+        plain, slow = plain_rate(GlooBackend, world, count), spawned_rate(world, 3)
+        found["examples_per_second"][world] = {
+            "pool": fast, "pool, every pass twice": twice, "pool, plain dense ring": plain, "spawned": slow,
+            "ratio": fast / slow,
+        }  # fmt: skip
+        print(
+            f"p = {world}: {fast:.1f} examples/s (goal {goal}), {twice:.1f} with every pass twice, as a run has it, "
+            f"{plain:.1f} of plain dense rings; spawned {slow:.2f}/s: {fast / slow:.0f} times",
+            flush=True,
+        )
+    found["plan_seconds"] = plan_seconds()
+    for name, seconds in found["plan_seconds"].items():
+        print(f"plan of 1 Mi tokens on 8 ranks, {name}: {seconds * 1000:.3f} ms (goal 100)", flush=True)
+    return _written(file, found)
+
+
+def simulation(arguments: Sequence[str] | None = None) -> int:
+    file, examples, found = _begun("simulation", arguments, 400, "timed at each world")
+    found["deadlock_of_8_seconds"] = seconds = deadlock_seconds()
+    print(f"a deadlock of 8 ranks is reported in {1000 * seconds:.1f} ms (goal 50)", flush=True)
+    found["examples_per_second"] = {}
+    for world in (2, 4, 8):
+        any_case, plain = rate(SimBackend, world, examples), plain_rate(SimBackend, world, examples)
+        found["examples_per_second"][world] = {"any": any_case, "plain dense ring": plain}
+        goal = f" (goal {SIMULATED_GOAL})" if world == 4 else ""
+        print(f"p = {world}: {any_case:.1f} examples/s of any Case, {plain:.1f} of plain dense rings{goal}", flush=True)
+    found["seconds_on_256"] = many_ranks()
+    for name, spent in found["seconds_on_256"].items():
+        print(f"{MANY} ranks, {TOKENS} tokens, {name}: {spent:.1f} s (goal 30)", flush=True)
+    return _written(file, found)
+
+
+def _begun(
+    name: str, arguments: Sequence[str] | None, examples: int, timed: str
+) -> tuple[Path | None, int, dict[str, Any]]:
+    """The file, the number of examples, and the record so far."""
+    parser = Parser(name, __doc__)
+    parser.add_argument(
+        "--examples", type=positive, default=examples, metavar="N", help=f"{timed} (default: {examples})"
+    )
+    given = parser.parsed(arguments)
+    torch.set_num_threads(1)
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+    return given.json, given.examples, {"machine": machine}
+
+
+def _written(file: Path | None, found: dict[str, Any]) -> int:
+    if file is not None:
+        file.write_text(json.dumps(found, indent=2) + "\n")
+    return 0
+
+
+# --- examples a second ------------------------------------------------------------------------------------------------
+
+
+def check_once(backend: Backend, case: Case) -> dict[str, float]:
+    """As `runner.check_case`, without the second pass that checks that results repeat."""
+    backend.submit(observe, case, None, False)
+    expectation = properties.prepare(case)
+    return properties.check(case, expectation, backend.collect())
+
+
+@contextmanager
+def _ready(backend: Backend, world: int) -> Iterator[Backend]:
+    backend.start(world)
+    try:
+        yield backend
+    finally:
+        backend.close()
+
+
+def rate(kind: type[Backend], world: int, examples: int, check: Check = check_once) -> float:
+    """Examples a second, with drawing, forward and backward, exact values and all checks."""
+    with _ready(kind(), world) as backend:
+        report = Report(Console(quiet=True))
+        for count in (max(5, examples // 20), examples):  # the first are a warm-up
+            search = Search(replace(runner.EXAMPLES, check=check), backend, report, world)
+            report.start_world(world, count)
+            started = time.perf_counter()
+            found = search.explore(count, 0)
+            spent = time.perf_counter() - started
+            if found:
+                raise SystemExit(f"a counter-example; run python -m verification first:\n{found[0].failure}")
+    return examples / spent
+
+
+def plain_rate(kind: type[Backend], world: int, examples: int) -> float:
+    """Examples a second of dense causal ring attention on 1 to 64 tokens, one pass each, not drawn."""
+    with _ready(kind(), world) as backend:
+        dense = small(world, pattern=Pattern.dense(causal=True), heads=2, kv_heads=2)
+        cases = [replace(dense, tokens=1 + (29 * i) % 64, seed=i) for i in range(examples)]
+        for case in cases[:20]:
+            check_once(backend, case)
+        started = time.perf_counter()
+        for case in cases:
+            check_once(backend, case)
+        return examples / (time.perf_counter() - started)
+
+
+def spawned_rate(world: int, examples: int) -> float:
+    """Examples a second if every example starts its own processes (without the comparison, which costs little)."""
+    case = small(world)
+    settings = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    started = time.perf_counter()
+    for _ in range(examples):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = str(server.getsockname()[1])
+        commands = [[sys.executable, "-c", RANK, str(rank), str(world), port, case.to_json()] for rank in range(world)]
+        ranks = [subprocess.Popen(command, env=settings) for command in commands]
+        statuses = [rank.wait() for rank in ranks]
+        if any(statuses):
+            raise SystemExit("a spawned rank failed")
+    return examples / (time.perf_counter() - started)
+
+
+def small(world: int, **changes: Any) -> Case:
+    settings: dict[str, Any] = dict(
+        world=world, group=None, tokens=64, order="contiguous", cuts=None, pattern=Pattern.longnet((16, 32), (1, 2), 4),
+        batch=1, heads=4, kv_heads=4, head_dim=16, dtype="float32", scale=None, score_scale=1.0, values="normal",
+        seed=0, exchange="ring", bucket=None, kernel="auto", lse="unused", strided=False,
+    )  # fmt: skip
+    return Case(**settings | changes)
+
+
+# --- other times ------------------------------------------------------------------------------------------------------
+
+
+def pool_times() -> dict[str, float]:
+    """Seconds until 8 ranks are ready: the first time (the forkserver imports torch), again, and after one was lost."""
+    started = time.perf_counter()
+    Pool(8, preload=PRELOAD).close()
+    first = time.perf_counter() - started
+    started = time.perf_counter()
+    with Pool(8, preload=PRELOAD) as pool:
+        ready = time.perf_counter() - started
+        os.kill(pool.pids[3], 9)
+        started = time.perf_counter()
+        with suppress(RankCrash):
+            pool.run(os.getpid)
+        whole = time.perf_counter() - started
+        pool.run(os.getpid)
+    return {"first": first, "ready": ready, "whole_again": whole}
+
+
+def plan_seconds() -> dict[str, float]:
+    """Seconds for the slowest plan of 8 ranks for 1 Mi tokens, LongNet's published pattern; then from the cache."""
+    pattern = Pattern.longnet((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12), 12, causal=True)
+    found = {}
+    for order in ("contiguous", "zigzag", "striped"):
+        for exchange in EXCHANGES:
+            layout = getattr(Layout, order)(2**20, 8)
+            bucket = default_bucket(layout, 12, 12, torch.bfloat16)
+            for state in ("", ", cached"):
+                spent = []
+                gc.collect()
+                gc.disable()  # as timeit does: collecting the verification's objects is no part of the plan's time
+                for rank in range(8):
+                    started = time.perf_counter()
+                    plan_of(pattern, layout, rank, 12, 12, exchange, bucket)
+                    spent.append(time.perf_counter() - started)
+                gc.enable()
+                found[f"{order}, {exchange}{state}"] = max(spent)
+    return found
+
+
+def many_ranks() -> dict[str, float]:
+    """Seconds for one example on 256 ranks of two tokens: forward, backward, exact values, checks."""
+    longnet = Pattern.longnet((8, 32, 128), (1, 2, 4), 2, True)
+    found = {}
+    with _ready(SimBackend(60.0), MANY) as backend:
+        for name, pattern in (("dense causal", Pattern.dense(causal=True)), ("LongNet", longnet)):
+            for exchange in EXCHANGES:
+                case = small(MANY, tokens=TOKENS, pattern=pattern, heads=2, kv_heads=2, exchange=exchange)
+                started = time.perf_counter()
+                check_once(backend, case)
+                found[f"{name}, {exchange}"] = time.perf_counter() - started
+    return found
+
+
+def deadlock_seconds() -> float:
+    """From the start of 8 ranks to the report with every rank's stack; the median of 20."""
+
+    def blocking_ring(transport: SimulatedTransport) -> None:
+        """Every rank receives before it sends."""
+        before, after = ((transport.rank + step) % transport.world_size for step in (-1, 1))
+        transport.post([], [Message(before, torch.empty(4), "keys")]).wait()
+        transport.post([Message(after, torch.ones(4), "keys")], []).wait()
+
+    spent = []
+    for seed in range(20):
+        started = time.perf_counter()
+        try:
+            Simulation(8, seed).run(blocking_ring)
+        except Deadlock as failure:
+            str(failure)
+            spent.append(time.perf_counter() - started)
+    assert len(spent) == 20
+    return statistics.median(spent)

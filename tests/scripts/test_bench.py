@@ -1,0 +1,456 @@
+"""scripts/bench on the CPU: its methods compute what they claim, its counts are right, a rank that fails keeps no other
+waiting, and its subcommands record what the notebooks read. No test looks at speed."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from bench import attention, baselines, command, fused, longest, model, ours, peers, published, step_run, suite, timing
+from bench.longest import Progress
+from bench.rank_group import Failed, RankGroup
+from bench.workload import AttentionShape, Contender, Impossible, Workload, document_lengths, named, size
+from torch import Tensor
+
+from reference import Pattern, cost, gradients
+from reference import attention as oracle
+from tests.support.ranks import Ranks
+from verification.peers.adapters import flash_attn_shim
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+ALONE = RankGroup(0, 1, CPU)
+HEADS = AttentionShape(8, 2, 4, 2, "float64")
+ROUNDING = 1e-5  # the plain products on the CPU are formed in float32, of some hundred terms of size 1
+FEW = ("--device", "cpu", "--warmup", "1", "--rounds", "2", "--steps", "1", "--minutes", "60")
+
+
+def _here() -> RankGroup:
+    return RankGroup(dist.get_rank(), dist.get_world_size(), CPU, dist.group.WORLD)
+
+
+# --- workloads --------------------------------------------------------------------------------------------------------
+
+
+def test_sizes_and_lengths() -> None:
+    assert [size(x) for x in ("1", "48", "2Ki", "1Mi")] == [1, 48, 2048, 2**20]
+    assert [named(x) for x in (48, 2048, 3 * 2**20, 1025)] == ["48", "2Ki", "3Mi", "1025"]
+    documents = document_lengths(96, 16, 4)
+    assert sum(documents) == 96 and all(length % 4 == 0 for length in documents) and len(documents) > 1
+    with pytest.raises(ValueError, match="multiple is 4; it must divide the tokens, 96, and the mean length, 18"):
+        document_lengths(96, 18, 4)
+
+
+def test_counts_of_a_dense_workload() -> None:
+    workload = Workload.dense(8, 4, AttentionShape(4, 2, 16, 1, "bfloat16"))
+    pairs, slot = 4 * 32 * 33 // 2, 2 * 16 * 2  # slot: bytes of a key and a value of one head
+    assert workload.flops == (4 * 16 * pairs, 14 * 16 * pairs)
+    # Backward keys and values travel again, and their gradients, twice as wide.
+    assert workload.sent("gather", True) == (3 * 8 * 2 * slot, 3 * 8 * 2 * slot * 4)
+    narrow, wide = (workload.sent("direct", on_gpus) for on_gpus in (True, False))
+    assert narrow[0] == wide[0] and narrow[1] < wide[1]
+    received, own = 24 * 2 * slot, 8 * 2 * slot
+    grads = 8 * (4 + 2 * 2) * 16 * 4 + 8 * 4 * 4
+    forward, both = 8 * 4 * (16 + 1) * 4 + received + own, grads + received * 3 + own + 3 * own * 2
+    assert workload.memory("gather", 8, True) == (forward, both)
+
+
+def _pairs(calls: list[tuple[Any, ...]]) -> int:
+    """(query head, query, key) pairs that kernel calls compute."""
+    return sum(
+        q.shape[0] * q.shape[2] * (q.shape[1] * (q.shape[1] + 1) // 2 if causal else q.shape[1] * k.shape[1])
+        for q, k, _, _, causal in calls
+    )
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_kernels_alone_compute_what_the_pattern_asks_for(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
+    seen: list[list[tuple[Any, ...]]] = []
+    for module in (baselines, published):
+        monkeypatch.setattr(module, "kernels_alone", lambda calls, scale: seen.append(calls))
+    shape = AttentionShape(8, 2, 4, 1, "float32")
+    dilated = Workload.longnet(16, world, shape, (4, 8 * world, 16 * world), (1, 4, 16))
+    for workload, make in (
+        (Workload.dense(8, world, shape), baselines.zigzag_kernels), (dilated, published.longnet_kernels),
+    ):  # fmt: skip
+        seen.clear()
+        for rank in range(world):
+            make(workload, workload.draw(CPU, rank), rank)
+        assert tuple(map(_pairs, seen)) == cost.flops(workload.setting).pairs
+
+
+# --- methods ----------------------------------------------------------------------------------------------------------
+
+
+def _errors(workload: Workload, method: str, rank: int | None = None) -> dict[str, float]:
+    """The greatest errors of a rank's passes against the oracle."""
+    rank, world = (dist.get_rank() if rank is None else rank), workload.world
+    whole = workload.draw(CPU, 5, workload.total)
+    rows = slice(rank * workload.tokens, (rank + 1) * workload.tokens)
+    q, k, v, dout = (x.detach()[:, rows] for x in whole)
+    inputs = q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout
+    attend = baselines.all_to_all(workload) if method == "all-to-all" else published.longnet(workload, rank)
+    contender = Contender.of(attend, inputs)
+    results = *contender.forward(), *contender.training()
+    assert len(results) == 5 and world >= 1
+    with torch.no_grad():
+        exact, _ = oracle(*whole[:3], workload.pattern)
+        exact_grads = gradients(*whole[:3], workload.pattern, whole[3])
+    names = ("forward", "out", "dq", "dk", "dv")
+    return {
+        name: float((x - y[:, rows]).abs().max())
+        for name, x, y in zip(names, results, (exact, exact, *exact_grads), strict=True)
+    }
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world", [1, 2])
+def test_exchanging_methods_compute_what_they_claim(ranks: Ranks, world: int) -> None:
+    # A segment inside a shard, one over all shards, one whose rate exceeds the heads.
+    longnet = Workload.longnet(16, world, HEADS, (4, 16 * world, 16 * world), (1, 4, 16))
+    for found in ranks(world).run(_errors, longnet, "published"):
+        assert max(found[name] for name in ("forward", "out", "dv")) < ROUNDING, found
+        assert found["dq"] > 1e-3 and found["dk"] > 1e-3, "its weights are constants in backward"
+    for found in ranks(world).run(_errors, Workload.dense(8, world, HEADS), "all-to-all"):
+        assert max(found.values()) < ROUNDING, found
+
+
+@pytest.mark.parametrize("documents", [(24,), (7, 0, 1, 16)])
+@pytest.mark.parametrize("window", [None, 0, 5, 40])
+def test_one_call_of_all_documents_is_right(documents: tuple[int, ...], window: int | None) -> None:
+    pattern = Pattern.dense(True, documents, window)
+    q, k, v, dout = Workload(pattern, "contiguous", 24, 1, AttentionShape(4, 2, 8, 1, "float64")).draw(CPU, 3)
+    out = fused.packed(q, k, v, 0.5, documents, window)
+    exact = oracle(q, k, v, pattern, scale=0.5)[0], *gradients(q, k, v, pattern, dout, scale=0.5)
+    for found, one in zip((out, *torch.autograd.grad(out, (q, k, v), dout)), exact, strict=True):
+        torch.testing.assert_close(found, one, rtol=ROUNDING, atol=ROUNDING)
+
+
+@pytest.mark.parametrize("lengths", [(), (0, 2, 6)])
+def test_stand_ins_are_called_as_flash_attn_and_compute_as_it_does(lengths: tuple[int, ...]) -> None:
+    q, k, v, dout = (x.detach() for x in Workload.dense(6, 1, AttentionShape(4, 2, 8, 1, "float32")).draw(CPU, 3))
+    kind, options = "", {"dropout_p": 0.0, "softmax_scale": 0.5, "causal": True}
+    if lengths:
+        (q, k, v, dout), kind, edges = (x[0] for x in (q, k, v, dout)), "varlen_", torch.tensor(lengths).int()
+        options |= {"cu_seqlens_q": edges, "cu_seqlens_k": edges, "max_seqlen_q": 4, "max_seqlen_k": 4}
+        options |= {"window_size_left": 1}
+    results = []
+    for module, name in ((peers, "varlen_" if lengths else "flash_"), (flash_attn_shim, kind)):
+        forward, backward = (getattr(module, f"{name}{one}") for one in ("forward", "backward"))
+        defaults = {x.name: x.default for x in inspect.signature(forward).parameters.values()}
+        asked = {name: x for name, x in defaults.items() if x is not inspect.Parameter.empty} | options
+        out, lse, _, _ = forward(q=q, k=k, v=v, **asked)
+        grads = {f"d{name}": torch.full_like(x, torch.nan) for name, x in zip("qkv", (q, k, v), strict=True)}
+        back = {name: x for name, x in asked.items() if name not in ("return_softmax", "block_table")}
+        backward(dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse, **grads, **back)
+        results.append((out, lse, *grads.values(), inspect.signature(forward), inspect.signature(backward)))
+        for wrong in {"dropout_p": 0.5}, {"softcap": 1.0}, {"causal": False, "window_size_left": 1}:
+            if module is peers:
+                with pytest.raises(NotImplementedError, match="the kernels of the baselines have"):
+                    forward(q=q, k=k, v=v, **(asked | wrong))
+    for mine, theirs in zip(*results, strict=True):
+        assert torch.equal(mine, theirs) if isinstance(mine, Tensor) else mine == theirs
+
+
+def test_what_a_method_cannot_take_it_says() -> None:
+    three, odd = Workload.dense(8, 3, HEADS), Workload.packed(48, 2, HEADS, 16)
+    for make, message in (
+        (lambda: baselines.all_to_all(three), "2 key/value heads cannot be divided among 3 ranks"),
+        (lambda: published.grids(Workload.longnet(24, 1, HEADS, (16,), (1,))), "do not divide"),
+        (lambda: published.grids(Workload.longnet(24, 1, HEADS, (12,), (3,))), "8 heads, which the rate 3 does not"),
+        (lambda: peers.context_parallel(three, three.draw(CPU, 0), "alltoall").__enter__(), "GPUs only"),
+        (lambda: peers.by_document(odd, odd.draw(CPU, 0), "zigzag").__enter__(), "lengths that 4 divides"),
+    ):
+        with pytest.raises(Impossible, match=message):
+            make()
+
+
+@pytest.mark.parametrize("exchange", ["ring", "direct", "gather"])
+def test_without_messages_every_rank_ends_alone(exchange: str) -> None:
+    workload = Workload.dense(8, 4, HEADS)
+    for rank in range(4):
+        inputs = workload.draw(CPU, rank)
+        contender = ours.without_messages(workload, inputs, rank, exchange, "auto", None)
+        assert [x.shape for x in contender.training()] == [x.shape for x in (inputs[0], *inputs[:3])]
+        assert all(bool(x.isfinite().all()) for x in contender.forward())  # the receive buffers hold numbers
+    silent = ours.Silent(0, 2)
+    first = silent.empty("receive buffer 0", (4, 2), torch.bfloat16, CPU)
+    assert first.unique().numel() > 1
+    assert silent.empty("receive buffer 0", (4, 2), torch.bfloat16, CPU) is first, "a captured call would have new ones"
+    assert silent.empty("receive buffer 1", (4, 2), torch.bfloat16, CPU).data_ptr() != first.data_ptr()
+
+
+# --- timing, failures, records ----------------------------------------------------------------------------------------
+
+
+def test_calls_are_warmed_up_and_the_slowest_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    timed = timing.measured(ALONE, lambda: made.append(1), timing.Repeats(warmup=3, repeats=7))
+    assert (len(made), timed.samples, timed.warmup) == (10, 7, 3)
+    repeats = timing.Repeats(3, 7, slow=2.0, few=3, steady=0.5)
+    assert repeats.of(2001.0, False) == repeats.of(2001.0, True) == (2, 3)
+    assert repeats.of(0.8, False) == (3, 7) and repeats.of(0.8, True) == (625, 7), "a GPU becomes slower at first"
+    times = iter([[[1.0], [2.0]]] * 3 + [[[1.0, 2.0, 90.0], [5.0, 4.0, 3.0]]])
+    monkeypatch.setattr(RankGroup, "attempt", lambda self, call: next(times))
+    assert timing.measured(ALONE, lambda: None, timing.Repeats()).ms == 4.0
+
+
+def _one_fails(wrong: tuple[int, ...], memory: bool) -> tuple[str, bool, bool, list[int]]:
+    here = _here()
+
+    def call() -> int:
+        if here.rank in wrong:
+            raise torch.OutOfMemoryError("none left\nmore") if memory else ValueError("no good")
+        return here.rank
+
+    with pytest.raises(Failed) as failed:
+        here.attempt(call)
+    return str(failed.value), failed.value.everywhere, failed.value.memory, here.attempt(lambda: 10 + here.rank)
+
+
+@pytest.mark.ranks
+def test_one_rank_fails_and_all_know(ranks: Ranks) -> None:
+    for said, *rest in ranks(2).run(_one_fails, (1,), False):
+        assert said.startswith("rank 1: ValueError: no good [call, line") and rest == [False, False, [10, 11]]
+    for said, *rest in ranks(2).run(_one_fails, (0, 1), True):
+        assert said.endswith("(2 of 2 ranks failed)") and rest == [True, True, [10, 11]]
+
+
+class Threads(RankGroup):
+    """Two ranks in one process: a process of a pool may have none of its own."""
+
+    barrier, values = threading.Barrier(2), [None, None]
+
+    def gathered(self, value: Any) -> list[Any]:
+        self.values[self.rank] = value
+        self.barrier.wait(60)
+        found = list(self.values)
+        self.barrier.wait(60)
+        return found
+
+
+def _search(connection: Connection[Any, Any], steps: tuple[Any, ...]) -> None:
+    """Sends each Progress; waits until a file is there, or makes it; ends with a status; or hangs."""
+    for step in steps:
+        if isinstance(step, Progress):
+            connection.send(step)
+        elif isinstance(step, int):
+            os._exit(step)
+        elif step.startswith("make "):
+            Path(step[5:]).touch()
+        while isinstance(step, str) and not step.startswith("make ") and not Path(step).exists():
+            time.sleep(0.05)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "end, deadline, stopped",
+    [
+        (Progress(4, 1.5, 7, "failed: out of memory: no more"), 600.0, "rank 1 failed: out of memory: no more"),
+        (5, 600.0, "rank 1 failed: ended with exit status 5"),
+        ("never", 15.0, "rank 0 failed: no answer within 15 s"),
+    ],
+)
+def test_the_search_for_the_longest_ends(tmp_path: Path, end: Any, deadline: float, stopped: str) -> None:
+    said, found = str(tmp_path / "said"), [{}, {}]
+    first, second = Progress(4, 1.5, 7), Progress(8, 2.5, 9)
+    programs = (first, second, f"make {said}", str(tmp_path / "never")), (first, said, end)
+
+    def follow(rank: int) -> None:
+        found[rank] = longest.followed(Threads(rank, 2, CPU), _search, (programs[rank],), deadline)
+
+    threads = [threading.Thread(target=follow, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [{"tokens": 4, "total": 8, "seconds": 1.5, "peak_bytes": 7, "stopped": stopped}] * 2
+
+
+def test_a_record_is_on_disk_after_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "record.json"
+    record = command.BenchRecord(ALONE, file, shape=2)
+    for number in range(2):
+        record.add(section="dense", ms=1.23456, note=None)
+        said = json.loads(file.read_text())
+        assert len(said["rows"]) == number + 1 and said["shape"] == 2 and said["torch"] == torch.__version__
+    assert capsys.readouterr().out.splitlines() == ["section=dense  ms=1.235"] * 2
+    command.BenchRecord(RankGroup(1, 2, CPU), tmp_path / "other.json").add(section="dense")
+    assert not (tmp_path / "other.json").exists() and not capsys.readouterr().out
+
+
+# --- subcommands ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--tokens", "2K"], "a size is '2K'"),
+        (["--device", "cpu", "--graph"], "--graph needs a GPU"),
+        (["--heads", "8", "--kv-heads", "3"], "multiple of the key/value heads, 3"),
+        (["--segments", "8", "16", "--rates", "1"], "must be equally many"),
+        (["--json", "/nowhere/at/a.json"], "--json: cannot write /nowhere/at/a.json: there is no folder /nowhere/at"),
+        (["--tokens", "8"], "set: start it with torchrun"),
+    ],
+)
+def test_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit) as stopped:
+        attention.main(arguments)
+    (said,) = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 2 and said.startswith("error: ") and message in said
+
+
+def _run(file: Path, world: int, *arguments: str) -> dict[str, Any]:
+    """The record of a command that torchrun starts in a folder of no meaning."""
+    torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={world}", "--standalone"] if world else []
+    done = subprocess.run(
+        [sys.executable, *torchrun, str(ROOT / "scripts/bench"), *arguments, "--json", str(file)],
+        cwd=file.parent, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    record: dict[str, Any] = json.loads(file.read_text())
+    return record
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_attention(tmp_path: Path) -> None:
+    record = _run(
+        tmp_path / "record.json", 2, "attention", "--device", "cpu", "--section", *attention.SECTIONS, "--tokens", "16",
+        "--mean-length", "8", "--window", "3", "--exchange", "direct", "--repeats", "2", "--warmup", "1",
+        "--reach-limit", "32", "--peers",
+    )  # fmt: skip
+    assert record["world"] == 2 and record["command"].startswith("torchrun --nproc-per-node=2 scripts/bench attention")
+    rows = record["rows"]
+    assert not [row for row in rows if "error" in row] and {column for row in rows for column in row} <= set(
+        attention.COLUMNS
+    )
+    times = {(row["section"], row["method"], row["pass"]): row for row in rows if "ms" in row}
+    for section in attention.SECTIONS[:4]:
+        for each in ("forward", "forward+backward"):
+            row, whole = (times[section, method, each] for method in ("ring_attention", "one GPU, whole sequence"))
+            silent = times[section, "ring_attention without messages", each]
+            assert row["exposed_ms"] == row["ms"] - silent["ms"] and row["sent_bytes"] > 0
+            assert row["efficiency"] == whole["ms"] / 2 / row["ms"]
+            if section in ("dense", "longnet"):
+                assert row["beyond_kernels_ms"] == row["ms"] - times[section, "kernels alone", each]["ms"]
+    assert ("dense", "all-to-all (Ulysses)", "forward") in times and (
+        "longnet",
+        "LongNet as published",
+        "forward",
+    ) in times
+    assert "torch context_parallel, allgather" in {row["method"] for row in rows if "left_out" in row}
+    for pattern in ("dense", "longnet"):
+        (reached,) = [row for row in rows if row["section"] == "reach" and row["pattern"] == pattern]
+        assert (reached["tokens"], reached["total"]) == (32, 64) and "limit of 32 tokens" in reached["stopped"]
+
+
+def _steps(arguments: tuple[str, ...], spoilt: bool = False) -> tuple[list[dict[str, Any]], list[str]]:
+    """The rows of the subcommand model, and what it found wrong. spoilt: all-to-all leaves out a rank's first token."""
+    right = baselines.all_to_all
+
+    def without_first(workload: Workload) -> Any:
+        attend = right(workload)
+        return lambda q, k, v: attend(q, k, v) * (torch.arange(q.shape[1]) > 0).view(1, -1, 1, 1)
+
+    given = model.parsed(arguments)
+    record = command.BenchRecord(_here(), None)
+    with pytest.MonkeyPatch.context() as patch:
+        if spoilt:
+            patch.setattr(baselines, "all_to_all", without_first)
+        if given.recompute:
+            model.measure_recomputed(_here(), record, given)
+            return record.rows, []
+        return record.rows, model.measure_ways(_here(), record, given)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("mode, kinds", [("eager", ("llama", "longnet")), ("compiled", ("longnet",))])
+def test_model(ranks: Ranks, mode: str, kinds: tuple[str, ...]) -> None:
+    arguments = (*FEW, "--only", mode, "--models", *kinds, "--tokens", "32")
+    rows, wrong = ranks(2).run(_steps, arguments, timeout=280)[0]
+    assert not wrong
+    for kind in kinds:
+        assert tuple(row["way"] for row in rows if row["model"] == kind) == model.names_of(kind)
+    for row in rows:
+        assert set(row) <= set(model.STEP_COLUMNS) and model.table_line(row)
+        if "left_out" in row:
+            assert row["way"] in ("context-parallel", "zigzag")
+            continue
+        assert len(row["rounds"]) == 2 and 0 < row["host_ms"] <= row["wall_ms"]
+        assert row["losses_off"] <= step_run.MOST * row["rounding_losses"]
+        exact = row["gradients_off"] <= step_run.MOST * row["rounding_gradients"]
+        assert exact == (row["way"] != "published"), "its weights are constants"
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_way_that_computes_something_else_is_not_timed(ranks: Ranks) -> None:
+    arguments = (*FEW, "--only", "eager", "--models", "llama", "--ways", "ours", "all-to-all", "--tokens", "32", "64")
+    rows, wrong = ranks(2).run(_steps, arguments, True, timeout=280)[0]
+    assert len(wrong) == 1 and wrong[0].startswith("all-to-all of llama, eager: losses are off by")
+    assert sorted((row["tokens"], row["way"]) for row in rows) == [
+        (tokens, way) for tokens in (32, 64) for way in ("all-to-all", "ours")
+    ]
+    for row in rows:
+        assert ("ms" in row) == (row["way"] == "ours") == ("wrong" not in row) and "best_peer" not in row
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_recomputed_layers_have_the_loss_of_one_process(ranks: Ranks) -> None:
+    arguments = (*FEW, "--tokens", "64", "--recompute", *model.RECOMPUTED, "--compare")
+    rows, _ = ranks(2).run(_steps, arguments, timeout=280)[0]
+    assert [row["recompute"] for row in rows] == list(model.RECOMPUTED) and len({row["loss"] for row in rows}) == 1
+    assert all(row["relative_difference"] < torch.finfo(torch.bfloat16).eps and row["ms"] > 0 for row in rows)
+
+
+def test_rows_of_steps_are_compared() -> None:
+    rows: dict[str, dict[str, Any]] = {"one-gpu": {"ms": 8.0}, "ours": {"ms": 5.0}, "zigzag": {"ms": 6.0}}
+    rows |= {"all-to-all": {"ms": 10.0}, "context-parallel": {"left_out": "no"}}
+    model.compare(rows, model.StepProblem("llama", model.SHAPES["cpu"], 32, 0, 2, CPU))
+    assert rows["ours"] == {"ms": 5.0, "efficiency": 0.8, "best_peer": "zigzag", "of_best_peer": 5 / 6}
+    assert rows["zigzag"] == {"ms": 6.0, "efficiency": 8 / 2 / 6}
+    turns = step_run.Turns(8, 3, 5)
+    assert turns.at(2**14) == turns and turns.at(2**15) == step_run.Turns(3, 3, 3)
+    assert step_run.StepTime.each(max, [step_run.StepTime(1, 5, 3), step_run.StepTime(2, 4, 1)]) == step_run.StepTime(
+        2, 5, 3
+    )
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_verification_and_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite, "GOALS", {2: 1})
+    monkeypatch.setattr(suite, "MANY", 4)
+    file = tmp_path / "record.json"
+    assert suite.verification(["--examples", "4", "--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    assert set(found["pool_of_8_seconds"]) == {"first", "ready", "whole_again"} and len(found["plan_seconds"]) == 18
+    assert all(number > 0 for number in found["examples_per_second"]["2"].values())
+    assert suite.simulation(["--examples", "4", "--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    assert set(found["examples_per_second"]) == {"2", "4", "8"} and len(found["seconds_on_256"]) == 6
+
+
+def test_the_command_names_its_subcommands(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "scripts/bench")]
+    said = subprocess.run([*command, "--help"], cwd=tmp_path, capture_output=True, text=True)
+    wrong = subprocess.run([*command, "reach"], cwd=tmp_path, capture_output=True, text=True)
+    assert said.returncode == 0 and "scripts/bench attention" in said.stdout
+    assert wrong.returncode == 2 and wrong.stderr.startswith("error: subcommand 'reach'; it must be one of attention, ")
