@@ -74,14 +74,3 @@ def test_closed_forms_refuse_what_they_do_not_cover() -> None:
     ):
         with pytest.raises(ValueError):
             call()
-
-
-def test_a_million_tokens() -> None:
-    """8 ranks, contiguous: a branch costs only where its segment outgrows a rank's shard."""
-    n, p, w, r = 1 << 20, 8, 1 << 18, 4  # two ranks a segment
-    pattern = Pattern((Branch(w, r, (0, 1, 2, 3)), Branch(2048)))
-    s = Setting(pattern, orders(n, p)["contiguous"], 1, 4, 4, 64, 2)
-    for exchange in ("direct", "ring"):
-        slots = segment_slots(n, p, w, r, 4, False, exchange)
-        assert sent(s, exchange).forward.sum() == slots * s.slot_bytes()[0]
-    assert sum(flops(s).pairs) == segment_pairs(n, w, r, 4, False) + segment_pairs(n, 2048, 1, 4, False)

@@ -31,13 +31,13 @@ Slot = tuple[int, int, int, int]  # branch, offset, key position, key/value head
 
 
 @st.composite
-def problems(draw: st.DrawFn, max_branches: int = 3) -> Setting:
+def problems(draw: st.DrawFn) -> Setting:
     n, p = draw(st.integers(0, 16)), draw(st.integers(1, 5))
     kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     heads = kv_heads * group
     cuts = sorted(draw(st.lists(st.integers(0, n), min_size=p - 1, max_size=p - 1)))
     positions = np.split(np.array(draw(st.permutations(range(n))), np.int64), cuts)
-    pattern, itemsize = draw(patterns(heads, max_branches)), draw(st.sampled_from([2, 4, 8]))
+    pattern, itemsize = draw(patterns(heads)), draw(st.sampled_from([2, 4, 8]))
     batch, head_dim = draw(st.integers(1, 2)), draw(st.integers(1, 3))
     return Setting(pattern, positions, batch, heads, kv_heads, head_dim, itemsize)
 

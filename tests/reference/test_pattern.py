@@ -60,11 +60,6 @@ def test_multiplicity_by_hand() -> None:
     assert causal[0].tolist() == [[1, 0, 2, 0]]
 
 
-def test_head_that_no_branch_serves_sees_nothing() -> None:
-    c = multiplicity(Pattern((Branch(heads=range(1, 2)),)), torch.arange(3), torch.arange(3), 3)
-    assert [int(h.sum()) for h in c] == [0, 9, 0]
-
-
 def test_dense_sees_every_pair_once() -> None:
     assert multiplicity(Pattern.dense(), torch.arange(3), torch.arange(5), 2).eq(1).all()
     causal = multiplicity(Pattern.dense(causal=True), torch.arange(5), torch.arange(5), 1)[0]

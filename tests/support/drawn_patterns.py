@@ -23,7 +23,7 @@ def documents(most: int = 7) -> st.SearchStrategy[tuple[int, ...]]:
 
 
 @st.composite
-def patterns(draw: st.DrawFn, heads: int, most_branches: int = 3, packed: bool = False) -> Pattern:
+def patterns(draw: st.DrawFn, heads: int, packed: bool = False) -> Pattern:
     """packed: it may have documents, of any number of tokens."""
-    parts = draw(st.lists(branches(heads), min_size=1, max_size=most_branches))
+    parts = draw(st.lists(branches(heads), min_size=1, max_size=3))
     return Pattern(tuple(parts), draw(st.booleans()), draw(st.none() | documents()) if packed else None)
