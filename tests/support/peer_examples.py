@@ -1,12 +1,12 @@
-"""Peers for tests/verification/peers/test_peers.py: a sound one, and others with one fault each. All run plain
-attention in one process."""
+"""Peers for tests/verification/peers: sound ones, and others with one fault each. All run in one process."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import os
 import threading
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,40 +16,19 @@ from torch.distributed import ProcessGroup
 from reference import Pattern
 from verification.case import Case
 from verification.peers import Peer, claims
-from verification.peers.adapters.plain_attention import attention
-from verification.peers.peer import Result
+from verification.peers.adapters.flash_attn_shim import attention
 
 
-def claim(case: Case) -> Case:
-    case = claims.dense(claims.one_process(claims.without_own_settings(claims.default_scale(claims.without_lse(case)))))
-    return claims.equal_heads(claims.in_dtypes(case, "float32", "float64"))
-
-
-def with_lse(case: Case) -> Case:
-    return dataclasses.replace(claim(case), lse="differentiated")
-
-
-def dilated(case: Case) -> Case:
-    """Odd positions see nothing."""
-    return dataclasses.replace(claim(case), pattern=Pattern.longnet([2], [2], case.heads, offsets="fkodom"))
-
-
-def with_documents(case: Case) -> Case:
-    case = claims.packed(
-        claims.one_process(claims.without_own_settings(claims.default_scale(claims.without_lse(case))))
-    )
-    return claims.equal_heads(claims.in_dtypes(case, "float32", "float64"))
+def plain(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | None) -> Tensor:
+    assert group is None or group.size() == 1
+    return attention(q, k, v, case.softmax_scale, case.pattern.causal)[0]
 
 
 def document_by_document(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | None) -> Tensor:
-    """One after another, and set end to end."""
+    """Documents one after another, set end to end."""
     documents = list(case.pattern.documents or (case.tokens,))
-    parts = ((*part, case, group) for part in zip(*(x.split(documents, 1) for x in (q, k, v)), strict=True))
-    return torch.cat([plain(*part) for part in parts], 1)
-
-
-def with_windows(case: Case) -> Case:
-    return dataclasses.replace(claim(case), pattern=claims.dense(case, windows=True).pattern)
+    parts = zip(*(x.split(documents, 1) for x in (q, k, v)), strict=True)
+    return torch.cat([plain(*part, case, group) for part in parts], 1)
 
 
 def within_windows(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | None) -> Tensor:
@@ -61,30 +40,17 @@ def within_windows(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGr
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, seen).transpose(1, 2)
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | None) -> Tensor:
-    assert group is None
-    return attention(q, k, v, case.softmax_scale, case.pattern.causal)[0]
-
-
-def raising(*arguments: Any) -> Result:
+def raising(*given: Any) -> Tensor:
     raise RuntimeError("never in this life")
 
 
-def aborting(*arguments: Any) -> Result:
+def aborting(*given: Any) -> Tensor:
     os.abort()
 
 
-def waiting(*arguments: Any) -> Result:
+def waiting(*given: Any) -> Tensor:
     threading.Event().wait()
     raise AssertionError("it waits for ever")
-
-
-def connected_to_nothing(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | None) -> Result:
-    return plain(q, k, v.detach(), case, group)
-
-
-def heads_before_tokens(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | None) -> Result:
-    return plain(q, k, v, case, group).transpose(1, 2)
 
 
 class Spoil(torch.autograd.Function):
@@ -96,88 +62,80 @@ class Spoil(torch.autograd.Function):
         return out.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
         ctx.v.detach().mul_(2)
-        return None, gradients[0].clone()
+        return None, grads[0].clone()
 
 
-def spoiling(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | None) -> Result:
-    out: Tensor = Spoil.apply(v.detach(), plain(q, k, v.clone(), case, group))
-    return out
+class Widen(torch.autograd.Function):
+    """Returns another type than that of the inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor) -> Tensor:
+        ctx.dtype = out.dtype
+        return out.to(torch.float64 if out.dtype == torch.float32 else torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0].to(ctx.dtype)
 
 
 _calls: list[None] = []
 
 
-def forgetting(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | None) -> Result:
+def forgetting(q: Tensor, *given: Any) -> Tensor:
     """Every other call is off by one unit in the last place or two: within the bounds."""
     _calls.append(None)
-    return plain(q, k, v, case, group) * (1 + (len(_calls) % 2) * torch.finfo(q.dtype).eps)
+    return plain(q, *given) * (1 + (len(_calls) % 2) * torch.finfo(q.dtype).eps)
 
 
-def widened(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | None) -> Result:
-    class Widen(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, out: Tensor) -> Tensor:
-            return out.to(torch.float64 if out.dtype == torch.float32 else torch.float32)
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-            return gradients[0].to(q.dtype)
-
-    out: Tensor = Widen.apply(plain(q, k, v, case, group))
-    return out
-
-
-def overflowing(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | None) -> Result:
-    return plain(q, k, v, case, group) / (q.shape[1] < 4)
-
-
-def partly_detached(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | None) -> Result:
-    return plain(q, k, (v + v.detach()) / 2, case, group)
-
-
-def one_too_many(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | None) -> Result:
-    return plain(q, k, v.roll(1, 1), case, group)
-
-
-def in_base_two(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | None) -> Result:
+def in_base_two(q: Tensor, k: Tensor, v: Tensor, case: Case, group: object) -> tuple[Tensor, Tensor]:
     out, lse = attention(q, k, v, case.softmax_scale, case.pattern.causal)
     return out, lse / 0.6931471805599453
 
 
-def without_package() -> None:
-    importlib.import_module("no_such_package")
+def claim(case: Case) -> Case:
+    return claims.dense(claims.plain_process(case))
 
 
-def without_end() -> None:
-    threading.Event().wait()
+def then(**changes: Callable[[Case], Any]) -> Callable[[Case], Case]:
+    """A claim with these fields changed, each by a function of the Case that is claimed without."""
+    return lambda case: replace(claim(case), **{name: change(case) for name, change in changes.items()})
 
+
+lse_too = then(lse=lambda case: "differentiated")
 
 sound = Peer("mine", "dense, one process", claim, plain, worlds=(1,))
-raises = dataclasses.replace(sound, attend=raising)
-aborts = dataclasses.replace(sound, attend=aborting)
-packed = dataclasses.replace(sound, claims=with_documents, attend=document_by_document)
-unpacked = dataclasses.replace(sound, claims=with_documents)
-windowed = dataclasses.replace(sound, claims=with_windows, attend=within_windows)
-unwindowed = dataclasses.replace(sound, claims=with_windows)
-hangs = dataclasses.replace(sound, attend=waiting)
-unconnected = dataclasses.replace(sound, attend=connected_to_nothing)
-transposed = dataclasses.replace(sound, attend=heads_before_tokens)
-spoils = dataclasses.replace(sound, attend=spoiling)
-forgets = dataclasses.replace(sound, attend=forgetting)
-wide = dataclasses.replace(sound, attend=widened)
-infinite = dataclasses.replace(sound, attend=overflowing)
-detached = dataclasses.replace(sound, attend=partly_detached)
-shifted = dataclasses.replace(sound, attend=one_too_many)
-wrong_lse = dataclasses.replace(sound, attend=in_base_two, claims=with_lse)
-leaking = dataclasses.replace(sound, claims=dilated)
+packed = replace(sound, claims=lambda case: claims.packed(claims.plain_process(case)), attend=document_by_document)
+unpacked = replace(packed, attend=plain)
+windowed = replace(
+    sound, claims=then(pattern=lambda case: claims.dense(case, windows=True).pattern), attend=within_windows
+)
+unwindowed = replace(windowed, attend=plain)
+
+raises = replace(sound, attend=raising)
+aborts = replace(sound, attend=aborting)
+hangs = replace(sound, attend=waiting)
+unconnected = replace(sound, attend=lambda q, k, v, *given: plain(q, k, v.detach(), *given))
+transposed = replace(sound, attend=lambda *given: plain(*given).transpose(1, 2))
+spoils = replace(sound, attend=lambda q, k, v, *given: Spoil.apply(v.detach(), plain(q, k, v.clone(), *given)))
+forgets = replace(sound, attend=forgetting)
+wide = replace(sound, attend=lambda *given: Widen.apply(plain(*given)))
+infinite = replace(sound, attend=lambda q, *given: plain(q, *given) / (q.shape[1] < 4))
+detached = replace(sound, attend=lambda q, k, v, *given: plain(q, k, (v + v.detach()) / 2, *given))
+shifted = replace(sound, attend=lambda q, k, v, *given: plain(q, k, v.roll(1, 1), *given))
+wrong_lse = replace(sound, attend=in_base_two, claims=lse_too)
+# Odd positions see nothing.
+leaking = replace(
+    sound, claims=then(pattern=lambda case: Pattern.longnet([2], [2], claim(case).heads, offsets="fkodom"))
+)
 
 number = 7
-needy = dataclasses.replace(sound, package="no-such-distribution", prepare=without_package)
-endless = dataclasses.replace(sound, prepare=without_end)
-claims_raise = dataclasses.replace(sound, claims=lambda case: case.tokens // 0)  # type: ignore[arg-type, return-value]
-claims_other_world = dataclasses.replace(sound, claims=lambda case: dataclasses.replace(claim(case), world=2))
-claims_nothing = dataclasses.replace(sound, claims=lambda case: None)
-returns_list = dataclasses.replace(sound, attend=lambda *arguments: [plain(*arguments)])  # type: ignore[arg-type]
-no_lse = dataclasses.replace(sound, claims=with_lse)
+needy = replace(sound, package="no-such-distribution", prepare=lambda: importlib.import_module("no_such_package"))
+endless = replace(sound, prepare=lambda: threading.Event().wait())
+claims_raise = replace(sound, claims=lambda case: case.tokens // 0)  # type: ignore[arg-type, return-value]
+claims_other_world = replace(sound, claims=then(world=lambda case: 2))
+claims_unsettled = replace(sound, claims=then(tokens=lambda case: case.tokens + 1))
+claims_nothing = replace(sound, claims=lambda case: None)
+returns_list = replace(sound, attend=lambda *given: [plain(*given)])  # type: ignore[arg-type, return-value]
+no_lse = replace(sound, claims=lse_too)

@@ -70,6 +70,12 @@ def one_process(case: Case) -> Case:
     return dataclasses.replace(case, group=None, cuts=None, order="contiguous")
 
 
+def plain_process(case: Case) -> Case:
+    """One process in fp32 or fp64, with equal heads, the default scale and no lse: what single-process layers take."""
+    case = equal_heads(default_scale(without_lse(one_process(without_own_settings(case)))))
+    return in_dtypes(case, "float32", "float64")
+
+
 def equal_heads(case: Case) -> Case:
     """As many key/value heads as query heads."""
     return dataclasses.replace(case, kv_heads=case.heads)

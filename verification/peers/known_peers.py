@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 from verification.peers.adapters import (
     context_parallel,
@@ -21,25 +21,11 @@ from verification.peers.adapters import (
 from verification.peers.peer import Peer, Refused
 
 # A name before the first "/" stands for all that begin with it.
-KNOWN = {
-    peer.name: peer
-    for peer in (
-        ring_attention_pytorch.plain,
-        ring_attention_pytorch.striped,
-        ring_flash_attn.ring,
-        ring_flash_attn.zigzag,
-        ring_flash_attn.stripe,
-        ring_flash_attn_varlen.llama3,
-        ring_flash_attn_varlen.ring,
-        ring_flash_attn_varlen.zigzag,
-        yunchang.basic,
-        yunchang.zigzag,
-        yunchang.strip,
-        torchscale.adapter,
-        dilated_attention_pytorch.adapter,
-        context_parallel.adapter,
-    )
-}
+ADAPTERS = (
+    ring_attention_pytorch, ring_flash_attn, ring_flash_attn_varlen, yunchang, torchscale, dilated_attention_pytorch,
+    context_parallel,
+)  # fmt: skip
+KNOWN = {peer.name: peer for module in ADAPTERS for peer in vars(module).values() if isinstance(peer, Peer)}
 
 
 def selected(name: str, among: Mapping[str, Any] = KNOWN) -> list[str]:
@@ -74,17 +60,6 @@ def load(name: str) -> Peer:
     return found
 
 
-class Preparable(Protocol):
-    """What imports what it needs before it is run: a Peer, or a peer of a training step."""
-
-    @property
-    def package(self) -> str | None: ...
-    @property
-    def version(self) -> str | None: ...
-    @property
-    def prepare(self) -> Callable[[], None]: ...
-
-
 def ready(name: str) -> Peer:
     """The Peer, after it imported all that it needs. Raises Refused."""
     peer = load(name)
@@ -92,8 +67,8 @@ def ready(name: str) -> Peer:
     return peer
 
 
-def prepare(peer: Preparable, name: str) -> None:
-    """Have the peer of that name import all that it needs. Raises Refused."""
+def prepare(peer: Any, name: str) -> None:
+    """Have the Peer or StepPeer of that name import all that it needs. Raises Refused."""
     try:
         peer.prepare()
     except Refused:

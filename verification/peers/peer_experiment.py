@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 from hypothesis.strategies import SearchStrategy
 
@@ -19,6 +21,9 @@ from verification.peers.peer import Peer
 from verification.peers.peer_rank import observe_peer
 from verification.run.backends import Backend
 from verification.search.experiment import Experiment, ToolError, case_record
+from verification.training.training_case import TrainingCase
+
+AnyCase = TypeVar("AnyCase", Case, TrainingCase)
 
 # The `checks.CHECKS` that concern any implementation; those of messages, bytes and buffers concern this project's own.
 APPLICABLE = ("answers", "unseen", "finite", "values", "gradients", "inputs", "repeat")
@@ -43,18 +48,25 @@ def draw(peer: Peer, world: int) -> SearchStrategy[Case | None]:
 
 
 def claimed(peer: Peer, case: Case) -> Case | None:
-    """`peer.claims(case)`. Raises ToolError for a claim that raises, returns anything but a Case of that world, or
-    would change the returned Case again: these are faults of the adapter, and no counter-examples."""
-    try:
-        found = peer.claims(case)
-    except Exception as error:
-        raise ToolError(f"claims of {peer.name} raised {type(error).__name__}: {error}") from error
-    if found is not None and (not isinstance(found, Case) or found.world != case.world):
-        raise ToolError(f"claims of {peer.name} gave {found!r}; it must be a Case with world {case.world}, or None")
-    if found is not None and peer.claims(found) != found:
-        raise ToolError(f"claims of {peer.name} does not support the Case that it made itself: {found.to_json()}")
+    """Take the Case to the nearest one that the peer claims. Raises ToolError, as `settled`."""
+    found = settled(peer.name, peer.claims, case)
     # How the second run differs, and what is measured, concerns this project's own implementation only.
     return found and dataclasses.replace(found, again="alike", measured=False)
+
+
+def settled(name: str, claims: Callable[[AnyCase], AnyCase | None], case: AnyCase) -> AnyCase | None:
+    """Return `claims(case)`. Raises ToolError for a claim that raises, returns anything but a Case of that world, or
+    would change the returned Case again: these are faults of the adapter, and no counter-examples."""
+    try:
+        found = claims(case)
+    except Exception as error:
+        raise ToolError(f"claims of {name} raised {type(error).__name__}: {error}") from error
+    if found is not None and (not isinstance(found, type(case)) or found.world != case.world):
+        kind = type(case).__name__
+        raise ToolError(f"claims of {name} gave {found!r}; it must be a {kind} with world {case.world}, or None")
+    if found is not None and claims(found) != found:
+        raise ToolError(f"claims of {name} does not support what it made itself: {found.to_json()}")
+    return found
 
 
 def check(name: str, peer: Peer, backend: Backend, case: Case) -> dict[str, float]:

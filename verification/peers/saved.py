@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from verification.peers.peer_rank import prepare
 from verification.replay.records import read_case
 from verification.replay.registry import Saved, SavedExample, register
 from verification.run.backends import Backend, Unavailable
+from verification.search.experiment import Experiment
 
 
 class SavedPeerExample(SavedExample):
@@ -21,19 +23,30 @@ class SavedPeerExample(SavedExample):
     def prepare(self, backend: Backend) -> None:
         if backend.name != "gloo":
             raise Unavailable(f"argument --backend: a peer needs torch.distributed, on gloo; got {backend.name}")
+        self.prepare_ranks(backend)
+
+    def prepare_ranks(self, backend: Backend) -> None:
         backend.prepare = partial(prepare, self.record["peer"])
+
+
+def experiment_with(
+    record: dict[str, Any], field: str, known: Iterable[str], experiment: Callable[[str], Experiment]
+) -> Experiment:
+    """Return the experiment with the peer that the record names. Raises ValueError for one that cannot be loaded."""
+    name = record[field]
+    if not isinstance(name, str):
+        raise ValueError(f"{field} is {name!r}; it must be package.module:adapter, or one of {', '.join(known)}")
+    try:
+        return experiment(name)
+    except Refused as error:
+        raise ValueError(str(error)) from error
 
 
 def read_peer_example(record: dict[str, Any]) -> Saved:
     """Raises ValueError for a malformed record, and for a peer that cannot be loaded."""
     fields.exactly("a counter-example of a peer", record, ["peer", "case"])
-    case, name = read_case(record["case"]), record["peer"]
-    if not isinstance(name, str):
-        raise ValueError(f"peer is {name!r}; it must be package.module:adapter, or one of {', '.join(KNOWN)}")
-    try:
-        return SavedPeerExample(experiment(name), case, record)
-    except Refused as error:
-        raise ValueError(str(error)) from error
+    case = read_case(record["case"])
+    return SavedPeerExample(experiment_with(record, "peer", KNOWN, experiment), case, record)
 
 
 register("peer", read_peer_example)

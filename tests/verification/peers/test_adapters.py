@@ -7,74 +7,58 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from reference import Pattern, attention, gradients
 from tests.support.plain_case import plain
-from verification.peers.adapters import flash_attn_shim, plain_attention, yunchang
+from verification.peers.adapters import flash_attn_shim, yunchang
+
+SCALE, TOKENS = 0.7, 9
+
+
+def drawn(kv_heads: int) -> list[Tensor]:
+    """q, k, v and the gradient of the output."""
+    draw = torch.Generator().manual_seed(kv_heads)
+    return [torch.randn(1, TOKENS, heads, 3, generator=draw) for heads in (4, kv_heads, kv_heads, 4)]
 
 
 @pytest.mark.parametrize("causal", (False, True))
 @pytest.mark.parametrize("kv_heads", (1, 2, 4))
 @pytest.mark.parametrize("window", (None, 0, 2, 9))
 def test_the_stand_in_for_flash_attn(causal: bool, kv_heads: int, window: int | None) -> None:
-    """Against the oracle, the rows cut in two: masks are aligned to the last query and the last key."""
-    generator = torch.Generator().manual_seed(kv_heads)
-    q, dout = (torch.randn(2, 7, 4, 3, generator=generator) for _ in range(2))
-    k, v = (torch.randn(2, 7, kv_heads, 3, generator=generator) for _ in range(2))
-    pattern, scale = Pattern.dense(causal, window=window), 0.7
-    exact, exact_lse = attention(q, k, v, pattern, scale=scale)
-    wanted = gradients(q, k, v, pattern, dout, scale=scale)
-    found = [torch.zeros(7, dtype=torch.float32).new_zeros(x.shape) for x in (q, k, v)]
-    for rows in (slice(0, 3), slice(3, 7)):
-        keys = slice(0, rows.stop if causal else 7 if window is None else min(7, rows.stop + window))
-        behind = keys.stop - rows.stop  # keys, by which a window is shifted
+    """The rows are cut in two: masks are aligned to the last query and the last key, by which a window is shifted."""
+    q, k, v, dout = drawn(kv_heads)
+    pattern = Pattern.dense(causal, window=window)
+    exact, exact_lse = attention(q, k, v, pattern, scale=SCALE)
+    sums = [torch.zeros_like(x) for x in (q, k, v)]
+    for rows in (slice(0, 3), slice(3, TOKENS)):
+        keys = slice(0, rows.stop if causal else TOKENS if window is None else min(TOKENS, rows.stop + window))
+        behind = keys.stop - rows.stop
         sides = (-1, -1) if window is None else (window + behind, window - behind)
-        how = 0.0, scale, causal, *sides
-        out, lse, _, _ = flash_attn_shim.forward(q[:, rows], k[:, keys], v[:, keys], *how)
-        torch.testing.assert_close(out, exact[:, rows].float())
-        torch.testing.assert_close(lse, exact_lse[:, :, rows].float())
-        dq, dk, dv = torch.empty_like(q[:, rows]), torch.empty_like(k[:, keys]), torch.empty_like(v[:, keys])
-        arguments = dout[:, rows], q[:, rows], k[:, keys], v[:, keys], out, lse, dq, dk, dv
-        flash_attn_shim.backward(*arguments, *how)
-        found[0][:, rows] += dq
-        found[1][:, keys] += dk
-        found[2][:, keys] += dv
-    for x, y in zip(found, wanted, strict=True):
-        torch.testing.assert_close(x, y.float())
+        inputs, how = (q[:, rows], k[:, keys], v[:, keys]), (0.0, SCALE, causal, *sides)
+        out, lse, _, _ = flash_attn_shim.forward(*inputs, *how)
+        torch.testing.assert_close((out, lse), (exact[:, rows].float(), exact_lse[:, :, rows].float()))
+        grads = [torch.full_like(x, math.nan) for x in inputs]
+        flash_attn_shim.backward(dout[:, rows], *inputs, out, lse, grads[0], grads[1], grads[2], *how)
+        for total, part, where in zip(sums, grads, (rows, keys, keys), strict=True):
+            total[:, where] += part
+    wanted = gradients(q, k, v, pattern, dout, scale=SCALE)
+    torch.testing.assert_close(sums, [x.float() for x in wanted])
 
 
-DOCUMENTS = (3, 0, 4, 2)
-# Rows that a rank may have, the keys that they see, and the edges of the documents among both.
-PARTS = {
-    False: (((0, 5), (0, 7), [0, 3, 3, 5], [0, 3, 3, 7]), ((5, 9), (3, 9), [0, 2, 4], [0, 4, 6])),
-    True: (((0, 5), (0, 5), [0, 3, 3, 5], [0, 3, 3, 5]), ((5, 9), (3, 9), [0, 2, 4], [0, 4, 6])),
-}
-
-
-@pytest.mark.parametrize("causal", PARTS)
+@pytest.mark.parametrize("causal", (False, True))
 @pytest.mark.parametrize("kv_heads", (1, 2, 4))
 def test_the_stand_in_for_flash_attn_of_varying_lengths(causal: bool, kv_heads: int) -> None:
-    """Against the oracle, the rows cut in two, within a document."""
-    generator = torch.Generator().manual_seed(kv_heads)
-    q, dout = (torch.randn(1, 9, 4, 3, generator=generator) for _ in range(2))
-    k, v = (torch.randn(1, 9, kv_heads, 3, generator=generator) for _ in range(2))
-    pattern, scale = Pattern.dense(causal, DOCUMENTS), 0.7
-    exact, exact_lse = attention(q, k, v, pattern, scale=scale)
-    wanted = gradients(q, k, v, pattern, dout, scale=scale)
-    found = [torch.zeros(x.shape[1:]) for x in (q, k, v)]
-    for own, seen, *edges in PARTS[causal]:
-        rows, keys = slice(*own), slice(*seen)
-        how: Any = *(torch.tensor(x, dtype=torch.int32) for x in edges), 4, 4, 0.0, scale, causal
-        given = q[0, rows], k[0, keys], v[0, keys]
-        out, lse, _, _ = flash_attn_shim.varlen_forward(*given, *how)
-        torch.testing.assert_close(out, exact[0, rows].float())
-        torch.testing.assert_close(lse, exact_lse[0, :, rows].float())
-        parts: Any = [torch.full_like(x, math.nan) for x in given]
-        flash_attn_shim.varlen_backward(dout[0, rows], *given, out, lse, *parts, *how)
-        for whole, part, where in zip(found, parts, (rows, keys, keys), strict=True):
-            whole[where] += part
-    for x, y in zip(found, wanted, strict=True):
-        torch.testing.assert_close(x, y[0].float())
+    q, k, v, dout = drawn(kv_heads)
+    pattern, edges = Pattern.dense(causal, (3, 0, 4, 2)), torch.tensor([0, 3, 3, 7, 9], dtype=torch.int32)
+    how: Any = edges, edges, 4, 4, 0.0, SCALE, causal
+    inputs = q[0], k[0], v[0]
+    out, lse, _, _ = flash_attn_shim.varlen_forward(*inputs, *how)
+    exact = attention(q, k, v, pattern, scale=SCALE)
+    torch.testing.assert_close((out, lse), tuple(x[0].float() for x in exact))
+    grads = [torch.full_like(x, math.nan) for x in inputs]
+    flash_attn_shim.varlen_backward(dout[0], *inputs, out, lse, grads[0], grads[1], grads[2], *how)
+    torch.testing.assert_close(grads, [x[0].float() for x in gradients(q, k, v, pattern, dout, scale=SCALE)])
 
 
 @pytest.mark.parametrize(
@@ -97,47 +81,51 @@ def test_lengths_that_a_kernel_would_take_on_trust_are_checked(edges: list[int],
             flash_attn_shim.varlen_backward(q, q, q, q, q, q[:, 0].T, q, q, q, *how)
     with pytest.raises(ValueError, match=r"in torch.int64"):
         flash_attn_shim.varlen_forward(q, q, q, sound.long(), sound, 3, 3, 0.0, 1.0, False)
-    with pytest.raises(NotImplementedError, match="no keys in pages"):
-        flash_attn_shim.varlen_forward(q, q, q, sound, sound, 3, 3, 0.0, 1.0, False, block_table=sound)
-    with pytest.raises(NotImplementedError, match="returns no probabilities, got return_softmax=True"):
-        flash_attn_shim.varlen_forward(q, q, q, sound, sound, 3, 3, 0.0, 1.0, False, return_softmax=True)
 
 
-def test_the_stand_ins_compute_under_autocast_as_without_it() -> None:
-    q, k, v = (torch.randn(1, 6, 2, 4).bfloat16() for _ in range(3))
-
-    def both() -> tuple[torch.Tensor, ...]:
-        return *flash_attn_shim.forward(q, k, v, 0.0, 0.5, True)[:2], *plain_attention.attention(q, k, v, 0.5, True)
-
-    without = both()
-    with torch.autocast("cpu", torch.bfloat16):
-        under = both()
-    for x, y in zip(without, under, strict=True):
-        assert x.dtype == y.dtype and torch.equal(x, y)
+UNUSUAL = ({"dropout_p": 0.1}, {"softcap": 1.0}, {"alibi_slopes": torch.ones(1)}, {"return_softmax": True})
 
 
-def test_the_stand_in_has_no_more_than_it_says() -> None:
-    q = torch.ones(1, 2, 1, 1)
-    out, lse, _, _ = flash_attn_shim.forward(q, q[:, :1], q[:, :1], 0.0, 1.0, True)  # the first row sees nothing
-    assert out[0, 0, 0, 0] == 0 and lse[0, 0, 0] == math.inf and lse[0, 0, 1] == 1
-    for unusual in ({"dropout_p": 0.1}, {"softcap": 1.0}, {"alibi_slopes": q}):
-        arguments: dict[str, Any] = {"dropout_p": 0.0, "softmax_scale": 1.0, "causal": False} | unusual
-        with pytest.raises(NotImplementedError, match="no dropout, soft cap or ALiBi"):
-            flash_attn_shim.forward(q, q, q, **arguments)
-    with pytest.raises(NotImplementedError, match="returns no probabilities, got return_softmax=True"):
-        flash_attn_shim.forward(q, q, q, 0.0, 1.0, False, return_softmax=True)
+@pytest.mark.parametrize("unusual", UNUSUAL, ids=str)
+def test_what_the_stand_in_does_not_have_is_refused(unusual: dict[str, Any]) -> None:
+    q, edges = torch.ones(1, 2, 1, 1), torch.tensor([0, 2], dtype=torch.int32)
+    arguments: dict[str, Any] = {"dropout_p": 0.0, "softmax_scale": 1.0, "causal": False}
+    for words in (unusual, unusual | {"block_table": edges}, {"block_table": edges}):
+        with pytest.raises(
+            NotImplementedError, match="has no dropout, soft cap, ALiBi, probabilities or keys in pages"
+        ):
+            flash_attn_shim.varlen_forward(q[0], q[0], q[0], edges, edges, 2, 2, **arguments | words)
+    with pytest.raises(NotImplementedError, match=f"{next(iter(unusual))}="):
+        flash_attn_shim.forward(q, q, q, **arguments | unusual)
     with pytest.raises(NotImplementedError):
         flash_attn_shim.refused(q)
 
 
+def test_a_row_that_sees_nothing() -> None:
+    q = torch.ones(1, 2, 1, 1)
+    out, lse, _, _ = flash_attn_shim.forward(q, q[:, :1], q[:, :1], 0.0, 1.0, True)
+    assert out[0, 0, 0, 0] == 0 and lse[0, 0, 0] == math.inf and lse[0, 0, 1] == 1
+
+
+def test_the_stand_in_computes_under_autocast_as_without_it() -> None:
+    q, k, v = (torch.randn(1, 6, 2, 4).bfloat16() for _ in range(3))
+    without = flash_attn_shim.attention(q, k, v, 0.5, True)
+    with torch.autocast("cpu", torch.bfloat16):
+        under = flash_attn_shim.attention(q, k, v, 0.5, True)
+    assert all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(without, under, strict=True))
+
+
 @pytest.mark.parametrize("causal", (False, True))
-def test_plain_attention(causal: bool) -> None:
+def test_attention_that_autograd_differentiates_in_fp64(causal: bool) -> None:
     q, k, v = (torch.randn(2, 5, 3, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    out, lse = plain_attention.attention(q, k, v, 0.3, causal)
-    exact, exact_lse = attention(q.detach(), k.detach(), v.detach(), Pattern.dense(causal), scale=0.3)
-    torch.testing.assert_close(out, exact)
-    torch.testing.assert_close(lse, exact_lse)
-    assert plain_attention.attention(q[:, :0], k[:, :0], v[:, :0], 0.3, causal)[0].shape == (2, 0, 3, 4)
+    out, lse = flash_attn_shim.attention(q, k, v, 0.3, causal)
+    inputs = (q.detach(), k.detach(), v.detach(), Pattern.dense(causal))
+    exact, exact_lse = attention(*inputs, scale=0.3)
+    torch.testing.assert_close((out, lse), (exact, exact_lse), rtol=0, atol=1e-12)
+    dout = torch.randn_like(out)
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    torch.testing.assert_close(grads, gradients(*inputs, dout, scale=0.3), rtol=0, atol=1e-12)
+    assert flash_attn_shim.attention(q[:, :0], k[:, :0], v[:, :0], 0.3, causal)[0].shape == (2, 0, 3, 4)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -33,10 +34,9 @@ NEEDED = ("_templated_ring_attention", "_templated_ring_attention_backward", "_c
 
 
 def prepare() -> None:
-    try:
+    module = None
+    with suppress(ModuleNotFoundError):
         module = importlib.import_module(MODULE)
-    except ModuleNotFoundError as error:
-        raise Refused(f"torch {torch.__version__} has no {MODULE}; torch 2.13 has") from error
     missing = [name for name in NEEDED if not hasattr(module, name)]
     if missing:
         raise Refused(f"torch {torch.__version__} has no {', '.join(missing)} in {MODULE}; torch 2.13 has")

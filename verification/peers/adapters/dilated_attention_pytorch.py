@@ -11,7 +11,6 @@ import importlib
 import math
 import sys
 import types
-from typing import Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -19,7 +18,7 @@ from torch.distributed import ProcessGroup
 from reference.pattern import Pattern
 from verification.case import Case
 from verification.peers import claims
-from verification.peers.adapters.plain_attention import attention
+from verification.peers.adapters.flash_attn_shim import attention
 from verification.peers.peer import Peer, Result
 
 MODULE = "dilated_attention_pytorch.dilated_attention"
@@ -39,13 +38,8 @@ def memory_efficient_attention(
 def prepare() -> None:
     package, operations = types.ModuleType("xformers"), types.ModuleType("xformers.ops")
     package.__path__ = []
-    names: dict[str, Any] = {
-        "memory_efficient_attention": memory_efficient_attention,
-        "LowerTriangularMask": LowerTriangularMask,
-        "AttentionOp": object,
-    }
-    for name, value in names.items():
-        setattr(operations, name, value)
+    functions = {f.__name__: f for f in (memory_efficient_attention, LowerTriangularMask)}
+    operations.__dict__.update(functions, AttentionOp=object)
     package.__dict__["ops"] = operations
     sys.modules |= {"xformers": package, "xformers.ops": operations}
     importlib.import_module(MODULE)
@@ -53,9 +47,7 @@ def prepare() -> None:
 
 def claimed(case: Case) -> Case:
     """As many of the Case's branches as it has heads, one group of heads each; segments that divide the sequence."""
-    case = claims.one_process(claims.without_own_settings(case))
-    case = claims.equal_heads(claims.default_scale(claims.without_lse(case)))
-    case = claims.in_dtypes(case, "float32", "float64")
+    case = claims.plain_process(case)
     branches = case.pattern.branches[: case.heads]
     segments = [math.gcd(b.segment_length or case.tokens, case.tokens) for b in branches]
     dilations = [b.dilation_rate for b in branches]

@@ -3,7 +3,8 @@
 Semantics as flash_attn 2.6.3 documents them: layout (B, tokens, heads, dim); groups of query heads share a key/value
 head; a causal mask is aligned to the last query and the last key; out has the inputs' type, lse (B, H, Nq) is float32;
 a row that sees nothing has output 0 and lse inf; the backward takes the lse and the output of the whole softmax.
-Products are formed in float32 for all inputs, under autocast too, and results are rounded once, to the inputs' type.
+Products are formed in float32, under autocast too, and results are rounded once, to the inputs' type. `attention` is
+for peers for which autograd will do as a backward. It takes float64 too, in which all is float64.
 
 Two of them take sequences of varying lengths, packed into one: (tokens, heads, dim), and lse is (H, tokens). Sequence i
 has the queries cu_seqlens_q[i] to cu_seqlens_q[i + 1] and the keys likewise, and is computed by itself as above.
@@ -19,7 +20,6 @@ import math
 import sys
 import types
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,43 +32,24 @@ def install() -> None:
     compute on the CPU, where that does not run."""
     package, interface = types.ModuleType("flash_attn"), types.ModuleType("flash_attn.flash_attn_interface")
     package.__path__ = []
-    names: dict[str, Any] = {
-        "_flash_attn_forward": forward,
-        "_flash_attn_backward": backward,
-        "_flash_attn_varlen_forward": varlen_forward,
-        "_flash_attn_varlen_backward": varlen_backward,
-        "flash_attn_func": refused,
-    }
-    for name, function in names.items():
-        setattr(interface, name, function)
-    for name, value in (("flash_attn_interface", interface), ("flash_attn_func", refused), ("__version__", VERSION)):
-        setattr(package, name, value)
+    functions = (forward, backward, varlen_forward, varlen_backward)
+    interface.__dict__.update({f"_flash_attn_{f.__name__}": f for f in functions}, flash_attn_func=refused)
+    package.__dict__.update(flash_attn_interface=interface, flash_attn_func=refused, __version__=VERSION)
     sys.modules |= {package.__name__: package, interface.__name__: interface}
 
 
 def refused(*arguments: object, **named: object) -> None:
     raise NotImplementedError(
-        "the stand-in for flash_attn has _flash_attn_forward, _flash_attn_backward, _flash_attn_varlen_forward and "
-        "_flash_attn_varlen_backward only"
+        "the stand-in for flash_attn has _flash_attn_forward, _flash_attn_varlen_forward and their backwards only"
     )
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    return_softmax: bool = False,
-) -> tuple[Tensor, Tensor, None, None]:
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int = -1,
+    window_size_right: int = -1, softcap: float = 0.0, alibi_slopes: Tensor | None = None, return_softmax: bool = False,
+) -> tuple[Tensor, Tensor, None, None]:  # fmt: skip
     """q (B, Nq, H, D), k, v (B, Nk, Hk, D) -> out (B, Nq, H, D), lse (B, H, Nq) and two unused fields."""
-    refuse_probabilities(return_softmax)
-    refuse_options(dropout_p, softcap, alibi_slopes)
+    refuse_options(dropout_p, softcap, alibi_slopes, return_softmax)
     with torch.autocast(q.device.type, enabled=False):  # which a kernel does not look at
         scores = masked_scores(q, k, softmax_scale, causal, window_size_left, window_size_right)
         lse = scores.logsumexp(-1)
@@ -78,59 +59,37 @@ def forward(
     return out.to(q.dtype), lse.masked_fill(dead, math.inf), None, None
 
 
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """q (B, Nq, H, D), k, v (B, Nk, Hk, D) -> out like q, lse (B, H, Nq), differentiable where rows see a key."""
+    return forward(q, k, v, 0.0, scale, causal)[:2]
+
+
 def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int = -1, window_size_right: int = -1,
+    softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False,
     rng_state: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Writes the gradients of q, k, v into dq, dk, dv. out and softmax_lse are those of the whole softmax."""
     refuse_options(dropout_p, softcap, alibi_slopes)
     scores = masked_scores(q, k, softmax_scale, causal, window_size_left, window_size_right)
     p = (scores - softmax_lse.float().unsqueeze(-1)).exp()  # lse inf: 0
-    wide = dout.float()
-    delta = (wide * out.float()).sum(-1).transpose(1, 2).unsqueeze(-1)  # (B, H, Nq, 1)
-    ds = p * (torch.einsum("bihd,bjhd->bhij", wide, expanded(v, q)) - delta) * softmax_scale
+    incoming = dout.float()
+    delta = (incoming * out.float()).sum(-1).transpose(1, 2).unsqueeze(-1)  # (B, H, Nq, 1)
+    ds = p * (torch.einsum("bihd,bjhd->bhij", incoming, expanded(v, q)) - delta) * softmax_scale
     dq.copy_(torch.einsum("bhij,bjhd->bihd", ds, expanded(k, q)))
     dk.copy_(summed_by_group(torch.einsum("bhij,bihd->bjhd", ds, q.float()), k))
-    dv.copy_(summed_by_group(torch.einsum("bhij,bihd->bjhd", p, wide), v))
+    dv.copy_(summed_by_group(torch.einsum("bhij,bihd->bjhd", p, incoming), v))
 
 
 def varlen_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    return_softmax: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int = -1, window_size_right: int = -1,
+    softcap: float = 0.0, alibi_slopes: Tensor | None = None, return_softmax: bool = False,
     block_table: Tensor | None = None,
-) -> tuple[Tensor, Tensor, None, None]:
+) -> tuple[Tensor, Tensor, None, None]:  # fmt: skip
     """q (Nq, H, D), k, v (Nk, Hk, D) -> out (Nq, H, D), lse (H, Nq) and two unused fields."""
-    refuse_probabilities(return_softmax)
-    refuse_pages(block_table)
+    refuse_options(dropout_p, softcap, alibi_slopes, return_softmax, block_table)
     check_lengths(q, cu_seqlens_q, max_seqlen_q)
     check_lengths(k, cu_seqlens_k, max_seqlen_k)
     options = dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes
@@ -142,29 +101,11 @@ def varlen_forward(
 
 
 def varlen_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    rng_state: Tensor | None = None,
-) -> None:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float,
+    softmax_scale: float, causal: bool, window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, deterministic: bool = False, rng_state: Tensor | None = None,
+) -> None:  # fmt: skip
     """Writes the gradients of q, k, v into dq, dk, dv. out and softmax_lse (H, Nq) are those of the whole softmax."""
     check_lengths(q, cu_seqlens_q, max_seqlen_q)
     check_lengths(k, cu_seqlens_k, max_seqlen_k)
@@ -194,7 +135,7 @@ def check_lengths(x: Tensor, cu_seqlens: Tensor, longest: int) -> None:
 
 def masked_scores(q: Tensor, k: Tensor, scale: float, causal: bool, left: int, right: int) -> Tensor:
     """float32 (B, H, Nq, Nk)."""
-    scores = torch.einsum("bihd,bjhd->bhij", q.float(), expanded(k, q)) * scale
+    scores = torch.einsum("bihd,bjhd->bhij", wide(q), expanded(k, q)) * scale
     rows, keys = scores.shape[-2:]
     right = 0 if causal else right
     seen = torch.ones(rows, keys, dtype=torch.bool, device=q.device)
@@ -205,9 +146,13 @@ def masked_scores(q: Tensor, k: Tensor, scale: float, causal: bool, left: int, r
     return scores.masked_fill(~seen, -math.inf)
 
 
+def wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def expanded(x: Tensor, q: Tensor) -> Tensor:
-    """float32 (B, N, Hk, D) -> (B, N, H, D): each key/value head for its group of query heads."""
-    return x.float().repeat_interleave(q.shape[2] // x.shape[2], dim=2)
+    """(B, N, Hk, D) -> (B, N, H, D), wide: each key/value head for its group of query heads."""
+    return wide(x).repeat_interleave(q.shape[2] // x.shape[2], dim=2)
 
 
 def summed_by_group(gradient: Tensor, x: Tensor) -> Tensor:
@@ -215,20 +160,13 @@ def summed_by_group(gradient: Tensor, x: Tensor) -> Tensor:
     return gradient.unflatten(2, (x.shape[2], -1)).sum(3)
 
 
-def refuse_options(dropout_p: float, softcap: float | None, alibi_slopes: Tensor | None) -> None:
-    if dropout_p or softcap or alibi_slopes is not None:
+def refuse_options(
+    dropout_p: float, softcap: float | None, alibi_slopes: Tensor | None, return_softmax: bool = False,
+    block_table: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Refuse what flash_attn has and this has not; flash_attn returns probabilities with dropout alone."""
+    if dropout_p or softcap or alibi_slopes is not None or return_softmax or block_table is not None:
         raise NotImplementedError(
-            "the stand-in for flash_attn has no dropout, soft cap or ALiBi, got "
-            f"dropout_p={dropout_p}, softcap={softcap}, alibi_slopes={alibi_slopes}"
+            "the stand-in for flash_attn has no dropout, soft cap, ALiBi, probabilities or keys in pages, got "
+            f"{dropout_p=}, {softcap=}, {alibi_slopes=}, {return_softmax=}, {block_table=}"
         )
-
-
-def refuse_probabilities(return_softmax: bool) -> None:
-    """flash_attn has them with dropout alone, and raises without."""
-    if return_softmax:
-        raise NotImplementedError("the stand-in for flash_attn returns no probabilities, got return_softmax=True")
-
-
-def refuse_pages(block_table: Tensor | None) -> None:
-    if block_table is not None:
-        raise NotImplementedError(f"the stand-in for flash_attn has no keys in pages, got block_table={block_table}")

@@ -58,13 +58,7 @@ def window_size(case: Case) -> tuple[int, int]:
 
 
 def peer(
-    name: str,
-    ring: Ring,
-    words: str,
-    ranks: Step,
-    lse: Step,
-    attend: Attend,
-    prepare: Callable[[], None],
+    name: str, ring: Ring, words: str, ranks: Step, lse: Step, attend: Attend, prepare: Callable[[], None]
 ) -> Peer:
     """name: package/ring. words: what it supports beside its ring's order. ranks, lse: steps of its claim."""
     return Peer(

@@ -13,6 +13,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import math
+from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -26,18 +28,14 @@ def prepare() -> None:
     importlib.import_module("ring_attention_pytorch.ring_flash_attention")
 
 
-def common(case: Case, order: str, causal: bool | None) -> Case:
-    """The Case's bucket, reduced until it divides a shard, as the package requires."""
+def claimed(case: Case, order: str, causal: bool | None) -> Case:
+    """The Case's bucket, reduced until it divides a shard, as the package requires; in striped order a shard is one."""
     bucket = case.bucket
     case = claims.even_shards(claims.dense(claims.all_ranks(claims.without_own_settings(case)), causal), order)
     case = claims.without_lse(claims.default_scale(claims.in_dtypes(case, "float32")))
     local = case.tokens // case.world
-    return dataclasses.replace(case, bucket=local if bucket is None else math.gcd(bucket, local))
-
-
-def whole(case: Case) -> Case:
-    """One bucket a shard."""
-    return dataclasses.replace(case, bucket=case.tokens // case.world)
+    bucket = local if bucket is None or order == "striped" else math.gcd(bucket, local)
+    return claims.equal_heads(dataclasses.replace(case, bucket=bucket))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | None) -> Result:
@@ -49,21 +47,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | No
     return out
 
 
-plain = Peer(
-    name="ring-attention-pytorch",
-    package="ring-attention-pytorch",
-    supported="dense, causal or not, contiguous order in shards of one length, buckets that divide them, fp32, "
-    "head_dim ** -0.5 as scale, all ranks",
-    claims=lambda case: claims.equal_heads(common(case, "contiguous", None)),
-    attend=attend,
-    prepare=prepare,
+def variant(name: str, supported: str, claims: Callable[[Case], Case]) -> Peer:
+    return Peer(name, supported, claims, attend, package="ring-attention-pytorch", prepare=prepare)
+
+
+plain = variant(
+    "ring-attention-pytorch",
+    "dense, causal or not, contiguous order in shards of one length, buckets that divide them, fp32, head_dim ** -0.5 "
+    "as scale, all ranks",
+    partial(claimed, order="contiguous", causal=None),
 )
-striped = Peer(
-    name="ring-attention-pytorch/striped",
-    package="ring-attention-pytorch",
-    supported="dense causal, striped order in shards of one length, each one bucket, fp32, head_dim ** -0.5 as scale, "
-    "all ranks",
-    claims=lambda case: claims.equal_heads(whole(common(case, "striped", True))),
-    attend=attend,
-    prepare=prepare,
+striped = variant(
+    "ring-attention-pytorch/striped",
+    "dense causal, striped order in shards of one length, each one bucket, fp32, head_dim ** -0.5 as scale, all ranks",
+    partial(claimed, order="striped", causal=True),
 )

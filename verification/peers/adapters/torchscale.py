@@ -1,8 +1,8 @@
 """microsoft/torchscale (`torchscale`): LongNet's dilated attention in one process, without its linear projections.
 
 The package's own code gathers a branch's rows, scatters the results and mixes the branches. Inside a branch,
-`plain_attention` stands in for flash_attn, in fp32 and fp64. The package pads segments, dilations and heads that do not
-divide, so it supports any of them.
+`flash_attn_shim.attention` stands in for flash_attn, in fp32 and fp64. The package pads segments, dilations and heads
+that do not divide, so it supports any of them.
 
 Releases up to 0.3.0 have no dilated attention; the repository has, from commit 11e745e on:
     pip install --no-deps git+https://github.com/microsoft/torchscale
@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from reference.pattern import Pattern
 from verification.case import Case
 from verification.peers import claims
-from verification.peers.adapters.plain_attention import attention
+from verification.peers.adapters.flash_attn_shim import attention
 from verification.peers.peer import Peer, Refused, Result
 
 MODULE = "torchscale.component.dilated_attention"
@@ -51,9 +51,7 @@ def flash_attn_func(
 
 def claimed(case: Case) -> Case:
     """The segment lengths and dilation rates of the Case, each for all heads, with the package's offsets."""
-    case = claims.one_process(claims.without_own_settings(case))
-    case = claims.equal_heads(claims.default_scale(claims.without_lse(case)))
-    case = claims.in_dtypes(case, "float32", "float64")
+    case = claims.plain_process(case)
     segments, dilations = zip(*((b.segment_length, b.dilation_rate) for b in case.pattern.branches), strict=True)
     pattern = Pattern.longnet(segments, dilations, case.heads, case.pattern.causal, offsets="torchscale")
     return dataclasses.replace(case, pattern=pattern)

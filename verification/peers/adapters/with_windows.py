@@ -10,18 +10,13 @@ what is claimed; a run names them:
 from __future__ import annotations
 
 from dataclasses import replace
+from types import ModuleType
 
 from verification.case import Case
 from verification.peers import claims
 from verification.peers.adapters import ring_flash_attn, ring_flash_attn_varlen, yunchang
 from verification.peers.adapters.over_flash_attn import Ring
 from verification.peers.peer import Peer
-
-
-def windowed(ring: Ring, causal: bool | None = None) -> Ring:
-    """causal: None as the ring has it."""
-    causal = ring.causal if causal is None else causal
-    return replace(ring, causal=causal, windows=(False, True) if causal is None else (causal,))
 
 
 def with_a_window(case: Case) -> Case:
@@ -32,23 +27,17 @@ def with_a_window(case: Case) -> Case:
     return replace(case, pattern=replace(case.pattern, branches=branches))
 
 
-def _named(peer: Peer) -> Peer:
+def windowed(adapter: ModuleType, variant: str, causal: bool | None = None) -> Peer:
+    """The adapter's variant, with windows for all values of causal that it takes. causal: None as the ring has it."""
+    ring: Ring = adapter.VARIANTS[variant]
+    causal = ring.causal if causal is None else causal
+    ring = replace(ring, causal=causal, windows=(False, True) if causal is None else (causal,))
+    peer: Peer = adapter.variant(variant, ring)
     return replace(peer, name=f"{peer.name} with windows", claims=lambda case: peer.claims(with_a_window(case)))
 
 
-def _of(module: str) -> Peer:
-    return _named(ring_flash_attn.variant(module, windowed(ring_flash_attn.VARIANTS[module])))
-
-
-def _varlen(module: str, causal: bool | None = None) -> Peer:
-    return _named(ring_flash_attn_varlen.variant(module, windowed(ring_flash_attn_varlen.VARIANTS[module], causal)))
-
-
-def _yunchang(name: str) -> Peer:
-    return _named(yunchang.variant(name, windowed(yunchang.VARIANTS[name])))
-
-
-ring, zigzag, stripe = (_of(module) for module in ring_flash_attn.VARIANTS)
-llama3_varlen = _varlen("llama3_flash_attn_varlen", causal=False)
-ring_varlen, zigzag_varlen = _varlen("ring_flash_attn_varlen"), _varlen("zigzag_ring_flash_attn_varlen")
-yunchang_basic, yunchang_zigzag, yunchang_strip = (_yunchang(name) for name in yunchang.VARIANTS)
+ring, zigzag, stripe = (windowed(ring_flash_attn, name) for name in ring_flash_attn.VARIANTS)
+llama3_varlen = windowed(ring_flash_attn_varlen, "llama3_flash_attn_varlen", causal=False)
+ring_varlen = windowed(ring_flash_attn_varlen, "ring_flash_attn_varlen")
+zigzag_varlen = windowed(ring_flash_attn_varlen, "zigzag_ring_flash_attn_varlen")
+yunchang_basic, yunchang_zigzag, yunchang_strip = (windowed(yunchang, name) for name in yunchang.VARIANTS)

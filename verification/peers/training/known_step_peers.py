@@ -5,8 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from verification.peers import known_peers
-from verification.peers.training.attention_in_step import in_step
-from verification.peers.training.step_peer import StepPeer
+from verification.peers.training.step_peer import StepPeer, in_step
 from verification.peers.training.wrapper_peers import WRAPPER_PEERS
 
 # A name before the first "/" stands for all that begin with it.

@@ -7,41 +7,31 @@ from functools import partial
 from typing import Any
 
 from reference import fields
-from verification.peers.peer import Refused
+from verification.peers.saved import SavedPeerExample, experiment_with
 from verification.peers.training.known_step_peers import KNOWN_STEP_PEERS, load_step_peer
 from verification.peers.training.step_peer_experiment import prepare_step_peer, step_experiment
-from verification.replay.registry import Saved, SavedExample, register
-from verification.run.backends import Backend, Unavailable
+from verification.replay.registry import Saved, register
+from verification.run.backends import Backend
 from verification.training.training_case import TrainingCase
 from verification.training.training_run import TRAINING_PRELOAD
 
 TIMEOUT = 30.0  # seconds for an example: DeepSpeed's third stage is slow on a loaded machine
 
 
-class SavedStepPeerExample(SavedExample):
+class SavedStepPeerExample(SavedPeerExample):
     """The TrainingCase is run as it was saved, without asking the peer's claim."""
 
-    def prepare(self, backend: Backend) -> None:
-        if backend.name != "gloo":
-            raise Unavailable(f"argument --backend: a peer needs torch.distributed, on gloo; got {backend.name}")
+    def prepare_ranks(self, backend: Backend) -> None:
         name = self.record["step_peer"]
-        backend.timeout = TIMEOUT
-        backend.prepare = partial(prepare_step_peer, name)
+        backend.timeout, backend.prepare = TIMEOUT, partial(prepare_step_peer, name)
         backend.preload = (*TRAINING_PRELOAD, *load_step_peer(name).preload)
 
 
 def read_step_peer_example(record: dict[str, Any]) -> Saved:
     """Raises ValueError for a malformed record, and for a peer that cannot be loaded."""
     fields.exactly("a counter-example of a peer in a training step", record, ["step_peer", "training_case"])
-    case, name = TrainingCase.from_dict(record["training_case"]), record["step_peer"]
-    if not isinstance(name, str):
-        raise ValueError(
-            f"step_peer is {name!r}; it must be package.module:adapter, or one of {', '.join(KNOWN_STEP_PEERS)}"
-        )
-    try:
-        return SavedStepPeerExample(step_experiment(name), case, record)
-    except Refused as error:
-        raise ValueError(str(error)) from error
+    case = TrainingCase.from_dict(record["training_case"])
+    return SavedStepPeerExample(experiment_with(record, "step_peer", KNOWN_STEP_PEERS, step_experiment), case, record)
 
 
 register("step_peer", read_step_peer_example)

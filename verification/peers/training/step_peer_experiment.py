@@ -7,10 +7,11 @@ from functools import partial
 from hypothesis.strategies import SearchStrategy
 
 from ring.comm.transport import Transport
+from verification.peers.peer_experiment import settled
 from verification.peers.training.known_step_peers import load_step_peer, ready_step_peer
 from verification.peers.training.step_peer import StepPeer
 from verification.run.backends import Backend
-from verification.search.experiment import Experiment, ToolError
+from verification.search.experiment import Experiment
 from verification.training.drawing import training_cases
 from verification.training.step_checks import STEP_CHECKS
 from verification.training.step_expectation import expect_training
@@ -39,18 +40,8 @@ def draw_steps(peer: StepPeer, world: int) -> SearchStrategy[TrainingCase | None
 
 
 def claimed_step(peer: StepPeer, case: TrainingCase) -> TrainingCase | None:
-    """`peer.claims(case)`. Raises ToolError for a claim that raises, changes the world, or would change what it
-    returned: these are faults of the adapter, and no counter-examples."""
-    try:
-        found = peer.claims(case)
-        again = None if found is None else peer.claims(found)
-    except Exception as error:
-        raise ToolError(f"claims of {peer.name} raised {type(error).__name__}: {error}") from error
-    if found is not None and found.world != case.world:
-        raise ToolError(f"claims of {peer.name} gave a TrainingCase with world {found.world} for one with {case.world}")
-    if found != again:
-        raise ToolError(f"claims of {peer.name} does not support what it made itself: {found and found.to_json()}")
-    return found
+    """Take the TrainingCase to the nearest one that the peer claims. Raises ToolError, as `settled`."""
+    return settled(peer.name, peer.claims, case)
 
 
 def check_step_of(name: str, backend: Backend, case: TrainingCase) -> dict[str, float]:

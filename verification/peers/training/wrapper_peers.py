@@ -5,15 +5,27 @@ from __future__ import annotations
 import importlib
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from ring.comm.transport import Transport
-from verification.peers.training.step_peer import Claims, StepPeer, Train, in_dtype
+from verification.peers.training.step_peer import Claims, StepPeer, in_dtype
 from verification.training.rank.rank_step import train_on_rank
 from verification.training.step_observation import StepObservation
 from verification.training.training_case import TrainingCase
 
 ZERO, OSS = "verification.peers.training.zero_engine", "verification.peers.training.oss_model"
+
+
+def wrapper_peer(name: str, supported: str, claims: Claims, module: str, kind: str, *given: object) -> StepPeer:
+    """module: where the package is imported, and nowhere else. kind: its class that wraps a model, given these."""
+
+    def train(transport: Transport, case: TrainingCase) -> StepObservation:
+        return train_on_rank(transport, case, wrap=partial(getattr(importlib.import_module(module), kind), *given))
+
+    def prepare() -> None:
+        importlib.import_module(module)
+
+    package = name.partition("/")[0]
+    return StepPeer(name, supported, claims, train, package=package, prepare=prepare, preload=(module,))
 
 
 def unwrapped(case: TrainingCase) -> TrainingCase:
@@ -22,38 +34,9 @@ def unwrapped(case: TrainingCase) -> TrainingCase:
     return replace(case, wrapper="none", resumed=None, compiled="no", spoilt=None)
 
 
-def wrapper_peer(name: str, supported: str, claims: Claims, train: Train, module: str) -> StepPeer:
-    """module: where the package is imported; nowhere else is it."""
-    return StepPeer(
-        name=name,
-        package=name.partition("/")[0],
-        supported=supported,
-        claims=claims,
-        train=train,
-        prepare=partial(importlib.import_module, module),  # type: ignore[arg-type]
-        preload=(module,),
-    )
-
-
-# --- DeepSpeed --------------------------------------------------------------------------------------------------------
-
-
 def in_32_bits(case: TrainingCase) -> TrainingCase:
     """ZeRO keeps parameters, and sums gradients, in fp32."""
     return in_dtype(unwrapped(case), "float32" if case.dtype == "float64" else case.dtype)
-
-
-def train_under_zero(stage: int, transport: Transport, case: TrainingCase) -> StepObservation:
-    zero: Any = importlib.import_module(ZERO)
-    return train_on_rank(transport, case, wrap=partial(zero.Zero, stage))
-
-
-def zero(stage: int) -> StepPeer:
-    supported = f"ring.nn.frameworks.deepspeed, ZeRO {stage}: fp32, and bf16 with parameters and sums in fp32"
-    return wrapper_peer(f"deepspeed/zero{stage}", supported, in_32_bits, partial(train_under_zero, stage), ZERO)
-
-
-# --- FairScale --------------------------------------------------------------------------------------------------------
 
 
 def with_norms_in_32_bits(case: TrainingCase) -> TrainingCase:
@@ -61,13 +44,14 @@ def with_norms_in_32_bits(case: TrainingCase) -> TrainingCase:
     return replace(unwrapped(case), clipping=None if case.dtype == "float64" else case.clipping)
 
 
-def train_under_oss(kind: str, transport: Transport, case: TrainingCase) -> StepObservation:
-    return train_on_rank(transport, case, wrap=getattr(importlib.import_module(OSS), kind))
+def zero(stage: int) -> StepPeer:
+    supported = f"ring.nn.frameworks.deepspeed, ZeRO {stage}: fp32, and bf16 with parameters and sums in fp32"
+    return wrapper_peer(f"deepspeed/zero{stage}", supported, in_32_bits, ZERO, "Zero", stage)
 
 
 def oss(name: str, kind: str, supported: str) -> StepPeer:
     supported = f"{supported}: fp64 without clipping, fp32, bf16 by autocast"
-    return wrapper_peer(f"fairscale/{name}", supported, with_norms_in_32_bits, partial(train_under_oss, kind), OSS)
+    return wrapper_peer(f"fairscale/{name}", supported, with_norms_in_32_bits, OSS, kind)
 
 
 WRAPPER_PEERS = (

@@ -6,7 +6,7 @@ import io
 import logging
 import os
 import warnings
-from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from contextlib import redirect_stdout
 from typing import Any
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed looks at it once, when it is imported
@@ -52,9 +52,6 @@ class Zero(Unwrapped):
     def logits(self, tokens: Tensor, positions: Tensor, context: ContextParallel) -> Tensor:
         out: Tensor = self.engine(tokens, positions, context)
         return out
-
-    def micro_batch(self, last: bool) -> AbstractContextManager[object]:
-        return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         self.engine.backward(loss)
