@@ -18,6 +18,7 @@ import torch
 
 from reference.pattern import Branch, Pattern
 from ring import Layout, agreement, ring_attention
+from ring.comm.transport import SoloTransport
 from tests.support.attention_cases import inputs
 from verification.run.simulation.simulated_transport import SimulatedTransport
 from verification.run.simulation.simulation import Simulation
@@ -177,6 +178,7 @@ DOCUMENTS = "documents must be the same on every rank: "
 DIFFERENT: list[tuple[tuple[Arguments, ...], str]] = [
     (({"bucket": 3}, {"bucket": 4}), "bucket must be the same on every rank: rank 0 has 3, rank 1 4"),
     (({}, {}, {"bucket": 5}), "bucket must be the same on every rank: rank 0 has None, rank 2 5"),
+    (({"scale": 0.0}, {}), "scale must be the same on every rank: rank 0 has 0.0, rank 1 None"),
     # Which a sum would drop.
     (({"scale": 1e-20}, {"scale": 2e-20}), "scale must be the same on every rank: rank 0 has 1e-20, rank 1 2e-20"),
     (({"name": "größte ∞"}, {}),
@@ -201,6 +203,30 @@ def test_one_tensor_that_requires_gradients_makes_a_difference(names: str) -> No
     wanted = {name: torch.ones(1, 2, 2, 4, requires_grad=True) for name in names}
     said = "ValueError: requires_grad must be the same on every rank: rank 0 has False, rank 1 True"
     assert together({}, wanted) == [said] * 2
+
+
+@pytest.mark.parametrize("other", (Layout.from_cuts(range(6), (0, 2, 3, 6)), Layout.from_cuts(range(7), (0, 2, 4, 7))))
+def test_layouts_that_differ_on_another_rank_are_refused(other: Layout) -> None:
+    """Rank 0 has its tokens by either of them."""
+    first, *others = together({"layout": other}, {}, {})
+    assert others == [first] * 2 and first.startswith("ValueError: layout must be the same on every rank: rank 0 has")
+
+
+class OneRankMore(SoloTransport):
+    """A rank of two, which needs nothing of the other one."""
+
+    world_size = 2
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        return [payload] * 2
+
+
+def test_a_call_that_was_right_on_another_group_is_looked_at_again() -> None:
+    layout, own = Layout.contiguous(4, 2), Pattern.dense(causal=True, window=0)
+    q, k, v = torch.ones(3, 1, 2, 2, 4)
+    ring_attention(q, k, v, own, layout, group=OneRankMore(), exchange="direct")
+    with pytest.raises(ValueError, match="layout must be for the 1 ranks of the group, got one for 2"):
+        ring_attention(q, k, v, own, layout, group=SoloTransport(), exchange="direct")
 
 
 ORDERS = [[0, 1, 2, 3], [2, 3, 0, 1], [1, 3, 0, 2]]  # one run, two runs, and listed

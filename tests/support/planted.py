@@ -83,25 +83,6 @@ def plant_two_defects() -> None:
     plant_wrong_result()
 
 
-def plant_16_bit_accumulator() -> None:
-    from ring.compute.accumulator import Accumulator
-
-    real = Accumulator.merge
-
-    def merge(self: Any, *args: Any) -> None:
-        real(self, *args)
-        self.out.copy_(self.out.bfloat16())
-
-    Accumulator.merge = merge  # type: ignore[method-assign, assignment]
-
-
-def plant_swallowed_error() -> None:
-    """The rank that is called wrongly gives back something instead of raising; the others are called rightly."""
-    from ring import agreement
-
-    agreement.validate = lambda call, transport: None
-
-
 def plant_zigzag_back_to_front() -> None:
     from ring.layout import Layout
 

@@ -5,34 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from ring.comm import process_group
-from verification.run import rank as execute
+from tests.support.planted import plant, plant_wrong_result
 
-
-def plant(spoil: Callable[..., Any]) -> None:
-    """Replace the ring_attention that ranks call by `spoil(the real one, arguments, options)`."""
-    real = execute.ring_attention
-    execute.ring_attention = lambda *args, **kwargs: spoil(real, args, kwargs)
+wrong_result = plant_wrong_result
 
 
 def on_rank_1(kwargs: Any) -> bool:
     return getattr(kwargs["group"], "rank", None) == 1
-
-
-def wrong_result() -> None:
-    def spoil(real: Any, args: Any, kwargs: Any) -> Any:
-        result = real(*args, **kwargs)
-        if args[4].n < 6 or not args[3].causal:
-            return result
-        return (result[0] * 1.01, result[1]) if isinstance(result, tuple) else result * 1.01
-
-    plant(spoil)
 
 
 def wrong_when_long() -> None:
@@ -83,14 +69,6 @@ def stopped(rank: int) -> None:
     plant(spoil)
 
 
-def rank_0_stopped() -> None:
-    stopped(0)
-
-
-def rank_1_stopped() -> None:
-    stopped(1)
-
-
 def to_process_of(culprit: int, word: signal.Signals) -> None:
     """Not to the rank, but to the process that torchrun started for it, whose number is left in the file `process`."""
 
@@ -108,20 +86,9 @@ def to_process_of(culprit: int, word: signal.Signals) -> None:
     plant(spoil)
 
 
-def process_killed() -> None:
-    to_process_of(1, signal.SIGKILL)
-
-
-def process_stopped() -> None:
-    to_process_of(1, signal.SIGSTOP)
-
-
-def first_process_killed() -> None:
-    to_process_of(0, signal.SIGKILL)
-
-
-def first_process_stopped() -> None:
-    to_process_of(0, signal.SIGSTOP)
+rank_0_stopped, rank_1_stopped = partial(stopped, 0), partial(stopped, 1)
+first_process_killed, process_killed = (partial(to_process_of, rank, signal.SIGKILL) for rank in (0, 1))
+first_process_stopped, process_stopped = (partial(to_process_of, rank, signal.SIGSTOP) for rank in (0, 1))
 
 
 def a_byte_lost() -> None:

@@ -141,7 +141,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "neighbour: twice": (law(LIKE, {"twice": 1}), "twice of how is 1; it must be an integer from 0 to 0"),
     "neighbour: shifted": (law(LIKE, {"shifted": 0}), "shifted of how is 0; that branch must have one offset, and a"),
     "neighbour: bucket": (law(LIKE, {"bucket": 2**50}), "bucket of how is 1125899906842624; it must be at most"),
-    "mistakes: removed": (law(MISTAKEN, mistakes(["bucket of 0", 0])), "a mistake of how is"),
+    "mistakes: removed": (law(MISTAKEN, mistakes(["bucket of 0", 0])), "a mistake of how is 'bucket of 0'; it must"),
     "neighbour: documents": (law(LIKE, {"documents": [11, 2]}), "documents must add up to the 12 tokens"),
     "neighbour: documents of half a token": (law(LIKE, {"documents": [12.5, 0.5]}), "documents of how"),
     "documents": (case(pattern=PACKED), "documents must add up to the 12 tokens of the sequence, got 13 in 2"),

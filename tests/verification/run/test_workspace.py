@@ -65,16 +65,6 @@ def test_the_meter_sees_products_and_what_is_made() -> None:
         assert (6 * 7, 6 * 10) in meter.take().products
 
 
-def test_the_meter_sees_backward_too() -> None:
-    q, k = torch.randn(1, 10, 4, requires_grad=True), torch.randn(1, 7, 4, requires_grad=True)
-    meter = Meter(head_dim=4)
-    with meter:
-        scores = q @ k.mT
-        meter.take()
-        torch.autograd.grad(scores, (q, k), torch.ones_like(scores))
-    assert meter.take().products == {(7, 10)}
-
-
 @pytest.mark.parametrize("bucket", (4, 10))
 def test_the_meter_looks_into_the_operator_that_a_forward_is(bucket: int) -> None:
     """And sees what it would see without: products of the tiles, tensors of the size of the output."""
@@ -161,19 +151,3 @@ def test_what_takes_too_much_is_refused(
 ) -> None:
     monkeypatch.setattr(place, name, defect)
     assert refused(drawn, 2) == 2
-
-
-def test_a_kernel_that_the_meter_cannot_see_is_refused(planless: None) -> None:
-    given_ = case(world=1, cuts=None)
-    seen = observe(SoloTransport(), given_, None, False)
-    check_workspace(given_, expect(given_), [seen])
-    for phase in ("forward", "backward"):
-        blind = replace(seen, **{f"workspace_{phase}": Workspace(0, frozenset())})  # type: ignore[arg-type]
-        with pytest.raises(WrongResult, match=f"workspace: {phase}, rank 0 has rows .* no product"):
-            check_workspace(given_, expect(given_), [blind])
-
-
-def test_what_is_not_measured_is_not_looked_at() -> None:
-    given_ = case(world=1, cuts=None, measured=False)
-    seen = observe(SoloTransport(), given_, None, False)
-    assert seen.workspace_forward is None and check_workspace(given_, expect(given_), [seen]) == {}

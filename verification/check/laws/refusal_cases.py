@@ -10,15 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from reference.pattern import Pattern
 from ring import Layout, Transport, ring_attention
-from ring.comm.transport import SoloTransport
 from ring.compiled import traced
 from verification.case import Case
 from verification.run.given_group import bare, mesh_of_two_dimensions
@@ -78,13 +75,7 @@ def _all_heads(a: Arguments, case: Case) -> Arguments:
 # --- patterns ---------------------------------------------------------------------------------------------------------
 
 
-def _another_window(a: Arguments, case: Case) -> Arguments:
-    *others, last = case.pattern.branches
-    last = replace(last, window=0 if last.window is None else last.window + 1)
-    return {"pattern": replace(case.pattern, branches=(*others, last))}
-
-
-def _documents(change: Callable[[tuple[int, ...]], tuple[int, ...] | None]) -> Change:
+def _documents(change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Change:
     return lambda a, case: {
         "pattern": replace(a["pattern"], documents=change(a["pattern"].documents or (case.tokens,)))
     }
@@ -114,58 +105,16 @@ def _reordered(change: Callable[[Tensor], Tensor]) -> Change:
     return lambda a, case: {"layout": Layout.from_cuts(change(_order(a["layout"])), a["layout"].cuts)}
 
 
-def _other_cuts_elsewhere(a: Arguments, case: Case) -> Arguments:
-    """As many tokens in all and on this rank; but one other rank has a token that was another's."""
-    counts = list(a["layout"].counts)
-    giver, taker, *_ = sorted(set(range(len(counts))) - {a["group"].rank}, key=lambda i: (-counts[i], i))
-    counts[giver] -= 1
-    counts[taker] += 1
-    return {"layout": Layout.from_cuts(_order(a["layout"]), (0, *accumulate(counts)))}
-
-
-def _longer_elsewhere(a: Arguments, case: Case) -> Arguments:
-    """As many tokens on this rank, one more on another."""
-    layout, last = a["layout"], a["layout"].world_size - 1
-    more = last - (a["group"].rank == last)
-    cuts = [cut + (rank > more) for rank, cut in enumerate(layout.cuts)]
-    before, behind = _order(layout).tensor_split([layout.cuts[more + 1]])
-    return {"layout": Layout.from_cuts(torch.cat((before, torch.tensor([layout.n]), behind)), cuts)}
-
-
 def _own_tokens_alone(a: Arguments, case: Case) -> Arguments:
     """As if this rank were all there is; with group=None, where that is all ranks."""
     return {"layout": Layout.contiguous(a["q"].shape[1], 1), "group": bare(a["group"])}
 
 
-class _OneRankMore(SoloTransport):
-    """The ranks of another transport and one more, as a rank sees them that needs nothing of them."""
-
-    def __init__(self, inner: Transport) -> None:
-        super().__init__()
-        self.rank, self.world_size = inner.rank, inner.world_size + 1
-
-
-def _right_on_one_rank_more(a: Arguments, case: Case) -> Arguments:
-    """The same call, where each token sees itself and nothing is sent, was right on a group of one rank more."""
-    layout = Layout.from_cuts(range(a["layout"].n + 1), (*a["layout"].cuts, a["layout"].n + 1))
-    changes = {"layout": layout, "pattern": Pattern.dense(causal=True, window=0), "exchange": "direct"}
-    ring_attention(**a | changes | {"group": _OneRankMore(a["group"])})
-    return changes
-
-
 # --- the cases --------------------------------------------------------------------------------------------------------
-
-
-def _several(case: Case) -> bool:
-    return case.tokens > 1
 
 
 def _no_empty_shard(case: Case) -> bool:
     return min(layout_of(case).counts) > 0
-
-
-def _others_differ(case: Case) -> bool:
-    return len(case.ranks) > 2 and max(layout_of(case).counts) < case.tokens
 
 
 MISTAKES: dict[str, Mistake] = {
@@ -176,7 +125,6 @@ MISTAKES: dict[str, Mistake] = {
     "layout of one rank": Mistake(
         "layout", _own_tokens_alone, "any", lambda case: len(case.ranks) > 1 and _no_empty_shard(case)
     ),
-    "a layout that was right on a group of one rank more": Mistake("layout", _right_on_one_rank_more, "any"),
     "something that is no group": Mistake("group", lambda a, case: {"group": "everyone"}, "all"),
     "a mesh of two dimensions": Mistake("group", lambda a, case: {"group": mesh_of_two_dimensions(case)}, "all"),
     # wrong on one rank, and the others must hear of it
@@ -205,15 +153,11 @@ MISTAKES: dict[str, Mistake] = {
     "another scale than the others": Mistake(
         "scale", lambda a, case: {"scale": 3.0 if case.scale is None else case.scale + 1}
     ),
-    "a scale of 0, unlike the others, who have none": Mistake(
-        "scale", lambda a, case: {"scale": 0.0}, everyone=lambda a, case: {"scale": None}
-    ),
     "another kernel than the others": Mistake(
         "kernel", lambda a, case: {"kernel": "math" if case.kernel != "math" else "auto"}
     ),
     "another return_lse than the others": Mistake("return_lse", lambda a, case: {"return_lse": not a["return_lse"]}),
     "requires gradients, unlike the others": Mistake("requires_grad", _differentiable("q")),
-    "v alone requires gradients, unlike the others": Mistake("requires_grad", _differentiable("v")),
     "requires no gradients, unlike the others": Mistake(
         "requires_grad", lambda a, case: {name: a[name].detach() for name in "qkv"}, everyone=_differentiable("qkv")
     ),
@@ -223,7 +167,6 @@ MISTAKES: dict[str, Mistake] = {
     "another dtype than the others": Mistake("dtype", _another_dtype),
     "another batch size than the others": Mistake("batch", _twice("qkv", 0)),
     "another head dim than the others": Mistake("head dim", _twice("qkv", 3)),
-    "other heads than the others": Mistake("heads", _twice("qkv", 2)),
     "other query heads than the others": Mistake("heads", _twice("q", 2)),
     "other key/value heads than the others": Mistake(
         "key/value heads", _all_heads, possible=lambda case: case.kv_heads < case.heads
@@ -231,26 +174,17 @@ MISTAKES: dict[str, Mistake] = {
     "another pattern than the others": Mistake(
         "pattern", lambda a, case: {"pattern": replace(case.pattern, causal=not case.pattern.causal)}
     ),
-    "another window than the others": Mistake("pattern", _another_window),
     "documents in another order than the others'": Mistake(
         "documents", _documents(lambda lengths: lengths[::-1]), everyone=_asymmetric
     ),
     "documents of which one has a token of another, unlike the others'": Mistake(
         "documents", _documents(_one_token_moved), everyone=_asymmetric
     ),
-    "no documents, unlike the others": Mistake("documents", _documents(lambda lengths: None), everyone=_asymmetric),
-    "an empty document more than the others": Mistake(
-        "documents", _documents(lambda lengths: (*lengths, 0)), everyone=_asymmetric
+    "another layout than the others": Mistake(
+        "layout", _reordered(lambda x: x.flip(0)), possible=lambda case: case.tokens > 1
     ),
-    "another layout than the others": Mistake("layout", _reordered(lambda x: x.flip(0)), possible=_several),
     "a layout that differs from the others' at its end": Mistake(
-        "layout", _reordered(lambda x: torch.cat((x[:-2], x[-2:].flip(0)))), possible=_several
-    ),
-    "a layout that differs from the others' in their cuts": Mistake(
-        "layout", _other_cuts_elsewhere, possible=_others_differ
-    ),
-    "a layout with a token more on another rank": Mistake(
-        "layout", _longer_elsewhere, everyone=_documents(lambda lengths: None)
+        "layout", _reordered(lambda x: torch.cat((x[:-2], x[-2:].flip(0)))), possible=lambda case: case.tokens > 1
     ),
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import subprocess
@@ -32,9 +31,7 @@ from tests.support.pool_tasks import (
     works,
 )
 from verification.failures import RankError
-from verification.run.processes import worker
 from verification.run.processes.pool import Pool, PoolError
-from verification.run.processes.rendezvous import Rendezvous
 
 pytestmark = pytest.mark.ranks
 
@@ -78,12 +75,6 @@ def test_arguments_of_one_rank_follow_the_common_ones(pools: Pools) -> None:
     ]
 
 
-def test_large_arguments_and_results_pass(pools: Pools) -> None:
-    array = np.random.default_rng(0).normal(size=(1 << 20))
-    for rank, got in enumerate(pools(2).run(shift, array)):
-        np.testing.assert_array_equal(got, array + (rank - 1) % 2)
-
-
 def test_the_caller_is_free_between_submit_and_collect(pools: Pools, tmp_path: Path) -> None:
     pool = pools(2)
     ticket = pool.submit(hang_in_gloo, str(tmp_path), -1)
@@ -123,14 +114,6 @@ def test_closing_ends_the_ranks_and_a_closed_pool_says_so() -> None:
     pool.close()
 
 
-def test_a_forgotten_pool_ends_its_ranks() -> None:
-    pool = Pool(2, preload=PRELOAD)
-    pids = pool.pids
-    del pool
-    gc.collect()
-    assert all(map(gone, pids))
-
-
 def test_bad_arguments_are_named(pools: Pools) -> None:
     with pytest.raises(ValueError, match="world_size: got 0"):
         Pool(0)
@@ -147,16 +130,6 @@ def test_bad_arguments_are_named(pools: Pools) -> None:
 def test_a_module_that_was_not_preloaded_is_an_error() -> None:
     with pytest.raises(PoolError, match="did not preload no_such_module .*No module named 'no_such_module'"):
         Pool(1, preload=("torch", "no_such_module"))
-
-
-def test_torch_not_preloaded_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank could import torch itself, but it did not come with the fork."""
-    preload = ("torch", "json")
-    bare = worker.forkserver.ForkServer()
-    bare.set_forkserver_preload([])
-    monkeypatch.setitem(worker._servers, preload, bare)
-    with pytest.raises(PoolError, match="did not preload torch .a rank itself can import it"):
-        Pool(1, preload=preload)
 
 
 def test_a_preload_that_kills_the_forkserver_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,9 +212,3 @@ def test_only_so_many_subgroups_are_kept() -> None:
         assert {held for found in rounds for held, _ in found} == {2}
         for rank in range(3):  # a group given up gives back its sockets, sooner or later
             assert rounds[-1][rank][1] <= rounds[0][rank][1] + 8
-
-
-def test_a_store_whose_maker_has_ended_is_refused_at_once() -> None:
-    maker = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
-    with pytest.raises(FileNotFoundError):
-        Rendezvous(path=f"/proc/{int(maker.stdout)}/fd/3").store(1)

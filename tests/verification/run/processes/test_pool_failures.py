@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import pickle
 import signal
-import tempfile
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -15,14 +13,12 @@ import pytest
 
 from tests.support.pool_tasks import (
     BRIEF,
-    FOREVER,
     PRELOAD,
     WORLDS,
     Pools,
     compute_for,
     die_on,
     echo,
-    exit_politely,
     fail_on,
     failure_of,
     hang_in_gloo,
@@ -72,16 +68,6 @@ def test_the_others_wait_for_the_rank_that_raised(pools: Pools) -> None:
     assert "ranks 0, 2 had not answered; it stood at" in str(failure)
 
 
-def test_the_others_answer_while_a_rank_raises(pools: Pools) -> None:
-    failure = failure_of(RankError, pools(3), fail_on, (0, 2), False)
-    assert failure.ranks("raised") == (0, 2)
-    assert failure.ranks("answered") == (1,)
-
-
-def test_a_rank_that_exits_politely_has_raised(pools: Pools) -> None:
-    assert "SystemExit: 3" in str(failure_of(RankError, pools(2), exit_politely))
-
-
 def test_mismatched_messages_keep_their_kind(pools: Pools) -> None:
     failure = failure_of(MismatchedMessages, pools(2), mismatch)
     assert failure.kind == "mismatched messages"
@@ -103,7 +89,7 @@ def test_a_result_that_cannot_be_unpickled_is_raised_here(pools: Pools) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("way", ["exit", "SIGKILL", "SIGABRT", "SIGSEGV"])
+@pytest.mark.parametrize("way", ["exit", "SIGKILL", "SIGSEGV"])
 def test_a_death_is_noticed_at_once_and_named(pools: Pools, tmp_path: Path, world: int, way: str) -> None:
     culprit = world // 2
     failure = failure_of(RankCrash, pools(world), die_on, str(tmp_path), culprit, way)  # with FOREVER as the timeout
@@ -113,7 +99,7 @@ def test_a_death_is_noticed_at_once_and_named(pools: Pools, tmp_path: Path, worl
     for state in failure.states:
         if state.rank != culprit:  # it stood in the barrier still, or raised in it as the connection broke
             assert state.outcome in ("blocked", "raised") and "in die_on" in state.trace
-    if way in ("SIGABRT", "SIGSEGV"):
+    if way == "SIGSEGV":
         assert "Fatal Python error" in failure.states[culprit].trace
         assert "in die_on" in failure.states[culprit].trace
 
@@ -131,7 +117,7 @@ def test_a_death_between_calls_is_not_laid_to_the_next_call(pools: Pools) -> Non
 # --- a rank hangs ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize("world", [2, 3])
 def test_a_hang_in_gloo_shows_every_stack(pools: Pools, tmp_path: Path, world: int) -> None:
     failure = hang_of(pools(world), tmp_path, hang_in_gloo, 0)
     assert failure.ranks("answered") == (0,)
@@ -150,8 +136,8 @@ def test_a_hang_in_python_shows_its_stack(pools: Pools, tmp_path: Path, world: i
 
 
 def test_a_rank_that_computes_for_longer_than_the_timeout_does_not_hang(pools: Pools) -> None:
-    (spent,) = pools(1).run(compute_for, 0.4, timeout=0.3)
-    assert spent >= 0.4
+    (spent,) = pools(1).run(compute_for, 1.1, timeout=1.0)
+    assert spent >= 1.1
 
 
 def test_a_stopped_rank_is_named_as_stopped_and_killed_nevertheless(pools: Pools, tmp_path: Path) -> None:
@@ -181,12 +167,6 @@ def test_a_call_never_collected_is_lost_and_the_next_is_right(pools: Pools) -> N
     assert pool.collect(ticket) == [(rank, "new") for rank in range(3)]
     with pytest.raises(ValueError, match="ticket: "):
         pool.collect(ticket)
-
-
-def test_a_call_that_hangs_and_is_never_collected(pools: Pools, tmp_path: Path) -> None:
-    pool = pools(2)
-    pool.submit(hang_in_gloo, str(tmp_path), 0)
-    assert works(pool)
 
 
 def test_an_answer_to_another_call_is_refused(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,34 +206,6 @@ def test_a_call_that_cannot_be_sent_changes_nothing(pools: Pools) -> None:
     assert works(pool) and pool.pids == pids
 
 
-@pytest.mark.slow
-def test_thirty_failures_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def holdings() -> tuple[int, int, int]:
-        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), len(children)
-
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with Pool(2, timeout=FOREVER, preload=PRELOAD) as pool:
-        gc.collect()
-        before, (server,) = holdings(), {int(pid) for pid in pool.run(os.getppid)}
-        seen = set(pool.pids)
-        for number in range(30):
-            with pytest.raises((RankError, RankCrash)):
-                if number % 2:
-                    pool.run(os._exit, 1)
-                else:
-                    pool.run(fail_on, (0,), True)
-            seen.update(pool.pids)
-        assert works(pool)
-        assert len(seen) == 62 and pool.generation == 31
-        gc.collect()
-        assert holdings() == before
-        assert not list(tmp_path.iterdir())
-        siblings = Path(f"/proc/{server}/task/{server}/children").read_text().split()
-        assert not {int(pid) for pid in siblings} & (seen - set(pool.pids))  # not even as zombies
-        assert os.path.exists(f"/proc/{server}")
-
-
 # --- kinds ----------------------------------------------------------------------------------------------------------
 
 
@@ -265,8 +217,3 @@ def test_kinds_are_distinct_and_failures_survive_pickling() -> None:
     states = [failures.RankState(0, "raised", "raised X", "trace"), failures.RankState(1, "answered")]
     copy = pickle.loads(pickle.dumps(RankError("headline", states)))
     assert (str(copy), copy.states, copy.kind) == (str(RankError("headline", states)), tuple(states), "rank error")
-
-
-def test_ranks_at_the_same_place_share_a_section() -> None:
-    states = [failures.RankState(rank, "blocked", "stood at", f"Thread 0x{rank}:\n  f") for rank in range(3)]
-    assert str(RankHang("headline", states)) == "headline\n--- ranks 0, 1, 2 stood at\nThread 0x0:\n  f"

@@ -119,47 +119,24 @@ def test_all_ranks_meet() -> None:
 # --- what breaks the contract -----------------------------------------------------------------------------------------
 
 
-def reuse_send_buffer(transport: SimulatedTransport) -> None:
-    after, before = neighbours(transport)
-    x, y = torch.ones(4), torch.empty(4)
-    pending = transport.post([Message(after, x, "keys 1")], [Message(before, y, "keys 1")])
-    if transport.rank == 1:
-        x.zero_()
-    pending.wait()
+def one_batch(
+    spoil: Callable[[torch.Tensor, torch.Tensor], object] | None, arrive: bool = False
+) -> Callable[[SimulatedTransport], None]:
+    """Ranks pass numbers round; rank 1 spoils its buffers before its wait, or never waits (None)."""
 
-
-def write_receive_buffer(transport: SimulatedTransport) -> None:
-    after, before = neighbours(transport)
-    x, y = torch.ones(4), torch.empty(4)
-    pending = transport.post([Message(after, x, "keys 1")], [Message(before, y, "keys 1")])
-    if transport.rank == 1:
-        y[0] = 7.0
-    pending.wait()
-
-
-def never_wait(transport: SimulatedTransport) -> None:
-    after, before = neighbours(transport)
-    pending = transport.post([Message(after, torch.ones(4), "keys 1")], [Message(before, torch.empty(4), "keys 1")])
-    if transport.rank != 1:
+    def step(transport: SimulatedTransport) -> None:
+        after, before = neighbours(transport)
+        x, y = torch.ones(4), torch.empty(4)
+        pending = transport.post([Message(after, x, "keys 1")], [Message(before, y, "keys 1")])
+        if arrive:
+            pending.arrive()
+        if transport.rank == 1 and spoil is None:
+            return
+        if transport.rank == 1 and spoil is not None:
+            spoil(x, y)
         pending.wait()
 
-
-def reuse_send_buffer_on_arrival(transport: SimulatedTransport) -> None:
-    after, before = neighbours(transport)
-    x, y = torch.ones(4), torch.empty(4)
-    pending = transport.post([Message(after, x, "keys 1")], [Message(before, y, "keys 1")])
-    pending.arrive()
-    if transport.rank == 1:
-        x.zero_()
-    pending.wait()
-
-
-def arrive_and_never_wait(transport: SimulatedTransport) -> None:
-    after, before = neighbours(transport)
-    pending = transport.post([Message(after, torch.ones(4), "keys 1")], [Message(before, torch.empty(4), "keys 1")])
-    pending.arrive()
-    if transport.rank != 1:
-        pending.wait()
+    return step
 
 
 def share_a_buffer(transport: SimulatedTransport) -> None:
@@ -179,22 +156,35 @@ def share_with_an_older_batch(transport: SimulatedTransport) -> None:
 
 
 KEYS = "'keys 1' (16 bytes of float32)"
-BROKEN: dict[Callable[[SimulatedTransport], None], str] = {
-    reuse_send_buffer: f"rank 1 changed the send buffer of {KEYS} to rank 2 before its wait was over",
-    write_receive_buffer: f"rank 1 wrote to the receive buffer of {KEYS} from rank 0 before its wait was over",
-    reuse_send_buffer_on_arrival: f"rank 1 changed the send buffer of {KEYS} to rank 2 before its wait was over",
-    arrive_and_never_wait: f"rank 1 never waited for batch 0: send of {KEYS} to rank 2, receive of {KEYS} from rank 0",
-    never_wait: f"rank 1 never waited for batch 0: send of {KEYS} to rank 2, receive of {KEYS} from rank 0",
-    share_a_buffer: "shares bytes between the buffers of the send of 'keys 1' and the receive of 'keys 1', both",
-    share_with_an_older_batch: "shares bytes between the buffers of the send of 'keys 1' and the receive of 'keys 2'",
+SHARED = "shares bytes between the buffers of the send of 'keys 1' and the receive of"
+CHANGED = f"rank 1 changed the send buffer of {KEYS} to rank 2 before its wait was over"
+NEVER = f"rank 1 never waited for batch 0: send of {KEYS} to rank 2, receive of {KEYS} from rank 0"
+BROKEN: dict[str, tuple[Callable[[SimulatedTransport], None], str]] = {
+    "send buffer": (one_batch(lambda x, y: x.zero_()), CHANGED),
+    "send buffer on arrival": (one_batch(lambda x, y: x.zero_(), arrive=True), CHANGED),
+    "receive buffer": (
+        one_batch(lambda x, y: y.fill_(7.0)),
+        f"rank 1 wrote to the receive buffer of {KEYS} from rank 0 before its wait was over",
+    ),
+    "no wait": (one_batch(None), NEVER),
+    "arrival and no wait": (one_batch(None, arrive=True), NEVER),
+    "one buffer": (
+        share_a_buffer,
+        f"{SHARED} 'keys 1'",
+    ),
+    "an older batch's buffer": (
+        share_with_an_older_batch,
+        f"{SHARED} 'keys 2'",
+    ),
 }
 
 
-@pytest.mark.parametrize("function", BROKEN, ids=lambda function: function.__name__)
-def test_a_broken_contract_is_named_whatever_the_schedule(function: Callable[[SimulatedTransport], None]) -> None:
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_contract_is_named_whatever_the_schedule(name: str) -> None:
+    function, said = BROKEN[name]
     for seed in SEEDS:
         failure = failure_of(3, seed, function)
-        assert type(failure) is BrokenContract and BROKEN[function] in str(failure), str(failure)
+        assert type(failure) is BrokenContract and said in str(failure), str(failure)
 
 
 def test_who_reads_before_its_wait_gets_wrong_numbers_on_some_schedule() -> None:
@@ -210,48 +200,33 @@ def test_who_reads_before_its_wait_gets_wrong_numbers_on_some_schedule() -> None
     assert any(math.isnan(value) for answers in seen for value in answers), "NaN: the buffer had been scribbled over"
 
 
-def test_messages_that_do_not_fit_are_named() -> None:
-    def sizes(transport: SimulatedTransport) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "length", "label"), [(torch.float32, 3, "k"), (torch.float32, 4, "other"), (torch.int32, 4, "k")]
+)
+def test_messages_that_do_not_fit_are_named(dtype: torch.dtype, length: int, label: str) -> None:
+    def step(transport: SimulatedTransport) -> None:
         after, before = neighbours(transport)
-        length = 4 if transport.rank else 3
-        transport.post([Message(after, torch.ones(length), "k")], [Message(before, torch.empty(4), "k")]).wait()
-
-    def labels(transport: SimulatedTransport) -> None:
-        after, before = neighbours(transport)
-        mine = f"k {transport.rank == 0}"
-        transport.post([Message(after, torch.ones(4), mine)], [Message(before, torch.empty(4), "k False")]).wait()
-
-    def dtypes(transport: SimulatedTransport) -> None:
-        after, before = neighbours(transport)
-        x = torch.ones(4, dtype=torch.int32 if transport.rank == 0 else torch.float32)
-        transport.post([Message(after, x, "k")], [Message(before, torch.empty(4), "k")]).wait()
-
-    def meetings(transport: SimulatedTransport) -> None:
-        if transport.rank == 0:
-            transport.all_gather(b"12345678")
-        else:
-            transport.all_equal(b"12345678")
+        wrong = Message(after, torch.ones(length, dtype=dtype), label)
+        right = Message(after, torch.ones(4), "k")
+        transport.post([right if transport.rank else wrong], [Message(before, torch.empty(4), "k")]).wait()
 
     for seed in SEEDS:
-        for function in (sizes, labels, dtypes):
-            failure = failure_of(3, seed, function)
-            assert type(failure) is MismatchedMessages and "rank 0 sends" in str(failure) and "rank 1" in str(failure)
-        failure = failure_of(3, seed, meetings)
-        assert type(failure) is MismatchedMessages and "calls" in str(failure)
+        failure = failure_of(3, seed, step)
+        assert type(failure) is MismatchedMessages and "rank 0 sends" in str(failure) and "rank 1" in str(failure)
 
 
-@pytest.mark.parametrize("peer", (-1, 0, 3))
-def test_a_wrong_peer_is_refused(peer: int) -> None:
-    def step(transport: SimulatedTransport) -> None:
-        if transport.rank == 0:
-            transport.post([Message(peer, torch.ones(1), "k")], []).wait()
-
-    failure = failure_of(3, 0, step)
-    assert type(failure) is RankError and f"got {peer} on rank 0" in failure.headline
+def test_meetings_of_two_kinds_are_named() -> None:
+    failure = failure_of(3, 0, lambda t: t.all_equal(b"12345678") if t.rank else t.all_gather(b"12345678"))
+    assert type(failure) is MismatchedMessages and "calls" in str(failure)
 
 
-def test_a_tensor_that_is_not_contiguous_is_refused() -> None:
-    def step(transport: SimulatedTransport) -> None:
-        transport.post([Message(1 - transport.rank, torch.ones(4, 4).t()[1:], "k")], []).wait()
-
-    assert "must be contiguous" in failure_of(2, 0, step).headline
+@pytest.mark.parametrize(
+    ("peer", "tensor", "said"),
+    [
+        *((peer, torch.ones(1), f"got {peer} on rank 0") for peer in (-1, 0, 3)),
+        (1, torch.ones(4, 4).t()[1:], "must be contiguous"),
+    ],
+)
+def test_a_message_that_the_contract_forbids_is_refused(peer: int, tensor: torch.Tensor, said: str) -> None:
+    failure = failure_of(3, 0, lambda t: t.post([Message(peer, tensor, "k")], []).wait() if t.rank == 0 else None)
+    assert type(failure) is RankError and said in failure.headline

@@ -286,20 +286,6 @@ def test_an_interrupt_is_heeded_once_when_an_agent_is_next_spoken_to(agents: Age
         agents.heed()
 
 
-def test_an_interrupt_wakes_who_waits_for_an_agent(agents: Agents) -> None:
-    threading.Timer(0.2, agents.interrupted).start()
-    with pytest.raises(KeyboardInterrupt):
-        agents.pump(PLENTY)
-
-
-def test_who_is_gone_is_named_though_torchrun_then_ends_the_others(agents: Agents) -> None:
-    with pytest.raises(AgentLost, match="the process that torchrun started for rank 0 is gone"):
-        raise agents.lose([0])
-    agents.told_to_leave()
-    with pytest.raises(AgentLost, match="the process that torchrun started for rank 0 is gone"):
-        agents.heed()
-
-
 # --- what cannot be carried out ---------------------------------------------------------------------------------------
 
 
