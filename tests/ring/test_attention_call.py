@@ -60,12 +60,9 @@ def test_one_rank_sends_and_holds_nothing() -> None:
         assert found.bytes == 0 and transport.sent == [] == transport.received
 
 
-def replaced(**changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments_with(**changes: Any) -> dict[str, Any]:
     q, k, v, *_ = inputs()
-    arguments: dict[str, Any] = {"q": q, "k": k, "v": v, "pattern": Pattern.dense(), "layout": Layout.contiguous(17, 1)}
-    options = {name: value for name, value in changes.items() if name not in arguments}
-    arguments.update({name: value for name, value in changes.items() if name in arguments})
-    return tuple(arguments.values()), options
+    return {"q": q, "k": k, "v": v, "pattern": Pattern.dense(), "layout": Layout.contiguous(17, 1)} | changes
 
 
 Q, K, *_ = inputs()
@@ -125,28 +122,22 @@ BAD: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("check_", (True, False))
+@pytest.mark.parametrize("check", (True, False))
 @pytest.mark.parametrize("error, message, changes", [bad[1:] for bad in BAD], ids=[bad[0] for bad in BAD])
-def test_wrong_arguments_are_refused(
-    error: type[Exception], message: str, changes: dict[str, Any], check_: bool
+def test_wrong_arguments_are_refused_and_leave_the_next_call_alone(
+    error: type[Exception], message: str, changes: dict[str, Any], check: bool
 ) -> None:
-    arguments, options = replaced(**changes)
     with pytest.raises(error, match=message):
-        ring_attention(*arguments, check=check_, **options)
+        ring_attention(**arguments_with(**changes), check=check)
+    right = arguments_with()
+    wanted, _ = attention(right["q"], right["k"], right["v"], right["pattern"])
+    torch.testing.assert_close(plain(**right), wanted, rtol=1e-9, atol=1e-9)
 
 
 def test_flash_refuses_a_gradient_through_lse() -> None:
-    q, k, v, *_ = inputs()
-    layout = Layout.contiguous(17, 1)
+    arguments = arguments_with(kernel="flash")
+    arguments["q"].requires_grad_()
     with pytest.raises(NotImplementedError, match="no gradient through lse"):
-        ring_attention(q.requires_grad_(), k, v, Pattern.dense(), layout, kernel="flash", return_lse=True)
+        ring_attention(**arguments, return_lse=True)
     with torch.no_grad():
-        call(q, k, v, Pattern.dense(), layout, kernel="flash")
-
-
-def test_a_refused_call_leaves_the_next_one_alone() -> None:
-    arguments, _ = replaced()
-    with pytest.raises(ValueError, match="exchange"):
-        ring_attention(*arguments, exchange="none")
-    wanted, _ = attention(*arguments[:4])
-    torch.testing.assert_close(plain(*arguments), wanted, rtol=1e-9, atol=1e-9)
+        call(**arguments)

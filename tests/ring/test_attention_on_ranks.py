@@ -2,49 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from tests.support.ring_tasks import (
-    gradients_on_some_ranks_only,
-    on_a_subgroup,
-    on_the_default_group,
-    second_derivative,
-)
-from verification.run.processes.pool import Pool
+from reference import Pattern, attention, gradients
+from ring import Layout
+from tests.support.attention_cases import inputs, plain
+from tests.support.ranks import Ranks
+from verification.run.processes.rendezvous import subgroup
 
 pytestmark = pytest.mark.ranks
 
-EXACT = 1e-12  # fp64, outputs and gradients of the order of 1
+PATTERN = Pattern.longnet((6, None), (1, 2), 4, causal=True)
+TOKENS = 23
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(3, preload=("torch", "tests.support.ring_tasks")) as ranks:
-        yield ranks
+def _check(group: dist.ProcessGroup | None) -> None:
+    """Output and gradients of this rank are those of the oracle."""
+    layout, rank = Layout.zigzag(TOKENS, dist.get_world_size(group)), dist.get_rank(group)
+    q, k, v, dout, _ = inputs(TOKENS)
+    leaves = [layout.shard(x, rank).requires_grad_() for x in (q, k, v)]
+    out = plain(*leaves, PATTERN, layout, group=group)
+    found = [out, *torch.autograd.grad(out, leaves, layout.shard(dout, rank))]
+    exact = [attention(q, k, v, PATTERN)[0], *gradients(q, k, v, PATTERN, dout)]
+    for x, y in zip(found, exact, strict=True):
+        torch.testing.assert_close(x, layout.shard(y, rank), rtol=0, atol=1e-12)
 
 
-def test_the_default_group(pool: Pool) -> None:
-    assert max(pool.run(on_the_default_group)) < EXACT
+def test_the_default_group(ranks: Ranks) -> None:
+    ranks(3).run(_check, None)
 
 
-@pytest.mark.parametrize("ranks", [(0, 1, 2), (1, 2), (0, 2), (1,)])
-def test_a_bare_process_group(pool: Pool, ranks: tuple[int, ...]) -> None:
-    for rank, answer in enumerate(pool.run(on_a_subgroup, ranks)):
-        if rank in ranks:
-            assert isinstance(answer, float) and answer < EXACT
-        else:
-            assert "group must" in str(answer)
+def _on_a_subgroup(members: tuple[int, ...]) -> None:
+    """A bare process group, made by torch; ranks outside it are told so."""
+    group = subgroup(members)
+    if group is not None:
+        return _check(group)
+    q, k, v, *_ = inputs(TOKENS)
+    outside: Any = dist.GroupMember.NON_GROUP_MEMBER  # what torch gives to those who are no members
+    with pytest.raises(ValueError, match="group must"):
+        plain(q, k, v, PATTERN, Layout.contiguous(TOKENS, len(members)), group=outside)
+
+
+@pytest.mark.parametrize("members", [(0, 1, 2), (1, 2), (0, 2), (1,)])
+def test_a_bare_process_group(ranks: Ranks, members: tuple[int, ...]) -> None:
+    ranks(3).run(_on_a_subgroup, members)
+
+
+def _second_derivative(on_rank: int) -> None:
+    """Differentiate a gradient on one rank only; every rank then makes another call."""
+    rank, layout = dist.get_rank(), Layout.contiguous(TOKENS, dist.get_world_size())
+    q, k, v = (layout.shard(x, rank) for x in inputs(TOKENS)[:3])
+    out = plain(q.requires_grad_(), k, v, PATTERN, layout)
+    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    if rank == on_rank:
+        with pytest.raises(NotImplementedError, match="double backward"):
+            torch.autograd.grad(dq.sum(), q)
+    _check(None)
 
 
 @pytest.mark.parametrize("rank", range(3))
-def test_a_second_derivative_is_refused_and_nobody_waits(pool: Pool, rank: int) -> None:
-    said = pool.run(second_derivative, rank)
-    assert "double backward" in said[rank]
-    assert [answer for other, answer in enumerate(said) if other != rank] == ["nothing", "nothing"]
+def test_a_second_derivative_is_refused_and_nobody_waits(ranks: Ranks, rank: int) -> None:
+    ranks(3).run(_second_derivative, rank)
 
 
-def test_gradients_on_some_ranks_only_are_refused_everywhere(pool: Pool) -> None:
-    said = pool.run(gradients_on_some_ranks_only)
-    assert "requires_grad" in said[0] and said == [said[0]] * 3
+def _gradients_on_some_ranks_only() -> None:
+    """Without a word rank 0 would wait for the others in backward."""
+    rank, layout = dist.get_rank(), Layout.contiguous(TOKENS, dist.get_world_size())
+    q, k, v = (layout.shard(x, rank) for x in inputs(TOKENS)[:3])
+    with pytest.raises(ValueError, match="requires_grad"):
+        plain(q.requires_grad_(rank == 0), k, v, PATTERN, layout)
+    _check(None)
+
+
+def test_gradients_on_some_ranks_only_are_refused_everywhere(ranks: Ranks) -> None:
+    ranks(3).run(_gradients_on_some_ranks_only)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -56,7 +57,7 @@ def test_what_is_left_out_of_a_call_is_as_documented(
 
     short = {name: value for name, value in GIVEN.items() if name not in left_out}
     without, stated = (
-        Simulation(2, 0).run(lambda transport, a=arguments: step(transport, a))
+        Simulation(2, 0).run(partial(step, arguments=arguments))
         for arguments in (short, short | {name: documented[name] for name in left_out})
     )
     for (found, costs), (wanted, wanted_costs) in zip(without, stated, strict=True):

@@ -6,6 +6,7 @@ python -m pytest tests/ring/test_on_gpu.py
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -109,6 +110,24 @@ def close(found: torch.Tensor, exact: torch.Tensor, tolerance: float, what: Any)
     assert found.shape == exact.shape, what
     error = (found.double() - exact).abs().max() / exact.abs().max().clamp(min=1.0)
     assert error <= tolerance, (what, float(error))
+
+
+def held_to_math(
+    inputs: Sequence[torch.Tensor], dout: torch.Tensor, pattern: Pattern, layout: Layout, kernel: str = "auto"
+) -> list[set[str]]:
+    """Hold output and gradients of a call to those of the math kernel in fp64. Returns the kernels of both."""
+    results, kernels_of = [], []
+    for name, dtype in ((kernel, dout.dtype), ("math", torch.float64)):
+        leaves = [x.to(dtype).detach().requires_grad_() for x in inputs]
+        q, k, v = leaves
+        with picked_kernels() as picked:
+            out = ring_attention(q, k, v, pattern, layout, kernel=name)
+            assert isinstance(out, torch.Tensor)
+            results.append((out, *torch.autograd.grad(out, leaves, dout.to(dtype))))
+        kernels_of.append(set(picked))
+    for found, exact in zip(*results, strict=True):
+        close(found, exact, 8 * UNIT[dout.dtype], pattern)
+    return kernels_of
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -233,20 +252,10 @@ def test_nothing_merged_is_zero_and_minus_infinity() -> None:
 )
 @pytest.mark.parametrize("kernel", ["auto", "flash"])
 def test_whole_calls_are_the_math_kernel_s(pattern: Pattern, kernel: str) -> None:
-    n, dim = 1024, 64
     torch.manual_seed(2)
-    *inputs, dout = (torch.randn(1, n, 8, dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-    results = []
-    for name, dtype in ((kernel, torch.bfloat16), ("math", torch.float64)):
-        leaves = [x.to(dtype).detach().requires_grad_() for x in inputs]
-        with picked_kernels() as picked:
-            q, k, v = leaves
-            out = ring_attention(q, k, v, pattern, Layout.contiguous(n, 1), kernel=name)
-            assert isinstance(out, torch.Tensor)
-            results.append((out, *torch.autograd.grad(out, leaves, dout.to(dtype))))
-        assert set(picked) == {{"auto": "cudnn"}.get(name, name)}
-    for found, exact in zip(*results, strict=True):
-        close(found, exact, 8 * UNIT[torch.bfloat16], pattern)
+    *inputs, dout = (torch.randn(1, 1024, 8, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    picked = held_to_math(inputs, dout, pattern, Layout.contiguous(1024, 1), kernel)
+    assert picked == [{{"auto": "cudnn"}.get(kernel, kernel)}, {"math"}]
 
 
 @pytest.mark.parametrize("most", [1, 3 * 2**19])
@@ -277,16 +286,8 @@ def test_tensors_that_begin_anywhere(kernel: str, tokens: int) -> None:
     torch.manual_seed(5)
     count = tokens * 16
     memory = torch.randn(4, count + 8, device="cuda").to(torch.float16)
-    inputs = [x[1 : 1 + count].view(1, tokens, 1, 16) for x in memory]
-    results = []
-    for name, dtype in ((kernel, torch.float16), ("math", torch.float64)):
-        leaves = [(x if dtype == x.dtype else x.to(dtype)).detach().requires_grad_() for x in inputs[:3]]
-        q, k, v = leaves
-        out = ring_attention(q, k, v, Pattern.dense(False), Layout.contiguous(tokens, 1), kernel=name)
-        assert isinstance(out, torch.Tensor)
-        results.append((out, *torch.autograd.grad(out, leaves, inputs[3].to(dtype))))
-    for found, exact in zip(*results, strict=True):
-        close(found, exact, 8 * UNIT[torch.float16], tokens)
+    *inputs, dout = (x[1 : 1 + count].view(1, tokens, 1, 16) for x in memory)
+    held_to_math(inputs, dout, Pattern.dense(False), Layout.contiguous(tokens, 1), kernel)
 
 
 def test_calls_that_differ_in_the_layout_of_the_output_only() -> None:
@@ -296,17 +297,8 @@ def test_calls_that_differ_in_the_layout_of_the_output_only() -> None:
     narrow = [torch.randn(1, n, heads, dim, device="cuda", dtype=torch.float16) for _ in range(4)]
     wide = [torch.randn(1, n // 2, 2, heads, dim, device="cuda", dtype=torch.float16)[:, :, 0] for _ in range(4)]
     for (*inputs, dout), rate in ((narrow, 2), (wide, 1), (narrow, 2)):
-        tokens = inputs[0].shape[1]
         assert inputs[0].stride(1) * rate == 2 * heads * dim
-        results = []
-        for name, dtype in (("auto", torch.float16), ("math", torch.float64)):
-            leaves = [(x if dtype == x.dtype else x.to(dtype)).detach().requires_grad_() for x in inputs]
-            q, k, v = leaves
-            out = ring_attention(q, k, v, Pattern((Branch(None, rate),)), Layout.contiguous(tokens, 1), kernel=name)
-            assert isinstance(out, torch.Tensor)
-            results.append((out, *torch.autograd.grad(out, leaves, dout.to(dtype).contiguous())))
-        for found, exact in zip(*results, strict=True):
-            close(found, exact, 8 * UNIT[torch.float16], rate)
+        held_to_math(inputs, dout.contiguous(), Pattern((Branch(None, rate),)), Layout.contiguous(dout.shape[1], 1))
 
 
 def test_deterministic_kernels_repeat_their_bits() -> None:
@@ -363,18 +355,10 @@ def test_a_captured_call_replays() -> None:
 def test_the_current_device_need_not_be_that_of_the_tensors() -> None:
     n = 256
     torch.manual_seed(5)
-    q, k, v, dout = (torch.randn(1, n, h, 64, device="cuda:1", dtype=torch.bfloat16) for h in (4, 2, 2, 4))
+    *inputs, dout = (torch.randn(1, n, h, 64, device="cuda:1", dtype=torch.bfloat16) for h in (4, 2, 2, 4))
     assert torch.cuda.current_device() == 0
-    results = []
-    for name, dtype in (("auto", torch.bfloat16), ("math", torch.float64)):
-        leaves = [x.to(dtype).detach().requires_grad_() for x in (q, k, v)]
-        pattern, (a, b, c) = Pattern.longnet([64, 256], [1, 4], 4, True), leaves
-        out = ring_attention(a, b, c, pattern, Layout.zigzag(n, 1), kernel=name)
-        assert isinstance(out, torch.Tensor)
-        results.append((out, *torch.autograd.grad(out, leaves, dout.to(dtype))))
+    held_to_math(inputs, dout, Pattern.longnet([64, 256], [1, 4], 4, True), Layout.zigzag(n, 1))
     assert torch.cuda.current_device() == 0
-    for found, exact in zip(*results, strict=True):
-        close(found, exact, 8 * UNIT[torch.bfloat16], "cuda:1")
 
 
 def test_a_group_made_without_the_name_of_a_backend_is_used_from_a_gpu() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,19 +14,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ring import Layout, Transport, ring_attention
+from ring import Layout, Pattern, Transport, ring_attention
+from ring.comm.group import transport_over
 from ring.comm.transport import RecordingTransport
 from ring.operator import _prepared
-from tests.support import operator_tasks
-from tests.support.attention_cases import PATTERNS, call, inputs
-from tests.support.operator_tasks import SAVED, WAYS, Trace
-from verification.run.processes.pool import Pool
+from tests.support.attention_cases import PATTERNS, call, inputs, plain
+from tests.support.ranks import Ranks
 from verification.run.simulation.simulation import Simulation
 
-pytestmark = pytest.mark.ranks
-
 LAYOUT = Layout.contiguous(17, 1)
-Run = Callable[[str], list[Trace]]
+SAVED = torch.ops.ring.attention.default
 
 
 class Names(TorchDispatchMode):
@@ -40,11 +38,12 @@ class Names(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
+@pytest.mark.parametrize("differentiated", (False, True))
 @pytest.mark.parametrize("lse", (False, True))
-def test_a_forward_is_one_operator(lse: bool) -> None:
+def test_a_forward_is_one_operator(lse: bool, differentiated: bool) -> None:
     q, k, v, *_ = inputs()
     with Names() as seen:
-        ring_attention(q, k, v, PATTERNS["longnet"], LAYOUT, return_lse=lse)
+        ring_attention(q.requires_grad_(differentiated), k, v, PATTERNS["longnet"], LAYOUT, return_lse=lse)
     assert seen.count["ring.attention.default"] == 1
     assert not [name for name in seen.count if "bmm" in name or ("attention" in name and "ring" not in name)]
 
@@ -56,35 +55,93 @@ def test_nothing_is_kept_when_it_has_run() -> None:
     torch.autograd.grad(out.sum() + lse.sum(), q)
 
 
-def test_the_operator_is_no_way_to_call() -> None:
+@pytest.mark.parametrize("number", (10**9, 0, -1))
+def test_the_operator_is_no_way_to_call(number: int) -> None:
     q, k, v, *_ = inputs()
+    plain(q, k, v, Pattern.dense(), LAYOUT)  # whose number was there, and is no more
     with pytest.raises(ValueError, match="prepared must be the number of a forward that ring_attention has begun"):
-        torch.ops.ring.attention(q, k, v, 10**9)
+        torch.ops.ring.attention(q, k, v, number)
 
 
 # --- checkpointing ----------------------------------------------------------------------------------------------------
 
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(2, preload=("torch", "torch._dynamo", operator_tasks.__name__)) as ranks:
-        yield ranks
+PATTERN, TOKENS = Pattern.longnet((4, None), (1, 2), 2, causal=True), 12
 
 
-@pytest.fixture(params=("gloo", "sim"))
-def run(request: pytest.FixtureRequest) -> Run:
-    """Two ranks differentiate a model of three layers whose activations are kept in one of WAYS."""
-    if request.param == "sim":
-        return lambda way: Simulation(2, 0).run(lambda transport: operator_tasks.train(transport, way))
-    pool: Pool = request.getfixturevalue("pool")
-    return lambda way: pool.run(operator_tasks.train, None, way)
+class Trace(NamedTuple):
+    """forwards: of the ring that ran, by their first messages. number: of the latest call on the group."""
+
+    gradients: list[Tensor]
+    forwards: int
+    number: int
 
 
+class Counting(RecordingTransport):
+    """Counts the forwards that ask for buffers."""
+
+    forwards = 0
+
+    def prepare(self, key: Any, outgoing: Any) -> None:
+        self.forwards += "forward" in key
+        super().prepare(key, outgoing)
+
+
+def contexts(operator: Any) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """By a policy that saves what this operator returns, and computes all else again."""
+
+    def policy(context: Any, watched: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if watched is operator else CheckpointPolicy.PREFER_RECOMPUTE
+
+    made: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+    made = create_selective_checkpoint_contexts(policy)
+    return made
+
+
+Layer = Callable[[Tensor, Tensor], Tensor]
+WAYS: dict[str, Callable[[Layer, Tensor, Tensor], Any]] = {
+    "kept": lambda layer, x, weight: layer(x, weight),
+    "selective": lambda layer, x, weight: checkpoint(
+        layer, x, weight, use_reentrant=False, context_fn=partial(contexts, SAVED)
+    ),
+    "computed again": lambda layer, x, weight: checkpoint(layer, x, weight, use_reentrant=False),
+    "reentrant": lambda layer, x, weight: checkpoint(layer, x, weight, use_reentrant=True),
+}
 FORWARDS = {"kept": 3, "selective": 3, "computed again": 6, "reentrant": 6}
 
 
+def _layer(transport: Transport, name: str, x: Tensor, weight: Tensor) -> Tensor:
+    q, k, v = (x @ weight).view(1, -1, 3, 2, 4).unbind(2)
+    out = plain(q, k, v, PATTERN, Layout.striped(TOKENS, 2), group=transport, exchange="direct", name=name)
+    return x + out.flatten(2).tanh()
+
+
+def _train(group: Transport | None, way: str) -> Trace:
+    """Forward and backward of three layers on this rank, whose activations are kept in one of WAYS."""
+    transport = Counting(transport_over(group, 2))
+    draw = torch.Generator().manual_seed(transport.rank)
+    weights = [torch.randn(8, 24, dtype=torch.float64, generator=draw).requires_grad_() for _ in range(3)]
+    x = torch.randn(1, TOKENS // 2, 8, dtype=torch.float64, generator=draw).requires_grad_()
+    y = x
+    for number, weight in enumerate(weights):
+        y = WAYS[way](partial(_layer, transport, f"layer {number}"), y, weight)
+    y.square().sum().backward()
+    found = [leaf.grad for leaf in (x, *weights) if leaf.grad is not None]
+    assert len(found) == 4
+    return Trace(found, transport.forwards, transport.calls.number)
+
+
+@pytest.fixture(params=("gloo", "sim"))
+def run(request: pytest.FixtureRequest) -> Callable[[str], list[Trace]]:
+    """Two ranks train."""
+    if request.param == "sim":
+        return lambda way: Simulation(2, 0).run(lambda transport: _train(transport, way))
+    ranks: Ranks = request.getfixturevalue("ranks")
+    return lambda way: ranks(2).run(_train, None, way)
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("way", WAYS)
-def test_each_forward_runs_as_often_as_it_must_and_no_bit_changes(run: Run, way: str) -> None:
+def test_each_forward_runs_as_often_as_it_must_and_no_bit_changes(run: Callable[[str], list[Trace]], way: str) -> None:
     """Selective checkpointing runs none twice, the others all. Calls are numbered alike on both ranks."""
     kept, found = run("kept"), run(way)
     for one, other in zip(kept, found, strict=True):
@@ -93,41 +150,16 @@ def test_each_forward_runs_as_often_as_it_must_and_no_bit_changes(run: Run, way:
     assert found[0].number == found[1].number
 
 
+@pytest.mark.ranks
 def test_selective_checkpointing_sends_no_forward_twice() -> None:
     """Whatever messages an exchange needs, they are those of three forwards and three backwards."""
 
     def step(transport: Transport, way: str) -> list[tuple[int, int, str]]:
         recording = RecordingTransport(transport)
-        operator_tasks.train(recording, way)
+        _train(recording, way)
         return recording.sent
 
     kept, selective, again = (
         Simulation(2, 0).run(partial(step, way=way)) for way in ("kept", "selective", "computed again")
     )
     assert kept == selective and all(len(x) > len(y) for x, y in zip(again, kept, strict=True))
-
-
-def test_a_policy_that_saves_all_else_computes_it_again() -> None:
-    """The operator is what the policy names, and nothing besides."""
-    count: list[str] = []
-
-    def policy(context: Any, operator: Any, *args: Any, **options: Any) -> CheckpointPolicy:
-        if operator is SAVED and not context.is_recompute:
-            count.append(str(operator))
-        return CheckpointPolicy.PREFER_RECOMPUTE if operator is SAVED else CheckpointPolicy.PREFER_SAVE
-
-    q, k, v, dout, _ = inputs()
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-
-    def attend(*x: Tensor) -> Tensor:
-        out = ring_attention(x[0], x[1], x[2], PATTERNS["longnet"], LAYOUT)
-        assert isinstance(out, Tensor)
-        return out
-
-    contexts = partial(create_selective_checkpoint_contexts, policy)
-    out = checkpoint(attend, *leaves, use_reentrant=False, context_fn=contexts)
-    assert isinstance(out, Tensor)
-    found = torch.autograd.grad(out, leaves, dout)
-    for x, y in zip(found, torch.autograd.grad(attend(*leaves), leaves, dout), strict=True):
-        assert x.equal(y)
-    assert count == ["ring.attention.default"]

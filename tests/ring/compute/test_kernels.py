@@ -308,8 +308,8 @@ def test_rows_that_see_nothing_at_all() -> None:
 @pytest.mark.parametrize("device", ("cpu", "cuda", "meta"))
 @pytest.mark.parametrize("keys", (1, 15, 16, 40))
 def test_which_kernel_takes_a_tile(keys: int, device: str) -> None:
-    """Keys of one fold count, though there are two."""
-    size = Size(queries=keys, keys=keys)
+    """Keys of one fold count, though there are three."""
+    size, rows = Size(queries=keys, keys=keys), Rows(0, 1, keys, keys, 3)
     for kernel, mask, dlse, scale, dtype in itertools.product(
         kernels.KERNELS, Mask, (False, True), (0.5, 0.0, -0.5), (torch.float32, torch.bfloat16)
     ):
@@ -319,7 +319,8 @@ def test_which_kernel_takes_a_tile(keys: int, device: str) -> None:
                 wanted = "flash"
             if device == "cuda" and dtype == torch.bfloat16:
                 wanted = "flash" if kernel == "flash" else "cudnn" if keys > 1 else "math"
-        chosen = kernels.choose(kernel, torch.device(device), dtype, 64, tile_of(mask, size), scale, dlse)
+        tile = replace(tile_of(mask, size), query_rows=rows, key_rows=rows)
+        chosen = kernels.choose(kernel, torch.device(device), dtype, 64, tile, scale, dlse)
         assert chosen == wanted, (kernel, mask, dlse, scale, dtype)
 
 
