@@ -56,6 +56,7 @@ def test_the_same_is_drawn_and_found_side_by_side(tmp_path: Path) -> None:
         assert one[name] == several[name]
 
 
+@pytest.mark.slow
 def test_a_process_that_cannot_go_on_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     began = whole_run._Process.begin
 
