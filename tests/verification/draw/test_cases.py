@@ -18,6 +18,7 @@ from verification.draw.cases import cases
 from verification.draw.decoding import digits, head_range, permutation
 from verification.report.coverage import FEATURES, Coverage
 from verification.run.layouts import layout_of
+from verification.runner import law_experiment
 from verification.search.leaving_out import least
 
 DRAWS = 400  # for each world size
@@ -75,8 +76,10 @@ def test_every_feature_is_reached_by_valid_cases() -> None:
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
 def test_laws_draw_what_they_are_about(law: Law) -> None:
     subjects = draw_many(law.draw(3), 200)
-    for case, how in subjects:
-        law.premise(case, how)
+    premise = law_experiment(law).premise
+    assert premise is not None
+    for subject in subjects:
+        premise(subject)
     counts = counts_of([case for case, _ in subjects])
     assert [name for name in LAW_FEATURES.get(law.name, ()) if not counts[name]] == []
 

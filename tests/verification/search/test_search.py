@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +23,7 @@ from tests.support.planted import (
     plant_wrong_result,
     plant_zigzag_back_to_front,
 )
+from tests.support.printed import printed, recording
 from verification import runner
 from verification.case import Case
 from verification.check import properties
@@ -71,12 +71,14 @@ def ranks() -> Any:
 
 
 @pytest.mark.slow
-def test_a_wrong_result_is_found_and_shrunk() -> None:
-    (failure, case), *others = found_by(plant_wrong_result)
+@pytest.mark.parametrize("simulated", (False, True))
+def test_a_wrong_result_is_found_and_shrunk(simulated: bool) -> None:
+    (failure, case), *others = found_by(plant_wrong_result, shrink_backend=simulated)
     assert not {failure.kind for failure, _ in others} - {"wrong result"}
     assert failure.kind == "wrong result" and "out" in str(failure)
     assert case.tokens == 6 and case.pattern == Pattern.dense(causal=True)
     assert (case.dtype, case.heads, case.batch, case.exchange, case.group) == ("float32", 1, 1, "ring", None)
+    assert case.world == 1 or not simulated, "on the fewest ranks that show it"
 
 
 @pytest.mark.slow
@@ -104,13 +106,6 @@ def test_a_hang_of_three_ranks_found_on_four_is_shrunk_in_simulation_and_confirm
 
 
 @pytest.mark.slow
-def test_a_wrong_result_found_on_gloo_is_shrunk_in_simulation_alike() -> None:
-    (failure, case), *_ = found_by(plant_wrong_result, shrink_backend=True)
-    assert failure.kind == "wrong result" and case.tokens == 6 and case.pattern == Pattern.dense(causal=True)
-    assert case.world == 1, "on the fewest ranks that show it"
-
-
-@pytest.mark.slow
 def test_a_crash_is_found_and_the_next_world_is_as_good_as_new() -> None:
     ((failure, case),) = found_by(plant_crash)
     assert failure.kind == "rank crash" and "SIGABRT" in str(failure)
@@ -124,21 +119,38 @@ def test_distinct_defects_are_all_reported() -> None:
     assert all(case.batch == 3 for failure, case in found if failure.kind == "rank error")
 
 
-def test_what_fails_like_a_reported_one_is_counted(ranks: GlooBackend) -> None:
-    failing: set[str] = set()
+# --- a check that needs no ranks --------------------------------------------------------------------------------------
+
+Fails = Callable[[Case], Exception | None]
+
+
+def search_with(ranks: GlooBackend, fails: Fails, report: Report | None = None, **changes: Any) -> Search:
+    """A search whose examples hold unless `fails` returns what is to be raised."""
 
     def check(backend: Any, case: Case) -> dict[str, float]:
-        if case.seed % 2:
-            failing.add(case.to_json())
-            raise WrongResult("values: out is wrong")
+        error = fails(case)
+        if error is not None:
+            raise error
         return {"anything": 0.5}
 
-    report = Report(Console(file=io.StringIO()))
+    report = Report(Console(quiet=True)) if report is None else report
     report.start_world(3, 40)
-    assert len(Search(replace(runner.EXAMPLES, check=check), ranks, report, 3).explore(40, 0)) == 1
+    shrinks = changes.pop("shrinks_hangs", True)
+    return Search(replace(runner.EXAMPLES, check=check, **changes), ranks, report, 3, shrinks_hangs=shrinks)
+
+
+def test_what_fails_like_a_reported_one_is_counted(ranks: GlooBackend) -> None:
+    failing, report = set[str](), Report(recording())
+
+    def fails(case: Case) -> Exception | None:
+        if case.seed % 2 == 0:
+            return None
+        failing.add(case.to_json())
+        return WrongResult("values: out is wrong")
+
+    assert len(search_with(ranks, fails, report).explore(40, 0)) == 1
     report.end_world()
-    assert isinstance(report.console.file, io.StringIO)
-    found = re.search(r"(\d+) more examples failed", report.console.file.getvalue())
+    found = re.search(r"(\d+) more examples failed", printed(report.console))
     assert report.examples == 40 and found is not None and 0 < int(found[1]) < len(failing)
 
 
@@ -146,15 +158,8 @@ def test_examples_are_as_many_as_asked_for_and_repeat_with_the_seed(ranks: GlooB
     drawn: list[list[str]] = []
     for seed in (1, 1, 2):
         seen: list[str] = []
-
-        def check(backend: Any, case: Case, seen: list[str] = seen) -> dict[str, float]:
-            seen.append(case.to_json())
-            return {"anything": 0.5}
-
         report = Report(Console(quiet=True))
-        report.start_world(3, 40)
-        experiment = replace(runner.EXAMPLES, check=check)
-        assert Search(experiment, ranks, report, 3).explore(40, seed) == []
+        assert search_with(ranks, lambda case, seen=seen: seen.append(case.to_json()), report).explore(40, seed) == []  # type: ignore[misc]
         assert report.examples == len(seen) == 40
         drawn.append(seen)
     assert drawn[0] == drawn[1] != drawn[2]
@@ -163,17 +168,12 @@ def test_examples_are_as_many_as_asked_for_and_repeat_with_the_seed(ranks: GlooB
 def test_a_failure_that_does_not_come_back_is_still_a_failure(ranks: GlooBackend) -> None:
     calls: list[str] = []
 
-    def check(backend: Any, case: Case) -> dict[str, float]:
+    def fails(case: Case) -> Exception | None:
         calls.append(case.to_json())
-        if len(calls) == 5:
-            raise WrongResult("values: out is wrong, this once")
-        return {}
+        return WrongResult("values: out is wrong, this once") if len(calls) == 5 else None
 
-    report = Report(Console(quiet=True))
-    report.start_world(3, 40)
-    found = Search(replace(runner.EXAMPLES, check=check), ranks, report, 3).explore(40, 1)
-    ((failure, case),) = ((one.failure, one.subject) for one in found)
-    assert str(failure) == "values: out is wrong, this once" and case.to_json() == calls[4]
+    (found,) = search_with(ranks, fails).explore(40, 1)
+    assert str(found.failure) == "values: out is wrong, this once" and found.subject.to_json() == calls[4]
     assert calls.count(calls[4]) == 1, "a failing example is never run again"
 
 
@@ -183,16 +183,11 @@ CROWDED = plain(
 )  # fmt: skip
 
 
-def shrunk(ranks: GlooBackend, fails: Callable[[Case], bool]) -> Case:
+def shrunk(ranks: GlooBackend, fails: Callable[[Case], bool], **changes: Any) -> Case:
     """What is left of a subject that no other draw leads away from."""
-
-    def check(backend: Any, case: Case) -> dict[str, float]:
-        if fails(case):
-            raise WrongResult("values: out is wrong")
-        return {}
-
-    one = replace(runner.EXAMPLES, draw=lambda world: st.just(CROWDED), check=check)
-    found = Search(one, ranks, Report(Console(quiet=True)), 3).find(1, "crowded")
+    wrong = WrongResult("values: out is wrong")
+    drawn = changes | {"draw": lambda world: st.just(CROWDED)}
+    found = search_with(ranks, lambda case: wrong if fails(case) else None, **drawn).find(1, "crowded")
     assert found is not None
     case: Case = found.subject
     return case
@@ -223,26 +218,18 @@ def test_every_case_with_less_is_another_one_that_is_nearer_to_the_least() -> No
 
 
 def test_nothing_is_left_out_where_nobody_says_what_may_be_drawn(ranks: GlooBackend) -> None:
-    def check(backend: Any, case: Case) -> dict[str, float]:
-        raise WrongResult("values: out is wrong")
-
-    bare = replace(runner.EXAMPLES, draw=lambda world: st.just(CROWDED), check=check, premise=None)
-    found = Search(bare, ranks, Report(Console(quiet=True)), 3).find(1, "crowded")
-    assert found is not None and found.subject == CROWDED
+    assert shrunk(ranks, lambda case: True, premise=None) == CROWDED
 
 
 @pytest.mark.parametrize("shrinks", (True, False))
 def test_a_hang_is_shrunk_only_where_it_may(ranks: GlooBackend, shrinks: bool) -> None:
     seen: list[Case] = []
 
-    def check(backend: Any, case: Case) -> dict[str, float]:
+    def fails(case: Case) -> Exception | None:
         seen.append(case)
-        if case.tokens >= 4:
-            raise RankHang("no answer")
-        return {}
+        return RankHang("no answer") if case.tokens >= 4 else None
 
-    search = Search(replace(runner.EXAMPLES, check=check), ranks, Report(Console(quiet=True)), 3, shrinks_hangs=shrinks)
-    timeout = ranks.timeout
+    search, timeout = search_with(ranks, fails, shrinks_hangs=shrinks), ranks.timeout
     found = search.find(100, "hang")
     ranks.timeout = timeout
     first = next(number for number, case in enumerate(seen) if case.tokens >= 4)
@@ -252,16 +239,11 @@ def test_a_hang_is_shrunk_only_where_it_may(ranks: GlooBackend, shrinks: bool) -
 
 
 def test_a_strategy_that_lets_nothing_through_ends_the_search(ranks: GlooBackend) -> None:
-    nothing = replace(runner.EXAMPLES, draw=lambda world: runner.EXAMPLES.draw(world).filter(lambda case: False))
-    search = Search(nothing, ranks, Report(Console(quiet=True)), 3)
+    draw = runner.EXAMPLES.draw
+    search = search_with(ranks, lambda case: None, draw=lambda world: draw(world).filter(lambda case: False))
     assert search.explore(100, 1) == [] and search.examples == 0
 
 
 def test_a_fault_of_the_machinery_is_no_counter_example(ranks: GlooBackend) -> None:
-    def check(backend: Any, case: Case) -> dict[str, float]:
-        raise KeyError("not the ranks' fault")
-
-    report = Report(Console(quiet=True))
-    report.start_world(3, 40)
     with pytest.raises(ToolError):
-        Search(replace(runner.EXAMPLES, check=check), ranks, report, 3).explore(40, 1)
+        search_with(ranks, lambda case: KeyError("not the ranks' fault")).explore(40, 1)
