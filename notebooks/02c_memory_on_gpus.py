@@ -33,7 +33,7 @@ style()
 gpu = [row for row in recorded_rows(method="ring_attention")
        if row.get("peak_bytes") and row["section"] in ("dense", "longnet")]  # fmt: skip
 assert gpu, (
-    "no record in notebooks/data has peaks; scripts/bench_ring.py --json makes one, without --graph or beside it"
+    "no record in notebooks/data has peaks; scripts/bench attention --json makes one, without --graph or beside it"
 )
 for row in gpu:
     print(
@@ -108,7 +108,7 @@ for row in recorded_rows(section="reach"):
         f"{row['pattern']:8} {row['world']} GPUs: {binary(row['tokens']):>6} tokens each, {binary(row['total']):>6} in "
         f"all, {row['seconds']:5.1f} s, {row['peak_bytes'] / 2**30:5.1f} GiB; {row['stopped'][7:30]}..."
     )
-assert longest, "no record in notebooks/data has the section reach: scripts/bench_ring.py --section reach makes one"
+assert longest, "no record in notebooks/data has the section reach: scripts/bench attention --section reach makes one"
 for name, rows in longest.items():
     peaks = {row["world"]: row["peak_bytes"] / row["tokens"] for row in rows}
     print(f"{name}: bytes per token, the most over the least: {max(peaks.values()) / min(peaks.values()):.3f}")

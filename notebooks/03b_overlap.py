@@ -30,6 +30,7 @@
 # working type.
 
 # %%
+import sys
 import time
 
 import matplotlib.pyplot as plt
@@ -54,13 +55,16 @@ from reference import cost
 from verification.problems import links
 from verification.run.processes.pool import Pool
 
+sys.path.append(str(DATA.parents[1] / "scripts"))
+from bench.workload import AttentionShape, Workload
+
 EXCHANGES = ("ring", "direct", "gather")
 torch.set_num_threads(1)
 style()
 
 # %%
 timed = [r for r in recorded_rows(method="ring_attention") if r.get("sent_bytes") is not None and "ms" in r]
-assert timed, "no record in notebooks/data has times of ring_attention: scripts/bench_ring.py --json makes one"
+assert timed, "no record in notebooks/data has times of ring_attention: scripts/bench attention --json makes one"
 forms = set()
 for row in timed:
     one = AttentionShape(kv=row["kv_heads"])

@@ -67,7 +67,7 @@ style()
 # - bf16 by autocast; AdamW with a constant rate that was tuned for neither pattern.
 
 # %%
-MADE_BY = "torchrun --nproc-per-node=1 scripts/bench_patterns.py --seconds 90 --held-out 8 --json FILE ..."
+MADE_BY = "torchrun --nproc-per-node=1 scripts/bench patterns --seconds 90 --held-out 8 --json FILE ..."
 patterns = record("patterns", ("device", "commit", "command", "trainings", "tokens", "batch", "text_bytes"), MADE_BY)
 print(patterns["device"], "|", patterns["command"])
 by_name = {training["pattern"]: training for training in patterns["trainings"]}

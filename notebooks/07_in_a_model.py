@@ -17,7 +17,7 @@
 # # The attention in a model
 #
 # What does a training step of a whole model take with each way to share a sequence over GPUs? Two recorded runs of
-# `scripts/bench_model.py`: a Llama-shaped and a LongNet-shaped model in eager mode, and the first with `torch.compile`;
+# `scripts/bench model`: a Llama-shaped and a LongNet-shaped model in eager mode, and the first with `torch.compile`;
 # only the attention differs. A step is forward and backward, and gradients are not reduced. In each section (model,
 # mode, tokens) the ways were measured by turns, so their times can be compared; those of different sections cannot.
 #
@@ -26,14 +26,18 @@
 # 3. What does a step cost the host, and how much memory does it take?
 
 # %%
+import sys
+
 import matplotlib.pyplot as plt
-from figures import BLACK, COLOURS, binary, binary_ticks, record, style
-from verification.benchmarks.step_check import MOST
-from verification.benchmarks.step_results import STEP_COLUMNS, TITLE, table_line
-from verification.benchmarks.step_ways import MEANING, OURS, PEERS, UNCHECKED
+from figures import BLACK, COLOURS, DATA, binary, binary_ticks, record, style
+
+sys.path.append(str(DATA.parents[1] / "scripts"))
+from bench.model import STEP_COLUMNS, TITLE, table_line
+from bench.step_run import MOST
+from bench.step_ways import MEANING, OURS, PEERS, UNCHECKED
 
 style()
-MADE_BY = "torchrun --nproc-per-node=2 scripts/bench_model.py --only {} --json notebooks/data/{}.json"
+MADE_BY = "torchrun --nproc-per-node=2 scripts/bench model --only {} --json notebooks/data/{}.json"
 FILES = {"eager": "model_steps_2xh200", "compiled": "model_steps_compiled_2xh200"}
 FIELDS = ("device", "world", "commit", "command", "shape", "rows")
 runs = [record(name, FIELDS, MADE_BY.format(mode, name)) for mode, name in FILES.items()]

@@ -70,7 +70,8 @@ def test_both_patterns_are_trained_on_as_many_bytes_and_for_as_long(tmp_path: Pa
         "torch.distributed.run",
         "--standalone",
         "--nproc-per-node=1",
-        str(ROOT / "scripts/bench_patterns.py"),
+        str(ROOT / "scripts/bench"),
+        "patterns",
     )
     file = tmp_path / "record.json"
     own = ("--seconds", "0.5", "--held-out", "2", "--json", str(file), "--every", "2")

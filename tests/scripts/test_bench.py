@@ -98,7 +98,7 @@ def _errors(workload: Workload, method: str, rank: int | None = None) -> dict[st
     rank, world = (dist.get_rank() if rank is None else rank), workload.world
     whole = workload.draw(CPU, 5, workload.total)
     rows = slice(rank * workload.tokens, (rank + 1) * workload.tokens)
-    q, k, v, dout = (x.detach()[:, rows] for x in whole)
+    q, k, v, dout = (x.detach()[:, rows].contiguous() for x in whole)
     inputs = q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout
     attend = baselines.all_to_all(workload) if method == "all-to-all" else published.longnet(workload, rank)
     contender = Contender.of(attend, inputs)
@@ -140,7 +140,8 @@ def test_one_call_of_all_documents_is_right(documents: tuple[int, ...], window: 
 @pytest.mark.parametrize("lengths", [(), (0, 2, 6)])
 def test_stand_ins_are_called_as_flash_attn_and_compute_as_it_does(lengths: tuple[int, ...]) -> None:
     q, k, v, dout = (x.detach() for x in Workload.dense(6, 1, AttentionShape(4, 2, 8, 1, "float32")).draw(CPU, 3))
-    kind, options = "", {"dropout_p": 0.0, "softmax_scale": 0.5, "causal": True}
+    kind = ""
+    options: dict[str, Any] = {"dropout_p": 0.0, "softmax_scale": 0.5, "causal": True}
     if lengths:
         (q, k, v, dout), kind, edges = (x[0] for x in (q, k, v, dout)), "varlen_", torch.tensor(lengths).int()
         options |= {"cu_seqlens_q": edges, "cu_seqlens_k": edges, "max_seqlen_q": 4, "max_seqlen_k": 4}
@@ -259,11 +260,12 @@ def _search(connection: Connection[Any, Any], steps: tuple[Any, ...]) -> None:
     [
         (Progress(4, 1.5, 7, "failed: out of memory: no more"), 600.0, "rank 1 failed: out of memory: no more"),
         (5, 600.0, "rank 1 failed: ended with exit status 5"),
-        ("never", 15.0, "rank 0 failed: no answer within 15 s"),
+        ("never", 1.0, "rank 0 failed: no answer within 1 s"),
     ],
 )
 def test_the_search_for_the_longest_ends(tmp_path: Path, end: Any, deadline: float, stopped: str) -> None:
-    said, found = str(tmp_path / "said"), [{}, {}]
+    said = str(tmp_path / "said")
+    found: list[dict[str, Any]] = [{}, {}]
     first, second = Progress(4, 1.5, 7), Progress(8, 2.5, 9)
     programs = (first, second, f"make {said}", str(tmp_path / "never")), (first, said, end)
 
@@ -275,7 +277,9 @@ def test_the_search_for_the_longest_ends(tmp_path: Path, end: Any, deadline: flo
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [{"tokens": 4, "total": 8, "seconds": 1.5, "peak_bytes": 7, "stopped": stopped}] * 2
+    assert found[0] == found[1] and found[0].pop("stopped") == stopped
+    if end != "never":  # in that time the processes may not even have started
+        assert found[0] == {"tokens": 4, "total": 8, "seconds": 1.5, "peak_bytes": 7}
 
 
 def test_a_record_is_on_disk_after_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -304,10 +308,7 @@ def test_a_record_is_on_disk_after_every_row(tmp_path: Path, capsys: pytest.Capt
         (["--tokens", "8"], "set: start it with torchrun"),
     ],
 )
-def test_refused(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
-) -> None:
-    monkeypatch.delenv("RANK", raising=False)
+def test_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
     with pytest.raises(SystemExit) as stopped:
         attention.main(arguments)
     (said,) = capsys.readouterr().err.splitlines()
@@ -336,9 +337,7 @@ def test_attention(tmp_path: Path) -> None:
     )  # fmt: skip
     assert record["world"] == 2 and record["command"].startswith("torchrun --nproc-per-node=2 scripts/bench attention")
     rows = record["rows"]
-    assert not [row for row in rows if "error" in row] and {column for row in rows for column in row} <= set(
-        attention.COLUMNS
-    )
+    assert {column for row in rows for column in row} <= set(attention.COLUMNS) - {"error"}
     times = {(row["section"], row["method"], row["pass"]): row for row in rows if "ms" in row}
     for section in attention.SECTIONS[:4]:
         for each in ("forward", "forward+backward"):
@@ -348,11 +347,7 @@ def test_attention(tmp_path: Path) -> None:
             assert row["efficiency"] == whole["ms"] / 2 / row["ms"]
             if section in ("dense", "longnet"):
                 assert row["beyond_kernels_ms"] == row["ms"] - times[section, "kernels alone", each]["ms"]
-    assert ("dense", "all-to-all (Ulysses)", "forward") in times and (
-        "longnet",
-        "LongNet as published",
-        "forward",
-    ) in times
+    assert {("dense", "all-to-all (Ulysses)", "forward"), ("longnet", "LongNet as published", "forward")} <= set(times)
     assert "torch context_parallel, allgather" in {row["method"] for row in rows if "left_out" in row}
     for pattern in ("dense", "longnet"):
         (reached,) = [row for row in rows if row["section"] == "reach" and row["pattern"] == pattern]
@@ -428,9 +423,8 @@ def test_rows_of_steps_are_compared() -> None:
     assert rows["zigzag"] == {"ms": 6.0, "efficiency": 8 / 2 / 6}
     turns = step_run.Turns(8, 3, 5)
     assert turns.at(2**14) == turns and turns.at(2**15) == step_run.Turns(3, 3, 3)
-    assert step_run.StepTime.each(max, [step_run.StepTime(1, 5, 3), step_run.StepTime(2, 4, 1)]) == step_run.StepTime(
-        2, 5, 3
-    )
+    one, other = step_run.StepTime(1, 5, 3), step_run.StepTime(2, 4, 1)
+    assert step_run.StepTime.each(max, [one, other]) == step_run.StepTime(2, 5, 3)
 
 
 @pytest.mark.ranks
