@@ -49,7 +49,6 @@ from figures import (
     recorded_rows,
     style,
 )  # fmt: skip
-from verification.benchmarks.workload import AttentionShape, Workload
 
 from reference import cost
 from verification.problems import links
