@@ -40,9 +40,7 @@ def varlen_forward(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
             window_size_left, window_size_right, softcap, alibi_slopes, return_softmax, block_table,
         )  # fmt: skip
-    flash_attn_shim.refuse_options(dropout_p, softcap, alibi_slopes)
-    flash_attn_shim.refuse_probabilities(return_softmax)
-    flash_attn_shim.refuse_pages(block_table)
+    flash_attn_shim.refuse_options(dropout_p, softcap, alibi_slopes, return_softmax, block_table)
     window = _window(window_size_left, causal)
     call = fused.Varlen(softmax_scale, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, window, causal)
     return *call.forward(q, k, v), None, None
