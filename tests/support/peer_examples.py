@@ -19,7 +19,8 @@ from verification.peers import Peer, claims
 from verification.peers.adapters.flash_attn_shim import attention
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | None) -> Tensor:
+def plain(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
+    case, group = given
     assert group is None or group.size() == 1
     return attention(q, k, v, case.softmax_scale, case.pattern.causal)[0]
 
@@ -48,7 +49,11 @@ def aborting(*given: Any) -> Tensor:
     os.abort()
 
 
-def waiting(*given: Any) -> Tensor:
+def without_package() -> None:
+    importlib.import_module("no_such_package")
+
+
+def waiting(*given: Any) -> Any:
     threading.Event().wait()
     raise AssertionError("it waits for ever")
 
@@ -131,11 +136,11 @@ leaking = replace(
 )
 
 number = 7
-needy = replace(sound, package="no-such-distribution", prepare=lambda: importlib.import_module("no_such_package"))
-endless = replace(sound, prepare=lambda: threading.Event().wait())
+needy = replace(sound, package="no-such-distribution", prepare=without_package)
+endless = replace(sound, prepare=waiting)
 claims_raise = replace(sound, claims=lambda case: case.tokens // 0)  # type: ignore[arg-type, return-value]
 claims_other_world = replace(sound, claims=then(world=lambda case: 2))
 claims_unsettled = replace(sound, claims=then(tokens=lambda case: case.tokens + 1))
 claims_nothing = replace(sound, claims=lambda case: None)
-returns_list = replace(sound, attend=lambda *given: [plain(*given)])  # type: ignore[arg-type, return-value]
+returns_list = replace(sound, attend=lambda *given: [plain(*given)])  # type: ignore[arg-type]
 no_lse = replace(sound, claims=lse_too)

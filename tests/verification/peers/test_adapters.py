@@ -35,11 +35,13 @@ def test_the_stand_in_for_flash_attn(causal: bool, kv_heads: int, window: int | 
         keys = slice(0, rows.stop if causal else TOKENS if window is None else min(TOKENS, rows.stop + window))
         behind = keys.stop - rows.stop
         sides = (-1, -1) if window is None else (window + behind, window - behind)
-        inputs, how = (q[:, rows], k[:, keys], v[:, keys]), (0.0, SCALE, causal, *sides)
+        inputs: Any = q[:, rows], k[:, keys], v[:, keys]
+        how: Any = 0.0, SCALE, causal, *sides
         out, lse, _, _ = flash_attn_shim.forward(*inputs, *how)
         torch.testing.assert_close((out, lse), (exact[:, rows].float(), exact_lse[:, :, rows].float()))
         grads = [torch.full_like(x, math.nan) for x in inputs]
-        flash_attn_shim.backward(dout[:, rows], *inputs, out, lse, grads[0], grads[1], grads[2], *how)
+        given: Any = dout[:, rows], *inputs, out, lse, *grads, *how
+        flash_attn_shim.backward(*given)
         for total, part, where in zip(sums, grads, (rows, keys, keys), strict=True):
             total[:, where] += part
     wanted = gradients(q, k, v, pattern, dout, scale=SCALE)

@@ -190,6 +190,7 @@ def test_what_trains_wrong_is_found_shrunk_saved_and_replayed(tmp_path: Path, mo
     assert main(["replay", str(file)]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "arguments", "status", "verdict", "message"),

@@ -77,7 +77,7 @@ def test_resumed_at_another_number_of_ranks(ranks: Ranks, tmp_path: Path, first:
 
 # --- what is in a checkpoint ------------------------------------------------------------------------------------------
 
-PROGRESS = {"step": 3, "name": "run", "rates": [0.5, None], "nested": {"model": [True]}}
+PROGRESS: dict[str, Any] = {"step": 3, "name": "run", "rates": [0.5, None], "nested": {"model": [True]}}
 WAYS = ("plain", "ddp", "fsdp", "descending fsdp", "replicated fsdp")
 Run = tuple[nn.Module, torch.optim.Optimizer]
 

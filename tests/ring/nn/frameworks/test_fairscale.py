@@ -57,7 +57,11 @@ def _train(
     )  # fmt: skip
 
 
-EXAMPLES = [Example(SHORT, steps=3), Example(TOGETHER, accumulation=3), Example(APART, "striped", steps=3)]
+EXAMPLES = [
+    Example(SHORT, steps=3),
+    pytest.param(Example(TOGETHER, accumulation=3), marks=pytest.mark.slow),
+    pytest.param(Example(APART, "striped", steps=3), marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("zero_grad", [{}, {"set_to_none": True}, {"set_to_none": False}], ids=str)

@@ -21,10 +21,9 @@ pytestmark = pytest.mark.ranks
 EXAMPLES = [
     (Example(SHORT), False),
     (Example(SHORT, "without rank 0", accumulation=2), False),
-    (Example(TOGETHER, accumulation=3, clip=0.1), False),
+    (Example(TOGETHER, accumulation=3, clip=0.1), True),
     (Example(APART, "striped", clip=0.1), False),
     (Example(((2, 0, 3, 1),), "contiguous", accumulation=2), False),
-    (Example(TOGETHER, accumulation=3, clip=0.1), True),
     (Example(APART, "striped", clip=0.1), True),
 ]
 
@@ -91,7 +90,7 @@ def sharded_again(model: nn.Module) -> dict[str, bool]:
 def _shard_with(option: str, replicate: bool) -> None:
     model, unsharded = Model(), Model()
     before = dict(model.named_parameters())
-    options: dict[str, Any] = {
+    every: dict[str, dict[str, Any]] = {
         "none": {},
         "reshard": {"reshard_after_forward": True},
         "no reshard": {"reshard_after_forward": False},
@@ -99,9 +98,9 @@ def _shard_with(option: str, replicate: bool) -> None:
         "placed": {"shard_placement_fn": lambda x: Shard(1) if x.dim() == 2 else None},
         "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
         "policy": {"policy": MixedPrecisionPolicy(output_dtype=torch.float64)},
-    }[option]
+    }
     mesh = mesh_of(((0, 1),)) if replicate else mesh_of(((1, 0),))
-    sharded: Any = fsdp.shard(model, mesh, Layer, replicate=replicate, **options)
+    sharded: Any = fsdp.shard(model, mesh, Layer, replicate=replicate, **every[option])
     assert sharded is model
     for name, x in model.named_parameters():
         if option == "ignored" and name in IGNORED:
@@ -144,7 +143,7 @@ def test_options_hold_for_every_unit(ranks: Ranks, option: str, replicate: bool)
 def _sum_in_fp32(dtype: torch.dtype, replicate: bool) -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(1, 1, bias=False)), nn.Linear(1, 1, bias=False))
     seen: list[torch.dtype] = []
-    for linear in (model[0][0], model[1]):  # type: ignore[index]
+    for linear in (module for module in model.modules() if isinstance(module, nn.Linear)):
         nn.init.ones_(linear.weight)
         linear.register_forward_hook(lambda layer, given, out: seen.extend((given[0].dtype, layer.weight.dtype)))
     mesh = mesh_of(((0, 1), (2, 3)))
