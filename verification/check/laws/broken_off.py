@@ -42,19 +42,21 @@ class _Breaking(RecordingTransport):
 
 
 class Broken(NamedTuple):
-    """What was said of a call that ended in the middle: by itself, and by the next ones, from the same thread and from
-    a second one. kept: what is still in memory of the group when nobody refers to it any more, "" if nothing is.
+    """A call that ended in the middle.
+
+    said    what was raised: by itself, and by the next calls, from the same thread and from a second one
+    kept    whether the group is still in memory when nobody refers to it any more
     """
 
     direction: str
     error: str
     said: tuple[str, str, str]
-    kept: str
+    kept: bool
 
 
 def break_off(transport: Transport, case: Case, how: How) -> list[Broken]:
     """Task: calls that end in the middle, in both directions, by every kind of error. Each has a group of its own."""
-    found = []
+    broken = []
     for direction in DIRECTIONS:
         for error in ERRORS:
             breaking = _Breaking(transport)
@@ -62,8 +64,8 @@ def break_off(transport: Transport, case: Case, how: How) -> list[Broken]:
             del breaking
             if seen() is not None:
                 gc.collect()
-            found.append(Broken(direction, error, said, "" if seen() is None else "the group is still in memory"))
-    return found
+            broken.append(Broken(direction, error, said, seen() is not None))
+    return broken
 
 
 def _said_of(breaking: _Breaking, case: Case, direction: str, error: str, check: bool) -> tuple[str, str, str]:
@@ -89,25 +91,18 @@ def _said(act: Any) -> str:
 
 def check_broken_off(backend: Backend, case: Case, how: How) -> float:
     backend.submit(break_off, case, how)
-    for index, found in enumerate(backend.collect()):
-        for broken in found:
-            _check_one(index, *broken)
+    for index, calls in enumerate(backend.collect()):
+        for direction, error, (by_itself, *later), kept in calls:
+            where = f"index {index}: after a {direction} of call 1 that ended in the middle"
+            what = f"since on this rank the {direction} of call 1 ended in the middle: {error}: broken off"
+            if kept:
+                raise WrongResult(f"{where} the group is still in memory")
+            if by_itself != f"{error}: broken off":
+                raise WrongResult(f"index {index}: a call that is broken off must raise {error}, got {by_itself}")
+            for thread, text in zip(("the same thread", "a second thread"), later, strict=True):
+                if CLOSED not in text or what not in text:
+                    raise WrongResult(f"{where}, a call from {thread} must be refused {what!r}, got {text}")
     return 0.0
-
-
-def _check_one(index: int, direction: str, error: str, said: tuple[str, str, str], kept: str) -> None:
-    what = f"since on this rank the {direction} of call 1 ended in the middle: {error}: broken off"
-    by_itself, *later = said
-    if kept:
-        raise WrongResult(f"index {index}: after a {direction} that ended in the middle {kept}")
-    if by_itself != f"{error}: broken off":
-        raise WrongResult(f"index {index}: a call that is broken off must raise {error}, got {by_itself}")
-    for where, text in zip(("the same thread", "a second thread"), later, strict=True):
-        if CLOSED not in text or what not in text:
-            raise WrongResult(
-                f"index {index}: after a {direction} of call 1 that ended in the middle, a call from {where} must be "
-                f"refused {what!r}, got {text}"
-            )
 
 
 @st.composite
