@@ -73,12 +73,12 @@ def backward(
     """Writes the gradients of q, k, v into dq, dk, dv. out and softmax_lse are those of the whole softmax."""
     refuse_options(dropout_p, softcap, alibi_slopes)
     scores = masked_scores(q, k, softmax_scale, causal, window_size_left, window_size_right)
-    p = (scores - softmax_lse.float().unsqueeze(-1)).exp()  # lse inf: 0
-    incoming = dout.float()
-    delta = (incoming * out.float()).sum(-1).transpose(1, 2).unsqueeze(-1)  # (B, H, Nq, 1)
+    p = (scores - wide(softmax_lse).unsqueeze(-1)).exp()  # lse inf: 0
+    incoming = wide(dout)
+    delta = (incoming * wide(out)).sum(-1).transpose(1, 2).unsqueeze(-1)  # (B, H, Nq, 1)
     ds = p * (torch.einsum("bihd,bjhd->bhij", incoming, expanded(v, q)) - delta) * softmax_scale
     dq.copy_(torch.einsum("bhij,bjhd->bihd", ds, expanded(k, q)))
-    dk.copy_(summed_by_group(torch.einsum("bhij,bihd->bjhd", ds, q.float()), k))
+    dk.copy_(summed_by_group(torch.einsum("bhij,bihd->bjhd", ds, wide(q)), k))
     dv.copy_(summed_by_group(torch.einsum("bhij,bihd->bjhd", p, incoming), v))
 
 
@@ -134,7 +134,7 @@ def check_lengths(x: Tensor, cu_seqlens: Tensor, longest: int) -> None:
 
 
 def masked_scores(q: Tensor, k: Tensor, scale: float, causal: bool, left: int, right: int) -> Tensor:
-    """float32 (B, H, Nq, Nk)."""
+    """Scores (B, H, Nq, Nk), wide; -inf where hidden."""
     scores = torch.einsum("bihd,bjhd->bhij", wide(q), expanded(k, q)) * scale
     rows, keys = scores.shape[-2:]
     right = 0 if causal else right
@@ -147,6 +147,7 @@ def masked_scores(q: Tensor, k: Tensor, scale: float, causal: bool, left: int, r
 
 
 def wide(x: Tensor) -> Tensor:
+    """In float32, or in float64 where it is."""
     return x if x.dtype == torch.float64 else x.float()
 
 
