@@ -88,26 +88,18 @@ class _Exchanged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, to_tokens: bool) -> Tensor:
         ctx.to_tokens = to_tokens
-        return all_tokens(x) if to_tokens else all_heads(x)
+        return exchanged(x, to_tokens)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return all_heads(gradients[0]) if ctx.to_tokens else all_tokens(gradients[0]), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return exchanged(grads[0], not ctx.to_tokens), None
 
 
-def all_tokens(x: Tensor) -> Tensor:
-    """(B, n, H, D) -> (B, p n, H / p, D)"""
+def exchanged(x: Tensor, to_tokens: bool) -> Tensor:
+    """(B, n, H, D) -> (B, p n, H / p, D), or (B, p n, H, D) -> (B, n, p H, D)."""
     p = dist.get_world_size()
-    sends = x.unflatten(2, (p, -1)).permute(2, 0, 1, 3, 4).contiguous()  # (p, B, n, H / p, D)
+    parts = x.unflatten(2, (p, -1)).permute(2, 0, 1, 3, 4) if to_tokens else x.unflatten(1, (p, -1)).transpose(0, 1)
+    sends = parts.contiguous()  # (p, B, n, heads, D)
     received = torch.empty_like(sends)
     dist.all_to_all_single(received, sends)
-    return received.transpose(0, 1).flatten(1, 2)
-
-
-def all_heads(x: Tensor) -> Tensor:
-    """(B, p n, H / p, D) -> (B, n, H, D)"""
-    p = dist.get_world_size()
-    sends = x.unflatten(1, (p, -1)).transpose(0, 1).contiguous()  # (p, B, n, H / p, D)
-    received = torch.empty_like(sends)
-    dist.all_to_all_single(received, sends)
-    return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    return received.transpose(0, 1).flatten(1, 2) if to_tokens else received.permute(1, 2, 0, 3, 4).flatten(2, 3)

@@ -35,7 +35,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from bench.command import BenchRecord, Parser, check_place, columns, measured_on_ranks, positive, tokens
 from bench.rank_group import Failed, Lost, RankGroup
-from bench.step_models import KINDS, SHAPES, LlamaStepLayer, made
+from bench.step_models import KINDS, SHAPES, StepLayer, made
 from bench.step_run import Exact, Stepper, StepTime, Turns, Wrong, by_turns, step
 from bench.step_ways import ALONE, MEANING, OURS, PEERS, UNCHECKED, StepProblem, Way, names_of, ring_attend, way_of
 from bench.workload import Impossible, named
@@ -279,8 +279,8 @@ def _recomputed(problem: StepProblem, again: str, mesh: DeviceMesh, steps: int) 
     device, total = problem.device, problem.tokens * problem.world
     model = made("llama", problem.shape, device, torch.float32)
     if again != "none":
-        recompute.wrap(model, LlamaStepLayer, keep_attention=again == "attention-kept")
-    fsdp.shard(model, mesh, LlamaStepLayer, policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        recompute.wrap(model, StepLayer, keep_attention=again == "attention-kept")
+    fsdp.shard(model, mesh, StepLayer, policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     context = ContextParallel(Layout.zigzag(total, problem.world), mesh)
     batch = shard_batch(context, *problem.whole())
     assert batch.labels is not None

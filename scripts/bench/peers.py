@@ -52,7 +52,7 @@ def in_place_of(theirs: Callable[..., Any]) -> Callable[[Function], Function]:
 
 @in_place_of(flash_attn_shim.forward)
 def flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool, **options: Any
+    *, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool, **options: Any
 ) -> tuple[Tensor, Tensor, None, None]:
     refuse(options)
     return *fused.forward(q, k, v, softmax_scale, causal), None, None
@@ -60,8 +60,8 @@ def flash_forward(
 
 @in_place_of(flash_attn_shim.backward)
 def flash_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor,
-    dv: Tensor, *, softmax_scale: float, causal: bool, **options: Any,
+    *, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor,
+    dv: Tensor, softmax_scale: float, causal: bool, **options: Any,
 ) -> None:  # fmt: skip
     refuse(options)
     found = fused.backward(dout, q, k, v, out, softmax_lse, softmax_scale, causal)
@@ -70,13 +70,13 @@ def flash_backward(
 
 
 @in_place_of(flash_attn_shim.varlen_forward)
-def varlen_forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor, None, None]:
+def varlen_forward(*, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor, None, None]:
     return *_varlen_of(options).forward(q, k, v), None, None
 
 
 @in_place_of(flash_attn_shim.varlen_backward)
 def varlen_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor,
+    *, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor,
     dv: Tensor, **options: Any,
 ) -> None:  # fmt: skip
     found = _varlen_of(options).backward(dout, q, k, v, out, softmax_lse)

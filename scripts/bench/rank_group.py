@@ -38,13 +38,6 @@ class Lost(Exception):
 
 
 @dataclass(frozen=True)
-class _Answer:
-    value: object
-    error: str | None = None
-    memory: bool = False
-
-
-@dataclass(frozen=True)
 class RankGroup:
     """All ranks as one of them sees them. control: a gloo group of all ranks; None for a run of one."""
 
@@ -84,15 +77,15 @@ class RankGroup:
     def attempt(self, call: Callable[[], T]) -> list[T]:
         """Every rank's result of a call that all ranks make. Raises Failed, on every rank, where it raised on one."""
         try:
-            answer = _Answer(call())
+            answer: tuple[object, str | None, bool] = call(), None, False
         except Lost:
             raise
         except Exception as error:  # a kernel, a library or an allocator may raise anything; all is reported
-            answer = _Answer(None, described(error), is_memory(error))
-        answers = self.gathered(answer)
-        if any(x.error is not None for x in answers):
-            raise Failed([x.error for x in answers], any(x.memory for x in answers))
-        return [cast(T, x.value) for x in answers]
+            answer = None, described(error), is_memory(error)
+        values, errors, memory = zip(*self.gathered(answer), strict=True)
+        if any(error is not None for error in errors):
+            raise Failed(list(errors), any(memory))
+        return list(cast(tuple[T, ...], values))
 
 
 def is_memory(error: BaseException) -> bool:

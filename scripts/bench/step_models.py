@@ -8,6 +8,7 @@ The model holds nothing of the way in which it attends, so that all ways share o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,8 @@ from ring.nn.rotary import THETA, angles_of, turned
 
 CHUNK = 4096  # tokens whose logits exist at a time
 EPSILON = 1e-5  # of all norms
-KINDS = ("llama", "longnet")
+NORMS: dict[str, Callable[[int, float], nn.Module]] = {"llama": nn.RMSNorm, "longnet": nn.LayerNorm}
+KINDS = tuple(NORMS)
 
 
 @dataclass(frozen=True)
@@ -46,55 +48,47 @@ SHAPES = {"cuda": ModelShape(8, 2048, 16, 8, 8192, 8192), "cpu": ModelShape(2, 6
 class StepAttention(nn.Module):
     """Projections and rotary positions; the attention itself is given. inner_norm: before the last projection."""
 
-    def __init__(self, dim: int, heads: int, kv_heads: int, bias: bool = False, inner_norm: bool = False) -> None:
+    def __init__(self, shape: ModelShape, kv_heads: int, bias: bool, inner_norm: nn.Module) -> None:
         super().__init__()
-        self.head_dim = dim // heads
+        self.head_dim, dim = shape.head_dim, shape.dim
         self.q_proj, self.o_proj = nn.Linear(dim, dim, bias), nn.Linear(dim, dim, bias)
-        self.k_proj = nn.Linear(dim, kv_heads * self.head_dim, bias)
-        self.v_proj = nn.Linear(dim, kv_heads * self.head_dim, bias)
-        self.inner_norm = nn.LayerNorm(dim, EPSILON) if inner_norm else None
+        self.k_proj, self.v_proj = (nn.Linear(dim, kv_heads * self.head_dim, bias) for _ in range(2))
+        self.inner_norm = inner_norm
 
     def forward(self, x: Tensor, context: ContextParallel, attend: Attend) -> Tensor:
         q, k, v = (
             project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
         )  # (B, N, H or Hk, D)
         angles = angles_of(context, q, THETA)
-        out = attend(turned(q, *angles), turned(k, *angles), v).flatten(2)
-        return self.o_proj(out if self.inner_norm is None else self.inner_norm(out))
+        return self.o_proj(self.inner_norm(attend(turned(q, *angles), turned(k, *angles), v).flatten(2)))
 
 
-class LlamaStepLayer(nn.Module):
-    """Attention and a gated feed-forward, each behind a norm."""
+class StepLayer(nn.Module):
+    """Attention and a feed-forward, each behind a norm.
 
-    def __init__(self, shape: ModelShape) -> None:
+    "llama": RMS norms, shared key/value heads, a gated feed-forward. "longnet": as `ring.nn.LongNetBlock`, with a norm
+    before the last projection of each, too.
+    """
+
+    def __init__(self, kind: str, shape: ModelShape) -> None:
         super().__init__()
-        dim, width = shape.dim, shape.width
-        self.attention_norm, self.norm = nn.RMSNorm(dim, EPSILON), nn.RMSNorm(dim, EPSILON)
-        self.attention = StepAttention(dim, shape.heads, shape.kv_heads)
-        self.gate, self.up = nn.Linear(dim, width, bias=False), nn.Linear(dim, width, bias=False)
-        self.down = nn.Linear(width, dim, bias=False)
+        dim, width, self.gated = shape.dim, shape.width, kind == "llama"
+        self.attention_norm, self.norm = NORMS[kind](dim, EPSILON), NORMS[kind](dim, EPSILON)
+        if self.gated:
+            self.attention = StepAttention(shape, shape.kv_heads, False, nn.Identity())
+            self.gate, self.up = nn.Linear(dim, width, bias=False), nn.Linear(dim, width, bias=False)
+            self.down = nn.Linear(width, dim, bias=False)
+        else:
+            self.attention = StepAttention(shape, shape.heads, True, nn.LayerNorm(dim, EPSILON))
+            self.up, self.down = nn.Linear(dim, width), nn.Linear(width, dim)
+            self.inner_norm = nn.LayerNorm(width, EPSILON)
 
     def forward(self, x: Tensor, context: ContextParallel, attend: Attend) -> Tensor:
         x = x + self.attention(self.attention_norm(x), context, attend)
         h = self.norm(x)
-        return x + self.down(functional.silu(self.gate(h)) * self.up(h))
-
-
-class LongNetStepLayer(nn.Module):
-    """As `ring.nn.LongNetBlock`: attention and a feed-forward, each behind a norm, and with one before its last
-    projection."""
-
-    def __init__(self, shape: ModelShape) -> None:
-        super().__init__()
-        dim, width = shape.dim, shape.width
-        self.attention_norm, self.norm = nn.LayerNorm(dim, EPSILON), nn.LayerNorm(dim, EPSILON)
-        self.attention = StepAttention(dim, shape.heads, shape.heads, bias=True, inner_norm=True)
-        self.fc1, self.fc2 = nn.Linear(dim, width), nn.Linear(width, dim)
-        self.inner_norm = nn.LayerNorm(width, EPSILON)
-
-    def forward(self, x: Tensor, context: ContextParallel, attend: Attend) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), context, attend)
-        return x + self.fc2(self.inner_norm(functional.gelu(self.fc1(self.norm(x)))))
+        if self.gated:
+            return x + self.down(functional.silu(self.gate(h)) * self.up(h))
+        return x + self.down(self.inner_norm(functional.gelu(self.up(h))))
 
 
 class StepModel(nn.Module):
@@ -102,10 +96,9 @@ class StepModel(nn.Module):
 
     def __init__(self, kind: str, shape: ModelShape) -> None:
         super().__init__()
-        layer, norm = {"llama": (LlamaStepLayer, nn.RMSNorm), "longnet": (LongNetStepLayer, nn.LayerNorm)}[kind]
         self.embedding = nn.Embedding(shape.vocabulary, shape.dim)
-        self.layers = nn.ModuleList(layer(shape) for _ in range(shape.layers))
-        self.norm = norm(shape.dim, EPSILON)
+        self.layers = nn.ModuleList(StepLayer(kind, shape) for _ in range(shape.layers))
+        self.norm = NORMS[kind](shape.dim, EPSILON)
         self.head = nn.Linear(shape.dim, shape.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor, labels: Tensor, context: ContextParallel, attend: Attend) -> Tensor:
@@ -113,14 +106,8 @@ class StepModel(nn.Module):
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x, context, attend)
-        x, count = self.norm(x), x.shape[1]
-        return torch.cat(
-            [
-                checkpoint(self.losses, x[:, i : i + CHUNK], labels[:, i : i + CHUNK], use_reentrant=False)
-                for i in range(0, count, CHUNK)
-            ],
-            1,
-        )
+        chunks = zip(self.norm(x).split(CHUNK, 1), labels.split(CHUNK, 1), strict=True)
+        return torch.cat([checkpoint(self.losses, *chunk, use_reentrant=False) for chunk in chunks], 1)
 
     def losses(self, h: Tensor, labels: Tensor) -> Tensor:
         logits = self.head(h).flatten(0, 1)

@@ -8,6 +8,7 @@ Numbers of one run can be compared with each other; on another or a busy machine
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import os
@@ -45,8 +46,7 @@ from verification.run.simulation.simulation import Simulation
 from verification.search.search import Search
 
 Check = Callable[[Backend, Case], dict[str, float]]
-GOALS = {2: 200, 4: 50, 8: 17}  # examples a second on gloo, on two cores
-SIMULATED_GOAL = 150  # examples a second at four simulated ranks
+WORLDS = (2, 4, 8)
 MANY, TOKENS = 256, 512
 EXCHANGES = ("ring", "direct", "gather")
 # One rank of an example whose processes are started for it alone, for comparison with the pool.
@@ -64,61 +64,53 @@ dist.destroy_process_group()
 
 
 def verification(arguments: Sequence[str] | None = None) -> int:
-    file, examples, found = _begun("verification", arguments, 1000, "timed at two ranks; fewer at more")
-    found["pool_of_8_seconds"] = times = pool_times()
-    print(f"pool of 8 ranks: first {times['first']:.2f} s, ready {times['ready']:.2f} s, ", end="")
-    print(f"whole after a loss {times['whole_again']:.2f} s (goal 0.5)", flush=True)
-    found["examples_per_second"] = {}
-    for world, goal in GOALS.items():
-        count = max(10, examples * 2 // world)
-        fast, twice = rate(GlooBackend, world, count), rate(GlooBackend, world, count, runner.check_case)
-        plain, slow = plain_rate(GlooBackend, world, count), spawned_rate(world, 3)
-        found["examples_per_second"][world] = {
-            "pool": fast, "pool, every pass twice": twice, "pool, plain dense ring": plain, "spawned": slow,
-            "ratio": fast / slow,
-        }  # fmt: skip
-        print(
-            f"p = {world}: {fast:.1f} examples/s (goal {goal}), {twice:.1f} with every pass twice, as a run has it, "
-            f"{plain:.1f} of plain dense rings; spawned {slow:.2f}/s: {fast / slow:.0f} times",
-            flush=True,
-        )
-    found["plan_seconds"] = plan_seconds()
-    for name, seconds in found["plan_seconds"].items():
-        print(f"plan of 1 Mi tokens on 8 ranks, {name}: {seconds * 1000:.3f} ms (goal 100)", flush=True)
-    return _written(file, found)
+    given = _parsed("verification", arguments, 1000, "timed at two ranks; fewer at more")
+
+    def measured() -> Iterator[tuple[str, Any]]:
+        yield "pool_of_8_seconds", pool_times()  # goal of whole_again: 0.5
+        rates = {}
+        for world in WORLDS:  # goals of the first on two cores: 200, 50, 17
+            count = max(10, given.examples * 2 // world)
+            fast, twice = rate(GlooBackend, world, count), rate(GlooBackend, world, count, runner.check_case)
+            plain, slow = plain_rate(GlooBackend, world, count), spawned_rate(world, 3)
+            rates[world] = {"pool": fast, "pool, every pass twice": twice, "pool, plain dense ring": plain}
+            rates[world] |= {"spawned": slow, "ratio": fast / slow}
+        yield "examples_per_second", rates
+        yield "plan_seconds", plan_seconds()  # of 1 Mi tokens on 8 ranks; goal: 0.1
+
+    return _recorded(given.json, measured())
 
 
 def simulation(arguments: Sequence[str] | None = None) -> int:
-    file, examples, found = _begun("simulation", arguments, 400, "timed at each world")
-    found["deadlock_of_8_seconds"] = seconds = deadlock_seconds()
-    print(f"a deadlock of 8 ranks is reported in {1000 * seconds:.1f} ms (goal 50)", flush=True)
-    found["examples_per_second"] = {}
-    for world in (2, 4, 8):
-        any_case, plain = rate(SimBackend, world, examples), plain_rate(SimBackend, world, examples)
-        found["examples_per_second"][world] = {"any": any_case, "plain dense ring": plain}
-        goal = f" (goal {SIMULATED_GOAL})" if world == 4 else ""
-        print(f"p = {world}: {any_case:.1f} examples/s of any Case, {plain:.1f} of plain dense rings{goal}", flush=True)
-    found["seconds_on_256"] = many_ranks()
-    for name, spent in found["seconds_on_256"].items():
-        print(f"{MANY} ranks, {TOKENS} tokens, {name}: {spent:.1f} s (goal 30)", flush=True)
-    return _written(file, found)
+    given = _parsed("simulation", arguments, 400, "timed at each world")
+
+    def measured() -> Iterator[tuple[str, Any]]:
+        yield "deadlock_of_8_seconds", deadlock_seconds()  # goal: 0.05
+        rates = {}
+        for world in WORLDS:  # goal of the first at 4 ranks: 150
+            rates[world] = {"any": rate(SimBackend, world, given.examples)}
+            rates[world] |= {"plain dense ring": plain_rate(SimBackend, world, given.examples)}
+        yield "examples_per_second", rates
+        yield "seconds_on_256", many_ranks()  # goal: 30
+
+    return _recorded(given.json, measured())
 
 
-def _begun(
-    name: str, arguments: Sequence[str] | None, examples: int, timed: str
-) -> tuple[Path | None, int, dict[str, Any]]:
-    """The file, the number of examples, and the record so far."""
+def _parsed(name: str, arguments: Sequence[str] | None, examples: int, timed: str) -> argparse.Namespace:
     parser = Parser(name, __doc__)
     parser.add_argument(
         "--examples", type=positive, default=examples, metavar="N", help=f"{timed} (default: {examples})"
     )
-    given = parser.parsed(arguments)
+    return parser.parsed(arguments)
+
+
+def _recorded(file: Path | None, measured: Iterator[tuple[str, Any]]) -> int:
+    """Prints each number as it comes, and writes all at the end."""
     torch.set_num_threads(1)
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
-    return given.json, given.examples, {"machine": machine}
-
-
-def _written(file: Path | None, found: dict[str, Any]) -> int:
+    found: dict[str, Any] = {"machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"}
+    for name, value in measured:
+        print(f"{name}: {json.dumps(value, indent=2)}", flush=True)
+        found[name] = value
     if file is not None:
         file.write_text(json.dumps(found, indent=2) + "\n")
     return 0
