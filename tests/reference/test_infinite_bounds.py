@@ -90,7 +90,7 @@ def test_what_has_an_infinite_bound_is_anything_and_what_has_none_is_not() -> No
             spoilt = on(1, dk=lambda x, value=value, at=at: altered(x, at, value))(seen)
             if held:
                 assert CHECKS["finite"](given, expectation, spoilt) == {}
-                assert 0 <= CHECKS["values"](given, expectation, spoilt)["dk"] <= 1
+                assert 0 <= CHECKS["gradients"](given, expectation, spoilt)["dk"] <= 1
             else:
                 with pytest.raises(WrongResult, match="values: dk is .* token 2, head 1, dim 1"):
-                    CHECKS["values"](given, expectation, spoilt)
+                    CHECKS["gradients"](given, expectation, spoilt)

@@ -100,7 +100,7 @@ WRONG: list[tuple[Arguments, str]] = [
     ({"pattern": None}, "ValueError: rank 1: pattern must be a Pattern, got None"),
     ({"pattern": DENSE.to_dict()}, "ValueError: rank 1: pattern must be a Pattern, got {"),
     ({"pattern": DENSE.branches[0]}, "ValueError: rank 1: pattern must be a Pattern, got Branch("),
-    ({"pattern": Pattern((Branch(heads=range(2, 3)),))}, "ValueError: rank 1: heads"),
+    ({"pattern": Pattern((Branch(heads=range(2, 3)),))}, "ValueError: rank 1: pattern must be one for the 2 query heads"),
     ({"pattern": Pattern.dense(documents=(2, 1))},
      "ValueError: rank 1: documents must add up to the 4 tokens of the sequence, got 3 in 2 documents, (2, 1)"),
     ({"is_causal": True},
