@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, layer_norm, linear, rms_norm
 
-from reference import Branch, Pattern, attention, gradients
+from reference import Branch, Pattern
 from tests.support.nn_ranks import TOKENS, context_of, drawn, far, grad_of, summed
+from verification.training.dense.oracle_attention import oracle_attention
 
 Weights = Mapping[str, Tensor]  # by the names of the module's parameters
-
-
-class DenseAttention(torch.autograd.Function):
-    """The oracle under autograd."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
-        ctx.save_for_backward(q, k, v)
-        ctx.pattern = pattern
-        return attention(q, k, v, pattern)[0]
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-        q, k, v = ctx.saved_tensors
-        return (*gradients(q, k, v, ctx.pattern, dout), None)
 
 
 def torchscale_pattern(segment_length: list[int], dilated_ratio: list[int], heads: int, causal: bool) -> Pattern:
@@ -63,7 +48,7 @@ def self_attention(x: Tensor, w: Weights, pattern: Pattern, head_dim: int, theta
     if theta is not None:
         positions = torch.arange(x.shape[1])
         q, k = llama_rotary(q, positions, theta), llama_rotary(k, positions, theta)
-    out = DenseAttention.apply(q, k, v, pattern).flatten(2)
+    out = oracle_attention(q, k, v, pattern).flatten(2)
     if "inner_norm.weight" in w:
         out = layer_norm(out, out.shape[-1:], w["inner_norm.weight"], w["inner_norm.bias"], 1e-5)
     return linear(out, w["o_proj.weight"], w.get("o_proj.bias"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -12,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from reference.pattern import Pattern
-from ring import Layout, attention, ring_attention
+from ring import Layout
 from ring.nn import (
     IGNORED,
     ContextParallel,
     LongNetBlock,
-    RingAttention,
     SelfAttention,
     gather,
     next_tokens,
@@ -37,11 +35,11 @@ def on_ranks(p: int, step: Callable[[ContextParallel], Any], order: str = "zigza
     return Simulation(p, 0).run(run)
 
 
-def alone(call: Callable[[Tensor, ContextParallel], Tensor], x: Tensor, dim: int) -> Tensor:
+def alone(call: Callable[[Tensor, ContextParallel], Tensor], x: Tensor) -> Tensor:
     """The documents one by one, each with a context of its own."""
     edges = pairwise(accumulate(DOCUMENTS, initial=0))
-    parts = [(x.narrow(dim, start, stop - start), stop - start) for start, stop in edges if stop > start]
-    return torch.cat([call(part, ContextParallel(Layout.contiguous(n, 1))) for part, n in parts], dim)
+    parts = [(x[:, start:stop], stop - start) for start, stop in edges if stop > start]
+    return torch.cat([call(part, ContextParallel(Layout.contiguous(n, 1))) for part, n in parts], 1)
 
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
@@ -63,7 +61,7 @@ def test_modules_compute_each_document_as_if_it_were_alone(name: str, p: int) ->
         single = SelfAttention(8, 2, PATTERN).double()
         single.load_state_dict(module.state_dict())
     with torch.no_grad():
-        wanted = alone(single, x, 1)
+        wanted = alone(single, x)
 
         def step(context: ContextParallel) -> Tensor:
             packed = context.with_documents(DOCUMENTS)
@@ -71,18 +69,6 @@ def test_modules_compute_each_document_as_if_it_were_alone(name: str, p: int) ->
 
         for found in on_ranks(p, step):
             torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-
-
-def test_the_inner_attention_takes_the_documents_of_the_context() -> None:
-    module, q = RingAttention(PATTERN), torch.randn(1, 2, N, 4, dtype=torch.float64)
-    wanted = alone(lambda part, context: module(part, part, part, context=context), q, 2)
-
-    def step(context: ContextParallel) -> Tensor:
-        mine = context.shard(q, dim=2)
-        return gather(context, module(mine, mine, mine, context=context.with_documents(DOCUMENTS)), dim=2)
-
-    for found in on_ranks(2, step):
-        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("p", (1, 3))
@@ -111,51 +97,12 @@ def test_batches_have_positions_and_labels_by_document(whose: str, p: int) -> No
     assert torch.equal(labels, next_tokens(tokens))
 
 
-@pytest.mark.parametrize(
-    ("of_rank", "said"),
-    [
-        (lambda rank: (N, 1), "rank 0: documents must add up to the 19 tokens of the sequence, got 20 in 2 documents"),
-        (lambda rank: (N, -1)[: 1 + rank], "rank 1: documents must be None or a tuple of lengths"),
-        (lambda rank: (9 + rank, 10 - rank), "documents must be the same on every rank: rank 0 has 9 as number 0 of 2"),
-        (
-            lambda rank: None if rank else (N,),
-            r"documents must be the same on every rank: rank 0 has \(19\), rank 1 No",
-        ),
-    ],
-)
-def test_wrong_documents_of_a_batch_are_refused_on_every_rank(of_rank: Any, said: str) -> None:
-    tokens = torch.arange(N)[None]
-
-    def step(context: ContextParallel) -> Tensor:
-        with pytest.raises(ValueError, match=f"^{said}"):
-            shard_batch(context, tokens, documents=of_rank(context.rank))
-        return gather(context, shard_batch(context, tokens, documents=DOCUMENTS).tokens)
-
-    assert all(torch.equal(found, tokens) for found in on_ranks(2, step))
-
-
 def test_positions_of_the_whole_sequence_are_refused_beside_documents() -> None:
     context = ContextParallel(Layout.contiguous(N, 1)).with_documents(DOCUMENTS)
     with pytest.raises(ValueError, match="positions must be None or 0, 1, ... in each document"):
         shard_batch(context, torch.arange(N)[None], positions=torch.arange(N))
     with pytest.raises(ValueError, match=r"positions must be .* those within each document: at \(4,\) it is 0, got 4"):
         SelfAttention(8, 2, PATTERN)(torch.randn(1, N, 8), context, torch.arange(N))
-
-
-def test_a_pattern_over_the_documents_is_one_object_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Pattern] = []
-
-    def called(*given: Any, **settings: Any) -> Any:
-        seen.append(given[3])
-        return ring_attention(*given, **settings)
-
-    monkeypatch.setattr(attention, "ring_attention", called)
-    context = ContextParallel(Layout.contiguous(N, 1)).with_documents(DOCUMENTS)
-    x = torch.randn(1, N, 2, 4)
-    for pattern in (PATTERN, Pattern(PATTERN.branches, True, (N,)), PATTERN, Pattern.dense()):
-        context.attention(x, x, x, pattern)
-    assert seen[0] == replace(PATTERN, documents=DOCUMENTS) and seen[2] is seen[0]
-    assert seen[1] == seen[0] and seen[3] == Pattern.dense(documents=DOCUMENTS)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from reference import Pattern
 from ring import Layout
@@ -127,6 +127,25 @@ def _dtensor(x: Any) -> DTensor:
     return DTensor.from_local(torch.zeros(2, 6, DIM), mesh_of("1x4")["context"], [Shard(1)])
 
 
+def _with_grad(grad: Tensor) -> Callable[[Any], list[nn.Parameter]]:
+    """Replace the second parameter by one that has this gradient."""
+
+    def change(right: list[nn.Parameter]) -> list[nn.Parameter]:
+        other = nn.Parameter(torch.zeros(grad.shape, dtype=grad.dtype))
+        other.grad = grad
+        return [right[0], other]
+
+    return change
+
+
+def _partial_sum(right: list[nn.Parameter]) -> list[nn.Parameter]:
+    mesh = mesh_of("1x4")["context"]
+    x, grad = (DTensor.from_local(torch.ones(8), mesh, [kind]) for kind in (Replicate(), Partial()))
+    other = nn.Parameter(x)
+    other.grad = grad
+    return [right[0], other]
+
+
 def _to(value: Any) -> Callable[[Any], Any]:
     return lambda x: value
 
@@ -150,6 +169,7 @@ def _in_another_order(name: str) -> list[tuple[str, Callable[[Any], Any], str]]:
     return [(name, change, message) for change in changes]
 
 
+SPARSE, COMPLEX = torch.ones(3).to_sparse(), torch.ones(3, dtype=torch.complex64)
 POSITIONS, NAN, INF = torch.arange(TOKENS), float("nan"), float("inf")
 # By call: the argument that is wrong on rank 2, which has two tokens; what it is, made of the right one; the error.
 REFUSALS: dict[str, list[tuple[str, Callable[[Any], Any], str]]] = {
@@ -287,7 +307,10 @@ REFUSALS: dict[str, list[tuple[str, Callable[[Any], Any], str]]] = {
         ("parameters", lambda x: x[::-1], "parameters must be the same on every rank"),
         ("parameters", lambda x: [x[0].float(), x[1]], "parameters must be the same on every rank"),
         ("parameters", _to([5]), "parameters must be tensors, got .*int"),
-        ("parameters", _to(iter(())), "parameters must hold a tensor, got an iterator at its end"),
+        ("parameters", lambda _: iter(()), "parameters must hold a tensor, got an iterator at its end"),
+        ("parameters", _with_grad(SPARSE), "gradients must be dense, got that of parameter 1"),
+        ("parameters", _with_grad(COMPLEX), "NotImplementedError: rank 2: gradients must be real, got .*complex64"),
+        ("parameters", _partial_sum, "NotImplementedError: rank 2: parameters must be plain .* DTensor as number 1"),
         ("parameters", _to(5), "TypeError: "),
     ],
     "clip_grad_norm": [
@@ -298,6 +321,10 @@ REFUSALS: dict[str, list[tuple[str, Callable[[Any], Any], str]]] = {
         ("max_norm", _to(2.0), "max_norm must be the same on every rank"),
         ("parameters", lambda x: x[:1], "number of gradients must be the same on every rank"),
         ("parameters", _to([None]), "parameters must be tensors, got .*None"),
+        ("parameters", lambda _: iter(()), "parameters must hold a tensor, got an iterator at its end"),
+        ("parameters", _with_grad(SPARSE), "gradients must be dense, got one in torch.sparse_coo"),
+        ("parameters", _with_grad(COMPLEX), "NotImplementedError: rank 2: gradients must be real, got .*complex64"),
+        ("parameters", _partial_sum, "NotImplementedError: rank 2: gradients must be averaged before they are clipped"),
     ],
 }  # fmt: skip
 NUMBERED = [(call, number) for call, rows in REFUSALS.items() for number in range(len(rows))]

@@ -46,27 +46,14 @@ def context(n: int = 9) -> ContextParallel:
 
 
 @pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("options", [{}, {"scale": 0.7}, {"is_causal": None}], ids=str)
-def test_it_is_torchs(causal: bool, options: dict[str, Any]) -> None:
-    q, k, v = (drawn(seed, 2, 4, 9, 6) for seed in range(3))
-    given = {"is_causal": causal} | options
+def test_it_is_torchs(causal: bool, kv_heads: int, options: dict[str, Any]) -> None:
+    q, k, v = (drawn(seed, 2, heads, 9, 6) for seed, heads in enumerate((4, kv_heads, kv_heads)))
+    given = {"is_causal": causal, "enable_gqa": kv_heads != 4} | options
     found = RingAttention(Pattern.dense(causal), context())(q, k, v, None, 0.0, **given)
     wanted = scaled_dot_product_attention(q, k, v, **(given | {"is_causal": causal}))
     torch.testing.assert_close(found, wanted, rtol=0.0, atol=1e-13)
-
-
-def test_it_is_torchs_with_fewer_key_heads() -> None:
-    q, k, v = (drawn(seed, 2, heads, 9, 6) for seed, heads in enumerate((4, 2, 2)))
-    found = RingAttention(Pattern.dense())(q, k, v, enable_gqa=True, context=context())
-    torch.testing.assert_close(found, scaled_dot_product_attention(q, k, v, enable_gqa=True), rtol=0.0, atol=1e-13)
-
-
-def test_the_argument_goes_before_the_modules_own_context() -> None:
-    module = RingAttention(Pattern.dense(), context(5))
-    q = drawn(0, 2, 4, 9, 6)
-    assert module(q, q, q, context=context(9)).shape == q.shape
-    with pytest.raises(ValueError, match="query must be .* with the 5 tokens of this rank, got 9"):
-        module(q, q, q)
 
 
 def test_a_context_is_needed() -> None:

@@ -51,12 +51,3 @@ def test_labels_are_left_out_as_the_case_says() -> None:
     micro = labelled(small_step(2, labels="ranks", accumulation=2, seed=1))
     assert micro[:, 0, ..., :-1].all() and not micro[:, 1].any()
     assert not labelled(small_step(2, labels="none")).any()
-
-
-def test_sequences_stay_in_their_order_when_a_run_is_resumed() -> None:
-    case = small_step(4, data=2, accumulation=3, batch=2, steps=2, resumed="zigzag", labels="some")
-    batch = global_batch(case, 1)
-    then = batch.of(case.parts[1])
-    assert then.tokens.shape == (1, 6, 2, 8)
-    for whole, moved in ((batch.tokens, then.tokens), (batch.labels, then.labels), (batch.ignored, then.ignored)):
-        assert torch.equal(whole.flatten(0, 2), moved.flatten(0, 2))

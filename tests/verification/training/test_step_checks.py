@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.training_cases import small_model, small_step
+from tests.support.training_cases import small_step
 from verification.check.properties import broken_by
 from verification.failures import WrongResult
 from verification.training.material import global_batch
 from verification.training.step_checks import STEP_CHECKS
-from verification.training.step_expectation import StepExpectation, bytes_sent, expect_training, graph_runs
+from verification.training.step_expectation import StepExpectation, expect_training
 from verification.training.step_observation import PartObservation, StepObservation
 from verification.training.step_properties import STEP_PROPERTIES, check_step
 from verification.training.training_case import TrainingCase
@@ -147,25 +147,3 @@ def test_a_failure_says_how_large_the_largest_deviation_is() -> None:
     with pytest.raises(WrongResult) as caught:
         check_step(CASE, EXPECTATION, observations)
     assert broken_by(caught.value) == "no rank has a whole sequence" and caught.value.ratio == pytest.approx(1e6)
-
-
-@pytest.mark.parametrize(
-    ("wrapper", "checkpointing", "runs"),
-    [("ddp", "none", 4), ("none", "reentrant", 4), ("fsdp2", "none", 12), ("hsdp2", "selective", 24)],
-)
-def test_graphs_of_layers_run_once_more_where_they_are_computed_again(
-    wrapper: str, checkpointing: str, runs: int
-) -> None:
-    made = {"wrapper": wrapper, "checkpointing": checkpointing, "model": small_model(layers=3), "accumulation": 4}
-    assert graph_runs(small_step(2, handle="mesh", compiled="aot_eager", **made)) == runs
-    assert graph_runs(small_step(2, **made)) == 0
-
-
-def test_bytes_count_what_checkpointing_computes_again() -> None:
-    once, twice = (bytes_sent(small_step(2, checkpointing=how), gathered=True) for how in ("selective", "reentrant"))
-    keys = 4 * 2 * 2 * 8  # of 4 tokens: keys and values of 2 numbers of 8 bytes
-    gathered = 4 * 11 * 8
-    assert once[0, 1] == gathered + 2 * keys  # rank 1 needs the first half of a causal sequence, forward and backward
-    assert once[1, 0] == gathered + keys  # and returns its gradients
-    assert twice[0, 1] == once[0, 1] + keys and twice[1, 0] == once[1, 0]
-    assert bytes_sent(small_step(2, accumulation=3, steps=2), gathered=True)[1, 0] == gathered + 6 * keys
