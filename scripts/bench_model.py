@@ -37,8 +37,8 @@ from verification.benchmarks.step_results import STEP_COLUMNS, TITLE, table_line
 from verification.benchmarks.step_sections import MODES, StepBench, StepOptions
 from verification.benchmarks.step_timing import Turns
 from verification.benchmarks.step_ways import MEANING
-from verification.cli.bench import Parser, check_place, positive, stop, tokens
 from verification.cli.arguments import check_file
+from verification.cli.bench import Parser, check_place, positive, stop, tokens
 
 TOKENS = {"cuda": (512, 2 * 2**10, 8 * 2**10, 32 * 2**10), "cpu": (32, 64)}
 RECOMPUTED_TOKENS = {"cuda": (16 * 2**10, 64 * 2**10), "cpu": (256,)}

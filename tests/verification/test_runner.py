@@ -50,14 +50,6 @@ def test_a_run_saves_what_a_replay_finds_again(tmp_path: Path, monkeypatch: pyte
         assert not replay(file, Report(Console(quiet=True)), GlooBackend()).failures, "without the defect it holds"
 
 
-def test_a_file_that_is_no_counter_example_is_refused(tmp_path: Path) -> None:
-    for content in ("", "[]", '{"world": 1}', '{"law": "gravity", "case": {}, "how": {}}'):
-        file = tmp_path / "case.json"
-        file.write_text(content)
-        with pytest.raises(Unavailable, match="argument FILE: cannot read a counter-example"):
-            replay(file, Report(Console(quiet=True)), GlooBackend())
-
-
 @pytest.mark.skipif(torch.cuda.device_count() > 7, reason="there are GPUs for all these ranks")
 def test_more_ranks_than_gpus_are_refused() -> None:
     with pytest.raises(Unavailable, match="nccl needs 8 GPUs for 8 ranks, there are"):

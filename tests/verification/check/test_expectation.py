@@ -14,12 +14,12 @@ from reference.arithmetic import most_seen, most_taken
 from reference.exact import multiplicity
 from reference.pattern import Branch, Pattern
 from ring.plan.tile import Tile
+from tests.ring.plan.plan_walk import PlanSetting, PlanWalk
 from tests.support.plain_case import plain
 from verification.case import EXCHANGES, Case
 from verification.check.expectation import counts_of
 from verification.draw.cases import cases
 from verification.run.layouts import layout_of
-from tests.ring.plan.plan_walk import PlanSetting, PlanWalk
 
 
 class CountedWalk(PlanWalk):

@@ -62,92 +62,46 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "tokens": (case(tokens=10**18), "tokens is 1000000000000000000; it must be at most"),
     "heads beyond": (case(heads=10**18, kv_heads=1), "heads is 1000000000000000000; it must be at most"),
     "no heads": (case(heads=0), "heads is 0; it must be an integer of at least 1"),
-    "negative heads": (case(heads=-2), "heads is -2; it must be"),
-    "half a head": (case(heads=1.5), "heads is 1.5; it must be"),
     "world beyond": (case(world=10**6), "world is 1000000; it must be at most 1024"),
-    "world with cuts": (case(world=10**18, cuts=[0, 12]), "world is 1000000000000000000; it must be at most 1024"),
     "bucket": (case(bucket=2**50), "bucket is 1125899906842624; it must be at most"),
     "scores": (case(tokens=2**16), "scores; at most"),
     "numbers": (case(tokens=2**14, head_dim=2**12, batch=2**6), "numbers, "),
     "seed": (case(seed=2**63), "seed is 9223372036854775808; it must be at most"),
     "segment": (case(pattern=pattern(segment_length=10**30)), "an integer of pattern is 10000000000000000000"),
-    "heads of a branch": (case(pattern=pattern(heads=[0, 10**20])), "an integer of pattern is 100000000000000000000;"),
     "a pattern that is none": (case(pattern=[]), "pattern must be a mapping"),
     "scale": (case(scale=float("nan")), "scale is nan; it must be"),
     "flash": (case(kernel="flash", lse="differentiated"), "kernel is 'flash' and lse is 'differentiated'; lse must be"),
     "cudnn on the CPU": (case(kernel="cudnn"), "kernel is 'cudnn' and device is 'cpu'; device must be 'cuda' then"),
-    "cudnn: lse": (
-        case(kernel="cudnn", device="cuda", dtype="bfloat16", head_dim=8, lse="returned"),
-        "kernel is 'cudnn' and lse is 'returned'; lse must be 'unused' then",
-    ),
     "cudnn: dtype": (
         case(kernel="cudnn", device="cuda", head_dim=8),
         "kernel is 'cudnn' on device 'cuda', dtype is 'float32', head_dim is 8; dtype must be 'float16' or",
     ),
-    "flash: head dim": (
-        case(kernel="flash", device="cuda", dtype="float16", head_dim=136),
-        "kernel is 'flash' on device 'cuda', dtype is 'float16', head_dim is 136; dtype must be",
-    ),
-    "flash, returned": (case(kernel="flash", lse="returned"), "lse must be 'unused' then"),
     "real size: no tokens": ({"real_size": {"world": 2, "tokens": 0, "seed": 0}}, "tokens is 0; it must be"),
     "real size: beyond": ({"real_size": {"world": 2, "tokens": 10**18, "seed": 0}}, "tokens is 1000000000000000000;"),
-    "real size: world": ({"real_size": {"world": -1, "tokens": 64, "seed": 0}}, "world is -1; it must be"),
-    "real size: text": ({"real_size": {"world": "2", "tokens": 64, "seed": 0}}, "world is '2'; it must be"),
-    "real size: seed": ({"real_size": {"world": 2, "tokens": 64, "seed": 1.5}}, "seed is 1.5; it must be"),
     "real size: field": ({"real_size": {"ranks": 2}}, "real_size must be an object with the fields world"),
-    "real size: number": ({"real_size": 5}, "real_size must be an object with the fields world, tokens, seed, got 5"),
     "peer without case": ({"peer": "yunchang"}, "must be an object with the fields peer, case"),
-    "peer: sizes": ({"peer": "yunchang", "case": case(tokens=10**18)}, "tokens is 1000000000000000000; it must be"),
     "peer: number": ({"peer": 3, "case": case()}, "peer is 3; it must be"),
     "law: unknown": (law("gravity", {}), "law is 'gravity'; it must be one of"),
-    "law: removed": (law("what is kept is bounded", {}), "which runs check no more; it is tested in tests/ring/caching"),
-    "law: list": ({"law": [], "case": case(), "how": {}}, "law is []; it must be one of"),
+    "law: removed": (law("what is kept is bounded", {}), "which runs check no more; it is tested in tests/ring"),
     "law: without how": ({"law": LATER, "case": CAUSAL}, "must be an object with the fields law, case, how"),
     "later: nothing": (law(LATER, {}, CAUSAL), "how must be an object with the fields position, got the fields"),
-    "later: more": (law(LATER, {"position": 1, "by": 2}, CAUSAL), "how must be an object with the fields position"),
-    "later: list": (law(LATER, [1], CAUSAL), "how must be an object with the fields position, got [1]"),
     "later: text": (law(LATER, {"position": "1"}, CAUSAL), "position is '1'; it must be an integer from 0 to 11"),
-    "later: true": (law(LATER, {"position": True}, CAUSAL), "position is True; it must be an integer from 0 to 11"),
-    "later: beyond": (law(LATER, {"position": 12}, CAUSAL), "position is 12; it must be an integer from 0 to 11"),
-    "later: negative": (law(LATER, {"position": -1}, CAUSAL), "position is -1; it must be an integer from 0 to 11"),
     "later: not causal": (law(LATER, {"position": 1}), "causal is False"),
     "anywhere: order": (law(ANYWHERE, MOVED | {"order": "random"}), "order is 'random'; it must be one of"),
-    "anywhere: group": (law(ANYWHERE, MOVED | {"group": [0, 5]}), "group is (0, 5); it must be"),
-    "anywhere: bucket": (law(ANYWHERE, MOVED | {"bucket": 10**18}), "bucket is 1000000000000000000; it must be"),
-    "anywhere: tokens": (law(ANYWHERE, MOVED | {"tokens": 5}), "how must be an object with the fields group, order"),
     "anywhere: huge": (law(ANYWHERE, MOVED, case(values="huge")), "values is 'huge'"),
     "permuted: short": (law(PERMUTED, {"batch": [0], "kv_heads": [0]}), "kv_heads of how is [0]; it must be an order"),
-    "permuted: twice": (law(PERMUTED, {"batch": [0], "kv_heads": [0, 0]}), "kv_heads of how is [0, 0]; it must be"),
-    "permuted: true": (law(PERMUTED, {"batch": [False], "kv_heads": [0, 1]}), "batch of how is [False]; it must be"),
     "permuted: branch": (law(PERMUTED, {"batch": [0], "kv_heads": [0, 2, 1]}, SPLIT), "must leave the heads of every"),
     "poisoned: beyond": (law(POISONED, {"token": 12, "tensor": "v", "infinite": False}), "token is 12; it must be"),
-    "poisoned: tensor": (law(POISONED, {"token": 1, "tensor": "out", "infinite": False}), "tensor of how is 'out'"),
     "poisoned: inf": (law(POISONED, {"token": 1, "tensor": "q", "infinite": True}), "infinite of how is True"),
-    "mistakes: none": (law(MISTAKEN, {"mistakes": []}), "mistakes of how is []; it must be"),
-    "mistakes: pairs": (law(MISTAKEN, {"mistakes": [1]}), "mistakes of how is [1]; it must be"),
     "mistakes: unknown": (law(MISTAKEN, {"mistakes": [["dance", 0]]}), "a mistake of how is 'dance'"),
-    "mistakes: list": (law(MISTAKEN, {"mistakes": [[[], 0]]}), "a mistake of how is []"),
-    "mistakes: index": (law(MISTAKEN, {"mistakes": [["bucket of 0", 2]]}), "is 2; it must be an integer from 0 to 1"),
     "mistakes: all": (law(MISTAKEN, {"mistakes": [["another bucket than the others", None]]}), "takes one rank that"),
     "neighbour: none": (law(LIKE, {}), "how is {}; it must be an object with some of the fields causal, twice"),
-    "neighbour: two": (law(LIKE, {"twice": 0, "causal": 3}), "causal of how is 3; it must be a boolean"),
-    "neighbour: unknown": (law(LIKE, {"tokens": 3}), "it must be an object with some of the fields causal, twice"),
-    "neighbour: list": (law(LIKE, ["causal"]), "how is ['causal']; it must be an object with some of the fields"),
     "neighbour: causal": (law(LIKE, {"causal": 1}), "causal of how is 1; it must be a boolean"),
-    "neighbour: twice": (law(LIKE, {"twice": 1}), "twice of how is 1; it must be an integer from 0 to 0"),
     "neighbour: shifted": (law(LIKE, {"shifted": 0}), "shifted of how is 0; that branch must have one offset, and a"),
-    "neighbour: bucket": (law(LIKE, {"bucket": 2**50}), "bucket of how is 1125899906842624; it must be at most"),
     "neighbour: documents": (law(LIKE, {"documents": [11, 2]}), "documents must add up to the 12 tokens"),
-    "neighbour: documents of half a token": (law(LIKE, {"documents": [12.5, 0.5]}), "documents of how"),
     "documents": (case(pattern=PACKED), "documents must add up to the 12 tokens of the sequence, got 13 in 2"),
-    "documents below 0": (case(pattern=PACKED | {"documents": [14, -1]}), "documents must be None or a tuple"),
     "neighbour: cuts": (law(LIKE, {"cuts": [0, 13, 12]}), "cuts is (0, 13, 12); it must be 3 non-decreasing offsets"),
-    "neighbour: heads": (law(LIKE, {"kv_heads": []}), "kv_heads is ()"),
-    "neighbour: order": (law(LIKE, {"order": "random"}), "order is 'random'; it must be one of"),
-    "left: more": (law("a call leaves nothing behind", {"by": 2}), "how must be an object with the fields none, got"),
-    "long: more": (law("memory of longer shards", {"by": 2}), "how must be an object with the fields none, got the"),
     "growth: dtype": (law(GROWTH, {"shift": 1}), "dtype is 'float32'; for the law of growing errors"),
-    "growth: shift": (law(GROWTH, {"shift": "1"}, SIXTEEN), "shift of how is '1'; it must be"),
 }  # fmt: skip
 
 
@@ -162,13 +116,23 @@ def test_what_is_no_counter_example_is_refused(name: str, tmp_path: Path, capsys
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("content", ("", "{", "[" * 100_000, "\x00", "1" * 5000))
-def test_what_is_no_json_is_refused(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "{", "[" * 100_000, "\x00", "1" * 5000),
+        *(
+            json.dumps(case(**changes))
+            for changes in ({"kernel": "x" * 10**5}, {"cuts": [10**5 * "1"]}, {"y" * 10**5: 1})
+        ),
+    ],
+    ids=range(8),
+)
+def test_a_refusal_is_one_short_line(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "case.json"
     file.write_text(content)
     assert main(("replay", str(file))) == 2
     error = capsys.readouterr().err
-    assert "cannot read a counter-example" in error and error.count("\n") == 1
+    assert "cannot read a counter-example" in error and error.count("\n") == 1 and len(error) < 1000
 
 
 def test_a_file_of_many_megabytes_is_refused_unread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,17 +140,6 @@ def test_a_file_of_many_megabytes_is_refused_unread(tmp_path: Path, capsys: pyte
     file.write_text(" " * replay.MOST_BYTES + json.dumps(case()))
     assert main(("replay", str(file))) == 2
     assert "more than 1048576 bytes; a counter-example has at most that many\n" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("changes", ({"kernel": "x" * 10**5}, {"cuts": [10**5 * "1"]}, {"y" * 10**5: 1}))
-def test_a_refusal_is_one_short_line(
-    changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "case.json"
-    file.write_text(json.dumps(case(**changes)))
-    assert main(("replay", str(file))) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and len(error) < 1000
 
 
 @pytest.mark.parametrize("dtype, scale", [("float32", 1024), ("bfloat16", 1024), ("float16", -1024)])
