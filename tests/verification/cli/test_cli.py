@@ -51,7 +51,7 @@ def verification(*arguments: str, folder: Path, program: str = "verification") -
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, "-m", program, *arguments],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=120,
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
 
 
