@@ -100,7 +100,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "peer: sizes": ({"peer": "yunchang", "case": case(tokens=10**18)}, "tokens is 1000000000000000000; it must be"),
     "peer: number": ({"peer": 3, "case": case()}, "peer is 3; it must be"),
     "law: unknown": (law("gravity", {}), "law is 'gravity'; it must be one of"),
-    "law: removed": (law("what is kept is bounded", {}), "which runs check no more; it is tested in tests/ring/caching"),
+    "law: removed": (law("what is kept is bounded", {}), "no more; it is tested in tests/ring/caching"),
     "law: list": ({"law": [], "case": case(), "how": {}}, "law is []; it must be one of"),
     "law: without how": ({"law": LATER, "case": CAUSAL}, "must be an object with the fields law, case, how"),
     "later: nothing": (law(LATER, {}, CAUSAL), "how must be an object with the fields position, got the fields"),
