@@ -15,7 +15,8 @@ def branches(draw: st.DrawFn, heads: int, longest: int = 20) -> Branch:
     count = heads if served is None else len(served)
     one = st.integers(0, rate - 1)
     offset = draw(one | st.lists(one, min_size=count, max_size=count).map(tuple))
-    return Branch(draw(st.none() | st.integers(1, longest)), rate, offset, served, draw(st.none() | st.integers(0, 12)))
+    window = draw(st.none() | st.integers(0, 4) | st.integers(0, 12))
+    return Branch(draw(st.none() | st.integers(1, longest)), rate, offset, served, window)
 
 
 def documents(most: int = 7) -> st.SearchStrategy[tuple[int, ...]]:
