@@ -226,6 +226,5 @@ def test_rows_of_all_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         figures.recorded_rows()
 
 
-def test_the_recorded_search_is_of_the_catalogue() -> None:
-    names = [defect["name"] for defect in figures.seeded_defects()]
-    assert sorted(names) == sorted(defect.name for defect in DEFECTS)
+def test_the_recorded_search_has_every_defect_of_the_catalogue() -> None:
+    assert {defect.name for defect in DEFECTS} <= {defect["name"] for defect in figures.seeded_defects()}

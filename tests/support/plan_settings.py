@@ -6,7 +6,6 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import torch
 from hypothesis import strategies as st
 
@@ -14,20 +13,13 @@ from reference.documents import documents_from_cu_seqlens
 from reference.pattern import Branch, Pattern
 from ring.layout import Layout
 from ring.plan.plan import EXCHANGES
-from tests.ring.plan.plan_walk import Array, PlanSetting
+from tests.ring.plan.plan_walk import PlanSetting
 
 
 def listed(layout: Layout) -> Layout:
     """The same layout as a listing, whatever it is kept as."""
     order = torch.cat([layout.positions(rank) for rank in range(layout.world_size)])
     return Layout(layout.n, layout.cuts, None, order.numpy())
-
-
-def rank_of_position(layout: Layout) -> Array:
-    ranks = np.zeros(layout.n, np.int64)
-    for rank in range(layout.world_size):
-        ranks[layout.positions(rank).numpy()] = rank
-    return ranks
 
 
 @st.composite

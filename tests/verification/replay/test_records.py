@@ -34,7 +34,6 @@ def case(**changes: Any) -> dict[str, Any]:
 
 CAUSAL = as_json(plain(2, pattern=Pattern.dense(True)))
 PACKED = Pattern.dense(documents=(4, 9)).to_dict()
-SIXTEEN = as_json(plain(2, dtype="bfloat16", kv_heads=1))
 SPLIT = as_json(plain(2, pattern=Pattern((Branch(heads=range(0, 2)),)), heads=3, kv_heads=3))
 LATER, ANYWHERE, PERMUTED = (
     "later tokens change nothing",
