@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.peers_table import disagreements
+from verification.mutants.catalogue import DEFECTS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -148,33 +149,10 @@ def test_the_times_of_packed_documents_are_the_record() -> None:
     assert f"two H100s: {ring} ms, ring-flash-attn's zigzag {zigzag} (mean 4 Ki)" in README
 
 
-def test_the_parts_of_the_seeded_defects_that_are_found_are_the_records() -> None:
-    own, others = (
-        json.loads((ROOT / f"notebooks/data/{name}.json").read_text())["mutants"]
-        for name in ("mutants", "mutants_sixth_seventh")
-    )
-    own = [one for one in own if not one["provenance"].startswith("planted from elsewhere")]
-    for name, group in (("mutants.json", own), ("mutants_sixth_seventh.json", others)):
-        share = sum(one["killed"] for one in group) / len(group)
-        assert (
-            f"of {len(group)} by " in README
-            and f"[{share:.0%}".replace("%", " %](") + f"notebooks/data/{name})" in README
-        )
-
-
-# The last list of readers, each defect by one search of 300 examples for what it is of.
-LAST = tuple(f"_first_sight_thirteenth{part}" for part in ("", "_training", "_training_by_laws"))
-
-
-def test_the_rates_of_found_defects_are_the_records() -> None:
-    def rate(*names: str) -> tuple[str, str]:
-        """Of the defects of these records together; survivors of one may be in the next."""
-        records = [json.loads((ROOT / f"notebooks/data/mutants{name}.json").read_text()) for name in names]
-        outcomes = [outcome for record in records for outcome in record["mutants"]]
-        defects, killed = ({one["name"] for one in some} for some in (outcomes, [o for o in outcomes if o["killed"]]))
-        return f"{len(defects)}", f"{100 * len(killed) / len(defects):.0f} %"
-
-    (row,) = [line for line in README.splitlines() if line.startswith("| the checks find defects |")]
-    for names in (("",), ("_sixth_seventh",), LAST):
-        defects, found = rate(*names)
-        assert f"of {defects} by" in row and found in row and all(f"mutants{name}.json" in row for name in names), names
+def test_the_parts_of_the_seeded_defects_that_are_found_are_the_record() -> None:
+    lines = (ROOT / "notebooks/data/seeded_defects.jsonl").read_text().splitlines()
+    found = {row["name"]: row["examples"] for row in map(json.loads, lines) if row["check"] is not None}
+    public = [defect.name for defect in DEFECTS if defect.provenance != "own"]
+    soon, late = (sum(found.get(name, most + 1) <= most for name in public) for most in (30, 300))
+    assert f"of {len(public)} bugs seen in public" in README
+    assert f"{soon} are found within 30 examples and {late} within 300" in README
