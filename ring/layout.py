@@ -154,10 +154,10 @@ class Layout:
         return cls(n, cuts, runs, None if runs is not None else listed)
 
     def __post_init__(self) -> None:
-        given: list[object] = [self.n, self.cuts, self.runs]
-        if not isinstance(given[1], tuple):  # Layout("zigzag", n, p), or Layout(n, p)
-            way, *sizes = given if isinstance(given[0], str) else ("contiguous", *given[:2])
-            raise ValueError(f"cuts must be a tuple, got {given[1]!r}; write Layout.{way}{tuple(sizes)} or the like")
+        given: list[object] = [self.n, self.cuts, self.runs, self.listed]
+        if not isinstance(given[1], tuple) or given[2] is given[3]:  # Layout("zigzag", n, p), Layout(n, p)
+            way = given[0] if isinstance(given[0], str) else "contiguous"
+            raise ValueError(f"cuts and an order must be given, got {given[:2]}; write Layout.{way}(tokens, ranks)")
         if self.runs is not None:
             object.__setattr__(self, "runs", _merged(self.runs))
         object.__setattr__(self, "number", next(_numbers))
