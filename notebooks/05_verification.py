@@ -205,8 +205,7 @@ assert {failures[0].broken for failures in replays.values() if failures} == {sav
 #
 # `verification/report/coverage.py` names features of a Case and decides from the Case alone whether it has them. The
 # cell draws as many plain Cases as `scripts/verify` does in its quick profile, with the same strategies, and the Cases
-# of the law about longer shards, without running them. Plain Cases cover all features but one: a default bucket above
-# its minimum needs the longer shards of that law.
+# of the law about longer shards, without running them. Plain Cases cover all features.
 
 # %%
 plan = RunPlan(WORLDS, PROFILES["quick"], None, 0, "sim", Path())
