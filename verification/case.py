@@ -1,17 +1,13 @@
-"""Case: everything that one example depends on, and nothing else.
-
-A Case is frozen, hashable and travels as JSON. Ranks, the expectation and a replay rebuild the same tensors from it
-in any process, so a failing Case is the whole report of how to fail again.
+"""Case: everything that one example depends on, and nothing else. Ranks, the expectation and a replay rebuild the same
+tensors from it in any process, so a failing Case is the whole report of how to fail again.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import MISSING, dataclass, replace
 from dataclasses import fields as fields_of
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,12 +18,7 @@ from reference.pattern import Pattern
 from reference.shards import Division, Shards
 from verification.wording import misfits
 
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ORDERS = (
     *("contiguous", "zigzag", "striped", "hilbert", "spliced", "stepped", "paired", "shuffled", "permuted", "swapped"),
     "dealt",
@@ -53,7 +44,7 @@ _GREATEST_SCALE = 1024.0  # beyond it every softmax is a plain maximum, or overf
 
 @dataclass(frozen=True)
 class Case:
-    """One example.
+    """One example. Frozen, hashable, and travels as JSON.
 
     world         ranks that exist
     group         global ranks that take part, ascending; index i of the group holds shard i. None: all
@@ -136,35 +127,22 @@ class Case:
         self.pattern.validate_tokens(self.tokens)
         if self.bucket is not None:
             fields.integer("bucket", self.bucket, 1)
-        self._set_scales()
-        self._set_group()
-        self._set_cuts()
-
-    def _set_scales(self) -> None:
         object.__setattr__(self, "score_scale", fields.number("score_scale", self.score_scale, _GREATEST_SCALE))
         if self.score_scale <= 0:
             raise ValueError(f"score_scale is {self.score_scale}; it must be greater than 0")
         if self.scale is not None:
             object.__setattr__(self, "scale", fields.number("scale", self.scale, _GREATEST_SCALE))
-
-    def _set_group(self) -> None:
-        if self.group is None:
-            return
-        group = fields.integers("group", self.group)
-        if not group or list(group) != sorted(set(group)) or group[0] < 0 or group[-1] >= self.world:
-            raise ValueError(f"group is {group}; it must be ascending ranks of range({self.world}), at least one")
-        object.__setattr__(self, "group", group)
-
-    def _set_cuts(self) -> None:
-        if self.cuts is None:
-            return
-        cuts, p = fields.integers("cuts", self.cuts), len(self.ranks)
-        rising = all(a <= b for a, b in pairwise(cuts))
-        if len(cuts) != p + 1 or cuts[0] != 0 or cuts[-1] != self.tokens or not rising:
-            raise ValueError(
-                f"cuts is {cuts}; it must be {p + 1} non-decreasing offsets from 0 to {self.tokens}, for a group of {p}"
-            )
-        object.__setattr__(self, "cuts", cuts)
+        if self.group is not None:
+            group = fields.integers("group", self.group)
+            if not group or list(group) != sorted(set(group)) or group[0] < 0 or group[-1] >= self.world:
+                raise ValueError(f"group is {group}; it must be ascending ranks of range({self.world}), at least one")
+            object.__setattr__(self, "group", group)
+        if self.cuts is not None:
+            cuts, p = fields.integers("cuts", self.cuts), len(self.ranks)
+            if len(cuts) != p + 1 or cuts[0] != 0 or cuts[-1] != self.tokens or list(cuts) != sorted(cuts):
+                offsets = f"{p + 1} non-decreasing offsets from 0 to {self.tokens}"
+                raise ValueError(f"cuts is {cuts}; it must be {offsets}, for a group of {p}")
+            object.__setattr__(self, "cuts", cuts)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -238,10 +216,7 @@ class Case:
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """q (B, n, H, D), k and v (B, n, Hk, D), dout like q, dlse (B, H, n), for the whole sequence, contiguous, on
-        the CPU.
-
-        They follow from the Case alone. dlse is zero unless `through_lse`, dout is if lse is "alone".
-        """
+        the CPU. dlse is zero unless `through_lse`, dout is if lse is "alone"."""
         generator = torch.Generator().manual_seed(self.seed)
         queries = (self.batch, self.tokens, self.heads, self.head_dim)
         keys = (self.batch, self.tokens, self.kv_heads, self.head_dim)
@@ -255,24 +230,19 @@ class Case:
             dlse.zero_()
         if self.lse == "alone":
             dout = torch.zeros_like(dout)
-        if self.lse == "apart":
-            dout, dlse = self._as_lost(dout, dlse)
+        if self.lse == "apart":  # zero for the tokens of ranks whose loss does not take the output, or lse
+            dout = dout.clone()
+            for index, held in enumerate(self.shards().positions):
+                loss, rows = self.loss_on(index), torch.tensor(held)
+                if loss in ("alone", "neither"):
+                    dout[:, rows] = 0.0
+                if loss in ("returned", "neither"):
+                    dlse[:, :, rows] = 0.0
         q = q * self.score_scale
         if self.dtype == "float16":
             q = q.clamp(-_GREATEST_HALF, _GREATEST_HALF)  # large values and a large score_scale may pass it
         q, k, v, dout = (x.to(self.torch_dtype).contiguous() for x in (q, k, v, dout))
         return q, k, v, dout, dlse
-
-    def _as_lost(self, dout: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor]:
-        """Zero for the tokens of ranks whose loss does not take the output, or lse."""
-        dout, dlse = dout.clone(), dlse.clone()
-        for index, held in enumerate(self.shards().positions):
-            loss, rows = self.loss_on(index), torch.tensor(held)
-            if loss in ("alone", "neither"):
-                dout[:, rows] = 0.0
-            if loss in ("returned", "neither"):
-                dlse[:, :, rows] = 0.0
-        return dout, dlse
 
     def to_json(self) -> str:
         """One line of JSON; `from_json` turns it back into an equal Case."""
@@ -285,7 +255,7 @@ class Case:
 
         Raises ValueError for text that is no JSON object, an unknown or missing field, or a value not allowed.
         """
-        data = json.loads(text)  # its JSONDecodeError is a ValueError
+        data = json.loads(text)
         if not isinstance(data, dict):
             raise ValueError(f"a Case must be a JSON object, got {text[:80]!r}")
         unknown = sorted(set(data) - {f.name for f in fields_of(cls)})
@@ -295,23 +265,10 @@ class Case:
         return cls(**data | {"pattern": Pattern.from_dict(data["pattern"])})
 
 
-# --- values -----------------------------------------------------------------------------------------------------------
-
-Kind = Callable[[Case, torch.Generator, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
-
 _GREATEST_HALF = 65504.0  # the largest finite number of float16
 _HUGE = 128.0  # of two numbers of this size and some tail, the product passes 65504
 # Exponents e such that 2**-e is where a type's normal numbers end: products of two numbers of half of it lie there.
 _UNDERFLOW = {"float64": 1022, "float32": 126, "bfloat16": 126, "float16": 14}
-
-
-def _normal(case: Case, generator: torch.Generator, *x: Tensor) -> tuple[Tensor, ...]:
-    return x
-
-
-def _ties(case: Case, generator: torch.Generator, *x: Tensor) -> tuple[Tensor, ...]:
-    """Small integers: many scores are exactly equal."""
-    return tuple(t.round_() for t in x)
 
 
 def _huge(case: Case, generator: torch.Generator, *x: Tensor) -> tuple[Tensor, ...]:
@@ -326,47 +283,27 @@ def _huge(case: Case, generator: torch.Generator, *x: Tensor) -> tuple[Tensor, .
 def _tiny(case: Case, generator: torch.Generator, *x: Tensor) -> tuple[Tensor, ...]:
     """Products of two numbers lie around the end of the normal range, some above, some below the subnormals."""
     middle = _UNDERFLOW[case.dtype] // 2
-
-    def shrink(t: Tensor) -> Tensor:
-        exponents = torch.randint(middle - 8, middle + 9, t.shape, generator=generator)
-        return torch.ldexp(t, -exponents)
-
-    return tuple(shrink(t) for t in x)
-
-
-def _onehot(case: Case, generator: torch.Generator, *x: Tensor) -> tuple[Tensor, ...]:
-    """Every row is a unit vector: scores are scale or 0, and each output entry is a share of the softmax."""
-    return tuple(torch.zeros_like(t).scatter_(-1, t.argmax(-1, keepdim=True), 1.0) for t in x)
-
-
-def _constant(case: Case, generator: torch.Generator, *x: Tensor) -> tuple[Tensor, ...]:
-    """Every token has the same query, key and value: the output is that value, whatever the pattern."""
-    q, k, v, dout = x
-    return (*(t[:, :1].expand_as(t) for t in (q, k, v)), dout)
-
-
-def _flat(case: Case, generator: torch.Generator, *x: Tensor) -> tuple[Tensor, ...]:
-    """The components of a vector are all the same, as of the gradient of a sum: strided tensors hold them once."""
-    return tuple(t[..., :1].expand_as(t) for t in x)
+    exponents = (torch.randint(middle - 8, middle + 9, t.shape, generator=generator) for t in x)
+    return tuple(torch.ldexp(t, -e) for t, e in zip(x, exponents, strict=True))
 
 
 _VALUES: dict[str, Any] = {
-    "normal": _normal,
-    "ties": _ties,
+    "normal": lambda case, generator, *x: x,
+    # Small integers: many scores are exactly equal.
+    "ties": lambda case, generator, *x: (t.round_() for t in x),
     "huge": _huge,
     "tiny": _tiny,
-    "onehot": _onehot,
-    "constant": _constant,
-    "flat": _flat,
+    # Every row is a unit vector: scores are scale or 0, and each output entry is a share of the softmax.
+    "onehot": lambda case, generator, *x: (
+        torch.zeros_like(t).scatter_(-1, t.argmax(-1, keepdim=True), 1.0) for t in x
+    ),
+    # Every token has the same query, key and value: the output is that value, whatever the pattern.
+    "constant": lambda case, generator, *x: (*(t[:, :1].expand_as(t) for t in x[:3]), x[3]),
+    # The components of a vector are all the same, as of the gradient of a sum: strided tensors hold them once.
+    "flat": lambda case, generator, *x: (t[..., :1].expand_as(t) for t in x),
 }
 VALUES = tuple(_VALUES)
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "order": (*ORDERS, *ORDERS_BY_DOCUMENT),
-    "dtype": tuple(DTYPES),
-    "values": VALUES,
-    "exchange": EXCHANGES,
-    "kernel": KERNELS,
-    "lse": LSE,
-    "again": AGAIN,
-    "device": DEVICES,
-}
+    "order": (*ORDERS, *ORDERS_BY_DOCUMENT), "dtype": tuple(DTYPES), "values": VALUES, "exchange": EXCHANGES,
+    "kernel": KERNELS, "lse": LSE, "again": AGAIN, "device": DEVICES,
+}  # fmt: skip

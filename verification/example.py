@@ -1,4 +1,4 @@
-"""Example: what ranks, the search and reports need to know of an example, whatever it is checked for."""
+"""Example: what ranks, the search and reports need to know of an example."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Failures of named kinds.
-
-Each kind is an exception type of its own. None of them is ever retried, and one is never shrunk into another.
-"""
+"""Failures of named kinds, each an exception type of its own. None is ever retried, or shrunk into another."""
 
 from __future__ import annotations
 
@@ -73,7 +70,14 @@ class RankFailure(VerificationFailure):
         return type(self), (self.headline, self.states)
 
     def __str__(self) -> str:
-        return "\n".join([self.headline, *_sections(self.states)])
+        together: dict[tuple[str, str, str], tuple[list[int], str]] = {}
+        for state in self.states:  # ranks that stand at the same place are named together, though thread names differ
+            same = re.sub(r"hread 0x[0-9a-f]+", "hread", state.trace)
+            together.setdefault((state.outcome, state.detail, same), ([], state.trace))[0].append(state.rank)
+        lines = [self.headline]
+        for (outcome, detail, _), (ranks, trace) in together.items():
+            lines += [f"--- {name_ranks(ranks)} {detail or outcome}", *([trace.rstrip()] if trace else [])]
+        return "\n".join(lines)
 
     def ranks(self, outcome: Outcome) -> tuple[int, ...]:
         """The ranks with that outcome, ascending."""
@@ -93,9 +97,7 @@ class RankError(RankFailure):
 
 
 class RankHang(RankFailure):
-    """A rank gave no answer within the timeout. Each such rank's Python stack is in the report; of one that a signal
-    stopped, that it is stopped.
-    """
+    """A rank gave no answer in time. Each such rank's Python stack is in the report, or that a signal stopped it."""
 
     kind = "rank hang"
 
@@ -132,16 +134,3 @@ def name_exit(code: int | None) -> str:
         return f"was killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"was killed by signal {-code}"
-
-
-def _sections(states: Sequence[RankState]) -> list[str]:
-    """One section per distinct state: ranks that stand at the same place are named together."""
-    together: dict[tuple[str, str, str], tuple[list[int], str]] = {}
-    for state in states:
-        # Thread identifiers differ between ranks that stand at the same place.
-        same = re.sub(r"hread 0x[0-9a-f]+", "hread", state.trace)
-        together.setdefault((state.outcome, state.detail, same), ([], state.trace))[0].append(state.rank)
-    return [
-        f"--- {name_ranks(ranks)} {detail or outcome}" + (f"\n{trace.rstrip()}" if trace else "")
-        for (outcome, detail, _), (ranks, trace) in together.items()
-    ]

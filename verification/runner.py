@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,9 +31,8 @@ MOST_RANKS = {"gloo": 64, "sim": 1024, "nccl": 64}  # by backend
 
 @dataclass(frozen=True)
 class Profile:
-    """How much to draw: in words, and as examples on two ranks. One rank sends nothing, and gets fewer; more ranks are
-    slower and find hardly more, and get fewer as well.
-    """
+    """How much to draw: in words, and as examples on two ranks. One rank sends nothing, more ranks are slower and find
+    hardly more: both get fewer."""
 
     about: str
     examples: int
@@ -70,11 +69,11 @@ class RunPlan:
         return max(10, round(self.profile.examples * share))
 
 
-def check_case(backend: Backend, case: Case) -> dict[str, float]:
-    """All properties of one Case. The expectation is computed while the ranks are at work."""
+def check_case(backend: Backend, case: Case, names: Sequence[str] = tuple(CHECKS)) -> dict[str, float]:
+    """The properties of one Case that these checks make up. The expectation is computed while the ranks are at work."""
     backend.submit(observe, case)
     expectation = properties.prepare(case)
-    return properties.check(case, expectation, backend.collect())
+    return properties.check(case, expectation, backend.collect(), names)
 
 
 def check_errors(backend: Backend, case: Case) -> dict[str, float]:
@@ -91,18 +90,6 @@ EXAMPLES = Experiment("examples", cases, check_case, premise=check_supported)
 # would miss what is rare.
 PUSHED = replace(EXAMPLES, name="examples with larger errors", check=check_errors, pushes=True)
 PUSHED_SHARE = 0.1  # of the examples that a world size is given
-
-
-def judged_by(titles: Collection[str]) -> Experiment:
-    """The EXAMPLES, judged by these properties alone."""
-    names = properties.checks_of(titles)
-
-    def check_some(backend: Backend, case: Case) -> dict[str, float]:
-        backend.submit(observe, case)
-        expectation = properties.prepare(case)
-        return properties.check(case, expectation, backend.collect(), names)
-
-    return replace(EXAMPLES, check=check_some)
 
 
 def law_experiment(law: Law) -> Experiment:
@@ -146,7 +133,8 @@ def plain_on(plan: RunPlan, world: int) -> list[tuple[Experiment, int]]:
     if not plan.only:
         return [(EXAMPLES, count), (PUSHED, max(1, round(count * PUSHED_SHARE)))]
     chosen = [one.title for one in properties.PROPERTIES if one.title in plan.only]
-    return [(judged_by(chosen), count)] if chosen else []
+    judge = partial(check_case, names=properties.checks_of(chosen))
+    return [(replace(EXAMPLES, check=judge), count)] if chosen else []
 
 
 def laws_on(plan: RunPlan, world: int) -> list[tuple[Experiment, int]]:

@@ -1,8 +1,7 @@
 """The main job: for each world size examples, then laws; at the end one problem of real size.
 
-On one world size the ranks wait for the judge and the judge for the ranks, so that cores stand idle. So several world
-sizes run at a time, each in a process of its own, which prints as it goes and sends back what it found. What is drawn
-does not depend on it.
+Ranks and judge wait for each other, so that cores stand idle: so several world sizes run at a time, each in a process
+of its own, which prints as it goes and sends back what it found. What is drawn does not depend on it.
 """
 
 from __future__ import annotations
@@ -74,9 +73,6 @@ def _run_once(plan: RunPlan, report: Report, backend: Backend | None, shrink_bac
     finally:
         backend.close()
         shrink_backend.close()
-
-
-# --- several world sizes at a time ------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -1,21 +1,18 @@
-"""What the commands share: how they were typed, numbers, seeds, the files that they write, where they print.
-
-Imports nothing else before a function is called, so that `verification.__main__` can name the command whatever else
-cannot be imported.
+"""What the commands share. Imports nothing else before a function is called, so that `verification.__main__` can name
+the command whatever else cannot be imported.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import random
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,53 +25,34 @@ def command(module: str, script: str) -> str:
 
 MODULE = command("verification", "ring-verify")
 TYPED = "VERIFICATION_TYPED"  # in the environment: the script that the user typed, if it was one
-FAILURES = Path(".verification/failures")
+MOST_WORLD = 1024  # a backend may allow fewer
+Number = TypeVar("Number", int, float)
 STATUS = """\
 exit status: 0 all held; 1 a counter-example was found; 2 the run itself could
 not be carried out."""
 
 
 def typed(otherwise: str = MODULE) -> str:
-    """What usage and errors call this program: the script that the user typed, or else the command that Python was
-    given.
-    """
+    """What usage and errors call this program: the script that was typed, or else the command given to Python."""
     return os.environ.get(TYPED) or otherwise
 
 
-# --- values -----------------------------------------------------------------------------------------------------------
+def number(kind: Callable[[str], Number], allowed: Callable[[Number], bool], what: str) -> Callable[[str], Number]:
+    """Reads a number of that kind that is allowed. what: such a number, in words, for the error."""
 
-
-def whole(allowed: Callable[[int], bool], what: str) -> Callable[[str], int]:
-    """Reads an integer that is allowed. what: such an integer, in words, for the error."""
-
-    def read(text: str) -> int:
+    def read(text: str) -> Number:
         try:
-            number = int(text)
+            found = kind(text)
         except ValueError:
-            number = None
-        if number is None or not allowed(number):
+            found = None
+        if found is None or not allowed(found):
             raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}")
-        return number
+        return found
 
     return read
 
 
-count = whole(lambda number: number >= 1, "an integer >= 1")
-
-
-def span(most: float, what: str) -> Callable[[str], float]:
-    """Reads a time that is more than 0 and less than `most`. what: such a time, in words, for the error."""
-
-    def read(text: str) -> float:
-        try:
-            number = float(text)
-        except ValueError:
-            number = math.nan
-        if not 0 < number < most:
-            raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}")
-        return number
-
-    return read
+count = number(int, lambda x: x >= 1, "an integer >= 1")
 
 
 def worlds(text: str) -> tuple[int, ...]:
@@ -90,12 +68,6 @@ def worlds(text: str) -> tuple[int, ...]:
     return sizes
 
 
-MOST_WORLD = 1024  # a backend may allow fewer
-
-
-# --- arguments of several commands ------------------------------------------------------------------------------------
-
-
 def add_world(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument(
         "--world", type=worlds, metavar="N[,N...]", help=f"world sizes, one after the other (default: {default})"
@@ -103,7 +75,7 @@ def add_world(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def add_profile(parser: argparse.ArgumentParser, profiles: Mapping[str, Any]) -> None:
-    """profiles: by name, of which `about` says how much each draws."""
+    """profiles: by name; `about` of each says how much it draws."""
     listed = "; ".join(f"{name}: {profile.about}" for name, profile in profiles.items())
     parser.add_argument(
         "--profile", default="quick", metavar="NAME", help=f"how much to draw: {listed} (default: quick)"
@@ -133,11 +105,11 @@ def add_backend(parser: argparse.ArgumentParser, backends: Mapping[str, str]) ->
 def add_outputs(parser: argparse.ArgumentParser, verbose: str) -> None:
     """--failures, --json and --verbose. verbose: what it prints, in words."""
     parser.add_argument(
-        "--failures", type=Path, default=FAILURES, metavar="DIR",
+        "--failures", type=Path, default=Path(".verification/failures"), metavar="DIR",
         help="where minimal Cases are saved (default: %(default)s)",
     )  # fmt: skip
     add_json(parser)
-    add_verbose(parser, verbose)
+    parser.add_argument("--verbose", "-v", action="store_true", help=f"print {verbose}")
 
 
 def add_json(parser: argparse.ArgumentParser, what: str = "the report") -> None:
@@ -146,15 +118,8 @@ def add_json(parser: argparse.ArgumentParser, what: str = "the report") -> None:
     )
 
 
-def add_verbose(parser: argparse.ArgumentParser, what: str) -> None:
-    parser.add_argument("--verbose", "-v", action="store_true", help=f"print {what}")
-
-
-# --- files that a run leaves behind: whether they can be written is checked before it starts, not after hours ---------
-
-
 def check_outputs(options: argparse.Namespace) -> None:
-    """Raises OSError, naming the argument, for a file or folder that cannot be written."""
+    """See before a run starts, not after hours, that its files can be written. Raises OSError naming the argument."""
     if options.json is not None:
         check_file("--json", options.json)
     if getattr(options, "failures", None) is not None and not getattr(options, "list", False):
@@ -172,10 +137,8 @@ def check_folder(argument: str, folder: Path) -> None:
 
 
 def check_file(argument: str, file: Path) -> None:
-    """See that the file can be written, and leave it as it is. Its folder is not made: where there is none, the name is
-    likely to be mistyped.
-
-    Raises OSError naming the argument.
+    """See that the file can be written, and leave it as it is. Raises OSError naming the argument, also where there is
+    no such folder: the name is likely to be mistyped.
     """
     try:
         if file.exists():
@@ -193,9 +156,6 @@ def write_json(file: Path | None, record: Mapping[str, Any]) -> None:
     """Nothing where no file was asked for."""
     if file is not None:
         file.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
-
-
-# --- where commands print ---------------------------------------------------------------------------------------------
 
 
 def console() -> Console:

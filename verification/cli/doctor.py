@@ -1,9 +1,5 @@
-"""What this machine has and will do: GPUs, links, versions, settings in force, exchanges and kernels.
-
-    scripts/doctor [--json FILE]
-
-Works without a GPU, and says so. Exit status: 0 it could be told, 2 it could not. Nothing is judged: what is slow or
-unusual here is for the reader to see, what is wrong for `scripts/validate_nccl.py`.
+"""What this machine has and will do. Nothing is judged: what is slow or unusual here is for the reader to see, what is
+wrong for `scripts/validate_nccl.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +35,7 @@ Prints what this machine has and will do: GPUs, links, versions, settings in
 force, what carries each exchange, and which kernels are picked. It judges
 nothing; a GPU is not needed."""
 STATUS = "exit status: 0 it is printed; 2 it could not be found out."
-TOPOLOGY_TIMEOUT = 20.0  # seconds
+DIM, TOKENS = 64, 64  # of the tiles for which kernels are picked
 # Settings of these are shown, and where nothing more is known of one, whose it is.
 OWNERS = {
     "NCCL_": "NCCL", "TORCH_NCCL_": "torch's use of NCCL", "TORCH_SYMM_MEM_": "torch's symmetric memory",
@@ -90,25 +86,13 @@ def in_force(environment: Mapping[str, str]) -> list[dict[str, str]]:
     return [{"name": name, "value": environment[name], "meaning": meaning(name)} for name in names]
 
 
-def gpus() -> list[dict[str, Any]]:
-    """Name, bytes of memory and compute capability of each."""
-    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return [{"name": x.name, "memory": x.total_memory, "capability": f"{x.major}.{x.minor}"} for x in found]
-
-
-def peer_access() -> list[list[bool]]:
-    """Row i, column j: whether GPU i can read GPU j's memory. Its own it can."""
-    count = torch.cuda.device_count()
-    return [[i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)] for i in range(count)]
-
-
 def topology() -> str:
     """The links between GPUs as `nvidia-smi topo -m` has them, or why they are not known."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return "not known: there is no nvidia-smi"
     try:
-        said = subprocess.run([tool, "topo", "-m"], capture_output=True, text=True, timeout=TOPOLOGY_TIMEOUT)
+        said = subprocess.run([tool, "topo", "-m"], capture_output=True, text=True, timeout=20.0)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"not known: nvidia-smi topo -m: {error}"
     if said.returncode:
@@ -118,20 +102,14 @@ def topology() -> str:
 
 def versions() -> dict[str, str]:
     """By name; "none" for what is not there."""
-    nccl = cudnn = None
-    if torch.cuda.is_available() and dist.is_nccl_available():
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    if torch.backends.cudnn.is_available():
-        cudnn = str(torch.backends.cudnn.version())
-    try:
-        triton: str | None = metadata.version("triton")
-    except metadata.PackageNotFoundError:
-        triton = None
+    nccl = torch.cuda.is_available() and dist.is_nccl_available()
     found = {
-        "python": platform.python_version(), "torch": torch.__version__, "CUDA": torch.version.cuda, "NCCL": nccl,
-        "cuDNN": cudnn, "triton": triton,
+        "python": platform.python_version(), "torch": torch.__version__, "CUDA": torch.version.cuda,
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if nccl else None,
+        "cuDNN": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
+        "triton": next((x.version for x in metadata.distributions(name="triton")), None),
     }  # fmt: skip
-    return {name: version or "none" for name, version in found.items()}
+    return {name: str(version or "none") for name, version in found.items()}
 
 
 def gloo_interface(environment: Mapping[str, str]) -> str:
@@ -158,13 +136,13 @@ def exchange_road(exchange: str, device: str) -> str:
     return "copies out of symmetric memory where the ranks' GPUs are of one host and reach each other, else NCCL"
 
 
-DIM, TOKENS = 64, 64  # of the tiles that are tried
+def devices() -> list[str]:
+    return ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 def kernel_choices() -> list[dict[str, str]]:
     """Which kernel `auto` picks for a tile (`what`, in words), by device and dtype: seen while ring_attention runs,
     forward and backward."""
-    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     whole = Layout.contiguous(TOKENS, 1)
     shuffled = Layout.from_cuts(torch.randperm(TOKENS, generator=torch.Generator().manual_seed(0)), [0, TOKENS])
     tiles = [
@@ -178,7 +156,7 @@ def kernel_choices() -> list[dict[str, str]]:
             "device": device, "dtype": dtype, "what": what,
             "kernel": _picked(torch.device(device), DTYPES[dtype], pattern, layout, through_lse),
         }
-        for device in devices
+        for device in devices()
         for dtype in DTYPES
         for what, pattern, layout, through_lse in tiles
     ]  # fmt: skip
@@ -196,20 +174,17 @@ def _picked(device: torch.device, dtype: torch.dtype, pattern: Pattern, layout: 
 
 
 def examine(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Everything, as JSON has it."""
-    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    """Everything, as JSON has it. memory: bytes; peer_access: in row i, column j, whether GPU i can read GPU j's."""
+    count = range(torch.cuda.device_count())
+    gpus = [torch.cuda.get_device_properties(index) for index in count]
     return {
-        "gpus": gpus(),
-        "peer_access": peer_access(),
-        "topology": topology(),
-        "versions": versions(),
-        "gloo_interface": gloo_interface(environment),
+        "gpus": [{"name": x.name, "memory": x.total_memory, "capability": f"{x.major}.{x.minor}"} for x in gpus],
+        "peer_access": [[i == j or torch.cuda.can_device_access_peer(i, j) for j in count] for i in count],
+        "topology": topology(), "versions": versions(), "gloo_interface": gloo_interface(environment),
         "settings": in_force(environment),
-        "exchanges": {
-            exchange: {device: exchange_road(exchange, device) for device in devices} for exchange in EXCHANGES
-        },
+        "exchanges": {name: {device: exchange_road(name, device) for device in devices()} for name in EXCHANGES},
         "kernels": kernel_choices(),
-    }
+    }  # fmt: skip
 
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
@@ -260,7 +235,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def carry_out(options: argparse.Namespace, console: Console) -> int:
-    """0 it is printed, 2 it could not be found out. Raises OSError."""
+    """The exit status. Raises OSError where it could not be found out."""
     try:
         found = examine(os.environ)
     except RuntimeError as error:  # of torch, where a driver does not answer

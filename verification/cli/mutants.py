@@ -14,9 +14,9 @@ from typing import Any
 
 from rich.console import Console
 
-from verification.cli.arguments import add_json, add_seed, add_verbose, count, say, seed_of, write_json
+from verification.cli.arguments import add_json, add_seed, count, say, seed_of, write_json
 from verification.mutants.catalogue import DEFECTS, by_name
-from verification.mutants.defect import CannotPlant, Defect, NotSane
+from verification.mutants.defect import CannotPlant, NotSane
 from verification.mutants.trials import LIMITS, PROCESSES, SOON, Outcome, totals, try_all
 from verification.report.progress import PlainLines
 from verification.report.provenance import processor_run, typed_words
@@ -51,17 +51,20 @@ def add_arguments(mutants: argparse.ArgumentParser) -> None:
     )
     add_seed(mutants)
     add_json(mutants, "the outcomes")
-    add_verbose(mutants, "print each outcome as it arrives and one row per defect")
+    about = "print each outcome as it arrives and one row per defect"
+    mutants.add_argument("--verbose", "-v", action="store_true", help=about)
 
 
 def carry_out(options: argparse.Namespace, console: Console) -> int:
-    """0 all killed, 1 some survived. Raises Unavailable where it cannot be carried out."""
+    """The exit status, as STATUS has it. Raises Unavailable where it cannot be carried out."""
     try:
         defects = [by_name(name) for name in options.names] or list(DEFECTS)
     except ValueError as error:
         raise Unavailable(f"argument NAME: {error}") from error
     if options.list:
-        _list(defects, console)
+        for defect in defects:
+            say(console, f"{defect.name} ({defect.provenance}): {defect.about}")
+        say(console, counted(len(defects), "seeded defect"))
         return 0
     seed, started, outcomes, lines = seed_of(options), time.perf_counter(), [], PlainLines()
     say(console, f"seed {seed}; repeat this search with --seed {seed}")
@@ -80,7 +83,11 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
         raise Unavailable(str(error)) from error
     except ToolError as error:  # a defect does not run; the outcomes of the others are worth keeping
         failure = error
-    record = to_dict(outcomes, time.perf_counter() - started, seed, options.limit)
+    record = {
+        **processor_run(f"python -m verification mutants {typed_words(sys.argv[2:])}".rstrip()),
+        "mutants": [outcome.to_dict() for outcome in outcomes], **totals(outcomes),
+        "seconds": round(time.perf_counter() - started, 1), "seed": seed, "limit": options.limit or LIMITS,
+    }  # fmt: skip
     write_json(options.json, record)
     if options.jsonl is not None:
         append_lines(options.jsonl, record)
@@ -91,24 +98,9 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
     return 0 if all(outcome.killed for outcome in outcomes) else 1
 
 
-def to_dict(outcomes: Sequence[Outcome], seconds: float, seed: int, limit: int | None) -> dict[str, Any]:
-    """The record of a search: machine, versions, command; the outcome of each defect; the totals."""
-    return {
-        **processor_run(f"python -m verification mutants {typed_words(sys.argv[2:])}".rstrip()),
-        "mutants": [outcome.to_dict() for outcome in outcomes],
-        **totals(outcomes),
-        "seconds": round(seconds, 1),
-        "seed": seed,
-        "limit": LIMITS if limit is None else limit,
-    }
-
-
 def append_lines(file: Path, record: dict[str, Any]) -> None:
-    """Write a line for each defect.
-
-    It has the name, the check that found it (null: none), the examples until then, the ratio of the smallest failure's
-    error to its bound and the dtype of that example, the seed, and the commit.
-    """
+    """Write a line for each defect: its name, the check that found it (null: none), the examples until then, the ratio
+    of the smallest failure's error to its bound and the dtype of that example, the seed, and the commit."""
     with file.open("a") as lines:
         for outcome in record["mutants"]:
             case = outcome["case"] or {}
@@ -120,20 +112,17 @@ def append_lines(file: Path, record: dict[str, Any]) -> None:
 def summary(outcomes: Sequence[Outcome], seconds: float, verbose: bool) -> list[str]:
     """Lines of 80 columns: a table, then the survivors, then the verdict."""
     killed = [outcome for outcome in outcomes if outcome.killed]
-    lines = _by_defect(outcomes) if verbose or len(outcomes) <= FEW else _by_check(killed)
+    if verbose or len(outcomes) <= FEW:  # two lines for each defect, since its name and the check's fill 80 columns
+        lines = [f"{'defect':<64}{'examples':>8}{'seconds':>8}"]
+        for o in outcomes:
+            lines.append(f"{o.name:<64}{o.examples:>8}{o.seconds:>8.1f}")
+            lines.append(f"    {o.check} ({o.kind})" if o.killed else "    survived")
+    else:
+        lines = _by_check(killed)
     lines += [f"survived: {o.name}: {by_name(o.name).about}" for o in outcomes if not o.killed]
     soon = totals(outcomes)["within_200"]
     verdict = f"{len(killed)} of {counted(len(outcomes), 'defect')} killed, {soon} of them within {SOON} examples"
     return [*lines, f"{verdict}, in {seconds:.1f} s"]
-
-
-def _by_defect(outcomes: Sequence[Outcome]) -> list[str]:
-    """Two lines for each defect, since its name and that of the check fill 80 columns."""
-    lines = [f"{'defect':<64}{'examples':>8}{'seconds':>8}"]
-    for o in outcomes:
-        lines.append(f"{o.name:<64}{o.examples:>8}{o.seconds:>8.1f}")
-        lines.append(f"    {o.check} ({o.kind})" if o.killed else "    survived")
-    return lines
 
 
 def _by_check(killed: Sequence[Outcome]) -> list[str]:
@@ -145,9 +134,3 @@ def _by_check(killed: Sequence[Outcome]) -> list[str]:
     for check, counts in sorted(examples.items(), key=lambda item: -len(item[1])):
         lines.append(f"{check:<44}{len(counts):>8}{median(counts):>18.0f}{max(counts):>8}")
     return lines
-
-
-def _list(defects: Sequence[Defect], console: Console) -> None:
-    for defect in defects:
-        say(console, f"{defect.name} ({defect.provenance}): {defect.about}")
-    say(console, counted(len(defects), "seeded defect"))

@@ -63,40 +63,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def carry_out(options: argparse.Namespace, console: Console) -> int:
-    """0 all held, 1 a counter-example was found, 2 a peer could not be run.
+    """The exit status, as STATUS has it.
 
-    Raises Unavailable for a name that stands for no peer, before anything is run or printed.
+    Raises Unavailable, before anything is run or printed, for a name that stands for no peer, and for one to be listed
+    that cannot be loaded.
     """
     if options.list:
-        _list(chosen(options.names, KNOWN), console)
+        try:
+            listed = [(name, load(name)) for name in chosen(options.names, KNOWN)]
+        except Refused as error:
+            raise Unavailable(str(error)) from error
+        for name, peer in listed:
+            worlds = ", ".join(map(str, peer.worlds))
+            say(console, f"{name} ({peer.version or 'not installed'}; ranks {worlds}): {peer.supported}")
         return 0
     plan = RunPlan((), PROFILE, options.examples, seed_of(options), "gloo", options.failures)
     return run_peers(ATTENTIONS, options.names, plan, console, options)
 
 
-def _list(names: Sequence[str], console: Console) -> None:
-    """Raises Unavailable, before anything is printed, for a peer that cannot be loaded."""
-    try:
-        peers = [(name, load(name)) for name in names]
-    except Refused as error:
-        raise Unavailable(str(error)) from error
-    for name, peer in peers:
-        worlds = ", ".join(map(str, peer.worlds))
-        say(console, f"{name} ({peer.version or 'not installed'}; ranks {worlds}): {peer.supported}")
-
-
 def chosen(names: Sequence[str], among: Mapping[str, Any]) -> list[str]:
-    """All peers that these names stand for, each once; without a name, all that are known.
-
-    Raises Unavailable for a name that stands for none.
-    """
+    """All peers that these names stand for, each once; without a name, all. Raises Unavailable for a name of none."""
     try:
         return list(dict.fromkeys(name for given in names for name in selected(given, among))) or list(among)
     except Refused as error:
         raise Unavailable(str(error)) from error
-
-
-# --- attentions by themselves, and peers in training steps ------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -143,19 +133,13 @@ class Outcome:
             for f in self.failures
         ] or [{"case": None, "check": None, "message": self.reason or None, "replay": None}]
         return {
-            "name": self.name,
-            "version": self.version,
-            "verdict": self.verdict,
-            "supported": self.supported,
-            "examples": self.examples,
-            **shown[0],
-            "others": shown[1:],
-            "seconds": round(self.seconds, 3),
-        }
+            "name": self.name, "version": self.version, "verdict": self.verdict, "supported": self.supported,
+            "examples": self.examples, **shown[0], "others": shown[1:], "seconds": round(self.seconds, 3),
+        }  # fmt: skip
 
 
 def run_peers(kind: Kind, names: Sequence[str], plan: RunPlan, console: Console, options: argparse.Namespace) -> int:
-    """Run these peers, or all. plan: its world sizes, () for those that each peer is for. The exit status.
+    """Run these peers, or all: the exit status. plan: its world sizes, () for those that each peer is for.
 
     Raises Unavailable for a name that stands for no peer, before anything is run or printed.
     """
@@ -196,8 +180,16 @@ def _run(kind: Kind, outcome: Outcome, plan: RunPlan, console: Console, options:
     try:
         with report:
             for world in _worlds(peer, plan, options):
-                _search(kind, name, backend, report, plan, world)
-                if report.failures:
+                backend.start(world)
+                examples = plan.examples_for(world)
+                report.start_world(world, examples)
+                remembers = plan.profile.remembers
+                search = Search(kind.experiment(name), backend, report, world, plan.profile.budget, remembers)
+                failures = explore(plan, report, search, examples)
+                if not failures and not search.examples:
+                    raise Refused(f"{name} claims nothing that was drawn on {counted(world, 'rank')}")
+                report.end_world(name)
+                if failures:
                     break
     finally:
         backend.close()
@@ -212,16 +204,6 @@ def _worlds(peer: Any, plan: RunPlan, options: argparse.Namespace) -> list[int]:
     if not worlds and getattr(options, "world", None) is not None:
         raise Refused(f"{peer.name} is for {', '.join(map(str, peer.worlds))} ranks, none of which --world names")
     return worlds or sorted(peer.worlds)
-
-
-def _search(kind: Kind, name: str, backend: GlooBackend, report: Report, plan: RunPlan, world: int) -> None:
-    backend.start(world)
-    examples = plan.examples_for(world)
-    report.start_world(world, examples)
-    search = Search(kind.experiment(name), backend, report, world, plan.profile.budget, plan.profile.remembers)
-    if not explore(plan, report, search, examples) and not search.examples:
-        raise Refused(f"{name} claims nothing that was drawn on {counted(world, 'rank')}")
-    report.end_world(name)
 
 
 def _summary(kind: Kind, outcomes: Sequence[Outcome], seconds: float, console: Console, verbose: bool) -> None:

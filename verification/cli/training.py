@@ -8,19 +8,9 @@ from typing import Any
 
 from rich.console import Console
 
-from verification import runner
+from verification.cli import arguments as cli
 from verification.cli import peers
-from verification.cli.arguments import (
-    add_backend,
-    add_outputs,
-    add_profile,
-    add_seed,
-    add_world,
-    count,
-    seed_of,
-    write_json,
-)
-from verification.cli.run import profile_of, worlds_of
+from verification.cli.run import plan_of
 from verification.peers.training.known_step_peers import KNOWN_STEP_PEERS
 from verification.report.provenance import processor_run, surroundings, typed_words
 from verification.report.report import Report
@@ -37,31 +27,23 @@ the same for other people's attention and wrappers."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    listed = ",".join(map(str, TRAINING_WORLDS))
-    add_world(parser, f"{listed}; of a peer, those of its adapter among these")
-    add_profile(parser, TRAINING_PROFILES)
-    parser.add_argument("--examples", type=count, metavar="N", help="examples for each world size")
+    cli.add_world(parser, f"{','.join(map(str, TRAINING_WORLDS))}; of a peer, those of its adapter among these")
+    cli.add_profile(parser, TRAINING_PROFILES)
+    parser.add_argument("--examples", type=cli.count, metavar="N", help="examples for each world size")
     known = ", ".join(dict.fromkeys(name.partition("/")[0] for name in KNOWN_STEP_PEERS))
     parser.add_argument(
         "--peer", nargs="*", action="extend", metavar="NAME",
         help=f"train with another attention or wrapper in the place of this project's: one of {known}, or "
         "package.module:adapter, as for `peers`; without a NAME all that are known",
     )  # fmt: skip
-    add_seed(parser)
-    add_backend(parser, {name: BACKENDS[name] for name in TRAINING_BACKENDS})
-    add_outputs(parser, "a row for each property and world size, all of the coverage, each counter-example")
+    cli.add_seed(parser)
+    cli.add_backend(parser, {name: BACKENDS[name] for name in TRAINING_BACKENDS})
+    cli.add_outputs(parser, "a row for each property and world size, all of the coverage, each counter-example")
 
 
 def carry_out(options: argparse.Namespace, console: Console) -> int:
     """0 all held, 1 a counter-example, 2 a peer could not be run. Raises Unavailable where nothing can be run."""
-    plan = runner.RunPlan(
-        worlds=worlds_of(options, TRAINING_WORLDS),
-        profile=profile_of(options, TRAINING_PROFILES),
-        examples=options.examples,
-        seed=seed_of(options),
-        backend=options.backend,
-        failures=options.failures,
-    )
+    plan = plan_of(options, TRAINING_WORLDS, TRAINING_PROFILES)
     gpus = plan.backend == "nccl"
     if options.peer is not None:
         if gpus:
@@ -71,5 +53,5 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
     made = surroundings("cuda", max(plan.worlds), command) if gpus else processor_run(command)
     extras: dict[str, Any] = made | {"seed": plan.seed, "profile": options.profile, "backend": plan.backend}
     report = run_training(plan, Report(console, extras, options.verbose))
-    write_json(options.json, report.to_dict())
+    cli.write_json(options.json, report.to_dict())
     return 1 if report.failures else 0

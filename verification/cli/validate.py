@@ -20,17 +20,7 @@ import numpy as np
 import verification.peers.saved  # noqa: F401 - so that saved counter-examples of peers can be replayed
 from verification import runner
 from verification.case import Case
-from verification.cli.arguments import (
-    add_outputs,
-    add_seed,
-    check_outputs,
-    console,
-    count,
-    seed_of,
-    span,
-    whole,
-    write_json,
-)
+from verification.cli import arguments as cli
 from verification.failures import RankCrash, RankHang, VerificationFailure
 from verification.problems import links, long_problems
 from verification.problems.long_problems import LongProblem
@@ -42,7 +32,7 @@ from verification.run.backends import Preparation, Unavailable
 from verification.run.torchrun.agents import Address, Agent, NotUnderTorchrun, RankZeroLost, connect
 from verification.run.torchrun.backend import ShrinkBackend, TorchrunBackend
 from verification.run.torchrun.rank_zero import AgentLost, Agents
-from verification.search.experiment import ToolError
+from verification.search.experiment import ToolError, case_record
 from verification.wording import counted
 
 SCRIPT = "scripts/validate_nccl.py"
@@ -82,19 +72,19 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--backend", choices=("nccl", "gloo"), default="nccl", help="what joins the ranks")
     made.add_argument(
-        "--examples", type=count, metavar="N",
+        "--examples", type=cli.count, metavar="N",
         help=f"Cases to draw (default: {EXAMPLES['nccl']}, gloo {EXAMPLES['gloo']}); up to about 1.5 times "
         "as many more for laws and larger errors",
     )  # fmt: skip
-    add_seed(made)
-    seconds = span(86_400, "a number of seconds > 0 and less than a day")
+    cli.add_seed(made)
+    seconds = cli.number(float, lambda x: 0 < x < 86_400, "a number of seconds > 0 and less than a day")
     made.add_argument(
         "--timeout", type=seconds, default=TIMEOUT, metavar="S",
         help="seconds that the ranks may take for an example before they hang (default: %(default)g)",
     )  # fmt: skip
     least, kinds = long_problems.LEAST, tuple(long_problems.KINDS)
     made.add_argument(
-        "--long", type=whole(lambda tokens: tokens == 0 or tokens >= least, f"0 or an integer >= {least}"), metavar="N",
+        "--long", type=cli.number(int, lambda x: x == 0 or x >= least, f"0 or an integer >= {least}"), metavar="N",
         help=f"tokens of the long problems (default: {LONG['nccl']}, gloo {LONG['gloo']}); 0 leaves them out",
     )  # fmt: skip
     made.add_argument(
@@ -106,7 +96,7 @@ def parser() -> argparse.ArgumentParser:
         help="seconds to shrink a failure, and after the first to look for others (default: %(default)g)",
     )  # fmt: skip
     made.add_argument("--replay", type=Path, metavar="CASE.json", help="run one saved counter-example instead")
-    add_outputs(made, "the rates of all links, each long problem, all of the coverage, each counter-example")
+    cli.add_outputs(made, "the rates of all links, each long problem, all of the coverage, each counter-example")
     return made
 
 
@@ -144,11 +134,11 @@ def _serve(options: argparse.Namespace, agents: Agents, prepare: Preparation | N
     signal.signal(signal.SIGTERM, agents.told_to_leave)
     signal.signal(signal.SIGINT, agents.interrupted)
     extras = {"backend": options.backend, "world": agents.place.world_size}
-    report = TorchrunReport(console(), extras, options.verbose)
+    report = TorchrunReport(cli.console(), extras, options.verbose)
     backend = TorchrunBackend(agents, options.backend, options.timeout, prepare)
     shrink_backend = ShrinkBackend(agents, prepare)
     try:
-        check_outputs(options)
+        cli.check_outputs(options)
         if options.replay is not None:
             _replay(options, report, backend)
         else:
@@ -167,10 +157,10 @@ def _serve(options: argparse.Namespace, agents: Agents, prepare: Preparation | N
     finally:
         shrink_backend.close()
     if options.json is not None:
-        world, typed = backend.agents.place.world_size, shlex.join(sys.argv[1:])
-        command = f"torchrun --nproc-per-node={world} {SCRIPT} {typed}"
+        world = agents.place.world_size
+        command = f"torchrun --nproc-per-node={world} {SCRIPT} {shlex.join(sys.argv[1:])}"
         report.extras |= surroundings("cuda" if options.backend == "nccl" else "cpu", world, command.rstrip())
-        write_json(options.json, report.to_dict())
+        cli.write_json(options.json, report.to_dict())
     if report.interrupted:
         return _refuse("interrupted")
     return 1 if report.failures else 0
@@ -184,21 +174,18 @@ def _refuse(why: str) -> int:
 def _record_loss(lost: AgentLost, report: Report, backend: TorchrunBackend, folder: Path) -> None:
     """There is nothing left to shrink it on: what was under way is saved as it was."""
     last = backend.last
-    record: dict[str, Any] = json.loads(last.to_json()) if isinstance(last, Case) else {}
-    if isinstance(last, dict):
-        record = last
+    record = case_record(last) if isinstance(last, Case) else last if isinstance(last, dict) else {}
     failure = (RankHang if lost.silent else RankCrash)(
         f"{lost}; what was under way, if anything, is saved as it was drawn, not shrunk"
     )
-    report.failed(
-        save_record(failure, "every process stays", backend.agents.place.world_size, record, folder, backend.name)
-    )
+    world = backend.agents.place.world_size
+    report.failed(save_record(failure, "every process stays", world, record, folder, backend.name))
     report.summary()
 
 
 def _run(options: argparse.Namespace, report: Report, backend: TorchrunBackend, shrink_backend: ShrinkBackend) -> None:
     world = backend.agents.place.world_size
-    seed = seed_of(options)
+    seed = cli.seed_of(options)
     report.extras["seed"] = seed
     report.say(f"{counted(world, 'rank')}, joined by {backend.name}; seed {seed}; repeat this run with --seed {seed}")
     backend.start(world)
@@ -227,11 +214,10 @@ def run_links(report: Report, backend: TorchrunBackend, folder: Path) -> bool:
         return True
     report.start_world(world, 1, links.TITLE)
     started = time.perf_counter()
-    timeout = max(LARGE_TIMEOUT, backend.timeout)
 
     def run(function: Any, *arguments: Any) -> list[Any]:
         large = any(isinstance(x, int) and x > 2**20 for x in arguments)
-        return backend.run(function, *arguments, timeout=timeout if large else backend.timeout)
+        return backend.run(function, *arguments, timeout=max(LARGE_TIMEOUT if large else 0, backend.timeout))
 
     backend.last = {"links": {"world": world}}
     try:
@@ -251,28 +237,27 @@ def run_links(report: Report, backend: TorchrunBackend, folder: Path) -> bool:
 
 def run_long(report: Report, backend: TorchrunBackend, problem: LongProblem, folder: Path) -> None:
     case = problem.case("cuda" if backend.name == "nccl" else "cpu")
-    timeout, started = backend.timeout, time.perf_counter()
+    timeout, started, record = backend.timeout, time.perf_counter(), {"long": asdict(problem)}
     report.start_world(problem.world, 1, problem.kind)
-    backend.timeout = max(LARGE_TIMEOUT, timeout)
+    backend.timeout, about = max(LARGE_TIMEOUT, timeout), f"{problem.kind}, {problem.tokens} tokens"
     try:
         backend.submit(long_problems.judge, case)
-        backend.last = {"long": asdict(problem)}
+        backend.last = record
         seen: list[long_problems.Judgement] = backend.collect()
         ratios = long_problems.verdict(problem, seen)
     except VerificationFailure as failure:
-        report.end_world(f"{problem.kind}, {problem.tokens} tokens")
-        record = {"long": asdict(problem)}
+        report.end_world(about)
         report.failed(save_record(failure, long_problems.TITLE, problem.world, record, folder, backend.name))
         return
     finally:
         backend.timeout = timeout
     report.held(case.dtype, {long_problems.TITLE: float(np.max(list(ratios.values())))}, time.perf_counter() - started)
-    rows, about = seen[0].rows, f"{problem.kind}, {problem.tokens} tokens"
-    judged = "all rows" if rows == case.tokens else f"{rows} sampled rows, with what these add to dk and dv"
-    report.end_world(f"{about}, {judged}")
+    rows = seen[0].rows
+    about += ", all rows" if rows == case.tokens else f", {rows} sampled rows, with what these add to dk and dv"
+    report.end_world(about)
     slowest, most = max(one.seconds for one in seen), max(one.bytes for one in seen)
     cost = f"forward + backward {slowest:.3f} s, at most {most / 2**20:.0f} MiB of a rank"
-    report.notable.append(f"{about}, {judged}: {cost}")
+    report.notable.append(f"{about}: {cost}")
     report.detail("  worst error / bound " + ", ".join(f"{name} {ratio:.3g}" for name, ratio in ratios.items()))
     report.extras.setdefault("long", []).append(
         asdict(problem) | {"rows": rows, "worst_ratio": ratios, "seconds": slowest, "bytes": most}

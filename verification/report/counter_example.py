@@ -40,36 +40,22 @@ class CounterExample:
         """The command line, for a shell."""
         return shlex.join(self.command)
 
-    @property
-    def can_be_simulated(self) -> bool:
-        """Peers and training steps need the process groups of torch.distributed."""
-        return not {"peer", "training", "step_peer"} & set(self.record)
-
     def to_dict(self) -> dict[str, Any]:
         return {
-            "kind": self.kind,
-            "property": self.broken,
-            "world": self.world,
-            "backend": self.backend,
-            "case": dict(self.record),
-            "replay": self.replay,
-            "message": self.message,
-        }
+            "kind": self.kind, "property": self.broken, "world": self.world, "backend": self.backend,
+            "case": dict(self.record), "replay": self.replay, "message": self.message,
+        }  # fmt: skip
 
 
 def counter_example(
     failure: VerificationFailure, broken: str, world: int, record: Mapping[str, Any], file: Path, backend: str
 ) -> CounterExample:
-    """A counter-example whose record is saved in that file."""
+    """A counter-example whose record is saved in that file. Before any stacks it has what was noted on the cause."""
     place = [] if backend == "gloo" else ["--backend", backend]
     command = (sys.executable, "-m", "verification", "replay", *place, str(file.resolve()))
-    return CounterExample(failure.kind, broken, world, record, file, _message(failure), backend, command)
-
-
-def _message(failure: VerificationFailure) -> str:
-    """What was seen; after its first line, before any stacks, what was noted on the cause."""
     first, *rest = str(failure).splitlines() or [""]
-    return "\n".join([first, *getattr(failure, "__notes__", ()), *rest])
+    message = "\n".join([first, *getattr(failure, "__notes__", ()), *rest])
+    return CounterExample(failure.kind, broken, world, record, file, message, backend, command)
 
 
 def save_record(

@@ -1,11 +1,5 @@
 """What a sample of Cases covers: named features, decided from the Case alone, and how many Cases have each.
 
-    coverage = Coverage()
-    coverage.add(case)
-    coverage.to_dict()     feature -> Cases
-    coverage.rarest()      for a terminal: the features that few Cases have, or none
-    coverage.lines()       for a terminal: all features
-
 A strategy that no longer draws a feature shows here, and so does a run that was too short to say anything about one.
 Who sees whom is asked of `reference.exact`, one branch at a time.
 """
@@ -36,9 +30,6 @@ HUGE = 100.0  # of this size, a score of 16 bits or a difference of two would lo
 Has = Callable[[Any], bool]  # of a Case, or of what takes its place
 Flags = NDArray[np.bool_]
 Ints = NDArray[np.int64]
-
-
-# --- who sees whom ----------------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=64)
@@ -77,9 +68,6 @@ def _any(has: Callable[[Case, Branch], bool]) -> Has:
     return lambda case: any(has(case, branch) for branch in case.pattern.branches)
 
 
-# --- sizes ------------------------------------------------------------------------------------------------------------
-
-
 def _counts(case: Case) -> tuple[int, ...]:
     return case.shards().counts
 
@@ -107,9 +95,6 @@ def _offsets(case: Case, branch: Branch) -> list[int]:
 
 def _windows(case: Case) -> set[int | None]:
     return {branch.window for branch in case.pattern.branches}
-
-
-# --- features that take more than a line ------------------------------------------------------------------------------
 
 
 def _several(case: Case) -> bool:
@@ -181,10 +166,6 @@ def _scores_are_large(case: Case) -> bool:
     return rows > LEAST_BLOCK and rows * keys > max(_counts(case)) * case.head_dim
 
 
-def _scores_are_huge(case: Case) -> bool:
-    return case.values == "huge" or case.score_scale * abs(case.softmax_scale) * case.head_dim**0.5 >= HUGE / 4
-
-
 def _descends(case: Case) -> bool:
     """Some rank holds a stretch of neighbours, and after it an earlier one of at least two positions."""
     for held in case.shards().positions:
@@ -193,8 +174,6 @@ def _descends(case: Case) -> bool:
             return True
     return False
 
-
-# --- features ---------------------------------------------------------------------------------------------------------
 
 GROUPS: dict[str, dict[str, Has]] = {
     "ranks and tokens": {
@@ -284,14 +263,16 @@ GROUPS: dict[str, dict[str, Has]] = {
     "numbers": {
         "explicit scale": lambda case: case.scale is not None,
         "scale <= 0": lambda case: case.softmax_scale <= 0,
-        "huge scores": _scores_are_huge,
+        "huge scores": lambda case: (
+            case.values == "huge" or case.score_scale * abs(case.softmax_scale) * case.head_dim**0.5 >= HUGE / 4
+        ),
         "strided": lambda case: case.strided,
         "scores larger than queries": _scores_are_large,
         "descending stretches": _descends,
         "measured": lambda case: case.measured,
     },
 }
-_CHOICES: dict[str, tuple[str, ...]] = {
+_CHOICES: dict[str, tuple[str, ...]] = {  # without the kernel "cudnn", which is for GPUs alone
     "order": ORDERS, "exchange": EXCHANGES, "kernel": tuple(kernel for kernel in KERNELS if kernel != "cudnn"),
     "dtype": tuple(DTYPES), "values": VALUES, "lse": LSE, "again": AGAIN,
 }  # fmt: skip
@@ -301,12 +282,8 @@ def _chosen(name: str, choice: str) -> Has:
     return lambda case: getattr(case, name) == choice
 
 
-# The kernel "cudnn" is for GPUs alone.
 GROUPS |= {name: {f"{name} {x}": _chosen(name, x) for x in choices} for name, choices in _CHOICES.items()}
 FEATURES: dict[str, Has] = {name: has for features in GROUPS.values() for name, has in features.items()}
-
-
-# --- counting ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -11,21 +11,13 @@ from typing import Any
 
 import rich.progress
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 
 from verification.wording import counted
 
 DRAW_EVERY = 0.5  # seconds between drawings of the bars
 # Seconds until the first plain line of a part; each further one is twice as late, until they are so far apart.
 FIRST_LINE, LINES_APART = 5.0, 60.0
-
-
-def bars(console: Console, *more: ProgressColumn) -> rich.progress.Progress:
-    """Bars of 80 columns: what is done, of how much, and how long the rest takes. Drawn by `refresh` alone."""
-    return rich.progress.Progress(
-        TextColumn("{task.description}"), BarColumn(bar_width=16), MofNCompleteColumn(), *more, TimeRemainingColumn(),
-        console=console, auto_refresh=False, transient=True,
-    )  # fmt: skip
 
 
 class PlainLines:
@@ -54,7 +46,11 @@ class RunProgress:
 
     def __enter__(self) -> RunProgress:
         if self._console.is_terminal:
-            self._bars = bars(self._console, TextColumn("{task.fields[rate]}/s"), TextColumn("{task.fields[worst]}"))
+            rate, worst = TextColumn("{task.fields[rate]}/s"), TextColumn("{task.fields[worst]}")
+            self._bars = rich.progress.Progress(
+                TextColumn("{task.description}"), BarColumn(bar_width=16), MofNCompleteColumn(), rate, worst,
+                TimeRemainingColumn(), console=self._console, auto_refresh=False, transient=True,
+            )  # fmt: skip
             self._bars.start()
         return self
 

@@ -38,12 +38,9 @@ def typed_words(words: Sequence[str]) -> str:
 def processor_run(command: str) -> dict[str, Any]:
     """Record of a run on the processor, on any number of ranks: device, versions, commit, command."""
     return {
-        "device": f"{platform.machine()}, {os.cpu_count()} cores",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "commit": commit(),
-        "command": command,
-    }
+        "device": f"{platform.machine()}, {os.cpu_count()} cores", "torch": torch.__version__,
+        "python": platform.python_version(), "commit": commit(), "command": command,
+    }  # fmt: skip
 
 
 def surroundings(device: str, world: int, command: str) -> dict[str, Any]:

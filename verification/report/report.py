@@ -40,8 +40,6 @@ class Report(RunRecord):
     def __exit__(self, *exc: Any) -> None:
         self.progress.__exit__(*exc)
 
-    # --- events -------------------------------------------------------------------------------------------------------
-
     def start_world(self, world: int, goal: int, what: str = "") -> None:
         """From now on examples are on that world size; `goal` of them are planned. what: for the progress, in words."""
         self._under_way, self._world, self._done, self._alike = True, world, 0, 0
@@ -95,8 +93,6 @@ class Report(RunRecord):
     def failed_again(self) -> None:
         """An example failed as one did that was reported: it is counted, and passed over."""
         self._alike += 1
-
-    # --- words --------------------------------------------------------------------------------------------------------
 
     def say(self, line: str) -> None:
         """Print what everybody is to read."""

@@ -101,28 +101,23 @@ class RunRecord:
     def to_dict(self) -> dict[str, Any]:
         """The record as JSON. worst_ratio: None for what is not a number, or where nothing was compared."""
         worst = self.rows.of().worst
+        rows = [
+            {
+                "property": name, "world": world, "dtype": dtype, "examples": row.examples,
+                "worst_ratio": finite(row.worst_ratio), "seconds": round(row.seconds, 3),
+            }
+            for (name, world, dtype), row in sorted(self.rows.by_key.items())
+        ]  # fmt: skip
         return {
-            "examples": self.examples,
-            "distributed": self.distributed,
-            "seconds": round(self.seconds, 3),
+            "examples": self.examples, "distributed": self.distributed, "seconds": round(self.seconds, 3),
             "held": self.examples > 0 and not self.failures and not self.interrupted,
             "worst_ratio": {dtype: finite(worst.get(dtype)) for dtype in DTYPES},
-            "rows": [
-                {
-                    "property": name,
-                    "world": world,
-                    "dtype": dtype,
-                    "examples": row.examples,
-                    "worst_ratio": finite(row.worst_ratio),
-                    "seconds": round(row.seconds, 3),
-                }
-                for (name, world, dtype), row in sorted(self.rows.by_key.items())
-            ],
+            "rows": rows,
             "coverage": {"cases": self.coverage.cases, "features": self.coverage.to_dict()},
             "failures": [failure.to_dict() for failure in self.failures],
             **({"interrupted": True} if self.interrupted else {}),
             **self.extras,
-        }
+        }  # fmt: skip
 
     def add(self, other: RunRecord) -> None:
         """Take in what another part of the run found; not its seconds, which may be the same ones."""

@@ -1,8 +1,5 @@
-"""What is printed when a run ends: at most LINES lines of at most 80 columns, unless every detail is wanted.
-
-A table with one row for each property; what the drawn Cases covered; the verdict; and of what failed, last of all, the
-smallest counter-example with the line that replays it. Where that is too much, the properties that held exactly are
-counted instead of listed.
+"""What is printed when a run ends: at most LINES lines of at most 80 columns, unless every detail is wanted. Where that
+is too few, the properties that held exactly are counted instead of listed.
 """
 
 from __future__ import annotations
@@ -49,12 +46,10 @@ def seen(failure: CounterExample, most: int | None = None) -> list[Text]:
     if most is not None and len(said) > most:
         said = [*said[: most - 1], f"  ... (when it was found, {len(said) - most + 1} more lines were printed)"]
     found = [_headline(failure), *_plain(said)]
-    if failure.kind == RankHang.kind and failure.backend != "sim" and failure.can_be_simulated:
+    needs_groups = {"peer", "training", "step_peer"} & set(failure.record)  # which a simulation does not have
+    if failure.kind == RankHang.kind and failure.backend != "sim" and not needs_groups:
         found.append(Text("  a replay with --backend sim says who waits for whom, if it hangs there too"))
     return found
-
-
-# --- the table --------------------------------------------------------------------------------------------------------
 
 
 def _table(record: RunRecord, everything: bool, most: int) -> list[Text]:
@@ -105,9 +100,6 @@ def _ratio(value: float | None) -> str:
     return f"{value:.0e}" if value < 0.001 else f"{value:.3f}"
 
 
-# --- what was measured, verdict ---------------------------------------------------------------------------------------
-
-
 def _notable(record: RunRecord) -> list[Text]:
     return [line for text in record.notable for line in _plain(paragraph(text, hanging="  "))]
 
@@ -124,9 +116,6 @@ def _verdict(record: RunRecord) -> Text:
     end = ", then interrupted" if record.interrupted else ""
     style = "bold red" if failures or record.interrupted else "bold green"
     return Text(f"{held} in {record.seconds:.1f} s: ").append(f"{found}{end}", style)
-
-
-# --- counter-examples -------------------------------------------------------------------------------------------------
 
 
 def _counter_examples(failures: list[CounterExample], everything: bool) -> list[Text]:

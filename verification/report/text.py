@@ -39,19 +39,17 @@ def json_lines(head: str, record: Mapping[str, Any]) -> list[str]:
 def command_lines(head: str, words: Sequence[str]) -> list[str]:
     """A command line after `head`, continued by backslashes as a shell reads it. Files beneath the working directory
     are named as seen from there."""
-    lines = [head]
-    for number, word in enumerate(shlex.quote(_shortened(word)) for word in words):
+    lines, here = [head], Path.cwd()
+    shortened = (
+        os.path.relpath(x, here) if Path(x).is_absolute() and Path(x).is_relative_to(here) else x for x in words
+    )
+    for number, word in enumerate(map(shlex.quote, shortened)):
         last = number == len(words) - 1
         if len(lines[-1]) + len(word) + (0 if last else 2) > WIDTH and lines[-1].strip() != head.strip():
             lines[-1] += "\\"
             lines.append("    ")
         lines[-1] += word if last else f"{word} "
     return lines
-
-
-def _shortened(word: str) -> str:
-    here = Path.cwd()
-    return os.path.relpath(word, here) if Path(word).is_absolute() and Path(word).is_relative_to(here) else word
 
 
 def listing(head: str, items: Iterable[str], most: int) -> list[str]:
