@@ -1,16 +1,15 @@
 """What is checked of every example: one small function for each check.
 
-A check takes a Case, its Expectation and one Observation per rank of the group (in the group's order). It returns the
-worst error as a fraction of its bound, by quantity, or an empty dict where there is no such fraction because the check
-is exact. It raises WrongResult or MismatchedMessages for what is wrong, and says where. Nothing is sampled, and no
-tolerance is chosen here.
+A check takes a Case, its Expectation and one Observation per rank, in the group's order. It returns the worst error as
+a fraction of its bound, by quantity, empty where the check is exact. It raises WrongResult or MismatchedMessages, and
+says where. Nothing is sampled, and no tolerance is chosen here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from reference.bounds import Array
 from reference.exact import QUANTITIES, Expectation
 from reference.shards import Ints, default_bucket
 from verification.case import Case
-from verification.check.twin import check_twin
+from verification.check.twin import check_twin, largest
 from verification.failures import MismatchedMessages, WrongResult
 from verification.run.observation import LONGER, Message, Observations
 from verification.run.workspace import Workspace, limits
@@ -89,16 +88,15 @@ def _check_shape(case: Case, index: int, name: str, result: Array | None) -> Non
     """Of one rank's result, None where there is none."""
     length = case.shards().counts[index]
     heads = case.kv_heads if name in ("dk", "dv") else case.heads
-    whole = (case.batch, length, heads, case.head_dim)
-    shape = (case.batch, heads, length) if name == "lse" else whole
-    if result is None or result.shape != shape:
-        found = None if result is None else result.shape
+    shape = (case.batch, heads, length) if name == "lse" else (case.batch, length, heads, case.head_dim)
+    found = None if result is None else result.shape
+    if found != shape:
         raise WrongResult(f"answers: {name} of {_rank(case, index)} has shape {found}, not {shape}")
 
 
 def check_unseen(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
     """Rows that see nothing: out and dq exactly 0, lse exactly -inf. Keys that no row sees: dk and dv exactly 0."""
-    for name in _compared(case):
+    for name in compared(case):
         dead = expectation.dead_keys if name in ("dk", "dv") else expectation.dead_rows  # (H, N)
         if not dead.any():
             continue
@@ -118,7 +116,7 @@ def check_unseen(case: Case, expectation: Expectation, observations: Observation
 def check_finite(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
     """There is no NaN or infinity, except: -inf where rows see nothing; overflow where the exact result with its bound
     passes the largest number of the type; and anything where the bound is infinite."""
-    for name in _compared(case):
+    for name in compared(case):
         seen = assemble(case, observations, name)
         if np.isfinite(seen).all():
             continue
@@ -132,28 +130,15 @@ def check_finite(case: Case, expectation: Expectation, observations: Observation
     return {}
 
 
-def check_values(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
-    """|seen - exact| <= bound, in every entry of the output and of lse."""
-    return _within_bounds(case, expectation, observations, ("out", "lse"))
-
-
-def check_gradients(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
-    """|seen - exact| <= bound, in every entry of dq, dk and dv."""
-    return _within_bounds(case, expectation, observations, ("dq", "dk", "dv"))
-
-
-def _within_bounds(
-    case: Case, expectation: Expectation, observations: Observations, quantities: Collection[str]
+def check_values(
+    case: Case, expectation: Expectation, observations: Observations, *, quantities: Collection[str]
 ) -> Ratios:
+    """|seen - exact| <= bound, in every entry of these quantities."""
     worst = {}
-    for name in _compared(case):
+    for name in compared(case):
         if name not in quantities:
             continue
-        seen, exact, bound = (
-            assemble(case, observations, name),
-            expectation.exact[name],
-            expectation.bound[name],
-        )
+        seen, exact, bound = assemble(case, observations, name), expectation.exact[name], expectation.bound[name]
         with np.errstate(invalid="ignore"):
             error = np.abs(seen - exact)
         if not np.isfinite(error).all():  # -inf where -inf belongs, and overflow: as `check_finite` has it
@@ -161,7 +146,7 @@ def _within_bounds(
         wrong = ~(error <= bound)
         if wrong.any():
             ratio = _ratio(error, bound)
-            where = np.unravel_index(int(np.argmax(np.where(wrong, ratio, -1.0))), ratio.shape)
+            where = largest(np.where(wrong, ratio, -1.0))
             raise WrongResult(
                 f"values: {name} is {seen[where]} {_place(case, name, where)}, expected {exact[where]}: "
                 f"error {error[where]:.3g} is {ratio[where]:.3g} times its bound {bound[where]:.3g}; "
@@ -201,8 +186,8 @@ def check_messages(case: Case, expectation: Expectation, observations: Observati
             for dst, back in enumerate(received):
                 gone, come = to.get(dst, []), back.get(src, [])
                 if gone != come:
-                    at = next((i for i, (a, b) in enumerate(zip(gone, come, strict=False)) if a != b), None)
-                    at = min(len(gone), len(come)) if at is None else at
+                    apart = (i for i, (a, b) in enumerate(zip(gone, come, strict=False)) if a != b)
+                    at = next(apart, min(len(gone), len(come)))
                     raise MismatchedMessages(
                         f"messages: {phase}, number {at} from {_rank(case, src)} to {_rank(case, dst)}: "
                         f"sent {_message(gone, at)}, received {_message(come, at)}"
@@ -229,9 +214,8 @@ def check_traffic(case: Case, expectation: Expectation, observations: Observatio
 
 
 def check_buffers(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
-    """The peak of communication buffers on every rank, forward and backward, is that of `reference.cost.buffers`; and
-    the default bucket of a long sequence is as defined.
-    """
+    """The peak of communication buffers on every rank is that of `reference.cost.buffers`, the default bucket of a long
+    sequence as defined."""
     bucket = default_bucket(LONGER, case.heads, case.kv_heads, case.torch_dtype.itemsize, case.device)
     for index, seen in enumerate(observations):
         if seen.layout.bucket != bucket:
@@ -266,16 +250,14 @@ def check_workspace(case: Case, expectation: Expectation, observations: Observat
             if sees and not found.products:
                 raise WrongResult(f"{where} has rows that see keys, and no product of matrices was seen")
             for few, many in found.products:  # either may be the keys
-                if few > min(allowed.query_vectors, allowed.key_vectors) or many > max(
-                    allowed.query_vectors, allowed.key_vectors
-                ):
+                least, most = sorted((allowed.query_vectors, allowed.key_vectors))
+                if few > least or many > most:
                     raise WrongResult(
                         f"{where} multiplied {few} vectors by {many}; {case.tokens_per_call} tokens per call allow "
                         f"{allowed.key_vectors} of keys and {allowed.query_vectors} of queries"
                     )
-            most = getattr(allowed, phase)
-            if found.largest > most:
-                raise WrongResult(f"{where} made a tensor of {found.largest} bytes; the largest may have {most}")
+            if found.largest > (size := getattr(allowed, phase)):
+                raise WrongResult(f"{where} made a tensor of {found.largest} bytes; the largest may have {size}")
     return {}
 
 
@@ -292,15 +274,8 @@ class Costs:
 @lru_cache(maxsize=64)
 def costs(case: Case) -> Costs:
     """By `reference.cost`. Kept, so that it can be called while the ranks are at work."""
-    setting = cost.Setting(
-        case.pattern,
-        case.shards().positions,
-        case.batch,
-        case.heads,
-        case.kv_heads,
-        case.head_dim,
-        case.torch_dtype.itemsize,
-    )
+    sizes = case.batch, case.heads, case.kv_heads, case.head_dim, case.torch_dtype.itemsize
+    setting = cost.Setting(case.pattern, case.shards().positions, *sizes)
     sent = cost.sent(setting, case.exchange, case.narrow)
     held = cost.buffers(setting, case.exchange, case.tokens_per_call, case.narrow)
     return Costs(sent.forward, sent.backward, held.forward, held.backward)
@@ -308,29 +283,19 @@ def costs(case: Case) -> Costs:
 
 # In the order in which they are made: a wrong shape before wrong numbers, and so on.
 CHECKS: dict[str, Callable[[Case, Expectation, Observations], Ratios]] = {
-    "oracle": check_twin,
-    "layout": check_layout,
-    "answers": check_answers,
-    "messages": check_messages,
-    "unseen": check_unseen,
-    "finite": check_finite,
-    "values": check_values,
-    "gradients": check_gradients,
-    "inputs": check_inputs,
-    "repeat": check_repeat,
-    "traffic": check_traffic,
-    "buffers": check_buffers,
-    "workspace": check_workspace,
-}
+    "oracle": check_twin, "layout": check_layout, "answers": check_answers, "messages": check_messages,
+    "unseen": check_unseen, "finite": check_finite, "values": partial(check_values, quantities=("out", "lse")),
+    "gradients": partial(check_values, quantities=("dq", "dk", "dv")), "inputs": check_inputs, "repeat": check_repeat,
+    "traffic": check_traffic, "buffers": check_buffers, "workspace": check_workspace,
+}  # fmt: skip
 
 
 # --- helpers ----------------------------------------------------------------------------------------------------------
 
 
 def assemble(case: Case, observations: Observations, name: str) -> Array:
-    """A result of the whole sequence, tokens in their global order, fp64, from the shards of all ranks. Raises
-    WrongResult for a shard of another shape.
-    """
+    """A result of the whole sequence, tokens in their global order, in fp64. Raises WrongResult for a shard of another
+    shape."""
     axis = 2 if name == "lse" else 1
     for index, seen in enumerate(observations):
         _check_shape(case, index, name, getattr(seen, name))
@@ -338,8 +303,8 @@ def assemble(case: Case, observations: Observations, name: str) -> Array:
     return np.concatenate(shards, axis).take(case.shards().place, axis)
 
 
-def _compared(case: Case) -> Iterable[str]:
-    return (name for name in QUANTITIES if name != "lse" or case.lse != "unused")
+def compared(case: Case) -> list[str]:
+    return [name for name in QUANTITIES if name != "lse" or case.lse != "unused"]
 
 
 def _overflow(case: Case, expectation: Expectation, name: str, seen: Array) -> NDArray[np.bool_]:
@@ -408,7 +373,4 @@ def _by_peer(case: Case, index: int, messages: Iterable[Message]) -> dict[int, l
 
 
 def _message(messages: list[tuple[int, Any]], at: int) -> str:
-    if at >= len(messages):
-        return "nothing"
-    size, label = messages[at]
-    return f"{label!r} of {size} bytes"
+    return f"{messages[at][1]!r} of {messages[at][0]} bytes" if at < len(messages) else "nothing"

@@ -9,17 +9,11 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from reference.arithmetic import (
-    Arithmetic,
-    Counts,
-    blocks_of_a_call,
-    most_partials,
-    most_parts,
-    most_seen,
-    most_taken,
-)
+from reference import arithmetic
+from reference.arithmetic import Arithmetic, Counts
 from reference.exact import Expectation, Inputs, evaluate
 from verification.case import Case
+from verification.check.supported import fused_on_gpus
 
 
 def expect(case: Case) -> Expectation:
@@ -28,10 +22,7 @@ def expect(case: Case) -> Expectation:
 
 
 def inputs_of(case: Case, tensors: tuple[Tensor, ...]) -> Inputs:
-    """q, k, v, dout, dlse of the whole sequence, these or others in the place of `case.tensors()`, as NumPy has them.
-
-    dlse takes no part unless the Case's does.
-    """
+    """These, or others in the place of `case.tensors()`, in NumPy; dlse takes no part unless the Case's does."""
     q, k, v, dout, dlse = (x.double().numpy() for x in tensors)
     return Inputs(q, k, v, dout, dlse if case.through_lse else None, case.pattern, case.softmax_scale)
 
@@ -45,21 +36,20 @@ def arithmetic_of(case: Case) -> Arithmetic:
 
 def counts_of(case: Case, kernel: str) -> Counts:
     """How much is added up, in calls of that kernel of `arithmetic.KERNELS`."""
-    keys, rows = most_seen(case.pattern, case.tokens, case.heads, case.kv_heads)
-    taken = [most_taken(branch, case.pattern.causal, case.tokens) for branch in case.pattern.branches]
+    keys, rows = arithmetic.most_seen(case.pattern, case.tokens, case.heads, case.kv_heads)
+    taken = [arithmetic.most_taken(branch, case.pattern.causal, case.tokens) for branch in case.pattern.branches]
     shards = case.order, case.cuts is not None, len(case.ranks)
-    parts = most_parts(case.exchange, *shards, case.pattern.causal, max(taken) > 1)
-    partials = most_partials(*shards, case.tokens, case.tokens_per_call, sum(taken), parts)
+    parts = arithmetic.most_parts(case.exchange, *shards, case.pattern.causal, max(taken) > 1)
+    partials = arithmetic.most_partials(*shards, case.tokens, case.tokens_per_call, sum(taken), parts)
     merges, row_merges = min(keys, partials), min(rows, partials * (case.heads // case.kv_heads))
-    key_blocks, row_blocks = (1, 2) if kernel == "gpu" else blocks_of_a_call(case.tokens)
+    key_blocks, row_blocks = (1, 2) if kernel == "gpu" else arithmetic.blocks_of_a_call(case.tokens)
     return Counts(keys, rows, merges, row_merges, key_blocks, row_blocks)
 
 
 def kernel_of(case: Case) -> str:
-    """Whose bounds a Case has. On a GPU, fused kernels take head dims up to 128 that are multiples of 8."""
+    """Whose bounds a Case has."""
     if case.kernel == "math":
         return "math"
     if case.device == "cpu":
         return "flash"
-    fused = case.dtype in ("bfloat16", "float16") and case.head_dim % 8 == 0 and case.head_dim <= 128
-    return "gpu" if fused else "math"
+    return "gpu" if fused_on_gpus(case) else "math"

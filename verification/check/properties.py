@@ -1,8 +1,7 @@
 """The properties of one example that the report lists, each made of checks of `verification.check.checks`.
 
-They are looked at in an order in which a cause comes before its effects: a wrong shape before wrong numbers, a message
-that nobody takes before the bytes that it makes too many. The first is about the judge, not the ranks: that the oracle
-and the computation that judges the example agree.
+Causes come before their effects: a wrong shape before wrong numbers, a message that nobody takes before the bytes that
+it makes too many. The oracle's is about the judge, not the ranks.
 """
 
 from __future__ import annotations
@@ -66,8 +65,8 @@ def checks_of(titles: Collection[str]) -> tuple[str, ...]:
 
 
 def prepare(case: Case) -> Expectation:
-    """What the Case must give; besides, all else that `check` needs and that does not depend on the ranks' answers is
-    computed and kept. So this can be done while the ranks are at work."""
+    """What the Case must give; all else that `check` needs of the Case alone is computed and kept. So this can be done
+    while the ranks are at work."""
     expectation = expect(case)
     costs(case)
     if is_compared(case):
@@ -78,19 +77,15 @@ def prepare(case: Case) -> Expectation:
 def check(
     case: Case, expectation: Expectation, observations: Observations, names: Sequence[str] = tuple(CHECKS)
 ) -> dict[str, float]:
-    """By the title of each property that these checks (by default all) make up: its worst error as a fraction of the
-    bound, 0 where it is exact. Raises the first failure, whose `broken` is the title of the property.
-    """
+    """By title of each property that these checks make up: its worst error as a fraction of the bound, 0 where it is
+    exact. Raises the first failure, whose `broken` is the title of the property."""
     return look_at(PROPERTIES, {name: CHECKS[name] for name in names}, case, expectation, observations)
 
 
 def look_at(
-    properties: Sequence[Property],
-    checks: Mapping[str, Callable[[Any, Any, Any], Ratios]],
-    case: Any,
-    expectation: Any,
-    observations: Any,
-) -> dict[str, float]:
+    properties: Sequence[Property], checks: Mapping[str, Callable[[Any, Any, Any], Ratios]],
+    case: Any, expectation: Any, observations: Any,
+) -> dict[str, float]:  # fmt: skip
     """The same for any properties and checks, of a Case or of what takes its place."""
     ratios: dict[str, Ratios] = {}
     for name, made in checks.items():

@@ -1,8 +1,7 @@
 """The oracle and its twin agree: what examples are judged by is compared with the definition itself.
 
-Every example is judged by the results of `reference.exact`, the fast twin of `reference.oracle`. Here both are held
-against each other on the same inputs: on all Cases of at most MOST_SCORES scores (batch * query heads * tokens^2), nine
-in ten of the drawn ones, since the dense oracle costs too much on larger ones.
+Every example is judged by `reference.exact`, the fast twin of `reference.oracle`. Here both are held against each other
+on all Cases of at most MOST_SCORES scores (batch * query heads * tokens^2), nine in ten of the drawn ones.
 
 How far apart they may be is derived. Both compute in fp64, without a merge of partial results, so each is within
 `reference.bounds` of what is exact, for an `Arithmetic` of fp64 with p = p' = 1; for fp64 these bounds count both sides
@@ -43,8 +42,8 @@ def check_twin(case: Case, expectation: Expectation, observations: Observations)
 
 @lru_cache(maxsize=1)
 def by_the_oracle(expectation: Expectation) -> tuple[dict[str, Array], dict[str, Array]]:
-    """The oracle's results by quantity, shaped as in `reference.exact`, and how far from them another computation in
-    fp64 may be. Kept, so that it can be called while the ranks are at work.
+    """The oracle's results by quantity, and how far from them another computation in fp64 may be. Kept, so that it can
+    be called while the ranks are at work.
 
     Rows that see nothing pass no gradient on, whatever they are given: the oracle is given NaN and -inf there.
     """
@@ -66,10 +65,15 @@ def _compare(name: str, oracle: Array, twin: Array, allowed: Array) -> float:
         ratio = np.where(oracle == twin, 0.0, np.abs(oracle - twin) / allowed)
     ratio[np.isnan(ratio) & np.isposinf(allowed)] = 0.0  # where nothing is known
     if not (ratio <= 1).all():
-        where = np.unravel_index(int(np.argmax(np.nan_to_num(ratio, nan=np.inf))), ratio.shape)
+        where = largest(ratio)
         raise WrongResult(
-            f"oracle: {name} is {oracle[where]} at {tuple(map(int, where))} of {oracle.shape} by the oracle, and "
+            f"oracle: {name} is {oracle[where]} at {where} of {oracle.shape} by the oracle, and "
             f"{twin[where]} by its twin: {ratio[where]:.3g} times as far apart as computations in fp64 may be, "
             f"{allowed[where]:.3g}"
         )
     return float(ratio.max(initial=0.0))
+
+
+def largest(ratio: Array) -> tuple[int, ...]:
+    """The place of its largest number, or of a NaN."""
+    return tuple(map(int, np.unravel_index(int(np.argmax(np.nan_to_num(ratio, nan=np.inf))), ratio.shape)))

@@ -1,8 +1,8 @@
 """Where ranks run: one interface, behind it processes joined by gloo or NCCL, or a simulation.
 
-A backend is given a *task*: a function of `verification.run.rank` that takes a `Transport` and a Case and does
-what one rank does. `submit` starts it on every rank of the Case's group, `collect` waits for the answers; in
-between, the parent computes what to expect. A task does not know how its ranks were started.
+A backend is given a *task*: a function of `verification.run.rank` that takes a `Transport` and a Case and does what one
+rank does. `submit` starts it on every rank of the group, `collect` waits; in between, the parent computes what to
+expect.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Backend(Protocol):
         ...
 
     def collect(self) -> list[Any]:
-        """What each rank of the Case's group answered, in the group's order. Raises a `VerificationFailure`
-        where a rank crashed, hung or raised; the next `submit` then meets ranks as good as new."""
+        """What each rank of the Case's group answered, in the group's order. Raises a `VerificationFailure` where a
+        rank crashed, hung or raised; the next `submit` then meets ranks as good as new."""
         ...
 
     def close(self) -> None: ...
@@ -104,10 +104,8 @@ class PoolBackend:
     def prepared(self) -> Pool:
         """The pool, its ranks warm. Raises Unavailable."""
         assert self._pool is not None
-        if (
-            self._pool.generation != self._warm
-        ):  # new ranks are slower: the timeout may have been shortened for ranks that are warm
-            try:
+        if self._pool.generation != self._warm:
+            try:  # new ranks are slower: the timeout may have been shortened for ranks that are warm
                 self._pool.run(warm_up, self.prepare, timeout=WARM_UP_TIMEOUT)
             except (RankFailure, PoolError) as error:
                 raise Unavailable(f"the ranks could not be prepared: {error}") from error
@@ -176,18 +174,14 @@ class SimBackend(PoolBackend):
             self.open_pool(1)
 
     def submit(self, task: Task, case: Example, *arguments: Any) -> None:
-        if self.prompt is None:
-            self.post(simulate, task, case, arguments)
-        else:
-            self.post(simulate_promptly, task, case, (self.prompt, *arguments))
+        self.post(simulate, task, case, (self.prompt, *arguments))
 
     def collect(self) -> list[Any]:
         assert self._under_way is not None
         world = self._under_way[1].world
-        _, (answer,) = self.answers(self.timeout * max(1.0, world / RANKS_PER_TIMEOUT))
+        _, ((answer, prompt),) = self.answers(self.timeout * max(1.0, world / RANKS_PER_TIMEOUT))
         if self.prompt is not None:
-            answer, met = answer
-            self.prompt.met.update(met)
+            self.prompt.met.update(prompt.met)
         if isinstance(answer, RankFailure):
             raise answer
         return list(answer)
@@ -195,10 +189,7 @@ class SimBackend(PoolBackend):
 
 def open_backend(name: str) -> Backend:
     """The backend of that name in BACKENDS, not started."""
-    backends: dict[str, type[GlooBackend] | type[SimBackend]] = {
-        backend.name: backend for backend in (GlooBackend, SimBackend, NcclBackend)
-    }
-    return backends[name]()
+    return next(backend() for backend in (GlooBackend, SimBackend, NcclBackend) if backend.name == name)
 
 
 def observe_on(backend: Backend, case: Case, *arguments: Any) -> list[Observation]:
@@ -221,21 +212,15 @@ def work(task: Task, case: Example, arguments: tuple[Any, ...]) -> Any:
     return None if transport is None else task(transport, case, *arguments)
 
 
-def simulate(
-    task: Task, case: Example, arguments: tuple[Any, ...], prompt: Prompt | None = None
-) -> list[Any] | RankFailure:
-    """What the one process of a simulation is called with. A failure is returned, not raised: its states are kept."""
+def simulate(task: Task, case: Example, arguments: tuple[Any, ...]) -> tuple[list[Any] | RankFailure, Prompt | None]:
+    """What the one process of a simulation is called with. The prompt, with which the arguments begin, comes back with
+    what was received. A failure is returned, not raised: its states are kept."""
+    prompt, *others = arguments
     simulation = Simulation(len(case.ranks), case.seed, case.ranks, prompt)
     try:
-        return simulation.run(lambda transport: task(transport, case, *arguments))
+        return simulation.run(lambda transport: task(transport, case, *others)), prompt
     except RankFailure as failure:
-        return failure
-
-
-def simulate_promptly(task: Task, case: Example, arguments: tuple[Any, ...]) -> tuple[list[Any] | RankFailure, Any]:
-    """The same with the Prompt that the arguments begin with; also what was received (`Prompt.met`)."""
-    prompt, *others = arguments
-    return simulate(task, case, tuple(others), prompt), prompt.met
+        return failure, prompt
 
 
 def _transport(case: Example) -> Transport | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ring.caching.bounded import Bounded
@@ -18,10 +17,8 @@ _WRAPPED = (staticmethod, classmethod)  # in a class's namespace, around the fun
 
 def clear_caches(packages: tuple[str, ...]) -> None:
     """Empty every functools cache, and every `Bounded`, in the modules of these packages that are imported."""
-    for _, bounded in bounded_of(packages):
-        bounded.clear()
-    for _, recent in recent_of(packages):
-        recent.cache_clear()
+    for _, cache in _caches(packages):
+        cache.clear() if isinstance(cache, Bounded) else cache.cache_clear()
 
 
 def bounded_of(packages: tuple[str, ...]) -> list[tuple[str, Bounded[Any, Any]]]:
@@ -35,26 +32,17 @@ def recent_of(packages: tuple[str, ...]) -> list[tuple[str, Any]]:
 
 
 def _caches(packages: tuple[str, ...]) -> list[tuple[str, Any]]:
-    return [(module.__name__, cache) for module in modules_of(packages) for cache in _caches_of(module)]
-
-
-def modules_of(packages: tuple[str, ...]) -> list[types.ModuleType]:
-    """The imported modules of these packages."""
     inside = tuple(f"{package}." for package in packages)
     # One example in eleven asks for them, four times on each rank, and there are thousands of other modules.
     names = [name for name in list(sys.modules) if name.startswith(inside) or name in packages]
-    return [module for name in names if (module := sys.modules.get(name)) is not None]
+    modules = [module for name in names if (module := sys.modules.get(name)) is not None]
+    return [(module.__name__, cache) for module in modules for cache in _caches_of(module)]
 
 
-def _caches_of(module: types.ModuleType) -> Iterator[Any]:
+def _caches_of(module: types.ModuleType) -> list[Any]:
     """Those among the module's values, and among the members of the classes that it defines."""
     values = list(vars(module).values())
-    yield from _caches_in(values)
-    for value in values:
-        if isinstance(value, type) and value.__module__ == module.__name__:
-            members = list(vars(value).values())
-            yield from _caches_in(x.__func__ if isinstance(x, _WRAPPED) else x for x in members)
-
-
-def _caches_in(values: Iterable[Any]) -> Iterator[Any]:
-    return (value for value in values if isinstance(value, _CACHES))
+    classes = [value for value in values if isinstance(value, type) and value.__module__ == module.__name__]
+    members = [member for one in classes for member in list(vars(one).values())]
+    values += [x.__func__ if isinstance(x, _WRAPPED) else x for x in members]
+    return [value for value in values if isinstance(value, _CACHES)]

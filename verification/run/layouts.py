@@ -69,12 +69,9 @@ def _held(order: str, n: int, p: int, documents: tuple[int, ...]) -> list[list[i
 
 
 def strided_copy(x: Tensor, other: int = 2) -> Tensor:
-    """A tensor equal to x that is not contiguous: dimensions 1 and `other` lie in the other order, in a slice of a
-    larger buffer. With the last dimension as `other`, that is not the innermost one any more.
-
-    x has at least three dimensions (q is (B, n, H, D), lse (B, H, n)). What the slice leaves out is NaN, so that a
-    reader that goes by the wrong strides gets NaN. Tensors of one element or none have no other order, but lie in the
-    larger buffer too.
+    """A tensor equal to x, of at least three dimensions, that is not contiguous: dimensions 1 and `other` lie in the
+    other order, in a slice of a larger buffer. What the slice leaves out is NaN, which a reader that goes by the wrong
+    strides gets.
     """
     swapped = x.transpose(1, other)
     buffer = x.new_full([size + 1 for size in swapped.shape], math.nan)

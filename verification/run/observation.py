@@ -42,11 +42,10 @@ LONGER = 65536
 @dataclass(frozen=True, eq=False)
 class Observation:
     """What one rank saw. Arrays as `carry` makes them: its shard of out, dq (B, L, H, D), dk, dv (B, L, Hk, D), lse
-    (B, H, L).
+    (B, H, L), None exactly if the Case has it unused.
 
-    lse is None exactly if the Case has it unused. dtypes: names of the results' types, in the order of QUANTITIES.
-    Messages are in the order in which they were posted; peers are indices in the group. Buffers: peak bytes of
-    communication buffers. inputs_unchanged: bit for bit. repeat_equal: a second run, as the Case's `again` has it, gave
+    dtypes: names of the results' types, in the order of QUANTITIES. Messages are in the order in which they were
+    posted. Buffers: peak bytes of communication buffers. inputs_unchanged: bit for bit. repeat_equal: a second run gave
     the same bits and sent the same. Workspaces are there exactly if the Case is measured.
     """
 
@@ -76,8 +75,3 @@ def carry(x: torch.Tensor) -> Floats:
     """The same numbers as a NumPy array that travels between processes: 16-bit types as float32, others as they are."""
     x = x.detach()
     return np.asarray((x.float() if x.dtype.itemsize == 2 else x).cpu().numpy())
-
-
-def dtype_name(x: torch.Tensor) -> str:
-    """`bfloat16` of torch.bfloat16."""
-    return str(x.dtype).removeprefix("torch.")

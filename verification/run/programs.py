@@ -1,7 +1,7 @@
 """What one rank does with several calls in flight on one or two groups, and what became of each step.
 
-A program is a list of steps: forwards and backwards of calls. Before it every call is run by itself, which gives the
-results that it must have in the program too, bit for bit.
+A program is a list of forwards and backwards of calls. Before it every call is run by itself, which gives the results
+that it must have in the program too, bit for bit.
 """
 
 from __future__ import annotations
@@ -25,19 +25,17 @@ from verification.run.simulation.simulated_transport import SimulatedTransport
 T = TypeVar("T")
 
 DIRECTIONS = ("forward", "backward")
-# Who makes a step: the rank's own thread; a second one, while the own thread waits; or the own one, while a second one
-# tries to begin a forward on the same group.
-WAYS = ("own thread", "second thread", "besieged")
 WAIT = 0.01  # seconds that a second thread is given to begin a call though it must not
 
 
 @dataclass(frozen=True)
 class FlightStep:
-    """call: its number in the program."""
+    """call: its number in the program. way: "own thread"; "second thread", while the own one waits; "besieged": the own
+    thread, while a second one tries to begin a forward on the same group."""
 
     direction: str
     call: int
-    way: str = WAYS[0]
+    way: str = "own thread"
 
 
 @dataclass(frozen=True)
@@ -70,42 +68,34 @@ class Account:
     early: bool = False
 
 
-def second_case(case: Case, members: Sequence[int]) -> Case:
-    """The Case on a group of some of its ranks."""
-    return replace(case, group=tuple(case.ranks[member] for member in members), cuts=None)
-
-
-def second_group(transport: Transport, members: Sequence[int]) -> Transport | None:
-    """The transport of a group of some of all ranks, which all of them ask for; None on those that are no members."""
+def _groups(transport: Transport, members: Sequence[int] | None) -> list[Transport | None]:
+    """The transports of all ranks and, if there are members, of these, which all ranks ask for; None on the others."""
+    if members is None:
+        return [transport]
     if isinstance(transport, SimulatedTransport):
-        return transport.subgroup(members)
+        return [transport, transport.subgroup(members)]
     assert isinstance(transport, ProcessGroupTransport)
     group = subgroup(tuple(members))
-    return None if group is None else transport_of(group)
+    return [transport, None if group is None else transport_of(group)]
 
 
 def carry_out(
-    transport: Transport,
-    case: Case,
-    members: Sequence[int] | None,
-    calls: Sequence[Planned],
-    programs: Sequence[Sequence[FlightStep]],
-    afterwards: Sequence[FlightStep],
-) -> Account:
+    transport: Transport, case: Case, members: Sequence[int] | None, calls: Sequence[Planned],
+    programs: Sequence[Sequence[FlightStep]], afterwards: Sequence[FlightStep],
+) -> Account:  # fmt: skip
     """Task: this rank's program, up to the first error; then its part of what all ranks do afterwards.
 
     members: of the second group, as indices of the first, which is then that of all ranks.
     """
-    groups = [_On(transport, case)]
+    cases, gates = [case], [None if one is None else _Gate(one) for one in _groups(transport, members)]
     if members is not None:
-        second = second_group(transport, members)
-        groups.append(_On(second, second_case(case, members)))
+        cases.append(replace(case, group=tuple(case.ranks[member] for member in members), cuts=None))
     flights = {
-        number: _Flight.of(groups[call.group], call, number)
+        number: _Flight.of(gate, cases[call.group], call, number)
         for number, call in enumerate(calls)
-        if groups[call.group].gate is not None
+        if (gate := gates[call.group]) is not None
     }
-    account = Account([one.number for one in groups])
+    account = Account(_numbers(gates))
     for step in programs[transport.rank]:
         try:
             _take(step, flights[step.call], account)
@@ -117,20 +107,12 @@ def carry_out(
         if step.call in flights:
             _take(step, flights[step.call], account)
     account.wrong = [word for flight in flights.values() for word in flight.wrong()]
-    account.after = [one.number for one in groups]
+    account.after = _numbers(gates)
     return account
 
 
-class _On:
-    """A group, seen from this rank. gate: to its transport; None if the rank is no member."""
-
-    def __init__(self, transport: Transport | None, case: Case) -> None:
-        self.gate = None if transport is None else _Gate(transport)
-        self.case = case
-
-    @property
-    def number(self) -> int | None:
-        return None if self.gate is None else self.gate.calls.number
+def _numbers(gates: Sequence[_Gate | None]) -> list[int | None]:
+    return [None if gate is None else gate.calls.number for gate in gates]
 
 
 @dataclass
@@ -147,11 +129,10 @@ class _Flight:
     found: list[dict[str, Tensor | None]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, on: _On, planned: Planned, number: int) -> _Flight:
+    def of(cls, gate: _Gate, case: Case, planned: Planned, number: int) -> _Flight:
         """Runs the call by itself. Calls are alike in all but their numbers and names."""
-        assert on.gate is not None
-        whole = replace(on.case, seed=(on.case.seed + number) % 2**63).tensors()
-        made = cls(on.gate, on.case, planned, number, shards(on.case, on.gate.rank, whole), {})
+        whole = replace(case, seed=(case.seed + number) % 2**63).tensors()
+        made = cls(gate, case, planned, number, shards(case, gate.rank, whole), {})
         made.forward()
         made.backward()
         # Copies, since what later calls give may lie in the same place.

@@ -1,9 +1,8 @@
 """What one rank does with a Case: it rebuilds the tensors, takes its shard, runs forward and backward, and returns what
 it saw.
 
-Tasks: functions of (transport, case, ...) for a `verification.run.backends.Backend`. They know the public face of
-`ring`, its recording transport and its counter of buffers, nothing else; where the transport comes from is
-the backend's business.
+Tasks are functions of (transport, case, ...) for a `verification.run.backends.Backend`. They know the public face of
+`ring`, its recording transport and its counter of buffers, nothing else.
 """
 
 from __future__ import annotations
@@ -23,18 +22,12 @@ from ring.budget import default_bucket
 from ring.comm.buffer_memory import measure
 from ring.comm.transport import RecordingTransport
 from verification.case import Case
+from verification.run import second_run
 from verification.run.given_group import Group, bare_or_mesh
 from verification.run.layouts import layout_of, strided_copy
-from verification.run.observation import LONGER, Division, Observation, carry, dtype_name
-from verification.run.second_run import (
-    another_default_device,
-    another_default_dtype,
-    in_one_storage,
-    must_not_be_differentiated,
-    without_gradient,
-)
+from verification.run.observation import LONGER, Division, Observation, carry
 from verification.run.workspace import Meter, Workspace
-from verification.run.written import as_it_is, otherwise
+from verification.run.written import otherwise
 
 Tensors = tuple[Tensor, ...]  # q, k, v, dout, dlse
 Result = TypeVar("Result")
@@ -65,7 +58,8 @@ class InputEdit:
         """New tensors for the whole sequence: q, dout (B, n, H, D), k, v (B, n, Hk, D), dlse (B, H, n)."""
         q, k, v, dout, dlse = tensors
         if self.kind == "after":
-            q, k, v = (torch.cat((x[:, : self.number + 1], _others(x[:, self.number + 1 :])), 1) for x in (q, k, v))
+            after = self.number + 1  # none of the others in its old place with its old sign
+            q, k, v = (torch.cat((x[:, :after], -x[:, after:].flip(1)), 1) for x in (q, k, v))
         elif self.kind == "poison":
             q, k, v = q.clone(), k.clone(), v.clone()
             spoiled = {"q": q, "k": k, "v": v}[self.name]
@@ -88,11 +82,6 @@ class InputEdit:
         else:
             raise ValueError(f"kind is {self.kind!r}; it must be one of after, poison, permute, hide, shift, equal")
         return q, k, v, dout, dlse
-
-
-def _others(x: Tensor) -> Tensor:
-    """Other numbers of the same kind and size, none of them in its old place with its old sign."""
-    return -x.flip(1)
 
 
 def whole_tensors(case: Case, edit: InputEdit | None = None) -> Tensors:
@@ -153,13 +142,9 @@ _WITH_ANOTHER = ("no_grad", "backward", "between", "pipelined")  # runs that tak
 
 
 def attend(
-    transport: Transport,
-    case: Case,
-    inputs: Tensors,
-    how: str = "alike",
-    meter: Meter | None = None,
+    transport: Transport, case: Case, inputs: Tensors, how: str = "alike", meter: Meter | None = None,
     record: Callable[[Transport], RecordingTransport] = RecordingTransport,
-) -> Pass:
+) -> Pass:  # fmt: skip
     """ring_attention forward and backward on this rank's share of q, k, v, dout, dlse, watched by the meter if there is
     one. how: as a Case's `again`. record: makes what keeps the record of messages."""
     group: Group = bare_or_mesh(transport, case) if how == "group" else record(transport)
@@ -196,14 +181,9 @@ class RankCall:
 
     @classmethod
     def forward(
-        cls,
-        group: Group,
-        case: Case,
-        inputs: Tensors,
-        how: str = "alike",
-        name: str | None = None,
+        cls, group: Group, case: Case, inputs: Tensors, how: str = "alike", name: str | None = None,
         loss: str | None = None,
-    ) -> RankCall:
+    ) -> RankCall:  # fmt: skip
         """On this rank's share of q, k, v, which the inputs begin with. loss: None for what the Case has."""
         given, wanted = _together(case, inputs[:3]) if how == "shared" else inputs[:3], "qkv"
         if set(how) <= set(wanted):
@@ -211,7 +191,7 @@ class RankCall:
         elif _casts(how, case):
             given, wanted = _to_be_cast(case, inputs[:3])
         q, k, v = (x.detach().requires_grad_(name in wanted) for name, x in zip("qkv", given, strict=True))
-        pattern, layout, scale = otherwise(case) if how == "written" else as_it_is(case)
+        pattern, layout, scale = otherwise(case) if how == "written" else (case.pattern, layout_of(case), case.scale)
         with torch.set_grad_enabled(how != "no_grad"), _circumstances(how, case):
             result = ring_attention(
                 q, k, v, pattern, layout, group=group, exchange=case.exchange, bucket=case.bucket,
@@ -232,14 +212,15 @@ class RankCall:
                 outputs, list(self.leaves.values()), given, retain_graph=retain or again, create_graph=again
             )
             if again:
-                must_not_be_differentiated(found[0], [*self.leaves.values(), *(x for x in given if x.requires_grad)])
+                sources = [*self.leaves.values(), *(x for x in given if x.requires_grad)]
+                second_run.must_not_be_differentiated(found[0], sources)
         # Under autocast gradients are those of the case's type, in the type of what was given: nothing is lost here.
         return {name: x.to(self.case.torch_dtype) for name, x in zip(self.leaves, found, strict=True)}
 
     def _losses(self, incoming: Tensors) -> tuple[list[Tensor], list[Tensor]]:
         """What is differentiated, and the gradients of it."""
         if self.loss == "neither":
-            return [without_gradient(self.out)], [incoming[0]]
+            return [second_run.without_gradient(self.out)], [incoming[0]]
         if self.lse is None or self.loss in ("unused", "returned"):
             return [self.out], [incoming[0]]
         return ([self.lse], [incoming[1]]) if self.loss == "alone" else ([self.out, self.lse], list(incoming))
@@ -270,15 +251,16 @@ def _circumstances(how: str, case: Case) -> AbstractContextManager[None]:
         dtype = case.torch_dtype if case.torch_dtype.itemsize == 2 else torch.bfloat16
         return torch.autocast(case.device, dtype, enabled=case.dtype != "float32")
     if how == "dtype":
-        return another_default_dtype(torch.float64 if case.dtype == "float32" else torch.bfloat16)
-    return another_default_device() if how == "meta" else nullcontext()
+        return second_run.another_default_dtype(torch.float64 if case.dtype == "float32" else torch.bfloat16)
+    return second_run.another_default_device() if how == "meta" else nullcontext()
 
 
 def _together(case: Case, inputs: Tensors) -> Tensors:
     """q, k and v; k and v in one storage or, for every other seed, all three. For three seeds of four the last comes
     first: who takes what lies first for the keys is then wrong."""
     shared = inputs if case.seed % 2 else inputs[1:]
-    found = in_one_storage(shared) if case.seed % 4 == 3 else in_one_storage(shared[::-1])[::-1]
+    lay = second_run.in_one_storage
+    found = lay(shared) if case.seed % 4 == 3 else lay(shared[::-1])[::-1]
     return (*inputs[: -len(shared)], *found)
 
 
@@ -302,21 +284,16 @@ def _watched(call: Callable[[], Result], group: Group, meter: Meter | None) -> t
     own = group if isinstance(group, Transport) else None
     with measure(own) as buffers, meter or nullcontext():
         result = call()
-    return result, _Leg(
-        tuple(log.sent[sent:]) if log else None,
-        tuple(log.received[received:]) if log else None,
-        buffers.bytes,
-        meter.take() if meter else None,
-    )
+    workspace = meter.take() if meter else None
+    if log is None:
+        return result, _Leg(None, None, buffers.bytes, workspace)
+    return result, _Leg(tuple(log.sent[sent:]), tuple(log.received[received:]), buffers.bytes, workspace)
 
 
 def observe(
-    transport: Transport,
-    case: Case,
-    edit: InputEdit | None = None,
-    repeat: bool = True,
+    transport: Transport, case: Case, edit: InputEdit | None = None, repeat: bool = True,
     record: Callable[[Transport], RecordingTransport] = RecordingTransport,
-) -> Observation:
+) -> Observation:  # fmt: skip
     """Forward and backward, twice if `repeat`; what this rank saw, for `verification.check.checks`. record: makes what
     keeps the record of the first run's messages.
     """
@@ -352,24 +329,14 @@ def observation_of(layout: Division, inputs: Tensors, kept: Sequence[Tensor], ru
     assert run.sent_forward is not None and run.received_forward is not None and run.buffer_forward is not None
     assert run.sent_backward is not None and run.received_backward is not None and run.buffer_backward is not None
     return Observation(
-        layout=layout,
-        out=carry(out),
-        lse=None if lse is None else carry(lse),
-        dq=carry(dq),
-        dk=carry(dk),
-        dv=carry(dv),
-        dtypes=tuple(dtype_name(out if x is None else x) for x in run.results),
-        sent_forward=run.sent_forward,
-        received_forward=run.received_forward,
-        sent_backward=run.sent_backward,
-        received_backward=run.received_backward,
-        buffer_forward=run.buffer_forward,
-        buffer_backward=run.buffer_backward,
+        layout, carry(out), None if lse is None else carry(lse), carry(dq), carry(dk), carry(dv),
+        dtypes=tuple(str((out if x is None else x).dtype).removeprefix("torch.") for x in run.results),
+        sent_forward=run.sent_forward, received_forward=run.received_forward,
+        sent_backward=run.sent_backward, received_backward=run.received_backward,
+        buffer_forward=run.buffer_forward, buffer_backward=run.buffer_backward, repeat_equal=repeats(run, again),
         inputs_unchanged=all(same_bits(x, y) for x, y in zip(inputs, kept, strict=True)),
-        repeat_equal=repeats(run, again),
-        workspace_forward=run.workspace_forward,
-        workspace_backward=run.workspace_backward,
-    )
+        workspace_forward=run.workspace_forward, workspace_backward=run.workspace_backward,
+    )  # fmt: skip
 
 
 _LOGS = ("sent_forward", "received_forward", "sent_backward", "received_backward", "buffer_forward", "buffer_backward")

@@ -20,29 +20,31 @@ ALIGNMENT = 256  # bytes, the coarsest by which a kernel or a product is chosen
 def another_default_device() -> Iterator[None]:
     """torch's meta device is the default, so a tensor that a call makes without naming a device holds no numbers and
     cannot be combined with others. The default applies to the calling thread, and to autograd while it works for it.
-
-    The ring's caches are emptied before, so that everything is made again, and after, so that nothing made here reaches
-    other calls, which would fail for it.
     """
-    clear_caches(("ring",))
-    try:
-        with torch.device("meta"):
-            yield
-    finally:
-        clear_caches(("ring",))
+    with _caches_of_its_own(), torch.device("meta"):
+        yield
 
 
 @contextmanager
 def another_default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """That is the type of tensors that a call makes without naming one, of the whole process: simulated ranks share it,
-    so what is put back is torch's own default, not what there was. The ring's caches are emptied as above.
+    so what is put back is torch's own default, not what there was.
     """
+    with _caches_of_its_own():
+        torch.set_default_dtype(dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+@contextmanager
+def _caches_of_its_own() -> Iterator[None]:
+    """The ring's caches are emptied before, so that all is made again, and after, so that nothing of it is used."""
     clear_caches(("ring",))
-    torch.set_default_dtype(dtype)
     try:
         yield
     finally:
-        torch.set_default_dtype(torch.float32)
         clear_caches(("ring",))
 
 
@@ -58,8 +60,7 @@ class _WithoutGradient(torch.autograd.Function):
 
 def without_gradient(x: Tensor) -> Tensor:
     """x, through a function that gives None as its gradient, as functions may: what made x is still gone through."""
-    found: Tensor = _WithoutGradient.apply(x)
-    return found
+    return _WithoutGradient.apply(x)
 
 
 def must_not_be_differentiated(gradient: Tensor, sources: Sequence[Tensor]) -> None:
@@ -73,11 +74,9 @@ def must_not_be_differentiated(gradient: Tensor, sources: Sequence[Tensor]) -> N
 
 
 def in_one_storage(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Equal tensors with the same strides that lie in one storage, in the order given. Each takes as much room as its
-    own storage has; the parts of it that a strided tensor does not use are NaN. Between them is only the padding that
-    keeps each aligned as before, so that kernels compute the same bit for bit.
-
-    The tensors are of one dtype, on one device.
+    """Equal tensors, of one dtype and device, with the same strides that lie in one storage, in the order given. Each
+    takes as much room as its own storage has, NaN where it is not used. Between them is only the padding that keeps
+    each aligned as before, so that kernels compute the same bit for bit.
     """
     first = tensors[0]
     block = ALIGNMENT // first.element_size()

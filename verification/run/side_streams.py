@@ -1,8 +1,7 @@
 """A call whose forward and backward are issued on streams of their own, as programs do that overlap work on a GPU.
 
 Whatever a call reads becomes right late, on the stream on which it is called: before that it is NaN. So what a call
-does on another stream than the current one, without waiting for it, shows. Without a GPU there is one order of all
-work, and nothing of this is needed: the same steps then give the same results.
+does on another stream, without waiting, shows. Without a GPU the same steps give the same results.
 """
 
 from __future__ import annotations
@@ -16,17 +15,9 @@ from torch import Tensor
 
 from ring.comm.transport import RecordingTransport, Transport
 from verification.case import Case
+from verification.run import rank
 from verification.run.observation import Observation
-from verification.run.rank import (
-    RankCall,
-    Tensors,
-    attend,
-    division,
-    observation_of,
-    rank_device,
-    shards,
-    whole_tensors,
-)
+from verification.run.rank import RankCall, Tensors
 
 LATE = 2_000_000  # cycles of a GPU, a millisecond or two: longer than a call of few tokens takes to be issued
 
@@ -62,20 +53,20 @@ class Side:
 
 
 def observe_on_streams(transport: Transport, case: Case) -> Observation:
-    """Task: what the call gives on side streams, with the messages and buffers of the same call on the current stream;
-    whether both gave the same bits is `repeat_equal`.
-    """
-    inputs = shards(case, transport.rank, whole_tensors(case))
+    """Task: what the call gives on side streams, with the messages and buffers of the same call on the current stream,
+    and as `repeat_equal` whether both gave the same bits."""
+    inputs = rank.shards(case, transport.rank, rank.whole_tensors(case))
     kept = [x.clone() for x in inputs]
-    plain = attend(transport, case, inputs)
+    plain = rank.attend(transport, case, inputs)
     aside = replace(plain, results=results_on_streams(transport, case, inputs))
-    return observation_of(division(case, transport.rank), inputs, kept, aside, plain)
+    return rank.observation_of(rank.division(case, transport.rank), inputs, kept, aside, plain)
 
 
 def results_on_streams(transport: Transport, case: Case, inputs: Tensors) -> tuple[Tensor | None, ...]:
     """out, lse, dq, dk, dv: the forward on one side stream, the backward on another."""
-    given = tuple(_nothing_like(x) for x in inputs)
-    there, back = Side(rank_device()), Side(rank_device())
+    places = (torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs)
+    given = tuple(x.fill_(torch.nan) for x in places)
+    there, back = Side(rank.rank_device()), Side(rank.rank_device())
     there.follows()  # whatever the current stream has to do with these tensors comes first
     with there.on():
         there.late(given[:3], inputs[:3])
@@ -87,8 +78,3 @@ def results_on_streams(transport: Transport, case: Case, inputs: Tensors) -> tup
     there.joins()
     back.joins()
     return call.out, call.lse, found["q"], found["k"], found["v"]
-
-
-def _nothing_like(x: Tensor) -> Tensor:
-    """NaN in the same places."""
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).fill_(torch.nan)

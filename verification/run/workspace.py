@@ -1,8 +1,7 @@
 """How much memory a call may take, and the meter for it.
 
-What has to hold is O(n / p) memory, and that a bucket bounds a kernel call (`ring.attention`, `ring.plan.plan`,
-`ring.compute.kernels`). The meter neither patches nor knows the inside of a call: it looks at the tensors that
-operations take and make, in the operator that is a forward, too.
+What has to hold is O(n / p) memory, and that a bucket bounds a kernel call. The meter neither patches nor knows the
+inside of a call: it looks at the tensors that operations take and make.
 """
 
 from __future__ import annotations
@@ -75,14 +74,13 @@ class Meter(TorchDispatchMode):
         self.held -= size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         if func is torch.ops.ring.attention.default:  # one operator to others: the meter looks into it
             with self:
                 return run_prepared(*args)
         if _composed(func):  # what is called within an operator has not been taken apart yet
             with self:
-                return func.decompose(*args, **kwargs)
-        results = func(*args, **kwargs)
+                return func.decompose(*args, **(kwargs or {}))
+        results = func(*args, **(kwargs or {}))
         for result in (results,) if isinstance(results, Tensor) else tree_leaves(results):
             if isinstance(result, Tensor):
                 self.count(result)
@@ -160,15 +158,10 @@ def limits(case: Case, index: int, buffer_forward: int, buffer_backward: int) ->
     """
     b, n, mine = case.tokens_per_call, case.tokens, case.shards().counts[index]
     call = case.batch * min(b, n)  # key tokens
-    item = case.accumulator_dtype.itemsize
-    most = item * max(
+    most = case.accumulator_dtype.itemsize * max(
         case.batch * mine * case.heads * case.head_dim,
         call * case.kv_heads * case.head_dim,
         call * case.heads * LEAST_BLOCK,
     )
-    return WorkspaceLimits(
-        case.batch * case.heads * max(b, LEAST_ROWS),
-        case.batch * case.kv_heads * b,
-        max(most, buffer_forward),
-        max(most, buffer_backward),
-    )
+    queries, keys = case.batch * case.heads * max(b, LEAST_ROWS), case.batch * case.kv_heads * b
+    return WorkspaceLimits(queries, keys, max(most, buffer_forward), max(most, buffer_backward))

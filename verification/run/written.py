@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import NamedTuple
 
 import numpy as np
 
@@ -13,25 +12,13 @@ from verification.case import Case
 from verification.run.layouts import layout_of
 
 
-class Written(NamedTuple):
-    """What a Case says of a call, as `ring_attention` takes it."""
-
-    pattern: Pattern
-    layout: Layout
-    scale: float | None
-
-
-def as_it_is(case: Case) -> Written:
-    return Written(case.pattern, layout_of(case), case.scale)
-
-
-def otherwise(case: Case) -> Written:
+def otherwise(case: Case) -> tuple[Pattern, Layout, float | None]:
     """The pattern as it comes back from JSON, the layout made of its listed positions, the scale as an integer if it is
     a whole number.
     """
     pattern = Pattern.from_dict(json.loads(json.dumps(case.pattern.to_dict())))
     whole = case.scale is not None and case.scale.is_integer()
-    return Written(pattern, _listed(layout_of(case)), int(case.scale or 0) if whole else case.scale)
+    return pattern, _listed(layout_of(case)), int(case.scale or 0) if whole else case.scale
 
 
 def _listed(layout: Layout) -> Layout:

@@ -6,34 +6,30 @@ import gc
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from hypothesis import strategies as st
 
 from reference.pattern import Pattern
-from ring.comm.calls import Calls
-from ring.comm.transport import Message, Pending, RecordingTransport, Transport
+from ring.comm.transport import Message, Pending, Transport
 from verification.case import Case
 from verification.check.laws.law import How, Law, flag
 from verification.draw.cases import cases
 from verification.failures import WrongResult
 from verification.run.backends import Backend
-from verification.run.programs import in_second_thread
+from verification.run.new_groups import Own
+from verification.run.programs import DIRECTIONS, in_second_thread
 from verification.run.rank import RankCall, shards, whole_tensors
 
 ERRORS: dict[str, type[BaseException]] = {"RuntimeError": RuntimeError, "KeyboardInterrupt": KeyboardInterrupt}
-DIRECTIONS = ("forward", "backward")
 CLOSED = "nothing can be called on this group any more"
 
 
-class _Breaking(RecordingTransport):
-    """Another transport, with calls of its own, since they are closed. Nothing is posted once it is to break: on all
-    ranks the call ends before its first message, so that none of the test's own is left under way."""
+class _Breaking(Own):
+    """With calls of its own, since they are closed. Nothing is posted once it is to break: on all ranks the call ends
+    before its first message, so that none of the test's own is left under way."""
 
-    def __init__(self, inner: Transport) -> None:
-        super().__init__(inner)
-        self.calls = Calls()
-        self.error: type[BaseException] | None = None
+    error: type[BaseException] | None = None
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         if self.error is not None:
@@ -41,22 +37,14 @@ class _Breaking(RecordingTransport):
         return super().post(sends, receives)
 
 
-class Broken(NamedTuple):
-    """A call that ended in the middle.
-
-    said    what was raised: by itself, and by the next calls, from the same thread and from a second one
-    kept    whether the group is still in memory when nobody refers to it any more
-    """
-
-    direction: str
-    error: str
-    said: tuple[str, str, str]
-    kept: bool
+# A direction, an error, what was raised (by the call itself, and by the next ones, from the same thread and from a
+# second one), and whether the group is still in memory when nobody refers to it any more.
+Broken = tuple[str, str, tuple[str, str, str], bool]
 
 
 def break_off(transport: Transport, case: Case, how: How) -> list[Broken]:
     """Task: calls that end in the middle, in both directions, by every kind of error. Each has a group of its own."""
-    broken = []
+    broken: list[Broken] = []
     for direction in DIRECTIONS:
         for error in ERRORS:
             breaking = _Breaking(transport)
@@ -64,7 +52,7 @@ def break_off(transport: Transport, case: Case, how: How) -> list[Broken]:
             del breaking
             if seen() is not None:
                 gc.collect()
-            broken.append(Broken(direction, error, said, seen() is not None))
+            broken.append((direction, error, said, seen() is not None))
     return broken
 
 

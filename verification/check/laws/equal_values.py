@@ -1,11 +1,9 @@
 """Where all values are equal, the output is that value: the weights of a row add up to 1, however large its scores.
 
-Bounds of rounding grow with the scores, since lse has a last digit. A merge that takes its weights from the rounded lse
-stays within them, and drifts; but each partial result is divided by the sum of its own weights, and so is a merge of
-them, so that only the roundings of these sums are left. A row that sees nothing has output 0.
-
-Where scores are large, one of them has nearly all the weight, and a merge has nothing to weigh. So keys may be equal
-as well: partial results then weigh as much as they have keys.
+Bounds of rounding grow with the scores, since lse has a last digit: a merge that takes its weights from the rounded lse
+stays within them, and drifts. But each partial result, and a merge of them, is divided by the sum of its own weights,
+so that only the roundings of these sums are left. A row that sees nothing has output 0. Where scores are large, one has
+nearly all the weight; so keys may be equal as well: partial results then weigh as much as they have keys.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from verification.case import Case
 from verification.check.checks import assemble
 from verification.check.expectation import counts_of, kernel_of
 from verification.check.laws.law import How, Law, flag
+from verification.check.twin import largest
 from verification.draw.cases import cases
 from verification.failures import WrongResult
 from verification.run.backends import Backend, observe_on
@@ -52,7 +51,7 @@ def check_equal_values(backend: Backend, case: Case, how: How) -> float:
     error = np.abs(out - value) / np.where(sees, np.abs(value), 1.0)
     worst = float(error.max(initial=0.0) / allowed)
     if not worst <= 1.0:
-        where = tuple(int(i) for i in np.unravel_index(int(np.argmax(np.nan_to_num(error, nan=np.inf))), error.shape))
+        where = largest(error)
         raise WrongResult(
             f"out at {where} is {out[where]}; it must be {value[where]}, since all values of that head are equal (0 "
             f"where a row sees nothing): an error of {worst:.3g} times what rounding allows"
@@ -62,7 +61,5 @@ def check_equal_values(backend: Backend, case: Case, how: How) -> float:
 
 EQUAL_VALUES_COME_OUT = Law(
     "equal values come out", _draw, check_equal_values, share=0.03, how={"keys_too": flag},
-    cases={
-        "values 'normal' in float32 or float64": lambda case: case.dtype in DTYPES and case.values == "normal",
-    },
+    cases={"values 'normal' in float32 or float64": lambda case: case.dtype in DTYPES and case.values == "normal"},
 )  # fmt: skip

@@ -35,15 +35,13 @@ def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
 
 
 def check_growth(backend: Backend, case: Case, how: How) -> float:
-    """The RMS error of bfloat16 outputs is that of rounding the exact output once, on 1, 2, 4, ... ranks
-    alike.
+    """The RMS error of bfloat16 outputs is that of rounding the exact output once, on 1, 2, 4, ... ranks alike.
 
-    Let O be exact, O' what an implementation holds before its last rounding, T >= |O' - O| the a-priori bound
-    without that rounding, and r(x) the distance of x to the nearest bfloat16. The result is off by at most
-    r(O') + |O' - O|, and r changes no faster than its argument, so by at most r(O) + 2 T; hence, by
-    Minkowski, RMS(error) <= RMS(r(O)) + 2 RMS(T). T is of the order of fp32's unit roundoff and r(O) of
-    bfloat16's: nearly all of the right-hand side is one rounding, and any further rounding of partial results
-    to 16 bits stands out, though entry by entry it hides below its bound.
+    Let O be exact, O' what an implementation holds before its last rounding, T >= |O' - O| the a-priori bound without
+    that rounding, and r(x) the distance of x to the nearest bfloat16, which changes no faster than x. The result is off
+    by at most r(O') + |O' - O| <= r(O) + 2 T; hence, by Minkowski, RMS(error) <= RMS(r(O)) + 2 RMS(T). T is of the
+    order of fp32's unit roundoff and r(O) of bfloat16's: any further rounding of partial results to 16 bits stands out,
+    though entry by entry it hides below its bound.
     """
     edit = InputEdit("shift", how["shift"])
     sizes = [p for p in (1, 2, 4, 8, 16, 32) if p <= case.world]

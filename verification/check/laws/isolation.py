@@ -1,8 +1,5 @@
-"""Laws about what a process keeps of a call: nothing that a later call could take for its own, no tensor of the caller,
-and the process as it was.
-
-Implementations cache plans, masks and indices by a key. If the key lacks a field, a call is answered with the plan of
-another call.
+"""Laws about what a process keeps of a call: nothing that a later call could take for its own, as by a cache whose key
+lacks a field, no tensor of the caller, and the process as it was.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from ring.comm.transport import RecordingTransport, Transport
 from verification.case import EXCHANGES, ORDERS, Case
 from verification.check import properties
 from verification.check.expectation import expect
-from verification.check.laws.law import MOST_INTEGER, How, Law, Rule, flag
+from verification.check.laws.law import MOST_INTEGER, How, Law, Rule, anything, bounded, changed, flag
 from verification.check.supported import check_supported
 from verification.draw.cases import cases, fused
 from verification.failures import WrongResult
@@ -75,10 +72,11 @@ def neighbour(case: Case, name: str, value: Any) -> Case:
     if name == "twice":
         return replace(case, pattern=replace(pattern, branches=(*branches, branches[value])))
     if name == "shifted":
-        others = [_shifted(one) if i == value else one for i, one in enumerate(branches)]
+        one, others = branches[value], list(branches)
+        assert isinstance(one.offset, int)
+        others[value] = replace(one, offset=(one.offset + 1) % one.dilation_rate)
         return replace(case, pattern=replace(pattern, branches=tuple(others)))
-    changes: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value}
-    return replace(case, **changes)
+    return changed(case, {name: value})
 
 
 def other_documents(case: Case) -> list[list[int] | None]:
@@ -123,11 +121,6 @@ def can_shift(branch: Branch) -> bool:
     return isinstance(branch.offset, int) and branch.dilation_rate > 1
 
 
-def _shifted(branch: Branch) -> Branch:
-    assert isinstance(branch.offset, int)
-    return replace(branch, offset=(branch.offset + 1) % branch.dilation_rate)
-
-
 @st.composite
 def _draw_neighbours(draw: st.DrawFn, world: int) -> tuple[Case, How]:
     case = draw(cases(world))
@@ -152,22 +145,14 @@ def _may_shift(case: Case, name: str, value: Any) -> None:
         raise ValueError(f"{name} is {value}; that branch must have one offset, and a rate of more than 1")
 
 
-def _anything(case: Case, name: str, value: Any) -> None:
-    """Rule: whatever a Case takes, which looks at it itself."""
-
-
-def _bounded(case: Case, name: str, value: Any) -> None:
-    fields.at_most(name, value, MOST_INTEGER)
-
-
 CHANGES: dict[str, Rule] = dict.fromkeys(
-    ("exchange", "order", "cuts", "batch", "scale", "kernel", "lse", "strided"), _anything
+    ("exchange", "order", "cuts", "batch", "scale", "kernel", "lse", "strided"), anything
 ) | {
     "causal": flag,
     "twice": lambda case, name, value: fields.integer(name, value, 0, len(case.pattern.branches) - 1),
     "shifted": _may_shift,
-    "bucket": _bounded,
-    "kv_heads": _bounded,
+    "bucket": bounded,
+    "kv_heads": bounded,
     "documents": lambda case, name, value: value is None or fields.integers(name, value),
     "window": lambda case, name, value: value is None or fields.integer(name, value, 0, MOST_INTEGER),
 }
@@ -205,8 +190,8 @@ def _draw_any(draw: st.DrawFn, world: int) -> tuple[Case, How]:
 def check_left(backend: Backend, case: Case, how: How) -> float:
     """When the results of a call are dropped, none of its tensors is alive, and the process is as it was before."""
     backend.submit(left, case)
-    for index, (changed, alive) in enumerate(backend.collect()):
-        for what, said in ((changed, "changed by the call"), (alive, "in memory when all results are dropped")):
+    for index, (altered, alive) in enumerate(backend.collect()):
+        for what, said in ((altered, "changed by the call"), (alive, "in memory when all results are dropped")):
             if what:
                 raise WrongResult(f"on index {index} of the group, {said}: {', '.join(what)}")
     return 0.0
@@ -235,13 +220,13 @@ def left(transport: Transport, case: Case) -> tuple[list[str], list[str]]:
     lender = _Lender(transport)
     with measure(RecordingTransport(transport)) as elsewhere, measure(lender) as here:
         held, peak = _held(lender, case)
-    changed = [name for name, look in _STATE.items() if look() != before[name] and not (shared and name in _SHARED)]
-    changed += ["the measure of another transport, over which nobody calls"] * (elsewhere.bytes > 0)
+    altered = [name for name, look in _STATE.items() if look() != before[name] and not (shared and name in _SHARED)]
+    altered += ["the measure of another transport, over which nobody calls"] * (elsewhere.bytes > 0)
     if (here.held, here.bytes) != (0, peak):
-        changed.append(f"a measure: after calls of at most {peak} bytes it has {here.held}, at most {here.bytes}")
+        altered.append(f"a measure: after calls of at most {peak} bytes it has {here.held}, at most {here.bytes}")
     # On GPUs a sent buffer may be kept until its messages are known to be over.
     alive = [] if case.device == "cuda" else [name for name, storage in held if not storage.expired()]
-    return changed, list(dict.fromkeys(alive))
+    return altered, list(dict.fromkeys(alive))
 
 
 def _held(lender: _Lender, case: Case) -> tuple[list[tuple[str, StorageWeakRef]], int]:

@@ -15,8 +15,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from reference import fields
-from reference.exact import QUANTITIES
 from verification.case import Case
+from verification.check.twin import largest
 from verification.failures import WrongResult
 from verification.run.backends import Backend
 
@@ -72,6 +72,15 @@ def flag(case: Case, name: str, value: Any) -> None:
     fields.flag(name, value)
 
 
+def anything(case: Case, name: str, value: Any) -> None:
+    """Rule: whatever a Case takes, which looks at it itself, or what the law's premise looks at."""
+
+
+def bounded(case: Case, name: str, value: Any) -> None:
+    """Rule: what can be counted."""
+    fields.at_most(name, value, MOST_INTEGER)
+
+
 def token(case: Case, name: str, value: Any) -> None:
     """Rule: the position of a token."""
     fields.integer(name, value, 0, case.tokens - 1)
@@ -105,18 +114,14 @@ def changed(case: Case, how: Mapping[str, Any]) -> Case:
 # --- what laws compare ------------------------------------------------------------------------------------------------
 
 
-def compared(case: Case) -> list[str]:
-    return [name for name in QUANTITIES if name != "lse" or case.lse != "unused"]
-
-
 def worst_ratio(name: str, a: np.ndarray, b: np.ndarray, allowed: np.ndarray, how: How) -> float:
     """The worst |a - b| as a fraction of both their bounds together."""
     with np.errstate(invalid="ignore", divide="ignore"):
         ratio = np.where(a == b, 0.0, np.abs(a - b) / allowed)  # equal infinities differ by nothing
     if not (ratio <= 1.0).all():
-        where = np.unravel_index(int(np.argmax(np.nan_to_num(ratio, nan=np.inf))), ratio.shape)
+        where = largest(ratio)
         raise WrongResult(
-            f"{name} at {_plain(where)} is {a[where]} for the Case and {b[where]} with {how}: "
+            f"{name} at {where} is {a[where]} for the Case and {b[where]} with {how}: "
             f"{ratio[where]:.3g} times the sum of their bounds {allowed[where]:.3g}"
         )
     return float(ratio.max(initial=0.0))
@@ -125,9 +130,5 @@ def worst_ratio(name: str, a: np.ndarray, b: np.ndarray, allowed: np.ndarray, ho
 def same_numbers(name: str, a: np.ndarray, b: np.ndarray, when: str) -> None:
     differ = (a != b) & ~(np.isnan(a) & np.isnan(b))
     if differ.any():
-        where = tuple(np.argwhere(differ)[0])
-        raise WrongResult(f"{name} at {_plain(where)} was {a[where]} and is {b[where]} {when}; must be the same bits")
-
-
-def _plain(where: tuple[Any, ...]) -> tuple[int, ...]:
-    return tuple(int(i) for i in where)
+        where = tuple(map(int, np.argwhere(differ)[0]))
+        raise WrongResult(f"{name} at {where} was {a[where]} and is {b[where]} {when}; must be the same bits")

@@ -19,9 +19,7 @@ def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
 
 
 def check_long(backend: Backend, case: Case, how: How) -> float:
-    """The properties of every example, on Cases that would be too large for every example: their scores take more
-    memory than the queries.
-    """
+    """The properties of every example, on Cases whose scores take more memory than the queries."""
     backend.submit(observe, case, None, False)
     return max(properties.check(case, expect(case), backend.collect()).values())
 

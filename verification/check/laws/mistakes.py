@@ -13,7 +13,7 @@ from ring.comm.transport import Transport
 from verification.case import Case
 from verification.check import properties
 from verification.check.expectation import expect
-from verification.check.laws.law import How, Law, changed, flag
+from verification.check.laws.law import How, Law, anything, changed, flag
 from verification.check.laws.refusal_cases import MISTAKES, Mistake, applicable, call
 from verification.draw.cases import cases, elsewhere
 from verification.failures import WrongResult
@@ -38,8 +38,9 @@ def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
     one = st.tuples(st.sampled_from(possible), st.integers(-1, len(case.ranks) - 1))
     # Many at a time, since each costs little beside the right call at the end. A list has 5 or 6 as a rule.
     made = [pair for least in (1, 0, 0, 0) for pair in draw(st.lists(one, min_size=least, max_size=12))]
-    how: How = {"mistakes": [[mistake, _culprit(mistake, number)] for mistake, number in made]}
-    how |= {"compiled": draw(st.booleans())}
+    how: How = {
+        "mistakes": [[mistake, _culprit(mistake, number)] for mistake, number in made], "compiled": draw(st.booleans())
+    }  # fmt: skip
     # How ranks tell each other for the first time is another way than later.
     on_new = case.group is None and not draw(st.integers(0, 3))
     without_page = draw(st.integers(-1, len(case.ranks) - 1)) if on_new else -1
@@ -89,13 +90,9 @@ def _check_errors(what: str, mistake: Mistake, errors: list[tuple[str, str] | No
 
 
 def call_wrongly(
-    transport: Transport,
-    case: Case,
-    mistakes: list[tuple[str, int | None]],
-    compiled: bool,
-    on_new: bool,
+    transport: Transport, case: Case, mistakes: list[tuple[str, int | None]], compiled: bool, on_new: bool,
     without_page: int | None,
-) -> tuple[list[tuple[str, str] | None], Observation]:
+) -> tuple[list[tuple[str, str] | None], Observation]:  # fmt: skip
     """Task: call ring_attention wrongly, in one way after the other, then rightly on all ranks."""
     with new_group(transport, without_page) if on_new else nullcontext(transport) as group:
         errors = [call(group, case, mistake, culprit, compiled) for mistake, culprit in mistakes]
@@ -125,5 +122,5 @@ def _premise(case: Case, how: How) -> None:
 
 WRONG_CALLS_REFUSED = Law(
     "wrong calls refused everywhere", _draw, check_refused, _premise, share=0.13,
-    how={"mistakes": _pairs, "compiled": flag, "new_group": flag, "without_page": lambda case, name, value: None},
+    how={"mistakes": _pairs, "compiled": flag, "new_group": flag, "without_page": anything},
 )  # fmt: skip

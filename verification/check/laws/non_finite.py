@@ -92,14 +92,10 @@ def _premise(case: Case, how: How) -> None:
 
 NON_FINITE_PROPAGATES = Law(
     "NaN and inf propagate", _draw, check_poisoned, _premise, share=0.05,
-    how={
-        "token": token,
-        "tensor": lambda case, name, value: fields.choice(name, value, ("q", "k", "v")),
-        "infinite": flag,
-    },
+    how={"token": token, "infinite": flag,
+         "tensor": lambda case, name, value: fields.choice(name, value, ("q", "k", "v"))},
     cases={
-        "vectors that lie alike when one component is changed: not both 'flat' and strided": lambda case: (
-            case.values != "flat" or not case.strided
-        )
+        "vectors that lie alike when one component is changed: not both 'flat' and strided":
+            lambda case: case.values != "flat" or not case.strided
     },
 )  # fmt: skip

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from reference import fields
 from reference.pattern import Pattern
 from verification.case import Case
-from verification.check.checks import assemble
+from verification.check.checks import assemble, compared
 from verification.check.expectation import expect
-from verification.check.laws.law import TAME, How, Law, compared, tame, worst_ratio
+from verification.check.laws.law import TAME, How, Law, tame, worst_ratio
 from verification.draw.cases import cases, permutation_of
 from verification.run.backends import Backend, observe_on
 from verification.run.rank import InputEdit
@@ -50,11 +50,8 @@ def permuted(pattern: Pattern, order: tuple[int, ...]) -> Pattern | None:
 
 
 def check_permuted(backend: Backend, case: Case, how: How) -> float:
-    """Batches, and heads with their offsets, in another order: the same results in that order, within their bounds.
-
-    They need not agree bit for bit: a product of matrices may be rounded differently if its operands lie at other
-    addresses.
-    """
+    """Batches, and heads with their offsets, in another order: the same results in that order, within their bounds. A
+    product of matrices may be rounded differently if its operands lie at other addresses."""
     batch, kv = list(how["batch"]), list(how["kv_heads"])
     heads = list(head_order(case, tuple(kv)))
     pattern = permuted(case.pattern, tuple(heads))

@@ -96,13 +96,13 @@ def _one_token_moved(documents: tuple[int, ...]) -> tuple[int, ...]:
 # --- layouts ----------------------------------------------------------------------------------------------------------
 
 
-def _order(layout: Layout) -> Tensor:
-    return torch.cat([layout.positions(rank) for rank in range(layout.world_size)])
-
-
 def _reordered(change: Callable[[Tensor], Tensor]) -> Change:
     """As many tokens on every rank, other ones."""
-    return lambda a, case: {"layout": Layout.from_cuts(change(_order(a["layout"])), a["layout"].cuts)}
+
+    def other(layout: Layout) -> Layout:
+        return Layout.from_cuts(change(torch.cat([*map(layout.positions, range(layout.world_size))])), layout.cuts)
+
+    return lambda a, case: {"layout": other(a["layout"])}
 
 
 def _own_tokens_alone(a: Arguments, case: Case) -> Arguments:
@@ -120,73 +120,54 @@ def _no_empty_shard(case: Case) -> bool:
 MISTAKES: dict[str, Mistake] = {
     # who takes part
     "layout for one rank more": Mistake(
-        "layout", lambda a, case: {"layout": Layout.contiguous(case.tokens, len(case.ranks) + 1)}, "any"
-    ),
+        "layout", lambda a, case: {"layout": Layout.contiguous(case.tokens, len(case.ranks) + 1)}, "any"),
     "layout of one rank": Mistake(
-        "layout", _own_tokens_alone, "any", lambda case: len(case.ranks) > 1 and _no_empty_shard(case)
-    ),
+        "layout", _own_tokens_alone, "any", lambda case: len(case.ranks) > 1 and _no_empty_shard(case)),
     "something that is no group": Mistake("group", lambda a, case: {"group": "everyone"}, "all"),
     "a mesh of two dimensions": Mistake("group", lambda a, case: {"group": mesh_of_two_dimensions(case)}, "all"),
     # wrong on one rank, and the others must hear of it
     "one token too many in q": Mistake("q", lambda a, case: {"q": _longer(a["q"])}, "any"),
     "one token too few in k and v": Mistake(
-        "k", lambda a, case: {name: a[name][:, :-1] for name in "kv"}, "any", _no_empty_shard
-    ),
+        "k", lambda a, case: {name: a[name][:, :-1] for name in "kv"}, "any", _no_empty_shard),
     "unknown exchange": Mistake("exchange", lambda a, case: {"exchange": "teleport"}, "any"),
     "documents of a token too many": Mistake(
-        "documents", _documents(lambda lengths: (lengths[0] + 1, *lengths[1:])), "any"
-    ),
+        "documents", _documents(lambda lengths: (lengths[0] + 1, *lengths[1:])), "any"),
     "lse of a fused kernel that is to have gradients": Mistake(
-        "kernel 'flash'",
-        lambda a, case: _differentiable("qkv")(a, case) | {"kernel": "flash", "return_lse": True},
-        "any",
-        traced=True,
-    ),
+        "kernel 'flash'", lambda a, case: _differentiable("qkv")(a, case) | {"kernel": "flash", "return_lse": True},
+        "any", traced=True),
     # arguments that differ between ranks
     "another name than the others": Mistake("'another one'", lambda a, case: {"name": "another one"}),
     "another exchange than the others": Mistake(
-        "exchange", lambda a, case: {"exchange": "gather" if case.exchange != "gather" else "ring"}
-    ),
+        "exchange", lambda a, case: {"exchange": "gather" if case.exchange != "gather" else "ring"}),
     "another bucket than the others": Mistake(
-        "bucket", lambda a, case: {"bucket": 1 if case.bucket is None else case.bucket + 1}
-    ),
+        "bucket", lambda a, case: {"bucket": 1 if case.bucket is None else case.bucket + 1}),
     "another scale than the others": Mistake(
-        "scale", lambda a, case: {"scale": 3.0 if case.scale is None else case.scale + 1}
-    ),
+        "scale", lambda a, case: {"scale": 3.0 if case.scale is None else case.scale + 1}),
     "another kernel than the others": Mistake(
-        "kernel", lambda a, case: {"kernel": "math" if case.kernel != "math" else "auto"}
-    ),
+        "kernel", lambda a, case: {"kernel": "math" if case.kernel != "math" else "auto"}),
     "another return_lse than the others": Mistake("return_lse", lambda a, case: {"return_lse": not a["return_lse"]}),
     "requires gradients, unlike the others": Mistake("requires_grad", _differentiable("q")),
     "requires no gradients, unlike the others": Mistake(
-        "requires_grad", lambda a, case: {name: a[name].detach() for name in "qkv"}, everyone=_differentiable("qkv")
-    ),
+        "requires_grad", lambda a, case: {name: a[name].detach() for name in "qkv"}, everyone=_differentiable("qkv")),
     "no_grad, unlike the others": Mistake(
-        "requires_grad", lambda a, case: {}, everyone=_differentiable("qkv"), no_grad=True
-    ),
+        "requires_grad", lambda a, case: {}, everyone=_differentiable("qkv"), no_grad=True),
     "another dtype than the others": Mistake("dtype", _another_dtype),
     "another batch size than the others": Mistake("batch", _twice("qkv", 0)),
     "another head dim than the others": Mistake("head dim", _twice("qkv", 3)),
     "other query heads than the others": Mistake("heads", _twice("q", 2)),
     "other key/value heads than the others": Mistake(
-        "key/value heads", _all_heads, possible=lambda case: case.kv_heads < case.heads
-    ),
+        "key/value heads", _all_heads, possible=lambda case: case.kv_heads < case.heads),
     "another pattern than the others": Mistake(
-        "pattern", lambda a, case: {"pattern": replace(case.pattern, causal=not case.pattern.causal)}
-    ),
+        "pattern", lambda a, case: {"pattern": replace(case.pattern, causal=not case.pattern.causal)}),
     "documents in another order than the others'": Mistake(
-        "documents", _documents(lambda lengths: lengths[::-1]), everyone=_asymmetric
-    ),
+        "documents", _documents(lambda lengths: lengths[::-1]), everyone=_asymmetric),
     "documents of which one has a token of another, unlike the others'": Mistake(
-        "documents", _documents(_one_token_moved), everyone=_asymmetric
-    ),
+        "documents", _documents(_one_token_moved), everyone=_asymmetric),
     "another layout than the others": Mistake(
-        "layout", _reordered(lambda x: x.flip(0)), possible=lambda case: case.tokens > 1
-    ),
+        "layout", _reordered(lambda x: x.flip(0)), possible=lambda case: case.tokens > 1),
     "a layout that differs from the others' at its end": Mistake(
-        "layout", _reordered(lambda x: torch.cat((x[:-2], x[-2:].flip(0)))), possible=lambda case: case.tokens > 1
-    ),
-}
+        "layout", _reordered(lambda x: torch.cat((x[:-2], x[-2:].flip(0)))), possible=lambda case: case.tokens > 1),
+}  # fmt: skip
 
 
 def applicable(case: Case) -> tuple[str, ...]:
@@ -199,8 +180,8 @@ def call(
     transport: Transport, case: Case, mistake: str, culprit: int | None, compiled: bool = False
 ) -> tuple[str, str] | None:
     """Call ring_attention, wrongly on the rank at index `culprit`, or on every rank (None). The error as (type,
-    message); None if there was none. compiled: by the operator that a compiled graph calls, where there is a group that
-    a graph can name, and the mistake is one of those that graphs can make.
+    message), or None. compiled: by the operator that compiled graphs call, where they can name the group and make the
+    mistake.
     """
     q, k, v, *_ = shards(case, transport.rank, whole_tensors(case))
     arguments: Arguments = {

@@ -1,9 +1,8 @@
 """The processes that torchrun started. Each is an agent: it keeps one rank, a process of its own, and obeys rank 0.
 
 A rank that hangs in a kernel or in NCCL can neither report where it stands nor be used again; the agent beside it can
-take its stack, end it and start another in its place. Agent 0 runs in the process that also draws and judges
-(`verification.run.torchrun.backend`). Agents talk over sockets of their own, whose address they find in torchrun's
-store: calls go neither through the group under test nor through the store.
+take its stack, end it and start another. Agent 0 runs in the process that also draws and judges. Agents talk over
+sockets of their own, whose address is in torchrun's store, not through the group under test.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import signal
 import socket
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -54,21 +52,14 @@ class Address:
         missing = [name for name in NEEDED if name not in environment]
         if missing:
             raise NotUnderTorchrun(f"{', '.join(missing)} not set")
-        return cls(
-            int(environment["RANK"]),
-            int(environment["LOCAL_RANK"]),
-            int(environment["WORLD_SIZE"]),
-            environment["MASTER_ADDR"],
-            int(environment["MASTER_PORT"]),
-            environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        )
+        rank, local_rank, world_size, host, port = (environment[name] for name in NEEDED)
+        served = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return cls(int(rank), int(local_rank), int(world_size), host, int(port), served)
 
     def store(self) -> Store:
         """The common store. Keep it: on rank 0 it may be the one that serves."""
-        serves = self.rank == 0 and not self.served
-        tcp = TCPStore(
-            self.host, self.port, is_master=serves, wait_for_workers=False, timeout=timedelta(seconds=JOIN_TIMEOUT)
-        )  # fmt: skip
+        serves, wait_at_most = self.rank == 0 and not self.served, timedelta(seconds=JOIN_TIMEOUT)
+        tcp = TCPStore(self.host, self.port, is_master=serves, wait_for_workers=False, timeout=wait_at_most)
         return PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", tcp)
 
 
@@ -111,14 +102,19 @@ def listen(place: Address, store: Store) -> tuple[socket.socket, str]:
 def connect(place: Address, store: Store) -> Connection:
     """A connection to rank 0, to which this agent has introduced itself."""
     address, port, word = store.get(_ADDRESS).decode().split()
-    with socket.create_connection((address, int(port)), timeout=JOIN_TIMEOUT) as end:
-        end.settimeout(None)
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection = Connection(end.detach())
+    connection = adopt(socket.create_connection((address, int(port)), timeout=JOIN_TIMEOUT))
     connection.send_bytes(word.encode())
     gpus = torch.cuda.device_count()
     connection.send(Hello(place.rank, os.getpid(), socket.gethostname(), gpus, place.local_rank))
     return connection
+
+
+def adopt(end: socket.socket) -> Connection:
+    """The socket as a connection without a timeout, which sends at once."""
+    with end:
+        end.settimeout(None)
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return Connection(end.detach())
 
 
 class RankZeroLost(RuntimeError):
@@ -145,9 +141,7 @@ class Agent:
         os.set_blocking(rings, False)
         if self._place.rank:  # the agent of rank 0 does not run in the main thread
             signal.set_wakeup_fd(rings, warn_on_full_buffer=False)
-            signal.signal(
-                signal.SIGTERM, lambda *_: None
-            )  # only the wake-up pipe is written to; no message is interrupted
+            signal.signal(signal.SIGTERM, lambda *_: None)  # only the pipe is written to; no message is interrupted
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 ends this process
         heard = time.monotonic()
         try:
@@ -187,14 +181,14 @@ class Agent:
             self._send("reply", number, self._ranks.stacks([0])[0] if self._ranks else "")
         elif what == "could run":
             self._send("reply", number, self._ranks is not None and self._ranks.could_run([0]))
-        elif what == "end":
-            self._end()
+        elif what in ("end", "there"):
+            if what == "end":
+                self._end()
             self._send("reply", number, None)
-        elif what == "there":
-            self._send("reply", number, None)
-        elif what != "beat":  # a sign of life, of which nothing follows
-            assert what == "bye", what
+        elif what == "bye":
             return int(argument)
+        else:  # a sign of life, of which nothing follows
+            assert what == "beat", what
         return None
 
     def _start(self, orders: Orders) -> tuple[int, str]:
@@ -228,9 +222,3 @@ class Agent:
         if self._ranks is not None:
             self._ranks.end()
             self._ranks, self._watched = None, False
-
-
-def vanish(connection: Connection) -> None:
-    """Close a connection whose other end may be gone."""
-    with suppress(OSError):
-        connection.close()

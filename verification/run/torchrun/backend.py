@@ -1,8 +1,7 @@
 """The verification on the processes that torchrun started: rank 0 draws and judges, each agent keeps one rank.
 
-`TorchrunBackend` is a `verification.run.backends.Backend` like the others: Search, laws and replay run on it unchanged,
-and failures are shrunk in the simulation. Ranks that crashed or hung are named, shown and replaced
-(`verification.run.processes.pool`); only the loss of a process that torchrun itself started ends the run: `AgentLost`.
+Failures are shrunk in the simulation. Ranks that crashed or hung are named, shown and replaced; only the loss of a
+process that torchrun itself started ends the run: `AgentLost`.
 """
 
 from __future__ import annotations
@@ -57,10 +56,8 @@ class AgentRanks:
         return self._events()
 
     def _events(self) -> list[tuple[int, bool]]:
-        agents = self._agents
-        return [(r, False) for r in self._all if agents.answers[r]] + [
-            (r, True) for r in self._all if r in agents.exits
-        ]
+        answered = [(rank, False) for rank in self._all if self._agents.answers[rank]]
+        return answered + [(rank, True) for rank in self._all if self.is_dead(rank)]
 
     def receive(self, rank: int) -> tuple[int, int, bytes] | None:
         answers = self._agents.answers[rank]
@@ -128,9 +125,8 @@ class TorchrunBackend(GlooBackend):
         super().__init__(timeout, prepare)
         self.name = name
         self.agents = agents
-        self.last: Example | dict[str, Any] | None = (
-            None  # the last that was started: a Case, or the record of another problem
-        )
+        # The last that was started: a Case, or the record of another problem.
+        self.last: Example | dict[str, Any] | None = None
 
     def start(self, world: int) -> None:
         """Ranks that are there and well are kept."""

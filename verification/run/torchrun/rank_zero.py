@@ -17,16 +17,7 @@ from verification.failures import name_ranks
 from verification.run.backends import Unavailable
 from verification.run.processes.pool import START_TIMEOUT
 from verification.run.processes.worker import limit_sends
-from verification.run.torchrun.agents import (
-    JOIN_TIMEOUT,
-    Address,
-    Agent,
-    Hello,
-    RankZeroLost,
-    connect,
-    listen,
-    vanish,
-)
+from verification.run.torchrun.agents import JOIN_TIMEOUT, Address, Agent, Hello, RankZeroLost, adopt, connect, listen
 
 SLACK = 2.0  # seconds that an agent may take beyond what its rank may
 FAREWELL = 10.0  # seconds for all agents to end their ranks and go
@@ -106,16 +97,15 @@ class Agents:
             except TimeoutError as error:
                 missing = set(range(self.place.world_size)) - set(self.hellos)
                 raise Unavailable(f"{name_ranks(sorted(missing))} did not come in {JOIN_TIMEOUT:.0f} s") from error
-            end.settimeout(None)
-            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection = Connection(end.detach())
+            connection = adopt(end)
             with suppress(EOFError, OSError):
                 if connection.poll(SLACK) and connection.recv_bytes(len(word)) == word.encode():
                     hello = connection.recv()
                     limit_sends(connection, START_TIMEOUT)
                     self.hellos[hello.rank], self._connections[hello.rank] = hello, connection
                     continue
-            vanish(connection)  # it does not belong to this run
+            with suppress(OSError):  # it does not belong to this run, and may be gone
+                connection.close()
 
     @property
     def one_machine(self) -> bool:
@@ -172,7 +162,7 @@ class Agents:
     def pump(self, timeout: float) -> None:
         """Take what the agents have sent: at least one message, unless the timeout is over first. Raises AgentLost."""
         self.heed()
-        lost = self._take(timeout)
+        lost = self._take(timeout) - self._leaving
         if lost:
             raise self.lose(lost)
         self.heed()
@@ -193,7 +183,7 @@ class Agents:
         return self.loss
 
     def _take(self, timeout: float) -> set[int]:
-        """The ranks whose agents are gone and did not say that they were told to leave."""
+        """Sort what the agents have sent; the ranks whose agents are gone."""
         ranks = {connection: rank for rank, connection in self._connections.items()}
         lost = set()
         for ready in wait([*ranks, self._bell], timeout):
@@ -205,7 +195,7 @@ class Agents:
                 self._sort(ranks[ready], *ready.recv())
             except (EOFError, OSError):
                 lost.add(ranks[ready])
-        return lost - self._leaving
+        return lost
 
     def _sort(self, rank: int, what: str, number: int, value: Any) -> None:
         if what == "leaving":
@@ -224,10 +214,9 @@ class Agents:
         """Once torchrun has told all to leave: the agents whose end made it do so."""
         deadline, lost = time.monotonic() + LEAVE, set[int]()
         while (left := deadline - time.monotonic()) > 0 and self._connections:
-            lost |= self._take(left)
+            lost |= self._take(left) - self._leaving
             for rank in lost | self._leaving:
-                if rank in self._connections:
-                    self._connections.pop(rank)
+                self._connections.pop(rank, None)
         return lost
 
     def renew(self) -> None:
@@ -240,18 +229,11 @@ class Agents:
     def farewell(self, status: int) -> None:
         """All agents end their ranks, and then themselves with that exit status; the caller should end with it, too."""
         self.ending = True
-        signal.signal(
-            signal.SIGTERM, signal.SIG_IGN
-        )  # torchrun sends it as soon as one of them ends with another status than 0
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it once one of them ends with a status but 0
         self._parted.set()
         live = list(self._connections)
         self._send(live, "bye", 0, [status] * len(live))
         deadline = time.monotonic() + FAREWELL
         while self._connections and (left := deadline - time.monotonic()) > 0:
-            ranks = {connection: rank for rank, connection in self._connections.items()}
-            for ready in wait(list(ranks), left):
-                assert isinstance(ready, Connection)
-                with suppress(EOFError, OSError):
-                    ready.recv()
-                    continue
-                del self._connections[ranks[ready]]
+            for rank in self._take(left):
+                del self._connections[rank]
