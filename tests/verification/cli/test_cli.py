@@ -158,7 +158,9 @@ def test_a_part_of_a_title_is_enough(capsys: pytest.CaptureFixture[str]) -> None
         "gradients", "batches and heads permute", "bytes sent",
     ]  # fmt: skip
     assert main(("run", "--list")) == 0
-    assert set(titles()) <= set(capsys.readouterr().out.splitlines())
+    lines = capsys.readouterr().out.splitlines()
+    assert set(titles()) <= set(lines)
+    assert "    |seen - exact| <= bound, in every entry of dq, dk and dv." in lines
 
 
 def test_what_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:
