@@ -72,9 +72,7 @@ _branch_counts = st.sampled_from((2, 2, 3, 4))
 
 
 def _segment(draw: Draw, tokens: int) -> int | None:
-    """A segment length: None (the whole sequence) first, then short ones, up to somewhat longer than the
-    sequence.
-    """
+    """A segment length: None (the whole sequence), then short ones, up to somewhat longer than the sequence."""
     return draw(st.integers(0, tokens + 4)) or None
 
 
@@ -102,8 +100,7 @@ def _any_heads(draw: Draw, dilation: int, segment: int | None, heads: int) -> Br
 
 def _twins(draw: Draw, dilation: int, segment: int | None, heads: int) -> tuple[Branch, ...]:
     """A branch for each query head, all with as many rows in a segment: where heads share a key/value head, branches
-    read the same keys, or those between.
-    """
+    read the same keys, or those between."""
     divided = segment is not None and segment % dilation == 0
     branches = []
     for head in range(heads):
@@ -142,13 +139,6 @@ def pattern_of(draw: Draw, tokens: int, heads: int) -> Pattern:
     return Pattern.longnet(segments, dilations, heads, causal, offsets=draw(_named_rules))
 
 
-def _group(draw: Draw, world: int) -> tuple[int, ...] | None:
-    """The ranks that take part: nearly always all of them (None), else any of them."""
-    if world == 1 or draw(_eighths) < 7:
-        return None
-    return _members(draw, world)
-
-
 def _members(draw: Draw, world: int) -> tuple[int, ...]:
     """Some of the ranks, at least one: the bits of one number."""
     bits = draw(st.integers(1, 2**world - 1))
@@ -178,8 +168,7 @@ def bucket_of(draw: Draw, tokens: int) -> int | None:
 def fused(draw: Draw, case: Case) -> Case:
     """For the fused kernels, which take few tiles of the other Cases: stretches of many keys, a scale that is mostly
     positive, no gradient through lse. Short segments, and documents of one length, share a call, as folds of it.
-    Windows reach as many keys as make a call. Some vectors are held as one component, whose stride such a kernel does
-    not look at.
+    Windows reach as many keys as make a call. Some vectors are one component, whose stride such a kernel passes over.
     """
     tokens = max(draw(_fused_tokens), draw(_tokens[MOST_TOKENS]))
     segment = draw(_fused_segments)
@@ -205,43 +194,26 @@ def fused(draw: Draw, case: Case) -> Case:
 def cases(draw: Draw, world: int) -> Case:
     """Cases for a world of that many ranks.
 
-    They cover every order of tokens, uneven cuts with empty shards, fewer tokens than ranks, subgroups; dense and
-    causal patterns, one branch, LongNet's mixtures, mixtures of anything, head groups; segments longer than the
-    sequence, dilations longer than the segment, offsets per query head; windows of any length, of some branches or all,
-    and a local branch beside others; one sequence, or documents packed into it,
-    which end at shards' ends or beside them, are empty, equal or short; MQA and GQA; every dtype, exchange and kernel.
+    They cover every order of tokens, uneven cuts with empty shards, fewer tokens than ranks, subgroups; patterns of one
+    branch or mixtures, segments and dilations that are too long, offsets per query head; windows of any length;
+    documents, which end at shards' ends or beside them; MQA and GQA; every dtype, exchange and kernel.
     """
     # The larger of two draws: Hypothesis likes the ends of a range, and a fifth of all Cases would have a single token.
     tokens = max(draw(_tokens[draw(_ceilings)]), draw(_least_tokens))
     heads, kv_heads = draw(_heads)
-    group = _group(draw, world)
-    kernel = draw(_kernels)
-    again = draw(_again)
+    # Nearly always all ranks take part.
+    group = None if world == 1 or draw(_eighths) < 7 else _members(draw, world)
+    kernel, again = draw(_kernels), draw(_again)
     measured = draw(_sixteenths) == 15  # rarely: it makes the runs three times as long
     case = Case(
-        world=world,
-        group=group,
-        tokens=tokens,
-        order=draw(_orders),
-        cuts=cuts_of(draw, tokens, world if group is None else len(group)),
-        pattern=pattern_of(draw, tokens, heads),
-        batch=draw(_batches),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=draw(_head_dims),
-        dtype=draw(_dtypes),
-        scale=draw(_scales),
-        score_scale=draw(_score_scales),
-        values=draw(_values),
-        seed=draw(_seeds),
-        exchange=draw(_exchanges),
-        bucket=bucket_of(draw, tokens),
-        kernel=kernel,
+        world=world, group=group, tokens=tokens, order=draw(_orders),
+        cuts=cuts_of(draw, tokens, world if group is None else len(group)), pattern=pattern_of(draw, tokens, heads),
+        batch=draw(_batches), heads=heads, kv_heads=kv_heads, head_dim=draw(_head_dims), dtype=draw(_dtypes),
+        scale=draw(_scales), score_scale=draw(_score_scales), values=draw(_values), seed=draw(_seeds),
+        exchange=draw(_exchanges), bucket=bucket_of(draw, tokens), kernel=kernel,
         lse=draw(_lse) if kernel != "flash" else "unused",  # the fused kernel has no gradient through lse
-        strided=draw(_flags),
-        again=again,
-        measured=measured,
-    )
+        strided=draw(_flags), again=again, measured=measured,
+    )  # fmt: skip
     pattern = windowed(draw, case.pattern, tokens, len(case.ranks))
     case = replace(case, pattern=replace(pattern, documents=packed(draw, case)))
     if again == "meta" and draw(_flags):  # such calls make tensors that others do not need
@@ -254,8 +226,7 @@ def cases(draw: Draw, world: int) -> Case:
 @st.composite
 def long_cases(draw: Draw, world: int) -> Case:
     """Cases of a few hundred scores a row, in which memory shows: one rank holds most of the tokens, few numbers make a
-    head, and there are many query heads for a key/value head. Measured.
-    """
+    head, and there are many query heads for a key/value head. Measured."""
     tokens = draw(st.integers(128, 160))
     size = draw(st.integers(0, tokens // 4))  # tokens of all other ranks together
     few = sorted(draw(st.integers(0, size)) for _ in range(world - 1))
@@ -272,17 +243,13 @@ def long_cases(draw: Draw, world: int) -> Case:
 
 
 def elsewhere(draw: Draw, case: Case) -> dict[str, object]:
-    """What to change of a Case so that other ranks compute the same in another way: its group, layout,
-    exchange, bucket.
-    """
+    """What to change of a Case so that other ranks compute the same in another way."""
     group = _members(draw, case.world) if case.world > 1 else None
     return {
-        "group": group,
-        "order": draw(_orders),
+        "group": group, "order": draw(_orders),
         "cuts": cuts_of(draw, case.tokens, case.world if group is None else len(group)),
-        "exchange": draw(_exchanges),
-        "bucket": bucket_of(draw, case.tokens),
-    }
+        "exchange": draw(_exchanges), "bucket": bucket_of(draw, case.tokens),
+    }  # fmt: skip
 
 
 def permutation_of(draw: Draw, size: int) -> tuple[int, ...]:

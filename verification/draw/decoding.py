@@ -9,15 +9,11 @@ Item = TypeVar("Item")
 
 
 def permutation(index: int, items: Sequence[Item], size: int) -> tuple[Item, ...]:
-    """The index-th arrangement (0 <= index < perm(len(items), size)) of `size` of the items; index 0 keeps
-    their order.
-    """
-    left = list(items)
-    chosen = []
-    for place in range(size):
+    """The index-th arrangement (0 <= index < perm(len(items), size)) of `size` of the items; 0 keeps their order."""
+    left, chosen = list(items), []
+    for _ in range(size):
         index, pick = divmod(index, len(left))
         chosen.append(left.pop(pick))
-        del place
     return tuple(chosen)
 
 

@@ -27,8 +27,7 @@ _many_heads = st.sampled_from(((4, 4), (5, 5), (8, 4), (8, 2), (9, 3), (6, 2)))
 def _apart(draw: Draw, case: Case) -> Case:
     """On at least four ranks: ranks half the ring apart share long segments, neighbours at most short ones. So the
     messages of `direct` to one distance are longer than the bucket, and those before and after them fit into one. No
-    documents, which would divide the long segments.
-    """
+    documents, which would divide the long segments."""
     size = len(case.ranks)
     shard = max(8, case.tokens // size)
     branches = Branch(2 * shard), Branch(3 + draw(_quarters))
@@ -60,8 +59,7 @@ def _masked_by_position(draw: Draw, case: Case) -> Case:
 def shifted(draw: Draw, case: Case) -> Case:
     """Heads whose grids are shifted against each other, over ranges that lie anywhere. Most such Cases make calls that
     take listed rows along from head to head; hardly any other Case does. The grids run through the whole sequence, so
-    there are no documents.
-    """
+    there are no documents."""
     heads, dilation = 3 + draw(_quarters) % 3, 5 + draw(_flags)
     return replace(
         case, tokens=MOST_TOKENS - draw(_sixteenths), order="permuted", cuts=None, heads=heads, kv_heads=heads,
@@ -72,8 +70,7 @@ def shifted(draw: Draw, case: Case) -> Case:
 
 def _many_documents(draw: Draw, case: Case) -> Case:
     """On two or three ranks, striped: many documents, of each of which every rank has a few rows that are no
-    neighbours. So a message has more ranges of rows than are copied one by one.
-    """
+    neighbours. So a message has more ranges of rows than are copied one by one."""
     heads, length, rate = 3, 7 + draw(_quarters), 5 - len(case.ranks)
     branch = Branch(None, rate, tuple(head % rate for head in range(heads)))
     documents = (*(length,) * (MOST_TOKENS // length), draw(_quarters))
@@ -95,8 +92,7 @@ def _uneven(draw: Draw, case: Case) -> Case:
 
 def _uneven_slots(draw: Draw, case: Case) -> Case:
     """Striped, short segments in short documents: a rank's query rows of several segments lie at equal distances, the
-    slots of the keys that it receives for them do not.
-    """
+    slots of the keys that it receives for them do not."""
     lengths = tuple(2 + length for length in digits(draw(st.integers(0, 5**12 - 1)), 5, 12))
     branch = Branch(4 + draw(_quarters), heads=None if draw(_flags) else range(case.heads))
     return replace(
@@ -108,8 +104,7 @@ def _uneven_slots(draw: Draw, case: Case) -> Case:
 
 def _nearly_equal_segments(draw: Draw, case: Case) -> Case:
     """A branch for each head, all with as many rows in a segment at equal steps, some with segments shorter by a token:
-    only the distances of their segments tell them apart.
-    """
+    only the distances of their segments tell them apart."""
     heads, rate, rows, folds = 2 + draw(_quarters), 2 + draw(_quarters), 1 + draw(_quarters), 2 + draw(_flags)
     segment = rows * rate
     branches = tuple(Branch(segment - draw(_flags), rate, 0, range(head, head + 1)) for head in range(heads))
@@ -122,8 +117,7 @@ def _nearly_equal_segments(draw: Draw, case: Case) -> Case:
 
 def _narrow_beside_wide(draw: Draw, case: Case) -> Case:
     """On two to four ranks: rows of all heads that no other rank needs, beside rows of one head that travel, in
-    messages longer than the bucket. What a buffer must hold beyond the bucket goes by the latter.
-    """
+    messages longer than the bucket. What a buffer must hold beyond the bucket goes by the latter."""
     heads = 2 + draw(_flags)
     shard = heads * (4 + draw(_quarters))
     local = Branch(shard // (1 + draw(_flags)) if shard % 2 == 0 else shard)
@@ -137,8 +131,7 @@ def _narrow_beside_wide(draw: Draw, case: Case) -> Case:
 def _dealt(draw: Draw, case: Case) -> Case:
     """Positions dealt like cards: a rank has three hands, one after the other, and a segment, or a document, has one
     card of each, or two. So a rank's rows of one segment lie apart, with those of other segments between them: nothing
-    else makes a whole shard one regular tile whose rows are in another order than the shard's.
-    """
+    else makes a whole shard one regular tile whose rows are in another order than the shard's."""
     hands = HANDS * len(case.ranks)
     segment = hands * draw(_twice)
     count = draw(st.integers(2, max(2, _MOST_DEALT // segment)))

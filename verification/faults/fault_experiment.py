@@ -59,8 +59,7 @@ def faults(world: int) -> st.SearchStrategy[tuple[Case, How]]:
 
 def _asked_by_the_group(subject: tuple[Case, How]) -> tuple[Case, How]:
     """Ranks of one machine mostly ask each other in its memory. Of the faults before a question, most are to be before
-    one that goes by the group, as between machines: the seed decides which it is.
-    """
+    one that goes by the group, as between machines: the seed decides which it is."""
     case, how = subject
     if not BY_NAME[how["kind"]].asked or how["send"] % 4 == 3:
         return subject
@@ -96,8 +95,7 @@ def chosen(how: How, posts: Sequence[Sequence[int]]) -> Fault:
 
 def check_fault(backend: Backend, case: Case, how: How) -> dict[str, float]:
     """Strikes it, and judges the failure, the pool, and the next example. Raises MishandledFault, or what `check_case`
-    raises for that example; ValueError for a backend without processes of its own.
-    """
+    raises for that example; ValueError for a backend without processes of its own."""
     if not isinstance(backend, PoolBackend) or backend.name != "gloo":
         raise ValueError(f"backend: got {backend.name}; allowed is one whose ranks are processes of this machine")
     kind = BY_NAME[how["kind"]]
@@ -112,8 +110,7 @@ def check_fault(backend: Backend, case: Case, how: How) -> dict[str, float]:
 
 def check_whole(backend: PoolBackend, old: set[int], before: set[int], replaced: bool) -> None:
     """That the ranks are new ones or, if every rank answered, still the same; and that there is no process besides.
-    old: the ranks before the fault; before: all processes then. Raises MishandledFault.
-    """
+    old: the ranks before the fault; before: all processes then. Raises MishandledFault."""
     new = set(backend.prepared().pids)
     if new & old if replaced else new != old:
         must = "none" if replaced else "all"
@@ -121,9 +118,6 @@ def check_whole(backend: PoolBackend, old: set[int], before: set[int], replaced:
     left = descendants(os.getpid()) - (before - old) - new
     if left:
         raise MishandledFault(f"{WHOLE}: the processes {sorted(left)} were left over")
-
-
-# --- the failure ------------------------------------------------------------------------------------------------------
 
 
 def failure_of(backend: Backend, case: Case, fault: Fault) -> VerificationFailure | None:
@@ -183,8 +177,7 @@ def judge(kind: FaultKind, fault: Fault, case: Case, failure: VerificationFailur
 def _judge_others(kind: FaultKind, fault: Fault, case: Case, struck: str, failure: RankFailure) -> None:
     """Whoever has raised must have missed this index of the group: as the sender or the receiver of a message, or at a
     question. Where ranks ask, nobody may have answered, nor name itself, and one at least must have raised: a rank that
-    has no connection to the dead one may wait until the group's timeout, but one of the others has one.
-    """
+    has no connection to the dead one may wait until the group's timeout, but one of the others has one."""
     raised = 0
     for index, rank in enumerate(case.ranks):
         state = next(state for state in failure.states if state.rank == rank)
@@ -211,8 +204,6 @@ def _judge_words(kind: FaultKind, rank: int, struck: str, failure: VerificationF
             f"{struck} must be named as {kind.named_as}, with that rank; found was: {failure}; {said}"
         )
 
-
-# --- the experiment ---------------------------------------------------------------------------------------------------
 
 FAULTS = Experiment(
     "faults",

@@ -26,24 +26,17 @@ BUDGET = 30.0  # seconds to shrink a fault that was mishandled, and to look for 
 
 
 def run_faults(report: Report, worlds: Sequence[int], count: int, seed: int, failures: Path) -> None:
-    """`count` faults in all. What is mishandled is shrunk, saved in the folder `failures`, and in the report.
-
-    Raises Unavailable where ranks do not start.
-    """
-    for number, world in enumerate(worlds):
+    """`count` faults in all. What is mishandled is shrunk, saved in the folder `failures`, and in the report. Raises
+    Unavailable where ranks do not start."""
+    for number, world in enumerate(worlds[:count]):
         share = count // len(worlds) + (number < count % len(worlds))
-        if share:
-            _run_on(report, world, share, seed, failures)
-
-
-def _run_on(report: Report, world: int, count: int, seed: int, failures: Path) -> None:
-    with closing(GlooBackend(preload=(*PRELOAD, observe_struck.__module__))) as backend:
-        backend.start(world)
-        report.start_world(world, count, "faults")
-        search = Search(FAULTS, backend, report, world, BUDGET)
-        for found in search.explore(count, seed):
-            report.failed(save(found, search, failures))
-        report.end_world("faults")
+        with closing(GlooBackend(preload=(*PRELOAD, observe_struck.__module__))) as backend:
+            backend.start(world)
+            report.start_world(world, share, "faults")
+            search = Search(FAULTS, backend, report, world, BUDGET)
+            for found in search.explore(share, seed):
+                report.failed(save(found, search, failures))
+            report.end_world("faults")
 
 
 def table(report: Report) -> list[str]:
@@ -53,9 +46,6 @@ def table(report: Report) -> list[str]:
         row = report.rows.of(kind.title)
         lines.append(f"{kind.title:<24}{row.examples:>8}  {kind.named_as:<38}{row.seconds:>8.1f}")
     return lines
-
-
-# --- replay -----------------------------------------------------------------------------------------------------------
 
 
 class SavedFault(SavedExample):

@@ -64,8 +64,7 @@ BY_NAME = {kind.name: kind for kind in KINDS}
 @dataclass(frozen=True)
 class Fault:
     """A fault in the rank at that index of the group, at its post, or question, of that number. send: of the post's
-    sends, the one that is given another shape.
-    """
+    sends, the one that is given another shape."""
 
     kind: str  # name in KINDS
     index: int
@@ -87,9 +86,8 @@ class StruckTransport(RecordingTransport):
         self._fault = fault
 
     def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
-        """Tells nothing of the messages to come, as gloo needs none of it: a wrong one is then for its receiver to
-        find, not for a comparison with what the sender told.
-        """
+        """Tells nothing of the messages to come, as gloo needs none of it: a wrong one is for its receiver to find, not
+        for a comparison with what the sender told."""
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         self.posts.append(len(sends))
@@ -145,8 +143,7 @@ def observe_struck(transport: Transport, case: Case, fault: Fault | None) -> tup
 
 def end_silently() -> None:
     """This rank may be about to be aborted by gloo, which then prints, and may leave its memory in a file. The rank is
-    replaced afterwards, whatever becomes of it.
-    """
+    replaced afterwards, whatever becomes of it."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 2)

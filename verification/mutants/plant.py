@@ -70,16 +70,14 @@ def substitute(sources: Mapping[str, str], memory: int | None = MEMORY) -> None:
     sys.meta_path.insert(0, _Finder(sources))
     kept = {module.__name__ for module in KEPT}
     for name in [name for name in sys.modules if name.partition(".")[0] in PACKAGES and name not in kept]:
-        _take_operators_back(sys.modules.pop(name))
+        # Operators that a module has made stay with torch when it is forgotten: its successor would find them there.
+        for library in [x for x in vars(sys.modules.pop(name)).values() if isinstance(x, torch.library.Library)]:
+            library._destroy()
     if memory is not None:
-        limit = _private_memory() + memory
+        # Private memory, in pages: what RLIMIT_DATA limits (Linux 4.7).
+        pages = int(Path("/proc/self/statm").read_text().split()[5])
+        limit = pages * os.sysconf("SC_PAGE_SIZE") + memory
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-
-
-def _take_operators_back(module: types.ModuleType) -> None:
-    """Operators that a module has made stay with torch when it is forgotten: its successor would find them there."""
-    for library in [x for x in vars(module).values() if isinstance(x, torch.library.Library)]:
-        library._destroy()
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -108,9 +106,3 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
     def get_code(self, fullname: str) -> types.CodeType:
         return compile(self._source, self.path, "exec")
-
-
-def _private_memory() -> int:
-    """Of this process, in bytes: what RLIMIT_DATA limits (Linux 4.7)."""
-    pages = int(Path("/proc/self/statm").read_text().split()[5])
-    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -12,12 +12,10 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from verification.case import Case
 from verification.check.laws import LAWS
-from verification.failures import VerificationFailure
 from verification.faults.fault_experiment import FAULTS
 from verification.faults.struck import observe_struck
-from verification.run.backends import PRELOAD, Backend
+from verification.run.backends import PRELOAD
 from verification.runner import EXAMPLES, PROFILES, law_experiment
 from verification.search.experiment import Experiment
 from verification.training.training_run import TRAINING, TRAINING_PRELOAD
@@ -35,38 +33,18 @@ class Subject:
     experiment: Experiment
     drawn: Any
 
-    @property
-    def case(self) -> Case:
-        return self.experiment.case_of(self.drawn)
-
-    def with_case(self, case: Case) -> Subject:
-        return replace(self, drawn=self.experiment.with_case(self.drawn, case))
-
-    def check(self, backend: Backend) -> dict[str, float]:
-        return self.experiment.check(backend, self.drawn)
-
-    def record(self) -> dict[str, Any]:
-        return self.experiment.record_of(self.drawn)
-
     def premise(self) -> None:
         """Raises ValueError for what could not be drawn."""
         if self.experiment.premise is not None:
             self.experiment.premise(self.drawn)
 
-    def title(self, failure: VerificationFailure) -> str:
-        return self.experiment.property_of(self.drawn, failure)
 
-
-def _experiments() -> tuple[Experiment, ...]:
-    """Each as often as its share of a run's examples has it; the plain ones first, which are simplest."""
-    laws = [law for law in LAWS if law.on_cpus]
-    whole = round(1 / min(law.share for law in laws))
-    return (EXAMPLES,) * round(PLAIN * whole) + tuple(
-        experiment for law in laws for experiment in (law_experiment(law),) * round(law.share * whole)
-    )
-
-
-_EXPERIMENTS = _experiments()
+# Each as often as its share of a run's examples has it; the plain ones first, which are simplest.
+_LAWS = [law for law in LAWS if law.on_cpus]
+_WHOLE = round(1 / min(law.share for law in _LAWS))
+_EXPERIMENTS = [EXAMPLES] * round(PLAIN * _WHOLE)
+for _law in _LAWS:
+    _EXPERIMENTS += [law_experiment(_law)] * round(_law.share * _WHOLE)
 
 
 @lru_cache
@@ -91,11 +69,11 @@ def anything(draw: st.DrawFn, worlds: tuple[int, ...]) -> Subject:
 EVERYTHING = Experiment(
     "everything",
     lambda most: anything(tuple(world for world in WORLDS if world <= most)),
-    check=lambda backend, subject: subject.check(backend),
-    case_of=lambda subject: subject.case,
-    with_case=lambda subject, case: subject.with_case(case),
-    record_of=lambda subject: subject.record(),
-    property_of=lambda subject, failure: subject.title(failure),
+    check=lambda backend, subject: subject.experiment.check(backend, subject.drawn),
+    case_of=lambda subject: subject.experiment.case_of(subject.drawn),
+    with_case=lambda subject, case: replace(subject, drawn=subject.experiment.with_case(subject.drawn, case)),
+    record_of=lambda subject: subject.experiment.record_of(subject.drawn),
+    property_of=lambda subject, failure: subject.experiment.property_of(subject.drawn, failure),
     premise=lambda subject: subject.premise(),
 )
 ON_ONE_WORLD = replace(EVERYTHING, draw=lambda world: anything((world,)))

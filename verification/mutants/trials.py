@@ -28,7 +28,7 @@ from verification.mutants.subjects import EVERYTHING, ON_GLOO, WORLDS
 from verification.report.run_record import finite
 from verification.run.backends import Backend, GlooBackend, SimBackend, Unavailable
 from verification.run.processes.worker import exit_with_parent
-from verification.search.experiment import Experiment, Found, ToolError
+from verification.search.experiment import Found, ToolError
 from verification.search.search import TIMEOUT, Search
 
 PROCESSES = 2  # defects at a time, each with ranks of its own
@@ -186,22 +186,18 @@ def _find(
     drawn, on_gloo = ON_GLOO[place[0]], place[1] == "gloo"
     ranks = GlooBackend(TIMEOUT, prepare, drawn.preload) if on_gloo else SimBackend(TIMEOUT, prepare)
     try:
+        experiment, worlds = (drawn.experiment, drawn.worlds) if on_gloo else (EVERYTHING, (max(WORLDS),))
+        # A hang on real processes costs a whole timeout: it is not shrunk here.
+        searches = [Search(experiment, ranks, Silent(), world, SHRINK, shrinks_hangs=False) for world in worlds]
         if on_gloo:
-            searches = [_search_on(ranks, world, drawn.experiment) for world in drawn.worlds]
             found = _in_turn(searches, ranks, seed, limit, drawn.round)
         else:
             ranks.start(1)  # it takes Cases of any world size
-            searches = [_search_on(ranks, max(WORLDS), EVERYTHING)]
             found = searches[0].find(limit, seed)
     finally:
         ranks.close()
     examples = sum(search.examples for search in searches) + (found is not None)
     return found, examples, sum(search.seconds for search in searches)
-
-
-def _search_on(ranks: Backend, world: int, experiment: Experiment) -> Search:
-    # A hang on real processes costs a whole timeout: it is not shrunk here.
-    return Search(experiment, ranks, Silent(), world, SHRINK, shrinks_hangs=False)
 
 
 def _in_turn(searches: Sequence[Search], ranks: Backend, seed: str, limit: int, size: int) -> Found | None:

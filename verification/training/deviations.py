@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from verification.example import Example
-from verification.failures import VerificationFailure
 from verification.search.search import Events
 
 
@@ -15,23 +13,15 @@ class Deviations:
     """Passes on what a search tells, and keeps the ratios of all examples that held."""
 
     def __init__(self, events: Events) -> None:
-        self.events = events
+        self.covered, self.met, self.failed_again = events.covered, events.met, events.failed_again
+        self._held = events.held
         self.world = 0  # of the examples that come
         self._ratios: dict[tuple[str, int, str], list[float]] = {}
 
     def held(self, dtype: str, ratios: Mapping[str, float], seconds: float) -> None:
         for name, ratio in ratios.items():
             self._ratios.setdefault((name, self.world, dtype), []).append(ratio)
-        self.events.held(dtype, ratios, seconds)
-
-    def covered(self, case: Example) -> None:
-        self.events.covered(case)
-
-    def met(self, failure: VerificationFailure) -> None:
-        self.events.met(failure)
-
-    def failed_again(self) -> None:
-        self.events.failed_again()
+        self._held(dtype, ratios, seconds)
 
     def to_list(self) -> list[dict[str, Any]]:
         """By property, world and dtype, of those that are not exact: the ratios, to three digits, ascending."""

@@ -50,7 +50,6 @@ _resumed = st.sampled_from((None, None, None, None, None, None, "contiguous", "z
 _labels = st.sampled_from(("all", "some", "shards", "ranks", "all", "some", "shards", "ranks", "none"))
 _seeds = st.integers(0, 255)
 _flags = st.booleans()
-_quarters = st.integers(0, 3)
 _scales = st.sampled_from((None, None, 0.25, 1.5))
 _losses = st.sampled_from(("mean", "mean", "scaled", "given"))
 _packed_by = st.sampled_from(("batch", "handle"))
@@ -86,9 +85,7 @@ def _model(draw: Draw) -> Model:
 
 
 def _pattern(draw: Draw, model: Model, tokens: int, ranks: int) -> Pattern:
-    """Half of the patterns are dense but for windows, unless the block is LongNet's, which has none. ranks: those that
-    share a sequence.
-    """
+    """Half are dense but for windows, unless the block is LongNet's, without windows. ranks: that share a sequence."""
     if model.kind != "longnet":
         dense = draw(_flags)
         pattern = Pattern.dense(causal=not draw(_flags)) if dense else pattern_of(draw, tokens, model.heads)
@@ -102,40 +99,20 @@ def _pattern(draw: Draw, model: Model, tokens: int, ranks: int) -> Pattern:
 def training_cases(draw: Draw, world: int) -> TrainingCase:
     """TrainingCases for a world of that many ranks."""
     tokens, data, model = max(draw(_tokens), draw(_least_tokens)), draw(_data_ranks(world)), _model(draw)
-    steps = draw(_steps)
-    dtype = draw(_dtypes)
-    if model.has_steps:
-        dtype = "float64"
+    steps, dtype = draw(_steps), draw(_dtypes)
     compiled, handle = draw(_compiled), draw(_handles)
     case = TrainingCase(
-        world=world,
-        data=data,
-        arrangement=draw(_arrangements),
-        tokens=tokens,
-        batch=draw(_batches),
-        order=draw(_orders),
-        cuts=cuts_of(draw, tokens, world // data),
-        model=model,
-        exchange=draw(_exchanges),
+        world=world, data=data, arrangement=draw(_arrangements), tokens=tokens, batch=draw(_batches),
+        order=draw(_orders), cuts=cuts_of(draw, tokens, world // data), model=model, exchange=draw(_exchanges),
         bucket=bucket_of(draw, tokens),
         handle="group" if compiled != "no" and handle == "recorded" else handle,  # a graph names its group
-        compiled=compiled,
-        dtype=dtype,
-        wrapper=draw(_wrappers),
-        accumulation=draw(_accumulations),
-        checkpointing=draw(_checkpointing),
-        clipping=draw(_clipping),
-        optimiser=draw(_optimisers),
-        steps=steps,
-        resumed=draw(_resumed) if steps > 1 else None,
-        labels=draw(_labels),
-        seed=draw(_seeds),
-        loss=draw(_losses),
-        packed_by=draw(_packed_by),
-        drops_zeros=draw(_flags),
-        spoilt=draw(_spoilt),
+        compiled=compiled, dtype="float64" if model.has_steps else dtype, wrapper=draw(_wrappers),
+        accumulation=draw(_accumulations), checkpointing=draw(_checkpointing), clipping=draw(_clipping),
+        optimiser=draw(_optimisers), steps=steps, resumed=draw(_resumed) if steps > 1 else None,
+        labels=draw(_labels), seed=draw(_seeds), loss=draw(_losses), packed_by=draw(_packed_by),
+        drops_zeros=draw(_flags), spoilt=draw(_spoilt),
         pattern=_pattern(draw, model, tokens, world // data),  # last: how it is drawn depends on the model
-    )
+    )  # fmt: skip
     ends = ends_of(case.shards())
     case = replace(case, pattern=replace(case.pattern, documents=documents_of(draw, tokens, ends)))
     if steps > 1 and draw(_others):

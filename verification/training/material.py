@@ -21,9 +21,6 @@ IGNORED = -100  # as torch.nn.functional.cross_entropy has it
 Shapes = dict[str, tuple[int, ...]]
 
 
-# --- parameters -------------------------------------------------------------------------------------------------------
-
-
 def parameter_shapes(case: TrainingCase) -> Shapes:
     """By name as `named_parameters` has it: of tied weights the embedding's alone."""
     model = case.model
@@ -87,11 +84,8 @@ _BY_KIND = {"llama": _llama, "longnet": _longnet, "sdpa": _sdpa}
 
 
 def initial_parameters(case: TrainingCase) -> dict[str, Tensor]:
-    """By name, float64, on the CPU; for the lower precisions numbers that float32 holds.
-
-    No number is special: weights of norms are not 1, biases not 0, so that a gradient that goes to the wrong place, or
-    a term that is left out, shows.
-    """
+    """By name, float64, on the CPU; for the lower precisions numbers that float32 holds. No number is special, not the
+    weights of norms 1 nor biases 0: a gradient that goes to the wrong place, or a term that is left out, shows."""
     generator = torch.Generator().manual_seed(case.seed)
     found = {}
     for name, shape in parameter_shapes(case).items():
@@ -107,21 +101,16 @@ def initial_parameters(case: TrainingCase) -> dict[str, Tensor]:
 
 
 def optimiser_of(case: TrainingCase, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """torch's own."""
     kind, settings = optimiser_settings(case)
     return kind(parameters, **settings)
 
 
 def optimiser_settings(case: TrainingCase) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The class of the Case's optimiser and its arguments. AdamW divides a gradient by its size, so that the rounding
-    of one near 0 becomes a step: its eps bounds by how much.
-    """
+    """The class of the Case's optimiser and its arguments."""
     if case.optimiser == "sgd":
         return torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}
+    # AdamW divides a gradient by its size, so that the rounding of one near 0 becomes a step: eps bounds by how much.
     return torch.optim.AdamW, {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-3, "weight_decay": 0.1}
-
-
-# --- tokens and labels ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,9 +139,8 @@ def global_batch(case: TrainingCase, step: int) -> GlobalBatch:
     tokens = torch.randint(VOCABULARY, shape, generator=generator)
     labels = torch.full_like(tokens, IGNORED)
     labels[..., :-1] = tokens[..., 1:]
-    labels[..., [end - 1 for end in accumulate(case.at(step).documents) if end]] = (
-        IGNORED  # the next token is another's
-    )
+    last = [end - 1 for end in accumulate(case.at(step).documents) if end]
+    labels[..., last] = IGNORED  # the next token is another's
     ignored = _ignored(case, generator, shape)
     return GlobalBatch(tokens, labels.masked_fill(ignored, IGNORED), ignored)
 

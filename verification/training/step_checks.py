@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 
 import numpy as np
 
@@ -21,24 +22,16 @@ from verification.training.training_case import TrainingCase
 Ratios = dict[str, float]
 
 
-# --- who has what -----------------------------------------------------------------------------------------------------
-
-
 def check_batches(case: TrainingCase, expectation: StepExpectation, observations: StepObservations) -> Ratios:
     """Every rank was given its shard of its data rank's tokens, labels and positions within documents."""
     positions, within = case.shards().positions, case.positions().numpy()
     for rank, seen in enumerate(observations):
         mine = positions[seen.index]
         for number in range(case.accumulation):
-            given = (
-                ("tokens", seen.tokens, expectation.first.tokens),
-                ("labels", seen.labels, expectation.first.labels),
-            )
-            for name, found, every in given:
-                wanted = every[seen.data_rank, number].numpy()[:, mine]
-                _check_equal(
-                    f"batches: {name} of micro-batch {number + 1} on {_place(case, rank)}", found[number], wanted
-                )
+            for name in ("tokens", "labels"):
+                wanted = getattr(expectation.first, name)[seen.data_rank, number].numpy()[:, mine]
+                what = f"batches: {name} of micro-batch {number + 1} on {_place(case, rank)}"
+                _check_equal(what, getattr(seen, name)[number], wanted)
             _check_equal(f"batches: positions on {_place(case, rank)}", seen.positions[number], within[mine])
     return {}
 
@@ -62,17 +55,10 @@ def check_sharded(case: TrainingCase, expectation: StepExpectation, observations
     return {}
 
 
-# --- numbers ----------------------------------------------------------------------------------------------------------
-
-
 def check_quantity(
-    quantity: str,
-    case: TrainingCase,
-    expectation: StepExpectation,
-    observations: StepObservations,
-    *,
-    later: bool | None = None,
-) -> Ratios:
+    quantity: str, case: TrainingCase, expectation: StepExpectation, observations: StepObservations,
+    *, later: bool | None = None,
+) -> Ratios:  # fmt: skip
     """|seen - exact| <= allowed, for all numbers of a quantity, on every rank. later: of step one alone (False), or
     of the steps after it (True)."""
     worst = 0.0
@@ -140,7 +126,9 @@ def check_alike(case: TrainingCase, expectation: StepExpectation, observations: 
     sequence."""
     for quantity in ("losses", "gradients", "norms", "parameters", "logits"):
         for rank, seen in enumerate(observations):
-            like = _first_like(seen, observations) if quantity == "logits" else 0
+            # The first rank that has the same sequences.
+            alike = (other for other, x in enumerate(observations) if x.data_rank == seen.data_rank)
+            like = next(alike) if quantity == "logits" else 0
             for name, x in getattr(seen, quantity).items():
                 other = getattr(observations[like], quantity)[name]
                 if x.dtype != other.dtype or x.tobytes() != other.tobytes():
@@ -149,11 +137,6 @@ def check_alike(case: TrainingCase, expectation: StepExpectation, observations: 
                         f"{_first_difference(other, x)}"
                     )
     return {}
-
-
-def _first_like(seen: StepObservation, observations: StepObservations) -> int:
-    """The first rank that has the same sequences."""
-    return next(rank for rank, other in enumerate(observations) if other.data_rank == seen.data_rank)
 
 
 def _first_difference(a: Array, b: Array) -> str:
@@ -175,9 +158,6 @@ def check_spoilt(case: TrainingCase, expectation: StepExpectation, observations:
     return {}
 
 
-# --- communication ----------------------------------------------------------------------------------------------------
-
-
 def check_bytes(case: TrainingCase, expectation: StepExpectation, observations: StepObservations) -> Ratios:
     """Where messages are recorded, their bytes are those of `reference.cost`, from every rank to every other."""
     for number, part in enumerate(case.parts):
@@ -187,17 +167,15 @@ def check_bytes(case: TrainingCase, expectation: StepExpectation, observations: 
 
 
 def _check_bytes_of(part: TrainingCase, sent: Array, rank: int, seen: PartObservation) -> None:
-    for peer in range(part.context):
-        for done, bytes_of, due in (
-            ("sent", seen.sent, sent[seen.index, peer]),
-            ("received", seen.received, sent[peer, seen.index]),
-        ):
-            found = due if bytes_of is None else bytes_of.get(peer, 0)
-            if found != due:
-                raise WrongResult(
-                    f"bytes: {_place(part, rank)} {done} {found} bytes to or from index {peer} of its group "
-                    f"in {part.steps} steps; pattern, layout, exchange and checkpointing make it {due}"
-                )
+    ways = (("sent", seen.sent, sent[seen.index]), ("received", seen.received, sent[:, seen.index]))
+    for peer, (done, bytes_of, all_due) in product(range(part.context), ways):
+        due = all_due[peer]
+        found = due if bytes_of is None else bytes_of.get(peer, 0)
+        if found != due:
+            raise WrongResult(
+                f"bytes: {_place(part, rank)} {done} {found} bytes to or from index {peer} of its group "
+                f"in {part.steps} steps; pattern, layout, exchange and checkpointing make it {due}"
+            )
 
 
 def check_graphs(case: TrainingCase, expectation: StepExpectation, observations: StepObservations) -> Ratios:

@@ -36,7 +36,7 @@ def expect_training(case: TrainingCase) -> StepExpectation:
         for quantity, named in dense.quantities().items()
     }
     sent = tuple(bytes_sent(part, gathered=number == 0) for number, part in enumerate(case.parts))
-    runs = tuple(graph_runs(part) for part in case.parts)
+    runs = tuple(map(graph_runs, case.parts))
     return StepExpectation(exact, allowed_deviations(case, dense), global_batch(case, 0), sent, runs)
 
 

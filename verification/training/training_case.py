@@ -1,14 +1,10 @@
-"""TrainingCase: everything that one training run depends on, and nothing else.
-
-Like a `verification.case.Case` it is frozen, hashable and travels as JSON: ranks, the dense expectation and a replay
-rebuild the same model, tokens and labels from it in any process.
-"""
+"""TrainingCase: everything that one training run depends on, and nothing else. Like a `verification.case.Case` it is
+frozen, hashable and travels as JSON: the same model, tokens and labels are rebuilt from it in any process."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -46,10 +42,7 @@ _ORDERS = (*ORDERS, *ORDERS_BY_DOCUMENT)
 
 @dataclass(frozen=True)
 class TrainingCase:
-    """One training run of a few steps.
-
-    Raises ValueError, at construction, naming the field, what was given and what is allowed.
-    """
+    """One training run of a few steps. Raises ValueError, naming the field, what was given and what is allowed."""
 
     world: int = field(metadata=integer(1, 64))  # ranks
     # How many ranks share no sequence: world = data * context, where `context` ranks share each sequence.
@@ -125,18 +118,16 @@ class TrainingCase:
 
     def _check_longnet(self) -> None:
         """The block makes its pattern from segment lengths and ratios, so it must be one that it makes."""
-        lengths, ratios = self.longnet
-        if None in lengths or self.pattern_of_modules != Pattern.longnet(
-            lengths, ratios, self.model.heads, self.pattern.causal, "torchscale"
-        ):
+        pattern, heads = self.pattern_of_modules, self.model.heads
+        lengths, ratios = [b.segment_length for b in pattern.branches], [b.dilation_rate for b in pattern.branches]
+        if None in lengths or pattern != Pattern.longnet(lengths, ratios, heads, pattern.causal, "torchscale"):
             raise ValueError(f"pattern is {self.pattern}; with 'longnet' it must be torchscale's for its branches")
 
     def _check_cuts(self) -> None:
         cuts = self.cuts
         if cuts is None:
             return
-        rising = all(a <= b for a, b in pairwise(cuts))
-        if len(cuts) != self.context + 1 or cuts[0] != 0 or cuts[-1] != self.tokens or not rising:
+        if len(cuts) != self.context + 1 or cuts[0] != 0 or cuts[-1] != self.tokens or list(cuts) != sorted(cuts):
             raise ValueError(
                 f"cuts is {cuts}; it must be {self.context + 1} non-decreasing offsets from 0 to {self.tokens}"
             )
@@ -177,8 +168,8 @@ class TrainingCase:
     def mesh(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each context group, by data rank: (data, context)."""
         if self.arrangement == "contiguous":
-            return tuple(tuple(range(d * self.context, (d + 1) * self.context)) for d in range(self.data))
-        return tuple(tuple(range(d, self.world, self.data)) for d in range(self.data))
+            return tuple(self.ranks[d * self.context : (d + 1) * self.context] for d in range(self.data))
+        return tuple(self.ranks[d :: self.data] for d in range(self.data))
 
     def coordinates(self, rank: int) -> tuple[int, int]:
         """(data rank, index in the context group)."""
@@ -187,17 +178,15 @@ class TrainingCase:
     @property
     def parts(self) -> tuple[TrainingCase, ...]:
         """What follows one another on different meshes: a Case for each, with its own number of steps. The sequences of
-        a step are the same ones, in the same order.
-        """
+        a step are the same ones, in the same order."""
         if self.resumed is None:
             return (self,)
-        mesh: dict[str, Any] = {"data": 1, "accumulation": self.data * self.accumulation}
-        later = None if self.later_documents is None else self.later_documents[1:]
-        others: dict[str, Any] = {"order": self.resumed, "cuts": None, "steps": self.steps - 1, "resumed": None}
-        return (
-            replace(self, steps=1, resumed=None, later_documents=None),
-            replace(self, **mesh, **others, pattern=self.at(1).pattern, later_documents=later or None),
-        )
+        after = replace(
+            self, data=1, accumulation=self.data * self.accumulation, order=self.resumed, cuts=None,
+            steps=self.steps - 1, resumed=None, pattern=self.at(1).pattern,
+            later_documents=(self.later_documents or ())[1:] or None,
+        )  # fmt: skip
+        return replace(self, steps=1, resumed=None, later_documents=None), after
 
     def at(self, step: int) -> TrainingCase:
         """The Case whose steps all have the documents that this one has in that step, the first being 0."""
@@ -239,11 +228,6 @@ class TrainingCase:
     def positions(self) -> torch.Tensor:
         """Of each token of a sequence within its document: (n,) int64."""
         return torch.cat([torch.arange(length) for length in self.documents])
-
-    @property
-    def longnet(self) -> tuple[list[int | None], list[int]]:
-        """Segment lengths and dilated ratios of the pattern's branches."""
-        return [b.segment_length for b in self.pattern.branches], [b.dilation_rate for b in self.pattern.branches]
 
     def shards(self) -> Shards:
         """Which index of a context group holds which positions, by definition."""

@@ -3,31 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import attrgetter
 
 from reference.pattern import Branch
 from verification.report.coverage import Has
-from verification.training.training_case import (
-    CHECKPOINTING,
-    COMPILED,
-    HANDLES,
-    LABELS,
-    LOSSES,
-    OPTIMISERS,
-    PACKED_BY,
-    TRAINING_DTYPES,
-    WRAPPERS,
-    TrainingCase,
-)
+from verification.training import training_case
+from verification.training.training_case import TrainingCase
 from verification.training.training_model import KINDS, POSITIONS
-
-
-def _counts(case: TrainingCase) -> tuple[int, ...]:
-    return case.shards().counts
-
-
-def _apart(case: TrainingCase) -> bool:
-    """The ranks of a context group are not neighbours."""
-    return case.arrangement == "strided" and 1 < case.context < case.world
 
 
 def _windows(case: TrainingCase) -> set[int | None]:
@@ -42,12 +24,8 @@ def _short_window(case: TrainingCase) -> bool:
     return any(window is not None and window < length - 1 for window, length in shortened)
 
 
-def _in_model(name: str, choice: str) -> Has:
-    return lambda case: getattr(case.model, name) == choice
-
-
-def _in_case(name: str, choice: str) -> Has:
-    return lambda case: getattr(case, name) == choice
+def _has(field: str, choice: str) -> Has:
+    return lambda case: attrgetter(field)(case) == choice
 
 
 TRAINING_GROUPS: dict[str, dict[str, Has]] = {
@@ -55,9 +33,9 @@ TRAINING_GROUPS: dict[str, dict[str, Has]] = {
         "data alone": lambda case: case.context == 1 < case.world,
         "context alone": lambda case: case.data == 1 < case.world,
         "data x context": lambda case: case.data > 1 and case.context > 1,
-        "context groups apart": _apart,
-        "empty shard": lambda case: 0 in _counts(case),
-        "uneven shards": lambda case: max(_counts(case)) - min(_counts(case)) > 1,
+        "context groups apart": lambda case: case.arrangement == "strided" and 1 < case.context < case.world,
+        "empty shard": lambda case: 0 in case.shards().counts,
+        "uneven shards": lambda case: max(case.shards().counts) - min(case.shards().counts) > 1,
     },
     "model": {
         "GQA": lambda case: case.model.kv_heads < case.model.heads,
@@ -90,12 +68,12 @@ TRAINING_GROUPS: dict[str, dict[str, Has]] = {
         "gradients that are not finite": lambda case: case.spoilt is not None,
     },
 }
-_OF_MODELS: dict[str, tuple[str, ...]] = {"kind": KINDS, "positions": POSITIONS}
-_OF_CASES: dict[str, tuple[str, ...]] = {
-    "wrapper": WRAPPERS, "checkpointing": CHECKPOINTING, "dtype": TRAINING_DTYPES, "labels": LABELS,
-    "handle": HANDLES, "optimiser": OPTIMISERS, "compiled": COMPILED, "loss": LOSSES,
-    "packed_by": PACKED_BY,
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "model.kind": KINDS, "model.positions": POSITIONS, "wrapper": training_case.WRAPPERS,
+    "checkpointing": training_case.CHECKPOINTING, "dtype": training_case.TRAINING_DTYPES,
+    "labels": training_case.LABELS, "handle": training_case.HANDLES, "optimiser": training_case.OPTIMISERS,
+    "compiled": training_case.COMPILED, "loss": training_case.LOSSES, "packed_by": training_case.PACKED_BY,
 }  # fmt: skip
-for _made, _of in ((_in_model, _OF_MODELS), (_in_case, _OF_CASES)):
-    for _name, _choices in _of.items():
-        TRAINING_GROUPS[_name] = {f"{_name} {choice}": _made(_name, choice) for choice in _choices}
+for _field, _choices in _CHOICES.items():
+    _name = _field.removeprefix("model.")
+    TRAINING_GROUPS[_name] = {f"{_name} {choice}": _has(_field, choice) for choice in _choices}

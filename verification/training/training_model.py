@@ -22,10 +22,8 @@ _SIZE = integer(1, 4096)  # of anything in a model
 
 @dataclass(frozen=True)
 class Model:
-    """A small language model: embedding, layers, a norm, a head.
-
-    Raises ValueError, at construction, naming the field, what was given and what is allowed.
-    """
+    """A small language model: embedding, layers, a norm, a head. Raises ValueError, naming the field, what was given
+    and what is allowed."""
 
     # "llama": norm, `ring.nn.SelfAttention`, norm, gated feed-forward; "longnet": `ring.nn.LongNetBlock`s; "sdpa":
     # plain modules whose inner attention is `ring.nn.RingAttention`.

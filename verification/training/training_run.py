@@ -67,10 +67,16 @@ def run_training(plan: RunPlan, report: Report, backend: Backend | None = None) 
     report.coverage = Coverage(groups=TRAINING_GROUPS)
     report.say(f"seed {plan.seed}; repeat this run with --seed {plan.seed}")
     deviations = Deviations(report)
+    experiment = runner.on_gpus(TRAINING) if backend.name == "nccl" else TRAINING
     try:
         with report:
             for world in plan.worlds:
-                _run_world(plan, report, deviations, backend, world)
+                backend.start(world)
+                examples, deviations.world = plan.examples_for(world), world
+                report.start_world(world, examples)
+                search = Search(experiment, backend, deviations, world, plan.profile.budget, plan.profile.remembers)
+                runner.explore(plan, report, search, examples)
+                report.end_world("training steps")
     except KeyboardInterrupt:
         report.interrupt()
         report.summary()
@@ -82,14 +88,3 @@ def run_training(plan: RunPlan, report: Report, backend: Backend | None = None) 
     }  # fmt: skip
     report.summary()
     return report
-
-
-def _run_world(plan: RunPlan, report: Report, deviations: Deviations, backend: Backend, world: int) -> None:
-    backend.start(world)
-    examples = plan.examples_for(world)
-    deviations.world = world
-    report.start_world(world, examples)
-    experiment = runner.on_gpus(TRAINING) if backend.name == "nccl" else TRAINING
-    search = Search(experiment, backend, deviations, world, plan.profile.budget, plan.profile.remembers)
-    runner.explore(plan, report, search, examples)
-    report.end_world("training steps")

@@ -38,15 +38,12 @@ __all__ = ["Pool", "PoolError", "Ticket"]
 
 T = TypeVar("T")
 
-
 START_TIMEOUT = 180.0  # seconds for all ranks to come up, on however loaded a machine
 # When a rank has raised: how long the others may take to raise or answer too before they count as left waiting.
 GRACE = 0.3  # seconds
 LISTEN = 0.02  # seconds, to each of the ranks that are left when one has died
-BUSY = (
-    10.0  # the timeout is prolonged to at most so many times its length while a rank computes, or waits for a processor
-)
-_NO_ARGS = pickle.dumps(())
+# The timeout is prolonged to at most so many times its length while a rank computes, or waits for a processor.
+BUSY = 10.0
 
 
 class RankSet(Protocol):
@@ -131,46 +128,32 @@ class Pool:
         """The ranks' process identifiers, in rank order."""
         return self._live().pids
 
-    def run(
-        self,
-        function: Callable[..., T],
-        *args: Any,
-        per_rank: Sequence[tuple[Any, ...]] | None = None,
-        timeout: float | None = None,
-    ) -> list[T]:
+    def run(self, function: Callable[..., T], *args: Any, timeout: float | None = None) -> list[T]:
         """`submit` and `collect` in one."""
-        return self.collect(self.submit(function, *args, per_rank=per_rank), timeout=timeout)
+        return self.collect(self.submit(function, *args), timeout=timeout)
 
-    def submit(
-        self, function: Callable[..., Any], *args: Any, per_rank: Sequence[tuple[Any, ...]] | None = None
-    ) -> Ticket:
-        """Have every rank call `function(*args, *per_rank[rank])`; returns at once, the ranks work meanwhile.
+    def submit(self, function: Callable[..., Any], *args: Any) -> Ticket:
+        """Have every rank call `function(*args)`; returns at once, the ranks work meanwhile.
 
         The function travels by name, so it must be importable; arguments and results travel by pickle.
         If an earlier call was never collected, the ranks are replaced first, and its answers are lost.
 
-        Raises ValueError for a function of `__main__` or a `per_rank` of another length, PoolError on a closed pool,
-        and what pickle raises (nothing has been sent then).
+        Raises ValueError for a function of `__main__`, PoolError on a closed pool, and what pickle raises (nothing has
+        been sent then).
         """
         ranks = self._live()
         if getattr(function, "__module__", None) == "__main__":
             raise ValueError(
                 f"function: got {function!r} of __main__; allowed are functions of a module ranks can import"
             )
-        if per_rank is not None and len(per_rank) != self.world_size:
-            raise ValueError(f"per_rank: got {len(per_rank)} entries; allowed are {self.world_size}, one per rank")
-        shared = pickle.dumps((function, args), protocol=5)
-        own = (
-            [_NO_ARGS] * self.world_size if per_rank is None else [pickle.dumps(tuple(a), protocol=5) for a in per_rank]
-        )
+        pickled = pickle.dumps((function, args), protocol=5)
         if self._under_way is not None:
             ranks = self._start()
         self._sequence += 1
         dead = tuple(rank for rank, died in ranks.events(0.0) if died)
         ticket = Ticket(self._sequence, _qualified_name(function), dead)
         self._under_way = ticket
-        head = REQUEST.pack(ticket.sequence) + shared
-        ranks.send([head + tail for tail in own])
+        ranks.send([REQUEST.pack(ticket.sequence) + pickled] * self.world_size)
         return ticket
 
     def collect(self, ticket: Ticket, *, timeout: float | None = None, last_words: float = 0.0) -> list[Any]:
@@ -192,9 +175,8 @@ class Pool:
                 _take_last_words(ranks, call, ticket.sequence, last_words)
             failed = bool(call.waiting or call.raised or call.died)
             failure = _diagnose(ranks, ticket, call, timeout) if failed else None
-        except (
-            BaseException
-        ) as error:  # Ctrl-C, or a result that cannot be unpickled: no later call must meet what is left of this one
+        except BaseException as error:
+            # Ctrl-C, or a result that cannot be unpickled: no later call must meet what is left of this one.
             self._start_after(error)
             raise
         self._under_way = None
@@ -213,22 +195,17 @@ class Pool:
     def close(self) -> None:
         """End all ranks. Calling it again does nothing."""
         if self._ranks is not None:
-            self._end()
+            self._under_way = self._ranks = None
+            self._end_ranks()
 
     def _live(self) -> RankSet:
         if self._ranks is None:
             raise PoolError("the pool is closed")
         return self._ranks
 
-    def _end(self) -> None:
-        self._under_way = None
-        self._ranks = None
-        self._end_ranks()
-
     def _start(self) -> RankSet:
         """New ranks in place of the present ones, if any. PoolError, and a closed pool, if they do not start."""
-        if self._ranks is not None:
-            self._end()
+        self.close()
         self.generation += 1
         ranks = self._new_ranks()
         self._end_ranks = weakref.finalize(self, ranks.end)  # also when the pool is garbage, or at interpreter exit

@@ -1,8 +1,5 @@
 """How the ranks of one generation come together in a process group, and in subgroups of it.
 
-A `Rendezvous` says where they find each other, a `Membership` what one of them needs to know; each begins with
-`join_group`. `subgroup` is for functions that run in a rank.
-
 torch is imported inside the functions, not here: ranks get it from the forkserver's preload, and check that.
 """
 
@@ -82,9 +79,8 @@ def join_group(membership: Membership) -> None:
     device = None
     if membership.joined_by == "nccl":
         device = torch.device("cuda", membership.gpu)
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = (
-            ":4096:8"  # sums in the same order in every run: two runs are compared bit for bit
-        )
+        # Sums in the same order in every run: two runs are compared bit for bit.
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.cuda.set_device(device)
     dist.init_process_group(
         membership.joined_by,
@@ -97,13 +93,11 @@ def join_group(membership: Membership) -> None:
 
 
 def subgroup(ranks: tuple[int, ...]) -> ProcessGroup | None:
-    """The group of these global ranks (group rank i is global rank `ranks[i]`).
+    """The group of these global ranks (group rank i is global rank `ranks[i]`); None on ranks that are no members. To
+    be called inside a rank, by *all* ranks of the world, in the same order of calls. It is made on first use and kept
+    (the last 32 are). For all ranks it is the default group itself.
 
-    To be called inside a rank, by *all* ranks of the world, in the same order of calls; None on ranks that are not
-    members. It is made on first use and kept (the last 32 are). For all ranks it is the default group itself.
-
-    Raises ValueError for ranks that do not ascend (torch sorts the ranks of a group), none at all, or one outside the
-    world.
+    Raises ValueError unless the ranks ascend (torch sorts those of a group), are some, and are of the world.
     """
     import torch.distributed as dist
 

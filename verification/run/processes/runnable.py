@@ -12,11 +12,8 @@ def is_runnable(pid: int) -> bool:
     Threads that Python starts have the process's name. Gloo's have their own, and may spin while every rank waits.
     """
     with suppress(FileNotFoundError, ProcessLookupError):  # the process, or the thread, has ended
-        states = {
-            thread: _name_and_state(f"/proc/{pid}/task/{thread}/stat") for thread in os.listdir(f"/proc/{pid}/task")
-        }
-        name, _ = states[str(pid)]
-        return (name, "R") in states.values()
+        states = [_name_and_state(f"/proc/{pid}/task/{thread}/stat") for thread in os.listdir(f"/proc/{pid}/task")]
+        return (_name_and_state(f"/proc/{pid}/stat")[0], "R") in states
     return False
 
 

@@ -1,5 +1,4 @@
 """What a rank's stack, as faulthandler writes it, says about where the rank stands.
-
 A dump has a block for each thread, its frames from the innermost on: `File "...", line 7 in name`.
 """
 
@@ -44,6 +43,5 @@ def tidy_stack(dump: str) -> str:
     for block in dump.strip().split("\n\n"):
         if _WATCHER.search(block) or block.startswith("Extension modules: "):
             continue
-        call = _CALL.search(block)
-        threads.append(block[: call.start()].rstrip() if call else block)
+        threads.append(block[: call.start()].rstrip() if (call := _CALL.search(block)) else block)
     return "\n\n".join(threads)

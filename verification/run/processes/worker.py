@@ -35,7 +35,7 @@ from verification.run.processes.runnable import is_runnable, is_stopped
 
 STACK_SIGNAL = signal.SIGUSR1
 ANSWERED, RAISED = 0, 1
-REQUEST = struct.Struct("<Q")  # number of the call; then two pickles: (function, args), this rank's own args
+REQUEST = struct.Struct("<Q")  # number of the call; then a pickle: (function, args)
 ANSWER = struct.Struct("<QB")  # number of the call, ANSWERED or RAISED; then one pickle: the result or a Raised
 
 LOOKS, LOOK_EVERY = 5, 0.02  # seconds
@@ -51,10 +51,7 @@ class PoolError(RuntimeError):
 
 
 class Ranks:
-    """One generation of rank processes, from their start to their end.
-
-    A rank's number is its index among `members`.
-    """
+    """One generation of rank processes, from their start to their end. A rank's number is its index in `members`."""
 
     def __init__(self, members: Sequence[Membership], timeout: float) -> None:
         self.world_size = len(members)
@@ -126,9 +123,7 @@ class Ranks:
         return self._processes[rank].exitcode
 
     def stacks(self, ranks: Collection[int]) -> dict[int, str]:
-        """The Python stacks of these ranks, all threads; of a dead one, what it wrote as it died; STOPPED of one that a
-        signal stopped.
-        """
+        """The Python stacks of these ranks, all threads; of a dead one, its last words; STOPPED of a stopped one."""
         stopped = {rank for rank in ranks if is_stopped(self.pids[rank])}
         dumps = {rank: STOPPED.encode() if rank in stopped else b"" for rank in ranks}
         deadline = time.monotonic() + STACK_TIMEOUT
@@ -175,11 +170,9 @@ class LocalRanks(Ranks):
 
     def __init__(self, world_size: int, preload: tuple[str, ...], timeout: float, joined_by: str) -> None:
         self._place = LocalRendezvous()
-        members = [
-            Membership(rank, world_size, self._place.rendezvous, preload, joined_by, gpu=rank)
-            for rank in range(world_size)
-        ]
-        super().__init__(members, timeout)
+        place = self._place.rendezvous
+        ranks = range(world_size)
+        super().__init__([Membership(r, world_size, place, preload, joined_by, gpu=r) for r in ranks], timeout)
 
     def end(self) -> None:
         super().end()
@@ -239,14 +232,13 @@ class Popen(popen_forkserver.Popen):
 
 def server(preload: tuple[str, ...]) -> forkserver.ForkServer:
     """The forkserver with these modules; started on first use, ends when this process and all ranks have."""
-    found = _servers.get(preload)
-    if found is None:
-        found = _servers[preload] = forkserver.ForkServer()
+    if preload not in _servers:
+        _servers[preload] = forkserver.ForkServer()
         # This module last, so that ranks can tell that the preload took place.
-        found.set_forkserver_preload([*preload, __name__])
+        _servers[preload].set_forkserver_preload([*preload, __name__])
     with _server_environment():
-        found.ensure_running()
-    return found
+        _servers[preload].ensure_running()
+    return _servers[preload]
 
 
 @contextmanager
@@ -259,11 +251,9 @@ def _server_environment() -> Iterator[None]:
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in wanted:
+            del os.environ[name]
+        os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
 def main(membership: Membership, calls: Connection, stacks: Connection) -> None:
@@ -288,10 +278,8 @@ def main(membership: Membership, calls: Connection, stacks: Connection) -> None:
 
 
 def exit_with_parent() -> None:
-    """End this process when the parent ends, however it ended and wherever the main thread is blocked.
-
-    PR_SET_PDEATHSIG would report the death of the forkserver, not that of the parent.
-    """
+    """End this process when the parent ends, however it ended and wherever the main thread is blocked."""
+    # PR_SET_PDEATHSIG would report the death of the forkserver, not that of the parent.
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
@@ -318,13 +306,9 @@ def check_preload(preload: tuple[str, ...]) -> None:
 def run_request(message: bytes) -> bytes:
     """The answer to one call. An exception that the function raises is an answer, too."""
     (sequence,) = REQUEST.unpack_from(message)
-    stream = io.BytesIO(message)
-    stream.seek(REQUEST.size)
     try:
-        function, args = pickle.load(stream)
-        own_args = pickle.load(stream)
-        result = function(*args, *own_args)
-        return ANSWER.pack(sequence, ANSWERED) + pickle.dumps(result, protocol=5)
+        function, args = pickle.loads(memoryview(message)[REQUEST.size :])
+        return ANSWER.pack(sequence, ANSWERED) + pickle.dumps(function(*args), protocol=5)
     except BaseException as error:
         return ANSWER.pack(sequence, RAISED) + pickle.dumps(describe(error))
     finally:

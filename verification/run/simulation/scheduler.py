@@ -129,8 +129,7 @@ class Scheduler:
         self._batons[self._blocked.pop()].release()
 
     def _pick(self) -> int:
-        waiting = self._runnable
-        at = 0
+        waiting, at = self._runnable, 0
         if self.policy == "any" or (self.policy == "starve" and len(waiting) > 1):
             at = self.random.randrange(len(waiting))
             if self.policy == "starve" and waiting[at] == self.victim:

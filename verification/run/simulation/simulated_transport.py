@@ -1,7 +1,13 @@
-"""`ring.comm.transport.Transport` of a simulated rank: checks what the rank does; the network does the rest."""
+"""The transports of simulated ranks: `SimulatedTransport` checks what one rank does, the `Wires` of its group are who
+sends what to whom, and what all ranks do together.
+
+A group has wires of its own, so that the messages of two groups with the same ranks never meet. What
+`verification.run.simulation.simulation` says of messages happens here.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,48 +16,19 @@ import torch
 
 from ring.comm.calls import Calls
 from ring.comm.transport import Message, Outgoing, OwnBuffers, Pending
-from verification.failures import BrokenContract
+from verification.failures import BrokenContract, MismatchedMessages
 from verification.run.simulation.announced import Announced
-from verification.run.simulation.in_flight import Batch, described, overlap, span
+from verification.run.simulation.in_flight import Batch, InFlight, described, overlap, span
+from verification.run.simulation.prompt import Prompt
+from verification.run.simulation.scheduler import Scheduler
 
-
-class Network(Protocol):
-    """What joins the simulated ranks of a group: its `Wires`. size: how many they are."""
-
-    size: int
-
-    def name(self, rank: int) -> str:
-        """What the rank is called in reports."""
-
-    def pause(self, rank: int) -> None:
-        """Perhaps other ranks go on first."""
-
-    def check_call(self, rank: int, number: int, key: Hashable) -> None:
-        """Raises BrokenContract unless the number-th call of this rank is of the same kind as the others'."""
-
-    def launch(self, batch: Batch, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """Start a batch that the rank has posted."""
-
-    def wait_for(self, rank: int, reason: Batch) -> None:
-        """Return once what the rank waits for has happened."""
-
-    def receive(self, batch: Batch) -> None:
-        """The rank has its receive buffers back."""
-
-    def finish(self, batch: Batch) -> None:
-        """The rank has all its buffers back."""
-
-    def collective(self, rank: int, number: int, kind: str, payload: bytes) -> list[bytes]:
-        """What every rank gave; returns once all have called."""
-
-    def subgroup(self, ranks: Sequence[int]) -> Sequence[SimulatedTransport]:
-        """The transports of a group of these ranks, the same one whenever it is asked for."""
+Ends = dict[tuple[int, int], deque[InFlight]]  # of messages, by (from, to)
 
 
 class SimulatedTransport(OwnBuffers):
     """The transport of one rank."""
 
-    def __init__(self, network: Network, rank: int) -> None:
+    def __init__(self, network: Wires, rank: int) -> None:
         self.rank, self.world_size, self.calls = rank, network.size, Calls()
         self._network = network
         self._batches: list[Batch] = []  # not waited for yet
@@ -62,13 +39,12 @@ class SimulatedTransport(OwnBuffers):
         self._announced: Announced | None = None
 
     def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
-        network = self._network
-        network.pause(self.rank)
-        network.check_call(self.rank, self._calls, key)
+        self._network.pause(self.rank)
+        self._network.check_call(self.rank, self._calls, key)
         self._calls += 1
         if key not in self._outgoing:  # else what the first call of its kind announced holds for this one too
             self._outgoing[key] = outgoing()
-        self._announced = Announced(network.name(self.rank), self._outgoing[key])
+        self._announced = Announced(self._network.name(self.rank), self._outgoing[key])
 
     def empty(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         buffer = super().empty(name, shape, dtype, device)
@@ -77,36 +53,30 @@ class SimulatedTransport(OwnBuffers):
         return buffer
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        network = self._network
-        network.pause(self.rank)
+        self._network.pause(self.rank)
         batch = Batch(self._posted, self.rank)
         self._posted += 1
         self._check(sends, receives)
         if self._announced is not None:
             self._announced.keep(sends)
         self._batches.append(batch)
-        network.launch(batch, sends, receives)
+        self._network.launch(batch, sends, receives)
         return _Handle(self, batch)
 
     def arrive(self, batch: Batch) -> None:
         if batch.received:
             return
-        network = self._network
-        network.pause(self.rank)
-        batch.arriving = True
-        if batch.receiving:
-            network.wait_for(self.rank, batch)
-        batch.arriving = False
-        network.receive(batch)
+        self._network.pause(self.rank)
+        self._network.await_receives(batch)
+        self._network.receive(batch)
 
     def wait(self, batch: Batch) -> None:
         if batch.over:
             return
-        network = self._network
-        network.pause(self.rank)
+        self._network.pause(self.rank)
         if batch.open:
-            network.wait_for(self.rank, batch)
-        network.finish(batch)
+            self._network.wait_for(self.rank, batch)
+        self._network.finish(batch)
         self._batches.remove(batch)
 
     def all_equal(self, payload: bytes) -> bool:
@@ -119,8 +89,7 @@ class SimulatedTransport(OwnBuffers):
 
     def subgroup(self, ranks: Sequence[int]) -> SimulatedTransport | None:
         """The transport of a group of some ranks of this one; None on all others."""
-        transports = self._network.subgroup(ranks)
-        return transports[list(ranks).index(self.rank)] if self.rank in ranks else None
+        return self._network.subgroup(ranks)[list(ranks).index(self.rank)] if self.rank in ranks else None
 
     def check_all_waited(self) -> None:
         """BrokenContract if this rank ends with a batch that it posted and never waited for."""
@@ -146,10 +115,7 @@ class SimulatedTransport(OwnBuffers):
                 )
             if not message.tensor.is_contiguous() or not message.tensor.numel():
                 raise ValueError(f"message {message.label!r} must be contiguous and not empty")
-        self._check_disjoint(sends, receives)
-
-    def _check_disjoint(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """A buffer that is received into shares no byte with any other in flight. Called before any is overwritten."""
+        # A buffer that is received into shares no byte with any other in flight, before any is overwritten.
         into = [(*span(m), m.label) for m in receives]
         out = [(*span(m), m.label) for m in sends]
         for batch in self._batches:
@@ -173,3 +139,226 @@ class _Handle:
 
     def wait(self) -> None:
         self.transport.wait(self.batch)
+
+
+class Shared(Protocol):
+    """What the wires of all groups share: the `Simulation`."""
+
+    scheduler: Scheduler
+    buffered: bool  # whether sends complete before their receive is posted
+    prompt: Prompt | None  # None: messages arrive as late, or as early, as the scheduler's numbers have it
+    waiting: dict[int, tuple[Wires, Batch | Collective]]  # what a blocked rank waits for, by its number
+
+    def label(self, number: int) -> str:
+        """What a rank is called in reports, by its number in the simulation."""
+
+    def wires(self, members: tuple[int, ...]) -> Wires:
+        """Of the group of these ranks of the simulation."""
+
+
+class Wires:
+    """Of one group. members: its ranks by their numbers in the simulation; elsewhere a rank is that in the group."""
+
+    def __init__(self, shared: Shared, members: Sequence[int]) -> None:
+        self.members, self.size = tuple(members), len(members)
+        self.transports = [SimulatedTransport(self, rank) for rank in range(self.size)]
+        self._shared = shared
+        self._sends: Ends = {}  # posted, not met by a receive
+        self._receives: Ends = {}
+        self._collectives: list[Collective] = []
+        self._calls: list[Hashable] = []  # kinds of the calls that were prepared, in order
+
+    def name(self, rank: int) -> str:
+        return self._shared.label(self.members[rank])
+
+    def pause(self, rank: int) -> None:
+        """Perhaps other ranks go on first."""
+        self._shared.scheduler.pause(self.members[rank])
+
+    def subgroup(self, ranks: Sequence[int]) -> Sequence[SimulatedTransport]:
+        """The transports of a group of these ranks, the same one whenever it is asked for."""
+        return self._shared.wires(tuple(self.members[rank] for rank in ranks)).transports
+
+    def lost(self) -> str | None:
+        """The buffered message that nobody received, in words: a later receive would take it."""
+        for (source, target), ends in self._sends.items():
+            for end in ends:
+                return f"{self.name(target)} never received {described(end.message)} from {self.name(source)}"
+        return None
+
+    def check_call(self, rank: int, number: int, key: Hashable) -> None:
+        """Raises BrokenContract unless the number-th call of this rank is of the same kind as the others'."""
+        if number == len(self._calls):
+            self._calls.append(key)
+        if self._calls[number] != key:
+            raise BrokenContract(f"{self.name(rank)} prepares another kind of call than others do")
+
+    # --- messages -----------------------------------------------------------------------------------------------------
+
+    def launch(self, batch: Batch, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """Start a batch that a rank has posted: match its messages with those that wait for them."""
+        batch.receives = [InFlight(message, batch, scribble=True) for message in receives]
+        batch.sends = [InFlight(message, batch, scribble=False) for message in sends]
+        batch.receiving = len(batch.receives)
+        batch.open = batch.receiving + (0 if self._shared.buffered else len(batch.sends))
+        for end in batch.receives:
+            self._match(end, self._sends, self._receives, (end.message.peer, batch.rank))
+        for end in batch.sends:
+            self._match(end, self._receives, self._sends, (batch.rank, end.message.peer))
+        if self._shared.prompt is not None:
+            self._receive_at_once(batch, self._shared.prompt)
+
+    def _receive_at_once(self, batch: Batch, prompt: Prompt) -> None:
+        """All that is not held back. The rank has its buffers back no sooner for it."""
+        self.await_receives(batch)
+        for end in batch.receives:
+            source, what = end.message.peer, described(end.message)
+            prompt.met[source, batch.rank, end.message.label] = f"{what} from {self.name(source)}"
+            if not end.delivered and not prompt.holds_back(end.message, batch.rank):
+                assert end.partner is not None
+                self._deliver(end.partner, end)
+
+    def _match(self, end: InFlight, partners: Ends, own: Ends, route: tuple[int, int]) -> None:
+        waiting = partners.get(route)
+        if not waiting:
+            own.setdefault(route, deque()).append(end)
+            return
+        partner = waiting.popleft()
+        send, receive = (partner, end) if own is self._receives else (end, partner)
+        self._check_pair(send.message, receive.message, route)
+        send.partner, receive.partner = receive, send
+        if send.delivered:  # it was buffered, and its wait is over
+            self._fill(receive, send.expected)
+        elif self._shared.prompt is None and self._shared.scheduler.random.random() < 0.5:
+            self._deliver(send, receive)
+        self._settle(receive.batch, receiving=1)
+        if not self._shared.buffered:
+            self._settle(send.batch, receiving=0)
+
+    def _settle(self, batch: Batch, receiving: int) -> None:
+        """The batch waits for one end of a message less; receiving: 1 if that end is a receive."""
+        batch.open -= 1
+        batch.receiving -= receiving
+        awaited = batch.receiving if batch.arriving else batch.open
+        if not awaited:
+            self._wake(batch.rank, batch)
+
+    def _check_pair(self, send: Message, receive: Message, route: tuple[int, int]) -> None:
+        if (send.label, send.tensor.dtype, send.bytes) != (receive.label, receive.tensor.dtype, receive.bytes):
+            raise MismatchedMessages(
+                f"{self.name(route[0])} sends {described(send)} to {self.name(route[1])}, "
+                f"which there meets the receive of {described(receive)}"
+            )
+
+    def _deliver(self, send: InFlight, receive: InFlight) -> None:
+        """Read the one buffer, write the other: at any time between both posts and the end of either wait."""
+        self._check_send(send)
+        self._fill(receive, send.expected)
+        send.delivered = True
+
+    def _fill(self, receive: InFlight, bits: torch.Tensor) -> None:
+        self._check_receive(receive)
+        receive.bits.copy_(bits)
+        receive.expected, receive.delivered = bits, True
+
+    def receive(self, batch: Batch) -> None:
+        """Write the receive buffers that were not written yet; from now on the rank may read them."""
+        for end in batch.receives:
+            if not end.delivered:
+                assert end.partner is not None
+                self._deliver(end.partner, end)
+            self._check_receive(end)
+        batch.received = True
+
+    def finish(self, batch: Batch) -> None:
+        """End of a wait: read and write what was not yet; from now on the buffers are the rank's own again."""
+        if not batch.received:
+            self.receive(batch)
+        for end in batch.sends:
+            self._check_send(end)
+            if not end.delivered and end.partner is not None and not self._held_back(end):
+                self._deliver(end, end.partner)
+            end.delivered = True  # or buffered: `expected` is the copy that its receive will get
+        batch.over = True
+        for end in (*batch.sends, *batch.receives):
+            end.let_go()
+
+    def _held_back(self, send: InFlight) -> bool:
+        prompt, receive = self._shared.prompt, send.partner
+        assert receive is not None
+        return prompt is not None and prompt.holds_back(receive.message, receive.batch.rank)
+
+    def _check_send(self, end: InFlight) -> None:
+        if not end.batch.over and not end.intact:
+            raise BrokenContract(
+                f"{self.name(end.batch.rank)} changed the send buffer of {described(end.message)} "
+                f"to {self.name(end.message.peer)} before its wait was over"
+            )
+
+    def _check_receive(self, end: InFlight) -> None:
+        if not end.intact:
+            raise BrokenContract(
+                f"{self.name(end.batch.rank)} wrote to the receive buffer of {described(end.message)} "
+                f"from {self.name(end.message.peer)} before its wait was over"
+            )
+
+    # --- all ranks together -------------------------------------------------------------------------------------------
+
+    def collective(self, rank: int, number: int, kind: str, payload: bytes) -> list[bytes]:
+        """The number-th collective call of this rank; returns what every rank gave once all have called."""
+        if number == len(self._collectives):
+            self._collectives.append(Collective(kind, len(payload), [None] * self.size))
+        collective = self._collectives[number]
+        if (kind, len(payload)) != (collective.kind, collective.length):
+            raise MismatchedMessages(
+                f"{self.name(rank)} calls {kind} with {len(payload)} bytes where others call {collective.kind} "
+                f"with {collective.length}"
+            )
+        collective.payloads[rank] = payload
+        if None in collective.payloads:
+            self.wait_for(rank, collective)
+        else:
+            for other in range(self.size):
+                self._wake(other, collective)
+        return [given for given in collective.payloads if given is not None]
+
+    def await_receives(self, batch: Batch) -> None:
+        """Return once all that the batch receives was sent."""
+        batch.arriving = True
+        if batch.receiving:
+            self.wait_for(batch.rank, batch)
+        batch.arriving = False
+
+    def wait_for(self, rank: int, reason: Batch | Collective) -> None:
+        """Return once what the rank waits for has happened."""
+        number = self.members[rank]
+        self._shared.waiting[number] = self, reason
+        self._shared.scheduler.block(number)
+        del self._shared.waiting[number]
+
+    def _wake(self, rank: int, reason: Batch | Collective) -> None:
+        number = self.members[rank]
+        if self._shared.waiting.get(number) == (self, reason):
+            self._shared.scheduler.wake(number)
+
+    def awaited(self, reason: Batch | Collective) -> list[tuple[int, str]]:
+        """Whom a blocked rank waits for, by the number in the simulation, and what each of these would have to do."""
+        if isinstance(reason, Collective):
+            missing = [other for other, payload in enumerate(reason.payloads) if payload is None]
+            return [(self.members[other], f"{self.name(other)} to call {reason.kind}") for other in missing]
+        found, sends = [], [] if self._shared.buffered or reason.arriving else reason.sends
+        for ends, verb in ((reason.receives, "send"), (sends, "receive")):
+            for end in ends:
+                if end.partner is None:
+                    peer = end.message.peer
+                    found.append((self.members[peer], f"{self.name(peer)} to {verb} {described(end.message)}"))
+        return found
+
+
+@dataclass(eq=False)
+class Collective:
+    """One collective call of all ranks. payloads: None for a rank that has not called yet."""
+
+    kind: str
+    length: int
+    payloads: list[bytes | None]

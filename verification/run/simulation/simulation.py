@@ -36,8 +36,7 @@ from verification.failures import (
 from verification.run.simulation.in_flight import Batch
 from verification.run.simulation.prompt import Prompt
 from verification.run.simulation.scheduler import Scheduler
-from verification.run.simulation.simulated_transport import SimulatedTransport
-from verification.run.simulation.wires import Collective, Wires
+from verification.run.simulation.simulated_transport import Collective, SimulatedTransport, Wires
 from verification.wording import counted
 
 T = TypeVar("T")
@@ -46,8 +45,7 @@ _FRAMES = 12  # of a rank's stack, the innermost
 
 class Simulation:
     """`size` ranks. names: what they are called in reports (a group's global ranks); by default 0 .. size - 1. prompt:
-    in place of the worst, messages arrive at once, but for those that it holds back.
-    """
+    in place of the worst, messages arrive at once, but for those that it holds back."""
 
     def __init__(self, size: int, seed: int, names: Sequence[int] | None = None, prompt: Prompt | None = None) -> None:
         self.size = size
@@ -79,14 +77,11 @@ class Simulation:
         scheduler.run([lambda t=transport: live(t) for transport in self._whole.transports])  # type: ignore[misc]
         if scheduler.stuck or any(error is not None for error in scheduler.errors):
             raise self._failure()
-        self._check_all_received()
-        return scheduler.outcomes
-
-    def _check_all_received(self) -> None:
         for group in (self._whole, *self._groups.values()):
             lost = group.lost()
             if lost is not None:
                 raise MismatchedMessages(lost, [RankState(name, "answered", "had answered") for name in self.names])
+        return scheduler.outcomes
 
     def wires(self, members: tuple[int, ...]) -> Wires:
         if members not in self._groups:
@@ -105,8 +100,7 @@ class Simulation:
             self._states.append(RankState(self.names[rank], "blocked", f"waited for {awaited}, at", stack))
 
     def _awaited(self, number: int) -> list[tuple[int, str]]:
-        wires, reason = self.waiting[number]
-        return wires.awaited(reason)
+        return self.waiting[number][0].awaited(self.waiting[number][1])
 
     def _failure(self) -> RankFailure:
         scheduler = self.scheduler
@@ -126,9 +120,8 @@ class Simulation:
         first = scheduler.errors[raised[0]]
         assert first is not None
         kind = type(first) if isinstance(first, BrokenContract | MismatchedMessages) else RankError
-        where = (
-            f" (then {name_ranks(self.names[r] for r in scheduler.stuck)} waited in vain)" if scheduler.stuck else ""
-        )
+        stuck = name_ranks(self.names[r] for r in scheduler.stuck)
+        where = f" (then {stuck} waited in vain)" if scheduler.stuck else ""
         return kind(f"{name_ranks(self.names[r] for r in raised)} raised: {_headline(first)}{where}", ordered)
 
     def _chain(self) -> str:
@@ -168,4 +161,4 @@ def _traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, trace))
 
 
-_OWN_FILES = {sys.modules[one.__module__].__file__ for one in (Simulation, Wires, SimulatedTransport, Scheduler)}
+_OWN_FILES = {sys.modules[one.__module__].__file__ for one in (Simulation, SimulatedTransport, Scheduler)}

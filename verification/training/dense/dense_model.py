@@ -67,28 +67,26 @@ class Weights:
 
 
 def _llama(layer: Layer, weights: Weights, x: Tensor) -> Tensor:
-    rounded, model = weights.rounded, layer.case.model
-    attended = _attend(layer, weights, _norm(weights.beneath("attention_norm."), model.norm, x))
-    x = rounded(x + attended)
-    fed = _norm(weights.beneath("feed_norm."), model.norm, x)
+    rounded, kind = weights.rounded, layer.case.model.norm
+    x = rounded(x + _attend(layer, weights, _norm(weights.beneath("attention_norm."), kind, x)))
+    fed = _norm(weights.beneath("feed_norm."), kind, x)
     gated = rounded(functional.silu(weights.linear("gate", fed)) * weights.linear("up", fed))
     return rounded(x + weights.linear("down", gated))
 
 
 def _sdpa(layer: Layer, weights: Weights, x: Tensor) -> Tensor:
-    rounded, model = weights.rounded, layer.case.model
-    attended = _attend(layer, weights, _norm(weights.beneath("attention_norm."), model.norm, x))
-    x = rounded(x + attended)
-    fed = _norm(weights.beneath("feed_norm."), model.norm, x)
+    rounded, kind = weights.rounded, layer.case.model.norm
+    x = rounded(x + _attend(layer, weights, _norm(weights.beneath("attention_norm."), kind, x)))
+    fed = _norm(weights.beneath("feed_norm."), kind, x)
     return rounded(x + weights.linear("down", _gelu(rounded, weights.linear("up", fed))))
 
 
 def _longnet(layer: Layer, weights: Weights, x: Tensor) -> Tensor:
-    rounded, model = weights.rounded, layer.case.model
+    rounded = weights.rounded
     x = rounded(x + _attend(layer, weights, _norm(weights.beneath("attention_norm."), "layer", x)))
     fed = _norm(weights.beneath("ffn_norm."), "layer", x)
     inner = _gelu(rounded, weights.linear("fc1", fed))
-    if model.subln:
+    if layer.case.model.subln:
         inner = _norm(weights.beneath("ffn_inner_norm."), "layer", inner)
     return rounded(x + weights.linear("fc2", inner))
 
@@ -103,29 +101,21 @@ def _attend(layer: Layer, weights: Weights, x: Tensor) -> Tensor:
     """Projections, norms of heads, rotary positions, attention, projection."""
     case, model = layer.case, layer.case.model
     projected = weights.beneath("attention.")
-    q = _heads(projected.linear("q_proj", x), model.heads)
-    k = _heads(projected.linear("k_proj", x), model.kv_heads)
-    v = _heads(projected.linear("v_proj", x), model.kv_heads)
+    counts = {"q_proj": model.heads, "k_proj": model.kv_heads, "v_proj": model.kv_heads}
+    q, k, v = (projected.linear(name, x).unflatten(2, (n, -1)) for name, n in counts.items())  # (S, n, heads, D)
     if model.qk_norm:
         q, k = (_norm(projected.beneath(f"{name}_norm."), "rms", y, QK_NORM_EPS) for name, y in (("q", q), ("k", k)))
     if model.positions == "rotary":
         q, k = (weights.rounded(_rotated(y, case.positions(), layer.theta)) for y in (q, k))
-    out = weights.rounded(oracle_attention(q, k, v, case.pattern, model.scale))  # (S, n, H, D)
-    joined = out.flatten(2)  # (S, n, H D)
+    joined = weights.rounded(oracle_attention(q, k, v, case.pattern, model.scale)).flatten(2)  # (S, n, H D)
     if model.subln:
         joined = _norm(projected.beneath("inner_norm."), "layer", joined)
     return projected.linear("o_proj", joined)
 
 
-def _heads(x: Tensor, heads: int) -> Tensor:
-    """(S, n, H * D) -> (S, n, H, D)."""
-    return x.unflatten(2, (heads, -1))
-
-
 def _rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Rotary positions (n,): the i-th and the (i + D / 2)-th number of a head are a complex number, which
-    position p turns by p * theta ** (-2 i / D) (arXiv 2104.09864, in the order of Llama's published code).
-    """
+    """Rotary positions (n,): the i-th and the (i + D / 2)-th number of a head are a complex number, which position p
+    turns by p * theta ** (-2 i / D) (arXiv 2104.09864, in the order of Llama's published code)."""
     half = x.shape[3] // 2
     frequencies = theta ** (-torch.arange(half, dtype=torch.float64) / half)
     angles = positions.double()[:, None] * frequencies  # (n, D / 2)

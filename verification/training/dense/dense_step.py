@@ -47,9 +47,8 @@ def train_densely(case: TrainingCase, rounded: Rounded = exact, kept: Rounded = 
     found = TrainingResult({}, {}, {}, {}, {})
     for step in range(case.steps):
         batch, label = global_batch(case, step), f"step {step + 1}"
-        logits = dense_logits(case.at(step), parameters, batch.tokens.flatten(0, 2), rounded).unflatten(
-            0, batch.tokens.shape[:3]
-        )
+        logits = dense_logits(case.at(step), parameters, batch.tokens.flatten(0, 2), rounded)
+        logits = logits.unflatten(0, batch.tokens.shape[:3])
         loss = mean_loss(logits, batch)
         optimiser.zero_grad()
         loss.backward()

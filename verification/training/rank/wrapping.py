@@ -91,8 +91,7 @@ class Unwrapped:
 
     def not_as_clipped(self, number: float) -> list[str]:
         """The parameters whose gradients are clipped otherwise than torch does it, where those of the first are all
-        NaN, or infinite: NaN in a norm makes all of them NaN; an infinite norm makes finite ones 0.
-        """
+        NaN, or infinite: NaN in a norm makes all of them NaN; an infinite norm makes finite ones 0."""
         wrong = []
         for place, x in enumerate(self.named.values()):
             x.grad = torch.full_like(x, 1.0 if place else number)

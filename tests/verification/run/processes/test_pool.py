@@ -67,14 +67,6 @@ def test_results_come_in_rank_order_and_the_ranks_are_one_group(pools: Pools, wo
         np.testing.assert_array_equal(got, array + (rank - 1) % world)
 
 
-def test_arguments_of_one_rank_follow_the_common_ones(pools: Pools) -> None:
-    assert pools(3).run(echo, "all", per_rank=[(10,), (), (12, "x")]) == [
-        (0, "all", 10),
-        (1, "all"),
-        (2, "all", 12, "x"),
-    ]
-
-
 def test_the_caller_is_free_between_submit_and_collect(pools: Pools, tmp_path: Path) -> None:
     pool = pools(2)
     ticket = pool.submit(hang_in_gloo, str(tmp_path), -1)
@@ -114,7 +106,7 @@ def test_closing_ends_the_ranks_and_a_closed_pool_says_so() -> None:
     pool.close()
 
 
-def test_bad_arguments_are_named(pools: Pools) -> None:
+def test_bad_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="world_size: got 0"):
         Pool(0)
     with pytest.raises(ValueError, match="timeout: got 0"):
@@ -123,8 +115,6 @@ def test_bad_arguments_are_named(pools: Pools) -> None:
         Pool(1, preload="torch")
     with pytest.raises(ValueError, match="preload: got "):
         Pool(1, preload=("numpy",))
-    with pytest.raises(ValueError, match="per_rank: got 1 entries; allowed are 2"):
-        pools(2).submit(echo, per_rank=[(1,)])
 
 
 def test_a_module_that_was_not_preloaded_is_an_error() -> None:
