@@ -24,8 +24,6 @@ import numpy as np
 from reference.arithmetic import Arithmetic
 from reference.exact import Expectation
 
-ROUNDINGS = 13
-
 
 def allow(expectation: Expectation, r: Arithmetic) -> None:
     """Adds to the bounds of out, dq and dk."""
@@ -35,7 +33,7 @@ def allow(expectation: Expectation, r: Arithmetic) -> None:
         np.abs(x).max(1, keepdims=True).repeat(heads // kv_heads, 2) for x in (k, v)
     )  # (B, 1, H, D)
     live = ~expectation.dead_rows.T[None, :, :, None]  # (1, N, H, 1)
-    out = ROUNDINGS * r.u * r.counts.merges * (1 + r.u_out) * largest_v * live  # (B, N, H, D)
+    out = 13 * r.u * r.counts.merges * (1 + r.u_out) * largest_v * live  # (B, N, H, D)
     delta = (np.abs(dout) * out).sum(-1, keepdims=True)  # (B, N, H, 1)
     dk = (delta * np.abs(q)).sum(1)  # (B, H, D)
     dk = dk.reshape(dk.shape[0], kv_heads, -1, dk.shape[-1]).sum(2)  # (B, Hk, D)

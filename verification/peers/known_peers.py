@@ -43,13 +43,12 @@ def selected(name: str, among: Mapping[str, Any] = KNOWN) -> list[str]:
 
 @lru_cache(maxsize=64)
 def load(name: str) -> Peer:
-    """The known Peer of that name, or the one that `package.module:attribute` names. The working directory is searched
-    last: scripts run Python with -P, which leaves it out of sys.path. Raises Refused for a module that cannot be
-    imported or has no such Peer."""
+    """The known Peer of that name, or the one that `package.module:attribute` names. Raises Refused for a module that
+    cannot be imported or has no such Peer."""
     if name in KNOWN:
         return KNOWN[name]
     module, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:
+    if os.getcwd() not in sys.path:  # scripts run Python with -P, which leaves it out
         sys.path.append(os.getcwd())
     try:
         found = getattr(importlib.import_module(module), attribute)

@@ -14,17 +14,11 @@ from verification.case import Case
 
 Result = Tensor | tuple[Tensor, Tensor]  # out (B, L, H, D); lse (B, H, L), natural logarithm
 Attend = Callable[[Tensor, Tensor, Tensor, Case, ProcessGroup | None], Result]
-ARITHMETICS = ("math", "flash", "half")
-MERGES = ("weighted", "interpolated")
 MOST_RANKS = 8
 
 
 class Refused(Exception):
     """A peer cannot be run: not installed, not importable, no adapter. It counts neither as held nor as failed."""
-
-
-def nothing() -> None:
-    """The preparation of a peer that has no package of its own."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +51,7 @@ class Peer:
     package: str | None = None
     arithmetic: str = "math"
     merge: str = "weighted"
-    prepare: Callable[[], None] = nothing
+    prepare: Callable[[], object] = lambda: None
 
     def __post_init__(self) -> None:
         for field in ("name", "supported"):
@@ -70,12 +64,11 @@ class Peer:
         sizes = self.worlds
         if not isinstance(sizes, tuple) or not sizes or not all(type(w) is int and 0 < w <= MOST_RANKS for w in sizes):
             raise ValueError(f"worlds is {sizes!r}; it must be a tuple of integers from 1 to {MOST_RANKS}")
-        for field, allowed in (("arithmetic", ARITHMETICS), ("merge", MERGES)):
-            fields.choice(field, getattr(self, field), allowed)
+        fields.choice("arithmetic", self.arithmetic, ("math", "flash", "half"))
+        fields.choice("merge", self.merge, ("weighted", "interpolated"))
 
     @property
     def version(self) -> str | None:
-        """Of the installed distribution; None where there is no package, or it is not installed."""
         return version_of(self.package)
 
 

@@ -29,22 +29,15 @@ AnyCase = TypeVar("AnyCase", Case, TrainingCase)
 APPLICABLE = ("answers", "unseen", "finite", "values", "gradients", "inputs", "repeat")
 
 
-def experiment(name: str, peer: Peer | None = None) -> Experiment:
-    """The ranks run the peer of that name; Cases are drawn through the claim of `peer`, by default the same one.
+def experiment(name: str) -> Experiment:
+    """Cases are drawn through the claim of the peer of that name. Raises Refused where there is no such Peer."""
+    peer = load(name)
 
-    Raises Refused where there is no such Peer."""
-    peer = load(name) if peer is None else peer
-    return Experiment(
-        f"peer {peer.name}",
-        partial(draw, peer),
-        partial(check, name, peer),
-        record_of=lambda case: {"peer": name, "case": case_record(case)},
-    )
+    def draw(world: int) -> SearchStrategy[Case | None]:
+        return cases(world).map(partial(claimed, peer)).filter(lambda case: case is not None)
 
-
-def draw(peer: Peer, world: int) -> SearchStrategy[Case | None]:
-    """Drawn Cases, each taken to the nearest one that the peer claims."""
-    return cases(world).map(partial(claimed, peer)).filter(lambda case: case is not None)
+    judge = partial(check, name, peer)
+    return Experiment(f"peer {peer.name}", draw, judge, record_of=lambda x: {"peer": name, "case": case_record(x)})
 
 
 def claimed(peer: Peer, case: Case) -> Case | None:
@@ -61,10 +54,12 @@ def settled(name: str, claims: Callable[[AnyCase], AnyCase | None], case: AnyCas
         found = claims(case)
     except Exception as error:
         raise ToolError(f"claims of {name} raised {type(error).__name__}: {error}") from error
-    if found is not None and (not isinstance(found, type(case)) or found.world != case.world):
+    if found is None:
+        return None
+    if not isinstance(found, type(case)) or found.world != case.world:
         kind = type(case).__name__
         raise ToolError(f"claims of {name} gave {found!r}; it must be a {kind} with world {case.world}, or None")
-    if found is not None and claims(found) != found:
+    if claims(found) != found:
         raise ToolError(f"claims of {name} does not support what it made itself: {found.to_json()}")
     return found
 
@@ -81,16 +76,12 @@ def check(name: str, peer: Peer, backend: Backend, case: Case) -> dict[str, floa
 
 
 def expect(peer: Peer, case: Case) -> Expectation:
-    """Exact values, with the bounds of a sound implementation of the peer's class."""
-    r = arithmetic(peer, case)
+    """Exact values, with the bounds of a sound implementation of the peer's class: the counts (keys per row, partial
+    results, blocks) come from the Case, the roundings from the class."""
+    sixteen = case.dtype in ("bfloat16", "float16")
+    kernel = "math" if peer.arithmetic == "half" and not sixteen else peer.arithmetic
+    r = Arithmetic.of(case.dtype, kernel, case.head_dim, case.softmax_scale, counts_of(case, "math"))
     expectation = evaluate(inputs_of(case, case.tensors()), r)
     if peer.merge == "interpolated":
         interpolation.allow(expectation, r)
     return expectation
-
-
-def arithmetic(peer: Peer, case: Case) -> Arithmetic:
-    """The counts (keys per row, partial results, blocks) come from the Case, the roundings from the peer's class."""
-    sixteen = case.dtype in ("bfloat16", "float16")
-    kernel = "math" if peer.arithmetic == "half" and not sixteen else peer.arithmetic
-    return Arithmetic.of(case.dtype, kernel, case.head_dim, case.softmax_scale, counts_of(case, "math"))

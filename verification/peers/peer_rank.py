@@ -15,17 +15,12 @@ from verification.peers.peer import Peer
 from verification.run.observation import Observation
 from verification.run.rank import Pass, Tensors, division, observation_of, shards, whole_tensors
 
-
-def prepare(name: str) -> None:
-    """Called in every new rank before its first example, so that imports do not count towards an example's timeout."""
-    ready(name)
+prepare = ready  # in every new rank before its first example: imports do not count towards an example's timeout
 
 
 def observe_peer(transport: Transport, case: Case, name: str) -> Observation | str:
-    """Forward and backward by the peer of that name. Returns a string where the adapter returned something of the
-    wrong form."""
-    peer = ready(name)
-    inputs = shards(case, transport.rank, whole_tensors(case))
+    """Forward and backward by the peer of that name; in words, what of the wrong form the adapter returned."""
+    peer, inputs = ready(name), shards(case, transport.rank, whole_tensors(case))
     kept = [x.clone() for x in inputs]
     run = run_peer(peer, transport, case, inputs)
     if isinstance(run, str):
@@ -36,14 +31,12 @@ def observe_peer(transport: Transport, case: Case, name: str) -> Observation | s
 
 def run_peer(peer: Peer, transport: Transport, case: Case, inputs: Tensors) -> Pass | str:
     """As `observe_peer`. Raises ValueError for a result of another shape, or one that leaves a gradient out: these may
-    concern some Cases only, so they are counter-examples and no fault of the adapter.
-    """
+    concern some Cases only, so they are counter-examples and no fault of the adapter."""
     if not isinstance(transport, (ProcessGroupTransport, SoloTransport)):
         return "a peer talks through torch.distributed, which is not simulated; run it on gloo"
     *leaves, dout, dlse = inputs
     q, k, v = (x.detach().requires_grad_() for x in leaves)
-    group = transport.group if isinstance(transport, ProcessGroupTransport) else None
-    found = peer.attend(q, k, v, case, group)
+    found = peer.attend(q, k, v, case, transport.group if isinstance(transport, ProcessGroupTransport) else None)
     out, lse = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     for name, value in (("out", out), ("lse", lse)):
         if not isinstance(value, Tensor) and (name == "out" or value is not None):
@@ -64,10 +57,8 @@ def run_peer(peer: Peer, transport: Transport, case: Case, inputs: Tensors) -> P
 def gradients_of(outputs: Sequence[Tensor], leaves: Tensors, incoming: Sequence[Tensor], alone: bool) -> list[Tensor]:
     """dq, dk, dv. alone: of lse only, which does not depend on v. Raises ValueError for inputs without gradient."""
     live = [i for i, x in enumerate(outputs) if x.requires_grad]
-    found: list[Tensor | None] = [None] * 3
-    if live:
-        chosen = [outputs[i] for i in live], leaves, [incoming[i] for i in live]
-        found = list(torch.autograd.grad(*chosen, allow_unused=True))
+    chosen = [outputs[i] for i in live], leaves, [incoming[i] for i in live]
+    found = torch.autograd.grad(*chosen, allow_unused=True) if live else (None,) * 3
     unreached = [name for name, x in zip("qkv", found, strict=True) if x is None and not (alone and name == "v")]
     if unreached:
         raise ValueError(f"no gradient reaches {', '.join(unreached)}: what attend returned does not depend on it")

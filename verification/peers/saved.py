@@ -29,15 +29,13 @@ class SavedPeerExample(SavedExample):
         backend.prepare = partial(prepare, self.record["peer"])
 
 
-def experiment_with(
-    record: dict[str, Any], field: str, known: Iterable[str], experiment: Callable[[str], Experiment]
-) -> Experiment:
+def experiment_with(record: Any, field: str, known: Iterable[str], of: Callable[[str], Experiment]) -> Experiment:
     """Return the experiment with the peer that the record names. Raises ValueError for one that cannot be loaded."""
     name = record[field]
     if not isinstance(name, str):
         raise ValueError(f"{field} is {name!r}; it must be package.module:adapter, or one of {', '.join(known)}")
     try:
-        return experiment(name)
+        return of(name)
     except Refused as error:
         raise ValueError(str(error)) from error
 

@@ -9,8 +9,6 @@ exactly what the sampled rows contribute, and `dq` elsewhere is exactly zero.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,10 +69,8 @@ class LongProblem:
 
 
 def judged_rows(case: Case) -> Tensor:
-    """Ascending positions of the rows that are judged on the Case's type of device: all, or SAMPLED of them.
-
-    The sample has both ends of the sequence and of each range of a rank, and others drawn from the Case's seed.
-    """
+    """Ascending positions of the rows that are judged on the Case's type of device: all, or SAMPLED of them, which are
+    both ends of the sequence and of each range of a rank, and others drawn from the Case's seed."""
     if case.heads * case.tokens**2 <= WHOLE[case.device]:
         return torch.arange(case.tokens)
     ends = []
@@ -89,11 +85,8 @@ def judged_rows(case: Case) -> Tensor:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What one rank says. ratios: by quantity the worst error / bound; wrong: what does not hold, in words.
-
-    seconds: of forward and backward, the plan being cached; bytes: the most memory in use, of the GPU or, on a CPU, of
-    the process.
-    """
+    """What one rank says. ratios: by quantity the worst error / bound; wrong: what does not hold, in words; seconds: of
+    forward and backward, the plan being cached; bytes: the most memory in use, of the GPU or else of the process."""
 
     rows: int
     ratios: dict[str, float]
@@ -119,8 +112,11 @@ def judge(transport: Transport, case: Case) -> Judgement:
     run = attend(transport, case, inputs)
     finish()
     seconds, most = time.perf_counter() - started, process_peak(rank_device())
-    with _deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
         once, again = (attend(transport, case, inputs) for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
     wrong = [] if repeats(once, again) else ["the second run differs from the first"]
     if not all(same_bits(x, y) for x, y in zip(inputs, kept, strict=True)):
         wrong.append("an input was changed")
@@ -158,10 +154,8 @@ def _compare(
 
 
 def expect_rows(case: Case, rows: Tensor, whole: tuple[Tensor, ...]) -> Expectation:
-    """Exact results and bounds of these rows of queries against all keys, as tensors on the device of `rows`.
-
-    whole: q, k, v, dout of the whole sequence.
-    """
+    """Exact results and bounds of these rows of queries against all keys, as tensors on the device of `rows`. whole: q,
+    k, v, dout of the whole sequence."""
     q, k, v, dout = (x.double() for x in whole)
     tensors: dict[str, Any] = {"q": q[:, rows], "k": k, "v": v, "dout": dout[:, rows], "rows": rows}
     inputs = Inputs(**tensors, dlse=None, pattern=case.pattern, scale=case.softmax_scale)
@@ -172,15 +166,6 @@ def _ratio(x: Tensor, exact: Tensor, bound: Tensor) -> Tensor:
     """|x - exact| / bound; 0 where they are equal, infinite ones too; inf where that is not a number."""
     ratio = torch.where(x == exact, 0.0, (x - exact).abs() / bound)
     return ratio.nan_to_num(nan=torch.inf, posinf=torch.inf)
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def verdict(problem: LongProblem, seen: list[Judgement]) -> dict[str, float]:

@@ -1,9 +1,8 @@
-"""One problem of real size, checked like any example: LongNet's proportions on the text of the Python
-installation.
+"""One problem of real size, checked like any example: 12 heads of 64, causal, fp32, in LongNet's proportions
+(`verification.problems.longnet`).
 
-12 heads of 64, causal, fp32; segments and dilations as in `verification.problems.longnet`. Tokens are the
-words of the standard library's sources, embedded and projected with a fixed seed; keys share a part of the queries'
-projection, so that a word attends to its other occurrences, as trained heads do.
+Tokens are the words of the standard library's sources, embedded and projected with a fixed seed; keys share a part of
+the queries' projection, so that a word attends to its other occurrences, as trained heads do.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import tempfile
 import time
 import zlib
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -46,10 +46,8 @@ TIMEOUT = 300.0  # seconds that the ranks may take
 
 @dataclass(frozen=True)
 class RealSizeProblem:
-    """How many ranks and tokens; the seed of embedding and projections.
-
-    Raises ValueError, at construction, for a field that is no integer or out of its range.
-    """
+    """How many ranks and tokens; the seed of embedding and projections. Raises ValueError, at construction, for a field
+    that is no integer or out of its range."""
 
     world: int
     tokens: int = TOKENS
@@ -92,12 +90,7 @@ def words(count: int) -> list[int]:
 
 def tensors(problem: RealSizeProblem) -> tuple[Tensor, ...]:
     """q, k, v, dout (1, n, 12, 64) and dlse (1, 12, n) of zeros, fp32."""
-    generator = torch.Generator().manual_seed(problem.seed)
-    width = HEADS * HEAD_DIM
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
+    width, normal = HEADS * HEAD_DIM, partial(torch.randn, generator=torch.Generator().manual_seed(problem.seed))
     embedding = normal(VOCABULARY, width)
     to_q, to_k, to_v = (normal(width, width) / width**0.5 for _ in range(3))
     to_k = (to_q + to_k) / 2**0.5
@@ -150,15 +143,11 @@ def run(backend: Backend, report: Report, problem: RealSizeProblem, failures: Pa
     spent = time.perf_counter() - started
     report.held(case.dtype, {TITLE: float(np.max(list(ratios.values())))}, spent)
     report.end_world(TITLE)
-    ranks = [
-        {
-            "seconds": round(x.seconds, 3),
-            "bytes_sent": sum(size for _, size, _ in (*x.observation.sent_forward, *x.observation.sent_backward)),
-            "tensor_bytes": x.tensor_bytes,
-            "resident_bytes": x.resident_bytes,
-        }
-        for x in seen
-    ]
+    ranks = []
+    for x in seen:
+        sent = sum(size for _, size, _ in (*x.observation.sent_forward, *x.observation.sent_backward))
+        memory = {"tensor_bytes": x.tensor_bytes, "resident_bytes": x.resident_bytes}
+        ranks.append({"seconds": round(x.seconds, 3), "bytes_sent": sent, **memory})
     report.extras["real_size"] = {
         "tokens": problem.tokens, "world": problem.world, "seconds": round(spent, 3),
         "worst_ratio": max(ratios.values()), "ranks": ranks,

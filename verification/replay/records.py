@@ -1,7 +1,7 @@
 """Saved counter-examples as they are read again: a file may have been edited, or come from elsewhere.
 
-What is read is run and judged. So whatever would fail for a reason of its own is refused here: a Case that
-`ring_attention` does not support, a law without its premise, sizes that no run would draw and no machine could hold.
+What would fail for a reason of its own is refused: a Case that `ring_attention` does not support, a law without its
+premise, sizes that no run would draw and no machine could hold.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from verification.check.laws import LAWS
 from verification.check.laws.law import MOST_INTEGER
 from verification.check.supported import check_supported
 from verification.problems import real_size
-from verification.replay.registry import REMOVED, Saved, SavedExample, reader_of, register
+from verification.replay.registry import READERS, REMOVED, Saved, SavedExample, register
 from verification.report.report import Report
 from verification.run.backends import Backend
 
@@ -34,7 +34,8 @@ def understand(record: object) -> Saved:
     """Raises ValueError for what is no counter-example."""
     if not isinstance(record, dict):
         raise ValueError(f"a counter-example must be a JSON object, got {type(record).__name__}")
-    return reader_of(record, _read_example)(record)
+    read = next((read for field, read in READERS.items() if field in record), None)
+    return SavedExample(runner.EXAMPLES, read_case(record), record) if read is None else read(record)
 
 
 def read_case(data: object) -> Case:
@@ -60,13 +61,6 @@ def _integers(data: object) -> Iterator[int]:
         yield data
 
 
-# --- the kinds of records ---------------------------------------------------------------------------------------------
-
-
-def _read_example(record: dict[str, Any]) -> Saved:
-    return SavedExample(runner.EXAMPLES, read_case(record), record)
-
-
 def _read_law(record: dict[str, Any]) -> Saved:
     fields.exactly("a counter-example of a law", record, ["law", "case", "how"])
     known = {law.name: law for law in LAWS}
@@ -81,15 +75,12 @@ def _read_law(record: dict[str, Any]) -> Saved:
 
 
 @dataclass(frozen=True)
-class _SavedProblem:
+class _SavedProblem(Saved):
     problem: real_size.RealSizeProblem
 
     @property
     def world(self) -> int:
         return self.problem.world
-
-    def prepare(self, backend: Backend) -> None:
-        """Any backend will do."""
 
     def run(self, backend: Backend, report: Report, file: Path) -> None:
         real_size.run(backend, report, self.problem, file.parent)

@@ -1,7 +1,6 @@
 """What can be replayed: each kind of saved counter-example registers how it is read.
 
-A record is a JSON object. All but that of a plain Case have a field that only their kind has ("law", "peer", ...), by
-which its reader is found.
+All but that of a plain Case are found by a field that only their kind has ("law", "peer", ...).
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ class Saved(Protocol):
     def world(self) -> int: ...
 
     def prepare(self, backend: Backend) -> None:
-        """Called before the backend starts. Raises Unavailable for a backend on which this cannot be replayed."""
+        """Called before the backend starts: any will do. Others raise Unavailable where they cannot be replayed."""
+        return
 
     def run(self, backend: Backend, report: Report, file: Path) -> None:
         """Check it once more on the ranks of the backend; what is found is in the report. file: where it is saved."""
@@ -47,21 +47,16 @@ REMOVED = {
 }
 
 Reader = Callable[[dict[str, Any]], Saved]  # raises ValueError for a record that nothing can be made of
-_readers: dict[str, Reader] = {}
+READERS: dict[str, Reader] = {}  # by the field that only their kind of record has
 
 
 def register(field: str, read: Reader) -> None:
     """Records with this field are read by `read`."""
-    _readers[field] = read
-
-
-def reader_of(record: dict[str, Any], plain: Reader) -> Reader:
-    """The reader of such a record; `plain` for one that has no registered field."""
-    return next((read for field, read in _readers.items() if field in record), plain)
+    READERS[field] = read
 
 
 @dataclass(frozen=True)
-class SavedExample:
+class SavedExample(Saved):
     """A subject of an experiment, and the record that it was read from."""
 
     experiment: Experiment
@@ -72,15 +67,11 @@ class SavedExample:
     def world(self) -> int:
         return self.experiment.case_of(self.subject).world
 
-    def prepare(self, backend: Backend) -> None:
-        """Any backend will do."""
-
     def run(self, backend: Backend, report: Report, file: Path) -> None:
         report.start_world(self.world, 1)
         here = self.experiment.placed(self.subject, backend.name)
-        case = self.experiment.case_of(here)
+        case, given = self.experiment.case_of(here), self.experiment.case_of(self.subject).device
         if here is not self.subject:
-            given = self.experiment.case_of(self.subject).device
             report.say(f"the Case has device {given!r}; on {backend.name} it runs on {case.device!r}")
         started = time.perf_counter()
         try:

@@ -15,11 +15,14 @@ _SHOWN = 500  # characters of what is wrong with a file, which may repeat what s
 
 
 def replay(file: Path, report: Report, backend: Backend, argument: str = "FILE") -> Report:
-    """Raises Unavailable for a file that is none, or holds no Case, law or problem; what is found is in the
-    report. Closes the backend. argument: by which the file was given.
-    """
+    """Raises Unavailable for a file that is none, or holds no Case, law or problem; what is found is in the report.
+    Closes the backend. argument: by which the file was given."""
     try:
-        saved = understand(json.loads(_text(file)))
+        with file.open("rb") as opened:
+            content = opened.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise ValueError(f"it has more than {MOST_BYTES} bytes; a counter-example has at most that many")
+        saved = understand(json.loads(content.decode()))
     except (OSError, ValueError, RecursionError) as error:  # lists within lists are too much for the parser
         told = " ".join(str(error).split())
         told = told if len(told) <= _SHOWN else f"{told[:_SHOWN]}..."
@@ -38,12 +41,3 @@ def replay(file: Path, report: Report, backend: Backend, argument: str = "FILE")
         backend.close()
     report.summary(replayed=True)
     return report
-
-
-def _text(file: Path) -> str:
-    """What it holds. Raises ValueError for a file of more than MOST_BYTES, of which no more is read."""
-    with file.open("rb") as opened:
-        content = opened.read(MOST_BYTES + 1)
-    if len(content) > MOST_BYTES:
-        raise ValueError(f"it has more than {MOST_BYTES} bytes; a counter-example has at most that many")
-    return content.decode()

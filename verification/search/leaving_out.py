@@ -1,9 +1,8 @@
 """What can be left out of a failing example, or made simpler, one thing at a time.
 
-Hypothesis shrinks what was drawn, draw by draw. Where a failure needs a sequence cut somewhere, and was found with a
-document that ends there, it makes the documents fewer, but may never come to an example without any that fails as well:
-that would need another draw to grow at the same time. Likewise it rarely leaves the special kinds of Cases, which are
-drawn in ways of their own. So what an example can do without is tried by itself.
+Hypothesis shrinks what was drawn, draw by draw: it may never come to an example without documents, if that needs
+another draw to grow at the same time, and rarely leaves the special kinds of Cases, which are drawn in ways of their
+own. So what an example can do without is tried by itself.
 """
 
 from __future__ import annotations
@@ -19,58 +18,25 @@ C = TypeVar("C", bound=Example)
 
 # Fields that may be left out or be simpler, and what they are then, of Cases of every kind that have them.
 SIMPLEST: dict[str, Any] = {
-    "group": None,
-    "cuts": None,
-    "bucket": None,
-    "scale": None,
-    "clipping": None,
-    "resumed": None,
-    "own_documents": None,
-    "later_documents": None,
-    "strided": False,
-    "measured": False,
-    "again": "alike",
-    "compiled": "no",
-    "wrapper": "none",
-    "checkpointing": "none",
-    "accumulation": 1,
-    "steps": 1,
-    "optimiser": "sgd",
-    "labels": "all",
-    "loss": "mean",
-    "packed_by": "batch",
-    "drops_zeros": False,
-    "spoilt": None,
-    "exchange": "ring",
-    "order": "contiguous",
-    "kernel": "auto",
-    "lse": "unused",
-    "values": "normal",
-    "score_scale": 1.0,
-    "batch": 1,
-    "head_dim": 1,
-    "seed": 0,
-}
-
-HALVES = ("bfloat16", "float16")  # what fails in fp64 says more there than in fp32
+    "group": None, "cuts": None, "bucket": None, "scale": None, "clipping": None, "resumed": None,
+    "own_documents": None, "later_documents": None, "strided": False, "measured": False, "again": "alike",
+    "compiled": "no", "wrapper": "none", "checkpointing": "none", "accumulation": 1, "steps": 1, "optimiser": "sgd",
+    "labels": "all", "loss": "mean", "packed_by": "batch", "drops_zeros": False, "spoilt": None, "exchange": "ring",
+    "order": "contiguous", "kernel": "auto", "lse": "unused", "values": "normal", "score_scale": 1.0, "batch": 1,
+    "head_dim": 1, "seed": 0,
+}  # fmt: skip
 
 
 def least(case: C, fails: Callable[[C], bool]) -> C:
     """The Case with all left out, and made simpler, without which it fails as well. `fails` is not asked of `case`."""
-    left = True
-    while left:
-        left = False
-        for simpler in with_less(case):
-            if fails(simpler):
-                case, left = simpler, True
-                break
+    while (simpler := next(filter(fails, with_less(case)), None)) is not None:
+        case = simpler
     return case
 
 
 def with_less(case: C) -> Iterator[C]:
     """The Case with one thing less or simpler: its documents, its pattern, one of its other fields, its tokens, its
-    heads. What makes no Case is left out.
-    """
+    heads. What makes no Case is left out."""
     changed: Any = case  # a dataclass, of whatever kind
     pattern: Pattern | None = getattr(case, "pattern", None)
     if pattern is not None:
@@ -80,7 +46,7 @@ def with_less(case: C) -> Iterator[C]:
     for name, simplest in SIMPLEST.items():
         if name in known and getattr(case, name) != simplest:
             yield from _made(changed, **{name: simplest})
-    if getattr(case, "dtype", "float32") in HALVES:
+    if getattr(case, "dtype", "float32") in ("bfloat16", "float16"):  # what fails in fp64 says more there than in fp32
         yield from _made(changed, dtype="float32")
     if known >= {"tokens", "cuts", "pattern"}:
         yield from _with_fewer_tokens(changed)
@@ -88,9 +54,6 @@ def with_less(case: C) -> Iterator[C]:
         for heads, kv_heads in ((1, 1), (changed.heads // 2, changed.kv_heads // 2), (changed.kv_heads,) * 2):
             if 0 < kv_heads and heads < changed.heads:
                 yield from _made(changed, heads=heads, kv_heads=kv_heads)
-
-
-# --- patterns ---------------------------------------------------------------------------------------------------------
 
 
 def _simpler_patterns(pattern: Pattern) -> Iterator[Pattern]:
@@ -129,13 +92,9 @@ def _simpler_branches(branch: Branch) -> Iterator[Branch]:
         yield replace(branch, dilation_rate=2, offset=0)
 
 
-# --- sizes ------------------------------------------------------------------------------------------------------------
-
-
 def _with_fewer_tokens(case: Any) -> Iterator[Any]:
     """Of a sequence without documents, half the tokens, or one less; of documents, one less, or one that is shorter.
-    Cuts past the new end are at the end.
-    """
+    Cuts past the new end are at the end."""
     documents = case.pattern.documents
     if documents is None:
         for tokens in sorted({case.tokens // 2, case.tokens - 1} - {0}):

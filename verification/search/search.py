@@ -1,9 +1,8 @@
 """The search for one counter-example after the other: draw, and shrink what fails.
 
-Hypothesis draws and shrinks. Its settings: a random profile, not a derandomised one, with the seed printed; no
-deadline; no Phase.explain, with which a hang that needs three ranks takes ten times as many runs to shrink. And a
-failure is a failure the first time it is seen: its exception is kept with its example and raised again, not run again,
-when Hypothesis comes back to it, so that a fault that shows only now and then is neither retried nor called flaky.
+Hypothesis draws and shrinks, without Phase.explain, with which a hang that needs three ranks takes ten times as many
+runs to shrink. A failure is one the first time it is seen: its exception is kept with its example and raised again when
+Hypothesis comes back to it, so that a fault that shows only now and then is neither retried nor called flaky.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ from verification.search.shrinking import Shrinking, Signature, failure_on, is_c
 
 DATABASE = Path(".verification/examples")
 TIMEOUT = 10.0  # seconds before the first hang is called one
-# Once a hang was seen, shrinking meets many: none waits longer than this, or than 8 times the slowest good
-# example.
+# Once a hang was seen, shrinking meets many: none waits longer than this, or than 8 times the slowest good example.
 SHORT_TIMEOUT, SLOWER = 0.7, 8
 # Examples of one run of Hypothesis. After ten it begins to vary what it has drawn: of 200 in one run a third are
 # repeats, and what is rare is missed more often. IDLE_RUNS without a new example: there are no more.
@@ -44,37 +42,28 @@ WARM_UP = 5  # examples that do not count as slow: modules are imported, groups 
 
 
 class Events(Protocol):
-    """What a search tells as it goes; a `verification.report.report.Report` listens."""
+    """What a search tells as it goes; a `verification.report.report.Report` listens. held: an example held, with its
+    worst error / bound by property; covered: it is a plain Case. met: an example failed as none did before, and will be
+    told in full once it is shrunk; failed_again: it failed as an earlier one did, and is passed over."""
 
-    def held(self, dtype: str, ratios: Mapping[str, float], seconds: float) -> None:
-        """An example held: by property, its worst error / bound."""
-
-    def covered(self, case: Example) -> None:
-        """The example that held is a plain Case: this one."""
-
-    def met(self, failure: VerificationFailure) -> None:
-        """An example failed as none did before: it is told in full once it is shrunk."""
-
-    def failed_again(self) -> None:
-        """An example failed as one did that was found before; it is passed over."""
+    def held(self, dtype: str, ratios: Mapping[str, float], seconds: float) -> None: ...
+    def covered(self, case: Example) -> None: ...
+    def met(self, failure: VerificationFailure) -> None: ...
+    def failed_again(self) -> None: ...
 
 
 class _Interesting(Exception):
     """What Hypothesis is shown of a failure. One type, raised from one line and not while another exception is
-    handled: by these it tells bugs apart, and would shrink each by itself.
-    """
+    handled: by these it tells bugs apart, and would shrink each by itself."""
 
 
 @dataclass
 class Search:
-    """One experiment on one world size: draw until something fails, shrink that, draw on for something else.
+    """One experiment on one world size: `find` draws up to the next failure, and shrinks it; `explore` goes on to the
+    others. What is shrunk on the `shrink_backend` (see `Shrinking`) is run once more where the failure was found.
 
-    `find` draws up to the next failure, and shrinks it; `explore` goes on to the others. What is shrunk on the
-    `shrink_backend` (see `Shrinking`) is run once more where the failure was found.
-
-    Hypothesis, left alone, draws for ten seconds more after a first failure, which is a long time where each further
-    one is a hang. So each failure gets a run of its own. What was found before is passed over when it comes up again,
-    and while one failure is being shrunk all others are.
+    Each failure gets a run of Hypothesis of its own: one goes on drawing for ten seconds after a failure, long where
+    each further one is a hang. What was found before is passed over, and while one is being shrunk all others are.
     """
 
     experiment: Experiment
@@ -119,8 +108,7 @@ class Search:
 
     def find(self, examples: int, seed: str, last: float = math.inf) -> Found | None:
         """Runs of Hypothesis until that many examples held in all, or one failed, which is shrunk within its run. No
-        example begins after `last`, by `time.perf_counter`, but those that shrink.
-        """
+        example begins after `last`, by `time.perf_counter`, but those that shrink."""
         strategy, self._goal, self._last = self.experiment.draw(self.world), examples, last
         run = idle = 0
         while self.examples < examples and idle < IDLE_RUNS and time.perf_counter() < last:
@@ -137,9 +125,7 @@ class Search:
 
     def _go(self, strategy: SearchStrategy[Any], world: int, examples: int, seed: str, first: bool) -> Found | None:
         """Let Hypothesis draw until something fails, and shrink that. The first run takes what is remembered, too.
-
-        Raises Unsatisfiable where the strategy's filters let no subject through.
-        """
+        Raises Unsatisfiable where the strategy's filters let no subject through."""
 
         def test(subject: Any) -> None:
             self.attempt(subject)
@@ -188,17 +174,15 @@ class Search:
 
     def attempt(self, subject: Any) -> None:
         """Check one subject. One that is known to fail, does; one that comes when time is over, or there are enough,
-        is passed over.
-        """
+        is passed over."""
         key = json.dumps(self.experiment.record_of(subject), sort_keys=True)
         if key in self._failed:
             return self._judge(self._failed[key])
         if key in self._held:
             return
         shrinking, started = self._shrinking, time.perf_counter()
-        if started > (self._last if shrinking is None else shrinking.deadline):
-            return
-        if shrinking is None and self.examples >= self._goal:
+        late = started > (self._last if shrinking is None else shrinking.deadline)
+        if late or (shrinking is None and self.examples >= self._goal):
             return
         place = self.backend if shrinking is None else shrinking.place
         ratios, failure = look(self.experiment, place, subject)
@@ -243,8 +227,7 @@ class Search:
 
     def _on_fewer_ranks(self, found: Found, place: Backend, seed: str) -> Found:
         """The same failure on the fewest ranks on which a few examples show it: in a simulation, and on real processes
-        where the experiment is for that, with the budget once more for each number of ranks.
-        """
+        where the experiment is for that, with the budget once more for each number of ranks."""
         world, simulated = self.experiment.case_of(found.subject).world, place.name == "sim"
         if not simulated and (not self.experiment.on_fewer or is_costly(found.failure, place)):
             return found
@@ -253,26 +236,18 @@ class Search:
             place.start(fewer)
             if not simulated and self._shrinking is not None:
                 self._shrinking = replace(self._shrinking, deadline=time.perf_counter() + self.budget)
-            smaller = self._among_a_few(fewer, seed)
+            draw = self.experiment.draw(fewer)
+            runs = (self._go(draw, fewer, RUN, f"{seed}/{fewer}/{run}", False) for run in range(RUNS_ON_FEWER))
+            smaller = next((shown for shown in runs if shown is not None), None)
             if smaller is not None:
                 break
         if not simulated and world > 1:
             place.start(world)
         return found if smaller is None else smaller
 
-    def _among_a_few(self, world: int, seed: str) -> Found | None:
-        """The failure that is being shrunk, if a few examples on that world size show it."""
-        strategy = self.experiment.draw(world)
-        for run in range(RUNS_ON_FEWER):
-            found = self._go(strategy, world, RUN, f"{seed}/{world}/{run}", first=False)
-            if found is not None:
-                return found
-        return None
-
     def _confirmed(self, found: Found, first: Found, timeout: float) -> Found:
         """What was shrunk elsewhere, or as a hang with a short timeout, is shown once more where the failure was
-        found. If it does not show there, what is reported is what the simulation says or, of a hang, the first one.
-        """
+        found. If it does not show there, what is reported is what the simulation says or, of a hang, the first one."""
         hurried = isinstance(found.failure, RankHang) and self.backend.timeout < timeout
         if found.backend == self.backend.name and not hurried:
             return found
@@ -289,8 +264,7 @@ class Search:
 
     def _looked_at_twice(self, found: Found) -> Found:
         """With what the simulation knows of the cause, if there is one, as a note of the failure (PEP 678)."""
-        if isinstance(self.shrink_backend, SimBackend):
-            cause = cause_in(self.shrink_backend, self.experiment, found.subject, found.failure)
-            if cause is not None:
-                found.failure.add_note(cause)
+        here = self.shrink_backend
+        if isinstance(here, SimBackend) and (cause := cause_in(here, self.experiment, found.subject, found.failure)):
+            found.failure.add_note(cause)
         return found

@@ -1,8 +1,7 @@
 """What the simulation says of a failure that was found elsewhere, or that it sees as wrong numbers only.
 
 Over gloo or NCCL, a receive buffer that is read before its message was waited for gives a wrong result, a message that
-is too long ends its receiver, and ranks that wait in a circle hang: none of these names the cause. The same subject in
-the simulation may.
+is too long ends its receiver, and ranks that wait in a circle hang. The same subject in the simulation may tell why.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from verification.search.shrinking import failure_on, look
 
 def cause_in(simulation: SimBackend, experiment: Experiment, subject: Any, failure: VerificationFailure) -> str | None:
     """A sentence on the cause of the failure, where the simulation knows more of it than the failure says. Raises
-    what `look` raises.
-    """
+    what `look` raises."""
     seen = failure_on(experiment, simulation, subject)
     if isinstance(seen, WrongResult):
         early = read_too_early(simulation, experiment, subject)
@@ -30,11 +28,8 @@ def cause_in(simulation: SimBackend, experiment: Experiment, subject: Any, failu
 
 
 def read_too_early(simulation: SimBackend, experiment: Experiment, subject: Any) -> str | None:
-    """Which receive buffer is read before its message was waited for, in words; None if it cannot be told.
-
-    That is so where the subject holds with all messages arriving at once, and gives a wrong result with that one held
-    back until its wait; of many it is found by halving.
-    """
+    """Which receive buffer is read before its message was waited for, in words; None if it cannot be told. The subject
+    holds with all messages arriving at once, and is wrong with that one held back until its wait: found by halving."""
     met: dict[Route, str] = {}
 
     def wrong_with(late: list[Route]) -> bool:

@@ -1,7 +1,6 @@
 """The failure that is being shrunk: what it looks like, and where it is looked for.
 
-A failure is shrunk on the shrink backend, a simulation, if it shows there: a hang is found there without waiting, on
-any number of ranks.
+That is the simulation, if it shows there: a hang is found there without waiting, on any number of ranks.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """torch's own `context_parallel` (torch.distributed.tensor.experimental): the ring behind it.
 
-`context_parallel` itself replaces three CUDA kernels only. On the CPU it raises "Operator
-aten._scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy registered" (torch 2.13).
-Its ring, however, takes the kernel as an argument: `_templated_ring_attention` and its backward (rotation, load
-balance, merge of partial results, rotation of gradients) run here over gloo, with the stand-in for flash_attn as the
-kernel. These names are private, so another release may not have them.
+`context_parallel` itself replaces three CUDA kernels only, and raises on the CPU (torch 2.13). Its ring, however, takes
+the kernel as an argument: `_templated_ring_attention` and its backward (rotation, load balance, merge of partial
+results, rotation of gradients) run here over gloo, with the stand-in for flash_attn. These names are private, so
+another release may not have them.
 
 A Case's exchange chooses the rotation: "gather" is all-gather, "ring" is all-to-all. Causal attention is load-balanced,
 which is zigzag order; the rest is contiguous, as `context_parallel` does it.
@@ -99,13 +98,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | No
 
 
 adapter = Peer(
-    name="torch-context-parallel",
-    package="torch",
-    supported="dense; causal in zigzag order (load balance), not causal contiguous; shards of one length, all-gather "
-    "and all-to-all rotation, fp32, bf16, fp16, equal heads, any scale, subgroups of two ranks or more",
-    claims=claimed,
-    attend=attend,
-    arithmetic="half",
-    merge="interpolated",
-    prepare=prepare,
-)
+    "torch-context-parallel",
+    "dense; causal in zigzag order (load balance), not causal contiguous; shards of one length, all-gather and "
+    "all-to-all rotation, fp32, bf16, fp16, equal heads, any scale, subgroups of two ranks or more",
+    claimed, attend, package="torch", arithmetic="half", merge="interpolated", prepare=prepare,
+)  # fmt: skip

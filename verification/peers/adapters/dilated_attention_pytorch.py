@@ -65,12 +65,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | No
 
 
 adapter = Peer(
-    name="dilated-attention-pytorch",
-    package="dilated-attention-pytorch",
-    supported="LongNet's branches by groups of heads, as equal as can be, segments that divide the sequence, any "
-    "dilation, causal or not, one process, fp32 and fp64, equal heads, head_dim ** -0.5 as scale",
-    claims=claimed,
-    attend=attend,
-    worlds=(1,),
-    prepare=prepare,
-)
+    "dilated-attention-pytorch",
+    "LongNet's branches by groups of heads, as equal as can be, segments that divide the sequence, any dilation, "
+    "causal or not, one process, fp32 and fp64, equal heads, head_dim ** -0.5 as scale",
+    claimed, attend, worlds=(1,), package="dilated-attention-pytorch", prepare=prepare,
+)  # fmt: skip

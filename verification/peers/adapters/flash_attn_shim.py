@@ -3,15 +3,12 @@
 Semantics as flash_attn 2.6.3 documents them: layout (B, tokens, heads, dim); groups of query heads share a key/value
 head; a causal mask is aligned to the last query and the last key; out has the inputs' type, lse (B, H, Nq) is float32;
 a row that sees nothing has output 0 and lse inf; the backward takes the lse and the output of the whole softmax.
-Products are formed in float32, under autocast too, and results are rounded once, to the inputs' type. `attention` is
-for peers for which autograd will do as a backward. It takes float64 too, in which all is float64.
+Products are formed in float32, under autocast too, or in float64 for such inputs; results are rounded once.
 
 Two of them take sequences of varying lengths, packed into one: (tokens, heads, dim), and lse is (H, tokens). Sequence i
 has the queries cu_seqlens_q[i] to cu_seqlens_q[i + 1] and the keys likewise, and is computed by itself as above.
 
 Windows: query i sees the keys from i + Nk - Nq - left to i + Nk - Nq + right, -1 being no limit; causal, right is 0.
-
-Dropout, soft caps, ALiBi, keys in pages and a wish for the probabilities are refused.
 """
 
 from __future__ import annotations
@@ -24,8 +21,6 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-VERSION = "2.6.3"  # whose signatures these are
-
 
 def install() -> None:
     """Makes `import flash_attn` return this stand-in in this process, even where flash_attn is installed: the ranks
@@ -34,14 +29,13 @@ def install() -> None:
     package.__path__ = []
     functions = (forward, backward, varlen_forward, varlen_backward)
     interface.__dict__.update({f"_flash_attn_{f.__name__}": f for f in functions}, flash_attn_func=refused)
-    package.__dict__.update(flash_attn_interface=interface, flash_attn_func=refused, __version__=VERSION)
+    package.__dict__.update(flash_attn_interface=interface, flash_attn_func=refused, __version__="2.6.3")
     sys.modules |= {package.__name__: package, interface.__name__: interface}
 
 
 def refused(*arguments: object, **named: object) -> None:
-    raise NotImplementedError(
-        "the stand-in for flash_attn has _flash_attn_forward, _flash_attn_varlen_forward and their backwards only"
-    )
+    has = "_flash_attn_forward, _flash_attn_varlen_forward and their backwards"
+    raise NotImplementedError(f"the stand-in for flash_attn has {has} only")
 
 
 def forward(

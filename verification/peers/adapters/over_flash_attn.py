@@ -42,13 +42,9 @@ class Ring:
         within = ", within documents of one sequence" if self.packed else ""
         unit = "the ranks" if self.chunks == 1 else f"{self.chunks} times the ranks"
         whole = f", lengths of documents that divide by {unit}" if self.order in ORDERS_BY_DOCUMENT else ""
-        return f"{masks}{self._windows}{within}, {self.order} order in shards of one length{whole}"
-
-    @property
-    def _windows(self) -> str:
-        if not self.windows:
-            return ""
-        return ", with windows if causal" if self.windows == (True,) and self.causal is None else ", with windows"
+        taken = ", with windows if causal" if self.windows == (True,) and self.causal is None else ", with windows"
+        windows = taken if self.windows else ""
+        return f"{masks}{windows}{within}, {self.order} order in shards of one length{whole}"
 
 
 def window_size(case: Case) -> tuple[int, int]:
@@ -58,16 +54,10 @@ def window_size(case: Case) -> tuple[int, int]:
 
 
 def peer(
-    name: str, ring: Ring, words: str, ranks: Step, lse: Step, attend: Attend, prepare: Callable[[], None]
+    name: str, ring: Ring, words: str, ranks: Step, lse: Step, attend: Attend, prepare: Callable[[], object]
 ) -> Peer:
     """name: package/ring. words: what it supports beside its ring's order. ranks, lse: steps of its claim."""
     return Peer(
-        name=name,
-        package=name.partition("/")[0],
-        supported=f"{ring.words}, {words}",
-        claims=lambda case: lse(ring.claimed(ranks(case))),
-        attend=attend,
-        arithmetic="half",
-        merge=ring.merge,
-        prepare=prepare,
-    )
+        name, f"{ring.words}, {words}", lambda case: lse(ring.claimed(ranks(case))), attend,
+        package=name.partition("/")[0], arithmetic="half", merge=ring.merge, prepare=prepare,
+    )  # fmt: skip

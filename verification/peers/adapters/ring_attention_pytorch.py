@@ -23,9 +23,7 @@ from verification.case import Case
 from verification.peers import claims
 from verification.peers.peer import Peer, Result
 
-
-def prepare() -> None:
-    importlib.import_module("ring_attention_pytorch.ring_flash_attention")
+MODULE = "ring_attention_pytorch.ring_flash_attention"
 
 
 def claimed(case: Case, order: str, causal: bool | None) -> Case:
@@ -39,8 +37,7 @@ def claimed(case: Case, order: str, causal: bool | None) -> Case:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | None) -> Result:
-    module = importlib.import_module("ring_attention_pytorch.ring_flash_attention")
-    out: Tensor = module.ring_flash_attn(
+    out: Tensor = importlib.import_module(MODULE).ring_flash_attn(
         q, k, v, causal=case.pattern.causal, bucket_size=case.bucket, ring_reduce_col=True,
         striped_ring_attn=case.order == "striped",
     )  # fmt: skip
@@ -48,7 +45,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | No
 
 
 def variant(name: str, supported: str, claims: Callable[[Case], Case]) -> Peer:
-    return Peer(name, supported, claims, attend, package="ring-attention-pytorch", prepare=prepare)
+    return Peer(
+        name,
+        supported,
+        claims,
+        attend,
+        package="ring-attention-pytorch",
+        prepare=partial(importlib.import_module, MODULE),
+    )
 
 
 plain = variant(

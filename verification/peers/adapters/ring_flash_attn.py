@@ -12,6 +12,7 @@ import importlib.util
 import sys
 import types
 from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -24,10 +25,6 @@ from verification.peers.peer import Peer, Refused, Result
 
 PACKAGE = "ring_flash_attn"
 WORDS = "bf16 and fp16, GQA, subgroups of two ranks or more, any scale; lse is returned"
-
-
-def prepare() -> None:
-    import_modules(VARIANTS)
 
 
 def import_modules(modules: Iterable[str]) -> None:
@@ -44,14 +41,21 @@ def import_modules(modules: Iterable[str]) -> None:
         importlib.import_module(f"{PACKAGE}.{module}")
 
 
+def prepare() -> None:
+    import_modules(VARIANTS)
+
+
+def call(module: str, qkv: Iterable[Tensor], case: Case, **more: Any) -> tuple[Tensor, Tensor]:
+    """out and lse by the function of that module."""
+    function = getattr(importlib.import_module(f"{PACKAGE}.{module}"), f"{module}_func")
+    options = {"causal": case.pattern.causal, "window_size": window_size(case), "softmax_scale": case.scale}
+    out, lse, _ = function(*qkv, **options, return_attn_probs=True, **more)
+    return out, lse
+
+
 def variant(module: str, ring: Ring) -> Peer:
     def attend(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | None) -> Result:
-        function = getattr(importlib.import_module(f"{PACKAGE}.{module}"), f"{module}_func")
-        out, lse, _ = function(
-            q, k, v, causal=case.pattern.causal, window_size=window_size(case), softmax_scale=case.scale,
-            return_attn_probs=True, group=group,
-        )  # fmt: skip
-        return out, lse
+        return call(module, (q, k, v), case, group=group)
 
     name = f"ring-flash-attn/{module.partition('_')[0]}"
     return peer(name, ring, WORDS, claims.two_ranks_or_more, claims.lse_returned, attend, prepare)

@@ -24,8 +24,8 @@ from torch.distributed import ProcessGroup
 
 from verification.case import Case
 from verification.peers import claims
-from verification.peers.adapters.over_flash_attn import Ring, peer, window_size
-from verification.peers.adapters.ring_flash_attn import PACKAGE, WORDS, import_modules
+from verification.peers.adapters.over_flash_attn import Ring, peer
+from verification.peers.adapters.ring_flash_attn import PACKAGE, WORDS, call, import_modules
 from verification.peers.peer import Peer, Result
 
 
@@ -62,11 +62,7 @@ def variant(module: str, ring: Ring) -> Peer:
     asked = of_each_document if ring.order.endswith("by document") else of_contiguous_shards
 
     def attend(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | None) -> Result:
-        function = getattr(importlib.import_module(f"{PACKAGE}.{module}"), f"{module}_func")
-        out, lse, _ = function(
-            q[0], k[0], v[0], **asked(case, group), causal=case.pattern.causal, window_size=window_size(case),
-            softmax_scale=case.scale, return_attn_probs=True, group=group,
-        )  # fmt: skip
+        out, lse = call(module, (q[0], k[0], v[0]), case, group=group, **asked(case, group))
         return out[None], lse[None]
 
     name = f"ring-flash-attn/{module.partition('_')[0]}-varlen"

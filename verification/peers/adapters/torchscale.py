@@ -60,13 +60,10 @@ def claimed(case: Case) -> Case:
 def attend(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | None) -> Result:
     branches = case.pattern.branches
     settings = SimpleNamespace(
-        flash_attention=True,
-        seq_parallel=False,
-        xpos_rel_pos=False,
-        multiway=False,
+        flash_attention=True, seq_parallel=False, xpos_rel_pos=False, multiway=False,
         segment_length=[case.tokens if b.segment_length is None else b.segment_length for b in branches],
         dilated_ratio=[b.dilation_rate for b in branches],
-    )
+    )  # fmt: skip
     width = case.heads * case.head_dim
     module: Any = importlib.import_module(MODULE).DilatedAttention(settings, width, case.heads, self_attention=True)
     for projection in ("q_proj", "k_proj", "v_proj", "out_proj"):
@@ -77,12 +74,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | No
 
 
 adapter = Peer(
-    name="torchscale",
-    package="torchscale",
-    supported="LongNet's branches of any segment length and dilation, offsets by groups of heads, causal or not, one "
-    "process, fp32 and fp64, equal heads, head_dim ** -0.5 as scale",
-    claims=claimed,
-    attend=attend,
-    worlds=(1,),
-    prepare=prepare,
-)
+    "torchscale",
+    "LongNet's branches of any segment length and dilation, offsets by groups of heads, causal or not, one process, "
+    "fp32 and fp64, equal heads, head_dim ** -0.5 as scale",
+    claimed, attend, worlds=(1,), package="torchscale", prepare=prepare,
+)  # fmt: skip

@@ -50,9 +50,8 @@ def variant(name: str, ring: Ring) -> Peer:
         chosen = importlib.import_module("yunchang.globals").PROCESS_GROUP
         chosen.ULYSSES_PG, chosen.RING_PG = groups(ulysses, case.world)
         attention: Any = importlib.import_module("yunchang").LongContextAttention(ring_impl_type=name)
-        out: Tensor = attention(
-            q, k, v, causal=case.pattern.causal, window_size=window_size(case), softmax_scale=case.scale
-        )
+        options = {"causal": case.pattern.causal, "window_size": window_size(case), "softmax_scale": case.scale}
+        out: Tensor = attention(q, k, v, **options)
         return out
 
     return peer(f"yunchang/{name}", ring, WORDS, claims.all_ranks, claims.without_lse, attend, prepare)

@@ -39,12 +39,8 @@ class Sharded(Unwrapped):
 
     def gradients(self) -> dict[str, Tensor]:
         """Each from the rank that steps its parameter, which alone has it. Every rank calls it."""
-        owners = {
-            parameter: rank
-            for rank, groups in enumerate(self.oss.partition_parameters())
-            for group in groups
-            for parameter in group["params"]
-        }
+        shares = enumerate(self.oss.partition_parameters())
+        owners = {x: rank for rank, groups in shares for group in groups for x in group["params"]}
         found = {}
         for name, parameter in self.named.items():
             mine = parameter.grad if owners[parameter] == dist.get_rank() else torch.empty_like(parameter)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ring.comm.transport import Transport
 from ring.nn import ContextParallel
 from verification.case import Case
-from verification.peers.peer import Peer, nothing, version_of
+from verification.peers.peer import Peer, version_of
 from verification.training.rank.meshes import mesh_of
 from verification.training.rank.rank_step import train_on_rank
 from verification.training.step_observation import StepObservation
@@ -45,7 +45,7 @@ class StepPeer:
     train: Callable[[Transport, TrainingCase], StepObservation]
     worlds: tuple[int, ...] = (2, 3, 4, 8)
     package: str | None = None
-    prepare: Callable[[], None] = nothing
+    prepare: Callable[[], object] = lambda: None
     preload: tuple[str, ...] = ()
 
     @property
@@ -59,9 +59,6 @@ def in_dtype(case: TrainingCase, dtype: str) -> TrainingCase:
     if dtype != "float64" and case.model.has_steps:
         case = replace(case, model=replace(case.model, dim=2 * case.model.dim, head_dim=2 * case.model.head_dim))
     return replace(case, dtype=dtype)
-
-
-# --- an attention -----------------------------------------------------------------------------------------------------
 
 
 def in_step(peer: Peer) -> StepPeer:
@@ -122,7 +119,10 @@ def nearest(peer: Peer, case: TrainingCase) -> TrainingCase | None:
         if found is not None and found.dtype == dtype and found.group in (None, call.group):
             asked = with_call(asked, found)
             ends = (replace(asked, resumed=order) for order in (asked.order if asked.resumed else None, None))
-            return next((end for end in ends if all(is_claimed(peer, part) for part in end.parts)), None)
+            for end in ends:
+                if all(peer.claims(call) == call for call in map(call_of, end.parts)):
+                    return end
+            return None
     return None
 
 
@@ -134,8 +134,3 @@ def with_call(case: TrainingCase, call: Case) -> TrainingCase:
     same = ("tokens", "order", "cuts", "pattern", "batch", "dtype", "exchange", "bucket")
     fitting: dict[str, Any] = {name: getattr(call, name) for name in same} | {"model": model}
     return replace(case, **fitting, data=case.data if call.group is not None else 1)
-
-
-def is_claimed(peer: Peer, case: TrainingCase) -> bool:
-    call = call_of(case)
-    return peer.claims(call) == call

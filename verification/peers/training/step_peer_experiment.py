@@ -19,6 +19,7 @@ from verification.training.step_observation import StepObservation
 from verification.training.step_properties import check_step
 from verification.training.training_case import TrainingCase
 
+prepare_step_peer = ready_step_peer  # in every new rank before its first example, as `peer_rank.prepare`
 # The bytes that are counted are those of this project's own attention.
 APPLICABLE_TO_STEPS = tuple(name for name in STEP_CHECKS if name != "bytes")
 
@@ -26,12 +27,8 @@ APPLICABLE_TO_STEPS = tuple(name for name in STEP_CHECKS if name != "bytes")
 def step_experiment(name: str) -> Experiment:
     """Raises Refused where there is no such peer."""
     peer = load_step_peer(name)
-    return Experiment(
-        f"training steps with {peer.name}",
-        partial(draw_steps, peer),
-        partial(check_step_of, name),
-        record_of=lambda case: {"step_peer": name, "training_case": case.to_dict()},
-    )
+    title, draw, check = f"training steps with {peer.name}", partial(draw_steps, peer), partial(check_step_of, name)
+    return Experiment(title, draw, check, record_of=lambda x: {"step_peer": name, "training_case": x.to_dict()})
 
 
 def draw_steps(peer: StepPeer, world: int) -> SearchStrategy[TrainingCase | None]:
@@ -51,13 +48,5 @@ def check_step_of(name: str, backend: Backend, case: TrainingCase) -> dict[str, 
     return check_step(case, expectation, backend.collect(), APPLICABLE_TO_STEPS)
 
 
-# --- on a rank --------------------------------------------------------------------------------------------------------
-
-
 def observe_step_peer(transport: Transport, case: TrainingCase, name: str) -> StepObservation:
     return ready_step_peer(name).train(transport, case)
-
-
-def prepare_step_peer(name: str) -> None:
-    """Called in every new rank before its first example, so that imports do not count towards an example's timeout."""
-    ready_step_peer(name)

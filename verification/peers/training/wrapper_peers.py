@@ -21,10 +21,7 @@ def wrapper_peer(name: str, supported: str, claims: Claims, module: str, kind: s
     def train(transport: Transport, case: TrainingCase) -> StepObservation:
         return train_on_rank(transport, case, wrap=partial(getattr(importlib.import_module(module), kind), *given))
 
-    def prepare() -> None:
-        importlib.import_module(module)
-
-    package = name.partition("/")[0]
+    package, prepare = name.partition("/")[0], partial(importlib.import_module, module)
     return StepPeer(name, supported, claims, train, package=package, prepare=prepare, preload=(module,))
 
 

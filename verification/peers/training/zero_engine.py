@@ -39,11 +39,9 @@ class Zero(Unwrapped):
     def wrap(self, model: nn.Module) -> nn.Module:
         deepspeed.without_compiler()
         config: dict[str, Any] = {
-            "zero_optimization": {"stage": self.stage},
-            "gradient_clipping": self.case.clipping or 0.0,
-            "zero_allow_untested_optimizer": True,
-            **(HALF if self.case.dtype == "bfloat16" else {}),
-        }
+            "zero_optimization": {"stage": self.stage}, "gradient_clipping": self.case.clipping or 0.0,
+            "zero_allow_untested_optimizer": True, **(HALF if self.case.dtype == "bfloat16" else {}),
+        }  # fmt: skip
         kind, settings = optimiser_settings(self.case)
         with redirect_stdout(io.StringIO()):  # in bf16 every new engine prints what memory there is
             self.engine: Any = deepspeed.initialize(model, kind(model.parameters(), **settings), self.mesh, config)
@@ -64,9 +62,7 @@ class Zero(Unwrapped):
         name, share = ("momentum_buffer", 1.0) if self.case.optimiser == "sgd" else ("exp_avg", 1 - 0.9)
         most = self.case.clipping
         clipped = 1.0 if most is None else min(1.0, most / (float(self.engine.get_global_grad_norm()) + 1e-6))
-        return {
-            parameter: safe_get_full_optimizer_state(x, name) / (share * clipped) for parameter, x in self.named.items()
-        }
+        return {key: safe_get_full_optimizer_state(x, name) / (share * clipped) for key, x in self.named.items()}
 
     def parameters(self) -> dict[str, Tensor]:
         return {name: safe_get_full_fp32_param(x) for name, x in self.named.items()}
