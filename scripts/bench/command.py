@@ -1,4 +1,4 @@
-"""What the subcommands share: options, joining the ranks, records as JSON."""
+"""Code that the subcommands share: options, joining the ranks, records as JSON."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Search:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a rank's process has told so far: the largest size done, its seconds and peak memory, why it ended."""
+    """Report of a rank's process so far: the largest size done, its seconds and peak memory, why it ended."""
 
     tokens: int = 0
     seconds: float = 0.0

@@ -120,7 +120,7 @@ def _recorded(file: Path | None, measured: Iterator[tuple[str, Any]]) -> int:
 
 
 def check_once(backend: Backend, case: Case) -> dict[str, float]:
-    """As `runner.check_case`, without the second pass that checks that results repeat."""
+    """Run `runner.check_case` without the second pass that checks that results repeat."""
     backend.submit(observe, case, None, False)
     expectation = properties.prepare(case)
     return properties.check(case, expectation, backend.collect())

@@ -33,7 +33,7 @@ PAGES = "/dev/shm/ring-"  # of the memory in which ranks of one machine agree
 
 
 def _in_use() -> Counter[str]:
-    """What the operating system keeps for this process: open files, threads, shared memory, by what it is."""
+    """Resources of this process by kind: open files, threads, shared memory."""
     kept: Counter[str] = Counter()
     for number in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # the one with which the folder was read
@@ -50,7 +50,7 @@ def _pages() -> list[str]:
 
 
 def _left_since(before: Counter[str]) -> list[str]:
-    """What is in use and was not before, once all that was told to end has had time for it."""
+    """Return the resources that are in use and were not before, once all had time to end."""
     deadline = time.monotonic() + 2.0
     while (more := _in_use() - before) and time.monotonic() < deadline:
         gc.collect()

@@ -142,7 +142,7 @@ class _Handle:
 
 
 class Shared(Protocol):
-    """What the wires of all groups share: the `Simulation`."""
+    """The part of the `Simulation` that the wires of all groups share."""
 
     scheduler: Scheduler
     buffered: bool  # whether sends complete before their receive is posted
