@@ -8,37 +8,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, layer_norm, linear, rms_norm
 
-from reference import Branch, Pattern
+from reference import Pattern
 from tests.support.nn_ranks import TOKENS, context_of, drawn, far, grad_of, summed
 from verification.training.dense.oracle_attention import oracle_attention
 
 Weights = Mapping[str, Tensor]  # by the names of the module's parameters
 
 
-def torchscale_pattern(segment_length: list[int], dilated_ratio: list[int], heads: int, causal: bool) -> Pattern:
-    """Torchscale deals heads out in groups of ceil(heads / ratio), and each group begins one token later."""
-    branches = []
-    for length, ratio in zip(segment_length, dilated_ratio, strict=True):
-        group = (heads + ratio - 1) // ratio
-        branches.append(Branch(length, ratio, tuple(head // group for head in range(heads))))
-    return Pattern(tuple(branches), causal)
-
-
-def rotate_half(x: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    return torch.cat((-x[..., half:], x[..., :half]), -1)
-
-
 def llama_rotary(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """x (B, N, H, D) as transformers' Llama turns it: cos and sin of D entries, each frequency twice."""
-    dim = x.shape[-1]
-    inverse = 1.0 / (theta ** (torch.arange(0, dim, 2).double() / dim))
-    frequencies = positions.double().unsqueeze(-1) @ inverse.unsqueeze(0)  # (N, D / 2)
-    both = torch.cat((frequencies, frequencies), -1).unsqueeze(-2)  # (N, 1, D)
-    return x * both.cos() + rotate_half(x) * both.sin()
+    """Turn x (B, N, H, D) as Llama does: the numbers d and d + D / 2 are a complex one."""
+    half = x.shape[-1] // 2
+    angles = positions.double()[:, None] * theta ** (-torch.arange(half).double() / half)  # (N, D / 2)
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    return torch.cat((turned.real, turned.imag), -1)
 
 
-def self_attention(x: Tensor, w: Weights, pattern: Pattern, head_dim: int, theta: float | None) -> Tensor:
+def self_attention(x: Tensor, w: Weights, pattern: Pattern, head_dim: int, theta: float | None = 10000.0) -> Tensor:
     """x (B, n, dim) of the whole sequence; the options are read off the weights' names."""
     q, k, v = (
         linear(x, w[f"{name}_proj.weight"], w.get(f"{name}_proj.bias")).unflatten(-1, (-1, head_dim)) for name in "qkv"
@@ -46,26 +31,21 @@ def self_attention(x: Tensor, w: Weights, pattern: Pattern, head_dim: int, theta
     if "q_norm.weight" in w:
         q, k = (rms_norm(y, (head_dim,), w[f"{name}_norm.weight"], 1e-6) for name, y in (("q", q), ("k", k)))
     if theta is not None:
-        positions = torch.arange(x.shape[1])
-        q, k = llama_rotary(q, positions, theta), llama_rotary(k, positions, theta)
-    out = oracle_attention(q, k, v, pattern).flatten(2)
-    if "inner_norm.weight" in w:
-        out = layer_norm(out, out.shape[-1:], w["inner_norm.weight"], w["inner_norm.bias"], 1e-5)
+        q, k = (llama_rotary(y, torch.arange(x.shape[1]), theta) for y in (q, k))
+    out = _normed(oracle_attention(q, k, v, pattern).flatten(2), w, "inner_norm")
     return linear(out, w["o_proj.weight"], w.get("o_proj.bias"))
 
 
-def longnet_block(x: Tensor, w: Weights, pattern: Pattern, head_dim: int, theta: float | None) -> Tensor:
+def longnet_block(x: Tensor, w: Weights, pattern: Pattern, head_dim: int, theta: float | None = 10000.0) -> Tensor:
     """x (B, n, dim) of the whole sequence."""
-
-    def normed(y: Tensor, name: str) -> Tensor:
-        if f"{name}.weight" not in w:
-            return y
-        return layer_norm(y, y.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], 1e-5)
-
     inner = {name.removeprefix("attention."): y for name, y in w.items() if name.startswith("attention.")}
-    x = x + self_attention(normed(x, "attention_norm"), inner, pattern, head_dim, theta)
-    hidden = gelu(linear(normed(x, "ffn_norm"), w["fc1.weight"], w["fc1.bias"]))
-    return x + linear(normed(hidden, "ffn_inner_norm"), w["fc2.weight"], w["fc2.bias"])
+    x = x + self_attention(_normed(x, w, "attention_norm"), inner, pattern, head_dim, theta)
+    hidden = gelu(linear(_normed(x, w, "ffn_norm"), w["fc1.weight"], w["fc1.bias"]))
+    return x + linear(_normed(hidden, w, "ffn_inner_norm"), w["fc2.weight"], w["fc2.bias"])
+
+
+def _normed(x: Tensor, w: Weights, name: str) -> Tensor:
+    return layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], 1e-5) if f"{name}.weight" in w else x
 
 
 def module_error(module: nn.Module, shards: str, dense: Callable[[Tensor, Weights], Tensor]) -> float:

@@ -17,15 +17,6 @@ from tests.support.ranks import Ranks
 pytestmark = pytest.mark.ranks
 
 DATA_CONTEXT, CONTEXT = ("data", "context"), ("context",)
-AVERAGED: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
-    "neighbours": (((0, 1), (2, 3)), DATA_CONTEXT),
-    "not neighbours": (((0, 2), (1, 3)), DATA_CONTEXT),
-    "descending": (((3, 2), (1, 0)), DATA_CONTEXT),
-    "context first": (((0, 1), (2, 3)), ("context", "data")),
-    "context alone": ((0, 1, 2, 3), CONTEXT),
-    "context alone, descending": ((3, 2, 1, 0), CONTEXT),
-    "context alone, in no order": ((2, 0, 3, 1), CONTEXT),
-}
 
 
 def _average(ranks: tuple[Any, ...], names: tuple[str, ...]) -> None:
@@ -37,60 +28,61 @@ def _average(ranks: tuple[Any, ...], names: tuple[str, ...]) -> None:
     assert total == 15.0
 
 
-@pytest.mark.parametrize("name", AVERAGED)
-def test_averaging_is_over_all_ranks_in_ascending_order(ranks: Ranks, name: str) -> None:
-    ranks(4).run(_average, *AVERAGED[name])
+@pytest.mark.parametrize(
+    ("dims", "names"),
+    [
+        (((0, 1), (2, 3)), DATA_CONTEXT),
+        (((0, 2), (1, 3)), DATA_CONTEXT),
+        (((3, 2), (1, 0)), DATA_CONTEXT),
+        (((0, 1), (2, 3)), ("context", "data")),
+        ((0, 1, 2, 3), CONTEXT),
+        ((3, 2, 1, 0), CONTEXT),
+        ((2, 0, 3, 1), CONTEXT),
+    ],
+)
+def test_averaging_is_over_all_ranks_in_ascending_order(ranks: Ranks, dims: Any, names: tuple[str, ...]) -> None:
+    ranks(4).run(_average, dims, names)
 
 
-def _average_a_part() -> None:
+def _take_parts() -> None:
     part = mesh_of(((2, 0), (3, 1)))["context"]
     members = [0, 2] if dist.get_rank() in (0, 2) else [1, 3]
     assert averaging_mesh(part).mesh.tolist() == members
-
-
-def test_averaging_over_a_part_of_a_mesh(ranks: Ranks) -> None:
-    ranks(4).run(_average_a_part)
-
-
-NOT_AVERAGED: dict[str, tuple[list[Any], tuple[str, ...] | None, str]] = {
-    "no names": ([[0, 1], [2, 3]], None, "got no names"),
-    "data alone": ([0, 1, 2, 3], ("data",), "got ('data',)"),
-    "another dimension": ([[0, 1], [2, 3]], ("data", "tensor"), "got ('data', 'tensor')"),
-    "context and another": ([[0, 1], [2, 3]], ("tensor", "context"), "got ('tensor', 'context')"),
-    "one dimension more": ([[[0, 1]], [[2, 3]]], ("data", "tensor", "context"), "got ('data', 'tensor', 'context')"),
-}
-NOT_REPLICATED = {
-    "context alone": ([0, 1, 2, 3], CONTEXT, "to replicate over 'data', got ('context',)"),
-    "context first": ([[0, 1], [2, 3]], ("context", "data"), "in this order, to replicate over 'data'"),
-    "descending": ([[1, 0], [3, 2]], DATA_CONTEXT, "ascending ranks along 'context', got [[1, 0], [3, 2]]"),
-    "one line descends": ([[0, 1], [3, 2]], DATA_CONTEXT, "ascending ranks along 'context'"),
-}
-
-
-def _refuse(kind: str, dims: list[Any], names: tuple[str, ...] | None, words: str) -> None:
-    mesh = DeviceMesh("cpu", torch.tensor(dims), mesh_dim_names=names, _init_backend=False)
-    with pytest.raises(ValueError, match=f"mesh must have .*{re.escape(words)}"):
-        (averaging_mesh if kind == "average" else replicating_mesh)(mesh)
-
-
-@pytest.mark.parametrize("name", NOT_AVERAGED)
-@pytest.mark.parametrize("kind", ["average", "replicate"])
-def test_meshes_of_other_dimensions_are_refused(ranks: Ranks, kind: str, name: str) -> None:
-    ranks(4).run(_refuse, kind, *NOT_AVERAGED[name])
-
-
-@pytest.mark.parametrize("name", NOT_REPLICATED)
-def test_meshes_that_cannot_replicate_are_refused(ranks: Ranks, name: str) -> None:
-    ranks(4).run(_refuse, "replicate", *NOT_REPLICATED[name])
-
-
-def _replicate() -> None:
     mesh = mesh_of(((0, 2), (1, 3)))
     assert replicating_mesh(mesh) is mesh
 
 
-def test_a_mesh_that_replicates_is_taken_as_it_is(ranks: Ranks) -> None:
-    ranks(4).run(_replicate)
+def test_averaging_over_a_part_of_a_mesh_and_replicating_over_a_whole_one(ranks: Ranks) -> None:
+    ranks(4).run(_take_parts)
+
+
+SQUARE = [[0, 1], [2, 3]]
+REFUSED: list[tuple[list[Any], tuple[str, ...] | None, str]] = [
+    (SQUARE, None, "got no names"),
+    ([0, 1, 2, 3], ("data",), "got ('data',)"),
+    (SQUARE, ("data", "tensor"), "got ('data', 'tensor')"),
+    (SQUARE, ("tensor", "context"), "got ('tensor', 'context')"),
+    ([[[0, 1]], [[2, 3]]], ("data", "tensor", "context"), "got ('data', 'tensor', 'context')"),
+    # To average over these is fine.
+    ([0, 1, 2, 3], CONTEXT, "to replicate over 'data', got ('context',)"),
+    (SQUARE, ("context", "data"), "in this order, to replicate over 'data'"),
+    ([[1, 0], [3, 2]], DATA_CONTEXT, "ascending ranks along 'context', got [[1, 0], [3, 2]]"),
+    ([[0, 1], [3, 2]], DATA_CONTEXT, "ascending ranks along 'context'"),
+]
+
+
+def _refuse() -> None:
+    for dims, names, words in REFUSED:
+        mesh = DeviceMesh("cpu", torch.tensor(dims), mesh_dim_names=names, _init_backend=False)
+        with pytest.raises(ValueError, match=f"mesh must have .*{re.escape(words)}"):
+            replicating_mesh(mesh)
+        if words.startswith("got"):
+            with pytest.raises(ValueError, match=f"mesh must have .*{re.escape(words)}"):
+                averaging_mesh(mesh)
+
+
+def test_meshes_of_other_dimensions_and_orders_are_refused(ranks: Ranks) -> None:
+    ranks(4).run(_refuse)
 
 
 def test_what_is_no_mesh_is_refused() -> None:

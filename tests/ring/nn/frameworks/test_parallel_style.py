@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -63,37 +62,35 @@ def exact() -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
-def _run_shards(kind: str) -> None:
-    rank = dist.get_rank()
-    layout: Layout = getattr(Layout, kind)(TOKENS, WORLD)
-    q, k, v, dout = (layout.shard(x, rank, 2) for x in inputs())
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = planned(layout)(*leaves)
-    for x, y in zip([out, *torch.autograd.grad(out, leaves, dout)], exact(), strict=True):
-        torch.testing.assert_close(x, layout.shard(y, rank, 2), rtol=0, atol=EXACT)
+def sharded(x: Tensor) -> DTensor:
+    """Cut as torch cuts."""
+    return distribute_tensor(x, context_mesh(), [Shard(2)])
 
 
-@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
-def test_local_shards(ranks: Ranks, kind: str) -> None:
-    ranks(WORLD).run(_run_shards, kind)
+def local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
-def _run_dtensors(use_local_output: bool) -> None:
-    """DTensors that are cut as torch cuts them."""
-    mesh = context_mesh()
-    q, k, v, dout = (distribute_tensor(x, mesh, [Shard(2)]) for x in inputs())
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = planned(dtensor_layout(TOKENS, WORLD), use_local_output)(*leaves)
-    assert isinstance(out, DTensor) is not use_local_output
-    results = [out, *torch.autograd.grad(out, leaves, dout.to_local() if use_local_output else dout)]
-    for x, y in zip(results, exact(), strict=True):
-        local = x.to_local() if isinstance(x, DTensor) else x
-        torch.testing.assert_close(local, distribute_tensor(y, mesh, [Shard(2)]).to_local(), rtol=0, atol=EXACT)
+def _run(given: str, returned: str) -> None:
+    """given, returned: "shards" or "DTensors"."""
+    layout = Layout.zigzag(TOKENS, WORLD) if given == "shards" else dtensor_layout(TOKENS, WORLD)
+
+    def cut(x: Tensor) -> Tensor:
+        return layout.shard(x, dist.get_rank(), 2) if given == "shards" else sharded(x)
+
+    *leaves, dout = (cut(x).requires_grad_() for x in inputs())
+    out = planned(layout, returned == "shards")(*leaves)
+    assert isinstance(out, DTensor) is (returned == "DTensors")
+    grads = torch.autograd.grad(out, leaves, local(dout) if returned == "shards" else dout)
+    for x, y in zip([out, *grads], exact(), strict=True):
+        torch.testing.assert_close(local(x), local(cut(y)), rtol=0, atol=EXACT)
 
 
-@pytest.mark.parametrize("use_local_output", [True, False])
-def test_dtensors(ranks: Ranks, use_local_output: bool) -> None:
-    ranks(WORLD).run(_run_dtensors, use_local_output)
+@pytest.mark.parametrize(
+    ("given", "returned"), [("shards", "shards"), ("DTensors", "shards"), ("DTensors", "DTensors")]
+)
+def test_output_and_gradients(ranks: Ranks, given: str, returned: str) -> None:
+    ranks(WORLD).run(_run, given, returned)
 
 
 @pytest.mark.parametrize(
@@ -105,43 +102,28 @@ def test_the_layout_of_a_dtensor_is_cut_as_torch_cuts(n: int, p: int, counts: tu
     assert torch.cat([torch.as_tensor(layout.positions(rank)) for rank in range(p)]).tolist() == list(range(n))
 
 
-REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
-    "replicated": (
-        lambda x: distribute_tensor(x, context_mesh(), [Replicate()]),
-        "key must be sharded along its tokens, Shard(2), got (Replicate(),)",
-    ),
-    "along heads": (
-        lambda x: distribute_tensor(x, context_mesh(), [Shard(1)]), "key must be sharded along its tokens"
-    ),
-    "other tokens": (
-        lambda x: distribute_tensor(torch.cat((x, x), 2), context_mesh(), [Shard(2)]),
-        "key must have the 13 tokens of the layout, got 26",
-    ),
-    "other ranks": (
-        lambda x: distribute_tensor(x, context_mesh(1), [Shard(2)]),
-        "key must be a DTensor over the handle's ranks in their order, [0, 1, 2, 3], got [1, 2, 3, 0]",
-    ),
-    "another layout": (
-        lambda x: distribute_tensor(x, context_mesh(), [Shard(2)]),
-        "must hold on each rank the tokens that the layout gives it",
-    ),
-}  # fmt: skip
-
-
-def _refuse(name: str) -> None:
+def _refuse() -> None:
     """Rank 1 alone is wrong, every rank is told, and a right call after it is right."""
-    rank, (make, words) = dist.get_rank(), REFUSED[name]
-    layout = Layout.zigzag(TOKENS, WORLD) if name == "another layout" else dtensor_layout(TOKENS, WORLD)
-    q, k, v = (layout.shard(x, rank, 2) for x in inputs()[:3])
-    key = make(inputs()[1])
-    with pytest.raises(ValueError, match=re.escape(words)):
-        planned(layout)(q, key if rank == 1 else k, v)
-    _run_dtensors(use_local_output=True)
+    mesh, rank, whole = context_mesh(), dist.get_rank(), inputs()
+    cut, zigzag = dtensor_layout(TOKENS, WORLD), Layout.zigzag(TOKENS, WORLD)
+    for key, layout, words in (
+        (distribute_tensor(whole[1], mesh, [Replicate()]), cut, "its tokens, Shard(2), got (Replicate(),)"),
+        (distribute_tensor(whole[1], mesh, [Shard(1)]), cut, "key must be sharded along its tokens"),
+        (sharded(torch.cat((whole[1], whole[1]), 2)), cut, "key must have the 13 tokens of the layout, got 26"),
+        (
+            distribute_tensor(whole[1], context_mesh(1), [Shard(2)]), cut,
+            "key must be a DTensor over the handle's ranks in their order, [0, 1, 2, 3], got [1, 2, 3, 0]",
+        ),
+        (sharded(whole[1]), zigzag, "must hold on each rank the tokens that the layout gives it"),
+    ):  # fmt: skip
+        q, k, v = (layout.shard(x, rank, 2) for x in whole[:3])
+        with pytest.raises(ValueError, match=re.escape(words)):
+            planned(layout)(q, key if rank == 1 else k, v)
+        _run("DTensors", "shards")
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_dtensor_on_one_rank_is_refused_on_every_rank(ranks: Ranks, name: str) -> None:
-    ranks(WORLD).run(_refuse, name)
+def test_a_dtensor_on_one_rank_is_refused_on_every_rank(ranks: Ranks) -> None:
+    ranks(WORLD).run(_refuse)
 
 
 def _refuse_plans() -> None:
