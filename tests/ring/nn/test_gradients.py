@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from ring.nn import average_gradients, clip_grad_norm, gradients
-from ring.nn.gradients import BUCKET, _buckets, _square_of_plain
+from ring.nn.gradients import BUCKET
 from tests.support.nn_ranks import OVERS, apart, drawn, far, grad_of, mesh_of, over_of, said
 from tests.support.ranks import Ranks
 
@@ -28,9 +27,6 @@ def with_grad(grad: Tensor | None, like: Tensor | None = None) -> nn.Parameter:
     x = nn.Parameter(torch.zeros_like(given))
     x.grad = grad
     return x
-
-
-# --- the average ------------------------------------------------------------------------------------------------------
 
 
 def _averaged(name: str, bucket: int) -> None:
@@ -68,36 +64,6 @@ def _averaged(name: str, bucket: int) -> None:
 def test_the_average(ranks: Ranks, name: str, bucket: int) -> None:
     ranks(4).run(_averaged, name, bucket)
 
-
-class _TwoHeads(nn.Module):
-    """One of its layers is not used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList([nn.Linear(10, 7), nn.Linear(10, 3), nn.Linear(2, 2)]).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers[0](x).square().sum() + self.layers[1](x).square().sum()
-
-
-def _like_ddp() -> None:
-    plain, wrapped = _TwoHeads(), _TwoHeads()
-    model = DistributedDataParallel(wrapped, find_unused_parameters=True)  # kept: it goes by a weak reference to itself
-    for each in (plain, model):
-        each(drawn(dist.get_rank(), 2, 10)).backward()
-    average_gradients(plain.parameters())
-    found, wanted = ([x.grad for x in each.parameters()] for each in (plain, wrapped))
-    assert found[-1] is None  # DDP has zeros, or none, for what no rank used
-    assert far(found[:-2], wanted[:-2]) < 1e-13  # fp64; gradients of the order of 10
-
-
-@pytest.mark.ranks
-def test_the_average_is_that_of_ddp(ranks: Ranks) -> None:
-    ranks(4).run(_like_ddp)
-
-
-# --- the norm ---------------------------------------------------------------------------------------------------------
 
 PLACEMENTS: dict[str, tuple[tuple[str, tuple[Any, ...]], ...]] = {
     "one dimension": (("context", (Shard(0),)), ("context", (Shard(1),)), ("context", (Replicate(),))),
@@ -141,24 +107,31 @@ def test_the_norm_and_the_clipped_gradients(ranks: Ranks, kind: str, max_norm: f
 
 def _not_averaged(size: float, other: float) -> str:
     """Clip before the average: each rank would divide by a norm of its own. other: the size on rank 1."""
-    grad = torch.full((3,), other if dist.get_rank() == 1 else size, dtype=torch.float64)
+    grad = torch.full((8,), other if dist.get_rank() == 1 else size, dtype=torch.float64)
     x = with_grad(grad.clone())
     answer = said(lambda: clip_grad_norm(x, 1.0))
-    assert torch.equal(grad_of(x), grad)
-    x.grad = torch.full((3,), 1.0 + dist.get_rank()).double()
+    assert answer == "fine" or torch.equal(grad_of(x), grad)
+    x.grad = torch.full((8,), 1.0 + dist.get_rank()).double()
     average_gradients(x)
     clip_grad_norm(x, 1.0)
     return answer
 
 
+ROUNDING = 2.0**-52  # ranks may sum eight squares in another order, which makes eight roundings
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize(("size", "other"), [(1.0, 2.0), (1e-9, 2e-9), (1e100, 2e100), (3.0, torch.inf)])
+@pytest.mark.parametrize(
+    ("size", "other"), [(1.0, 2.0), (1e-9, 2e-9), (1e100, 2e100), (3.0, torch.inf), (1.0, 1.0 + 6 * ROUNDING)]
+)
 def test_gradients_that_were_not_averaged_are_refused(ranks: Ranks, size: float, other: float) -> None:
     (answer,) = set(ranks(4).run(_not_averaged, size, other))
     assert "gradients of plain parameters must be alike on all ranks: average them first" in answer
 
 
-# --- one process ------------------------------------------------------------------------------------------------------
+@pytest.mark.ranks
+def test_squares_may_be_summed_in_another_order(ranks: Ranks) -> None:
+    assert set(ranks(4).run(_not_averaged, 1.0, 1.0 + 3 * ROUNDING)) == {"fine"}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -174,34 +147,6 @@ def test_the_norm_is_computed_in_fp64(dtype: torch.dtype) -> None:
         torch.testing.assert_close(
             grad_of(x).double(), grad.double() * 10.0 / exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-7
         )
-
-
-def test_buckets_have_one_dtype_and_a_size() -> None:
-    half = BUCKET // 16  # of these, two in fp64 fill a bucket
-    a, b, c, d, e = (
-        torch.empty(size, dtype=dtype, device="meta")
-        for size, dtype in zip((half, 3, half, 1, 3 * half), [DTYPES[0], DTYPES[1], *DTYPES[:1] * 3], strict=True)
-    )
-    found = [[id(x) for x in bucket] for bucket in _buckets([a, b, c, d, e])]
-    assert found == [[id(x) for x in bucket] for bucket in ([a, c], [d], [e], [b])]
-
-
-class _Unlike:
-    """Ranks whose squares of norms are as many roundings apart."""
-
-    def __init__(self, roundings: int) -> None:
-        self.roundings = roundings
-
-    def gather(self, mine: Tensor) -> Tensor:
-        return torch.stack([mine, mine * (1 + self.roundings * 2.0**-52)])
-
-
-def test_ranks_may_sum_the_squares_in_another_order() -> None:
-    """A sum of n entries makes n roundings."""
-    grads: Any = [torch.ones(4, dtype=torch.float64), torch.ones(3)]
-    assert _square_of_plain(grads, _Unlike(6)) == 7.0  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="must be alike on all ranks"):
-        _square_of_plain(grads, _Unlike(10))  # type: ignore[arg-type]
 
 
 def test_nothing_to_clip() -> None:
