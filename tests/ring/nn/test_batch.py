@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from reference import Pattern, attention
 from ring import Layout
-from ring.nn import IGNORED, ContextParallel, gather, next_tokens, shard_batch
+from ring.nn import IGNORED, ContextParallel, SelfAttention, gather, next_tokens, shard_batch
 from tests.support.nn_ranks import TOKENS, context_of, data_index, drawn, layout_of, mesh_of, said, whole_tokens
 from tests.support.ranks import Ranks
 from verification.run.programs import in_second_thread
@@ -45,45 +48,44 @@ def _sharded_and_gathered(shards: str, mesh: str, rows: int | None) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("shards", "mesh", "rows"),
-    [("even", "1x4", None), ("uneven", "2x2", 1), ("empty", "2x2 apart", 2), ("one", "1x4", 2), ("one", "4x1", None)],
+    ("shards", "mesh", "rows"), [("uneven", "2x2", 1), ("empty", "2x2 apart", 2), ("one", "1x4", None)]
 )
 def test_shards_and_the_whole(ranks: Ranks, shards: str, mesh: str, rows: int | None) -> None:
     ranks(4).run(_sharded_and_gathered, shards, mesh, rows)
 
 
-def _gathered(dim: int) -> None:
+def _gathered() -> None:
     """Gather every dtype, from a tensor that has other strides, and one that requires gradients; also no entries."""
     context = context_of("empty")
-    for dtype in DTYPES:
-        for size in (4, 0):
-            shape = [3, 2, size]
-            shape[dim] = TOKENS
-            whole = (5 * drawn(1, *shape)).to(dtype)
-            x = context.shard(whole.transpose(0, 1).contiguous().transpose(0, 1), dim)
-            x.requires_grad_(dtype in REALS)
-            before = x.detach().clone()
-            found = gather(context, x, dim)
-            assert torch.equal(found, whole) and found.dtype == dtype and not found.requires_grad
-            found.zero_()
-            assert torch.equal(x, before), "what was gathered has memory of its own"
+    for dtype, size, dim in product(DTYPES, (4, 0), (0, 1, -1)):
+        shape = [3, 2, size]
+        shape[dim] = TOKENS
+        whole = (5 * drawn(1, *shape)).to(dtype)
+        x = context.shard(whole.transpose(0, 1).contiguous().transpose(0, 1), dim)
+        x.requires_grad_(dtype in REALS)
+        before = x.detach().clone()
+        found = gather(context, x, dim)
+        assert torch.equal(found, whole) and found.dtype == dtype and not found.requires_grad
+        found.zero_()
+        assert torch.equal(x, before), "what was gathered has memory of its own"
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("dim", [0, 1, 2, -1])
-def test_any_tensor_is_gathered(ranks: Ranks, dim: int) -> None:
-    ranks(4).run(_gathered, dim)
+def test_any_tensor_is_gathered(ranks: Ranks) -> None:
+    ranks(4).run(_gathered)
 
 
 def _without_agreement() -> None:
     """Each rank has other data, as nobody notices."""
-    checked = context_of("even")
-    context = ContextParallel(checked.layout, check=False)
+    context = ContextParallel(layout_of((4, 3, 3, 3)), check=False)
     tokens = whole_tokens(dist.get_rank())
-    batch = shard_batch(context, tokens)
-    assert torch.equal(batch.tokens, context.shard(tokens))
+    assert torch.equal(shard_batch(context, tokens).tokens, context.shard(tokens))
     whole = torch.arange(2 * TOKENS).view(2, TOKENS)
     assert torch.equal(gather(context, context.shard(whole)), whole)
+    with pytest.raises(ValueError, match="^tokens must have the layout's 13 tokens"):
+        shard_batch(context, tokens[:, :3])
+    with pytest.raises(ValueError, match="^x must be"):
+        gather(context, torch.zeros(1, 13))
 
 
 @pytest.mark.ranks
@@ -97,7 +99,7 @@ def _gathered_in_a_second_thread(culprit: int) -> tuple[int, str]:
     mine = context.shard(drawn(0, 2, TOKENS, 3))
     gather(context, mine)
 
-    def whole() -> torch.Tensor:
+    def whole() -> Tensor:
         return gather(context, mine)
 
     return context.rank, said(lambda: in_second_thread(whole) if context.rank == culprit else whole())
@@ -118,7 +120,7 @@ def test_over_a_transport_that_does_the_worst(seed: int) -> None:
     layout, pattern = layout_of((4, 0, 5)), Pattern.dense(causal=True)
     q, tokens = drawn(0, 2, 9, 2, 4), torch.arange(18).view(2, 9)
 
-    def step(transport: SimulatedTransport) -> list[torch.Tensor]:
+    def step(transport: SimulatedTransport) -> list[Tensor]:
         context = ContextParallel(layout, transport)
         found = []
         for number in range(2):
@@ -134,8 +136,44 @@ def test_over_a_transport_that_does_the_worst(seed: int) -> None:
             torch.testing.assert_close(out, exact, rtol=0.0, atol=1e-13)
 
 
+DOCUMENTS, WITHIN = (4, 0, 1, 5, 3), torch.tensor([0, 1, 2, 3, 0, 0, 1, 2, 3, 4, 0, 1, 2])
+
+
+@pytest.mark.parametrize("p", (1, 3))
+@pytest.mark.parametrize("whose", ("the batch's", "the context's", "the batch's before the context's"))
+def test_batches_have_positions_and_labels_by_document(whose: str, p: int) -> None:
+    tokens = torch.arange(100, 100 + 2 * TOKENS).reshape(2, TOKENS)
+    labels = next_tokens(tokens)
+    wanted = labels.clone()
+    wanted[:, [3, 4, 9, 12]] = IGNORED
+
+    def step(transport: SimulatedTransport) -> tuple[Tensor, ...]:
+        context, given = ContextParallel(Layout.zigzag(TOKENS, p), transport), {"documents": DOCUMENTS}
+        if whose == "the context's":
+            context, given = context.with_documents(DOCUMENTS), {}
+        elif "before" in whose:
+            context = context.with_documents((TOKENS,))
+        batch = shard_batch(context, tokens, labels, positions=WITHIN, **given)
+        assert batch.context.documents == DOCUMENTS and batch.labels is not None
+        assert (batch.context is context) == (whose == "the context's")
+        assert batch.positions is batch.context.positions_on(tokens.device)
+        return gather(context, batch.tokens), gather(context, batch.labels), gather(context, batch.positions, dim=0)
+
+    for found in Simulation(p, 0).run(step):
+        assert all(torch.equal(x, y) for x, y in zip(found, (tokens, wanted, WITHIN), strict=True))
+    assert torch.equal(labels, next_tokens(tokens))
+
+
+def test_positions_of_the_whole_sequence_are_refused_beside_documents() -> None:
+    context = ContextParallel(Layout.contiguous(TOKENS, 1)).with_documents(DOCUMENTS)
+    with pytest.raises(ValueError, match="positions must be None or 0, 1, ... in each document"):
+        shard_batch(context, torch.arange(TOKENS)[None], positions=torch.arange(TOKENS))
+    with pytest.raises(ValueError, match=r"positions must be .* those within each document: at \(4,\) it is 0, got 4"):
+        SelfAttention(8, 2, Pattern.dense())(torch.randn(1, TOKENS, 8), context, torch.arange(TOKENS))
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-@pytest.mark.parametrize("ignored", [IGNORED, -1, 5])
+@pytest.mark.parametrize("ignored", [IGNORED, 5])
 def test_next_tokens(ignored: int, dtype: torch.dtype) -> None:
     tokens = torch.tensor([[5, 6, 7], [1, 2, 3]], dtype=dtype)
     for n in range(4):
@@ -151,8 +189,8 @@ def test_next_tokens_of_nothing_else(tokens: Any) -> None:
         next_tokens(tokens)
 
 
-def context(n: int = 4) -> ContextParallel:
-    return ContextParallel(Layout.contiguous(n, 1))
+def four() -> ContextParallel:
+    return ContextParallel(Layout.contiguous(4, 1))
 
 
 @pytest.mark.parametrize(
@@ -171,30 +209,20 @@ def context(n: int = 4) -> ContextParallel:
 )
 def test_labels_that_were_not_shifted_are_refused(tokens: list[int], labels: list[int], noticed: bool) -> None:
     given = torch.tensor([tokens]), torch.tensor([labels])
-    if noticed:
-        with pytest.raises(ValueError, match="labels must be the next tokens, shifted before they are sharded"):
-            shard_batch(context(), *given)
-    else:
-        assert torch.equal(shard_batch(context(), *given).tokens, given[0])
+    words = "labels must be the next tokens, shifted before they are sharded"
+    with pytest.raises(ValueError, match=words) if noticed else nullcontext():
+        assert torch.equal(shard_batch(four(), *given).tokens, given[0])
 
 
 def test_one_process() -> None:
     x = torch.randn(2, 4, 3)
-    assert torch.equal(gather(context(), x), x)
-    assert shard_batch(context(), torch.zeros(2, 4).long(), call=x).others["call"].equal(x)
-    assert shard_batch(context(0), torch.zeros(2, 0, dtype=torch.int64)).tokens.shape == (2, 0)
-
-
-def test_errors_without_check() -> None:
-    unchecked = ContextParallel(Layout.contiguous(4, 1), check=False)
-    with pytest.raises(ValueError, match="^tokens must have the layout's 4 tokens"):
-        shard_batch(unchecked, torch.zeros(1, 3, dtype=torch.int64))
-    with pytest.raises(ValueError, match="^x must be"):
-        gather(unchecked, torch.zeros(1, 3))
+    assert torch.equal(gather(four(), x), x)
+    assert shard_batch(four(), torch.zeros(2, 4).long(), call=x).others["call"].equal(x)
+    none = ContextParallel(Layout.contiguous(0, 1))
+    assert shard_batch(none, torch.zeros(2, 0, dtype=torch.int64)).tokens.shape == (2, 0)
 
 
 @pytest.mark.parametrize("shape", [(1, 3), (1, 5), (4,), ()])
 def test_the_hint_is_for_tensors_that_are_sharded_already(shape: tuple[int, ...]) -> None:
-    context, whole = ContextParallel(Layout.contiguous(4, 1)), torch.zeros(1, 4, dtype=torch.long)
     with pytest.raises(ValueError, match=r"mask must have the layout's 4 tokens along dimension 1, got [^:]*$"):
-        shard_batch(context, whole, mask=torch.ones(shape))
+        shard_batch(four(), torch.zeros(1, 4, dtype=torch.long), mask=torch.ones(shape))

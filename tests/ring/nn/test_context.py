@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -33,16 +31,12 @@ def test_it_does_not_change() -> None:
 
 def test_copies_are_itself_and_wrappers_leave_it_alone() -> None:
     context = ContextParallel(LAYOUT)
-    assert copy.deepcopy({"context": context})["context"] is context
-    assert copy.copy(context) is context
+    assert copy.deepcopy({"context": context})["context"] is context is copy.copy(context)
     assert not dataclasses.is_dataclass(context)  # torch's wrappers rebuild those when they cast inputs
     assert _apply_to_tensors(torch.Tensor.half, {"context": context})["context"] is context
     assert context != ContextParallel(LAYOUT) and len({context, context}) == 1
-
-
-def test_it_is_not_saved() -> None:
     with pytest.raises(TypeError, match="a ContextParallel cannot be pickled, since its group is of this process"):
-        pickle.dumps({"context": ContextParallel(LAYOUT)})
+        pickle.dumps({"context": context})
 
 
 def test_positions_are_made_once_for_a_device() -> None:
@@ -55,7 +49,7 @@ def test_positions_are_made_once_for_a_device() -> None:
     assert context.once("key", lambda: 1) == context.once("key", lambda: 2) == 1
 
 
-@pytest.mark.parametrize("documents", [None, (7,), (3, 0, 4), (0, 1, 6)])
+@pytest.mark.parametrize("documents", [None, (7,), (3, 0, 4)])
 def test_a_handle_says_what_it_was_made_with(documents: tuple[int, ...] | None) -> None:
     settings: dict[str, Any] = {"exchange": "gather", "bucket": 3, "kernel": "math", "check": False}
     made = ContextParallel(LAYOUT, **settings, documents=(1, 6))
@@ -72,12 +66,12 @@ def test_a_handle_says_what_it_was_made_with(documents: tuple[int, ...] | None) 
     assert made.with_documents(documents).transport is made.transport
 
 
-@pytest.mark.parametrize("documents", [(), (7, 1), (8, -1), (6,), (3.5, 3.5), 7])
+@pytest.mark.parametrize("documents", [(), (7, 1), (8, -1), (3.5, 3.5), 7])
 def test_documents_that_are_not_the_sequences_are_refused(documents: Any) -> None:
-    made = ContextParallel(LAYOUT)
-    for make in (lambda: ContextParallel(LAYOUT, documents=documents), lambda: made.with_documents(documents)):
-        with pytest.raises(ValueError, match="documents must"):
-            make()
+    with pytest.raises(ValueError, match="documents must"):
+        ContextParallel(LAYOUT, documents=documents)
+    with pytest.raises(ValueError, match="documents must"):
+        ContextParallel(LAYOUT).with_documents(documents)
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
@@ -102,19 +96,15 @@ def test_agree_raises_what_the_check_raises() -> None:
 def test_attention_runs_over_the_group_that_it_was_made_for() -> None:
     """In a default group that was made anew, ranks may have other numbers than those that the shards are for."""
     x = torch.ones(1, 7, 1, 2)
-    solo = ContextParallel(LAYOUT)
-    with _group_of_one():
-        context = ContextParallel(LAYOUT)
-        context.attention(x, x, x, Pattern.dense())
-        solo.attention(x, x, x, Pattern.dense())
-    with _group_of_one(), pytest.raises(ValueError, match="not registered"):
-        context.attention(x, x, x, Pattern.dense())
-
-
-@contextmanager
-def _group_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    solo = context = ContextParallel(LAYOUT)
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            if context is not solo:  # the second time
+                with pytest.raises(ValueError, match="not registered"):
+                    context.attention(x, x, x, Pattern.dense())
+            context = ContextParallel(LAYOUT)
+            for each in (context, solo):
+                each.attention(x, x, x, Pattern.dense())
+        finally:
+            dist.destroy_process_group()

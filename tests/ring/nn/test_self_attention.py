@@ -1,4 +1,4 @@
-"""The sequence-parallel self-attention against the same layer computed densely, in fp64: output and all gradients."""
+"""The self-attention and LongNet's block against the same layers computed densely: output and all gradients."""
 
 from __future__ import annotations
 
@@ -11,127 +11,92 @@ import pytest
 import torch
 import torch._dynamo
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
-from reference import Pattern
+from reference import Branch, Pattern
 from ring import Layout
-from ring.nn import ContextParallel, LongNetBlock, RingAttention, SelfAttention
+from ring.nn import ContextParallel, LongNetBlock, RingAttention, SelfAttention, longnet_pattern
+from ring.nn.frameworks import recompute
 from ring.nn.rotary import rotary
 from tests.support import nn_dense
-from tests.support.nn_ranks import (
-    MESHES,
-    TOKENS,
-    UNEVEN,
-    context_of,
-    data_index,
-    drawn,
-    far,
-    grad_of,
-    in_fp64,
-    mesh_of,
-)
+from tests.support.nn_ranks import TOKENS, context_of, drawn, far, grad_of, in_fp64
 from tests.support.ranks import Ranks
 
 EXACT = 1e-12  # fp64, outputs and gradients of the order of 1 to 100
 DIM, HEADS = 16, 4
-PATTERNS = {
-    "causal": Pattern.dense(causal=True),
-    "longnet": Pattern.longnet((4, None), (1, 2), HEADS, causal=True),
-    "groups": Pattern.head_groups((5, 13), (1, 3), HEADS),  # tokens that a head does not see
-}
+CAUSAL, GROUPS = Pattern.dense(causal=True), Pattern.head_groups((5, 13), (1, 3), HEADS)  # some tokens are not seen
 
 
-def _error(shards: str, pattern: str, options: dict[str, Any]) -> float:
-    who = PATTERNS[pattern]
-    module = in_fp64(lambda: SelfAttention(DIM, HEADS, who, **options))
+def torchscale_pattern(segment_length: list[int], dilated_ratio: list[int], heads: int, causal: bool) -> Pattern:
+    """Torchscale deals heads out in groups of ceil(heads / ratio), and each group begins one token later."""
+    groups = [(heads + ratio - 1) // ratio for ratio in dilated_ratio]
+    parts = zip(segment_length, dilated_ratio, groups, strict=True)
+    return Pattern(
+        tuple(Branch(n, ratio, tuple(h // group for h in range(heads))) for n, ratio, group in parts), causal
+    )
+
+
+def _self_attention_error(shards: str, options: dict[str, Any]) -> float:
+    module = in_fp64(lambda: SelfAttention(DIM, HEADS, GROUPS, **options))
     theta, head_dim = module.rotary_theta, module.head_dim
-    return nn_dense.module_error(module, shards, lambda x, w: nn_dense.self_attention(x, w, who, head_dim, theta))
+    return nn_dense.module_error(module, shards, lambda x, w: nn_dense.self_attention(x, w, GROUPS, head_dim, theta))
+
+
+def _longnet_error(shards: str, options: dict[str, Any]) -> float:
+    given = {"segment_length": [4, 13], "dilated_ratio": [1, 2]} | options
+    who = torchscale_pattern(given["segment_length"], given["dilated_ratio"], HEADS, options.get("causal", True))
+    module, theta = in_fp64(lambda: LongNetBlock(DIM, HEADS, **given)), options.get("rotary_theta", 10000.0)
+    return nn_dense.module_error(module, shards, lambda x, w: nn_dense.longnet_block(x, w, who, DIM // HEADS, theta))
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("shards", "pattern", "options"),
+    ("error", "shards", "options"),
     [
-        *((shards, pattern, {}) for shards in UNEVEN for pattern in ("causal", "longnet")),
-        ("uneven", "groups", {"kv_heads": 2}),
-        ("uneven", "groups", {"kv_heads": 1, "qk_norm": True}),
-        ("uneven", "groups", {"head_dim": 6, "bias": True}),
-        ("uneven", "groups", {"rotary_theta": None}),
-        ("uneven", "groups", {"rotary_theta": 500.0, "inner_norm_eps": 1e-5, "bias": True}),
+        (_self_attention_error, "empty", {"kv_heads": 2}),
+        (_self_attention_error, "uneven", {"kv_heads": 1, "qk_norm": True}),
+        (_self_attention_error, "one", {"head_dim": 6, "rotary_theta": None}),
+        (_self_attention_error, "uneven", {"rotary_theta": 500.0, "inner_norm_eps": 1e-5, "bias": True}),
+        (_longnet_error, "even", {}),
+        (_longnet_error, "uneven", {"segment_length": [5], "dilated_ratio": [3], "causal": False}),
+        (_longnet_error, "empty", {"kv_heads": 2, "ffn_dim": 10}),
+        (_longnet_error, "uneven", {"dilated_ratio": [1, 6], "subln": False, "rotary_theta": None}),
     ],
 )
-def test_output_and_gradients(ranks: Ranks, shards: str, pattern: str, options: dict[str, Any]) -> None:
-    assert max(ranks(4).run(_error, shards, pattern, options)) < EXACT
+def test_output_and_gradients(ranks: Ranks, error: Any, shards: str, options: dict[str, Any]) -> None:
+    assert max(ranks(4).run(error, shards, options)) < EXACT
 
 
-def _over_a_mesh(name: str) -> None:
-    """Each context group has a sequence of its own, on a dimension of the mesh."""
-    context, pattern = context_of("even", mesh_of(name)["context"]), PATTERNS["causal"]
-    module = in_fp64(lambda: SelfAttention(DIM, HEADS, pattern))
-    x = drawn(10 + data_index(name), 2, TOKENS, DIM)
-    wanted = nn_dense.self_attention(x, dict(module.named_parameters()), pattern, DIM // HEADS, 10000.0)
-    assert far([module(context.shard(x), context)], [context.shard(wanted)]) < EXACT
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("name", MESHES)
-def test_each_context_group_of_a_mesh_has_its_own_sequence(ranks: Ranks, name: str) -> None:
-    ranks(4).run(_over_a_mesh, name)
-
-
-# --- recomputation and precision --------------------------------------------------------------------------------------
-
-
-def _kept() -> Any:
-    return create_selective_checkpoint_contexts([torch.ops.ring.attention.default])
-
-
-RECOMPUTED: dict[str, Callable[[nn.Module, Tensor, ContextParallel], Any]] = {
-    "reentrant": lambda m, x, c: checkpoint(m, x, c, c.positions_on(x.device), use_reentrant=True),
-    "non-reentrant": lambda m, x, c: checkpoint(m, x, context=c, positions=c.positions, use_reentrant=False),
-    "selective": lambda m, x, c: checkpoint(m, x, c, use_reentrant=False, context_fn=_kept),
-}
-
-
-def _computed_again(way: str) -> None:
+def _computed_again() -> None:
     """Two sequences under two layouts go through the same layers; the first one's backward comes last."""
     contexts = [context_of("uneven"), context_of("empty")]
     layers = [in_fp64(lambda: LongNetBlock(DIM, HEADS, [4, 13], [1, 2]), seed) for seed in range(2)]
 
     def gradients(run: Callable[[nn.Module, Tensor, ContextParallel], Tensor]) -> list[Tensor]:
         inputs = [context.shard(drawn(3, 2, TOKENS, DIM)).requires_grad_() for context in contexts]
-        outs = []
-        for x, context in zip(inputs, contexts, strict=True):
-            y = x
-            for layer in layers:
-                y = run(layer, y, context)
-            outs.append(y)
+        outs = [
+            run(layers[1], run(layers[0], x, context), context) for x, context in zip(inputs, contexts, strict=True)
+        ]
         for layer in layers:
             layer.zero_grad()
         for out in reversed(outs):
             out.square().sum().backward()
         return [grad_of(x).clone() for x in (*inputs, *layers[0].parameters(), *layers[1].parameters())]
 
-    assert far(gradients(RECOMPUTED[way]), gradients(lambda layer, x, context: layer(x, context))) == 0.0
+    plain = gradients(lambda layer, x, c: layer(x, c))
+    for again in (
+        gradients(lambda layer, x, c: checkpoint(layer, x, c, c.positions_on(x.device), use_reentrant=True)),
+        gradients(lambda layer, x, c: checkpoint(layer, x, context=c, positions=c.positions, use_reentrant=False)),
+        gradients(
+            lambda layer, x, c: checkpoint(layer, x, c, use_reentrant=False, context_fn=recompute.attention_kept)
+        ),
+    ):
+        assert far(again, plain) == 0.0
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("way", RECOMPUTED)
-def test_a_recomputation_meets_the_layout_of_its_forward(ranks: Ranks, way: str) -> None:
-    ranks(4).run(_computed_again, way)
-
-
-def test_under_autocast() -> None:
-    context, x = ContextParallel(Layout.contiguous(9, 1)), drawn(1, 2, 9, DIM).float()
-    torch.manual_seed(0)
-    module = SelfAttention(DIM, HEADS, PATTERNS["causal"], qk_norm=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        found = module(x, context)
-    assert found.dtype is torch.bfloat16
-    torch.testing.assert_close(found.float(), module(x, context), rtol=0.0, atol=0.05)  # 8 bits; outputs of 1
-
-
-# --- what layers share on one handle, and copies of modules -----------------------------------------------------------
+def test_a_recomputation_meets_the_layout_of_its_forward(ranks: Ranks) -> None:
+    ranks(4).run(_computed_again)
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -142,18 +107,16 @@ def test_a_layer_is_not_disturbed_by_another_on_its_handle(differs: str, first: 
         "theta": (100.0, 10000.0), "head_dim": (2, 4), "dtype": (torch.float64, torch.float32),
         "documents": ((9,), (4, 5)),
     }  # fmt: skip
-    shared = ContextParallel(Layout.contiguous(9, 1))
+    context = ContextParallel(Layout.contiguous(9, 1))
     for number in (first, 1 - first):
         of = {name: pair[number if name == differs else 0] for name, pair in choices.items()}
-        layer = in_fp64(
-            lambda: SelfAttention(4, 1, PATTERNS["causal"], head_dim=of["head_dim"], rotary_theta=of["theta"])  # noqa: B023
-        ).to(of["dtype"])
-        x, context = drawn(1, 2, 9, 4).to(of["dtype"]), shared
+        layer = SelfAttention(4, 1, CAUSAL, head_dim=of["head_dim"], rotary_theta=of["theta"], dtype=of["dtype"])
+        x = drawn(1, 2, 9, 4).to(of["dtype"])
         if differs == "documents":
-            context = shared = shared.with_documents(of["documents"])
+            context = context.with_documents(of["documents"])
         with torch.inference_mode(number == first):
             found = layer(x, context)
-        wanted = layer(x, ContextParallel(shared.layout, documents=context.documents))
+        wanted = layer(x, ContextParallel(context.layout, documents=context.documents))
         assert torch.equal(found, wanted)
         if number != first:
             ours, theirs = (torch.autograd.grad(out.sum(), layer.q_proj.weight)[0] for out in (found, wanted))
@@ -162,14 +125,14 @@ def test_a_layer_is_not_disturbed_by_another_on_its_handle(differs: str, first: 
 
 MODULES: dict[str, Callable[..., nn.Module]] = {
     "self-attention": lambda **made: SelfAttention(
-        DIM, HEADS, PATTERNS["groups"], kv_heads=2, qk_norm=True, inner_norm_eps=1e-3, bias=True, **made
+        DIM, HEADS, GROUPS, kv_heads=2, qk_norm=True, inner_norm_eps=1e-3, bias=True, **made
     ),
     "longnet": lambda **made: LongNetBlock(DIM, HEADS, "[2,4]", (1, 2), **made),
     "longnet without subln": lambda **made: LongNetBlock(DIM, HEADS, [4], [2], subln=False, causal=False, **made),
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", MODULES)
 def test_copies_give_the_same_bits_and_parameters_are_of_the_type_asked_for(name: str, dtype: torch.dtype) -> None:
     module = MODULES[name](dtype=dtype, device="cpu")
@@ -184,14 +147,11 @@ def test_copies_give_the_same_bits_and_parameters_are_of_the_type_asked_for(name
 
 
 def test_a_module_that_holds_a_handle_is_copied_and_not_pickled() -> None:
-    module = RingAttention(PATTERNS["causal"], ContextParallel(Layout.contiguous(9, 1)), name="layer 3")
+    module = RingAttention(CAUSAL, ContextParallel(Layout.contiguous(9, 1)), name="layer 3")
     assert list(module.state_dict()) == [] and "layer 3" in repr(module)
     assert copy.deepcopy(module).context is module.context
     with pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(module)
-
-
-# --- graphs -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -210,25 +170,16 @@ def compiled(module: Callable[..., Tensor]) -> Callable[..., Tensor]:
 @pytest.mark.parametrize("rows", (None, 1, 2))
 def test_a_graph_for_any_length_takes_positions_that_come_later(rows: int | None) -> None:
     """When they come, torch takes their length for a constant, and that of x for one that may change."""
-    module = SelfAttention(8, 2, Pattern.dense(True))
+    module = SelfAttention(8, 2, CAUSAL)
     graph = compiled(module)
     for number, n in enumerate((16, 23, 30, 37)):
         context, x = ContextParallel(Layout.contiguous(n, 1)), torch.randn(2, n, 8)
         positions = context.positions if rows is None else context.positions.repeat(rows, 1)
         given = positions if number >= 2 else None
         torch.testing.assert_close(graph(x, context, given), module(x, context, given))
-
-
-@pytest.mark.usefixtures("forgetful")
-def test_a_graph_for_any_length_refuses_positions_of_another() -> None:
-    graph = compiled(SelfAttention(8, 2, Pattern.dense(True)))
-    for n in (16, 23, 30):
-        context = ContextParallel(Layout.contiguous(n, 1))
-        context.positions_on(torch.device("cpu"))  # as shard_batch does
-        graph(torch.randn(2, n, 8), context)
-    for shape in ((29,), (3, 30), (2, 29), (1, 1, 30)):
+    for shape in ((36,), (3, 37), (2, 36), (1, 1, 37)) if rows is None else ():
         with pytest.raises(torch._dynamo.exc.Unsupported, match="positions must have the shape"):
-            graph(torch.randn(2, 30, 8), context, torch.zeros(shape, dtype=torch.int64))
+            graph(x, context, torch.zeros(shape, dtype=torch.int64))
 
 
 @pytest.mark.usefixtures("forgetful")
@@ -240,42 +191,71 @@ def test_a_graph_for_any_length_turns_by_positions_that_come_as_constants() -> N
         torch.testing.assert_close(graph(x, positions), rotary(x, positions))
 
 
-# --- one process ------------------------------------------------------------------------------------------------------
+@pytest.mark.usefixtures("forgetful")
+def test_compiled_modules_take_documents_that_change() -> None:
+    module, x, graphs = (
+        SelfAttention(8, 2, Pattern.longnet([4, None], [1, 2], 2, causal=True)),
+        torch.randn(1, 19, 8),
+        [],
+    )
 
+    def counted(graph: torch.fx.GraphModule, given: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
 
-def test_one_process() -> None:
-    pattern = Pattern.dense(causal=True)
-    module, x = in_fp64(lambda: SelfAttention(16, 4, pattern)), drawn(1, 2, 9, 16)
-    context = ContextParallel(Layout.contiguous(9, 1))
-    wanted = nn_dense.self_attention(x, dict(module.named_parameters()), pattern, 4, 10000.0)
-    for positions in (None, torch.arange(9), context.positions_on(x.device), torch.arange(9).expand(2, 9)):
-        torch.testing.assert_close(module(x, context, positions), wanted, rtol=0.0, atol=EXACT)
+    graph = torch.compile(module, fullgraph=True, backend=counted)
+    with torch.no_grad():
+        for documents in ((4, 0, 1, 9, 5), (19,), (3, 16), (1,) * 19):
+            context = ContextParallel(Layout.contiguous(19, 1), documents=documents)
+            context.positions_on(x.device)  # as shard_batch does
+            torch.testing.assert_close(graph(x, context), module(x, context))
+    assert len(graphs) <= 2
 
 
 def test_the_names_are_those_of_llama() -> None:
-    module = SelfAttention(16, 4, Pattern.dense(), kv_heads=2, dtype=torch.bfloat16, device="meta")
+    module = SelfAttention(16, 4, Pattern.dense(), kv_heads=2, device="meta")
     shapes = {"q_proj": (16, 16), "k_proj": (8, 16), "v_proj": (8, 16), "o_proj": (16, 16)}
     assert {name: tuple(x.shape) for name, x in module.state_dict().items()} == {
         f"{name}.weight": shape for name, shape in shapes.items()
     }
-    assert {(x.dtype, x.device.type) for x in module.parameters()} == {(torch.bfloat16, "meta")}
+
+
+@pytest.mark.parametrize("heads", [1, 3, 8])
+def test_the_pattern_is_torchscales(heads: int) -> None:
+    lengths, ratios = [2048, 4096, 8192], [1, 2, 4]
+    for causal in (True, False):
+        wanted = torchscale_pattern(lengths, ratios, heads, causal)
+        assert longnet_pattern(lengths, ratios, heads, causal) == wanted
+        assert longnet_pattern("[2048,4096,8192]", "[1, 2, 4]", heads, causal) == wanted
+        assert longnet_pattern(" (2048, 4096, 8192) ", (1, 2, 4), heads, causal) == wanted
+    assert longnet_pattern(lengths, ratios, heads, offsets="paper") == Pattern.longnet(lengths, ratios, heads, True)
 
 
 @pytest.mark.parametrize(
-    "changes, message",
+    ("module", "changes", "message"),
     [
-        ({"dim": 0}, "dim must be an integer >= 1, got 0"),
-        ({"heads": 4.0}, "heads must be an integer >= 1, got 4.0"),
-        ({"heads": 3}, "dim must be a multiple of heads unless head_dim is given, got 16 and 3"),
-        ({"kv_heads": 3}, "heads must be a multiple of kv_heads, got 4 and 3"),
-        ({"kv_heads": True}, "kv_heads must be an integer >= 1, got True"),
-        ({"head_dim": 5}, "head_dim must be even for rotary positions, got 5"),
-        ({"rotary_theta": 0.0}, "theta must be a positive finite number, got 0.0"),
-        ({"pattern": "dense"}, "pattern must be a Pattern, got 'dense'"),
-        ({"pattern": Pattern.longnet((4,), (2,), 8)}, "for the 4 query heads, got one that was made for 8"),
+        (SelfAttention, {"dim": 0}, "dim must be an integer >= 1, got 0"),
+        (SelfAttention, {"heads": 4.0}, "heads must be an integer >= 1, got 4.0"),
+        (SelfAttention, {"heads": 3}, "dim must be a multiple of heads unless head_dim is given, got 16 and 3"),
+        (SelfAttention, {"kv_heads": 3}, "heads must be a multiple of kv_heads, got 4 and 3"),
+        (SelfAttention, {"kv_heads": True}, "kv_heads must be an integer >= 1, got True"),
+        (SelfAttention, {"head_dim": 5}, "head_dim must be even for rotary positions, got 5"),
+        (SelfAttention, {"rotary_theta": 0.0}, "theta must be a positive finite number, got 0.0"),
+        (SelfAttention, {"pattern": "dense"}, "pattern must be a Pattern, got 'dense'"),
+        (SelfAttention, {"pattern": Pattern.longnet((4,), (2,), 8)}, "for the 4 query heads, got one that was made"),
+        (LongNetBlock, {"dim": 0}, "dim must be"),
+        (LongNetBlock, {"ffn_dim": 0}, "ffn_dim must be"),
+        (LongNetBlock, {"heads": 3}, "dim must be a multiple"),
+        *(
+            (LongNetBlock, {"segment_length": given}, "segment_length must be integers >= 1")
+            for given in ("", "[2048", "__import__('os')", [], 2048, [0], None)
+        ),
+        (LongNetBlock, {"dilated_ratio": [True]}, "dilated_ratio must be integers >= 1"),
+        (LongNetBlock, {"dilated_ratio": [1.0]}, "dilated_ratio must be integers >= 1"),
+        (LongNetBlock, {"dilated_ratio": "[1,2]"}, r"dilated_ratio must have one entry for each .*\[4\], got \[1, 2\]"),
     ],
 )
-def test_wrong_sizes_are_refused(changes: dict[str, Any], message: str) -> None:
-    arguments: dict[str, Any] = {"dim": 16, "heads": 4, "pattern": Pattern.dense()} | changes
+def test_wrong_sizes_are_refused(module: Any, changes: dict[str, Any], message: str) -> None:
+    right = {"pattern": CAUSAL} if module is SelfAttention else {"segment_length": [4], "dilated_ratio": [1]}
     with pytest.raises(ValueError, match=message):
-        SelfAttention(**arguments)
+        module(**{"dim": 16, "heads": 4} | right | changes)
