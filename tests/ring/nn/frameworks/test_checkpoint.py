@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from ring.nn import LongNetBlock
 from ring.nn.frameworks import checkpoint, ddp, fsdp
 from tests.support.framework_example import (
-    APART,
-    SHORT,
     Example,
     Result,
     SmallModel,
@@ -32,7 +30,7 @@ pytestmark = pytest.mark.ranks
 
 def _train_a_part(example: Example, wrapper: str, folder: Path, first: int, last: int) -> Result:
     """Make the steps first .. last - 1: resumed from the folder unless first is 0, and saved there."""
-    inner, mesh = SmallModel(seed=3 + first), mesh_of(example.mesh)  # a resumed model starts with other parameters
+    inner, mesh = SmallModel(seed=3 + first), example.device_mesh  # a resumed model starts with other parameters
     model: Any = ddp.wrap(inner, mesh) if wrapper == "ddp" else fsdp.shard(inner, mesh, LongNetBlock)
     optimizer = optimizer_for(model)
     if first:
@@ -46,8 +44,8 @@ def _train_a_part(example: Example, wrapper: str, folder: Path, first: int, last
 @pytest.mark.parametrize(("first", "second", "grows"), [("ddp", "fsdp", True), ("fsdp", "ddp", False)])
 def test_resumed_at_another_number_of_ranks(ranks: Ranks, tmp_path: Path, first: str, second: str, grows: bool) -> None:
     """Two steps on two ranks and one on four, or the other way round: another layout, the same global batch."""
-    small = Example(SHORT, "zigzag", sequences=4, steps=3, silent=False)
-    large = Example(APART, "striped", sequences=2, steps=3, silent=False)
+    small = Example("short", "zigzag", sequences=4, steps=3, silent=False)
+    large = Example("apart", "striped", sequences=2, steps=3, silent=False)
     before, after = (small, large) if grows else (large, small)
     begun = ranks(before.world).run(_train_a_part, before, first, tmp_path, 0, 2)
     ended = ranks(after.world).run(_train_a_part, after, second, tmp_path, 2, 3)

@@ -1,4 +1,4 @@
-"""Steps under FairScale's OSS and ShardedDDP equal those of one dense process; FairScale's defaults do not."""
+"""Steps under FairScale's OSS and ShardedDDP equal those of one dense process."""
 
 from __future__ import annotations
 
@@ -8,40 +8,20 @@ from functools import partial
 import pytest
 import torch
 from fairscale.nn.checkpoint import checkpoint_wrapper
-from fairscale.nn.data_parallel import ShardedDataParallel
-from fairscale.optim import OSS
 
 from ring.nn.frameworks import fairscale
-from tests.support.framework_example import (
-    ADAM,
-    APART,
-    EXACT,
-    ROUNDED,
-    SHORT,
-    TOGETHER,
-    Example,
-    Result,
-    SmallModel,
-    assert_near,
-    dense,
-    mesh_of,
-    trained,
-)
+from tests.support.framework_example import ADAM, Example, Result, SmallModel, assert_near, dense, trained
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
 
 
-def _train(example: Example, zero_grad: dict[str, bool], recomputed: bool = False, guarded: bool = True) -> Result:
-    """guarded: by `ring.nn.frameworks.fairscale`; else as FairScale comes. OSS clips in fp32, and refuses fp64."""
+def _train(example: Example, zero_grad: dict[str, bool], recomputed: bool = False) -> Result:
+    """OSS clips in fp32, and refuses fp64."""
     inner = SmallModel() if example.clip is None else SmallModel().float()
     for layer in inner.layers if recomputed else ():
         checkpoint_wrapper(layer)
-    if guarded:
-        model, optimizer = fairscale.wrap(inner, torch.optim.AdamW, mesh_of(example.mesh), **ADAM)
-    else:
-        optimizer = OSS(inner.parameters(), optim=torch.optim.AdamW, **ADAM)
-        model = ShardedDataParallel(inner, optimizer)
+    model, optimizer = fairscale.wrap(inner, torch.optim.AdamW, example.device_mesh, **ADAM)
     return trained(
         example, inner, model, optimizer, micro_batch=lambda last: nullcontext() if last else model.no_sync(),
         clip=None if example.clip is None else partial(optimizer.clip_grad_norm, example.clip),
@@ -52,11 +32,11 @@ def _train(example: Example, zero_grad: dict[str, bool], recomputed: bool = Fals
 @pytest.mark.parametrize(
     ("example", "recomputed", "zero_grad"),
     [
-        (Example(SHORT, steps=3), False, {}),
-        (Example(SHORT, steps=3), True, {"set_to_none": True}),
-        (Example(SHORT, steps=3), True, {"set_to_none": False}),
-        pytest.param(Example(TOGETHER, accumulation=3), False, {}, marks=pytest.mark.slow),
-        pytest.param(Example(APART, "striped", steps=3), True, {}, marks=pytest.mark.slow),
+        (Example("short", steps=3), False, {}),
+        (Example("short", steps=3), True, {"set_to_none": True}),
+        (Example("short", steps=3), True, {"set_to_none": False}),
+        pytest.param(Example("together", accumulation=3), False, {}, marks=pytest.mark.slow),
+        pytest.param(Example("apart", "striped", steps=3), True, {}, marks=pytest.mark.slow),
     ],
 )
 def test_it_trains_as_one_process(ranks: Ranks, example: Example, recomputed: bool, zero_grad: dict[str, bool]) -> None:
@@ -64,23 +44,13 @@ def test_it_trains_as_one_process(ranks: Ranks, example: Example, recomputed: bo
 
 
 def test_clipping_in_fp32(ranks: Ranks) -> None:
-    example = Example(APART, accumulation=2, clip=0.1)
-    assert_near(ranks(4).run(_train, example, {}), dense(example), ROUNDED)
-
-
-def test_its_defaults_train_wrong_after_gradients_were_none(ranks: Ranks) -> None:
-    """FairScale 0.4.13 as it comes: right with zeroed gradients, wrong without a word after torch's `zero_grad()`."""
-    example = Example(SHORT, steps=3)
-    exact = dense(example)
-    assert_near(ranks(2).run(_train, example, {"set_to_none": False}, False, False), exact)
-    for result in ranks(2).run(_train, example, {}, False, False):
-        assert abs(result.losses[1] - exact.losses[1]) < EXACT  # until the second step
-        assert abs(result.losses[2] - exact.losses[2]) > 1e-3
+    example = Example("apart", accumulation=2, clip=0.1)
+    assert_near(ranks(4).run(_train, example, {}), dense(example), kept_in_fp32=True)
 
 
 def _refuse() -> None:
     with pytest.raises(ValueError, match="mesh must have all 4 ranks of the world"):
-        fairscale.wrap(SmallModel(), torch.optim.AdamW, mesh_of(SHORT), **ADAM)
+        fairscale.wrap(SmallModel(), torch.optim.AdamW, Example("short").device_mesh, **ADAM)
 
 
 def test_a_mesh_of_a_part_of_the_world_is_refused(ranks: Ranks) -> None:

@@ -1,4 +1,4 @@
-"""Layers that are computed again in backward: how often they run, and what they send."""
+"""Layers that are computed again in backward: how often they run, and what is refused."""
 
 from __future__ import annotations
 
@@ -10,36 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ring.comm.process_group import ProcessGroupTransport
-from ring.comm.transport import RecordingTransport
-from ring.nn import ContextParallel, LongNetBlock, cross_entropy
 from ring.nn.frameworks import recompute
-from tests.support.framework_example import TOGETHER, Example, SmallModel, labels_of, mesh_of
-from tests.support.ranks import Ranks
 
 WAYS: list[dict[str, Any]] = [{}, {"keep_attention": True}, {"reentrant": True}]
-
-
-def _messages(example: Example, way: dict[str, Any] | None) -> tuple[int, int]:
-    """Count the messages that this rank sends in the forward of one model, and in its backward."""
-    mesh = mesh_of(example.mesh)
-    transport = RecordingTransport(ProcessGroupTransport(mesh["context"].get_group()))
-    model = SmallModel()
-    if way is not None:
-        recompute.wrap(model, LongNetBlock, **way)
-    (batch,) = example.batches(0, ContextParallel(example.arranged(), transport))
-    before = len(transport.sent)
-    loss = cross_entropy(model(batch.tokens, batch.context), labels_of(batch), mesh)
-    forward = len(transport.sent)
-    loss.backward()
-    return forward - before, len(transport.sent) - forward
-
-
-@pytest.mark.ranks
-def test_attention_that_is_kept_sends_nothing_twice(ranks: Ranks) -> None:
-    plain, again, kept = (ranks(4).run(_messages, Example(TOGETHER), way) for way in (None, *WAYS[:2]))
-    for (forward, backward), twice, once in zip(plain, again, kept, strict=True):
-        assert forward > 0 and twice == (forward, backward + forward) and once == (forward, backward)
 
 
 class Counted(nn.Module):

@@ -16,14 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    DynamicCache,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-)
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -32,17 +25,13 @@ from ring import Layout
 from ring.nn import ContextParallel, clip_grad_norm, gather, next_tokens, shard_batch
 from ring.nn.frameworks import ddp, fsdp, recompute, transformers
 from tests.support.framework_example import (
-    APART,
     EXACT,
-    SHORT,
-    TOGETHER,
     VOCABULARY,
     Example,
     Result,
     assert_near,
     dense,
     labels_of,
-    mesh_of,
     optimizer_for,
     trained,
 )
@@ -86,7 +75,7 @@ def _train(
     half: bool = False,
 ) -> Result:
     """half: in bf16 autocast, with parameters in fp32."""
-    mesh, inner = mesh_of(example.mesh), transformers.prepare(make().float() if half else make())
+    mesh, inner = example.device_mesh, transformers.prepare(make().float() if half else make())
     if checkpointing is not None:
         inner.gradient_checkpointing_enable(checkpointing)
     inner.train()
@@ -103,23 +92,23 @@ def _train(
     )  # fmt: skip
 
 
-LINE, AGAIN, REENTRANT = ((0, 1, 2, 3),), {"use_reentrant": False}, {"use_reentrant": True}
+AGAIN, REENTRANT = {"use_reentrant": False}, {"use_reentrant": True}
 KEPT = {"use_reentrant": False, "context_fn": recompute.attention_kept}
 
 
 @pytest.mark.parametrize(
     ("mesh", "checkpointing", "wrapper", "make"),
     [
-        (TOGETHER, None, "ddp", llama),
-        (LINE, AGAIN, "ddp", llama),
-        (APART, KEPT, "fsdp", llama),
-        (LINE, None, "ddp", windowed),
-        pytest.param(APART, REENTRANT, "ddp", llama, marks=pytest.mark.slow),
-        pytest.param(APART, KEPT, "ddp", llama, marks=pytest.mark.slow),
-        pytest.param(APART, REENTRANT, "fsdp", llama, marks=pytest.mark.slow),
+        ("together", None, "ddp", llama),
+        ("line", AGAIN, "ddp", llama),
+        ("apart", KEPT, "fsdp", llama),
+        ("line", None, "ddp", windowed),
+        pytest.param("apart", REENTRANT, "ddp", llama, marks=pytest.mark.slow),
+        pytest.param("apart", KEPT, "ddp", llama, marks=pytest.mark.slow),
+        pytest.param("apart", REENTRANT, "fsdp", llama, marks=pytest.mark.slow),
     ],
 )
-def test_it_trains_as_one_process(ranks: Ranks, mesh: Any, checkpointing: Any, wrapper: str, make: Any) -> None:
+def test_it_trains_as_one_process(ranks: Ranks, mesh: str, checkpointing: Any, wrapper: str, make: Any) -> None:
     example = Example(mesh, clip=0.5)
     exact = dense(example, make(), logits_of)
     assert_near(ranks(4).run(_train, example, checkpointing, wrapper, make), exact)
@@ -130,28 +119,11 @@ def test_it_trains_as_one_process(ranks: Ranks, mesh: Any, checkpointing: Any, w
 
 def test_a_step_in_bf16_autocast(ranks: Ranks) -> None:
     """Rotary positions leave q and k in fp32, and v is bf16. An operation in bf16 rounds by 2^-9."""
-    example = Example(APART, steps=1)
+    example = Example("apart", steps=1)
     exact = dense(example, llama(), logits_of)
     for result in ranks(4).run(_train, example, None, "ddp", llama, True):
         assert 1e-7 < abs(result.losses[0] - exact.losses[0]) < 0.02 * exact.losses[0]
         assert 1e-7 < abs(result.norms[0] - exact.norms[0]) < 0.05 * exact.norms[0]
-
-
-def _compute_logits(alone: bool) -> Tensor:
-    """The whole logits of a model with another pattern, whose sequence all ranks share, or this one has alone."""
-    example = Example(SHORT)
-    context = ContextParallel(Layout.contiguous(23, 1)) if alone else example.handle()
-    tokens, _ = next(example.whole(0))
-    with torch.no_grad():
-        model, positions = transformers.prepare(llama()).eval(), context.positions[None]
-        out = model(context.shard(tokens), position_ids=positions, context=context, pattern=LONGNET).logits
-    return gather(context, out)
-
-
-def test_ranks_give_what_one_gives_with_another_pattern(ranks: Ranks) -> None:
-    alone = _compute_logits(True)
-    for logits in ranks(2).run(_compute_logits, False):
-        torch.testing.assert_close(logits, alone, rtol=EXACT, atol=EXACT)
 
 
 LENGTHS = (5, 1, 9, 8)
@@ -321,7 +293,7 @@ def call(wrong: Wrong, tokens: Tensor, context: ContextParallel) -> float:
 
 def _refuse(number: int) -> None:
     """Rank 1 alone is wrong. Its context group is told, and can be used afterwards; the other one goes on."""
-    example, rank, wrong = Example(TOGETHER), torch.distributed.get_rank(), WRONG[number]
+    example, rank, wrong = Example("together"), torch.distributed.get_rank(), WRONG[number]
     right: Wrong = ("", llama, lambda *_: {})
     (batch,) = example.batches(0, example.handle())
     if rank in (0, 1):

@@ -13,9 +13,6 @@ from torch import nn
 from ring.nn import LongNetBlock, clip_grad_norm
 from ring.nn.frameworks import ddp, fsdp, recompute
 from tests.support.framework_example import (
-    APART,
-    SHORT,
-    TOGETHER,
     Example,
     Result,
     SmallModel,
@@ -31,7 +28,7 @@ pytestmark = pytest.mark.ranks
 
 
 def _train(example: Example, wrapper: str, recomputed: dict[str, Any] | None) -> Result:
-    inner, mesh = SmallModel(), mesh_of(example.mesh)
+    inner, mesh = SmallModel(), example.device_mesh
     if recomputed is not None:
         recompute.wrap(inner, LongNetBlock, **recomputed)
     if wrapper == "ddp":
@@ -53,21 +50,21 @@ def _train(example: Example, wrapper: str, recomputed: dict[str, Any] | None) ->
     )  # fmt: skip
 
 
-TURNED = Example(((2, 0, 3, 1),), "contiguous", accumulation=2)
-CLIPPED = Example(APART, "striped", accumulation=2, clip=0.1)
+TURNED = Example("turned", "contiguous", accumulation=2)
+CLIPPED = Example("apart", "striped", accumulation=2, clip=0.1)
 
 
 @pytest.mark.parametrize(
     ("example", "wrapper", "recomputed"),
     [
-        (Example(SHORT, "without rank 0", accumulation=2), "ddp", None),
-        (Example(TOGETHER, accumulation=3, clip=0.1), "ddp", None),
+        (Example("short", "without rank 0", accumulation=2), "ddp", None),
+        (Example("together", accumulation=3, clip=0.1), "ddp", None),
         (TURNED, "ddp", None),
-        (Example(SHORT, "without rank 0", accumulation=2), "fsdp", None),
+        (Example("short", "without rank 0", accumulation=2), "fsdp", None),
         (CLIPPED, "fsdp", None),
         (TURNED, "fsdp", None),
-        (Example(TOGETHER, accumulation=3, clip=0.1), "hsdp", None),
-        (Example(APART, "striped", clip=0.1), "hsdp", None),
+        (Example("together", accumulation=3, clip=0.1), "hsdp", None),
+        (Example("apart", "striped", clip=0.1), "hsdp", None),
         *(
             (CLIPPED, wrapper, way)
             for wrapper in ("ddp", "fsdp")
@@ -97,7 +94,7 @@ def test_ddp_begins_with_the_parameters_of_the_first_rank_and_averages_gradients
 
 
 def _refuse() -> None:
-    mesh = mesh_of(SHORT)
+    mesh = Example("short").device_mesh
     with pytest.raises(ValueError, match="mesh must have the dimensions"):
         ddp.wrap(nn.Linear(1, 1), mesh["data"])
     for name in ("process_group", "device_mesh"):
