@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import gelu, layer_norm, linear, rms_norm
 
 from reference import Pattern
-from tests.support.nn_ranks import TOKENS, context_of, drawn, far, grad_of, summed
+from tests.support.nn_ranks import TOKENS, context_of, drawn, far, grad_of
 from verification.training.dense.oracle_attention import oracle_attention
 
 Weights = Mapping[str, Tensor]  # by the names of the module's parameters
@@ -61,6 +62,8 @@ def module_error(module: nn.Module, shards: str, dense: Callable[[Tensor, Weight
     weights = {name: y.detach().clone().requires_grad_() for name, y in module.named_parameters()}
     wanted = dense(x, weights)
     (wanted * weight).sum().backward()
-    grads = [summed(grad_of(y)) for y in module.parameters()]
+    grads = [grad_of(y) for y in module.parameters()]
+    for grad in grads:
+        dist.all_reduce(grad)
     exact = [context.shard(wanted), context.shard(grad_of(x)), *(y.grad for y in weights.values())]
     return far([found, mine.grad, *grads], exact)

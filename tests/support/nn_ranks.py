@@ -24,7 +24,6 @@ MESHES = {
     "1x4": ((0, 1, 2, 3),),
     "2x2": ((0, 1), (2, 3)),
     "2x2 apart": ((0, 2), (1, 3)),
-    "4x1": ((0,), (1,), (2,), (3,)),
     "2x2 turned": ((3, 1), (0, 2)),
 }
 
@@ -107,19 +106,6 @@ def far(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> floa
     each = [(a - b).abs().max() for a, b in pairs if a is not None and b is not None and a.numel()]
     worst = torch.stack(each).max().item() if each else 0.0
     return math.inf if math.isnan(worst) else worst
-
-
-def apart(found: Tensor | float, wanted: Tensor | float) -> float:
-    """The same for two numbers."""
-    a, b = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (found, wanted))
-    return far([a], [b])
-
-
-def summed(x: Tensor) -> Tensor:
-    """Over all ranks of the pool."""
-    x = x.clone()
-    dist.all_reduce(x)
-    return x
 
 
 def said(call: Callable[[], object]) -> str:

@@ -14,9 +14,8 @@ from torch import Tensor
 from reference import Pattern, attention
 from ring import Layout
 from ring.nn import IGNORED, ContextParallel, SelfAttention, gather, next_tokens, shard_batch
-from tests.support.nn_ranks import TOKENS, context_of, data_index, drawn, layout_of, mesh_of, said, whole_tokens
+from tests.support.nn_ranks import TOKENS, context_of, data_index, drawn, layout_of, mesh_of, whole_tokens
 from tests.support.ranks import Ranks
-from verification.run.programs import in_second_thread
 from verification.run.simulation.simulated_transport import SimulatedTransport
 from verification.run.simulation.simulation import Simulation
 
@@ -93,26 +92,6 @@ def test_without_check_ranks_do_not_compare(ranks: Ranks) -> None:
     ranks(4).run(_without_agreement)
 
 
-def _gathered_in_a_second_thread(culprit: int) -> tuple[int, str]:
-    """Return this rank's number of the two that share a sequence, and what is said where one gathers in a thread."""
-    context = context_of("even", mesh_of("2x2")["context"])
-    mine = context.shard(drawn(0, 2, TOKENS, 3))
-    gather(context, mine)
-
-    def whole() -> Tensor:
-        return gather(context, mine)
-
-    return context.rank, said(lambda: in_second_thread(whole) if context.rank == culprit else whole())
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("culprit", [0, 1])
-def test_a_second_thread_is_refused_on_two_ranks(ranks: Ranks, culprit: int) -> None:
-    answers = ranks(4).run(_gathered_in_a_second_thread, culprit)
-    assert answers == 2 * [(0, answers[0][1]), (1, answers[0][1])]
-    assert answers[0][1].startswith(f"ValueError: rank {culprit}: calls on a group must come from one thread: got ")
-
-
 @pytest.mark.ranks
 @pytest.mark.parametrize("seed", range(4))
 def test_over_a_transport_that_does_the_worst(seed: int) -> None:
@@ -139,16 +118,15 @@ def test_over_a_transport_that_does_the_worst(seed: int) -> None:
 DOCUMENTS, WITHIN = (4, 0, 1, 5, 3), torch.tensor([0, 1, 2, 3, 0, 0, 1, 2, 3, 4, 0, 1, 2])
 
 
-@pytest.mark.parametrize("p", (1, 3))
 @pytest.mark.parametrize("whose", ("the batch's", "the context's", "the batch's before the context's"))
-def test_batches_have_positions_and_labels_by_document(whose: str, p: int) -> None:
+def test_batches_have_positions_and_labels_by_document(whose: str) -> None:
     tokens = torch.arange(100, 100 + 2 * TOKENS).reshape(2, TOKENS)
     labels = next_tokens(tokens)
     wanted = labels.clone()
     wanted[:, [3, 4, 9, 12]] = IGNORED
 
     def step(transport: SimulatedTransport) -> tuple[Tensor, ...]:
-        context, given = ContextParallel(Layout.zigzag(TOKENS, p), transport), {"documents": DOCUMENTS}
+        context, given = ContextParallel(Layout.zigzag(TOKENS, 3), transport), {"documents": DOCUMENTS}
         if whose == "the context's":
             context, given = context.with_documents(DOCUMENTS), {}
         elif "before" in whose:
@@ -159,7 +137,7 @@ def test_batches_have_positions_and_labels_by_document(whose: str, p: int) -> No
         assert batch.positions is batch.context.positions_on(tokens.device)
         return gather(context, batch.tokens), gather(context, batch.labels), gather(context, batch.positions, dim=0)
 
-    for found in Simulation(p, 0).run(step):
+    for found in Simulation(3, 0).run(step):
         assert all(torch.equal(x, y) for x, y in zip(found, (tokens, wanted, WITHIN), strict=True))
     assert torch.equal(labels, next_tokens(tokens))
 
@@ -172,8 +150,7 @@ def test_positions_of_the_whole_sequence_are_refused_beside_documents() -> None:
         SelfAttention(8, 2, Pattern.dense())(torch.randn(1, TOKENS, 8), context, torch.arange(TOKENS))
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-@pytest.mark.parametrize("ignored", [IGNORED, 5])
+@pytest.mark.parametrize(("ignored", "dtype"), [(IGNORED, torch.int64), (5, torch.int32)])
 def test_next_tokens(ignored: int, dtype: torch.dtype) -> None:
     tokens = torch.tensor([[5, 6, 7], [1, 2, 3]], dtype=dtype)
     for n in range(4):
@@ -220,9 +197,3 @@ def test_one_process() -> None:
     assert shard_batch(four(), torch.zeros(2, 4).long(), call=x).others["call"].equal(x)
     none = ContextParallel(Layout.contiguous(0, 1))
     assert shard_batch(none, torch.zeros(2, 0, dtype=torch.int64)).tokens.shape == (2, 0)
-
-
-@pytest.mark.parametrize("shape", [(1, 3), (1, 5), (4,), ()])
-def test_the_hint_is_for_tensors_that_are_sharded_already(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"mask must have the layout's 4 tokens along dimension 1, got [^:]*$"):
-        shard_batch(four(), torch.zeros(1, 4, dtype=torch.long), mask=torch.ones(shape))

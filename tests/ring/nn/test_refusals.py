@@ -130,22 +130,18 @@ REFUSALS: dict[str, list[tuple[str, Callable[[Any], Any], str]]] = {
         ("positions", _to(POSITIONS[:2]), r"positions must be those that the layout gives .* at \(0,\)"),
         ("positions", _to(POSITIONS[:2].expand(2, 2)), r"positions must be those .* at \(0, 0\)"),
         ("positions", _to(POSITIONS), r"positions must have the shape \(2,\) or \(2, 2\), got \(13,\)"),
-        ("positions", _to(POSITIONS[:2].expand(3, 2)), r"positions must have the shape .*, got \(3, 2\)"),
         ("positions", _to(torch.zeros(2)), "positions must be None or an int64 or int32 tensor, got torch.float32"),
         ("positions", _to(POSITIONS[:2].to("meta")), "positions must be on x's device cpu, got meta"),
         ("context", lambda context: context.with_documents((TOKENS, 0)), "documents must be the same on every rank"),
     ],
     "longnet": [
-        ("x", _to(torch.zeros(2, TOKENS, DIM)), "x must be .* with the 2 tokens of this rank, got 13, the whole seq"),
         ("x", lambda x: x.double(), "x must fit the module's parameters, got torch.float64"),
         ("x", _dtensor, "NotImplementedError: rank 2: x must be a plain tensor.*DTensor"),
         ("positions", _to([0, 1]), "positions must be None or an int64 or int32 tensor, got .*list"),
-        ("positions", _to(POSITIONS[:2]), r"positions must be those that the layout gives .* at \(0,\)"),
     ],
     "ring attention": [
         ("attn_mask", _to(torch.ones(1)), "NotImplementedError: rank 2: attn_mask must be None, got Tensor"),
         ("dropout_p", _to(0.1), "NotImplementedError: rank 2: dropout_p must be 0.0, got 0.1"),
-        ("dropout_p", _to(False), "NotImplementedError: rank 2: dropout_p must be 0.0, got False"),
         ("is_causal", _to(False), "is_causal must be None or what the pattern says, True, got False"),
         ("is_causal", _to(1), "is_causal must be None or what the pattern says, True, got 1"),
         ("query", lambda q: q.transpose(1, 2), "query must be .* with the 2 tokens of this rank, got 4"),
@@ -157,15 +153,12 @@ REFUSALS: dict[str, list[tuple[str, Callable[[Any], Any], str]]] = {
         ("value", _to(torch.zeros(2, 4, TOKENS, 6)), "value must be .* got 13, the whole sequence"),
         ("enable_gqa", _to(1), "enable_gqa must be True or False, got 1"),
         ("scale", _to(NAN), "scale must be None or a finite number, got nan"),
-        ("scale", _to("1"), "scale must be None or a finite number, got '1'"),
     ],
     "shard_batch": [
         ("tokens", lambda x: x[:, :6], r"tokens must have the layout's 13 tokens .* got .*\(2, 6\)$"),
         ("tokens", lambda x: x[:, :2], r"tokens must have .* \(2, 2\): it is sharded here, give each rank the whole"),
         ("tokens", lambda x: x.float(), r"tokens must be a \(batch, tokens\) int64 or int32 tensor, got torch.float32"),
-        ("tokens", lambda x: x[0], "tokens must be a .* got torch.int64 of shape"),
         ("tokens", lambda x: x.tolist(), "tokens must be a plain dense tensor of whole sequences"),
-        ("tokens", lambda x: x.to_sparse(), "tokens must be a plain dense tensor of whole sequences"),
         ("tokens", _dtensor, "tokens must be a plain dense tensor of whole sequences"),
         ("tokens", lambda x: x[:0], "tokens must have tokens' batch size, at least 1"),
         ("tokens", lambda x: x.int(), "tokens must be the same on every rank"),
@@ -177,31 +170,27 @@ REFUSALS: dict[str, list[tuple[str, Callable[[Any], Any], str]]] = {
         ("labels", lambda _: _calls("1x4")["shard_batch"][1]["tokens"], "labels must be the next tokens, shifted"),
         ("labels", _to(None), "the tensors given must be the same on every rank"),
         ("positions", _to(POSITIONS[:6]), r"positions must be int64 or int32 of shape \(13,\)"),
-        ("positions", _to(POSITIONS.double()), "positions must be int64 or int32 .* got torch.float64"),
         ("positions", _to(POSITIONS.to("meta")), "positions must be on tokens' device cpu, got meta"),
         ("positions", _to(POSITIONS % 5), "positions must be None or 0 .. 12, by which the pattern goes"),
         ("positions", _to(torch.stack((POSITIONS, POSITIONS % 12))), "positions must be None or 0 .. 12, by which"),
         ("documents", _to((TOKENS, 1)), "documents must add up to the 13 tokens"),
         ("documents", _to((TOKENS + 1, -1)), "documents must be None or a tuple of lengths"),
-        ("documents", _to(3), "documents must be "),
         ("documents", _to((1, TOKENS - 1)), "documents must be the same on every rank"),
         ("weights", lambda x: x[:, :1], "weights must have the layout's 13 tokens along dimension 1"),
         ("weights", lambda x: x + 1, "weights must be the same on every rank"),
         ("segments", _to(5), "segments must be a plain dense tensor of whole sequences, got .*int"),
         ("segments", lambda _: whole_tokens(), "the tensors given must be the same on every rank: .*rank 2 .*segments"),
         ("context", lambda _: _other_handle(), "the context's layout must be the same on every rank: rank 0 has"),
-        *_in_another_order("tokens"), *_in_another_order("labels"), *_in_another_order("weights"),
+        *_in_another_order("tokens"), *_in_another_order("weights"),
     ],
     "gather": [
         ("x", _to(torch.zeros(2, TOKENS, 3)), "x must be .* with the 2 tokens of this rank, got 13, the whole seq"),
         ("x", lambda x: x[..., :2], "other dimensions must be the same on every rank"),
-        ("x", lambda x: x[..., None], "other dimensions must be the same on every rank"),
         ("x", lambda x: x.float(), "dtype must be the same on every rank: .* rank 2 torch.float32"),
         ("x", lambda x: x.long(), "dtype must be the same on every rank: .* rank 2 torch.int64"),
         ("x", _dtensor, "NotImplementedError: rank 2: x must be a plain tensor"),
         ("x", _to([1.0]), "x must be a tensor with dimension 1, got .*list"),
         ("dim", _to(3), "x must be a tensor with dimension 3, got"),
-        ("dim", _to(-4), "x must be a tensor with dimension -4, got"),
         ("dim", _to(0), "dim must be the same on every rank: rank 0 has 1, rank 2 0"),
     ],
     "cross_entropy": [
@@ -218,18 +207,15 @@ REFUSALS: dict[str, list[tuple[str, Callable[[Any], Any], str]]] = {
         ("labels", lambda x: x.to("meta"), "labels must be on the device of logits, cpu, got meta"),
         ("labels", _to(torch.full((2, 2), VOCABULARY)), "labels must be -100, or from 0 to 6: .*7"),
         ("labels", _to(torch.full((2, 2), -1)), "labels must be -100, or from 0 to 6: .*-1"),
-        ("labels", _to(None), "labels must be an int64 or int32 tensor, got .*NoneType"),
         ("labelled", _to(-1), "labelled must be None or an integer >= 0, got -1"),
-        ("labelled", _to(5.0), "labelled must be None or an integer >= 0, got 5.0"),
         ("labelled", _to(True), "labelled must be None or an integer >= 0, got True"),
         ("labelled", _to(5), "labelled must be the same on every rank: rank 0 has None, rank 2 5"),
         *(
             ("averaged_over", _to(x), f"averaged_over must be None or a positive finite number, got {x}")
-            for x in (0, INF, NAN, True)
+            for x in (0, NAN, True)
         ),
         ("averaged_over", _to(2), "averaged_over must be the same on every rank"),
         ("ignored", _to(9), "ignored must be the same on every rank: rank 0 has -100, rank 2 9|labels must be 9"),
-        ("ignored", _to(None), "ignored must be an integer, got None"),
         ("ignored", _to(True), "ignored must be an integer, got True"),
     ],
     "token_mean": [
@@ -241,12 +227,10 @@ REFUSALS: dict[str, list[tuple[str, Callable[[Any], Any], str]]] = {
     "count_labels": [
         ("labels", lambda x: x[:1], "number of micro-batches must be the same on every rank: rank 0 has 2, rank 2 1"),
         ("labels", lambda x: [x[0], x[1].float()], "labels must be an int64 or int32 tensor"),
-        ("labels", lambda x: [x[0], None], "labels must be an int64 or int32 tensor"),
         ("labels", _to(5), "labels must be a tensor or a list of tensors, got .*int"),
         ("ignored", _to(5), "ignored must be the same on every rank: rank 0 has -100, rank 2 5"),
     ],
     "average_gradients": [
-        ("parameters", lambda x: x[:1], "parameters must be the same on every rank"),
         ("parameters", lambda x: x[::-1], "parameters must be the same on every rank"),
         ("parameters", lambda x: [x[0].float(), x[1]], "parameters must be the same on every rank"),
         ("parameters", _to([5]), "parameters must be tensors, got .*int"),
@@ -259,7 +243,7 @@ REFUSALS: dict[str, list[tuple[str, Callable[[Any], Any], str]]] = {
     "clip_grad_norm": [
         *(
             ("max_norm", _to(x), f"max_norm must be a positive finite number, got {x!r}")
-            for x in (INF, NAN, 0, "1", True, None)
+            for x in (INF, 0, "1", True)
         ),
         ("max_norm", _to(2.0), "max_norm must be the same on every rank"),
         ("parameters", lambda x: x[:1], "number of gradients must be the same on every rank"),
@@ -307,9 +291,6 @@ def test_only_the_ranks_of_a_context_group_hear_of_its_error(ranks: Ranks) -> No
     answers = ranks(4).run(_refused, "self-attention", 2, 2, "2x2 apart")  # 0 and 2 are a context group
     assert answers[1] == answers[3] == "fine"
     assert answers[0] == answers[2] and "x must be" in answers[0]
-
-
-# --- what a table of single arguments cannot say ----------------------------------------------------------------------
 
 
 def _unlike(what: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,33 +12,22 @@ from torch.nn.functional import scaled_dot_product_attention
 from reference import Pattern, attention, gradients
 from ring import Layout
 from ring.nn import ContextParallel, RingAttention
-from tests.support.nn_ranks import TOKENS, context_of, drawn, far
-from tests.support.ranks import Ranks
+from tests.support.nn_ranks import drawn
 
 
-def _error(shards: str, kv_heads: int, within: bool) -> float:
-    """The handle is the module's (within), or that of the call; the pattern's documents give way to the handle's."""
-    documents = (4, 0, 9)
-    pattern = Pattern.longnet((4, None), (1, 2), 4, causal=True)
-    held = Pattern(pattern.branches, True, documents)
-    context = context_of(shards).with_documents(documents)
-    other = context_of(shards).with_documents((TOKENS,))
-    module = RingAttention(Pattern(pattern.branches, True, (TOKENS,)), context if within else other, "inner")
-    whole = [drawn(seed, 2, heads, TOKENS, 6) for seed, heads in enumerate((4, kv_heads, kv_heads, 4))]
-    mine = [context.shard(x, 2).requires_grad_() for x in whole[:3]]
-    given: dict[str, Any] = {} if within else {"context": context}
-    out = module(*mine, None, 0.0, True, 0.3, enable_gqa=kv_heads != 4, **given)
-    found = [out, *torch.autograd.grad(out, mine, context.shard(whole[3], 2))]
-
-    q, k, v, dout = (x.transpose(1, 2) for x in whole)
-    exact = (attention(q, k, v, held, scale=0.3)[0], *gradients(q, k, v, held, dout, scale=0.3))
-    return far(found, [context.shard(x.transpose(1, 2), 2) for x in exact])
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("shards, kv_heads, within", [("empty", 4, True), ("even", 2, False)])
-def test_output_and_gradients(ranks: Ranks, shards: str, kv_heads: int, within: bool) -> None:
-    assert max(ranks(4).run(_error, shards, kv_heads, within)) < 1e-12
+@pytest.mark.parametrize("within", [False, True])
+def test_the_handle_of_the_call_comes_first_and_its_documents_before_the_patterns(within: bool) -> None:
+    """within: the handle is the module's own."""
+    pattern, made = Pattern.longnet((4, None), (1, 2), 4, causal=True), ContextParallel(Layout.contiguous(13, 1))
+    held, context = replace(pattern, documents=(4, 0, 9)), made.with_documents((4, 0, 9))
+    module = RingAttention(replace(pattern, documents=(13,)), context if within else made.with_documents((13,)))
+    q, k, v, dout = (drawn(seed, 2, 4, 13, 6) for seed in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = module(*leaves, None, 0.0, True, 0.3, **({} if within else {"context": context}))
+    exact = [attention(*(x.detach().transpose(1, 2) for x in leaves), held, scale=0.3)[0]]
+    exact += gradients(*(x.detach().transpose(1, 2) for x in leaves), held, dout.transpose(1, 2), scale=0.3)
+    for x, y in zip([out, *torch.autograd.grad(out, leaves, dout)], exact, strict=True):
+        torch.testing.assert_close(x, y.transpose(1, 2), rtol=0.0, atol=1e-12)
 
 
 @pytest.mark.parametrize("causal, kv_heads", [(True, 2), (False, 4)])

@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ring import Layout
-from ring.nn import ContextParallel, rotary
-from ring.nn.rotary import angles_of, turned
+from ring.nn import rotary
 from tests.support.nn_dense import llama_rotary
 from tests.support.nn_ranks import drawn
 
@@ -39,16 +37,6 @@ def test_types(dtype: torch.dtype, theta: float) -> None:
     torch.testing.assert_close(found.double(), rotary(x.double(), POSITIONS, theta), rtol=eps, atol=8 * eps)
 
 
-def test_the_angles_of_a_sequence_are_computed_once() -> None:
-    context = ContextParallel(Layout.contiguous(5, 1))
-    with torch.inference_mode():
-        angles = angles_of(context, X, 10000.0)
-    assert angles_of(context, X[:1], 10000.0) is angles and angles_of(context, X, 100.0) is not angles
-    assert torch.equal(turned(X, *angles), rotary(X, torch.arange(5)))
-    x = X.clone().requires_grad_()
-    turned(x, *angles).sum().backward()  # tables that inference mode made could not be saved for this
-
-
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -60,7 +48,6 @@ def test_the_angles_of_a_sequence_are_computed_once() -> None:
         ({"positions": POSITIONS.float()}, "positions must be an int64 or int32 tensor, got torch.float32"),
         ({"positions": [0, 1, 2, 3, 4]}, "positions must be an int64 or int32 tensor, got .*list"),
         ({"positions": POSITIONS.to("meta")}, "positions must be on x's device cpu, got meta"),
-        ({"theta": -1.0}, "theta must be a positive finite number, got -1.0"),
         ({"theta": float("inf")}, "theta must be a positive finite number, got inf"),
         ({"theta": "10000"}, "theta must be a positive finite number, got '10000'"),
     ],

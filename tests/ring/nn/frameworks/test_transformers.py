@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,8 +34,6 @@ from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
 
-ROOT = Path(__file__).parents[4]
-SUPPORT = ROOT / "tests" / "support"
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
@@ -310,29 +303,3 @@ def test_what_one_rank_does_wrong_is_refused_on_every_rank(ranks: Ranks, number:
 def test_a_call_without_a_handle_is_refused() -> None:
     with pytest.raises(ValueError, match="context must be given to the model's call"):
         transformers.prepare(llama())(torch.zeros(1, 4, dtype=torch.int64))
-
-
-@pytest.mark.slow
-def test_twelve_lines_make_it_sharded(tmp_path: Path) -> None:
-    """The two programs differ in twelve lines and empty ones, and end with the same loss, to fp32 rounding.
-
-    A thread of gloo that gives back what a backward left with it while Python ends aborts the process.
-    """
-    alone, sharded = (SUPPORT / f"llama_{name}.py" for name in ("alone", "sharded"))
-    before, after = [path.read_text().splitlines()[1:] for path in (alone, sharded)]
-    changed = [line for line in difflib.ndiff(before, after) if line[:2] in ("+ ", "- ") and line[2:]]
-    assert sum(line.startswith("+") for line in changed) <= 12 and sum(line.startswith("-") for line in changed) <= 2
-    script = tmp_path / "threads.py"
-    names = "\nfrom pathlib import Path\nfor x in Path('/proc/self/task').iterdir(): print((x / 'comm').read_text())\n"
-    script.write_text(sharded.read_text() + names)
-    printed = run(alone) + run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script)
-    first, *others = [float(word) for word in printed.split() if word[0].isdigit()]
-    assert len(others) == 2 and all(abs(loss - first) < 1e-5 for loss in others)
-    assert "python" in printed and "gloo" not in printed
-
-
-def run(*words: str | Path) -> str:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout

@@ -1,0 +1,61 @@
+"""Whole programs: the training step on the page of `ring.nn`, a Llama of Hugging Face, and what they import."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.ranks]
+
+ROOT = Path(__file__).parents[3]
+
+
+def run(*words: str | Path) -> str:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def torchrun(ranks: int, folder: Path, program: str) -> str:
+    script = folder / "program.py"
+    script.write_text(program)
+    return run("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", script)
+
+
+def test_no_framework_is_imported_but_by_the_module_that_is_for_it() -> None:
+    modules = "ring.nn, ring.nn.frameworks, ring.nn.frameworks.ddp, ring.nn.frameworks.fsdp"
+    assert (
+        run("-c", f"import sys, {modules}; print({{'transformers', 'deepspeed', 'fairscale'}} & {{*sys.modules}})")
+        == "set()\n"
+    )
+
+
+def test_the_training_step_has_the_same_loss_and_norm_on_every_rank(tmp_path: Path) -> None:
+    page = (ROOT / "ring/nn/README.md").read_text()
+    (example,) = re.findall(r"```python\n(# train_step\.py.*?)```", page, re.DOTALL)
+    lines = torchrun(4, tmp_path, example).splitlines()
+    said = [line.partition(", ")[2] for line in lines if line.startswith("rank ")]
+    assert len(said) == 12 and len(set(said)) == 3, said
+
+
+def test_twelve_lines_make_it_sharded(tmp_path: Path) -> None:
+    """The two programs differ in twelve lines and empty ones, and end with the same loss, to fp32 rounding.
+
+    A thread of gloo that gives back what a backward left with it while Python ends aborts the process.
+    """
+    alone, sharded = (ROOT / f"tests/support/llama_{name}.py" for name in ("alone", "sharded"))
+    before, after = [path.read_text().splitlines()[1:] for path in (alone, sharded)]
+    changed = [line for line in difflib.ndiff(before, after) if line[:2] in ("+ ", "- ") and line[2:]]
+    assert sum(line.startswith("+") for line in changed) <= 12 and sum(line.startswith("-") for line in changed) <= 2
+    names = "\nfrom pathlib import Path\nfor x in Path('/proc/self/task').iterdir(): print((x / 'comm').read_text())\n"
+    printed = run(alone) + torchrun(2, tmp_path, sharded.read_text() + names)
+    first, *others = [float(word) for word in printed.split() if word[0].isdigit()]
+    assert len(others) == 2 and all(abs(loss - first) < 1e-5 for loss in others)
+    assert "python" in printed and "gloo" not in printed
