@@ -226,27 +226,6 @@ def test_each_forward_runs_as_often_as_it_must(ranks: Ranks, name: str, due: int
     assert forwards == due and other == (forwards, number)
 
 
-def _one_rank_drops_its_result(backend: str) -> int:
-    """The other rank needs its messages. Returns the number of the last call."""
-    torch._dynamo.reset()
-    context = ContextParallel(Layout.zigzag(16, 2))
-
-    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = attend(q, k, v, context)
-        return out + 1 if context.rank == 1 else q + 1
-
-    with torch.no_grad():
-        torch.compile(function, fullgraph=True, backend=backend)(*tensors_for(context))
-    return context.transport.calls.number
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("backend", ("aot_eager", pytest.param("inductor", marks=pytest.mark.slow)))
-def test_a_forward_that_one_rank_does_not_read_runs(ranks: Ranks, backend: str) -> None:
-    first, second = ranks(2).run(_one_rank_drops_its_result, backend, timeout=120)
-    assert first == second
-
-
 def _two_backwards() -> None:
     context = ContextParallel(Layout.zigzag(16, 2))
     leaves, settings = tensors_for(context), settings_of(context.layout, name_of(context.group), PATTERN)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -84,22 +85,10 @@ def test_what_one_rank_does_otherwise_is_told_to_all(ranks: Ranks, wrong: int, h
     assert ranks(5).run(_agreed, None, "").count("fine") == 4
 
 
-class _Alone:
-    """A transport in whose group some ranks do not come."""
-
-    rank, world_size = 1, 3
-
-    def __init__(self, absent: tuple[int, ...] | None) -> None:
-        self.absent = absent
-
-    def all_equal(self, payload: bytes) -> bool:
-        raise Absent(self.absent, "for 3 s")
-
-
 @pytest.mark.parametrize("absent, told", [((0,), "rank 7 did not come"), ((0, 2), "ranks 1, 7"), (None, "some rank")])
 def test_ranks_that_do_not_come_go_by_their_numbers_in_the_mesh(absent: tuple[int, ...] | None, told: str) -> None:
-    ranks = BatchRanks(None)
-    transport: Any = _Alone(absent)
+    ranks, transport = BatchRanks(None), Mock(rank=1, world_size=3)
+    transport.all_equal.side_effect = Absent(absent, "for 3 s")
     ranks._lines = (_Line(transport, members=(2, 1, 0), stride=3),)  # this rank is the second along its dimension
     ranks.rank, ranks.world_size = 4, 9
     with pytest.raises(RuntimeError, match=f"{told}.* to cross_entropy: for 3 s"):

@@ -74,14 +74,6 @@ def test_documents_that_are_not_the_sequences_are_refused(documents: Any) -> Non
         ContextParallel(LAYOUT).with_documents(documents)
 
 
-@pytest.mark.parametrize("dim", [0, 1, -1])
-def test_a_shard_of_a_whole_tensor(dim: int) -> None:
-    whole = torch.arange(14.0).view(2, 7) if dim else torch.arange(14.0).view(7, 2)
-    assert torch.equal(ContextParallel(LAYOUT).shard(whole, dim), whole)
-    with pytest.raises(ValueError, match="7"):
-        ContextParallel(LAYOUT).shard(torch.zeros(8, 8), dim)
-
-
 def test_agree_raises_what_the_check_raises() -> None:
     def wrong() -> dict[str, object]:
         raise KeyError("no such thing")

@@ -21,10 +21,8 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((3, 4), (5,), (), (0, 2), (7, 2))
 
 
-def with_grad(grad: Tensor | None, like: Tensor | None = None) -> nn.Parameter:
-    given = grad if like is None else like
-    assert given is not None
-    x = nn.Parameter(torch.zeros_like(given))
+def with_grad(grad: Tensor) -> nn.Parameter:
+    x = nn.Parameter(torch.zeros_like(grad))
     x.grad = grad
     return x
 
@@ -43,7 +41,8 @@ def _averaged(name: str, bucket: int) -> None:
             everyone = [x.t().contiguous().t() for x in everyone]
         has = [number % 7 != 6 and (number + rank) % 3 != 0 for rank in members]
         at = members.index(dist.get_rank())
-        parameters.append(with_grad(everyone[at] if has[at] else None, everyone[at]))
+        parameters.append(with_grad(everyone[at]))
+        parameters[-1].grad = everyone[at] if has[at] else None
         before.append(parameters[-1].grad)
         total = sum((x.double() for x, there in zip(everyone, has, strict=True) if there), torch.zeros(shape).double())
         wanted.append(total / len(members) if any(has) else None)
@@ -150,13 +149,4 @@ def test_the_norm_is_computed_in_fp64(dtype: torch.dtype) -> None:
 
 
 def test_nothing_to_clip() -> None:
-    assert clip_grad_norm([], 1.0) == 0.0
-    assert clip_grad_norm(nn.Parameter(torch.zeros(3)), 1.0) == 0.0
-
-
-def test_a_norm_that_is_not_finite() -> None:
-    x = with_grad(torch.tensor([1.0, torch.inf]))
-    assert torch.isinf(clip_grad_norm(x, 1.0))
-    assert grad_of(x)[0] == 0.0 and grad_of(x)[1].isnan()
-    y = with_grad(torch.tensor([1.0, torch.nan]))
-    assert torch.isnan(clip_grad_norm([y], 1.0)) and grad_of(y).isnan().all()
+    assert clip_grad_norm([], 1.0) == clip_grad_norm(nn.Parameter(torch.zeros(3)), 1.0) == 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy as torch_cross_entropy
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from reference import Pattern
-from ring.nn import IGNORED, SelfAttention, average_gradients, count_labels, cross_entropy, gather, token_mean
+from ring.nn import IGNORED, average_gradients, count_labels, cross_entropy, gather, token_mean
 from tests.support.nn_ranks import (
     OVERS,
     TOKENS,
@@ -24,7 +24,6 @@ from tests.support.nn_ranks import (
     drawn,
     far,
     grad_of,
-    in_fp64,
     over_of,
     said,
     whole_tokens,
@@ -108,17 +107,11 @@ def test_fewer_labelled_than_this_call_has_are_refused(ranks: Ranks, labelled: i
     assert f"got {labelled} where this call alone has 24" in answer
 
 
-Loss = Callable[[Tensor], Tensor]  # of x (2, N, 4), this rank's tokens
-
-
-def _losses() -> dict[str, Loss]:
-    """What is often computed again with losses: what saves nothing for backward ends a recomputation early."""
+def _computed_again() -> None:
+    """What saves nothing for backward ends a recomputation early."""
     context = context_of("uneven")
-    head, labels = (
-        drawn(1, 4, VOCABULARY).requires_grad_(),
-        context.shard(whole_tokens().masked_fill(drawn(5, 2, TOKENS) < 0.0, IGNORED)),
-    )
-    layer = in_fp64(lambda: SelfAttention(4, 1, Pattern.dense()))
+    labels = context.shard(whole_tokens().masked_fill(drawn(5, 2, TOKENS) < 0.0, IGNORED))
+    head, start = drawn(1, 4, VOCABULARY).requires_grad_(), context.shard(drawn(2, 2, TOKENS, 4))
 
     def averaged(x: Tensor) -> Tensor:
         scale = nn.Parameter(x.new_ones(1))
@@ -126,31 +119,19 @@ def _losses() -> dict[str, Loss]:
         average_gradients([scale])
         return token_mean((x * scale.grad).square().sum(2), labels)
 
-    return {
-        "cross_entropy": lambda x: cross_entropy(x @ head, labels),
-        "token_mean": lambda x: token_mean(x.square().sum(2), labels, averaged_over=1),
-        "a share": lambda x: cross_entropy(x @ head, labels, labelled=count_labels([labels, labels])),
-        "followed by more": lambda x: (
-            cross_entropy(x @ head, labels).square() + token_mean(x.sin().sum(2), labels).exp()
-        ),
-        "attention": lambda x: cross_entropy(layer(x, context) @ head, labels),
-        "gather": lambda x: cross_entropy((x - gather(context, x).mean(1, keepdim=True)) @ head, labels),
-        "average_gradients": averaged,
-    }
-
-
-def _computed_again() -> None:
-    start = context_of("uneven").shard(drawn(2, 2, TOKENS, 4))
-    for name, loss in _losses().items():
-        found = []
-        for way in ("plain", "reentrant", "non-reentrant", "to its end"):
-            x = start.clone().requires_grad_()
-            with nullcontext() if way != "to its end" else set_checkpoint_early_stop(False):
-                mean = loss(x) if way == "plain" else checkpoint(loss, x, use_reentrant=way == "reentrant")
-            (3.0 * mean).backward()
-            found.append([mean.detach(), grad_of(x)])
-        for one in found[1:]:
-            assert all(torch.equal(x, y) for x, y in zip(one, found[0], strict=True)), name
+    losses: list[Callable[[Tensor], Tensor]] = [
+        lambda x: cross_entropy(x @ head, labels, labelled=count_labels([labels, labels])),
+        lambda x: cross_entropy(x @ head, labels).square() + token_mean(x.sin().sum(2), labels).exp(),
+        lambda x: cross_entropy((x - gather(context, x).mean(1, keepdim=True)) @ head, labels),
+        averaged,
+    ]
+    for loss, way in product(losses, ("reentrant", "non-reentrant", "to its end")):
+        first, again = (start.clone().requires_grad_() for _ in range(2))
+        with nullcontext() if way != "to its end" else set_checkpoint_early_stop(False):
+            found = checkpoint(loss, again, use_reentrant=way == "reentrant")
+        (3.0 * found).backward()
+        (3.0 * loss(first)).backward()
+        assert torch.equal(found, loss(first)) and torch.equal(grad_of(again), grad_of(first))
 
 
 @pytest.mark.ranks

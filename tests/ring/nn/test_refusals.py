@@ -308,11 +308,7 @@ def _unlike(what: str) -> str:
 
 @pytest.mark.parametrize(
     ("what", "words"),
-    [
-        ("positions", "rank 1: positions must stay as they are, got the context's own"),
-        ("name", ".*layer 1"),
-        ("pattern", ".*pattern"),
-    ],
+    [("positions", "rank 1: positions must stay as they are"), ("name", ".*layer 1"), ("pattern", ".*pat")],
 )
 def test_modules_and_positions_that_differ_between_ranks_are_refused(ranks: Ranks, what: str, words: str) -> None:
     (answer,) = set(ranks(4).run(_unlike, what))
@@ -356,18 +352,20 @@ def _apart(one: str, others: str, culprit: int) -> tuple[str, list[str]]:
     return answer, [said(called(name)) for name in (*REFUSALS, "ring attention, backward")]
 
 
-@pytest.mark.parametrize("culprit", [0, 3])
 @pytest.mark.parametrize(
-    ("one", "others"),
+    ("one", "others", "culprit"),
     [
-        ("self-attention", "count_labels"), ("gather", "cross_entropy"), ("clip_grad_norm", "shard_batch"),
-        ("average_gradients", "ring attention"), ("longnet", "token_mean"), ("gather", "ring attention"),
-        ("ring attention, backward", "count_labels"),
+        ("self-attention", "count_labels", 0),
+        ("gather", "cross_entropy", 3),
+        ("clip_grad_norm", "shard_batch", 0),
+        ("average_gradients", "ring attention", 3),
+        ("longnet", "token_mean", 3),
+        ("ring attention, backward", "count_labels", 0),
     ],
-)  # fmt: skip
+)
 def test_ranks_that_were_in_different_calls_go_on_together(ranks: Ranks, one: str, others: str, culprit: int) -> None:
     answers = ranks(4).run(_apart, one, others, culprit)
-    assert answers == [answers[0]] * 4
     answer, afterwards = answers[0]
+    assert answers == [(answer, afterwards)] * 4
     assert "calls on a group must come in the same order on every rank" in answer
     assert set(afterwards) == {"fine"}

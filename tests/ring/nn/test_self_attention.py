@@ -17,7 +17,6 @@ from reference import Branch, Pattern
 from ring import Layout
 from ring.nn import ContextParallel, LongNetBlock, RingAttention, SelfAttention, longnet_pattern
 from ring.nn.frameworks import recompute
-from ring.nn.rotary import rotary
 from tests.support import nn_dense
 from tests.support.nn_ranks import TOKENS, context_of, drawn, far, grad_of, in_fp64
 from tests.support.ranks import Ranks
@@ -83,15 +82,14 @@ def _computed_again() -> None:
             out.square().sum().backward()
         return [grad_of(x).clone() for x in (*inputs, *layers[0].parameters(), *layers[1].parameters())]
 
+    kept: dict[str, Any] = {"use_reentrant": False, "context_fn": recompute.attention_kept}
     plain = gradients(lambda layer, x, c: layer(x, c))
-    for again in (
-        gradients(lambda layer, x, c: checkpoint(layer, x, c, c.positions_on(x.device), use_reentrant=True)),
-        gradients(lambda layer, x, c: checkpoint(layer, x, context=c, positions=c.positions, use_reentrant=False)),
-        gradients(
-            lambda layer, x, c: checkpoint(layer, x, c, use_reentrant=False, context_fn=recompute.attention_kept)
-        ),
+    for way in (
+        lambda layer, x, c: checkpoint(layer, x, c, c.positions_on(x.device), use_reentrant=True),
+        lambda layer, x, c: checkpoint(layer, x, context=c, positions=c.positions, use_reentrant=False),
+        lambda layer, x, c: checkpoint(layer, x, c, **kept),
     ):
-        assert far(again, plain) == 0.0
+        assert far(gradients(way), plain) == 0.0
 
 
 @pytest.mark.ranks
@@ -162,16 +160,12 @@ def forgetful() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def compiled(module: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return torch.compile(module, fullgraph=True, backend="aot_eager")
-
-
 @pytest.mark.usefixtures("forgetful")
 @pytest.mark.parametrize("rows", (None, 1, 2))
 def test_a_graph_for_any_length_takes_positions_that_come_later(rows: int | None) -> None:
     """When they come, torch takes their length for a constant, and that of x for one that may change."""
     module = SelfAttention(8, 2, CAUSAL)
-    graph = compiled(module)
+    graph = torch.compile(module, fullgraph=True, backend="aot_eager")
     for number, n in enumerate((16, 23, 30, 37)):
         context, x = ContextParallel(Layout.contiguous(n, 1)), torch.randn(2, n, 8)
         positions = context.positions if rows is None else context.positions.repeat(rows, 1)
@@ -180,15 +174,6 @@ def test_a_graph_for_any_length_takes_positions_that_come_later(rows: int | None
     for shape in ((36,), (3, 37), (2, 36), (1, 1, 37)) if rows is None else ():
         with pytest.raises(torch._dynamo.exc.Unsupported, match="positions must have the shape"):
             graph(x, context, torch.zeros(shape, dtype=torch.int64))
-
-
-@pytest.mark.usefixtures("forgetful")
-def test_a_graph_for_any_length_turns_by_positions_that_come_as_constants() -> None:
-    graph = compiled(rotary)
-    for n in (16, 23):
-        x, positions = torch.randn(2, n, 2, 4), torch.arange(n)
-        torch._dynamo.maybe_mark_dynamic(x, 1)
-        torch.testing.assert_close(graph(x, positions), rotary(x, positions))
 
 
 @pytest.mark.usefixtures("forgetful")

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from reference import Pattern, documents_from_positions
 from ring import Layout
-from ring.nn import ContextParallel, clip_grad_norm, gather, next_tokens, shard_batch
+from ring.nn import ContextParallel, clip_grad_norm, gather, shard_batch
 from ring.nn.frameworks import ddp, fsdp, recompute, transformers
 from tests.support.framework_example import (
     EXACT,
@@ -26,7 +26,6 @@ from tests.support.framework_example import (
     Result,
     assert_near,
     dense,
-    labels_of,
     optimizer_for,
     trained,
 )
@@ -126,30 +125,21 @@ def packed_tokens() -> Tensor:
     return torch.randint(VOCABULARY, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(5))
 
 
-def _run_packed() -> tuple[Tensor, Tensor, Tensor]:
-    """Whole logits, labels and positions of a batch that is packed from documents, as a collator flattens them."""
-    tokens = packed_tokens()
+def _run_packed() -> Tensor:
+    """Whole logits of a batch that is packed from documents, as a collator flattens them."""
     flattened = torch.cat([torch.arange(length) for length in LENGTHS])[None]  # its position_ids, (1, N)
     documents = documents_from_positions(flattened)
     context = ContextParallel(Layout.zigzag(sum(LENGTHS), 4, documents))
-    batch = shard_batch(context, tokens, next_tokens(tokens), documents=documents)
-    with torch.no_grad():
-        model = transformers.prepare(llama()).eval()
-        out = model(batch.tokens, position_ids=batch.positions[None], context=batch.context).logits
-    logits, labels, positions = (gather(batch.context, x) for x in (out, labels_of(batch), batch.positions[None]))
-    return logits, labels, positions
+    batch = shard_batch(context, packed_tokens(), documents=documents)
+    model = transformers.prepare(llama()).eval()
+    out = model(batch.tokens, position_ids=batch.positions[None], context=batch.context).logits
+    return gather(batch.context, out)
 
 
 def test_packed_documents_are_as_each_by_itself(ranks: Ranks) -> None:
-    """Logits by the model's own attention; the last token of a document has no label, and positions begin anew."""
-    tokens = packed_tokens().split(LENGTHS, dim=1)
-    with torch.no_grad():
-        exact = torch.cat([logits_of(llama().eval(), document) for document in tokens], dim=1)
-    expected = torch.cat([next_tokens(document) for document in tokens], dim=1)
-    for logits, labels, positions in ranks(4).run(_run_packed):
-        torch.testing.assert_close(logits, exact, rtol=EXACT, atol=EXACT)
-        assert torch.equal(labels, expected)
-        assert positions[0].tolist() == [i for length in LENGTHS for i in range(length)]
+    exact = torch.cat([logits_of(llama().eval(), document) for document in packed_tokens().split(LENGTHS, 1)], 1)
+    for logits in ranks(4).run(_run_packed):
+        torch.testing.assert_close(logits, exact.detach(), rtol=EXACT, atol=EXACT)
 
 
 class CallingLayer(nn.Module):
@@ -261,7 +251,6 @@ Wrong = tuple[str, Callable[[], PreTrainedModel], Callable[[Tensor, Tensor], dic
 WRONG: list[Wrong] = [  # the error, the model, and what is wrong in its call, made of its tokens and positions
     ("attention_mask must be None, got a mask", llama, lambda tokens, _: {"attention_mask": torch.ones_like(tokens)}),
     ("dropout of attention must be 0, got 0.1", lambda: llama(attention_dropout=0.1), lambda *_: {}),
-    ("position_ids must be", llama, lambda *_: {"position_ids": None}),
     ("position_ids must be", llama, lambda tokens, _: {"position_ids": torch.arange(tokens.shape[1])[None] + 1}),
     ("rope_type must not depend", lambda: llama(rope_parameters=DYNAMIC), lambda *_: {}),
     ("use_cache must be left out", llama, lambda *_: {"use_cache": True}),
