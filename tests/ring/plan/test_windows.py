@@ -19,7 +19,6 @@ def plans(pattern: Pattern, layout: Layout, exchange: str = "direct") -> list[Pl
 @pytest.mark.parametrize(
     ("window", "causal", "exchange", "wanted"),
     (
-        (WINDOW, True, "direct", {1: WINDOW}),
         (WINDOW, True, "ring", {1: WINDOW}),
         (WINDOW, False, "direct", {-1: WINDOW, 1: WINDOW}),
         (300, True, "direct", {1: 256, 2: 300 - 256}),  # longer than a shard
@@ -54,9 +53,3 @@ def test_a_window_that_hides_nothing_is_none(window: int) -> None:
     for without, found in zip(plans(Pattern((of_segments,)), layout), plans(Pattern((local,)), layout), strict=True):
         assert [tile.query_rows.key for tile in found.local] == [tile.query_rows.key for tile in without.local]
         assert [tile.mask for tile in found.local] == [Mask.FULL]
-
-
-@pytest.mark.parametrize("window", [-1, 1.5, True, "3"])
-def test_a_wrong_window_is_refused(window: object) -> None:
-    with pytest.raises(ValueError, match="window must be an integer >= 0"):
-        Branch(window=window)  # type: ignore[arg-type]
