@@ -1,8 +1,8 @@
 """An interpreter of plans that shares no code with them: numbers travel in place of keys, values and gradients.
 
 Every slot that leaves its owner has a number, its identity, which says whose row and head it is. Gradients are random
-numbers, whose sums (mod 2^64) must come back to the owner. A plan of up to 2^40 tokens is followed as a short one, whose
-pattern and layout are stretched by a factor.
+numbers, whose sums (mod 2^64) must come back to the owner. A plan of up to 2^40 tokens is followed as a short one,
+whose pattern and layout are stretched by a factor.
 """
 
 from __future__ import annotations
