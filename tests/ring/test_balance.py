@@ -48,14 +48,6 @@ def test_each_token_has_one_rank(data: st.DataObject, n: int, p: int) -> None:
         assert all(mine == sorted(mine) for mine in held)
 
 
-def test_zigzag_divides_each_document_head_and_tail() -> None:
-    layout = Layout.zigzag(12, 2, documents=(8, 0, 4))
-    assert [layout.positions(rank).tolist() for rank in range(2)] == [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
-    lengths = (64, 640, 128, 64)
-    layout, cost = Layout.zigzag(896, 4, documents=lengths), work(Pattern.dense(True, lengths), 896)
-    assert len({int(cost[layout.positions(rank)].sum()) for rank in range(4)}) == 1
-
-
 @given(st.lists(st.integers(0, 60), max_size=12), st.integers(1, 5))
 @settings(QUIET, max_examples=100)
 def test_zigzag_divides_long_documents_and_leaves_short_ones_whole(lengths: list[int], p: int) -> None:

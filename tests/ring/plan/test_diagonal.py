@@ -51,14 +51,12 @@ def at_rows(rows: Iterable[int]) -> list[Tile]:
 
 # Tiles, and the heads of the calls that they become. Of a shard's own keys (not packed) each key's gradient is written
 # once in a call.
-SHARED_KEYS = [tile(grid(h), grid(3 * h, step=2), h, key_heads=(0,)) for h in range(3)]  # 0 2 4 6, then 3 5 7 9, ...
 JOINED: dict[str, tuple[list[Tile], list[list[int]], int, tuple[bool, ...]]] = {
     # LongNet's rate 4 and 12 heads: an offset has heads 0, 4, 8 or the like, and each goes with the next three.
     "a grid for every offset": (
         [tile(grid(o), grid(o), o, o + 4, o + 8) for o in range(4)],
         [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]], PLENTY, (True,),
     ),
-    "two branches on the same rows": (at_rows((0, 0)), [[0, 1]], PLENTY, (False, True)),
     # A bucket cuts every head's rows alike: the first subranges are a call, and the second ones.
     "subranges of each head": (
         [tile(grid(start + h), grid(start + h), h) for h in range(3) for start in (0, 16)],
@@ -73,8 +71,10 @@ JOINED: dict[str, tuple[list[Tile], list[list[int]], int, tuple[bool, ...]]] = {
     "keys of one head on different rows": (
         [tile(grid(h), grid(h), h, key_heads=(0,)) for h in range(4)], [[0, 1, 2, 3]], PLENTY, (False, True)
     ),
-    "keys that the first head reads too": (SHARED_KEYS, [[0, 1], [2]], PLENTY, (False,)),
-    "keys of slots of their own": (SHARED_KEYS, [[0, 1, 2]], PLENTY, (True,)),
+    # Keys 0 2 4 6, then 3 5 7 9, then 6 8 10 12.
+    "keys that the first head reads too": (
+        [tile(grid(h), grid(3 * h, step=2), h, key_heads=(0,)) for h in range(3)], [[0, 1], [2]], PLENTY, (False,)
+    ),
 }  # fmt: skip
 
 
@@ -101,8 +101,6 @@ UNCHANGED = {
         for i, x in enumerate((FIRST, SECOND))
     ),
     "another step": (FIRST, tile(grid(1, step=3), grid(1), 1)),
-    "fewer keys": (FIRST, tile(grid(1), grid(1, length=3), 1)),
-    "more folds": (FIRST, tile(grid(1), Rows(1, 4, 4, 20, 2), 1)),
     "another mask": (FIRST, replace(SECOND, mask=Mask.CAUSAL)),
     "a listing": (FIRST, tile(Rows.of(np.array([[0, 4, 8, 13]])), grid(1), 1)),
     "listed heads": (tile(grid(0), grid(0), 0, 1, 3), tile(grid(1), grid(1), 8)),

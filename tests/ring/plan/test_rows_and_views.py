@@ -210,18 +210,6 @@ def test_tiles_of_another_type_are_stored_in_the_type_of_the_store(listed: bool)
     assert x.dtype is torch.float32 and x[:, :3].eq(3.0).all() and x[:, 3].eq(0).all()
 
 
-@pytest.mark.parametrize("index", (None, torch.tensor([[1, 5]])), ids=("a grid", "listed"))
-def test_rows_that_move_with_the_heads(index: torch.Tensor | None) -> None:
-    x, heads = torch.arange(2 * 12 * 3 * 2.0).view(2, 12, 3, 2), Heads(3, 1, 0, 1, 1)
-    rows = Rows(1, 4, 2, index=index, head_step=1)
-    tile = StridedView(x).view(rows, heads)
-    for head in range(3):
-        assert torch.equal(tile[0, :, head, 0], x[:, [1 + head, 5 + head], head])
-    moved = torch.zeros_like(x)
-    StridedView(moved).add(rows, heads, tile)
-    assert moved.count_nonzero() == 2 * 3 * 2 * 2 and torch.equal(StridedView(moved).view(rows, heads), tile)
-
-
 def test_indices_are_made_once() -> None:
     """On a GPU each would be a copy to wait for, and one that a graph cannot capture."""
     device, heads = torch.device("cpu"), Heads.of(((0,), (1,), (3,)))

@@ -38,15 +38,13 @@ def test_contiguous_shards_send_what_the_window_reaches(
 def test_kernel_calls_do_not_grow_with_the_sequence(order: str, causal: bool) -> None:
     """Parts of a window are folded: a longer sequence has more folds, and as many calls."""
     calls = []
-    for n in (2048, 4096, 16384):
+    for n in (2048, 16384):
         found = plans(Pattern.dense(causal, window=WINDOW), getattr(Layout, order)(n, 4))
-        tiles = [[*plan.local, *(tile for step in plan.steps for tile in step.tiles)] for plan in found]
-        calls.append([len(several) for several in tiles])
-        assert all(tile.mask is not Mask.POSITION for several in tiles for tile in several)
-    assert calls[0] == calls[1] == calls[2]
+        calls.append([[x.mask for x in (*plan.local, *(t for y in plan.steps for t in y.tiles))] for plan in found])
+    assert calls[0] == calls[1] and not any(Mask.POSITION in masks for masks in calls[0])
 
 
-@pytest.mark.parametrize("window", [WINDOW, 64, 10**12])
+@pytest.mark.parametrize("window", [WINDOW, 10**12])
 def test_a_window_that_hides_nothing_is_none(window: int) -> None:
     layout = Layout.contiguous(128, 2)
     of_segments, local = Branch(64), Branch(64, window=window)
