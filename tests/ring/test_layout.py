@@ -42,19 +42,12 @@ def of_runs(runs: list[Run]) -> list[int]:
 @st.composite
 def orders_and_cuts(draw: Any) -> Drawn:
     """From few runs, some of them interleaved, to plain permutations; empty shards occur."""
-    n = draw(st.integers(0, 40))
-    kind = draw(st.sampled_from(("range", "blocks", "residues", "permutation")))
-    if kind == "range":
-        order = list(range(n))
-    elif kind == "blocks":
-        edge = sorted(draw(st.lists(st.integers(0, n), max_size=3)))
-        parts = [list(range(a, b)) for a, b in zip([0, *edge], [*edge, n], strict=True)]
-        order = [position for part in draw(st.permutations(parts)) for position in part]
-    elif kind == "residues":
-        step = draw(st.integers(1, 5))
-        order = [position for r in draw(st.permutations(range(step))) for position in range(r, n, step)]
-    else:
-        order = draw(st.permutations(range(n)))
+    n, step = draw(st.integers(0, 40)), draw(st.sampled_from((1, 1, 2, 3, 5)))
+    edges = sorted(draw(st.lists(st.integers(0, n), max_size=2)))
+    parts = [range(n)[a:b][r::step] for a, b in pairwise((0, *edges, n)) for r in range(step)]
+    order = [position for part in draw(st.permutations(parts)) for position in part]
+    if draw(st.booleans()):
+        order = draw(st.permutations(order))
     inner = sorted(draw(st.lists(st.integers(0, n), max_size=5)))
     return order, (0, *inner, n)
 
@@ -104,10 +97,8 @@ def test_hilbert_of_part_of_a_square_keeps_the_order_of_the_curve(n: int, side: 
 @pytest.mark.parametrize("name", ("contiguous", "hilbert"))
 def test_positions_are_fresh_int64(name: str) -> None:
     layout = NAMED[name](9, 2)
-    first = layout.positions(0)
-    before = first.clone()
-    first.fill_(-1)  # a caller's own copy
-    assert first.dtype is torch.int64 and layout.positions(0).equal(before)
+    before = shards(layout)
+    assert layout.positions(0).fill_(-1).dtype is torch.int64 and shards(layout) == before
 
 
 @given(orders_and_cuts())
@@ -151,7 +142,6 @@ def test_gradients_go_through_shard_and_unshard() -> None:
         (range(12), (0, 5, 5, 12), 1),
         ([*range(6, 12), *range(6)], (0, 4, 12), 2),
         ([*range(0, 12, 2), *range(1, 12, 2)], (0, 6, 12), 2),
-        ([0, 1, 2, 9, 10, 11, 3, 4, 5, 6, 7, 8], (0, 6, 12), 3),
         (torch.arange(12), (0, 12), 1),
         (np.arange(12, dtype=np.int32), (0, 12), 1),
         ([5, 4, 3, 2, 1, 0], (0, 1, 2, 3, 4, 5, 6), 6),  # a run of one token goes anywhere
@@ -247,9 +237,7 @@ def test_named_layouts_cost_nothing_per_token(name: str) -> None:
     tracemalloc.start()
     begin = time.perf_counter()
     layout = NAMED[name](n, p)
-    assert sum(layout.counts) == n and max(layout.counts) - min(layout.counts) <= 2
-    runs = [run for rank in range(p) for run in layout.shard_runs(rank)]
-    assert sum(run.length for run in runs) == n and len(runs) <= 2 * p
+    assert sum(run.length for rank in range(p) for run in layout.shard_runs(rank)) == sum(layout.counts) == n
     assert layout == NAMED[name](n, p) and hash(layout) == hash(NAMED[name](n, p))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -291,20 +279,12 @@ def test_equal_means_equal_shards(one: Drawn, other: Drawn) -> None:
     assert (Layout.from_cuts(*one) == Layout.from_cuts(*other)) == (one == other)
 
 
-COPIES: dict[str, Callable[[Layout], Layout]] = {
-    "copy": copy.copy,
-    "deep copy": copy.deepcopy,
-    "pickle": lambda layout: pickle.loads(pickle.dumps(layout)),
-}
-
-
-@pytest.mark.parametrize("way", COPIES)
-@given(drawn=orders_and_cuts())
-def test_a_copy_is_equal_and_has_a_number_of_its_own(way: str, drawn: Drawn) -> None:
+@given(orders_and_cuts())
+def test_a_copy_is_equal_and_has_a_number_of_its_own(drawn: Drawn) -> None:
     layout = Layout.from_cuts(*drawn)
-    made = COPIES[way](layout)
-    assert made == layout and hash(made) == hash(layout) and shards(made) == shards(layout)
-    assert made.number != layout.number and numbered_layout(made.number) is made
+    for made in (copy.copy(layout), copy.deepcopy(layout), pickle.loads(pickle.dumps(layout))):
+        assert made == layout and hash(made) == hash(layout) and shards(made) == shards(layout)
+        assert made.number != layout.number and numbered_layout(made.number) is made
 
 
 def test_a_number_finds_no_layout_that_is_gone() -> None:

@@ -239,14 +239,6 @@ def test_more_bucket_means_fewer_steps_and_one_is_enough_without_a_cap(exchange:
     assert all(plan.steps == () for plan in alone.plans), "segments within a rank send nothing"
 
 
-def test_a_head_of_every_offset_is_one_call() -> None:
-    pattern = Pattern((Branch(64, 8, tuple(range(8))),), causal=True)
-    for layout, exchange in ((Layout.contiguous(256, 2), "ring"), (Layout.contiguous(64, 4), "direct")):
-        for rank, plan in enumerate(setting_of(pattern, layout, exchange, 256, (8, 8)).plans):
-            assert [tile.query_heads.groups for tile in tiles_of(plan)] == [8] * len(tiles_of(plan))
-            assert len(tiles_of(plan)) == 1 + (rank > 0 and exchange == "direct")
-
-
 def test_a_zigzag_shard_meets_itself_in_one_causal_call_and_another_in_one() -> None:
     for rate in (1, 2):
         for plan in setting_of(Pattern((Branch(None, rate),), True), Layout.zigzag(48, 3), "ring", 48, (1, 1)).plans:
