@@ -181,13 +181,6 @@ def test_one_tensor_that_requires_gradients_makes_a_difference(name: str) -> Non
     assert together({}, wanted) == [said] * 2
 
 
-@pytest.mark.parametrize("other", (Layout.from_cuts(range(6), (0, 2, 3, 6)), Layout.from_cuts(range(7), (0, 2, 4, 7))))
-def test_layouts_that_differ_on_another_rank_are_refused(other: Layout) -> None:
-    """Rank 0 has its tokens by either of them."""
-    first, *others = together({"layout": other}, {}, {})
-    assert others == [first] * 2 and first.startswith("ValueError: layout must be the same on every rank: rank 0 has")
-
-
 class OneRankMore(SoloTransport):
     """A rank of two, which needs nothing of the other one."""
 
@@ -203,14 +196,6 @@ def test_a_call_that_was_right_on_another_group_is_looked_at_again() -> None:
     ring_attention(q, k, v, own, layout, group=OneRankMore(), exchange="direct")
     with pytest.raises(ValueError, match="layout must be for the 1 ranks of the group, got one for 2"):
         ring_attention(q, k, v, own, layout, group=SoloTransport(), exchange="direct")
-
-
-@pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 3, 0, 1], [1, 3, 0, 2]])  # one run, two runs, and listed
-def test_layouts_that_differ_at_their_end_are_refused(order: list[int]) -> None:
-    other = [*order[:2], order[3], order[2]]
-    first, second = together(*({"layout": Layout.from_cuts(positions, (0, 2, 4))} for positions in (order, other)))
-    assert first == second
-    assert first.startswith("ValueError: layout must be the same on every rank: rank 0 has 4 tokens")
 
 
 FIRST, SECOND = Branch(4, 2, (0, 1), range(0, 2)), Branch(None, 3, 1)
@@ -231,6 +216,27 @@ OTHERS = {
 def test_patterns_that_differ_in_anything_are_refused(other: Pattern) -> None:
     first, second = together({"pattern": PATTERN}, {"pattern": other})
     assert first == second and first.startswith("ValueError: pattern must be the same on every rank: rank 0 has")
+
+
+def at_its_end(*order: int) -> tuple[Layout, Layout]:
+    return Layout.from_cuts(order, (0, 2, 4)), Layout.from_cuts((*order[:2], order[3], order[2]), (0, 2, 4))
+
+
+SIX = Layout.contiguous(6, 3)
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        (Layout.from_cuts(range(6), (0, 2, 3, 6)), SIX, SIX),  # rank 0 has its tokens by either of them
+        (Layout.from_cuts(range(7), (0, 2, 4, 7)), SIX, SIX),
+        at_its_end(0, 1, 2, 3), at_its_end(2, 3, 0, 1), at_its_end(1, 3, 0, 2),  # one run, two runs, and listed
+    ],
+)  # fmt: skip
+def test_layouts_that_differ_in_anything_are_refused(layouts: tuple[Layout, ...]) -> None:
+    first, *others = together(*({"layout": layout} for layout in layouts))
+    assert set(others) == {first}
+    assert first.startswith("ValueError: layout must be the same on every rank: rank 0 has")
 
 
 @pytest.mark.parametrize("kernel", ["flash", "cudnn"])

@@ -5,16 +5,20 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 
 import ring.walk
+from reference.exact import Inputs, evaluate
 from reference.oracle import attention, gradients
 from reference.pattern import Branch, Pattern, multiplicity
-from ring import Layout, ring_attention
+from ring import Layout
 from ring.caching.bounded import Bounded
 from ring.compute import kernels
+from tests.support import plain_case
 from tests.support.attention_cases import LAYOUTS, PACKED, PATTERNS, call, inputs, normal, plain
+from verification.check.expectation import arithmetic_of
 
 INF = float("inf")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -108,13 +112,11 @@ def test_padded_keys_in_a_part_of_their_own() -> None:
     q[..., -1] = 1.0
     k[..., -1] = 0.0
     k[:, :32, :, -1] = -INF
-    exact, exact_lse = attention(q, k, v, Pattern.dense())
+    exact = attention(q, k, v, Pattern.dense())
     for kernel in ("math", "flash", "auto"):
-        out, lse = ring_attention(
-            q, k, v, Pattern.dense(), Layout.contiguous(64, 1), kernel=kernel, bucket=32, return_lse=True
-        )
-        torch.testing.assert_close(out.double(), exact, rtol=0, atol=1e-5)
-        torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=1e-5)
+        found = call(q, k, v, Pattern.dense(), Layout.contiguous(64, 1), kernel=kernel, bucket=32)
+        for x, y in zip(found, exact, strict=True):
+            torch.testing.assert_close(x.double(), y, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("n", (0, 1))
@@ -200,6 +202,24 @@ def test_huge_half_precision_scores() -> None:
         out = plain(*leaves, Pattern.dense(), Layout.contiguous(n, 1), scale=25.0, kernel=kernel)
         assert out.equal(v.expand(1, n, 2, n))
         assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), leaves))
+
+
+@pytest.mark.parametrize("kernel", ("math", "flash"))
+@pytest.mark.parametrize(("score", "least", "most"), ((1e3, 0.0, 1e-4), (1e5, 0.0, 1e-2), (1e7, 0.01, 0.7)))
+def test_gradients_of_large_equal_scores_are_off_by_the_last_digit_of_lse(
+    kernel: str, score: float, least: float, most: float
+) -> None:
+    """As far as the bounds say: one fp32 number for a row's lse loses the logarithm of how many there are."""
+    q, k, (v, dout) = torch.full((1, 8, 1, 1), score), torch.ones(1, 8, 1, 1), torch.randn(2, 1, 8, 1, 1)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = plain(*leaves, Pattern.dense(), Layout.contiguous(8, 1), kernel=kernel, scale=1.0)
+    found = dict(zip(("out", "dq", "dk", "dv"), (out, *torch.autograd.grad(out, leaves, dout)), strict=True))
+    case = plain_case.plain(1, tokens=8, heads=1, kv_heads=1, head_dim=1, kernel=kernel, scale=1.0)
+    given = [x.detach().double().numpy() for x in (q, k, v, dout)]
+    wanted = evaluate(Inputs(given[0], given[1], given[2], given[3], None, Pattern.dense(), 1.0), arithmetic_of(case))
+    errors = {name: np.abs(x.detach().double().numpy() - wanted.exact[name]) for name, x in found.items()}
+    assert all((error <= wanted.bound[name]).all() for name, error in errors.items())
+    assert least <= errors["dv"].max() / np.abs(wanted.exact["dv"]).max() <= most
 
 
 @pytest.mark.parametrize("kernel, name", [("auto", "flash"), ("math", "math")])

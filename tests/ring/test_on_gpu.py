@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -105,6 +106,25 @@ def close(found: torch.Tensor, exact: torch.Tensor, tolerance: float, what: Any)
     assert error <= tolerance, (what, float(error))
 
 
+Leaves = list[torch.Tensor]
+
+
+def drawn(n: int, heads: int, kv_heads: int, device: str = "cuda") -> tuple[Leaves, torch.Tensor]:
+    """q, k and v, and the gradient of the output."""
+    torch.manual_seed(n)
+    shapes = ((1, n, count, 64) for count in (heads, kv_heads, kv_heads, heads))
+    *leaves, dout = (torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes)
+    return [x.requires_grad_() for x in leaves], dout
+
+
+def both_ways(
+    leaves: Leaves, dout: torch.Tensor, pattern: Pattern, layout: Layout, **options: Any
+) -> tuple[torch.Tensor, ...]:
+    """Output and gradients."""
+    out = plain(*leaves, pattern, layout, **options)
+    return out, *torch.autograd.grad(out, leaves, dout)
+
+
 def held_to_math(
     inputs: Sequence[torch.Tensor], dout: torch.Tensor, pattern: Pattern, layout: Layout, kernel: str = "auto"
 ) -> list[set[str]]:
@@ -112,10 +132,8 @@ def held_to_math(
     results, kernels_of = [], []
     for name, dtype in ((kernel, dout.dtype), ("math", torch.float64)):
         leaves = [x.to(dtype).detach().requires_grad_() for x in inputs]
-        q, k, v = leaves
         with picked_kernels() as picked:
-            out = plain(q, k, v, pattern, layout, kernel=name)
-            results.append((out, *torch.autograd.grad(out, leaves, dout.to(dtype))))
+            results.append(both_ways(leaves, dout.to(dtype), pattern, layout, kernel=name))
         kernels_of.append(set(picked))
     for found, exact in zip(*results, strict=True):
         close(found, exact, 8 * UNIT[dout.dtype], pattern)
@@ -241,27 +259,21 @@ def test_nothing_merged_is_zero_and_minus_infinity() -> None:
     ],
     ids=["longnet", "one branch", "a window", "two windows"],
 )
-@pytest.mark.parametrize("kernel", ["auto", "flash"])
-def test_whole_calls_are_the_math_kernel_s(pattern: Pattern, kernel: str) -> None:
-    torch.manual_seed(2)
-    *inputs, dout = (torch.randn(1, 1024, 8, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-    picked = held_to_math(inputs, dout, pattern, Layout.contiguous(1024, 1), kernel)
-    assert picked == [{{"auto": "cudnn"}.get(kernel, kernel)}, {"math"}]
+@pytest.mark.parametrize(("kernel", "picked"), [("auto", "cudnn"), ("flash", "flash")])
+def test_whole_calls_are_the_math_kernel_s(pattern: Pattern, kernel: str, picked: str) -> None:
+    leaves, dout = drawn(1024, 8, 8)
+    assert held_to_math(leaves, dout, pattern, Layout.contiguous(1024, 1), kernel) == [{picked}, {"math"}]
 
 
 @pytest.mark.parametrize("most", [1, 3 * 2**19])
 def test_a_backward_by_groups_of_heads_is_the_whole_one(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    n, dim, usual = 512, 64, kernels.MOST_WORKSPACE
-    torch.manual_seed(8)
+    usual = kernels.MOST_WORKSPACE
     for pattern, kv_heads in ((Pattern.dense(True), 4), (Pattern.longnet([64, 256], [1, 4], 8, True), 8)):
-        q, k, v, dout = (
-            torch.randn(1, n, h, dim, device="cuda", dtype=torch.bfloat16) for h in (8, *[kv_heads] * 2, 8)
-        )
-        leaves, results, calls = [x.requires_grad_() for x in (q, k, v)], [], []
+        (leaves, dout), results, calls = drawn(512, 8, kv_heads), [], []
         for limit in (usual, most):
             monkeypatch.setattr(kernels, "MOST_WORKSPACE", limit)
             monkeypatch.setattr(ring.walk, "_programs", Bounded(8))  # what was lowered before is kept
-            out = plain(q, k, v, pattern, Layout.contiguous(n, 1))
+            out = plain(*leaves, pattern, Layout.contiguous(512, 1))
             with picked_kernels() as picked:
                 results.append(torch.autograd.grad(out, leaves, dout))
             calls.append(picked["cudnn"])
@@ -292,35 +304,23 @@ def test_calls_that_differ_in_the_layout_of_the_output_only() -> None:
 
 
 def test_deterministic_kernels_repeat_their_bits() -> None:
-    n = 4096
-    torch.manual_seed(6)
-    q, k, v, dout = (torch.randn(1, n, h, 64, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2, 8))
-    leaves = [x.requires_grad_() for x in (q, k, v)]
+    leaves, dout = drawn(4096, 8, 2)
     torch.use_deterministic_algorithms(True)
     try:
         runs = []
         for _ in range(4):
             with picked_kernels() as picked:
-                out = plain(q, k, v, Pattern.dense(True), Layout.zigzag(n, 1))
-                runs.append((out, *torch.autograd.grad(out, leaves, dout)))
+                runs.append(both_ways(leaves, dout, Pattern.dense(True), Layout.zigzag(4096, 1)))
             assert set(picked) == {"cudnn", "flash"}
     finally:
         torch.use_deterministic_algorithms(False)
-    for other in runs[1:]:
-        assert all(torch.equal(x, y) for x, y in zip(runs[0], other, strict=True))
+    assert all(torch.equal(x, y) for other in runs[1:] for x, y in zip(runs[0], other, strict=True))
 
 
 def test_a_captured_call_replays() -> None:
-    n = 512
-    torch.manual_seed(3)
-    pattern, layout = Pattern.longnet([64, 256], [1, 4], 8, True), Layout.contiguous(n, 1)
-    q, k, v, dout = (torch.randn(1, n, h, 64, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2, 8))
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-
-    def step() -> tuple[torch.Tensor, ...]:
-        out = plain(q, k, v, pattern, layout, check=False)
-        return out, *torch.autograd.grad(out, leaves, dout)
-
+    leaves, dout = drawn(512, 8, 2)
+    pattern, layout = Pattern.longnet([64, 256], [1, 4], 8, True), Layout.contiguous(512, 1)
+    step = partial(both_ways, leaves, dout, pattern, layout, check=False)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -341,11 +341,9 @@ def test_a_captured_call_replays() -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_the_current_device_need_not_be_that_of_the_tensors() -> None:
-    n = 256
-    torch.manual_seed(5)
-    *inputs, dout = (torch.randn(1, n, h, 64, device="cuda:1", dtype=torch.bfloat16) for h in (4, 2, 2, 4))
+    leaves, dout = drawn(256, 4, 2, "cuda:1")
     assert torch.cuda.current_device() == 0
-    held_to_math(inputs, dout, Pattern.longnet([64, 256], [1, 4], 4, True), Layout.zigzag(n, 1))
+    held_to_math(leaves, dout, Pattern.longnet([64, 256], [1, 4], 4, True), Layout.zigzag(256, 1))
     assert torch.cuda.current_device() == 0
 
 

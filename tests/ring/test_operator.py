@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from ring import Layout, Pattern, Transport, ring_attention
 from ring.comm.group import transport_over
@@ -91,22 +90,11 @@ class Counting(RecordingTransport):
         super().prepare(key, outgoing)
 
 
-def contexts(operator: Any) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """By a policy that saves what this operator returns, and computes all else again."""
-
-    def policy(context: Any, watched: Any, *args: Any, **options: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if watched is operator else CheckpointPolicy.PREFER_RECOMPUTE
-
-    made: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-    made = create_selective_checkpoint_contexts(policy)
-    return made
-
-
 Layer = Callable[[Tensor, Tensor], Tensor]
 WAYS: dict[str, Callable[[Layer, Tensor, Tensor], Any]] = {
     "kept": lambda layer, x, weight: layer(x, weight),
     "selective": lambda layer, x, weight: checkpoint(
-        layer, x, weight, use_reentrant=False, context_fn=partial(contexts, SAVED)
+        layer, x, weight, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, [SAVED])
     ),
     "computed again": lambda layer, x, weight: checkpoint(layer, x, weight, use_reentrant=False),
     "reentrant": lambda layer, x, weight: checkpoint(layer, x, weight, use_reentrant=True),
