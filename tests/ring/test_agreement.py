@@ -83,11 +83,8 @@ WRONG: list[tuple[Arguments, str]] = [
     ({"name": b"layer"}, "ValueError: rank 1: name must be None or a string, got <class 'bytes'>"),
     ({"pattern": Pattern((Branch(heads=range(2, 3)),))},
      "ValueError: rank 1: pattern must be one for the 2 query heads"),
-    ({"pattern": Pattern.dense(documents=(2, 1))},
-     "ValueError: rank 1: documents must add up to the 4 tokens of the sequence, got 3 in 2 documents, (2, 1)"),
     # Rank 2 has no tokens: what rank 1 holds fits.
     ({"layout": Layout.from_cuts(range(4), (0, 2, 4, 4))}, f"{LAYOUT}3"),
-    ({"layout": Layout.contiguous(4, 1)}, f"{LAYOUT}1"),
     ({"q": np.zeros((1, 2, 2, 4))}, "ValueError: rank 1: q must be a (batch, local tokens, heads, head dim) tensor"),
     ({"kernel": "cudnn"},
      "NotImplementedError: rank 1: kernel 'cudnn' takes cuda tensors, got cpu; 'auto' and 'math' take any"),

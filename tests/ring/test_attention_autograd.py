@@ -118,13 +118,6 @@ def test_autocast_leaves_doubles_alone_and_computes_nothing_else_in_its_type(ker
         assert all(x.equal(y) for x, y in zip(found, plainly, strict=True))
 
 
-@pytest.mark.parametrize("given", MIXED[1:3])
-def test_mixed_types_are_refused_without_autocast(given: tuple[torch.dtype, ...]) -> None:
-    leaves = [x.to(dtype).requires_grad_() for x, dtype in zip(inputs()[:3], given, strict=True)]
-    with torch.autocast("cpu", enabled=False), pytest.raises(ValueError, match="must have q's dtype"):
-        differentiated(leaves, leaves, "auto")
-
-
 def test_where_autocast_takes_no_part_a_tensor_is_refused_by_the_call() -> None:
     """Not by autocast, on one rank alone: the meta device has none."""
     q, k, v, *_ = inputs()

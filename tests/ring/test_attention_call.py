@@ -12,9 +12,8 @@ import torch.distributed as dist
 from reference.oracle import attention
 from reference.pattern import Branch, Pattern
 from ring import Layout, ring_attention
-from ring.comm.buffer_memory import measure
-from ring.comm.transport import RecordingTransport, SoloTransport
-from tests.support.attention_cases import PATTERNS, call, inputs, plain
+from ring.comm.transport import SoloTransport
+from tests.support.attention_cases import call, inputs, plain
 
 
 def test_what_comes_back() -> None:
@@ -43,17 +42,6 @@ def test_without_a_group_the_default_group_is_taken() -> None:
         assert plain(q, k, v, Pattern.dense(), layout, group=group).equal(wanted)
     with pytest.raises(ValueError, match="layout must be for the 1 ranks of the group, got one for 2"):
         ring_attention(q, k, v, Pattern.dense(), TWO)
-
-
-def test_one_rank_sends_and_holds_nothing() -> None:
-    q, k, v, dout, _ = inputs()
-    for exchange in ("ring", "direct", "gather"):
-        transport = RecordingTransport(SoloTransport())
-        leaves = [x.requires_grad_() for x in (q, k, v)]
-        with measure() as found:
-            out = plain(*leaves, PATTERNS["longnet"], Layout.contiguous(17, 1), group=transport, exchange=exchange)
-            torch.autograd.grad(out, leaves, dout)
-        assert found.bytes == 0 and transport.sent == [] == transport.received
 
 
 def arguments_with(**changes: Any) -> dict[str, Any]:

@@ -90,13 +90,6 @@ def test_any_scale_is_taken_as_it_is(pattern: str, scale: float, kernel: str) ->
     check(inputs(), PATTERNS[pattern], Layout.contiguous(17, 1), False, kernel=kernel, scale=scale)
 
 
-@pytest.mark.parametrize("exchange", ("ring", "direct", "gather"))
-@pytest.mark.parametrize("bucket", (1, 3, 1000))
-def test_buckets_and_exchanges(bucket: int, exchange: str) -> None:
-    for name in ("dense", "longnet causal", "per head"):
-        check(inputs(), PATTERNS[name], Layout.contiguous(17, 1), True, bucket=bucket, exchange=exchange)
-
-
 @pytest.mark.parametrize("order", LAYOUTS)
 @pytest.mark.parametrize("offset", (0, 17, 2**30))
 @pytest.mark.parametrize("rate", (2**30 + 1, 2**63 - 1))

@@ -274,11 +274,6 @@ def test_runs_that_continue_each_other_are_one() -> None:
     assert merged((1, 1, 1), (0, 1, 1), (2, 3, 1)) == ((1, 1, 1), (0, 2, 2))
 
 
-@given(orders_and_cuts(), orders_and_cuts())
-def test_equal_means_equal_shards(one: Drawn, other: Drawn) -> None:
-    assert (Layout.from_cuts(*one) == Layout.from_cuts(*other)) == (one == other)
-
-
 @given(orders_and_cuts())
 def test_a_copy_is_equal_and_has_a_number_of_its_own(drawn: Drawn) -> None:
     layout = Layout.from_cuts(*drawn)

@@ -49,10 +49,6 @@ class PlanSetting:
     by: int = 1
     stretched: Layout | None = None
 
-    @property
-    def p(self) -> int:
-        return self.layout.world_size
-
     @cached_property
     def counts(self) -> tuple[int, ...]:
         """Tokens of each rank, as plans have them."""
@@ -60,7 +56,7 @@ class PlanSetting:
 
     @cached_property
     def _held(self) -> list[Array]:
-        return [self.layout.positions(rank).numpy() for rank in range(self.p)]
+        return [self.layout.positions(rank).numpy() for rank in range(self.layout.world_size)]
 
     def positions(self, rank: int, rows: Array) -> Array:
         """Positions of rows of a shard, without the factor."""
@@ -77,7 +73,7 @@ class PlanSetting:
     def plans(self) -> list[Plan]:
         pattern, layout = stretched(self.pattern, self.by), self.stretched or self.layout
         arguments = self.heads, self.kv_heads, self.exchange, self.bucket, self.own, self.varlen
-        return [plan_of(pattern, layout, rank, *arguments) for rank in range(self.p)]
+        return [plan_of(pattern, layout, rank, *arguments) for rank in range(self.layout.world_size)]
 
     def tiles(self) -> Iterator[tuple[bool, Tile]]:
         """Every tile of all ranks, and whether it is of own keys."""
@@ -179,7 +175,7 @@ class PlanWalk:
     """
 
     def __init__(self, setting: PlanSetting) -> None:
-        self.setting, self.plans, p, n = setting, setting.plans, setting.p, setting.layout.n
+        self.setting, self.plans, p, n = setting, setting.plans, setting.layout.world_size, setting.layout.n
         self.pairs = np.zeros((setting.heads, n, n), np.int64)
         self.sent, self.returned = np.zeros((2, p, p), np.int64)
         self.due, self.got = np.zeros((2, n, setting.kv_heads), np.uint64)
@@ -250,7 +246,7 @@ class PlanWalk:
         self.head = np.append(self.head, heads)
 
     def _slice(self, rank: int, transfer: Transfer, buffer: Array) -> Array:
-        assert transfer.peer in range(self.setting.p) and transfer.peer != rank
+        assert transfer.peer in range(len(self.plans)) and transfer.peer != rank
         assert 0 <= transfer.start < transfer.stop <= len(buffer), "a message outside of its buffer"
         return buffer[transfer.start : transfer.stop]
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from ring.plan.blocks import Heads
 from ring.plan.diagonal import along_diagonals
@@ -42,7 +41,8 @@ def heads(one: Tile) -> list[int]:
 
 def shifted(*folds: list[int]) -> list[Tile]:
     """Listed rows of three heads: the last head comes first, and the others lie before it."""
-    return [tile(*(Rows.of(np.array(folds) + by) for by in (head, head + 5)), head) for head in (2, 1, 0)]
+    listed = np.array(folds)
+    return [tile(Rows.of(listed + head), Rows.of(listed + head + 5), head) for head in (2, 1, 0)]
 
 
 def at_rows(rows: Iterable[int]) -> list[Tile]:
@@ -90,24 +90,14 @@ def test_heads_of_shifted_grids_share_calls(
         assert now == was
 
 
-POSITIONS = torch.arange(4)[None]
 FIRST, SECOND = at_rows(range(2))
 UNCHANGED = {
     # Head by head they go to and fro: three calls of two heads instead of two of three.
     "more calls": (tile(grid(0), grid(0), 0, 2, 4), tile(grid(1), grid(1), 1, 3, 5)),
-    # The mask has the positions of one head's rows.
-    "masked by position": tuple(
-        replace(x, mask=Mask.POSITION, query_positions=POSITIONS + i, key_positions=POSITIONS + i)
-        for i, x in enumerate((FIRST, SECOND))
-    ),
     "another step": (FIRST, tile(grid(1, step=3), grid(1), 1)),
     "another mask": (FIRST, replace(SECOND, mask=Mask.CAUSAL)),
-    "a listing": (FIRST, tile(Rows.of(np.array([[0, 4, 8, 13]])), grid(1), 1)),
     "listed heads": (tile(grid(0), grid(0), 0, 1, 3), tile(grid(1), grid(1), 8)),
-    "two query heads of a key head": (
-        Tile(grid(0), grid(0), Heads.of(((0, 1), (2, 3))), Heads.of(((0,), (1,))), Mask.FULL), SECOND
-    ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("tiles", UNCHANGED.values(), ids=UNCHANGED)

@@ -52,12 +52,6 @@ def test_a_plan_computes_sends_and_returns_exactly_what_the_pattern_says(setting
     for bucket in range(1, setting.layout.n + 1, 3):
         own = None if setting.own is None else bucket + 5
         check_calls(replace(setting, bucket=bucket, own=own))
-
-
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
-@given(drawn_settings())
-def test_runs_and_listing_plan_the_same_pairs_and_messages(setting: PlanSetting) -> None:
-    check(setting)
     if setting.layout.n:
         check(replace(setting, layout=listed(setting.layout)))
 
@@ -167,16 +161,13 @@ def test_plans_of_long_sequences_count_as_closed_forms_do(data: st.DataObject) -
     if order == "zigzag":
         piece //= 2
     elif order == "contiguous":
-        rate, shards = (
-            data.draw(st.sampled_from((1, 2, 4, 8))),
-            data.draw(st.sampled_from([m for m in range(1, p + 1) if p % m == 0])),
-        )
+        rate = data.draw(st.sampled_from((1, 2, 4, 8)))
+        shards = data.draw(st.sampled_from([m for m in range(1, p + 1) if p % m == 0]))
         first, apart = data.draw(st.integers(0, rate - 1)), data.draw(st.booleans()) and heads == kv_heads
         offsets = tuple((first + head * apart) % rate for head in range(heads))
         branch, piece = Branch(shards * piece, rate, offsets), piece // rate
-    plans = setting_of(
-        Pattern((branch,), causal), getattr(Layout, order)(n, p), exchange, piece, (heads, kv_heads)
-    ).plans
+    pattern, layout = Pattern((branch,), causal), getattr(Layout, order)(n, p)
+    plans = setting_of(pattern, layout, exchange, piece, (heads, kv_heads)).plans
     length, rate = branch.segment_length or n, branch.dilation_rate
     pairs = sum(pairs_of(tile) for plan in plans for tile in tiles_of(plan))
     assert pairs == closed_forms.segment_pairs(n, length, rate, heads, causal)

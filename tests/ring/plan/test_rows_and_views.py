@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ring.plan.blocks import Heads
 from ring.plan.rows import Rows, concatenate, folds, varlen_folds
-from ring.strided_view import StridedView, _has_words, _head_index, _row_index
+from ring.strided_view import StridedView, _head_index, _row_index
 
 BATCH, DIM = 2, 3
 KINDS = ("contiguous", "transposed", "sliced", "dim first")
@@ -181,20 +181,3 @@ def test_indices_are_made_once() -> None:
     for rows in (Rows(1, 4, 2), Rows.of(np.array([[2, 0, 1]]))):
         assert _row_index(rows, 3, device) is _row_index(rows, 3, device)
     assert _head_index(heads, device) is _head_index(heads, device)
-
-
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32, torch.float64), ids=str)
-def test_words_of_16_bytes_are_seen_where_torch_takes_them(dtype: torch.dtype) -> None:
-    """And where they begin at such addresses, too."""
-    seen, memory = set(), torch.arange(4096).to(dtype)
-    for dim, more, start in itertools.product((1, 2, 4, 6, 8, 24), (0, 1, 2, 4, 8), (0, 1, 2, 3, 4, 8)):
-        x = memory.as_strided((1, 5, dim), (7 * (dim + more), dim + more, 1), start)
-        try:
-            taken = torch.equal(x.view(torch.complex128).view(dtype), x)
-        except RuntimeError:
-            taken = False
-        assert _has_words(x) == taken, (dim, more, start)
-        # Of one number alone, at any stride, torch makes a word only where it is one.
-        assert not _has_words(memory.as_strided((1, 5, dim), (7 * (dim + more), dim + more, 2), start))
-        seen.add(taken)
-    assert seen == {True, False}
