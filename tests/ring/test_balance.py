@@ -17,11 +17,9 @@ from ring.balance import CHUNK, ENOUGH, ENOUGH_TOKENS, work
 from ring.layout import Layout
 from tests.support.plan_settings import documents, patterns
 
-QUIET = settings(database=None, deadline=None)
-
 
 @given(st.data(), st.integers(1, 3), st.integers(0, 40))
-@settings(QUIET, max_examples=150)
+@settings(max_examples=150)
 def test_work_is_what_the_oracle_counts(data: st.DataObject, heads: int, n: int) -> None:
     drawn = data.draw(patterns(heads))
     pattern = Pattern(drawn.branches, drawn.causal, data.draw(documents(n)))
@@ -36,7 +34,7 @@ def test_heads_that_the_pattern_names_need_not_be_given() -> None:
 
 
 @given(st.data(), st.integers(0, 300), st.integers(1, 5))
-@settings(QUIET, max_examples=100)
+@settings(max_examples=100)
 def test_each_token_has_one_rank(data: st.DataObject, n: int, p: int) -> None:
     lengths = data.draw(documents(n)) or (n,)
     for layout in (
@@ -49,7 +47,7 @@ def test_each_token_has_one_rank(data: st.DataObject, n: int, p: int) -> None:
 
 
 @given(st.lists(st.integers(0, 60), max_size=12), st.integers(1, 5))
-@settings(QUIET, max_examples=100)
+@settings(max_examples=100)
 def test_zigzag_divides_long_documents_and_leaves_short_ones_whole(lengths: list[int], p: int) -> None:
     layout, begin = Layout.zigzag(sum(lengths), p, documents=tuple(lengths)), 0
     held = [set(layout.positions(rank).tolist()) for rank in range(p)]
@@ -65,7 +63,7 @@ def test_zigzag_divides_long_documents_and_leaves_short_ones_whole(lengths: list
 
 
 @given(st.integers(2, 8), st.data())
-@settings(QUIET, max_examples=100)
+@settings(max_examples=100)
 def test_short_documents_are_as_many_tokens_on_every_rank(p: int, data: st.DataObject) -> None:
     """The last that a rank gets, it gets when it has no more tokens than the mean of those that are dealt by then."""
     lengths = data.draw(st.lists(st.integers(0, 2 * p - 1), min_size=1, max_size=60))
@@ -75,7 +73,7 @@ def test_short_documents_are_as_many_tokens_on_every_rank(p: int, data: st.DataO
 
 
 @given(st.integers(2, 8), st.data())
-@settings(QUIET, max_examples=60)
+@settings(max_examples=60)
 def test_ranks_take_turns_at_short_documents_of_each_length(p: int, data: st.DataObject) -> None:
     """Where every length is there for each rank, also in another order, all have the same of them, and equal work."""
     one = data.draw(st.lists(st.integers(1, 2 * p - 1), min_size=1, max_size=8))
@@ -95,7 +93,7 @@ def test_many_short_documents_are_even(p: int) -> None:
 
 
 def unevenness(layout: Layout, pattern: Pattern) -> float:
-    """Of the most loaded rank, its work as a multiple of the mean."""
+    """Work of the most loaded rank, as a multiple of the mean."""
     cost, p = work(pattern, layout.n), layout.world_size
     return max(int(cost[layout.positions(rank)].sum()) for rank in range(p)) * p / int(cost.sum())
 
@@ -111,7 +109,7 @@ def packed(draw: Any) -> tuple[Pattern, int]:
 
 
 @given(packed(), st.integers(2, 3))
-@settings(QUIET, max_examples=150)
+@settings(max_examples=150)
 def test_the_work_is_even_where_any_order_of_chunks_makes_it_so(drawn: tuple[Pattern, int], p: int) -> None:
     pattern, n = drawn
     cost = work(pattern, n)
@@ -120,9 +118,8 @@ def test_the_work_is_even_where_any_order_of_chunks_makes_it_so(drawn: tuple[Pat
     chunks = np.add.reduceat(cost, np.arange(0, n, CHUNK))
     divisions = itertools.product(range(p), repeat=len(chunks))
     least = min(np.bincount(owners, weights=chunks, minlength=p).max() for owners in divisions)
-    assert unevenness(Layout.balanced(pattern, n, p), pattern) <= max(
-        ENOUGH, float(least) * p / int(cost.sum()) + 1e-12
-    )
+    reached = float(least) * p / int(cost.sum()) + 1e-12
+    assert unevenness(Layout.balanced(pattern, n, p), pattern) <= max(ENOUGH, reached)
 
 
 def lengths_of(n: int, *found: int) -> tuple[int, ...]:

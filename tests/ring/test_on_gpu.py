@@ -249,16 +249,15 @@ def test_nothing_merged_is_zero_and_minus_infinity() -> None:
     assert not CombinedSum(like).result(torch.bfloat16).any()
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        Pattern.longnet([64, 256, 1024], [1, 4, 8], 8, True),
-        Pattern((Branch(64, 3, 1),), True),
-        Pattern.dense(True, window=99),
-        Pattern((Branch(None, 3, window=200), Branch(window=9))),
-    ],
-    ids=["longnet", "one branch", "a window", "two windows"],
-)
+WHOLE = {
+    "longnet": Pattern.longnet([64, 256, 1024], [1, 4, 8], 8, True),
+    "one branch": Pattern((Branch(64, 3, 1),), True),
+    "a window": Pattern.dense(True, window=99),
+    "two windows": Pattern((Branch(None, 3, window=200), Branch(window=9))),
+}
+
+
+@pytest.mark.parametrize("pattern", WHOLE.values(), ids=WHOLE)
 @pytest.mark.parametrize(("kernel", "picked"), [("auto", "cudnn"), ("flash", "flash")])
 def test_whole_calls_are_the_math_kernel_s(pattern: Pattern, kernel: str, picked: str) -> None:
     leaves, dout = drawn(1024, 8, 8)

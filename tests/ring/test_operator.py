@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -72,12 +72,8 @@ def test_a_text_stands_for_one_pattern(one: Pattern, other: Pattern) -> None:
 PATTERN, TOKENS = Pattern.longnet((4, None), (1, 2), 2, causal=True), 12
 
 
-class Trace(NamedTuple):
-    """forwards: of the ring that ran, by their first messages. number: of the latest call on the group."""
-
-    gradients: list[Tensor]
-    forwards: int
-    number: int
+# Gradients, forwards of the ring that ran (by their first messages), and the number of the latest call on the group.
+Trace = tuple[list[Tensor], int, int]
 
 
 class Counting(RecordingTransport):
@@ -90,16 +86,13 @@ class Counting(RecordingTransport):
         super().prepare(key, outgoing)
 
 
-Layer = Callable[[Tensor, Tensor], Tensor]
-WAYS: dict[str, Callable[[Layer, Tensor, Tensor], Any]] = {
-    "kept": lambda layer, x, weight: layer(x, weight),
-    "selective": lambda layer, x, weight: checkpoint(
-        layer, x, weight, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, [SAVED])
-    ),
-    "computed again": lambda layer, x, weight: checkpoint(layer, x, weight, use_reentrant=False),
-    "reentrant": lambda layer, x, weight: checkpoint(layer, x, weight, use_reentrant=True),
+SAVING = partial(create_selective_checkpoint_contexts, [SAVED])
+WAYS: dict[str, tuple[int, dict[str, Any] | None]] = {  # forwards of three layers, and arguments of `checkpoint`
+    "kept": (3, None),
+    "selective": (3, {"use_reentrant": False, "context_fn": SAVING}),
+    "computed again": (6, {"use_reentrant": False}),
+    "reentrant": (6, {"use_reentrant": True}),
 }
-FORWARDS = {"kept": 3, "selective": 3, "computed again": 6, "reentrant": 6}
 
 
 def _layer(transport: Transport, name: str, x: Tensor, weight: Tensor) -> Tensor:
@@ -113,13 +106,14 @@ def _train(group: Transport | None, way: str) -> Trace:
     draw = torch.Generator().manual_seed(transport.rank)
     weights = [torch.randn(8, 24, dtype=torch.float64, generator=draw).requires_grad_() for _ in range(3)]
     x = torch.randn(1, TOKENS // 2, 8, dtype=torch.float64, generator=draw).requires_grad_()
-    y = x
+    y, options = x, WAYS[way][1]
     for number, weight in enumerate(weights):
-        y = WAYS[way](partial(_layer, transport, f"layer {number}"), y, weight)
+        layer = partial(_layer, transport, f"layer {number}")
+        y = layer(y, weight) if options is None else checkpoint(layer, y, weight, **options)
     y.square().sum().backward()
     found = [leaf.grad for leaf in (x, *weights) if leaf.grad is not None]
     assert len(found) == 4
-    return Trace(found, transport.forwards, transport.calls.number)
+    return found, transport.forwards, transport.calls.number
 
 
 @pytest.fixture(params=("gloo", "sim"))
@@ -136,7 +130,6 @@ def run(request: pytest.FixtureRequest) -> Callable[[str], list[Trace]]:
 def test_each_forward_runs_as_often_as_it_must_and_no_bit_changes(run: Callable[[str], list[Trace]], way: str) -> None:
     """Selective checkpointing runs none twice, the others all. Calls are numbered alike on both ranks."""
     kept, found = run("kept"), run(way)
-    for one, other in zip(kept, found, strict=True):
-        assert other.forwards == FORWARDS[way]
-        assert all(x.equal(y) for x, y in zip(one.gradients, other.gradients, strict=True))
-    assert found[0].number == found[1].number
+    for (exact, _, _), (gradients, forwards, number) in zip(kept, found, strict=True):
+        assert forwards == WAYS[way][0] and number == found[0][2]
+        assert all(x.equal(y) for x, y in zip(exact, gradients, strict=True))
