@@ -139,9 +139,6 @@ def test_what_is_changed_in_place_before_the_backward_is_refused(name: str) -> N
         torch.autograd.grad(out.sum(), (q, k, v))
 
 
-# --- different on two ranks -------------------------------------------------------------------------------------------
-
-
 def documents(*lengths: int) -> Arguments:
     return {"pattern": Pattern.dense(documents=lengths)}
 

@@ -20,8 +20,6 @@ from ring.nn import ContextParallel, LongNetBlock, SelfAttention, longnet_patter
 from verification.run.simulation.simulated_transport import SimulatedTransport
 from verification.run.simulation.simulation import Simulation
 
-# --- calls ------------------------------------------------------------------------------------------------------------
-
 TOKENS = 1400  # of the larger of two shards, which is longer than the least default bucket
 LAYOUT = Layout.from_cuts(range(TOKENS + 3), (0, TOKENS, TOKENS + 3))
 # The default bucket lies between the least one and the whole shard: messages tell what it is made of.
@@ -74,8 +72,6 @@ def test_ranks_compare_their_calls_unless_told_otherwise() -> None:
 
     Simulation(2, 0).run(step)
 
-
-# --- all else ---------------------------------------------------------------------------------------------------------
 
 SIGNED: dict[Callable[..., Any], dict[str, Any]] = {
     Branch: {"segment_length": None, "dilation_rate": 1, "offset": 0, "heads": None, "window": None},

@@ -245,9 +245,6 @@ def test_named_layouts_cost_nothing_per_token(name: str) -> None:
     assert time.perf_counter() - begin < 5
 
 
-# --- as a value -------------------------------------------------------------------------------------------------------
-
-
 def test_equality_hash_and_digest() -> None:
     a, b = Layout.contiguous(12, 3), Layout.from_cuts(range(12), (0, 4, 8, 12))
     assert a == b and hash(a) == hash(b) and a.digest == b.digest and len(a.digest) == 16

@@ -67,8 +67,6 @@ def test_a_text_stands_for_one_pattern(one: Pattern, other: Pattern) -> None:
     assert (text_of(one) == text_of(other)) == (one == other)
 
 
-# --- checkpointing ----------------------------------------------------------------------------------------------------
-
 PATTERN, TOKENS = Pattern.longnet((4, None), (1, 2), 2, causal=True), 12
 
 

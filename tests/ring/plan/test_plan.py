@@ -92,9 +92,6 @@ def test_a_message_of_one_row_behind_one_beyond_the_cap(bucket: int) -> None:
     check(setting_of(Pattern.dense(True), Layout.from_cuts(range(20), (0, 1, 10, 20)), "direct", bucket, (1, 1)))
 
 
-# --- limits of kernel calls -------------------------------------------------------------------------------------------
-
-
 def layout_of_segments(count: int, length: int, *owned: int) -> Layout:
     """Contiguous segments, of each of which the ranks have so many tokens, one after the other."""
     owner = np.repeat(np.arange(len(owned)), owned)
@@ -188,8 +185,6 @@ def pairs_of(tile: Tile) -> int:
         return heads * int((tile.key_positions[:, None, :] <= tile.query_positions[:, :, None]).sum())
     return heads * tile.query_rows.folds * (rows * (rows + 1) // 2 if tile.mask is Mask.CAUSAL else rows * keys)
 
-
-# --- how plans grow ---------------------------------------------------------------------------------------------------
 
 # LongNet's published setting: arXiv 2307.02486, section 4.1.
 LENGTHS, RATES = (2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12)
