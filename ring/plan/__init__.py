@@ -15,9 +15,9 @@ The road, one module a stop; a module imports only what stands before it:
     tiling        the kernel calls that compute all range pairs of a rank
     plan          all of it for one rank, step by step, ready to walk
 
-One example goes through the docstrings of all these modules. `tests/ring/plan/test_worked_example.py` computes every
-table in them and compares. 16 tokens are cut for 2 ranks in zigzag order; 2 heads, with a key/value head each, attend
-causally within segments of 8 tokens to every second token, head h beginning at token h of a segment:
+One example goes through the docstrings of all these modules: 16 tokens are cut for 2 ranks in zigzag order; 2 heads,
+with a key/value head each, attend causally within segments of 8 tokens to every second token, head h beginning at token
+h of a segment:
 
     pattern = Pattern.longnet(segment_lengths=(8,), dilation_rates=(2,), heads=2, causal=True)
     layout = Layout.zigzag(16, 2)

@@ -40,10 +40,7 @@ class Unspeakable:
 
 
 def together(*changes: Arguments, before: Arguments | None = None) -> list[str]:
-    """What ring_attention raises on each rank, with its type, when rank i calls it with changes[i]; or "fine".
-
-    before: changes of a call that all ranks make rightly before.
-    """
+    """What ring_attention raises on each rank, with its type, when rank i calls it with changes[i]; or "fine"."""
     world = len(changes)
 
     def step(transport: SimulatedTransport) -> str:
@@ -60,65 +57,40 @@ def together(*changes: Arguments, before: Arguments | None = None) -> list[str]:
     return Simulation(world, 0).run(step)
 
 
-@pytest.mark.parametrize("scales", ((1, 1.0), (0.0, -0.0)))
-def test_calls_that_mean_the_same_agree(scales: tuple[float, float]) -> None:
-    assert together(*({"scale": scale} for scale in scales)) == ["fine"] * 2
-
-
 @pytest.mark.parametrize(
-    "arguments", ({"bucket": 1}, {"bucket": 2**40}, {"scale": sys.float_info.max}, {"scale": -sys.float_info.max})
-)
-def test_the_least_and_the_greatest_numbers_are_taken(arguments: Arguments) -> None:
-    assert together(arguments, arguments) == ["fine"] * 2
+    "pair",
+    [
+        ({"scale": 1}, {"scale": 1.0}), ({"scale": 0.0}, {"scale": -0.0}), ({"bucket": 1},) * 2,
+        ({"bucket": 2**40},) * 2, ({"scale": sys.float_info.max},) * 2, ({"scale": -sys.float_info.max},) * 2,
+    ],
+)  # fmt: skip
+def test_calls_that_mean_the_same_agree(pair: tuple[Arguments, Arguments]) -> None:
+    assert together(*pair) == ["fine"] * 2
 
-
-# --- wrong on one rank ------------------------------------------------------------------------------------------------
 
 BUCKET = "ValueError: rank 1: bucket must be None or a number of tokens from 1 to 2**40, got "
 SCALE = "ValueError: rank 1: scale must be None or a finite number, got "
 LAYOUT = "ValueError: rank 1: layout must be for the 2 ranks of the group, got one for "
-EXCHANGE, KERNEL = "ValueError: rank 1: exchange must be one of", "ValueError: rank 1: kernel must be one of"
 TOO_MANY = "an integer of too many digits"
 WRONG: list[tuple[Arguments, str]] = [
     ({"scale": math.nan}, f"{SCALE}nan"),
     ({"scale": -math.inf}, f"{SCALE}-inf"),
     ({"scale": 10**5000}, f"{SCALE}{TOO_MANY}"),
-    ({"bucket": "all"}, f"{BUCKET}'all'"),
-    ({"bucket": -3}, f"{BUCKET}-3"),
     ({"bucket": 2**40 + 1}, f"{BUCKET}1099511627777"),
-    ({"bucket": 10**100}, f"{BUCKET}1{'0' * 100}"),
     ({"bucket": 10**100 + 1}, f"{BUCKET}{TOO_MANY}"),
-    ({"bucket": 10**5000}, f"{BUCKET}{TOO_MANY}"),
-    ({"exchange": "teleport"}, f"{EXCHANGE}"),
-    ({"exchange": None}, EXCHANGE),
-    ({"exchange": ["ring"]}, EXCHANGE),
-    ({"kernel": None}, KERNEL),
-    ({"kernel": ["auto"]}, KERNEL),
-    ({"return_lse": "yes"}, "ValueError: rank 1: return_lse must be True or False, got 'yes'"),
-    ({"name": 3}, "ValueError: rank 1: name must be None or a string, got <class 'int'>"),
+    ({"exchange": ["ring"]}, "ValueError: rank 1: exchange must be one of"),
+    ({"kernel": None}, "ValueError: rank 1: kernel must be one of"),
     ({"name": b"layer"}, "ValueError: rank 1: name must be None or a string, got <class 'bytes'>"),
-    ({"pattern": None}, "ValueError: rank 1: pattern must be a Pattern, got None"),
-    ({"pattern": DENSE.to_dict()}, "ValueError: rank 1: pattern must be a Pattern, got {"),
-    ({"pattern": DENSE.branches[0]}, "ValueError: rank 1: pattern must be a Pattern, got Branch("),
     ({"pattern": Pattern((Branch(heads=range(2, 3)),))},
      "ValueError: rank 1: pattern must be one for the 2 query heads"),
-    ({"pattern": Pattern.dense(documents=(2, 1))},
-     "ValueError: rank 1: documents must add up to the 4 tokens of the sequence, got 3 in 2 documents, (2, 1)"),
-    ({"is_causal": True},
-     "ValueError: rank 1: is_causal is no argument of ring_attention: write Pattern.dense(causal=True)"),
-    ({"layout": None}, "ValueError: rank 1: layout must be a Layout, got None"),
-    ({"layout": (0, 2, 4)}, "ValueError: rank 1: layout must be a Layout, got (0, 2, 4)"),
     # Rank 2 has no tokens: what rank 1 holds fits.
     ({"layout": Layout.from_cuts(range(4), (0, 2, 4, 4))}, f"{LAYOUT}3"),
-    ({"layout": Layout.contiguous(4, 1)}, f"{LAYOUT}1"),
     ({"q": np.zeros((1, 2, 2, 4))}, "ValueError: rank 1: q must be a (batch, local tokens, heads, head dim) tensor"),
     ({"kernel": "cudnn"},
      "NotImplementedError: rank 1: kernel 'cudnn' takes cuda tensors, got cpu; 'auto' and 'math' take any"),
     # An error of any other type is a ValueError for all, and says what it was.
-    *(
-        ({"kernel": Unspeakable(error)}, f"ValueError: rank 1: {type(error).__name__}: {error}")
-        for error in (KeyError("no words"), RuntimeError("no words"), ZeroDivisionError("no words"))
-    ),
+    ({"kernel": Unspeakable(KeyError("no words"))}, "ValueError: rank 1: KeyError: 'no words'"),
+    ({"kernel": Unspeakable(RuntimeError("no words"))}, "ValueError: rank 1: RuntimeError: no words"),
 ]  # fmt: skip
 
 
@@ -130,9 +102,9 @@ def test_whatever_is_wrong_on_one_rank_is_said_on_all(arguments: Arguments, said
 
 
 TYPES: list[tuple[str, Any, Any]] = [  # what a right call had before, and what equals it but is of another type
-    ("bucket", 1, True), ("bucket", 2, 2.0), ("bucket", 2, complex(2)), ("bucket", 2, np.int64(2)),
-    ("scale", 1.0, True), ("scale", 0, False), ("scale", 0.5, np.float32(0.5)), ("scale", 0.5, complex(0.5)),
-    ("scale", 0.5, torch.tensor(0.5)), ("return_lse", True, 1), ("return_lse", True, np.bool_(True)),
+    ("bucket", 1, True), ("bucket", 2, 2.0), ("bucket", 2, np.int64(2)), ("scale", 1.0, True), ("scale", 0, False),
+    ("scale", 0.5, np.float32(0.5)), ("scale", 0.5, complex(0.5)), ("scale", 0.5, torch.tensor(0.5)),
+    ("return_lse", True, 1), ("return_lse", True, np.bool_(True)),
 ]  # fmt: skip
 
 
@@ -167,9 +139,6 @@ def test_what_is_changed_in_place_before_the_backward_is_refused(name: str) -> N
         torch.autograd.grad(out.sum(), (q, k, v))
 
 
-# --- different on two ranks -------------------------------------------------------------------------------------------
-
-
 def documents(*lengths: int) -> Arguments:
     return {"pattern": Pattern.dense(documents=lengths)}
 
@@ -199,18 +168,11 @@ def test_ranks_that_differ_are_told_in_what(changes: tuple[Arguments, ...], said
     assert together(*changes) == [f"ValueError: {said}"] * len(changes)
 
 
-@pytest.mark.parametrize("names", ("q", "k", "v"))
-def test_one_tensor_that_requires_gradients_makes_a_difference(names: str) -> None:
-    wanted = {name: torch.ones(1, 2, 2, 4, requires_grad=True) for name in names}
+@pytest.mark.parametrize("name", ("q", "k", "v"))
+def test_one_tensor_that_requires_gradients_makes_a_difference(name: str) -> None:
+    wanted = {name: torch.ones(1, 2, 2, 4, requires_grad=True)}
     said = "ValueError: requires_grad must be the same on every rank: rank 0 has False, rank 1 True"
     assert together({}, wanted) == [said] * 2
-
-
-@pytest.mark.parametrize("other", (Layout.from_cuts(range(6), (0, 2, 3, 6)), Layout.from_cuts(range(7), (0, 2, 4, 7))))
-def test_layouts_that_differ_on_another_rank_are_refused(other: Layout) -> None:
-    """Rank 0 has its tokens by either of them."""
-    first, *others = together({"layout": other}, {}, {})
-    assert others == [first] * 2 and first.startswith("ValueError: layout must be the same on every rank: rank 0 has")
 
 
 class OneRankMore(SoloTransport):
@@ -230,23 +192,10 @@ def test_a_call_that_was_right_on_another_group_is_looked_at_again() -> None:
         ring_attention(q, k, v, own, layout, group=SoloTransport(), exchange="direct")
 
 
-ORDERS = [[0, 1, 2, 3], [2, 3, 0, 1], [1, 3, 0, 2]]  # one run, two runs, and listed
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_layouts_that_differ_at_their_end_are_refused(order: list[int]) -> None:
-    other = [*order[:2], order[3], order[2]]
-    first, second = together(*({"layout": Layout.from_cuts(positions, (0, 2, 4))} for positions in (order, other)))
-    assert first == second and first.startswith(
-        "ValueError: layout must be the same on every rank: rank 0 has 4 tokens"
-    )
-
-
 FIRST, SECOND = Branch(4, 2, (0, 1), range(0, 2)), Branch(None, 3, 1)
 PATTERN = Pattern((FIRST, SECOND), causal=True)
 OTHERS = {
     "causal": replace(PATTERN, causal=False),
-    "fewer branches": Pattern((FIRST,), True),
     "the order of branches": Pattern((SECOND, FIRST), True),
     "a segment length": Pattern((replace(FIRST, segment_length=5), SECOND), True),
     "a dilation rate": Pattern((FIRST, replace(SECOND, dilation_rate=2)), True),
@@ -263,19 +212,40 @@ def test_patterns_that_differ_in_anything_are_refused(other: Pattern) -> None:
     assert first == second and first.startswith("ValueError: pattern must be the same on every rank: rank 0 has")
 
 
+def at_its_end(*order: int) -> tuple[Layout, Layout]:
+    return Layout.from_cuts(order, (0, 2, 4)), Layout.from_cuts((*order[:2], order[3], order[2]), (0, 2, 4))
+
+
+SIX = Layout.contiguous(6, 3)
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        (Layout.from_cuts(range(6), (0, 2, 3, 6)), SIX, SIX),  # rank 0 has its tokens by either of them
+        (Layout.from_cuts(range(7), (0, 2, 4, 7)), SIX, SIX),
+        at_its_end(0, 1, 2, 3), at_its_end(2, 3, 0, 1), at_its_end(1, 3, 0, 2),  # one run, two runs, and listed
+    ],
+)  # fmt: skip
+def test_layouts_that_differ_in_anything_are_refused(layouts: tuple[Layout, ...]) -> None:
+    first, *others = together(*({"layout": layout} for layout in layouts))
+    assert set(others) == {first}
+    assert first.startswith("ValueError: layout must be the same on every rank: rank 0 has")
+
+
 @pytest.mark.parametrize("kernel", ["flash", "cudnn"])
 @pytest.mark.parametrize(
-    ("dtype", "heads", "dim", "taken"),
+    ("dtype", "dim", "taken"),
     [
-        (torch.bfloat16, 3, 64, True), (torch.float16, 1, 128, True), (torch.float16, 8, 12, False),
-        (torch.bfloat16, 8, 136, False), (torch.float32, 8, 64, False),
+        (torch.bfloat16, 64, True), (torch.float16, 128, True), (torch.float16, 12, False),
+        (torch.bfloat16, 136, False), (torch.float32, 64, False),
     ],
 )  # fmt: skip
 def test_a_fused_kernel_of_gpus_is_refused_where_it_takes_no_tile(
-    kernel: str, dtype: torch.dtype, heads: int, dim: int, taken: bool
+    kernel: str, dtype: torch.dtype, dim: int, taken: bool
 ) -> None:
     """Needs no GPU: nothing is computed."""
-    q: Any = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 8, heads, dim))
+    q: Any = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 8, 3, dim))
     call: Any = SimpleNamespace(kernel=kernel, q=q, return_lse=False, differentiated=True)
     with nullcontext() if taken else pytest.raises(NotImplementedError, match=f"{dtype} and head dim {dim}"):
         agreement._validate_fused(call)

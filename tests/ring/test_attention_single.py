@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import ring.walk
+from reference.exact import Inputs, evaluate
 from reference.oracle import attention, gradients
 from reference.pattern import Branch, Pattern, multiplicity
-from ring import Layout, ring_attention
+from ring import Layout
 from ring.caching.bounded import Bounded
 from ring.compute import kernels
-from ring.compute.math_kernel import Tensors3
+from tests.support import plain_case
 from tests.support.attention_cases import LAYOUTS, PACKED, PATTERNS, call, inputs, normal, plain
+from verification.check.expectation import arithmetic_of
 
 INF = float("inf")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -28,20 +30,13 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 2**-8 * 2
 def check(tensors: list[torch.Tensor], pattern: Pattern, layout: Layout, with_lse: bool, **options: Any) -> None:
     """Output, lse and gradients of a call against the oracle; tensors are in the layout's order."""
     q, k, v, dout, dlse = tensors
-    dtype = q.dtype
-    bound = TOLERANCE[dtype]
-    at: dict[str, Any] = {
-        "q_positions": layout.positions(0),
-        "k_positions": layout.positions(0),
-        "scale": options.get("scale"),
-    }
+    dtype, bound, positions = q.dtype, TOLERANCE[q.dtype], layout.positions(0)
+    at: dict[str, Any] = {"q_positions": positions, "k_positions": positions, "scale": options.get("scale")}
     wanted, wanted_lse = attention(q, k, v, pattern, **at)
     wanted_grads = gradients(q, k, v, pattern, dout, dlse if with_lse else None, **at)
     copies = [x.clone() for x in tensors]
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    # "flash" has no gradient through lse, and says so: see its own test.
-    if options.get("kernel") == "flash":
-        assert not with_lse
+    if options.get("kernel") == "flash":  # which has no gradient through lse
         out = plain(*leaves, pattern, layout, **options)
         with torch.no_grad():
             again, lse = call(*leaves, pattern, layout, **options)
@@ -54,15 +49,12 @@ def check(tensors: list[torch.Tensor], pattern: Pattern, layout: Layout, with_ls
     torch.testing.assert_close(lse.double(), wanted_lse, rtol=bound, atol=min(bound, 2e-4))
     dead = wanted_lse == -INF
     assert lse[dead].eq(-INF).all() and out[dead.transpose(1, 2)].eq(0).all()
-    loss = (out * dout).sum()
-    if with_lse:
-        loss = loss + (lse.masked_fill(dead, 0.0) * dlse).sum()
-    got = torch.autograd.grad(loss, leaves)
+    given = [dout, dlse.masked_fill(dead, 0.0)] if with_lse else [dout]
+    got = torch.autograd.grad([out, lse][: len(given)], leaves, given)
     for x, y, leaf in zip(got, wanted_grads, leaves, strict=True):
         assert x.dtype is dtype and x.shape == leaf.shape and x.is_contiguous()
-        torch.testing.assert_close(
-            x.double(), y, rtol=bound, atol=bound * max(1.0, float(y.abs().amax()) if y.numel() else 1.0)
-        )
+        most = max(1.0, float(y.abs().amax()) if y.numel() else 1.0)
+        torch.testing.assert_close(x.double(), y, rtol=bound, atol=bound * most)
     assert got[0][dead.transpose(1, 2)].eq(0).all()
     assert all(x.equal(y) for x, y in zip(tensors, copies, strict=True)), "inputs were changed"
 
@@ -98,47 +90,12 @@ def test_any_scale_is_taken_as_it_is(pattern: str, scale: float, kernel: str) ->
     check(inputs(), PATTERNS[pattern], Layout.contiguous(17, 1), False, kernel=kernel, scale=scale)
 
 
-@pytest.mark.parametrize("exchange", ("ring", "direct", "gather"))
-@pytest.mark.parametrize("bucket", (1, 3, 1000))
-def test_buckets_and_exchanges(bucket: int, exchange: str) -> None:
-    for name in ("dense", "longnet causal", "per head"):
-        check(inputs(), PATTERNS[name], Layout.contiguous(17, 1), True, bucket=bucket, exchange=exchange)
-
-
-@st.composite
-def drawn_calls(draw: Any) -> tuple[list[torch.Tensor], Pattern, Layout, bool, dict[str, Any]]:
-    n, kv_heads = draw(st.integers(0, 24)), draw(st.integers(1, 3))
-    heads = kv_heads * draw(st.integers(1, 3))
-    branches = []
-    for _ in range(draw(st.integers(1, 3))):
-        rate, first = draw(st.integers(1, 5)), draw(st.integers(0, heads - 1))
-        served = range(first, draw(st.integers(first + 1, heads))) if draw(st.booleans()) else None
-        offsets = tuple(draw(st.integers(0, rate - 1)) for _ in (range(heads) if served is None else served))
-        branches.append(Branch(draw(st.one_of(st.none(), st.integers(1, 30))), rate, offsets, served))
-    order = draw(st.permutations(range(n))) if draw(st.booleans()) else range(n)
-    kernel = draw(st.sampled_from(("auto", "math", "flash")))
-    tensors = inputs(n, heads, kv_heads, batch=draw(st.integers(1, 2)), dim=draw(st.integers(1, 6)))
-    options = {"kernel": kernel, "bucket": draw(st.sampled_from((None, 1, 4, 100)))}
-    with_lse = kernel != "flash" and draw(st.booleans())
-    return tensors, Pattern(tuple(branches), draw(st.booleans())), Layout.from_cuts(order, (0, n)), with_lse, options
-
-
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(drawn_calls())
-def test_the_oracle_agrees_on_whatever_is_drawn(
-    drawn: tuple[list[torch.Tensor], Pattern, Layout, bool, dict[str, Any]],
-) -> None:
-    tensors, pattern, layout, with_lse, options = drawn
-    check(tensors, pattern, layout, with_lse, **options)
-
-
 @pytest.mark.parametrize("order", LAYOUTS)
-@pytest.mark.parametrize("offset", (0, 3, 17, 2**30))
-@pytest.mark.parametrize("rate", (2**30 + 1, 2**56 + 1, 2**63 - 1))
+@pytest.mark.parametrize("offset", (0, 17, 2**30))
+@pytest.mark.parametrize("rate", (2**30 + 1, 2**63 - 1))
 def test_dilation_rates_and_segments_far_beyond_the_sequence(rate: int, offset: int, order: str) -> None:
-    tensors = [x.double() for x in inputs()]
     branches = Branch(9, rate, offset), Branch(None, rate, offset), Branch(5, 2), Branch(2**62, 2, 1), Branch(2**62)
-    check(tensors, Pattern(branches, causal=True), LAYOUTS[order](17), True)
+    check(inputs(), Pattern(branches, causal=True), LAYOUTS[order](17), True)
 
 
 def test_padded_keys_in_a_part_of_their_own() -> None:
@@ -148,13 +105,11 @@ def test_padded_keys_in_a_part_of_their_own() -> None:
     q[..., -1] = 1.0
     k[..., -1] = 0.0
     k[:, :32, :, -1] = -INF
-    exact, exact_lse = attention(q, k, v, Pattern.dense())
+    exact = attention(q, k, v, Pattern.dense())
     for kernel in ("math", "flash", "auto"):
-        out, lse = ring_attention(
-            q, k, v, Pattern.dense(), Layout.contiguous(64, 1), kernel=kernel, bucket=32, return_lse=True
-        )
-        torch.testing.assert_close(out.double(), exact, rtol=0, atol=1e-5)
-        torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=1e-5)
+        found = call(q, k, v, Pattern.dense(), Layout.contiguous(64, 1), kernel=kernel, bucket=32)
+        for x, y in zip(found, exact, strict=True):
+            torch.testing.assert_close(x.double(), y, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("n", (0, 1))
@@ -163,42 +118,29 @@ def test_short_sequences(pattern: str, n: int) -> None:
     check(inputs(n), PATTERNS[pattern], Layout.contiguous(n, 1), True)
 
 
-# --- strides, and values that are no numbers ---
-
-
 def restride(x: torch.Tensor, kind: str) -> torch.Tensor:
     if kind == "heads first":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
     if kind == "dim first":
         return x.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0)
+    if kind.startswith("expanded"):
+        return x[tuple(slice(0, 1 if str(dim) in kind else None) for dim in range(4))].expand(x.shape)
     wide = torch.zeros(x.shape[0] + 1, 2 * x.shape[1], x.shape[2] + 2, 2 * x.shape[3], dtype=x.dtype)
     wide[1:, ::2, 1:-1, 1::2] = x
     return wide[1:, ::2, 1:-1, 1::2]
 
 
-@pytest.mark.parametrize("kind", ("heads first", "dim first", "sliced"))
+STRIDES = ("heads first", "dim first", "sliced", *(f"expanded {dims}" for dims in ("0", "1", "2", "3", "0123")))
+
+
+@pytest.mark.parametrize("kind", STRIDES)
 @pytest.mark.parametrize("order", ("contiguous", "hilbert"))
 @pytest.mark.parametrize("kernel", ("auto", "math"))
 def test_strided_inputs(kernel: str, order: str, kind: str) -> None:
     *qkvd, dlse = inputs()
     strided = [restride(x, kind) for x in qkvd]
-    assert all(x.equal(y) and not x.is_contiguous() for x, y in zip(strided, qkvd, strict=True))
+    assert not any(x.is_contiguous() for x in strided)
     check([*strided, dlse], PATTERNS["longnet causal"], LAYOUTS[order](17), True, kernel=kernel)
-
-
-@pytest.mark.parametrize("kernel", ("auto", "math"))
-@pytest.mark.parametrize("order", ("contiguous", "hilbert"))
-@pytest.mark.parametrize("dims", [(0,), (1,), (2,), (3,), (0, 1, 2, 3)])
-def test_expanded_inputs(dims: tuple[int, ...], order: str, kernel: str) -> None:
-    q, k, v, dout, dlse = inputs()
-
-    def expanded(x: torch.Tensor) -> torch.Tensor:
-        small = x[tuple(slice(0, 1) if d in dims else slice(None) for d in range(4))]
-        return small.expand(x.shape)
-
-    tensors = [expanded(x) for x in (q, k, v, dout)]
-    assert all(0 in x.stride() for x in tensors)
-    check([*tensors, dlse], PATTERNS["longnet causal"], LAYOUTS[order](17), True, kernel=kernel)
 
 
 def test_one_tensor_as_q_k_and_v() -> None:
@@ -222,20 +164,19 @@ def test_no_number_reaches_the_rows_that_see_it(bad: float, where: str, pattern:
     {"q": q, "k": k, "v": v}[where][1, row, head, 3] = bad
     out, lse = call(q, k, v, chosen, layout, kernel=kernel)
     at = layout.positions(0)
-    sees = multiplicity(chosen, at, at, 4) > 0  # (H, Nq, Nk)
-    in_segment = multiplicity(Pattern(chosen.branches), at, at, 4) > 0
-    hit, near = torch.zeros(4, 17, dtype=torch.bool), torch.zeros(4, 17, dtype=torch.bool)
+    sees, near = (multiplicity(x, at, at, 4) > 0 for x in (chosen, Pattern(chosen.branches)))  # (H, Nq, Nk)
+    hit, shared = torch.zeros(4, 17, dtype=torch.bool), slice(2 * head, 2 * head + 2)  # query heads of a key/value head
     if where == "q":
         hit[head, row] = sees[head, row].any()
     else:
-        shared = slice(2 * head, 2 * head + 2)  # the query heads of a key/value head
-        hit[shared], near[shared] = sees[shared, :, row], in_segment[shared, :, row]
+        hit[shared] = sees[shared, :, row]
     finite = out.isfinite().all(-1).transpose(1, 2)  # (B, H, N)
     assert finite[0].all()
     unseen = ~sees.any(-1)
     if where == "v":
-        assert (finite[1] | near).all() and not (finite[1] & hit).any()
-        assert (lse.isfinite() | unseen).all()
+        assert not (finite[1] & hit).any()
+        finite[1, shared] |= near[shared, :, row]
+        assert finite[1].all() and (lse.isfinite() | unseen).all()
     elif bad == INF and where == "k":  # a score of -inf has weight 0: it may leave no trace
         assert (finite[1] | hit).all() and (lse[1].isfinite() | hit | unseen).all()
     else:
@@ -255,7 +196,23 @@ def test_huge_half_precision_scores() -> None:
         assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), leaves))
 
 
-# --- which way a call takes ---
+@pytest.mark.parametrize("kernel", ("math", "flash"))
+@pytest.mark.parametrize(("score", "least", "most"), ((1e3, 0.0, 1e-4), (1e5, 0.0, 1e-2), (1e7, 0.01, 0.7)))
+def test_gradients_of_large_equal_scores_are_off_by_the_last_digit_of_lse(
+    kernel: str, score: float, least: float, most: float
+) -> None:
+    """As far as the bounds say: one fp32 number for a row's lse loses the logarithm of how many there are."""
+    q, k = torch.full((1, 8, 1, 1), score), torch.ones(1, 8, 1, 1)
+    v, dout = torch.randn(2, 1, 8, 1, 1, generator=torch.Generator().manual_seed(0))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = plain(*leaves, Pattern.dense(), Layout.contiguous(8, 1), kernel=kernel, scale=1.0)
+    found = dict(zip(("out", "dq", "dk", "dv"), (out, *torch.autograd.grad(out, leaves, dout)), strict=True))
+    case = plain_case.plain(1, tokens=8, heads=1, kv_heads=1, head_dim=1, kernel=kernel, scale=1.0)
+    given = [x.detach().double().numpy() for x in (q, k, v, dout)]
+    wanted = evaluate(Inputs(given[0], given[1], given[2], given[3], None, Pattern.dense(), 1.0), arithmetic_of(case))
+    errors = {name: np.abs(x.detach().double().numpy() - wanted.exact[name]) for name, x in found.items()}
+    assert all((error <= wanted.bound[name]).all() for name, error in errors.items())
+    assert least <= errors["dv"].max() / np.abs(wanted.exact["dv"]).max() <= most
 
 
 @pytest.mark.parametrize("kernel, name", [("auto", "flash"), ("math", "math")])
@@ -263,20 +220,11 @@ def test_kernels_are_chosen_by_the_head_dim_and_only_one_is_given_delta(
     kernel: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the CPU any dim goes with any kernel, so that results do not tell by what a kernel was chosen."""
-    dims, saved = [], []
-    choose, backward = kernels.choose, kernels.backward
-
-    def chosen(*args: Any) -> str:
-        dims.append(args[3])
-        return choose(*args)
-
-    def gone_back(name: str, *args: Any) -> Tensors3:
-        saved.append((name, args[3].delta is not None))
-        return backward(name, *args)
-
-    monkeypatch.setattr(kernels, "choose", chosen)
-    monkeypatch.setattr(kernels, "backward", gone_back)
+    choose, backward = Mock(wraps=kernels.choose), Mock(wraps=kernels.backward)
+    monkeypatch.setattr(kernels, "choose", choose)
+    monkeypatch.setattr(kernels, "backward", backward)
     monkeypatch.setattr(ring.walk, "_programs", Bounded(8))  # what was chosen before is kept
     check(inputs(), Pattern.dense(), Layout.contiguous(17, 1), False, kernel=kernel)
-    assert set(dims) == {5}  # of 4 heads and 17 tokens
-    assert set(saved) == {(name, name == "math")}
+    assert {call.args[3] for call in choose.call_args_list} == {5}  # of 4 heads and 17 tokens
+    given = {(call.args[0], call.args[4].delta is not None) for call in backward.call_args_list}
+    assert given == {(name, name == "math")}

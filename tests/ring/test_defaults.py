@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,8 +19,6 @@ from ring.comm.transport import RecordingTransport, SoloTransport
 from ring.nn import ContextParallel, LongNetBlock, SelfAttention, longnet_pattern, next_tokens, rotary
 from verification.run.simulation.simulated_transport import SimulatedTransport
 from verification.run.simulation.simulation import Simulation
-
-# --- calls ------------------------------------------------------------------------------------------------------------
 
 TOKENS = 1400  # of the larger of two shards, which is longer than the least default bucket
 LAYOUT = Layout.from_cuts(range(TOKENS + 3), (0, TOKENS, TOKENS + 3))
@@ -74,56 +73,34 @@ def test_ranks_compare_their_calls_unless_told_otherwise() -> None:
     Simulation(2, 0).run(step)
 
 
-# --- all else ---------------------------------------------------------------------------------------------------------
+SIGNED: dict[Callable[..., Any], dict[str, Any]] = {
+    Branch: {"segment_length": None, "dilation_rate": 1, "offset": 0, "heads": None, "window": None},
+    Pattern: {"causal": False, "documents": None},
+    Pattern.dense: {"causal": False, "documents": None, "window": None},
+    Pattern.longnet: {"causal": False, "offsets": "paper", "documents": None},
+    Pattern.head_groups: {"causal": False, "documents": None},
+    longnet_pattern: {"causal": True, "offsets": "torchscale"},
+    Layout.shard: {"dim": 1},
+    Layout.unshard: {"dim": 1},
+    ContextParallel: {
+        "group": None, "exchange": "direct", "bucket": None, "kernel": "auto", "check": True, "documents": None
+    },
+    next_tokens: {"ignored": -100},
+    rotary: {"theta": 10000.0},
+}  # fmt: skip
 
-LISTS = ((4, 8), (1, 2), 3)  # segment lengths, dilation rates, heads
+
+@pytest.mark.parametrize(("made", "documented"), SIGNED.items(), ids=lambda x: getattr(x, "__qualname__", ""))
+def test_what_is_made_without_arguments_is_as_documented(made: Callable[..., Any], documented: dict[str, Any]) -> None:
+    parameters = inspect.signature(made).parameters.values()
+    assert {x.name: x.default for x in parameters if x.default is not x.empty} == documented
+
+
 ALONE = ContextParallel(Layout.contiguous(9, 1), SoloTransport())
-DENSE = Pattern.dense(causal=True)
-
-
-def numbers(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(7))
-
-
-def outcome(module: nn.Module) -> tuple[list[tuple[str, torch.Size]], list[float]]:
-    """Shapes of parameters, and what is computed when all are filled with the same numbers, whoever made them.
-
-    Small inputs show which epsilon a norm has.
-    """
-    for parameter in module.parameters():
-        parameter.data = numbers(*parameter.shape)
-    out = module(0.01 * numbers(1, 9, 12), ALONE)
-    return [(name, x.shape) for name, x in module.state_dict().items()], out.detach().flatten().tolist()
-
-
-LAYOUT_OF_TWO, ROWS = Layout.striped(9, 2), torch.arange(27).reshape(1, 9, 3)
-SHARDS = [LAYOUT_OF_TWO.shard(ROWS, rank, dim=1) for rank in range(2)]
-CONTEXT = {"exchange": "direct", "bucket": None, "kernel": "auto", "check": True, "documents": None}
-MADE: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "Branch": (
-        Branch, {"segment_length": None, "dilation_rate": 1, "offset": 0, "heads": None, "window": None}
-    ),
-    "Pattern": (lambda **a: Pattern((Branch(),), **a), {"causal": False, "documents": None}),
-    "Pattern.dense": (Pattern.dense, {"causal": False, "documents": None, "window": None}),
-    "Pattern.longnet": (
-        lambda **a: Pattern.longnet(*LISTS, **a), {"causal": False, "offsets": "paper", "documents": None}
-    ),
-    "Pattern.head_groups": (lambda **a: Pattern.head_groups(*LISTS, **a), {"causal": False, "documents": None}),
-    "longnet_pattern": (
-        lambda **a: Pattern.longnet(*LISTS, **a) if a else longnet_pattern(*LISTS),
-        {"causal": True, "offsets": "torchscale"},
-    ),
-    "Layout.shard": (lambda **a: LAYOUT_OF_TWO.shard(ROWS, 1, **a).tolist(), {"dim": 1}),
-    "Layout.unshard": (lambda **a: LAYOUT_OF_TWO.unshard(SHARDS, **a).tolist(), {"dim": 1}),
-    "ContextParallel": (
-        lambda **a: {name: getattr(ContextParallel(ALONE.layout, SoloTransport(), **a), name) for name in CONTEXT},
-        CONTEXT,
-    ),
-    "next_tokens": (lambda **a: next_tokens(ROWS[..., 0], **a).tolist(), {"ignored": -100}),
-    "rotary": (lambda **a: rotary(numbers(1, 9, 3, 4), torch.arange(9), **a).tolist(), {"theta": 10000.0}),
+MODULES: dict[str, tuple[Callable[..., nn.Module], dict[str, Any]]] = {
     # As many key/value heads as heads, which share the dimension; Llama's, but for its norms.
     "SelfAttention": (
-        lambda **a: outcome(SelfAttention(12, 3, DENSE, **a)),
+        partial(SelfAttention, 12, 3, Pattern.dense(causal=True)),
         {
             "kv_heads": 3, "head_dim": 4, "bias": False, "rotary_theta": 10000.0, "qk_norm": False,
             "inner_norm_eps": None,
@@ -131,12 +108,25 @@ MADE: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     # A decoder's, with the feed-forward and the norms of torchscale.
     "LongNetBlock": (
-        lambda **a: outcome(LongNetBlock(12, 3, (4, 8), (1, 2), **a)),
+        partial(LongNetBlock, 12, 3, (4, 8), (1, 2)),
         {"ffn_dim": 48, "kv_heads": 3, "causal": True, "subln": True, "rotary_theta": 10000.0, "norm_eps": 1e-5},
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "documented"), MADE.values(), ids=MADE)
-def test_what_is_made_without_arguments_is_as_documented(make: Callable[..., Any], documented: dict[str, Any]) -> None:
-    assert make() == make(**documented)
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(7))
+
+
+@pytest.mark.parametrize(("make", "documented"), MODULES.values(), ids=MODULES)
+def test_modules_without_arguments_are_as_documented(
+    make: Callable[..., nn.Module], documented: dict[str, Any]
+) -> None:
+    """They compute the same when all parameters have the same numbers; small inputs show which epsilon a norm has."""
+    found = []
+    for module in (make(), make(**documented)):
+        for parameter in module.parameters():
+            parameter.data = numbers(*parameter.shape)
+        shapes = [(name, x.shape) for name, x in module.state_dict().items()]
+        found.append((shapes, module(0.01 * numbers(1, 9, 12), ALONE).detach().flatten().tolist()))
+    assert found[0] == found[1]

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from ring import Layout, Pattern, Transport, ring_attention
 from ring.comm.group import transport_over
 from ring.comm.transport import RecordingTransport
+from ring.compiled import pattern_of, text_of
 from ring.operator import _prepared
-from tests.support.attention_cases import PATTERNS, call, inputs, plain
+from tests.support.attention_cases import PATTERNS, inputs, plain
+from tests.support.drawn_patterns import patterns
 from tests.support.ranks import Ranks
 from verification.run.simulation.simulation import Simulation
 
@@ -41,39 +43,35 @@ class Names(TorchDispatchMode):
 @pytest.mark.parametrize("differentiated", (False, True))
 @pytest.mark.parametrize("lse", (False, True))
 def test_a_forward_is_one_operator(lse: bool, differentiated: bool) -> None:
+    """Nothing is kept for it when it has run."""
     q, k, v, *_ = inputs()
     with Names() as seen:
         ring_attention(q.requires_grad_(differentiated), k, v, PATTERNS["longnet"], LAYOUT, return_lse=lse)
-    assert seen.count["ring.attention.default"] == 1
+    assert seen.count["ring.attention.default"] == 1 and not _prepared
     assert not [name for name in seen.count if "bmm" in name or ("attention" in name and "ring" not in name)]
 
 
-def test_nothing_is_kept_when_it_has_run() -> None:
-    q, k, v, *_ = inputs()
-    out, lse = call(q.requires_grad_(), k, v, PATTERNS["longnet"], LAYOUT)
-    assert not _prepared
-    torch.autograd.grad(out.sum() + lse.sum(), q)
-
-
-@pytest.mark.parametrize("number", (10**9, 0, -1))
+@pytest.mark.parametrize("number", (10**9, 0, -1, 2**62))
 def test_the_operator_is_no_way_to_call(number: int) -> None:
     q, k, v, *_ = inputs()
     plain(q, k, v, Pattern.dense(), LAYOUT)  # whose number was there, and is no more
-    with pytest.raises(ValueError, match="prepared must be the number of a forward that ring_attention has begun"):
+    with pytest.raises(ValueError, match=f"prepared must be the number of a forward .* begun.* got {number}"):
         torch.ops.ring.attention(q, k, v, number)
 
 
-# --- checkpointing ----------------------------------------------------------------------------------------------------
+@given(patterns(3), patterns(3))
+def test_a_text_stands_for_one_pattern(one: Pattern, other: Pattern) -> None:
+    """In graphs, which take a pattern's text in its place."""
+    again = pattern_of(text_of(one))
+    assert again == one and repr(again) == repr(one)
+    assert (text_of(one) == text_of(other)) == (one == other)
+
 
 PATTERN, TOKENS = Pattern.longnet((4, None), (1, 2), 2, causal=True), 12
 
 
-class Trace(NamedTuple):
-    """forwards: of the ring that ran, by their first messages. number: of the latest call on the group."""
-
-    gradients: list[Tensor]
-    forwards: int
-    number: int
+# Gradients, forwards of the ring that ran (by their first messages), and the number of the latest call on the group.
+Trace = tuple[list[Tensor], int, int]
 
 
 class Counting(RecordingTransport):
@@ -86,27 +84,13 @@ class Counting(RecordingTransport):
         super().prepare(key, outgoing)
 
 
-def contexts(operator: Any) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """By a policy that saves what this operator returns, and computes all else again."""
-
-    def policy(context: Any, watched: Any, *args: Any, **options: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if watched is operator else CheckpointPolicy.PREFER_RECOMPUTE
-
-    made: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-    made = create_selective_checkpoint_contexts(policy)
-    return made
-
-
-Layer = Callable[[Tensor, Tensor], Tensor]
-WAYS: dict[str, Callable[[Layer, Tensor, Tensor], Any]] = {
-    "kept": lambda layer, x, weight: layer(x, weight),
-    "selective": lambda layer, x, weight: checkpoint(
-        layer, x, weight, use_reentrant=False, context_fn=partial(contexts, SAVED)
-    ),
-    "computed again": lambda layer, x, weight: checkpoint(layer, x, weight, use_reentrant=False),
-    "reentrant": lambda layer, x, weight: checkpoint(layer, x, weight, use_reentrant=True),
+SAVING = partial(create_selective_checkpoint_contexts, [SAVED])
+WAYS: dict[str, tuple[int, dict[str, Any] | None]] = {  # forwards of three layers, and arguments of `checkpoint`
+    "kept": (3, None),
+    "selective": (3, {"use_reentrant": False, "context_fn": SAVING}),
+    "computed again": (6, {"use_reentrant": False}),
+    "reentrant": (6, {"use_reentrant": True}),
 }
-FORWARDS = {"kept": 3, "selective": 3, "computed again": 6, "reentrant": 6}
 
 
 def _layer(transport: Transport, name: str, x: Tensor, weight: Tensor) -> Tensor:
@@ -116,18 +100,18 @@ def _layer(transport: Transport, name: str, x: Tensor, weight: Tensor) -> Tensor
 
 
 def _train(group: Transport | None, way: str) -> Trace:
-    """Forward and backward of three layers on this rank, whose activations are kept in one of WAYS."""
     transport = Counting(transport_over(group, 2))
     draw = torch.Generator().manual_seed(transport.rank)
     weights = [torch.randn(8, 24, dtype=torch.float64, generator=draw).requires_grad_() for _ in range(3)]
     x = torch.randn(1, TOKENS // 2, 8, dtype=torch.float64, generator=draw).requires_grad_()
-    y = x
+    y, options = x, WAYS[way][1]
     for number, weight in enumerate(weights):
-        y = WAYS[way](partial(_layer, transport, f"layer {number}"), y, weight)
+        layer = partial(_layer, transport, f"layer {number}")
+        y = layer(y, weight) if options is None else checkpoint(layer, y, weight, **options)
     y.square().sum().backward()
     found = [leaf.grad for leaf in (x, *weights) if leaf.grad is not None]
     assert len(found) == 4
-    return Trace(found, transport.forwards, transport.calls.number)
+    return found, transport.forwards, transport.calls.number
 
 
 @pytest.fixture(params=("gloo", "sim"))
@@ -144,22 +128,6 @@ def run(request: pytest.FixtureRequest) -> Callable[[str], list[Trace]]:
 def test_each_forward_runs_as_often_as_it_must_and_no_bit_changes(run: Callable[[str], list[Trace]], way: str) -> None:
     """Selective checkpointing runs none twice, the others all. Calls are numbered alike on both ranks."""
     kept, found = run("kept"), run(way)
-    for one, other in zip(kept, found, strict=True):
-        assert other.forwards == FORWARDS[way]
-        assert all(x.equal(y) for x, y in zip(one.gradients, other.gradients, strict=True))
-    assert found[0].number == found[1].number
-
-
-@pytest.mark.ranks
-def test_selective_checkpointing_sends_no_forward_twice() -> None:
-    """Whatever messages an exchange needs, they are those of three forwards and three backwards."""
-
-    def step(transport: Transport, way: str) -> list[tuple[int, int, str]]:
-        recording = RecordingTransport(transport)
-        _train(recording, way)
-        return recording.sent
-
-    kept, selective, again = (
-        Simulation(2, 0).run(partial(step, way=way)) for way in ("kept", "selective", "computed again")
-    )
-    assert kept == selective and all(len(x) > len(y) for x, y in zip(again, kept, strict=True))
+    for (exact, _, _), (gradients, forwards, number) in zip(kept, found, strict=True):
+        assert forwards == WAYS[way][0] and number == found[0][2]
+        assert all(x.equal(y) for x, y in zip(exact, gradients, strict=True))

@@ -1,4 +1,4 @@
-"""The plan lowered to kernel calls: what it prints, that it is made once for a setting, and what a call then costs."""
+"""The plan lowered to kernel calls: it is made once for a setting, and a call then costs little."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
 """An interpreter of plans that shares no code with them: numbers travel in place of keys, values and gradients.
 
-It counts the pairs that tiles compute. Every slot that leaves its owner has a number, its identity, which says whose
-row and head it is. Gradients are random numbers, whose sums (mod 2^64) must come back to the owner.
-
-A plan of up to 2^40 tokens is followed as a short one: where pattern and layout are stretched by a factor, only every
-so-many-th position is selected, and nothing is as long as the sequence.
+Every slot that leaves its owner has a number, its identity, which says whose row and head it is. Gradients are random
+numbers, whose sums (mod 2^64) must come back to the owner. A plan of up to 2^40 tokens is followed as a short one,
+whose pattern and layout are stretched by a factor.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,11 +36,7 @@ SLOT = 8  # bytes that `reference.cost` counts for a slot of one number in fp32,
 
 @dataclass(frozen=True)
 class PlanSetting:
-    """What plans are made of. own: key/value tokens of several segments of own keys, None for the bucket.
-
-    by, stretched: plans are of this layout, and of the pattern with all lengths times `by`. The position by * x has to
-    lie on the rank where `layout` has x.
-    """
+    """What plans are made of; of the layout `stretched` and the pattern times `by`, where these are given."""
 
     pattern: Pattern
     layout: Layout
@@ -54,10 +49,6 @@ class PlanSetting:
     by: int = 1
     stretched: Layout | None = None
 
-    @property
-    def p(self) -> int:
-        return self.layout.world_size
-
     @cached_property
     def counts(self) -> tuple[int, ...]:
         """Tokens of each rank, as plans have them."""
@@ -65,7 +56,7 @@ class PlanSetting:
 
     @cached_property
     def _held(self) -> list[Array]:
-        return [self.layout.positions(rank).numpy() for rank in range(self.p)]
+        return [self.layout.positions(rank).numpy() for rank in range(self.layout.world_size)]
 
     def positions(self, rank: int, rows: Array) -> Array:
         """Positions of rows of a shard, without the factor."""
@@ -82,7 +73,7 @@ class PlanSetting:
     def plans(self) -> list[Plan]:
         pattern, layout = stretched(self.pattern, self.by), self.stretched or self.layout
         arguments = self.heads, self.kv_heads, self.exchange, self.bucket, self.own, self.varlen
-        return [plan_of(pattern, layout, rank, *arguments) for rank in range(self.p)]
+        return [plan_of(pattern, layout, rank, *arguments) for rank in range(self.layout.world_size)]
 
     def tiles(self) -> Iterator[tuple[bool, Tile]]:
         """Every tile of all ranks, and whether it is of own keys."""
@@ -93,18 +84,15 @@ class PlanSetting:
 
 def stretched(pattern: Pattern, by: int) -> Pattern:
     """The pattern with all lengths, rates, offsets and windows times `by`."""
-    branches = []
-    for branch in pattern.branches:
-        length = None if branch.segment_length is None else by * branch.segment_length
-        offset = branch.offset
-        offset = tuple(by * x for x in offset) if isinstance(offset, tuple) else by * offset
-        window = None if branch.window is None else by * branch.window
-        branches.append(Branch(length, by * branch.dilation_rate, offset, branch.heads, window))
-    lengths = None if pattern.documents is None else tuple(by * x for x in pattern.documents)
-    return replace(pattern, branches=tuple(branches), documents=lengths)
 
+    def times(x: Any) -> Any:
+        return tuple(map(times, x)) if isinstance(x, tuple) else None if x is None else by * x
 
-# --- what holds for every plan ----------------------------------------------------------------------------------------
+    branches = (
+        Branch(times(x.segment_length), by * x.dilation_rate, times(x.offset), x.heads, times(x.window))
+        for x in pattern.branches
+    )
+    return replace(pattern, branches=tuple(branches), documents=times(pattern.documents))
 
 
 def check(setting: PlanSetting) -> PlanWalk:
@@ -121,10 +109,8 @@ def check(setting: PlanSetting) -> PlanWalk:
     if setting.by == 1:
         buffers, copies = cost.buffers(counted, setting.exchange, setting.bucket), 1 + (setting.exchange != "gather")
         for rank, plan in enumerate(setting.plans):
-            sizes = (copies * plan.sizes.receive, plan.sizes.send, plan.sizes.returned)
-            assert tuple(SLOT * size for size in sizes) == (
-                buffers.receive[rank], buffers.send[rank], buffers.returned[rank]
-            )  # fmt: skip
+            found = SLOT * np.array([copies * plan.sizes.receive, plan.sizes.send, plan.sizes.returned])
+            assert found.tolist() == [buffers.receive[rank], buffers.send[rank], buffers.returned[rank]]
     return walk
 
 
@@ -137,9 +123,6 @@ def check_calls(setting: PlanSetting) -> None:
         assert tile.query_rows.folds == folds
         assert keys <= limits.keys(own, folds) and keys * groups <= limits.key_vectors(own, folds)
         assert rows <= limits.rows(own, folds)
-
-
-# --- what tiles and slot maps say -------------------------------------------------------------------------------------
 
 
 def listed_heads(heads: Heads) -> Array:
@@ -184,18 +167,15 @@ def _distinct(*columns: Array) -> bool:
     return len(set(zip(*(column.ravel().tolist() for column in columns), strict=True))) == columns[0].size
 
 
-# --- the walk ---------------------------------------------------------------------------------------------------------
-
-
 class PlanWalk:
     """All ranks of a setting, step by step, in the order of `ring.comm.exchange`.
 
-    What no plan may do on the way is an AssertionError. Afterwards `pairs` has how often a query head's query met a
-    key, `due` and `got` the gradients of every (position, head), `sent` and `returned` slots from rank to rank.
+    Afterwards `pairs` has how often a query head's query met a key, `due` and `got` the gradients of every (position,
+    head), `sent` and `returned` slots from rank to rank.
     """
 
     def __init__(self, setting: PlanSetting) -> None:
-        self.setting, self.plans, p, n = setting, setting.plans, setting.p, setting.layout.n
+        self.setting, self.plans, p, n = setting, setting.plans, setting.layout.world_size, setting.layout.n
         self.pairs = np.zeros((setting.heads, n, n), np.int64)
         self.sent, self.returned = np.zeros((2, p, p), np.int64)
         self.due, self.got = np.zeros((2, n, setting.kv_heads), np.uint64)
@@ -266,14 +246,13 @@ class PlanWalk:
         self.head = np.append(self.head, heads)
 
     def _slice(self, rank: int, transfer: Transfer, buffer: Array) -> Array:
-        assert transfer.peer in range(self.setting.p) and transfer.peer != rank
+        assert transfer.peer in range(len(self.plans)) and transfer.peer != rank
         assert 0 <= transfer.start < transfer.stop <= len(buffer), "a message outside of its buffer"
         return buffer[transfer.start : transfer.stop]
 
     def _compute(
-        self, rank: int, tile: Tile, receive_buffer: Array | None = None, grad: Array | None = None,
-        once: bool = False,
-    ) -> None:  # fmt: skip
+        self, rank: int, tile: Tile, receive_buffer: Array | None = None, grad: Array | None = None, once: bool = False
+    ) -> None:
         """Count the pairs of a tile; give each of its keys a gradient."""
         setting, tokens = self.setting, self.setting.counts[rank]
         query_heads, key_heads = listed_heads(tile.query_heads), listed_heads(tile.key_heads)  # (G, P), (G, 1)

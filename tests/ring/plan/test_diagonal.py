@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from ring.plan.blocks import Heads
 from ring.plan.diagonal import along_diagonals
@@ -27,12 +26,6 @@ def grid(start: int, length: int = 4, step: int = 4) -> Rows:
     return Rows(start, step, length)
 
 
-def listing(*folds: list[int]) -> Rows:
-    found = Rows.of(np.array(folds))
-    assert found.index is not None  # no grid
-    return found
-
-
 def halves(one: Tile) -> list[list[tuple[int, list[list[int]]]]]:
     """For each head of a tile (head, its rows) of the queries and of the keys."""
     query, key = (
@@ -47,51 +40,40 @@ def heads(one: Tile) -> list[int]:
 
 
 def shifted(*folds: list[int]) -> list[Tile]:
-    """Listed rows of three heads, in any order: the last head comes first, and the others lie before it."""
-    moved = ([[[row + by for row in rows] for rows in folds] for by in (head, head + 5)] for head in (2, 1, 0))
-    return [tile(listing(*query), listing(*key), head) for head, (query, key) in zip((2, 1, 0), moved, strict=True)]
+    """Listed rows of three heads: the last head comes first, and the others lie before it."""
+    listed = np.array(folds)
+    return [tile(Rows.of(listed + head), Rows.of(listed + head + 5), head) for head in (2, 1, 0)]
 
 
 def at_rows(rows: Iterable[int]) -> list[Tile]:
     return [tile(grid(row), grid(row), head) for head, row in enumerate(rows)]
 
 
-# What goes into one call. Of a shard's own keys (not packed) each key's gradient is written once in a call.
-BOTH = (False, True)
+# Tiles, and the heads of the calls that they become. Of a shard's own keys (not packed) each key's gradient is written
+# once in a call.
 JOINED: dict[str, tuple[list[Tile], list[list[int]], int, tuple[bool, ...]]] = {
     # LongNet's rate 4 and 12 heads: an offset has heads 0, 4, 8 or the like, and each goes with the next three.
     "a grid for every offset": (
         [tile(grid(o), grid(o), o, o + 4, o + 8) for o in range(4)],
         [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]], PLENTY, (True,),
     ),
-    "two heads": ([tile(grid(0), grid(2), 5), tile(grid(1), grid(3), 7)], [[5, 7]], PLENTY, (True,)),
-    "two branches on the same rows": (at_rows((0, 0)), [[0, 1]], PLENTY, BOTH),
     # A bucket cuts every head's rows alike: the first subranges are a call, and the second ones.
     "subranges of each head": (
         [tile(grid(start + h), grid(start + h), h) for h in range(3) for start in (0, 16)],
         [[0, 1, 2], [0, 1, 2]], PLENTY, (True,),
     ),
     "listed rows in folds": (shifted([0, 1, 3], [9, 11, 12]), [[0, 1, 2]], PLENTY, (True,)),
-    "listed folds of one row": (shifted([0], [1], [3]), [[0, 1, 2]], PLENTY, (True,)),
-    # 7 heads with 2 segments of 4 keys each: 24 slots are three heads, 31 no more.
-    **{
-        f"at most {most} slots": (
-            [tile(grid(h), Rows(h, 1, 4, 10, 2), h) for h in range(7)], [[0, 1, 2], [3, 4, 5], [6]], most, (True,)
-        )
-        for most in (24, 31)
-    },
-    "uneven distances": (at_rows((0, 1, 2, 4, 6, 9)), [[0, 1, 2], [3, 4], [5]], PLENTY, (True,)),
-    "a last distance that is uneven": (at_rows((0, 3, 6, 8, 10)), [[0, 1, 2], [3, 4]], PLENTY, (True,)),
-    "keys of different heads": (at_rows(range(4)), [[0, 1, 2, 3]], PLENTY, BOTH),
-    "keys of one head on different rows": (
-        [tile(grid(h), grid(h), h, key_heads=(0,)) for h in range(4)], [[0, 1, 2, 3]], PLENTY, BOTH
+    # 7 heads with 2 segments of 4 keys each: 31 slots are three heads.
+    "a bucket": (
+        [tile(grid(h), Rows(h, 1, 4, 10, 2), h) for h in range(7)], [[0, 1, 2], [3, 4, 5], [6]], 31, (True,)
     ),
-    # Keys 0 2 4 6, then 3 5 7 9, then 6 8 10 12; packed, they are slots of their own.
+    "uneven distances": (at_rows((0, 3, 6, 8, 10)), [[0, 1, 2], [3, 4]], PLENTY, (True,)),
+    "keys of one head on different rows": (
+        [tile(grid(h), grid(h), h, key_heads=(0,)) for h in range(4)], [[0, 1, 2, 3]], PLENTY, (False, True)
+    ),
+    # Keys 0 2 4 6, then 3 5 7 9, then 6 8 10 12.
     "keys that the first head reads too": (
         [tile(grid(h), grid(3 * h, step=2), h, key_heads=(0,)) for h in range(3)], [[0, 1], [2]], PLENTY, (False,)
-    ),
-    "keys of slots of their own": (
-        [tile(grid(h), grid(3 * h, step=2), h, key_heads=(0,)) for h in range(3)], [[0, 1, 2]], PLENTY, (True,)
     ),
 }  # fmt: skip
 
@@ -108,45 +90,17 @@ def test_heads_of_shifted_grids_share_calls(
         assert now == was
 
 
-POSITIONS = torch.arange(4)[None]
-FIRST = tile(grid(0), grid(0), 0)
+FIRST, SECOND = at_rows(range(2))
 UNCHANGED = {
-    "as many calls": (tile(grid(1), grid(1), 0), tile(grid(0), grid(0), 1)),  # the second head lies before the first
     # Head by head they go to and fro: three calls of two heads instead of two of three.
     "more calls": (tile(grid(0), grid(0), 0, 2, 4), tile(grid(1), grid(1), 1, 3, 5)),
-    # The mask has the positions of one head's rows.
-    "masked by position": tuple(
-        replace(x, mask=Mask.POSITION, query_positions=POSITIONS + i, key_positions=POSITIONS + i)
-        for i, x in enumerate(at_rows(range(3)))
-    ),
     "another step": (FIRST, tile(grid(1, step=3), grid(1), 1)),
-    "fewer queries": (FIRST, tile(grid(1, length=3), grid(1), 1)),
-    "fewer keys": (FIRST, tile(grid(1), grid(1, length=3), 1)),
-    "more folds": (FIRST, tile(grid(1), Rows(1, 4, 4, 20, 2), 1)),
-    "another mask": (FIRST, replace(tile(grid(1), grid(1), 1), mask=Mask.CAUSAL)),
-    "a listing": (FIRST, tile(listing([0, 4, 8, 13]), grid(1), 1)),
-    "listings that differ but for the first": (
-        tile(listing([0, 1, 3]), listing([0, 2, 3]), 0), tile(listing([0, 2, 3]), listing([0, 1, 3]), 1)
-    ),
-}  # fmt: skip
+    "another mask": (FIRST, replace(SECOND, mask=Mask.CAUSAL)),
+    "listed heads": (tile(grid(0), grid(0), 0, 1, 3), tile(grid(1), grid(1), 8)),
+}
 
 
 @pytest.mark.parametrize("tiles", UNCHANGED.values(), ids=UNCHANGED)
 def test_tiles_that_cannot_go_into_fewer_calls_come_out_as_they_are(tiles: tuple[Tile, ...]) -> None:
     """Tiles compare by identity."""
     assert along_diagonals(tiles, PLENTY, packed=True) == list(tiles)
-
-
-@pytest.mark.parametrize(
-    "other",
-    (
-        Tile(grid(0), grid(0), Heads.of(((0,), (1,), (3,))), Heads.of(((0,), (1,), (2,))), Mask.FULL),
-        Tile(grid(0), grid(0), Heads.of(((0,), (3,), (6,))), Heads.of(((0,), (1,), (3,))), Mask.FULL),
-        Tile(grid(0), grid(0), Heads.of(((0, 1), (2, 3))), Heads.of(((0,), (1,))), Mask.FULL),
-    ),
-    ids=("listed query heads", "listed key heads", "two query heads of a key head"),
-)
-def test_heads_that_are_not_one_step_apart_stay_out(other: Tile) -> None:
-    """While others, of the same shape, go into one call."""
-    kept, joined = along_diagonals([other, tile(grid(1), grid(1), 8), tile(grid(2), grid(2), 9)], PLENTY, packed=True)
-    assert kept is other and heads(joined) == [8, 9]
