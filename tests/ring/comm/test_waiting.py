@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from ring.comm import waiting
 from ring.comm.host_memory import _StoreGather
 from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.transport import Absent, Message
-from ring.comm.waiting import GRACE, SLOW, done_by_event, done_by_work, timeout_of, wait_for_all
+from ring.comm.waiting import GRACE, SLOW, done_by_event, done_by_work, wait_for_all
 from ring.compute import kernels
 from tests.support.ranks import Ranks
 
@@ -55,6 +56,7 @@ def forward(group: Group, name: str | None = None, exchange: str = "ring") -> tu
 
 
 def said_by(act: Callable[..., object], *arguments: Any) -> str:
+    """Return its error; "fine" if there is none."""
     try:
         act(*arguments)
     except (RuntimeError, ValueError, MemoryError) as error:
@@ -83,20 +85,19 @@ def test_a_rank_that_is_late_is_no_error_and_leaves_no_mark(ranks: Ranks) -> Non
 def _some_never_come(direction: str, absent: tuple[int, ...]) -> str:
     group = new_group()
     forward(group)
-    out, q = forward(group, "layer 3") if direction == "backward" else forward(group, "layer 2")
+    out, q = forward(group, "layer 3")
     began, said = time.monotonic(), "stayed away"
     if dist.get_rank() not in absent:
-        if direction == "backward":
-            said = said_by(torch.autograd.grad, out.sum(), q)
-        else:
-            said = said_by(forward, group, "layer 3")
+        backward = direction == "backward"
+        said = said_by(torch.autograd.grad, out.sum(), q) if backward else said_by(forward, group, "layer 3")
         assert TIMEOUT <= time.monotonic() - began < TIMEOUT + 10
     end(group)
     return said
 
 
-@pytest.mark.parametrize(("absent", "name"), (((2,), "rank 2"), ((0, 1), "ranks 0, 1")))
-@pytest.mark.parametrize(("direction", "number"), (("forward", 3), ("backward", 2)))
+@pytest.mark.parametrize(
+    ("direction", "number", "absent", "name"), [("forward", 3, (0, 1), "ranks 0, 1"), ("backward", 2, (2,), "rank 2")]
+)
 def test_ranks_that_never_come_are_named_after_the_timeout(
     ranks: Ranks, direction: str, number: int, absent: tuple[int, ...], name: str
 ) -> None:
@@ -126,9 +127,8 @@ def _one_ends_in_the_middle(exchange: str) -> list[str]:
     """What is said in the call in which rank 1 runs out of memory, and in the next one."""
     group = new_group()
     forward(group)
-    real = kernels.forward
     broken = MemoryError("no room\nfor anything") if dist.get_rank() == 1 else None
-    with patch.object(kernels, "forward", side_effect=broken, wraps=real):
+    with patch.object(kernels, "forward", side_effect=broken, wraps=kernels.forward):
         said = [said_by(forward, group, "layer 3", exchange)]
     said.append(said_by(forward, group, "layer 4", exchange))
     end(group)
@@ -142,22 +142,17 @@ def test_nothing_is_called_after_a_call_that_ended_in_the_middle(ranks: Ranks, e
     One that waits for the next call may find that the other, which still waited in this one, did not come either.
     """
     closed = "RuntimeError: nothing can be called on this group any more, since on this rank"
-    outcomes = ranks(3).run(_one_ends_in_the_middle, exchange)
-    assert outcomes[1] == [
+    first, broken, third = ranks(3).run(_one_ends_in_the_middle, exchange)
+    assert broken == [
         "MemoryError: no room\nfor anything",
         f"{closed} the forward of call 2 ('layer 3') ended in the middle: MemoryError: no room",
     ]
-    for rank in (0, 2):
-        first, second = outcomes[rank]
-        if first == "fine":  # it had all messages
-            who = f"(rank 1|ranks {min(1, 2 - rank)}, {max(1, 2 - rank)})"
-            assert re.match(rf"RuntimeError: {who} did not come to the forward of call 3 \('layer 4'\): ", second)
+    for (here, there), both in ((first, "1, 2"), (third, "0, 1")):
+        if here == "fine":  # it had all messages
+            assert re.match(rf"RuntimeError: (rank 1|ranks {both}) did not come to the forward of call 3 ", there)
         else:
-            assert first.startswith("RuntimeError: ") and "the message 'keys and values " in first
-            assert second.startswith(closed)
-
-
-# --- processes that are killed ----------------------------------------------------------------------------------------
+            assert here.startswith("RuntimeError: ") and "the message 'keys and values " in here
+            assert there.startswith(closed)
 
 
 def ended(task: Callable[..., None], world: int, *arguments: object) -> list[int | None]:
@@ -186,15 +181,17 @@ def _one_dies(rank: int, folder: str, killed: int, agreed: bool) -> None:
         kernels.forward = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
     elif rank == killed:
         os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
     Path(folder, f"said {rank}").write_text(said_by(forward, None))
+    assert time.monotonic() - began < 30, "long before the timeout"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("killed", "agreed", "ranks_told", "said"),
     [
-        (1, False, (0, 2), r"rank 1 did not come to the forward of call 2: "),
-        (2, False, (0, 1), r"rank 2 did not come to the forward of call 2: "),
+        (1, False, (0, 2), r"rank 1 did not come to the forward of call 2: its process has ended"),
+        (2, False, (0, 1), r"rank 2 did not come to the forward of call 2: its process has ended"),
         # Who waits for its message; the others wait for ranks that have ended with an error of their own.
         (1, True, (2,), r"the message 'keys and values \d' from rank 1 did not come: .+$"),
     ],
@@ -216,9 +213,8 @@ def _one_ends_after_a_message(rank: int, folder: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     transport.post([], [message]).wait()
     posts: list[Any] = [*3 * [([], [message])], ([message], [])]
-    Path(folder, "said").write_text(
-        "\n".join(said_by(lambda post=post: transport.post(*post).wait()) for post in posts)
-    )
+    said = [said_by(lambda post=post: transport.post(*post).wait()) for post in posts]
+    Path(folder, "said").write_text("\n".join(said))
 
 
 @pytest.mark.slow
@@ -232,80 +228,46 @@ def test_a_message_over_a_broken_connection_is_named(tmp_path: Path) -> None:
     assert sent.startswith("RuntimeError: rank 1 did not take the message 'a message': ")
 
 
-# --- one process ------------------------------------------------------------------------------------------------------
-
-
-class Lost(dist.Store):
-    """Is there when the group is made, and gone later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept, self.gone = dist.HashStore(), False
-
-    def _there(self) -> dist.Store:
-        if self.gone:
-            raise dist.DistNetworkError("the store is gone")
-        return self.kept
-
-    def set(self, key: str, value: Any) -> None:
-        self._there().set(key, value)
-
-    def get(self, key: str) -> bytes:
-        return self._there().get(key)
-
-    def add(self, key: str, value: int) -> int:
-        return self._there().add(key, value)
-
-    def wait(self, *arguments: Any) -> None:
-        self._there().wait(*arguments)
-
-    def check(self, keys: list[str]) -> bool:
-        return self._there().check(keys)
-
-    def delete_key(self, key: str) -> bool:
-        return self._there().delete_key(key)
+LOST = Mock(side_effect=dist.DistNetworkError("the store is gone"))
+GONE: Any = SimpleNamespace(set=LOST, check=LOST, delete_key=LOST)
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lost]:
-    """Of a group of one rank, whose marks come soon."""
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.ProcessGroup]:
+    """A group of one rank, whose marks come soon, and whose store is gone."""
     monkeypatch.setattr(waiting, "GRACE", 0.01)
-    store = Lost()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=77))
-    yield store
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=77))
+    monkeypatch.setattr(dist.ProcessGroup, "get_group_store", lambda _: GONE)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
     dist.destroy_process_group()
 
 
-def waits(done: Callable[[float | None], bool]) -> None:
-    group = dist.group.WORLD
-    assert group is not None and timeout_of(group) == timedelta(seconds=77)
-    wait_for_all(done, group, 1)
-
-
 def failing(seconds: float | None) -> bool:
-    if seconds is None:
-        raise RuntimeError("connection reset\nand much more")
-    return False
+    if seconds:
+        return False
+    raise RuntimeError("connection reset\nand much more")
 
 
 @pytest.mark.parametrize("done", (lambda seconds: True, lambda seconds: seconds is None), ids=("soon", "late"))
-def test_a_store_that_is_gone_does_not_end_what_gets_done(store: Lost, done: Callable[[float | None], bool]) -> None:
-    store.gone = True
-    waits(done)
+def test_a_store_that_is_gone_does_not_end_what_gets_done(
+    alone: dist.ProcessGroup, done: Callable[[float | None], bool]
+) -> None:
+    wait_for_all(done, alone, 1)
 
 
-def test_without_a_store_nobody_can_tell_who_is_missing(store: Lost) -> None:
-    store.gone = True
-    with pytest.raises(Absent, match="some rank did not come to where the others wait: connection reset$") as caught:
-        waits(failing)
+@pytest.mark.parametrize(
+    ("done", "said"),
+    [(failing, "connection reset$"), (lambda seconds: False, "the group's timeout of 0:01:17 is over$")],
+)
+def test_without_a_store_nobody_can_tell_who_is_missing(
+    alone: dist.ProcessGroup, done: Callable[[float | None], bool], said: str
+) -> None:
+    with pytest.raises(Absent, match=f"some rank did not come to where the others wait: {said}") as caught:
+        wait_for_all(done, alone, 1)
     assert caught.value.ranks is None
     with pytest.raises(Absent, match="some rank did not come .*: the store is gone$"):
-        _StoreGather(store, 0, 2, timedelta(seconds=1)).gather("the file", "mine")
-
-
-def test_a_wait_whose_time_is_over_names_the_timeout(store: Lost) -> None:
-    with pytest.raises(Absent, match="not all ranks came in time .*: the group's timeout of 0:01:17 is over"):
-        waits(lambda seconds: False)
+        _StoreGather(GONE, 0, 2, timedelta(seconds=1)).gather("the file", "mine")
 
 
 OVER, FAILED = RuntimeError("Operation timed out!"), RuntimeError("connection reset")
@@ -332,17 +294,16 @@ def test_a_work_is_done_when_it_was_waited_for(
         assert done_by_work(work)(seconds) is done
 
 
-@pytest.mark.parametrize(("after", "seconds", "done"), [(0, 1.0, True), (3, 1.0, True), (10**9, 0.01, False)])
-def test_the_host_looks_at_an_event_and_does_not_wait_in_it(after: int, seconds: float, done: bool) -> None:
-    seen = iter(range(10**9 + 1))
-    event: Any = SimpleNamespace(query=lambda: next(seen) >= after)
-    assert done_by_event(event, timedelta(days=1))(seconds) is done
-
-
-def test_an_event_is_given_up_before_nccl_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At nine tenths of the timeout, by a clock that moves on by a second at each look."""
-    now = iter(range(1000, 2000))
+@pytest.mark.parametrize(
+    ("after", "seconds", "done", "looks"),
+    [(0, 1.0, True, 1), (3, 1e3, True, 4), (999, 8.0, False, 9), (999, None, False, 91)],
+)
+def test_an_event_is_looked_at_until_nine_tenths_of_the_timeout(
+    after: int, seconds: float | None, done: bool, looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL then ends the process. The clock moves on by a second at each look."""
+    now, seen = count(), count()
     monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: next(now), sleep=lambda seconds: None))
-    event: Any = SimpleNamespace(query=lambda: False)
-    assert not done_by_event(event, timedelta(seconds=100))(None)
-    assert next(now) == 1000 + 90 + 2  # the look that was beyond it was the last
+    event: Any = SimpleNamespace(query=lambda: next(seen) >= after)
+    assert done_by_event(event, timedelta(seconds=100))(seconds) is done
+    assert next(seen) == looks
