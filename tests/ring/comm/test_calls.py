@@ -73,8 +73,8 @@ class Flight:
         self.caller, layout = caller, caller.layout
         self.leaves = [layout.shard(x, caller.rank).requires_grad_() for x in (q, k, v)]
         self.dout = layout.shard(dout, caller.rank)
-        call = partial(ring_attention, pattern=PATTERN, layout=layout, group=caller.group, name=name)
-        self.out = around(call, *self.leaves) if around else call(*self.leaves)
+        call: Any = partial(ring_attention, pattern=PATTERN, layout=layout, group=caller.group, name=name)
+        self.out: Tensor = around(call, *self.leaves) if around else call(*self.leaves)
         caller.compare(self.out, attention(q, k, v, PATTERN)[0])
 
     def backward(self) -> None:
@@ -158,7 +158,7 @@ def interleaved(caller: Caller) -> None:
 def threads_that_end(caller: Caller) -> None:
     """One thread after the other, each for a call and its backward."""
     for number in (1, 2, 3):
-        in_second_thread(lambda number=number: caller.backward(caller.forward(number)))
+        in_second_thread(partial(lambda seed: caller.backward(caller.forward(seed)), number))
 
 
 def recomputed(caller: Caller, reentrant: bool) -> None:
