@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from reference import Pattern, attention, gradients
 from ring import Layout, ring_attention
+from ring.comm.calls import Calls
 from ring.comm.group import transport_over
 from ring.comm.transport import SoloTransport
 from tests.support.ranks import Ranks
@@ -30,6 +31,22 @@ pytestmark = pytest.mark.ranks
 
 WORLD, TOKENS, PATTERN = 3, 11, Pattern.longnet((6, None), (1, 2), 2, causal=True)
 EXACT = 1e-12  # fp64, of results of the order of 1
+
+
+def test_another_thread_waits_for_its_turn() -> None:
+    calls, order = Calls(), []
+
+    def other() -> None:
+        with calls.turn():
+            order.append("other")
+
+    thread = threading.Thread(target=other)
+    with calls.turn(), calls.turn():
+        thread.start()
+        thread.join(0.2)
+        order.append("first")
+    thread.join()
+    assert order == ["first", "other"]
 
 
 class Caller:

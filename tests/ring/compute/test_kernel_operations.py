@@ -44,8 +44,8 @@ def watched(name: str, q: torch.Tensor, k: torch.Tensor, dout: torch.Tensor) -> 
 
 
 SIZES = [  # folds, batch, groups, share, queries, keys, dim
-    (2, 1, 3, 1, 64, 64, 8), (2, 1, 3, 3, 64, 256, 16), (2, 1, 3, 2, 100, 30, 8), (2, 1, 3, 1, 24, 1000, 5),
-    (2, 1, 3, 1, 1, 1000, 8), (2, 1, 3, 1, 40, 8, 40), (40, 1, 1, 1, 64, 64, 4), (1, 40, 1, 1, 64, 64, 4),
+    (2, 1, 3, 3, 64, 256, 16), (2, 1, 3, 1, 1, 1000, 8), (2, 1, 3, 1, 40, 8, 40), (40, 1, 1, 1, 64, 64, 4),
+    (1, 40, 1, 1, 64, 64, 4),
 ]  # fmt: skip
 
 
@@ -69,58 +69,44 @@ def apart(x: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("dim", (1, 2, 8))
+@pytest.mark.parametrize("dim", (1, 8))
 @pytest.mark.parametrize("how", apart(torch.zeros(1, 1)))
 def test_fused_kernels_on_cpus_are_given_head_dims_without_gaps(how: str, dim: int) -> None:
-    """torch 2.11 takes them to have none, without looking."""
+    """torch 2.11 takes them to have none, without looking. What has none is not copied."""
     q, k, dout = (apart(torch.randn(2, 1, 3, 1, 20, dim))[how] for _ in range(3))
     seen = watched("flash", q, k, dout)
     assert len(seen.fused) == 3 + 5  # q, k, v; dout, q, k, v, out
     assert dim == 1 or all(x.stride(3) == 1 for x in seen.fused)
-    if how == "as it is":
-        assert seen.fused[0].data_ptr() == q.data_ptr(), "no copy is needed"
+    assert how != "as it is" or seen.fused[0].data_ptr() == q.data_ptr()
 
 
-STRIDED = {  # of (batch, head, row), and where it begins, in numbers of 2 bytes; whether it stays where it is
-    "rows of a shard": ((2, 3, 5), (120, 8, 24), 0, True),
-    "heads of a shard apart": ((2, 3, 5), (256, 16, 48), 8, True),
-    "begins elsewhere": ((2, 3, 5), (120, 8, 24), 4, False),
-    "begins one number late": ((1, 1, 1), (120, 8, 24), 1, False),
-    "batches elsewhere": ((2, 3, 5), (124, 8, 24), 0, False),
-    "heads elsewhere": ((2, 3, 5), (160, 12, 32), 0, False),
-    "rows elsewhere": ((2, 3, 5), (160, 8, 28), 0, False),
-    "one batch, wherever the next would be": ((1, 3, 5), (7, 8, 24), 0, True),
-    "one head, wherever the next would be": ((2, 1, 5), (120, 3, 24), 0, True),
-    "one row, wherever the next would be": ((2, 3, 1), (120, 8, 5), 0, True),
-    "one of each": ((1, 1, 1), (3, 5, 7), 0, True),
-    "one head of one batch": ((1, 1, 5), (1, 1, 24), 0, True),
-    "one row of one batch": ((1, 3, 1), (9, 16, 11), 0, True),
-    "every row the same": ((2, 3, 5), (24, 8, 0), 0, True),
+STRIDED = {  # of (batch, head, row), and where it begins, in numbers of 2 bytes; strides of what is given, None: a copy
+    "rows of a shard": ((2, 3, 5), (120, 8, 24), 0, (120, 8, 24)),
+    "heads of a shard apart": ((2, 3, 5), (256, 16, 48), 8, (256, 16, 48)),
+    "begins elsewhere": ((2, 3, 5), (120, 8, 24), 4, None),
+    "batches elsewhere": ((2, 3, 5), (124, 8, 24), 0, None),
+    "heads elsewhere": ((2, 3, 5), (160, 12, 32), 0, None),
+    "rows elsewhere": ((2, 3, 5), (160, 8, 28), 0, None),
+    "one batch, wherever the next would be": ((1, 3, 5), (7, 8, 24), 0, (120, 8, 24)),
+    "one head, wherever the next would be": ((2, 1, 5), (120, 3, 24), 0, (120, 120, 24)),
+    "one row, wherever the next would be": ((2, 3, 1), (120, 8, 5), 0, (120, 8, 8)),
+    "one of each": ((1, 1, 1), (3, 5, 7), 0, (8, 8, 8)),
+    "every row the same": ((2, 3, 5), (24, 8, 0), 0, (24, 8, 0)),
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("sizes", "strides", "begin", "stays"), STRIDED.values(), ids=STRIDED)
+@pytest.mark.parametrize(("sizes", "strides", "begin", "wanted"), STRIDED.values(), ids=STRIDED)
 def test_rows_for_gpus_begin_at_multiples_of_16_bytes(
-    sizes: tuple[int, int, int], strides: tuple[int, int, int], begin: int, stays: bool, dtype: torch.dtype
+    sizes: tuple[int, ...], strides: tuple[int, ...], begin: int, wanted: tuple[int, ...] | None
 ) -> None:
     """And where there is one batch, head or row, its stride is what it would be were the rest contiguous."""
-    dim = 8
-    x = torch.arange(512, dtype=torch.float64).to(dtype).as_strided((*sizes, dim), (*strides, 1), begin)
+    x = torch.arange(512, dtype=torch.bfloat16).as_strided((*sizes, 8), (*strides, 1), begin)
     found = batched(x[None, :, :, None])
-    assert torch.equal(found, x)
-    assert (found.data_ptr() == x.data_ptr()) is stays
-    assert found.data_ptr() % 16 == 0 and found.stride(3) == 1
-    whole = dim
-    for i in (2, 1, 0):
-        if sizes[i] == 1:
-            assert found.stride(i) == whole
-        else:
-            assert 2 * found.stride(i) % 16 == 0 and (found.stride(i) == x.stride(i) or not stays)
-        whole = max(whole, found.stride(i) * sizes[i])
+    assert torch.equal(found, x) and (found.data_ptr() == x.data_ptr()) is (wanted is not None)
+    assert found.is_contiguous() if wanted is None else found.stride() == (*wanted, 1)
 
 
 def test_rows_for_gpus_have_their_numbers_side_by_side() -> None:
     x = torch.arange(2048, dtype=torch.bfloat16).view(2, 32, 4, 8).transpose(1, 3)[None, :, :, None]
     found = batched(x)
-    assert torch.equal(found, x.reshape(found.shape)) and found.stride(3) == 1
+    assert torch.equal(found, x.reshape(found.shape)) and found.is_contiguous()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,24 +23,23 @@ def portioned(tile: Tile, most: int, monkeypatch: pytest.MonkeyPatch, gpu: bool 
     return kernels.portions(name, tile, whole)
 
 
-def test_a_backward_on_gpus_goes_by_groups_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("most", "counts"), [(1, [1] * 5), (12288, [1] * 5), (24576, [2, 2, 1]), (49152, [4, 1]), (5 * 12288, [5])]
+)
+def test_a_backward_on_gpus_goes_by_groups_of_heads(
+    most: int, counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """5 groups of 2 query heads; 4 folds of 7 rows that see 4 folds of 9 keys: 64 tokens, 4 bytes each for every batch,
-    head of a group and number of it, 12288 bytes a group."""
+    head of a group and number of it, 12288 bytes a group.
+    """
     rows, keys = Rows(10, 2, 7, 50, 4, head_step=3), Rows(20, 1, 9, 60, 4, head_step=1)
     tile = Tile(rows, keys, Heads(5, 2, 30, 4, 1), Heads(5, 1, 40, 2, 1), Mask.FULL)
-    for most, counts in ((1, [1] * 5), (12287, [1] * 5), (12288, [1] * 5), (24576, [2, 2, 1]), (49152, [4, 1])):
-        parts = portioned(tile, most, monkeypatch)
-        firsts = [sum(counts[:i]) for i in range(len(counts))]
-        assert [part.query_heads for part in parts] == [
-            Heads(n, 2, 30 + 4 * i, 4, 1) for i, n in zip(firsts, counts, strict=True)
-        ]
-        assert [part.key_heads for part in parts] == [
-            Heads(n, 1, 40 + 2 * i, 2, 1) for i, n in zip(firsts, counts, strict=True)
-        ]
-        assert [part.query_rows.key for part in parts] == [replace(rows, start=10 + 3 * i).key for i in firsts]
-        assert [part.key_rows.key for part in parts] == [replace(keys, start=20 + i).key for i in firsts]
-    for most in (5 * 12288, 2**40):
-        assert portioned(tile, most, monkeypatch) == [tile]
+    parts = portioned(tile, most, monkeypatch)
+    firsts = dict(zip(accumulate(counts, initial=0), counts, strict=False))
+    assert [part.query_heads for part in parts] == [Heads(n, 2, 30 + 4 * i, 4, 1) for i, n in firsts.items()]
+    assert [part.key_heads for part in parts] == [Heads(n, 1, 40 + 2 * i, 2, 1) for i, n in firsts.items()]
+    assert [part.query_rows.key for part in parts] == [replace(rows, start=10 + 3 * i).key for i in firsts]
+    assert [part.key_rows.key for part in parts] == [replace(keys, start=20 + i).key for i in firsts]
 
 
 def test_portions_of_listed_rows_and_what_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +48,6 @@ def test_portions_of_listed_rows_and_what_has_none(monkeypatch: pytest.MonkeyPat
     first, second = portioned(tile, 1, monkeypatch)
     assert first.query_rows.listed().tolist() == [[3, 4, 9]]
     assert second.query_rows.listed().tolist() == second.key_rows.listed().tolist() == [[8, 9, 14]]
+    unordered = replace(tile, key_heads=Heads.of(((0,), (3,), (4,))))
+    assert portioned(unordered, 1, monkeypatch) == [unordered]
     assert portioned(tile, 1, monkeypatch, gpu=False) == [tile] == portioned(tile, 1, monkeypatch, name="math")
-    unordered = Heads.of(((0,), (3,), (4,)))
-    for other in (replace(tile, query_heads=unordered), replace(tile, key_heads=unordered)):
-        assert portioned(other, 1, monkeypatch) == [other]
