@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -30,6 +30,7 @@ from verification.run.simulation.simulation import Simulation
 pytestmark = pytest.mark.ranks
 
 WORLD, TOKENS, PATTERN = 3, 11, Pattern.longnet((6, None), (1, 2), 2, causal=True)
+T = TypeVar("T")
 EXACT = 1e-12  # fp64, of results of the order of 1
 
 
@@ -63,19 +64,18 @@ class Caller:
 
     def forward(self, seed: int, name: str | None = None) -> Flight | None:
         """None if it is refused."""
-        begun: list[Flight] = []
-        self.attempt(lambda: begun.append(Flight(self, seed, name)))
-        return begun[0] if begun else None
+        return self.attempt(lambda: Flight(self, seed, name))
 
     def backward(self, flight: Flight | None) -> None:
         assert flight is not None
         self.attempt(flight.backward)
 
-    def attempt(self, act: Callable[[], object]) -> None:
+    def attempt(self, act: Callable[[], T]) -> T | None:
         try:
-            act()
+            return act()
         except (ValueError, RuntimeError) as error:
             self.errors.append(f"{type(error).__name__}: {error}")
+            return None
 
     def compare(self, mine: Tensor, exact: Tensor) -> None:
         self.worst = max(self.worst, float((mine.detach() - self.layout.shard(exact, self.rank)).abs().max()))

@@ -14,9 +14,8 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from ring.comm import host_memory, process_group
+from ring.comm import host_memory
 from ring.comm.host_memory import PAYLOAD, HostMemory, host_memory_of, machine
-from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.transport import Absent
 from tests.support.ranks import Ranks
 
@@ -55,38 +54,6 @@ def test_all_ranks_see_the_same_answers_and_no_file_is_left(ranks: Ranks, seed: 
     wanted = [number % 5 != 0 for number in range(1, 400)]
     assert ranks(3).run(_many_questions, str(tmp_path), f"many {tmp_path}", seed) == [wanted] * 3
     assert os.listdir(tmp_path) == []
-
-
-def _some_come_too_late(name: str, absent: tuple[int, ...]) -> tuple[Any, str]:
-    page = page_of(name, TIMEOUT)
-    assert page is not None and page.all_equal(answer(1), 1)
-    if dist.get_rank() in absent:
-        time.sleep(TIMEOUT + 4.0)
-    began = time.monotonic()
-    with pytest.raises(Absent) as caught:
-        page.all_equal(answer(2), 2)
-    assert dist.get_rank() in absent or TIMEOUT <= time.monotonic() - began < TIMEOUT + 10
-    return caught.value.ranks, caught.value.waited
-
-
-@pytest.mark.parametrize("absent", [(2,), (0,), (0, 1)])
-def test_ranks_that_do_not_come_are_named_and_late_ones_are_told(ranks: Ranks, absent: tuple[int, ...]) -> None:
-    told, late = (absent, "the group's timeout of 0:00:01.500000 is over"), ((), "another rank has given up")
-    wanted = [late if rank in absent else told for rank in range(3)]
-    assert ranks(3).run(_some_come_too_late, f"away {absent}", absent) == wanted
-
-
-def _where_the_group_agrees() -> None:
-    group = dist.new_group()
-    transport, rank = ProcessGroupTransport(group), dist.get_rank()
-    assert [transport.all_equal(answer(5 + (i == 1 and rank == 1))) for i in range(3)] == [True, False, True]
-    assert isinstance(process_group._memories[group], HostMemory)
-    del transport
-    dist.destroy_process_group(group)
-
-
-def test_a_group_over_gloo_agrees_in_memory_after_its_first_question(ranks: Ranks) -> None:
-    ranks(3).run(_where_the_group_agrees)
 
 
 def _page_where(what: str, where: int, folder: str) -> str:

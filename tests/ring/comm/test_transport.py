@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -45,6 +46,22 @@ def test_a_message_that_the_contract_forbids_is_refused(
     with pytest.raises(ValueError) as caught:
         rank_1_of_3.post(*((allowed, forbidden) if received else (forbidden, allowed)))
     assert str(caught.value) == said
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("irecv", "the message 'keys' from rank 2 did not come: connection reset"),
+        ("isend", "rank 0 did not take the message 'values': connection reset"),
+    ],
+)
+def test_a_message_that_fails_is_named(call: str, said: str, rank_1_of_3: ProcessGroupTransport) -> None:
+    """Where a connection is broken, the first one fails in its wait, later ones where they are posted."""
+    fails = Mock(side_effect=RuntimeError("connection reset\nand much more"))
+    for broken in (fails, Mock(return_value=Mock(wait=fails))):
+        with patch.object(dist, call, broken), pytest.raises(RuntimeError) as caught:
+            rank_1_of_3.post([Message(0, torch.ones(2), "values")], [Message(2, torch.ones(2), "keys")]).wait()
+        assert str(caught.value) == said
 
 
 def test_an_empty_batch_is_allowed(rank_1_of_3: ProcessGroupTransport) -> None:
@@ -102,11 +119,3 @@ def test_ranks_agree_on_a_gpu_where_the_group_has_no_other_backend(
     found, device = backends_of(None), ProcessGroupTransport()._device()
     dist.destroy_process_group()
     assert found == said and device == (torch.device("cpu") if "cpu" in said else torch.device("cuda", 5))
-
-
-def test_entries_of_a_message_are_addressed_without_a_tensor() -> None:
-    buffer = torch.arange(12.0).view(6, 2)
-    first, later = Message(0, buffer, "keys", stop=2), Message(0, buffer, "keys", 3, 5)
-    assert first.tensor.equal(buffer[:2]) and later.tensor.equal(buffer[3:5])
-    for message in (first, later, Message(0, buffer, "keys")):
-        assert (message.address, message.bytes) == (message.tensor.data_ptr(), message.tensor.nbytes)

@@ -22,8 +22,7 @@ import torch.distributed as dist
 from ring import Layout, Pattern, ring_attention
 from ring.comm import waiting
 from ring.comm.host_memory import _StoreGather
-from ring.comm.process_group import ProcessGroupTransport
-from ring.comm.transport import Absent, Message
+from ring.comm.transport import Absent
 from ring.comm.waiting import GRACE, SLOW, done_by_event, done_by_work, wait_for_all
 from ring.compute import kernels
 from tests.support.ranks import Ranks
@@ -107,8 +106,10 @@ def test_ranks_that_never_come_are_named_after_the_timeout(
             assert said.startswith(wanted), said
 
 
-def _one_comes_too_late() -> str:
+def _one_comes_too_late(number: int) -> str:
     group = new_group()
+    for _ in range(1, number):
+        forward(group)
     if dist.get_rank() == 1:
         time.sleep(TIMEOUT + 2 * GRACE)
     said = said_by(forward, group)
@@ -116,11 +117,13 @@ def _one_comes_too_late() -> str:
     return said
 
 
-def test_a_rank_that_comes_too_late_is_told_so(ranks: Ranks) -> None:
-    first, late, third = ranks(3).run(_one_comes_too_late)
+@pytest.mark.parametrize("number", (1, 2))
+def test_a_rank_that_comes_too_late_is_told_so(ranks: Ranks, number: int) -> None:
+    """By the group's backend in the first call, in the machine's memory later."""
+    first, late, third = ranks(3).run(_one_comes_too_late, number)
     for said in (first, third):
-        assert said.startswith("RuntimeError: rank 1 did not come to the forward of call 1: ")
-    assert late.startswith("RuntimeError: not all ranks came in time to the forward of call 1: ")
+        assert said.startswith(f"RuntimeError: rank 1 did not come to the forward of call {number}: ")
+    assert late.startswith(f"RuntimeError: not all ranks came in time to the forward of call {number}: ")
 
 
 def _one_ends_in_the_middle(exchange: str) -> list[str]:
@@ -155,27 +158,12 @@ def test_nothing_is_called_after_a_call_that_ended_in_the_middle(ranks: Ranks, e
             assert there.startswith(closed)
 
 
-def ended(task: Callable[..., None], world: int, *arguments: object) -> list[int | None]:
-    """The exit status of each rank, in a process of its own."""
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=task, args=(rank, *arguments)) for rank in range(world)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(100)
-    return [process.exitcode for process in processes]
-
-
-def _join(rank: int, world: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = dist.FileStore(f"{folder}/store", world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
-
-
 def _one_dies(rank: int, folder: str, killed: int, agreed: bool) -> None:
     """It is killed before its second call, or when it has agreed to it."""
-    _join(rank, 3, folder)
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = dist.FileStore(f"{folder}/store", 3)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=60))
     forward(None)
     if rank == killed and agreed:
         kernels.forward = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
@@ -199,33 +187,15 @@ def _one_dies(rank: int, folder: str, killed: int, agreed: bool) -> None:
 def test_a_rank_that_was_killed_is_named(
     tmp_path: Path, killed: int, agreed: bool, ranks_told: Sequence[int], said: str
 ) -> None:
-    assert ended(_one_dies, 3, str(tmp_path), killed, agreed) == [-9 if rank == killed else 0 for rank in range(3)]
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_one_dies, args=(rank, str(tmp_path), killed, agreed)) for rank in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(100)
+    assert [process.exitcode for process in processes] == [-9 if rank == killed else 0 for rank in range(3)]
     for rank in ranks_told:
         assert re.match(f"RuntimeError: {said}", (tmp_path / f"said {rank}").read_text())
-
-
-def _one_ends_after_a_message(rank: int, folder: str) -> None:
-    """The connection to rank 1 is broken from the second message on: of that three receives and a send."""
-    _join(rank, 2, folder)
-    transport, message = ProcessGroupTransport(), Message(1 - rank, torch.ones(2), "a message")
-    if rank == 1:
-        transport.post([message], []).wait()
-        os.kill(os.getpid(), signal.SIGKILL)
-    transport.post([], [message]).wait()
-    posts: list[Any] = [*3 * [([], [message])], ([message], [])]
-    said = [said_by(lambda post=post: transport.post(*post).wait()) for post in posts]
-    Path(folder, "said").write_text("\n".join(said))
-
-
-@pytest.mark.slow
-def test_a_message_over_a_broken_connection_is_named(tmp_path: Path) -> None:
-    """The first one fails in its wait, later ones where they are posted."""
-    assert ended(_one_ends_after_a_message, 2, str(tmp_path)) == [0, -9]
-    *received, sent = (tmp_path / "said").read_text().splitlines()
-    assert len(received) == 3
-    for said in received:
-        assert said.startswith("RuntimeError: the message 'a message' from rank 1 did not come: ")
-    assert sent.startswith("RuntimeError: rank 1 did not take the message 'a message': ")
 
 
 LOST = Mock(side_effect=dist.DistNetworkError("the store is gone"))
@@ -273,25 +243,18 @@ def test_without_a_store_nobody_can_tell_who_is_missing(
 OVER, FAILED = RuntimeError("Operation timed out!"), RuntimeError("connection reset")
 
 
-@pytest.mark.parametrize(
-    ("waited", "completed", "seconds", "done"),
-    [
-        ([OVER], False, 1.0, False),  # it takes longer
-        ([True], False, None, True),
-        ([OVER, True], True, 1.0, True),  # it ended while its wait did
-        ([FAILED, FAILED], True, 1.0, None),
-    ],
-)
-def test_a_work_is_done_when_it_was_waited_for(
-    waited: list[Any], completed: bool, seconds: float | None, done: bool | None
-) -> None:
-    """Waits are answered in turn, by exceptions that are raised too; None: the failure is."""
-    work: Any = SimpleNamespace(wait=Mock(side_effect=waited), is_completed=lambda: completed)
-    if done is None:
-        with pytest.raises(RuntimeError, match="connection reset"):
-            done_by_work(work)(seconds)
-    else:
-        assert done_by_work(work)(seconds) is done
+def test_a_work_is_done_when_it_was_waited_for() -> None:
+    """Waits are answered in turn, by exceptions that are raised too."""
+
+    def done(waits: list[Any], completed: bool, seconds: float | None) -> bool:
+        work: Any = SimpleNamespace(wait=Mock(side_effect=waits), is_completed=lambda: completed)
+        return done_by_work(work)(seconds)
+
+    assert not done([OVER], False, 1.0), "it takes longer"
+    assert done([True], False, None)
+    assert done([OVER, True], True, 1.0), "it ended while its wait did"
+    with pytest.raises(RuntimeError, match="connection reset"):
+        done([FAILED, FAILED], True, 1.0)
 
 
 @pytest.mark.parametrize(
