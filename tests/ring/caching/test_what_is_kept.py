@@ -1,7 +1,4 @@
-"""Every cache of the ring is bounded by number and by bytes, says what its entries weigh, and is all that is kept.
-
-What is kept of every call and never forgotten fills a server's memory within days, which no single call shows.
-"""
+"""Every cache of the ring is bounded by number and by bytes, says what its entries weigh, and is all that is kept."""
 
 from __future__ import annotations
 
@@ -84,7 +81,6 @@ def weight(of: object) -> int:
 CALLS: dict[str, dict[str, Any]] = {
     "alone": {},
     "in a graph": {"call": traced},
-    "backward, too": {"backward": True},
     "refused": {"bucket": 0},
     "of branches, listed": {"order": np.random.default_rng(0).permutation(30), "branch": Branch(7, 3, 1)},
     "packed, listed": {"order": np.random.default_rng(0).permutation(LONG), "documents": DOCUMENTS, "backward": True},

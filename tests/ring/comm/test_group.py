@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -74,10 +75,6 @@ def _calls_over_a_mesh() -> None:
     _end(square)
 
 
-def test_a_mesh_of_one_dimension_is_its_group(ranks: Ranks) -> None:
-    ranks(4).run(_calls_over_a_mesh)
-
-
 def _meshes_that_do_not_fit() -> None:
     flat = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
     with pytest.raises(ValueError, match=r'a mesh of one dimension, got 2 dimensions .*, as mesh\["context"\]'):
@@ -92,10 +89,6 @@ def _meshes_that_do_not_fit() -> None:
             transport_over(part, 2)
 
 
-def test_other_meshes_are_refused(ranks: Ranks) -> None:
-    ranks(4).run(_meshes_that_do_not_fit)
-
-
 def _dtensors() -> None:
     mesh = init_device_mesh("cpu", (4,))
     for name in "qkv":
@@ -107,5 +100,8 @@ def _dtensors() -> None:
             ring_attention(**tensors, pattern=Pattern.dense(), layout=Layout.contiguous(8, 4))
 
 
-def test_a_dtensor_is_refused_by_name_on_every_rank(ranks: Ranks) -> None:
-    ranks(4).run(_dtensors)
+@pytest.mark.parametrize("task", (_calls_over_a_mesh, _meshes_that_do_not_fit, _dtensors))
+def test_meshes_of_one_dimension_are_taken_and_other_meshes_and_dtensors_refused(
+    ranks: Ranks, task: Callable[[], None]
+) -> None:
+    ranks(4).run(task)

@@ -1,8 +1,4 @@
-"""A group that ends is let go: no cache keeps it, and no connection, thread or shared memory of it is left.
-
-Programs that make groups anew, as elastic training and servers do, would otherwise leak one each time; and gloo's
-threads that still run while Python ends can abort it.
-"""
+"""A group that ends is let go: no cache keeps it, and no connection, thread or shared memory of it is left."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +31,6 @@ from tests.support.ranks import Ranks
 pytestmark = pytest.mark.ranks
 
 TIMEOUT = 3.0  # seconds, of a group: longer than SLOW, so that ranks leave their marks
-Group = dist.ProcessGroup | None
 
 
 def new_group(seconds: float = TIMEOUT) -> dist.ProcessGroup:
@@ -46,7 +46,9 @@ def end(group: dist.ProcessGroup) -> None:
     dist.destroy_process_group(group)
 
 
-def forward(group: Group, name: str | None = None, exchange: str = "ring") -> tuple[torch.Tensor, torch.Tensor]:
+def forward(
+    group: dist.ProcessGroup | None, name: str | None = None, exchange: str = "ring"
+) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v = (torch.ones(1, 2, 1, 4, requires_grad=True) for _ in range(3))
     layout = Layout.contiguous(6, 3)
     out = ring_attention(q, k, v, Pattern.dense(), layout, group=group, name=name, exchange=exchange)
@@ -81,49 +83,33 @@ def test_a_rank_that_is_late_is_no_error_and_leaves_no_mark(ranks: Ranks) -> Non
     ranks(3).run(_one_rank_is_late)
 
 
-def _some_never_come(direction: str, absent: tuple[int, ...]) -> str:
+def _some_come_too_late(direction: str, number: int, absent: tuple[int, ...]) -> str:
     group = new_group()
-    forward(group)
-    out, q = forward(group, "layer 3")
-    began, said = time.monotonic(), "stayed away"
-    if dist.get_rank() not in absent:
-        backward = direction == "backward"
-        said = said_by(torch.autograd.grad, out.sum(), q) if backward else said_by(forward, group, "layer 3")
-        assert TIMEOUT <= time.monotonic() - began < TIMEOUT + 10
+    for _ in range(1, number):
+        forward(group)
+    act: Callable[[], object] = partial(forward, group, "layer 3")
+    if direction == "backward":
+        out, q = forward(group, "layer 3")
+        act = partial(torch.autograd.grad, out.sum(), q)
+    if dist.get_rank() in absent:
+        time.sleep(TIMEOUT + 2 * GRACE)
+    began, said = time.monotonic(), said_by(act)
+    assert dist.get_rank() in absent or TIMEOUT <= time.monotonic() - began < TIMEOUT + 10
     end(group)
     return said
 
 
 @pytest.mark.parametrize(
-    ("direction", "number", "absent", "name"), [("forward", 3, (0, 1), "ranks 0, 1"), ("backward", 2, (2,), "rank 2")]
+    ("direction", "number", "absent", "name"),
+    [("forward", 1, (1,), "rank 1"), ("forward", 3, (0, 1), "ranks 0, 1"), ("backward", 2, (2,), "rank 2")],
 )
-def test_ranks_that_never_come_are_named_after_the_timeout(
+def test_ranks_that_do_not_come_are_named_after_the_timeout_and_told_when_they_do(
     ranks: Ranks, direction: str, number: int, absent: tuple[int, ...], name: str
 ) -> None:
-    for rank, said in enumerate(ranks(3).run(_some_never_come, direction, absent)):
-        if rank not in absent:
-            wanted = f"RuntimeError: {name} did not come to the {direction} of call {number} ('layer 3'): "
-            assert said.startswith(wanted), said
-
-
-def _one_comes_too_late(number: int) -> str:
-    group = new_group()
-    for _ in range(1, number):
-        forward(group)
-    if dist.get_rank() == 1:
-        time.sleep(TIMEOUT + 2 * GRACE)
-    said = said_by(forward, group)
-    end(group)
-    return said
-
-
-@pytest.mark.parametrize("number", (1, 2))
-def test_a_rank_that_comes_too_late_is_told_so(ranks: Ranks, number: int) -> None:
     """By the group's backend in the first call, in the machine's memory later."""
-    first, late, third = ranks(3).run(_one_comes_too_late, number)
-    for said in (first, third):
-        assert said.startswith(f"RuntimeError: rank 1 did not come to the forward of call {number}: ")
-    assert late.startswith(f"RuntimeError: not all ranks came in time to the forward of call {number}: ")
+    for rank, said in enumerate(ranks(3).run(_some_come_too_late, direction, number, absent)):
+        who = "not all ranks came in time" if rank in absent else f"{name} did not come"
+        assert said.startswith(f"RuntimeError: {who} to the {direction} of call {number} ('layer 3'): ")
 
 
 def _one_ends_in_the_middle(exchange: str) -> list[str]:
@@ -219,23 +205,23 @@ def failing(seconds: float | None) -> bool:
     raise RuntimeError("connection reset\nand much more")
 
 
-@pytest.mark.parametrize("done", (lambda seconds: True, lambda seconds: seconds is None), ids=("soon", "late"))
-def test_a_store_that_is_gone_does_not_end_what_gets_done(
-    alone: dist.ProcessGroup, done: Callable[[float | None], bool]
-) -> None:
-    wait_for_all(done, alone, 1)
-
-
 @pytest.mark.parametrize(
     ("done", "said"),
-    [(failing, "connection reset$"), (lambda seconds: False, "the group's timeout of 0:01:17 is over$")],
+    [
+        (lambda seconds: True, ""),
+        (lambda seconds: seconds is None, ""),  # late
+        (failing, "some rank did not come to where the others wait: connection reset"),
+        (
+            lambda seconds: False,
+            "some rank did not come to where the others wait: the group's timeout of 0:01:17 is over",
+        ),
+    ],
 )
 def test_without_a_store_nobody_can_tell_who_is_missing(
     alone: dist.ProcessGroup, done: Callable[[float | None], bool], said: str
 ) -> None:
-    with pytest.raises(Absent, match=f"some rank did not come to where the others wait: {said}") as caught:
-        wait_for_all(done, alone, 1)
-    assert caught.value.ranks is None
+    """But what gets done does not end."""
+    assert said_by(wait_for_all, done, alone, 1) == (f"Absent: {said}" if said else "fine")
     with pytest.raises(Absent, match="some rank did not come .*: the store is gone$"):
         _StoreGather(GONE, 0, 2, timedelta(seconds=1)).gather("the file", "mine")
 

@@ -21,8 +21,7 @@ from ring.precision import accumulator_dtype
 
 INF = float("inf")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# What may go wrong in out and lse, and again in the gradients: inputs are of size 1, with 8 dims and up to 33 keys.
-# The fp32 kernels round some tens of operations; torch's 16-bit ones round probabilities and outputs as well.
+# Inputs are of size 1, with 8 dims and up to 33 keys: the kernels round some tens of operations.
 ROUNDING = {torch.float64: 2**-53, torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
@@ -118,12 +117,9 @@ CASES = [
 def test_a_tile_is_dense_attention_and_its_part_of_the_gradients(
     mask: Mask, size: Size, name: str, scale: float, with_dlse: bool, dtype: torch.dtype
 ) -> None:
-    """Gradients are those of one softmax over the tile's keys and as many others, which the rows of fold 0 do not see.
-
-    Where query heads share keys, the tensors are strided. No argument is changed.
-    """
+    """Gradients are those of one softmax over the tile's keys and as many others, which rows of fold 0 do not see."""
     given = drawn(size, dtype)
-    q, k, v, dout = (laid(x) if size.share > 1 else x for x in given)
+    q, k, v, dout = (laid(x) if size.share > 1 else x for x in given)  # may be strided, and is not changed
     tile, work = tile_of(mask, size), accumulator_dtype(dtype)
     out, lse = kernels.forward(name, q, k, v, tile, scale)
     assert out.dtype is work and lse.dtype is work

@@ -1,4 +1,4 @@
-"""The variable-length kernel: the lists of sequences it takes, and on a GPU its numbers beside the math kernel's."""
+"""The variable-length kernel of GPUs beside the math kernel and the oracle."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from reference import Pattern
 from reference.oracle import attention_and_gradients
 from ring import Layout, ring_attention
 from ring.compute import kernels
-from ring.compute.gpu.varlen_kernel import over_batch
 from ring.compute.kernel_counts import picked_kernels
 from ring.compute.math_kernel import SavedRows
 from ring.layout import Run
@@ -21,14 +20,9 @@ from ring.plan.rows import Rows
 from ring.plan.tile import Mask, Sequences, Tile
 from ring.strided_view import batched
 
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 ROWS, KEYS = (1, 5, 64, 1, 130, 17), (3, 1, 64, 200, 129, 16)
-
-
-def test_each_row_of_the_batch_brings_its_sequences() -> None:
-    found = over_batch(np.array([0, 3, 4, 9]), 3)
-    assert found.dtype == np.int32 and found.tolist() == [0, 3, 4, 9, 12, 13, 18, 21, 22, 27]
 
 
 def tile_of(mask: Mask, groups: int, share: int) -> Tile:
@@ -39,8 +33,6 @@ def tile_of(mask: Mask, groups: int, share: int) -> Tile:
     return Tile(rows, key_rows, *heads, mask, sequences=sequences)
 
 
-@pytest.mark.gpu
-@on_gpu
 @pytest.mark.parametrize("dtype", list(UNIT), ids=str)
 @pytest.mark.parametrize("dim", [8, 40, 128])
 @pytest.mark.parametrize("mask", [Mask.FULL, Mask.CAUSAL])
@@ -100,8 +92,6 @@ def layout_of(order: str) -> Layout:
     return Layout.contiguous(n, 1)
 
 
-@pytest.mark.gpu
-@on_gpu
 @pytest.mark.parametrize(
     ("kernel", "hidden"), [("auto", False), ("flash", False), ("cudnn", False), ("math", False), ("math", True)]
 )

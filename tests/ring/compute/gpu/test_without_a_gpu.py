@@ -1,6 +1,4 @@
-"""What GPUs are given, as far as it is told without one: portions of a backward, rows of 16 bytes, parts of a merge,
-and turns of threads whose calls are replayed.
-"""
+"""What GPUs are given, without one: portions, rows of 16 bytes, parts of a merge, turns of threads."""
 
 from __future__ import annotations
 
@@ -19,7 +17,8 @@ import torch
 from ring.caching.bounded import Bounded
 from ring.compute import kernels
 from ring.compute.gpu import replay
-from ring.compute.gpu.parts import Part, as_output, is_aligned, takes_part
+from ring.compute.gpu.parts import Part, as_output, takes_part
+from ring.compute.gpu.varlen_kernel import over_batch
 from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
 from ring.plan.tile import Mask, Tile
@@ -62,7 +61,6 @@ def test_portions_of_listed_rows_and_what_has_none(monkeypatch: pytest.MonkeyPat
 
 STRIDED = {  # of (batch, head, row), and where it begins, in numbers of 2 bytes; strides of what is given, None: a copy
     "rows of a shard": ((2, 3, 5), (120, 8, 24), 0, (120, 8, 24)),
-    "heads of a shard apart": ((2, 3, 5), (256, 16, 48), 8, (256, 16, 48)),
     "begins elsewhere": ((2, 3, 5), (120, 8, 24), 4, None),
     "batches elsewhere": ((2, 3, 5), (124, 8, 24), 0, None),
     "heads elsewhere": ((2, 3, 5), (160, 12, 32), 0, None),
@@ -70,7 +68,6 @@ STRIDED = {  # of (batch, head, row), and where it begins, in numbers of 2 bytes
     "one batch, wherever the next would be": ((1, 3, 5), (7, 8, 24), 0, (120, 8, 24)),
     "one head, wherever the next would be": ((2, 1, 5), (120, 3, 24), 0, (120, 120, 24)),
     "one row, wherever the next would be": ((2, 3, 1), (120, 8, 5), 0, (120, 8, 8)),
-    "one of each": ((1, 1, 1), (3, 5, 7), 0, (8, 8, 8)),
     "every row the same": ((2, 3, 5), (24, 8, 0), 0, (24, 8, 0)),
 }
 
@@ -90,6 +87,11 @@ def test_rows_for_gpus_have_their_numbers_side_by_side() -> None:
     x = torch.arange(2048, dtype=torch.bfloat16).view(2, 32, 4, 8).transpose(1, 3)[None, :, :, None]
     found = batched(x)
     assert torch.equal(found, x.reshape(found.shape)) and found.is_contiguous()
+
+
+def test_each_row_of_the_batch_brings_its_sequences() -> None:
+    found = over_batch(np.array([0, 3, 4, 9]), 3)
+    assert found.dtype == np.int32 and found.tolist() == [0, 3, 4, 9, 12, 13, 18, 21, 22, 27]
 
 
 B, N, H, D = 2, 12, 6, 8
@@ -126,9 +128,6 @@ def test_parts_that_become_outputs_and_those_of_the_merge_kernel() -> None:
     assert not takes_part(part.rows, Heads.of(((0, 3), (1, 4), (2, 6))), part.out), "heads that are listed"
     assert not takes_part(part.rows, part.heads, part.out.transpose(4, 5)), "numbers that do not lie side by side"
     assert not takes_part(Rows(0, 3, 4, 1, 3), part.heads, part.out), "folds that lie between each other"
-    x = torch.empty(4, 3, 16, dtype=torch.bfloat16)
-    assert is_aligned(x[1:, 2:]) and is_aligned(x[:, :, 8:]) and not is_aligned(x[:, :, 4:])
-    assert is_aligned(x[:1, 0, :12]) and not is_aligned(torch.empty(2, 2, 12, dtype=torch.bfloat16))
 
 
 def test_threads_on_one_stream_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
