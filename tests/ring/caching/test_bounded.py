@@ -47,16 +47,6 @@ def test_it_keeps_what_a_list_would(most: int, most_bytes: int | None, steps: li
         assert list(kept.items()) == [(key, value) for key, value, _ in wanted]
 
 
-def test_the_oldest_are_forgotten_until_the_rest_is_light() -> None:
-    kept: Bounded[str, int] = Bounded(10, most_bytes=100)
-    for key, nbytes, left in (
-        ("a", 40, "a"), ("b", 30, "ab"), ("c", 30, "abc"), ("d", 41, "cd"),
-        ("h", 1000, "h"), ("e", 100, "e"), ("f", 0, "ef"), ("g", 1, "fg"),
-    ):  # fmt: skip
-        assert kept.keep(key, 0, nbytes) == 0
-        assert "".join(kept) == left, "the newest stays, whatever it weighs"
-
-
 @pytest.mark.parametrize("most_bytes", (None, 100))
 def test_what_is_forgotten_is_freed(most_bytes: int | None) -> None:
     kept: Bounded[Any, Any] = Bounded(2, most_bytes)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from reference.pattern import Pattern
 from ring import Layout, ring_attention
 from ring.comm.buffer_memory import measure
 from ring.comm.exchange import Exchange, _in_one_pass, _summed
-from ring.comm.transport import Outgoing, SoloTransport
+from ring.comm.transport import Outgoing
 from ring.plan.plan import Plan, plan_of
 from verification.run.simulation.simulated_transport import SimulatedTransport
 from verification.run.simulation.simulation import Simulation
@@ -33,53 +33,33 @@ def attend(transport: SimulatedTransport, heads: int = 1, batch: int = 1, dim: i
     torch.autograd.grad(out.sum(), (q, k, v))
 
 
-@pytest.mark.parametrize(
-    ("rows", "slots", "device", "in_one_pass"),
-    [
-        (2**30, 2**30, "cuda", True),
-        (2**30 + 1, 1, "cuda", False),
-        (1, 2**30 + 1, "cuda", False),
-        (2**33, 2**33, "cuda", False),
-        (1, 1, "cpu", False),
-    ],
-)
-def test_what_cannot_be_counted_in_32_bits_is_packed_by_views(
-    rows: int, slots: int, device: str, in_one_pass: bool
-) -> None:
-    k, buffer = (torch.empty(shape, device="meta") for shape in ((1, rows, 1, 1), (slots, 2, 1, 1)))
-    on_device: Any = SimpleNamespace(is_cuda=device == "cuda", shape=k.shape)
-    assert _in_one_pass(on_device, buffer) == in_one_pass
+def test_what_cannot_be_counted_in_32_bits_is_packed_by_views() -> None:
+    found = []
+    for rows, slots, on_gpu in ((2**30, 2**30, True), (2**30 + 1, 1, True), (1, 2**30 + 1, True), (1, 1, False)):
+        k: Any = SimpleNamespace(is_cuda=on_gpu, shape=(1, rows, 1, 1))
+        found.append(_in_one_pass(k, torch.empty((slots, 2, 1, 1), device="meta")))
+    assert found == [True, False, False, False]
 
 
 def test_buffers_are_counted_for_each_rank_and_given_back_after_each_call() -> None:
-    def step(transport: SimulatedTransport) -> tuple[int, int, int]:
+    """A measure goes on when one inside it ends, though both show the same until then."""
+
+    def step(transport: SimulatedTransport) -> list[int]:
+        with measure(transport) as nothing:
+            pass
         with measure(transport) as outer, measure() as everybody:
             with measure(transport) as first:
                 attend(transport)
             attend(transport)
-        assert (first.held, outer.held) == (0, 0)
-        return first.bytes, outer.bytes, everybody.bytes
+            with measure(transport) as last:
+                attend(transport, heads=2)
+        assert nothing.bytes == first.held == outer.held == 0
+        assert outer.bytes == last.bytes == 2 * first.bytes > 0, "the peak of some calls is that of the largest"
+        return [outer.bytes, everybody.bytes]
 
     for seed in range(8):
-        (a, a_twice, a_all), (b, b_twice, b_all) = Simulation(2, seed).run(step)
-        assert 0 < a == a_twice != b == b_twice > 0, "the peak of two calls is that of the larger"
-        assert max(a_all, b_all) > max(a, b), "both ranks are in this process"
-
-
-def test_a_measure_goes_on_when_one_inside_it_ends() -> None:
-    """Though both show the same until then."""
-
-    def step(transport: SimulatedTransport) -> tuple[int, int, int]:
-        with measure(transport) as nothing:
-            pass
-        with measure(transport) as outer:
-            with measure(transport) as inner:
-                attend(transport)
-            attend(transport, heads=2)
-        return nothing.bytes, inner.bytes, outer.bytes
-
-    for nothing, inner, outer in Simulation(2, 0).run(step):
-        assert nothing == 0 and outer == 2 * inner > 0
+        (a, a_all), (b, b_all) = Simulation(2, seed).run(step)
+        assert a != b and max(a_all, b_all) > max(a, b), "both ranks are in this process"
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
@@ -94,28 +74,15 @@ def test_calls_of_other_sizes_are_of_other_kinds(exchange: str, changes: dict[st
     Simulation(2, 0).run(step)
 
 
-# --- what only GPUs do, without one -----------------------------------------------------------------------------------
-
-
-class Told(Exception):
-    pass
-
-
-class Listener(SoloTransport):
-    """Hears what a call tells of its messages, and ends it."""
-
-    def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
-        raise Told(outgoing())
-
-
 def told(plan: Plan, gpu: bool, backward: bool) -> list[Outgoing]:
-    """Of a call with batch 3 and head dim 8 in bf16."""
+    """Return what a call with batch 3 and head dim 8 in bf16, which ends there, tells of its messages."""
     k: Any = SimpleNamespace(is_cuda=gpu, dtype=torch.bfloat16, shape=(3, plan.tokens, 2, 8))
-    exchange, nowhere = Exchange(plan, Listener(), k, k), SimpleNamespace()
+    transport: Any = Mock(rank=plan.rank, prepare=Mock(side_effect=InterruptedError))
+    exchange, nowhere = Exchange(plan, transport, k, k), SimpleNamespace()
     walk: Any = exchange.round_trips(nowhere, nowhere) if backward else exchange.arrivals()
-    with pytest.raises(Told) as caught:
+    with pytest.raises(InterruptedError):
         next(walk)
-    found: list[Outgoing] = caught.value.args[0]
+    found: list[Outgoing] = transport.prepare.call_args.args[1]()
     return found
 
 

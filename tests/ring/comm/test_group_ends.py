@@ -1,8 +1,4 @@
-"""A group that ends is let go: no cache keeps it, and no connection, thread or shared memory of it is left.
-
-Programs that make groups anew, as elastic training and servers do, would otherwise leak one each time; and gloo's
-threads that still run while Python ends can abort it.
-"""
+"""A group that ends is let go: no cache keeps it, and no connection, thread or shared memory of it is left."""
 
 from __future__ import annotations
 
@@ -44,13 +40,13 @@ def _in_use() -> Counter[str]:
 
 
 def _pages() -> list[str]:
-    """The files of shared memory that this process has mapped; one that has no name any more is "deleted"."""
+    """Files of shared memory that this process has mapped; one that has no name any more is "deleted"."""
     with open("/proc/self/maps", encoding="utf-8") as maps:
         return [line[line.index(PAGES) :].rstrip("\n") for line in maps if PAGES in line]
 
 
 def _left_since(before: Counter[str]) -> list[str]:
-    """Return the resources that are in use and were not before, once all had time to end."""
+    """What is in use and was not before, once all had time to end."""
     deadline = time.monotonic() + 2.0
     while (more := _in_use() - before) and time.monotonic() < deadline:
         gc.collect()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
-import signal
 import time
-from contextlib import ExitStack
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,9 +14,8 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from ring.comm import host_memory, process_group
+from ring.comm import host_memory
 from ring.comm.host_memory import PAYLOAD, HostMemory, host_memory_of, machine
-from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.transport import Absent
 from tests.support.ranks import Ranks
 
@@ -38,15 +35,12 @@ def answer(value: int) -> bytes:
     return value.to_bytes(PAYLOAD, "little")
 
 
-def _many_questions(folder: str, name: str, seed: int) -> list[bool]:
-    """To every fifth question one rank, another one each time, gives another answer. Ranks come at different times.
-
-    Pages are in this folder: others are made in the usual one all the time.
-    """
+def _many_questions(folder: str, name: str) -> list[bool]:
+    """To every fifth question one rank, another one each time, gives another answer. Ranks come at different times."""
     with patch.object(host_memory, "FOLDER", folder):
         page, rank, equal = page_of(name), dist.get_rank(), []
     assert page is not None
-    draw = random.Random(10 * seed + rank)
+    draw = random.Random(rank)
     for number in range(1, 400):
         apart = number % 5 == 0 and number // 5 % 3 == rank
         equal.append(page.all_equal(answer(1000 + rank if apart else number), number))
@@ -55,90 +49,21 @@ def _many_questions(folder: str, name: str, seed: int) -> list[bool]:
     return equal
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_all_ranks_see_the_same_answers_and_no_file_is_left(ranks: Ranks, seed: int, tmp_path: Path) -> None:
+def test_all_ranks_see_the_same_answers_and_no_file_is_left(ranks: Ranks, tmp_path: Path) -> None:
     wanted = [number % 5 != 0 for number in range(1, 400)]
-    assert ranks(3).run(_many_questions, str(tmp_path), f"many {tmp_path}", seed) == [wanted] * 3
+    assert ranks(3).run(_many_questions, str(tmp_path), f"many {tmp_path}") == [wanted] * 3
     assert os.listdir(tmp_path) == []
 
 
-def _some_stay_away(name: str, absent: tuple[int, ...]) -> None:
-    """Those that stay away come too late."""
-    page, rank = page_of(name, TIMEOUT), dist.get_rank()
-    assert page is not None and page.all_equal(answer(1), 1)
-    if rank in absent:
-        time.sleep(TIMEOUT + 4.0)
-    began = time.monotonic()
-    with pytest.raises(Absent) as caught:
-        page.all_equal(answer(2), 2)
-    if rank in absent:
-        assert (caught.value.ranks, caught.value.waited) == ((), "another rank has given up")
-    else:
-        waited = "the group's timeout of 0:00:01.500000 is over"
-        assert (caught.value.ranks, caught.value.waited) == (absent, waited)
-        assert TIMEOUT <= time.monotonic() - began < TIMEOUT + 10
-
-
-@pytest.mark.parametrize("absent", [(2,), (0,), (0, 1)])
-def test_ranks_that_do_not_come_are_named_and_late_ones_are_told(ranks: Ranks, absent: tuple[int, ...]) -> None:
-    ranks(3).run(_some_stay_away, f"away {absent}", absent)
-
-
-def _one_is_killed(rank: int, folder: str) -> None:
-    """In a process of its own: rank 1 ends between two questions."""
-    page = host_memory_of(dist.FileStore(os.path.join(folder, "store"), 3), rank, 3, timedelta(seconds=60))
-    assert page is not None and page.all_equal(answer(1), 1)
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    began = time.monotonic()
-    with pytest.raises(Absent) as caught:
-        page.all_equal(answer(2), 2)
-    # The other one may have heard of it from the first.
-    told = (((1,), "its process has ended"), ((), "another rank has given up"))
-    assert (caught.value.ranks, caught.value.waited) in told and time.monotonic() - began < 20
-    Path(folder, f"rank {rank}").write_text(str(caught.value.ranks))
-
-
-def test_a_rank_whose_process_ended_is_named_long_before_the_timeout(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_one_is_killed, args=(rank, str(tmp_path))) for rank in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(100)
-    assert [process.exitcode for process in processes] == [0, -9, 0]
-    assert "(1,)" in [Path(tmp_path, f"rank {rank}").read_text() for rank in (0, 2)]
-
-
-def _where_the_group_agrees() -> None:
-    """Three questions to a group, of which the second has two answers; the page is there from the first on."""
-    group = dist.new_group()
-    transport, rank = ProcessGroupTransport(group), dist.get_rank()
-    assert [transport.all_equal(answer(5 + (i == 1 and rank == 1))) for i in range(3)] == [True, False, True]
-    assert isinstance(process_group._memories[group], HostMemory)
-    made = group.get_group_store().add(f"ring/machines/rank {rank}", 0)
-    assert made == 1, f"a group that is made anew looks beyond the pages before it, of which {made} are counted"
-    del transport
-    dist.destroy_process_group(group)
-
-
-def test_a_group_over_gloo_agrees_in_memory_after_its_first_question(ranks: Ranks) -> None:
-    ranks(3).run(_where_the_group_agrees)
-
-
 def _page_where(what: str, where: int, folder: str) -> str:
-    """What kind of page a group gets, in a folder, of which one rank finds another machine, another folder, or has too
-    many files open.
-    """
+    """Return what kind of page a group gets of which one rank cannot have it."""
     changes: dict[str, dict[str, Any]] = {
         "machine": {"new": lambda: "another"},
         "FOLDER": {"new": "/nowhere"},
         "HostMemory": {"side_effect": OSError(24, "Too many open files")},
     }
-    with ExitStack() as patches:
-        patches.enter_context(patch.object(host_memory, "FOLDER", folder))
-        if dist.get_rank() == where:
-            patches.enter_context(patch.object(host_memory, what, **changes[what]))
+    here = patch.object(host_memory, what, **changes[what]) if dist.get_rank() == where else nullcontext()
+    with patch.object(host_memory, "FOLDER", folder), here:
         return type(page_of(f"page {folder}")).__name__
 
 
@@ -160,10 +85,8 @@ def test_a_page_that_one_rank_cannot_have_is_taken_by_none(
 
 def _one_does_not_come(name: str) -> None:
     if dist.get_rank() != 1:
-        began = time.monotonic()
-        with pytest.raises(Absent) as caught:
+        with pytest.raises(Absent, match="rank 1 did not come"):
             page_of(name, TIMEOUT)
-        assert caught.value.ranks == (1,) and TIMEOUT <= time.monotonic() - began < TIMEOUT + 10
 
 
 def test_a_rank_that_does_not_come_to_where_the_page_is_made_is_named(ranks: Ranks) -> None:

@@ -25,7 +25,7 @@ class OnNoGPU(SymmetricTransport):
         self._routes = Bounded(KINDS)
         self._streams = SimpleNamespace(side=SimpleNamespace(device=None))  # type: ignore[assignment]
         self.by_nccl = False
-        self._pools, self.made = [], 0
+        self._pools, self.made, self.capturing = [], 0, False
 
     def _pool(self, size: int) -> None:
         self.made += 1
@@ -33,15 +33,12 @@ class OnNoGPU(SymmetricTransport):
 
 @pytest.fixture
 def transport(monkeypatch: pytest.MonkeyPatch) -> OnNoGPU:
+    found = OnNoGPU()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.capturing)
     monkeypatch.setattr(captured, "_for_ever", [])
     monkeypatch.setattr(symmetric_memory, "all_gather_json", lambda mine, ranks: [mine])
-    capturing(monkeypatch, False)
-    return OnNoGPU()
-
-
-def capturing(monkeypatch: pytest.MonkeyPatch, whether: bool) -> None:
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: whether)
+    return found
 
 
 def prepared(transport: SymmetricTransport, kind: int) -> weakref.ref[_Route]:
@@ -64,14 +61,12 @@ def test_a_route_is_made_once_and_forgotten_after_many_others(transport: OnNoGPU
     assert route() is None
 
 
-def test_a_route_is_there_as_long_as_the_graph_that_replays_it(
-    transport: OnNoGPU, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_route_is_there_as_long_as_the_graph_that_replays_it(transport: OnNoGPU) -> None:
     prepared(transport, 0)
     with kept_for_one_graph() as reads:
-        capturing(monkeypatch, True)
+        transport.capturing = True
         route = prepared(transport, 0)
-        capturing(monkeypatch, False)
+        transport.capturing = False
     forget(transport)
     assert 0 not in transport._routes and reads == [route()] and captured._for_ever == []
     reads.clear()
@@ -79,25 +74,21 @@ def test_a_route_is_there_as_long_as_the_graph_that_replays_it(
     assert route() is None
 
 
-def test_a_route_in_a_graph_of_the_user_is_there_for_ever(transport: OnNoGPU, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_route_in_a_graph_of_the_user_is_there_for_ever(transport: OnNoGPU) -> None:
     before = prepared(transport, 0)  # a call of the kind, not captured
-    capturing(monkeypatch, True)
+    transport.capturing = True
     assert prepared(transport, 0)() is before()
-    capturing(monkeypatch, False)
+    transport.capturing = False
     forget(transport)
     assert 0 not in transport._routes and before() is not None
 
 
-def test_no_route_is_made_while_a_graph_is_captured(transport: OnNoGPU, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_route_is_made_while_a_graph_is_captured(transport: OnNoGPU) -> None:
     """Also none that was forgotten: to make one, ranks talk to each other, which a capture would only record."""
     prepared(transport, 0)
     forget(transport)
-    capturing(monkeypatch, True)
+    transport.capturing = True
     made = transport.made
     with pytest.raises(RuntimeError, match="must have run before .* and fewer than 1024 other kinds of calls since"):
         prepared(transport, 0)
     assert transport.made == made and 0 not in transport._routes
-    capturing(monkeypatch, False)
-    prepared(transport, 0)
-    capturing(monkeypatch, True)
-    assert prepared(transport, 0)() is not None

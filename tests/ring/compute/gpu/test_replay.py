@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,50 +22,55 @@ from tests.support.ranks import Ranks
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
-def called(
-    tensors: Sequence[torch.Tensor], dout: torch.Tensor, *what: Any, **settings: Any
-) -> tuple[torch.Tensor, ...]:
+LONGNET = Pattern.longnet([64, 256], [1, 4], 8, True)
+Tensors = tuple[torch.Tensor, ...]
+
+
+def called(tensors: Tensors, *what: Any, **settings: Any) -> Tensors:
     """Output and gradients of a call whose tensors stay where they are. what: pattern and layout."""
-    q, k, v = (x.requires_grad_() for x in tensors)
+    q, k, v, dout = tensors
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
     out = ring_attention(q, k, v, *what, **settings)
     assert isinstance(out, torch.Tensor)
     return out, *torch.autograd.grad(out, (q, k, v), dout)
 
 
-def attended(tensors: Sequence[torch.Tensor], dout: torch.Tensor, **settings: Any) -> tuple[torch.Tensor, ...]:
-    pattern, layout = Pattern.longnet([64, 256], [1, 4], 8, True), Layout.contiguous(tensors[0].shape[1], 1)
-    return called(tensors, dout, pattern, layout, **settings)
+def attended(tensors: Tensors, **settings: Any) -> Tensors:
+    return called(tensors, LONGNET, Layout.contiguous(tensors[0].shape[1], 1), **settings)
 
 
-@pytest.fixture
-def repeatable() -> Iterator[None]:
-    """Sums come in the same order in every run, and what nobody has written is NaN."""
+@contextmanager
+def captured_anew(seed: int) -> Iterator[dict[Any, Any]]:
+    """What is captured from now on. Sums come in the same order in every run, and what nobody has written is NaN."""
     torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
-def graphs(repeatable: None) -> dict[Any, Any]:
-    """What is captured from now on."""
-    torch.manual_seed(4)
+    torch.manual_seed(seed)
     replay._seen.clear()
     replay._replays.clear()
-    return replay._replays
+    try:
+        yield replay._replays
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
-def random_tensors(tokens: int) -> tuple[torch.Tensor, ...]:
+@pytest.fixture
+def graphs() -> Iterator[dict[Any, Any]]:
+    with captured_anew(4) as found:
+        yield found
+
+
+def drawn(tokens: int, kv_heads: int = 2) -> Tensors:
     """q, k, v and the gradient of the output."""
-    return tuple(torch.randn(1, tokens, h, 64, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2, 8))
+    heads = 8, kv_heads, kv_heads, 8
+    return tuple(torch.randn(1, tokens, h, 64, device="cuda", dtype=torch.bfloat16) for h in heads)
 
 
-def plainly(*arguments: Any, **settings: Any) -> tuple[torch.Tensor, ...]:
+def plainly(tensors: Tensors, **settings: Any) -> Tensors:
     """Whoever counts kernels sees plain calls."""
     with picked_kernels():
-        return attended(*arguments, **settings)
+        return attended(tensors, **settings)
 
 
-def equal(found: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> bool:
+def equal(found: Tensors, exact: Tensors) -> bool:
     return all(torch.equal(x, y) for x, y in zip(found, exact, strict=True))
 
 
@@ -70,12 +78,11 @@ def test_a_call_that_comes_again_is_replayed_bit_for_bit(graphs: dict[Any, Any])
     """Other numbers, at other places, give what a plain call gives, and stay when the graph runs again."""
     kept = []
     for turn in range(BEFORE + 4):
-        *tensors, dout = random_tensors(512)
-        if turn % 2:
-            dout = dout.transpose(1, 2).contiguous().transpose(1, 2)
-        found = attended(tensors, dout)
+        *qkv, dout = drawn(512)
+        tensors = *qkv, dout.transpose(1, 2).contiguous().transpose(1, 2) if turn % 2 else dout
+        found = attended(tensors)
         assert len(graphs) == (2 if turn + 1 >= BEFORE else 0), "forward and backward"
-        kept.append((found, plainly(tensors, dout)))
+        kept.append((found, plainly(tensors)))
     assert all(equal(found, plain) for found, plain in kept)
 
 
@@ -85,16 +92,15 @@ def test_what_is_replayed_is_what_was_asked_for(graphs: dict[Any, Any]) -> None:
     sizes = (256, 1024, 512)
     with torch.inference_mode():
         for tokens in sizes:
-            q, k, v, _ = random_tensors(tokens)
+            q, k, v, _ = drawn(tokens)
             for _ in range(BEFORE + 2):
-                ring_attention(q, k, v, Pattern.longnet([64, 256], [1, 4], 8, True), Layout.contiguous(tokens, 1))
+                ring_attention(q, k, v, LONGNET, Layout.contiguous(tokens, 1))
     assert len(graphs) == len(sizes)
     for turn in range(BEFORE + 3):
-        for one in settings:
-            for tokens in sizes:
-                *tensors, dout = random_tensors(tokens)
-                found = attended(tensors, dout, **one)
-                assert turn < BEFORE or equal(found, plainly(tensors, dout, **one)), (tokens, one)
+        for one, tokens in product(settings, sizes):
+            tensors = drawn(tokens)
+            found = attended(tensors, **one)
+            assert turn < BEFORE or equal(found, plainly(tensors, **one)), (tokens, one)
     assert len(graphs) == len(sizes) * (1 + 2 * len(settings))
 
 
@@ -102,37 +108,35 @@ def test_long_calls_and_calls_of_changing_settings_are_not_captured(
     graphs: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for tokens in range(256, 256 + 2 * replay.BEFORE):
-        *tensors, dout = random_tensors(tokens)
-        attended(tensors, dout)
-    *tensors, dout = random_tensors(256)
+        attended(drawn(tokens))
+    tensors = drawn(256)
     monkeypatch.setattr(replay, "MOST_BYTES", tensors[0].nbytes - 1)
     for _ in range(2 * replay.BEFORE):
-        attended(tensors, dout)
+        attended(tensors)
     assert not graphs
 
 
 def test_calls_are_captured_anew_after_all_graphs_are_gone(graphs: dict[Any, Any]) -> None:
     """Their memory is gone with them."""
-    *tensors, dout = random_tensors(512)
-    exact = plainly(tensors, dout)
+    tensors = drawn(512)
+    exact = plainly(tensors)
     for _ in range(2):
         for _ in range(BEFORE + 2):
-            assert equal(attended(tensors, dout), exact)
+            assert equal(attended(tensors), exact)
         assert len(graphs) == 2
         graphs.clear()
         torch.cuda.empty_cache()
 
 
 def test_a_stream_of_its_own_has_graphs_of_its_own(graphs: dict[Any, Any]) -> None:
-    *tensors, dout = random_tensors(512)
-    exact = plainly(tensors, dout)
+    tensors = drawn(512)
+    exact = plainly(tensors)
     streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
     torch.cuda.synchronize()
     found = []
-    for _ in range(BEFORE + 3):
-        for stream in streams:
-            with torch.cuda.stream(stream):
-                found.append(attended(tensors, dout))
+    for stream in (BEFORE + 3) * streams:
+        with torch.cuda.stream(stream):
+            found.append(attended(tensors))
     torch.cuda.synchronize()
     assert len(graphs) == 2 * len(streams)
     assert all(equal(one, exact) for one in found)
@@ -141,33 +145,24 @@ def test_a_stream_of_its_own_has_graphs_of_its_own(graphs: dict[Any, Any]) -> No
 def _replays(replaying: list[bool], exchange: str) -> tuple[int, int]:
     """Graphs, and calls whose result differs in some bit from the plain one. replaying: by rank, whether it may."""
     rank, world, tokens, wrong = dist.get_rank(), dist.get_world_size(), 512, 0
-    torch.use_deterministic_algorithms(True)
-    torch.manual_seed(rank)
-    replay._seen.clear()
-    replay._replays.clear()
     zigzag, contiguous = Layout.zigzag(tokens * world, world), Layout.contiguous(tokens * world, world)
     longnet = Pattern.longnet([256, 512, 1024], [1, 2, 4], heads=8, causal=True)
-    try:
+    with captured_anew(rank) as graphs:
         for _ in range(BEFORE + 3):
             for pattern, layout, kv_heads in ((Pattern.dense(True), zigzag, 2), (longnet, contiguous, 8)):
-                shapes = [(1, tokens, heads, 64) for heads in (8, kv_heads, kv_heads, 8)]
-                *qkv, dout = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
-                with pytest.MonkeyPatch.context() as patch:
-                    if not replaying[rank]:
-                        patch.setattr(replay, "MOST_BYTES", 0)
-                    found = called(qkv, dout, pattern, layout, exchange=exchange)
+                tensors = drawn(tokens, kv_heads)
+                with nullcontext() if replaying[rank] else patch.object(replay, "MOST_BYTES", 0):
+                    found = called(tensors, pattern, layout, exchange=exchange)
                 with picked_kernels():
-                    wrong += not equal(found, called(qkv, dout, pattern, layout, exchange=exchange))
-    finally:
-        torch.use_deterministic_algorithms(False)
-    return len(replay._replays), wrong
+                    wrong += not equal(found, called(tensors, pattern, layout, exchange=exchange))
+        return len(graphs), wrong
 
 
 @pytest.mark.ranks
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("exchange", ["direct", "ring", "gather"])
 def test_ranks_replay_each_for_itself(exchange: str, ranks: Ranks) -> None:
-    """Messages of a graph meet those of a plain call."""
+    """Messages of a graph meet those of plain calls."""
     for replaying in ([True, True], [True, False], [False, True]):
         found = ranks(2, "nccl").run(_replays, replaying, exchange, timeout=120.0)
         assert found == [(4 * replays_here, 0) for replays_here in replaying]

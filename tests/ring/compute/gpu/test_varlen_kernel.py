@@ -1,14 +1,8 @@
-"""The variable-length kernel: the lists of sequences that it takes, and on a GPU its numbers beside the math kernel's.
-
-python -m pytest tests/ring/compute/gpu/test_varlen_kernel.py
-"""
+"""The variable-length kernel of GPUs beside the math kernel and the oracle."""
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +12,6 @@ from reference import Pattern
 from reference.oracle import attention_and_gradients
 from ring import Layout, ring_attention
 from ring.compute import kernels
-from ring.compute.gpu.varlen_kernel import over_batch
 from ring.compute.kernel_counts import picked_kernels
 from ring.compute.math_kernel import SavedRows
 from ring.layout import Run
@@ -27,15 +20,9 @@ from ring.plan.rows import Rows
 from ring.plan.tile import Mask, Sequences, Tile
 from ring.strided_view import batched
 
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 ROWS, KEYS = (1, 5, 64, 1, 130, 17), (3, 1, 64, 200, 129, 16)
-
-
-def test_each_row_of_the_batch_brings_its_sequences() -> None:
-    found = over_batch(np.array([0, 3, 4, 9]), 3)
-    assert found.dtype == np.int32 and found.tolist() == [0, 3, 4, 9, 12, 13, 18, 21, 22, 27]
-    assert over_batch(np.array([0, 2]), 1).tolist() == [0, 2]
 
 
 def tile_of(mask: Mask, groups: int, share: int) -> Tile:
@@ -46,8 +33,6 @@ def tile_of(mask: Mask, groups: int, share: int) -> Tile:
     return Tile(rows, key_rows, *heads, mask, sequences=sequences)
 
 
-@pytest.mark.gpu
-@on_gpu
 @pytest.mark.parametrize("dtype", list(UNIT), ids=str)
 @pytest.mark.parametrize("dim", [8, 40, 128])
 @pytest.mark.parametrize("mask", [Mask.FULL, Mask.CAUSAL])
@@ -94,80 +79,48 @@ PATTERNS = (
 
 
 def layout_of(order: str) -> Layout:
-    """Of one rank: rows in order; documents by turns, so that neighbours lie apart; the same as a list."""
-    n = sum(LENGTHS)
-    edges = np.cumsum((0, *LENGTHS)).tolist()
+    """A layout of one rank: rows in order; documents by turns, so that neighbours lie apart; the same as a list."""
+    n, edges = sum(LENGTHS), np.cumsum((0, *LENGTHS)).tolist()
     runs = [Run(a, 1, b - a) for a, b in pairwise(edges) if b > a]
     by_turns = (*runs[::2], *runs[1::2])
     if order == "by turns":
         return Layout(n, (0, n), by_turns, None)
     if order == "listed":
-        listed = np.concatenate([np.arange(run.start, run.start + run.length) for run in by_turns])
-        return Layout(n, (0, n), None, listed)
+        return Layout(
+            n, (0, n), None, np.concatenate([np.arange(run.start, run.start + run.length) for run in by_turns])
+        )
     return Layout.contiguous(n, 1)
 
 
-def results(
-    tensors: list[torch.Tensor], pattern: Pattern, layout: Layout, **how: Any
-) -> tuple[list[torch.Tensor], Counter[str]]:
-    """out, dq, dk, dv, and the kernels that were called."""
-    *given, dout = (layout.shard(x, 0) for x in tensors)
-    leaves = [x.clone().requires_grad_() for x in given]
-    one, two, three = leaves
-    with picked_kernels() as picked:
-        out = ring_attention(one, two, three, pattern, layout, **how)
-        assert isinstance(out, torch.Tensor)
-        found = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-    return found, picked
-
-
-def drawn(batch: int, pattern: Pattern) -> list[torch.Tensor]:
-    """q, k, v and the gradient of the output."""
-    generator = torch.Generator("cuda").manual_seed(len(pattern.branches))
-    shapes = [(batch, sum(LENGTHS), heads, 32) for heads in (8, 2, 2, 8)]
-    return [torch.randn(s, device="cuda", generator=generator).bfloat16() for s in shapes]
-
-
-@pytest.mark.gpu
-@on_gpu
-@pytest.mark.parametrize("kernel", ["auto", "flash", "cudnn", "math"])
+@pytest.mark.parametrize(
+    ("kernel", "hidden"), [("auto", False), ("flash", False), ("cudnn", False), ("math", False), ("math", True)]
+)
 @pytest.mark.parametrize("order", ["contiguous", "by turns", "listed"])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_packed_documents_are_the_oracle_s(batch: int, order: str, kernel: str) -> None:
-    """Long and short documents, of which some are alike, in dense and in dilated attention."""
-    layout = layout_of(order)
+def test_packed_documents_are_the_oracle_s(batch: int, order: str, kernel: str, hidden: bool) -> None:
+    """Long and short documents, of which some are alike, in dense and in dilated attention.
+
+    hidden: keys of two documents and the first of the others are, as padding is: a component is -inf, in which every
+    query has 1; its gradients are not seen.
+    """
+    layout, generator = layout_of(order), torch.Generator("cuda").manual_seed(2)
     for pattern in PATTERNS:
-        q, k, v, dout = drawn(batch, pattern)
-        found, picked = results([q, k, v, dout], pattern, layout, kernel=kernel)
+        q, k, v, dout = (
+            torch.randn(batch, sum(LENGTHS), heads, 32, device="cuda", generator=generator).bfloat16()
+            for heads in (8, 2, 2, 8)
+        )
+        if hidden:
+            q[..., 0], k[..., 0] = 1.0, 0.0
+            for number, (begin, end) in enumerate(pairwise(np.cumsum((0, *LENGTHS)).tolist())):
+                k[:, begin : end if number in (1, 7) else min(begin + 5, end), :, 0] = -torch.inf
+        leaves = [layout.shard(x, 0).clone().requires_grad_() for x in (q, k, v)]
+        with picked_kernels() as picked:
+            mine = ring_attention(leaves[0], leaves[1], leaves[2], pattern, layout, kernel=kernel)
+            assert isinstance(mine, torch.Tensor)
+            found = [mine.detach(), *torch.autograd.grad(mine, leaves, layout.shard(dout, 0))]
         assert order == "listed" or (picked["flash"] > 0) == (kernel in ("auto", "flash"))
         out, _, *grads = attention_and_gradients(q.double(), k.double(), v.double(), pattern, dout.double())
+        if hidden:
+            grads[0][..., 0] = found[1][..., 0] = 0.0
         for x, y in zip(found, (out, *grads), strict=True):
             torch.testing.assert_close(x.double(), layout.shard(y, 0), rtol=2.0**-5, atol=2.0**-5)
-
-
-@pytest.mark.gpu
-@on_gpu
-@pytest.mark.parametrize("documents", [True, False])
-@pytest.mark.parametrize("hidden", ["a document", "the first of each", "most", "all"])
-def test_scores_of_minus_inf_have_no_weight(hidden: str, documents: bool) -> None:
-    """By the math kernel: the fused ones may make NaN of them, and were seen to.
-
-    Keys are hidden as padding is: a component is -inf, in which every query has 1; its gradients are not seen."""
-    layout, edges = layout_of("by turns"), np.cumsum((0, *LENGTHS)).tolist()
-    n = edges[-1]
-    positions = {
-        "a document": [*range(edges[1], edges[2]), *range(edges[7], edges[8])],
-        "the first of each": [x for a, b in pairwise(edges) for x in range(a, min(a + 5, b))],
-        "most": [x for x in range(n) if x % 97],
-        "all": list(range(n)),
-    }[hidden]
-    for packed in PATTERNS:
-        pattern = packed if documents else replace(packed, documents=None)
-        q, k, v, dout = drawn(1, pattern)
-        q[..., 0], k[..., 0] = 1.0, 0.0
-        k[:, positions, :, 0] = -torch.inf
-        found, _ = results([q, k, v, dout], pattern, layout, kernel="math")
-        out, _, *grads = attention_and_gradients(q.double(), k.double(), v.double(), pattern, dout.double())
-        grads[0][..., 0] = found[1][..., 0] = 0.0
-        for x, y in zip(found, (out, *grads), strict=True):
-            close(x, layout.shard(y, 0), 8 * UNIT[torch.bfloat16])
