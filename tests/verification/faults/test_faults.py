@@ -23,8 +23,9 @@ from verification.failures import RankCrash, VerificationFailure
 from verification.faults import fault_experiment, fault_run
 from verification.faults.fault_experiment import MishandledFault, check_fault, check_whole, chosen
 from verification.faults.struck import BY_NAME, KINDS, Fault, observe_struck
+from verification.replay.records import understand
 from verification.report.report import Report
-from verification.run.backends import PRELOAD, GlooBackend, SimBackend
+from verification.run.backends import PRELOAD, GlooBackend, SimBackend, Unavailable
 from verification.run.processes import pool
 
 pytestmark = pytest.mark.ranks
@@ -39,67 +40,59 @@ def gloo() -> Iterator[GlooBackend]:
         yield backend
 
 
-def how(kind: str, rank: int = 0, post: int = 0, send: int = 0) -> dict[str, Any]:
+def how(kind: str, rank: int = 1, post: int = 0, send: int = 0) -> dict[str, Any]:
     return {"kind": kind, "rank": rank, "post": post, "send": send}
 
 
 @pytest.mark.parametrize("kind", BY_NAME)
-@pytest.mark.parametrize(
-    ("case", "rank", "post"),
-    ((CASE, 1, 0), (replace(CASE, exchange="direct"), 2, 3), (replace(CASE, group=(0, 2)), 1, 0)),
-)
-def test_a_fault_is_named_with_its_rank(gloo: GlooBackend, kind: str, case: Case, rank: int, post: int) -> None:
-    assert check_fault(gloo, case, how(kind, rank, post)) == {BY_NAME[kind].title: 0.0}
+@pytest.mark.parametrize("changes, rank, post", [({"exchange": "direct"}, 2, 3), ({"group": (0, 2)}, 1, 0)])
+def test_a_fault_is_named_with_its_rank(gloo: GlooBackend, kind: str, changes: Any, rank: int, post: int) -> None:
+    assert check_fault(gloo, replace(CASE, **changes), how(kind, rank, post)) == {BY_NAME[kind].title: 0.0}
 
 
 # --- what is mishandled is found --------------------------------------------------------------------------------------
 
 
-def crash(message: str) -> Any:
-    return lambda real, arguments: RankCrash(message)
-
-
-def of_the_next_rank(real: Any, arguments: Any) -> RankCrash:
-    *others, last = real(*arguments).states
+def of_the_next_rank(failure: RankCrash) -> RankCrash:
+    *others, last = failure.states
     return RankCrash("rank 0 died", [replace(one, rank=n) for n, one in enumerate([last, *others])])
 
 
-def in_other_words(said: str) -> Any:
-    def diagnose(real: Any, arguments: Any) -> RankCrash:
-        failure = real(*arguments)
-        states = [replace(one, detail=said) if one.outcome == "raised" else one for one in failure.states]
+def saying(said: str) -> Any:
+    def diagnose(failure: RankCrash) -> RankCrash:
+        states = [
+            replace(x, detail=f"raised RuntimeError: {said}") if x.outcome == "raised" else x for x in failure.states
+        ]
         return RankCrash(failure.headline, states)
 
     return diagnose
 
 
+MISSED = "rank [02] must say that it missed index 1"
+
+
 @pytest.mark.parametrize(
-    ("kind", "case", "diagnose", "found"),
-    (
+    "kind, case, diagnose, found",
+    [
         ("kill", CASE, of_the_next_rank, "kill -9 at post 0 of rank 1 must be named with that rank; named was rank 2"),
-        ("raise", CASE, crash("rank 1 raised"), "an exception at .* must be a rank error; found was a rank cr"),
         (
-            "absent",
-            ASKED,
-            in_other_words("raised RuntimeError: reset by peer"),
-            "rank [02] must say that it missed index 1",
-        ),
-        ("absent", ASKED, in_other_words("raised RuntimeError: rank 0 did not come to the x"), "rank [02] must say"),
-        (
-            "kill",
+            "raise",
             CASE,
-            in_other_words("raised RuntimeError: the message 'x' from rank 0 did not come"),
-            "rank [02] must say",
+            lambda failure: RankCrash("it"),
+            "an exception at .* must be a rank error; found was a rank cr",
         ),
-    ),
+        ("absent", ASKED, saying("reset by peer"), MISSED),
+        ("absent", ASKED, saying("rank 0 did not come to the x"), MISSED),
+        ("kill", CASE, saying("the message 'x' from rank 0 did not come"), MISSED),
+    ],
 )
 def test_a_wrong_diagnosis_is_found(
     gloo: GlooBackend, monkeypatch: pytest.MonkeyPatch, kind: str, case: Case, diagnose: Any, found: str
 ) -> None:
     real = pool._diagnose
-    monkeypatch.setattr(pool, "_diagnose", lambda *arguments: diagnose(real, arguments))
+    monkeypatch.setattr(pool, "_diagnose", lambda *arguments: diagnose(real(*arguments)))
     with pytest.raises(MishandledFault, match=found):
-        check_fault(gloo, case, how(kind, rank=1))
+        check_fault(gloo, case, how(kind))
 
 
 def test_a_wrong_sender_is_found(gloo: GlooBackend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +103,7 @@ def test_a_wrong_sender_is_found(gloo: GlooBackend, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(fault_experiment, "failure_of", failure_of)
     with pytest.raises(MishandledFault, match="a message too short at post 0 of rank 1 must be named as mismatched"):
-        check_fault(gloo, CASE, how("short", rank=1))
+        check_fault(gloo, CASE, how("short"))
 
 
 def test_a_fault_that_does_not_show_is_found(gloo: GlooBackend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,21 +120,18 @@ def test_a_process_that_is_left_over_is_found(gloo: GlooBackend, monkeypatch: py
         return real(*arguments)
 
     monkeypatch.setattr(fault_experiment, "failure_of", failure_of)
-    try:
-        with pytest.raises(MishandledFault, match=r"the processes \[\d+\] were left over"):
-            check_fault(gloo, CASE, how("kill"))
-    finally:
-        for process in left:
-            process.kill()
-            process.wait()
+    with pytest.raises(MishandledFault, match=r"the processes \[\d+\] were left over"):
+        check_fault(gloo, CASE, how("kill"))
+    left[0].kill()
+    left[0].wait()
 
 
 def test_ranks_of_which_only_some_were_replaced_are_found(gloo: GlooBackend) -> None:
-    pids = sorted(gloo.prepared().pids)
-    with pytest.raises(MishandledFault, match=rf"none of \[0, {pids[0]}\] must be ranks still; \[{pids[0]}\] are"):
-        check_whole(gloo, {pids[0], 0}, set(), replaced=True)
+    pid = min(gloo.prepared().pids)
+    with pytest.raises(MishandledFault, match=rf"none of \[0, {pid}\] must be ranks still; \[{pid}\] are"):
+        check_whole(gloo, {pid, 0}, set(), replaced=True)
     with pytest.raises(MishandledFault, match="all of .* must be ranks still"):
-        check_whole(gloo, {pids[0], 0}, set(), replaced=False)
+        check_whole(gloo, {pid, 0}, set(), replaced=False)
 
 
 @pytest.mark.slow
@@ -175,30 +165,25 @@ def test_the_numbers_choose_among_the_posts_that_there_are() -> None:
     assert chosen(how("raise", 3, 7), posts) == Fault("raise", 2, 0)
 
 
-NO_MESSAGES = plain(2, tokens=4, pattern=Pattern((Branch(segment_length=2),)))
-
-
 @pytest.mark.parametrize(
-    ("fault", "case", "said"),
-    (
+    "fault, case, said",
+    [
         (how("burn"), CASE, "kind is 'burn'; it must be"),
         (how("kill", post=-1), CASE, "post is -1; it must be"),
         ({"kind": "kill"}, CASE, "how must be an object with the fields kind, rank, post, send"),
-        (how("kill"), NO_MESSAGES, "case is one whose ranks send nothing"),
-    ),
+        (how("kill"), replace(CASE, pattern=Pattern((Branch(3),))), "case is one whose ranks send nothing"),
+    ],
 )
-def test_an_edited_file_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: dict[str, Any], case: Case, said: str
-) -> None:
-    file = tmp_path / "fault.json"
-    file.write_text(json.dumps({"fault": fault, "case": json.loads(case.to_json())}))
-    assert main(("replay", str(file))) == 2
-    assert said in " ".join(capsys.readouterr().err.split())
+def test_an_edited_file_is_refused(fault: dict[str, Any], case: Case, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        understand({"fault": fault, "case": json.loads(case.to_json())})
 
 
 def test_a_simulation_has_no_processes() -> None:
     with pytest.raises(ValueError, match="backend: got sim; allowed is"):
         check_fault(SimBackend(), CASE, how("kill"))
+    with pytest.raises(Unavailable, match="argument --backend: faults are struck into ranks on gloo; got SimBackend"):
+        understand({"fault": how("kill"), "case": json.loads(CASE.to_json())}).prepare(SimBackend())
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
