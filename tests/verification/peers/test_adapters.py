@@ -40,8 +40,7 @@ def test_the_stand_in_for_flash_attn(causal: bool, kv_heads: int, window: int | 
         out, lse, _, _ = flash_attn_shim.forward(*inputs, *how)
         torch.testing.assert_close((out, lse), (exact[:, rows].float(), exact_lse[:, :, rows].float()))
         grads = [torch.full_like(x, math.nan) for x in inputs]
-        given: Any = dout[:, rows], *inputs, out, lse, *grads, *how
-        flash_attn_shim.backward(*given)
+        flash_attn_shim.backward(dout[:, rows], *inputs, out, lse, *grads, *how)
         for total, part, where in zip(sums, grads, (rows, keys, keys), strict=True):
             total[:, where] += part
     wanted = gradients(q, k, v, pattern, dout, scale=SCALE)
@@ -49,28 +48,27 @@ def test_the_stand_in_for_flash_attn(causal: bool, kv_heads: int, window: int | 
 
 
 @pytest.mark.parametrize("causal", (False, True))
-@pytest.mark.parametrize("kv_heads", (1, 2, 4))
-def test_the_stand_in_for_flash_attn_of_varying_lengths(causal: bool, kv_heads: int) -> None:
-    q, k, v, dout = drawn(kv_heads)
+def test_the_stand_in_for_flash_attn_of_varying_lengths(causal: bool) -> None:
+    q, k, v, dout = drawn(2)
     pattern, edges = Pattern.dense(causal, (3, 0, 4, 2)), torch.tensor([0, 3, 3, 7, 9], dtype=torch.int32)
     how: Any = edges, edges, 4, 4, 0.0, SCALE, causal
     inputs = q[0], k[0], v[0]
     out, lse, _, _ = flash_attn_shim.varlen_forward(*inputs, *how)
     exact = attention(q, k, v, pattern, scale=SCALE)
     torch.testing.assert_close((out, lse), tuple(x[0].float() for x in exact))
-    grads = [torch.full_like(x, math.nan) for x in inputs]
-    flash_attn_shim.varlen_backward(dout[0], *inputs, out, lse, grads[0], grads[1], grads[2], *how)
+    grads: Any = [torch.full_like(x, math.nan) for x in inputs]
+    flash_attn_shim.varlen_backward(dout[0], *inputs, out, lse, *grads, *how)
     torch.testing.assert_close(grads, [x[0].float() for x in gradients(q, k, v, pattern, dout, scale=SCALE)])
 
 
 @pytest.mark.parametrize(
-    ("edges", "longest", "said"),
-    (
-        ([0, 2], 2, r"cu_seqlens must ascend from 0 to 3 in int32, got \[0, 2\]"),
-        ([1, 3], 2, "must ascend from 0"),
+    "edges, longest, said",
+    [
+        ([1, 3], 2, r"cu_seqlens must ascend from 0 to 3 in int32, got \[1, 3\]"),
+        ([0, 2], 2, "must ascend from 0"),
         ([0, 2, 1, 3], 3, "must ascend from 0"),
         ([0, 1, 3], 1, "max_seqlen must be at least the longest sequence, 2, got 1"),
-    ),
+    ],
 )
 def test_lengths_that_a_kernel_would_take_on_trust_are_checked(edges: list[int], longest: int, said: str) -> None:
     q, sound = torch.ones(3, 1, 1), torch.tensor([0, 3], dtype=torch.int32)
@@ -85,17 +83,16 @@ def test_lengths_that_a_kernel_would_take_on_trust_are_checked(edges: list[int],
         flash_attn_shim.varlen_forward(q, q, q, sound.long(), sound, 3, 3, 0.0, 1.0, False)
 
 
-UNUSUAL = ({"dropout_p": 0.1}, {"softcap": 1.0}, {"alibi_slopes": torch.ones(1)}, {"return_softmax": True})
-
-
-@pytest.mark.parametrize("unusual", UNUSUAL, ids=str)
+@pytest.mark.parametrize(
+    "unusual",
+    ({"dropout_p": 0.1}, {"softcap": 1.0}, {"alibi_slopes": torch.ones(1)}, {"return_softmax": True}),
+    ids=str,
+)
 def test_what_the_stand_in_does_not_have_is_refused(unusual: dict[str, Any]) -> None:
     q, edges = torch.ones(1, 2, 1, 1), torch.tensor([0, 2], dtype=torch.int32)
     arguments: dict[str, Any] = {"dropout_p": 0.0, "softmax_scale": 1.0, "causal": False}
-    for words in (unusual, unusual | {"block_table": edges}, {"block_table": edges}):
-        with pytest.raises(
-            NotImplementedError, match="has no dropout, soft cap, ALiBi, probabilities or keys in pages"
-        ):
+    for words in (unusual, {"block_table": edges}):
+        with pytest.raises(NotImplementedError, match="has no dropout, soft cap, ALiBi, .* or keys in pages"):
             flash_attn_shim.varlen_forward(q[0], q[0], q[0], edges, edges, 2, 2, **arguments | words)
     with pytest.raises(NotImplementedError, match=f"{next(iter(unusual))}="):
         flash_attn_shim.forward(q, q, q, **arguments | unusual)
@@ -103,36 +100,27 @@ def test_what_the_stand_in_does_not_have_is_refused(unusual: dict[str, Any]) -> 
         flash_attn_shim.refused(q)
 
 
-def test_a_row_that_sees_nothing() -> None:
+def test_the_stand_in_on_rows_that_see_nothing_and_under_autocast() -> None:
     q = torch.ones(1, 2, 1, 1)
     out, lse, _, _ = flash_attn_shim.forward(q, q[:, :1], q[:, :1], 0.0, 1.0, True)
     assert out[0, 0, 0, 0] == 0 and lse[0, 0, 0] == math.inf and lse[0, 0, 1] == 1
-
-
-def test_the_stand_in_computes_under_autocast_as_without_it() -> None:
-    q, k, v = (torch.randn(1, 6, 2, 4).bfloat16() for _ in range(3))
-    without = flash_attn_shim.attention(q, k, v, 0.5, True)
+    inputs = [x.bfloat16() for x in drawn(4)[:3]]
     with torch.autocast("cpu", torch.bfloat16):
-        under = flash_attn_shim.attention(q, k, v, 0.5, True)
-    assert all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(without, under, strict=True))
+        under = flash_attn_shim.attention(*inputs, 0.5, True)
+    torch.testing.assert_close(under, flash_attn_shim.attention(*inputs, 0.5, True), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("causal", (False, True))
 def test_attention_that_autograd_differentiates_in_fp64(causal: bool) -> None:
-    q, k, v = (torch.randn(2, 5, 3, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    out, lse = flash_attn_shim.attention(q, k, v, 0.3, causal)
-    inputs = (q.detach(), k.detach(), v.detach(), Pattern.dense(causal))
-    exact, exact_lse = attention(*inputs, scale=0.3)
-    torch.testing.assert_close((out, lse), (exact, exact_lse), rtol=0, atol=1e-12)
-    dout = torch.randn_like(out)
-    grads = torch.autograd.grad(out, (q, k, v), dout)
-    torch.testing.assert_close(grads, gradients(*inputs, dout, scale=0.3), rtol=0, atol=1e-12)
-    assert flash_attn_shim.attention(q[:, :0], k[:, :0], v[:, :0], 0.3, causal)[0].shape == (2, 0, 3, 4)
+    q, k, v, dout = (x.double() for x in drawn(4))
+    pattern, leaves = Pattern.dense(causal), [x.requires_grad_() for x in (q.clone(), k.clone(), v.clone())]
+    found = flash_attn_shim.attention(*leaves, 0.3, causal)
+    torch.testing.assert_close(found, attention(q, k, v, pattern, scale=0.3), rtol=0, atol=1e-12)
+    grads = torch.autograd.grad(found[0], leaves, dout)
+    torch.testing.assert_close(grads, gradients(q, k, v, pattern, dout, scale=0.3), rtol=0, atol=1e-12)
+    assert flash_attn_shim.attention(q[:, :0], k[:, :0], v[:, :0], 0.3, causal)[0].shape == (1, 0, 4, 3)
 
 
-@pytest.mark.parametrize(
-    ("world", "kv_heads", "wanted"), ((2, 1, 1), (2, 2, 1), (3, 3, 1), (4, 1, 1), (4, 2, 2), (4, 4, 2), (4, 3, 1))
-)
+@pytest.mark.parametrize("world, kv_heads, wanted", [(2, 2, 1), (3, 3, 1), (4, 1, 1), (4, 2, 2), (4, 4, 2), (4, 3, 1)])
 def test_yunchang_joins_as_many_ranks_as_leave_a_ring(world: int, kv_heads: int, wanted: int) -> None:
-    case = plain(world, heads=kv_heads, kv_heads=kv_heads)
-    assert yunchang.all_to_all_ranks(case) == wanted
+    assert yunchang.all_to_all_ranks(plain(world, heads=kv_heads, kv_heads=kv_heads)) == wanted

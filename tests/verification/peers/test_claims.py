@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,46 +58,38 @@ def test_a_claim_is_settled_and_keeps_what_the_implementation_takes(peer: Peer, 
 
 @pytest.mark.parametrize("name", [name for name in KNOWN if name.endswith("-varlen")])
 def test_what_is_drawn_has_documents_and_windows_of_every_kind(name: str) -> None:
-    reached: Counter[str] = Counter()
-    for case in draw_many(cases(2), 200):
-        found = claimed(KNOWN[name], case)
-        assert found is not None
-        documents = found.pattern.documents or (found.tokens,)
-        reached["several"] += sum(length > 0 for length in documents) > 1
-        reached["empty"] += 0 in documents
-        reached["of other lengths"] += any(length % 2 for length in documents)
-        reached["windows"] += claims.window(found) is not None
-    assert reached["several"] >= 40 and reached["empty"] >= 20, reached
-    assert (reached["of other lengths"] >= 20) == (reached["windows"] >= 10) == (name == LLAMA3), reached
+    found = [case for drawn in draw_many(cases(2), 200) if (case := claimed(KNOWN[name], drawn))]
+    documents = [case.pattern.documents or (case.tokens,) for case in found]
+    assert sum(sum(length > 0 for length in x) > 1 for x in documents) >= 40 and sum(0 in x for x in documents) >= 20
+    uneven = sum(any(length % 2 for length in x) for x in documents)
+    windows = sum(claims.window(case) is not None for case in found)
+    assert (uneven >= 20) == (windows >= 10) == (name == LLAMA3)
 
 
 @pytest.mark.parametrize(
-    ("documents", "chunks", "wanted"),
-    (
-        ((2, 4), 1, (2, 4)),
+    "documents, chunks, wanted",
+    [
         ((3, 5), 1, (2, 6)),  # the edge at 3 goes to 2
         ((5,), 1, (6,)),
         ((1, 1, 1), 1, (2, 2)),  # edges 0, 2 and the end at 4: nothing is left of the first
         ((0, 3, 0, 5, 0), 1, (0, 2, 0, 6, 0)),  # those that were drawn empty stay
         ((3, 5), 2, (8,)),
         ((4, 0, 8), 2, (4, 0, 8)),
-    ),
+    ],
 )
 def test_parts_of_documents(documents: tuple[int, ...], chunks: int, wanted: tuple[int, ...]) -> None:
     order = "zigzag by document" if chunks == 2 else "contiguous by document"
-    case = plain(2, tokens=sum(documents), pattern=Pattern.dense(True, documents))
-    found = claims.even_parts(case, order, chunks)
+    found = claims.even_parts(plain(2, tokens=sum(documents), pattern=Pattern.dense(True, documents)), order, chunks)
     assert found.pattern.documents == wanted and found.tokens == sum(wanted) and found.cuts is None
     assert claims.even_parts(found, order, chunks) == found and len(set(found.shards().counts)) == 1
 
 
 @pytest.mark.parametrize(
-    ("documents", "parts", "edges", "longest"),
-    (((4, 0, 8), 2, [0, 2, 2, 6], 4), ((4, 0, 8), 1, [0, 4, 4, 12], 8), (None, 2, [0, 6], 6)),
+    "documents, parts, edges", [((4, 0, 8), 2, [0, 2, 2, 6]), ((4, 0, 8), 1, [0, 4, 4, 12]), (None, 2, [0, 6])]
 )
-def test_the_lengths_that_a_function_is_given(documents: Any, parts: int, edges: list[int], longest: int) -> None:
-    found = lengths(plain(2, tokens=12, pattern=Pattern.dense(True, documents)), parts)
-    assert (found[0].tolist(), found[1]) == (edges, longest)
+def test_the_lengths_that_a_function_is_given(documents: Any, parts: int, edges: list[int]) -> None:
+    found, longest = lengths(plain(2, tokens=12, pattern=Pattern.dense(True, documents)), parts)
+    assert found.tolist() == edges and longest == found.diff().max()
 
 
 def test_the_window_of_a_case_is_that_of_the_first_branch_that_has_one() -> None:
@@ -108,31 +98,27 @@ def test_the_window_of_a_case_is_that_of_the_first_branch_that_has_one() -> None
     assert claims.dense(case).pattern == Pattern.dense(True)
     assert claims.dense(case, False, windows=True).pattern == Pattern.dense(False, window=3)
     assert claims.packed(case).pattern == Pattern.dense(True, (5, 7))
-    kept = claims.packed(case, windows=True)
-    assert kept.pattern == Pattern.dense(True, (5, 7), 3) and claims.packed(kept, windows=True) == kept
+    assert claims.packed(case, windows=True).pattern == Pattern.dense(True, (5, 7), 3)
     assert claims.window(plain(2)) is None and window_size(plain(2)) == (-1, -1)
 
 
 def test_windows_are_claimed_by_llama3_if_causal_and_by_others_under_another_name() -> None:
-    assert "causal or not, with windows if causal" in KNOWN[LLAMA3].supported
     for causal in (False, True):
         found = claimed(KNOWN[LLAMA3], plain(2, pattern=Pattern.dense(causal, (5, 7), 3), dtype="float16"))
         assert found is not None and claims.window(found) == (3 if causal else None)
     assert len(WINDOWED) == 9
     for name, peer in WINDOWED.items():
-        assert load(f"{with_windows.__name__}:{name}") is peer and "with windows" in peer.supported
-        assert peer.name not in KNOWN
+        assert load(f"{with_windows.__name__}:{name}") is peer and peer.name not in KNOWN
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
-    (
+    "name, said",
+    [
         ("claims_raise", "claims of mine raised ZeroDivisionError"),
         ("claims_other_world", "it must be a Case with world 1, or None"),
         ("claims_unsettled", "does not support what it made itself"),
-    ),
+    ],
 )
 def test_a_claim_that_is_none_is_the_adapters_fault(name: str, said: str) -> None:
     with pytest.raises(ToolError, match=said):
         claimed(getattr(peer_examples, name), plain(1))
-    assert claimed(replace(peer_examples.sound, claims=lambda case: None), plain(1)) is None
