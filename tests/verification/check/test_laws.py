@@ -21,7 +21,7 @@ from ring import agreement, attention, walk
 from ring.comm.calls import Calls
 from ring.compute.accumulator import Accumulator
 from tests.support.plain_case import plain
-from tests.support.planted import plant
+from tests.support.planted import plant, plant_before, plant_on_results
 from verification.case import Case
 from verification.check.expectation import arithmetic_of, inputs_of
 from verification.check.laws import LAWS
@@ -41,33 +41,18 @@ Plant = Callable[[], object]
 # --- faults, planted in every rank before its first task --------------------------------------------------------------
 
 
-def results(change: Callable[[Tensor, Any, Any], Tensor]) -> Plant:
-    """The output becomes change(out, arguments by position, by name)."""
-
-    def spoil(real: Any, args: Any, options: Any) -> Any:
-        result = real(*args, **options)
-        if isinstance(result, tuple):
-            return change(result[0], args, options), result[1]
-        return change(result, args, options)
-
-    return partial(plant, spoil)
+def results(change: Callable[[Tensor, Any], Tensor]) -> Plant:
+    """The output becomes change(out, arguments by position)."""
+    return partial(plant_on_results, lambda out, args, options: change(out, args))
 
 
 def before(act: Callable[[Any], object]) -> Plant:
     """Each call begins with act(arguments by position)."""
-
-    def spoil(real: Any, args: Any, options: Any) -> Any:
-        act(args)
-        return real(*args, **options)
-
-    return partial(plant, spoil)
+    return partial(plant_before, lambda args, options: act(args))
 
 
-sees_later_tokens = results(lambda out, args, options: out + args[2].sum())
-tells_batches_apart = results(lambda out, args, options: out * torch.linspace(1, 2, out.shape[0]).view(-1, 1, 1, 1))
-loses_a_thousandth = results(lambda out, args, options: out * 0.999)
-hides_nan = results(lambda out, args, options: torch.nan_to_num(out))
-gathers_wrongly = results(lambda out, args, options: out * (1.01 if options["exchange"] == "gather" else 1.0))
+def gathers_wrongly() -> None:
+    plant_on_results(lambda out, args, options: out * (1.01 if options["exchange"] == "gather" else 1.0))
 
 
 def weighs_what_is_hidden(real: Any, args: Any, options: Any) -> Any:
@@ -138,10 +123,14 @@ CALLS, LEFT, LIKE = "calls are not confused", "a call leaves nothing behind", "n
 REFUSED = "wrong calls refused everywhere"
 TEETH: list[tuple[str, Plant, Case, dict[str, Any], str]] = [
     ("same on any ranks, layout, exchange", gathers_wrongly, plain(2), MOVED, "times the sum of their bounds"),
-    ("later tokens change nothing", sees_later_tokens, CAUSAL, {"position": 3}, "out at .* must be the same bits"),
-    ("batches and heads permute", tells_batches_apart, plain(2, batch=2), {"batch": [1, 0], "kv_heads": [0, 1]}, "out"),
-    ("equal values come out", loses_a_thousandth, plain(2), {"keys_too": True}, "all values of that head are equal"),
-    ("NaN and inf propagate", hides_nan, plain(2), {"token": 3, "tensor": "v", "infinite": False}, "which sees NaN"),
+    ("later tokens change nothing", results(lambda out, args: out + args[2].sum()), CAUSAL, {"position": 3},
+     "out at .* must be the same bits"),
+    ("batches and heads permute", results(lambda out, args: out * torch.tensor([1.0, 2.0]).view(2, 1, 1, 1)),
+     plain(2, batch=2), {"batch": [1, 0], "kv_heads": [0, 1]}, "out"),
+    ("equal values come out", results(lambda out, args: out * 0.999), plain(2), {"keys_too": True},
+     "all values of that head are equal"),
+    ("NaN and inf propagate", results(lambda out, args: torch.nan_to_num(out)), plain(2),
+     {"token": 3, "tensor": "v", "infinite": False}, "which sees NaN"),
     ("scores of -inf have no weight", partial(plant, weighs_what_is_hidden), plain(2), {"hidden": [1, 2], "heads": [0]},
      "no query sees this key"),
     (REFUSED, ignores(agreement, "validate"), plain(2), wrongly("one token too many in q"), "index 0 .* nothing"),
