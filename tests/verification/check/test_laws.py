@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import replace
@@ -229,23 +228,3 @@ def test_what_nobody_can_notice_is_no_deviation() -> None:
     assert set(FLIGHTS.deviations()) - set(unnamed.deviations()) == {("skips", 0)}
     assert ("skips", 1) not in FLIGHTS.deviations(), "a call's backward cannot come before its forward"
     assert Flights(3, (1,), (1, 1), (None, "b"), ORDER).deviations() == [], "a rank alone cannot differ"
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"members": [0, 1, 2]}, "members of how is [0, 1, 2]; it must be some ranks"),
-        ({"members": [2, 0]}, "members of how is [2, 0]; it must be ascending"),
-        ({"groups": [0, 1]}, "they must be of 1 to 4 calls, groups numbers up to 0"),
-        ({"names": [None]}, "they must be of 1 to 4 calls"),
-        ({"names": [None, 3]}, "names of how is [None, 3]"),
-        ({"order": [["backward", 0], ["forward", 0]]}, "a call must have one forward, before its backwards"),
-        ({"order": [["sideways", 0]]}, "a direction of how is 'sideways'"),
-        ({"order": [["forward", 2]]}, "its calls must be numbers below 2"),
-        ({"deviation": ["skips", 0, 1]}, "deviation of how is ['skips', 0, 1]; it must be null or one of"),
-        ({"more": 1}, "how must be an object with the fields"),
-    ],
-)
-def test_an_order_that_is_never_drawn_is_refused(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(said)):
-        BY_NAME[CALLS].validate(plain(3), in_flight() | changes)

@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import seed as seeded
 from rich.console import Console
 
-from reference.pattern import Branch, Pattern
 from tests.support.plain_case import plain
 from verification.__main__ import main
 from verification.case import Case
@@ -23,9 +22,8 @@ from verification.failures import RankCrash, VerificationFailure
 from verification.faults import fault_experiment, fault_run
 from verification.faults.fault_experiment import MishandledFault, check_fault, check_whole, chosen
 from verification.faults.struck import BY_NAME, KINDS, Fault, observe_struck
-from verification.replay.records import understand
 from verification.report.report import Report
-from verification.run.backends import PRELOAD, GlooBackend, SimBackend, Unavailable
+from verification.run.backends import PRELOAD, GlooBackend, SimBackend
 from verification.run.processes import pool
 
 pytestmark = pytest.mark.ranks
@@ -165,25 +163,9 @@ def test_the_numbers_choose_among_the_posts_that_there_are() -> None:
     assert chosen(how("raise", 3, 7), posts) == Fault("raise", 2, 0)
 
 
-@pytest.mark.parametrize(
-    "fault, case, said",
-    [
-        (how("burn"), CASE, "kind is 'burn'; it must be"),
-        (how("kill", post=-1), CASE, "post is -1; it must be"),
-        ({"kind": "kill"}, CASE, "how must be an object with the fields kind, rank, post, send"),
-        (how("kill"), replace(CASE, pattern=Pattern((Branch(3),))), "case is one whose ranks send nothing"),
-    ],
-)
-def test_an_edited_file_is_refused(fault: dict[str, Any], case: Case, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        understand({"fault": fault, "case": json.loads(case.to_json())})
-
-
 def test_a_simulation_has_no_processes() -> None:
     with pytest.raises(ValueError, match="backend: got sim; allowed is"):
         check_fault(SimBackend(), CASE, how("kill"))
-    with pytest.raises(Unavailable, match="argument --backend: faults are struck into ranks on gloo; got SimBackend"):
-        understand({"fault": how("kill"), "case": json.loads(CASE.to_json())}).prepare(SimBackend())
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
