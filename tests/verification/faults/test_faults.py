@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import closing
@@ -17,18 +18,17 @@ from rich.console import Console
 
 from tests.support.plain_case import plain
 from verification.__main__ import main
-from verification.case import Case
-from verification.failures import RankCrash, VerificationFailure
+from verification.failures import MismatchedMessages, Outcome, RankCrash, RankState, VerificationFailure
 from verification.faults import fault_experiment, fault_run
-from verification.faults.fault_experiment import MishandledFault, check_fault, check_whole, chosen
+from verification.faults.fault_experiment import MishandledFault, check_fault, check_whole, chosen, judge
 from verification.faults.struck import BY_NAME, KINDS, Fault, observe_struck
 from verification.report.report import Report
 from verification.run.backends import PRELOAD, GlooBackend, SimBackend
 from verification.run.processes import pool
+from verification.run.processes.process_tree import descendants
 
 pytestmark = pytest.mark.ranks
 CASE = plain(3, tokens=9)
-ASKED = replace(CASE, seed=0)  # by the group, not in the memory of the machine
 
 
 @pytest.fixture(scope="module")
@@ -51,85 +51,46 @@ def test_a_fault_is_named_with_its_rank(gloo: GlooBackend, kind: str, changes: A
 # --- what is mishandled is found --------------------------------------------------------------------------------------
 
 
-def of_the_next_rank(failure: RankCrash) -> RankCrash:
-    *others, last = failure.states
-    return RankCrash("rank 0 died", [replace(one, rank=n) for n, one in enumerate([last, *others])])
+def killed(detail: str, outcome: Outcome = "raised", rank: int = 1) -> RankCrash:
+    """That rank died, and the others stand so."""
+    states = [RankState(i, "died" if i == rank else outcome, f"raised RuntimeError: {detail}") for i in range(3)]
+    return RankCrash(f"rank {rank} was killed", states)
 
 
-def saying(said: str) -> Any:
-    def diagnose(failure: RankCrash) -> RankCrash:
-        states = [
-            replace(x, detail=f"raised RuntimeError: {said}") if x.outcome == "raised" else x for x in failure.states
-        ]
-        return RankCrash(failure.headline, states)
-
-    return diagnose
-
-
-MISSED = "rank [02] must say that it missed index 1"
+MISSED = "rank 0 must say that it missed index 1 of the group; it raised"
 
 
 @pytest.mark.parametrize(
-    "kind, case, diagnose, found",
+    "kind, failure, said",
     [
-        ("kill", CASE, of_the_next_rank, "kill -9 at post 0 of rank 1 must be named with that rank; named was rank 2"),
-        (
-            "raise",
-            CASE,
-            lambda failure: RankCrash("it"),
-            "an exception at .* must be a rank error; found was a rank cr",
-        ),
-        ("absent", ASKED, saying("reset by peer"), MISSED),
-        ("absent", ASKED, saying("rank 0 did not come to the x"), MISSED),
-        ("kill", CASE, saying("the message 'x' from rank 0 did not come"), MISSED),
+        ("raise", None, "an exception at post 0 of rank 1 was not found: every rank answered"),
+        ("raise", RankCrash("it"), "an exception at .* must be a rank error; found was a rank crash: it"),
+        ("kill", killed("", rank=2), "kill -9 at post 0 of rank 1 must be named with that rank; named was rank 2"),
+        ("kill", killed("the message 'x' from rank 0 did not come"), MISSED),
+        ("absent", killed("reset by peer"), MISSED),
+        ("absent", killed("rank 0 did not come to the x"), MISSED),
+        ("absent", killed("", "blocked"), "no rank said that it missed index 1 of the group"),
+        ("short", MismatchedMessages("from rank 2 to rank 0"), "a message too short at .* must be named as mismatched"),
+        ("long", MismatchedMessages("rank 1 sends "), "a message too long at .* by the simulation, with that rank"),
     ],
 )
-def test_a_wrong_diagnosis_is_found(
-    gloo: GlooBackend, monkeypatch: pytest.MonkeyPatch, kind: str, case: Case, diagnose: Any, found: str
-) -> None:
-    real = pool._diagnose
-    monkeypatch.setattr(pool, "_diagnose", lambda *arguments: diagnose(real(*arguments)))
-    with pytest.raises(MishandledFault, match=found):
-        check_fault(gloo, case, how(kind))
+def test_a_wrong_diagnosis_is_found(kind: str, failure: VerificationFailure | None, said: str) -> None:
+    with pytest.raises(MishandledFault, match=said):
+        judge(BY_NAME[kind], Fault(kind, 1, 0), CASE, failure)
 
 
-def test_a_wrong_sender_is_found(gloo: GlooBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failure_of(backend: Any, case: Any, fault: Fault) -> VerificationFailure:
-        with pytest.raises(VerificationFailure) as caught:
-            fault_experiment.strike_on(backend, case, replace(fault, index=2))
-        return caught.value
-
-    monkeypatch.setattr(fault_experiment, "failure_of", failure_of)
-    with pytest.raises(MishandledFault, match="a message too short at post 0 of rank 1 must be named as mismatched"):
-        check_fault(gloo, CASE, how("short"))
-
-
-def test_a_fault_that_does_not_show_is_found(gloo: GlooBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fault_experiment, "chosen", lambda how, posts: Fault("raise", 0, 10**6))
-    with pytest.raises(MishandledFault, match="was not found: every rank answered"):
-        check_fault(gloo, CASE, how("raise"))
-
-
-def test_a_process_that_is_left_over_is_found(gloo: GlooBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, left = fault_experiment.failure_of, list[subprocess.Popen[bytes]]()
-
-    def failure_of(*arguments: Any) -> VerificationFailure | None:
-        left.append(subprocess.Popen(["sleep", "3600"]))
-        return real(*arguments)
-
-    monkeypatch.setattr(fault_experiment, "failure_of", failure_of)
-    with pytest.raises(MishandledFault, match=r"the processes \[\d+\] were left over"):
-        check_fault(gloo, CASE, how("kill"))
-    left[0].kill()
-    left[0].wait()
-
-
-def test_ranks_of_which_only_some_were_replaced_are_found(gloo: GlooBackend) -> None:
-    pid = min(gloo.prepared().pids)
+def test_ranks_that_were_not_replaced_and_processes_that_are_left_over_are_found(gloo: GlooBackend) -> None:
+    ranks, before = set(gloo.prepared().pids), descendants(os.getpid())
+    check_whole(gloo, ranks, before, replaced=False)
+    pid = min(ranks)
     with pytest.raises(MishandledFault, match=rf"none of \[0, {pid}\] must be ranks still; \[{pid}\] are"):
-        check_whole(gloo, {pid, 0}, set(), replaced=True)
+        check_whole(gloo, {pid, 0}, before, replaced=True)
     with pytest.raises(MishandledFault, match="all of .* must be ranks still"):
-        check_whole(gloo, {pid, 0}, set(), replaced=False)
+        check_whole(gloo, {pid, 0}, before, replaced=False)
+    with subprocess.Popen(["sleep", "3600"]) as left:
+        with pytest.raises(MishandledFault, match=rf"the processes \[{left.pid}\] were left over"):
+            check_whole(gloo, ranks, before, replaced=False)
+        left.kill()
 
 
 @pytest.mark.slow
