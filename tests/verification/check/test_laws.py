@@ -37,8 +37,6 @@ pytestmark = pytest.mark.ranks
 BY_NAME = {law.name: law for law in LAWS}
 Plant = Callable[[], object]
 
-# --- faults, planted in every rank before its first task --------------------------------------------------------------
-
 
 def results(change: Callable[[Tensor, Any], Tensor]) -> Plant:
     """The output becomes change(out, arguments by position)."""
@@ -98,9 +96,6 @@ def says_less() -> None:
 def ignores(owner: Any, name: str, result: Any = None) -> Plant:
     """That function does nothing."""
     return lambda: setattr(owner, name, lambda *arguments: result)
-
-
-# --- what each law finds ----------------------------------------------------------------------------------------------
 
 
 def in_flight(*deviation: Any) -> dict[str, Any]:
@@ -172,9 +167,6 @@ def test_what_breaks_a_law_is_found(number: int) -> None:
         backend.start(case.world)
         with pytest.raises(VerificationFailure, match=said):
             BY_NAME[name].check(backend, case, how)
-
-
-# --- what laws make of their examples ---------------------------------------------------------------------------------
 
 
 def test_what_hidden_keys_leave_is_what_the_oracle_says() -> None:

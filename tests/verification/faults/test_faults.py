@@ -48,9 +48,6 @@ def test_a_fault_is_named_with_its_rank(gloo: GlooBackend, kind: str, changes: A
     assert check_fault(gloo, replace(CASE, **changes), how(kind, rank, post)) == {BY_NAME[kind].title: 0.0}
 
 
-# --- what is mishandled is found --------------------------------------------------------------------------------------
-
-
 def killed(detail: str, outcome: Outcome = "raised", rank: int = 1) -> RankCrash:
     """That rank died, and the others stand so."""
     states = [RankState(i, "died" if i == rank else outcome, f"raised RuntimeError: {detail}") for i in range(3)]
@@ -108,9 +105,6 @@ def test_a_mishandled_fault_is_saved_and_holds_once_it_is_mended(
     assert "it held" in capsys.readouterr().out
 
 
-# --- what is drawn ----------------------------------------------------------------------------------------------------
-
-
 @seeded(1)
 @given(fault_experiment.faults(4))
 def test_what_is_drawn_keeps_its_own_premise(subject: Any) -> None:
@@ -127,9 +121,6 @@ def test_the_numbers_choose_among_the_posts_that_there_are() -> None:
 def test_a_simulation_has_no_processes() -> None:
     with pytest.raises(ValueError, match="backend: got sim; allowed is"):
         check_fault(SimBackend(), CASE, how("kill"))
-
-
-# --- the command ------------------------------------------------------------------------------------------------------
 
 
 def test_the_command_prints_a_row_for_each_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

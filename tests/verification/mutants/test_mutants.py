@@ -44,9 +44,6 @@ def test_a_defect_can_be_planted(defect: Defect) -> None:
     assert defect.sources()
 
 
-# --- planting ---------------------------------------------------------------------------------------------------------
-
-
 def _defect(*edits: tuple[str, ...]) -> Defect:
     return Defect("a-name", "About.", tuple(Edit(*edit) for edit in edits))
 
@@ -113,9 +110,6 @@ def test_a_module_that_does_not_exist_is_refused() -> None:
         substitute({"ring.missing": ""})
 
 
-# --- the search -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.ranks
 def test_a_defect_is_killed_and_its_case_holds_without_it() -> None:
     outcome = trials.try_defect("merge-by-plain-average", seed=3, limit=300)
@@ -166,9 +160,6 @@ def _wait_for(session: int, wanted: range) -> None:
             with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
                 state, _, _, its_session, *_ = stat.read_text().rpartition(")")[2].split()
                 running += its_session == str(session) and state not in "ZX"
-
-
-# --- the command ------------------------------------------------------------------------------------------------------
 
 
 def _carried_out(*arguments: str) -> tuple[int, str]:

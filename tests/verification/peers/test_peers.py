@@ -30,7 +30,6 @@ from verification.failures import RankHang, VerificationFailure
 from verification.peers import Refused, probe
 from verification.peers.known_peers import KNOWN, load, ready, selected
 from verification.peers.peer_experiment import claimed, expect, experiment
-from verification.report.provenance import commit
 from verification.run.backends import GlooBackend
 from verification.search.experiment import ToolError
 
@@ -39,9 +38,6 @@ pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).parents[3]
 EXAMPLES = "tests.support.peer_examples"
 PLAIN = plain(1, tokens=5, pattern=Pattern.dense(True), batch=2, seed=3)
-
-
-# --- the command, and a user's own adapter ----------------------------------------------------------------------------
 
 
 def verification(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -55,9 +51,7 @@ def verification(folder: Path, *arguments: str) -> subprocess.CompletedProcess[s
 
 NOT_RUN = {
     "dies:adapter": "ended with exit code 3",
-    "mine:number": "it must be a verification.peers.Peer",
     "mine:needy": "the package no-such-distribution is not installed",
-    "mine:claims_raise": "claims of mine raised ZeroDivisionError",
     "mine:claims_nothing": "drawn on 1 rank",
     "torchscale": "releases of torchscale up to 0.3.0 do not have it",
 }
@@ -79,14 +73,10 @@ def test_the_command(tmp_path: Path) -> None:
     done = verification(tmp_path, "peers", *names, "--examples", "10", "--seed", "5", *where)
     assert done.returncode == 2, done.stdout + done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
-    assert report["seed"] == 5 and report["torch"] == torch.__version__ and report["commit"] == commit()
-    assert report["command"].startswith("python -m verification peers ")
+    assert report["seed"] == 5 and report["command"].startswith("python -m verification peers ")
     held, found, *others = report["peers"]
-    assert held | {"seconds": 0} == {
-        "name": "my_attention:adapter", "version": None, "verdict": "held", "examples": 30, "case": None, "check": None,
-        "supported": "dense causal, fp32, even contiguous shards", "message": None, "replay": None, "others": [],
-        "seconds": 0,
-    }  # fmt: skip
+    assert (held["verdict"], held["examples"], held["case"], held["others"]) == ("held", 30, None, [])
+    assert held["supported"] == "dense causal, fp32, even contiguous shards"
     assert (found["name"], found["verdict"], found["check"]) == ("wrong:adapter", "counter-example", "output and lse")
     case = Case.from_json(json.dumps(found["case"]))
     assert case == replace(case, world=2, tokens=2, batch=1, heads=1, head_dim=1, values="normal", strided=False)
@@ -100,9 +90,6 @@ def test_the_command(tmp_path: Path) -> None:
     assert json.loads(Path(file).read_text()) == {"peer": "wrong:adapter", "case": found["case"]}
     again = verification(tmp_path, "replay", file)
     assert again.returncode == 1 and found["message"] in unbroken(again.stdout), again.stdout + again.stderr
-
-
-# --- faults -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +134,8 @@ def test_each_fault_is_reported_as_what_it_is(
 
 
 @pytest.mark.parametrize(
-    "name, case", [("sound", PLAIN), ("packed", PACKED), ("windowed", WINDOWED), ("unpacked", PLAIN)]
+    "name, case",
+    [("sound", PLAIN), ("sound", replace(PLAIN, dtype="float64")), ("packed", PACKED), ("windowed", WINDOWED)],
 )
 def test_a_sound_one_holds(backend: GlooBackend, name: str, case: Case) -> None:
     ratios = run(backend, name, case)
@@ -161,37 +149,20 @@ def test_a_hang_is_reported_as_one() -> None:
             run(impatient, "hangs")
 
 
-@pytest.mark.parametrize(
-    "name, said",
-    [
-        ("returns_list", f"the adapter {EXAMPLES}:returns_list: attend returned list as out"),
-        ("no_lse", "attend returned no lse, and the claim has lse 'differentiated'"),
-    ],
-)
-def test_an_adapter_that_does_not_keep_to_its_form_is_no_counter_example(
-    backend: GlooBackend, name: str, said: str
-) -> None:
-    with pytest.raises(ToolError, match=said):
-        run(backend, name)
+def test_an_adapter_that_does_not_keep_to_its_form_is_no_counter_example(backend: GlooBackend) -> None:
+    with pytest.raises(ToolError, match=f"the adapter {EXAMPLES}:returns_list: attend returned list as out"):
+        run(backend, "returns_list")
+    with pytest.raises(ToolError, match="attend returned no lse, and the claim has lse 'differentiated'"):
+        run(backend, "no_lse")
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "spec, said",
-    [
-        ("nowhere.at_all:adapter", "No module named 'nowhere'"),
-        (f"{EXAMPLES}:nothing_of_the_kind", "has no attribute 'nothing_of_the_kind'"),
-        (f"{EXAMPLES}:number", "it must be a verification.peers.Peer"),
-    ],
-)
-def test_what_is_no_adapter(spec: str, said: str) -> None:
-    with pytest.raises(Refused, match=said):
-        load(spec)
-
-
-def test_an_import_that_never_ends_is_refused() -> None:
+def test_what_is_no_adapter() -> None:
+    with pytest.raises(Refused, match="No module named 'nowhere'"):
+        load("nowhere.at_all:adapter")
+    with pytest.raises(Refused, match="has no attribute 'nothing_of_the_kind'"):
+        load(f"{EXAMPLES}:nothing_of_the_kind")
+    with pytest.raises(Refused, match="it must be a verification.peers.Peer"):
+        load(f"{EXAMPLES}:number")
     with pytest.raises(Refused, match="no answer within 0.5 s from rank 0"):
         probe.probe(f"{EXAMPLES}:endless", timeout=0.5)
 
@@ -217,22 +188,12 @@ def test_names() -> None:
 
 
 @pytest.mark.parametrize(
-    "change, said",
-    [
-        ({"name": ""}, "name is ''"),
-        ({"attend": 3}, "attend is 3; it must be a function"),
-        ({"worlds": ()}, r"worlds is \(\)"),
-        ({"worlds": (2, 9)}, r"worlds is \(2, 9\)"),
-        ({"arithmetic": "double"}, "arithmetic is 'double'; it must be one of math, flash, half"),
-        ({"merge": "added"}, "merge is 'added'; it must be one of weighted, interpolated"),
-    ],
+    "field, value",
+    [("name", ""), ("attend", 3), ("worlds", ()), ("worlds", (2, 9)), ("arithmetic", "double"), ("merge", "added")],
 )
-def test_a_peer_that_cannot_be(change: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        replace(load("torchscale"), **change)
-
-
-# --- bounds -----------------------------------------------------------------------------------------------------------
+def test_a_peer_that_cannot_be(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{re.escape(f'{field} is {value!r}')}; it must be "):
+        replace(load("torchscale"), **{field: value})
 
 
 def interpolated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

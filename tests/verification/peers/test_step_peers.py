@@ -1,5 +1,4 @@
-"""Peers in training steps: what is drawn for each, one that holds, one that trains wrong without a word, and those that
-cannot be run."""
+"""Peers in training steps: what is drawn for each, those that hold, and one that trains wrong without a word."""
 
 from __future__ import annotations
 
@@ -28,10 +27,6 @@ from verification.training.training_case import TrainingCase
 from verification.training.training_run import TRAINING_PRELOAD
 
 EXAMPLES = "tests.support.peer_examples"
-CONTEXT_PARALLEL = KNOWN["torch-context-parallel"]
-
-
-# --- what is claimed --------------------------------------------------------------------------------------------------
 
 
 def drawn(name: str, world: int, count: int = 40) -> list[TrainingCase]:
@@ -83,9 +78,6 @@ def test_models_whose_norms_are_steps_are_widened_in_lower_precisions(name: str,
     found = claimed_step(load_step_peer(name), case)
     assert model.has_steps and found is not None and (found.dtype == "float64") == (width == 2)
     assert (found.model.dim, found.model.head_dim) == (width, width)
-
-
-# --- on ranks ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -146,9 +138,6 @@ def test_fairscale_holds_as_guarded_here_and_not_as_a_user_writes_it(backend: Gl
     with pytest.raises(WrongResult) as caught:
         as_written(backend, case)
     assert caught.value.broken == "parameters after the last" and (caught.value.ratio or 0) > 1e6
-
-
-# --- the command ------------------------------------------------------------------------------------------------------
 
 
 def run(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:

@@ -86,9 +86,6 @@ def test_a_nan_is_not_within_its_bound() -> None:
     assert long_problems._ratio(zero, zero, zero).flatten().tolist() == [0.0, 0.0, 0.0]
 
 
-# --- links between the ranks ------------------------------------------------------------------------------------------
-
-
 def test_what_links_do_wrong_is_named() -> None:
     links.check_round([[2, 1, 0], [0, 2, 1], [1, 0, 2]])
     with pytest.raises(WrongResult, match=r"rank 1 got the numbers \[2, 0, 1\]; they must be \[0, 2, 1\]"):

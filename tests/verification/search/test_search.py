@@ -105,8 +105,6 @@ def test_distinct_defects_are_all_reported() -> None:
     assert all(case.batch == 3 for failure, case in found if failure.kind == "rank error")
 
 
-# --- a check that needs no ranks --------------------------------------------------------------------------------------
-
 Fails = Callable[[Case], Exception | None]
 WRONG = WrongResult("values: out is wrong")
 
@@ -223,8 +221,6 @@ def test_a_fault_of_the_machinery_is_no_counter_example(ranks: GlooBackend) -> N
     with pytest.raises(ToolError):
         search_with(ranks, lambda case: KeyError("not the ranks' fault")).explore(40, 1)
 
-
-# --- a second look: what the simulation knows of a failure's cause stands beside what gloo showed of it ---------------
 
 EARLY = (
     r"in the simulation: rank (\d) reads the receive buffer of 'keys and values \d' "
