@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,14 +45,6 @@ def plant_wrong_result() -> None:
     plant_on_results(lambda out, args, kwargs: out * (1.01 if args[4].n >= 6 and args[3].causal else 1.0))
 
 
-def plant_hang() -> None:
-    def stall(args: Any, kwargs: Any) -> None:
-        if args[4].n >= 4 and kwargs["exchange"] == "direct" and kwargs["group"].rank == 1:
-            time.sleep(3600)
-
-    plant_before(stall)
-
-
 def plant_crash() -> None:
     def abort(args: Any, kwargs: Any) -> None:
         if args[0].dtype == torch.bfloat16 and kwargs["group"].rank == 1:
@@ -90,16 +81,3 @@ def plant_receive_first() -> None:
         real(self, plan, chosen, *args)
 
     Exchange.__init__ = init  # type: ignore[method-assign, assignment]
-
-
-def plant_zigzag_back_to_front() -> None:
-    from ring.layout import Layout
-
-    real = Layout.zigzag
-
-    def zigzag(n: int, p: int, documents: Sequence[int] | None = None) -> Layout:
-        layout = real(n, p, documents)
-        order = torch.cat([layout.positions(rank) for rank in range(p)])
-        return Layout.from_cuts(order.flip(0), layout.cuts) if n >= 5 else layout
-
-    Layout.zigzag = zigzag  # type: ignore[method-assign]

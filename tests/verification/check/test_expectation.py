@@ -1,24 +1,29 @@
-"""What an expectation counts bounds what the plans do: nothing is merged more often."""
+"""What the judge knows: an expectation's counts bound what the plans do, and the oracle and its twin agree."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reference.arithmetic import most_seen, most_taken
-from reference.exact import multiplicity
+from reference.exact import QUANTITIES, multiplicity
 from reference.pattern import Branch, Pattern
 from ring.plan.tile import Tile
 from tests.ring.plan.plan_walk import PlanSetting, PlanWalk
+from tests.support.drawing import draw_many
 from tests.support.plain_case import plain
 from verification.case import EXCHANGES, Case
-from verification.check.expectation import counts_of
+from verification.check import properties, twin
+from verification.check.expectation import counts_of, expect
 from verification.draw.cases import cases
+from verification.failures import WrongResult
 from verification.run.layouts import layout_of
 
 
@@ -87,3 +92,54 @@ def test_a_window_that_hides_nothing_cuts_nothing() -> None:
     assert most_taken(Branch(8, window=7), True, 24) == 1 and most_taken(Branch(8, window=6), True, 24) == 3
     assert most_taken(Branch(None, 4, window=23), False, 24) == 1
     assert most_taken(Branch(None, 4, window=19), False, 24) == 5
+
+
+@pytest.fixture(scope="module")
+def drawn() -> list[Case]:
+    return [case for case in draw_many(cases(2), 100) if twin.is_compared(case)]
+
+
+def test_oracle_and_twin_agree_far_within_what_rounding_allows(drawn: list[Case]) -> None:
+    assert len(drawn) > 60
+    for case in drawn:
+        ratios = twin.check_twin(case, properties.prepare(case), [])
+        assert set(ratios) == set(QUANTITIES) and all(0 <= ratio < 0.5 for ratio in ratios.values())
+
+
+@pytest.mark.parametrize(
+    "name, spoil",
+    [*((name, lambda x: x * (1 + 1e-9)) for name in QUANTITIES), ("out", lambda x: torch.where(x == 0, 1e-300, x))],
+)
+def test_what_the_oracle_alone_computes_is_found(
+    name: str, spoil: Any, drawn: list[Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, at = twin.attention_and_gradients, QUANTITIES.index(name)
+
+    def spoilt(*given: Any, **options: Any) -> Any:
+        found = real(*given, **options)
+        return *found[:at], spoil(found[at]), *found[at + 1 :]
+
+    monkeypatch.setattr(twin, "attention_and_gradients", spoilt)
+    with pytest.raises(WrongResult, match=f"^oracle: {name} is ") as caught:
+        for case in drawn:
+            properties.check(case, properties.prepare(case), [], ("oracle",))
+    assert caught.value.broken == "oracle and its twin agree"
+
+
+def test_what_is_too_large_for_the_oracle_is_left_out_and_not_counted() -> None:
+    large = plain(1, tokens=129, heads=1, kv_heads=1)
+    (looked_at,) = (one for one in properties.PROPERTIES if "oracle" in one.checks)
+    assert 129**2 > twin.MOST_SCORES >= 128**2
+    assert not looked_at.concerns(large) and looked_at.concerns(replace(large, tokens=128))
+    assert twin.check_twin(large, expect(large), []) == {}
+
+
+@pytest.mark.parametrize(
+    "oracle_, twin_, allowed, held",
+    [(np.nan, 1.0, np.inf, True), (np.inf, np.inf, 0.0, True), (np.nan, 1.0, 1.0, False), (1.0, 1.5, 0.0, False)],
+)
+def test_bounds_that_know_nothing_allow_anything_and_nan_is_within_none(
+    oracle_: float, twin_: float, allowed: float, held: bool
+) -> None:
+    with nullcontext() if held else pytest.raises(WrongResult, match="oracle: out is"):
+        assert twin._compare("out", *(np.array([x]) for x in (oracle_, twin_, allowed))) == 0.0
