@@ -75,12 +75,6 @@ def test_parts_of_documents(documents: tuple[int, ...], chunks: int, wanted: tup
     assert claims.even_parts(found, order, chunks) == found and len(set(found.shards().counts)) == 1
 
 
-@pytest.mark.parametrize("documents, parts, edges", [((4, 0, 8), 2, [0, 2, 2, 6]), (None, 2, [0, 6])])
-def test_the_lengths_that_a_function_is_given(documents: Any, parts: int, edges: list[int]) -> None:
-    found, longest = lengths(plain(2, tokens=12, pattern=Pattern.dense(True, documents)), parts)
-    assert found.tolist() == edges and longest == found.diff().max()
-
-
 def test_the_window_of_a_case_is_that_of_the_first_branch_that_has_one() -> None:
     case = plain(2, pattern=Pattern((Branch(4), Branch(window=3), Branch(window=5)), True, (5, 7)))
     assert claims.window(case) == 3 and window_size(case) == (3, 3)
@@ -168,31 +162,26 @@ def test_the_stand_in_for_flash_attn_of_varying_lengths(causal: bool) -> None:
     ],
 )
 def test_lengths_that_a_kernel_would_take_on_trust_are_checked(edges: list[int], longest: int, said: str) -> None:
-    q, sound = torch.ones(3, 1, 1), torch.tensor([0, 3], dtype=torch.int32)
-    wrong = torch.tensor(edges, dtype=torch.int32)
+    q, sound, wrong = torch.ones(3, 1, 1), torch.tensor([0, 3]).int(), torch.tensor(edges).int()
     for at in ((wrong, sound, longest, 3), (sound, wrong, 3, longest)):
-        how: Any = *at, 0.0, 1.0, False
         with pytest.raises(ValueError, match=said):
-            flash_attn_shim.varlen_forward(q, q, q, *how)
+            flash_attn_shim.varlen_forward(q, q, q, *at, 0.0, 1.0, False)
         with pytest.raises(ValueError, match=said):
-            flash_attn_shim.varlen_backward(q, q, q, q, q, q[:, 0].T, q, q, q, *how)
+            flash_attn_shim.varlen_backward(q, q, q, q, q, q[:, 0].T, q, q, q, *at, 0.0, 1.0, False)
     with pytest.raises(ValueError, match=r"in torch.int64"):
         flash_attn_shim.varlen_forward(q, q, q, sound.long(), sound, 3, 3, 0.0, 1.0, False)
 
 
-@pytest.mark.parametrize(
-    "unusual",
-    ({"dropout_p": 0.1}, {"softcap": 1.0}, {"alibi_slopes": torch.ones(1)}, {"return_softmax": True}),
-    ids=str,
-)
-def test_what_the_stand_in_does_not_have_is_refused(unusual: dict[str, Any]) -> None:
-    q, edges = torch.ones(1, 2, 1, 1), torch.tensor([0, 2], dtype=torch.int32)
-    arguments: dict[str, Any] = {"dropout_p": 0.0, "softmax_scale": 1.0, "causal": False}
-    for words in (unusual, {"block_table": edges}):
-        with pytest.raises(NotImplementedError, match="has no dropout, soft cap, ALiBi, .* or keys in pages"):
-            flash_attn_shim.varlen_forward(q[0], q[0], q[0], edges, edges, 2, 2, **arguments | words)
-    with pytest.raises(NotImplementedError, match=f"{next(iter(unusual))}="):
-        flash_attn_shim.forward(q, q, q, **arguments | unusual)
+def test_what_the_stand_in_does_not_have_is_refused() -> None:
+    q, edges = torch.ones(1, 2, 1, 1), torch.tensor([0, 2]).int()
+    unusual = {"dropout_p": 0.1, "softcap": 1.0, "alibi_slopes": torch.ones(1), "return_softmax": True}
+    for name, value in (*unusual.items(), ("block_table", edges)):
+        options: Any = {"dropout_p": 0.0, "softmax_scale": 1.0, "causal": False} | {name: value}
+        with pytest.raises(NotImplementedError, match=f"has no dropout, soft cap, ALiBi, .* or keys in pages.*{name}="):
+            flash_attn_shim.varlen_forward(q[0], q[0], q[0], edges, edges, 2, 2, **options)
+        if name in unusual:
+            with pytest.raises(NotImplementedError, match=f"{name}="):
+                flash_attn_shim.forward(q, q, q, **options)
     with pytest.raises(NotImplementedError):
         flash_attn_shim.refused(q)
 
