@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reference import Pattern
 from reference.exact import multiplicity
 from verification.case import Case
 from verification.peers import Peer, claims
@@ -37,10 +35,6 @@ def within_windows(q: Tensor, k: Tensor, v: Tensor, case: Case, group: object) -
 
 def raising(*given: Any) -> Tensor:
     raise RuntimeError("never in this life")
-
-
-def aborting(*given: Any) -> Tensor:
-    os.abort()
 
 
 def without_package() -> None:
@@ -93,21 +87,13 @@ windowed = replace(
 unwindowed = replace(windowed, attend=plain)
 
 raises = replace(sound, attend=raising)
-aborts = replace(sound, attend=aborting)
-hangs = replace(sound, attend=waiting)
 unconnected = replace(sound, attend=lambda q, k, v, *given: plain(q, k, v.detach(), *given))
 transposed = replace(sound, attend=lambda *given: plain(*given).transpose(1, 2))
 spoils = replace(sound, attend=spoiling)
 forgets = replace(sound, attend=forgetting)
-infinite = replace(sound, attend=lambda q, *given: plain(q, *given) / (q.shape[1] < 4))
 detached = replace(sound, attend=lambda q, k, v, *given: plain(q, k, (v + v.detach()) / 2, *given))
 no_lse = replace(sound, claims=then(lse=lambda case: "differentiated"))
 wrong_lse = replace(no_lse, attend=in_base_two)
-# Odd positions see nothing.
-leaking = replace(
-    sound, claims=then(pattern=lambda case: Pattern.longnet([2], [2], claim(case).heads, offsets="fkodom"))
-)
-
 number = 7
 needy = replace(sound, package="no-such-distribution", prepare=without_package)
 endless = replace(sound, prepare=waiting)

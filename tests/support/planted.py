@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ring.comm.transport import RecordingTransport
@@ -43,14 +41,6 @@ def plant_before(act: Callable[[Any, Any], object]) -> None:
 
 def plant_wrong_result() -> None:
     plant_on_results(lambda out, args, kwargs: out * (1.01 if args[4].n >= 6 and args[3].causal else 1.0))
-
-
-def plant_crash() -> None:
-    def abort(args: Any, kwargs: Any) -> None:
-        if args[0].dtype == torch.bfloat16 and kwargs["group"].rank == 1:
-            os.abort()
-
-    plant_before(abort)
 
 
 def plant_two_defects() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, settings
 from hypothesis import given as drawing
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from reference.arithmetic import most_seen, most_taken
@@ -56,17 +56,11 @@ def honest() -> Iterator[Honest]:
         yield lambda given: observe_on(backend, given)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("lse", ["unused", "differentiated"])
-@pytest.mark.parametrize("exchange", ["ring", "direct", "gather"])
-def test_what_is_right_passes(honest: Honest, dtype: str, lse: str, exchange: str) -> None:
-    given = case(dtype=dtype, lse=lse, exchange=exchange, order="shuffled", cuts=(0, 7, 7, 12), bucket=2)
-    ratios = {name: check(given, expect(given), honest(given)) for name, check in CHECKS.items()}
-    numbers = ratios["values"] | ratios["gradients"]
-    assert set(numbers) == set(QUANTITIES) - ({"lse"} if lse == "unused" else set())
-    assert all(0 <= ratio <= 1 for ratio in numbers.values())
-    if dtype in ("bfloat16", "float16"):
-        assert ratios["values"]["out"] > 0.3  # one rounding, and the bound is little more
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_one_rounding_is_not_far_below_the_bound(honest: Honest, dtype: str) -> None:
+    given = case(dtype=dtype, lse="unused", order="shuffled", cuts=(0, 7, 7, 12), bucket=2)
+    ratios = CHECKS["values"](given, expect(given), honest(given))
+    assert set(ratios) == {"out"} and 0.3 < ratios["out"] <= 1
 
 
 Change = Callable[[list[Observation]], list[Observation]]
@@ -235,41 +229,25 @@ class CountedWalk(PlanWalk):
         self.of_keys += seen.any(1)
 
 
-def most_merged(subject: Case) -> tuple[int, int]:
+def most_merged(case: Case) -> tuple[int, int]:
     """The most partial results of a row, and partial gradients of a key from all of its query heads."""
     (walk := CountedWalk(case)).go()
     of_keys = walk.of_keys.reshape(case.kv_heads, -1, case.tokens).sum(1)
     return int(walk.of_rows.max(initial=0)), int(of_keys.max(initial=0))
 
 
-def shared(world: int, tokens: int, branch: Branch, **changes: Any) -> Case:
-    return plain(world, tokens=tokens, pattern=Pattern((branch,), True), **changes)
-
-
-@pytest.mark.parametrize(
-    "case, merged",
-    [
-        (shared(1, 48, Branch(window=5)), 2),
-        (shared(4, 48, Branch(window=14)), 4),
-        (shared(4, 48, Branch(12, window=11)), 1),  # it hides nothing
-        (shared(4, 128, Branch(16), order="striped"), 6),  # the last key travels by itself
-        (shared(3, 55, Branch(27), order="striped", cuts=(0, 41, 45, 55)), 5),
-    ],
-)
-def test_what_rows_are_merged_from(case: Case, merged: int) -> None:
-    assert most_merged(case)[0] == merged <= counts_of(case, "math").merges
-
-
-@drawing(data=st.data())
+@drawing(st.sampled_from((1, 2, 3, 4, 8)).flatmap(drawn_cases))
+@example(plain(4, tokens=48, pattern=Pattern.dense(True, window=14)))
+@example(plain(4, tokens=128, order="striped", pattern=Pattern((Branch(16),), True)))  # the last key travels by itself
+@example(plain(3, tokens=55, order="striped", cuts=(0, 41, 45, 55), pattern=Pattern((Branch(27),), True)))
 @settings(max_examples=100, derandomize=True, deadline=None, database=None)
-def test_nothing_is_merged_more_often(data: st.DataObject) -> None:
-    case = data.draw(drawn_cases(data.draw(st.sampled_from((1, 2, 3, 4, 8)))))
+def test_nothing_is_merged_more_often(case: Case) -> None:
     for exchange in EXCHANGES:
         for bucket in {case.bucket, None, 3}:
             other = replace(case, exchange=exchange, bucket=bucket)
             counts = counts_of(other, "math")
             of_rows, of_keys = most_merged(other)
-            assert of_rows <= counts.merges and of_keys <= counts.row_merges, other.to_json()
+            assert 0 < of_rows <= counts.merges and 0 < of_keys <= counts.row_merges, other.to_json()
 
 
 @pytest.mark.parametrize("causal", (False, True))

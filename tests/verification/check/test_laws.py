@@ -8,13 +8,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from reference.exact import evaluate
-from reference.oracle import attention_and_gradients
 from reference.pattern import Branch, Pattern
 from ring import agreement, attention, walk
 from ring.comm.calls import Calls
@@ -22,12 +19,10 @@ from ring.compute.accumulator import Accumulator
 from tests.support.plain_case import plain
 from tests.support.planted import plant, plant_before, plant_on_results
 from verification.case import Case
-from verification.check.expectation import arithmetic_of, inputs_of
 from verification.check.laws import LAWS
 from verification.check.laws.isolation import neighbour
 from verification.failures import VerificationFailure
 from verification.run.backends import SimBackend
-from verification.run.rank import InputEdit
 
 pytestmark = pytest.mark.ranks
 
@@ -165,22 +160,6 @@ def test_what_breaks_a_law_is_found(number: int) -> None:
         backend.start(case.world)
         with pytest.raises(VerificationFailure, match=said):
             BY_NAME[name].check(backend, case, how)
-
-
-def test_what_hidden_keys_leave_is_what_the_oracle_says() -> None:
-    """The law's exact values come from finite numbers and a mask; the oracle is given the infinities."""
-    case = replace(CAUSAL, tokens=9, heads=4, kv_heads=2, dtype="float64", lse="differentiated", scale=-0.5)
-    hidden, counted = (0, 1, 5), np.ones((2, 9), bool)
-    counted[1, list(hidden)] = False
-    finite = InputEdit("hide", -1).apply(case.tensors())
-    left = evaluate(replace(inputs_of(case, finite), counted=counted), arithmetic_of(case)).exact
-    q, k, v, dout, dlse = InputEdit("hide", -1, positions=hidden, kv_order=(1,)).apply(case.tensors())
-    assert (k == -np.inf).sum() == 3 * case.batch
-    exact = attention_and_gradients(q, k, v, case.pattern, dout, dlse, scale=-0.5)
-    for name, wanted in zip(("out", "lse", "dq", "dk", "dv"), exact, strict=True):
-        places = (..., slice(1, None)) if name == "dq" else ...
-        np.testing.assert_allclose(left[name][places], wanted[places].numpy(), rtol=1e-9, atol=1e-12)
-    assert (left["lse"][:, 2:, :2] == -np.inf).all() and np.isfinite(left["lse"][:, :2]).all()
 
 
 def test_a_neighbour_differs_in_one_thing() -> None:

@@ -17,7 +17,6 @@ import torch
 from reference.pattern import Pattern
 from tests.support.plain_case import plain
 from tests.support.printed import printed, recording, unbroken
-from verification.case import Case
 from verification.cli import mutants as command
 from verification.failures import RankError
 from verification.mutants import subjects, trials
@@ -108,15 +107,6 @@ def test_a_module_that_does_not_run_is_refused_by_the_rank() -> None:
 def test_a_module_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ValueError, match=r"sources must be of modules of the project, got ring\.missing"):
         substitute({"ring.missing": ""})
-
-
-@pytest.mark.ranks
-def test_a_defect_is_killed_and_its_case_holds_without_it() -> None:
-    outcome = trials.try_defect("merge-by-plain-average", seed=3, limit=300)
-    assert outcome.killed and outcome.examples <= 300 and outcome.check and outcome.case is not None
-    with closing(SimBackend()) as backend:
-        backend.start(1)
-        EXAMPLES.check(backend, Case.from_json(json.dumps(outcome.case)))
 
 
 @pytest.mark.ranks

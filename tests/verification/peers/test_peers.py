@@ -28,7 +28,7 @@ from tests.support.printed import unbroken
 from tests.support.training_cases import drawn_from, small_model, small_step
 from verification.__main__ import main
 from verification.case import Case
-from verification.failures import RankHang, VerificationFailure, WrongResult
+from verification.failures import VerificationFailure, WrongResult
 from verification.peers import Refused, probe
 from verification.peers.known_peers import KNOWN, load, ready, selected
 from verification.peers.peer_experiment import claimed, expect, experiment
@@ -121,17 +121,14 @@ WINDOWED = replace(PLAIN, tokens=12, pattern=Pattern.dense(True, window=3))
     "name, case, check, said",
     [
         ("raises", PLAIN, "every rank answers", "never in this life"),
-        ("aborts", PLAIN, "every rank answers", "killed by SIGABRT"),
         ("unconnected", PLAIN, "every rank answers", "no gradient reaches v: what attend returned does not depend on"),
         ("transposed", PLAIN, "every rank answers", r"out of shape \(2, 2, 5, 4\); it must be \(2, 5, 2, 4\)"),
         ("spoils", PLAIN, "inputs intact, repeatable", "inputs: changed"),
         ("forgets", PLAIN, "inputs intact, repeatable", "a second run"),
-        ("infinite", PLAIN, "types, shapes, finite", "out is"),
         ("detached", PLAIN, "gradients", "dv is"),
         ("unpacked", PACKED, "output and lse", "out is"),
         ("unwindowed", WINDOWED, "output and lse", "out is"),
         ("wrong_lse", PLAIN, "output and lse", "lse is"),
-        ("leaking", PLAIN, "nothing selected: 0, -inf", "out is"),
     ],
 )
 def test_each_fault_is_reported_as_what_it_is(
@@ -149,13 +146,6 @@ def test_each_fault_is_reported_as_what_it_is(
 def test_a_sound_one_holds(backend: GlooBackend, name: str, case: Case) -> None:
     ratios = run(backend, name, case)
     assert len(ratios) == 6 and 0 < ratios["gradients"] < 1 and 0 < ratios["output and lse"] < 1
-
-
-def test_a_hang_is_reported_as_one() -> None:
-    with closing(GlooBackend(0.5)) as impatient:
-        impatient.start(1)
-        with pytest.raises(RankHang, match="no answer within 0.5 s from rank 0"):
-            run(impatient, "hangs")
 
 
 def test_an_adapter_that_does_not_keep_to_its_form_is_no_counter_example(backend: GlooBackend) -> None:
@@ -255,13 +245,6 @@ def test_what_is_drawn_for_an_attention_is_what_it_claims(name: str) -> None:
             assert all(peer.claims(call) == call for call in calls)
         varied = ("wrapper", "accumulation", "optimiser", "labels", "steps", "checkpointing")
         assert all(len({getattr(case, field) for case in cases}) > 1 for field in varied)
-
-
-def test_a_ring_is_given_several_data_ranks_and_a_second_layout() -> None:
-    cases = drawn("torch-context-parallel", 4, 150)
-    assert {case.data for case in cases} >= {1, 2} and any(case.resumed == case.order for case in cases)
-    assert {case.order for case in cases} == {"zigzag", "contiguous"}
-    assert {case.data for case in drawn("yunchang/zigzag", 4)} == {1}, "it takes the default group"
 
 
 @pytest.mark.parametrize("name", [peer.name for peer in WRAPPER_PEERS])
