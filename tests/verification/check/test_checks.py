@@ -114,11 +114,9 @@ FOUND: list[tuple[str, Change, str, dict[str, Any]]] = [  # the check, what is w
     ("layout", said(positions=lambda x: x[::-1]), rf"{MINE} holds positions \[9, 8, 3, 2\]; .* differs: 9, not 2$", {}),
     ("layout", said(positions=lambda x: x[:-1]), r"holds positions \[2, 3, 8\]; .*; 3 of them where there are 4$", {}),
     ("layout", said(sharded=lambda x: x[::-1]), rf"{MINE} is given by `shard` positions \[9, 8, 3, 2\]", {}),
-    ("layout", said(counts=(4, 5, 3)), rf"{MINE} has counts \(4, 5, 3\); the zigzag order makes them", {}),
     ("layout", said(counts=(4, 5, 3)), r"the zigzag order, cut at \(0, 3, 3, 12\), makes", {"cuts": (0, 3, 3, 12)}),
     ("layout", said(place=lambda x: x[::-1]), rf"on {MINE}, `unshard` takes .* has them at \[ ?0, ", {}),
     ("answers", on(2, dk=lambda x: x[:, :-1]), "dk of rank 4 .*has shape .*3, 4, 3.*, not .*4, 4, 3", {}),
-    ("answers", on(0, lse=lambda x: x.transpose(0, 2, 1)), "lse of rank 1 .*shape", {"tokens": 15}),
     ("answers", on(0, lse=None), "lse of rank 1 .*shape None", {}),
     ("answers", on(0, dtypes=DTYPES), "dk of rank 1 .*is bfloat16, not float32", {}),
     ("answers", on(0, dtypes=("bfloat16",) * 5), "lse of .* not float32", {"dtype": "bfloat16"}),
@@ -186,6 +184,8 @@ def test_an_entry_beyond_its_bound(honest: Honest, name: str) -> None:
 
     with pytest.raises(WrongResult, match=f"values: {name} is .* at batch 1, token 8, .*times its bound"):
         CHECKS[judge_of(name)](given, expectation, off(3.0))
+    with pytest.raises(WrongResult, match=f"{name} of .* has shape"):
+        assemble(given, on(1, **{name: lambda x: x[:, :, :1]})(off(0.0)), name)
     assert size > 0 and 0.2 < CHECKS[judge_of(name)](given, expectation, off(0.5))[name] < 0.9
 
 
@@ -204,13 +204,6 @@ def test_an_overflow_is_right_where_the_result_with_its_bound_passes_the_type(
         with nullcontext() if value in allowed else pytest.raises(WrongResult, match="finite: dk is .*dim 0"):
             assert CHECKS["finite"](given, expectation, seen) == {}
             assert CHECKS["gradients"](given, expectation, seen)["dk"] <= 1
-
-
-def test_a_shard_of_another_shape_is_wrong_wherever_it_is_put_together(honest: Honest) -> None:
-    """Laws compare results that no other check has seen."""
-    seen = on(1, lse=lambda x: x[:, :, :3])(honest(case()))
-    with pytest.raises(WrongResult, match=r"lse of .* has shape \(2, 4, 3\)"):
-        assemble(case(), seen, "lse")
 
 
 class CountedWalk(PlanWalk):
@@ -236,9 +229,13 @@ def most_merged(case: Case) -> tuple[int, int]:
     return int(walk.of_rows.max(initial=0)), int(of_keys.max(initial=0))
 
 
+# The last key travels by itself.
+ALONE = plain(4, tokens=128, order="striped", pattern=Pattern((Branch(16),), True))
+
+
 @drawing(st.sampled_from((1, 2, 3, 4, 8)).flatmap(drawn_cases))
 @example(plain(4, tokens=48, pattern=Pattern.dense(True, window=14)))
-@example(plain(4, tokens=128, order="striped", pattern=Pattern((Branch(16),), True)))  # the last key travels by itself
+@example(ALONE)
 @example(plain(3, tokens=55, order="striped", cuts=(0, 41, 45, 55), pattern=Pattern((Branch(27),), True)))
 @settings(max_examples=100, derandomize=True, deadline=None, database=None)
 def test_nothing_is_merged_more_often(case: Case) -> None:
@@ -247,21 +244,19 @@ def test_nothing_is_merged_more_often(case: Case) -> None:
             other = replace(case, exchange=exchange, bucket=bucket)
             counts = counts_of(other, "math")
             of_rows, of_keys = most_merged(other)
-            assert 0 < of_rows <= counts.merges and 0 < of_keys <= counts.row_merges, other.to_json()
+            assert of_rows <= counts.merges and of_keys <= counts.row_merges, other.to_json()
 
 
 @pytest.mark.parametrize("causal", (False, True))
 @pytest.mark.parametrize("branch", (Branch(window=4), Branch(9, window=3), Branch(None, 3, 1, window=7)))
-def test_counts_of_keys_and_rows_of_a_window(branch: Branch, causal: bool) -> None:
+def test_counts_of_what_a_window_leaves(branch: Branch, causal: bool) -> None:
     count = multiplicity(Pattern((branch,), causal), 4, 24)
     keys, rows = most_seen(Pattern((branch,), causal), 24, heads=4, kv_heads=2)
     assert keys == count.sum(-1).max() and rows == count.reshape(2, -1, 24).sum(1).max()
-
-
-def test_a_window_that_hides_nothing_cuts_nothing() -> None:
     assert most_taken(Branch(8, window=7), True, 24) == 1 and most_taken(Branch(8, window=6), True, 24) == 3
-    assert most_taken(Branch(None, 4, window=23), False, 24) == 1
+    assert most_taken(Branch(None, 4, window=23), False, 24) == 1  # it hides nothing
     assert most_taken(Branch(None, 4, window=19), False, 24) == 5
+    assert most_merged(ALONE)[0] == 6
 
 
 @pytest.fixture(scope="module")
@@ -296,20 +291,12 @@ def test_what_the_oracle_alone_computes_is_found(
     assert caught.value.broken == "oracle and its twin agree"
 
 
-def test_what_is_too_large_for_the_oracle_is_left_out_and_not_counted() -> None:
+def test_what_is_too_large_for_the_oracle_is_left_out_and_where_nothing_is_known_anything_is_allowed() -> None:
     large = plain(1, tokens=129, heads=1, kv_heads=1)
     (looked_at,) = (one for one in properties.PROPERTIES if "oracle" in one.checks)
-    assert 129**2 > twin.MOST_SCORES >= 128**2
     assert not looked_at.concerns(large) and looked_at.concerns(replace(large, tokens=128))
     assert twin.check_twin(large, expect(large), []) == {}
-
-
-@pytest.mark.parametrize(
-    "oracle_, twin_, allowed, held",
-    [(np.nan, 1.0, np.inf, True), (np.inf, np.inf, 0.0, True), (np.nan, 1.0, 1.0, False), (1.0, 1.5, 0.0, False)],
-)
-def test_bounds_that_know_nothing_allow_anything_and_nan_is_within_none(
-    oracle_: float, twin_: float, allowed: float, held: bool
-) -> None:
-    with nullcontext() if held else pytest.raises(WrongResult, match="oracle: out is"):
-        assert twin._compare("out", *(np.array([x]) for x in (oracle_, twin_, allowed))) == 0.0
+    nan, inf, one, zero = (np.array([x]) for x in (np.nan, np.inf, 1.0, 0.0))
+    assert twin._compare("out", nan, one, inf) == twin._compare("out", inf, inf, zero) == 0.0
+    with pytest.raises(WrongResult, match="oracle: out is nan"):
+        twin._compare("out", nan, one, one)

@@ -125,7 +125,6 @@ TEETH: list[tuple[str, Plant, Case, dict[str, Any], str]] = [
     (CALLS, ignores(attention, "agree_backward"), plain(2), in_flight("skips", 1, 2), "index 0 other results"),
     (CALLS, ignores(Calls, "catch_up"), plain(2), in_flight("skips", 1, 3),
      "rank 0 is in the forward of call 6, rank 1 in the forward of call 7"),
-    (CALLS, ignores(attention, "agree_backward"), plain(2), in_flight("repeats", 1, 3), "deadlock of 2 ranks"),
     (CALLS, says_less, plain(2), in_flight("skips", 1, 2), "the error does not name 'the backward of call"),
     (CALLS, ignores(Calls, "check_thread"), plain(2), in_flight("thread", 1, 1),
      "index 0 raised None after 2 steps|error does not name .calls on a group"),

@@ -111,14 +111,11 @@ def test_what_is_drawn_keeps_its_own_premise(subject: Any) -> None:
     fault_experiment.premise(*subject)
 
 
-def test_the_numbers_choose_among_the_posts_that_there_are() -> None:
+def test_the_numbers_choose_among_the_posts_that_there_are_in_processes() -> None:
     posts = [[1, 0, 2], [0, 0], [1]]  # the rank at index 1 sends nothing
     assert chosen(how("kill", 0, 4), posts) == Fault("kill", 0, 1)
     assert chosen(how("short", 0, 3, 5), posts) == Fault("short", 0, 2, 1)
     assert chosen(how("raise", 3, 7), posts) == Fault("raise", 2, 0)
-
-
-def test_a_simulation_has_no_processes() -> None:
     with pytest.raises(ValueError, match="backend: got sim; allowed is"):
         check_fault(SimBackend(), CASE, how("kill"))
 

@@ -86,7 +86,7 @@ def test_a_nan_is_not_within_its_bound() -> None:
     assert long_problems._ratio(zero, zero, zero).flatten().tolist() == [0.0, 0.0, 0.0]
 
 
-def test_what_links_do_wrong_is_named() -> None:
+def test_what_links_do_wrong_is_named_and_the_rate_is_that_of_the_slowest_rank() -> None:
     links.check_round([[2, 1, 0], [0, 2, 1], [1, 0, 2]])
     with pytest.raises(WrongResult, match=r"rank 1 got the numbers \[2, 0, 1\]; they must be \[0, 2, 1\]"):
         links.check_round([[2, 1, 0], [2, 0, 1], [1, 0, 2]])
@@ -94,9 +94,6 @@ def test_what_links_do_wrong_is_named() -> None:
     links.check_refusals([said, said])
     with pytest.raises(WrongResult, match="rank 1 said nothing to an empty send"):
         links.check_refusals([said, said | {"an empty send": ""}])
-
-
-def test_the_rate_is_that_of_the_slowest_rank_and_contents_tell_sender_and_direction() -> None:
     answers: list[Any] = [([], [(1, 1e-3), (2, 1e-3)]), ([], [(1, 2e-3), (2, 4e-3)])]
     assert [(x.ways, round(x.rate, 9)) for x in links.check_transfers(10**6, answers)] == [(1, 0.5), (2, 0.5)]
     seen = {tuple(links.contents(64, sender, shift).tolist()) for sender in range(8) for shift in (-1, 1)}
