@@ -3,50 +3,38 @@
 from __future__ import annotations
 
 import importlib
-import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from reference import Pattern
+from reference.exact import multiplicity
 from verification.case import Case
 from verification.peers import Peer, claims
 from verification.peers.adapters.flash_attn_shim import attention
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
-    case, group = given
-    assert group is None or group.size() == 1
+def plain(q: Tensor, k: Tensor, v: Tensor, case: Case, group: object) -> Tensor:
     return attention(q, k, v, case.softmax_scale, case.pattern.causal)[0]
 
 
-def document_by_document(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | None) -> Tensor:
-    """Documents one after another, set end to end."""
-    documents = list(case.pattern.documents or (case.tokens,))
-    parts = zip(*(x.split(documents, 1) for x in (q, k, v)), strict=True)
+def document_by_document(q: Tensor, k: Tensor, v: Tensor, case: Case, group: object) -> Tensor:
+    parts = zip(*(x.split(list(case.pattern.documents or (case.tokens,)), 1) for x in (q, k, v)), strict=True)
     return torch.cat([plain(*part, case, group) for part in parts], 1)
 
 
-def within_windows(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | None) -> Tensor:
-    window, away = claims.window(case), torch.arange(case.tokens)[:, None] - torch.arange(case.tokens)
-    seen = away.abs() <= (case.tokens if window is None else window)
-    if case.pattern.causal:
-        seen &= away >= 0
+def within_windows(q: Tensor, k: Tensor, v: Tensor, case: Case, group: object) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    seen = torch.from_numpy(multiplicity(case.pattern, case.heads, case.tokens) > 0)
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, seen).transpose(1, 2)
 
 
 def raising(*given: Any) -> Tensor:
     raise RuntimeError("never in this life")
-
-
-def aborting(*given: Any) -> Tensor:
-    os.abort()
 
 
 def without_package() -> None:
@@ -55,43 +43,25 @@ def without_package() -> None:
 
 def waiting(*given: Any) -> Any:
     threading.Event().wait()
-    raise AssertionError("it waits for ever")
 
 
-class Spoil(torch.autograd.Function):
-    """Changes v in its backward, when all results are there."""
+def spoiling(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
+    """v is changed in the backward, when the results are there."""
+    out = plain(q, k, v.clone(), *given)
 
-    @staticmethod
-    def forward(ctx: Any, v: Tensor, out: Tensor) -> Tensor:
-        ctx.v = v
-        return out.clone()
+    def spoil(grad: Tensor) -> None:
+        v.detach().mul_(2)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
-        ctx.v.detach().mul_(2)
-        return None, grads[0].clone()
+    out.register_hook(spoil)
+    return out
 
 
-class Widen(torch.autograd.Function):
-    """Returns another type than that of the inputs."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor) -> Tensor:
-        ctx.dtype = out.dtype
-        return out.to(torch.float64 if out.dtype == torch.float32 else torch.float32)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0].to(ctx.dtype)
-
-
-_calls: list[None] = []
+off = cycle((1, 0))
 
 
 def forgetting(q: Tensor, *given: Any) -> Tensor:
     """Every other call is off by one unit in the last place or two: within the bounds."""
-    _calls.append(None)
-    return plain(q, *given) * (1 + (len(_calls) % 2) * torch.finfo(q.dtype).eps)
+    return plain(q, *given) * (1 + next(off) * torch.finfo(q.dtype).eps)
 
 
 def in_base_two(q: Tensor, k: Tensor, v: Tensor, case: Case, group: object) -> tuple[Tensor, Tensor]:
@@ -108,8 +78,6 @@ def then(**changes: Callable[[Case], Any]) -> Callable[[Case], Case]:
     return lambda case: replace(claim(case), **{name: change(case) for name, change in changes.items()})
 
 
-lse_too = then(lse=lambda case: "differentiated")
-
 sound = Peer("mine", "dense, one process", claim, plain, worlds=(1,))
 packed = replace(sound, claims=lambda case: claims.packed(claims.plain_process(case)), attend=document_by_document)
 unpacked = replace(packed, attend=plain)
@@ -119,22 +87,13 @@ windowed = replace(
 unwindowed = replace(windowed, attend=plain)
 
 raises = replace(sound, attend=raising)
-aborts = replace(sound, attend=aborting)
-hangs = replace(sound, attend=waiting)
 unconnected = replace(sound, attend=lambda q, k, v, *given: plain(q, k, v.detach(), *given))
 transposed = replace(sound, attend=lambda *given: plain(*given).transpose(1, 2))
-spoils = replace(sound, attend=lambda q, k, v, *given: Spoil.apply(v.detach(), plain(q, k, v.clone(), *given)))
+spoils = replace(sound, attend=spoiling)
 forgets = replace(sound, attend=forgetting)
-wide = replace(sound, attend=lambda *given: Widen.apply(plain(*given)))
-infinite = replace(sound, attend=lambda q, *given: plain(q, *given) / (q.shape[1] < 4))
 detached = replace(sound, attend=lambda q, k, v, *given: plain(q, k, (v + v.detach()) / 2, *given))
-shifted = replace(sound, attend=lambda q, k, v, *given: plain(q, k, v.roll(1, 1), *given))
-wrong_lse = replace(sound, attend=in_base_two, claims=lse_too)
-# Odd positions see nothing.
-leaking = replace(
-    sound, claims=then(pattern=lambda case: Pattern.longnet([2], [2], claim(case).heads, offsets="fkodom"))
-)
-
+no_lse = replace(sound, claims=then(lse=lambda case: "differentiated"))
+wrong_lse = replace(no_lse, attend=in_base_two)
 number = 7
 needy = replace(sound, package="no-such-distribution", prepare=without_package)
 endless = replace(sound, prepare=waiting)
@@ -143,4 +102,3 @@ claims_other_world = replace(sound, claims=then(world=lambda case: 2))
 claims_unsettled = replace(sound, claims=then(tokens=lambda case: case.tokens + 1))
 claims_nothing = replace(sound, claims=lambda case: None)
 returns_list = replace(sound, attend=lambda *given: [plain(*given)])  # type: ignore[arg-type]
-no_lse = replace(sound, claims=lse_too)

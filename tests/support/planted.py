@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from ring.comm.transport import RecordingTransport
 from verification.run import rank as execute
@@ -19,24 +17,39 @@ def plant(spoil: Callable[..., Any]) -> None:
     execute.ring_attention = lambda *args, **kwargs: spoil(real, args, kwargs)
 
 
-def plant_wrong_result() -> None:
+def plant_on_results(change: Callable[[Tensor, Any, Any], Tensor]) -> None:
+    """The output becomes change(out, arguments, options)."""
+
     def spoil(real: Any, args: Any, kwargs: Any) -> Any:
         result = real(*args, **kwargs)
-        pattern, layout = args[3], args[4]
-        if layout.n < 6 or not pattern.causal:
-            return result
-        return (result[0] * 1.01, result[1]) if isinstance(result, tuple) else result * 1.01
+        if isinstance(result, tuple):
+            return change(result[0], args, kwargs), result[1]
+        return change(result, args, kwargs)
 
     plant(spoil)
 
 
-def plant_hang() -> None:
+def plant_before(act: Callable[[Any, Any], object]) -> None:
+    """Each call begins with act(arguments, options)."""
+
     def spoil(real: Any, args: Any, kwargs: Any) -> Any:
-        if args[4].n >= 4 and kwargs["exchange"] == "direct" and kwargs["group"].rank == 1:
-            time.sleep(3600)
+        act(args, kwargs)
         return real(*args, **kwargs)
 
     plant(spoil)
+
+
+def plant_wrong_result() -> None:
+    plant_on_results(lambda out, args, kwargs: out * (1.01 if args[4].n >= 6 and args[3].causal else 1.0))
+
+
+def plant_two_defects() -> None:
+    def refuse(args: Any, kwargs: Any) -> None:
+        if args[0].shape[0] == 3:
+            raise RuntimeError("three is too many")
+
+    plant_before(refuse)
+    plant_wrong_result()
 
 
 class ReceiveFirst(RecordingTransport):
@@ -58,39 +71,3 @@ def plant_receive_first() -> None:
         real(self, plan, chosen, *args)
 
     Exchange.__init__ = init  # type: ignore[method-assign, assignment]
-
-
-def plant_crash() -> None:
-    def spoil(real: Any, args: Any, kwargs: Any) -> Any:
-        if args[0].dtype == torch.bfloat16 and kwargs["group"].rank == 1:
-            os.abort()
-        return real(*args, **kwargs)
-
-    plant(spoil)
-
-
-def plant_exception() -> None:
-    def spoil(real: Any, args: Any, kwargs: Any) -> Any:
-        if args[0].shape[0] == 3:
-            raise RuntimeError("three is too many")
-        return real(*args, **kwargs)
-
-    plant(spoil)
-
-
-def plant_two_defects() -> None:
-    plant_exception()
-    plant_wrong_result()
-
-
-def plant_zigzag_back_to_front() -> None:
-    from ring.layout import Layout
-
-    real = Layout.zigzag
-
-    def zigzag(n: int, p: int, documents: Sequence[int] | None = None) -> Layout:
-        layout = real(n, p, documents)
-        order = torch.cat([layout.positions(rank) for rank in range(p)])
-        return Layout.from_cuts(order.flip(0), layout.cuts) if n >= 5 else layout
-
-    Layout.zigzag = zigzag  # type: ignore[method-assign]

@@ -30,11 +30,6 @@ from verification.wording import counted
 Ratios = dict[str, float]
 
 
-def check_all(case: Case, expectation: Expectation, observations: Observations) -> dict[str, Ratios]:
-    """Every check, by name, in the order of CHECKS. Raises the first failure."""
-    return {name: check(case, expectation, observations) for name, check in CHECKS.items()}
-
-
 # --- who holds what ---------------------------------------------------------------------------------------------------
 
 

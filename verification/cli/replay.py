@@ -7,10 +7,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-import verification.faults.fault_run
-import verification.peers.saved
-import verification.peers.training.saved_step_peer
-import verification.training.saved_training  # noqa: F401 - likewise, those of training steps
 from verification.cli.arguments import add_backend, add_json, write_json
 from verification.replay import replay
 from verification.report.report import Report

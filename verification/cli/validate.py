@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-import verification.peers.saved  # noqa: F401 - so that saved counter-examples of peers can be replayed
 from verification import runner
 from verification.case import Case
 from verification.cli import arguments as cli

@@ -1,7 +1,5 @@
-"""A run of faults, so many on each world size, in ranks over gloo; and how those are read that were mishandled.
-
-Importing this module makes saved ones, {"fault": how, "case": ...}, readable.
-"""
+"""A run of faults, so many on each world size, in ranks over gloo; and how those are read that were mishandled,
+{"fault": how, "case": ...}."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from reference import fields
 from verification.faults.fault_experiment import FAULTS, premise
 from verification.faults.struck import KINDS, observe_struck
 from verification.replay.records import read_case
-from verification.replay.registry import Saved, SavedExample, register
+from verification.replay.registry import Saved, SavedExample
 from verification.report.report import Report
 from verification.run.backends import PRELOAD, Backend, GlooBackend, Unavailable
 from verification.runner import save
@@ -52,16 +50,13 @@ class SavedFault(SavedExample):
     """A fault that was mishandled. Processes are needed: a simulation has none that could be killed."""
 
     def prepare(self, backend: Backend) -> None:
-        if backend.name != "gloo":
-            raise Unavailable(f"argument --backend: faults are struck into ranks on gloo; got {backend.name}")
+        if type(backend) is not GlooBackend:  # under torchrun ranks are not started anew
+            raise Unavailable(f"argument --backend: faults are struck into ranks on gloo; got {type(backend).__name__}")
 
 
-def _read_fault(record: dict[str, Any]) -> Saved:
+def read_fault(record: dict[str, Any]) -> Saved:
     """Raises ValueError for a malformed record."""
     fields.exactly("a mishandled fault", record, ["fault", "case"])
     case = read_case(record["case"])
     premise(case, record["fault"])
     return SavedFault(FAULTS, (case, record["fault"]), record)
-
-
-register("fault", _read_fault)

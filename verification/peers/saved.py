@@ -1,4 +1,4 @@
-"""Saved counter-examples of peers, {"peer": name, "case": ...}: importing this module makes them readable."""
+"""Saved counter-examples of peers, {"peer": name, "case": ...}."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from verification.peers.peer import Refused
 from verification.peers.peer_experiment import experiment
 from verification.peers.peer_rank import prepare
 from verification.replay.records import read_case
-from verification.replay.registry import Saved, SavedExample, register
+from verification.replay.registry import Saved, SavedExample
 from verification.run.backends import Backend, Unavailable
 from verification.search.experiment import Experiment
 
@@ -45,6 +45,3 @@ def read_peer_example(record: dict[str, Any]) -> Saved:
     fields.exactly("a counter-example of a peer", record, ["peer", "case"])
     case = read_case(record["case"])
     return SavedPeerExample(experiment_with(record, "peer", KNOWN, experiment), case, record)
-
-
-register("peer", read_peer_example)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from dataclasses import fields as fields_of
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from reference import fields
@@ -20,7 +21,7 @@ from verification.check.laws import LAWS
 from verification.check.laws.law import MOST_INTEGER
 from verification.check.supported import check_supported
 from verification.problems import real_size
-from verification.replay.registry import READERS, REMOVED, Saved, SavedExample, register
+from verification.replay.registry import READERS, REMOVED, Saved, SavedExample
 from verification.report.report import Report
 from verification.run.backends import Backend
 
@@ -34,8 +35,8 @@ def understand(record: object) -> Saved:
     """Raises ValueError for what is no counter-example."""
     if not isinstance(record, dict):
         raise ValueError(f"a counter-example must be a JSON object, got {type(record).__name__}")
-    read = next((read for field, read in READERS.items() if field in record), None)
-    return SavedExample(runner.EXAMPLES, read_case(record), record) if read is None else read(record)
+    reader = next((name for field, name in READERS.items() if field in record), None)
+    return SavedExample(runner.EXAMPLES, read_case(record), record) if reader is None else resolve_name(reader)(record)
 
 
 def read_case(data: object) -> Case:
@@ -61,7 +62,7 @@ def _integers(data: object) -> Iterator[int]:
         yield data
 
 
-def _read_law(record: dict[str, Any]) -> Saved:
+def read_law(record: dict[str, Any]) -> Saved:
     fields.exactly("a counter-example of a law", record, ["law", "case", "how"])
     known = {law.name: law for law in LAWS}
     name, how = record["law"], record["how"]
@@ -86,11 +87,7 @@ class _SavedProblem(Saved):
         real_size.run(backend, report, self.problem, file.parent)
 
 
-def _read_problem(record: dict[str, Any]) -> Saved:
+def read_problem(record: dict[str, Any]) -> Saved:
     fields.exactly("a problem of real size", record, ["real_size"])
     fields.exactly("real_size", record["real_size"], [field.name for field in fields_of(real_size.RealSizeProblem)])
     return _SavedProblem(real_size.RealSizeProblem(**record["real_size"]))
-
-
-register("law", _read_law)
-register("real_size", _read_problem)

@@ -1,12 +1,9 @@
-"""What can be replayed: each kind of saved counter-example registers how it is read.
-
-All but that of a plain Case are found by a field that only their kind has ("law", "peer", ...).
-"""
+"""What can be replayed: saved counter-examples. All but that of a plain Case are known by a field that only their
+kind has, "law", "peer", ..."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -46,13 +43,16 @@ REMOVED = {
     "a group that ends is let go": "tests/ring/comm/test_group_ends.py",
 }
 
-Reader = Callable[[dict[str, Any]], Saved]  # raises ValueError for a record that nothing can be made of
-READERS: dict[str, Reader] = {}  # by the field that only their kind of record has
-
-
-def register(field: str, read: Reader) -> None:
-    """Records with this field are read by `read`."""
-    READERS[field] = read
+# By a field of the record: the function that makes a Saved of it, imported when there is one, since later folders have
+# some. It raises ValueError for a record that nothing can be made of.
+READERS = {
+    "law": "verification.replay.records:read_law",
+    "real_size": "verification.replay.records:read_problem",
+    "fault": "verification.faults.fault_run:read_fault",
+    "training": "verification.training.saved_training:read_training_example",
+    "peer": "verification.peers.saved:read_peer_example",
+    "step_peer": "verification.peers.training.saved_step_peer:read_step_peer_example",
+}
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
-"""Saved counter-examples of training runs, {"training": TrainingCase}: importing this module makes them readable."""
+"""Saved counter-examples of training runs, {"training": TrainingCase}."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from reference import fields
-from verification.replay.registry import Saved, SavedExample, register
+from verification.replay.registry import Saved, SavedExample
 from verification.run.backends import Backend, Unavailable
 from verification.training.training_case import TrainingCase
 from verification.training.training_run import TRAINING, TRAINING_BACKENDS, TRAINING_PRELOAD
@@ -25,6 +25,3 @@ def read_training_example(record: dict[str, Any]) -> Saved:
     """Raises ValueError for a malformed record."""
     fields.exactly("a counter-example of a training step", record, ["training"])
     return SavedTrainingExample(TRAINING, TrainingCase.from_dict(record["training"]), record)
-
-
-register("training", read_training_example)

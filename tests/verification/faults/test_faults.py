@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import closing
@@ -15,21 +16,19 @@ from hypothesis import given
 from hypothesis import seed as seeded
 from rich.console import Console
 
-from reference.pattern import Branch, Pattern
 from tests.support.plain_case import plain
 from verification.__main__ import main
-from verification.case import Case
-from verification.failures import RankCrash, VerificationFailure
+from verification.failures import MismatchedMessages, Outcome, RankCrash, RankState, VerificationFailure
 from verification.faults import fault_experiment, fault_run
-from verification.faults.fault_experiment import MishandledFault, check_fault, check_whole, chosen
+from verification.faults.fault_experiment import MishandledFault, check_fault, check_whole, chosen, judge
 from verification.faults.struck import BY_NAME, KINDS, Fault, observe_struck
 from verification.report.report import Report
 from verification.run.backends import PRELOAD, GlooBackend, SimBackend
 from verification.run.processes import pool
+from verification.run.processes.process_tree import descendants
 
 pytestmark = pytest.mark.ranks
 CASE = plain(3, tokens=9)
-ASKED = replace(CASE, seed=0)  # by the group, not in the memory of the machine
 
 
 @pytest.fixture(scope="module")
@@ -39,109 +38,56 @@ def gloo() -> Iterator[GlooBackend]:
         yield backend
 
 
-def how(kind: str, rank: int = 0, post: int = 0, send: int = 0) -> dict[str, Any]:
+def how(kind: str, rank: int = 1, post: int = 0, send: int = 0) -> dict[str, Any]:
     return {"kind": kind, "rank": rank, "post": post, "send": send}
 
 
 @pytest.mark.parametrize("kind", BY_NAME)
-@pytest.mark.parametrize(
-    ("case", "rank", "post"),
-    ((CASE, 1, 0), (replace(CASE, exchange="direct"), 2, 3), (replace(CASE, group=(0, 2)), 1, 0)),
-)
-def test_a_fault_is_named_with_its_rank(gloo: GlooBackend, kind: str, case: Case, rank: int, post: int) -> None:
-    assert check_fault(gloo, case, how(kind, rank, post)) == {BY_NAME[kind].title: 0.0}
+@pytest.mark.parametrize("changes, rank, post", [({"exchange": "direct"}, 2, 3), ({"group": (0, 2)}, 1, 0)])
+def test_a_fault_is_named_with_its_rank(gloo: GlooBackend, kind: str, changes: Any, rank: int, post: int) -> None:
+    assert check_fault(gloo, replace(CASE, **changes), how(kind, rank, post)) == {BY_NAME[kind].title: 0.0}
 
 
-# --- what is mishandled is found --------------------------------------------------------------------------------------
+def killed(detail: str, outcome: Outcome = "raised", rank: int = 1) -> RankCrash:
+    """That rank died, and the others stand so."""
+    states = [RankState(i, "died" if i == rank else outcome, f"raised RuntimeError: {detail}") for i in range(3)]
+    return RankCrash(f"rank {rank} was killed", states)
 
 
-def crash(message: str) -> Any:
-    return lambda real, arguments: RankCrash(message)
-
-
-def of_the_next_rank(real: Any, arguments: Any) -> RankCrash:
-    *others, last = real(*arguments).states
-    return RankCrash("rank 0 died", [replace(one, rank=n) for n, one in enumerate([last, *others])])
-
-
-def in_other_words(said: str) -> Any:
-    def diagnose(real: Any, arguments: Any) -> RankCrash:
-        failure = real(*arguments)
-        states = [replace(one, detail=said) if one.outcome == "raised" else one for one in failure.states]
-        return RankCrash(failure.headline, states)
-
-    return diagnose
+MISSED = "rank 0 must say that it missed index 1 of the group; it raised"
 
 
 @pytest.mark.parametrize(
-    ("kind", "case", "diagnose", "found"),
-    (
-        ("kill", CASE, of_the_next_rank, "kill -9 at post 0 of rank 1 must be named with that rank; named was rank 2"),
-        ("raise", CASE, crash("rank 1 raised"), "an exception at .* must be a rank error; found was a rank cr"),
-        (
-            "absent",
-            ASKED,
-            in_other_words("raised RuntimeError: reset by peer"),
-            "rank [02] must say that it missed index 1",
-        ),
-        ("absent", ASKED, in_other_words("raised RuntimeError: rank 0 did not come to the x"), "rank [02] must say"),
-        (
-            "kill",
-            CASE,
-            in_other_words("raised RuntimeError: the message 'x' from rank 0 did not come"),
-            "rank [02] must say",
-        ),
-    ),
+    "kind, failure, said",
+    [
+        ("raise", None, "an exception at post 0 of rank 1 was not found: every rank answered"),
+        ("raise", RankCrash("it"), "an exception at .* must be a rank error; found was a rank crash: it"),
+        ("kill", killed("", rank=2), "kill -9 at post 0 of rank 1 must be named with that rank; named was rank 2"),
+        ("kill", killed("the message 'x' from rank 0 did not come"), MISSED),
+        ("absent", killed("reset by peer"), MISSED),
+        ("absent", killed("rank 0 did not come to the x"), MISSED),
+        ("absent", killed("", "blocked"), "no rank said that it missed index 1 of the group"),
+        ("short", MismatchedMessages("from rank 2 to rank 0"), "a message too short at .* must be named as mismatched"),
+        ("long", MismatchedMessages("rank 1 sends "), "a message too long at .* by the simulation, with that rank"),
+    ],
 )
-def test_a_wrong_diagnosis_is_found(
-    gloo: GlooBackend, monkeypatch: pytest.MonkeyPatch, kind: str, case: Case, diagnose: Any, found: str
-) -> None:
-    real = pool._diagnose
-    monkeypatch.setattr(pool, "_diagnose", lambda *arguments: diagnose(real, arguments))
-    with pytest.raises(MishandledFault, match=found):
-        check_fault(gloo, case, how(kind, rank=1))
+def test_a_wrong_diagnosis_is_found(kind: str, failure: VerificationFailure | None, said: str) -> None:
+    with pytest.raises(MishandledFault, match=said):
+        judge(BY_NAME[kind], Fault(kind, 1, 0), CASE, failure)
 
 
-def test_a_wrong_sender_is_found(gloo: GlooBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failure_of(backend: Any, case: Any, fault: Fault) -> VerificationFailure:
-        with pytest.raises(VerificationFailure) as caught:
-            fault_experiment.strike_on(backend, case, replace(fault, index=2))
-        return caught.value
-
-    monkeypatch.setattr(fault_experiment, "failure_of", failure_of)
-    with pytest.raises(MishandledFault, match="a message too short at post 0 of rank 1 must be named as mismatched"):
-        check_fault(gloo, CASE, how("short", rank=1))
-
-
-def test_a_fault_that_does_not_show_is_found(gloo: GlooBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fault_experiment, "chosen", lambda how, posts: Fault("raise", 0, 10**6))
-    with pytest.raises(MishandledFault, match="was not found: every rank answered"):
-        check_fault(gloo, CASE, how("raise"))
-
-
-def test_a_process_that_is_left_over_is_found(gloo: GlooBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, left = fault_experiment.failure_of, list[subprocess.Popen[bytes]]()
-
-    def failure_of(*arguments: Any) -> VerificationFailure | None:
-        left.append(subprocess.Popen(["sleep", "3600"]))
-        return real(*arguments)
-
-    monkeypatch.setattr(fault_experiment, "failure_of", failure_of)
-    try:
-        with pytest.raises(MishandledFault, match=r"the processes \[\d+\] were left over"):
-            check_fault(gloo, CASE, how("kill"))
-    finally:
-        for process in left:
-            process.kill()
-            process.wait()
-
-
-def test_ranks_of_which_only_some_were_replaced_are_found(gloo: GlooBackend) -> None:
-    pids = sorted(gloo.prepared().pids)
-    with pytest.raises(MishandledFault, match=rf"none of \[0, {pids[0]}\] must be ranks still; \[{pids[0]}\] are"):
-        check_whole(gloo, {pids[0], 0}, set(), replaced=True)
+def test_ranks_that_were_not_replaced_and_processes_that_are_left_over_are_found(gloo: GlooBackend) -> None:
+    ranks, before = set(gloo.prepared().pids), descendants(os.getpid())
+    check_whole(gloo, ranks, before, replaced=False)
+    pid = min(ranks)
+    with pytest.raises(MishandledFault, match=rf"none of \[0, {pid}\] must be ranks still; \[{pid}\] are"):
+        check_whole(gloo, {pid, 0}, before, replaced=True)
     with pytest.raises(MishandledFault, match="all of .* must be ranks still"):
-        check_whole(gloo, {pids[0], 0}, set(), replaced=False)
+        check_whole(gloo, {pid, 0}, before, replaced=False)
+    with subprocess.Popen(["sleep", "3600"]) as left:
+        with pytest.raises(MishandledFault, match=rf"the processes \[{left.pid}\] were left over"):
+            check_whole(gloo, ranks, before, replaced=False)
+        left.kill()
 
 
 @pytest.mark.slow
@@ -159,49 +105,19 @@ def test_a_mishandled_fault_is_saved_and_holds_once_it_is_mended(
     assert "it held" in capsys.readouterr().out
 
 
-# --- what is drawn ----------------------------------------------------------------------------------------------------
-
-
 @seeded(1)
 @given(fault_experiment.faults(4))
 def test_what_is_drawn_keeps_its_own_premise(subject: Any) -> None:
     fault_experiment.premise(*subject)
 
 
-def test_the_numbers_choose_among_the_posts_that_there_are() -> None:
+def test_the_numbers_choose_among_the_posts_that_there_are_in_processes() -> None:
     posts = [[1, 0, 2], [0, 0], [1]]  # the rank at index 1 sends nothing
     assert chosen(how("kill", 0, 4), posts) == Fault("kill", 0, 1)
     assert chosen(how("short", 0, 3, 5), posts) == Fault("short", 0, 2, 1)
     assert chosen(how("raise", 3, 7), posts) == Fault("raise", 2, 0)
-
-
-NO_MESSAGES = plain(2, tokens=4, pattern=Pattern((Branch(segment_length=2),)))
-
-
-@pytest.mark.parametrize(
-    ("fault", "case", "said"),
-    (
-        (how("burn"), CASE, "kind is 'burn'; it must be"),
-        (how("kill", post=-1), CASE, "post is -1; it must be"),
-        ({"kind": "kill"}, CASE, "how must be an object with the fields kind, rank, post, send"),
-        (how("kill"), NO_MESSAGES, "case is one whose ranks send nothing"),
-    ),
-)
-def test_an_edited_file_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: dict[str, Any], case: Case, said: str
-) -> None:
-    file = tmp_path / "fault.json"
-    file.write_text(json.dumps({"fault": fault, "case": json.loads(case.to_json())}))
-    assert main(("replay", str(file))) == 2
-    assert said in " ".join(capsys.readouterr().err.split())
-
-
-def test_a_simulation_has_no_processes() -> None:
     with pytest.raises(ValueError, match="backend: got sim; allowed is"):
         check_fault(SimBackend(), CASE, how("kill"))
-
-
-# --- the command ------------------------------------------------------------------------------------------------------
 
 
 def test_the_command_prints_a_row_for_each_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

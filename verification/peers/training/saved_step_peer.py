@@ -1,5 +1,4 @@
-"""Saved counter-examples of peers in training steps, {"step_peer": name, "training_case": ...}: importing this module
-makes them readable."""
+"""Saved counter-examples of peers in training steps, {"step_peer": name, "training_case": ...}."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from reference import fields
 from verification.peers.saved import SavedPeerExample, experiment_with
 from verification.peers.training.known_step_peers import KNOWN_STEP_PEERS, load_step_peer
 from verification.peers.training.step_peer_experiment import prepare_step_peer, step_experiment
-from verification.replay.registry import Saved, register
+from verification.replay.registry import Saved
 from verification.run.backends import Backend
 from verification.training.training_case import TrainingCase
 from verification.training.training_run import TRAINING_PRELOAD
@@ -32,6 +31,3 @@ def read_step_peer_example(record: dict[str, Any]) -> Saved:
     fields.exactly("a counter-example of a peer in a training step", record, ["step_peer", "training_case"])
     case = TrainingCase.from_dict(record["training_case"])
     return SavedStepPeerExample(experiment_with(record, "step_peer", KNOWN_STEP_PEERS, step_experiment), case, record)
-
-
-register("step_peer", read_step_peer_example)

@@ -1,11 +1,11 @@
-"""Long problems, judged: rows all or sampled, every quantity, by the bounds of the device that computes them."""
+"""Long problems and links between ranks, judged: every quantity, by the bounds of the device that computes it."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,11 +14,10 @@ from rich.console import Console
 
 from reference.exact import QUANTITIES
 from ring.comm.transport import SoloTransport
-from verification.case import Case
 from verification.check.expectation import expect
 from verification.cli import validate
 from verification.failures import WrongResult
-from verification.problems import long_problems
+from verification.problems import links, long_problems
 from verification.problems.long_problems import Judgement, LongProblem
 from verification.report.report import Report
 from verification.run.rank import Pass
@@ -47,44 +46,37 @@ def test_rows_are_judged_all_or_sampled(monkeypatch: pytest.MonkeyPatch, whole: 
     assert seen.wrong == () and seen.rows == len(rows) and 0 < max(seen.ratios.values()) <= 1
 
 
+FINE = Judgement(300, dict.fromkeys(QUANTITIES, 0.5), (), 0.0, 0)
+
+
 @pytest.mark.parametrize("name", QUANTITIES)
 @pytest.mark.parametrize("whole", [True, False])
 def test_each_quantity_is_judged(monkeypatch: pytest.MonkeyPatch, name: str, whole: bool) -> None:
-    real = long_problems.attend
+    real, at = long_problems.attend, QUANTITIES.index(name)
     if not whole:
         monkeypatch.setitem(long_problems.WHOLE, "cpu", 0)
 
     def spoilt(*arguments: Any) -> Pass:
-        run = real(*arguments)
-        results: list[Any] = list(run.results)
-        at = QUANTITIES.index(name)
-        result = results[at]
-        assert isinstance(result, torch.Tensor)
-        results[at] = result.detach() + 1.0
-        return replace(run, results=tuple(results))
+        run: Any = real(*arguments)
+        return replace(run, results=(*run.results[:at], run.results[at].detach() + 1.0, *run.results[at + 1 :]))
 
     monkeypatch.setattr(long_problems, "attend", spoilt)
     seen = long_problems.judge(SoloTransport(), LongProblem(1, 300, "dense float32").case("cpu"))
     assert [other for other, ratio in seen.ratios.items() if ratio > 1] == [name]
-    assert any(said.startswith(f"{name} of token ") for said in seen.wrong)
-    fine = Judgement(300, dict.fromkeys(QUANTITIES, 0.5), (), 0.0, 0)
     with pytest.raises(WrongResult, match=f"on rank 1: .*{name} of token"):
-        long_problems.verdict(LongProblem(2, 300, "dense float32"), [fine, seen])
+        long_problems.verdict(LongProblem(2, 300, "dense float32"), [FINE, seen])
 
 
-@pytest.mark.parametrize(("backend", "device"), [("gloo", "cpu"), ("nccl", "cuda")])
+@pytest.mark.parametrize("backend, device", [("gloo", "cpu"), ("nccl", "cuda")])
 def test_long_problems_are_judged_by_the_bounds_of_the_device_that_computes_them(
     tmp_path: Path, backend: str, device: str
 ) -> None:
-    submitted: list[Case] = []
     problem = LongProblem(1, 300, "dense bfloat16")
-    fine = Judgement(300, dict.fromkeys(QUANTITIES, 0.5), (), 0.0, 0)
-    table: Any = SimpleNamespace(
-        name=backend, timeout=1.0, submit=lambda task, case: submitted.append(case), collect=lambda: [fine]
-    )
-    validate.run_long(Report(Console(quiet=True)), table, problem, tmp_path)
-    assert [case.device for case in submitted] == [device]
-    assert table.last == {"long": asdict(problem)}, "saved as that if the processes are ended, not as a Case"
+    ranks: Any = Mock(timeout=1.0, collect=lambda: [FINE])
+    ranks.name = backend
+    validate.run_long(Report(Console(quiet=True)), ranks, problem, tmp_path)
+    assert [call.args[1].device for call in ranks.submit.mock_calls] == [device]
+    assert ranks.last == {"long": asdict(problem)}, "saved as that if the processes are ended, not as a Case"
 
 
 def test_a_nan_is_not_within_its_bound() -> None:
@@ -92,3 +84,17 @@ def test_a_nan_is_not_within_its_bound() -> None:
     exact = torch.tensor([[[0.0]], [[0.0]], [[-torch.inf]]])
     assert long_problems._ratio(x, exact, zero + 1).flatten().tolist() == [torch.inf, torch.inf, 0.0]
     assert long_problems._ratio(zero, zero, zero).flatten().tolist() == [0.0, 0.0, 0.0]
+
+
+def test_what_links_do_wrong_is_named_and_the_rate_is_that_of_the_slowest_rank() -> None:
+    links.check_round([[2, 1, 0], [0, 2, 1], [1, 0, 2]])
+    with pytest.raises(WrongResult, match=r"rank 1 got the numbers \[2, 0, 1\]; they must be \[0, 2, 1\]"):
+        links.check_round([[2, 1, 0], [2, 0, 1], [1, 0, 2]])
+    said = {what: f"it is not {word}" for what, word in links.NAMED.items()}
+    links.check_refusals([said, said])
+    with pytest.raises(WrongResult, match="rank 1 said nothing to an empty send"):
+        links.check_refusals([said, said | {"an empty send": ""}])
+    answers: list[Any] = [([], [(1, 1e-3), (2, 1e-3)]), ([], [(1, 2e-3), (2, 4e-3)])]
+    assert [(x.ways, round(x.rate, 9)) for x in links.check_transfers(10**6, answers)] == [(1, 0.5), (2, 0.5)]
+    seen = {tuple(links.contents(64, sender, shift).tolist()) for sender in range(8) for shift in (-1, 1)}
+    assert len(seen) == 16
