@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ from reference.pattern import Branch, Pattern
 from ring import strided_view as store
 from ring.comm.transport import RecordingTransport, SoloTransport
 from ring.plan.blocks import Heads
-from verification.case import AGAIN, Case
+from tests.support.plain_case import plain
+from verification.case import AGAIN
 from verification.check import properties
 from verification.check.expectation import expect
 from verification.run import rank as execute
@@ -23,32 +26,10 @@ from verification.run.second_run import ALIGNMENT, another_default_device, in_on
 
 pytestmark = pytest.mark.ranks
 
-
-def case(**changes: Any) -> Case:
-    given: dict[str, Any] = {
-        "world": 1, "group": None, "tokens": 9, "order": "zigzag", "cuts": None,
-        "pattern": Pattern((Branch(), Branch(4, 2, 1)), causal=True), "batch": 1, "heads": 2, "kv_heads": 1,
-        "head_dim": 3, "dtype": "float32", "scale": None, "score_scale": 1.0, "values": "normal", "seed": 0,
-        "exchange": "ring", "bucket": 3, "kernel": "auto", "lse": "differentiated", "strided": True,
-    }  # fmt: skip
-    return Case(**given | changes)
-
-
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What ring_attention is called with, from now on."""
-    seen: list[dict[str, Any]] = []
-    real = execute.ring_attention
-
-    def spy(q: Any, k: Any, v: Any, *args: Any, **options: Any) -> Any:
-        wanted = "".join(name for name, x in zip("qkv", (q, k, v), strict=True) if x.requires_grad)
-        seen.append({
-            **options, "wanted": wanted, "grad": torch.is_grad_enabled(), "device": torch.empty(0).device.type,
-            "together": k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr(),
-        })  # fmt: skip
-        return real(q, k, v, *args, **options)
-
-    monkeypatch.setattr(execute, "ring_attention", spy)
-    return seen
+case = partial(
+    plain, tokens=9, order="zigzag", pattern=Pattern((Branch(), Branch(4, 2, 1)), causal=True), kv_heads=1,
+    head_dim=3, bucket=3, kernel="auto", lse="differentiated", strided=True,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("again", AGAIN)
@@ -56,8 +37,18 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def test_the_first_run_is_ordinary_and_the_second_is_what_the_case_says(
     again: str, lse: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = calls(monkeypatch)
-    given = case(again=again, lse=lse)
+    seen: list[dict[str, Any]] = []  # what ring_attention is called with
+    real = execute.ring_attention
+
+    def spy(q: Any, k: Any, v: Any, *args: Any, **options: Any) -> Any:
+        wanted = "".join(name for name, x in zip("qkv", (q, k, v), strict=True) if x.requires_grad)
+        together = k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+        device, grad = torch.empty(0).device.type, torch.is_grad_enabled()
+        seen.append({**options, "wanted": wanted, "grad": grad, "device": device, "together": together})
+        return real(q, k, v, *args, **options)
+
+    monkeypatch.setattr(execute, "ring_attention", spy)
+    given = case(1, again=again, lse=lse)
     properties.check(given, expect(given), [observe(SoloTransport(), given)])
     # On other numbers "between" has two more calls, both around the second run's backward, others one.
     assert len(seen) == 2 + {"between": 2, "pipelined": 1, "no_grad": 1}.get(again, 0)
@@ -73,7 +64,7 @@ def test_the_first_run_is_ordinary_and_the_second_is_what_the_case_says(
 
 
 def test_only_lse_is_differentiated() -> None:
-    given = case(lse="alone")
+    given = case(1, lse="alone")
     _, _, _, dout, dlse = given.tensors()
     assert not dout.any() and dlse.abs().min() > 0
     results = attend(SoloTransport(), given, shards(given, 0, given.tensors())).results
@@ -85,22 +76,16 @@ def test_only_lse_is_differentiated() -> None:
     "again", ["group", "unchecked", "no_grad", "kv", "backward", "between", "pipelined", "shared", "meta"]
 )
 def test_on_real_ranks(again: str) -> None:
-    backend = GlooBackend()
-    backend.start(3)
-    try:
+    with closing(GlooBackend()) as backend:
+        backend.start(3)
         for group in (None, (0, 2)):
-            given = case(world=3, group=group, again=again, exchange="direct")
+            given = case(3, group=group, again=again, exchange="direct")
             properties.check(given, expect(given), observe_on(backend, given))
-    finally:
-        backend.close()
-
-
-# Heads whose grids are shifted against each other, over stretches in another order: their rows are listed.
 
 
 def test_in_one_storage_numbers_strides_and_alignment_are_as_they_were() -> None:
-    plain, empty = torch.arange(12.0).view(1, 3, 4, 1), torch.empty(1, 0, 4, 1)
-    given = [plain, strided_copy(plain + 12), empty, torch.ones(1, 32, 2, 1), plain[:, 1:] + 0.5]
+    whole, empty = torch.arange(12.0).view(1, 3, 4, 1), torch.empty(1, 0, 4, 1)
+    given = [whole, strided_copy(whole + 12), empty, torch.ones(1, 32, 2, 1), whole[:, 1:] + 0.5]
     given.append(torch.arange(12.0).view(1, 3, 4, 1).expand(1, 3, 4, 5))
     found = in_one_storage(given)
     assert len({x.untyped_storage().data_ptr() for x in found}) == 1
@@ -127,10 +112,12 @@ def test_the_default_device_is_another_only_inside_and_nothing_is_kept() -> None
 def test_what_the_second_run_did_not_give_is_not_compared() -> None:
     x, y = torch.ones(2), torch.zeros(2)
     run = Pass((x, None, x, x, x), ("a",), ("b",), ("c",), ("d",), 8, 9)
-    assert repeats(run, run)
-    assert repeats(run, replace(run, results=(x, None, None, None, None), sent_backward=None, buffer_backward=None))
-    assert not repeats(run, replace(run, results=(x, None, None, y, None)))
-    assert not repeats(run, replace(run, results=(x, x, None, None, None)))
-    for name in ("sent_forward", "received_forward", "sent_backward", "received_backward"):
-        assert not repeats(run, replace(run, **{name: ()}))  # type: ignore[arg-type]
-    assert not repeats(run, replace(run, buffer_backward=10)) and not repeats(run, replace(run, buffer_forward=0))
+    less: dict[str, Any] = {"results": (x, None, None, None, None), "sent_backward": None, "buffer_backward": None}
+    assert repeats(run, run) and repeats(run, replace(run, **less))
+    for name, other in (
+        ("results", (x, None, None, y, None)), ("results", (x, x, None, None, None)), ("sent_forward", ()),
+        ("received_forward", ()), ("sent_backward", ()), ("received_backward", ()), ("buffer_backward", 10),
+        ("buffer_forward", 0),
+    ):  # fmt: skip
+        changed: dict[str, Any] = {name: other}
+        assert not repeats(run, replace(run, **changed))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,18 +18,14 @@ pytestmark = pytest.mark.ranks
 
 @pytest.mark.parametrize("kind", (SimBackend, GlooBackend))
 def test_it_holds_without_streams(kind: type[SimBackend | GlooBackend]) -> None:
-    backend = kind(10.0)
-    backend.start(2)
-    try:
+    with closing(kind(10.0)) as backend:
+        backend.start(2)
         for lse in ("unused", "differentiated", "alone", "apart"):
             case = plain(2, lse=lse, strided=lse == "alone", pattern=Pattern.dense(causal=True))
             assert 0.0 < check_streams(backend, case, {}) < 1.0
-    finally:
-        backend.close()
 
 
 @pytest.mark.parametrize(("backend", "drawn"), (("nccl", True), ("gloo", False), ("sim", False)))
 def test_it_is_drawn_on_gpus_alone(backend: str, drawn: bool) -> None:
-    plan = RunPlan((2,), PROFILES["quick"], None, 1, backend, Path())
-    names = {experiment.name for experiment, _ in laws_on(plan, 2)}
-    assert (STREAMS_DO_NOT_MATTER.name in names) == drawn
+    laws = laws_on(RunPlan((2,), PROFILES["quick"], None, 1, backend, Path()), 2)
+    assert (STREAMS_DO_NOT_MATTER.name in {experiment.name for experiment, _ in laws}) == drawn

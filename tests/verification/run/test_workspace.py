@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, given, seed, settings
 
 from reference.pattern import Pattern
 from ring import Layout, ring_attention
 from ring.comm.transport import SoloTransport
 from ring.compute import math_kernel
 from ring.plan import tiling
+from tests.support.drawing import draw_many
+from tests.support.plain_case import plain
 from verification.case import Case
 from verification.check.checks import check_workspace
 from verification.check.expectation import expect
@@ -24,15 +26,9 @@ from verification.run.caches import clear_caches
 from verification.run.rank import observe
 from verification.run.workspace import Meter, Workspace, WorkspaceLimits, limits
 
-
-def case(**changes: Any) -> Case:
-    given_: dict[str, Any] = {
-        "world": 2, "group": None, "tokens": 100, "order": "contiguous", "cuts": (0, 60, 100),
-        "pattern": Pattern.dense(), "batch": 2, "heads": 6, "kv_heads": 3, "head_dim": 4, "dtype": "bfloat16",
-        "scale": None, "score_scale": 1.0, "values": "normal", "seed": 0, "exchange": "ring", "bucket": 20,
-        "kernel": "math", "lse": "unused", "strided": False, "measured": True,
-    }  # fmt: skip
-    return Case(**given_ | changes)
+case = partial(
+    plain, 2, tokens=100, cuts=(0, 60, 100), batch=2, heads=6, kv_heads=3, dtype="bfloat16", bucket=20, measured=True
+)  # fmt: skip
 
 
 def test_limits_on_paper() -> None:
@@ -46,10 +42,8 @@ def test_limits_on_paper() -> None:
 
 
 def test_the_meter_sees_products_and_what_is_made() -> None:
-    q, k = torch.randn(2, 3, 10, 4), torch.randn(2, 3, 7, 4)
-    before = torch.randn(1000)
-    meter = Meter(head_dim=4)
-    with meter:
+    q, k, before = torch.randn(2, 3, 10, 4), torch.randn(2, 3, 7, 4), torch.randn(1000)
+    with Meter(head_dim=4) as meter:
         q @ k.mT
         assert meter.take() == Workspace(2 * 3 * 10 * 7 * 4, frozenset({(6 * 7, 6 * 10)}))
         before[1:].view(3, 333).mul_(2)  # a view, and in place: nothing is made
@@ -69,9 +63,8 @@ def test_the_meter_sees_products_and_what_is_made() -> None:
 def test_the_meter_looks_into_the_operator_that_a_forward_is(bucket: int) -> None:
     """And sees what it would see without: products of the tiles, tensors of the size of the output."""
     q, k = torch.randn(1, 10, 3, 4), torch.randn(1, 10, 1, 4)
-    layout, meter = Layout.contiguous(10, 1), Meter(head_dim=4)
-    with meter:
-        ring_attention(q, k, k, Pattern.dense(), layout, bucket=bucket, kernel="math")
+    with Meter(head_dim=4) as meter:
+        ring_attention(q, k, k, Pattern.dense(), Layout.contiguous(10, 1), bucket=bucket, kernel="math")
     seen = meter.take()
     assert seen.products and all(few <= 3 * 10 and many <= 3 * 16 for few, many in seen.products)
     assert max(few for few, _ in seen.products) == bucket
@@ -81,25 +74,15 @@ def test_the_meter_looks_into_the_operator_that_a_forward_is(bucket: int) -> Non
 @pytest.fixture(scope="module")
 def drawn() -> list[Case]:
     """On one rank, where every kernel call is one's own; the simplest kernels, which all of them share."""
-    found: list[Case] = []
-
-    @seed(1)
-    @settings(max_examples=200, database=None, deadline=None, phases=(Phase.generate,))
-    @given(cases(1))
-    def collect(given_: Case) -> None:
-        found.append(replace(given_, measured=True))
-
-    collect()
-    return found
+    return [replace(one, measured=True) for one in draw_many(cases(1), 200)]
 
 
 def refused(drawn: list[Case], enough: int) -> int:
     """On how many of the Cases the check fails; counts up to `enough`."""
     count = 0
-    for given_ in drawn:
-        seen = observe(SoloTransport(), given_, None, False)
+    for one in drawn:
         try:
-            assert check_workspace(given_, expect(given_), [seen]) == {}
+            assert check_workspace(one, expect(one), [observe(SoloTransport(), one, None, False)]) == {}
         except WrongResult as failure:
             assert str(failure).startswith("workspace: ")
             count += 1
@@ -121,14 +104,6 @@ def test_the_ring_stays_within(drawn: list[Case], planless: None) -> None:
     assert refused(drawn, 1) == 0
 
 
-def whole_scores(q: torch.Tensor, k: torch.Tensor) -> Iterator[slice]:
-    yield slice(0, q.shape[-2])
-
-
-def uncut_keys(self: Any, most: int) -> Any:
-    return self
-
-
 def wide_folds(real: Callable[..., Any]) -> Callable[..., Any]:
     def wider(ranges: Any, keys: Any, mask: Any, found: Any, folded: int, limits: Any) -> Any:
         return real(ranges, keys, mask, found, 2 * folded, limits)
@@ -139,12 +114,11 @@ def wide_folds(real: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("place", "name", "defect"),
     [
-        (math_kernel, "_row_blocks", whole_scores),
-        (tiling._Keys, "cut", uncut_keys),
-        (tiling, "_drafts", wide_folds(tiling._drafts)),
-        (tiling, "LEAST_ROWS", 10**6),
+        pytest.param(math_kernel, "_row_blocks", lambda q, k: iter([slice(0, q.shape[-2])]), id="scores at once"),
+        pytest.param(tiling._Keys, "cut", lambda keys, most: keys, id="keys not cut"),
+        pytest.param(tiling, "_drafts", wide_folds(tiling._drafts), id="folds beyond the bucket"),
+        pytest.param(tiling, "LEAST_ROWS", 10**6, id="rows not cut"),
     ],
-    ids=("all scores at once", "keys not cut", "folds beyond the bucket", "rows not cut"),
 )
 def test_what_takes_too_much_is_refused(
     place: Any, name: str, defect: Any, drawn: list[Case], planless: None, monkeypatch: pytest.MonkeyPatch

@@ -43,7 +43,7 @@ def total(value: float) -> float:
 
 
 def surroundings() -> tuple[list[object], set[str]]:
-    """Numbers of threads and the main module; addresses (hexadecimal, as /proc has them) that the process listens on."""
+    """Numbers of threads and the main module; addresses (hexadecimal, as in /proc) that the process listens on."""
     descriptors = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
     mine = {os.readlink(fd) for fd in descriptors if os.path.lexists(fd)}
     tables = "".join(Path(f"/proc/self/net/{name}").read_text() for name in ("tcp", "tcp6"))

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from reference.pattern import Pattern
+from ring.comm.exchange import Exchange
+from ring.comm.transport import RecordingTransport
 from tests.support.plain_case import plain
-from tests.support.planted import plant_receive_first
+from tests.support.planted import plant, plant_receive_first
 from verification.case import Case
 from verification.failures import BrokenContract, Deadlock, RankFailure, RankHang
 from verification.run.backends import SimBackend, observe_on
@@ -21,21 +23,17 @@ pytestmark = pytest.mark.ranks
 
 @pytest.fixture(scope="module")
 def simulation() -> Iterator[SimBackend]:
-    backend = SimBackend()
-    backend.start(1)
-    yield backend
-    backend.close()
+    with closing(SimBackend()) as backend:
+        backend.start(1)
+        yield backend
 
 
 @pytest.mark.parametrize("exchange", ("ring", "direct", "gather"))
 @pytest.mark.parametrize("world", (1, 3, 40))
 def test_cases_hold_on_one_backend_for_any_world(simulation: SimBackend, world: int, exchange: str) -> None:
-    pattern = Pattern.longnet((4, 16), (1, 3), 2, causal=True)
-    for case in (
-        plain(world, exchange=exchange),
-        plain(world, exchange=exchange, tokens=45, pattern=pattern, bucket=3),
-    ):
-        assert 0 < max(check_case(simulation, case).values()) <= 1
+    longnet = {"tokens": 45, "pattern": Pattern.longnet((4, 16), (1, 3), 2, causal=True), "bucket": 3}
+    for changes in ({}, longnet):
+        assert 0 < max(check_case(simulation, plain(world, exchange=exchange, **changes)).values()) <= 1
 
 
 def test_a_group_is_part_of_the_world(simulation: SimBackend) -> None:
@@ -46,16 +44,15 @@ def test_a_group_is_part_of_the_world(simulation: SimBackend) -> None:
 # --- defects, planted in the simulating process -----------------------------------------------------------------------
 
 
+class Done:
+    def arrive(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+
 def plant_no_wait() -> None:
     """What a wait is for is taken to have happened."""
-    from ring.comm.transport import RecordingTransport
-
     real = RecordingTransport.post
-
-    class Done:
-        def arrive(self) -> None: ...
-
-        def wait(self) -> None: ...
 
     def post(self: Any, sends: Any, receives: Any) -> Any:
         real(self, sends, receives)
@@ -66,10 +63,7 @@ def plant_no_wait() -> None:
 
 def plant_one_receive_buffer() -> None:
     """The receive buffer in use is also the one that the next step fills."""
-    from ring.comm.exchange import Exchange
-
-    real = Exchange._allocate
-    known: dict[int, Any] = {}
+    real, known = Exchange._allocate, dict[int, Any]()
 
     def allocate(self: Any, name: str, slots: int, dtype: Any) -> Any:
         if slots != self.plan.sizes.receive:
@@ -83,13 +77,11 @@ def plant_one_receive_buffer() -> None:
 
 
 def plant_endless_loop() -> None:
-    from verification.run import rank as execute
-
-    def ring_attention(*args: Any, **kwargs: Any) -> Any:
+    def loop_in_call(*_: Any) -> Any:
         while True:
             pass
 
-    execute.ring_attention = ring_attention
+    plant(loop_in_call)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +91,7 @@ def plant_endless_loop() -> None:
          r"^deadlock of 8 ranks: rank 0 waits for rank 7[^$]*to send 'keys and values 1'[^$]*in arrivals"),
         (plant_no_wait, plain(3), BrokenContract, "keys and values 1"),
         (plant_one_receive_buffer, plain(3), BrokenContract, "shares bytes between the buffers"),
-        (plant_endless_loop, plain(2), RankHang, "ring_attention"),
+        (plant_endless_loop, plain(2), RankHang, "loop_in_call"),
     ],
 )  # fmt: skip
 def test_a_defect_of_the_ring_is_named(
