@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.strategies import SearchStrategy
 
 from reference.pattern import Pattern
+from tests.support.drawing import draw_many
 from verification.training.training_case import TrainingCase
 from verification.training.training_model import Model
 
@@ -34,25 +34,6 @@ def small_step(world: int, **changes: Any) -> TrainingCase:
     return replace(case, **changes)
 
 
-def magnifying_step(world: int) -> TrainingCase:
-    """Three steps of a model with layer norms of two numbers, which are nearly steps: together they make of the last
-    bit of fp64 some 1e-9 of the largest parameter. Drawn, and found on 4 ranks."""
-    model = small_model(kind="longnet", layers=2, dim=2, norm="layer", bias=True, subln=True, positions="rotary")
-    pattern = Pattern.longnet([11, 22], [1, 2], 1, True, "torchscale")
-    return small_step(world, tokens=18, model=model, pattern=pattern, bucket=2, steps=3, seed=155)
-
-
 def drawn_from(strategy: SearchStrategy[TrainingCase | None], count: int) -> list[TrainingCase]:
     """What a run would draw from it, always the same."""
-    found: list[TrainingCase] = []
-
-    def keep(case: TrainingCase | None) -> None:
-        assert case is not None
-        found.append(case)
-
-    chosen = settings(
-        max_examples=count, phases=[Phase.generate], database=None, deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
-    seed(0)(chosen(given(strategy)(keep)))()
-    return found
+    return [case for case in draw_many(strategy, count) if case is not None]

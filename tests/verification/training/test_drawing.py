@@ -1,16 +1,20 @@
-"""Drawn TrainingCases reach everything that a run is to reach, and shrink to the smallest model and mesh."""
+"""Drawn TrainingCases survive JSON, reach everything that a run is to reach, and shrink to the smallest step."""
 
 from __future__ import annotations
 
+import json
 from random import Random
 
 import pytest
 from hypothesis import Phase, find, settings
 
-from reference.pattern import Branch
-from tests.support.training_cases import drawn_from
+from reference.pattern import Pattern
+from tests.support.training_cases import drawn_from, small_step
 from verification.report.coverage import Coverage
 from verification.training.drawing import training_cases
+from verification.training.material import parameter_shapes
+from verification.training.rank.ring_model import LanguageModel
+from verification.training.training_case import TrainingCase
 from verification.training.training_coverage import TRAINING_GROUPS
 
 DRAWN = 600
@@ -18,9 +22,13 @@ DRAWN = 600
 
 def test_every_feature_is_reached() -> None:
     coverage = Coverage(groups=TRAINING_GROUPS)
-    for case in drawn_from(training_cases(4), DRAWN):
+    for number, case in enumerate(drawn_from(training_cases(4), DRAWN)):
         coverage.add(case)
         assert not case.model.has_steps or case.dtype == "float64"
+        assert TrainingCase.from_dict(json.loads(case.to_json())) == case
+        if number % 10 == 0:
+            named = {name: tuple(x.shape) for name, x in LanguageModel(case).named_parameters()}
+            assert named == parameter_shapes(case)
     missing = {name: count for name, count in coverage.to_dict().items() if count < DRAWN * 0.02}
     assert not missing, missing
 
@@ -35,11 +43,4 @@ def test_meshes_of_any_world_size_are_drawn(world: int) -> None:
 def test_the_smallest_case_is_one_that_a_person_would_write() -> None:
     chosen = settings(database=None, phases=[Phase.generate, Phase.shrink])
     case = find(training_cases(4), lambda case: True, settings=chosen, random=Random(0))
-    model = case.model
-    assert (case.data, case.tokens, case.batch, case.order, case.cuts) == (1, 2, 1, "contiguous", None)
-    assert (case.wrapper, case.checkpointing, case.accumulation, case.steps) == ("none", "none", 1, 1)
-    assert (case.dtype, case.optimiser, case.clipping, case.labels) == ("float64", "sgd", None, "all")
-    assert (model.kind, model.layers, model.dim, model.heads, model.head_dim) == ("sdpa", 1, 4, 1, 2)
-    assert case.pattern.branches == (Branch(),) and (case.handle, case.compiled) == ("recorded", "no")
-    assert (case.loss, case.packed_by, case.drops_zeros, case.spoilt) == ("mean", "batch", False, None)
-    assert (model.scale, model.bases) == (None, 1)
+    assert case == small_step(4, tokens=2, pattern=Pattern.dense())

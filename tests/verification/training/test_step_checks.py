@@ -13,15 +13,12 @@ from tests.support.training_cases import small_step
 from verification.check.properties import broken_by
 from verification.failures import WrongResult
 from verification.training.material import global_batch
-from verification.training.step_checks import STEP_CHECKS
 from verification.training.step_expectation import StepExpectation, expect_training
 from verification.training.step_observation import PartObservation, StepObservation
 from verification.training.step_properties import STEP_PROPERTIES, check_step
 from verification.training.training_case import TrainingCase
 
-CASE = small_step(
-    4, data=2, accumulation=2, clipping=0.1, steps=3, cuts=(0, 3, 8), resumed="striped", spoilt="nan"
-)  # fmt: skip
+CASE = small_step(4, data=2, accumulation=2, clipping=0.1, steps=3, cuts=(0, 3, 8), resumed="striped", spoilt="nan")
 EXPECTATION = expect_training(CASE)
 
 
@@ -134,10 +131,6 @@ def test_a_step_that_ran_without_a_graph_is_found() -> None:
     observations[1].parts[1].graph_runs -= 1
     with pytest.raises(WrongResult, match="rank 1 .* ran 1 compiled graphs in 1 steps; .* it must run 2"):
         check_step(COMPILED, expectation, observations)
-
-
-def test_every_check_belongs_to_a_property() -> None:
-    assert all(any(name in one.checks for one in STEP_PROPERTIES) for name in STEP_CHECKS)
 
 
 def test_a_failure_says_how_large_the_largest_deviation_is() -> None:
