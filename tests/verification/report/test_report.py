@@ -1,4 +1,4 @@
-"""What the report claims is what it was told, on the screen as in the JSON; and its summary fits a terminal."""
+"""What the report claims is what it was told, on the screen as in the JSON; its lines fit a terminal and are copied."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import json
 import math
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +19,12 @@ from tests.support.printed import printed, recording, unbroken
 from verification.check.laws import LAWS
 from verification.check.properties import PROPERTIES
 from verification.failures import RankHang, RankState, VerificationFailure, WrongResult
+from verification.report import progress, provenance
 from verification.report.counter_example import CounterExample, save_record
 from verification.report.report import Report
 from verification.report.run_record import DTYPES
 from verification.report.summary import LINES
+from verification.report.text import command_lines, json_lines, listing, paragraph
 
 TITLES = [one.title for one in PROPERTIES]
 LAW_NAMES = [law.name for law in LAWS if law.on_cpus]
@@ -98,8 +102,6 @@ def test_counts_and_worst_ratios_are_those_of_what_held() -> None:
     assert shown["gradients"] == ["4", "-", "0.500", "-", "0.750", "5.0"]
     assert shown["buffers"] == ["3", "-", "0", "-", "-", "3.0"]
     assert shown["all"][:-1] == ["4", "-", "0.500", "-", "0.750"]
-    assert lines[0] == "worst error / bound on 1, 3 ranks (0: exact, -: not drawn)"
-    assert "world 1, examples: 3 examples held" in printed(report.console)
 
 
 def test_a_ratio_that_is_no_number_is_never_lost() -> None:
@@ -122,48 +124,37 @@ def test_parts_of_a_run_add_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "failed", "said"),
+    ("held", "failed", "again", "said"),
     (
-        (2, 0, "2 examples, 2 of them distributed, in 0.0 s: all held"),
-        (1, 0, "1 example in 0.0 s: it held"),
-        (2, 1, "2 examples held, 2 of them distributed, in 0.0 s: 1 counter-example"),
-        (1, 2, "1 example held in 0.0 s: 2 counter-examples"),
-        (0, 1, "no example held in 0.0 s: 1 counter-example"),
+        (2, 0, 0, "2 examples, 2 of them distributed, in 0.0 s: all held"),
+        (1, 0, 0, "1 example in 0.0 s: it held"),
+        (2, 1, 0, "2 examples held, 2 of them distributed, in 0.0 s: 1 counter-example"),
+        (0, 2, 12, "no example held in 0.0 s: 2 counter-examples"),
     ),
 )
-def test_the_verdict_says_what_is_true(held: int, failed: int, said: str, tmp_path: Path) -> None:
+def test_the_verdict_says_what_is_true(held: int, failed: int, again: int, said: str, tmp_path: Path) -> None:
     report = Report(recording())
     report.start_world(2, held)
     for _ in range(held):
         report.held("float32", {"gradients": 0.5}, 0.0)
     fail(report, tmp_path, failed, WRONG)
+    for _ in range(again):
+        report.failed_again()
     report.end_world()
+    assert ("(12 more examples failed in the same way)" in unbroken(printed(report.console))) == (again > 0)
     report.seconds = 0.0
     lines = summary(report)
     assert said in lines
     assert lines[-1].startswith("    " if failed else said), "what failed comes last, as the line that replays it"
 
 
-def test_a_world_s_line_counts_what_failed_again(tmp_path: Path) -> None:
-    report = small()
-    for world, again in ((2, 1), (3, 12), (4, 0)):
-        report.start_world(world, 1)
-        fail(report, tmp_path, 1, WRONG)
-        for _ in range(again):
-            report.failed_again()
-        report.end_world()
-    said = re.findall(r"no example held in \S+ s, 1 counter-example( \(.*?\))?", unbroken(printed(report.console)))
-    assert said == [" (1 more example failed in the same way)", " (12 more examples failed in the same way)", ""]
-
-
 def test_an_interrupted_run_is_not_taken_for_a_whole_one() -> None:
     report = small()
     assert report.to_dict()["held"] and "interrupted" not in report.to_dict()
     report.interrupt()
-    data = report.to_dict()
+    data, spent = report.to_dict(), report.seconds
     assert data["interrupted"] is True and data["held"] is False and data["examples"] == 4
     assert summary(report)[-1].endswith(", then interrupted")
-    spent = report.seconds
     report.interrupt()  # between two world sizes nothing is under way
     assert report.seconds == spent > 0
 
@@ -197,24 +188,10 @@ def test_a_case_that_cannot_be_saved_is_told_all_the_same(tmp_path: Path) -> Non
     assert "the Case could not be saved" in failure.message and failure.record == {"world": 2}
 
 
-def test_the_smallest_counter_example_comes_last(folder: Path) -> None:
-    report = large()
-    failures = fail(report, folder, 3, WRONG)
-    lines = summary(report)
-    case, replay = (next(n for n, x in enumerate(lines) if x.startswith(head)) for head in ("Case: ", "replay: "))
-    assert json.loads("\n".join(lines[case:replay]).removeprefix("Case: ")) == failures[0].record
-    assert str(WRONG) in unbroken("\n".join(lines))
-    others = [line for line in lines if line.startswith("counter-example: ")]
-    assert len(others) == 3 and "2 ranks" in others[-1]
-
-
-# --- the summary ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("terminal", (False, True))
 @pytest.mark.parametrize("failures", (0, 1, 7))
 @pytest.mark.parametrize("failure", (WRONG, HANG), ids=("wrong", "hang"))
-def test_it_stays_within_its_lines_and_columns(
+def test_the_summary_stays_within_its_lines_and_columns(
     folder: Path, failures: int, failure: VerificationFailure, terminal: bool
 ) -> None:
     report = large(terminal=terminal)
@@ -231,14 +208,17 @@ def test_it_stays_within_its_lines_and_columns(
     assert set(LAW_NAMES) <= set(shown) or not exact & set(shown), "errors that are not 0 come first"
 
 
-def test_verbose_has_every_row_and_every_counter_example(folder: Path) -> None:
-    report = large(verbose=True)
-    failures = fail(report, folder, 3, WRONG)
-    lines = summary(report)
-    assert max(map(len, lines)) <= 80
+def test_verbose_has_every_row_and_every_counter_example_and_others_the_smallest(folder: Path) -> None:
+    verbose, report = large(verbose=True), large()
+    failures = fail(verbose, folder, 3, WRONG)
+    lines = summary(verbose)
     assert sum(line.startswith("  world 4 ") for line in lines) == len(TITLES) + len(LAW_NAMES)
     text = unbroken("\n".join(lines))
     assert all(json.dumps(failure.record) in text for failure in failures) and "again - alike: 20" in text
+    fail(report, folder, 3, WRONG)
+    text = unbroken("\n".join(summary(report)))
+    assert [json.dumps(failure.record) in text for failure in failures] == [True, False, False]
+    assert text.count("counter-example: ") == 3 and str(WRONG) in text
 
 
 def test_a_replay_ends_with_its_verdict(folder: Path) -> None:
@@ -249,3 +229,80 @@ def test_a_replay_ends_with_its_verdict(folder: Path) -> None:
     first, *_, last = summary(report, replayed=True)
     assert first.startswith('Case: {"world": 2') and last.startswith("no example held in ")
     assert str(WRONG) in unbroken(printed(report.console)), "said when it failed"
+
+
+# --- progress: bars on a terminal, elsewhere a few plain lines --------------------------------------------------------
+
+
+@pytest.mark.parametrize("terminal", (False, True))
+def test_progress_is_shown_now_and_then(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, console = 100.0, recording(terminal)
+    monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=lambda: now))
+    with progress.RunProgress(console) as part:
+        part.begin("world 1024", 600)
+        for _ in range(600):
+            now += 1.0
+            part.advance(0.5)
+        part.end()
+    if not terminal:
+        said = r"world 1024: (\d+)/600 examples, 1/s, worst error / bound 0.500"
+        when = [int(number) for number in re.findall(f"^{said}$", printed(console), re.MULTILINE)]
+        assert when == [5, 15, 35, 75, 135, 195, 255, 315, 375, 435, 495, 555], "and none for the last one"
+        assert len(printed(console).splitlines()) == len(when) and "\x1b" not in printed(console)
+        return
+    without_codes = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", printed(console))
+    drawn = [line for line in re.split(r"[\r\n]", without_codes) if line.startswith("world 1024 ")]
+    assert max(map(len, drawn)) <= 80 and "worst 0.500" in drawn[-1] and "600/600" in drawn[-1]
+    assert printed(console).endswith(("\x1b[2K", "\x1b[?25h")), "it leaves nothing behind"
+
+
+# --- text of 80 columns, that can be copied ---------------------------------------------------------------------------
+
+
+def test_paragraphs_and_listings() -> None:
+    lines = paragraph("word " * 40 + "\nnext", indent="  ", hanging="    ")
+    assert max(map(len, lines)) <= 80 and " ".join(" ".join(lines).split()) == "word " * 40 + "next"
+    assert [len(line) - len(line.lstrip()) for line in lines] == [2, *[4] * (len(lines) - 1)]
+    assert paragraph("x" * 100) == ["x" * 100], "a path stays whole"
+    names = [f"feature number {n}" for n in range(100)]
+    assert listing("few: ", names[:2], 2) == ["few: feature number 0, feature number 1"]
+    lines = listing("few: ", names, 2)
+    shown = " ".join(lines).count("feature number")
+    assert len(lines) == 2 and max(map(len, lines)) <= 80 and lines[-1].endswith(f"and {100 - shown} more")
+
+
+def test_json_and_command_lines_are_broken_so_that_a_copy_is_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    how = {"mistakes": [["a wrong call", None]] * 9, "quote": 'a "b c" d'}
+    record = {"law": "a title of several words " * 2, "how": how}
+    lines = json_lines("Case: ", record)
+    assert max(map(len, lines)) <= 80 and len(lines) > 3
+    assert json.loads("\n".join(lines).removeprefix("Case: ")) == record
+    monkeypatch.chdir(tmp_path)
+    words = ["/usr/bin/python", *(f"--option-{n}" for n in range(20)), str(tmp_path / "folder" / "a b.json")]
+    lines = command_lines("replay: ", words)
+    assert max(map(len, lines)) <= 80 and all(line.endswith(" \\") for line in lines[:-1]) and len(lines) > 3
+    copied = "\n".join(lines).removeprefix("replay: ").replace("\\\n", "")
+    assert shlex.split(copied) == [*words[:-1], "folder/a b.json"], "files beneath the working directory are shortened"
+
+
+# --- provenance -------------------------------------------------------------------------------------------------------
+
+
+def test_a_record_names_its_commit_and_whether_the_tree_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*words: str) -> str:
+        who = ("-c", "user.name=nobody", "-c", "user.email=nobody@example.org")
+        return subprocess.check_output(("git", "-C", str(tmp_path), *who, *words), text=True).strip()
+
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert provenance.commit() is None
+    git("init", "--quiet")
+    git("commit", "--quiet", "--allow-empty", "--message", "nothing")
+    head = git("rev-parse", "HEAD")
+    assert provenance.commit() == head and len(head) == 40
+    (tmp_path / "more").write_text("more")
+    assert provenance.commit() == head + "+"
