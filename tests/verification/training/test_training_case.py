@@ -1,15 +1,25 @@
-"""A TrainingCase refuses what makes no sense, reads earlier files, and says who holds what."""
+"""A TrainingCase refuses what makes no sense, and says who holds what: parameters, tokens, labels. Drawn ones reach all
+that a run is to reach, and shrink to the smallest step."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import Phase, find, settings
 
 from reference.pattern import Branch, Pattern
-from tests.support.training_cases import small_model, small_step
+from tests.support.training_cases import drawn_from, small_model, small_step
+from verification.report.coverage import Coverage
+from verification.training.drawing import training_cases
+from verification.training.material import IGNORED, global_batch, initial_parameters, parameter_shapes
+from verification.training.rank.ring_model import LanguageModel
 from verification.training.training_case import TrainingCase
+from verification.training.training_coverage import TRAINING_GROUPS
 
 LONGNET = small_model(kind="longnet", norm="layer", bias=True, dim=8, heads=2, kv_heads=2, head_dim=4)
 PACKED = Pattern.dense(documents=(3, 5))
@@ -100,3 +110,70 @@ def test_a_run_that_is_resumed_has_two_parts() -> None:
     assert first == replace(case, steps=1, resumed=None)
     assert (then.data, then.context, then.accumulation, then.steps) == (1, 4, 6, 2)
     assert (then.order, then.cuts, then.resumed, then.mesh) == ("zigzag", None, None, ((0, 1, 2, 3),))
+
+
+# --- parameters, tokens and labels ------------------------------------------------------------------------------------
+
+
+def test_no_parameter_is_special_and_float32_holds_those_of_lower_precisions() -> None:
+    case = small_step(1, model=small_model(kind="llama", norm="layer", bias=True, positions="learned"))
+    for name, x in initial_parameters(case).items():
+        assert (x != 0).all() and (x != 1).all(), name
+    for name, x in initial_parameters(small_step(1, dtype="bfloat16")).items():
+        assert torch.equal(x, x.float().double()), name
+
+
+def test_tokens_are_rebuilt_and_labels_are_the_next_tokens() -> None:
+    case = small_step(2, data=2, batch=2, accumulation=3, steps=2)
+    batch, later = (global_batch(case, step) for step in range(2))
+    assert batch.tokens.shape == batch.labels.shape == (2, 3, 2, 8)
+    assert torch.equal(batch.labels[..., :-1], batch.tokens[..., 1:])
+    assert (batch.labels[..., -1] == IGNORED).all() and batch.labelled == 2 * 3 * 2 * 7
+    assert torch.equal(global_batch(case, 0).tokens, batch.tokens) and not torch.equal(later.tokens, batch.tokens)
+
+
+def test_labels_are_left_out_as_the_case_says() -> None:
+    def labelled(labels: str, **changes: Any) -> torch.Tensor:
+        """(data, accumulation, batch, n): what counts."""
+        return global_batch(small_step(2, labels=labels, **changes), 0).labels != IGNORED
+
+    assert 0.4 < labelled("some", tokens=24, batch=4).double().mean() < 0.9
+    shards = labelled("shards", seed=1)
+    assert shards[..., :4].all() and not shards[..., 4:].any()
+    ranks = labelled("ranks", data=2, seed=1)
+    assert ranks[0, ..., :-1].all() and not ranks[1].any()
+    micro = labelled("ranks", accumulation=2, seed=1)
+    assert micro[:, 0, ..., :-1].all() and not micro[:, 1].any()
+    assert not labelled("none").any()
+
+
+# --- drawn ------------------------------------------------------------------------------------------------------------
+
+
+DRAWN = 600
+
+
+def test_every_feature_is_reached() -> None:
+    coverage = Coverage(groups=TRAINING_GROUPS)
+    for number, case in enumerate(drawn_from(training_cases(4), DRAWN)):
+        coverage.add(case)
+        assert not case.model.has_steps or case.dtype == "float64"
+        assert TrainingCase.from_dict(json.loads(case.to_json())) == case
+        if number % 10 == 0:
+            named = {name: tuple(x.shape) for name, x in LanguageModel(case).named_parameters()}
+            assert named == parameter_shapes(case)
+    missing = {name: count for name, count in coverage.to_dict().items() if count < DRAWN * 0.02}
+    assert not missing, missing
+
+
+@pytest.mark.parametrize("world", (1, 3, 6, 8))
+def test_meshes_of_any_world_size_are_drawn(world: int) -> None:
+    cases = drawn_from(training_cases(world), 200)
+    assert {(case.world, case.data * case.context) for case in cases} == {(world, world)}
+    assert {case.data for case in cases} == {d for d in range(1, world + 1) if world % d == 0}
+
+
+def test_the_smallest_case_is_one_that_a_person_would_write() -> None:
+    chosen = settings(database=None, phases=[Phase.generate, Phase.shrink])
+    case = find(training_cases(4), lambda case: True, settings=chosen, random=Random(0))
+    assert case == small_step(4, tokens=2, pattern=Pattern.dense())
