@@ -77,9 +77,6 @@ def test_documents_must_add_up_and_the_last_is_lengthened() -> None:
     assert packed.lengthened(16) == case(tokens=16, cuts=None, pattern=Pattern.dense(documents=(3, 13)))
 
 
-# --- tensors ----------------------------------------------------------------------------------------------------------
-
-
 def digest(given: Case) -> str:
     return hashlib.sha256(b"".join(x.view(torch.uint8).numpy().tobytes() for x in given.tensors())).hexdigest()
 
@@ -127,9 +124,6 @@ def test_kinds_of_values_are_what_they_say() -> None:
 def test_dlse_is_zero_unless_lse_is_differentiated() -> None:
     assert case().tensors()[4].abs().min() > 0 and case(lse="alone").tensors()[4].abs().min() > 0
     assert not case(lse="returned").tensors()[4].any()
-
-
-# --- layouts ----------------------------------------------------------------------------------------------------------
 
 
 def test_shards_by_definition_are_the_layout_s() -> None:

@@ -93,9 +93,6 @@ def test_every_property_and_law_has_a_title_and_a_sentence() -> None:
     assert misfits(["a", "b"], ["c"]) == "unknown fields a, b, missing field c"
 
 
-# --- in processes of their own ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_the_same_is_drawn_and_found_side_by_side(tmp_path: Path) -> None:
     """In programs of their own: Hypothesis also draws constants of the modules that a program has imported."""
@@ -164,9 +161,6 @@ def test_an_interrupt_reports_what_held_until_then(whom: str, tmp_path: Path) ->
             time.sleep(0.1)
 
 
-# --- some checks alone ------------------------------------------------------------------------------------------------
-
-
 ALWAYS = "every rank answers"  # is looked at in every plain example
 
 
@@ -189,9 +183,6 @@ def test_only_what_is_named_judges(
     assert [failure.broken for failure in report.failures] == broken
     if rows is not None:
         assert {name for name in report.rows.properties() if report.rows.of(name).examples == 30} == rows
-
-
-# --- for hours --------------------------------------------------------------------------------------------------------
 
 
 def test_runs_follow_each_other_with_new_seeds_until_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,9 +136,6 @@ def test_decoders_reach_everything_once(count: int, data: st.DataObject) -> None
     assert len({digits(i, 3, count) for i in range(3**count)}) == 3**count
 
 
-# --- documents and windows --------------------------------------------------------------------------------------------
-
-
 drawn_documents = st.composite(documents_of)
 
 

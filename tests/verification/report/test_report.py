@@ -86,9 +86,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / ".verification" / "failures"
 
 
-# --- what is counted --------------------------------------------------------------------------------------------------
-
-
 def test_counts_and_worst_ratios_are_those_of_what_held() -> None:
     report = small()
     data, lines = report.to_dict(), summary(report)
@@ -157,9 +154,6 @@ def test_an_interrupted_run_is_not_taken_for_a_whole_one() -> None:
     assert summary(report)[-1].endswith(", then interrupted")
     report.interrupt()  # between two world sizes nothing is under way
     assert report.seconds == spent > 0
-
-
-# --- counter-examples -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ("gloo", "sim", "nccl"))
@@ -231,9 +225,6 @@ def test_a_replay_ends_with_its_verdict(folder: Path) -> None:
     assert str(WRONG) in unbroken(printed(report.console)), "said when it failed"
 
 
-# --- progress: bars on a terminal, elsewhere a few plain lines --------------------------------------------------------
-
-
 @pytest.mark.parametrize("terminal", (False, True))
 def test_progress_is_shown_now_and_then(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     now, console = 100.0, recording(terminal)
@@ -254,9 +245,6 @@ def test_progress_is_shown_now_and_then(terminal: bool, monkeypatch: pytest.Monk
     drawn = [line for line in re.split(r"[\r\n]", without_codes) if line.startswith("world 1024 ")]
     assert max(map(len, drawn)) <= 80 and "worst 0.500" in drawn[-1] and "600/600" in drawn[-1]
     assert printed(console).endswith(("\x1b[2K", "\x1b[?25h")), "it leaves nothing behind"
-
-
-# --- text of 80 columns, that can be copied ---------------------------------------------------------------------------
 
 
 def test_paragraphs_and_listings() -> None:
@@ -285,9 +273,6 @@ def test_json_and_command_lines_are_broken_so_that_a_copy_is_the_same(
     assert max(map(len, lines)) <= 80 and all(line.endswith(" \\") for line in lines[:-1]) and len(lines) > 3
     copied = "\n".join(lines).removeprefix("replay: ").replace("\\\n", "")
     assert shlex.split(copied) == [*words[:-1], "folder/a b.json"], "files beneath the working directory are shortened"
-
-
-# --- provenance -------------------------------------------------------------------------------------------------------
 
 
 def test_a_record_names_its_commit_and_whether_the_tree_differs(

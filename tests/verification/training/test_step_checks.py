@@ -63,9 +63,6 @@ def test_clipping_that_bites_scales_the_step() -> None:
         torch.testing.assert_close(bound.parameters[name] - x, expected, rtol=0, atol=1e-14)
 
 
-# --- what is allowed --------------------------------------------------------------------------------------------------
-
-
 def test_noise_is_at_most_the_last_bit_forward_and_backward() -> None:
     x = torch.randn(1000, dtype=torch.float64, requires_grad=True)
     y = noise(2.0**-8, 0)(x)
@@ -104,9 +101,6 @@ def test_what_norms_of_two_numbers_make_of_the_last_bit_of_fp64_is_allowed() -> 
         beyond += max(off.values()) > THRESHOLD * largest(exactly.parameters)
     assert beyond
     assert max(allowed["parameters"].values()) < 1e-6 * largest(exactly.parameters), "far below any defect"
-
-
-# --- the checks -------------------------------------------------------------------------------------------------------
 
 
 CASE = small_step(4, data=2, accumulation=2, clipping=0.1, steps=3, cuts=(0, 3, 8), resumed="striped", spoilt="nan")

@@ -112,9 +112,6 @@ def test_a_run_that_is_resumed_has_two_parts() -> None:
     assert (then.order, then.cuts, then.resumed, then.mesh) == ("zigzag", None, None, ((0, 1, 2, 3),))
 
 
-# --- parameters, tokens and labels ------------------------------------------------------------------------------------
-
-
 def test_no_parameter_is_special_and_float32_holds_those_of_lower_precisions() -> None:
     case = small_step(1, model=small_model(kind="llama", norm="layer", bias=True, positions="learned"))
     for name, x in initial_parameters(case).items():
@@ -145,9 +142,6 @@ def test_labels_are_left_out_as_the_case_says() -> None:
     micro = labelled("ranks", accumulation=2, seed=1)
     assert micro[:, 0, ..., :-1].all() and not micro[:, 1].any()
     assert not labelled("none").any()
-
-
-# --- drawn ------------------------------------------------------------------------------------------------------------
 
 
 DRAWN = 600

@@ -1,20 +1,26 @@
 """The simulation is adversarial, fair and repeatable; what breaks the transport's contract, a deadlock, an exception
-are named: who waits for whom, and where."""
+are named: who waits for whom, and where. The ring's own code holds on it, and its defects are named."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
 
+from reference.pattern import Pattern
 from ring.comm.transport import Message, Outgoing, Pending
-from verification.failures import BrokenContract, Deadlock, MismatchedMessages, RankError, RankFailure
+from tests.support.plain_case import plain
+from tests.support.planted import plant, plant_receive_first
+from verification.failures import BrokenContract, Deadlock, MismatchedMessages, RankError, RankFailure, RankHang
+from verification.run.backends import SimBackend, observe_on
 from verification.run.simulation.scheduler import POLICIES
 from verification.run.simulation.simulated_transport import SimulatedTransport
 from verification.run.simulation.simulation import Simulation
+from verification.runner import check_case
 
 pytestmark = pytest.mark.ranks
 
@@ -46,13 +52,6 @@ def failure_of(size: int, seed: int, step: Step) -> RankFailure:
     with pytest.raises(RankFailure) as caught:
         Simulation(size, seed).run(step)
     return caught.value
-
-
-@pytest.mark.parametrize("size", (2, 3, 64))
-def test_numbers_travel_round_the_ring(size: int) -> None:
-    for seed in range(8):
-        answers = Simulation(size, seed).run(lambda t: ring_pass(t, size - 1))
-        assert answers == [[float((rank - 1 - hop) % size) for hop in range(size - 1)] for rank in range(size)]
 
 
 def interleaving(seed: int) -> tuple[str, bool, list[int]]:
@@ -137,9 +136,6 @@ def test_who_reads_before_its_wait_gets_wrong_numbers_on_some_schedule() -> None
     assert any(math.isnan(value) for answers in seen for value in answers), "NaN: the buffer had been scribbled over"
 
 
-# --- what breaks the contract -----------------------------------------------------------------------------------------
-
-
 def one_batch(spoil: Callable[[torch.Tensor, torch.Tensor], object] | None, arrive: bool = False) -> Step:
     """Ranks pass numbers round; rank 1 spoils its buffers before its wait, or never waits (None)."""
 
@@ -205,9 +201,6 @@ def test_messages_that_do_not_fit_are_named(dtype: torch.dtype, length: int, lab
     for seed in SEEDS:
         failure = failure_of(3, seed, step)
         assert type(failure) is MismatchedMessages and "rank 0 sends" in str(failure) and "rank 1" in str(failure)
-
-
-def test_meetings_of_two_kinds_are_named() -> None:
     failure = failure_of(3, 0, lambda t: t.all_equal(b"12345678") if t.rank else t.all_gather(b"12345678"))
     assert type(failure) is MismatchedMessages and "calls" in str(failure)
 
@@ -248,9 +241,6 @@ def test_messages_come_from_where_the_call_told() -> None:
     ):
         failure = failure_of(3, 1, step)
         assert type(failure) is BrokenContract and said in str(failure)
-
-
-# --- what cannot go on ------------------------------------------------------------------------------------------------
 
 
 def blocking_ring(transport: SimulatedTransport) -> None:
@@ -299,22 +289,24 @@ def test_an_exception_of_one_rank_is_told_apart_from_who_waits_for_it() -> None:
         assert failure.ranks("raised") == (1,) and 1 <= len(failure.ranks("blocked")) <= 2
 
 
-LAST_WORDS: dict[str, Callable[[SimulatedTransport, int], Any]] = {
-    "post": lambda transport, peer: transport.post([keys(peer)], []),
-    "wait": lambda transport, peer: transport.post([keys(peer)], []).wait(),
-    "all_equal": lambda transport, peer: transport.all_equal(b"8 bytes!"),
-    "all_gather": lambda transport, peer: transport.all_gather(b"x"),
-}
-
-
-@pytest.mark.parametrize("last", LAST_WORDS)
-def test_ranks_that_talk_while_they_clean_up_are_stuck_all_the_same(last: str) -> None:
+@pytest.mark.parametrize(
+    "say",
+    [
+        lambda transport, peer: transport.post([keys(peer)], []),
+        lambda transport, peer: transport.post([keys(peer)], []).wait(),
+        lambda transport, peer: transport.all_equal(b"8 bytes!"),
+        lambda transport, peer: transport.all_gather(b"x"),
+    ],
+)
+def test_ranks_that_talk_while_they_clean_up_are_stuck_all_the_same(
+    say: Callable[[SimulatedTransport, int], object],
+) -> None:
     def step(transport: SimulatedTransport) -> None:
         peer = 1 - transport.rank
         try:
             transport.post([], [keys(peer)]).wait()
         finally:
-            LAST_WORDS[last](transport, peer)
+            say(transport, peer)
 
     for seed in SEEDS:
         assert type(failure_of(2, seed, step)) is Deadlock
@@ -330,3 +322,50 @@ def test_a_rank_that_swallows_its_end_does_not_hide_the_deadlock() -> None:
 
     for seed in SEEDS:
         assert type(failure_of(3, seed, step)) is Deadlock
+
+
+@pytest.fixture(scope="module")
+def backend() -> Iterator[SimBackend]:
+    with closing(SimBackend()) as backend:
+        backend.start(1)
+        yield backend
+
+
+@pytest.mark.parametrize("exchange", ("ring", "direct", "gather"))
+@pytest.mark.parametrize("world", (1, 3, 40))
+def test_cases_hold_on_one_backend_for_any_world(backend: SimBackend, world: int, exchange: str) -> None:
+    longnet = {"tokens": 45, "pattern": Pattern.longnet((4, 16), (1, 3), 2, causal=True), "bucket": 3}
+    for changes in ({}, longnet):
+        assert 0 < max(check_case(backend, plain(world, exchange=exchange, **changes)).values()) <= 1
+
+
+def test_a_group_is_part_of_the_world(backend: SimBackend) -> None:
+    seen = observe_on(backend, plain(7, group=(1, 4, 6)))
+    assert len(seen) == 3 and {peer for x in seen for peer, _, _ in x.sent_forward} == {0, 1, 2}
+
+
+def plant_endless_loop() -> None:
+    def loop_in_call(*_: Any) -> Any:
+        while True:
+            pass
+
+    plant(loop_in_call)
+
+
+CIRCLE = r"^deadlock of 8 ranks: rank 0 waits for rank 7[^$]*to send 'keys and values 1'[^$]*in arrivals"
+
+
+@pytest.mark.parametrize(
+    ("planted", "kind", "timeout", "said"),
+    [(plant_receive_first, Deadlock, 600.0, CIRCLE), (plant_endless_loop, RankHang, 1.0, "loop_in_call")],
+)
+def test_a_defect_of_the_ring_is_named(
+    planted: Callable[[], None], kind: type[RankFailure], timeout: float, said: str
+) -> None:
+    """A deadlock without waiting for the timeout."""
+    with closing(SimBackend(timeout, planted)) as backend:
+        backend.start(8)
+        with pytest.raises(kind, match=said) as caught:
+            check_case(backend, plain(8, tokens=16))
+    assert type(caught.value) is kind
+    assert "threading.py" not in str(caught.value) and "scheduler.py" not in str(caught.value)

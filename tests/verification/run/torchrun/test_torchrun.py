@@ -53,9 +53,6 @@ PLENTY = 280  # seconds that no run needs, and less than pytest allows a test
 NO_GPUS = "needs 2 GPUs; there, run: torchrun --nproc-per-node=2 scripts/validate_nccl.py"
 
 
-# --- defects, planted in every rank before its first task -------------------------------------------------------------
-
-
 def strike(culprit: int, deed: Callable[[], object]) -> None:
     """On real ranks only, and before a call with messages: in the simulation, nothing is wrong."""
 
@@ -111,24 +108,17 @@ def a_byte_lost() -> None:
     process_group.ProcessGroupTransport.post = post  # type: ignore[method-assign]
 
 
-KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 DEFECTS: dict[str, Callable[[], None]] = {
-    "wrong result": plant_wrong_result,
-    "wrong when long": wrong_when_long,
-    "a byte lost": a_byte_lost,
-    "exception": partial(strike, 1, fail),
-    "stall": partial(strike, 1, partial(time.sleep, 3600)),
-    "killed": partial(strike, 1, partial(signal.raise_signal, KILL)),
-    "rank 0 stopped": partial(strike, 0, partial(signal.raise_signal, STOP)),
-    "rank 1 stopped": partial(strike, 1, partial(signal.raise_signal, STOP)),
-    "process killed": partial(strike, 1, partial(signal_torchruns, KILL)),
-    "process stopped": partial(strike, 1, partial(signal_torchruns, STOP)),
-    "first process killed": partial(strike, 0, partial(signal_torchruns, KILL)),
-    "first process stopped": partial(strike, 0, partial(signal_torchruns, STOP)),
-}
-
-
-# --- whole runs -------------------------------------------------------------------------------------------------------
+    "wrong result": plant_wrong_result, "wrong when long": wrong_when_long, "a byte lost": a_byte_lost,
+    **{f"{rank} {name}": partial(strike, rank, deed) for rank in (0, 1) for name, deed in {
+        "fails": fail,
+        "stalls": partial(time.sleep, 3600),
+        "is killed": partial(signal.raise_signal, signal.SIGKILL),
+        "is stopped": partial(signal.raise_signal, signal.SIGSTOP),
+        "has its process killed": partial(signal_torchruns, signal.SIGKILL),
+        "has its process stopped": partial(signal_torchruns, signal.SIGSTOP),
+    }.items()},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -158,7 +148,7 @@ def started(
     with subprocess.Popen(
         [
             sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-            *program, *arguments, *outputs,
+            *program, "--backend", "gloo", *arguments, *outputs,
         ],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder,
         env=environment | {"PYTHONPATH": str(ROOT)},
@@ -184,7 +174,7 @@ def ended(run: subprocess.Popen[str], folder: Path, said: str = "") -> Run:
 
 
 def under_torchrun(folder: Path, *arguments: str, defect: str | None = None, ranks: int = 2) -> Run:
-    with started(folder, "--backend", "gloo", *arguments, defect=defect, ranks=ranks) as run:
+    with started(folder, *arguments, defect=defect, ranks=ranks) as run:
         return ended(run, folder)
 
 
@@ -223,13 +213,13 @@ def test_a_wrong_result_is_shrunk_and_replayed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "defect, kind, said",
     [
-        ("exception", "rank error", "rank 1 raised .*CUDA out of memory"),
-        ("killed", "rank crash", "rank 1 was killed by SIGKILL"),
-        ("process killed", "rank crash", "the process that torchrun started for rank 1 is gone"),
-        ("rank 1 stopped", "rank hang", "no answer within 2 s .*; stopped by a signal: rank 1"),
-        ("rank 0 stopped", "rank hang", "no answer within 2 s .*; stopped by a signal: rank 0"),
-        ("stall", "rank hang",
-         r"no answer within 2 s.* from ranks? (0, )?1 in (?s:.*--- rank 0 .*--- rank 1 had.*test_torchrun\.py.*in spoil)"),
+        ("1 fails", "rank error", "rank 1 raised .*CUDA out of memory"),
+        ("1 is killed", "rank crash", "rank 1 was killed by SIGKILL"),
+        ("1 has its process killed", "rank crash", "the process that torchrun started for rank 1 is gone"),
+        ("1 is stopped", "rank hang", "no answer within 2 s .*; stopped by a signal: rank 1"),
+        ("0 is stopped", "rank hang", "no answer within 2 s .*; stopped by a signal: rank 0"),
+        ("1 stalls", "rank hang",
+         r"no answer within 2 s.* from ranks? (0, )?1 in (?s:.*--- rank 0 .*--- rank 1 had.*torchrun\.py.*in spoil)"),
     ],
 )  # fmt: skip
 def test_a_lost_rank_is_a_named_failure(tmp_path: Path, defect: str, kind: str, said: str) -> None:
@@ -244,14 +234,16 @@ def test_a_lost_rank_is_a_named_failure(tmp_path: Path, defect: str, kind: str, 
 @pytest.mark.parametrize(
     "defect, said",
     [
-        ("process stopped", "the process that torchrun started for rank 1 does not answer; it may be stopped"),
-        ("first process stopped", "the process that torchrun started for rank 0 gave no sign of life for 6 s"),
-        ("first process killed", "the process that torchrun started for rank 0 is gone"),
+        (
+            "1 has its process stopped",
+            "the process that torchrun started for rank 1 does not answer; it may be stopped",
+        ),
+        ("0 has its process stopped", "the process that torchrun started for rank 0 gave no sign of life for 6 s"),
+        ("0 has its process killed", "the process that torchrun started for rank 0 is gone"),
     ],
 )
 def test_a_process_of_torchrun_that_stops_is_named_rank_0_too(tmp_path: Path, defect: str, said: str) -> None:
-    given = ("--backend", "gloo", "--examples", "5", "--long", "0", "--timeout", "2")
-    with started(tmp_path, *given, defect=defect) as run:
+    with started(tmp_path, "--examples", "5", "--long", "0", "--timeout", "2", defect=defect) as run:
         read(run, until=said)
         if "stopped" in defect:  # torchrun would wait for it for half a minute
             os.kill(int((tmp_path / "process").read_text()), signal.SIGCONT)
@@ -259,7 +251,7 @@ def test_a_process_of_torchrun_that_stops_is_named_rank_0_too(tmp_path: Path, de
 
 
 def test_torchrun_told_to_end_saves_what_was_under_way(tmp_path: Path) -> None:
-    with started(tmp_path, "--backend", "gloo", "--examples", "100000", "--long", "0") as process:
+    with started(tmp_path, "--examples", "100000", "--long", "0") as process:
         said = read(process, until=r"world 2: \d+/")  # examples are under way
         process.terminate()
         run = ended(process, tmp_path, said)
@@ -269,7 +261,7 @@ def test_torchrun_told_to_end_saves_what_was_under_way(tmp_path: Path) -> None:
 
 def test_an_interrupt_reports_what_held_until_then(tmp_path: Path) -> None:
     """To torchrun alone, as from a keyboard: each process that it starts has a session of its own, and it tells all."""
-    with started(tmp_path, "--backend", "gloo", "--examples", "100000", "--long", "0") as process:
+    with started(tmp_path, "--examples", "100000", "--long", "0") as process:
         said = read(process, until=r"world 2: [1-9]\d*/")  # examples have held
         process.send_signal(signal.SIGINT)
         run = ended(process, tmp_path, said)
@@ -301,9 +293,6 @@ def test_a_long_problem_that_is_wrong_is_found_and_replayed(tmp_path: Path) -> N
     assert run.status == 1 and run.failure["case"] == problem, run.text
     assert re.search(r"on rank 0: out of token \d+ is off by .* times its bound", run.failure["message"])
     assert under_torchrun(tmp_path, "--replay", "long.json").status == 0
-
-
-# --- the word to leave ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -345,9 +334,6 @@ def test_the_word_to_leave_wakes_who_waits_for_an_agent(agents: Agents) -> None:
         agents.pump(PLENTY)
 
 
-# --- what cannot be carried out ---------------------------------------------------------------------------------------
-
-
 def test_without_torchrun_it_says_how_to_run() -> None:
     done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
     assert done.returncode == 2 and "torchrun --nproc-per-node=2 scripts/validate_nccl.py" in done.stderr
@@ -355,17 +341,20 @@ def test_without_torchrun_it_says_how_to_run() -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.skipif(torch.cuda.device_count() >= 2, reason="there are GPUs")
-def test_without_gpus_nccl_is_refused(tmp_path: Path) -> None:
-    run = under_torchrun(tmp_path, "--backend", "nccl")
-    assert "exitcode  : 2" in run.text and "there is no GPU for rank" in run.text
-    assert run.report == {}
-
-
-def test_a_replay_of_what_is_no_counter_example_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        pytest.param(
+            ("--backend", "nccl"), "there is no GPU for rank", id="nccl",
+            marks=pytest.mark.skipif(torch.cuda.device_count() >= 2, reason="there are GPUs"),
+        ),
+        (("--replay", "no.json"), "tokens is 8; it must be an integer of at least 64"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_carried_out_is_refused(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
     (tmp_path / "no.json").write_text('{"long": {"world": 2, "tokens": 8, "kind": "dense float32"}}')
-    run = under_torchrun(tmp_path, "--replay", "no.json")
-    assert "exitcode  : 2" in run.text and "tokens is 8; it must be an integer of at least 64" in run.text
+    run = under_torchrun(tmp_path, *arguments)
+    assert "exitcode  : 2" in run.text and said in run.text and run.report == {}
 
 
 @pytest.mark.gpu
