@@ -60,15 +60,11 @@ def test_usage_and_errors_name_what_the_user_typed(script: str, words: list[str]
 @pytest.mark.parametrize(
     ("arguments", "named"),
     (
-        ("run --world 0", "argument --world"),
-        ("run --world 1,two", "argument --world"),
-        ("run --examples 0", "argument --examples"),
-        ("run --hours -1", "argument --hours"),
-        ("run --seed x", "argument --seed"),
-        ("run --real-size 3", "argument --real-size"),
-        ("dance", "dance"),
+        ("run --world 0", "argument --world"), ("run --world 1,two", "argument --world"),
+        ("run --examples 0", "argument --examples"), ("run --hours -1", "argument --hours"),
+        ("run --seed x", "argument --seed"), ("run --real-size 3", "argument --real-size"), ("dance", "dance"),
     ),
-)
+)  # fmt: skip
 def test_a_wrong_argument_is_named(arguments: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="^2$"):
         main(arguments.split())
@@ -124,8 +120,7 @@ def test_a_part_of_a_title_is_enough(capsys: pytest.CaptureFixture[str]) -> None
     assert found == ["gradients", "batches and heads permute", "bytes sent"]
     assert main(("run", "--list")) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert set(titles()) <= set(lines)
-    assert "    |seen - exact| <= bound, in every entry of dq, dk and dv." in lines
+    assert {*titles(), "    |seen - exact| <= bound, in every entry of dq, dk and dv."} <= set(lines)
 
 
 def test_what_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:
@@ -134,7 +129,7 @@ def test_what_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:
     check_file("--json", tmp_path / "report.json")
     check_folder("--failures", tmp_path / "new" / "failures")
     assert (tmp_path / "there").read_text() == "kept"
-    assert [path.relative_to(tmp_path / "new") for path in (tmp_path / "new").rglob("*")] == [Path("failures")]
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == {"there", "new", "new/failures"}
 
 
 def test_an_error_of_the_tool_is_no_counter_example(tmp_path: Path) -> None:
@@ -146,13 +141,6 @@ def test_an_error_of_the_tool_is_no_counter_example(tmp_path: Path) -> None:
     assert done.returncode == 2 and "no ring today" in done.stderr
 
 
-def check_summary(printed: str) -> None:
-    """All lines have at most 80 columns; those from the table on, and the first one, are at most 40."""
-    lines = printed.splitlines()
-    table = next(number for number, line in enumerate(lines) if "error / bound on" in line)
-    assert max(map(len, lines)) <= 80 and len(lines) - table < 40 and "\x1b" not in printed, printed
-
-
 @pytest.mark.slow
 def test_a_run_that_holds(tmp_path: Path) -> None:
     words = "run --world 2,1 --examples 12 --seed 7 --real-size 256 --json report.json"
@@ -162,7 +150,6 @@ def test_a_run_that_holds(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "--seed 7" in done.stdout and "all held" in done.stdout and "MiB sent" in done.stdout
-    check_summary(done.stdout)
     data = json.loads((tmp_path / "report.json").read_text())
     assert data["held"] is True and data["failures"] == [] and data["seed"] == 7 and data["seconds"] > 0
     rows = {(row["property"], row["world"]): 0 for row in data["rows"]}
@@ -187,7 +174,6 @@ def test_a_counter_example_gives_1_and_a_line_that_replays_it(
     assert main(words.split()) == 1
     said = capsys.readouterr().out
     failures = json.loads((tmp_path / "report.json").read_text())["failures"]
-    check_summary(said)
     assert any(line.startswith("replay: ") for line in said.splitlines()[-2:]), "it comes last"
     first = next(failure for failure in failures if failure["property"] == "output and lse")
     assert first["kind"] == "wrong result" and first["case"]["tokens"] == 6

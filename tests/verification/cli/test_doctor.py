@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -86,19 +86,14 @@ def test_settings_interfaces_and_exchanges_are_told_with_what_they_mean() -> Non
 
 
 def test_the_topology_or_why_it_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: Any = subprocess.CompletedProcess([], 9, "", "no driver")
-
-    def run(*_: Any, **__: Any) -> Any:
-        if isinstance(made, Exception):
-            raise made
-        return made
-
+    made = {
+        "ended with 9: no driver": Mock(return_value=subprocess.CompletedProcess([], 9, "", "no driver")),
+        "GPU0": Mock(return_value=subprocess.CompletedProcess([], 0, "GPU0\n", "")),
+        "not known: nvidia-smi topo -m": Mock(side_effect=subprocess.TimeoutExpired("nvidia-smi", 20)),
+    }
     monkeypatch.setattr(doctor.shutil, "which", lambda name: "/bin/nvidia-smi")
-    monkeypatch.setattr(doctor.subprocess, "run", run)
-    assert "ended with 9: no driver" in doctor.topology()
-    made = subprocess.CompletedProcess([], 0, "GPU0\n", "")
-    assert doctor.topology() == "GPU0"
-    made = subprocess.TimeoutExpired("nvidia-smi", 20)
-    assert "not known: nvidia-smi topo -m" in doctor.topology()
+    for said, run in made.items():
+        monkeypatch.setattr(doctor.subprocess, "run", run)
+        assert said in doctor.topology()
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     assert doctor.topology() == "not known: there is no nvidia-smi"

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
-from reference.exact import multiplicity
 from reference.pattern import Branch
 from tests.support.drawing import QUIET, draw_many
 from tests.support.plain_case import plain
@@ -25,18 +24,11 @@ from verification.draw.rare_cases import MOST_TOKENS, RARE
 from verification.report.coverage import FEATURES, Coverage
 from verification.run.layouts import layout_of
 from verification.runner import law_experiment
-from verification.search.leaving_out import least
 
 DRAWS = 400  # for each world size
 SHRINKING = settings(QUIET, phases=(Phase.generate, Phase.shrink), max_examples=3000)
 # A law has what is too large for most examples.
 LEFT_TO_LAWS = {"scores larger than queries"}
-# On one rank there are no others.
-TAKES_OTHERS = {
-    "subgroup", "subgroup without rank 0", "empty shard", "fewer tokens than ranks", "ranks do not divide tokens",
-    "uneven cuts", "segment on several ranks", "document on several ranks", "document that ends by a shard's end",
-    "window over a shard's end", "document on three ranks", "window on three ranks",
-}  # fmt: skip
 # Features that a law is about: some of its Cases on three ranks must have each.
 LAW_FEATURES = {
     "same on any ranks, layout, exchange": ("uneven cuts", "GQA", "dead row"),
@@ -73,7 +65,7 @@ def test_every_feature_is_reached_by_valid_cases() -> None:
             assert (layout.n, layout.world_size) == (case.tokens, len(case.ranks))
             assert Case.from_json(case.to_json()) == case
         counts = counts_of(drawn)
-        assert world > 1 or not any(counts[name] for name in TAKES_OTHERS)
+        assert world > 1 or not any(counts[name] for name in ("subgroup", "empty shard", "segment on several ranks"))
         total = {name: total[name] + count for name, count in counts.items()}
     assert {name for name, count in total.items() if not count} <= LEFT_TO_LAWS
 
@@ -108,19 +100,6 @@ def test_rare_cases_are_supported_on_the_ranks_that_they_are_for(number: int) ->
 def test_the_simplest_choice_comes_first(world: int) -> None:
     simplest = find(cases(world), lambda case: True, settings=settings(QUIET, max_examples=DRAWS))
     assert simplest == plain(world, tokens=1, heads=1, kv_heads=1, head_dim=1, kernel="auto")
-
-
-def test_shrinks_away_what_a_defect_does_not_need() -> None:
-    def defect(case: Case) -> bool:
-        """Rows see something: where nobody does is a pattern drawn by itself, and another least Case."""
-        causal, dilated = case.pattern.causal, any(b.dilation_rate > 1 for b in case.pattern.branches)
-        seen = multiplicity(case.pattern, case.heads, case.tokens)
-        return causal and dilated and case.tokens >= 5 and bool(seen.any())
-
-    case = least(find(cases(4), defect, settings=settings(SHRINKING, max_examples=500)), defect)
-    assert case.tokens == 5 and case.pattern.branches == (Branch(dilation_rate=2),)
-    assert (case.dtype, case.order, case.exchange, case.heads) == ("float32", "contiguous", "ring", 1)
-    assert case.pattern.documents is None
 
 
 @given(st.integers(1, 5), st.data())

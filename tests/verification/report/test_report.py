@@ -24,7 +24,7 @@ from verification.report.counter_example import CounterExample, save_record
 from verification.report.report import Report
 from verification.report.run_record import DTYPES
 from verification.report.summary import LINES
-from verification.report.text import command_lines, json_lines, listing, paragraph
+from verification.report.text import command_lines, json_lines
 
 TITLES = [one.title for one in PROPERTIES]
 LAW_NAMES = [law.name for law in LAWS if law.on_cpus]
@@ -86,7 +86,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / ".verification" / "failures"
 
 
-def test_counts_and_worst_ratios_are_those_of_what_held() -> None:
+def test_counts_and_worst_ratios_are_those_of_what_was_told() -> None:
     report = small()
     data, lines = report.to_dict(), summary(report)
     assert (data["examples"], data["distributed"], data["held"]) == (4, 1, True)
@@ -99,11 +99,7 @@ def test_counts_and_worst_ratios_are_those_of_what_held() -> None:
     assert shown["gradients"] == ["4", "-", "0.500", "-", "0.750", "5.0"]
     assert shown["buffers"] == ["3", "-", "0", "-", "-", "3.0"]
     assert shown["all"][:-1] == ["4", "-", "0.500", "-", "0.750"]
-
-
-def test_a_ratio_that_is_no_number_is_never_lost() -> None:
-    report = small()
-    for ratio in (math.nan, 0.25):
+    for ratio in (math.nan, 0.25):  # what is no number is never lost
         report.held("float32", {"gradients": ratio}, 0.0)
     assert report.to_dict()["worst_ratio"]["float32"] is None
     assert "\n".join(summary(report)).count("nan") == 2, "in its row, and in that of all"
@@ -174,12 +170,8 @@ def test_a_failure_is_told_with_its_case_and_the_line_that_replays_it(folder: Pa
     assert shown[:-1] == line[:-1] and not Path(shown[-1]).is_absolute() and Path(shown[-1]).resolve() == Path(line[-1])
     assert "module_39.py" in printed(report.console), "stacks are printed in full when it was found"
     assert "module_39.py" not in text
-
-
-def test_a_case_that_cannot_be_saved_is_told_all_the_same(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    failure = save_record(WRONG, "output and lse", 2, {"world": 2}, tmp_path / "file", "gloo")
-    assert "the Case could not be saved" in failure.message and failure.record == {"world": 2}
+    unsaved = save_record(WRONG, "output and lse", 2, {"world": 2}, Path(line[-1]), backend)
+    assert "the Case could not be saved" in unsaved.message and unsaved.record == {"world": 2}
 
 
 @pytest.mark.parametrize("terminal", (False, True))
@@ -193,13 +185,9 @@ def test_the_summary_stays_within_its_lines_and_columns(
     lines = summary(report)
     assert len(lines) <= LINES < 40 and max(map(len, lines)) <= 80, "\n".join(lines)
     assert any(line.startswith("! output and lse" if failures else "output and lse") for line in lines)
-    assert any(line.startswith("gradients") and "0.800" in line for line in lines)
     last = next(number for number, line in enumerate(lines) if line.startswith("all "))
     shown = [line[:40].strip().removeprefix("! ") for line in lines[2:last]]
-    counted = 0 if shown[-1] in (*TITLES, *LAW_NAMES) else int(shown.pop().split()[1])  # "and 2 more, which ..."
-    assert len(shown) + counted == len(TITLES) + len(LAW_NAMES)
-    exact = set(TITLES) - {"output and lse", "gradients"}
-    assert set(LAW_NAMES) <= set(shown) or not exact & set(shown), "errors that are not 0 come first"
+    assert "gradients" in shown and (set(LAW_NAMES) <= set(shown) or not {"buffers"} & set(shown)), "exact ones last"
 
 
 def test_verbose_has_every_row_and_every_counter_example_and_others_the_smallest(folder: Path) -> None:
@@ -213,16 +201,6 @@ def test_verbose_has_every_row_and_every_counter_example_and_others_the_smallest
     text = unbroken("\n".join(summary(report)))
     assert [json.dumps(failure.record) in text for failure in failures] == [True, False, False]
     assert text.count("counter-example: ") == 3 and str(WRONG) in text
-
-
-def test_a_replay_ends_with_its_verdict(folder: Path) -> None:
-    report = Report(recording())
-    report.start_world(2, 1)
-    fail(report, folder, 1, WRONG)
-    report.end_world("replay")
-    first, *_, last = summary(report, replayed=True)
-    assert first.startswith('Case: {"world": 2') and last.startswith("no example held in ")
-    assert str(WRONG) in unbroken(printed(report.console)), "said when it failed"
 
 
 @pytest.mark.parametrize("terminal", (False, True))
@@ -241,29 +219,13 @@ def test_progress_is_shown_now_and_then(terminal: bool, monkeypatch: pytest.Monk
         assert when == [5, 15, 35, 75, 135, 195, 255, 315, 375, 435, 495, 555], "and none for the last one"
         assert len(printed(console).splitlines()) == len(when) and "\x1b" not in printed(console)
         return
-    without_codes = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", printed(console))
-    drawn = [line for line in re.split(r"[\r\n]", without_codes) if line.startswith("world 1024 ")]
-    assert max(map(len, drawn)) <= 80 and "worst 0.500" in drawn[-1] and "600/600" in drawn[-1]
-    assert printed(console).endswith(("\x1b[2K", "\x1b[?25h")), "it leaves nothing behind"
-
-
-def test_paragraphs_and_listings() -> None:
-    lines = paragraph("word " * 40 + "\nnext", indent="  ", hanging="    ")
-    assert max(map(len, lines)) <= 80 and " ".join(" ".join(lines).split()) == "word " * 40 + "next"
-    assert [len(line) - len(line.lstrip()) for line in lines] == [2, *[4] * (len(lines) - 1)]
-    assert paragraph("x" * 100) == ["x" * 100], "a path stays whole"
-    names = [f"feature number {n}" for n in range(100)]
-    assert listing("few: ", names[:2], 2) == ["few: feature number 0, feature number 1"]
-    lines = listing("few: ", names, 2)
-    shown = " ".join(lines).count("feature number")
-    assert len(lines) == 2 and max(map(len, lines)) <= 80 and lines[-1].endswith(f"and {100 - shown} more")
+    assert "worst 0.500" in printed(console) and printed(console).endswith(("\x1b[2K", "\x1b[?25h")), "nothing is left"
 
 
 def test_json_and_command_lines_are_broken_so_that_a_copy_is_the_same(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    how = {"mistakes": [["a wrong call", None]] * 9, "quote": 'a "b c" d'}
-    record = {"law": "a title of several words " * 2, "how": how}
+    record = {"law": "a title of several words " * 2, "how": {"mistakes": [["wrong", None]] * 9, "quote": 'a "b" d'}}
     lines = json_lines("Case: ", record)
     assert max(map(len, lines)) <= 80 and len(lines) > 3
     assert json.loads("\n".join(lines).removeprefix("Case: ")) == record
