@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support.plain_case import plain
 from tests.support.planted import plant_wrong_result
@@ -27,8 +26,7 @@ from verification.failures import WrongResult
 from verification.replay.replay import replay
 from verification.report.counter_example import save_record
 from verification.report.report import Report
-from verification.run.backends import GlooBackend, SimBackend, Unavailable, open_backend
-from verification.wording import counted, misfits
+from verification.run.backends import GlooBackend, SimBackend, Unavailable
 
 pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).parents[2]
@@ -70,27 +68,16 @@ def test_a_case_of_gpus_is_replayed_where_there_are_none(tmp_path: Path) -> None
     assert "the Case has device 'cuda'; on sim it runs on 'cpu'" in printed(report.console)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() > 7, reason="there are GPUs for all these ranks")
-def test_more_ranks_than_gpus_are_refused() -> None:
-    with pytest.raises(Unavailable, match="nccl needs 8 GPUs for 8 ranks, there are"):
-        open_backend("nccl").start(8)
-
-
-def test_the_profile_quick_draws_enough(tmp_path: Path) -> None:
+def test_the_profile_quick_draws_enough_of_what_has_a_title_and_a_sentence(tmp_path: Path) -> None:
+    titles = runner.titles()
+    assert set(titles) == {one.title for one in PROPERTIES} | {law.name for law in runner.LAWS}
+    assert all(re.fullmatch(r"\S.{15,}\.", about) for about in titles.values()), titles
     plan = small_plan(tmp_path, worlds=runner.WORLDS, examples=None, seed=0, backend="gloo")
     drawn = {world: [*runner.plain_on(plan, world), *runner.laws_on(plan, world)] for world in plan.worlds}
     counts = {world: sum(count for _, count in of_world) for world, of_world in drawn.items()}
     assert sum(counts.values()) >= 5000
     assert sum(count for world, count in counts.items() if world > 1) >= 3500
     assert min(counts.values()) >= 100
-
-
-def test_every_property_and_law_has_a_title_and_a_sentence() -> None:
-    titles = runner.titles()
-    assert set(titles) == {one.title for one in PROPERTIES} | {law.name for law in runner.LAWS}
-    assert all(re.fullmatch(r"\S.{15,}\.", about) for about in titles.values()), titles
-    assert [counted(number, "rank") for number in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
-    assert misfits(["a", "b"], ["c"]) == "unknown fields a, b, missing field c"
 
 
 @pytest.mark.slow
@@ -126,7 +113,7 @@ def test_a_process_that_cannot_go_on_ends_the_run(tmp_path: Path, monkeypatch: p
     with pytest.raises(Unavailable, match="the process of world 2 ended with exit status -9"):
         whole_run.run(small_plan(tmp_path, jobs=2), Report(recording()))
     monkeypatch.undo()
-    with pytest.raises(Unavailable, match="nccl needs"):
+    with pytest.raises(Unavailable, match="nccl needs 2 GPUs for 2 ranks, there are|nccl needs 1 GPU for 1 rank"):
         whole_run.run(small_plan(tmp_path, jobs=2, backend="nccl"), Report(recording()))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
@@ -148,6 +149,9 @@ def test_lines_name_what_is_rare_or_missing_or_every_feature() -> None:
     coverage.counts |= {"one token": 0, "measured": 19, "strided": 3, "dense": 20}
     first = first.replace(f"had {len(FEATURES)}", f"had {len(FEATURES) - 1}")
     assert coverage.rarest() == [first, "  none had: one token", "  few had: strided (3), measured (19)"]
+    coverage.counts = dict.fromkeys(FEATURES, 0)
+    first, *names = coverage.rarest()
+    assert len(names) == 2 and re.search(r"and \d+ more$", names[-1]) and max(map(len, names)) <= 80
     coverage.counts = {name: number for number, name in enumerate(FEATURES)}
     text = unbroken("\n".join(coverage.lines()))
     for group, features in GROUPS.items():
