@@ -27,13 +27,10 @@ case = partial(
 )  # fmt: skip
 
 
-def test_json_turns_back_into_an_equal_case() -> None:
+def test_json_turns_back_into_an_equal_case_without_fields_with_a_default_too() -> None:
     for given in (case(score_scale=1), plain(3, scale=-2), case(pattern=Pattern.dense(documents=(0, 12, 1)))):
         again = Case.from_json(given.to_json())
         assert again == given and hash(again) == hash(given) and "\n" not in given.to_json()
-
-
-def test_json_from_before_fields_with_a_default_is_read() -> None:
     data = json.loads(case(again="no_grad", measured=True).to_json())
     del data["again"], data["measured"]
     assert data["pattern"].pop("documents") is None
@@ -105,6 +102,8 @@ def test_tensors_are_finite_and_shaped(values: str, dtype: str) -> None:
 
 
 def test_kinds_of_values_are_what_they_say() -> None:
+    assert case().tensors()[4].abs().min() > 0 and case(lse="alone").tensors()[4].abs().min() > 0
+    assert not case(lse="returned").tensors()[4].any(), "dlse is zero unless lse is differentiated"
     q, k, v, *_ = case(values="ties").tensors()
     assert all((x == x.round()).all() and x.abs().max() < 8 for x in (q, k, v))
     q, k, v, *_ = case(values="onehot").tensors()
@@ -121,11 +120,6 @@ def test_kinds_of_values_are_what_they_say() -> None:
         assert (products < normal).any() and (products > normal).any()
 
 
-def test_dlse_is_zero_unless_lse_is_differentiated() -> None:
-    assert case().tensors()[4].abs().min() > 0 and case(lse="alone").tensors()[4].abs().min() > 0
-    assert not case(lse="returned").tensors()[4].any()
-
-
 def test_shards_by_definition_are_the_layout_s() -> None:
     for order, cuts in product((*ORDERS, *ORDERS_BY_DOCUMENT), (None, (0, 5, 5, 13))):
         given = case(order=order, cuts=cuts, pattern=Pattern.dense(documents=(6, 0, 7)))
@@ -134,14 +128,7 @@ def test_shards_by_definition_are_the_layout_s() -> None:
         assert all(layout.positions(i).tolist() == defined.positions[i].tolist() for i in range(3))
 
 
-def test_tokens_per_call() -> None:
-    assert case(bucket=4).tokens_per_call == 4 and case(bucket=None).tokens_per_call == 1024
-    # q and output 4 heads, k and v 2: 12 elements of 2 bytes; 4 (2 x 2 + 3 x 4) bytes a token of a bucket
-    long = case(bucket=None, dtype="float16", tokens=60000, cuts=(0, 10000, 10000, 60000))
-    assert long.tokens_per_call == 50000 * 24 // (10 * 64)
-
-
-def test_ranks_and_layouts() -> None:
+def test_ranks_layouts_and_tokens_per_call() -> None:
     def order_of(**changes: Any) -> list[int]:
         layout = layout_of(case(**changes))
         return [int(position) for i in range(3) for position in layout.positions(i)]
@@ -149,6 +136,10 @@ def test_ranks_and_layouts() -> None:
     assert case().ranks == (0, 1, 3) and case(group=None, cuts=None).ranks == (0, 1, 2, 3)
     assert layout_of(case(group=None, cuts=None, order="contiguous")).counts == (3, 3, 3, 4)
     assert layout_of(case()).counts == (5, 0, 8) and order_of() == order_of(cuts=None)
+    assert case(bucket=4).tokens_per_call == 4 and case(bucket=None).tokens_per_call == 1024
+    # q and output 4 heads, k and v 2: 12 elements of 2 bytes; 4 (2 x 2 + 3 x 4) bytes a token of a bucket
+    long = case(bucket=None, dtype="float16", tokens=60000, cuts=(0, 10000, 10000, 60000))
+    assert long.tokens_per_call == 50000 * 24 // (10 * 64)
     shuffled = order_of(order="shuffled")
     assert shuffled == order_of(order="shuffled") != order_of(order="shuffled", seed=8)
     assert sorted(shuffled) == list(range(13)) and layout_of(case(order="shuffled", cuts=None)).counts == (4, 4, 5)

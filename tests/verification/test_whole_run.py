@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -20,13 +19,12 @@ from tests.support.plain_case import plain
 from tests.support.planted import plant_wrong_result
 from tests.support.printed import printed, recording
 from verification import runner, whole_run
-from verification.case import Case
 from verification.check.properties import PROPERTIES
 from verification.failures import WrongResult
 from verification.replay.replay import replay
 from verification.report.counter_example import save_record
 from verification.report.report import Report
-from verification.run.backends import GlooBackend, SimBackend, Unavailable
+from verification.run.backends import SimBackend, Unavailable
 
 pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).parents[2]
@@ -36,27 +34,6 @@ SHORT = ("run", "--world", "1,2", "--examples", "12", "--real-size", "0", "--bac
 def small_plan(folder: Path, **changes: Any) -> runner.RunPlan:
     usual = {"worlds": (1, 2), "profile": runner.PROFILES["quick"], "examples": 12, "seed": 5, "backend": "sim"}
     return runner.RunPlan(**{**usual, "failures": folder, "real_size": 0, **changes})
-
-
-@pytest.mark.slow
-def test_a_run_saves_what_a_replay_finds_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "LAWS", ())
-    profile = runner.Profile("for tests", 100, budget=20)
-    plan = small_plan(tmp_path, worlds=(2, 3), profile=profile, examples=60, backend="gloo")
-    report = whole_run.run(plan, Report(recording()), GlooBackend(3.0, plant_wrong_result))
-    assert {failure.world for failure in report.failures} == {2, 3}, "the run goes on after a failure"
-    data = report.to_dict()
-    assert data["held"] is False and len(data["failures"]) == len(report.failures)
-    for entry in data["failures"]:
-        assert entry["backend"] == "gloo"
-        file = Path(shlex.split(entry["replay"])[-1])
-        assert json.loads(file.read_text()) == entry["case"]
-        assert Case.from_json(file.read_text()).pattern.causal
-        again = replay(file, Report(recording()), GlooBackend(3.0, plant_wrong_result))
-        assert [failure.kind for failure in again.failures] == ["wrong result"]
-        said = printed(again.console).splitlines()[-1]
-        assert said.startswith("no example held in ") and said.endswith(" s: 1 counter-example")
-        assert not replay(file, Report(recording()), GlooBackend()).failures, "without the defect it holds"
 
 
 def test_a_case_of_gpus_is_replayed_where_there_are_none(tmp_path: Path) -> None:
@@ -113,7 +90,7 @@ def test_a_process_that_cannot_go_on_ends_the_run(tmp_path: Path, monkeypatch: p
     with pytest.raises(Unavailable, match="the process of world 2 ended with exit status -9"):
         whole_run.run(small_plan(tmp_path, jobs=2), Report(recording()))
     monkeypatch.undo()
-    with pytest.raises(Unavailable, match="nccl needs 2 GPUs for 2 ranks, there are|nccl needs 1 GPU for 1 rank"):
+    with pytest.raises(Unavailable, match="nccl needs"):
         whole_run.run(small_plan(tmp_path, jobs=2, backend="nccl"), Report(recording()))
 
 

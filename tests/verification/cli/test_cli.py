@@ -9,18 +9,19 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.planted import plant_wrong_result
-from tests.support.printed import unbroken
+from tests.support.printed import printed, recording, unbroken
 from verification import whole_run
 from verification.__main__ import main
 from verification.cli import run, validate
 from verification.cli.arguments import TYPED, check_file, check_folder
 from verification.cli.command_line import COMMANDS
-from verification.run import backends
+from verification.replay.replay import replay
+from verification.report.report import Report
+from verification.run.backends import GlooBackend
 from verification.runner import titles
 
 pytestmark = pytest.mark.ranks
@@ -165,13 +166,12 @@ def test_a_run_that_holds(tmp_path: Path) -> None:
 def test_a_counter_example_gives_1_and_a_line_that_replays_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def spoilt(name: str) -> Any:
-        return backends.GlooBackend(3.0, plant_wrong_result)
-
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(whole_run, "open_backend", spoilt)
-    words = "run --world 2 --examples 30 --real-size 0 --seed 4 --json report.json"
-    assert main(words.split()) == 1
+    monkeypatch.setattr(whole_run, "open_backend", lambda name: GlooBackend(3.0, plant_wrong_result))
+    assert (
+        main(["run", "--world", "2,3", "--examples", "30", "--real-size", "0", "--seed", "4", "--json", "report.json"])
+        == 1
+    )
     said = capsys.readouterr().out
     failures = json.loads((tmp_path / "report.json").read_text())["failures"]
     assert any(line.startswith("replay: ") for line in said.splitlines()[-2:]), "it comes last"
@@ -181,5 +181,11 @@ def test_a_counter_example_gives_1_and_a_line_that_replays_it(
     shown = shlex.join([*line[:-1], os.path.relpath(line[-1], tmp_path)])  # as seen from the working directory
     assert shown in unbroken(said) and json.dumps(first["case"]) in unbroken(said)
     assert line[1:4] == ["-m", "verification", "replay"] and Path(line[-1]).is_absolute()
-    again = subprocess.run(line, cwd=ROOT, capture_output=True)
-    assert again.returncode == 0, "nothing is wrong without the defect"
+    assert {failure["world"] for failure in failures} == {2, 3}, "the run goes on after a failure"
+    assert json.loads(Path(line[-1]).read_text()) == first["case"]
+    again = replay(Path(line[-1]), Report(recording()), GlooBackend(3.0, plant_wrong_result))
+    assert [failure.kind for failure in again.failures] == ["wrong result"]
+    verdict = printed(again.console).splitlines()[-1]
+    assert verdict.startswith("no example held in ") and verdict.endswith(" s: 1 counter-example")
+    mended = subprocess.run(line, cwd=ROOT, capture_output=True)
+    assert mended.returncode == 0, "nothing is wrong without the defect"

@@ -128,7 +128,9 @@ def test_documents_add_up(data: st.DataObject, tokens: int, fused_tokens: int, r
     assert found is None or (min(found) >= 0 and 0 < sum(found) <= MOST_FUSED)
 
 
-def test_documents_reach_every_kind_and_end_where_shards_do() -> None:
+def test_windows_and_documents_of_every_kind_are_reached() -> None:
+    windows = {window_of(Branch(16, 3), number, 32, 8) for number in range(2**12)}
+    assert {0, 1, 2, 3, 6, 7, 8, 9, 13, 14, 15, 16, 17, 32, 33} <= windows and max(windows) <= 35
     reached = set[Documents]()
     for numbers in product(WAYS, range(1000), (0, 5, 6, 7)):
         draw: Any = partial(lambda left, strategy: next(left), iter(numbers))
@@ -145,8 +147,3 @@ def test_no_documents_are_the_simplest_and_one_document_the_next() -> None:
     assert find(documents, lambda found: found is not None, settings=SHRINKING) == (32,)
     few = find(documents, lambda found: len(found or ()) > 2, settings=SHRINKING)
     assert few is not None and len(few) == 3
-
-
-def test_windows_of_every_size_are_reached() -> None:
-    windows = {window_of(Branch(16, 3), number, 32, 8) for number in range(2**12)}
-    assert {0, 1, 2, 3, 6, 7, 8, 9, 13, 14, 15, 16, 17, 32, 33} <= windows and max(windows) <= 35
