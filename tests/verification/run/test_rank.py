@@ -1,9 +1,8 @@
 """What a rank does for an example: the second run, called in every way that must not change a bit; work on a stream of
-its own; the meter of the workspace and its limits."""
+its own; the meter of the workspace, and its limits on paper."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -17,21 +16,14 @@ from reference.pattern import Branch, Pattern
 from ring import Layout, ring_attention
 from ring import strided_view as store
 from ring.comm.transport import RecordingTransport, SoloTransport
-from ring.compute import math_kernel
-from ring.plan import tiling
 from ring.plan.blocks import Heads
-from tests.support.drawing import draw_many
 from tests.support.plain_case import plain
-from verification.case import AGAIN, Case
+from verification.case import AGAIN
 from verification.check import properties
-from verification.check.checks import check_workspace
 from verification.check.expectation import expect
 from verification.check.laws.streams import STREAMS_DO_NOT_MATTER, check_streams
-from verification.draw.cases import cases
-from verification.failures import WrongResult
 from verification.run import rank as execute
 from verification.run.backends import GlooBackend, SimBackend
-from verification.run.caches import clear_caches
 from verification.run.layouts import strided_copy
 from verification.run.rank import Pass, observe, repeats
 from verification.run.second_run import ALIGNMENT, another_default_device, in_one_storage
@@ -175,54 +167,3 @@ def test_the_meter_looks_into_the_operator_that_a_forward_is(bucket: int) -> Non
     assert seen.products and all(few <= 3 * 10 and many <= 3 * 16 for few, many in seen.products)
     assert max(few for few, _ in seen.products) == bucket
     assert 4 * 3 * 10 * 4 <= seen.largest <= 4 * 3 * 10 * max(4, bucket) and meter.peak > meter.held
-
-
-@pytest.fixture(scope="module")
-def drawn_cases() -> list[Case]:
-    """On one rank, where every kernel call is one's own; the simplest kernels, which all of them share."""
-    return [replace(one, measured=True) for one in draw_many(cases(1), 200)]
-
-
-def refused(drawn_cases: list[Case], enough: int) -> int:
-    """On how many of the Cases the check fails; counts up to `enough`."""
-    count = 0
-    for one in drawn_cases:
-        try:
-            assert check_workspace(one, expect(one), [observe(SoloTransport(), one, None, False)]) == {}
-        except WrongResult as failure:
-            assert str(failure).startswith("workspace: ")
-            count += 1
-        if count == enough:
-            break
-    return count
-
-
-@pytest.fixture
-def planless() -> Iterator[None]:
-    """No plan outlives a defect, or meets one that it was not made with."""
-    clear_caches(("ring",))
-    yield
-    clear_caches(("ring",))
-
-
-def wide_folds(real: Callable[..., Any]) -> Callable[..., Any]:
-    def wider(ranges: Any, keys: Any, mask: Any, found: Any, folded: int, limits: Any) -> Any:
-        return real(ranges, keys, mask, found, 2 * folded, limits)
-
-    return wider
-
-
-@pytest.mark.parametrize(
-    ("place", "name", "defect"),
-    [
-        pytest.param(math_kernel, "_row_blocks", lambda q, k: iter([slice(0, q.shape[-2])]), id="scores at once"),
-        pytest.param(tiling._Keys, "cut", lambda keys, most: keys, id="keys not cut"),
-        pytest.param(tiling, "_drafts", wide_folds(tiling._drafts), id="folds beyond the bucket"),
-        pytest.param(tiling, "LEAST_ROWS", 10**6, id="rows not cut"),
-    ],
-)
-def test_what_takes_too_much_is_refused(
-    place: Any, name: str, defect: Any, drawn_cases: list[Case], planless: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(place, name, defect)
-    assert refused(drawn_cases, 2) == 2

@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,24 +80,13 @@ def test_a_step_holds(backend: GlooBackend, changes: dict[str, Any]) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
-@pytest.mark.parametrize("wrapper", ("ddp", "fsdp2"))  # those that compile the model, and its layers
-def test_a_compiled_step_holds(backend: GlooBackend, wrapper: str, checkpointing: str) -> None:
-    case = small_step(
-        4, data=2, wrapper=wrapper, checkpointing=checkpointing, accumulation=2, clipping=0.1, labels="some",
-        order="zigzag", model=small_model(layers=2, positions="learned"), arrangement="strided", handle="mesh",
-        compiled="aot_eager",
-    )  # fmt: skip
-    ratios = TRAINING.check(backend, case)
-    assert max(ratios.values()) < 1e-3 and ratios["runs of compiled graphs"] == 0
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
 def test_a_process_keeps_the_graphs_of_one_case(backend: GlooBackend) -> None:
     """dynamo compiles code anew only so often: then, or if an earlier graph ran, fewer graphs would be counted."""
     for seed in range(10):
-        TRAINING.check(backend, small_step(4, handle="group", compiled="aot_eager", seed=seed, tokens=4 + seed))
+        wrapper, checkpointing = ("ddp", "fsdp2")[seed % 2], CHECKPOINTING[seed // 2 % 4]
+        case = small_step(4, handle="group", compiled="aot_eager", seed=seed, tokens=4 + seed, wrapper=wrapper)
+        ratios = TRAINING.check(backend, replace(case, checkpointing=checkpointing, data=2, accumulation=2))
+        assert max(ratios.values()) < 1e-3 and ratios["runs of compiled graphs"] == 0
 
 
 def _plant_loss_of_steps() -> None:

@@ -16,22 +16,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from rich.console import Console
 
 from ring.comm import process_group
 from tests.support.plain_case import plain
 from tests.support.planted import plant, plant_wrong_result
 from tests.support.printed import unbroken
 from verification.case import Case
-from verification.cli import validate
 from verification.problems import links, long_problems
-from verification.report.report import Report
 from verification.run.rank import observe
 from verification.run.torchrun.agents import Address
 from verification.run.torchrun.backend import ShrinkBackend
@@ -354,12 +350,3 @@ def test_what_cannot_be_carried_out_is_refused(tmp_path: Path, arguments: tuple[
 def test_nccl_holds_on_gpus(tmp_path: Path) -> None:
     run = under_torchrun(tmp_path, "--backend", "nccl", "--examples", "20", "--long", "4096")
     assert run.status == 0 and run.report["backend"] == "nccl", run.text
-
-
-@pytest.mark.parametrize("last", [None, {"long": {"world": 2}}], ids=("nothing", "long"))
-def test_what_was_under_way_is_saved_as_what_it_is(tmp_path: Path, last: Any) -> None:
-    report = Report(Console(quiet=True))
-    backend: Any = SimpleNamespace(name="gloo", last=last, agents=SimpleNamespace(place=SimpleNamespace(world_size=2)))
-    validate._record_loss(AgentLost({1}), report, backend, tmp_path)
-    (failure,) = report.failures
-    assert failure.record == json.loads(failure.file.read_text()) == (last or {})
