@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
-from reference.exact import multiplicity
 from reference.pattern import Branch
 from tests.support.drawing import QUIET, draw_many
+from tests.support.plain_case import plain
 from verification.case import Case
 from verification.check.laws import LAWS, Law
+from verification.check.supported import check_supported
 from verification.draw.cases import cases
 from verification.draw.decoding import digits, head_range, permutation
+from verification.draw.documents import MOST_FUSED, WAYS, Documents, documents_of, ends_of, fused_documents, window_of
+from verification.draw.rare_cases import MOST_TOKENS, RARE
 from verification.report.coverage import FEATURES, Coverage
 from verification.run.layouts import layout_of
 from verification.runner import law_experiment
-from verification.search.leaving_out import least
 
 DRAWS = 400  # for each world size
-WORLDS = (1, 2, 3, 4)
+SHRINKING = settings(QUIET, phases=(Phase.generate, Phase.shrink), max_examples=3000)
 # A law has what is too large for most examples.
 LEFT_TO_LAWS = {"scores larger than queries"}
-# On one rank there are no others.
-TAKES_OTHERS = {
-    "subgroup", "subgroup without rank 0", "empty shard", "fewer tokens than ranks", "ranks do not divide tokens",
-    "uneven cuts", "segment on several ranks", "document on several ranks", "document that ends by a shard's end",
-    "window over a shard's end", "document on three ranks", "window on three ranks",
-}  # fmt: skip
 # Features that a law is about: some of its Cases on three ranks must have each.
 LAW_FEATURES = {
     "same on any ranks, layout, exchange": ("uneven cuts", "GQA", "dead row"),
@@ -60,14 +58,14 @@ def counts_of(drawn: list[Any]) -> dict[str, int]:
 @pytest.mark.slow
 def test_every_feature_is_reached_by_valid_cases() -> None:
     total = dict.fromkeys(FEATURES, 0)
-    for world in WORLDS:
+    for world in (1, 2, 3, 4):
         drawn = draw_many(cases(world), DRAWS)
         for case in drawn:
             layout = layout_of(case)
             assert (layout.n, layout.world_size) == (case.tokens, len(case.ranks))
             assert Case.from_json(case.to_json()) == case
         counts = counts_of(drawn)
-        assert world > 1 or not any(counts[name] for name in TAKES_OTHERS)
+        assert world > 1 or not any(counts[name] for name in ("subgroup", "empty shard", "segment on several ranks"))
         total = {name: total[name] + count for name, count in counts.items()}
     assert {name for name, count in total.items() if not count} <= LEFT_TO_LAWS
 
@@ -75,8 +73,7 @@ def test_every_feature_is_reached_by_valid_cases() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
 def test_laws_draw_what_they_are_about(law: Law) -> None:
-    subjects = draw_many(law.draw(3), 200)
-    premise = law_experiment(law).premise
+    subjects, premise = draw_many(law.draw(3), 200), law_experiment(law).premise
     assert premise is not None
     for subject in subjects:
         premise(subject)
@@ -84,29 +81,25 @@ def test_laws_draw_what_they_are_about(law: Law) -> None:
     assert [name for name in LAW_FEATURES.get(law.name, ()) if not counts[name]] == []
 
 
+@pytest.mark.parametrize("number", RARE)
+def test_rare_cases_are_supported_on_the_ranks_that_they_are_for(number: int) -> None:
+    fewest, most, make = RARE[number]
+
+    @st.composite
+    def made(draw: st.DrawFn, world: int) -> Case:
+        return make(draw, draw(cases(world)))
+
+    for world in {fewest, min(most, fewest + 1)}:
+        for case in draw_many(made(world), 30):
+            if fewest <= len(case.ranks) <= most:
+                check_supported(case)
+                assert case.tokens <= 2 * MOST_TOKENS
+
+
 @pytest.mark.parametrize("world", (1, 2, 8))
 def test_the_simplest_choice_comes_first(world: int) -> None:
     simplest = find(cases(world), lambda case: True, settings=settings(QUIET, max_examples=DRAWS))
-    assert simplest.pattern.branches == (Branch(),) and not simplest.pattern.causal
-    assert (simplest.tokens, simplest.heads, simplest.kv_heads, simplest.head_dim, simplest.batch) == (1, 1, 1, 1, 1)
-    assert (simplest.order, simplest.cuts, simplest.group, simplest.bucket) == ("contiguous", None, None, None)
-    assert (simplest.dtype, simplest.exchange, simplest.kernel) == ("float32", "ring", "auto")
-    assert (simplest.lse, simplest.values, simplest.strided, simplest.scale) == ("unused", "normal", False, None)
-    assert (simplest.again, simplest.measured, simplest.pattern.documents) == ("alike", False, None)
-
-
-def test_shrinks_away_what_a_defect_does_not_need() -> None:
-    def defect(case: Case) -> bool:
-        """Rows see something: where nobody does is a pattern drawn by itself, and another least Case."""
-        causal, dilated = case.pattern.causal, any(b.dilation_rate > 1 for b in case.pattern.branches)
-        seen = multiplicity(case.pattern, case.heads, case.tokens)
-        return causal and dilated and case.tokens >= 5 and bool(seen.any())
-
-    shrinking = settings(database=None, deadline=None, phases=(Phase.generate, Phase.shrink), max_examples=500)
-    case = least(find(cases(4), defect, settings=shrinking), defect)
-    assert case.tokens == 5 and case.pattern.branches == (Branch(dilation_rate=2),)
-    assert (case.dtype, case.order, case.exchange, case.heads) == ("float32", "contiguous", "ring", 1)
-    assert case.pattern.documents is None
+    assert simplest == plain(world, tokens=1, heads=1, kv_heads=1, head_dim=1, kernel="auto")
 
 
 @given(st.integers(1, 5), st.data())
@@ -120,3 +113,37 @@ def test_decoders_reach_everything_once(count: int, data: st.DataObject) -> None
     assert ranges[0] is None and len(set(ranges)) == len(ranges)
     assert all(r is None or 0 <= r.start < r.stop <= count for r in ranges)
     assert len({digits(i, 3, count) for i in range(3**count)}) == 3**count
+
+
+drawn_documents = st.composite(documents_of)
+
+
+@given(st.data(), st.integers(1, 300), st.integers(1, MOST_FUSED), st.integers(1, 8))
+@settings(QUIET, max_examples=400)
+def test_documents_add_up(data: st.DataObject, tokens: int, fused_tokens: int, ranks: int) -> None:
+    """Those for fused kernels are of about so many tokens."""
+    found = data.draw(drawn_documents(tokens, (tokens // 3, tokens // 2)))
+    assert found is None or (sum(found) == tokens and min(found) >= 0)
+    found = data.draw(st.composite(fused_documents)(fused_tokens, ranks))
+    assert found is None or (min(found) >= 0 and 0 < sum(found) <= MOST_FUSED)
+
+
+def test_windows_and_documents_of_every_kind_are_reached() -> None:
+    windows = {window_of(Branch(16, 3), number, 32, 8) for number in range(2**12)}
+    assert {0, 1, 2, 3, 6, 7, 8, 9, 13, 14, 15, 16, 17, 32, 33} <= windows and max(windows) <= 35
+    reached = set[Documents]()
+    for numbers in product(WAYS, range(1000), (0, 5, 6, 7)):
+        draw: Any = partial(lambda left, strategy: next(left), iter(numbers))
+        reached.add(documents_of(draw, 32, (16,)))
+    cut = {(16, 16), (15, 17), (17, 15), (16, 1, 15), (16, 0, 0, 16)}
+    assert cut | {(32,), (5, 27), (0, 32), (32, 0), (8, 8, 8, 8), (9, 9, 9, 5), (1, 1, 30), (2, 0, 1, 3, 26)} <= reached
+    assert ends_of(plain(4, tokens=32).shards()) == [8, 16, 24]
+    assert len(ends_of(plain(4, tokens=32, order="striped").shards())) <= 5, "a few of many"
+
+
+def test_no_documents_are_the_simplest_and_one_document_the_next() -> None:
+    documents = drawn_documents(32, (16,))
+    assert find(documents, lambda found: True, settings=SHRINKING) is None
+    assert find(documents, lambda found: found is not None, settings=SHRINKING) == (32,)
+    few = find(documents, lambda found: len(found or ()) > 2, settings=SHRINKING)
+    assert few is not None and len(few) == 3

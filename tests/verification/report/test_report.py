@@ -1,4 +1,7 @@
-"""What the report claims is what it was told, on the screen as in the JSON; and its summary fits a terminal."""
+"""What the report claims is what it was told, on the screen as in the JSON; its lines fit a terminal and are copied.
+
+Each feature of its coverage has a Case that has it, and one that comes close.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,28 @@ import json
 import math
 import re
 import shlex
+import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from reference.pattern import Branch, Pattern
 from tests.support.plain_case import plain
 from tests.support.printed import printed, recording, unbroken
 from verification.check.laws import LAWS
 from verification.check.properties import PROPERTIES
 from verification.failures import RankHang, RankState, VerificationFailure, WrongResult
+from verification.report import progress, provenance
+from verification.report.coverage import FEATURES, GROUPS, Coverage
 from verification.report.counter_example import CounterExample, save_record
 from verification.report.report import Report
 from verification.report.run_record import DTYPES
 from verification.report.summary import LINES
+from verification.report.text import command_lines, json_lines
 
 TITLES = [one.title for one in PROPERTIES]
 LAW_NAMES = [law.name for law in LAWS if law.on_cpus]
@@ -82,10 +92,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / ".verification" / "failures"
 
 
-# --- what is counted --------------------------------------------------------------------------------------------------
-
-
-def test_counts_and_worst_ratios_are_those_of_what_held() -> None:
+def test_counts_and_worst_ratios_are_those_of_what_was_told() -> None:
     report = small()
     data, lines = report.to_dict(), summary(report)
     assert (data["examples"], data["distributed"], data["held"]) == (4, 1, True)
@@ -98,13 +105,7 @@ def test_counts_and_worst_ratios_are_those_of_what_held() -> None:
     assert shown["gradients"] == ["4", "-", "0.500", "-", "0.750", "5.0"]
     assert shown["buffers"] == ["3", "-", "0", "-", "-", "3.0"]
     assert shown["all"][:-1] == ["4", "-", "0.500", "-", "0.750"]
-    assert lines[0] == "worst error / bound on 1, 3 ranks (0: exact, -: not drawn)"
-    assert "world 1, examples: 3 examples held" in printed(report.console)
-
-
-def test_a_ratio_that_is_no_number_is_never_lost() -> None:
-    report = small()
-    for ratio in (math.nan, 0.25):
+    for ratio in (math.nan, 0.25):  # what is no number is never lost
         report.held("float32", {"gradients": ratio}, 0.0)
     assert report.to_dict()["worst_ratio"]["float32"] is None
     assert "\n".join(summary(report)).count("nan") == 2, "in its row, and in that of all"
@@ -122,53 +123,39 @@ def test_parts_of_a_run_add_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "failed", "said"),
+    ("held", "failed", "again", "said"),
     (
-        (2, 0, "2 examples, 2 of them distributed, in 0.0 s: all held"),
-        (1, 0, "1 example in 0.0 s: it held"),
-        (2, 1, "2 examples held, 2 of them distributed, in 0.0 s: 1 counter-example"),
-        (1, 2, "1 example held in 0.0 s: 2 counter-examples"),
-        (0, 1, "no example held in 0.0 s: 1 counter-example"),
+        (2, 0, 0, "2 examples, 2 of them distributed, in 0.0 s: all held"),
+        (1, 0, 0, "1 example in 0.0 s: it held"),
+        (2, 1, 0, "2 examples held, 2 of them distributed, in 0.0 s: 1 counter-example"),
+        (0, 2, 12, "no example held in 0.0 s: 2 counter-examples"),
     ),
 )
-def test_the_verdict_says_what_is_true(held: int, failed: int, said: str, tmp_path: Path) -> None:
+def test_the_verdict_says_what_is_true(held: int, failed: int, again: int, said: str, tmp_path: Path) -> None:
     report = Report(recording())
     report.start_world(2, held)
     for _ in range(held):
         report.held("float32", {"gradients": 0.5}, 0.0)
     fail(report, tmp_path, failed, WRONG)
+    for _ in range(again):
+        report.failed_again()
     report.end_world()
+    assert ("(12 more examples failed in the same way)" in unbroken(printed(report.console))) == (again > 0)
     report.seconds = 0.0
     lines = summary(report)
     assert said in lines
     assert lines[-1].startswith("    " if failed else said), "what failed comes last, as the line that replays it"
 
 
-def test_a_world_s_line_counts_what_failed_again(tmp_path: Path) -> None:
-    report = small()
-    for world, again in ((2, 1), (3, 12), (4, 0)):
-        report.start_world(world, 1)
-        fail(report, tmp_path, 1, WRONG)
-        for _ in range(again):
-            report.failed_again()
-        report.end_world()
-    said = re.findall(r"no example held in \S+ s, 1 counter-example( \(.*?\))?", unbroken(printed(report.console)))
-    assert said == [" (1 more example failed in the same way)", " (12 more examples failed in the same way)", ""]
-
-
 def test_an_interrupted_run_is_not_taken_for_a_whole_one() -> None:
     report = small()
     assert report.to_dict()["held"] and "interrupted" not in report.to_dict()
     report.interrupt()
-    data = report.to_dict()
+    data, spent = report.to_dict(), report.seconds
     assert data["interrupted"] is True and data["held"] is False and data["examples"] == 4
     assert summary(report)[-1].endswith(", then interrupted")
-    spent = report.seconds
     report.interrupt()  # between two world sizes nothing is under way
     assert report.seconds == spent > 0
-
-
-# --- counter-examples -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ("gloo", "sim", "nccl"))
@@ -189,32 +176,14 @@ def test_a_failure_is_told_with_its_case_and_the_line_that_replays_it(folder: Pa
     assert shown[:-1] == line[:-1] and not Path(shown[-1]).is_absolute() and Path(shown[-1]).resolve() == Path(line[-1])
     assert "module_39.py" in printed(report.console), "stacks are printed in full when it was found"
     assert "module_39.py" not in text
-
-
-def test_a_case_that_cannot_be_saved_is_told_all_the_same(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    failure = save_record(WRONG, "output and lse", 2, {"world": 2}, tmp_path / "file", "gloo")
-    assert "the Case could not be saved" in failure.message and failure.record == {"world": 2}
-
-
-def test_the_smallest_counter_example_comes_last(folder: Path) -> None:
-    report = large()
-    failures = fail(report, folder, 3, WRONG)
-    lines = summary(report)
-    case, replay = (next(n for n, x in enumerate(lines) if x.startswith(head)) for head in ("Case: ", "replay: "))
-    assert json.loads("\n".join(lines[case:replay]).removeprefix("Case: ")) == failures[0].record
-    assert str(WRONG) in unbroken("\n".join(lines))
-    others = [line for line in lines if line.startswith("counter-example: ")]
-    assert len(others) == 3 and "2 ranks" in others[-1]
-
-
-# --- the summary ------------------------------------------------------------------------------------------------------
+    unsaved = save_record(WRONG, "output and lse", 2, {"world": 2}, Path(line[-1]), backend)
+    assert "the Case could not be saved" in unsaved.message and unsaved.record == {"world": 2}
 
 
 @pytest.mark.parametrize("terminal", (False, True))
 @pytest.mark.parametrize("failures", (0, 1, 7))
 @pytest.mark.parametrize("failure", (WRONG, HANG), ids=("wrong", "hang"))
-def test_it_stays_within_its_lines_and_columns(
+def test_the_summary_stays_within_its_lines_and_columns(
     folder: Path, failures: int, failure: VerificationFailure, terminal: bool
 ) -> None:
     report = large(terminal=terminal)
@@ -222,30 +191,206 @@ def test_it_stays_within_its_lines_and_columns(
     lines = summary(report)
     assert len(lines) <= LINES < 40 and max(map(len, lines)) <= 80, "\n".join(lines)
     assert any(line.startswith("! output and lse" if failures else "output and lse") for line in lines)
-    assert any(line.startswith("gradients") and "0.800" in line for line in lines)
     last = next(number for number, line in enumerate(lines) if line.startswith("all "))
     shown = [line[:40].strip().removeprefix("! ") for line in lines[2:last]]
-    counted = 0 if shown[-1] in (*TITLES, *LAW_NAMES) else int(shown.pop().split()[1])  # "and 2 more, which ..."
-    assert len(shown) + counted == len(TITLES) + len(LAW_NAMES)
-    exact = set(TITLES) - {"output and lse", "gradients"}
-    assert set(LAW_NAMES) <= set(shown) or not exact & set(shown), "errors that are not 0 come first"
+    assert "gradients" in shown and (set(LAW_NAMES) <= set(shown) or not {"buffers"} & set(shown)), "exact ones last"
 
 
-def test_verbose_has_every_row_and_every_counter_example(folder: Path) -> None:
-    report = large(verbose=True)
-    failures = fail(report, folder, 3, WRONG)
-    lines = summary(report)
-    assert max(map(len, lines)) <= 80
+def test_verbose_has_every_row_and_every_counter_example_and_others_the_smallest(folder: Path) -> None:
+    verbose, report = large(verbose=True), large()
+    failures = fail(verbose, folder, 3, WRONG)
+    lines = summary(verbose)
     assert sum(line.startswith("  world 4 ") for line in lines) == len(TITLES) + len(LAW_NAMES)
     text = unbroken("\n".join(lines))
     assert all(json.dumps(failure.record) in text for failure in failures) and "again - alike: 20" in text
+    fail(report, folder, 3, WRONG)
+    text = unbroken("\n".join(summary(report)))
+    assert [json.dumps(failure.record) in text for failure in failures] == [True, False, False]
+    assert text.count("counter-example: ") == 3 and str(WRONG) in text
 
 
-def test_a_replay_ends_with_its_verdict(folder: Path) -> None:
-    report = Report(recording())
-    report.start_world(2, 1)
-    fail(report, folder, 1, WRONG)
-    report.end_world("replay")
-    first, *_, last = summary(report, replayed=True)
-    assert first.startswith('Case: {"world": 2') and last.startswith("no example held in ")
-    assert str(WRONG) in unbroken(printed(report.console)), "said when it failed"
+@pytest.mark.parametrize("terminal", (False, True))
+def test_progress_is_shown_now_and_then(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, console = 100.0, recording(terminal)
+    monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=lambda: now))
+    with progress.RunProgress(console) as part:
+        part.begin("world 1024", 600)
+        for _ in range(600):
+            now += 1.0
+            part.advance(0.5)
+        part.end()
+    if not terminal:
+        said = r"world 1024: (\d+)/600 examples, 1/s, worst error / bound 0.500"
+        when = [int(number) for number in re.findall(f"^{said}$", printed(console), re.MULTILINE)]
+        assert when == [5, 15, 35, 75, 135, 195, 255, 315, 375, 435, 495, 555], "and none for the last one"
+        assert len(printed(console).splitlines()) == len(when) and "\x1b" not in printed(console)
+        return
+    assert "worst 0.500" in printed(console) and printed(console).endswith(("\x1b[2K", "\x1b[?25h")), "nothing is left"
+
+
+def test_json_and_command_lines_are_broken_so_that_a_copy_is_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    record = {"law": "a title of several words " * 2, "how": {"mistakes": [["wrong", None]] * 9, "quote": 'a "b" d'}}
+    lines = json_lines("Case: ", record)
+    assert max(map(len, lines)) <= 80 and len(lines) > 3
+    assert json.loads("\n".join(lines).removeprefix("Case: ")) == record
+    monkeypatch.chdir(tmp_path)
+    words = ["/usr/bin/python", *(f"--option-{n}" for n in range(20)), str(tmp_path / "folder" / "a b.json")]
+    lines = command_lines("replay: ", words)
+    assert max(map(len, lines)) <= 80 and all(line.endswith(" \\") for line in lines[:-1]) and len(lines) > 3
+    copied = "\n".join(lines).removeprefix("replay: ").replace("\\\n", "")
+    assert shlex.split(copied) == [*words[:-1], "folder/a b.json"], "files beneath the working directory are shortened"
+
+
+def test_a_record_names_its_commit_and_whether_the_tree_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*words: str) -> str:
+        who = ("-c", "user.name=nobody", "-c", "user.email=nobody@example.org")
+        return subprocess.check_output(("git", "-C", str(tmp_path), *who, *words), text=True).strip()
+
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert provenance.commit() is None
+    git("init", "--quiet")
+    git("commit", "--quiet", "--allow-empty", "--message", "nothing")
+    head = git("rev-parse", "HEAD")
+    assert provenance.commit() == head and len(head) == 40
+    (tmp_path / "more").write_text("more")
+    assert provenance.commit() == head + "+"
+
+
+# Features on paper.
+case = partial(plain, tokens=24, heads=4, kv_heads=4, bucket=16, kernel="auto")
+
+
+def seen(*branches: Branch) -> dict[str, Any]:
+    return {"pattern": Pattern(branches)}
+
+
+def packed(*documents: int, segment: int | None = None, window: int | None = None) -> dict[str, Any]:
+    return {"pattern": Pattern((Branch(segment, window=window),), documents=documents)}
+
+
+def near(*windows: int | None, causal: bool = True, **branch: Any) -> dict[str, Any]:
+    """Branches that differ in their windows."""
+    return {"pattern": Pattern(tuple(Branch(window=window, **branch) for window in windows), causal)}
+
+
+SOME = Branch(heads=range(1, 3))
+# Feature -> changes to the Case above that make it have the feature; and changes that come close, and do not.
+EXAMPLES: dict[str, tuple[dict[str, Any], ...]] = {
+    "subgroup": ({"world": 3, "group": (0, 2)}, {"world": 3, "group": (0, 1, 2)}),
+    "subgroup without rank 0": ({"world": 3, "group": (1, 2)}, {"world": 3, "group": (0, 2)}),
+    "empty shard": ({"cuts": (0, 0, 24)}, {"cuts": (0, 1, 24)}),
+    "fewer tokens than ranks": ({"tokens": 1}, {"tokens": 2}), "ranks do not divide tokens": ({"tokens": 23}, {}),
+    "uneven cuts": ({"cuts": (0, 10, 24)}, {"cuts": (0, 12, 24)}), "one token": ({"tokens": 1}, {}),
+    "more than 32 tokens": ({"tokens": 33}, {"tokens": 32}), "dense": ({}, seen(Branch(24))),
+    "causal": ({"pattern": Pattern.dense(True)}, {}), "not causal": ({}, {"pattern": Pattern.dense(True)}),
+    "segments": (seen(Branch(23)), seen(Branch(24))), "segment on several ranks": (seen(Branch(8)), seen(Branch(12))),
+    "w > n": (seen(Branch(25)), seen(Branch(24))), "short tail": (seen(Branch(5)), seen(Branch(8))),
+    "offset past a short tail": (seen(Branch(5, 5, 4)), seen(Branch(5, 5, 3))),  # the tail has 4 tokens
+    "documents": (packed(24), {}), "no documents": ({}, packed(24)),
+    "several documents": (packed(1, 23), packed(0, 24, 0)), "empty document": (packed(0, 24), packed(1, 23)),
+    "document of one token": (packed(1, 23), packed(2, 0, 22)),
+    "equal documents": (packed(10, 4, 10), packed(1, 0, 0, 1, 22)),
+    "document on several ranks": (packed(10, 4, 10), packed(10, 2, 12)),
+    "document on three ranks": ({"world": 3} | packed(7, 10, 7), {"world": 3} | packed(7, 9, 8)),
+    "document that ends by a shard's end": (packed(11, 13), packed(10, 4, 10)),
+    "document after a short tail": (packed(10, 14, segment=8), packed(16, 8, segment=8)), "window": (near(23), {}),
+    "no window": ({}, near(None, 23)), "window 0": (near(0), near(1)),
+    "window that hides nothing": (near(7, segment_length=8), near(6, segment_length=8)),
+    "window that is not causal": (near(22, causal=False), near(23, causal=False)),
+    "window with dilation": (near(21, dilation_rate=2), near(22, dilation_rate=2)),  # 0 2 4 .. 22
+    "window that ends between steps": (near(4, dilation_rate=3), near(3, dilation_rate=3)),
+    "window cut by a segment": (near(1, segment_length=8), near(0, segment_length=8)),
+    "window cut by a document": (packed(8, 16, window=1), packed(0, 24, window=1)),
+    "window over a shard's end": (near(1), near(1, segment_length=4)),
+    "window on three ranks": ({"world": 3} | near(9), {"world": 3} | near(8)),  # the second rank has 8 to 15
+    "window in some branches only": (near(None, 3), near(3, 4)),
+    "several windows": (near(None, 3, 4), near(None, 3, 3)), "dilation": (seen(Branch(8, 2)), seen(Branch(8, 1))),
+    "r > w": (seen(Branch(3, 4)), seen(Branch(4, 4))),
+    "r does not divide w": (seen(Branch(8, 3)), seen(Branch(8, 4))),
+    "offset": (seen(Branch(8, 2, 1)), seen(Branch(8, 2))),
+    "offset past the segment": (seen(Branch(3, 4, 3)), seen(Branch(3, 4, 2))),
+    "offsets by head": (seen(Branch(8, 2, (0, 0, 0, 1))), seen(Branch(8, 2, (1, 1, 1, 1)))),
+    "one branch": (seen(SOME), seen(SOME, SOME)), "several branches": (seen(SOME, SOME), {}),
+    "several branches on a row": (
+        seen(Branch(8, 2), Branch(8, 3)),
+        seen(Branch(None, 2), Branch(None, 2, 1), Branch(heads=range(0, 0 + 1), dilation_rate=30, offset=29)),
+    ),
+    "branch for some heads only": (seen(SOME), seen(Branch(heads=range(0, 4)))),
+    "head without branch": (seen(SOME), seen(SOME, Branch(heads=range(0, 1)), Branch(heads=range(3, 4)))),
+    "branches of other heads read one key": (
+        {"kv_heads": 2, **seen(Branch(8, 2, heads=range(0, 1)), Branch(None, 5, heads=range(1, 2)))},
+        {
+            "kv_heads": 2,
+            **seen(*(Branch(w, r, heads=range(i, i + 1)) for w, r, i in ((8, 2, 1), (8, 2, 2), (4, 1, 1)))),
+        },
+    ),
+    "dead row": (seen(Branch(8, 2)), seen(Branch(8, 2), Branch(8, 2, 1))),
+    "dead key": tuple({"kv_heads": 2, **seen(Branch(8, 2, (0, 1, last, 0)))} for last in (0, 1)),
+    "nothing but dead rows": (seen(Branch(2, 3, 2)), seen(Branch(3, 3, 2))), "MHA": ({}, {"heads": 1, "kv_heads": 1}),
+    "GQA": ({"kv_heads": 2}, {"kv_heads": 1}), "MQA": ({"kv_heads": 1}, {"kv_heads": 2}),
+    "several phases per key/value head": tuple(
+        {"kv_heads": 2, **seen(Branch(8, 2, (0, 0, third, 1)))} for third in (0, 1)
+    ),
+    "several batches": ({"batch": 2}, {}), "head dim 1": ({"head_dim": 1}, {}),
+    "head dim no power of two": ({"head_dim": 6}, {"head_dim": 1}),
+    "head dim >= 32": ({"head_dim": 32}, {"head_dim": 31}), "bucket by default": ({"bucket": None}, {}),
+    "bucket of one token": ({"bucket": 1}, {}), "bucket below a shard": ({"bucket": 11}, {"bucket": 12}),
+    "bucket beyond a shard": ({"bucket": 13}, {"bucket": 12}),
+    "bucket beyond the sequence": ({"bucket": None}, {"bucket": 24}),  # 1024 by default
+    "query rows cut": ({"world": 1, "tokens": 17}, {"world": 1, "tokens": 17, "bucket": 17}),
+    "explicit scale": ({"scale": 0.5}, {}), "scale <= 0": ({"scale": 0.0}, {}),
+    "huge scores": ({"score_scale": 32.0}, {"score_scale": 4.0}), "strided": ({"strided": True}, {}),
+    "measured": ({"measured": True}, {}),
+    "scores larger than queries": tuple(  # 12 rows times 12 keys, 12 rows of 11
+        {"measured": True, "kernel": "math", "bucket": 12, "head_dim": dim} for dim in (11, 12)
+    ),
+    "descending stretches": tuple(  # 10 to 19, then 0 to 9; and as they were
+        {"world": 1, "tokens": 20, "order": "permuted", "seed": seed} for seed in (5, 0)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("feature", EXAMPLES)
+def test_on_paper(feature: str) -> None:
+    has, lacks = ({"world": 2} | changes for changes in EXAMPLES[feature])
+    assert FEATURES[feature](case(**has)) and not FEATURES[feature](case(**lacks))
+
+
+@pytest.mark.parametrize("feature", sorted(set(FEATURES) - set(EXAMPLES)))
+def test_choices(feature: str) -> None:
+    name, choice = feature.split(" ", 1)
+    assert FEATURES[feature](case(2, **{name: choice}))
+    assert sum(FEATURES[other](case(2)) for other in GROUPS[name]) == 1
+
+
+def test_counts() -> None:
+    coverage, other = Coverage(), Coverage()
+    for batch in (1, 2):
+        coverage.add(case(2, batch=batch))
+    other.add(case(2, batch=2))
+    coverage.add_all(other)
+    counts = coverage.to_dict()
+    assert (coverage.cases, counts["several batches"], counts["dense"], counts["causal"]) == (3, 2, 3, 0)
+    assert list(counts) == list(FEATURES)
+
+
+def test_lines_name_what_is_rare_or_missing_or_every_feature() -> None:
+    coverage = Coverage(1000, dict.fromkeys(FEATURES, 500))
+    first = f"coverage: 1000 Cases had {len(FEATURES)} of {len(FEATURES)} features"
+    assert coverage.rarest() == [first]
+    coverage.counts |= {"one token": 0, "measured": 19, "strided": 3, "dense": 20}
+    first = first.replace(f"had {len(FEATURES)}", f"had {len(FEATURES) - 1}")
+    assert coverage.rarest() == [first, "  none had: one token", "  few had: strided (3), measured (19)"]
+    coverage.counts = dict.fromkeys(FEATURES, 0)
+    first, *names = coverage.rarest()
+    assert len(names) == 2 and re.search(r"and \d+ more$", names[-1]) and max(map(len, names)) <= 80
+    coverage.counts = {name: number for number, name in enumerate(FEATURES)}
+    text = unbroken("\n".join(coverage.lines()))
+    for group, features in GROUPS.items():
+        assert f"{group} - " in text
+        assert all(f" {name.removeprefix(f'{group} ')}: {coverage.counts[name]}" in text for name in features)

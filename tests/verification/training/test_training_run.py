@@ -1,10 +1,12 @@
-"""A run finds a planted fault, shrinks it, saves it, and a replay finds it again."""
+"""Steps hold on real ranks; a run finds a planted fault, shrinks it, saves it, and a replay finds it again."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ import torch._dynamo
 from rich.console import Console
 from torch import Tensor, hub
 
-from tests.support.training_cases import small_step
+from reference.pattern import Pattern
+from tests.support.training_cases import small_model, small_step
 from verification.replay.replay import replay
 from verification.report.report import Report
 from verification.run.backends import GlooBackend, SimBackend, Unavailable
@@ -21,18 +24,69 @@ from verification.runner import Profile, RunPlan
 from verification.training import saved_training
 from verification.training.rank import rank_step
 from verification.training.rank.graphs import Graphs
-from verification.training.training_case import TrainingCase
-from verification.training.training_run import TRAINING_PRELOAD, run_training
+from verification.training.training_case import CHECKPOINTING, HANDLES, LABELS, WRAPPERS, TrainingCase
+from verification.training.training_run import TRAINING, TRAINING_PRELOAD, run_training
 
 SHORT = Profile("for tests", 40, budget=600)  # whatever shrinks, shrinks to its end
+LLAMA = small_model(kind="llama", layers=2, dim=8, heads=4, kv_heads=2, head_dim=4, qk_norm=True, positions="rotary")
+LONGNET: dict[str, Any] = {
+    "model": small_model(
+        kind="longnet", norm="layer", bias=True, subln=True, dim=8, heads=2, kv_heads=1, head_dim=4, tied=True
+    ),
+    "pattern": Pattern.longnet([4, 8], [1, 2], 2, True, "torchscale"),
+}
+# In pairs, so that each wrapper and kind of checkpointing, label and handle has its turn.
+STEPS: list[dict[str, Any]] = [
+    *(
+        {
+            "wrapper": wrapper, "checkpointing": checkpointing, "accumulation": 2, "clipping": 0.1, "steps": 2,
+            "optimiser": "adamw", "labels": "some", "order": "zigzag", "model": LLAMA, "arrangement": "strided",
+            "batch": 2,
+        }
+        for wrapper, checkpointing in zip(WRAPPERS, CHECKPOINTING, strict=False)
+    ),
+    *({**LONGNET, "wrapper": wrapper, "steps": 3, "resumed": "striped", "accumulation": 2} for wrapper in WRAPPERS),
+    *({"labels": labels, "accumulation": 2, "wrapper": "ddp", "seed": 1} for labels in LABELS),
+    *({"handle": handle, "model": LLAMA, "loss": "scaled"} for handle in HANDLES),
+    {**LONGNET, "data": 1, "order": "striped", "exchange": "ring"},
+    {"model": small_model(positions="learned"), "loss": "given", "drops_zeros": True, "spoilt": "inf"},
+    {"cuts": (0, 0, 8), "wrapper": "fsdp2", "checkpointing": "selective", "dtype": "bfloat16"},
+    {"data": 1, "tokens": 2, "wrapper": "ddp"},
+    {"pattern": Pattern.dense(documents=(3, 5)), "own_documents": (1, 7), "steps": 2, "later_documents": ((8,),)},
+]  # fmt: skip
 
 
 def gloo(prepare: Callable[[], None] | None = None) -> GlooBackend:
-    return GlooBackend(10.0, prepare, TRAINING_PRELOAD)
+    return GlooBackend(20.0, prepare, TRAINING_PRELOAD)
 
 
 def quiet() -> Report:
     return Report(Console(quiet=True))
+
+
+@pytest.fixture(scope="module")
+def backend() -> Iterator[GlooBackend]:
+    with closing(gloo()) as backend:
+        backend.start(4)
+        yield backend
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("changes", STEPS, ids=range(len(STEPS)))
+def test_a_step_holds(backend: GlooBackend, changes: dict[str, Any]) -> None:
+    ratios = TRAINING.check(backend, small_step(4, **{"data": 2} | changes))
+    assert "dtype" in changes or max(ratios.values()) < 1e-3
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_process_keeps_the_graphs_of_one_case(backend: GlooBackend) -> None:
+    """dynamo compiles code anew only so often: then, or if an earlier graph ran, fewer graphs would be counted."""
+    for seed in range(10):
+        wrapper, checkpointing = ("ddp", "fsdp2")[seed % 2], CHECKPOINTING[seed // 2 % 4]
+        case = small_step(4, handle="group", compiled="aot_eager", seed=seed, tokens=4 + seed, wrapper=wrapper)
+        ratios = TRAINING.check(backend, replace(case, checkpointing=checkpointing, data=2, accumulation=2))
+        assert max(ratios.values()) < 1e-3 and ratios["runs of compiled graphs"] == 0
 
 
 def _plant_loss_of_steps() -> None:
@@ -84,10 +138,9 @@ def test_a_wrong_loss_is_found_shrunk_saved_and_replayed(tmp_path: Path) -> None
 )
 def test_what_cannot_be_replayed_is_refused(tmp_path: Path, changes: Any, backend: Any, said: str) -> None:
     assert saved_training.TRAINING.name == "training steps"
-    file = tmp_path / "case.json"
-    file.write_text(json.dumps({"training": small_step(2).to_dict() | changes}))
+    (tmp_path / "case.json").write_text(json.dumps({"training": small_step(2).to_dict() | changes}))
     with pytest.raises(Unavailable, match=said):
-        replay(file, quiet(), backend())
+        replay(tmp_path / "case.json", quiet(), backend())
 
 
 def test_models_are_compiled_where_tqdm_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

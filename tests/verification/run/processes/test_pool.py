@@ -1,203 +1,371 @@
-"""The pool of ranks: real processes, real gloo, real deaths."""
+"""The pool of ranks: real processes, real gloo, real deaths; and nothing of a call that failed reaches a later one."""
 
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
-import textwrap
-from collections.abc import Iterator
-from contextlib import closing
+import time
+from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
-from tests.support.pool_tasks import (
-    FOREVER,
-    PRELOAD,
-    WORLDS,
-    Pools,
-    echo,
-    failure_of,
-    go_through_subgroups,
-    gone,
-    hang_in_gloo,
-    neighbours,
-    shift,
-    surroundings,
-    until,
-    works,
-)
-from verification.failures import RankError
+from tests.support.ranks import Ranks
+from verification.failures import MismatchedMessages, RankCrash, RankError, RankFailure, RankHang
+from verification.run.processes import rendezvous, worker
 from verification.run.processes.pool import Pool, PoolError
+from verification.run.processes.stacks import is_answering
 
 pytestmark = pytest.mark.ranks
 
 ROOT = Path(__file__).parents[4]
+FOREVER = 3600.0  # a timeout that a test which passes never meets
+BRIEF = 0.2  # for calls that are known to hang already when it begins
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    with closing(Pools()) as pools:
-        yield pools
+def echo(*args: object) -> tuple[object, ...]:
+    return (dist.get_rank(), *args)
 
 
-def run_python(*args: str, script: str = "", cwd: Path = ROOT) -> str:
-    """What a fresh interpreter prints, which must end well."""
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    command = [sys.executable, *args]
-    done = subprocess.run(command, input=script, env=environment, cwd=cwd, text=True, capture_output=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    return done.stdout
+def total(value: float) -> float:
+    """Sum over the ranks of rank + value: works only if all ranks are one working group."""
+    tensor = torch.tensor(dist.get_rank() + value, dtype=torch.float64)
+    dist.all_reduce(tensor)
+    return tensor.item()
 
 
-# --- calls ----------------------------------------------------------------------------------------------------------
+def surroundings() -> tuple[list[object], set[str]]:
+    """Numbers of threads and the main module; addresses (hexadecimal, as in /proc) that the process listens on."""
+    descriptors = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    mine = {os.readlink(fd) for fd in descriptors if os.path.lexists(fd)}
+    tables = "".join(Path(f"/proc/self/net/{name}").read_text() for name in ("tcp", "tcp6"))
+    rows = [row.split() for row in tables.splitlines()]
+    addresses = {row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine}
+    threads = [torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], os.environ["MKL_NUM_THREADS"]]
+    return [*threads, sys.modules["__main__"].__name__], addresses
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_results_come_in_rank_order_and_the_ranks_are_one_group(pools: Pools, world: int) -> None:
-    pool = pools(world)
-    assert pool.run(echo, "a", 1) == [(rank, "a", 1) for rank in range(world)]
-    assert works(pool)
-    array = np.arange(6, dtype=np.float64).reshape(2, 3)
-    for rank, got in enumerate(pool.run(shift, array)):
-        np.testing.assert_array_equal(got, array + (rank - 1) % world)
+def fail_on(culprits: tuple[int, ...]) -> None:
+    if dist.get_rank() in culprits:
+        raise ZeroDivisionError(f"no luck on {dist.get_rank()}")
+    dist.barrier()
 
 
-def test_the_caller_is_free_between_submit_and_collect(pools: Pools, tmp_path: Path) -> None:
-    pool = pools(2)
-    ticket = pool.submit(hang_in_gloo, str(tmp_path), -1)
-    until(lambda: len(list(tmp_path.iterdir())) == 2)  # the ranks have begun, nobody collects yet
-    assert pool.collect(ticket) == [None, None]
+def meet(folder: str, culprit: int, deed: str) -> None:
+    """All wait for each other in gloo, but the culprit, last to leave its mark in the folder, first does its deed."""
+    if guilty := dist.get_rank() == culprit:
+        until(lambda: len(os.listdir(folder)) == dist.get_world_size() - 1)
+    Path(folder, str(dist.get_rank())).touch()
+    if guilty and deed == "leave":
+        return
+    if guilty and deed == "exit":
+        os._exit(7)
+    if guilty and deed == "sleep":
+        time.sleep(FOREVER)
+    elif guilty:
+        os.kill(os.getpid(), getattr(signal, deed))
+    dist.barrier()
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_ranks_have_one_thread_and_listen_on_loopback_only(pools: Pools, world: int) -> None:
-    for found in pools(world).run(surroundings):
-        assert found["threads"] == [1, "1", "1"]
-        assert found["main"] == "__main__"
-        addresses = found["listening"]
-        assert isinstance(addresses, list)
-        assert addresses == ["0100007F"] * len(addresses) and addresses
+def compute_for(seconds: float) -> None:
+    """Without a pause, so many seconds of processor time, however long that takes."""
+    began = time.process_time()
+    while time.process_time() - began < seconds:
+        pass
 
 
-def test_the_environment_of_the_caller_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def mismatch() -> None:
+    raise MismatchedMessages("hop 3 from rank 1: 40 bytes arrived, 48 were expected")
+
+
+class Poisoned:
+    """Can be pickled, but not unpickled."""
+
+    def __reduce__(self) -> tuple[Callable[[str], object], tuple[str]]:
+        return int, ("not a number",)
+
+
+def neighbours(members: tuple[int, ...]) -> tuple[int, list[int]] | None:
+    """(own group rank, global ranks in the order of the group), learnt by an all-gather within the group."""
+    group = rendezvous.subgroup(members)
+    if group is None:
+        return None
+    assert rendezvous.subgroup(members) is group
+    own = torch.tensor([dist.get_rank()])
+    gathered = [torch.zeros_like(own) for _ in members]
+    dist.all_gather(gathered, own, group=group)
+    return dist.get_rank(group), [int(one) for one in gathered]
+
+
+def go_through_subgroups(limit: int) -> tuple[int, int]:
+    """(subgroups held, open descriptors) after a use of all three groups of two, with room for so many."""
+    rendezvous.MAX_SUBGROUPS = limit
+    for members in ((0, 1), (0, 2), (1, 2)):
+        neighbours(members)
+    return len(rendezvous._subgroups), len(os.listdir("/proc/self/fd"))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for it: fails only after a time that no machine needs."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it never came about"
+        time.sleep(0.005)
+
+
+def works(pool: Pool) -> bool:
+    world = pool.world_size
+    return pool.run(total, 0.5) == [world * (world - 1) / 2 + world * 0.5] * world
+
+
+def gone(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
+
+
+def failure_of(
+    kind: type[RankFailure], pool: Pool, function: Callable[..., object], *args: object, folder: Path | None = None
+) -> RankFailure:
+    """The failure of this call, in a brief time once all have left their mark in the folder. All its ranks are dead by
+    then, and the pool works."""
+    pids, ticket = pool.pids, pool.submit(function, *args)
+    if folder is not None:
+        until(lambda: len(list(folder.iterdir())) == pool.world_size)
+    with pytest.raises(kind) as caught:
+        pool.collect(ticket, timeout=FOREVER if folder is None else BRIEF)
+    assert type(caught.value) is kind and all(map(gone, pids)) and works(pool)
+    return caught.value
+
+
+@pytest.mark.parametrize("world", (1, 3))
+def test_ranks_are_one_group_with_a_thread_each_and_answer_in_order(ranks: Ranks, world: int) -> None:
+    pool = ranks(world)
+    assert pool.run(echo, "a", 1) == [(rank, "a", 1) for rank in range(world)] and works(pool)
+    assert pool.run(surroundings) == [([1, "1", "1", "__main__"], {"0100007F"})] * world, "on loopback only"
+
+
+def test_closing_ends_the_ranks_and_leaves_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
     before = dict(os.environ)
-    with Pool(1, preload=PRELOAD):
+    with Pool(3) as pool:
+        pids, ticket = pool.pids, pool.submit(os.getpid)
         assert dict(os.environ) == before
-
-
-# --- beginning and end ----------------------------------------------------------------------------------------------
-
-
-def test_closing_ends_the_ranks_and_a_closed_pool_says_so() -> None:
-    with Pool(3, preload=PRELOAD) as pool:
-        pids = pool.pids
-        ticket = pool.submit(echo)
     assert all(map(gone, pids))
-    for attempt in (lambda: pool.run(echo), lambda: pool.collect(ticket), lambda: pool.pids):
+    for attempt in (lambda: pool.run(os.getpid), lambda: pool.collect(ticket), lambda: pool.pids):
         with pytest.raises(PoolError, match="closed"):
             attempt()
     pool.close()
 
 
-def test_bad_arguments_are_named() -> None:
-    with pytest.raises(ValueError, match="world_size: got 0"):
-        Pool(0)
-    with pytest.raises(ValueError, match="timeout: got 0"):
-        Pool(1, timeout=0)
-    with pytest.raises(ValueError, match="preload: got 'torch'"):
-        Pool(1, preload="torch")
-    with pytest.raises(ValueError, match="preload: got "):
-        Pool(1, preload=("numpy",))
-
-
-def test_a_module_that_was_not_preloaded_is_an_error() -> None:
-    with pytest.raises(PoolError, match="did not preload no_such_module .*No module named 'no_such_module'"):
-        Pool(1, preload=("torch", "no_such_module"))
-
-
-def test_a_preload_that_kills_the_forkserver_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_arguments_and_preloads_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "deadly.py").write_text("import os; os._exit(9)")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(PoolError, match="forkserver died"):
-        Pool(1, preload=("torch", "deadly"))
+    for world, options, kind, said in (
+        (0, {}, ValueError, "world_size: got 0"),
+        (1, {"timeout": 0}, ValueError, "timeout: got 0"),
+        (1, {"preload": "torch"}, ValueError, "preload: got 'torch'"),
+        (1, {"preload": ("numpy",)}, ValueError, "preload: got "),
+        (1, {"joined_by": "mpi"}, ValueError, "joined_by: got 'mpi'"),
+        (1, {"preload": ("torch", "no_such")}, PoolError, "did not preload no_such .*No module named 'no_such'"),
+        (1, {"preload": ("torch", "deadly")}, PoolError, "forkserver died"),
+    ):
+        with pytest.raises(kind, match=said):
+            Pool(world, **options)  # type: ignore[arg-type]
 
 
 MAIN = """
+import torch.distributed as dist
 from verification.run.processes.pool import Pool
-from tests.support import pool_tasks
 print("main runs")
 pool = Pool(2)
-print(pool.run(pool_tasks.total, 1.0))
+print(pool.run(dist.get_rank))
 def local(): pass
 try:
     pool.run(local)
 except ValueError as error:
     print("refused" if "__main__" in str(error) else error)
 """
-MAIN_PRINTS = "main runs\n[3.0, 3.0]\nrefused\n"
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.verification.run.processes.test_pool import Pool, meet, until
+idle, busy = Pool(2), Pool(3)
+server, *_ = idle.run(os.getppid)
+busy.submit(meet, sys.argv[1], 0, "sleep")
+until(lambda: len(os.listdir(sys.argv[1])) == 3)
+print(server, *idle.pids, *busy.pids, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def python(*args: str, cwd: Path, script: str = "") -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter, with all that its ranks printed until they were gone."""
+    return subprocess.run(
+        [sys.executable, *args], input=script, env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=cwd, text=True,
+        capture_output=True, timeout=120,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("how", ["heredoc", "script", "-m"])
 def test_any_main_will_do(tmp_path: Path, how: str) -> None:
     """Not guarded by `if __name__ == "__main__"`, and left open at the end: it runs once, and ends without a word."""
-    package = tmp_path / "some_main"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "__main__.py").write_text(MAIN)
-    arguments = {"heredoc": ["-"], "script": [str(package / "__main__.py")], "-m": ["-m", "some_main"]}
-    assert run_python(*arguments[how], script=MAIN if how == "heredoc" else "", cwd=tmp_path) == MAIN_PRINTS
+    (tmp_path / "some_main").mkdir()
+    file = tmp_path / "some_main" / "__main__.py"
+    file.write_text(MAIN)
+    arguments = {"heredoc": ["-"], "script": [str(file)], "-m": ["-m", "some_main"]}[how]
+    done = python(*arguments, cwd=tmp_path, script=MAIN if how == "heredoc" else "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "main runs\n[0, 1]\nrefused\n", "")
 
 
 def test_ranks_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     """Neither idle ones, nor ones blocked in gloo, nor the forkserver."""
-    script = f"""
-        import os, signal, sys, time
-        from pathlib import Path
-        from verification.run.processes.pool import Pool
-        from tests.support import pool_tasks
-        idle, busy = Pool(2), Pool(3)
-        server, *_ = idle.run(os.getppid)
-        busy.submit(pool_tasks.hang_in_a_circle, {str(tmp_path)!r})
-        while len(os.listdir({str(tmp_path)!r})) < 3:
-            time.sleep(0.01)
-        print(server, *idle.pids, *busy.pids, flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-        """
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=120)
-    assert done.returncode == -signal.SIGKILL
-    pids = [int(word) for word in done.stdout.split()]
-    assert len(pids) == 6
-    for pid in pids:
-        until(lambda pid=pid: gone(pid))  # type: ignore[misc]
+    done = python("-c", KILLED, str(tmp_path), cwd=ROOT)
+    pids = done.stdout.split()
+    assert done.returncode == -signal.SIGKILL and len(pids) == 6
+    until(lambda: all(gone(int(pid)) for pid in pids))
 
 
-# --- subgroups ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("world", "culprits"), [(1, (0,)), (3, (0, 1, 2)), (3, (1,))])
+def test_an_exception_is_named_and_who_waits_for_the_rank(ranks: Ranks, world: int, culprits: tuple[int, ...]) -> None:
+    failure = failure_of(RankError, ranks(world), fail_on, culprits)
+    assert failure.ranks("raised") == culprits and len(failure.ranks("blocked")) == world - len(culprits)
+    for state in failure.states:
+        assert "run_request" not in state.trace
+        assert ("in fail_on" if state.rank in culprits else "in barrier") in state.trace
+        said = f"rank {state.rank} raised ZeroDivisionError: no luck on {state.rank}"
+        assert (said in str(failure)) == (state.rank in culprits)
+    assert ("ranks 0, 2 had not answered; it stood at" in str(failure)) == (culprits == (1,))
 
 
-@pytest.mark.parametrize("ranks", [(1,), (0, 2), (1, 2), (0, 1, 2)])
-def test_a_subgroup_has_its_ranks(pools: Pools, ranks: tuple[int, ...]) -> None:
-    expected = [(ranks.index(rank), list(ranks)) if rank in ranks else None for rank in range(3)]
-    assert pools(3).run(neighbours, ranks) == expected
-    assert pools(3).run(neighbours, ranks) == expected
-    assert works(pools(3))
+def test_mismatched_messages_and_results_that_do_not_travel(ranks: Ranks) -> None:
+    pool = ranks(2)
+    failure = failure_of(MismatchedMessages, pool, mismatch)
+    assert failure.kind == "mismatched messages" and "40 bytes arrived, 48 were expected" in str(failure)
+    copy = pickle.loads(pickle.dumps(failure))
+    assert (str(copy), copy.states, copy.kind) == (str(failure), failure.states, failure.kind)
+    assert "pickle" in str(failure_of(RankError, pool, open, os.devnull))
+    with pytest.raises(ValueError, match="not a number"):
+        pool.run(Poisoned)
+    assert works(pool)
 
 
-@pytest.mark.parametrize("ranks", [(), (0, 0), (2, 0), (3,), (-1,)])
-def test_ranks_that_form_no_subgroup_are_refused(pools: Pools, ranks: tuple[int, ...]) -> None:
-    assert "ValueError: ranks: got" in str(failure_of(RankError, pools(3), neighbours, ranks))
+@pytest.mark.parametrize(("world", "deed"), [(1, "exit"), (3, "exit"), (3, "SIGKILL"), (3, "SIGSEGV")])
+def test_a_death_is_noticed_at_once_and_named(ranks: Ranks, tmp_path: Path, world: int, deed: str) -> None:
+    culprit = world // 2
+    failure = failure_of(RankCrash, ranks(world), meet, str(tmp_path), culprit, deed)
+    assert failure.ranks("died") == (culprit,)
+    expected = "ended with exit code 7" if deed == "exit" else f"was killed by {deed}"
+    assert f"rank {culprit} {expected} in {__name__}.meet (world of {world})" in failure.headline
+    for state in failure.states:
+        if state.rank != culprit:  # it stood in the barrier still, or raised in it as the connection broke
+            assert state.outcome in ("blocked", "raised") and "in meet" in state.trace
+    if deed == "SIGSEGV":
+        assert "Fatal Python error" in failure.states[culprit].trace and "in meet" in failure.states[culprit].trace
 
 
-def test_only_so_many_subgroups_are_kept() -> None:
-    with Pool(3, timeout=FOREVER, preload=PRELOAD) as pool:
+def test_a_death_between_calls_is_not_laid_to_the_next_call(ranks: Ranks) -> None:
+    pool = ranks(2)
+    os.kill(pool.pids[0], signal.SIGKILL)
+    until(lambda: any(died for _, died in pool._live().events(0)))
+    failure = failure_of(RankCrash, pool, total, 0.0)
+    assert failure.ranks("died") == (0,) and "dead before the call: rank 0" in failure.headline
+
+
+@pytest.mark.parametrize(("world", "deed"), [(3, "leave"), (1, "sleep")])
+def test_a_hang_shows_every_stack(ranks: Ranks, tmp_path: Path, world: int, deed: str) -> None:
+    failure = failure_of(RankHang, ranks(world), meet, str(tmp_path), 0, deed, folder=tmp_path)
+    assert failure.ranks("answered") == ((0,) if deed == "leave" else ())
+    for rank in failure.ranks("blocked"):
+        trace = failure.states[rank].trace
+        assert "in meet" in trace and "exit_with_parent" not in trace and "run_request" not in trace
+    assert f"no answer within 0.2 s from {'ranks 1, 2' if deed == 'leave' else 'rank 0'}" in failure.headline
+
+
+def test_a_rank_that_computes_for_longer_than_the_timeout_does_not_hang(ranks: Ranks) -> None:
+    assert ranks(1).run(compute_for, 1.1, timeout=1.0) == [None]
+
+
+def test_a_stopped_rank_is_named_as_stopped_and_killed_nevertheless(ranks: Ranks, tmp_path: Path) -> None:
+    failure = failure_of(RankHang, ranks(3), meet, str(tmp_path), 1, "SIGSTOP", folder=tmp_path)
+    assert (failure.ranks("stopped"), failure.ranks("blocked")) == ((1,), (0, 2))
+    assert failure.headline.endswith("; stopped by a signal: rank 1") and "ranks 0, 1, 2" in failure.headline
+    assert "--- rank 1 was stopped by a signal" in str(failure) and "in barrier" in failure.states[0].trace
+    with Pool(2, timeout=BRIEF) as pool:  # the sender is not blocked
+        os.kill(pool.pids[1], signal.SIGSTOP)
+        with pytest.raises(RankHang) as caught:
+            pool.run(echo, bytes(1 << 24))
+        assert caught.value.ranks("stopped") == (1,)
+
+
+HEAD = 'Thread 0x01 (most recent call first):\n  File "worker.py", line 9 in exit_with_parent\n\nCurrent thread 0x02:\n'
+
+
+def dump(*frames: str) -> str:
+    return HEAD + "".join(f'  File "/x/worker.py", line 7 in {name}\n' for name in frames)
+
+
+@pytest.mark.parametrize(
+    ("stack", "answering"),
+    [
+        (dump("barrier", "run_request", "main"), False),
+        (dump("run_request", "main"), True),  # done, or between the exception and its description
+        (dump("format", "describe", "run_request", "main"), True),
+        (dump("send_bytes", "main"), True),
+        ("", True),
+        (dump("barrier"), True),  # it breaks off: the rank may run on
+    ],
+)
+def test_a_rank_that_has_left_its_call_is_about_to_answer(stack: str, answering: bool) -> None:
+    assert is_answering(stack) is answering
+
+
+@pytest.mark.parametrize("name", ("receive", "events"))
+def test_an_interrupt_or_an_answer_to_another_call_leaves_a_whole_pool(
+    ranks: Ranks, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def happen(*_: object) -> tuple[int, int, bytes]:
+        monkeypatch.undo()
+        if name == "events":
+            raise KeyboardInterrupt
+        return 0, 0, b""
+
+    pool = ranks(2)
+    ticket = pool.submit(echo)
+    monkeypatch.setattr(worker.Ranks, name, happen)
+    with pytest.raises(KeyboardInterrupt if name == "events" else PoolError, match="answered call 0|^$"):
+        pool.collect(ticket)
+    assert works(pool)
+
+
+def test_a_call_never_collected_is_lost_and_one_that_cannot_be_sent_changes_nothing(ranks: Ranks) -> None:
+    pool = ranks(3)
+    forgotten, ticket = pool.submit(echo, "old"), pool.submit(echo, "new")
+    with pytest.raises(ValueError, match="ticket: "):
+        pool.collect(forgotten)
+    assert pool.collect(ticket) == [(rank, "new") for rank in range(3)]
+    with pytest.raises(ValueError, match="ticket: "):
+        pool.collect(ticket)
+    pids = pool.pids
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        pool.run(lambda: None)
+    assert works(pool) and pool.pids == pids
+
+
+@pytest.mark.parametrize("members", [(1,), (0, 2), (0, 1, 2)])
+def test_a_subgroup_has_its_ranks(ranks: Ranks, members: tuple[int, ...]) -> None:
+    expected = [(members.index(rank), list(members)) if rank in members else None for rank in range(3)]
+    assert ranks(3).run(neighbours, members) == ranks(3).run(neighbours, members) == expected and works(ranks(3))
+
+
+def test_subgroups_are_refused_or_kept_up_to_a_number(ranks: Ranks) -> None:
+    for members in ((), (0, 0), (2, 0), (3,), (-1,)):
+        assert "ValueError: ranks: got" in str(failure_of(RankError, ranks(3), neighbours, members))
+    with Pool(3) as pool:
         rounds = [pool.run(go_through_subgroups, 2) for _ in range(8)]
         assert {held for found in rounds for held, _ in found} == {2}
         for rank in range(3):  # a group given up gives back its sockets, sooner or later

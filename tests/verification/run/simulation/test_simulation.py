@@ -1,109 +1,94 @@
-"""The simulation is adversarial, fair and repeatable; what breaks the transport's contract is named."""
+"""The simulation is adversarial, fair and repeatable; what breaks the transport's contract, a deadlock, an exception
+are named: who waits for whom, and where. The ring's own code holds on it, and its defects are named."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
 
 import pytest
 import torch
 
-from ring.comm.transport import Message
-from tests.support.simulated_tasks import SEEDS, failure_of, neighbours, ring_pass
-from verification.failures import BrokenContract, MismatchedMessages, RankError
+from reference.pattern import Pattern
+from ring.comm.transport import Message, Outgoing, Pending
+from tests.support.plain_case import plain
+from tests.support.planted import plant, plant_receive_first
+from verification.failures import BrokenContract, Deadlock, MismatchedMessages, RankError, RankFailure, RankHang
+from verification.run.backends import SimBackend
 from verification.run.simulation.scheduler import POLICIES
 from verification.run.simulation.simulated_transport import SimulatedTransport
 from verification.run.simulation.simulation import Simulation
+from verification.runner import check_case
 
 pytestmark = pytest.mark.ranks
 
-
-@pytest.mark.parametrize("size", (2, 3, 8, 64))
-def test_numbers_travel_round_the_ring(size: int) -> None:
-    for seed in range(8):
-        answers = Simulation(size, seed).run(lambda t: ring_pass(t, size - 1))
-        assert answers == [[float((rank - 1 - hop) % size) for hop in range(size - 1)] for rank in range(size)]
+SEEDS = range(40)  # every policy, both kinds of sends, early and late deliveries
+Step = Callable[[SimulatedTransport], Any]
 
 
-def interleaving(seed: int) -> tuple[str, bool, list[int]]:
-    order: list[int] = []
+def keys(peer: int, label: str = "keys 1", size: int = 4) -> Message:
+    return Message(peer, torch.ones(size), label)
 
-    def step(transport: SimulatedTransport) -> None:
-        for _ in range(4):
-            order.append(transport.rank)
-            ring_pass(transport, 1)
 
-    simulation = Simulation(4, seed)
-    simulation.run(step)
-    return simulation.scheduler.policy, simulation.buffered, order
+def pass_on(transport: SimulatedTransport, x: torch.Tensor, y: torch.Tensor, label: str = "keys 1") -> Pending:
+    """x to the next rank, y from the one before."""
+    p, rank = transport.world_size, transport.rank
+    return transport.post([Message((rank + 1) % p, x, label)], [Message((rank - 1) % p, y, label)])
+
+
+def ring_pass(transport: SimulatedTransport, hops: int) -> list[float]:
+    """Every rank's number travels round; two buffers in turn, as `ring.comm.exchange` has them."""
+    buffers, seen = [torch.full((3,), float(transport.rank)), torch.empty(3)], []
+    for hop in range(hops):
+        here, there = buffers[hop % 2], buffers[1 - hop % 2]
+        pass_on(transport, here, there, f"hop {hop}").wait()
+        seen.append(float(there[0]))
+    return seen
+
+
+def failure_of(size: int, seed: int, step: Step) -> RankFailure:
+    with pytest.raises(RankFailure) as caught:
+        Simulation(size, seed).run(step)
+    return caught.value
 
 
 def test_the_same_seed_gives_the_same_run_and_others_give_others() -> None:
-    runs = [interleaving(seed) for seed in SEEDS]
-    assert runs == [interleaving(seed) for seed in SEEDS]
-    assert {policy for policy, _, _ in runs} == set(POLICIES) and {buffered for _, buffered, _ in runs} == {True, False}
-    assert len({tuple(order) for _, _, order in runs}) > len(SEEDS) // 2
+    def interleaving(seed: int) -> tuple[str, bool, tuple[int, ...]]:
+        order: list[int] = []
+
+        def step(transport: SimulatedTransport) -> None:
+            for _ in range(4):
+                order.append(transport.rank)
+                ring_pass(transport, 1)
+
+        simulation = Simulation(4, seed)
+        simulation.run(step)
+        return simulation.scheduler.policy, simulation.buffered, tuple(order)
+
+    policies, buffered, orders = zip(*map(interleaving, SEEDS), strict=True)
+    assert [*zip(policies, buffered, orders, strict=True)] == [*map(interleaving, SEEDS)]
+    assert set(policies) == set(POLICIES) and set(buffered) == {True, False} and len(set(orders)) > len(SEEDS) // 2
 
 
-def test_messages_between_two_ranks_keep_their_order() -> None:
-    def step(transport: SimulatedTransport) -> list[float]:
-        tensors = [torch.full((2,), float(10 * transport.rank + i)) for i in range(3)]
-        got = [torch.empty(2) for _ in range(3)]
-        peer = 1 - transport.rank
-        pending = [
-            transport.post([Message(peer, x, "x")], [Message(peer, y, "x")]) for x, y in zip(tensors, got, strict=True)
-        ]
-        for one in reversed(pending):
-            one.wait()
-        return [float(y[0]) for y in got]
-
-    for seed in SEEDS:
-        assert Simulation(2, seed).run(step) == [[10.0, 11.0, 12.0], [0.0, 1.0, 2.0]]
-
-
-def test_what_has_arrived_can_be_used_while_sends_are_read() -> None:
+def test_messages_keep_their_order_and_can_be_used_on_arrival_while_sends_are_read() -> None:
     """Every rank receives into one buffer again and again, and sends from buffers that are waited for at the end."""
 
     def step(transport: SimulatedTransport) -> list[float]:
-        after, before = neighbours(transport)
         into, seen, posted = torch.empty(2), [], []
         for number in range(3):
-            sent = torch.full((2,), float(10 * transport.rank + number))
-            posted.append(transport.post([Message(after, sent, "x")], [Message(before, into, "x")]))
+            posted.append(pass_on(transport, torch.full((2,), float(10 * transport.rank + number)), into))
             posted[-1].arrive()
             posted[-1].arrive()
             seen.append(float(into[0]))
             into.zero_()
-        for pending in posted:
+        for pending in reversed(posted):
             pending.wait()
         return seen
 
     for seed in SEEDS:
         assert Simulation(2, seed).run(step) == [[10.0, 11.0, 12.0], [0.0, 1.0, 2.0]]
-
-
-def test_who_awaits_arrivals_does_not_wait_for_receivers() -> None:
-    """Rank 1 receives what rank 0 sends only once a word of rank 0, given after the arrival, has come round."""
-
-    def step(transport: SimulatedTransport) -> None:
-        def word(peer: int) -> list[Message]:
-            return [Message(peer, torch.ones(1), "word")]
-
-        if transport.rank == 0:
-            both = transport.post([Message(1, torch.ones(1), "keys")], [Message(1, torch.empty(1), "keys")])
-            both.arrive()
-            transport.post(word(2), []).wait()
-            both.wait()
-        elif transport.rank == 2:
-            transport.post([], word(0)).wait()
-            transport.post(word(1), []).wait()
-        else:
-            transport.post([Message(0, torch.ones(1), "keys")], []).wait()
-            transport.post([], word(2)).wait()
-            transport.post([], [Message(0, torch.empty(1), "keys")]).wait()
-
-    for seed in SEEDS:
-        Simulation(3, seed).run(step)
 
 
 def test_all_ranks_meet() -> None:
@@ -116,18 +101,24 @@ def test_all_ranks_meet() -> None:
     assert Simulation(1, 0).run(step) == [(True, True, [b"\0"])]
 
 
-# --- what breaks the contract -----------------------------------------------------------------------------------------
+def test_who_reads_before_its_wait_gets_wrong_numbers_on_some_schedule() -> None:
+    def step(transport: SimulatedTransport) -> float:
+        y = torch.zeros(4)
+        pending = pass_on(transport, torch.ones(4), y)
+        early = float(y.sum())
+        pending.wait()
+        return early
+
+    seen = [Simulation(3, seed).run(step) for seed in SEEDS]
+    assert any(math.isnan(value) for answers in seen for value in answers), "NaN: the buffer had been scribbled over"
 
 
-def one_batch(
-    spoil: Callable[[torch.Tensor, torch.Tensor], object] | None, arrive: bool = False
-) -> Callable[[SimulatedTransport], None]:
+def one_batch(spoil: Callable[[torch.Tensor, torch.Tensor], object] | None, arrive: bool = False) -> Step:
     """Ranks pass numbers round; rank 1 spoils its buffers before its wait, or never waits (None)."""
 
     def step(transport: SimulatedTransport) -> None:
-        after, before = neighbours(transport)
         x, y = torch.ones(4), torch.empty(4)
-        pending = transport.post([Message(after, x, "keys 1")], [Message(before, y, "keys 1")])
+        pending = pass_on(transport, x, y)
         if arrive:
             pending.arrive()
         if transport.rank == 1 and spoil is None:
@@ -140,64 +131,39 @@ def one_batch(
 
 
 def share_a_buffer(transport: SimulatedTransport) -> None:
-    after, before = neighbours(transport)
     x = torch.ones(8)
-    pending = transport.post([Message(after, x[:5], "keys 1")], [Message(before, x[3:], "keys 1")])
-    pending.wait()
+    pass_on(transport, x[:5], x[3:]).wait()
 
 
 def share_with_an_older_batch(transport: SimulatedTransport) -> None:
-    after, before = neighbours(transport)
     x, y = torch.ones(4), torch.empty(4)
-    first = transport.post([Message(after, x, "keys 1")], [Message(before, y, "keys 1")])
-    second = transport.post([Message(after, torch.ones(4), "keys 2")], [Message(before, x, "keys 2")])
-    first.wait()
-    second.wait()
+    for pending in [pass_on(transport, x, y), pass_on(transport, torch.ones(4), x, "keys 2")]:
+        pending.wait()
 
 
 KEYS = "'keys 1' (16 bytes of float32)"
 SHARED = "shares bytes between the buffers of the send of 'keys 1' and the receive of"
 CHANGED = f"rank 1 changed the send buffer of {KEYS} to rank 2 before its wait was over"
+WROTE = f"rank 1 wrote to the receive buffer of {KEYS} from rank 0 before its wait was over"
 NEVER = f"rank 1 never waited for batch 0: send of {KEYS} to rank 2, receive of {KEYS} from rank 0"
-BROKEN: dict[str, tuple[Callable[[SimulatedTransport], None], str]] = {
-    "send buffer": (one_batch(lambda x, y: x.zero_()), CHANGED),
-    "send buffer on arrival": (one_batch(lambda x, y: x.zero_(), arrive=True), CHANGED),
-    "receive buffer": (
-        one_batch(lambda x, y: y.fill_(7.0)),
-        f"rank 1 wrote to the receive buffer of {KEYS} from rank 0 before its wait was over",
-    ),
-    "no wait": (one_batch(None), NEVER),
-    "arrival and no wait": (one_batch(None, arrive=True), NEVER),
-    "one buffer": (
-        share_a_buffer,
-        f"{SHARED} 'keys 1'",
-    ),
-    "an older batch's buffer": (
-        share_with_an_older_batch,
-        f"{SHARED} 'keys 2'",
-    ),
-}
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_contract_is_named_whatever_the_schedule(name: str) -> None:
-    function, said = BROKEN[name]
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (one_batch(lambda x, y: x.zero_()), CHANGED),
+        (one_batch(lambda x, y: x.zero_(), arrive=True), CHANGED),
+        (one_batch(lambda x, y: y.fill_(7.0)), WROTE),
+        (one_batch(None), NEVER),
+        (one_batch(None, arrive=True), NEVER),
+        (share_a_buffer, f"{SHARED} 'keys 1'"),
+        (share_with_an_older_batch, f"{SHARED} 'keys 2'"),
+    ],
+)
+def test_a_broken_contract_is_named_whatever_the_schedule(step: Step, said: str) -> None:
     for seed in SEEDS:
-        failure = failure_of(3, seed, function)
+        failure = failure_of(3, seed, step)
         assert type(failure) is BrokenContract and said in str(failure), str(failure)
-
-
-def test_who_reads_before_its_wait_gets_wrong_numbers_on_some_schedule() -> None:
-    def step(transport: SimulatedTransport) -> float:
-        after, before = neighbours(transport)
-        y = torch.zeros(4)
-        pending = transport.post([Message(after, torch.ones(4), "k")], [Message(before, y, "k")])
-        early = float(y.sum())
-        pending.wait()
-        return early
-
-    seen = [Simulation(3, seed).run(step) for seed in SEEDS]
-    assert any(math.isnan(value) for answers in seen for value in answers), "NaN: the buffer had been scribbled over"
 
 
 @pytest.mark.parametrize(
@@ -205,28 +171,158 @@ def test_who_reads_before_its_wait_gets_wrong_numbers_on_some_schedule() -> None
 )
 def test_messages_that_do_not_fit_are_named(dtype: torch.dtype, length: int, label: str) -> None:
     def step(transport: SimulatedTransport) -> None:
-        after, before = neighbours(transport)
+        after, before = (transport.rank + 1) % 3, (transport.rank - 1) % 3
         wrong = Message(after, torch.ones(length, dtype=dtype), label)
-        right = Message(after, torch.ones(4), "k")
-        transport.post([right if transport.rank else wrong], [Message(before, torch.empty(4), "k")]).wait()
+        transport.post([keys(after, "k") if transport.rank else wrong], [keys(before, "k")]).wait()
 
     for seed in SEEDS:
         failure = failure_of(3, seed, step)
         assert type(failure) is MismatchedMessages and "rank 0 sends" in str(failure) and "rank 1" in str(failure)
-
-
-def test_meetings_of_two_kinds_are_named() -> None:
     failure = failure_of(3, 0, lambda t: t.all_equal(b"12345678") if t.rank else t.all_gather(b"12345678"))
     assert type(failure) is MismatchedMessages and "calls" in str(failure)
 
 
 @pytest.mark.parametrize(
-    ("peer", "tensor", "said"),
+    ("message", "said"),
     [
-        *((peer, torch.ones(1), f"got {peer} on rank 0") for peer in (-1, 0, 3)),
-        (1, torch.ones(4, 4).t()[1:], "must be contiguous"),
+        *((keys(peer), f"got {peer} on rank 0") for peer in (-1, 0, 3)),
+        (Message(1, torch.ones(4, 4).t()[1:], "k"), "must be contiguous"),
     ],
 )
-def test_a_message_that_the_contract_forbids_is_refused(peer: int, tensor: torch.Tensor, said: str) -> None:
-    failure = failure_of(3, 0, lambda t: t.post([Message(peer, tensor, "k")], []).wait() if t.rank == 0 else None)
+def test_a_message_that_the_contract_forbids_is_refused(message: Message, said: str) -> None:
+    failure = failure_of(3, 0, lambda t: t.post([message], []).wait() if t.rank == 0 else None)
     assert type(failure) is RankError and said in failure.headline
+
+
+def told(*ranges: tuple[int, int], size: int = 32) -> Step:
+    """Every rank sends bytes 16 to 32 of its send buffer to the next, and tells the others of these ranges instead."""
+
+    def step(transport: SimulatedTransport) -> None:
+        after, cpu = (transport.rank + 1) % 3, torch.device("cpu")
+        transport.prepare("call", lambda: [Outgoing("send buffer", size, "keys 1", after, *one) for one in ranges])
+        send_buffer = transport.empty("send buffer", (8,), torch.float32, cpu)
+        got = transport.empty("receive buffer", (4,), torch.float32, cpu)
+        pass_on(transport, send_buffer[4:].fill_(1.0), got).wait()
+
+    return step
+
+
+def test_messages_come_from_where_the_call_told() -> None:
+    Simulation(3, 1).run(told((16, 32), (0, 16)))  # told of more
+    for step, said in (
+        (told((0, 16)), "from byte 16 of 'send buffer', told were bytes 0 to 16"),
+        (told((16, 24)), "from byte 16 of 'send buffer', told were bytes 16 to 24"),
+        (told(), "which its call did not tell of"),
+        (told((16, 32), size=64), "made the buffer 'send buffer' of 32 bytes, told were 64"),
+        (lambda transport: transport.prepare(transport.rank, list), "prepares another kind of call"),
+    ):
+        failure = failure_of(3, 1, step)
+        assert type(failure) is BrokenContract and said in str(failure)
+
+
+def blocking_ring(transport: SimulatedTransport) -> None:
+    p, rank = transport.world_size, transport.rank
+    transport.post([], [keys((rank - 1) % p)]).wait()
+    transport.post([keys((rank + 1) % p)], []).wait()
+
+
+def test_a_deadlock_says_who_waits_for_whom() -> None:
+    failure = failure_of(8, 1, blocking_ring)
+    assert type(failure) is Deadlock and failure.kind == "rank hang" and failure.ranks("blocked") == tuple(range(8))
+    ring = " waits for ".join(f"rank {r}" for r in (0, 7, 6, 5, 4, 3, 2, 1, 0))
+    assert failure.headline == f"deadlock of 8 ranks: {ring}"
+    text = str(failure)
+    assert f"rank 3 waited for rank 2 to send {KEYS}, at" in text and "blocking_ring" in text
+    for state in failure.states:
+        assert state.trace.lstrip().startswith(f'File "{__file__}"'), "stacks begin with the rank's own function"
+    with pytest.raises(Deadlock, match="deadlock of 2 ranks: rank 2 waits for rank 5 waits for rank 2"):
+        Simulation(2, 0, names=(2, 5)).run(blocking_ring)
+
+
+def test_a_rank_that_leaves_early_leaves_the_others_waiting_for_it() -> None:
+    for seed in SEEDS:
+        failure = failure_of(3, seed, lambda t: ring_pass(t, 1) if t.rank != 1 else None)
+        assert type(failure) is Deadlock and 1 in failure.ranks("answered") and 2 in failure.ranks("blocked")
+        assert failure.headline.endswith("waits for rank 1, which had answered"), failure.headline
+    failure = failure_of(3, 0, lambda t: t.all_gather(b"x") if t.rank else None)
+    assert type(failure) is Deadlock and "waited for rank 0 to call all_gather" in str(failure)
+
+
+def test_a_message_that_nobody_takes_is_named_even_if_its_send_was_buffered() -> None:
+    failures = [failure_of(2, seed, lambda t: t.post([keys(1)], []).wait() if t.rank == 0 else None) for seed in SEEDS]
+    assert all(KEYS in str(failure) for failure in failures)
+    assert {type(failure) for failure in failures} == {Deadlock, MismatchedMessages}
+
+
+def test_an_exception_of_one_rank_is_told_apart_from_who_waits_for_it() -> None:
+    def step(transport: SimulatedTransport) -> None:
+        if transport.rank == 1:
+            raise KeyError("mine")
+        ring_pass(transport, 1)
+
+    for seed in SEEDS:
+        failure = failure_of(3, seed, step)
+        assert type(failure) is RankError and "rank 1 raised: KeyError: 'mine'" in failure.headline
+        assert failure.ranks("raised") == (1,) and 1 <= len(failure.ranks("blocked")) <= 2
+
+
+@pytest.mark.parametrize("swallow", (False, True))
+@pytest.mark.parametrize(
+    "say",
+    [
+        lambda transport, peer: None,
+        lambda transport, peer: transport.post([keys(peer)], []),
+        lambda transport, peer: transport.post([keys(peer)], []).wait(),
+        lambda transport, peer: transport.all_equal(b"8 bytes!"),
+        lambda transport, peer: transport.all_gather(b"x"),
+    ],
+)
+def test_ranks_that_talk_while_they_clean_up_or_swallow_their_end_are_stuck_all_the_same(
+    say: Callable[[SimulatedTransport, int], object], swallow: bool
+) -> None:
+    def step(transport: SimulatedTransport) -> None:
+        peer = 1 - transport.rank
+        try:
+            transport.post([], [keys(peer)]).wait()
+        except BaseException:  # as broad as it gets
+            say(transport, peer)
+            if not swallow:
+                raise
+
+    for seed in SEEDS:
+        assert type(failure_of(2, seed, step)) is Deadlock
+
+
+@pytest.fixture(scope="module")
+def backend() -> Iterator[SimBackend]:
+    with closing(SimBackend()) as backend:
+        backend.start(1)
+        yield backend
+
+
+@pytest.mark.parametrize("exchange", ("ring", "direct", "gather"))
+@pytest.mark.parametrize("world", (1, 3, 40))
+def test_cases_hold_on_one_backend_for_any_world(backend: SimBackend, world: int, exchange: str) -> None:
+    longnet = {"tokens": 45, "pattern": Pattern.longnet((4, 16), (1, 3), 2, causal=True), "bucket": 3}
+    for changes in ({}, longnet):
+        assert 0 < max(check_case(backend, plain(world, exchange=exchange, **changes)).values()) <= 1
+
+
+def plant_endless_loop() -> None:
+    def loop_in_call(*_: Any) -> Any:
+        while True:
+            pass
+
+    plant(loop_in_call)
+
+
+def test_a_defect_of_the_ring_is_named() -> None:
+    """A deadlock without waiting for the timeout."""
+    circle = r"^deadlock of 8 ranks: rank 0 waits for rank 7[^$]*to send 'keys and values 1'[^$]*in arrivals"
+    with closing(SimBackend(600.0, plant_receive_first)) as backend, pytest.raises(Deadlock, match=circle) as caught:
+        backend.start(8)
+        check_case(backend, plain(8, tokens=16))
+    assert "threading.py" not in str(caught.value) and "scheduler.py" not in str(caught.value)
+    with closing(SimBackend(1.0, plant_endless_loop)) as backend, pytest.raises(RankHang, match="loop_in_call"):
+        backend.start(2)
+        check_case(backend, plain(2))

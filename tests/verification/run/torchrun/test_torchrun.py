@@ -10,33 +10,103 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
+import torch.distributed as dist
 
+from ring.comm import process_group
 from tests.support.plain_case import plain
+from tests.support.planted import plant, plant_wrong_result
 from tests.support.printed import unbroken
 from verification.case import Case
-from verification.cli import validate
 from verification.problems import links, long_problems
-from verification.report.report import Report
 from verification.run.rank import observe
-from verification.run.torchrun.agents import Address, NotUnderTorchrun
+from verification.run.torchrun.agents import Address
 from verification.run.torchrun.backend import ShrinkBackend
 from verification.run.torchrun.rank_zero import AgentLost, Agents
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[4]
-SCRIPT, PROGRAM = ROOT / "scripts/validate_nccl.py", ROOT / "tests/support/torchrun_program.py"
+SCRIPT = ROOT / "scripts/validate_nccl.py"
+# The same with a defect planted in every rank: the defect's name comes first.
+SPOILT = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from tests.verification.run.torchrun.test_torchrun import DEFECTS, validate
+if __name__ == "__main__":
+    sys.exit(validate.main(sys.argv[2:], prepare=DEFECTS[sys.argv[1]]))
+"""
 PLENTY = 280  # seconds that no run needs, and less than pytest allows a test
 NO_GPUS = "needs 2 GPUs; there, run: torchrun --nproc-per-node=2 scripts/validate_nccl.py"
+
+
+def strike(culprit: int, deed: Callable[[], object]) -> None:
+    """On real ranks only, and before a call with messages: in the simulation, nothing is wrong."""
+
+    def spoil(real: Any, args: Any, kwargs: Any) -> Any:
+        if dist.get_world_size() > 1 and dist.get_rank() == culprit:
+            deed()
+        return real(*args, **kwargs)
+
+    plant(spoil)
+
+
+def fail() -> None:
+    raise RuntimeError("CUDA out of memory, or so")
+
+
+def signal_torchruns(word: signal.Signals) -> None:
+    """To the process that torchrun started for the rank, whose number is left in the file `process`."""
+    # The rank's parent is the forkserver, and that one's parent is the process.
+    stat = Path(f"/proc/{os.getppid()}/stat").read_text()
+    process = int(stat.rpartition(")")[2].split()[1])
+    Path("process").write_text(str(process))
+    os.kill(process, word)
+    if word == signal.SIGSTOP:
+        time.sleep(3600)  # so that no answer is on its way
+
+
+def wrong_when_long() -> None:
+    def spoil(real: Any, args: Any, kwargs: Any) -> Any:
+        result = real(*args, **kwargs)
+        return (result[0] * 1.01, result[1]) if args[4].n >= 64 and isinstance(result, tuple) else result
+
+    plant(spoil)
+
+
+def a_byte_lost() -> None:
+    """The last byte of large messages is another than was to be sent."""
+    real = process_group.ProcessGroupTransport.post
+
+    def post(self: Any, sends: Any, receives: Any) -> Any:
+        for message in sends:
+            if message.bytes >= 4095:
+                message.tensor.view(-1)[-1:] += 1
+        return real(self, sends, receives)
+
+    process_group.ProcessGroupTransport.post = post  # type: ignore[method-assign]
+
+
+DEFECTS: dict[str, Callable[[], None]] = {
+    "wrong result": plant_wrong_result, "wrong when long": wrong_when_long, "a byte lost": a_byte_lost,
+    **{f"{rank} {name}": partial(strike, rank, deed) for rank in (0, 1) for name, deed in {
+        "fails": fail,
+        "stalls": partial(time.sleep, 3600),
+        "is killed": partial(signal.raise_signal, signal.SIGKILL),
+        "is stopped": partial(signal.raise_signal, signal.SIGSTOP),
+        "has its process killed": partial(signal_torchruns, signal.SIGKILL),
+        "has its process stopped": partial(signal_torchruns, signal.SIGSTOP),
+    }.items()},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,35 +122,53 @@ class Run:
         return only
 
 
-def under_torchrun(folder: Path, program: Path, *arguments: str, ranks: int = 2) -> Run:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+@contextmanager
+def started(
+    folder: Path, *arguments: str, defect: str | None = None, ranks: int = 2
+) -> Iterator[subprocess.Popen[str]]:
+    """torchrun, with the packages and without what a torchrun around the tests has set."""
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    (folder / "spoilt.py").write_text(SPOILT)
+    program = [str(SCRIPT)] if defect is None else [str(folder / "spoilt.py"), defect, "--seed", "1"]
+    outputs = ["--failures", str(folder / "failures"), "--json", str(folder / "report.json")]
+    with subprocess.Popen(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
+            *program, "--backend", "gloo", *arguments, *outputs,
+        ],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+    ) as run:  # fmt: skip
+        yield run
+
+
+def read(run: subprocess.Popen[str], until: str) -> str:
+    """All that it prints until it has printed this."""
+    assert run.stdout is not None
+    text = ""
+    while not re.search(until, unbroken(text)):
+        line = run.stdout.readline()
+        assert line, text
+        text += line
+    return text
+
+
+def ended(run: subprocess.Popen[str], folder: Path, said: str = "") -> Run:
+    text, _ = run.communicate(timeout=PLENTY)
     file = folder / "report.json"
-    given = [*arguments, "--failures", str(folder), "--json", str(file)]
-    done = subprocess.run(
-        [*torchrun, str(program), *given], capture_output=True, text=True, timeout=PLENTY, cwd=folder, env=clean()
-    )
-    text = done.stdout + done.stderr
-    return Run(done.returncode, text, json.loads(file.read_text()) if file.exists() else {})
+    return Run(run.returncode, said + text, json.loads(file.read_text()) if file.exists() else {})
 
 
-def clean() -> dict[str, str]:
-    """An environment as a user has it: with these packages, without what a torchrun around the tests has set."""
-    rest = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return rest | {"PYTHONPATH": str(ROOT)}
-
-
-def planted(folder: Path, defect: str, *arguments: str) -> Run:
-    return under_torchrun(folder, PROGRAM, defect, "--backend", "gloo", "--seed", "1", *arguments)
-
-
-# --- whole runs -------------------------------------------------------------------------------------------------------
+def under_torchrun(folder: Path, *arguments: str, defect: str | None = None, ranks: int = 2) -> Run:
+    with started(folder, *arguments, defect=defect, ranks=ranks) as run:
+        return ended(run, folder)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_what_is_right_holds(tmp_path: Path, ranks: int) -> None:
-    run = under_torchrun(
-        tmp_path, SCRIPT, "--backend", "gloo", "--examples", "6", "--long", "96", "--seed", "5", ranks=ranks
-    )
+    run = under_torchrun(tmp_path, "--examples", "6", "--long", "96", "--seed", "5", ranks=ranks)
     assert run.status == 0, run.text
     assert run.report["held"] and run.report["world"] == ranks and run.report["seed"] == 5
     titles = {row["property"] for row in run.report["rows"]}
@@ -95,7 +183,7 @@ def test_what_is_right_holds(tmp_path: Path, ranks: int) -> None:
 
 
 def test_a_wrong_result_is_shrunk_and_replayed(tmp_path: Path) -> None:
-    run = planted(tmp_path, "wrong_result", "--examples", "30", "--long", "0")
+    run = under_torchrun(tmp_path, "--examples", "30", "--long", "0", defect="wrong result")
     assert run.status == 1, run.text
     found = run.failure
     assert found["kind"] == "wrong result" and found["backend"] == "gloo"
@@ -104,37 +192,29 @@ def test_a_wrong_result_is_shrunk_and_replayed(tmp_path: Path) -> None:
     *start, option, file = found["replay"].split()
     assert f"replay: {' '.join(start)} {option} {os.path.relpath(file, tmp_path)}" in unbroken(run.text)
     assert "torch.distributed.run" in found["replay"] and option == "--replay" and Path(file).exists()
-    again = planted(tmp_path, "wrong_result", "--replay", file)
+    again = under_torchrun(tmp_path, "--replay", file, defect="wrong result")
     assert again.status == 1 and again.failure["case"] == found["case"], again.text
-    mended = under_torchrun(tmp_path, SCRIPT, "--backend", "gloo", "--replay", file)
+    mended = under_torchrun(tmp_path, "--replay", file)
     assert mended.status == 0 and mended.report["held"], mended.text
-
-
-def test_a_rank_that_stalls_is_named_with_every_stack(tmp_path: Path) -> None:
-    run = planted(tmp_path, "stall", "--examples", "20", "--long", "0", "--timeout", "2", "--budget", "5")
-    assert run.status == 1, run.text
-    assert run.failure["kind"] == "rank hang" and run.failure["world"] == 2
-    message = run.failure["message"]
-    assert re.search(r"no answer within 2 s.* from ranks? (0, )?1 in ", message)
-    stalled = message[message.index("--- rank 1 had not answered") :]
-    assert "torchrun_tasks.py" in stalled and "in spoil" in stalled
-    assert "--- rank 0 " in message
 
 
 @pytest.mark.parametrize(
     "defect, kind, said",
     [
-        ("exception", "rank error", "rank 1 raised .*CUDA out of memory"),
-        ("killed", "rank crash", "rank 1 was killed by SIGKILL"),
-        ("process_killed", "rank crash", "the process that torchrun started for rank 1 is gone"),
-        ("rank_1_stopped", "rank hang", "no answer within 2 s .*; stopped by a signal: rank 1"),
-        ("rank_0_stopped", "rank hang", "no answer within 2 s .*; stopped by a signal: rank 0"),
+        ("1 fails", "rank error", "rank 1 raised .*CUDA out of memory"),
+        ("1 is killed", "rank crash", "rank 1 was killed by SIGKILL"),
+        ("1 has its process killed", "rank crash", "the process that torchrun started for rank 1 is gone"),
+        ("1 is stopped", "rank hang", "no answer within 2 s .*; stopped by a signal: rank 1"),
+        ("0 is stopped", "rank hang", "no answer within 2 s .*; stopped by a signal: rank 0"),
+        ("1 stalls", "rank hang",
+         r"no answer within 2 s.* from ranks? (0, )?1 in (?s:.*--- rank 0 .*--- rank 1 had.*torchrun\.py.*in spoil)"),
     ],
-)
+)  # fmt: skip
 def test_a_lost_rank_is_a_named_failure(tmp_path: Path, defect: str, kind: str, said: str) -> None:
-    run = planted(tmp_path, defect, "--examples", "5", "--long", "0", "--budget", "2", "--timeout", "2")
+    given = ("--examples", "5", "--long", "0", "--budget", "2", "--timeout", "2")
+    run = under_torchrun(tmp_path, *given, defect=defect)
     assert run.status == 1, run.text
-    assert run.failure["kind"] == kind and re.search(said, run.failure["message"])
+    assert run.failure["kind"] == kind and re.search(said, run.failure["message"]), run.text
     assert Case.from_json(json.dumps(run.failure["case"])).world == 2
     assert "replay: " in run.text
 
@@ -142,97 +222,65 @@ def test_a_lost_rank_is_a_named_failure(tmp_path: Path, defect: str, kind: str, 
 @pytest.mark.parametrize(
     "defect, said",
     [
-        ("process_stopped", "the process that torchrun started for rank 1 does not answer; it may be stopped"),
-        ("first_process_stopped", "the process that torchrun started for rank 0 gave no sign of life for 6 s"),
-        ("first_process_killed", "the process that torchrun started for rank 0 is gone"),
+        (
+            "1 has its process stopped",
+            "the process that torchrun started for rank 1 does not answer; it may be stopped",
+        ),
+        ("0 has its process stopped", "the process that torchrun started for rank 0 gave no sign of life for 6 s"),
+        ("0 has its process killed", "the process that torchrun started for rank 0 is gone"),
     ],
 )
 def test_a_process_of_torchrun_that_stops_is_named_rank_0_too(tmp_path: Path, defect: str, said: str) -> None:
-    given = ["--backend", "gloo", "--seed", "1", "--examples", "5", "--long", "0", "--timeout", "2"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(PROGRAM)]
-    with subprocess.Popen(
-        [*torchrun, defect, *given, "--failures", str(tmp_path / "failures")], stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, env=clean(), cwd=tmp_path,
-    ) as run:  # fmt: skip
-        assert run.stdout is not None
-        text = ""
-        while said not in unbroken(text):
-            line = run.stdout.readline()
-            assert line, text
-            text += line
+    with started(tmp_path, "--examples", "5", "--long", "0", "--timeout", "2", defect=defect) as run:
+        read(run, until=said)
         if "stopped" in defect:  # torchrun would wait for it for half a minute
             os.kill(int((tmp_path / "process").read_text()), signal.SIGCONT)
-        run.stdout.read()
-        assert run.wait(PLENTY) == 1
+        assert ended(run, tmp_path).status == 1
 
 
 def test_torchrun_told_to_end_saves_what_was_under_way(tmp_path: Path) -> None:
-    given = ["--backend", "gloo", "--examples", "100000", "--long", "0", "--failures", str(tmp_path)]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SCRIPT)]
-    with subprocess.Popen([*torchrun, *given], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
-        assert run.stdout is not None
-        said = ""
-        while not re.search(r"world 2: \d+/", said):  # until examples are under way
-            line = run.stdout.readline()
-            assert line, said
-            said += line
-        run.terminate()
-        text = said + run.stdout.read()
-        assert run.wait(PLENTY) != 0
-    assert "torchrun ends all its processes" in text and "machinery" not in text, text
-    assert len(list(tmp_path.glob("*.json"))) == 1
+    with started(tmp_path, "--examples", "100000", "--long", "0") as process:
+        said = read(process, until=r"world 2: \d+/")  # examples are under way
+        process.terminate()
+        run = ended(process, tmp_path, said)
+    assert run.status != 0 and "torchrun ends all its processes" in run.text and "machinery" not in run.text, run.text
+    assert len(list((tmp_path / "failures").iterdir())) == 1
 
 
 def test_an_interrupt_reports_what_held_until_then(tmp_path: Path) -> None:
-    """To torchrun alone, as from a keyboard: each process that it starts has a session of its own, and it tells them
-    all."""
-    file = tmp_path / "report.json"
-    given = ["--backend", "gloo", "--examples", "100000", "--long", "0", "--failures", str(tmp_path / "failures")]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SCRIPT)]
-    with subprocess.Popen(
-        [*torchrun, *given, "--json", str(file)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env=clean(), cwd=tmp_path,
-    ) as run:  # fmt: skip
-        assert run.stdout is not None
-        said = ""
-        while not re.search(r"world 2: [1-9]\d*/", said):  # until examples have held
-            line = run.stdout.readline()
-            assert line, said
-            said += line
-        run.send_signal(signal.SIGINT)
-        text = said + run.stdout.read()
-        assert run.wait(PLENTY) != 0
-    assert "error: interrupted" in text and "all held, then interrupted" in text and "machinery" not in text, text
-    report = json.loads(file.read_text())
+    """To torchrun alone, as from a keyboard: each process that it starts has a session of its own, and it tells all."""
+    with started(tmp_path, "--examples", "100000", "--long", "0") as process:
+        said = read(process, until=r"world 2: [1-9]\d*/")  # examples have held
+        process.send_signal(signal.SIGINT)
+        run = ended(process, tmp_path, said)
+    assert run.status != 0 and "error: interrupted" in run.text and "all held, then interrupted" in run.text, run.text
+    assert "machinery" not in run.text, run.text
+    report = run.report
     assert report["interrupted"] is True and not report["held"], report
     assert report["examples"] > 1 and report["failures"] == [] and report["seconds"] > 0
     assert "output and lse" in {row["property"] for row in report["rows"]} and "links" in report
-    assert f"{report['examples']} examples, {report['examples']} of them distributed, in " in text, text
-    assert not (tmp_path / "failures").exists() or not list((tmp_path / "failures").iterdir())
+    assert f"{report['examples']} examples, {report['examples']} of them distributed, in " in run.text, run.text
+    assert not list(tmp_path.glob("failures/*"))
 
 
 def test_links_that_lose_a_byte_end_the_run(tmp_path: Path) -> None:
-    run = planted(tmp_path, "a_byte_lost", "--examples", "5")
+    run = under_torchrun(tmp_path, "--examples", "5", defect="a byte lost")
     assert run.status == 1, run.text
     assert run.failure["property"] == links.TITLE and run.failure["case"] == {"links": {"world": 2}}
     assert re.search(r"of 4095 bytes from rank \d, 1 are wrong, the first at 4094", run.failure["message"])
     assert "everything else is left out" in run.text and run.report["examples"] == 0
     file = run.failure["replay"].split()[-1]
-    assert planted(tmp_path, "a_byte_lost", "--replay", file).failure["property"] == links.TITLE
-    assert under_torchrun(tmp_path, SCRIPT, "--backend", "gloo", "--replay", file).status == 0
+    assert under_torchrun(tmp_path, "--replay", file, defect="a byte lost").failure["property"] == links.TITLE
+    assert under_torchrun(tmp_path, "--replay", file).status == 0
 
 
 def test_a_long_problem_that_is_wrong_is_found_and_replayed(tmp_path: Path) -> None:
     problem = {"long": {"world": 2, "tokens": 96, "kind": "LongNet float32", "seed": 0}}
-    file = tmp_path / "long.json"
-    file.write_text(json.dumps(problem))
-    run = planted(tmp_path, "wrong_when_long", "--replay", str(file))
+    (tmp_path / "long.json").write_text(json.dumps(problem))
+    run = under_torchrun(tmp_path, "--replay", "long.json", defect="wrong when long")
     assert run.status == 1 and run.failure["case"] == problem, run.text
     assert re.search(r"on rank 0: out of token \d+ is off by .* times its bound", run.failure["message"])
-    assert under_torchrun(tmp_path, SCRIPT, "--backend", "gloo", "--replay", str(file)).status == 0
-
-
-# --- the word to leave ------------------------------------------------------------------------------------------------
+    assert under_torchrun(tmp_path, "--replay", "long.json").status == 0
 
 
 @pytest.fixture
@@ -246,28 +294,8 @@ def agents(monkeypatch: pytest.MonkeyPatch) -> Iterator[Agents]:
     found.farewell(0)
 
 
-def test_the_word_to_leave_is_heard_when_an_agent_is_next_spoken_to(agents: Agents) -> None:
-    turns: list[Callable[[], Any]] = [
-        lambda: agents.pump(0.0),
-        lambda: agents.send([0], "end", 1, [None]),
-        lambda: agents.ask([0], "stacks", None, PLENTY),
-        lambda: ShrinkBackend(agents, None).submit(observe, plain(2)),
-    ]
-    assert agents.ask([0], "stacks", None, PLENTY) == {0: ""}
-    agents.told_to_leave()
-    for turn in turns:
-        with pytest.raises(AgentLost, match="torchrun ends all its processes"):
-            turn()
-    agents.told_to_leave()  # a second time, while the first is being recorded
-
-
-def test_the_word_to_leave_wakes_who_waits_for_an_agent(agents: Agents) -> None:
-    threading.Timer(0.2, agents.told_to_leave).start()
-    with pytest.raises(AgentLost, match="torchrun ends all its processes"):
-        agents.pump(PLENTY)
-
-
-def test_an_interrupt_is_heeded_once_when_an_agent_is_next_spoken_to(agents: Agents) -> None:
+def test_a_word_is_heeded_when_an_agent_is_next_spoken_to(agents: Agents) -> None:
+    """An interrupt once, the word to leave for good."""
     turns: list[Callable[[], Any]] = [
         lambda: agents.pump(0.0),
         lambda: agents.send([0], "end", 1, [None]),
@@ -282,51 +310,43 @@ def test_an_interrupt_is_heeded_once_when_an_agent_is_next_spoken_to(agents: Age
         assert agents.ask([0], "stacks", None, PLENTY) == {0: ""}
     agents.interrupted()
     agents.told_to_leave()
-    with pytest.raises(AgentLost):
-        agents.heed()
+    for turn in turns:
+        with pytest.raises(AgentLost, match="torchrun ends all its processes"):
+            turn()
+    agents.told_to_leave()  # a second time, while the first is being recorded
 
 
-# --- what cannot be carried out ---------------------------------------------------------------------------------------
+def test_the_word_to_leave_wakes_who_waits_for_an_agent(agents: Agents) -> None:
+    threading.Timer(0.2, agents.told_to_leave).start()
+    with pytest.raises(AgentLost, match="torchrun ends all its processes"):
+        agents.pump(PLENTY)
 
 
 def test_without_torchrun_it_says_how_to_run() -> None:
-    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=PLENTY, env=clean())
-    assert done.returncode == 2
-    assert "torchrun --nproc-per-node=2 scripts/validate_nccl.py" in done.stderr and "RANK" in done.stderr
+    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 2 and "torchrun --nproc-per-node=2 scripts/validate_nccl.py" in done.stderr
+    assert "RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.skipif(torch.cuda.device_count() >= 2, reason="there are GPUs")
-def test_without_gpus_nccl_is_refused(tmp_path: Path) -> None:
-    run = under_torchrun(tmp_path, SCRIPT)
-    assert "exitcode  : 2" in run.text and "there is no GPU for rank" in run.text
-    assert run.report == {}
-
-
-def test_a_replay_of_what_is_no_counter_example_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "no.json"
-    file.write_text('{"long": {"world": 2, "tokens": 8, "kind": "dense float32"}}')
-    run = under_torchrun(tmp_path, SCRIPT, "--backend", "gloo", "--replay", str(file))
-    assert "exitcode  : 2" in run.text and "tokens is 8; it must be an integer of at least 64" in run.text
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        pytest.param(
+            ("--backend", "nccl"), "there is no GPU for rank", id="nccl",
+            marks=pytest.mark.skipif(torch.cuda.device_count() >= 2, reason="there are GPUs"),
+        ),
+        (("--replay", "no.json"), "tokens is 8; it must be an integer of at least 64"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_carried_out_is_refused(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
+    (tmp_path / "no.json").write_text('{"long": {"world": 2, "tokens": 8, "kind": "dense float32"}}')
+    run = under_torchrun(tmp_path, *arguments)
+    assert "exitcode  : 2" in run.text and said in run.text and run.report == {}
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason=NO_GPUS)
 def test_nccl_holds_on_gpus(tmp_path: Path) -> None:
-    run = under_torchrun(tmp_path, SCRIPT, "--examples", "20", "--long", "4096")
+    run = under_torchrun(tmp_path, "--backend", "nccl", "--examples", "20", "--long", "4096")
     assert run.status == 0 and run.report["backend"] == "nccl", run.text
-
-
-def test_an_environment_without_torchrun_is_named() -> None:
-    with pytest.raises(NotUnderTorchrun, match="RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"):
-        Address.of({})
-
-
-@pytest.mark.parametrize("last", [None, {"long": {"world": 2}}, plain(2)], ids=("nothing", "long", "Case"))
-def test_what_was_under_way_is_saved_as_what_it_is(tmp_path: Path, last: Any) -> None:
-    report = Report(Console(quiet=True))
-    backend: Any = SimpleNamespace(name="gloo", last=last, agents=SimpleNamespace(place=SimpleNamespace(world_size=2)))
-    validate._record_loss(AgentLost({1}), report, backend, tmp_path)
-    ((failure,), saved) = report.failures, {} if last is None else last
-    wanted = json.loads(saved.to_json()) if isinstance(saved, Case) else saved
-    assert failure.record == wanted and json.loads(failure.file.read_text()) == wanted

@@ -1,0 +1,169 @@
+"""What a rank does for an example: the second run, called in every way that must not change a bit; work on a stream of
+its own; the meter of the workspace, and its limits on paper."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from reference.pattern import Branch, Pattern
+from ring import Layout, ring_attention
+from ring import strided_view as store
+from ring.comm.transport import RecordingTransport, SoloTransport
+from ring.plan.blocks import Heads
+from tests.support.plain_case import plain
+from verification.case import AGAIN
+from verification.check import properties
+from verification.check.expectation import expect
+from verification.check.laws.streams import STREAMS_DO_NOT_MATTER, check_streams
+from verification.run import rank as execute
+from verification.run.backends import GlooBackend, SimBackend
+from verification.run.layouts import strided_copy
+from verification.run.rank import Pass, observe, repeats
+from verification.run.second_run import ALIGNMENT, another_default_device, in_one_storage
+from verification.run.workspace import Meter, Workspace, WorkspaceLimits, limits
+from verification.runner import PROFILES, RunPlan, laws_on
+
+pytestmark = pytest.mark.ranks
+
+case = partial(
+    plain, tokens=9, order="zigzag", pattern=Pattern((Branch(), Branch(4, 2, 1)), causal=True), kv_heads=1,
+    head_dim=3, bucket=3, kernel="auto", lse="differentiated", strided=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("again", AGAIN)
+@pytest.mark.parametrize("lse", ["unused", "returned", "differentiated", "alone"])
+def test_the_first_run_is_ordinary_and_the_second_is_what_the_case_says(
+    again: str, lse: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[dict[str, Any]] = []  # what ring_attention is called with
+    real = execute.ring_attention
+
+    def spy(q: Any, k: Any, v: Any, *args: Any, **options: Any) -> Any:
+        wanted = "".join(name for name, x in zip("qkv", (q, k, v), strict=True) if x.requires_grad)
+        together = k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+        device, grad = torch.empty(0).device.type, torch.is_grad_enabled()
+        seen.append({**options, "wanted": wanted, "grad": grad, "device": device, "together": together})
+        return real(q, k, v, *args, **options)
+
+    monkeypatch.setattr(execute, "ring_attention", spy)
+    given = case(1, again=again, lse=lse)
+    properties.check(given, expect(given), [observe(SoloTransport(), given)])
+    # On other numbers "between" has two more calls, both around the second run's backward, others one.
+    assert len(seen) == 2 + {"between": 2, "pipelined": 1, "no_grad": 1}.get(again, 0)
+    first, second, *others = seen
+    assert all(call["wanted"] == "qkv" and call["check"] and call["grad"] is (again != "no_grad") for call in others)
+    assert [call["device"] for call in seen] == ["cpu", "meta" if again == "meta" else "cpu", *["cpu"] * len(others)]
+    assert [call["together"] for call in seen] == [False, again == "shared", *[False] * len(others)]
+    assert (first["wanted"], first["grad"], first["check"]) == ("qkv", True, True)
+    assert isinstance(first["group"], RecordingTransport)
+    assert second["check"] is (again != "unchecked") and second["grad"] is (again != "no_grad")
+    assert second["wanted"] == (again if set(again) <= set("qkv") else "qkv")
+    assert (second["group"] is None) is (again == "group")
+
+
+def test_in_one_storage_numbers_strides_and_alignment_are_as_they_were() -> None:
+    whole, empty = torch.arange(12.0).view(1, 3, 4, 1), torch.empty(1, 0, 4, 1)
+    given = [whole, strided_copy(whole + 12), empty, torch.ones(1, 32, 2, 1), whole[:, 1:] + 0.5]
+    given.append(torch.arange(12.0).view(1, 3, 4, 1).expand(1, 3, 4, 5))
+    found = in_one_storage(given)
+    assert len({x.untyped_storage().data_ptr() for x in found}) == 1
+    for x, y in zip(given, found, strict=True):
+        assert torch.equal(x, y) and x.stride() == y.stride() and not y.requires_grad
+        assert (y.storage_offset() - x.storage_offset()) * 4 % ALIGNMENT == 0
+    (size,) = {x.untyped_storage().nbytes() for x in found}
+    assert size == sum(-(-x.untyped_storage().nbytes() // ALIGNMENT) * ALIGNMENT for x in given)
+    for i, x in enumerate(found):  # nobody writes over another's numbers
+        x.fill_(float(i))
+    assert all(bool((x == i).all()) for i, x in enumerate(found))
+
+
+def test_the_default_device_is_another_only_inside_and_nothing_is_kept() -> None:
+    heads = Heads.of(((0,), (2,)))
+    store._head_index(heads, torch.device("cpu"))
+    with pytest.raises(ZeroDivisionError), another_default_device():
+        assert torch.ones(1).is_meta and store._head_index.cache_info().currsize == 0
+        store._head_index(heads, torch.device("cpu"))
+        raise ZeroDivisionError
+    assert not torch.ones(1).is_meta and store._head_index.cache_info().currsize == 0
+
+
+def test_what_the_second_run_did_not_give_is_not_compared() -> None:
+    x, y = torch.ones(2), torch.zeros(2)
+    run = Pass((x, None, x, x, x), ("a",), ("b",), ("c",), ("d",), 8, 9)
+    less: dict[str, Any] = {"results": (x, None, None, None, None), "sent_backward": None, "buffer_backward": None}
+    assert repeats(run, run) and repeats(run, replace(run, **less))
+    for name, other in (
+        ("results", (x, None, None, y, None)), ("results", (x, x, None, None, None)), ("sent_forward", ()),
+        ("received_forward", ()), ("sent_backward", ()), ("received_backward", ()), ("buffer_backward", 10),
+        ("buffer_forward", 0),
+    ):  # fmt: skip
+        changed: dict[str, Any] = {name: other}
+        assert not repeats(run, replace(run, **changed))
+
+
+@pytest.mark.parametrize("kind", (SimBackend, GlooBackend))
+def test_it_holds_without_streams(kind: type[SimBackend | GlooBackend]) -> None:
+    with closing(kind(10.0)) as backend:
+        backend.start(2)
+        for lse in ("unused", "differentiated", "alone", "apart"):
+            given = plain(2, lse=lse, strided=lse == "alone", pattern=Pattern.dense(causal=True))
+            assert 0.0 < check_streams(backend, given, {}) < 1.0
+
+
+@pytest.mark.parametrize(("backend", "drawn"), (("nccl", True), ("gloo", False), ("sim", False)))
+def test_it_is_drawn_on_gpus_alone(backend: str, drawn: bool) -> None:
+    laws = laws_on(RunPlan((2,), PROFILES["quick"], None, 1, backend, Path()), 2)
+    assert (STREAMS_DO_NOT_MATTER.name in {experiment.name for experiment, _ in laws}) == drawn
+
+
+measured = partial(
+    plain, 2, tokens=100, cuts=(0, 60, 100), batch=2, heads=6, kv_heads=3, dtype="bfloat16", bucket=20, measured=True
+)  # fmt: skip
+
+
+def test_limits_on_paper() -> None:
+    rows, scores, keys = 2 * 60 * 6 * 4 * 4, 2 * 20 * 6 * 8 * 4, 2 * 20 * 3 * 4 * 4
+    assert rows > scores > keys
+    assert limits(measured(), 0, 0, 0) == WorkspaceLimits(2 * 6 * 20, 2 * 3 * 20, rows, rows)
+    assert limits(measured(bucket=3), 0, 0, 0) == WorkspaceLimits(2 * 6 * 16, 2 * 3 * 3, rows, rows)
+    assert limits(measured(cuts=(0, 99, 100)), 1, 7, 9999) == WorkspaceLimits(2 * 6 * 20, 2 * 3 * 20, scores, 9999)
+    assert limits(measured(cuts=(0, 100, 100), kv_heads=6, head_dim=9), 1, 0, 0).forward == 2 * 20 * 6 * 9 * 4
+    assert limits(measured(cuts=(0, 99, 100), bucket=200, dtype="float64"), 1, 0, 0).forward == 2 * 100 * 6 * 8 * 8
+
+
+def test_the_meter_sees_products_and_what_is_made() -> None:
+    q, k, before = torch.randn(2, 3, 10, 4), torch.randn(2, 3, 7, 4), torch.randn(1000)
+    with Meter(head_dim=4) as meter:
+        q @ k.mT
+        assert meter.take() == Workspace(2 * 3 * 10 * 7 * 4, frozenset({(6 * 7, 6 * 10)}))
+        before[1:].view(3, 333).mul_(2)  # a view, and in place: nothing is made
+        torch.arange(5000)
+        assert meter.take() == Workspace(0, frozenset())
+        mask = before > 0
+        assert meter.take().largest == 1000 == mask.numel()
+        q[0, 0] @ k[0, 0].T
+        torch.baddbmm(torch.zeros(3, 10, 7), q[0], k[0].mT)
+        torch.randn(5, 6) @ torch.randn(6, 7)  # no product of vectors of the head dim
+        assert meter.take().products == {(7, 10), (21, 30)}
+        torch.nn.functional.scaled_dot_product_attention(q, k, k)
+        assert (6 * 7, 6 * 10) in meter.take().products
+
+
+@pytest.mark.parametrize("bucket", (4, 10))
+def test_the_meter_looks_into_the_operator_that_a_forward_is(bucket: int) -> None:
+    """And sees what it would see without: products of the tiles, tensors of the size of the output."""
+    q, k = torch.randn(1, 10, 3, 4), torch.randn(1, 10, 1, 4)
+    with Meter(head_dim=4) as meter:
+        ring_attention(q, k, k, Pattern.dense(), Layout.contiguous(10, 1), bucket=bucket, kernel="math")
+    seen = meter.take()
+    assert seen.products and all(few <= 3 * 10 and many <= 3 * 16 for few, many in seen.products)
+    assert max(few for few, _ in seen.products) == bucket
+    assert 4 * 3 * 10 * 4 <= seen.largest <= 4 * 3 * 10 * max(4, bucket) and meter.peak > meter.held
