@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -12,39 +11,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reference.cost import (
-    EXCHANGES,
-    Setting,
-    buffers,
-    flops,
-    receive_slots,
-    resident,
-    rounds,
-    sent,
-)
+from reference.cost import EXCHANGES, Setting, buffers, flops, receive_slots, resident, rounds, sent
 from reference.needed import needed_rows
 from reference.pattern import Branch, Pattern
 from tests.support.drawn_patterns import patterns
 from tests.support.oracle_loops import sees
 
 Slot = tuple[int, int, int, int]  # branch, offset, key position, key/value head
+UNBOUNDED = 10**6  # tokens: more than any sequence here has
+budget = settings(max_examples=150, deadline=None)
 
 
 @st.composite
 def problems(draw: st.DrawFn) -> Setting:
     n, p = draw(st.integers(0, 16)), draw(st.integers(1, 5))
     kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    heads = kv_heads * group
     cuts = sorted(draw(st.lists(st.integers(0, n), min_size=p - 1, max_size=p - 1)))
     positions = np.split(np.array(draw(st.permutations(range(n))), np.int64), cuts)
-    pattern, itemsize = draw(patterns(heads)), draw(st.sampled_from([2, 4, 8]))
-    batch, head_dim = draw(st.integers(1, 2)), draw(st.integers(1, 3))
-    return Setting(pattern, positions, batch, heads, kv_heads, head_dim, itemsize)
-
-
-UNBOUNDED = 10**6  # tokens: more than any sequence here has
-buckets = st.just(UNBOUNDED) | st.integers(1, 20)
-budget = settings(max_examples=150, deadline=None)
+    pattern, itemsize = draw(patterns(kv_heads * group)), draw(st.sampled_from([2, 4, 8]))
+    sizes = draw(st.integers(1, 2)), kv_heads * group, kv_heads, draw(st.integers(1, 3))
+    return Setting(pattern, positions, *sizes, itemsize)
 
 
 @dataclass
@@ -64,11 +50,8 @@ class Count:
     def taken(self, dst: int, src: int) -> int:
         return sum(dst in users for slot, users in self.users.items() if self.owner[slot[2]] == src)
 
-    def in_flight(self, src: int, t: int) -> int:
-        return sum(self.travel(slot) >= t for slot in self.users if self.owner[slot[2]] == src)
-
-    def ending(self, src: int, t: int) -> int:
-        return sum(self.travel(slot) == t for slot in self.users if self.owner[slot[2]] == src)
+    def travels(self, src: int) -> list[int]:
+        return [self.travel(slot) for slot in self.users if self.owner[slot[2]] == src]
 
 
 def count(s: Setting) -> Count:
@@ -76,23 +59,22 @@ def count(s: Setting) -> Count:
     found.owner = {int(x): rank for rank, held in enumerate(s.positions) for x in held}
     n = len(found.owner)
     for b, branch in enumerate(s.pattern.branches):
-        for head, o in enumerate(branch.offsets(s.heads)):
-            for i in range(n):
-                for j in range(n):
-                    if o is None or not sees(branch, head, i, j, s.heads, s.pattern.causal):
-                        continue
-                    found.pairs[found.owner[i]] += 1
-                    if found.owner[i] != found.owner[j]:
-                        found.users[b, o, j, head * s.kv_heads // s.heads].add(found.owner[i])
-    for b, o in {(slot[0], slot[1]) for slot in found.users}:
-        serving = [h for h, x in enumerate(s.pattern.branches[b].offsets(s.heads)) if x == o]
-        found.widest = max(found.widest, len({h * s.kv_heads // s.heads for h in serving}))
+        offsets = branch.offsets(s.heads)
+        for head, i, j in np.ndindex(s.heads, n, n):
+            if (o := offsets[head]) is not None and sees(branch, head, i, j, s.heads, s.pattern.causal):
+                found.pairs[found.owner[i]] += 1
+                if found.owner[i] != found.owner[j]:
+                    found.users[b, o, j, head * s.kv_heads // s.heads].add(found.owner[i])
+        for offset in {slot[1] for slot in found.users if slot[0] == b}:
+            served = {h * s.kv_heads // s.heads for h, x in enumerate(offsets) if x == offset}
+            found.widest = max(found.widest, len(served))
     return found
 
 
-def units(s: Setting) -> tuple[int, int]:
+def units(s: Setting, narrow: bool) -> tuple[int, int]:
+    """Bytes of a slot and of its gradients."""
     elements = 2 * s.batch * s.head_dim
-    return elements * s.itemsize, elements * (8 if s.itemsize == 8 else 4)
+    return elements * s.itemsize, elements * (8 if s.itemsize == 8 else 2 if narrow and s.itemsize == 2 else 4)
 
 
 @budget
@@ -101,16 +83,11 @@ def test_need_travel_pairs(s: Setting) -> None:
     true, p = count(s), len(s.positions)
     assert list(flops(s).pairs) == [true.pairs[rank] for rank in range(p)]
     assert s.widest == true.widest
-    for src in range(p):
-        for dst in range(p):
-            seen = {
-                (block.branch, block.offset, int(row), kv)
-                for block, rows in needed_rows(s, src, dst)
-                for row in rows
-                for kv in block.kv_heads
-            }
-            assert seen == {x for x, users in true.users.items() if true.owner[x[2]] == src and dst in users}
-            assert s.slots[src, dst] == len(seen)
+    for src, dst in np.ndindex(p, p):
+        needed = [(block, row) for block, rows in needed_rows(s, src, dst) for row in rows]
+        seen = {(block.branch, block.offset, int(row), kv) for block, row in needed for kv in block.kv_heads}
+        assert seen == {x for x, users in true.users.items() if true.owner[x[2]] == src and dst in users}
+        assert s.slots[src, dst] == len(seen)
     for b, need in enumerate(s.needs):
         for row, o, t in zip(s.rows, need.offset, need.travel, strict=True):
             slots = [x for x in true.users if x[0] == b and x[2] == row]
@@ -119,37 +96,36 @@ def test_need_travel_pairs(s: Setting) -> None:
 
 
 @budget
-@given(problems())
-def test_sent_message_by_message(s: Setting) -> None:
+@given(problems(), st.booleans())
+def test_sent_message_by_message(s: Setting, narrow: bool) -> None:
     """Every message of every slot, one at a time."""
     true, p = count(s), len(s.positions)
-    size, gradient_size = units(s)
+    size, gradient_size = units(s, narrow)
     for exchange in EXCHANGES:
         kv, gradients = np.zeros((2, p, p), np.int64)
         if exchange == "gather":
-            for src in range(p):
-                for dst in set(range(p)) - {src}:
-                    kv[src, dst] += len(s.positions[src]) * s.kv_heads * size
-                    gradients[dst, src] += len(s.positions[src]) * s.kv_heads * gradient_size
+            for src, dst in np.ndindex(p, p):
+                if src != dst:
+                    kv[src, dst] += len(s.positions[src]) * s.kv_heads
+                    gradients[dst, src] += len(s.positions[src]) * s.kv_heads
         for slot, users in true.users.items():
             owner = true.owner[slot[2]]
             if exchange == "direct":
                 for user in users:
-                    kv[owner, user] += size
-                    gradients[user, owner] += gradient_size
+                    kv[owner, user] += 1
+                    gradients[user, owner] += 1
             elif exchange == "ring":
-                place, left, carries = owner, set(users), False
+                place, left = owner, set(users)
                 while left:
-                    kv[place, (place + 1) % p] += size
-                    if carries:
-                        gradients[place, (place + 1) % p] += gradient_size
-                    place, carries = (place + 1) % p, True
+                    kv[place, (place + 1) % p] += 1
+                    gradients[place, (place + 1) % p] += place != owner
+                    place = (place + 1) % p
                     left.discard(place)
-                gradients[place, owner] += gradient_size
-        traffic = sent(s, exchange)
-        assert (traffic.forward == kv).all() and (traffic.backward_kv == kv).all()
-        assert (traffic.backward_gradients == gradients).all()
-        assert (traffic.backward == kv + gradients).all()
+                gradients[place, owner] += 1
+        traffic = sent(s, exchange, narrow)
+        assert (traffic.forward == kv * size).all() and (traffic.backward_kv == kv * size).all()
+        assert (traffic.backward_gradients == gradients * gradient_size).all()
+        assert (traffic.backward == traffic.backward_kv + traffic.backward_gradients).all()
 
 
 def plain_rounds(true: Count, cap: float) -> list[tuple[list[int], bool]]:
@@ -157,31 +133,27 @@ def plain_rounds(true: Count, cap: float) -> list[tuple[list[int], bool]]:
     found: list[tuple[list[int], bool]] = []
     total = np.inf  # of the last round; nothing may join it at first
     for t in range(1, p):
-        m = max(true.taken(d, (d - t) % p) for d in range(p))
-        if m > cap:
-            found.append(([t], True))
-            total = np.inf
-        elif m and total + m <= cap and found:
+        most = max(true.taken(d, (d - t) % p) for d in range(p))
+        if most and total + most <= cap:
             found[-1][0].append(t)
-            total += m
-        elif m:
-            found.append(([t], False))
-            total = m
+            total += most
+        elif most:
+            found.append(([t], most > cap))
+            total = most
     return found
 
 
-def plain_slots(s: Setting, true: Count, exchange: str, bucket: int, d: int) -> tuple[int, int, int]:
+def plain_slots(s: Setting, true: Count, exchange: str, cap: int, d: int) -> tuple[int, int, int]:
     """Slots of (receive, send, returned) of rank d."""
-    p, distances = true.world, range(1, true.world)
-    cap = bucket * s.kv_heads
-    most = cap + true.widest - 1
+    p, most = true.world, cap + true.widest - 1
     if exchange == "gather":
         own = len(s.positions[d]) * s.kv_heads
         return sum(len(x) for x in s.positions) * s.kv_heads - own, own if p > 1 else 0, (p - 1) * own
     if exchange == "ring":
-        receive = max((min(true.in_flight((d - t) % p, t), most) for t in distances), default=0)
-        ended = max((min(true.ending(d, t), most) for t in distances), default=0)
-        return receive, min(true.in_flight(d, 1), most), receive + ended
+        flying = [sum(x >= t for x in true.travels((d - t) % p)) for t in range(1, p)]
+        ending = [sum(x == t for x in true.travels(d)) for t in range(1, p)]
+        receive, ended = (min(max(slots, default=0), most) for slots in (flying, ending))
+        return receive, min(len(true.travels(d)), most), receive + ended
     receive = out = 0
     for group, cut in plain_rounds(true, cap):
         takes = [true.taken(d, (d - t) % p) for t in group]
@@ -192,44 +164,21 @@ def plain_slots(s: Setting, true: Count, exchange: str, bucket: int, d: int) -> 
 
 
 @budget
-@given(problems(), buckets)
-def test_buffers(s: Setting, bucket: int) -> None:
-    true = count(s)
-    size, gradient_size = units(s)
-    cap = bucket * s.kv_heads
+@given(problems(), st.just(UNBOUNDED) | st.integers(1, 20), st.booleans())
+def test_buffers(s: Setting, bucket: int, narrow: bool) -> None:
+    true, cap = count(s), bucket * s.kv_heads
+    size, gradient_size = units(s, narrow)
     assert rounds(s, bucket) == plain_rounds(true, cap)
     for exchange in EXCHANGES:
-        copies, got = 1 if exchange == "gather" else 2, buffers(s, exchange, bucket)
+        copies, got = 1 if exchange == "gather" else 2, buffers(s, exchange, bucket, narrow)
         for d in range(true.world):
-            receive, out, returned = plain_slots(s, true, exchange, bucket, d)
+            receive, out, returned = plain_slots(s, true, exchange, cap, d)
             assert receive_slots(s, exchange, bucket)[d] == receive
             assert got.receive[d] == copies * receive * size and got.send[d] == out * size
             assert got.gradients[d] == copies * receive * gradient_size
             assert got.returned[d] == returned * gradient_size
-            forward = (copies * receive + out) * size
-            assert got.forward[d] == forward
-            assert got.backward[d] == forward + (copies * receive + returned) * gradient_size
-
-
-@budget
-@given(problems(), st.integers(1, 20), st.randoms(use_true_random=False))
-def test_chunks_fit_the_receive_buffer(s: Setting, bucket: int, random: Random) -> None:
-    """Whatever the order of rows in a message, no chunk of whole rows is larger than its buffer."""
-    cap, p = bucket * s.kv_heads, len(s.positions)
-    for distances, cut in rounds(s, bucket):
-        for d in range(p):
-            total = 0
-            for t in distances:
-                widths = [block.width for block, rows in needed_rows(s, (d - t) % p, d) for _ in rows]
-                random.shuffle(widths)
-                chunks: Counter[int] = Counter()
-                at = 0
-                for width in widths:
-                    chunks[at // cap if cut else 0] += width
-                    at += width
-                total += max(chunks.values(), default=0)
-            assert total <= receive_slots(s, "direct", bucket)[d]
-            assert total <= cap + s.widest - 1
+            assert got.forward[d] == (copies * receive + out) * size
+            assert got.backward[d] == got.forward[d] + (copies * receive + returned) * gradient_size
 
 
 def shards(*held: list[int]) -> list[np.ndarray]:
@@ -270,25 +219,6 @@ def test_resident_counts_elements() -> None:
     assert resident(s).gradients.tolist() == [8 * (q + 2 * kv)] * 3
 
 
-def test_narrow_gradients_take_the_working_type() -> None:
-    pattern, positions = Pattern.dense(causal=True), np.split(np.arange(12), 3)
-    for itemsize, ratio in ((8, 1), (4, 1), (2, 2)):
-        s = Setting(pattern, positions, 2, 4, 2, 8, itemsize)
-        wide, narrow = sent(s, "direct"), sent(s, "direct", narrow=True)
-        assert (narrow.backward_kv == wide.backward_kv).all() and narrow.backward_gradients.any()
-        assert (ratio * narrow.backward_gradients == wide.backward_gradients).all()
-        held, less = buffers(s, "direct", 5), buffers(s, "direct", 5, narrow=True)
-        assert (held.forward == less.forward).all() and less.gradients.any() and less.returned.any()
-        assert (ratio * less.gradients == held.gradients).all() and (ratio * less.returned == held.returned).all()
-
-
-def test_ring_memory_falls_as_one_over_p() -> None:
-    n = 8192
-    for p in (2, 4, 8):
-        held = buffers(Setting(Pattern.dense(), np.array_split(np.arange(n), p), 1, 4, 4, 8), "ring", UNBOUNDED)
-        assert (held.backward == (2 + 1 + 2 + 2) * (n // p) * 4 * 2 * 8 * 4).all()
-
-
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -301,19 +231,16 @@ def test_ring_memory_falls_as_one_over_p() -> None:
         ({"batch": 0}, "batch"),
         ({"itemsize": 3}, "itemsize"),
         ({"pattern": Pattern((Branch(heads=range(5)),))}, "heads"),
+        ({"exchange": "star"}, "exchange"),
+        ({"bucket": 0}, "bucket"),
     ],
 )
-def test_refuses(change: dict[str, object], named: str) -> None:
-    fields: dict[str, Any] = {"pattern": Pattern.dense(), "positions": ([0, 1], [2]), "batch": 1, "heads": 4}
+def test_refuses(change: dict[str, Any], named: str) -> None:
+    given: dict[str, Any] = {"pattern": Pattern.dense(), "positions": ([0, 1], [2]), "batch": 1, "heads": 4}
+    given |= {"kv_heads": 2, "head_dim": 8, "itemsize": 4, "exchange": "ring", "bucket": 1} | change
+    exchange, bucket = given.pop("exchange"), given.pop("bucket")
     with pytest.raises(ValueError, match=named):
-        Setting(**{**fields, "kv_heads": 2, "head_dim": 8, "itemsize": 4, **change})
-
-
-def test_refuses_exchange_and_bucket() -> None:
-    s = Setting(Pattern.dense(), shards([0, 1], [2]), 1, 1, 1, 1)
-    with pytest.raises(ValueError, match="exchange"):
-        sent(s, "star")
-    with pytest.raises(ValueError, match="exchange"):
-        buffers(s, "star", 1)
-    with pytest.raises(ValueError, match="bucket"):
-        buffers(s, "ring", 0)
+        buffers(Setting(**given), exchange, bucket)
+    if named == "exchange":
+        with pytest.raises(ValueError, match=named):
+            sent(Setting(**given), exchange)
