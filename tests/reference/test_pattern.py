@@ -1,33 +1,22 @@
-"""`reference.pattern`: multiplicity against its definition, patterns as values, and what is refused."""
+"""`reference.pattern`: selected positions, patterns as values, and what is refused."""
 
 import copy
 import json
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError, fields, replace
+from itertools import combinations, permutations
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
 from reference import Branch, Pattern
-from reference.pattern import multiplicity, numbered_pattern, selected
+from reference.pattern import numbered_pattern, selected
 from tests.support.drawn_patterns import patterns
-from tests.support.oracle_loops import sees
-
-positions = st.lists(st.integers(0, 30), max_size=8)
-
-
-@given(st.data(), st.integers(1, 4), positions, positions)
-def test_multiplicity_is_the_definition(data: st.DataObject, heads: int, i: list[int], j: list[int]) -> None:
-    pattern = data.draw(patterns(heads))
-    found = multiplicity(pattern, torch.tensor(i, dtype=torch.int64), torch.tensor(j, dtype=torch.int64), heads)
-    for h, a, b in np.ndindex(*found.shape):
-        assert found[h, a, b] == sum(sees(one, h, i[a], j[b], heads, pattern.causal) for one in pattern.branches)
 
 
 @pytest.mark.parametrize(
@@ -45,25 +34,6 @@ def test_multiplicity_is_the_definition(data: st.DataObject, heads: int, i: list
 )
 def test_selected_by_hand(branch: Branch, offset: int, n: int, positions_selected: list[int]) -> None:
     assert selected(branch, torch.arange(n), offset).nonzero().flatten().tolist() == positions_selected
-
-
-def test_multiplicity_by_hand() -> None:
-    # Two branches that overlap: pairs within {0, 1}, {2, 3}, and pairs of even positions within {0, 1, 2, 3}.
-    pattern = Pattern((Branch(2), Branch(4, 2)))
-    assert multiplicity(pattern, torch.arange(4), torch.arange(4), 1)[0].tolist() == [
-        [2, 1, 1, 0],
-        [1, 1, 0, 0],
-        [1, 0, 2, 1],
-        [0, 0, 1, 1],
-    ]
-    causal = multiplicity(Pattern(pattern.branches, causal=True), torch.tensor([2]), torch.arange(4), 1)
-    assert causal[0].tolist() == [[1, 0, 2, 0]]
-
-
-def test_dense_sees_every_pair_once() -> None:
-    assert multiplicity(Pattern.dense(), torch.arange(3), torch.arange(5), 2).eq(1).all()
-    causal = multiplicity(Pattern.dense(causal=True), torch.arange(5), torch.arange(5), 1)[0]
-    assert causal.equal(torch.ones(5, 5, dtype=torch.int32).tril())
 
 
 # --- as a value -------------------------------------------------------------------------------------------------------
@@ -96,33 +66,23 @@ def test_a_number_finds_no_pattern_that_is_gone() -> None:
             numbered_pattern(number)
 
 
-def other_branches(branch: Branch) -> Iterator[Branch]:
-    """Branches that differ in one field."""
-    yield replace(branch, segment_length=branch.segment_length + 1 if branch.segment_length else 1)
-    yield replace(branch, window=0 if branch.window is None else branch.window + 1)
-    yield replace(branch, dilation_rate=branch.dilation_rate + 1)
-    offset, rate, heads = branch.offset, branch.dilation_rate, branch.heads
-    listed = offset if isinstance(offset, tuple) else ()
-    if rate > 1:
-        first = (listed[0] + 1) % rate if listed else 0
-        yield replace(branch, offset=(first, *listed[1:]) if isinstance(offset, tuple) else (offset + 1) % rate)
-    whole = range(len(listed) or 1)
-    yield replace(branch, heads=whole if heads is None else range(heads.start + bool(listed), heads.stop + 1))
+BRANCH = Branch(4, 2, (0, 1), range(2), 3)
+OTHERS = [
+    *(replace(BRANCH, **{name: value}) for name, value in (
+        ("segment_length", 5), ("segment_length", None), ("dilation_rate", 3), ("offset", (1, 1)), ("offset", 0),
+        ("heads", range(1, 3)), ("window", 4), ("window", None),
+    )),
+    replace(BRANCH, offset=1), replace(BRANCH, offset=0, heads=None), replace(BRANCH, offset=(0,), heads=range(1)),
+]  # fmt: skip
 
 
-@given(patterns(3, packed=True))
-def test_what_differs_in_a_field_is_not_equal(pattern: Pattern) -> None:
-    lengths = pattern.documents or ()
-    others = [replace(pattern, causal=not pattern.causal), replace(pattern, branches=pattern.branches * 2)]
-    others += [replace(pattern, documents=x) for x in (None, (0, *lengths), (*lengths, 0), lengths[1:], lengths[::-1])
-               if x != pattern.documents]  # fmt: skip
-    for at, branch in enumerate(pattern.branches):
-        for other in other_branches(branch):
-            assert other != branch
-            others.append(replace(pattern, branches=(*pattern.branches[:at], other, *pattern.branches[at + 1 :])))
-    if pattern.branches != pattern.branches[::-1]:
-        others.append(replace(pattern, branches=pattern.branches[::-1]))
-    assert all(other != pattern for other in others)
+def test_what_differs_in_a_field_is_not_equal() -> None:
+    branches = [BRANCH, *OTHERS]
+    listings = [*((one,) for one in branches), (BRANCH, BRANCH), *permutations(branches[:3])]
+    packed = (None, (3, 0), (0, 3), (3,), (), (2, 1))
+    made = [Pattern(one, causal, lengths) for one in listings for causal in (False, True) for lengths in packed]
+    for things in branches, made:
+        assert all(one != other for one, other in combinations(things, 2)) and len(set(things)) == len(things)
 
 
 @given(patterns(3, packed=True))
@@ -130,9 +90,8 @@ def test_nothing_that_a_caller_changes_changes_a_pattern(pattern: Pattern) -> No
     branches: Any = list(pattern.branches)
     documents: Any = None if pattern.documents is None else list(pattern.documents)
     made = Pattern(branches, pattern.causal, documents)
-    branches.append(Branch(1))
     saved = made.to_dict()
-    for listed in (documents, saved["branches"], saved["documents"]):
+    for listed in (branches, documents, saved["branches"], saved["documents"]):
         if listed is not None:
             listed.append(1)
     saved["branches"][0]["segment_length"] = 99
