@@ -1,4 +1,4 @@
-"""What the notebooks share: fits of known laws, pictures read back square by square, records that cannot be read."""
+"""What the notebooks share: fits of known laws, records that cannot be read."""
 
 from __future__ import annotations
 
@@ -9,28 +9,10 @@ from pathlib import Path
 import figures
 import numpy as np
 import pytest
-from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from scipy import stats
 
 from verification.mutants.catalogue import DEFECTS
-
-
-def test_every_square_has_the_colour_of_its_label() -> None:
-    axes = Figure().add_subplot()
-    figures.who_sees_whom(axes, np.array([[1, 0, 2], [3, 1, 0]]), ["a", "b", "c"], cuts=[1])
-    (image,), legend = axes.images, axes.get_legend()
-    values = image.get_array()
-    assert values is not None and legend is not None
-    white, a, b, c = "#ffffff", *(colour.lower() for colour in figures.COLOURS[:3])
-    shown = [[to_hex(colour) for colour in row] for row in image.to_rgba(values)]
-    assert shown == [[a, white, b], [c, a, white]] and len(axes.lines) == 2
-    assert [text.get_text() for text in legend.get_texts()] == ["a", "b", "c"]
-
-
-def test_binary_prefixes() -> None:
-    shown = {(0, ""): "0", (1023, ""): "1023", (1536, ""): "1.5 Ki", (2**60, ""): "1024 Pi", (3 * 2**30, "B"): "3 GiB"}
-    assert {given: figures.binary(*given) for given in shown} == shown
 
 
 def test_power_laws_have_students_intervals() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,26 +11,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reference.cost import EXCHANGES, Setting, buffers, flops, receive_slots, resident, rounds, sent
+from reference.cost import EXCHANGES, Setting, buffers, flops, receive_slots, resident, sent
 from reference.needed import needed_rows
 from reference.pattern import Branch, Pattern
-from tests.support.drawn_patterns import patterns
+from tests.support import drawn_patterns
 from tests.support.oracle_loops import sees
 
 Slot = tuple[int, int, int, int]  # branch, offset, key position, key/value head
-UNBOUNDED = 10**6  # tokens: more than any sequence here has
 budget = settings(max_examples=150, deadline=None)
 
 
 @st.composite
 def problems(draw: st.DrawFn) -> Setting:
-    n, p = draw(st.integers(0, 16)), draw(st.integers(1, 5))
+    documents, p = draw(st.none() | drawn_patterns.documents(3)), draw(st.integers(1, 5))
+    n = draw(st.integers(0, 16)) if documents is None else sum(documents)
     kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     cuts = sorted(draw(st.lists(st.integers(0, n), min_size=p - 1, max_size=p - 1)))
     positions = np.split(np.array(draw(st.permutations(range(n))), np.int64), cuts)
-    pattern, itemsize = draw(patterns(kv_heads * group)), draw(st.sampled_from([2, 4, 8]))
+    pattern = replace(draw(drawn_patterns.patterns(kv_heads * group)), documents=documents)
     sizes = draw(st.integers(1, 2)), kv_heads * group, kv_heads, draw(st.integers(1, 3))
-    return Setting(pattern, positions, *sizes, itemsize)
+    return Setting(pattern, positions, *sizes, draw(st.sampled_from([2, 4, 8])))
 
 
 @dataclass
@@ -47,12 +47,6 @@ class Count:
     def travel(self, slot: Slot) -> int:
         return max((user - self.owner[slot[2]]) % self.world for user in self.users[slot])
 
-    def taken(self, dst: int, src: int) -> int:
-        return sum(dst in users for slot, users in self.users.items() if self.owner[slot[2]] == src)
-
-    def travels(self, src: int) -> list[int]:
-        return [self.travel(slot) for slot in self.users if self.owner[slot[2]] == src]
-
 
 def count(s: Setting) -> Count:
     found = Count(world=len(s.positions))
@@ -61,7 +55,7 @@ def count(s: Setting) -> Count:
     for b, branch in enumerate(s.pattern.branches):
         offsets = branch.offsets(s.heads)
         for head, i, j in np.ndindex(s.heads, n, n):
-            if (o := offsets[head]) is not None and sees(branch, head, i, j, s.heads, s.pattern.causal):
+            if (o := offsets[head]) is not None and sees(s.pattern, branch, head, i, j, s.heads):
                 found.pairs[found.owner[i]] += 1
                 if found.owner[i] != found.owner[j]:
                     found.users[b, o, j, head * s.kv_heads // s.heads].add(found.owner[i])
@@ -128,59 +122,6 @@ def test_sent_message_by_message(s: Setting, narrow: bool) -> None:
         assert (traffic.backward == traffic.backward_kv + traffic.backward_gradients).all()
 
 
-def plain_rounds(true: Count, cap: float) -> list[tuple[list[int], bool]]:
-    p = true.world
-    found: list[tuple[list[int], bool]] = []
-    total = np.inf  # of the last round; nothing may join it at first
-    for t in range(1, p):
-        most = max(true.taken(d, (d - t) % p) for d in range(p))
-        if most and total + most <= cap:
-            found[-1][0].append(t)
-            total += most
-        elif most:
-            found.append(([t], most > cap))
-            total = most
-    return found
-
-
-def plain_slots(s: Setting, true: Count, exchange: str, cap: int, d: int) -> tuple[int, int, int]:
-    """Slots of (receive, send, returned) of rank d."""
-    p, most = true.world, cap + true.widest - 1
-    if exchange == "gather":
-        own = len(s.positions[d]) * s.kv_heads
-        return sum(len(x) for x in s.positions) * s.kv_heads - own, own if p > 1 else 0, (p - 1) * own
-    if exchange == "ring":
-        flying = [sum(x >= t for x in true.travels((d - t) % p)) for t in range(1, p)]
-        ending = [sum(x == t for x in true.travels(d)) for t in range(1, p)]
-        receive, ended = (min(max(slots, default=0), most) for slots in (flying, ending))
-        return receive, min(len(true.travels(d)), most), receive + ended
-    receive = out = 0
-    for group, cut in plain_rounds(true, cap):
-        takes = [true.taken(d, (d - t) % p) for t in group]
-        serves = [true.taken((d + t) % p, d) for t in group]
-        receive = max(receive, sum(min(x, most) if cut else x for x in takes))
-        out = max(out, sum(min(x, most) if cut else x for x in serves))
-    return receive, out, out
-
-
-@budget
-@given(problems(), st.just(UNBOUNDED) | st.integers(1, 20), st.booleans())
-def test_buffers(s: Setting, bucket: int, narrow: bool) -> None:
-    true, cap = count(s), bucket * s.kv_heads
-    size, gradient_size = units(s, narrow)
-    assert rounds(s, bucket) == plain_rounds(true, cap)
-    for exchange in EXCHANGES:
-        copies, got = 1 if exchange == "gather" else 2, buffers(s, exchange, bucket, narrow)
-        for d in range(true.world):
-            receive, out, returned = plain_slots(s, true, exchange, cap, d)
-            assert receive_slots(s, exchange, bucket)[d] == receive
-            assert got.receive[d] == copies * receive * size and got.send[d] == out * size
-            assert got.gradients[d] == copies * receive * gradient_size
-            assert got.returned[d] == returned * gradient_size
-            assert got.forward[d] == (copies * receive + out) * size
-            assert got.backward[d] == got.forward[d] + (copies * receive + returned) * gradient_size
-
-
 def shards(*held: list[int]) -> list[np.ndarray]:
     return [np.array(x, np.int64) for x in held]
 
@@ -201,6 +142,31 @@ def test_worked_by_hand() -> None:
     held = resident(s)
     assert (held.shards[0], held.accumulator[0], held.gradients[0]) == (3 * 4 * 2 + 3 * 4, 3 * 8, 3 * 12)
     assert not (held.shards[2] or held.accumulator[2] or held.gradients[2])
+
+
+@pytest.mark.parametrize(
+    ("exchange", "bucket", "receive", "send", "returned"),
+    [
+        ("ring", 6, (4, 6, 6), (6, 4, 2), (10, 10, 8)),
+        ("ring", 2, (4, 5, 5), (5, 4, 2), (9, 9, 7)),
+        ("direct", 6, (6, 8, 10), (12, 8, 4), (12, 8, 4)),  # both distances in one round
+        ("direct", 3, (4, 6, 6), (6, 4, 2), (6, 4, 2)),
+        ("direct", 2, (4, 5, 5), (5, 4, 2), (5, 4, 2)),  # both are cut
+        ("gather", 2, (6, 8, 10), (6, 4, 2), (12, 8, 4)),
+    ],
+)
+def test_buffers_by_hand(
+    exchange: str, bucket: int, receive: tuple[int, ...], send: tuple[int, ...], returned: tuple[int, ...]
+) -> None:
+    """Ranks hold 6, 4 and 2 slots, which all others need; a chunk ends with a whole row, of 2 slots."""
+    s = Setting(Pattern.dense(), shards([0, 1, 2], [3, 4], [5]), 1, 2, 2, 3, 2)
+    copies, ints = 1 if exchange == "gather" else 2, [np.array(x) for x in (receive, send, returned)]
+    assert receive_slots(s, exchange, bucket).tolist() == list(receive)
+    for narrow in (False, True):
+        (size, gradient_size), got = units(s, narrow), buffers(s, exchange, bucket, narrow)
+        forward, returning = (copies * ints[0] + ints[1]) * size, ints[2] * gradient_size
+        assert (got.forward == forward).all() and (got.gradients == copies * ints[0] * gradient_size).all()
+        assert (got.backward == forward + got.gradients + returning).all()
 
 
 def test_lengths_beyond_the_sequence() -> None:

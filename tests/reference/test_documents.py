@@ -1,8 +1,7 @@
 """Packed documents: the definition written out by hand, what it equals, what is refused, and how lengths are found."""
 
 from collections.abc import Callable
-from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -13,10 +12,8 @@ from hypothesis import strategies as st
 
 from reference import Branch, Inputs, Pattern, attention, documents_from_cu_seqlens, documents_from_positions, evaluate
 from reference.arithmetic import Arithmetic, Counts, most_seen
-from reference.cost import Setting, flops
-from reference.exact import QUANTITIES
+from reference.cost import Setting
 from reference.exact import multiplicity as counted
-from reference.needed import blocks
 from reference.oracle import gradients
 from reference.pattern import multiplicity, selected
 from tests.support import drawn_patterns
@@ -65,23 +62,6 @@ def test_positions_are_those_of_the_packed_sequence() -> None:
     assert found.tolist() == [[1, 1, 0, 1, 0], [0, 0, 1, 0, 1]]
 
 
-# --- what it equals ---------------------------------------------------------------------------------------------------
-
-
-@budget
-@given(PACKED, st.sampled_from(("attached", "detached")))
-def test_each_document_is_attended_to_by_itself(packed: Pattern, weights: str) -> None:
-    documents, alone = packed.documents or (), replace(packed, documents=None)
-    q, k, v, dout = (drawn(sum(documents), 2 if i in (0, 3) else 1, seed=i) for i in range(4))
-    found = (*attention(q, k, v, packed), *gradients(q, k, v, packed, dout, weights=weights))
-    for start, stop in pairwise(accumulate(documents, initial=0)):
-        *one, last = (x[:, start:stop] for x in (q, k, v, dout))
-        expected = (*attention(*one, alone), *gradients(*one, alone, last, weights=weights))
-        for name, x, whole in zip(QUANTITIES, expected, found, strict=True):
-            there = whole[:, :, start:stop] if name == "lse" else whole[:, start:stop]
-            torch.testing.assert_close(there, x, rtol=1e-12, atol=1e-12)
-
-
 @budget
 @given(PACKED)
 @example(Pattern.dense(documents=(7,), window=2))  # keys on both sides of a query
@@ -93,26 +73,6 @@ def test_the_twin_has_the_same_mask_and_the_count_of_pairs_bounds_it(packed: Pat
     keys, rows = most_seen(packed, n, 2, 1)
     assert c.sum(2).max(initial=0) <= keys <= 2 * max(documents, default=1) + 1
     assert c.sum((0, 1)).max(initial=0) <= rows
-
-
-@budget
-@given(st.data(), PACKED, st.integers(1, 4))
-def test_needs_and_pairs_are_those_of_the_mask(data: st.DataObject, pattern: Pattern, p: int) -> None:
-    n = sum(pattern.documents or ())
-    cuts = sorted(data.draw(st.lists(st.integers(0, n), min_size=p - 1, max_size=p - 1)))
-    positions = np.split(np.array(data.draw(st.permutations(range(n))), np.int64), cuts)
-    setting = Setting(pattern, positions, 1, 2, 1, 1)
-    c = counted(pattern, 2, n)
-    assert flops(setting).pairs == tuple(int(c[:, held].sum()) for held in positions)
-    slots = np.zeros((p, p), np.int64)
-    for branch in pattern.branches:
-        for block in blocks(Setting(replace(pattern, branches=(branch,)), positions, 1, 2, 1, 1), 0):
-            grid = replace(branch, offset=block.offset, heads=None)
-            sees = counted(replace(pattern, branches=(grid,)), 1, n)[0] > 0
-            for owner, reader in np.ndindex(p, p):
-                if reader != owner:
-                    slots[owner, reader] += sees[positions[reader]][:, positions[owner]].any(0).sum() * block.width
-    assert (setting.slots == slots).all()
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from reference.pattern import Pattern, multiplicity
 from tests.support.drawn_patterns import documents
 
 RULES = ("paper", "torchscale", "fkodom")
-HEADS, RATES = range(1, 8), range(1, 8)
 Seen = list[list[tuple[int | None, int] | None]]  # by branch and head: segment length and offset, or no such branch
 
 
@@ -71,21 +70,16 @@ def pairs(pattern: Pattern, seen: Seen, tokens: int) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("heads", HEADS)
-def test_offsets_are_those_of_the_rule(rule: str, heads: int) -> None:
-    for rate in RATES:
-        made = Pattern.longnet([rate] * 4, [rate] * 4, heads, offsets=rule).branches
-        assert [list(one.offsets(heads)) for one in made] == [offsets_of(rule, i, rate, heads) for i in range(4)]
-
-
-@pytest.mark.parametrize("heads", HEADS)
-def test_groups_are_as_equal_as_can_be_and_each_has_one_offset(heads: int) -> None:
-    for count in range(1, heads + 1):
-        for rate in RATES:
-            made = [one.offsets(heads) for one in Pattern.head_groups([9] * count, [rate] * count, heads).branches]
+@pytest.mark.parametrize("heads", range(1, 8))
+def test_offsets_are_those_of_the_rules_and_groups_as_equal_as_can_be(heads: int) -> None:
+    for rate in range(1, 8):
+        for rule in RULES:
+            made = Pattern.longnet([rate] * 4, [rate] * 4, heads, offsets=rule).branches
+            assert [list(one.offsets(heads)) for one in made] == [offsets_of(rule, i, rate, heads) for i in range(4)]
+        for count in range(1, heads + 1):
+            served = [one.offsets(heads) for one in Pattern.head_groups([9] * count, [rate] * count, heads).branches]
             wanted = head_groups([9] * count, [rate] * count, heads)
-            assert made == [tuple(one and one[1] for one in of_heads) for of_heads in wanted]
+            assert served == [tuple(one and one[1] for one in of_heads) for of_heads in wanted]
 
 
 @st.composite

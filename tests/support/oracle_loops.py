@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,11 +48,18 @@ def example(queries: Tokens, keys: Tokens, heads: int = 2, kv_heads: int = 2, ba
     return Example(q, k, v, dout, normal(batch, heads, n_q), at)
 
 
-def sees(branch: Branch, h: int, i: int, j: int, heads: int, causal: bool) -> bool:
+def sees(pattern: Pattern, branch: Branch, h: int, i: int, j: int, heads: int) -> bool:
     """M_b[h, i, j] from its definition."""
     served = range(heads) if branch.heads is None else branch.heads
-    if h not in served or (causal and j > i):
+    if h not in served or (pattern.causal and j > i):
         return False
+    if pattern.documents is not None:
+        ends = list(accumulate(pattern.documents))
+        document = bisect_right(ends, i)
+        begin = ends[document] - pattern.documents[document]
+        if not begin <= j < ends[document]:
+            return False
+        i, j = i - begin, j - begin
     o = branch.offset[h - served.start] if isinstance(branch.offset, tuple) else branch.offset
     w, r = branch.segment_length or max(i, j) + 1, branch.dilation_rate
     on_grid = [p % w >= o and (p % w - o) % r == 0 for p in (i, j)]
@@ -72,7 +81,7 @@ def loops(x: Example, pattern: Pattern, scale: float | None = None, detached: bo
         denominators, means = [], []
         for branch in pattern.branches:
             i = i_positions[a]
-            seen = [c for c, j in enumerate(j_positions) if sees(branch, h, i, j, heads, pattern.causal)]
+            seen = [c for c, j in enumerate(j_positions) if sees(pattern, branch, h, i, j, heads)]
             if seen:
                 weights = (scale * k[b, seen, h // group] @ q[b, a, h]).exp()
                 denominators.append(weights.sum())
