@@ -37,10 +37,3 @@ def test_without_an_installed_copy_the_script_says_in_a_line_what_to_do(tmp_path
     done = subprocess.run(alone, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     (said,) = done.stderr.splitlines()
     assert done.returncode == 2 and said.startswith("error: install the packages") and "-m verification.cli." in said
-
-
-def test_hooks_run_what_is_pinned() -> None:
-    """Every hook calls a tool of .venv, so that there is no second list of versions."""
-    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
-    assert re.findall(r"repo: (\S+)", hooks) == ["local"]
-    assert {entry.split("/bin/")[0] for entry in re.findall(r"entry: (.+)", hooks)} == {".venv"}

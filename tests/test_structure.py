@@ -31,11 +31,6 @@ ROAD = (
     "verification.mutants", "verification.peers",
     "verification.cli", "verification.__main__",
 )  # fmt: skip
-# The stops within the plan.
-PLAN = (
-    "blocks", "pieces", "ranges", "range_pairs", "needs", "chunks", "schedule", "rows", "tile", "diagonal", "tiling",
-    "plan",
-)  # fmt: skip
 MOST_LINES = 600
 
 
@@ -66,24 +61,17 @@ def imports(module: str) -> frozenset[str]:
     return frozenset(found & set(files()) - {module})
 
 
-def stop(module: str, road: tuple[str, ...] = ROAD) -> int:
+def stop(module: str) -> int:
     """The number of the module's stop; a package that is itself a stop is after all that it holds."""
-    fitting = [name for name in road if module == name or (name != "ring" and module.startswith(f"{name}."))]
+    fitting = [name for name in ROAD if module == name or (name != "ring" and module.startswith(f"{name}."))]
     assert fitting, f"{module} has no place on the road: give it one in {Path(__file__).name}"
-    return road.index(max(fitting, key=len))
+    return ROAD.index(max(fitting, key=len))
 
 
 @pytest.mark.parametrize("module", [name for name in files() if name != "verification"])
 def test_no_import_runs_back(module: str) -> None:
     back = [other for other in imports(module) if stop(other) > stop(module)]
     assert not back, f"{module} imports {', '.join(back)}, which come later on the road"
-
-
-def test_the_plan_is_a_road_too() -> None:
-    plan = tuple(f"ring.plan.{name}" for name in PLAN)
-    within = [(module, other) for module in files() for other in imports(module) if module.startswith("ring.plan.")]
-    back = [pair for pair in within if pair[1].startswith("ring.plan.") and stop(pair[1], plan) >= stop(pair[0], plan)]
-    assert back == []
 
 
 def test_no_import_runs_in_a_circle() -> None:
@@ -105,7 +93,3 @@ def test_no_file_is_long() -> None:
     paths = [*files().values(), *(ROOT / "tests").rglob("*.py")]
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in paths}
     assert {name: length for name, length in lengths.items() if length > MOST_LINES} == {}
-
-
-def test_the_road_has_no_stop_without_modules() -> None:
-    assert {stop(module) for module in files() if module != "verification"} == set(range(len(ROAD)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -32,9 +31,9 @@ PATTERNS = {
 EMULATED = ("float32-math", "bfloat16-math", "bfloat16-half", "float16-math", "float16-half")
 
 
-def problem(dtype: str, size: float, seed: int = 0) -> list[Tensor]:
+def problem(dtype: str, size: float) -> list[Tensor]:
     """q, k, v, dout, dlse."""
-    draw = torch.Generator().manual_seed(seed)
+    draw = torch.Generator().manual_seed(0)
     q, dout = (torch.randn(B, N, H, D, generator=draw, dtype=torch.float64) for _ in range(2))
     k, v = (torch.randn(B, N, HK, D, generator=draw, dtype=torch.float64) for _ in range(2))
     dlse = torch.randn(B, H, N, generator=draw)
@@ -103,12 +102,12 @@ def test_an_emulation_never_exceeds_the_bounds(pattern: Pattern, way: str) -> No
     """Scores of hundreds too, and in fp16 its smallest numbers: 2^-25 is lost wherever something is rounded."""
     dtype, kernel = way.split("-")
     sizes = [(1.0, 0), (12.0, 0), (300.0, 0), *((1.0, x) for x in (9, 13, 17, 20) if dtype == "float16")]
-    for (size, exponent), seed in product(sizes, range(2)):
-        tensors = problem(dtype, size, seed)
+    for size, exponent in sizes:
+        tensors = problem(dtype, size)
         tensors[2] *= 2.0**-exponent
         tensors[4] *= 2.0**-exponent
         worst = worst_ratio(emulate(tensors, pattern, kernel), expected(tensors, pattern, kernel))
-        assert worst <= 1.0, (size, exponent, seed)
+        assert worst <= 1.0, (size, exponent)
 
 
 @pytest.mark.parametrize("fault", ["scale", "lse in bf16", "accumulator in bf16", "D of a wrong O"])
