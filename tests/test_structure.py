@@ -54,10 +54,7 @@ def imports(module: str) -> frozenset[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             names = {f"{node.module}.{alias.name}" for alias in node.names}
-            modules = names & set(files())
-            found |= modules
-            if modules != names:
-                found.add(node.module)
+            found |= names if names <= set(files()) else {*names, node.module}
     return frozenset(found & set(files()) - {module})
 
 

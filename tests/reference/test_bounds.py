@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from reference import Branch, Pattern, attention, exact, gradients
-from reference.arithmetic import Arithmetic, Counts, most_partials, most_seen
+from reference.arithmetic import Arithmetic, Counts, most_partials
 from reference.exact import QUANTITIES, Expectation, Inputs, evaluate, multiplicity
 from tests.support.plain_case import plain
 from verification.case import DTYPES, Case
@@ -117,9 +117,6 @@ def test_in_fp32_each_fault_exceeds_the_bounds(fault: str, size: float) -> None:
     assert worst_ratio(emulate(tensors, pattern, "math", fault), expected(tensors, pattern, "math")) > 10.0
 
 
-# --- the formulas as they are written ---------------------------------------------------------------------------------
-
-
 def literal(r: Arithmetic, c: Tensor, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None) -> list[Any]:
     """The bounds of the module's docstring, first order, term by term. (H, N, D) each, equal heads."""
     a, u, n, g = r.scale, r.u, r.counts, r.gamma
@@ -200,22 +197,10 @@ def test_only_fp64_has_an_oracle_as_coarse_as_itself() -> None:
     assert sides == {"float64": 2, "float32": 1, "bfloat16": 1, "float16": 1}
 
 
-# --- counts -----------------------------------------------------------------------------------------------------------
-
-
 def small(**changes: Any) -> Case:
     sizes = {"tokens": 24, "batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 4, "seed": 5}
     world: int = changes.pop("world", 2)
     return plain(world, **sizes | {"lse": "differentiated"} | changes)
-
-
-@pytest.mark.parametrize("pattern", PATTERNS.values())
-@pytest.mark.parametrize("tokens", [1, 5, 24])
-def test_counts_of_keys_and_rows_bound_what_the_mask_has(pattern: Pattern, tokens: int) -> None:
-    count = multiplicity(pattern, 4, tokens)
-    most = count.sum(-1).max(), count.reshape(2, -1, tokens).sum(1).max()
-    keys, rows = most_seen(pattern, tokens, heads=4, kv_heads=2)
-    assert keys >= most[0] and rows >= most[1] and (pattern.causal or (keys, rows) == most)
 
 
 def test_counts_of_partial_results() -> None:
@@ -228,9 +213,6 @@ def test_counts_of_partial_results() -> None:
     assert (long.merges, long.row_merges) == (4 + 48 + 4, 2 * (4 + 48 + 4))
     assert arithmetic_of(small(world=4, order="striped", cuts=(0, 1, 1, 9, 24))).counts.merges == 7
     assert arithmetic_of(small(world=8, order="zigzag", tokens=3)).counts.merges == 3
-
-
-# --- exact values -----------------------------------------------------------------------------------------------------
 
 
 def cut_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

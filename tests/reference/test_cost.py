@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reference.cost import EXCHANGES, Setting, buffers, flops, receive_slots, resident, sent
-from reference.needed import needed_rows
+from reference.cost import EXCHANGES, Setting, buffers, flops, resident, sent
 from reference.pattern import Branch, Pattern
 from tests.support import drawn_patterns
 from tests.support.oracle_loops import sees
@@ -78,15 +77,14 @@ def test_need_travel_pairs(s: Setting) -> None:
     assert list(flops(s).pairs) == [true.pairs[rank] for rank in range(p)]
     assert s.widest == true.widest
     for src, dst in np.ndindex(p, p):
-        needed = [(block, row) for block, rows in needed_rows(s, src, dst) for row in rows]
-        seen = {(block.branch, block.offset, int(row), kv) for block, row in needed for kv in block.kv_heads}
-        assert seen == {x for x, users in true.users.items() if true.owner[x[2]] == src and dst in users}
-        assert s.slots[src, dst] == len(seen)
+        taken = [dst in users for slot, users in true.users.items() if true.owner[slot[2]] == src]
+        assert s.slots[src, dst] == sum(taken)
     for b, need in enumerate(s.needs):
-        for row, o, t in zip(s.rows, need.offset, need.travel, strict=True):
-            slots = [x for x in true.users if x[0] == b and x[2] == row]
-            assert [true.travel(x) for x in slots] == [t] * len(slots) and (t == 0) == (not slots)
-            assert all(x[1] == o for x in slots)
+        for at, row in enumerate(s.rows):
+            slots = {x: users for x, users in true.users.items() if x[0] == b and x[2] == row}
+            assert set(np.flatnonzero(need.needed[:, at])) == set().union(*slots.values())
+            assert [(x[1], true.travel(x)) for x in slots] == [(need.offset[at], need.travel[at])] * len(slots)
+            assert need.width[at] == len(slots) or not slots
 
 
 @budget
@@ -132,8 +130,7 @@ def test_worked_by_hand() -> None:
     Row 1 of rank 0 is needed by rank 1 only. A pair (3, 1), and the selected rows 1, 3, 5 see themselves.
     """
     s = Setting(Pattern((Branch(4, 2, 1),), True), shards([2, 1, 0], [3], [], [5, 4]), 1, 1, 1, 1, 2)
-    assert [(b.offset, x.tolist()) for b, x in needed_rows(s, 0, 1)] == [(1, [1])]
-    assert s.slots.sum() == 1 and flops(s).pairs == (1, 2, 0, 1)
+    assert s.slots.sum() == s.slots[0, 1] == 1 and flops(s).pairs == (1, 2, 0, 1)
     assert sent(s, "ring").forward[0, 1] == 4 == sent(s, "ring").forward.sum()
     assert sent(s, "ring").backward_gradients[1, 0] == 8 == sent(s, "ring").backward_gradients.sum()
     assert flops(s).forward == (4, 8, 0, 4) and flops(s).backward == (10, 20, 0, 10)
@@ -161,7 +158,6 @@ def test_buffers_by_hand(
     """Ranks hold 6, 4 and 2 slots, which all others need; a chunk ends with a whole row, of 2 slots."""
     s = Setting(Pattern.dense(), shards([0, 1, 2], [3, 4], [5]), 1, 2, 2, 3, 2)
     copies, ints = 1 if exchange == "gather" else 2, [np.array(x) for x in (receive, send, returned)]
-    assert receive_slots(s, exchange, bucket).tolist() == list(receive)
     for narrow in (False, True):
         (size, gradient_size), got = units(s, narrow), buffers(s, exchange, bucket, narrow)
         forward, returning = (copies * ints[0] + ints[1]) * size, ints[2] * gradient_size
@@ -197,16 +193,20 @@ def test_resident_counts_elements() -> None:
         ({"batch": 0}, "batch"),
         ({"itemsize": 3}, "itemsize"),
         ({"pattern": Pattern((Branch(heads=range(5)),))}, "heads"),
-        ({"exchange": "star"}, "exchange"),
-        ({"bucket": 0}, "bucket"),
     ],
 )
 def test_refuses(change: dict[str, Any], named: str) -> None:
     given: dict[str, Any] = {"pattern": Pattern.dense(), "positions": ([0, 1], [2]), "batch": 1, "heads": 4}
-    given |= {"kv_heads": 2, "head_dim": 8, "itemsize": 4, "exchange": "ring", "bucket": 1} | change
-    exchange, bucket = given.pop("exchange"), given.pop("bucket")
     with pytest.raises(ValueError, match=named):
-        buffers(Setting(**given), exchange, bucket)
-    if named == "exchange":
+        Setting(**{**given, "kv_heads": 2, "head_dim": 8, "itemsize": 4, **change})
+
+
+def test_refuses_exchange_and_bucket() -> None:
+    s = Setting(Pattern.dense(), shards([0, 1], [2]), 1, 1, 1, 1)
+    for call, named in (
+        (lambda: sent(s, "star"), "exchange"),
+        (lambda: buffers(s, "star", 1), "exchange"),
+        (lambda: buffers(s, "ring", 0), "bucket"),
+    ):
         with pytest.raises(ValueError, match=named):
-            sent(Setting(**given), exchange)
+            call()

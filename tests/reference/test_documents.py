@@ -15,17 +15,13 @@ from reference.arithmetic import Arithmetic, Counts, most_seen
 from reference.cost import Setting
 from reference.exact import multiplicity as counted
 from reference.oracle import gradients
-from reference.pattern import multiplicity, selected
+from reference.pattern import multiplicity
 from tests.support import drawn_patterns
 
 budget = settings(max_examples=80, deadline=None)
 BRANCHES = st.lists(drawn_patterns.branches(2, longest=8), min_size=1, max_size=2).map(tuple)
 PACKED = st.builds(Pattern, BRANCHES, st.booleans(), drawn_patterns.documents())
 GRID = Branch(None, 2, 1)
-
-
-def drawn(n: int, heads: int = 1, seed: int = 0) -> torch.Tensor:
-    return torch.randn(2, n, heads, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize(
@@ -51,17 +47,6 @@ def test_on_paper(branch: Branch, causal: bool, documents: tuple[int, ...], seen
     assert ["".join(map(str, row)) for row in c.tolist()] == seen.split()
 
 
-def test_selected_positions_begin_anew_in_each_document() -> None:
-    assert selected(GRID, torch.arange(8), 1, (3, 5)).nonzero().flatten().tolist() == [1, 4, 6]
-    assert selected(Branch(3, 2), torch.arange(8), 0, (3, 5)).nonzero().flatten().tolist() == [0, 2, 3, 5, 6]
-
-
-def test_positions_are_those_of_the_packed_sequence() -> None:
-    pattern = Pattern.dense(causal=True, documents=(2, 3))
-    found = multiplicity(pattern, torch.tensor([4, 1]), torch.tensor([3, 2, 1, 4, 0]), 1)[0]
-    assert found.tolist() == [[1, 1, 0, 1, 0], [0, 0, 1, 0, 1]]
-
-
 @budget
 @given(PACKED)
 @example(Pattern.dense(documents=(7,), window=2))  # keys on both sides of a query
@@ -73,9 +58,6 @@ def test_the_twin_has_the_same_mask_and_the_count_of_pairs_bounds_it(packed: Pat
     keys, rows = most_seen(packed, n, 2, 1)
     assert c.sum(2).max(initial=0) <= keys <= 2 * max(documents, default=1) + 1
     assert c.sum((0, 1)).max(initial=0) <= rows
-
-
-# --- what is refused --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -105,32 +87,35 @@ def test_other_documents_are_refused(documents: Any, told: str) -> None:
             make(*arguments, documents=documents)  # type: ignore[operator]
 
 
-X, TWO, AT = drawn(5), Pattern.dense(documents=(2, 2)), torch.arange(5)
+X, AT = torch.ones(2, 5, 1, 3, dtype=torch.float64), torch.arange(5)
 NUMBERS, ARITHMETIC = (X.numpy(),) * 4, Arithmetic.of("float64", "math", 3, 1.0, Counts(5, 5))
-WRONG_SUM = r"^documents must add up to the 5 tokens of the sequence, got "
-FOUR = WRONG_SUM + r"4 in 2 documents, \(2, 2\)$"
-EDGES = r"7 in 3 documents, \(0, 2, 5\); these are cu_seqlens\? Write documents_from_cu_seqlens\(documents, 5\)$"
+EDGES = r"\(0, 2, 5\); these are cu_seqlens\? Write documents_from_cu_seqlens\(documents, 5\)$"
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    "call",
     [
-        (lambda: attention(X, X, X, TWO), FOUR),
-        (lambda: gradients(X, X, X, TWO, X), FOUR),
-        (lambda: attention(X[:, :2], X, X, TWO, q_positions=AT[:2]), FOUR),
-        (lambda: evaluate(Inputs(*NUMBERS, None, TWO, 1.0), ARITHMETIC), FOUR),
-        (lambda: Setting(TWO, [np.arange(5)], 1, 1, 1, 1), FOUR),
-        (lambda: Pattern.dense(documents=(10**5000,)).validate_tokens(5), WRONG_SUM + "an integer of too many digits"),
-        (lambda: attention(X, X, X, Pattern.dense(documents=(0, 2, 5))), WRONG_SUM + EDGES),
-        (
-            lambda: attention(X, X, X, TWO, q_positions=AT, k_positions=AT),
-            "documents must hold every position, got position 4 and 4 tokens",
-        ),
+        lambda pattern: attention(X, X, X, pattern),
+        lambda pattern: gradients(X, X, X, pattern, X),
+        lambda pattern: attention(X[:, :2], X, X, pattern, q_positions=AT[:2]),
+        lambda pattern: evaluate(Inputs(*NUMBERS, None, pattern, 1.0), ARITHMETIC),
+        lambda pattern: Setting(pattern, [np.arange(5)], 1, 1, 1, 1),
+        lambda pattern: pattern.validate_tokens(5),
     ],
 )
-def test_documents_that_do_not_add_up_are_refused(call: Callable[[], object], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        call()
+def test_documents_that_do_not_add_up_are_refused(call: Callable[[Pattern], object]) -> None:
+    for documents, told in (
+        ((2, 2), r"4 in 2 documents, \(2, 2\)$"),
+        ((0, 2, 5), f"7 in 3 documents, {EDGES}"),
+        ((10**5000,), "an integer of too many digits"),
+    ):
+        with pytest.raises(ValueError, match=f"^documents must add up to the 5 tokens of the sequence, got {told}"):
+            call(Pattern.dense(documents=documents))
+
+
+def test_positions_behind_the_documents_are_refused() -> None:
+    with pytest.raises(ValueError, match="documents must hold every position, got position 4 and 4 tokens"):
+        attention(X, X, X, Pattern.dense(documents=(2, 2)), q_positions=AT, k_positions=AT)
 
 
 def test_documents_are_compared_as_the_tuple_of_their_lengths() -> None:
@@ -140,56 +125,43 @@ def test_documents_are_compared_as_the_tuple_of_their_lengths() -> None:
         assert one != pattern and one.documents != pattern.documents
 
 
-# --- from what trainers have ------------------------------------------------------------------------------------------
-
-
 @given(st.lists(st.integers(0, 5)))
-def test_lengths_of_cu_seqlens(documents: list[int]) -> None:
-    edges = list(accumulate(documents, initial=0))
-    for given_edges in (edges, tuple(edges), np.array(edges, np.uint16), torch.tensor(edges, dtype=torch.int32)):
-        found = documents_from_cu_seqlens(given_edges, sum(documents))
+def test_lengths_of_cu_seqlens_and_of_positions(documents: list[int]) -> None:
+    """Positions cannot tell of an empty document; collators give (1, N) of them."""
+    edges, full = list(accumulate(documents, initial=0)), tuple(filter(None, documents))
+    positions = [p for length in full for p in range(length)]
+    for given_ in (edges, tuple(edges), np.array(edges, np.uint16), torch.tensor(edges, dtype=torch.int32)):
+        found = documents_from_cu_seqlens(given_, sum(documents))
         assert found == tuple(documents) and all(type(length) is int for length in found)
+    for given_ in (positions, np.array(positions, np.int32), torch.tensor([positions], dtype=torch.int64)):
+        found = documents_from_positions(given_)
+        assert found == full and all(type(length) is int for length in found)
 
 
-@given(st.lists(st.integers(1, 5)))
-def test_lengths_of_positions(documents: list[int]) -> None:
-    """From (1, N) too, as collators give them."""
-    positions = [p for length in documents for p in range(length)]
-    for given_positions in (positions, np.array(positions, np.int32), torch.tensor([positions], dtype=torch.int64)):
-        found = documents_from_positions(given_positions)
-        assert found == tuple(documents) and all(type(length) is int for length in found)
+ROW, EDGE = "must be one row of integers", "cu_seqlens must go from 0 to the number of tokens, 7, got"
+STEP = "positions must be 0 or one more than the one before, got"
 
 
 @pytest.mark.parametrize(
-    ("given_edges", "told"),
+    ("given_", "told"),
     [
-        ([], r"must go from 0 to the number of tokens, 7, got \(\)"),
-        ([1, 7], r"must go from 0 to the number of tokens, 7, got \(1, 7\)"),
-        ([0, 4, 3, 7], "must ascend, got 4 and then 3 at number 2"),
-        ([0, 8], r"must go from 0 to the number of tokens, 7, got \(0, 8\)"),
-        (np.array([0, 4, 3, 7], np.uint32), "must ascend, got 4 and then 3 at number 2"),
-        ([0.0, 7.0], "must be one row of integers, got 1 dimensions of float64"),
-        ([[0, 7]], "must be one row of integers, got 2 dimensions of int64"),
-        ([False, 7.5], "must be one row of integers"),
-        ("07", "must be one row of integers, got 0 dimensions of <U2"),
+        ([], rf"{EDGE} \(\)"),
+        ([1, 7], rf"{EDGE} \(1, 7\)"),
+        ([0, 8], rf"{EDGE} \(0, 8\)"),
+        ([0, 4, 3, 7], "cu_seqlens must ascend, got 4 and then 3 at number 2"),
+        (np.array([0, 4, 3, 7], np.uint32), "cu_seqlens must ascend, got 4 and then 3 at number 2"),
+        ([0.0, 7.0], f"cu_seqlens {ROW}, got 1 dimensions of float64"),
+        ([[0, 7]], f"cu_seqlens {ROW}, got 2 dimensions of int64"),
+        ([False, 7.5], f"cu_seqlens {ROW}"),
+        ("07", f"cu_seqlens {ROW}, got 0 dimensions of <U2"),
+        ([1, 2], f"{STEP} 1 as the first at number 0"),
+        ([0, 1, 3], f"{STEP} 1 and then 3 at number 2"),
+        ([0, 1, 1], f"{STEP} 1 and then 1 at number 2"),
+        ([0, -1], f"{STEP} 0 and then -1 at number 1"),
+        (torch.tensor([[0, 1], [0, 1]]), f"positions {ROW}, got 2 dimensions of int64"),
+        (torch.tensor([True, False]), f"positions {ROW}, got 1 dimensions of bool"),
     ],
 )
-def test_other_cu_seqlens_are_refused(given_edges: Any, told: str) -> None:
-    with pytest.raises(ValueError, match=f"^cu_seqlens {told}"):
-        documents_from_cu_seqlens(given_edges, 7)
-
-
-@pytest.mark.parametrize(
-    ("positions", "told"),
-    [
-        ([1, 2], "must be 0 or one more than the one before, got 1 as the first at number 0"),
-        ([0, 1, 3], "must be 0 or one more than the one before, got 1 and then 3 at number 2"),
-        ([0, 1, 1], "must be 0 or one more than the one before, got 1 and then 1 at number 2"),
-        ([0, -1], "must be 0 or one more than the one before, got 0 and then -1 at number 1"),
-        (torch.tensor([[0, 1], [0, 1]]), "must be one row of integers, got 2 dimensions of int64"),
-        (torch.tensor([True, False]), "must be one row of integers, got 1 dimensions of bool"),
-    ],
-)
-def test_other_positions_are_refused(positions: Any, told: str) -> None:
-    with pytest.raises(ValueError, match=f"^positions {told}"):
-        documents_from_positions(positions)
+def test_other_cu_seqlens_and_positions_are_refused(given_: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=f"^{told}"):
+        documents_from_cu_seqlens(given_, 7) if told.startswith("cu_seqlens") else documents_from_positions(given_)

@@ -53,9 +53,6 @@ def test_loops_on_any_pattern(data: st.DataObject, n_q: int, n_k: int, heads: tu
     assert_all_close(everything(x, pattern, weights="detached"), loops(x, pattern, detached=True))
 
 
-# --- on paper ---------------------------------------------------------------------------------------------------------
-
-
 def column(*values: float) -> Tensor:
     """One batch, one head, one dimension."""
     return torch.tensor(values, dtype=torch.float64).view(1, -1, 1, 1)
@@ -102,14 +99,6 @@ def test_any_finite_score_is_a_score(size: float) -> None:
     out, lse = attention(one, k, v, pattern, **at)
     assert (out == 4).all() and (lse == size + log(4)).all()
     assert gradients(one, k, v, pattern, one, **at)[2].equal(column(*[0.25, 0.0] * 4))
-
-
-def test_default_scale() -> None:
-    q = torch.ones(1, 1, 1, 4)  # q . k = 2 and D ** -0.5 = 1 / 2
-    assert float(attention(q, q / 2, q, DENSE)[1]) == 1.0
-
-
-# --- laws -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pattern", [PATTERNS["longnet causal, short tail"], DEAD_ROWS])
@@ -163,14 +152,6 @@ def test_scores_of_minus_inf_have_no_weight() -> None:
         assert_all_close(found, (*wanted[:2], wanted[2][..., 1:], *wanted[3:]))
         assert (dk[:, hidden] == 0).all() and (dv[:, hidden] == 0).all()
         assert (out[:, :2] == 0).all() and (lse[..., :2] == -inf).all() and (dq[:, :2] == 0).all()
-
-
-def test_no_keys_and_no_queries() -> None:
-    x = example(3, [])
-    out, lse, dq, dk, dv = everything(x, DENSE)
-    assert (out == 0).all() and (lse == -inf).all() and (dq == 0).all() and dk.shape == dv.shape == x.k.shape
-    out, lse, dq, dk, dv = everything(example([], 3), DENSE)
-    assert out.numel() == lse.numel() == dq.numel() == 0 and (dk == 0).all() and (dv == 0).all()
 
 
 def test_nothing_unselected_gets_in() -> None:
