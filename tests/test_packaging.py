@@ -1,7 +1,5 @@
 """What an installed copy offers: one version, types, commands; and what scripts say where there is none."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import subprocess

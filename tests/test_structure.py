@@ -3,8 +3,6 @@
 Imports count wherever they stand, inside functions and under TYPE_CHECKING too.
 """
 
-from __future__ import annotations
-
 import ast
 from functools import cache
 from graphlib import CycleError, TopologicalSorter

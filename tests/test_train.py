@@ -1,7 +1,5 @@
 """scripts/train.py: the same training on any number of ranks, also from a checkpoint of another number of ranks."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

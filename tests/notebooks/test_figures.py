@@ -1,7 +1,5 @@
 """What the notebooks share: fits of known laws, records that cannot be read."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Notebooks are executed by kernels that no other process can take a port from."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

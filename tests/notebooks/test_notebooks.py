@@ -3,8 +3,6 @@
 `scripts/notebooks --run`, with which `scripts/test` ends, checks that they run and that their claims hold.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import re

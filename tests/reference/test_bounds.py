@@ -1,7 +1,5 @@
 """The bounds are the formulas as written; an emulation of a kernel keeps within them, and a broken one does not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`reference.closed_forms` against the exact counts of `reference.cost`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`reference.cost` against a triple loop over (head, query, key), and against closed forms and laws."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from typing import Any

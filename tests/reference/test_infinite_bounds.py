@@ -1,7 +1,5 @@
 """Bounds that promise nothing are infinite, never NaN; what has one may be anything, and nothing else."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

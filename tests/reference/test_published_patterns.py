@@ -1,7 +1,5 @@
 """The published patterns, stated a second time: from lists of tokens, as the papers have them, by no arithmetic."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import cycle, islice

@@ -1,7 +1,5 @@
 """The second statement of layouts and of the default bucket: on paper, as properties, and beside the ring's own."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

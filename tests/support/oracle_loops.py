@@ -1,7 +1,5 @@
 """Attention by loops over batch, head, query, branch and key, written from the definition; autograd differentiates."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate

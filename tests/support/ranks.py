@@ -4,8 +4,6 @@ A rank imports the test file by its name on the first task from it, so what a te
 the forkserver's preload: then this takes milliseconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Protocol
 
