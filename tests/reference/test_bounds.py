@@ -38,6 +38,12 @@ def problem(dtype: str, size: float) -> list[Tensor]:
     return [x.to(DTYPES[dtype]) for x in (q * size, k, v, dout)] + [dlse]
 
 
+def inputs_of(tensors: list[Tensor], pattern: Pattern, scale: float = D**-0.5) -> Inputs:
+    """tensors: as `problem` gives them; without dlse, it takes no part."""
+    q, k, v, dout, *dlse = (x.double().numpy() for x in tensors)
+    return Inputs(q, k, v, dout, dlse[0] if dlse else None, pattern, scale)
+
+
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype).float()
 
@@ -80,7 +86,7 @@ def expected(tensors: list[Tensor], pattern: Pattern, kernel: str) -> Expectatio
     keys, rows = int(count.sum(-1).max()), int(count.reshape(HK, -1, N).sum(1).max())
     dtype = str(tensors[0].dtype).removeprefix("torch.")
     r = Arithmetic.of(dtype, kernel, D, D**-0.5, Counts(keys, rows, row_merges=H // HK))
-    return evaluate(Inputs(*(x.double().numpy() for x in tensors), pattern, D**-0.5), r)
+    return evaluate(inputs_of(tensors, pattern), r)
 
 
 def worst_ratio(results: dict[str, Tensor], expectation: Expectation) -> float:
@@ -115,16 +121,17 @@ def test_in_fp32_each_fault_exceeds_the_bounds(fault: str, size: float) -> None:
     assert worst_ratio(emulate(tensors, pattern, "math", fault), expected(tensors, pattern, "math")) > 10.0
 
 
-def literal(r: Arithmetic, c: Tensor, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None) -> list[Any]:
-    """The bounds of the module's docstring, first order, term by term. (H, N, D) each, equal heads."""
+def literal(r: Arithmetic, c: Tensor, tensors: list[Tensor]) -> list[Any]:
+    """The bounds of the module's docstring, first order, term by term. q, k, v, dout: (H, N, D), equal heads."""
     a, u, n, g = r.scale, r.u, r.counts, r.gamma
+    q, k, v, dout, *dlse = tensors
     s = a * q @ k.mT
     top = s.masked_fill(c == 0, -torch.inf).amax(-1, keepdim=True)
     lse = (c * (s - top).exp()).sum(-1, keepdim=True).log() + top
     p = c * (s - lse).exp()
     out, dp = p @ v, dout @ v.mT
     delta = (dout * out).sum(-1, keepdim=True)
-    incoming = torch.zeros_like(delta) if dlse is None else dlse.unsqueeze(-1)
+    incoming = dlse[0].unsqueeze(-1) if dlse else torch.zeros_like(delta)
     t = dp - delta + incoming
     ds = p * t
     size = g(r.dim + 2) * a * q.abs() @ k.abs().mT
@@ -137,9 +144,9 @@ def literal(r: Arithmetic, c: Tensor, q: Tensor, k: Tensor, v: Tensor, dout: Ten
     e = size + t_lse + u * (s - lse).abs() + r.u_exp
     t_delta = g(r.dim) * (dout.abs() * out.abs()).sum(-1, keepdim=True)
     t_delta = t_delta + (dout.abs() * t_out).sum(-1, keepdim=True)
-    if dlse is not None:
+    if dlse:
         t_delta = t_delta + u * (delta.abs() + incoming.abs())
-    roundings = 2 if dlse is None else 3
+    roundings = 3 if dlse else 2
     t_ds = p * (e * t.abs() + g(r.dim) * dout.abs() @ v.abs().mT + t_delta + roundings * u * t.abs())
     t_ds = t_ds + r.u_prob * ds.abs()
     over_q = g(n.keys) + n.merges * r.u_buf + 2 * u + n.key_blocks * r.u_partial
@@ -152,16 +159,16 @@ def literal(r: Arithmetic, c: Tensor, q: Tensor, k: Tensor, v: Tensor, dout: Ten
 
 @pytest.mark.parametrize("way", ["float64-math", "float32-math", "float32-flash", *EMULATED[1:3], "bfloat16-gpu"])
 def test_the_fused_computation_is_the_formulas_as_written(way: str) -> None:
+    dtype, kernel = way.split("-")
     counts = Counts(30, 40, merges=7, row_merges=9, key_blocks=2, row_blocks=3)
-    r = replace(Arithmetic.of(*way.split("-"), D, 0.3, counts), u_returned=2.0**-9)
+    r = replace(Arithmetic.of(dtype, kernel, D, 0.3, counts), u_returned=2.0**-9)
     draw = torch.Generator().manual_seed(3)
-    q, k, v, dout = (torch.randn(1, N, H, D, generator=draw, dtype=torch.float64) for _ in range(4))
+    tensors = [torch.randn(1, N, H, D, generator=draw, dtype=torch.float64) for _ in range(4)]
     some = torch.randn(1, H, N, generator=draw, dtype=torch.float64)
-    count, rows = torch.from_numpy(multiplicity(LONGNET, H, N)), [x[0].transpose(0, 1) for x in (q, k, v, dout)]
-    for dlse in (None, 0 * some, some):
-        last = None if dlse is None else dlse.numpy()
-        found = evaluate(Inputs(q.numpy(), k.numpy(), v.numpy(), dout.numpy(), last, LONGNET, 0.3), r)
-        for name, wanted in zip(QUANTITIES, literal(r, count, *rows, None if dlse is None else dlse[0]), strict=True):
+    count, rows = torch.from_numpy(multiplicity(LONGNET, H, N)), [x[0].transpose(0, 1) for x in tensors]
+    for dlse in ([], [0 * some], [some]):
+        found = evaluate(inputs_of([*tensors, *dlse], LONGNET, 0.3), r)
+        for name, wanted in zip(QUANTITIES, literal(r, count, [*rows, *(x[0] for x in dlse)]), strict=True):
             # What is left out above is second order in e <= 2^-10 or so, and underflow.
             np.testing.assert_allclose(found.bound[name][0], r.sides * wanted.numpy(), rtol=2e-3)
 
@@ -171,7 +178,7 @@ def test_large_relative_errors_of_exp_are_bounded_exactly(error: float) -> None:
     """To first order an error of 0.7 moves a weight by 1.4 times itself; it can move it by e^1.4 - 1 = 3.05 times."""
     tensors = problem("float64", 4.0)[:4]
     r = replace(Arithmetic.of("float32", "math", D, D**-0.5, Counts(N, N)), u_exp=error)
-    found = evaluate(Inputs(*(x.numpy() for x in tensors), None, PATTERNS["full"], D**-0.5), r)
+    found = evaluate(inputs_of(tensors, PATTERNS["full"]), r)
     sign = torch.where(torch.arange(N) == 5, error, -error).double()
     k, v = (x.repeat_interleave(H // HK, 2) for x in tensors[1:3])
     s = D**-0.5 * torch.einsum("bihd,bjhd->bhij", tensors[0], k) + sign

@@ -1,6 +1,7 @@
 """Packed documents: the definition written out by hand, what it equals, what is refused, and how lengths are found."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -77,14 +78,13 @@ def test_the_twin_has_the_same_mask_and_the_count_of_pairs_bounds_it(packed: Pat
     ],
 )
 def test_other_documents_are_refused(documents: Any, told: str) -> None:
-    for make, arguments in (
-        (Pattern, ((Branch(),),)),
-        (Pattern.dense, ()),
-        (Pattern.longnet, ([4], [1], 2)),
-        (Pattern.head_groups, ([4], [1], 2)),
-    ):
+    makers: list[Callable[..., Pattern]] = [
+        partial(Pattern, (Branch(),)), Pattern.dense, partial(Pattern.longnet, [4], [1], 2),
+        partial(Pattern.head_groups, [4], [1], 2),
+    ]  # fmt: skip
+    for make in makers:
         with pytest.raises(ValueError, match=f"^documents must be None or a tuple of lengths.*{told}"):
-            make(*arguments, documents=documents)  # type: ignore[operator]
+            make(documents=documents)
 
 
 X, AT = torch.ones(2, 5, 1, 3, dtype=torch.float64), torch.arange(5)
@@ -133,8 +133,8 @@ def test_lengths_of_cu_seqlens_and_of_positions(documents: list[int]) -> None:
     for given_ in (edges, tuple(edges), np.array(edges, np.uint16), torch.tensor(edges, dtype=torch.int32)):
         found = documents_from_cu_seqlens(given_, sum(documents))
         assert found == tuple(documents) and all(type(length) is int for length in found)
-    for given_ in (positions, np.array(positions, np.int32), torch.tensor([positions], dtype=torch.int64)):
-        found = documents_from_positions(given_)
+    for flat in (positions, np.array(positions, np.int32), torch.tensor([positions], dtype=torch.int64)):
+        found = documents_from_positions(flat)
         assert found == full and all(type(length) is int for length in found)
 
 

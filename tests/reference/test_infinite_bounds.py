@@ -9,8 +9,8 @@ import torch
 
 from reference import Pattern, bounds
 from reference.arithmetic import Arithmetic, Counts
-from reference.exact import QUANTITIES, Inputs, evaluate
-from tests.reference.test_bounds import PATTERNS, D, N, cut_in_blocks, problem, small
+from reference.exact import QUANTITIES, evaluate
+from tests.reference.test_bounds import PATTERNS, D, N, cut_in_blocks, inputs_of, problem, small
 from tests.verification.check.test_checks import CHECKS, altered, case, honest, on
 from verification.check.expectation import expect
 from verification.failures import WrongResult
@@ -38,10 +38,10 @@ def test_bounds_that_overflow_are_infinite_where_something_is_seen(
 
 
 def test_a_row_of_which_nothing_is_known_leaves_the_others_their_bounds() -> None:
-    q, *rest = (x.double().numpy() for x in problem("float32", 1.0))
-    usual = evaluate(Inputs(q.copy(), *rest, CAUSAL, D**-0.5), ARITHMETIC)
-    q[:, 5] *= 1e12
-    found = evaluate(Inputs(q, *rest, CAUSAL, D**-0.5), ARITHMETIC)
+    tensors = problem("float32", 1.0)
+    usual = evaluate(inputs_of(tensors, CAUSAL), ARITHMETIC)
+    tensors[0][:, 5] *= 1e12
+    found = evaluate(inputs_of(tensors, CAUSAL), ARITHMETIC)
     for name in ("out", "lse", "dq"):
         axis = 2 if name == "lse" else 1
         infinite = np.moveaxis(np.isinf(found.bound[name]), axis, 0).reshape(N, -1)
@@ -54,8 +54,7 @@ def test_a_row_of_which_nothing_is_known_leaves_the_others_their_bounds() -> Non
 
 def test_the_bound_of_lse_does_not_stop_where_that_of_weights_does() -> None:
     """An error of 2000 in one score moves the lse by as much: a bound of 600 would refuse what is right."""
-    tensors = (x.double().numpy() for x in problem("float32", 1.0)[:4])
-    found = evaluate(Inputs(*tensors, None, CAUSAL, D**-0.5), replace(ARITHMETIC, u_exp=2000.0))
+    found = evaluate(inputs_of(problem("float32", 1.0)[:4], CAUSAL), replace(ARITHMETIC, u_exp=2000.0))
     assert (found.bound["lse"] >= 2000.0).all() and (found.bound["out"] == np.inf).all()
 
 

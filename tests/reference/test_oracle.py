@@ -167,7 +167,7 @@ def test_nan_and_inf_propagate(value: float) -> None:
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 def test_working_types_come_out_as_fp64_of_the_rounded_inputs(dtype: torch.dtype) -> None:
     low = [t.to(dtype) for t in example(5, 5)[:5]]
-    found, exact = (everything(Example(*tensors, {}), DENSE) for tensors in (low, [t.double() for t in low]))
+    found, exact = (everything(Example._make([*tensors, {}]), DENSE) for tensors in (low, [t.double() for t in low]))
     for a, b in zip(found, exact, strict=True):
         assert a.dtype == torch.float64 and a.equal(b) and a.is_contiguous()
 
