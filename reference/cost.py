@@ -209,11 +209,6 @@ def buffers(setting: Setting, exchange: str, bucket: int, narrow: bool = False) 
     return Buffers(copies * receive * size, send * size, copies * receive * gradient_size, returned * gradient_size)
 
 
-def receive_slots(setting: Setting, exchange: str, bucket: int) -> Ints:
-    """Slots (p,) of one receive buffer of each rank; times `slot_bytes` for bytes."""
-    return _buffer_slots(setting, exchange, bucket)[0]
-
-
 def _buffer_slots(setting: Setting, exchange: str, bucket: int) -> tuple[Ints, Ints, Ints]:
     """The table of `buffers`: slots (p,) of a receive buffer, of the send buffer, and of `returned`."""
     p, ranks = setting.world, np.arange(setting.world)

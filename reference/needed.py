@@ -139,15 +139,3 @@ def _segments(setting: Held, length: int) -> tuple[Ints, Ints]:
     start, end = (ends - lengths)[document], ends[document]
     begin = start + (rows - start) // length * length
     return begin, np.minimum(begin + length, end)
-
-
-def needed_rows(setting: Held, src: int, dst: int) -> list[tuple[Block, Ints]]:
-    """Which positions of rank src rank dst needs, per block that has any, in src's local order."""
-    here = setting.owner == src
-    found = []
-    for index, need in enumerate(setting.needs):
-        for block in blocks(setting, index):
-            rows = setting.rows[here & need.needed[dst] & (need.offset == block.offset)]
-            if rows.size:
-                found.append((block, rows))
-    return found

@@ -1,10 +1,7 @@
 """`reference.cost` against a triple loop over (head, query, key), and against closed forms and laws."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
-from random import Random
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,39 +9,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reference.cost import (
-    EXCHANGES,
-    Setting,
-    buffers,
-    flops,
-    receive_slots,
-    resident,
-    rounds,
-    sent,
-)
-from reference.needed import needed_rows
+from reference.cost import EXCHANGES, Setting, buffers, flops, resident, sent
 from reference.pattern import Branch, Pattern
-from tests.support.drawn_patterns import patterns
+from tests.support import drawn_patterns
 from tests.support.oracle_loops import sees
 
 Slot = tuple[int, int, int, int]  # branch, offset, key position, key/value head
+budget = settings(max_examples=150, deadline=None)
 
 
 @st.composite
 def problems(draw: st.DrawFn) -> Setting:
-    n, p = draw(st.integers(0, 16)), draw(st.integers(1, 5))
+    documents, p = draw(st.none() | drawn_patterns.documents(3)), draw(st.integers(1, 5))
+    n = draw(st.integers(0, 16)) if documents is None else sum(documents)
     kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    heads = kv_heads * group
     cuts = sorted(draw(st.lists(st.integers(0, n), min_size=p - 1, max_size=p - 1)))
     positions = np.split(np.array(draw(st.permutations(range(n))), np.int64), cuts)
-    pattern, itemsize = draw(patterns(heads)), draw(st.sampled_from([2, 4, 8]))
-    batch, head_dim = draw(st.integers(1, 2)), draw(st.integers(1, 3))
-    return Setting(pattern, positions, batch, heads, kv_heads, head_dim, itemsize)
-
-
-UNBOUNDED = 10**6  # tokens: more than any sequence here has
-buckets = st.just(UNBOUNDED) | st.integers(1, 20)
-budget = settings(max_examples=150, deadline=None)
+    pattern = replace(draw(drawn_patterns.patterns(kv_heads * group)), documents=documents)
+    sizes = draw(st.integers(1, 2)), kv_heads * group, kv_heads, draw(st.integers(1, 3))
+    return Setting(pattern, positions, *sizes, draw(st.sampled_from([2, 4, 8])))
 
 
 @dataclass
@@ -61,38 +44,28 @@ class Count:
     def travel(self, slot: Slot) -> int:
         return max((user - self.owner[slot[2]]) % self.world for user in self.users[slot])
 
-    def taken(self, dst: int, src: int) -> int:
-        return sum(dst in users for slot, users in self.users.items() if self.owner[slot[2]] == src)
-
-    def in_flight(self, src: int, t: int) -> int:
-        return sum(self.travel(slot) >= t for slot in self.users if self.owner[slot[2]] == src)
-
-    def ending(self, src: int, t: int) -> int:
-        return sum(self.travel(slot) == t for slot in self.users if self.owner[slot[2]] == src)
-
 
 def count(s: Setting) -> Count:
     found = Count(world=len(s.positions))
     found.owner = {int(x): rank for rank, held in enumerate(s.positions) for x in held}
     n = len(found.owner)
     for b, branch in enumerate(s.pattern.branches):
-        for head, o in enumerate(branch.offsets(s.heads)):
-            for i in range(n):
-                for j in range(n):
-                    if o is None or not sees(branch, head, i, j, s.heads, s.pattern.causal):
-                        continue
-                    found.pairs[found.owner[i]] += 1
-                    if found.owner[i] != found.owner[j]:
-                        found.users[b, o, j, head * s.kv_heads // s.heads].add(found.owner[i])
-    for b, o in {(slot[0], slot[1]) for slot in found.users}:
-        serving = [h for h, x in enumerate(s.pattern.branches[b].offsets(s.heads)) if x == o]
-        found.widest = max(found.widest, len({h * s.kv_heads // s.heads for h in serving}))
+        offsets = branch.offsets(s.heads)
+        for head, i, j in np.ndindex(s.heads, n, n):
+            if (o := offsets[head]) is not None and sees(s.pattern, branch, head, i, j, s.heads):
+                found.pairs[found.owner[i]] += 1
+                if found.owner[i] != found.owner[j]:
+                    found.users[b, o, j, head * s.kv_heads // s.heads].add(found.owner[i])
+        for offset in {slot[1] for slot in found.users if slot[0] == b}:
+            served = {h * s.kv_heads // s.heads for h, x in enumerate(offsets) if x == offset}
+            found.widest = max(found.widest, len(served))
     return found
 
 
-def units(s: Setting) -> tuple[int, int]:
+def units(s: Setting, narrow: bool) -> tuple[int, int]:
+    """Bytes of a slot and of its gradients."""
     elements = 2 * s.batch * s.head_dim
-    return elements * s.itemsize, elements * (8 if s.itemsize == 8 else 4)
+    return elements * s.itemsize, elements * (8 if s.itemsize == 8 else 2 if narrow and s.itemsize == 2 else 4)
 
 
 @budget
@@ -101,135 +74,48 @@ def test_need_travel_pairs(s: Setting) -> None:
     true, p = count(s), len(s.positions)
     assert list(flops(s).pairs) == [true.pairs[rank] for rank in range(p)]
     assert s.widest == true.widest
-    for src in range(p):
-        for dst in range(p):
-            seen = {
-                (block.branch, block.offset, int(row), kv)
-                for block, rows in needed_rows(s, src, dst)
-                for row in rows
-                for kv in block.kv_heads
-            }
-            assert seen == {x for x, users in true.users.items() if true.owner[x[2]] == src and dst in users}
-            assert s.slots[src, dst] == len(seen)
+    for src, dst in np.ndindex(p, p):
+        taken = [dst in users for slot, users in true.users.items() if true.owner[slot[2]] == src]
+        assert s.slots[src, dst] == sum(taken)
     for b, need in enumerate(s.needs):
-        for row, o, t in zip(s.rows, need.offset, need.travel, strict=True):
-            slots = [x for x in true.users if x[0] == b and x[2] == row]
-            assert [true.travel(x) for x in slots] == [t] * len(slots) and (t == 0) == (not slots)
-            assert all(x[1] == o for x in slots)
+        for at, row in enumerate(s.rows):
+            slots = {x: users for x, users in true.users.items() if x[0] == b and x[2] == row}
+            assert set(np.flatnonzero(need.needed[:, at])) == set().union(*slots.values())
+            assert [(x[1], true.travel(x)) for x in slots] == [(need.offset[at], need.travel[at])] * len(slots)
+            assert need.width[at] == len(slots) or not slots
 
 
 @budget
-@given(problems())
-def test_sent_message_by_message(s: Setting) -> None:
+@given(problems(), st.booleans())
+def test_sent_message_by_message(s: Setting, narrow: bool) -> None:
     """Every message of every slot, one at a time."""
     true, p = count(s), len(s.positions)
-    size, gradient_size = units(s)
+    size, gradient_size = units(s, narrow)
     for exchange in EXCHANGES:
         kv, gradients = np.zeros((2, p, p), np.int64)
         if exchange == "gather":
-            for src in range(p):
-                for dst in set(range(p)) - {src}:
-                    kv[src, dst] += len(s.positions[src]) * s.kv_heads * size
-                    gradients[dst, src] += len(s.positions[src]) * s.kv_heads * gradient_size
+            for src, dst in np.ndindex(p, p):
+                if src != dst:
+                    kv[src, dst] += len(s.positions[src]) * s.kv_heads
+                    gradients[dst, src] += len(s.positions[src]) * s.kv_heads
         for slot, users in true.users.items():
             owner = true.owner[slot[2]]
             if exchange == "direct":
                 for user in users:
-                    kv[owner, user] += size
-                    gradients[user, owner] += gradient_size
+                    kv[owner, user] += 1
+                    gradients[user, owner] += 1
             elif exchange == "ring":
-                place, left, carries = owner, set(users), False
+                place, left = owner, set(users)
                 while left:
-                    kv[place, (place + 1) % p] += size
-                    if carries:
-                        gradients[place, (place + 1) % p] += gradient_size
-                    place, carries = (place + 1) % p, True
+                    kv[place, (place + 1) % p] += 1
+                    gradients[place, (place + 1) % p] += place != owner
+                    place = (place + 1) % p
                     left.discard(place)
-                gradients[place, owner] += gradient_size
-        traffic = sent(s, exchange)
-        assert (traffic.forward == kv).all() and (traffic.backward_kv == kv).all()
-        assert (traffic.backward_gradients == gradients).all()
-        assert (traffic.backward == kv + gradients).all()
-
-
-def plain_rounds(true: Count, cap: float) -> list[tuple[list[int], bool]]:
-    p = true.world
-    found: list[tuple[list[int], bool]] = []
-    total = np.inf  # of the last round; nothing may join it at first
-    for t in range(1, p):
-        m = max(true.taken(d, (d - t) % p) for d in range(p))
-        if m > cap:
-            found.append(([t], True))
-            total = np.inf
-        elif m and total + m <= cap and found:
-            found[-1][0].append(t)
-            total += m
-        elif m:
-            found.append(([t], False))
-            total = m
-    return found
-
-
-def plain_slots(s: Setting, true: Count, exchange: str, bucket: int, d: int) -> tuple[int, int, int]:
-    """Slots of (receive, send, returned) of rank d."""
-    p, distances = true.world, range(1, true.world)
-    cap = bucket * s.kv_heads
-    most = cap + true.widest - 1
-    if exchange == "gather":
-        own = len(s.positions[d]) * s.kv_heads
-        return sum(len(x) for x in s.positions) * s.kv_heads - own, own if p > 1 else 0, (p - 1) * own
-    if exchange == "ring":
-        receive = max((min(true.in_flight((d - t) % p, t), most) for t in distances), default=0)
-        ended = max((min(true.ending(d, t), most) for t in distances), default=0)
-        return receive, min(true.in_flight(d, 1), most), receive + ended
-    receive = out = 0
-    for group, cut in plain_rounds(true, cap):
-        takes = [true.taken(d, (d - t) % p) for t in group]
-        serves = [true.taken((d + t) % p, d) for t in group]
-        receive = max(receive, sum(min(x, most) if cut else x for x in takes))
-        out = max(out, sum(min(x, most) if cut else x for x in serves))
-    return receive, out, out
-
-
-@budget
-@given(problems(), buckets)
-def test_buffers(s: Setting, bucket: int) -> None:
-    true = count(s)
-    size, gradient_size = units(s)
-    cap = bucket * s.kv_heads
-    assert rounds(s, bucket) == plain_rounds(true, cap)
-    for exchange in EXCHANGES:
-        copies, got = 1 if exchange == "gather" else 2, buffers(s, exchange, bucket)
-        for d in range(true.world):
-            receive, out, returned = plain_slots(s, true, exchange, bucket, d)
-            assert receive_slots(s, exchange, bucket)[d] == receive
-            assert got.receive[d] == copies * receive * size and got.send[d] == out * size
-            assert got.gradients[d] == copies * receive * gradient_size
-            assert got.returned[d] == returned * gradient_size
-            forward = (copies * receive + out) * size
-            assert got.forward[d] == forward
-            assert got.backward[d] == forward + (copies * receive + returned) * gradient_size
-
-
-@budget
-@given(problems(), st.integers(1, 20), st.randoms(use_true_random=False))
-def test_chunks_fit_the_receive_buffer(s: Setting, bucket: int, random: Random) -> None:
-    """Whatever the order of rows in a message, no chunk of whole rows is larger than its buffer."""
-    cap, p = bucket * s.kv_heads, len(s.positions)
-    for distances, cut in rounds(s, bucket):
-        for d in range(p):
-            total = 0
-            for t in distances:
-                widths = [block.width for block, rows in needed_rows(s, (d - t) % p, d) for _ in rows]
-                random.shuffle(widths)
-                chunks: Counter[int] = Counter()
-                at = 0
-                for width in widths:
-                    chunks[at // cap if cut else 0] += width
-                    at += width
-                total += max(chunks.values(), default=0)
-            assert total <= receive_slots(s, "direct", bucket)[d]
-            assert total <= cap + s.widest - 1
+                gradients[place, owner] += 1
+        traffic = sent(s, exchange, narrow)
+        assert (traffic.forward == kv * size).all() and (traffic.backward_kv == kv * size).all()
+        assert (traffic.backward_gradients == gradients * gradient_size).all()
+        assert (traffic.backward == traffic.backward_kv + traffic.backward_gradients).all()
 
 
 def shards(*held: list[int]) -> list[np.ndarray]:
@@ -242,8 +128,7 @@ def test_worked_by_hand() -> None:
     Row 1 of rank 0 is needed by rank 1 only. A pair (3, 1), and the selected rows 1, 3, 5 see themselves.
     """
     s = Setting(Pattern((Branch(4, 2, 1),), True), shards([2, 1, 0], [3], [], [5, 4]), 1, 1, 1, 1, 2)
-    assert [(b.offset, x.tolist()) for b, x in needed_rows(s, 0, 1)] == [(1, [1])]
-    assert s.slots.sum() == 1 and flops(s).pairs == (1, 2, 0, 1)
+    assert s.slots.sum() == s.slots[0, 1] == 1 and flops(s).pairs == (1, 2, 0, 1)
     assert sent(s, "ring").forward[0, 1] == 4 == sent(s, "ring").forward.sum()
     assert sent(s, "ring").backward_gradients[1, 0] == 8 == sent(s, "ring").backward_gradients.sum()
     assert flops(s).forward == (4, 8, 0, 4) and flops(s).backward == (10, 20, 0, 10)
@@ -252,6 +137,30 @@ def test_worked_by_hand() -> None:
     held = resident(s)
     assert (held.shards[0], held.accumulator[0], held.gradients[0]) == (3 * 4 * 2 + 3 * 4, 3 * 8, 3 * 12)
     assert not (held.shards[2] or held.accumulator[2] or held.gradients[2])
+
+
+@pytest.mark.parametrize(
+    ("exchange", "bucket", "receive", "send", "returned"),
+    [
+        ("ring", 6, (4, 6, 6), (6, 4, 2), (10, 10, 8)),
+        ("ring", 2, (4, 5, 5), (5, 4, 2), (9, 9, 7)),
+        ("direct", 6, (6, 8, 10), (12, 8, 4), (12, 8, 4)),  # both distances in one round
+        ("direct", 3, (4, 6, 6), (6, 4, 2), (6, 4, 2)),
+        ("direct", 2, (4, 5, 5), (5, 4, 2), (5, 4, 2)),  # both are cut
+        ("gather", 2, (6, 8, 10), (6, 4, 2), (12, 8, 4)),
+    ],
+)
+def test_buffers_by_hand(
+    exchange: str, bucket: int, receive: tuple[int, ...], send: tuple[int, ...], returned: tuple[int, ...]
+) -> None:
+    """Ranks hold 6, 4 and 2 slots, which all others need; a chunk ends with a whole row, of 2 slots."""
+    s = Setting(Pattern.dense(), shards([0, 1, 2], [3, 4], [5]), 1, 2, 2, 3, 2)
+    copies, ints = 1 if exchange == "gather" else 2, [np.array(x) for x in (receive, send, returned)]
+    for narrow in (False, True):
+        (size, gradient_size), got = units(s, narrow), buffers(s, exchange, bucket, narrow)
+        forward, returning = (copies * ints[0] + ints[1]) * size, ints[2] * gradient_size
+        assert (got.forward == forward).all() and (got.gradients == copies * ints[0] * gradient_size).all()
+        assert (got.backward == forward + got.gradients + returning).all()
 
 
 def test_lengths_beyond_the_sequence() -> None:
@@ -270,25 +179,6 @@ def test_resident_counts_elements() -> None:
     assert resident(s).gradients.tolist() == [8 * (q + 2 * kv)] * 3
 
 
-def test_narrow_gradients_take_the_working_type() -> None:
-    pattern, positions = Pattern.dense(causal=True), np.split(np.arange(12), 3)
-    for itemsize, ratio in ((8, 1), (4, 1), (2, 2)):
-        s = Setting(pattern, positions, 2, 4, 2, 8, itemsize)
-        wide, narrow = sent(s, "direct"), sent(s, "direct", narrow=True)
-        assert (narrow.backward_kv == wide.backward_kv).all() and narrow.backward_gradients.any()
-        assert (ratio * narrow.backward_gradients == wide.backward_gradients).all()
-        held, less = buffers(s, "direct", 5), buffers(s, "direct", 5, narrow=True)
-        assert (held.forward == less.forward).all() and less.gradients.any() and less.returned.any()
-        assert (ratio * less.gradients == held.gradients).all() and (ratio * less.returned == held.returned).all()
-
-
-def test_ring_memory_falls_as_one_over_p() -> None:
-    n = 8192
-    for p in (2, 4, 8):
-        held = buffers(Setting(Pattern.dense(), np.array_split(np.arange(n), p), 1, 4, 4, 8), "ring", UNBOUNDED)
-        assert (held.backward == (2 + 1 + 2 + 2) * (n // p) * 4 * 2 * 8 * 4).all()
-
-
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -303,17 +193,18 @@ def test_ring_memory_falls_as_one_over_p() -> None:
         ({"pattern": Pattern((Branch(heads=range(5)),))}, "heads"),
     ],
 )
-def test_refuses(change: dict[str, object], named: str) -> None:
-    fields: dict[str, Any] = {"pattern": Pattern.dense(), "positions": ([0, 1], [2]), "batch": 1, "heads": 4}
+def test_refuses(change: dict[str, Any], named: str) -> None:
+    given: dict[str, Any] = {"pattern": Pattern.dense(), "positions": ([0, 1], [2]), "batch": 1, "heads": 4}
     with pytest.raises(ValueError, match=named):
-        Setting(**{**fields, "kv_heads": 2, "head_dim": 8, "itemsize": 4, **change})
+        Setting(**{**given, "kv_heads": 2, "head_dim": 8, "itemsize": 4, **change})
 
 
 def test_refuses_exchange_and_bucket() -> None:
     s = Setting(Pattern.dense(), shards([0, 1], [2]), 1, 1, 1, 1)
-    with pytest.raises(ValueError, match="exchange"):
-        sent(s, "star")
-    with pytest.raises(ValueError, match="exchange"):
-        buffers(s, "star", 1)
-    with pytest.raises(ValueError, match="bucket"):
-        buffers(s, "ring", 0)
+    for call, named in (
+        (lambda: sent(s, "star"), "exchange"),
+        (lambda: buffers(s, "star", 1), "exchange"),
+        (lambda: buffers(s, "ring", 0), "bucket"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            call()

@@ -1,6 +1,6 @@
-"""`reference.oracle` against loops written straight from the formulas, against autograd, and what holds always."""
+"""`reference.oracle` against loops from the formulas and their autograd, sums on paper, and what holds always."""
 
-from math import inf, nan
+from math import inf, log, nan
 from typing import Any
 
 import pytest
@@ -12,21 +12,22 @@ from torch import Tensor
 from reference import Branch, Pattern, attention, gradients, oracle
 from reference.pattern import multiplicity
 from tests.support import drawn_patterns
-from tests.support.oracle_loops import Example, assert_all_close, everything, example, loops, mixture
+from tests.support.oracle_loops import Example, assert_all_close, everything, example, loops
 
+DENSE, CAUSAL = Pattern.dense(), Pattern.dense(causal=True)
+DEAD_ROWS = Pattern((Branch(3, 5, (0, 2, 4, 1)),))  # the rate is beyond the segment
 PATTERNS = {
-    "dense": Pattern.dense(),
-    "causal": Pattern.dense(causal=True),
+    "dense": DENSE,
+    "causal": CAUSAL,
     "longnet": Pattern.longnet([4, 8, None], [1, 2, 3], 4),
     "longnet causal, short tail": Pattern.longnet([3, 5], [1, 2], 4, causal=True, offsets="torchscale"),
-    "rate beyond the segment, dead rows": Pattern((Branch(3, 5, (0, 2, 4, 1)),)),
+    "dead rows": DEAD_ROWS,
     "head groups": Pattern.head_groups([4, 6, 8], [1, 2, 3], 4, causal=True),
     "a head is not served": Pattern((Branch(4, heads=range(1, 3)), Branch(None, 2, 1, range(2, 4)))),
 }
-patterns = pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS.keys())
 
 
-@patterns
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS.keys())
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_loops(pattern: Pattern, kv_heads: int) -> None:
     x = example(9, 9, heads=4, kv_heads=kv_heads, batch=2)
@@ -44,43 +45,67 @@ def test_one_sided_positions_count_the_other_side_from_zero() -> None:
 @settings(deadline=None, max_examples=60)
 @given(st.data(), st.integers(0, 6), st.integers(0, 6), st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2)]))
 def test_loops_on_any_pattern(data: st.DataObject, n_q: int, n_k: int, heads: tuple[int, int]) -> None:
-    pattern, points = data.draw(drawn_patterns.patterns(heads[0])), st.integers(0, 12)
-    i = data.draw(st.lists(points, min_size=n_q, max_size=n_q))
-    j = data.draw(st.lists(points, min_size=n_k, max_size=n_k))
+    pattern = data.draw(drawn_patterns.patterns(heads[0], packed=True))
+    last = 30 if pattern.documents is None else sum(pattern.documents) - 1
+    i, j = (data.draw(st.lists(st.integers(0, last), max_size=n)) if last >= 0 else [] for n in (n_q, n_k))
     x = example(i, j, *heads)
     assert_all_close(everything(x, pattern), loops(x, pattern))
     assert_all_close(everything(x, pattern, weights="detached"), loops(x, pattern, detached=True))
 
 
-@patterns
-def test_mixture_of_branches_and_its_autograd(pattern: Pattern) -> None:
-    """One softmax over the multiset is the mixture of separately computed branches, gradients included."""
-    x = example(9, 9, heads=4, kv_heads=2, batch=2)
-    leaves = [t.clone().requires_grad_() for t in x.qkv]
-    out, total = mixture(leaves, pattern)
-    alive = total > 0  # the loss leaves out the lse of dead rows: autograd has only NaN for log 0
-    loss = (x.dout * out).sum() + (x.dlse[alive] * total[alive].log()).sum()
-    wanted = torch.autograd.grad(loss, leaves)
-    assert_all_close(everything(x, pattern), [out.detach(), total.detach().log(), *wanted])
+def column(*values: float) -> Tensor:
+    """One batch, one head, one dimension."""
+    return torch.tensor(values, dtype=torch.float64).view(1, -1, 1, 1)
 
 
-@patterns
-def test_detached_is_autograd_with_constant_weights(pattern: Pattern) -> None:
-    x = example(9, 9, heads=4, kv_heads=2, batch=2)
-    leaves = [t.clone().requires_grad_() for t in x.qkv]
-    wanted = torch.autograd.grad((x.dout * mixture(leaves, pattern, detached=True)[0]).sum(), leaves)
-    assert_all_close(gradients(*x.qkv, pattern, x.dout, weights="detached"), wanted)
+TWICE = Pattern((Branch(2), Branch(4, 2)))  # row 0 sees weights 1 + 2 within {0, 1} and 1 + 3 on the even positions
 
 
-# --- laws ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("pattern", "out", "total"),
+    [
+        (DENSE, [14 / 6] * 3, [6] * 3),  # (1 + 4 + 9) / (1 + 2 + 3)
+        (CAUSAL, [1, 5 / 3, 14 / 6], [1, 3, 6]),
+        (Pattern((Branch(2),)), [5 / 3, 5 / 3, 25 / 7, 25 / 7, 5], [3, 3, 7, 7, 5]),
+        (Pattern((Branch(2, 2, 1),)), [0, 2, 0, 4, 0], [0, 2, 0, 4, 0]),  # the offset lies beyond the tail
+        (Pattern((Branch(2, 3),)), [1, 0, 3, 0, 5], [1, 0, 3, 0, 5]),
+        (Pattern((Branch(2, 3, 2),)), [0] * 5, [0] * 5),
+        (TWICE, [15 / 7, 5 / 3, 35 / 11, 25 / 7], [7, 3, 11, 7]),
+    ],
+)
+def test_by_hand(pattern: Pattern, out: list[float], total: list[float]) -> None:
+    """q = 1, k = log 1, log 2, log 3, ..., v = 1, 2, 3, ... and scale 1: the weight of key j is j + 1."""
+    values = range(1, len(out) + 1)
+    got = attention(column(*[1.0] * len(out)), column(*map(log, values)), column(*values), pattern, scale=1.0)
+    assert_all_close([t.flatten() for t in got], [out, [log(x) if x else -inf for x in total]])
 
 
-@patterns
+def test_by_hand_gradients() -> None:
+    # One query, weights 1 and 3 of v = 0 and 4: P = (1/4, 3/4), O = 3, dO = 1, so dP - D = (-3, 1).
+    args = (column(1.0), column(0.0, log(3)), column(0.0, 4.0), DENSE, column(1.0))
+    at: dict[str, Any] = {"q_positions": torch.tensor([0]), "scale": 1.0}
+    wanted = [column(0.75 * log(3)), column(-0.75, 0.75), column(0.25, 0.75)]
+    assert_all_close(gradients(*args, **at), wanted)
+    wanted = [column(2.25 * log(3)), column(-0.25, 2.25), column(0.25, 0.75)]  # dlse = 2 adds 2 P to dS
+    assert_all_close(gradients(*args, torch.full((1, 1, 1), 2.0), **at), wanted)
+
+
+@pytest.mark.parametrize("size", [-1e300, -1e8, 1e8, 1e300])
+def test_any_finite_score_is_a_score(size: float) -> None:
+    """No value stands for "nothing": scores all alike share the weight, however large."""
+    one, k, v = column(1.0), column(*[size] * 8), column(1.0, 9.0, 2.0, 9.0, 6.0, 9.0, 7.0, 9.0)
+    at: dict[str, Any] = {"q_positions": torch.tensor([0]), "scale": 1.0}
+    pattern = Pattern((Branch(None, 2),))
+    out, lse = attention(one, k, v, pattern, **at)
+    assert (out == 4).all() and (lse == size + log(4)).all()
+    assert gradients(one, k, v, pattern, one, **at)[2].equal(column(*[0.25, 0.0] * 4))
+
+
+@pytest.mark.parametrize("pattern", [PATTERNS["longnet causal, short tail"], DEAD_ROWS])
 @pytest.mark.parametrize("rows", [1, 2, 4])  # in blocks of 4 the last one is short
 def test_row_blocks_change_nothing(pattern: Pattern, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = example(9, 9, heads=4, kv_heads=2, batch=2)
-    whole, whole_detached = everything(x, pattern), everything(x, pattern, weights="detached")
-    monkeypatch.setattr(oracle, "BLOCK_ELEMENTS", 16 * rows * 2 * 4 * 9)  # 1/16 of it on a CPU
+    x, both = example(9, 9, heads=4, kv_heads=2, batch=2), ("attached", "detached")
+    whole = [everything(x, pattern, weights=weights) for weights in both]
     seen = []
 
     def counted(pattern: Pattern, i: Tensor, j: Tensor, heads: int) -> Tensor:
@@ -88,11 +113,13 @@ def test_row_blocks_change_nothing(pattern: Pattern, rows: int, monkeypatch: pyt
         return multiplicity(pattern, i, j, heads)
 
     monkeypatch.setattr(oracle, "multiplicity", counted)
-    assert_all_close(everything(x, pattern), whole)
-    assert_all_close(everything(x, pattern, weights="detached"), whole_detached)
-    assert max(seen) == rows
-    monkeypatch.setattr(oracle, "BLOCK_ELEMENTS", 1)  # never less than one row
-    assert_all_close(everything(x, pattern), whole)
+    for elements in (16 * rows * 2 * 4 * 9, 1):  # 1/16 of it on a CPU; never less than one row
+        seen.clear()
+        monkeypatch.setattr(oracle, "BLOCK_ELEMENTS", elements)
+        for weights, wanted in zip(both, whole, strict=True):
+            assert_all_close(everything(x, pattern, weights=weights), wanted)
+        assert_all_close(oracle.attention_and_gradients(*x.qkv, pattern, x.dout, x.dlse), whole[0])
+        assert max(seen) == (rows if elements > 1 else 1)
 
 
 def test_rows_that_nothing_selects_are_exactly_nothing() -> None:
@@ -115,106 +142,67 @@ def test_rows_that_nothing_selects_are_exactly_nothing() -> None:
 
 def test_scores_of_minus_inf_have_no_weight() -> None:
     """As if nothing selected these keys; rows 0 and 1, which see no others, are as rows that see none."""
-    x = example(6, 6, heads=2, kv_heads=1)
+    x, hidden, kept = example(6, 6, heads=2, kv_heads=1), [0, 1, 4], [2, 3, 5]
     x.q[..., 0], x.k[..., 0] = 1.0, 0.0
-    pattern, hidden = PATTERNS["causal"], [0, 1, 4]
-    kept = [2, 3, 5]
-    left = (x.q, x.k[:, kept], x.v[:, kept])
-    positions: dict[str, Any] = {"q_positions": torch.arange(6), "k_positions": torch.tensor(kept)}
+    left = x._replace(k=x.k[:, kept], v=x.v[:, kept], at={"k_positions": torch.tensor(kept)})
     x.k[:, hidden, :, 0] = -inf
     for weights in ("attached", "detached"):
-        out, lse, dq, dk, dv = everything(x, pattern, weights=weights)
-        assert_all_close((out, lse), attention(*left, pattern, **positions))
-        wanted = gradients(*left, pattern, x.dout, x.dlse, weights=weights, **positions)
-        assert_all_close((dq[..., 1:], dk[:, kept], dv[:, kept]), (wanted[0][..., 1:], *wanted[1:]))
+        (out, lse, dq, dk, dv), wanted = (everything(y, CAUSAL, weights=weights) for y in (x, left))
+        found = out, lse, dq[..., 1:], dk[:, kept], dv[:, kept]
+        assert_all_close(found, (*wanted[:2], wanted[2][..., 1:], *wanted[3:]))
         assert (dk[:, hidden] == 0).all() and (dv[:, hidden] == 0).all()
         assert (out[:, :2] == 0).all() and (lse[..., :2] == -inf).all() and (dq[:, :2] == 0).all()
 
 
-def test_no_keys_and_no_queries() -> None:
-    x = example(3, [])
-    out, lse, dq, dk, dv = everything(x, Pattern.dense())
-    assert (out == 0).all() and (lse == -inf).all() and (dq == 0).all() and dk.shape == dv.shape == x.k.shape
-    out, lse, dq, dk, dv = everything(example([], 3), Pattern.dense())
-    assert out.numel() == lse.numel() == dq.numel() == 0 and (dk == 0).all() and (dv == 0).all()
+@pytest.mark.parametrize("value", (nan, inf))
+def test_nan_and_inf_propagate(value: float) -> None:
+    x = example(3, 3, heads=1, kv_heads=1)
+    x.v[0, 1] = value
+    out, lse, dq, *_ = everything(x, DENSE)
+    assert not out.isfinite().any() and lse.isfinite().all() and not dq.isfinite().any()
+    x.q[0, 1] = nan
+    assert attention(*x.qkv, DENSE)[1].isnan().flatten().tolist() == [False, True, False]
 
 
-def test_nothing_unselected_gets_in() -> None:
-    """A causal row does not see later tokens, not even a later score that would overflow its exponential."""
-    x = example(5, 5)
-    later = x._replace(k=x.k.clone(), v=x.v.clone())
-    later.k[:, 3:] = 1e5
-    later.v[:, 3:] = -1e5
-    (out, lse), (later_out, later_lse) = (attention(*y.qkv, PATTERNS["causal"]) for y in (x, later))
-    assert out[:, :3].equal(later_out[:, :3]) and lse[..., :3].equal(later_lse[..., :3])
-    assert not out[:, 3:].isclose(later_out[:, 3:]).any()
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+def test_working_types_come_out_as_fp64_of_the_rounded_inputs(dtype: torch.dtype) -> None:
+    low = [t.to(dtype) for t in example(5, 5)[:5]]
+    found, exact = (everything(Example._make([*tensors, {}]), DENSE) for tensors in (low, [t.double() for t in low]))
+    for a, b in zip(found, exact, strict=True):
+        assert a.dtype == torch.float64 and a.equal(b) and a.is_contiguous()
 
 
-def test_nan_and_inf_propagate() -> None:
-    for value in (nan, inf):
-        x = example(3, 3, heads=1, kv_heads=1)
-        x.v[0, 1] = value
-        out, lse = attention(*x.qkv, Pattern.dense())
-        assert not out.isfinite().any() and lse.isfinite().all()
-        assert not gradients(*x.qkv, Pattern.dense(), x.dout)[0].isfinite().any()
-        x.q[0, 1] = nan
-        out, lse = attention(*x.qkv, Pattern.dense())
-        assert lse.isnan().flatten().tolist() == [False, True, False]
+X, AT = example(4, 4, heads=4, kv_heads=2), torch.arange(4)
 
 
-def test_working_types_come_out_as_fp64_of_the_rounded_inputs() -> None:
-    x = example(5, 5)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        q, k, v, dout, dlse = (t.to(dtype) for t in (*x.qkv, x.dout, x.dlse))
-        low = Example(q, k, v, dout, dlse, {})
-        exact = Example(q.double(), k.double(), v.double(), dout.double(), dlse.double(), {})
-        for a, b in zip(everything(low, Pattern.dense()), everything(exact, Pattern.dense()), strict=True):
-            assert a.dtype == torch.float64 and a.equal(b) and a.is_contiguous()
-
-
-def test_default_scale() -> None:
-    q = torch.ones(1, 1, 1, 4)  # q . k = 2 and D ** -0.5 = 1 / 2
-    assert float(attention(q, q / 2, q, Pattern.dense())[1]) == 1.0
-
-
-def test_bad_arguments_are_refused() -> None:
-    x, p = example(4, 4, heads=4, kv_heads=2), Pattern.dense()
-    i = torch.arange(4)
-    bad: list[tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], str]] = [
-        ((x.q[0], x.k, x.v), {}, "q must be"),
-        ((x.q, x.k, x.v[:, :3]), {}, "k and v both"),
-        ((x.q, x.k[..., :2], x.v[..., :2]), {}, "q must be"),
-        ((x.q, x.k.repeat(2, 1, 1, 1), x.v.repeat(2, 1, 1, 1)), {}, "q must be"),
-        ((x.q[..., :0], x.k[..., :0], x.v[..., :0]), {}, "D >= 1"),
-        ((x.q[:, :, :3], x.k, x.v), {}, "multiple of the key/value heads"),
-        ((x.q, x.k[:, :, :0], x.v[:, :, :0]), {}, "multiple of the key/value heads"),
-        ((x.q[:, :3], x.k, x.v), {}, "no positions"),
-        ((x.q, x.k, x.v), {"q_positions": i[:3]}, r"q_positions must be int64 of shape \(4,\)"),
-        ((x.q, x.k, x.v), {"k_positions": i[None]}, "k_positions must be"),
-        ((x.q, x.k, x.v), {"k_positions": i.double()}, "k_positions must be"),
-        ((x.q, x.k, x.v), {"k_positions": i - 1}, "k_positions must be >= 0, got -1"),
-    ]
-    for tensors, at, message in bad:
-        with pytest.raises(ValueError, match=message):
-            attention(*tensors, p, **at)
-        with pytest.raises(ValueError, match=message):
-            gradients(*tensors, p, x.dout, **at)
-    with pytest.raises(ValueError, match="pattern must be one for the 4 query heads, got one that was made for 2"):
-        attention(*x.qkv, Pattern((Branch(4, 2, (0, 1)),)))
-    with pytest.raises(ValueError, match=r"^pattern must be a Pattern, got 'dense': write Pattern.dense\(\), or one"):
-        attention(*x.qkv, "dense")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="dout must have the shape"):
-        gradients(*x.qkv, p, x.dout[:, :3])
-    with pytest.raises(ValueError, match="dlse must have the shape"):
-        gradients(*x.qkv, p, x.dout, x.dlse.transpose(1, 2)[:, :3])
-    with pytest.raises(ValueError, match="weights must be"):
-        gradients(*x.qkv, p, x.dout, weights="none")
-
-
-@pytest.mark.parametrize("elements", [2**26, 16 * 4 * 9 * 2])  # all rows are one block; two rows are
-def test_output_and_gradients_in_one_are_those_of_both(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(oracle, "BLOCK_ELEMENTS", elements)
-    x, pattern = example(9, 9, heads=4, kv_heads=2), PATTERNS["rate beyond the segment, dead rows"]
-    found = oracle.attention_and_gradients(x.q, x.k, x.v, pattern, x.dout, x.dlse)
-    wanted = *attention(x.q, x.k, x.v, pattern), *gradients(x.q, x.k, x.v, pattern, x.dout, x.dlse)
-    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"q": X.q[0]}, "q must be"),
+        ({"v": X.v[:, :3]}, "k and v both"),
+        ({"k": X.k[..., :2], "v": X.v[..., :2]}, "q must be"),
+        ({"k": X.k.repeat(2, 1, 1, 1), "v": X.v.repeat(2, 1, 1, 1)}, "q must be"),
+        ({name: getattr(X, name)[..., :0] for name in "qkv"}, "D >= 1"),
+        ({"q": X.q[:, :, :3]}, "multiple of the key/value heads"),
+        ({"k": X.k[:, :, :0], "v": X.v[:, :, :0]}, "multiple of the key/value heads"),
+        ({"q": X.q[:, :3]}, "no positions"),
+        ({"q_positions": AT[:3]}, r"q_positions must be int64 of shape \(4,\)"),
+        ({"k_positions": AT[None]}, "k_positions must be"),
+        ({"k_positions": AT.double()}, "k_positions must be"),
+        ({"k_positions": AT - 1}, "k_positions must be >= 0, got -1"),
+        ({"pattern": Pattern((Branch(4, 2, (0, 1)),))}, "pattern must be one for the 4 query heads, got one that was"),
+        ({"pattern": "dense"}, r"^pattern must be a Pattern, got 'dense': write Pattern.dense\(\), or one"),
+        ({"dout": X.dout[:, :3]}, "dout must have the shape"),
+        ({"dlse": X.dlse.transpose(1, 2)[:, :3]}, "dlse must have the shape"),
+        ({"weights": "none"}, "weights must be"),
+    ],
+)
+def test_bad_arguments_are_refused(changes: dict[str, Any], said: str) -> None:
+    given: dict[str, Any] = {**X._asdict(), "pattern": DENSE, **changes}
+    del given["at"]
+    with pytest.raises(ValueError, match=said):
+        gradients(**given)
+    if not changes.keys() & {"dout", "dlse", "weights"}:
+        del given["dout"], given["dlse"]
+        with pytest.raises(ValueError, match=said):
+            attention(**given)

@@ -1,7 +1,5 @@
 """Patterns to draw, with every field of every kind."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 
 from reference.pattern import Branch, Pattern

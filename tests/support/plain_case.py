@@ -1,7 +1,5 @@
 """One Case for tests that need any, or one that differs in a field."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
