@@ -12,6 +12,7 @@ from tests.support.drawing import draw_many
 from verification.training.training_case import TrainingCase
 from verification.training.training_model import Model
 
+
 def small_model(**changes: Any) -> Model:
     """The smallest model, with these fields changed."""
     model = Model(

@@ -26,6 +26,7 @@ from verification.run.layouts import layout_of
 from verification.runner import law_experiment
 
 DRAWS = 400  # for each world size
+drawn_documents = st.composite(documents_of)
 SHRINKING = settings(QUIET, phases=(Phase.generate, Phase.shrink), max_examples=3000)
 # A law has what is too large for most examples.
 LEFT_TO_LAWS = {"scores larger than queries"}
@@ -100,6 +101,11 @@ def test_rare_cases_are_supported_on_the_ranks_that_they_are_for(number: int) ->
 def test_the_simplest_choice_comes_first(world: int) -> None:
     simplest = find(cases(world), lambda case: True, settings=settings(QUIET, max_examples=DRAWS))
     assert simplest == plain(world, tokens=1, heads=1, kv_heads=1, head_dim=1, kernel="auto")
+    documents = drawn_documents(32, (16,))
+    assert find(documents, lambda found: True, settings=SHRINKING) is None
+    assert find(documents, lambda found: found is not None, settings=SHRINKING) == (32,)
+    few = find(documents, lambda found: len(found or ()) > 2, settings=SHRINKING)
+    assert few is not None and len(few) == 3
 
 
 @given(st.integers(1, 5), st.data())
@@ -113,9 +119,6 @@ def test_decoders_reach_everything_once(count: int, data: st.DataObject) -> None
     assert ranges[0] is None and len(set(ranges)) == len(ranges)
     assert all(r is None or 0 <= r.start < r.stop <= count for r in ranges)
     assert len({digits(i, 3, count) for i in range(3**count)}) == 3**count
-
-
-drawn_documents = st.composite(documents_of)
 
 
 @given(st.data(), st.integers(1, 300), st.integers(1, MOST_FUSED), st.integers(1, 8))
@@ -139,11 +142,3 @@ def test_windows_and_documents_of_every_kind_are_reached() -> None:
     assert cut | {(32,), (5, 27), (0, 32), (32, 0), (8, 8, 8, 8), (9, 9, 9, 5), (1, 1, 30), (2, 0, 1, 3, 26)} <= reached
     assert ends_of(plain(4, tokens=32).shards()) == [8, 16, 24]
     assert len(ends_of(plain(4, tokens=32, order="striped").shards())) <= 5, "a few of many"
-
-
-def test_no_documents_are_the_simplest_and_one_document_the_next() -> None:
-    documents = drawn_documents(32, (16,))
-    assert find(documents, lambda found: True, settings=SHRINKING) is None
-    assert find(documents, lambda found: found is not None, settings=SHRINKING) == (32,)
-    few = find(documents, lambda found: len(found or ()) > 2, settings=SHRINKING)
-    assert few is not None and len(few) == 3

@@ -159,7 +159,6 @@ def test_the_meter_sees_products_and_what_is_made() -> None:
 
 @pytest.mark.parametrize("bucket", (4, 10))
 def test_the_meter_looks_into_the_operator_that_a_forward_is(bucket: int) -> None:
-    """And sees what it would see without: products of the tiles, tensors of the size of the output."""
     q, k = torch.randn(1, 10, 3, 4), torch.randn(1, 10, 1, 4)
     with Meter(head_dim=4) as meter:
         ring_attention(q, k, k, Pattern.dense(), Layout.contiguous(10, 1), bucket=bucket, kernel="math")

@@ -41,9 +41,10 @@ SCRIPT = ROOT / "scripts/validate_nccl.py"
 SPOILT = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
-from tests.verification.run.torchrun.test_torchrun import DEFECTS, validate
+from tests.verification.run.torchrun.test_torchrun import DEFECTS
+from verification.cli.validate import main
 if __name__ == "__main__":
-    sys.exit(validate.main(sys.argv[2:], prepare=DEFECTS[sys.argv[1]]))
+    sys.exit(main(sys.argv[2:], prepare=DEFECTS[sys.argv[1]]))
 """
 PLENTY = 280  # seconds that no run needs, and less than pytest allows a test
 NO_GPUS = "needs 2 GPUs; there, run: torchrun --nproc-per-node=2 scripts/validate_nccl.py"
