@@ -17,7 +17,7 @@ from ring import agreement, attention, walk
 from ring.comm.calls import Calls
 from ring.compute.accumulator import Accumulator
 from tests.support.plain_case import plain
-from tests.support.planted import plant, plant_before, plant_on_results
+from tests.support.planted import plant, plant_on_results
 from verification.case import Case
 from verification.check.laws import LAWS
 from verification.check.laws.isolation import neighbour
@@ -37,7 +37,12 @@ def results(change: Callable[[Tensor, Any], Tensor]) -> Plant:
 
 def before(act: Callable[[Any], object]) -> Plant:
     """Each call begins with act(arguments by position)."""
-    return partial(plant_before, lambda args, options: act(args))
+
+    def spoil(real: Any, args: Any, options: Any) -> Any:
+        act(args)
+        return real(*args, **options)
+
+    return partial(plant, spoil)
 
 
 def gathers_wrongly() -> None:
