@@ -42,7 +42,6 @@ class ReceiveFirst(RecordingTransport):
 
 
 def plant_receive_first() -> None:
-    """On three ranks or more."""
     from ring.comm.exchange import Exchange
 
     real = Exchange.__init__

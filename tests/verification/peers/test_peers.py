@@ -79,8 +79,7 @@ NOT_RUN = {
 
 @pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
-    """Adapters of the working directory: the one that verification/README.md shows holds, the same with another mask is
-    found, shrunk and replayed, and what cannot be run does not keep the others."""
+    """The adapter that verification/README.md shows holds, and with another mask is found, shrunk and replayed."""
     page = (ROOT / "verification/README.md").read_text()
     (code,) = re.findall(r"```python\n# my_attention\.py\n(.*?)```", page, re.DOTALL)
     (tmp_path / "my_attention.py").write_text(code)
@@ -354,8 +353,7 @@ def test_what_trains_wrong_is_found_shrunk_saved_and_replayed(tmp_path: Path, mo
     assert (status, peer["verdict"]) == (1, "counter-example")
     case = TrainingCase.from_dict(peer["case"])
     assert (case.world, case.wrapper, case.model.layers) == (2, "none", 1)
-    # The first step is right. The gradients of the second are wrong: their norm shows it, or the parameters, or the
-    # loss of a third.
+    # The gradients of the second step are wrong: their norm shows it, or the parameters, or the loss of a third.
     assert case.steps == {"norms": 2, "parameters": 2, "losses": 3}[peer["message"].partition(":")[0]]
     file = Path(shlex.split(peer["replay"])[-1])
     assert json.loads(file.read_text()) == {"step_peer": "fairscale/as-written", "training_case": peer["case"]}
@@ -473,8 +471,9 @@ def test_the_stand_in_for_flash_attn(causal: bool, kv_heads: int, window: int | 
         how: Any = 0.0, SCALE, causal, *sides
         out, lse, _, _ = flash_attn_shim.forward(*inputs, *how)
         torch.testing.assert_close((out, lse), (exact[:, rows].float(), exact_lse[:, :, rows].float()))
-        grads = [torch.full_like(x, math.nan) for x in inputs]
-        flash_attn_shim.backward(dout[:, rows], *inputs, out, lse, *grads, *how)
+        grads: Any = [torch.full_like(x, math.nan) for x in inputs]
+        given: Any = dout[:, rows], *inputs, out, lse, *grads, *how
+        flash_attn_shim.backward(*given)
         for total, part, where in zip(sums, grads, (rows, keys, keys), strict=True):
             total[:, where] += part
     wanted = gradients(q, k, v, pattern, dout, scale=SCALE)
@@ -533,7 +532,7 @@ def test_the_stand_in_on_rows_that_see_nothing_and_under_autocast() -> None:
     q = torch.ones(1, 2, 1, 1)
     out, lse, _, _ = flash_attn_shim.forward(q, q[:, :1], q[:, :1], 0.0, 1.0, True)
     assert out[0, 0, 0, 0] == 0 and lse[0, 0, 0] == math.inf and lse[0, 0, 1] == 1
-    inputs = [x.bfloat16() for x in inputs_of(4)[:3]]
+    given: Any = *(x.bfloat16() for x in inputs_of(4)[:3]), 0.5, True
     with torch.autocast("cpu", torch.bfloat16):
-        under = flash_attn_shim.attention(*inputs, 0.5, True)
-    torch.testing.assert_close(under, flash_attn_shim.attention(*inputs, 0.5, True), rtol=0, atol=0)
+        under = flash_attn_shim.attention(*given)
+    torch.testing.assert_close(under, flash_attn_shim.attention(*given), rtol=0, atol=0)

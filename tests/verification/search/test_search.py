@@ -58,20 +58,17 @@ def test_what_goes_wrong_is_found_named_and_shrunk(
     """Found on gloo, shrunk in a simulation that has the same defect; a hang's least Case has the whole timeout."""
     with closing(GlooBackend(3.0, plant)) as backend, closing(SimBackend(3.0, plant)) as simulation:
         backend.start(world)
-        report = Report(Console(quiet=True))
-        found, *others = Search(runner.EXAMPLES, backend, report, world, 120.0, shrink_backend=simulation).explore(
-            150, 1
-        )
+        search = Search(runner.EXAMPLES, backend, Report(Console(quiet=True)), world, 120.0, shrink_backend=simulation)
+        found, *others = search.explore(150, 1)
     assert found.failure.kind == kind and re.search(said, str(found.failure), re.DOTALL), str(found.failure)
     assert found.backend == "gloo" and found.subject == replace(found.subject, **shrunk)
     assert not {other.failure.kind for other in others} - {"wrong result"}
 
 
-Fails = Callable[[Case], Exception | None]
 WRONG = WrongResult("values: out is wrong")
 
 
-def search_with(ranks: GlooBackend, fails: Fails, report: Report | None = None, **changes: Any) -> Search:
+def search_with(ranks: GlooBackend, fails: Any, report: Report | None = None, **changes: Any) -> Search:
     """A search whose examples hold unless `fails` returns what is to be raised."""
 
     def check(backend: Any, case: Case) -> dict[str, float]:
@@ -105,7 +102,7 @@ def test_each_kind_of_failure_is_reported_and_what_fails_like_it_counted(ranks: 
 def test_examples_are_as_many_as_asked_for_and_repeat_with_the_seed(ranks: GlooBackend) -> None:
     drawn: list[list[str]] = [[], [], []]
     for seed, seen in zip((1, 1, 2), drawn, strict=True):
-        search = search_with(ranks, lambda case, seen=seen: seen.append(case.to_json()))  # type: ignore[misc]
+        search = search_with(ranks, lambda case, seen=seen: seen.append(case.to_json()))
         assert search.explore(40, seed) == [] and search.examples == len(seen) == 40
     assert drawn[0] == drawn[1] != drawn[2]
 
