@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reference.exact import multiplicity
 from verification.case import Case
 from verification.peers import Peer, claims
 from verification.peers.adapters.flash_attn_shim import attention
@@ -23,14 +22,8 @@ def plain(q: Tensor, k: Tensor, v: Tensor, case: Case, group: object) -> Tensor:
 
 
 def document_by_document(q: Tensor, k: Tensor, v: Tensor, case: Case, group: object) -> Tensor:
-    parts = zip(*(x.split(list(case.pattern.documents or (case.tokens,)), 1) for x in (q, k, v)), strict=True)
-    return torch.cat([plain(*part, case, group) for part in parts], 1)
-
-
-def within_windows(q: Tensor, k: Tensor, v: Tensor, case: Case, group: object) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    seen = torch.from_numpy(multiplicity(case.pattern, case.heads, case.tokens) > 0)
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, seen).transpose(1, 2)
+    parts: Any = zip(*(x.split(list(case.pattern.documents or (case.tokens,)), 1) for x in (q, k, v)), strict=True)
+    return torch.cat([plain(*part, case=case, group=group) for part in parts], 1)
 
 
 def raising(*given: Any) -> Tensor:
@@ -81,11 +74,6 @@ def then(**changes: Callable[[Case], Any]) -> Callable[[Case], Case]:
 sound = Peer("mine", "dense, one process", claim, plain, worlds=(1,))
 packed = replace(sound, claims=lambda case: claims.packed(claims.plain_process(case)), attend=document_by_document)
 unpacked = replace(packed, attend=plain)
-windowed = replace(
-    sound, claims=then(pattern=lambda case: claims.dense(case, windows=True).pattern), attend=within_windows
-)
-unwindowed = replace(windowed, attend=plain)
-
 raises = replace(sound, attend=raising)
 unconnected = replace(sound, attend=lambda q, k, v, *given: plain(q, k, v.detach(), *given))
 transposed = replace(sound, attend=lambda *given: plain(*given).transpose(1, 2))

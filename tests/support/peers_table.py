@@ -11,9 +11,8 @@ DATA = Path(__file__).parents[2] / "notebooks/data"
 
 
 def disagreements(page: str) -> list[str]:
-    """What the table on a page, whose rows are | name[, name ...] | version | alone | in a training step |, says
-    differently from the records. A result must begin with the verdict, or the property that is broken; for a
-    counter-example it must also state the ranks and tokens of the minimal Case, "2 ranks, 8 tokens"."""
+    """What a page's table, | name[, name ...] | version | alone | in a training step |, says differently from the
+    records: a verdict, or the property that is broken and the minimal Case's "2 ranks, 8 tokens"."""
     rows = {
         name.strip("` "): [cell.strip() for cell in cells[1:]]
         for line in page.splitlines()

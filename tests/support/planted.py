@@ -29,27 +29,8 @@ def plant_on_results(change: Callable[[Tensor, Any, Any], Tensor]) -> None:
     plant(spoil)
 
 
-def plant_before(act: Callable[[Any, Any], object]) -> None:
-    """Each call begins with act(arguments, options)."""
-
-    def spoil(real: Any, args: Any, kwargs: Any) -> Any:
-        act(args, kwargs)
-        return real(*args, **kwargs)
-
-    plant(spoil)
-
-
 def plant_wrong_result() -> None:
     plant_on_results(lambda out, args, kwargs: out * (1.01 if args[4].n >= 6 and args[3].causal else 1.0))
-
-
-def plant_two_defects() -> None:
-    def refuse(args: Any, kwargs: Any) -> None:
-        if args[0].shape[0] == 3:
-            raise RuntimeError("three is too many")
-
-    plant_before(refuse)
-    plant_wrong_result()
 
 
 class ReceiveFirst(RecordingTransport):
@@ -61,7 +42,6 @@ class ReceiveFirst(RecordingTransport):
 
 
 def plant_receive_first() -> None:
-    """On three ranks or more."""
     from ring.comm.exchange import Exchange
 
     real = Exchange.__init__

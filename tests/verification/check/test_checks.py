@@ -1,5 +1,4 @@
-"""Every check passes what is right, and refuses each wrong observation by its own kind of failure; what the judge knows
-bounds what the plans do, and the oracle and its twin agree."""
+"""Every check refuses each wrong observation, by its own kind of failure; the judge's counts and oracle are right."""
 
 from __future__ import annotations
 
@@ -56,13 +55,6 @@ def honest() -> Iterator[Honest]:
         yield lambda given: observe_on(backend, given)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_one_rounding_is_not_far_below_the_bound(honest: Honest, dtype: str) -> None:
-    given = case(dtype=dtype, lse="unused", order="shuffled", cuts=(0, 7, 7, 12), bucket=2)
-    ratios = CHECKS["values"](given, expect(given), honest(given))
-    assert set(ratios) == {"out"} and 0.3 < ratios["out"] <= 1
-
-
 Change = Callable[[list[Observation]], list[Observation]]
 
 
@@ -117,7 +109,6 @@ FOUND: list[tuple[str, Change, str, dict[str, Any]]] = [  # the check, what is w
     ("layout", said(counts=(4, 5, 3)), r"the zigzag order, cut at \(0, 3, 3, 12\), makes", {"cuts": (0, 3, 3, 12)}),
     ("layout", said(place=lambda x: x[::-1]), rf"on {MINE}, `unshard` takes .* has them at \[ ?0, ", {}),
     ("answers", on(2, dk=lambda x: x[:, :-1]), "dk of rank 4 .*has shape .*3, 4, 3.*, not .*4, 4, 3", {}),
-    ("answers", on(0, lse=None), "lse of rank 1 .*shape None", {}),
     ("answers", on(0, dtypes=DTYPES), "dk of rank 1 .*is bfloat16, not float32", {}),
     ("answers", on(0, dtypes=("bfloat16",) * 5), "lse of .* not float32", {"dtype": "bfloat16"}),
     ("answers", lambda seen: seen[:2], "2 ranks answered, the group has 3", {}),
@@ -138,7 +129,6 @@ FOUND: list[tuple[str, Change, str, dict[str, Any]]] = [  # the check, what is w
       for phase in ("forward", "backward")
       for change, words in ((first(size=4), "sent .* received"), (first(label="other"), "sent 'other'"),
                             (lambda log: [x for x in log if x[0] != log[0][0]], "sent nothing, received"))),
-    ("messages", on(1, received_forward=()), "received nothing", ALL),
     *(("messages", on(1, sent_forward=first(peer=peer)), f"rank 2 .* names peer {peer}", ALL) for peer in (1, 3, -1)),
     ("messages", on(0, sent_backward=lambda log: log[::-1]), "backward, number 0 from rank 1", ALL),
     *(("traffic", one_message_more, "backward, rank 1 .*to rank 4", {"exchange": exchange})
@@ -191,7 +181,7 @@ def test_an_entry_beyond_its_bound(honest: Honest, name: str) -> None:
 
 @pytest.mark.parametrize(
     "exact, bound, allowed",
-    [(6e4, 1e4, [np.inf]), (-6e4, 2e5, [-np.inf, np.inf]), (6e4, 5e3, []), (-7e4, 10.0, [-np.inf])],
+    [(6e4, 1e4, [np.inf]), (-6e4, 2e5, [-np.inf, np.inf]), (6e4, 5e3, []), (0.0, np.inf, [-np.inf, np.inf, np.nan])],
 )
 def test_an_overflow_is_right_where_the_result_with_its_bound_passes_the_type(
     honest: Honest, exact: float, bound: float, allowed: list[float]
@@ -229,8 +219,7 @@ def most_merged(case: Case) -> tuple[int, int]:
     return int(walk.of_rows.max(initial=0)), int(of_keys.max(initial=0))
 
 
-# The last key travels by itself.
-ALONE = plain(4, tokens=128, order="striped", pattern=Pattern((Branch(16),), True))
+ALONE = plain(4, tokens=128, order="striped", pattern=Pattern((Branch(16),), True))  # the last key travels by itself
 
 
 @drawing(st.sampled_from((1, 2, 3, 4, 8)).flatmap(drawn_cases))

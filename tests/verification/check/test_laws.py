@@ -17,7 +17,7 @@ from ring import agreement, attention, walk
 from ring.comm.calls import Calls
 from ring.compute.accumulator import Accumulator
 from tests.support.plain_case import plain
-from tests.support.planted import plant, plant_before, plant_on_results
+from tests.support.planted import plant, plant_on_results
 from verification.case import Case
 from verification.check.laws import LAWS
 from verification.check.laws.isolation import neighbour
@@ -30,18 +30,18 @@ BY_NAME = {law.name: law for law in LAWS}
 Plant = Callable[[], object]
 
 
-def results(change: Callable[[Tensor, Any], Tensor]) -> Plant:
-    """The output becomes change(out, arguments by position)."""
-    return partial(plant_on_results, lambda out, args, options: change(out, args))
+# The output becomes what this function makes of it, of the arguments by position, and of those by name.
+results: Callable[[Any], Plant] = partial(partial, plant_on_results)
 
 
 def before(act: Callable[[Any], object]) -> Plant:
     """Each call begins with act(arguments by position)."""
-    return partial(plant_before, lambda args, options: act(args))
 
+    def spoil(real: Any, args: Any, options: Any) -> Any:
+        act(args)
+        return real(*args, **options)
 
-def gathers_wrongly() -> None:
-    plant_on_results(lambda out, args, options: out * (1.01 if options["exchange"] == "gather" else 1.0))
+    return partial(plant, spoil)
 
 
 def weighs_what_is_hidden(real: Any, args: Any, options: Any) -> Any:
@@ -108,14 +108,15 @@ MEASURED = plain(2, tokens=64, measured=True, bucket=16)
 CALLS, LEFT, LIKE = "calls are not confused", "a call leaves nothing behind", "no call takes another for its like"
 REFUSED = "wrong calls refused everywhere"
 TEETH: list[tuple[str, Plant, Case, dict[str, Any], str]] = [
-    ("same on any ranks, layout, exchange", gathers_wrongly, plain(2), MOVED, "times the sum of their bounds"),
-    ("later tokens change nothing", results(lambda out, args: out + args[2].sum()), CAUSAL, {"position": 3},
+    ("same on any ranks, layout, exchange",
+     results(lambda out, args, options: out + (options["exchange"] == "gather")), plain(2), MOVED, "times the sum of"),
+    ("later tokens change nothing", results(lambda out, args, options: out + args[2].sum()), CAUSAL, {"position": 3},
      "out at .* must be the same bits"),
-    ("batches and heads permute", results(lambda out, args: out * torch.tensor([1.0, 2.0]).view(2, 1, 1, 1)),
+    ("batches and heads permute", results(lambda out, args, options: out * torch.tensor([1.0, 2.0]).view(2, 1, 1, 1)),
      plain(2, batch=2), {"batch": [1, 0], "kv_heads": [0, 1]}, "out"),
-    ("equal values come out", results(lambda out, args: out * 0.999), plain(2), {"keys_too": True},
+    ("equal values come out", results(lambda out, args, options: out * 0.999), plain(2), {"keys_too": True},
      "all values of that head are equal"),
-    ("NaN and inf propagate", results(lambda out, args: torch.nan_to_num(out)), plain(2),
+    ("NaN and inf propagate", results(lambda out, args, options: torch.nan_to_num(out)), plain(2),
      {"token": 3, "tensor": "v", "infinite": False}, "which sees NaN"),
     ("scores of -inf have no weight", partial(plant, weighs_what_is_hidden), plain(2), {"hidden": [1, 2], "heads": [0]},
      "no query sees this key"),
@@ -141,21 +142,15 @@ TEETH: list[tuple[str, Plant, Case, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-class Planted:
-    """A fault of the table by its number, as ranks take it: a function has no name there."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __call__(self) -> None:
-        TEETH[self.number][1]()
+def plant_number(number: int) -> None:
+    TEETH[number][1]()
 
 
 @pytest.mark.parametrize("number", range(len(TEETH)), ids=[f"{name}: {said}" for name, *_, said in TEETH])
 def test_what_breaks_a_law_is_found(number: int) -> None:
     name, _, case, how, said = TEETH[number]
     BY_NAME[name].validate(case, how)
-    with closing(SimBackend(10.0, Planted(number))) as backend:
+    with closing(SimBackend(10.0, partial(plant_number, number))) as backend:
         backend.start(case.world)
         with pytest.raises(VerificationFailure, match=said):
             BY_NAME[name].check(backend, case, how)

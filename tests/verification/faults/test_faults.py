@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import seed as seeded
 from rich.console import Console
 
 from tests.support.plain_case import plain
 from verification.__main__ import main
 from verification.failures import MismatchedMessages, Outcome, RankCrash, RankState, VerificationFailure
-from verification.faults import fault_experiment, fault_run
+from verification.faults import fault_run
 from verification.faults.fault_experiment import MishandledFault, check_fault, check_whole, chosen, judge
 from verification.faults.struck import BY_NAME, KINDS, Fault, observe_struck
 from verification.report.report import Report
@@ -103,12 +101,6 @@ def test_a_mishandled_fault_is_saved_and_holds_once_it_is_mended(
     monkeypatch.undo()
     assert main(("replay", str(report.failures[0].file))) == 0
     assert "it held" in capsys.readouterr().out
-
-
-@seeded(1)
-@given(fault_experiment.faults(4))
-def test_what_is_drawn_keeps_its_own_premise(subject: Any) -> None:
-    fault_experiment.premise(*subject)
 
 
 def test_the_numbers_choose_among_the_posts_that_there_are_in_processes() -> None:

@@ -12,9 +12,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
-import torch
 
-from reference.pattern import Pattern
 from tests.support.plain_case import plain
 from tests.support.printed import printed, recording, unbroken
 from verification.cli import mutants as command
@@ -23,8 +21,7 @@ from verification.mutants import subjects, trials
 from verification.mutants.catalogue import DEFECTS, NO_PLACE, by_name
 from verification.mutants.defect import CannotPlant, Defect, Edit
 from verification.mutants.plant import preparation, substitute
-from verification.run.backends import PRELOAD, SimBackend, Unavailable
-from verification.run.processes.pool import Pool
+from verification.run.backends import SimBackend, Unavailable
 from verification.runner import EXAMPLES
 from verification.search.experiment import Found, ToolError
 
@@ -69,33 +66,6 @@ def test_edits_of_one_file_add_up_within_their_functions() -> None:
     assert "torch.minimum(" in source and "torch.log2(" in source
     with pytest.raises(ValueError, match=r"sources must be of modules of the project, got ring\.missing"):
         substitute({"ring.missing": ""})
-
-
-def _known_to_users() -> tuple[object, ...]:
-    """What changes, and how many types one failure has: the worker is kept when other code is imported anew."""
-    from ring import agreement
-    from ring.comm import exchange
-    from ring.plan import blocks
-    from verification import failures
-    from verification.run.processes import worker
-    from verification.run.simulation import simulation
-
-    changed = exchange.accumulator_dtype(torch.float16), len(agreement.EXCHANGES)
-    types = {module.MismatchedMessages for module in (failures, worker, simulation)}
-    return *changed, len(blocks.blocks_of(Pattern.dense(), 8, 1, 1)), len(types)
-
-
-@pytest.mark.ranks
-def test_users_of_changed_code_see_it() -> None:
-    changed = _defect(
-        ("ring/precision.py", "else torch.float32", "else torch.bfloat16"),
-        ("ring/plan/plan.py", '"direct", "gather")', '"direct", "gather", "other")'),
-        ("ring/plan/blocks.py", "return tuple(blocks)", "return tuple(blocks * 2)", "blocks_of"),
-    )
-    with Pool(1, preload=(*PRELOAD, "pytest", "hypothesis")) as pool:  # planting cannot be undone
-        assert pool.run(_known_to_users) == [(torch.float32, 3, 1, 1)]
-        pool.run(preparation(changed))
-        assert pool.run(_known_to_users) == [(torch.bfloat16, 4, 2, 1)]
 
 
 @pytest.mark.ranks

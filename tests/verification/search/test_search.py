@@ -17,12 +17,12 @@ from rich.console import Console
 
 from reference.pattern import Pattern
 from tests.support.plain_case import plain
-from tests.support.planted import plant_receive_first, plant_two_defects, plant_wrong_result
+from tests.support.planted import plant_receive_first, plant_wrong_result
 from tests.support.printed import printed, recording
 from verification import runner
 from verification.case import Case
 from verification.draw.cases import cases
-from verification.failures import RankHang, WrongResult
+from verification.failures import RankError, RankHang, WrongResult
 from verification.mutants.catalogue import by_name
 from verification.mutants.plant import preparation
 from verification.report.report import Report
@@ -35,21 +35,6 @@ from verification.search.second_look import cause_in
 pytestmark = pytest.mark.ranks
 
 
-def found_by(
-    prepare: Callable[[], None], world: int = 2, shrink_backend: bool = False, budget: float = 120.0
-) -> list[tuple[Any, Case]]:
-    """What is found on gloo, shrunk there or, with `shrink_backend`, in a simulation that has the same defect."""
-    report = Report(Console(quiet=True))
-    with closing(GlooBackend(3.0, prepare)) as backend, closing(SimBackend(3.0, prepare)) as simulation:
-        backend.start(world)
-        report.start_world(world, 150)
-        workplace = simulation if shrink_backend else None
-        search = Search(runner.EXAMPLES, backend, report, world, budget, shrink_backend=workplace)
-        found = search.explore(150, 1)
-    assert all(one.backend == "gloo" for one in found)
-    return [(one.failure, one.subject) for one in found]
-
-
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[GlooBackend]:
     with closing(GlooBackend(10.0)) as backend:
@@ -59,36 +44,31 @@ def ranks() -> Iterator[GlooBackend]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "plant, options, kind, said, shrunk",
+    "plant, world, kind, said, shrunk",
     [
-        (plant_wrong_result, {"shrink_backend": True}, "wrong result", "out",
+        (plant_wrong_result, 2, "wrong result", "out",
          {"world": 1, "tokens": 6, "pattern": Pattern.dense(True), "dtype": "float32", "heads": 1, "exchange": "ring"}),
-        (plant_receive_first, {"world": 4, "shrink_backend": True}, "rank hang", r"within 3 s.*\(world of 3\)",
+        (plant_receive_first, 4, "rank hang", r"within 3 s.*\(world of 3\)",
          {"world": 3, "group": None, "tokens": 3, "exchange": "ring", "pattern": Pattern.dense(), "heads": 1}),
     ],
 )  # fmt: skip
 def test_what_goes_wrong_is_found_named_and_shrunk(
-    plant: Callable[[], None], options: Any, kind: str, said: str, shrunk: dict[str, Any]
+    plant: Callable[[], None], world: int, kind: str, said: str, shrunk: dict[str, Any]
 ) -> None:
-    """A hang is shrunk quickly, and its least Case is shown once with the whole timeout."""
-    (failure, case), *others = found_by(plant, **options)
-    assert failure.kind == kind and re.search(said, str(failure), re.DOTALL), str(failure)
-    assert case == replace(case, **shrunk)
-    assert not {failure.kind for failure, _ in others} - {"wrong result"}
+    """Found on gloo, shrunk in a simulation that has the same defect; a hang's least Case has the whole timeout."""
+    with closing(GlooBackend(3.0, plant)) as backend, closing(SimBackend(3.0, plant)) as simulation:
+        backend.start(world)
+        search = Search(runner.EXAMPLES, backend, Report(Console(quiet=True)), world, 120.0, shrink_backend=simulation)
+        found, *others = search.explore(150, 1)
+    assert found.failure.kind == kind and re.search(said, str(found.failure), re.DOTALL), str(found.failure)
+    assert found.backend == "gloo" and found.subject == replace(found.subject, **shrunk)
+    assert not {other.failure.kind for other in others} - {"wrong result"}
 
 
-@pytest.mark.slow
-def test_distinct_defects_are_all_reported() -> None:
-    found = found_by(plant_two_defects, shrink_backend=True, budget=30)
-    assert {failure.kind for failure, _ in found} == {"wrong result", "rank error"}
-    assert all(case.batch == 3 for failure, case in found if failure.kind == "rank error")
-
-
-Fails = Callable[[Case], Exception | None]
 WRONG = WrongResult("values: out is wrong")
 
 
-def search_with(ranks: GlooBackend, fails: Fails, report: Report | None = None, **changes: Any) -> Search:
+def search_with(ranks: GlooBackend, fails: Any, report: Report | None = None, **changes: Any) -> Search:
     """A search whose examples hold unless `fails` returns what is to be raised."""
 
     def check(backend: Any, case: Case) -> dict[str, float]:
@@ -103,25 +83,26 @@ def search_with(ranks: GlooBackend, fails: Fails, report: Report | None = None, 
     return Search(replace(runner.EXAMPLES, check=check, **changes), ranks, report, 3, shrinks_hangs=shrinks)
 
 
-def test_what_fails_like_a_reported_one_is_counted(ranks: GlooBackend) -> None:
+def test_each_kind_of_failure_is_reported_and_what_fails_like_it_counted(ranks: GlooBackend) -> None:
     failing, report = set[str](), Report(recording())
 
     def fails(case: Case) -> Exception | None:
         if case.seed % 2 == 0:
             return None
         failing.add(case.to_json())
-        return WRONG
+        return WRONG if case.batch == 1 else RankError("rank 0 raised: it is too many")
 
-    assert len(search_with(ranks, fails, report).explore(40, 0)) == 1
+    found = search_with(ranks, fails, report).explore(40, 0)
+    assert sorted(one.failure.kind for one in found) == ["rank error", "wrong result"]
     report.end_world()
-    found = re.search(r"(\d+) more examples failed", printed(report.console))
-    assert report.examples == 40 and found is not None and 0 < int(found[1]) < len(failing)
+    more = re.search(r"(\d+) more examples failed", printed(report.console))
+    assert report.examples == 40 and more is not None and 0 < int(more[1]) < len(failing)
 
 
 def test_examples_are_as_many_as_asked_for_and_repeat_with_the_seed(ranks: GlooBackend) -> None:
     drawn: list[list[str]] = [[], [], []]
     for seed, seen in zip((1, 1, 2), drawn, strict=True):
-        search = search_with(ranks, lambda case, seen=seen: seen.append(case.to_json()))  # type: ignore[misc]
+        search = search_with(ranks, lambda case, seen=seen: seen.append(case.to_json()))
         assert search.explore(40, seed) == [] and search.examples == len(seen) == 40
     assert drawn[0] == drawn[1] != drawn[2]
 
