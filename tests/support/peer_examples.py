@@ -23,7 +23,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, case: Case, group: object) -> Tensor:
 
 def document_by_document(q: Tensor, k: Tensor, v: Tensor, case: Case, group: object) -> Tensor:
     parts: Any = zip(*(x.split(list(case.pattern.documents or (case.tokens,)), 1) for x in (q, k, v)), strict=True)
-    return torch.cat([plain(*part, case=case, group=group) for part in parts], 1)
+    return torch.cat([plain(q, k, v, case, group) for q, k, v in parts], 1)
 
 
 def raising(*given: Any) -> Tensor:

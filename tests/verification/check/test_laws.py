@@ -30,8 +30,7 @@ BY_NAME = {law.name: law for law in LAWS}
 Plant = Callable[[], object]
 
 
-# The output becomes what this function makes of it, of the arguments by position, and of those by name.
-results: Callable[[Any], Plant] = partial(partial, plant_on_results)
+results: Callable[[Any], Plant] = partial(partial, plant_on_results)  # as that takes a function
 
 
 def before(act: Callable[[Any], object]) -> Plant:

@@ -338,7 +338,6 @@ def test_fairscale_holds_as_guarded_here_and_not_as_a_user_writes_it(two: GlooBa
 
 
 def training(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
-    """(exit status, record of the first peer)."""
     where = ("--seed", "3", "--failures", str(folder / "kept"), "--json", str(folder / "report.json"))
     status = main(["training", "--peer", *arguments, *where])
     record = json.loads((folder / "report.json").read_text())

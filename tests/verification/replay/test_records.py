@@ -144,15 +144,6 @@ def test_a_refusal_is_one_short_line(content: str, tmp_path: Path, capsys: pytes
     assert ("more than 1048576 bytes" in error) == (len(content) > replay.MOST_BYTES)
 
 
-@pytest.mark.parametrize("dtype, scale", [("float32", 1024), ("bfloat16", 1024), ("float16", -1024)])
-def test_a_case_of_which_little_is_known_is_judged_as_far_as_it_can_be(dtype: str, scale: int, tmp_path: Path) -> None:
-    large = {"scale": scale, "score_scale": 1024, "values": "huge", "seed": 1, "lse": "differentiated"}
-    record = as_json(plain(2, tokens=8, pattern=Pattern.dense(True))) | large | {"dtype": dtype}
-    file = tmp_path / "case.json"
-    file.write_text(json.dumps(record))
-    assert main(("replay", str(file), "--backend", "sim")) == 0
-
-
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
 @given(data=st.data())
 @settings(max_examples=40, derandomize=True, deadline=None, database=None)
