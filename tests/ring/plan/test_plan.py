@@ -175,6 +175,9 @@ def test_plans_of_long_sequences_count_as_closed_forms_do(data: st.DataObject) -
     for direction in ("sends", "return_sends", "receives", "return_receives"):
         found = [transfer for plan in plans for step in plan.steps for transfer in getattr(step, direction)]
         assert sum(transfer.stop - transfer.start for transfer in found) == slots
+    for plan in plans:
+        assert all(0 <= one.slots.start < plan.sizes.send for step in plan.steps for one in step.gathers)
+        assert all(0 <= tile.key_rows.start < plan.sizes.receive for step in plan.steps for tile in step.tiles)
 
 
 def pairs_of(tile: Tile) -> int:
