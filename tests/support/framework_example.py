@@ -15,27 +15,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from ring import Layout
-from ring.nn import (
-    IGNORED,
-    Batch,
-    ContextParallel,
-    LongNetBlock,
-    count_labels,
-    cross_entropy,
-    longnet_pattern,
-    next_tokens,
-    shard_batch,
-)
+from ring.nn import IGNORED, ContextParallel, LongNetBlock, count_labels, cross_entropy, next_tokens, shard_batch
 from tests.support import nn_dense
 
 VOCABULARY, DIM, HEADS = 19, 24, 4
 SEGMENTS = ([8, 32], [1, 2])  # lengths and dilated ratios
 # With this eps a step is no steeper than 10 gradients.
 ADAM: dict[str, Any] = {"lr": 0.01, "eps": 1e-3, "weight_decay": 0.1}
-
 EXACT = 1e-12  # fp64: losses, gradients and steps are of the order of 0.01 to 1, rounding of 1e-16
 ROUNDED = 2e-6  # where something is kept in fp32: numbers up to 4, sixteen roundings to nearest, each of at most 2^-23
-
 MESHES: dict[str, tuple[tuple[int, ...], ...]] = {  # data x context: rows are context groups
     "short": ((0, 1),), "line": ((0, 1, 2, 3),), "turned": ((2, 0, 3, 1),), "together": ((0, 1), (2, 3)),
     "apart": ((0, 2), (1, 3)),
@@ -66,9 +54,10 @@ class SmallModel(nn.Module):
 
 def dense_logits(model: SmallModel, tokens: Tensor) -> Tensor:
     """Compute the logits of the whole sequence in one process, by the oracle's attention."""
-    x, pattern = model.embedding(tokens), longnet_pattern(*SEGMENTS, HEADS, True)
+    x = model.embedding(tokens)
     for layer in model.layers:
-        x = nn_dense.longnet_block(x, dict(layer.named_parameters()), pattern, DIM // HEADS)
+        assert isinstance(layer, LongNetBlock)
+        x = nn_dense.longnet_block(x, dict(layer.named_parameters()), layer.attention.pattern, DIM // HEADS)
     return model.head(model.norm(x))
 
 
@@ -130,16 +119,11 @@ class Example:
     def handle(self) -> ContextParallel:
         return ContextParallel(self.arranged(), self.device_mesh["context"])
 
-    def batches(self, step: int, context: ContextParallel) -> list[Batch]:
+    def batches(self, step: int, context: ContextParallel) -> list[Any]:
         """Shard the micro-batches of a step: this rank's part of each."""
         first = self.device_mesh["data"].get_local_rank() * self.sequences
         rows = slice(first, first + self.sequences)
         return [shard_batch(context, tokens[rows], labels[rows]) for tokens, labels in self.whole(step)]
-
-
-def labels_of(batch: Batch) -> Tensor:
-    assert batch.labels is not None
-    return batch.labels
 
 
 @dataclass
@@ -160,8 +144,8 @@ def dense(
 
     logits_of: a function of a model and of the whole tokens.
     """
-    model = SmallModel() if model is None else model
-    optimizer, result = optimizer_for(model), Result()
+    model, result = model or SmallModel(), Result()
+    optimizer = optimizer_for(model)
     for step in range(example.steps):
         tokens, labels = (torch.cat(parts) for parts in zip(*example.whole(step), strict=True))
         loss = functional.cross_entropy(logits_of(model, tokens).flatten(0, 1), labels.flatten())
@@ -180,7 +164,7 @@ def trained(
     example: Example,
     inner: nn.Module,
     model: Callable[[Tensor, ContextParallel], Tensor],
-    optimizer: Any,
+    optimizer: Any = None,
     *,
     micro_batch: Callable[[bool], AbstractContextManager[object]] = lambda last: nullcontext(),
     backward: Callable[[Tensor], object] = Tensor.backward,
@@ -195,14 +179,13 @@ def trained(
     given whether it is the step's last. clip: clips, and returns the norm before. gradients: whether this rank has all.
     """
     mesh, context, result = example.device_mesh, example.handle(), Result()
+    optimizer = optimizer or optimizer_for(inner)
     for step in steps or range(example.steps):
         batches = example.batches(step, context)
-        labelled = count_labels([labels_of(batch) for batch in batches], mesh)
-        total = 0.0
-        for number, batch in enumerate(batches):
-            with micro_batch(number == len(batches) - 1):
-                logits = model(batch.tokens, batch.context)
-                loss = cross_entropy(logits, labels_of(batch), mesh, labelled=labelled)
+        labelled, total = count_labels([batch.labels for batch in batches], mesh), 0.0
+        for number, batch in enumerate(batches, 1):
+            with micro_batch(number == len(batches)):
+                loss = cross_entropy(model(batch.tokens, batch.context), batch.labels, mesh, labelled=labelled)
                 backward(loss)
             total += loss.item()
         result.losses.append(total)

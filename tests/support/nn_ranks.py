@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,10 @@ TOKENS, VOCABULARY = 13, 7
 M = TypeVar("M", bound=nn.Module)
 # Tokens of each of the four ranks.
 UNEVEN = {"even": (4, 3, 3, 3), "uneven": (1, 6, 2, 4), "empty": (5, 0, 8, 0), "one": (0, 0, 13, 0)}
-# data x context over four ranks; the last two have context groups that are not contiguous.
-MESHES = {
+# Context alone, or data x context; the last two have context groups that are not contiguous.
+MESHES: dict[str, Any] = {
+    "reversed": (3, 2, 1, 0),
+    "three": ((3,), (0,), (2,)),
     "1x4": ((0, 1, 2, 3),),
     "2x2": ((0, 1), (2, 3)),
     "2x2 apart": ((0, 2), (1, 3)),
@@ -30,7 +32,8 @@ MESHES = {
 
 @cache
 def mesh_of(name: str) -> DeviceMesh:
-    return DeviceMesh("cpu", torch.tensor(MESHES[name]), mesh_dim_names=("data", "context"))
+    ranks = torch.tensor(MESHES[name])
+    return DeviceMesh("cpu", ranks, mesh_dim_names=("data", "context")[-ranks.dim() :])
 
 
 # Names of what losses and gradients may be given as `over`.
@@ -44,14 +47,8 @@ def over_of(name: str) -> tuple[dist.ProcessGroup | DeviceMesh | None, list[int]
     if name == "process group":
         group = mesh_of("2x2 apart")["context"].get_group()
         return group, dist.get_process_group_ranks(group)
-    mesh = mesh_of("2x2")["data"] if name == "one dimension" else mesh_of(name) if name in MESHES else _other(name)
+    mesh = mesh_of("2x2")["data"] if name == "one dimension" else mesh_of(name)
     return mesh, mesh.mesh.flatten().tolist()
-
-
-@cache
-def _other(name: str) -> DeviceMesh:
-    """The ranks in reverse order; or three of them, in two dimensions."""
-    return DeviceMesh("cpu", torch.tensor([3, 2, 1, 0] if name == "reversed" else [[3], [0], [2]]))
 
 
 def layout_of(counts: Sequence[int], seed: int = 0) -> Layout:

@@ -12,33 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+import ring.nn
 from reference import Pattern
-from ring import Layout
-from ring.nn import (
-    ContextParallel,
-    LongNetBlock,
-    RingAttention,
-    SelfAttention,
-    average_gradients,
-    clip_grad_norm,
-    count_labels,
-    cross_entropy,
-    gather,
-    next_tokens,
-    shard_batch,
-    token_mean,
-)
-from tests.support.nn_ranks import (
-    TOKENS,
-    VOCABULARY,
-    context_of,
-    data_index,
-    drawn,
-    layout_of,
-    mesh_of,
-    said,
-    whole_tokens,
-)
+from tests.support.nn_ranks import TOKENS, VOCABULARY, context_of, data_index, drawn, mesh_of, said, whole_tokens
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
@@ -54,31 +30,35 @@ def _calls(mesh: str) -> dict[str, Call]:
     layer = {"x": context.shard(drawn(1, 2, TOKENS, DIM).float()), "context": context}
     query, key, value = (context.shard(drawn(seed, 2, 4, TOKENS, 6), 2) for seed in range(3))
     tokens = torch.randperm(2 * TOKENS, generator=torch.Generator().manual_seed(0)).view(2, TOKENS)
-    batch = {"tokens": tokens, "labels": next_tokens(tokens), "weights": drawn(0, 2, TOKENS, 3)}
+    batch = {"tokens": tokens, "labels": ring.nn.next_tokens(tokens), "weights": drawn(0, 2, TOKENS, 3)}
     logits = context.shard(drawn(1, 2, TOKENS, VOCABULARY))
-    labels = context.shard(next_tokens(whole_tokens(data_index(mesh))))
+    labels = context.shard(ring.nn.next_tokens(whole_tokens(data_index(mesh))))
     parameters = [nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for shape in ((3, 2), (5,))]
     for number, x in enumerate(parameters):
         x.grad = drawn(number, *x.shape)
     return {
-        "self-attention": (SelfAttention(DIM, 4, Pattern.dense(causal=True), name="inner"), layer),
-        "longnet": (LongNetBlock(DIM, 4, [4], [2], name="inner"), layer),
+        "self-attention": (ring.nn.SelfAttention(DIM, 4, Pattern.dense(causal=True), name="inner"), layer),
+        "longnet": (ring.nn.LongNetBlock(DIM, 4, [4], [2], name="inner"), layer),
         "ring attention": (
-            RingAttention(Pattern.dense(causal=True)),
+            ring.nn.RingAttention(Pattern.dense(causal=True)),
             {"query": query, "key": key, "value": value, "context": context},
         ),
-        "shard_batch": (shard_batch, {"context": context, **batch}),
-        "gather": (gather, {"context": context, "x": context.shard(drawn(1, 2, TOKENS, 3))}),
-        "cross_entropy": (cross_entropy, {"logits": logits, "labels": labels, "over": over}),
-        "token_mean": (token_mean, {"losses": logits.sum(-1), "labels": labels, "over": over}),
-        "count_labels": (count_labels, {"labels": [labels] * 2, "over": over}),
-        "average_gradients": (average_gradients, {"parameters": parameters, "over": over}),
-        "clip_grad_norm": (clip_grad_norm, {"parameters": parameters, "max_norm": 1.0, "over": over}),
+        "shard_batch": (ring.nn.shard_batch, {"context": context, **batch}),
+        "gather": (ring.nn.gather, {"context": context, "x": context.shard(drawn(1, 2, TOKENS, 3))}),
+        "cross_entropy": (ring.nn.cross_entropy, {"logits": logits, "labels": labels, "over": over}),
+        "token_mean": (ring.nn.token_mean, {"losses": logits.sum(-1), "labels": labels, "over": over}),
+        "count_labels": (ring.nn.count_labels, {"labels": [labels] * 2, "over": over}),
+        "average_gradients": (ring.nn.average_gradients, {"parameters": parameters, "over": over}),
+        "clip_grad_norm": (ring.nn.clip_grad_norm, {"parameters": parameters, "max_norm": 1.0, "over": over}),
     }
 
 
 def _dtensor(x: Any) -> DTensor:
     return DTensor.from_local(torch.zeros(2, 6, DIM), mesh_of("1x4")["context"], [Shard(1)])
+
+
+def _other_handle(_: Any) -> ring.nn.ContextParallel:
+    return ring.nn.ContextParallel(ring.Layout.from_cuts(range(TOKENS), (0, 1, 7, 9, 13)), mesh_of("1x4")["context"])
 
 
 def _with_grad(grad: Tensor, x: Tensor | None = None) -> Callable[[Any], list[nn.Parameter]]:
@@ -102,16 +82,11 @@ def _to(value: Any) -> Callable[[Any], Any]:
     return lambda x: value
 
 
-def _in_another_order(name: str) -> list[tuple[str, Callable[[Any], Any], str]]:
-    """Ways to give the same numbers in another order, as after another shuffle."""
-    changes: list[Callable[[Any], Any]] = [
-        lambda x: x.flatten()[[-1, *range(1, x.numel() - 1), 0]].view(x.shape),  # the first and the last are exchanged
-        lambda x: x.flip(0),
-        lambda x: x.roll(2, 1),
-    ]
-    return [(name, change, f"{name} must be the same on every rank: rank 0 has .*, rank 2") for change in changes]
-
-
+REORDERED: list[Callable[[Any], Any]] = [  # the same numbers in another order, as after another shuffle
+    lambda x: x.flatten()[[-1, *range(1, x.numel() - 1), 0]].view(x.shape),  # the first and the last are exchanged
+    lambda x: x.flip(0),
+    lambda x: x.roll(2, 1),
+]
 SPARSE, COMPLEX = torch.ones(3).to_sparse(), torch.ones(3, dtype=torch.complex64)
 POSITIONS, NAN, INF = torch.arange(TOKENS), float("nan"), float("inf")
 # By call: the argument that is wrong on rank 2, which has two tokens; what it is, made of the right one; the error.
@@ -180,8 +155,11 @@ REFUSALS: dict[str, list[tuple[str, Callable[[Any], Any], str]]] = {
         ("weights", lambda x: x + 1, "weights must be the same on every rank"),
         ("segments", _to(5), "segments must be a plain dense tensor of whole sequences, got .*int"),
         ("segments", lambda _: whole_tokens(), "the tensors given must be the same on every rank: .*rank 2 .*segments"),
-        ("context", lambda _: _other_handle(), "the context's layout must be the same on every rank: rank 0 has"),
-        *_in_another_order("tokens"), *_in_another_order("weights"),
+        ("context", _other_handle, "the context's layout must be the same on every rank: rank 0 has"),
+        *(
+            (name, change, f"{name} must be the same on every rank: rank 0 has .*, rank 2")
+            for name in ("tokens", "weights") for change in REORDERED
+        ),
     ],
     "gather": [
         ("x", _to(torch.zeros(2, TOKENS, 3)), "x must be .* with the 2 tokens of this rank, got 13, the whole seq"),
@@ -257,10 +235,6 @@ REFUSALS: dict[str, list[tuple[str, Callable[[Any], Any], str]]] = {
 NUMBERED = [(call, number) for call, rows in REFUSALS.items() for number in range(len(rows))]
 
 
-def _other_handle() -> ContextParallel:
-    return ContextParallel(layout_of((1, 6, 2, 4), seed=1), mesh_of("1x4")["context"])
-
-
 def _refused(call: str, number: int, culprit: int, mesh: str) -> str:
     """What a call says on this rank that is wrong on one; all ranks call rightly before and afterwards."""
     argument, change, _ = REFUSALS[call][number]
@@ -302,13 +276,13 @@ def _unlike(what: str) -> str:
         if other:
             right["positions"].add_(0)
     elif other:
-        module = SelfAttention(DIM, 4, Pattern.dense(what == "name"), name="layer 1" if what == "name" else "inner")
+        name = "layer 1" if what == "name" else "inner"
+        module = ring.nn.SelfAttention(DIM, 4, Pattern.dense(what == "name"), name=name)
     return said(lambda: module(**right))
 
 
 @pytest.mark.parametrize(
-    ("what", "words"),
-    [("positions", "rank 1: positions must stay as they are"), ("name", ".*layer 1"), ("pattern", ".*pat")],
+    ("what", "words"), [("positions", "rank 1: positions must stay"), ("name", ".*layer 1"), ("pattern", ".*pat")]
 )
 def test_modules_and_positions_that_differ_between_ranks_are_refused(ranks: Ranks, what: str, words: str) -> None:
     (answer,) = set(ranks(4).run(_unlike, what))
@@ -317,17 +291,17 @@ def test_modules_and_positions_that_differ_between_ranks_are_refused(ranks: Rank
 
 def _handles() -> None:
     """On every rank the same, without a message."""
-    four: Any = Layout.contiguous(TOKENS, 4)
+    four: Any = ring.Layout.contiguous(TOKENS, 4)
     wrong: list[tuple[Any, Any, str]] = [
         (four, mesh_of("2x2"), "group must be a mesh of one dimension, got 2 dimensions"),
-        (Layout.contiguous(TOKENS, 5), None, "layout must be for the 4 ranks of the group, got one for 5"),
+        (ring.Layout.contiguous(TOKENS, 5), None, "layout must be for the 4 ranks of the group, got one for 5"),
         (four, mesh_of("2x2")["context"], "layout must be for the 2 ranks of the group, got one for 4"),
         ("contiguous", None, "layout must be a Layout, got 'contiguous'"),
         (four, "world", "group must be a process group, a mesh, a Transport or None, got 'world'"),
     ]
     for layout, group, words in wrong:
         with pytest.raises(ValueError, match=words):
-            ContextParallel(layout, group)
+            ring.nn.ContextParallel(layout, group)
 
 
 def test_handles_that_cannot_be(ranks: Ranks) -> None:

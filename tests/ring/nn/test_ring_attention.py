@@ -24,8 +24,8 @@ def test_the_handle_of_the_call_comes_first_and_its_documents_before_the_pattern
     q, k, v, dout = (drawn(seed, 2, 4, 13, 6) for seed in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out = module(*leaves, None, 0.0, True, 0.3, **({} if within else {"context": context}))
-    exact = [attention(*(x.detach().transpose(1, 2) for x in leaves), held, scale=0.3)[0]]
-    exact += gradients(*(x.detach().transpose(1, 2) for x in leaves), held, dout.transpose(1, 2), scale=0.3)
+    q, k, v, dout_by_token = (x.detach().transpose(1, 2) for x in (q, k, v, dout))
+    exact = (attention(q, k, v, held, scale=0.3)[0], *gradients(q, k, v, held, dout_by_token, scale=0.3))
     for x, y in zip([out, *torch.autograd.grad(out, leaves, dout)], exact, strict=True):
         torch.testing.assert_close(x, y.transpose(1, 2), rtol=0.0, atol=1e-12)
 

@@ -10,15 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import nn
 
 from reference import Branch, Pattern
 from ring import Layout
 from ring.nn import ContextParallel, LongNetBlock, RingAttention, SelfAttention, longnet_pattern
-from ring.nn.frameworks import recompute
 from tests.support import nn_dense
-from tests.support.nn_ranks import TOKENS, context_of, drawn, far, grad_of, in_fp64
+from tests.support.nn_ranks import drawn, in_fp64
 from tests.support.ranks import Ranks
 
 EXACT = 1e-12  # fp64, outputs and gradients of the order of 1 to 100
@@ -64,37 +62,6 @@ def _longnet_error(shards: str, options: dict[str, Any]) -> float:
 )
 def test_output_and_gradients(ranks: Ranks, error: Any, shards: str, options: dict[str, Any]) -> None:
     assert max(ranks(4).run(error, shards, options)) < EXACT
-
-
-def _computed_again() -> None:
-    """Two sequences under two layouts go through the same layers; the first one's backward comes last."""
-    contexts = [context_of("uneven"), context_of("empty")]
-    layers = [in_fp64(lambda: LongNetBlock(DIM, HEADS, [4, 13], [1, 2]), seed) for seed in range(2)]
-
-    def gradients(run: Callable[[nn.Module, Tensor, ContextParallel], Tensor]) -> list[Tensor]:
-        inputs = [context.shard(drawn(3, 2, TOKENS, DIM)).requires_grad_() for context in contexts]
-        outs = [
-            run(layers[1], run(layers[0], x, context), context) for x, context in zip(inputs, contexts, strict=True)
-        ]
-        for layer in layers:
-            layer.zero_grad()
-        for out in reversed(outs):
-            out.square().sum().backward()
-        return [grad_of(x).clone() for x in (*inputs, *layers[0].parameters(), *layers[1].parameters())]
-
-    kept: dict[str, Any] = {"use_reentrant": False, "context_fn": recompute.attention_kept}
-    plain = gradients(lambda layer, x, c: layer(x, c))
-    for way in (
-        lambda layer, x, c: checkpoint(layer, x, c, c.positions_on(x.device), use_reentrant=True),
-        lambda layer, x, c: checkpoint(layer, x, context=c, positions=c.positions, use_reentrant=False),
-        lambda layer, x, c: checkpoint(layer, x, c, **kept),
-    ):
-        assert far(gradients(way), plain) == 0.0
-
-
-@pytest.mark.ranks
-def test_a_recomputation_meets_the_layout_of_its_forward(ranks: Ranks) -> None:
-    ranks(4).run(_computed_again)
 
 
 @pytest.mark.parametrize("first", [0, 1])

@@ -79,13 +79,10 @@ def _refuse() -> None:
         if words.startswith("got"):
             with pytest.raises(ValueError, match=f"mesh must have .*{re.escape(words)}"):
                 averaging_mesh(mesh)
+    for function in (averaging_mesh, replicating_mesh):
+        with pytest.raises(ValueError, match="mesh must be a DeviceMesh, got a list"):
+            function([0, 1])  # type: ignore[arg-type]
 
 
 def test_meshes_of_other_dimensions_and_orders_are_refused(ranks: Ranks) -> None:
     ranks(4).run(_refuse)
-
-
-def test_what_is_no_mesh_is_refused() -> None:
-    for function in (averaging_mesh, replicating_mesh):
-        with pytest.raises(ValueError, match="mesh must be a DeviceMesh, got a list"):
-            function([0, 1])  # type: ignore[arg-type]

@@ -54,14 +54,6 @@ def inputs() -> list[Tensor]:
     return [torch.randn(2, heads, TOKENS, 6, dtype=torch.float64, generator=draw) for heads in (4, 2, 2, 4)]
 
 
-def exact() -> list[Tensor]:
-    """The output, dq, dk and dv in one process."""
-    q, k, v, dout = inputs()
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-
-
 def sharded(x: Tensor) -> DTensor:
     """Cut as torch cuts."""
     return distribute_tensor(x, context_mesh(), [Shard(2)])
@@ -82,7 +74,9 @@ def _run(given: str, returned: str) -> None:
     out = planned(layout, returned == "shards")(*leaves)
     assert isinstance(out, DTensor) is (returned == "DTensors")
     grads = torch.autograd.grad(out, leaves, local(dout) if returned == "shards" else dout)
-    for x, y in zip([out, *grads], exact(), strict=True):
+    q, k, v, whole_dout = (x.requires_grad_() for x in inputs())
+    wanted = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    for x, y in zip([out, *grads], [wanted.detach(), *torch.autograd.grad(wanted, (q, k, v), whole_dout)], strict=True):
         torch.testing.assert_close(local(x), local(cut(y)), rtol=0, atol=EXACT)
 
 
@@ -120,14 +114,6 @@ def _refuse() -> None:
         with pytest.raises(ValueError, match=re.escape(words)):
             planned(layout)(q, key if rank == 1 else k, v)
         _run("DTensors", "shards")
-
-
-def test_a_dtensor_on_one_rank_is_refused_on_every_rank(ranks: Ranks) -> None:
-    ranks(WORLD).run(_refuse)
-
-
-def _refuse_plans() -> None:
-    mesh = context_mesh()
     context = ContextParallel(Layout.zigzag(TOKENS, WORLD), mesh)
     with pytest.raises(ValueError, match="device_mesh must have the handle's ranks"):
         parallelize_module(Inner(), context_mesh(1), {"attention": RingParallel(context)})
@@ -135,11 +121,9 @@ def _refuse_plans() -> None:
         parallelize_module(nn.Linear(2, 2), mesh, RingParallel(context))
     with pytest.raises(ValueError, match="use_local_output=False needs"):
         parallelize_module(Inner(), mesh, {"attention": RingParallel(context, use_local_output=False)})
-    layout = Layout.contiguous(TOKENS, WORLD)
-    q, k, v = (layout.shard(x, dist.get_rank(), 2) for x in inputs()[:3])
     with pytest.raises(ValueError, match="context must be left out"):
         planned(layout)(q, k, v, context=context)
 
 
-def test_plans_and_contexts_that_do_not_fit_are_refused(ranks: Ranks) -> None:
-    ranks(WORLD).run(_refuse_plans)
+def test_dtensors_of_one_rank_and_plans_that_do_not_fit_are_refused(ranks: Ranks) -> None:
+    ranks(WORLD).run(_refuse)

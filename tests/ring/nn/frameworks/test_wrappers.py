@@ -12,16 +12,7 @@ from torch import nn
 
 from ring.nn import LongNetBlock, clip_grad_norm
 from ring.nn.frameworks import ddp, fsdp, recompute
-from tests.support.framework_example import (
-    Example,
-    Result,
-    SmallModel,
-    assert_near,
-    dense,
-    mesh_of,
-    optimizer_for,
-    trained,
-)
+from tests.support.framework_example import Example, Result, SmallModel, assert_near, dense, mesh_of, trained
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
@@ -34,7 +25,7 @@ def _train(example: Example, wrapper: str, recomputed: dict[str, Any] | None) ->
     if wrapper == "ddp":
         model = ddp.wrap(inner, mesh)
         return trained(
-            example, inner, model, optimizer_for(model),
+            example, inner, model,
             micro_batch=lambda last: nullcontext() if last else model.no_sync(),
             clip=lambda: nn.utils.clip_grad_norm_(model.parameters(), example.clip or torch.inf),
         )  # fmt: skip
@@ -45,7 +36,7 @@ def _train(example: Example, wrapper: str, recomputed: dict[str, Any] | None) ->
         return nullcontext()
 
     return trained(
-        example, inner, sharded, optimizer_for(sharded), micro_batch=micro_batch,
+        example, inner, sharded, micro_batch=micro_batch,
         clip=lambda: clip_grad_norm(sharded.parameters(), example.clip or 1e300),
     )  # fmt: skip
 
