@@ -1,5 +1,4 @@
-"""A run saves what it finds, a replay finds that again; world sizes in processes of their own, some checks alone, again
-and again for hours."""
+"""A run in one process or in several, of some checks alone, for hours; and a replay."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def test_a_counter_example_gives_1_and_a_line_that_replays_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(whole_run, "open_backend", lambda name: GlooBackend(3.0, plant_wrong_result))
-    words = "run --world 2,3 --examples 30 --real-size 0 --seed 4 --json report.json"
+    words = "run --world 2,3 --jobs 1 --examples 30 --real-size 0 --seed 4 --json report.json"
     assert main(words.split()) == 1
     said = capsys.readouterr().out
     failures = json.loads((tmp_path / "report.json").read_text())["failures"]

@@ -1,7 +1,4 @@
-"""What the report claims is what it was told, on the screen as in the JSON; its lines fit a terminal and are copied.
-
-Each feature of its coverage has a Case that has it, and one that comes close.
-"""
+"""What the report claims is what it was told, on the screen as in the JSON; its lines fit a terminal and are copied."""
 
 from __future__ import annotations
 
@@ -111,7 +108,7 @@ def test_counts_and_worst_ratios_are_those_of_what_was_told() -> None:
     assert "\n".join(summary(report)).count("nan") == 2, "in its row, and in that of all"
 
 
-def test_parts_of_a_run_add_up(tmp_path: Path) -> None:
+def test_parts_of_a_run_add_up_and_an_interrupted_one_is_not_taken_for_whole(tmp_path: Path) -> None:
     whole, part = small(), small()
     fail(part, tmp_path, 2, WRONG)
     fail(whole, tmp_path, 1, WRONG)
@@ -120,6 +117,13 @@ def test_parts_of_a_run_add_up(tmp_path: Path) -> None:
     data = whole.to_dict()
     assert (data["examples"], data["distributed"], data["coverage"]["cases"]) == (8, 2, 1)
     assert {row["examples"] for row in data["rows"]} == {6, 2} and len(data["failures"]) == 2
+    report = small()
+    assert report.to_dict()["held"] and "interrupted" not in report.to_dict()
+    report.interrupt()
+    data, spent = report.to_dict(), report.seconds
+    assert data["interrupted"] is True and data["held"] is False and data["examples"] == 4
+    report.interrupt()  # between two world sizes nothing is under way
+    assert report.seconds == spent > 0 and summary(report)[-1].endswith(", then interrupted")
 
 
 @pytest.mark.parametrize(
@@ -145,17 +149,6 @@ def test_the_verdict_says_what_is_true(held: int, failed: int, again: int, said:
     lines = summary(report)
     assert said in lines
     assert lines[-1].startswith("    " if failed else said), "what failed comes last, as the line that replays it"
-
-
-def test_an_interrupted_run_is_not_taken_for_a_whole_one() -> None:
-    report = small()
-    assert report.to_dict()["held"] and "interrupted" not in report.to_dict()
-    report.interrupt()
-    data, spent = report.to_dict(), report.seconds
-    assert data["interrupted"] is True and data["held"] is False and data["examples"] == 4
-    assert summary(report)[-1].endswith(", then interrupted")
-    report.interrupt()  # between two world sizes nothing is under way
-    assert report.seconds == spent > 0
 
 
 @pytest.mark.parametrize("backend", ("gloo", "sim", "nccl"))
@@ -224,9 +217,7 @@ def test_progress_is_shown_ever_less_often(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(printed(console).splitlines()) == len(when) and "\x1b" not in printed(console)
 
 
-def test_json_and_command_lines_are_broken_so_that_a_copy_is_the_same(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_broken_lines_are_the_same_in_a_copy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     record = {"law": "a title of several words " * 2, "how": {"mistakes": [["wrong", None]] * 9, "quote": 'a "b" d'}}
     lines = json_lines("Case: ", record)
     assert max(map(len, lines)) <= 80 and len(lines) > 3
@@ -239,9 +230,7 @@ def test_json_and_command_lines_are_broken_so_that_a_copy_is_the_same(
     assert shlex.split(copied) == [*words[:-1], "folder/a b.json"], "files beneath the working directory are shortened"
 
 
-def test_a_record_names_its_commit_and_whether_the_tree_differs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_names_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def git(*words: str) -> str:
         who = ("-c", "user.name=nobody", "-c", "user.email=nobody@example.org")
         return subprocess.check_output(("git", "-C", str(tmp_path), *who, *words), text=True).strip()
@@ -358,7 +347,7 @@ def test_choices(feature: str) -> None:
     assert sum(FEATURES[other](case(2)) for other in GROUPS[name]) == 1
 
 
-def test_counts() -> None:
+def test_features_are_counted_and_lines_name_what_is_rare_or_missing_or_all() -> None:
     coverage, other = Coverage(), Coverage()
     for batch in (1, 2):
         coverage.add(case(2, batch=batch))
@@ -367,9 +356,6 @@ def test_counts() -> None:
     counts = coverage.to_dict()
     assert (coverage.cases, counts["several batches"], counts["dense"], counts["causal"]) == (3, 2, 3, 0)
     assert list(counts) == list(FEATURES)
-
-
-def test_lines_name_what_is_rare_or_missing_or_every_feature() -> None:
     coverage = Coverage(1000, dict.fromkeys(FEATURES, 500))
     first = f"coverage: 1000 Cases had {len(FEATURES)} of {len(FEATURES)} features"
     assert coverage.rarest() == [first]

@@ -81,7 +81,7 @@ def honest(case: TrainingCase, expectation: StepExpectation) -> list[StepObserva
             moved: Any = dict(enumerate(sent[index].tolist())), dict(enumerate(sent[:, index].tolist()))
             if case.handle != "recorded":
                 moved = None, None
-            seen.parts.append(PartObservation(index, {part.shards().counts[index]}, *moved, runs))
+            seen.parts.append(PartObservation(index, {part.shards().counts[index]}, moved[0], moved[1], runs))
         for quantity, named in copy.deepcopy(expectation.exact).items():
             whole = {name: x[data] for name, x in named.items()} if quantity == "logits" else named
             getattr(seen, quantity).update(whole)
@@ -113,14 +113,10 @@ def _off(quantity: str, by: float, name: str | None = None) -> Spoil:
     return spoil
 
 
-def _shifted(name: str, number: int) -> Spoil:
-    return lambda seen: getattr(seen, name).__setitem__(number, np.roll(getattr(seen, name)[number], 1))
-
-
 FAULTS: list[tuple[Spoil, str, str]] = [
-    (_shifted("tokens", 0), "tokens, labels, positions", "tokens of micro-batch 1 on rank 3"),
-    (_shifted("labels", 1), "tokens, labels, positions", "labels of micro-batch 2 on rank 3"),
-    (_shifted("positions", 0), "tokens, labels, positions", "positions on rank 3"),
+    (lambda seen: seen.tokens.reverse(), "tokens, labels, positions", "tokens of micro-batch 1 on rank 3"),
+    (lambda seen: seen.labels.append(seen.labels.pop() + 1), "tokens, labels, positions", "labels of micro-batch 2"),
+    (lambda seen: seen.positions.append(seen.positions.pop(0) + 1), "tokens, labels, positions", "positions on rank 3"),
     (lambda seen: seen.parts[0].token_counts.add(8), "no rank has a whole sequence", "had [5, 8] tokens of a sequence"),
     (lambda seen: seen.parts[1].token_counts.clear(), "no rank has a whole sequence", "rank 3 (data 0, context 3) "),
     (_off("logits", 1e-6), "logits", "logits: first micro-batch on rank 3 (data 1, context 1) is "),

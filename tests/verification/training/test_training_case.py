@@ -1,5 +1,4 @@
-"""A TrainingCase refuses what makes no sense, and says who holds what: parameters, tokens, labels. Drawn ones reach all
-that a run is to reach, and shrink to the smallest step."""
+"""A TrainingCase refuses what makes no sense, says who holds what, and is drawn with every feature."""
 
 from __future__ import annotations
 
@@ -106,15 +105,12 @@ def test_steps_and_modules_may_have_documents_of_their_own() -> None:
     assert small_step(2, pattern=PACKED).pattern_of_modules.documents is None
 
 
-def test_no_parameter_is_special_and_float32_holds_those_of_lower_precisions() -> None:
+def test_parameters_tokens_and_labels_follow_from_the_case() -> None:
     case = small_step(1, model=small_model(kind="llama", norm="layer", bias=True, positions="learned"))
     for name, x in initial_parameters(case).items():
         assert (x != 0).all() and (x != 1).all(), name
     for name, x in initial_parameters(small_step(1, dtype="bfloat16")).items():
         assert torch.equal(x, x.float().double()), name
-
-
-def test_tokens_are_rebuilt_and_labels_are_the_next_tokens_or_left_out_as_the_case_says() -> None:
     case = small_step(2, data=2, batch=2, accumulation=3, steps=2)
     batch, later = (global_batch(case, step) for step in range(2))
     assert batch.tokens.shape == batch.labels.shape == (2, 3, 2, 8)

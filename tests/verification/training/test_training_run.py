@@ -133,7 +133,6 @@ def test_a_wrong_loss_is_found_shrunk_saved_and_replayed(tmp_path: Path) -> None
     [
         ({}, SimBackend, "argument --backend: a training step runs on gloo or nccl, got sim"),
         ({"world": 65}, GlooBackend, "world is 65; it must be an integer from 1 to 64"),
-        ({"calls": ["a mask"]}, GlooBackend, "calls beside the steps are tests of tests/ring/nn now"),
     ],
 )
 def test_what_cannot_be_replayed_is_refused(tmp_path: Path, changes: Any, backend: Any, said: str) -> None:

@@ -1,5 +1,4 @@
-"""The simulation is adversarial, fair and repeatable; what breaks the transport's contract, a deadlock, an exception
-are named: who waits for whom, and where. The ring's own code holds on it, and its defects are named."""
+"""The simulation is adversarial, fair and repeatable; broken contracts and deadlocks are named, the ring's own too."""
 
 from __future__ import annotations
 
@@ -167,13 +166,14 @@ def test_a_broken_contract_is_named_whatever_the_schedule(step: Step, said: str)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "length", "label"), [(torch.float32, 3, "k"), (torch.float32, 4, "other"), (torch.int32, 4, "k")]
+    "wrong",
+    [(torch.ones(3), "k"), (torch.ones(4), "other"), (torch.ones(4, dtype=torch.int32), "k")],
 )
-def test_messages_that_do_not_fit_are_named(dtype: torch.dtype, length: int, label: str) -> None:
+def test_messages_and_meetings_that_do_not_fit_are_named(wrong: tuple[torch.Tensor, str]) -> None:
     def step(transport: SimulatedTransport) -> None:
         after, before = (transport.rank + 1) % 3, (transport.rank - 1) % 3
-        wrong = Message(after, torch.ones(length, dtype=dtype), label)
-        transport.post([keys(after, "k") if transport.rank else wrong], [keys(before, "k")]).wait()
+        sent = keys(after, "k") if transport.rank else Message(after, wrong[0].clone(), wrong[1])
+        transport.post([sent], [keys(before, "k")]).wait()
 
     for seed in SEEDS:
         failure = failure_of(3, seed, step)
@@ -182,15 +182,10 @@ def test_messages_that_do_not_fit_are_named(dtype: torch.dtype, length: int, lab
     assert type(failure) is MismatchedMessages and "calls" in str(failure)
 
 
-@pytest.mark.parametrize(
-    ("message", "said"),
-    [
-        *((keys(peer), f"got {peer} on rank 0") for peer in (-1, 0, 3)),
-        (Message(1, torch.ones(4, 4).t()[1:], "k"), "must be contiguous"),
-    ],
-)
-def test_a_message_that_the_contract_forbids_is_refused(message: Message, said: str) -> None:
+@pytest.mark.parametrize("message", [*map(keys, (-1, 0, 3)), Message(1, torch.ones(4, 4).t()[1:], "k")])
+def test_a_message_that_the_contract_forbids_is_refused(message: Message) -> None:
     failure = failure_of(3, 0, lambda t: t.post([message], []).wait() if t.rank == 0 else None)
+    said = "must be contiguous" if message.peer == 1 else f"got {message.peer} on rank 0"
     assert type(failure) is RankError and said in failure.headline
 
 

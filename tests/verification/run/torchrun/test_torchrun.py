@@ -97,16 +97,17 @@ def a_byte_lost() -> None:
     process_group.ProcessGroupTransport.post = post  # type: ignore[method-assign]
 
 
+DEEDS: dict[str, Callable[[], object]] = {
+    "fails": fail,
+    "stalls": partial(time.sleep, 3600),
+    "is killed": partial(signal.raise_signal, signal.SIGKILL),
+    "is stopped": partial(signal.raise_signal, signal.SIGSTOP),
+    "has its process killed": partial(signal_torchruns, signal.SIGKILL),
+    "has its process stopped": partial(signal_torchruns, signal.SIGSTOP),
+}
 DEFECTS: dict[str, Callable[[], None]] = {
     "wrong result": plant_wrong_result, "wrong when long": wrong_when_long, "a byte lost": a_byte_lost,
-    **{f"{rank} {name}": partial(strike, rank, deed) for rank in (0, 1) for name, deed in {
-        "fails": fail,
-        "stalls": partial(time.sleep, 3600),
-        "is killed": partial(signal.raise_signal, signal.SIGKILL),
-        "is stopped": partial(signal.raise_signal, signal.SIGSTOP),
-        "has its process killed": partial(signal_torchruns, signal.SIGKILL),
-        "has its process stopped": partial(signal_torchruns, signal.SIGSTOP),
-    }.items()},
+    **{f"{rank} {name}": partial(strike, rank, deed) for rank in (0, 1) for name, deed in DEEDS.items()},
 }  # fmt: skip
 
 
