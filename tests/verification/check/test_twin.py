@@ -1,4 +1,4 @@
-"""The property that the oracle and its twin agree: it holds on drawn Cases, and fails for a spoilt quantity of the oracle."""
+"""The oracle and its twin agree: the property holds on drawn Cases, and fails for a spoilt quantity of the oracle."""
 
 from __future__ import annotations
 

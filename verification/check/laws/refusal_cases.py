@@ -1,8 +1,7 @@
 """Wrong calls of ring_attention that concern several ranks: arguments that differ between them, and who takes part.
 
-What is wrong with one argument by itself, `tests/ring/nn/test_refusals.py` and `tests/ring/test_attention_call.py` have; a
-few such calls are here, since the other ranks must hear of them. The names are saved with counter-examples: do not
-change them.
+Calls with one wrong argument are in `tests/ring/nn/test_refusals.py` and `tests/ring/test_attention_call.py`; a few are
+here, since the other ranks must hear of them. The names are saved with counter-examples: do not change them.
 """
 
 from __future__ import annotations
