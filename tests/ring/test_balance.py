@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from reference.documents import documents_from_cu_seqlens
@@ -47,6 +47,7 @@ def test_each_token_has_one_rank(data: st.DataObject, n: int, p: int) -> None:
 
 
 @given(st.lists(st.integers(0, 60), max_size=12), st.integers(1, 5))
+@example([8, 7, 9], 4)
 @settings(max_examples=100)
 def test_zigzag_divides_long_documents_and_leaves_short_ones_whole(lengths: list[int], p: int) -> None:
     layout, begin = Layout.zigzag(sum(lengths), p, documents=tuple(lengths)), 0

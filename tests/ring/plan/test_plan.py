@@ -140,6 +140,12 @@ def test_own_keys_per_call_by_default() -> None:
     assert default_own(on_gpu, 40) == 2**30 // (2 * 32 * 128) and default_own(on_gpu, 2**20) == 2**20
 
 
+def test_slots_are_counted_in_64_bits() -> None:
+    plan = plan_of(Pattern.dense(), Layout.zigzag(2**33, 4), 1, 2, 2, "ring", 2**33)
+    gathers = [gather for step in plan.steps for gather in step.gathers]
+    assert [gather.slots.start for gather in gathers] == [0, 2**31], "two chunks of 2^30 tokens, two heads"
+
+
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(stretched_settings())
 def test_plans_of_stretched_sequences_are_those_of_short_ones(setting: PlanSetting) -> None:

@@ -50,6 +50,14 @@ def test_own_ranges_are_one_where_rows_follow_as_positions_do(
     assert [(row + step * np.arange(count)).tolist() for row, step, count in found] == rows
 
 
+def test_rows_on_a_grid_whose_phase_needs_more_than_64_bits() -> None:
+    n, rate, offset = 2**40, 2**37 - 25, 2**36
+    ranges = ranges_of(Pattern((Branch(None, rate, offset),)), Layout.striped(n, 3), 1, 1)
+    whole = Subranges.whole(ranges, np.arange(len(ranges.count)))
+    selected = np.concatenate([positions(ranges, whole, i) for i in range(len(ranges.count))])
+    assert sorted(selected.tolist()) == list(range(offset, n, rate))
+
+
 @settings(max_examples=100)
 @given(patterns(2), layouts(), st.booleans(), st.data())
 def test_range_pairs_are_the_visible_pairs_and_nothing_blind(
