@@ -33,7 +33,7 @@
 # | incoming gradients of out and lse | $L\,(H D\, b + H a)$ | |
 # | sums of dq, dk, dv | $L\,(H + 2 H_k) D\, a$ | `cost.resident(...).gradients` |
 # | communication buffers | by exchange, bucket and pattern | `cost.buffers(...).backward` |
-# | workspace of a kernel call | at most a few tensors as large as the rank's queries | `verification.run.workspace` |
+# | workspace of a kernel call | at most a few tensors as large as the rank's queries | `verification.run.memory_meter` |
 #
 # With `NOTEBOOKS_LONG=1` in the environment, sequences are longer and there are more world sizes.
 
@@ -64,7 +64,7 @@ from verification.problems.real_size import measured
 from verification.run.backends import GlooBackend
 from verification.run.rank import attend, shards
 from verification.run.simulation.simulation import Simulation
-from verification.run.workspace import Meter, limits
+from verification.run.memory_meter import Meter, limits
 
 LONG = os.environ.get("NOTEBOOKS_LONG") == "1"
 COLOUR = {"ring": BLUE, "direct": VERMILLION, "gather": GREEN}
@@ -123,7 +123,7 @@ def workspace(case: Case) -> np.ndarray:
 # ## Real ranks: 1 to 8 processes, lengths over three decades
 #
 # Each rank is a process, and gloo connects them. It runs forward and backward and counts the bytes of all tensors that
-# exist at a time (`verification.run.workspace.Meter`, which does not see memory inside one of torch's kernels).
+# exist at a time (`verification.run.memory_meter.Meter`, which does not see memory inside one of torch's kernels).
 
 # %%
 LENGTHS = [2**k for k in range(7, 20 if LONG else 18, 2)]
@@ -233,7 +233,7 @@ assert fit.low[1] < constant < fit.high[1]
 # ## More ranks than this machine has: simulated, up to 64
 #
 # All ranks run in one process, one at a time (`verification.run.simulation.simulation`).
-# `ring.comm.buffer_memory.measure` counts the communication buffers, which must equal the closed form *to the byte* on
+# `ring.comm.buffer_meter.measure` counts the communication buffers, which must equal the closed form *to the byte* on
 # every rank, forward and backward. For `ring` and `direct` live tensors are counted as well, without the copies that
 # the simulated network keeps. (It keeps the messages of `gather` until the last rank has finished, so for `gather` only
 # the buffers are counted.)

@@ -29,7 +29,7 @@ from simulated_ranks import PLAIN, errors
 
 import ring
 from reference import Pattern, attention
-from reference.arithmetic import LARGEST, UNIT
+from reference.roundoff import LARGEST, UNIT
 from ring.compute.accumulator import merge
 
 torch.set_num_threads(1)

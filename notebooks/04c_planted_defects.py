@@ -35,8 +35,8 @@ from figures import BLACK, BLUE, GREEN, ORANGE, VERMILLION, power_law, style
 from simulated_ranks import PLAIN, results
 
 import ring.compute.accumulator
-import ring.walk
-from reference.exact import QUANTITIES, Expectation
+import ring.execute
+from reference.fast_oracle import QUANTITIES, Expectation
 from ring.compute import kernels
 from ring.compute.accumulator import Accumulator, merge
 from verification.case import Case
@@ -65,7 +65,7 @@ def with_the_partial_lse(name, q, k, v, saved, tile, scale, backward=kernels.bac
 
 DEFECTS: dict[str, Callable[[], AbstractContextManager]] = {
     "none": nullcontext,
-    "accumulator in 16 bits": lambda: patch.object(ring.walk, "accumulator_for", SixteenBitAccumulator),
+    "accumulator in 16 bits": lambda: patch.object(ring.execute, "accumulator_for", SixteenBitAccumulator),
     "plain average": lambda: patch.object(ring.compute.accumulator, "merge", plain_average),
     "lse of the partial": lambda: patch.object(kernels, "backward", with_the_partial_lse),
 }

@@ -48,7 +48,7 @@ from verification.check.laws import LAWS
 from verification.failures import VerificationFailure
 from verification.mutants.catalogue import DEFECTS, by_name
 from verification.mutants.plant import preparation
-from verification.mutants.trials import SOON, try_all
+from verification.mutants.search import SOON, try_all
 from verification.replay.replay import replay
 from verification.report.coverage import FEATURES, Coverage
 from verification.report.report import Report

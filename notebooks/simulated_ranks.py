@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reference import Pattern
-from reference.exact import QUANTITIES, Expectation
+from reference.fast_oracle import QUANTITIES, Expectation
 from verification.case import Case
 from verification.check.checks import assemble
 from verification.check.expectation import expect

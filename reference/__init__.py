@@ -14,7 +14,7 @@
 """
 
 from reference.documents import documents_from_cu_seqlens, documents_from_positions
-from reference.exact import Expectation, Inputs, evaluate
+from reference.fast_oracle import Expectation, Inputs, evaluate
 from reference.oracle import attention, gradients
 from reference.pattern import Branch, Pattern
 

@@ -55,7 +55,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from reference.arithmetic import Arithmetic
+from reference.roundoff import Arithmetic
 
 Array = NDArray[np.float64]  # or a torch tensor of fp64, all of them on one device: for what is too long for a CPU
 

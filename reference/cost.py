@@ -23,8 +23,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from reference import fields
-from reference.needed import Need, need_of
+from reference import validators
+from reference.remote_rows import Need, need_of
 from reference.pattern import Pattern
 
 Ints = NDArray[np.int64]
@@ -51,8 +51,8 @@ class Setting:
     def __post_init__(self) -> None:
         object.__setattr__(self, "positions", tuple(np.asarray(x, np.int64) for x in self.positions))
         for name in ("batch", "heads", "kv_heads", "head_dim"):
-            fields.at_least(name, getattr(self, name), 1)
-        fields.grouped_heads(self.heads, self.kv_heads)
+            validators.at_least(name, getattr(self, name), 1)
+        validators.grouped_heads(self.heads, self.kv_heads)
         if self.itemsize not in (2, 4, 8):
             raise ValueError(f"itemsize is {self.itemsize}; it must be 2, 4 or 8 bytes")
         if not self.positions or any(x.ndim != 1 for x in self.positions):
@@ -164,7 +164,7 @@ def sent(setting: Setting, exchange: str, narrow: bool = False) -> Traffic:
 
 
 def known(exchange: str) -> str:
-    return fields.choice("exchange", exchange, EXCHANGES)
+    return validators.choice("exchange", exchange, EXCHANGES)
 
 
 @dataclass(frozen=True)

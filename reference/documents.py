@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from reference.fields import is_integer
+from reference.validators import is_integer
 
 _SHOWN = 6  # entries of a list that a message shows
 

@@ -24,7 +24,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from reference.documents import Documents, begins, check_tokens, checked_documents
-from reference.fields import is_integer
+from reference.validators import is_integer
 
 
 def _integer(name: str, value: object, at_least: int) -> int:

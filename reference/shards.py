@@ -1,4 +1,4 @@
-"""Which rank holds which positions, and how many tokens a kernel call takes: what `ring.layout` and `ring.budget` are
+"""Which rank holds which positions, and how many tokens a kernel call takes: what `ring.layout` and `ring.default_bucket` are
 checked against.
 
 Nothing is computed here as it is there. Shards follow from the rank of each position, not from runs and cuts; Hilbert's

@@ -1,7 +1,7 @@
 """Bad input raises the same clear error on every rank, before any tensor moves.
 
 Every rank checks its own arguments; then all ranks compare what they were called with, and in which call of the group
-they are, forward or backward (`ring.comm.calls`). A rank with a wrong argument tells the others instead of leaving them
+they are, forward or backward (`ring.comm.call_order`). A rank with a wrong argument tells the others instead of leaving them
 waiting; where the ranks' arguments or calls differ, the error names them.
 
 The ranks compare 16 bytes, a digest, and send each other words only where these differ.
@@ -21,8 +21,8 @@ import torch
 
 from reference.documents import first_few, told
 from reference.pattern import Pattern, check_pattern
-from ring.caching.bounded import Bounded
-from ring.comm.calls import NumberedCall, within_backward
+from ring.caching.bounded_cache import Bounded
+from ring.comm.call_order import NumberedCall, within_backward
 from ring.comm.transport import Absent, Consensus, Transport, all_gather_json
 from ring.compute.kernels import KERNELS, fused
 from ring.layout import Layout

@@ -1,4 +1,4 @@
-"""Ring dilated attention: what users call, under autograd. `ring.walk` has what it does once the ranks have agreed."""
+"""Ring dilated attention: what users call, under autograd. `ring.execute` has what it does once the ranks have agreed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from reference.pattern import Pattern
 from ring.agreement import Call, agree, agree_backward, wants_gradients
 from ring.comm.group import transport_over
 from ring.comm.transport import Transport
-from ring.compiled import traced
+from ring.compile_ops import traced
 from ring.layout import Layout
-from ring.operator import as_one_operator
-from ring.walk import Walk, backward, best_for, forward, walk_of
+from ring.custom_op import as_one_operator
+from ring.execute import Walk, backward, best_for, forward, walk_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

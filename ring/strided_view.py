@@ -7,8 +7,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ring.caching.beside import kept_beside
-from ring.caching.captured import kept_while_captured
+from ring.caching.weak_cache import kept_beside
+from ring.caching.graph_keepalive import kept_while_captured
 from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reference import fields, shards
+from reference import validators, shards
 from reference.pattern import Pattern
 from reference.shards import Division, Shards
 from verification.wording import misfits
@@ -81,9 +81,9 @@ class Case:
                   one that leaves them as they are); which of q, k and v require gradients; "apart" (on each rank
                   others of them do: see `again_on`); "dtype" (while another default dtype is set); "graph" (a
                   backward with create_graph, for every other seed under autocast); or "written" (every other rank
-                  writes the same arguments in another way: `verification.run.written`)
+                  writes the same arguments in another way: `verification.run.equivalent_arguments`)
     device        "cpu", or "cuda": on GPUs, whose fused kernels work in 16 bits
-    measured      whether the workspace of the first run is looked at (`verification.run.workspace`), which takes time
+    measured      whether the workspace of the first run is looked at (`verification.run.memory_meter`), which takes time
 
     Raises ValueError, at construction, naming the field, what was given and what is allowed.
     """
@@ -114,31 +114,31 @@ class Case:
 
     def __post_init__(self) -> None:
         for name, least in _SMALLEST.items():
-            fields.integer(name, getattr(self, name), least)
-        fields.at_most("seed", self.seed, _GREATEST_SEED)
+            validators.integer(name, getattr(self, name), least)
+        validators.at_most("seed", self.seed, _GREATEST_SEED)
         for name, allowed in _CHOICES.items():
-            fields.choice(name, getattr(self, name), allowed)
+            validators.choice(name, getattr(self, name), allowed)
         for name in ("strided", "measured"):
-            fields.flag(name, getattr(self, name))
-        fields.grouped_heads(self.heads, self.kv_heads)
+            validators.flag(name, getattr(self, name))
+        validators.grouped_heads(self.heads, self.kv_heads)
         if not isinstance(self.pattern, Pattern):
             raise ValueError(f"pattern is {self.pattern!r}; it must be a reference.Pattern")
         self.pattern.validate(self.heads)
         self.pattern.validate_tokens(self.tokens)
         if self.bucket is not None:
-            fields.integer("bucket", self.bucket, 1)
-        object.__setattr__(self, "score_scale", fields.number("score_scale", self.score_scale, _GREATEST_SCALE))
+            validators.integer("bucket", self.bucket, 1)
+        object.__setattr__(self, "score_scale", validators.number("score_scale", self.score_scale, _GREATEST_SCALE))
         if self.score_scale <= 0:
             raise ValueError(f"score_scale is {self.score_scale}; it must be greater than 0")
         if self.scale is not None:
-            object.__setattr__(self, "scale", fields.number("scale", self.scale, _GREATEST_SCALE))
+            object.__setattr__(self, "scale", validators.number("scale", self.scale, _GREATEST_SCALE))
         if self.group is not None:
-            group = fields.integers("group", self.group)
+            group = validators.integers("group", self.group)
             if not group or list(group) != sorted(set(group)) or group[0] < 0 or group[-1] >= self.world:
                 raise ValueError(f"group is {group}; it must be ascending ranks of range({self.world}), at least one")
             object.__setattr__(self, "group", group)
         if self.cuts is not None:
-            cuts, p = fields.integers("cuts", self.cuts), len(self.ranks)
+            cuts, p = validators.integers("cuts", self.cuts), len(self.ranks)
             if len(cuts) != p + 1 or cuts[0] != 0 or cuts[-1] != self.tokens or list(cuts) != sorted(cuts):
                 offsets = f"{p + 1} non-decreasing offsets from 0 to {self.tokens}"
                 raise ValueError(f"cuts is {cuts}; it must be {offsets}, for a group of {p}")

@@ -15,7 +15,7 @@ from verification.check.checks import CHECKS, costs
 from verification.check.expectation import expect
 from verification.check.laws import LAWS, Law
 from verification.check.supported import check_supported
-from verification.draw.cases import cases
+from verification.strategies.cases import cases
 from verification.failures import RankHang
 from verification.problems import real_size
 from verification.report.counter_example import CounterExample, save_record

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ring.comm import buffer_memory
+from ring.comm import buffer_meter
 from ring.comm.transport import Message, Outgoing, Pending, Transport
 from ring.plan.plan import Plan, SlotMap, Step
 from ring.plan.schedule import Transfer
@@ -167,7 +167,7 @@ class Exchange:
         buffer = self.transport.empty(name, (slots, 2, batch, dim), dtype, self.k.device)
         size = buffer.numel() * buffer.element_size()
         self._allocated += size
-        buffer_memory.count(self.transport, size)
+        buffer_meter.count(self.transport, size)
         return buffer
 
     def _outgoing(self, direction: str) -> list[Outgoing]:
@@ -199,7 +199,7 @@ class Exchange:
         try:
             yield
         finally:
-            buffer_memory.count(self.transport, -self._allocated)
+            buffer_meter.count(self.transport, -self._allocated)
             self._allocated = 0
 
 

@@ -15,9 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ring.caching.bounded import Bounded
-from ring.caching.captured import kept_while_captured
-from ring.caching.launcher import Launcher
+from ring.caching.bounded_cache import Bounded
+from ring.caching.graph_keepalive import kept_while_captured
+from ring.caching.triton_launcher import Launcher
 from ring.plan.plan import SlotMap
 from ring.plan.ranges import Ints
 

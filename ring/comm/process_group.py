@@ -14,10 +14,10 @@ import torch.distributed as dist
 # call, when there is one: imported here, before, it keeps none, and a destroyed group ends its threads.
 import torch.distributed.nn.functional
 
-from ring.comm.calls import Calls
-from ring.comm.host_memory import HostMemory, host_memory_of
+from ring.comm.call_order import Calls
+from ring.comm.shared_page import HostMemory, host_memory_of
 from ring.comm.transport import Message, OwnBuffers, Pending
-from ring.comm.waiting import done_by_event, done_by_work, timeout_of, wait_for_all
+from ring.comm.missing_ranks import done_by_event, done_by_work, timeout_of, wait_for_all
 
 T = TypeVar("T")
 _GREATEST = dist.AllreduceOptions()

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ring.caching.bounded import Bounded
-from ring.caching.captured import keep
+from ring.caching.bounded_cache import Bounded
+from ring.caching.graph_keepalive import keep
 from ring.comm import signals
-from ring.comm.meeting import Copy, Flags, Meeting, Owner, Reader, Streams
+from ring.comm.copy_batch import Copy, Flags, Meeting, Owner, Reader, Streams
 from ring.comm.process_group import ProcessGroupTransport, backends_of
 from ring.comm.transport import Message, Nothing, Outgoing, Pending, SoloTransport, Transport, all_gather_json
 

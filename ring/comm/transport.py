@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from ring.comm.calls import Calls
+from ring.comm.call_order import Calls
 
 
 class Absent(RuntimeError):

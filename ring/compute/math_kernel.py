@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ring.caching.beside import kept_beside
-from ring.caching.captured import kept_while_captured
+from ring.caching.weak_cache import kept_beside
+from ring.caching.graph_keepalive import kept_while_captured
 from ring.plan.tile import Mask, Tile
 from ring.precision import accumulator_dtype
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring.agreement import is_dtensor
-from ring.nn.batch_ranks import BatchRanks
+from ring.nn.batch_group import BatchRanks
 from ring.precision import accumulator_dtype
 
 if TYPE_CHECKING:

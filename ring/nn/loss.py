@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ring.agreement import refuse_dtensor
 from ring.nn.batch import IGNORED, INTEGERS
-from ring.nn.batch_ranks import BatchRanks
+from ring.nn.batch_group import BatchRanks
 from ring.precision import accumulator_dtype
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from reference.pattern import Pattern
-from ring.caching.bounded import Bounded
+from ring.caching.bounded_cache import Bounded
 from ring.layout import Layout
 from ring.plan import schedule
 from ring.plan.blocks import Heads

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from reference.pattern import Pattern
-from ring.caching.bounded import Bounded
+from ring.caching.bounded_cache import Bounded
 from ring.layout import Layout
 from ring.plan.blocks import Block, blocks_of
 from ring.plan.pieces import DocumentTable, Ints, Pieces

@@ -31,10 +31,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ring.caching.bounded import Bounded
+from ring.caching.bounded_cache import Bounded
 from ring.layout import Layout
 from ring.plan.chunks import Chunks, Entries, SlotRanges, cut, room, whole_messages
-from ring.plan.needs import Needs, needs_of
+from ring.plan.remote_rows import Needs, needs_of
 from ring.plan.ranges import Ints, Ranges, Subranges, concatenated
 
 _NOTHING = SlotRanges.join(())

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from bench.workload import Contender, Inputs, Workload
 from ring import Transport, ring_attention
-from ring.budget import default_bucket
-from ring.comm.calls import Calls
+from ring.default_bucket import default_bucket
+from ring.comm.call_order import Calls
 from ring.comm.transport import Message, OwnBuffers, Pending
 
 

@@ -29,7 +29,7 @@ from rich.console import Console
 
 from bench.command import Parser, positive
 from reference.pattern import Pattern
-from ring.budget import default_bucket
+from ring.default_bucket import default_bucket
 from ring.comm.transport import Message
 from ring.layout import Layout
 from ring.plan.plan import plan_of

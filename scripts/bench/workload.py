@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from reference import cost, fields
+from reference import cost, validators
 from reference.pattern import Pattern
 from ring import Layout
 
@@ -68,10 +68,10 @@ class AttentionShape:
 
     def __post_init__(self) -> None:
         for field in ("query", "kv", "dim", "batch"):
-            fields.at_least(field, getattr(self, field), 1)
+            validators.at_least(field, getattr(self, field), 1)
         if self.query % self.kv:
             raise ValueError(f"query heads are {self.query}; they must be a multiple of the key/value heads, {self.kv}")
-        fields.choice("dtype", self.dtype, DTYPES)
+        validators.choice("dtype", self.dtype, DTYPES)
 
 
 @dataclass(frozen=True)

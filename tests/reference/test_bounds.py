@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from reference import Branch, Pattern, attention, exact, gradients
-from reference.arithmetic import Arithmetic, Counts, most_partials
-from reference.exact import QUANTITIES, Expectation, Inputs, evaluate, multiplicity
+from reference import Branch, Pattern, attention, fast_oracle, gradients
+from reference.roundoff import Arithmetic, Counts, most_partials
+from reference.fast_oracle import QUANTITIES, Expectation, Inputs, evaluate, multiplicity
 from tests.support.plain_case import plain
 from verification.case import DTYPES, Case
 from verification.check.expectation import arithmetic_of, expect
@@ -221,8 +221,8 @@ def test_counts_of_partial_results() -> None:
 
 
 def cut_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact, "WHOLE", 0)
-    monkeypatch.setitem(exact.BLOCK, "cpu", 300)
+    monkeypatch.setattr(fast_oracle, "WHOLE", 0)
+    monkeypatch.setitem(fast_oracle.BLOCK, "cpu", 300)
 
 
 PACKED = replace(LONGNET, documents=(9, 0, 14, 1))

@@ -7,7 +7,7 @@ import pytest
 
 from reference.closed_forms import dense_slots, segment_pairs, segment_slots
 from reference.cost import EXCHANGES, Setting, buffers, flops, sent
-from reference.needed import blocks
+from reference.remote_rows import blocks
 from reference.pattern import Branch, Pattern
 from reference.shards import shards
 

@@ -12,9 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from reference import Branch, Inputs, Pattern, attention, documents_from_cu_seqlens, documents_from_positions, evaluate
-from reference.arithmetic import Arithmetic, Counts, most_seen
+from reference.roundoff import Arithmetic, Counts, most_seen
 from reference.cost import Setting
-from reference.exact import multiplicity as counted
+from reference.fast_oracle import multiplicity as counted
 from reference.oracle import gradients
 from reference.pattern import multiplicity
 from tests.support import drawn_patterns

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reference.shards import default_bucket, shards
-from ring.budget import default_bucket as ring_bucket
+from ring.default_bucket import default_bucket as ring_bucket
 from ring.layout import Layout
 from verification.run.layouts import _layout
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from reference.pattern import Branch, Pattern
 from reference.shards import default_bucket
 from ring import Layout, ring_attention
-from ring.comm.buffer_memory import measure
+from ring.comm.buffer_meter import measure
 from ring.comm.transport import RecordingTransport, SoloTransport
 from ring.nn import ContextParallel, LongNetBlock, SelfAttention, longnet_pattern, next_tokens, rotary
 from verification.run.simulation.simulated_transport import SimulatedTransport

@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import ring.walk
+import ring.execute
 from reference import Branch, Pattern
 from ring import Layout
-from ring.caching.bounded import Bounded
+from ring.caching.bounded_cache import Bounded
 from ring.comm.symmetric_memory import SymmetricTransport, transport_of
 from ring.compute import kernels
 from ring.compute.accumulator import Accumulator, Sum
@@ -143,7 +143,7 @@ def held_to_math(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("dim", [8, 20, 128])
 def test_the_one_pass_merge_is_the_plain_one(dtype: torch.dtype, dim: int) -> None:
-    from ring.compute.gpu.combine import CombinedAccumulator, CombinedSum
+    from ring.compute.gpu.gpu_accumulator import CombinedAccumulator, CombinedSum
 
     torch.manual_seed(1)
     like = torch.empty(2, 150, 6, dim, dtype=dtype, device="cuda")
@@ -176,7 +176,7 @@ def test_the_one_pass_merge_is_the_plain_one(dtype: torch.dtype, dim: int) -> No
 @pytest.mark.parametrize("folds", [1, 3], ids="{} folds".format)
 @pytest.mark.parametrize("others", [0, 1, 3], ids="{} others".format)
 def test_a_part_that_covers_everything_becomes_the_output(others: int, folds: int) -> None:
-    from ring.compute.gpu.combine import CombinedAccumulator, CombinedSum
+    from ring.compute.gpu.gpu_accumulator import CombinedAccumulator, CombinedSum
 
     torch.manual_seed(2)
     batch, tokens, heads, dim = 1 if folds > 1 else 2, 1500, 6, 40
@@ -241,7 +241,7 @@ def test_packing_in_one_pass_is_the_plain_one(
 
 
 def test_nothing_merged_is_zero_and_minus_infinity() -> None:
-    from ring.compute.gpu.combine import CombinedAccumulator, CombinedSum
+    from ring.compute.gpu.gpu_accumulator import CombinedAccumulator, CombinedSum
 
     like = torch.empty(1, 40, 2, 16, dtype=torch.bfloat16, device="cuda")
     out, lse = CombinedAccumulator(like).result(torch.bfloat16)
@@ -271,7 +271,7 @@ def test_a_backward_by_groups_of_heads_is_the_whole_one(most: int, monkeypatch: 
         (leaves, dout), results, calls = drawn(512, 8, kv_heads), [], []
         for limit in (usual, most):
             monkeypatch.setattr(kernels, "MOST_WORKSPACE", limit)
-            monkeypatch.setattr(ring.walk, "_programs", Bounded(8))  # what was lowered before is kept
+            monkeypatch.setattr(ring.execute, "_programs", Bounded(8))  # what was lowered before is kept
             out = plain(*leaves, pattern, Layout.contiguous(512, 1))
             with picked_kernels() as picked:
                 results.append(torch.autograd.grad(out, leaves, dout))

@@ -1,6 +1,6 @@
 """What a Case must give: exact results of its tensors, and bounds for the arithmetic that it allows.
 
-All of it is computed by `reference.exact` and `reference.bounds`; here is only what a Case says to them.
+All of it is computed by `reference.fast_oracle` and `reference.bounds`; here is only what a Case says to them.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from reference import arithmetic
-from reference.arithmetic import Arithmetic, Counts
-from reference.exact import Expectation, Inputs, evaluate
+from reference import roundoff
+from reference.roundoff import Arithmetic, Counts
+from reference.fast_oracle import Expectation, Inputs, evaluate
 from verification.case import Case
 from verification.check.supported import fused_on_gpus
 
@@ -36,13 +36,13 @@ def arithmetic_of(case: Case) -> Arithmetic:
 
 def counts_of(case: Case, kernel: str) -> Counts:
     """How much is added up, in calls of that kernel of `arithmetic.KERNELS`."""
-    keys, rows = arithmetic.most_seen(case.pattern, case.tokens, case.heads, case.kv_heads)
-    taken = [arithmetic.most_taken(branch, case.pattern.causal, case.tokens) for branch in case.pattern.branches]
+    keys, rows = roundoff.most_seen(case.pattern, case.tokens, case.heads, case.kv_heads)
+    taken = [roundoff.most_taken(branch, case.pattern.causal, case.tokens) for branch in case.pattern.branches]
     shards = case.order, case.cuts is not None, len(case.ranks)
-    parts = arithmetic.most_parts(case.exchange, *shards, case.pattern.causal, max(taken) > 1)
-    partials = arithmetic.most_partials(*shards, case.tokens, case.tokens_per_call, sum(taken), parts)
+    parts = roundoff.most_parts(case.exchange, *shards, case.pattern.causal, max(taken) > 1)
+    partials = roundoff.most_partials(*shards, case.tokens, case.tokens_per_call, sum(taken), parts)
     merges, row_merges = min(keys, partials), min(rows, partials * (case.heads // case.kv_heads))
-    key_blocks, row_blocks = (1, 2) if kernel == "gpu" else arithmetic.blocks_of_a_call(case.tokens)
+    key_blocks, row_blocks = (1, 2) if kernel == "gpu" else roundoff.blocks_of_a_call(case.tokens)
     return Counts(keys, rows, merges, row_merges, key_blocks, row_blocks)
 
 

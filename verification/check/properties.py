@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from reference.exact import Expectation
+from reference.fast_oracle import Expectation
 from verification.case import Case
 from verification.check.checks import CHECKS, Ratios, costs
 from verification.check.expectation import expect
-from verification.check.twin import by_the_oracle, is_compared
+from verification.check.oracle_agreement import by_the_oracle, is_compared
 from verification.failures import VerificationFailure
 from verification.run.observation import Observations
 

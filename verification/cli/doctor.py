@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from reference import Pattern, fields
+from reference import Pattern, validators
 from ring import Layout, picked_kernels, ring_attention
 from ring.comm.transport import SoloTransport
 from ring.plan.plan import EXCHANGES
@@ -126,7 +126,7 @@ def gloo_interface(environment: Mapping[str, str]) -> str:
 
 def exchange_road(exchange: str, device: str) -> str:
     """What carries an exchange's keys and values between ranks with tensors on that type of device."""
-    fields.choice("exchange", exchange, EXCHANGES)
+    validators.choice("exchange", exchange, EXCHANGES)
     if device == "cpu":
         return "gloo, point to point" if dist.is_gloo_available() else "none: this torch has no gloo"
     if not torch.cuda.is_available():

@@ -17,7 +17,7 @@ from rich.console import Console
 from verification.cli.arguments import add_json, add_seed, count, say, seed_of, write_json
 from verification.mutants.catalogue import DEFECTS, by_name
 from verification.mutants.defect import CannotPlant, NotSane
-from verification.mutants.trials import LIMITS, PROCESSES, SOON, Outcome, totals, try_all
+from verification.mutants.search import LIMITS, PROCESSES, SOON, Outcome, totals, try_all
 from verification.report.progress import PlainLines
 from verification.report.provenance import processor_run, typed_words
 from verification.run.backends import Unavailable

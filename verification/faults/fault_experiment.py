@@ -15,18 +15,18 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from reference import fields
+from reference import validators
 from verification.case import Case
 from verification.check.checks import CHECKS, costs
 from verification.check.expectation import expect
-from verification.draw.cases import cases
+from verification.strategies.cases import cases
 from verification.failures import RankFailure, VerificationFailure, name_ranks
-from verification.faults.struck import BY_NAME, KINDS, Fault, FaultKind, observe_struck
+from verification.faults.inject import BY_NAME, KINDS, Fault, FaultKind, observe_struck
 from verification.run.backends import CASES_PER_APART, Backend, PoolBackend, SimBackend
 from verification.run.processes.process_tree import descendants
 from verification.runner import check_case
 from verification.search.experiment import Experiment, case_record
-from verification.search.second_look import cause_in
+from verification.search.diagnose import cause_in
 
 How = dict[str, Any]
 QUESTIONS = 2  # that ranks ask each other in an example: one before the forward, one before the backward
@@ -74,10 +74,10 @@ def has_messages(case: Case) -> bool:
 
 def premise(case: Case, how: Any) -> None:
     """Raises ValueError for what is no fault, and for a Case without messages."""
-    fields.exactly("how", how, ["kind", "rank", "post", "send"])
-    fields.choice("kind", how["kind"], BY_NAME)
+    validators.exactly("how", how, ["kind", "rank", "post", "send"])
+    validators.choice("kind", how["kind"], BY_NAME)
     for name in ("rank", "post", "send"):
-        fields.integer(name, how[name], 0, MOST)
+        validators.integer(name, how[name], 0, MOST)
     if not has_messages(case):
         raise ValueError("case is one whose ranks send nothing; a fault is struck where a message is posted")
 

@@ -8,9 +8,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from reference import fields
+from reference import validators
 from verification.faults.fault_experiment import FAULTS, premise
-from verification.faults.struck import KINDS, observe_struck
+from verification.faults.inject import KINDS, observe_struck
 from verification.replay.records import read_case
 from verification.replay.registry import Saved, SavedExample
 from verification.report.report import Report
@@ -56,7 +56,7 @@ class SavedFault(SavedExample):
 
 def read_fault(record: dict[str, Any]) -> Saved:
     """Raises ValueError for a malformed record."""
-    fields.exactly("a mishandled fault", record, ["fault", "case"])
+    validators.exactly("a mishandled fault", record, ["fault", "case"])
     case = read_case(record["case"])
     premise(case, record["fault"])
     return SavedFault(FAULTS, (case, record["fault"]), record)

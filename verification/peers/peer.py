@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from reference import fields
+from reference import validators
 from verification.case import Case
 
 Result = Tensor | tuple[Tensor, Tensor]  # out (B, L, H, D); lse (B, H, L), natural logarithm
@@ -34,7 +34,7 @@ class Peer:
                 group is the process group of the Case's ranks, None where the world is 1.
     worlds      the world sizes that it is run on
     package     the name of its distribution, from which its version is read; None for a function of your own
-    arithmetic  the precision for 16-bit inputs, see `reference.arithmetic`: "math" computes in fp32 and rounds once
+    arithmetic  the precision for 16-bit inputs, see `reference.roundoff`: "math" computes in fp32 and rounds once
                 at the end; "flash" does so with a coarser exponential; "half" rounds probabilities and partial results
                 to 16 bits, as fused kernels do. For fp32 and fp64 "half" means "math".
     merge       how partial results are merged: "weighted", or "interpolated", which loses more: see `interpolation`
@@ -64,8 +64,8 @@ class Peer:
         sizes = self.worlds
         if not isinstance(sizes, tuple) or not sizes or not all(type(w) is int and 0 < w <= MOST_RANKS for w in sizes):
             raise ValueError(f"worlds is {sizes!r}; it must be a tuple of integers from 1 to {MOST_RANKS}")
-        fields.choice("arithmetic", self.arithmetic, ("math", "flash", "half"))
-        fields.choice("merge", self.merge, ("weighted", "interpolated"))
+        validators.choice("arithmetic", self.arithmetic, ("math", "flash", "half"))
+        validators.choice("merge", self.merge, ("weighted", "interpolated"))
 
     @property
     def version(self) -> str | None:

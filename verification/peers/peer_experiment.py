@@ -9,13 +9,13 @@ from typing import TypeVar
 
 from hypothesis.strategies import SearchStrategy
 
-from reference.arithmetic import Arithmetic
-from reference.exact import Expectation, evaluate
+from reference.roundoff import Arithmetic
+from reference.fast_oracle import Expectation, evaluate
 from verification.case import Case
 from verification.check import properties
 from verification.check.expectation import counts_of, inputs_of
-from verification.draw.cases import cases
-from verification.peers import interpolation
+from verification.strategies.cases import cases
+from verification.peers import interpolated_merge
 from verification.peers.known_peers import load
 from verification.peers.peer import Peer
 from verification.peers.peer_rank import observe_peer
@@ -83,5 +83,5 @@ def expect(peer: Peer, case: Case) -> Expectation:
     r = Arithmetic.of(case.dtype, kernel, case.head_dim, case.softmax_scale, counts_of(case, "math"))
     expectation = evaluate(inputs_of(case, case.tensors()), r)
     if peer.merge == "interpolated":
-        interpolation.allow(expectation, r)
+        interpolated_merge.allow(expectation, r)
     return expectation

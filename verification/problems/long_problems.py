@@ -1,5 +1,5 @@
 """Long problems, judged where they are computed: each rank computes exact results and bounds on its own device, by
-`reference.exact` in blocks of rows.
+`reference.fast_oracle` in blocks of rows.
 
 Only what was wrong and how large the errors were travels to rank 0. Where all rows are too much work, some are sampled:
 `out`, `lse` and `dq` are checked on those, and `dout` is zero on all others, so that `dk` and `dv` of every key are
@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from reference import fields
-from reference.exact import QUANTITIES, Expectation, Inputs, evaluate
+from reference import validators
+from reference.fast_oracle import QUANTITIES, Expectation, Inputs, evaluate
 from reference.pattern import Pattern
 from ring.comm.transport import Transport
 from verification.case import Case
@@ -27,7 +27,7 @@ from verification.problems.links import finish
 from verification.problems.longnet import case_of, longnet
 from verification.run.layouts import layout_of
 from verification.run.rank import attend, rank_device, repeats, same_bits, shards
-from verification.run.workspace import process_peak
+from verification.run.memory_meter import process_peak
 
 TITLE = "long problems"
 HEADS, KV_HEADS = 4, 2
@@ -53,10 +53,10 @@ class LongProblem:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        fields.integer("world", self.world, 1)
-        fields.integer("tokens", self.tokens, LEAST)
-        fields.integer("seed", self.seed, 0)
-        fields.choice("kind", self.kind, KINDS)
+        validators.integer("world", self.world, 1)
+        validators.integer("tokens", self.tokens, LEAST)
+        validators.integer("seed", self.seed, 0)
+        validators.choice("kind", self.kind, KINDS)
 
     def case(self, device: str) -> Case:
         """device: "cuda" where it will run on GPUs, whose fused kernels have bounds of their own; else "cpu"."""

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from reference import fields
-from reference.exact import evaluate
+from reference import validators
+from reference.fast_oracle import evaluate
 from ring.comm.transport import Transport
 from verification.case import Case
 from verification.check import properties
@@ -34,7 +34,7 @@ from verification.report.report import Report
 from verification.run.backends import Backend
 from verification.run.observation import Observation
 from verification.run.rank import attend, division, observation_of, shards
-from verification.run.workspace import Meter, process_peak
+from verification.run.memory_meter import Meter, process_peak
 from verification.wording import counted
 
 TITLE = "one problem of real size"
@@ -54,9 +54,9 @@ class RealSizeProblem:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        fields.integer("world", self.world, 1, 2**16)
-        fields.integer("tokens", self.tokens, LEAST, MOST)
-        fields.integer("seed", self.seed, 0, 2**63 - 1)
+        validators.integer("world", self.world, 1, 2**16)
+        validators.integer("tokens", self.tokens, LEAST, MOST)
+        validators.integer("seed", self.seed, 0, 2**63 - 1)
 
     def case(self) -> Case:
         return case_of(

@@ -14,7 +14,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from reference import fields
+from reference import validators
 from verification import runner
 from verification.case import Case
 from verification.check.laws import LAWS
@@ -45,9 +45,9 @@ def read_case(data: object) -> Case:
     if isinstance(data, dict):
         for name, most in _MOST.items():
             if name in data:
-                fields.at_most(name, data[name], most)
+                validators.at_most(name, data[name], most)
         for number in _integers(data.get("pattern")):
-            fields.at_most("an integer of pattern", number, MOST_INTEGER)
+            validators.at_most("an integer of pattern", number, MOST_INTEGER)
     case = Case.from_json(json.dumps(data))
     check_supported(case)
     return case
@@ -63,7 +63,7 @@ def _integers(data: object) -> Iterator[int]:
 
 
 def read_law(record: dict[str, Any]) -> Saved:
-    fields.exactly("a counter-example of a law", record, ["law", "case", "how"])
+    validators.exactly("a counter-example of a law", record, ["law", "case", "how"])
     known = {law.name: law for law in LAWS}
     name, how = record["law"], record["how"]
     if isinstance(name, str) and name in REMOVED:
@@ -88,6 +88,6 @@ class _SavedProblem(Saved):
 
 
 def read_problem(record: dict[str, Any]) -> Saved:
-    fields.exactly("a problem of real size", record, ["real_size"])
-    fields.exactly("real_size", record["real_size"], [field.name for field in fields_of(real_size.RealSizeProblem)])
+    validators.exactly("a problem of real size", record, ["real_size"])
+    validators.exactly("real_size", record["real_size"], [field.name for field in fields_of(real_size.RealSizeProblem)])
     return _SavedProblem(real_size.RealSizeProblem(**record["real_size"]))

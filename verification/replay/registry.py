@@ -38,7 +38,7 @@ REMOVED = {
     "plans of long sequences": "tests/ring/plan/test_plan.py",
     "kernel calls keep to the bucket": "tests/ring/plan/test_plan.py",
     "plans compute the pattern": "tests/ring/plan/test_plan.py",
-    "compiled calls are calls": "tests/ring/test_compiled.py",
+    "compiled calls are calls": "tests/ring/test_compile_ops.py",
     "defaults are as documented": "tests/ring/test_defaults.py",
     "a group that ends is let go": "tests/ring/comm/test_group_ends.py",
 }
@@ -50,7 +50,7 @@ READERS = {
     "real_size": "verification.replay.records:read_problem",
     "fault": "verification.faults.fault_run:read_fault",
     "training": "verification.training.saved_training:read_training_example",
-    "peer": "verification.peers.saved:read_peer_example",
+    "peer": "verification.peers.saved_peer:read_peer_example",
     "step_peer": "verification.peers.training.saved_step_peer:read_step_peer_example",
 }
 

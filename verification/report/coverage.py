@@ -1,7 +1,7 @@
 """What a sample of Cases covers: named features, decided from the Case alone, and how many Cases have each.
 
 A strategy that no longer draws a feature shows here, and so does a run that was too short to say anything about one.
-Who sees whom is asked of `reference.exact`, one branch at a time.
+Who sees whom is asked of `reference.fast_oracle`, one branch at a time.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from reference.exact import multiplicity
-from reference.limits import LEAST_ROWS
+from reference.fast_oracle import multiplicity
+from reference.call_limits import LEAST_ROWS
 from reference.pattern import Branch, Pattern
 from verification.case import AGAIN, DTYPES, EXCHANGES, KERNELS, LSE, ORDERS, VALUES, Case
 from verification.report.text import listing, paragraph
-from verification.run.workspace import LEAST_BLOCK
+from verification.run.memory_meter import LEAST_BLOCK
 from verification.wording import counted
 
 RARE = 0.02  # of all Cases

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from verification.example import Example
+from verification.protocols import Example
 from verification.failures import RankFailure, VerificationFailure
 from verification.report import summary
 from verification.report.counter_example import CounterExample
 from verification.report.progress import RunProgress
-from verification.report.run_record import RunRecord
+from verification.report.run_result import RunRecord
 from verification.report.text import paragraph
 from verification.wording import counted
 

@@ -17,14 +17,14 @@ from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.symmetric_memory import transport_of
 from ring.comm.transport import SoloTransport, Transport
 from verification.case import Case
-from verification.example import Example
+from verification.protocols import Example
 from verification.failures import RankFailure
-from verification.run.apart import ApartTransport
+from verification.run.cross_host import ApartTransport
 from verification.run.observation import Observation
 from verification.run.processes.pool import Pool, PoolError, Ticket
 from verification.run.processes.rendezvous import subgroup
 from verification.run.rank import observe, rank_device
-from verification.run.simulation.prompt import Prompt
+from verification.run.simulation.eager_delivery import Prompt
 from verification.run.simulation.simulation import Simulation
 from verification.wording import counted
 

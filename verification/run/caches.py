@@ -9,7 +9,7 @@ import sys
 import types
 from typing import Any
 
-from ring.caching.bounded import Bounded
+from ring.caching.bounded_cache import Bounded
 
 _CACHES = (functools._lru_cache_wrapper, Bounded)
 _WRAPPED = (staticmethod, classmethod)  # in a class's namespace, around the function

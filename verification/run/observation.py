@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from reference.shards import Ints
-from verification.run.workspace import Workspace
+from verification.run.memory_meter import Workspace
 
 Message = tuple[int, int, Any]  # peer (index in the group), bytes, label
 Floats = NDArray[np.floating[Any]]

@@ -18,16 +18,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring import Layout, Transport, ring_attention
-from ring.budget import default_bucket
-from ring.comm.buffer_memory import measure
+from ring.default_bucket import default_bucket
+from ring.comm.buffer_meter import measure
 from ring.comm.transport import RecordingTransport
 from verification.case import Case
 from verification.run import second_run
-from verification.run.given_group import Group, bare_or_mesh
+from verification.run.group_argument import Group, bare_or_mesh
 from verification.run.layouts import layout_of, strided_copy
 from verification.run.observation import LONGER, Division, Observation, carry
-from verification.run.workspace import Meter, Workspace
-from verification.run.written import otherwise
+from verification.run.memory_meter import Meter, Workspace
+from verification.run.equivalent_arguments import otherwise
 
 Tensors = tuple[Tensor, ...]  # q, k, v, dout, dlse
 Result = TypeVar("Result")

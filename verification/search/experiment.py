@@ -12,7 +12,7 @@ from hypothesis.strategies import SearchStrategy
 from verification.case import Case
 from verification.check.properties import broken_by
 from verification.check.supported import fused_on_gpus
-from verification.example import Example
+from verification.protocols import Example
 from verification.failures import VerificationFailure
 from verification.run.backends import Backend
 
@@ -40,7 +40,7 @@ class Experiment:
 
     draw          by world size: a strategy of subjects
     check         by title of a property or law: worst error / bound; raises VerificationFailure
-    case_of       a subject's Case, or what takes its place (`verification.example.Example`)
+    case_of       a subject's Case, or what takes its place (`verification.protocols.Example`)
     with_case     a subject with another Case in place of its own
     moved         a Case as it runs on the device "cpu" or "cuda"
     record_of     what of a subject is saved, and replayed
@@ -49,7 +49,7 @@ class Experiment:
     on_fewer      whether a failure is looked for on fewer real processes, too; in a simulation it always is
     fewest_ranks  on which there is anything to draw
     premise       raises ValueError for a subject that could not be drawn, so that one with less in it can be tried
-                  (`verification.search.leaving_out`). None: nothing is left out of subjects
+                  (`verification.search.simplify`). None: nothing is left out of subjects
     """
 
     name: str

@@ -22,12 +22,12 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 from hypothesis.errors import Unsatisfiable
 from hypothesis.strategies import SearchStrategy
 
-from verification.example import Example
+from verification.protocols import Example
 from verification.failures import RankHang, VerificationFailure
 from verification.run.backends import Backend, SimBackend
 from verification.search.experiment import Experiment, Found
-from verification.search.leaving_out import least
-from verification.search.second_look import cause_in
+from verification.search.simplify import least
+from verification.search.diagnose import cause_in
 from verification.search.shrinking import Shrinking, Signature, failure_on, is_costly, look, signature
 
 DATABASE = Path(".verification/examples")

@@ -7,7 +7,7 @@ from dataclasses import MISSING
 from dataclasses import fields as fields_of
 from typing import Any
 
-from reference import fields
+from reference import validators
 from verification.wording import misfits
 
 # The name of a field and a value -> what the field keeps. Raises ValueError for a value that is not allowed.
@@ -20,11 +20,11 @@ def checked_by(check: Check) -> Metadata:
 
 
 def integer(least: int, most: int | None = None) -> Metadata:
-    return checked_by(lambda name, value: fields.integer(name, value, least, most))
+    return checked_by(lambda name, value: validators.integer(name, value, least, most))
 
 
 def choice(*allowed: str) -> Metadata:
-    return checked_by(lambda name, value: fields.choice(name, value, allowed))
+    return checked_by(lambda name, value: validators.choice(name, value, allowed))
 
 
 def instance(kind: type, called: str) -> Metadata:
@@ -41,7 +41,7 @@ def optional(metadata: Metadata) -> Metadata:
     return checked_by(lambda name, value: None if value is None else metadata["check"](name, value))
 
 
-FLAG, REAL, INTEGERS = checked_by(fields.flag), checked_by(fields.real), checked_by(fields.integers)
+FLAG, REAL, INTEGERS = checked_by(validators.flag), checked_by(validators.real), checked_by(validators.integers)
 
 
 def check_fields(made: Any) -> None:

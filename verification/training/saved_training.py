@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from reference import fields
+from reference import validators
 from verification.replay.registry import Saved, SavedExample
 from verification.run.backends import Backend, Unavailable
 from verification.training.training_case import TrainingCase
@@ -23,5 +23,5 @@ class SavedTrainingExample(SavedExample):
 
 def read_training_example(record: dict[str, Any]) -> Saved:
     """Raises ValueError for a malformed record."""
-    fields.exactly("a counter-example of a training step", record, ["training"])
+    validators.exactly("a counter-example of a training step", record, ["training"])
     return SavedTrainingExample(TRAINING, TrainingCase.from_dict(record["training"]), record)

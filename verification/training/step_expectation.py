@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from reference import cost
 from verification.training.dense.dense_step import train_densely
 from verification.training.dense.tolerance import Allowed, allowed_deviations
-from verification.training.material import GlobalBatch, global_batch
+from verification.training.inputs import GlobalBatch, global_batch
 from verification.training.training_case import VOCABULARY, TrainingCase
 
 Floats = NDArray[np.float64]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from reference import fields, shards
+from reference import validators, shards
 from reference.pattern import Pattern
 from reference.shards import Division, Shards
 from verification.case import DEVICES, DTYPES, EXCHANGES, ORDERS, ORDERS_BY_DOCUMENT, SEEDED_ORDERS
@@ -101,7 +101,7 @@ class TrainingCase:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        fields.integer("data", self.data, 1, self.world)
+        validators.integer("data", self.data, 1, self.world)
         if self.world % self.data:
             raise ValueError(f"data is {self.data}; it must divide world, {self.world}")
         self.pattern.validate(self.model.heads)
@@ -140,7 +140,7 @@ class TrainingCase:
                 f"later_documents is {self.later_documents!r}; it must be None, or have an entry for each of the "
                 f"{self.steps} steps but the first"
             )
-        kept = [None if one is None else fields.integers("later_documents", one) for one in self.later_documents]
+        kept = [None if one is None else validators.integers("later_documents", one) for one in self.later_documents]
         for lengths in kept:
             replace(self.pattern, documents=lengths).validate_tokens(self.tokens)
         object.__setattr__(self, "later_documents", tuple(kept))

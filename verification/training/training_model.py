@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from reference import fields
+from reference import validators
 from verification.training.declared import FLAG, REAL, check_fields, choice, integer, optional
 
 KINDS = ("llama", "longnet", "sdpa")
@@ -44,7 +44,7 @@ class Model:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        fields.grouped_heads(self.heads, self.kv_heads)
+        validators.grouped_heads(self.heads, self.kv_heads)
         if self.positions == "rotary" and self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; it must be even with positions 'rotary'")
         for name, kind, without in (("qk_norm", "llama", False), ("subln", "longnet", False), ("scale", "sdpa", None)):

@@ -1,12 +1,12 @@
 """The kernel that merges partial results on GPUs, and its launch. Every number of the output is computed once, in fp32,
 from all partial results that hold its row and head.
 
-A program of the kernel has rows of one head, and asks each of the head's entries (`ring.compute.gpu.entries`) which of
+A program of the kernel has rows of one head, and asks each of the head's entries (`ring.compute.gpu.merge_table`) which of
 these rows it holds. The rows lie as far apart as those of the widest grid, so that a dilated grid holds all of them or,
 mostly, none.
 
 Rows, and the places of lse's numbers within a sequence, are counted in 32 bits. The plain version,
-`ring.compute.accumulator`, takes what has more rows times heads than these count (`ring.walk`).
+`ring.compute.accumulator`, takes what has more rows times heads than these count (`ring.execute`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ring.caching.bounded import Bounded
-from ring.caching.captured import keep
-from ring.caching.launcher import Launcher
-from ring.compute.gpu.entries import Field, entries_of, places_of
-from ring.compute.gpu.parts import Part, is_aligned
+from ring.caching.bounded_cache import Bounded
+from ring.caching.graph_keepalive import keep
+from ring.caching.triton_launcher import Launcher
+from ring.compute.gpu.merge_table import Field, entries_of, places_of
+from ring.compute.gpu.partial_results import Part, is_aligned
 from ring.plan.ranges import Ints
 
 _APART = 32  # rows: a wider grid than this holds some of a program's

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ring.caching.beside import kept_beside
-from ring.caching.captured import kept_while_captured
+from ring.caching.weak_cache import kept_beside
+from ring.caching.graph_keepalive import kept_while_captured
 from ring.compute.math_kernel import SavedRows, Tensors3
 from ring.plan.ranges import Ints
 from ring.plan.tile import Mask, Sequences, Tile

@@ -16,10 +16,10 @@ from reference.documents import Documents
 from reference.pattern import Branch, Pattern
 from ring import Layout, ring_attention
 from ring.agreement import CallSetting
-from ring.caching.bounded import Bounded
-from ring.comm.calls import KEPT, Calls
+from ring.caching.bounded_cache import Bounded
+from ring.comm.call_order import KEPT, Calls
 from ring.comm.transport import SoloTransport
-from ring.compiled import traced
+from ring.compile_ops import traced
 from verification.run.caches import bounded_of, clear_caches, recent_of
 
 RING = ("ring",)

@@ -11,7 +11,7 @@ import torch
 
 from reference.pattern import Pattern
 from ring import Layout, ring_attention
-from ring.comm.buffer_memory import measure
+from ring.comm.buffer_meter import measure
 from ring.comm.exchange import Exchange, _in_one_pass, _summed
 from ring.comm.transport import Outgoing
 from ring.plan.plan import Plan, plan_of

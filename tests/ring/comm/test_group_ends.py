@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 from reference.pattern import Pattern
 from ring import Layout, ring_attention
-from ring.compiled import traced
-from ring.operator import _prepared
+from ring.compile_ops import traced
+from ring.custom_op import _prepared
 from tests.support.ranks import Ranks
-from verification.run.programs import in_second_thread
+from verification.run.in_flight_calls import in_second_thread
 
 pytestmark = pytest.mark.ranks
 

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ring.caching import captured
-from ring.caching.bounded import Bounded
-from ring.caching.captured import kept_for_one_graph
+from ring.caching import graph_keepalive
+from ring.caching.bounded_cache import Bounded
+from ring.caching.graph_keepalive import kept_for_one_graph
 from ring.comm import symmetric_memory
 from ring.comm.symmetric_memory import SymmetricTransport, _Route
 
@@ -36,7 +36,7 @@ def transport(monkeypatch: pytest.MonkeyPatch) -> OnNoGPU:
     found = OnNoGPU()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.capturing)
-    monkeypatch.setattr(captured, "_for_ever", [])
+    monkeypatch.setattr(graph_keepalive, "_for_ever", [])
     monkeypatch.setattr(symmetric_memory, "all_gather_json", lambda mine, ranks: [mine])
     return found
 
@@ -68,7 +68,7 @@ def test_a_route_is_there_as_long_as_the_graph_that_replays_it(transport: OnNoGP
         route = prepared(transport, 0)
         transport.capturing = False
     forget(transport)
-    assert 0 not in transport._routes and reads == [route()] and captured._for_ever == []
+    assert 0 not in transport._routes and reads == [route()] and graph_keepalive._for_ever == []
     reads.clear()
     gc.collect()
     assert route() is None

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from ring.nn import IGNORED, average_gradients, count_labels, cross_entropy, gather, token_mean
 from tests.support.nn_ranks import OVERS, TOKENS, VOCABULARY, context_of, drawn, far, over_of, said, whole_tokens
 from tests.support.ranks import Ranks
-from verification.run.programs import in_second_thread
+from verification.run.in_flight_calls import in_second_thread
 
 # Types of logits and labels, the label to ignore, how many are labelled in other micro-batches, averaged_over.
 SETTINGS = (

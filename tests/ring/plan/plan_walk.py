@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from reference import cost
-from reference.exact import multiplicity
-from reference.limits import CallLimits
+from reference.fast_oracle import multiplicity
+from reference.call_limits import CallLimits
 from reference.pattern import Branch, Pattern
 from ring import Layout
 from ring.plan.blocks import Heads
@@ -115,7 +115,7 @@ def check(setting: PlanSetting) -> PlanWalk:
 
 
 def check_calls(setting: PlanSetting) -> None:
-    """No kernel call takes more keys, key vectors or query rows than `reference.limits` allows."""
+    """No kernel call takes more keys, key vectors or query rows than `reference.call_limits` allows."""
     limits = CallLimits(setting.bucket, setting.own or setting.bucket, setting.kv_heads)
     for own, tile in setting.tiles():
         folds, groups = tile.key_rows.folds, tile.query_heads.groups

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from reference import closed_forms
 from reference.pattern import Branch, Pattern
-from ring.budget import default_own
+from ring.default_bucket import default_own
 from ring.layout import Layout
 from ring.plan.plan import EXCHANGES, Plan, plan_of
 from ring.plan.tile import Mask, Tile

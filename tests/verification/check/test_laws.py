@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from reference.pattern import Branch, Pattern
-from ring import agreement, attention, walk
-from ring.comm.calls import Calls
+from ring import agreement, attention, execute
+from ring.comm.call_order import Calls
 from ring.compute.accumulator import Accumulator
 from tests.support.plain_case import plain
 from tests.support.planted import plant, plant_on_results
 from verification.case import Case
 from verification.check.laws import LAWS
-from verification.check.laws.isolation import neighbour
+from verification.check.laws.cache_isolation import neighbour
 from verification.failures import VerificationFailure
 from verification.run.backends import SimBackend
 
@@ -65,8 +65,8 @@ def keeps_one_output(real: Any, args: Any, options: Any, kept: dict[Any, Tensor]
 
 def forgets_the_pattern() -> None:
     """A plan is kept for a layout and a rank, whatever the pattern."""
-    real, kept = walk.plan_of, dict[Any, Any]()
-    walk.plan_of = lambda pattern, *others: kept.setdefault(others[:2], real(pattern, *others))
+    real, kept = execute.plan_of, dict[Any, Any]()
+    execute.plan_of = lambda pattern, *others: kept.setdefault(others[:2], real(pattern, *others))
 
 
 def accumulates_in_16_bits() -> None:

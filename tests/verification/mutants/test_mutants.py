@@ -17,7 +17,7 @@ from tests.support.plain_case import plain
 from tests.support.printed import printed, recording, unbroken
 from verification.cli import mutants as command
 from verification.failures import RankError
-from verification.mutants import subjects, trials
+from verification.mutants import experiments, search
 from verification.mutants.catalogue import DEFECTS, by_name
 from verification.mutants.defect import CannotPlant, Defect, Edit
 from verification.mutants.plant import preparation, substitute
@@ -25,7 +25,7 @@ from verification.run.backends import SimBackend, Unavailable
 from verification.runner import EXAMPLES
 from verification.search.experiment import Found, ToolError
 
-BUDGET, ACCUMULATOR = "ring/budget.py", "ring/compute/accumulator.py"
+BUDGET, ACCUMULATOR = "ring/default_bucket.py", "ring/compute/accumulator.py"
 
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
@@ -75,17 +75,17 @@ def test_a_module_that_does_not_run_is_refused_by_the_rank() -> None:
 def test_a_defect_of_the_oracle_is_one_of_the_judge_too() -> None:
     """Ranks and oracle agree then, so only a second statement of the same shows it."""
     defect = by_name("oracle-dlse-of-rows-without-weight")
-    assert defect.in_oracle and trials.try_defect(defect.name, seed=3, limit=300).killed
+    assert defect.in_oracle and search.try_defect(defect.name, seed=3, limit=300).killed
 
 
 def test_a_defect_whose_own_code_does_not_run_is_no_kill() -> None:
-    defect, subject = by_name("merge-by-sigmoid"), subjects.Subject(EXAMPLES, plain(2))
+    defect, subject = by_name("merge-by-sigmoid"), experiments.Subject(EXAMPLES, plain(2))
     for error in ("UnboundLocalError: cannot access local variable 'top'", "NameError: name 'top' is not defined"):
         found = Found(RankError(f"rank 0 raised: {error}"), subject, "sim")
         with pytest.raises(ToolError, match="merge-by-sigmoid: the edited code does not run: rank 0 raised"):
-            trials.outcome_of(defect, found, 1, 0.1)
+            search.outcome_of(defect, found, 1, 0.1)
     found = Found(RankError("rank 0 raised: ValueError: shapes"), subject, "sim")
-    assert trials.outcome_of(defect, found, 1, 0.1).killed
+    assert search.outcome_of(defect, found, 1, 0.1).killed
 
 
 @pytest.mark.ranks
@@ -118,9 +118,9 @@ def test_outcomes_are_printed_and_recorded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, count: int, survivors: int
 ) -> None:
     outcomes = [
-        trials.Outcome(d.name, d.provenance, True, ("gradients", "bytes sent")[n % 2], "wrong result", n + 1, 0.5, {})
+        search.Outcome(d.name, d.provenance, True, ("gradients", "bytes sent")[n % 2], "wrong result", n + 1, 0.5, {})
         if n < count - survivors
-        else trials.Outcome(d.name, d.provenance, False, None, None, 8000, 99.9, None)
+        else search.Outcome(d.name, d.provenance, False, None, None, 8000, 99.9, None)
         for n, d in enumerate(DEFECTS[:count])
     ]
     monkeypatch.setattr(command, "try_all", lambda *_: iter(outcomes))

@@ -32,7 +32,7 @@ from tests.support.printed import unbroken
 from tests.support.training_cases import drawn_from, small_model, small_step
 from verification.__main__ import main
 from verification.case import Case
-from verification.draw.cases import cases
+from verification.strategies.cases import cases
 from verification.failures import VerificationFailure, WrongResult
 from verification.peers import Peer, Refused, claims, probe
 from verification.peers.adapters import flash_attn_shim, with_windows, yunchang

@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from reference.exact import QUANTITIES
+from reference.fast_oracle import QUANTITIES
 from ring.comm.transport import SoloTransport
 from verification.check.expectation import expect
 from verification.cli import validate

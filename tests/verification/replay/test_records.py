@@ -18,7 +18,7 @@ from verification.__main__ import main
 from verification.case import Case
 from verification.check.laws import LAWS, Law
 from verification.check.laws.refusal_cases import MISTAKES
-from verification.draw.cases import cases
+from verification.strategies.cases import cases
 from verification.replay import records, replay
 from verification.replay.registry import SavedExample
 from verification.run.backends import SimBackend, Unavailable

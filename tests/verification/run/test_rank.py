@@ -26,7 +26,7 @@ from verification.run.backends import GlooBackend, SimBackend
 from verification.run.layouts import strided_copy
 from verification.run.rank import Pass, observe, repeats
 from verification.run.second_run import ALIGNMENT, another_default_device, in_one_storage
-from verification.run.workspace import Meter, Workspace, WorkspaceLimits, limits
+from verification.run.memory_meter import Meter, Workspace, WorkspaceLimits, limits
 from verification.runner import PROFILES, RunPlan, laws_on
 
 pytestmark = pytest.mark.ranks

@@ -21,16 +21,16 @@ from tests.support.planted import plant_receive_first, plant_wrong_result
 from tests.support.printed import printed, recording
 from verification import runner
 from verification.case import Case
-from verification.draw.cases import cases
+from verification.strategies.cases import cases
 from verification.failures import RankError, RankHang, WrongResult
 from verification.mutants.catalogue import by_name
 from verification.mutants.plant import preparation
 from verification.report.report import Report
 from verification.run.backends import GlooBackend, SimBackend
 from verification.search.experiment import ToolError
-from verification.search.leaving_out import least, with_less
+from verification.search.simplify import least, with_less
 from verification.search.search import Search
-from verification.search.second_look import cause_in
+from verification.search.diagnose import cause_in
 
 pytestmark = pytest.mark.ranks
 

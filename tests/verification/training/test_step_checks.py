@@ -17,7 +17,7 @@ from verification.failures import WrongResult
 from verification.training.dense.dense_step import train_densely
 from verification.training.dense.noise import UNIT_ROUNDOFF, noise
 from verification.training.dense.tolerance import THRESHOLD, allowed_deviations, largest, size
-from verification.training.material import global_batch
+from verification.training.inputs import global_batch
 from verification.training.step_expectation import StepExpectation, expect_training
 from verification.training.step_observation import PartObservation, StepObservation
 from verification.training.step_properties import STEP_PROPERTIES, check_step

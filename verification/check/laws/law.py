@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from reference import fields
+from reference import validators
 from verification.case import Case
-from verification.check.twin import largest
+from verification.check.oracle_agreement import largest
 from verification.failures import WrongResult
 from verification.run.backends import Backend
 
@@ -56,7 +56,7 @@ class Law:
         """Raise ValueError for what the law never draws: a saved file may have been edited."""
         if self.how is not None:
             if not self.some:
-                fields.exactly("how", how, self.how)
+                validators.exactly("how", how, self.how)
             elif not isinstance(how, dict) or not how or not set(how) <= set(self.how):
                 raise ValueError(f"how is {how!r}; it must be an object with some of the fields {', '.join(self.how)}")
             for name, value in how.items():
@@ -69,7 +69,7 @@ class Law:
 
 def flag(case: Case, name: str, value: Any) -> None:
     """Rule: True or False."""
-    fields.flag(name, value)
+    validators.flag(name, value)
 
 
 def anything(case: Case, name: str, value: Any) -> None:
@@ -78,17 +78,17 @@ def anything(case: Case, name: str, value: Any) -> None:
 
 def bounded(case: Case, name: str, value: Any) -> None:
     """Rule: what can be counted."""
-    fields.at_most(name, value, MOST_INTEGER)
+    validators.at_most(name, value, MOST_INTEGER)
 
 
 def token(case: Case, name: str, value: Any) -> None:
     """Rule: the position of a token."""
-    fields.integer(name, value, 0, case.tokens - 1)
+    validators.integer(name, value, 0, case.tokens - 1)
 
 
 def ascending(name: str, value: Any, limit: int) -> tuple[int, ...]:
     """Validate different numbers of range(limit) in their order."""
-    numbers = fields.integers(name, value)
+    numbers = validators.integers(name, value)
     if list(numbers) != sorted(set(numbers)) or any(number >= limit for number in numbers):
         raise ValueError(f"{name} is {list(value)}; it must be ascending numbers of range({limit})")
     return numbers
@@ -106,7 +106,7 @@ def tame(case: Case) -> Case:
 
 
 def changed(case: Case, how: Mapping[str, Any]) -> Case:
-    """The Case with these fields, lists (as JSON has them) made tuples."""
+    """The Case with these validators, lists (as JSON has them) made tuples."""
     listed: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in how.items()}
     return replace(case, **listed)
 

@@ -8,12 +8,12 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from reference import fields
-from reference.exact import multiplicity
+from reference import validators
+from reference.fast_oracle import multiplicity
 from verification.case import Case
 from verification.check.checks import Array, assemble
 from verification.check.laws.law import How, Law, flag, same_numbers, token
-from verification.draw.cases import cases
+from verification.strategies.cases import cases
 from verification.failures import WrongResult
 from verification.run.backends import Backend, observe_on
 from verification.run.rank import InputEdit
@@ -93,7 +93,7 @@ def _premise(case: Case, how: How) -> None:
 NON_FINITE_PROPAGATES = Law(
     "NaN and inf propagate", _draw, check_poisoned, _premise, share=0.05,
     how={"token": token, "infinite": flag,
-         "tensor": lambda case, name, value: fields.choice(name, value, ("q", "k", "v"))},
+         "tensor": lambda case, name, value: validators.choice(name, value, ("q", "k", "v"))},
     cases={
         "vectors that lie alike when one component is changed: not both 'flat' and strided":
             lambda case: case.values != "flat" or not case.strided

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ring import Layout, Transport, ring_attention
-from ring.compiled import traced
+from ring.compile_ops import traced
 from verification.case import Case
-from verification.run.given_group import bare, mesh_of_two_dimensions
+from verification.run.group_argument import bare, mesh_of_two_dimensions
 from verification.run.layouts import layout_of
 from verification.run.rank import shards, whole_tensors
 

@@ -12,7 +12,7 @@ from fairscale.optim import OSS
 from torch import Tensor, nn
 
 from ring.nn.frameworks import fairscale
-from verification.training.material import optimiser_settings
+from verification.training.inputs import optimiser_settings
 from verification.training.rank.ring_model import LanguageModel
 from verification.training.rank.wrapping import Unwrapped
 from verification.training.training_case import TrainingCase

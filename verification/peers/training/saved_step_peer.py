@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from reference import fields
-from verification.peers.saved import SavedPeerExample, experiment_with
+from reference import validators
+from verification.peers.saved_peer import SavedPeerExample, experiment_with
 from verification.peers.training.known_step_peers import KNOWN_STEP_PEERS, load_step_peer
 from verification.peers.training.step_peer_experiment import prepare_step_peer, step_experiment
 from verification.replay.registry import Saved
@@ -28,6 +28,6 @@ class SavedStepPeerExample(SavedPeerExample):
 
 def read_step_peer_example(record: dict[str, Any]) -> Saved:
     """Raises ValueError for a malformed record, and for a peer that cannot be loaded."""
-    fields.exactly("a counter-example of a peer in a training step", record, ["step_peer", "training_case"])
+    validators.exactly("a counter-example of a peer in a training step", record, ["step_peer", "training_case"])
     case = TrainingCase.from_dict(record["training_case"])
     return SavedStepPeerExample(experiment_with(record, "step_peer", KNOWN_STEP_PEERS, step_experiment), case, record)

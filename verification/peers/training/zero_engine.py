@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ring.nn import ContextParallel
 from ring.nn.frameworks import deepspeed
-from verification.training.material import optimiser_settings
+from verification.training.inputs import optimiser_settings
 from verification.training.rank.ring_model import LanguageModel
 from verification.training.rank.wrapping import Unwrapped
 from verification.training.training_case import TrainingCase

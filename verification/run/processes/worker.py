@@ -31,7 +31,7 @@ from typing import Any
 
 from verification.failures import MismatchedMessages, Raised
 from verification.run.processes.rendezvous import LocalRendezvous, Membership, join_group
-from verification.run.processes.runnable import is_runnable, is_stopped
+from verification.run.processes.process_state import is_runnable, is_stopped
 
 STACK_SIGNAL = signal.SIGUSR1
 ANSWERED, RAISED = 0, 1

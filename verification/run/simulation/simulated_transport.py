@@ -14,12 +14,12 @@ from typing import Protocol
 
 import torch
 
-from ring.comm.calls import Calls
+from ring.comm.call_order import Calls
 from ring.comm.transport import Message, Outgoing, OwnBuffers, Pending
 from verification.failures import BrokenContract, MismatchedMessages
-from verification.run.simulation.announced import Announced
+from verification.run.simulation.announced_sends import Announced
 from verification.run.simulation.in_flight import Batch, InFlight, described, overlap, span
-from verification.run.simulation.prompt import Prompt
+from verification.run.simulation.eager_delivery import Prompt
 from verification.run.simulation.scheduler import Scheduler
 
 Ends = dict[tuple[int, int], deque[InFlight]]  # of messages, by (from, to)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from verification.training.dense.dense_model import dense_logits
 from verification.training.dense.noise import Rounded, exact
-from verification.training.material import IGNORED, GlobalBatch, global_batch, initial_parameters, optimiser_of
+from verification.training.inputs import IGNORED, GlobalBatch, global_batch, initial_parameters, optimiser_of
 from verification.training.training_case import TrainingCase
 
 Named = dict[str, Tensor]

@@ -1,7 +1,7 @@
 """How far a run may be from the dense one.
 
 In fp64 there is one threshold, THRESHOLD times the largest number of a quantity: it lies in the wide gap between what
-rounding does and what the smallest defect does, which every run records (`verification.training.deviations`).
+rounding does and what the smallest defect does, which every run records (`verification.training.error_histogram`).
 
 In lower precisions the scale of what rounding may do is estimated: the dense computation is repeated DRAWS times, with
 every number that the precision rounds changed by up to its last bit, forward and backward. FACTOR times the root of the

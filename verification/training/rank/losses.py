@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from ring.nn import count_labels, cross_entropy, token_mean
-from verification.training.material import IGNORED
+from verification.training.inputs import IGNORED
 from verification.training.training_case import VOCABULARY
 
 OTHER_IGNORED = VOCABULARY  # no token, and not negative

@@ -11,10 +11,10 @@ from ring.comm.transport import RecordingTransport, Transport
 from ring.nn import Batch, ContextParallel, gather, next_tokens, shard_batch
 from verification.run.layouts import layout_of
 from verification.run.observation import carry
-from verification.training.material import IGNORED, global_batch, initial_parameters
+from verification.training.inputs import IGNORED, global_batch, initial_parameters
 from verification.training.rank.losses import LOSSES
 from verification.training.rank.meshes import handle_of, mesh_of
-from verification.training.rank.resuming import taken_up
+from verification.training.rank.resume import taken_up
 from verification.training.rank.ring_model import Inner, LanguageModel, ring_inner
 from verification.training.rank.wrapping import Unwrapped, Wrap, wrapped
 from verification.training.step_observation import Array, PartObservation, StepObservation

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ring.nn import ContextParallel, average_gradients, clip_grad_norm
 from ring.nn.frameworks import ddp, fsdp, recompute
-from verification.training.material import optimiser_of
+from verification.training.inputs import optimiser_of
 from verification.training.rank.graphs import Graphs
 from verification.training.rank.meshes import mesh_of
 from verification.training.rank.ring_model import LAYERS, LanguageModel

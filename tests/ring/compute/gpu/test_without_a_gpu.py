@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from ring.caching.bounded import Bounded
+from ring.caching.bounded_cache import Bounded
 from ring.compute import kernels
-from ring.compute.gpu import replay
-from ring.compute.gpu.parts import Part, as_output, takes_part
+from ring.compute.gpu import graph_replay
+from ring.compute.gpu.partial_results import Part, as_output, takes_part
 from ring.compute.gpu.varlen_kernel import over_batch
 from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
@@ -135,17 +135,17 @@ def test_threads_on_one_stream_take_turns(monkeypatch: pytest.MonkeyPatch) -> No
     inputs, outputs, turn = [torch.empty(4)], [torch.empty(4)], threading.Lock()
     graph = SimpleNamespace(replay=lambda: torch.mul(inputs[0], 2.0, out=outputs[0]))
 
-    def captured(*_: Any) -> replay._Replay:
-        return replay._Replay(graph, inputs, outputs, [], turn)
+    def captured(*_: Any) -> graph_replay._Replay:
+        return graph_replay._Replay(graph, inputs, outputs, [], turn)
 
     for name, value in (("_captured", captured), ("BEFORE", 0), ("_seen", Bounded(2)), ("_replays", Bounded(2))):
-        monkeypatch.setattr(replay, name, value)
+        monkeypatch.setattr(graph_replay, name, value)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=7))
 
     def wrong(number: float) -> list[float]:
         x, found = torch.full((4,), number), list[float]()
         for _ in range(2000):
-            (doubled,) = replay.replayed(f"call {number}", [x], [((4,), torch.float32)], lambda x: [2 * x])
+            (doubled,) = graph_replay.replayed(f"call {number}", [x], [((4,), torch.float32)], lambda x: [2 * x])
             found += [y for y in doubled.tolist() if y != 2 * number]
         return found
 

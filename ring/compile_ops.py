@@ -1,0 +1,204 @@
+"""The call as `torch.compile` takes it in: two operators, forward and backward, of tensors, numbers and strings.
+
+A compiled graph holds no Python objects. So a layout goes by its number in this process (`Layout.number`), which may
+change from call to call without another compilation, a group by its name, and a pattern as text; one with documents,
+which are others in every step, also by its number (`Pattern.number`). What the operators do
+is what a call outside of a graph does: the ranks agree, and the same walk runs. The forward also returns its number
+among the calls on the group, by which its backward finds it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.fx.node import has_side_effect
+
+from reference.pattern import Branch, Pattern, numbered_pattern
+from ring.agreement import Call, agree, agree_backward, setting_of, wants_gradients
+from ring.comm.group import is_mesh
+from ring.comm.process_group import ProcessGroupTransport
+from ring.comm.transport import SoloTransport, Transport
+from ring.layout import Layout, numbered_layout
+from ring.precision import accumulator_dtype
+from ring.execute import backward, best_for, forward, walk_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+NO_GROUP = ""
+
+
+def traced(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, layout: Layout, *,
+    group: dist.ProcessGroup | DeviceMesh | Transport | None, kernel: str, return_lse: bool, packed: int | None = None,
+    **settings: Any,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """`ring_attention` as a graph has it. packed: number of the pattern whose documents are meant; None: of this one.
+    settings: the other arguments.
+
+    Raises ValueError, when it is traced, for a group without a name; all else is refused when the graph runs.
+    """
+    out, lse, _ = torch.ops.ring.attention_forward(
+        q, k, v, layout=layout.number, pattern=text_of(pattern), group=name_of(group),
+        packed=pattern.number if packed is None else packed, return_lse=return_lse, kernel_name=kernel,
+        differentiated=wants_gradients(q, k, v), **settings,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+# --- what a graph says in place of objects ----------------------------------------------------------------------------
+
+
+def text_of(pattern: Pattern) -> str:
+    """The pattern without documents as text, one branch after the other; written so that it can be traced."""
+    texts = ["causal" if pattern.causal else "all"]
+    for branch in pattern.branches:
+        offset, heads = branch.offset, branch.heads
+        offsets = "+".join([str(o) for o in offset]) if isinstance(offset, tuple) else f"{offset}"
+        served = "" if heads is None else f"{heads.start}-{heads.stop}"
+        together = "together" if isinstance(offset, tuple) else "each"
+        length = "" if branch.segment_length is None else f"{branch.segment_length}"
+        window = "" if branch.window is None else f"{branch.window}"
+        texts.append(f"{length},{branch.dilation_rate},{together},{offsets},{served},{window}")
+    return ";".join(texts)
+
+
+@lru_cache(maxsize=128)
+def pattern_of(text: str) -> Pattern:
+    """The pattern of which `text_of` made this text."""
+    sees, *branches = text.split(";")
+    return Pattern(tuple(_branch_of(one) for one in branches), causal=sees == "causal")
+
+
+@lru_cache(maxsize=32)
+def _packed_pattern(text: str, number: int) -> Pattern:
+    """The pattern of a text over the documents of the pattern with this number. Kept for the backward."""
+    return replace(pattern_of(text), documents=numbered_pattern(number).documents)
+
+
+def _branch_of(text: str) -> Branch:
+    length, rate, together, offsets, served, window = text.split(",")
+    by_head = tuple(map(int, offsets.split("+")))
+    return Branch(
+        segment_length=int(length) if length else None,
+        dilation_rate=int(rate),
+        offset=by_head if together == "together" else by_head[0],
+        heads=range(*map(int, served.split("-"))) if served else None,
+        window=int(window) if window else None,
+    )
+
+
+def name_of(group: dist.ProcessGroup | DeviceMesh | Transport | None) -> str:
+    """Of a process group, by which a graph finds it; for no group NO_GROUP.
+
+    Raises ValueError for what has no name.
+    """
+    if group is None:
+        group = dist.group.WORLD if dist.is_initialized() else None
+    if group is None or isinstance(group, SoloTransport):
+        return NO_GROUP
+    if isinstance(group, dist.ProcessGroup):
+        return group.group_name
+    if is_mesh(group) and group.ndim == 1:
+        return group.get_group().group_name
+    raise ValueError(
+        "group must be a process group, a mesh of one dimension or None within torch.compile, where it goes by its name"
+    )
+
+
+def _pattern(text: str, number: int) -> Pattern:
+    return _packed_pattern(text, number) if number else pattern_of(text)
+
+
+def _transport(group: str) -> Transport:
+    if group == NO_GROUP:
+        return SoloTransport()
+    return ProcessGroupTransport(_resolve_process_group(group))  # type: ignore[arg-type]
+
+
+# --- the operators ----------------------------------------------------------------------------------------------------
+# No argument may be called `kernel`: Inductor passes them on by name beside one of its own.
+
+
+@torch.library.custom_op("ring::attention_forward", mutates_args=())
+def attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, *, layout: int, pattern: str, group: str, exchange: str, bucket: int | None,
+    kernel_name: str, scale: float | None, return_lse: bool, check: bool, name: str | None, differentiated: bool,
+    packed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """q (B, N, H, D), k and v (B, N, Hk, D) -> out like q, lse (B, H, N), and the number of the call, (1,) int64.
+
+    packed: the number of a pattern, whose documents are meant; 0 for none. differentiated: whether the graph around
+    this operator is.
+    """
+    transport = _transport(group)
+    with torch.cuda.device_of(q), transport.calls.turn(), torch.autocast(q.device.type, enabled=False):
+        numbered = transport.calls.begin(name)
+        call = Call(
+            q, k, v, _pattern(pattern, packed), numbered_layout(layout), exchange, bucket, kernel_name, scale,
+            return_lse, differentiated,
+        )  # fmt: skip
+        setting = agree(call, numbered, transport, check)
+        walk = walk_of(call, setting, numbered, best_for(q, transport), check)
+        out, lse = forward(walk, q, k, v)
+    return out.contiguous(), lse, torch.tensor([numbered.number], device="cpu")
+
+
+@attention_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Tensor, Tensor, Tensor]:
+    batch, tokens, heads, _ = q.shape
+    lse = q.new_empty((batch, heads, tokens), dtype=accumulator_dtype(q.dtype))
+    return q.new_empty(q.shape), lse, torch.empty(1, dtype=torch.int64, device="cpu")
+
+
+@torch.library.custom_op("ring::attention_backward", mutates_args=())
+def attention_backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, number: Tensor, *,
+    layout: int, pattern: str, group: str, exchange: str, bucket: int | None, kernel_name: str, scale: float | None,
+    return_lse: bool, check: bool, name: str | None, packed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv, like q, k, v. number: of the call, as the forward returned it."""
+    transport = _transport(group)
+    with torch.cuda.device_of(q), transport.calls.turn(), torch.autocast(q.device.type, enabled=False):
+        numbered = transport.calls.again(int(number), name)
+        call = Call(
+            q, k, v, _pattern(pattern, packed), numbered_layout(layout), exchange, bucket, kernel_name, scale,
+            return_lse, differentiated=True,
+        )  # fmt: skip
+        walk = walk_of(call, setting_of(call, transport), numbered, best_for(q, transport), check)
+        agree_backward(numbered, walk.transport, check)
+        dq, dk, dv = backward(walk, q, k, v, out, lse, dout, dlse)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+
+@attention_backward.register_fake
+def _(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Tensor, **__: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep(ctx: Any, inputs: Any, keyword_only_inputs: dict[str, Any], output: tuple[Tensor, ...]) -> None:
+    ctx.settings = {name: value for name, value in keyword_only_inputs.items() if name != "differentiated"}
+    ctx.save_for_backward(*inputs, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor, ...]:
+    out = ctx.saved_tensors[3]
+    given = torch.zeros_like(out) if dout is None else dout
+    grads: tuple[Tensor, ...] = torch.ops.ring.attention_backward(given, dlse, *ctx.saved_tensors, **ctx.settings)
+    return grads
+
+
+attention_forward.register_autograd(_differentiate, setup_context=_keep)
+
+# A graph leaves out what nobody reads, but other ranks wait for this one.
+for operator in (torch.ops.ring.attention_forward.default, torch.ops.ring.attention_backward.default):
+    has_side_effect(operator)

@@ -1,0 +1,103 @@
+"""The table that tells the GPU's merge kernel what each partial result covers: a row of integers, an entry, for every
+head of it, with addresses and the grid of its rows. `ring.compute.gpu.merge_kernel` reads it on the GPU.
+
+The row of a tile with fold f and place i within the fold is start + f * fold_step + i * step, or it is listed; its
+numbers lie at out + f * out_fold + batch * out_batch + i * out_row.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import IntEnum, auto
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from ring.caching.weak_cache import kept_beside
+from ring.compute.gpu.partial_results import Part
+from ring.plan.blocks import Heads
+from ring.plan.ranges import Ints
+from ring.plan.rows import Rows
+
+_UNBOUNDED = 2**30  # rows: the distance of folds where there is one fold only
+
+
+class Field(IntEnum):
+    """The columns of the table. Strides count numbers, not bytes."""
+
+    OUT = 0  # address of the first number for the head
+    LSE = auto()  # the same of lse, in fp32; 0 if there is none
+    START = auto()  # first row
+    END = auto()  # one past the last row
+    STEP = auto()  # between the rows of a fold
+    LENGTH = auto()  # rows of a fold
+    FOLD_STEP = auto()  # between the first rows of folds
+    FOLDS = auto()
+    OUT_FOLD = auto()  # strides of the numbers
+    OUT_BATCH = auto()
+    OUT_ROW = auto()
+    LSE_FOLD = auto()  # strides of lse
+    LSE_BATCH = auto()
+    LSE_ROW = auto()
+    IS_FP32 = auto()  # 1 if the numbers are fp32, 0 if they are of the 16-bit type
+    DIVISOR = auto()  # divides STEP, FOLD_STEP and the distance of the rows that a program of the kernel takes
+    PLACES = auto()  # address of a table of listed rows, from START on (`places_of`); 0 if they are not listed
+
+
+def entries_of(part: Part, apart: int) -> tuple[Ints, Ints]:
+    """Heads (h,), and the entry of each, (h, fields), with addresses from 0 on. apart: the distance of the rows that a
+    program takes.
+    """
+    out, lse = part.out, part.lse
+    by_lse = None if lse is None else (lse.stride(), lse.element_size())
+    heads, table = _grid(part.rows, part.heads, out.stride(), out.element_size(), by_lse, apart)
+    table = table.copy()
+    table[:, Field.IS_FP32] = out.dtype == torch.float32
+    if part.rows.index is not None:
+        table[:, Field.PLACES] = places_of(part.rows, out.device).data_ptr()
+    return heads, table
+
+
+@kept_beside
+def places_of(rows: Rows, device: torch.device) -> torch.Tensor:
+    """Of listed rows, from the first to the last: where each lies in the tile, fold * length + place; -1 for a row
+    that it does not hold. int32.
+    """
+    listed = rows.listed().ravel()
+    places = np.full(listed.max() - listed.min() + 1, -1, np.int32)
+    places[listed - listed.min()] = np.arange(len(listed))
+    return torch.from_numpy(places).to(device)
+
+
+@lru_cache(maxsize=4096)
+def _grid(
+    rows: Rows, heads: Heads, out: tuple[int, ...], size: int, lse: tuple[tuple[int, ...], int] | None, apart: int
+) -> tuple[Ints, Ints]:
+    """As `entries_of`: made once for a plan's tile. out, lse: strides, and size of lse."""
+    group, member = np.divmod(np.arange(heads.groups * heads.per_group), heads.per_group)
+    table = np.zeros((len(group), len(Field)), np.int64)
+    first, last = _ends(rows)
+    table[:, Field.START] = first + group * rows.head_step
+    table[:, Field.END] = last + 1 + group * rows.head_step
+    table[:, Field.STEP] = rows.step
+    table[:, Field.LENGTH] = rows.length
+    table[:, Field.FOLD_STEP] = rows.fold_step if rows.folds > 1 else _UNBOUNDED
+    table[:, Field.FOLDS] = rows.folds
+    fold, batch, by_group, by_member, by_row, _ = out
+    table[:, Field.OUT] = (group * by_group + member * by_member) * size
+    table[:, [Field.OUT_FOLD, Field.OUT_BATCH, Field.OUT_ROW]] = fold, batch, by_row
+    if lse is not None:
+        (fold, batch, by_group, by_member, by_row), size = lse
+        table[:, Field.LSE] = (group * by_group + member * by_member) * size
+        table[:, [Field.LSE_FOLD, Field.LSE_BATCH, Field.LSE_ROW]] = fold, batch, by_row
+    steps = (1,) if rows.index is not None else (rows.step, rows.fold_step) if rows.folds > 1 else (rows.step,)
+    table[:, Field.DIVISOR] = math.gcd(apart, *steps)
+    return heads.start + group * heads.step + member * heads.inner, table
+
+
+def _ends(rows: Rows) -> tuple[int, int]:
+    """The first row and the last."""
+    if rows.index is not None:
+        return int(rows.index.min()), int(rows.index.max())
+    return rows.start, rows.start + (rows.folds - 1) * rows.fold_step + (rows.length - 1) * rows.step

@@ -1,0 +1,91 @@
+"""The plan lowered to a program: the kernel calls of each arrival. It is made once for a setting, forward and backward
+each, and walked at every call (`ring.execute`).
+
+    Plan -> Program
+
+A plan says which query rows see which keys, whatever computes it. A program says which kernel takes each tile, and in
+how many calls; nothing in it depends on the numbers in tensors or on where they lie. `print(program)` shows it:
+
+    own keys
+      math   CAUSAL    rows 2 x 2, keys 2 x 2, heads 2 x 1
+    step 1
+      math   FULL      rows 1 x 2, keys 1 x 2, heads 2 x 1
+
+are the calls of the example (see `ring.plan`) on rank 0: two folds of two rows, then one fold; two groups of one head.
+So few keys are the math kernel's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from ring.compute import kernels
+from ring.plan.plan import Plan
+from ring.plan.tile import Tile
+
+
+@dataclass(frozen=True, eq=False)
+class KernelCall:
+    """A tile and the kernel that takes it: "math", "flash" or "cudnn". batched: whether it takes tiles with four dims
+    (`StridedView.batched`).
+    """
+
+    kernel: str
+    tile: Tile
+    batched: bool
+
+    def __str__(self) -> str:
+        rows, keys, heads = self.tile.query_rows, self.tile.key_rows, self.tile.query_heads
+        return (
+            f"{self.kernel:5}  {self.tile.mask.name:8}  rows {rows.folds} x {rows.length}, "
+            f"keys {keys.folds} x {keys.length}, heads {heads.groups} x {heads.per_group}"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """The kernel calls by arrival: those with the rank's own keys, then those of each step."""
+
+    arrivals: tuple[tuple[KernelCall, ...], ...]
+
+    @cached_property
+    def batched(self) -> bool:
+        """Whether fused kernels on GPUs take all calls."""
+        return all(call.batched for calls in self.arrivals for call in calls)
+
+    def __str__(self) -> str:
+        lines = []
+        for number, calls in enumerate(self.arrivals):
+            lines += [f"step {number}" if number else "own keys", *(f"  {call}" for call in calls)]
+        return "\n".join(lines)
+
+
+class Programs:
+    """The plan of a setting and its programs. q: like the queries of every call of the setting, (B, N, H, D); kernel:
+    what was asked for.
+    """
+
+    def __init__(self, plan: Plan, q: torch.Tensor, kernel: str, scale: float) -> None:
+        self.plan, self.scale, self._kernel = plan, scale, kernel
+        self.forward = self._lowered(q, lambda name, tile: [tile])
+        self._backward: dict[tuple[bool, bool], Program] = {}
+
+    def backward(self, q: torch.Tensor, dlse: bool, repeatable: bool) -> Program:
+        """dlse: whether a gradient comes in through lse. repeatable: as in `ring.compute.kernels.choose`."""
+        key = dlse, repeatable
+        if key not in self._backward:
+            self._backward[key] = self._lowered(q, lambda name, tile: kernels.portions(name, tile, q), *key)
+        return self._backward[key]
+
+    def _lowered(self, q: torch.Tensor, portions: Callable[[str, Tile], list[Tile]], *how: bool) -> Program:
+        def calls(tile: Tile) -> list[KernelCall]:
+            name = kernels.choose(self._kernel, q.device, q.dtype, q.shape[3], tile, self.scale, *how)
+            batched = q.is_cuda and name != "math"
+            return [KernelCall(name, portion, batched) for portion in portions(name, tile)]
+
+        stages = (self.plan.local, *(step.tiles for step in self.plan.steps))
+        return Program(tuple(tuple(call for tile in tiles for call in calls(tile)) for tiles in stages))

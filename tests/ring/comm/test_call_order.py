@@ -1,0 +1,263 @@
+"""Calls on a group that cannot be confused, on real ranks and in the simulation: what differs is told on all ranks, no
+number is wrong, and the group works on.
+
+A scenario is what each of three ranks does on a group, rank 1 another thing than the others. Then all call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from reference import Pattern, attention, gradients
+from ring import Layout, ring_attention
+from ring.comm.call_order import Calls
+from ring.comm.group import transport_over
+from ring.comm.transport import SoloTransport
+from tests.support.ranks import Ranks
+from verification.run.in_flight_calls import SecondThread, in_second_thread
+from verification.run.simulation.simulation import Simulation
+
+pytestmark = pytest.mark.ranks
+
+WORLD, TOKENS, PATTERN = 3, 11, Pattern.longnet((6, None), (1, 2), 2, causal=True)
+T = TypeVar("T")
+EXACT = 1e-12  # fp64, of results of the order of 1
+
+
+def test_another_thread_waits_for_its_turn() -> None:
+    calls, order = Calls(), []
+
+    def other() -> None:
+        with calls.turn():
+            order.append("other")
+
+    thread = threading.Thread(target=other)
+    with calls.turn(), calls.turn():
+        thread.start()
+        thread.join(0.2)
+        order.append("first")
+    thread.join()
+    assert order == ["first", "other"]
+
+
+class Caller:
+    """A rank that makes calls, each on other numbers, and compares what they give with the oracle.
+
+    errors: what was raised, in order. worst: the greatest error of all that came out.
+    """
+
+    def __init__(self, group: Any, world_size: int) -> None:
+        self.group, self.transport = group, transport_over(group, world_size)
+        self.rank, self.layout = self.transport.rank, Layout.zigzag(TOKENS, world_size)
+        self.errors: list[str] = []
+        self.worst = 0.0
+
+    def forward(self, seed: int, name: str | None = None) -> Flight | None:
+        """None if it is refused."""
+        return self.attempt(lambda: Flight(self, seed, name))
+
+    def backward(self, flight: Flight | None) -> None:
+        assert flight is not None
+        self.attempt(flight.backward)
+
+    def attempt(self, act: Callable[[], T]) -> T | None:
+        try:
+            return act()
+        except (ValueError, RuntimeError) as error:
+            self.errors.append(f"{type(error).__name__}: {error}")
+            return None
+
+    def compare(self, mine: Tensor, exact: Tensor) -> None:
+        self.worst = max(self.worst, float((mine.detach() - self.layout.shard(exact, self.rank)).abs().max()))
+
+
+class Flight:
+    """One call; around: what it is wrapped in."""
+
+    def __init__(self, caller: Caller, seed: int, name: str | None = None, around: Any = None) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        q, k, v, dout = self.whole = torch.randn(4, 1, TOKENS, 2, 4, dtype=torch.float64, generator=draw)
+        self.caller, layout = caller, caller.layout
+        self.leaves = [layout.shard(x, caller.rank).requires_grad_() for x in (q, k, v)]
+        self.dout = layout.shard(dout, caller.rank)
+        call: Any = partial(ring_attention, pattern=PATTERN, layout=layout, group=caller.group, name=name)
+        self.out: Tensor = around(call, *self.leaves) if around else call(*self.leaves)
+        caller.compare(self.out, attention(q, k, v, PATTERN)[0])
+
+    def backward(self) -> None:
+        for leaf in self.leaves:
+            leaf.grad = None
+        self.out.backward(self.dout, retain_graph=True)
+        q, k, v, dout = self.whole
+        for leaf, exact in zip(self.leaves, gradients(q, k, v, PATTERN, dout), strict=True):
+            assert leaf.grad is not None
+            self.caller.compare(leaf.grad, exact)
+
+
+Scenario = Callable[[Caller], None]
+Outcome = tuple[list[str], int, float]  # errors, number of the latest call on the group at the end, worst
+Run = Callable[[Scenario], list[Outcome]]
+
+
+def take_part(group: Any, world_size: int, scenario: Scenario) -> Outcome:
+    caller = Caller(group, world_size)
+    scenario(caller)
+    Flight(caller, 99, "the last").backward()
+    return caller.errors, caller.transport.calls.number, caller.worst
+
+
+def _on_a_new_group(scenario: Scenario) -> Outcome:
+    """On a group of its own, whose calls begin with number 1."""
+    group = dist.new_group()
+    outcome = take_part(group, dist.get_world_size(), scenario)
+    dist.destroy_process_group(group)
+    return outcome
+
+
+@pytest.fixture(params=("gloo", "sim"))
+def run(request: pytest.FixtureRequest, ranks: Ranks) -> Run:
+    """A scenario on three ranks."""
+    if request.param == "sim":
+        return lambda scenario: Simulation(WORLD, 0).run(lambda transport: take_part(transport, WORLD, scenario))
+    return lambda scenario: ranks(WORLD).run(_on_a_new_group, scenario)
+
+
+def forwards_swapped(caller: Caller) -> None:
+    for number in (2, 1) if caller.rank == 1 else (1, 2):
+        caller.forward(number, f"layer {number}")
+
+
+def backwards_swapped(caller: Caller) -> None:
+    flights = [caller.forward(number, f"layer {number}") for number in (1, 2)]
+    for flight in flights if caller.rank == 1 else flights[::-1]:
+        caller.backward(flight)
+
+
+def backward_left_out(caller: Caller) -> None:
+    """After the ranks were found in different calls, all of them go through the backward, twice."""
+    first = caller.forward(1)
+    if caller.rank == 1:
+        caller.forward(2)
+    else:
+        caller.backward(first)
+    for _ in range(2):
+        caller.backward(first)
+
+
+def one_backward_twice(caller: Caller) -> None:
+    first = caller.forward(1)
+    caller.backward(first)
+    if caller.rank == 1:
+        caller.backward(first)
+    else:
+        caller.forward(2)
+
+
+def interleaved(caller: Caller) -> None:
+    """The same order on all ranks: as pipelines have it, with a graph that is gone through twice."""
+    first, second = caller.forward(1), caller.forward(2, "second")
+    caller.backward(second)
+    third = caller.forward(3)
+    for flight in (first, third, first):
+        caller.backward(flight)
+
+
+def threads_that_end(caller: Caller) -> None:
+    """One thread after the other, each for a call and its backward."""
+    for number in (1, 2, 3):
+        in_second_thread(partial(lambda seed: caller.backward(caller.forward(seed)), number))
+
+
+def recomputed(caller: Caller, reentrant: bool) -> None:
+    """A forward in the thread that calls, and again while autograd goes back for another thread."""
+    in_second_thread(Flight(caller, 1, around=partial(checkpoint, use_reentrant=reentrant)).backward)
+
+
+ORDER = "ValueError: calls on a group must come in the same order on every rank: rank 0 is in"
+OUTCOMES: list[tuple[Scenario, int, list[str]]] = [  # the scenario, the number of the last call, all errors
+    (forwards_swapped, 3,
+     [f"{ORDER} the forward of call 1 ('layer 1'), rank 1 in the forward of call 1 ('layer 2')",
+      f"{ORDER} the forward of call 2 ('layer 2'), rank 1 in the forward of call 2 ('layer 1')"]),
+    (backwards_swapped, 3,
+     [f"{ORDER} the backward of call 2 ('layer 2'), rank 1 in the backward of call 1 ('layer 1')",
+      f"{ORDER} the backward of call 1 ('layer 1'), rank 1 in the backward of call 2 ('layer 2')"]),
+    (backward_left_out, 3, [f"{ORDER} the backward of call 1, rank 1 in the forward of call 2"]),
+    (one_backward_twice, 3, [f"{ORDER} the forward of call 2, rank 1 in backward 2 of call 1"]),
+    # The same on all ranks, and so right.
+    (interleaved, 4, []),
+    (threads_that_end, 4, []),
+    *((partial(recomputed, reentrant=reentrant), 3, []) for reentrant in (False, True)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("scenario", "number", "errors"), OUTCOMES)
+def test_what_differs_is_told_on_all_ranks(run: Run, scenario: Scenario, number: int, errors: list[str]) -> None:
+    """And nothing that came out is wrong, and the last call is counted alike."""
+    for *told, worst in run(scenario):
+        assert told == [errors, number] and worst < EXACT
+
+
+def a_second_thread(caller: Caller) -> None:
+    """While the first one waits; then the backward of what it had under way."""
+    first = caller.forward(1)
+    if caller.rank == min(1, caller.transport.world_size - 1):
+        in_second_thread(lambda: caller.forward(2))
+    else:
+        caller.forward(2)
+    caller.backward(first)
+
+
+def test_a_second_thread_is_refused_on_all_ranks(run: Run) -> None:
+    """And so is the backward of what was under way: on another rank the other thread may have been the first."""
+    for (refused, backward), _, worst in run(a_second_thread):
+        said = "rank 1: calls on a group must come from one thread: got call 2 from 'second thread', and call 1 from '"
+        assert said in refused and refused.endswith("still runs; allowed is a group of its own for each thread")
+        assert backward.startswith("ValueError: rank 1: call 1 has no backward any more, since after it calls on")
+        assert worst < EXACT
+
+
+def test_one_rank_may_call_from_any_thread() -> None:
+    errors, _, worst = take_part(SoloTransport(), 1, a_second_thread)
+    assert not errors and worst < EXACT
+
+
+def racing_threads(caller: Caller) -> None:
+    """The own thread first on rank 0, a second one on rank 1: what each calls first would meet the other's."""
+    begun, other = threading.Event(), Caller(caller.group, caller.transport.world_size)
+
+    def second() -> None:
+        if caller.rank != 1:
+            begun.wait()
+        if (flight := other.forward(2)) is not None:
+            other.backward(flight)
+
+    thread = SecondThread(second)
+    thread.start()
+    if caller.rank == 1:
+        thread.result()
+    flight = caller.forward(1)
+    begun.set()
+    thread.result()
+    caller.errors += other.errors
+    caller.worst = max(caller.worst, other.worst)
+    if flight is not None:
+        caller.backward(flight)
+
+
+def test_racing_threads_never_give_wrong_numbers(ranks: Ranks) -> None:
+    for errors, _, worst in ranks(WORLD).run(_on_a_new_group, racing_threads):
+        for said in (
+            "calls on a group must come from one thread",
+            "calling thread must be the same on every rank: rank 0 has the main one, rank 1 another than the main",
+        ):
+            assert any(said in error for error in errors)
+        assert len(errors) == 2 and worst < EXACT

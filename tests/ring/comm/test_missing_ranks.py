@@ -1,0 +1,258 @@
+"""Ranks that do not come are named, ranks that come late are no error, and an unreachable store ends nothing."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock, patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ring import Layout, Pattern, ring_attention
+from ring.comm import missing_ranks
+from ring.comm.shared_page import _StoreGather
+from ring.comm.transport import Absent
+from ring.comm.missing_ranks import GRACE, SLOW, done_by_event, done_by_work, wait_for_all
+from ring.compute import kernels
+from tests.support.ranks import Ranks
+
+pytestmark = pytest.mark.ranks
+
+TIMEOUT = 3.5  # seconds, of a group: no whole number, and longer than SLOW, so that ranks leave their marks
+
+
+def new_group(seconds: float = TIMEOUT) -> dist.ProcessGroup:
+    dist.barrier()  # its timeout holds for the making of it, too
+    group = dist.new_group(timeout=timedelta(seconds=seconds))
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def end(group: dist.ProcessGroup) -> None:
+    """Of all ranks together: gloo's other ends would see a broken connection."""
+    dist.barrier()
+    dist.destroy_process_group(group)
+
+
+def forward(
+    group: dist.ProcessGroup | None, name: str | None = None, exchange: str = "ring"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, v = (torch.ones(1, 2, 1, 4, requires_grad=True) for _ in range(3))
+    layout = Layout.contiguous(6, 3)
+    out = ring_attention(q, k, v, Pattern.dense(), layout, group=group, name=name, exchange=exchange)
+    assert isinstance(out, torch.Tensor)
+    return out, q
+
+
+def said_by(act: Callable[..., object], *arguments: Any) -> str:
+    """Return its error; "fine" if there is none."""
+    try:
+        act(*arguments)
+    except (RuntimeError, ValueError, MemoryError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+def _one_rank_is_late() -> None:
+    """It comes when the others have left their marks, but before the group's timeout."""
+    group = new_group(60.0)
+    for _ in range(2):
+        if dist.get_rank() == 1:
+            time.sleep(SLOW + 0.7)
+        forward(group)
+    dist.barrier()
+    store = group.get_group_store()
+    marks = [f"ring/waits/{number}/{rank}" for number in range(6) for rank in range(3)]
+    assert not [mark for mark in marks if store.check([mark])]
+    end(group)
+
+
+def test_a_rank_that_is_late_is_no_error_and_leaves_no_mark(ranks: Ranks) -> None:
+    ranks(3).run(_one_rank_is_late)
+
+
+def _some_come_too_late(direction: str, number: int, absent: tuple[int, ...]) -> str:
+    group = new_group()
+    for _ in range(1, number):
+        forward(group)
+    act: Callable[[], object] = partial(forward, group, "layer 3")
+    if direction == "backward":
+        out, q = forward(group, "layer 3")
+        act = partial(torch.autograd.grad, out.sum(), q)
+    if dist.get_rank() in absent:
+        time.sleep(TIMEOUT + 2 * GRACE)
+    began, said = time.monotonic(), said_by(act)
+    assert dist.get_rank() in absent or TIMEOUT <= time.monotonic() - began < TIMEOUT + 10
+    end(group)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("direction", "number", "absent", "name"),
+    [("forward", 1, (1,), "rank 1"), ("forward", 3, (0, 1), "ranks 0, 1"), ("backward", 2, (2,), "rank 2")],
+)
+def test_ranks_that_do_not_come_are_named_after_the_timeout_and_told_when_they_do(
+    ranks: Ranks, direction: str, number: int, absent: tuple[int, ...], name: str
+) -> None:
+    """By the group's backend in the first call, in the machine's memory later."""
+    for rank, said in enumerate(ranks(3).run(_some_come_too_late, direction, number, absent)):
+        who = "not all ranks came in time" if rank in absent else f"{name} did not come"
+        assert said.startswith(f"RuntimeError: {who} to the {direction} of call {number} ('layer 3'): ")
+
+
+def _one_ends_in_the_middle(exchange: str) -> list[str]:
+    """What is said in the call in which rank 1 runs out of memory, and in the next one."""
+    group = new_group()
+    forward(group)
+    broken = MemoryError("no room\nfor anything") if dist.get_rank() == 1 else None
+    with patch.object(kernels, "forward", side_effect=broken, wraps=kernels.forward):
+        said = [said_by(forward, group, "layer 3", exchange)]
+    said.append(said_by(forward, group, "layer 4", exchange))
+    end(group)
+    return said
+
+
+@pytest.mark.parametrize("exchange", ("direct", "ring"))
+def test_nothing_is_called_after_a_call_that_ended_in_the_middle(ranks: Ranks, exchange: str) -> None:
+    """On the rank itself at once; the others wait in that call, or for the next one, for the group's timeout.
+
+    One that waits for the next call may find that the other, which still waited in this one, did not come either.
+    """
+    closed = "RuntimeError: nothing can be called on this group any more, since on this rank"
+    first, broken, third = ranks(3).run(_one_ends_in_the_middle, exchange)
+    assert broken == [
+        "MemoryError: no room\nfor anything",
+        f"{closed} the forward of call 2 ('layer 3') ended in the middle: MemoryError: no room",
+    ]
+    for (here, there), both in ((first, "1, 2"), (third, "0, 1")):
+        if here == "fine":  # it had all messages
+            assert re.match(rf"RuntimeError: (rank 1|ranks {both}) did not come to the forward of call 3 ", there)
+        else:
+            assert here.startswith("RuntimeError: ") and "the message 'keys and values " in here
+            assert there.startswith(closed)
+
+
+def _one_dies(rank: int, folder: str, killed: int, agreed: bool) -> None:
+    """It is killed before its second call, or when it has agreed to it."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = dist.FileStore(f"{folder}/store", 3)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=60))
+    forward(None)
+    if rank == killed and agreed:
+        kernels.forward = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    elif rank == killed:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    Path(folder, f"said {rank}").write_text(said_by(forward, None))
+    assert time.monotonic() - began < 30, "long before the timeout"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("killed", "agreed", "ranks_told", "said"),
+    [
+        (1, False, (0, 2), r"rank 1 did not come to the forward of call 2: its process has ended"),
+        (2, False, (0, 1), r"rank 2 did not come to the forward of call 2: its process has ended"),
+        # Who waits for its message; the others wait for ranks that have ended with an error of their own.
+        (1, True, (2,), r"the message 'keys and values \d' from rank 1 did not come: .+$"),
+    ],
+)
+def test_a_rank_that_was_killed_is_named(
+    tmp_path: Path, killed: int, agreed: bool, ranks_told: Sequence[int], said: str
+) -> None:
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_one_dies, args=(rank, str(tmp_path), killed, agreed)) for rank in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(100)
+    assert [process.exitcode for process in processes] == [-9 if rank == killed else 0 for rank in range(3)]
+    for rank in ranks_told:
+        assert re.match(f"RuntimeError: {said}", (tmp_path / f"said {rank}").read_text())
+
+
+LOST = Mock(side_effect=dist.DistNetworkError("the store is gone"))
+GONE: Any = SimpleNamespace(set=LOST, check=LOST, delete_key=LOST)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.ProcessGroup]:
+    """A group of one rank, whose marks come soon, and whose store is gone."""
+    monkeypatch.setattr(missing_ranks, "GRACE", 0.01)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=77))
+    monkeypatch.setattr(dist.ProcessGroup, "get_group_store", lambda _: GONE)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def failing(seconds: float | None) -> bool:
+    if seconds:
+        return False
+    raise RuntimeError("connection reset\nand much more")
+
+
+@pytest.mark.parametrize(
+    ("done", "said"),
+    [
+        (lambda seconds: True, ""),
+        (lambda seconds: seconds is None, ""),  # late
+        (failing, "some rank did not come to where the others wait: connection reset"),
+        (
+            lambda seconds: False,
+            "some rank did not come to where the others wait: the group's timeout of 0:01:17 is over",
+        ),
+    ],
+)
+def test_without_a_store_nobody_can_tell_who_is_missing(
+    alone: dist.ProcessGroup, done: Callable[[float | None], bool], said: str
+) -> None:
+    """But what gets done does not end."""
+    assert said_by(wait_for_all, done, alone, 1) == (f"Absent: {said}" if said else "fine")
+    with pytest.raises(Absent, match="some rank did not come .*: the store is gone$"):
+        _StoreGather(GONE, 0, 2, timedelta(seconds=1)).gather("the file", "mine")
+
+
+OVER, FAILED = RuntimeError("Operation timed out!"), RuntimeError("connection reset")
+
+
+def test_a_work_is_done_when_it_was_waited_for() -> None:
+    """Waits are answered in turn, by exceptions that are raised too."""
+
+    def done(waits: list[Any], completed: bool, seconds: float | None) -> bool:
+        work: Any = SimpleNamespace(wait=Mock(side_effect=waits), is_completed=lambda: completed)
+        return done_by_work(work)(seconds)
+
+    assert not done([OVER], False, 1.0), "it takes longer"
+    assert done([True], False, None)
+    assert done([OVER, True], True, 1.0), "it ended while its wait did"
+    with pytest.raises(RuntimeError, match="connection reset"):
+        done([FAILED, FAILED], True, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("after", "seconds", "done", "looks"),
+    [(0, 1.0, True, 1), (3, 1e3, True, 4), (999, 8.0, False, 9), (999, None, False, 91)],
+)
+def test_an_event_is_looked_at_until_nine_tenths_of_the_timeout(
+    after: int, seconds: float | None, done: bool, looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL then ends the process. The clock moves on by a second at each look."""
+    now, seen = count(), count()
+    monkeypatch.setattr(missing_ranks, "time", SimpleNamespace(monotonic=lambda: next(now), sleep=lambda seconds: None))
+    event: Any = SimpleNamespace(query=lambda: next(seen) >= after)
+    assert done_by_event(event, timedelta(seconds=100))(seconds) is done
+    assert next(seen) == looks

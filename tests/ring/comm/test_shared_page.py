@@ -1,0 +1,99 @@
+"""Ranks of one machine agree in its memory: every answer is seen by all, and ranks that do not come are named."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from ring.comm import shared_page
+from ring.comm.shared_page import PAYLOAD, HostMemory, host_memory_of, machine
+from ring.comm.transport import Absent
+from tests.support.ranks import Ranks
+
+pytestmark = pytest.mark.ranks
+
+TIMEOUT = 1.5  # seconds
+
+
+def page_of(name: str, seconds: float = 60.0) -> HostMemory | None:
+    group = dist.group.WORLD
+    assert group is not None
+    store = dist.PrefixStore(name, group.get_group_store())
+    return host_memory_of(store, dist.get_rank(), dist.get_world_size(), timedelta(seconds=seconds))
+
+
+def answer(value: int) -> bytes:
+    return value.to_bytes(PAYLOAD, "little")
+
+
+def _many_questions(folder: str, name: str) -> list[bool]:
+    """To every fifth question one rank, another one each time, gives another answer. Ranks come at different times."""
+    with patch.object(shared_page, "FOLDER", folder):
+        page, rank, equal = page_of(name), dist.get_rank(), []
+    assert page is not None
+    draw = random.Random(rank)
+    for number in range(1, 400):
+        apart = number % 5 == 0 and number // 5 % 3 == rank
+        equal.append(page.all_equal(answer(1000 + rank if apart else number), number))
+        if draw.random() < 0.1:
+            time.sleep(draw.choice((0.0, 1e-4, 3e-3)))
+    return equal
+
+
+def test_all_ranks_see_the_same_answers_and_no_file_is_left(ranks: Ranks, tmp_path: Path) -> None:
+    wanted = [number % 5 != 0 for number in range(1, 400)]
+    assert ranks(3).run(_many_questions, str(tmp_path), f"many {tmp_path}") == [wanted] * 3
+    assert os.listdir(tmp_path) == []
+
+
+def _page_where(what: str, where: int, folder: str) -> str:
+    """Return what kind of page a group gets of which one rank cannot have it."""
+    changes: dict[str, dict[str, Any]] = {
+        "machine": {"new": lambda: "another"},
+        "FOLDER": {"new": "/nowhere"},
+        "HostMemory": {"side_effect": OSError(24, "Too many open files")},
+    }
+    here = patch.object(shared_page, what, **changes[what]) if dist.get_rank() == where else nullcontext()
+    with patch.object(shared_page, "FOLDER", folder), here:
+        return type(page_of(f"page {folder}")).__name__
+
+
+@pytest.mark.parametrize(
+    ("what", "where", "kind"),
+    [
+        ("machine", 2, "NoneType"),
+        ("FOLDER", 0, "NoneType"),  # rank 0 makes the file; the others find it by its name
+        ("FOLDER", 1, "HostMemory"),
+        ("HostMemory", 1, "NoneType"),
+    ],
+)
+def test_a_page_that_one_rank_cannot_have_is_taken_by_none(
+    ranks: Ranks, what: str, where: int, kind: str, tmp_path: Path
+) -> None:
+    assert ranks(3).run(_page_where, what, where, str(tmp_path)) == [kind] * 3
+    assert os.listdir(tmp_path) == []
+
+
+def _one_does_not_come(name: str) -> None:
+    if dist.get_rank() != 1:
+        with pytest.raises(Absent, match="rank 1 did not come"):
+            page_of(name, TIMEOUT)
+
+
+def test_a_rank_that_does_not_come_to_where_the_page_is_made_is_named(ranks: Ranks) -> None:
+    ranks(3).run(_one_does_not_come, "made")
+
+
+def test_a_machine_is_told_by_its_boot_and_its_memory(tmp_path: Path) -> None:
+    assert machine() == machine() and len(machine().split()) == 2
+    missing = machine(str(tmp_path / "missing"))
+    assert missing.split()[1:] == ["alone", str(os.getpid())] and missing != machine()

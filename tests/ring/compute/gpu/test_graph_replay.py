@@ -1,0 +1,168 @@
+"""Calls that are replayed as CUDA graphs, held to plain ones, bit for bit. They need a GPU, some of them two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import product
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from reference import Pattern
+from ring import Layout, ring_attention
+from ring.compute.gpu import graph_replay
+from ring.compute.gpu.graph_replay import BEFORE
+from ring.compute.kernel_counts import picked_kernels
+from tests.support.ranks import Ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+LONGNET = Pattern.longnet([64, 256], [1, 4], 8, True)
+Tensors = tuple[torch.Tensor, ...]
+
+
+def called(tensors: Tensors, *what: Any, **settings: Any) -> Tensors:
+    """Output and gradients of a call whose tensors stay where they are. what: pattern and layout."""
+    q, k, v, dout = tensors
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out = ring_attention(q, k, v, *what, **settings)
+    assert isinstance(out, torch.Tensor)
+    return out, *torch.autograd.grad(out, (q, k, v), dout)
+
+
+def attended(tensors: Tensors, **settings: Any) -> Tensors:
+    return called(tensors, LONGNET, Layout.contiguous(tensors[0].shape[1], 1), **settings)
+
+
+@contextmanager
+def captured_anew(seed: int) -> Iterator[dict[Any, Any]]:
+    """What is captured from now on. Sums come in the same order in every run, and what nobody has written is NaN."""
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(seed)
+    graph_replay._seen.clear()
+    graph_replay._replays.clear()
+    try:
+        yield graph_replay._replays
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def graphs() -> Iterator[dict[Any, Any]]:
+    with captured_anew(4) as found:
+        yield found
+
+
+def drawn(tokens: int, kv_heads: int = 2) -> Tensors:
+    """q, k, v and the gradient of the output."""
+    heads = 8, kv_heads, kv_heads, 8
+    return tuple(torch.randn(1, tokens, h, 64, device="cuda", dtype=torch.bfloat16) for h in heads)
+
+
+def plainly(tensors: Tensors, **settings: Any) -> Tensors:
+    """Whoever counts kernels sees plain calls."""
+    with picked_kernels():
+        return attended(tensors, **settings)
+
+
+def equal(found: Tensors, exact: Tensors) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(found, exact, strict=True))
+
+
+def test_a_call_that_comes_again_is_replayed_bit_for_bit(graphs: dict[Any, Any]) -> None:
+    """Other numbers, at other places, give what a plain call gives, and stay when the graph runs again."""
+    kept = []
+    for turn in range(BEFORE + 4):
+        *qkv, dout = drawn(512)
+        tensors = *qkv, dout.transpose(1, 2).contiguous().transpose(1, 2) if turn % 2 else dout
+        found = attended(tensors)
+        assert len(graphs) == (2 if turn + 1 >= BEFORE else 0), "forward and backward"
+        kept.append((found, plainly(tensors)))
+    assert all(equal(found, plain) for found, plain in kept)
+
+
+def test_what_is_replayed_is_what_was_asked_for(graphs: dict[Any, Any]) -> None:
+    """Settings by turns, each with a graph of its own, in memory that all of them use; also after inference."""
+    settings: tuple[dict[str, Any], ...] = ({}, {"scale": 0.5}, {"kernel": "flash"}, {"bucket": 100})
+    sizes = (256, 1024, 512)
+    with torch.inference_mode():
+        for tokens in sizes:
+            q, k, v, _ = drawn(tokens)
+            for _ in range(BEFORE + 2):
+                ring_attention(q, k, v, LONGNET, Layout.contiguous(tokens, 1))
+    assert len(graphs) == len(sizes)
+    for turn in range(BEFORE + 3):
+        for one, tokens in product(settings, sizes):
+            tensors = drawn(tokens)
+            found = attended(tensors, **one)
+            assert turn < BEFORE or equal(found, plainly(tensors, **one)), (tokens, one)
+    assert len(graphs) == len(sizes) * (1 + 2 * len(settings))
+
+
+def test_long_calls_and_calls_of_changing_settings_are_not_captured(
+    graphs: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for tokens in range(256, 256 + 2 * graph_replay.BEFORE):
+        attended(drawn(tokens))
+    tensors = drawn(256)
+    monkeypatch.setattr(graph_replay, "MOST_BYTES", tensors[0].nbytes - 1)
+    for _ in range(2 * graph_replay.BEFORE):
+        attended(tensors)
+    assert not graphs
+
+
+def test_calls_are_captured_anew_after_all_graphs_are_gone(graphs: dict[Any, Any]) -> None:
+    """Their memory is gone with them."""
+    tensors = drawn(512)
+    exact = plainly(tensors)
+    for _ in range(2):
+        for _ in range(BEFORE + 2):
+            assert equal(attended(tensors), exact)
+        assert len(graphs) == 2
+        graphs.clear()
+        torch.cuda.empty_cache()
+
+
+def test_a_stream_of_its_own_has_graphs_of_its_own(graphs: dict[Any, Any]) -> None:
+    tensors = drawn(512)
+    exact = plainly(tensors)
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    found = []
+    for stream in (BEFORE + 3) * streams:
+        with torch.cuda.stream(stream):
+            found.append(attended(tensors))
+    torch.cuda.synchronize()
+    assert len(graphs) == 2 * len(streams)
+    assert all(equal(one, exact) for one in found)
+
+
+def _replays(replaying: list[bool], exchange: str) -> tuple[int, int]:
+    """Graphs, and calls whose result differs in some bit from the plain one. replaying: by rank, whether it may."""
+    rank, world, tokens, wrong = dist.get_rank(), dist.get_world_size(), 512, 0
+    zigzag, contiguous = Layout.zigzag(tokens * world, world), Layout.contiguous(tokens * world, world)
+    longnet = Pattern.longnet([256, 512, 1024], [1, 2, 4], heads=8, causal=True)
+    with captured_anew(rank) as graphs:
+        for _ in range(BEFORE + 3):
+            for pattern, layout, kv_heads in ((Pattern.dense(True), zigzag, 2), (longnet, contiguous, 8)):
+                tensors = drawn(tokens, kv_heads)
+                with nullcontext() if replaying[rank] else patch.object(graph_replay, "MOST_BYTES", 0):
+                    found = called(tensors, pattern, layout, exchange=exchange)
+                with picked_kernels():
+                    wrong += not equal(found, called(tensors, pattern, layout, exchange=exchange))
+        return len(graphs), wrong
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("exchange", ["direct", "ring", "gather"])
+def test_ranks_replay_each_for_itself(exchange: str, ranks: Ranks) -> None:
+    """Messages of a graph meet those of plain calls."""
+    for replaying in ([True, True], [True, False], [False, True]):
+        found = ranks(2, "nccl").run(_replays, replaying, exchange, timeout=120.0)
+        assert found == [(4 * replays_here, 0) for replays_here in replaying]

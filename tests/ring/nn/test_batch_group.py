@@ -1,0 +1,95 @@
+"""The ranks of a mesh that is a part of the world: what they agree on goes along one dimension after another."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ring import Layout
+from ring.comm.transport import Absent
+from ring.nn import ContextParallel
+from ring.nn.batch_group import BatchRanks, _Line
+from tests.support.nn_ranks import drawn, far, said
+from tests.support.ranks import Ranks
+
+pytestmark = pytest.mark.ranks
+
+MESH = [4, 1, 0, 3]  # row by row: world ranks; world rank 2 is not among them
+
+
+@cache
+def _meshes() -> tuple[DeviceMesh, DeviceMesh]:
+    """Four of five ranks: in two dimensions, not in their order, and in one."""
+    square = DeviceMesh("cpu", torch.tensor(MESH).view(2, 2), mesh_dim_names=("data", "context"))
+    return square, DeviceMesh("cpu", torch.tensor(sorted(MESH)), mesh_dim_names=("context",))
+
+
+def _among_some_ranks() -> Any:
+    """Return the sum on the four, on the fifth what it is told. A handle of a mesh of the four is made as well."""
+    mesh, line = _meshes()
+    if dist.get_rank() == 2:
+        return said(lambda: BatchRanks(mesh)), said(lambda: ContextParallel(Layout.contiguous(4, 4), line))
+    ranks = BatchRanks(mesh)
+    ContextParallel(Layout.contiguous(4, 4), line)
+    x = drawn(ranks.rank, 3)
+    total = x.clone()
+    ranks.add(total)
+    assert (MESH[ranks.rank], ranks.world_size) == (dist.get_rank(), 4)
+    assert ranks.gather(torch.tensor(dist.get_rank())).tolist() == MESH
+    assert ranks.all_gather(f"rank {ranks.rank}".encode()) == [f"rank {other}".encode() for other in range(4)]
+    assert far([total], [ranks.gather(x).sum(0)]) < 1e-14
+    return total.tolist()
+
+
+def test_numbers_sums_and_what_is_gathered(ranks: Ranks) -> None:
+    totals = ranks(5).run(_among_some_ranks)
+    for told, name in zip(totals.pop(2), ("over", "group"), strict=True):
+        assert told.startswith(f"ValueError: {name} must contain the calling process; world rank 2 is not in")
+    assert totals == [totals[0]] * 4  # the same bits
+
+
+def _agreed(wrong: int | None, how: str) -> str:
+    """One rank of the mesh has an error, another signature, or does something else."""
+    mesh, _ = _meshes()
+    if dist.get_rank() == 2:
+        return "not asked"
+    ranks = BatchRanks(mesh)
+    mine = how if ranks.rank == wrong else ""
+    error = ValueError(f"labels are wrong on {ranks.rank}") if mine == "error" else None
+    doing = "cross_entropy" if mine == "call" else "count_labels"
+    answer = said(lambda: ranks.agree(doing, {"size": 2 if mine == "signature" else 1}, error))
+    ranks.agree("count_labels", {}, None)
+    return answer
+
+
+@pytest.mark.parametrize("wrong", [0, 3])
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("error", "rank {0}: labels are wrong on {0}"),
+        ("signature", "size must be the same on every rank: rank 0 has {1}, rank {2} {3}"),
+        ("call", "calls on a group must come in the same order on every rank: rank 0 is in "),
+    ],
+)
+def test_what_one_rank_does_otherwise_is_told_to_all(ranks: Ranks, wrong: int, how: str, told: str) -> None:
+    answers = ranks(5).run(_agreed, wrong, how)
+    assert answers.pop(2) == "not asked" and answers == [answers[0]] * 4
+    first, other, second = (2, 1, 1) if wrong == 0 else (1, wrong, 2)
+    assert answers[0].startswith(f"ValueError: {told.format(wrong, first, other, second)}")
+    assert ranks(5).run(_agreed, None, "").count("fine") == 4
+
+
+@pytest.mark.parametrize("absent, told", [((0,), "rank 7 did not come"), ((0, 2), "ranks 1, 7"), (None, "some rank")])
+def test_ranks_that_do_not_come_go_by_their_numbers_in_the_mesh(absent: tuple[int, ...] | None, told: str) -> None:
+    ranks, transport = BatchRanks(None), Mock(rank=1, world_size=3)
+    transport.all_equal.side_effect = Absent(absent, "for 3 s")
+    ranks._lines = (_Line(transport, members=(2, 1, 0), stride=3),)  # this rank is the second along its dimension
+    ranks.rank, ranks.world_size = 4, 9
+    with pytest.raises(RuntimeError, match=f"{told}.* to cross_entropy: for 3 s"):
+        ranks.agree("cross_entropy", {}, None)

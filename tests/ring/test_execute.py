@@ -1,0 +1,31 @@
+"""What computes a call on a GPU, chosen without one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ring.compute.accumulator import Accumulator, Sum
+from ring.execute import _combines, accumulator_for, sums_of
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "tokens", "heads", "combined"),
+    [
+        *(("cuda", dtype, 1, 1, True) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
+        ("cuda", torch.float64, 1, 1, False), ("cpu", torch.float32, 1, 1, False), ("meta", torch.float32, 1, 1, False),
+        # What cannot be counted in 32 bits is merged by the plain version.
+        ("cuda", torch.bfloat16, 2**30, 1, True), ("cuda", torch.bfloat16, 2**25, 32, True),
+        ("cuda", torch.bfloat16, 2**25 + 1, 32, False), ("cuda", torch.bfloat16, 2**31, 1, False),
+    ],
+)  # fmt: skip
+def test_which_partial_results_are_combined_in_one_pass(
+    device: str, dtype: torch.dtype, tokens: int, heads: int, combined: bool
+) -> None:
+    x: Any = SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(1, tokens, heads, 8))
+    assert _combines(x) is combined
+    if not combined:
+        assert isinstance(accumulator_for(x), Accumulator) and sums_of(x) is Sum

@@ -1,0 +1,80 @@
+"""The plan lowered to kernel calls: it is made once for a setting, and a call then costs little."""
+
+from __future__ import annotations
+
+import cProfile
+import gc
+import pstats
+import textwrap
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import ring.lowering
+import ring.execute
+from ring import Layout, Pattern, ring_attention
+from ring.caching.bounded_cache import Bounded
+from ring.plan.plan import plan_of
+from ring.lowering import Programs
+from tests.support.attention_cases import PATTERNS, inputs
+
+MOST_CALLS = 300  # Python calls of a forward and a backward
+
+
+def test_the_page_shows_the_program_of_the_example() -> None:
+    pattern = Pattern.longnet(segment_lengths=(8,), dilation_rates=(2,), heads=2, causal=True)
+    plan = plan_of(pattern, Layout.zigzag(16, 2), 0, heads=2, kv_heads=2, exchange="direct", bucket=8)
+    shown = str(Programs(plan, torch.empty(1, 8, 2, 4), "auto", 0.5).forward)
+    assert textwrap.indent(shown, "    ") in str(ring.lowering.__doc__)
+
+
+@pytest.mark.parametrize("lse", (False, True))
+def test_a_program_is_made_once_for_a_setting(lse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two forwards and backwards of equal calls, whose strides differ; another type is another setting."""
+    made: list[Programs] = []
+
+    class Counted(Programs):
+        def __init__(self, *arguments: object) -> None:
+            made.append(self)
+            super().__init__(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ring.execute, "Programs", Counted)
+    monkeypatch.setattr(ring.execute, "_programs", Bounded(8))
+    for dtype, strided in ((torch.float64, False), (torch.float64, True), (torch.float32, False)):
+        q, k, v, dout, dlse = inputs(dtype=dtype)
+        if strided:
+            q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        found = ring_attention(q, k, v, PATTERNS["longnet causal"], Layout.contiguous(17, 1), return_lse=True)
+        torch.autograd.grad(found[: 2 if lse else 1], leaves, (dout, dlse)[: 2 if lse else 1])
+    assert len(made) == 2 and all(len(one._backward) == 1 for one in made)
+
+
+def counted(act: Callable[[], object]) -> int:
+    """Python calls, once everything is settled."""
+    for _ in range(3):
+        act()
+    profile = cProfile.Profile()
+    gc.collect()
+    gc.disable()  # Hypothesis has callbacks of the garbage collector, which would count as well
+    try:
+        profile.enable()
+        act()
+        profile.disable()
+    finally:
+        gc.enable()
+    return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("causal", (False, True))
+def test_a_call_on_one_rank_makes_few_python_calls(causal: bool) -> None:
+    q, k, v = (torch.randn(1, 256, 4, 32, requires_grad=True) for _ in range(3))
+    pattern, layout = Pattern.dense(causal=causal), Layout.contiguous(256, 1)
+
+    def step() -> None:
+        out = ring_attention(q, k, v, pattern, layout)
+        assert isinstance(out, torch.Tensor)
+        out.sum().backward()
+
+    assert counted(step) <= MOST_CALLS

@@ -1,0 +1,143 @@
+"""The strategies draw valid Cases only, reach every feature, and have the simplest choice first."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+from hypothesis import Phase, find, given, settings
+from hypothesis import strategies as st
+
+from reference.pattern import Branch
+from tests.support.drawing import QUIET, draw_many
+from tests.support.plain_case import plain
+from verification.case import Case
+from verification.check.laws import LAWS, Law
+from verification.check.supported import check_supported
+from verification.strategies.cases import cases
+from verification.strategies.decoding import digits, head_range, permutation
+from verification.strategies.documents import MOST_FUSED, WAYS, Documents, documents_of, ends_of, fused_documents, window_of
+from verification.strategies.corner_cases import MOST_TOKENS, RARE
+from verification.report.coverage import FEATURES, Coverage
+from verification.run.layouts import layout_of
+from verification.runner import law_experiment
+
+DRAWS = 400  # for each world size
+drawn_documents = st.composite(documents_of)
+SHRINKING = settings(QUIET, phases=(Phase.generate, Phase.shrink), max_examples=3000)
+# Features that a law is about: some of its Cases on three ranks must have each.
+LAW_FEATURES = {
+    "same on any ranks, layout, exchange": ("uneven cuts", "GQA", "dead row"),
+    "later tokens change nothing": ("causal", "dilation", "segment on several ranks"),
+    "batches and heads permute": ("several batches", "GQA", "offsets by head"),
+    "equal values come out": ("dtype float64", "huge scores", "GQA", "causal", "dead row"),
+    "NaN and inf propagate": ("dead row", "causal", "kernel flash", "kernel math"),
+    "scores of -inf have no weight": ("dead row", "GQA", "kernel flash"),
+    "wrong calls refused everywhere": ("dtype float16", "exchange gather", "dead row"),
+    "no call takes another for its like": ("GQA", "causal", "dilation", "several documents"),
+    "a call leaves nothing behind": ("exchange gather", "dtype float16", "GQA"),
+    "calls are not confused": ("exchange gather", "subgroup", "ranks do not divide tokens", "again meta"),
+    "memory of longer shards": ("scores larger than queries", "uneven cuts", "MQA", "order permuted"),
+    "error does not grow with ranks": ("dtype bfloat16", "query rows cut", "order striped"),
+    "a broken-off call closes its group": ("exchange gather", "exchange direct", "lse alone"),
+    "streams do not matter": ("exchange gather", "several documents", "causal"),
+}
+
+
+def counts_of(drawn: list[Any]) -> dict[str, int]:
+    coverage = Coverage()
+    for case in drawn:
+        coverage.add(case)
+    return coverage.to_dict()
+
+
+@pytest.mark.slow
+def test_every_feature_is_reached_by_valid_cases() -> None:
+    total = dict.fromkeys(FEATURES, 0)
+    for world in (1, 2, 3, 4):
+        drawn = draw_many(cases(world), DRAWS)
+        for case in drawn:
+            layout = layout_of(case)
+            assert (layout.n, layout.world_size) == (case.tokens, len(case.ranks))
+            assert Case.from_json(case.to_json()) == case
+        counts = counts_of(drawn)
+        assert world > 1 or not any(counts[name] for name in ("subgroup", "empty shard", "segment on several ranks"))
+        total = {name: total[name] + count for name, count in counts.items()}
+    # A law has what is too large for most examples.
+    assert {name for name, count in total.items() if not count} <= {"scores larger than queries"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
+def test_laws_draw_what_they_are_about(law: Law) -> None:
+    subjects, premise = draw_many(law.draw(3), 200), law_experiment(law).premise
+    assert premise is not None
+    for subject in subjects:
+        premise(subject)
+    counts = counts_of([case for case, _ in subjects])
+    assert [name for name in LAW_FEATURES.get(law.name, ()) if not counts[name]] == []
+
+
+@pytest.mark.parametrize("number", RARE)
+def test_rare_cases_are_supported_on_the_ranks_that_they_are_for(number: int) -> None:
+    fewest, most, make = RARE[number]
+
+    @st.composite
+    def made(draw: st.DrawFn, world: int) -> Case:
+        return make(draw, draw(cases(world)))
+
+    for world in {fewest, min(most, fewest + 1)}:
+        for case in draw_many(made(world), 30):
+            if fewest <= len(case.ranks) <= most:
+                check_supported(case)
+                assert case.tokens <= 2 * MOST_TOKENS
+
+
+@pytest.mark.parametrize("world", (1, 2, 8))
+def test_the_simplest_choice_comes_first(world: int) -> None:
+    simplest = find(cases(world), lambda case: True, settings=settings(QUIET, max_examples=DRAWS))
+    assert simplest == plain(world, tokens=1, heads=1, kv_heads=1, head_dim=1, kernel="auto")
+    documents = drawn_documents(32, (16,))
+    assert find(documents, lambda found: True, settings=SHRINKING) is None
+    assert find(documents, lambda found: found is not None, settings=SHRINKING) == (32,)
+    few = find(documents, lambda found: len(found or ()) > 2, settings=SHRINKING)
+    assert few is not None and len(few) == 3
+
+
+@given(st.integers(1, 5), st.data())
+@settings(database=None, deadline=None, max_examples=50)
+def test_decoders_reach_everything_once(count: int, data: st.DataObject) -> None:
+    size = data.draw(st.integers(0, count))
+    arrangements = {permutation(i, range(count), size) for i in range(math.perm(count, size))}
+    assert len(arrangements) == math.perm(count, size)
+    assert permutation(0, range(count), size) == tuple(range(size))
+    ranges = [head_range(i, count) for i in range(1 + count * (count + 1) // 2)]
+    assert ranges[0] is None and len(set(ranges)) == len(ranges)
+    assert all(r is None or 0 <= r.start < r.stop <= count for r in ranges)
+    assert len({digits(i, 3, count) for i in range(3**count)}) == 3**count
+
+
+@given(st.data(), st.integers(1, 300), st.integers(1, MOST_FUSED), st.integers(1, 8))
+@settings(QUIET, max_examples=400)
+def test_documents_add_up(data: st.DataObject, tokens: int, fused_tokens: int, ranks: int) -> None:
+    """Those for fused kernels are of about so many tokens."""
+    found = data.draw(drawn_documents(tokens, (tokens // 3, tokens // 2)))
+    assert found is None or (sum(found) == tokens and min(found) >= 0)
+    found = data.draw(st.composite(fused_documents)(fused_tokens, ranks))
+    assert found is None or (min(found) >= 0 and 0 < sum(found) <= MOST_FUSED)
+
+
+def test_windows_and_documents_of_every_kind_are_reached() -> None:
+    windows = {window_of(Branch(16, 3), number, 32, 8) for number in range(2**12)}
+    assert {0, 1, 2, 3, 6, 7, 8, 9, 13, 14, 15, 16, 17, 32, 33} <= windows and max(windows) <= 35
+    reached = set[Documents]()
+    for numbers in product(WAYS, range(1000), (0, 5, 6, 7)):
+        draw: Any = partial(lambda left, strategy: next(left), iter(numbers))
+        reached.add(documents_of(draw, 32, (16,)))
+    cut = {(16, 16), (15, 17), (17, 15), (16, 1, 15), (16, 0, 0, 16)}
+    assert cut | {(32,), (5, 27), (0, 32), (32, 0), (8, 8, 8, 8), (9, 9, 9, 5), (1, 1, 30), (2, 0, 1, 3, 26)} <= reached
+    assert ends_of(plain(4, tokens=32).shards()) == [8, 16, 24]
+    assert len(ends_of(plain(4, tokens=32, order="striped").shards())) <= 5, "a few of many"

@@ -1,0 +1,48 @@
+"""The result does not depend on who computes it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
+from verification.case import Case
+from verification.check.checks import assemble, compared
+from verification.check.expectation import expect
+from verification.check.laws.law import TAME, How, Law, anything, bounded, changed, tame, worst_ratio
+from verification.check.supported import check_supported
+from verification.strategies.cases import cases, elsewhere
+from verification.run.backends import Backend
+from verification.run.rank import observe
+
+
+@st.composite
+def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
+    case = tame(draw(cases(world)))
+    if case.lse == "apart":  # whose gradients go by the rank that holds a token
+        case = replace(case, lse="differentiated")
+    return case, elsewhere(draw, case)
+
+
+def check_anywhere(backend: Backend, case: Case, how: How) -> float:
+    """With another group, layout, exchange and bucket the results differ by no more than the sum of both bounds."""
+    other = changed(case, how)
+    backend.submit(observe, case, None, False)
+    first = expect(case)
+    seen = backend.collect()
+    backend.submit(observe, other, None, False)
+    second = expect(other)
+    also_seen = backend.collect()
+    worst = 0.0
+    for name in compared(case):
+        a, b = assemble(case, seen, name), assemble(other, also_seen, name)
+        worst = max(worst, worst_ratio(name, a, b, first.bound[name] + second.bound[name], how))
+    return worst
+
+
+SAME_ANYWHERE = Law(
+    "same on any ranks, layout, exchange", _draw, check_anywhere,
+    lambda case, how: check_supported(replace(case, **how)),  # a Case looks at the other fields itself
+    how=dict.fromkeys(("group", "order", "cuts", "exchange"), anything) | {"bucket": bounded}, share=0.04,
+    cases=TAME | {"gradients that do not go by the rank: lse other than 'apart'": lambda case: case.lse != "apart"},
+)  # fmt: skip

@@ -1,0 +1,65 @@
+"""Where all values are equal, the output is that value: the weights of a row add up to 1, however large its scores.
+
+Bounds of rounding grow with the scores, since lse has a last digit: a merge that takes its weights from the rounded lse
+stays within them, and drifts. But each partial result, and a merge of them, is divided by the sum of its own weights,
+so that only the roundings of these sums are left. A row that sees nothing has output 0. Where scores are large, one has
+nearly all the weight; so keys may be equal as well: partial results then weigh as much as they have keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import strategies as st
+
+from reference.fast_oracle import multiplicity
+from verification.case import Case
+from verification.check.checks import assemble
+from verification.check.expectation import counts_of, kernel_of
+from verification.check.laws.law import How, Law, flag
+from verification.check.oracle_agreement import largest
+from verification.strategies.cases import cases
+from verification.failures import WrongResult
+from verification.run.backends import Backend, observe_on
+from verification.run.rank import InputEdit
+
+DTYPES = {"float32": 2.0**-24, "float64": 2.0**-53}  # unit roundoff: 16-bit kernels round weights before they sum them
+SCORE_SCALES = (32.0, 1024.0)
+
+
+@st.composite
+def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
+    case = draw(cases(world))
+    dtype = case.dtype if case.dtype in DTYPES else "float32"
+    scale = draw(st.sampled_from(SCORE_SCALES))
+    how: How = {"keys_too": draw(st.sampled_from((False, True, True)))}
+    return replace(case, dtype=dtype, values="normal", score_scale=scale), how
+
+
+def check_equal_values(backend: Backend, case: Case, how: How) -> float:
+    """A sum of k numbers has k roundings, a merge a few: in the weights, and in what they are multiplied with."""
+    counts = counts_of(case, kernel_of(case))
+    allowed = 2 * (counts.keys + 8 * counts.merges + 8) * DTYPES[case.dtype]
+    edit = InputEdit("equal", int(how["keys_too"]))
+    out = assemble(case, observe_on(backend, case, edit, False), "out")  # (B, n, H, D)
+    value = edit.apply(case.tensors())[2].double().numpy()  # (B, n, Hk, D)
+    value = np.repeat(value, case.heads // case.kv_heads, axis=2)
+    seen = multiplicity(case.pattern, case.heads, case.tokens).sum(2)
+    sees = seen.T[None, :, :, None] > 0  # (1, n, H, 1)
+    value = np.where(sees, value, 0.0)
+    error = np.abs(out - value) / np.where(sees, np.abs(value), 1.0)
+    worst = float(error.max(initial=0.0) / allowed)
+    if not worst <= 1.0:
+        where = largest(error)
+        raise WrongResult(
+            f"out at {where} is {out[where]}; it must be {value[where]}, since all values of that head are equal (0 "
+            f"where a row sees nothing): an error of {worst:.3g} times what rounding allows"
+        )
+    return worst
+
+
+EQUAL_VALUES_COME_OUT = Law(
+    "equal values come out", _draw, check_equal_values, share=0.03, how={"keys_too": flag},
+    cases={"values 'normal' in float32 or float64": lambda case: case.dtype in DTYPES and case.values == "normal"},
+)  # fmt: skip

@@ -1,0 +1,87 @@
+"""The result does not depend on the order of batches and heads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import strategies as st
+
+from reference import validators
+from reference.pattern import Pattern
+from verification.case import Case
+from verification.check.checks import assemble, compared
+from verification.check.expectation import expect
+from verification.check.laws.law import TAME, How, Law, tame, worst_ratio
+from verification.strategies.cases import cases, permutation_of
+from verification.run.backends import Backend, observe_on
+from verification.run.rank import InputEdit
+
+
+@st.composite
+def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
+    case = tame(draw(cases(world)))
+    case = replace(case, batch=max(case.batch, 2))
+    kv_order = permutation_of(draw, case.kv_heads)
+    if permuted(case.pattern, head_order(case, kv_order)) is None:
+        kv_order = tuple(range(case.kv_heads))
+    return case, {"batch": list(permutation_of(draw, case.batch)), "kv_heads": list(kv_order)}
+
+
+def head_order(case: Case, kv_order: tuple[int, ...]) -> tuple[int, ...]:
+    """Query heads move with their key/value head: order[new] = old."""
+    share = case.heads // case.kv_heads
+    return tuple(kv * share + member for kv in kv_order for member in range(share))
+
+
+def permuted(pattern: Pattern, order: tuple[int, ...]) -> Pattern | None:
+    """The pattern whose head j is head order[j] of this one; None if a branch's heads are then no range."""
+    branches = []
+    for branch in pattern.branches:
+        offsets = [branch.offsets(len(order))[old] for old in order]
+        served = [new for new, offset in enumerate(offsets) if offset is not None]
+        if served != list(range(served[0], served[-1] + 1)):
+            return None
+        chosen = tuple(offset for offset in offsets if offset is not None)
+        heads = None if branch.heads is None else range(served[0], served[-1] + 1)
+        offset = chosen if isinstance(branch.offset, tuple) else branch.offset
+        branches.append(replace(branch, offset=offset, heads=heads))
+    return replace(pattern, branches=tuple(branches))
+
+
+def check_permuted(backend: Backend, case: Case, how: How) -> float:
+    """Batches, and heads with their offsets, in another order: the same results in that order, within their bounds. A
+    product of matrices may be rounded differently if its operands lie at other addresses."""
+    batch, kv = list(how["batch"]), list(how["kv_heads"])
+    heads = list(head_order(case, tuple(kv)))
+    pattern = permuted(case.pattern, tuple(heads))
+    assert pattern is not None
+    seen, bound, worst = observe_on(backend, case, None, False), expect(case).bound, 0.0
+    edit = InputEdit("permute", order=tuple(batch), head_order=tuple(heads), kv_order=tuple(kv))
+    also_seen = observe_on(backend, replace(case, pattern=pattern), edit, False)
+    for name in compared(case):
+        a, b = assemble(case, seen, name), assemble(case, also_seen, name)
+        order = kv if name in ("dk", "dv") else heads
+        a, allowed = (x[batch][:, order] if name == "lse" else x[batch][:, :, order] for x in (a, 2 * bound[name]))
+        worst = max(worst, worst_ratio(name, a, b, allowed, how))
+    return worst
+
+
+def _an_order(name: str, value: Any, size: int) -> None:
+    if sorted(validators.integers(name, value)) != list(range(size)):
+        raise ValueError(f"{name} is {value!r}; it must be an order of range({size})")
+
+
+def _premise(case: Case, how: How) -> None:
+    if permuted(case.pattern, head_order(case, tuple(how["kv_heads"]))) is None:
+        raise ValueError(f"kv_heads of how is {how['kv_heads']}; it must leave the heads of every branch a range")
+
+
+BATCHES_AND_HEADS_PERMUTE = Law(
+    "batches and heads permute", _draw, check_permuted, _premise, share=0.02,
+    how={
+        "batch": lambda case, name, value: _an_order(name, value, case.batch),
+        "kv_heads": lambda case, name, value: _an_order(name, value, case.kv_heads),
+    },
+    cases=TAME,
+)  # fmt: skip

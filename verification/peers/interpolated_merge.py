@@ -1,0 +1,43 @@
+"""What a merge of partial results by interpolation may lose, on top of the bounds of a weighted one.
+
+The field merges (o, L) with a further partial result (o', L') in two ways. Weighted: o e^(L-M) + o' e^(L'-M), M the
+merged lse; its rounding errors are relative to the contributions, so that `reference.bounds` has them.
+Interpolated:
+
+    o - s (o - o'),   s = sigmoid(L' - L)
+
+(zhuzilin/ring-flash-attention#34, and from there yunchang and torch). Errors of L and L' move s by at most s (1 - s)
+times as much, and s |o'| and (1 - s) |o| are contributions: these are in the bounds. But s itself is rounded, by 4u (an
+exponential 2u, a sum, a quotient), the difference by u, the product by u, each times |o - o'| <= 2 max|V|, and the last
+difference by u, times max|V|: 13 u max|V|, however small the result is. So where one block has nearly all weight and a
+small value, what the others contribute is lost. That is accepted here, as all that use it do:
+
+    A_O  = 13 u p max|V| (1 + u_out)          p partial results, max over the keys of the head
+    A_D  = |dO| . A_O
+    A_dQ = a A_D max|K|,   A_dK = a sum over rows of A_D |Q|        since no probability exceeds 1
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from reference.roundoff import Arithmetic
+from reference.fast_oracle import Expectation
+
+
+def allow(expectation: Expectation, r: Arithmetic) -> None:
+    """Adds to the bounds of out, dq and dk."""
+    q, k, v, dout = (getattr(expectation.inputs, name) for name in ("q", "k", "v", "dout"))
+    heads, kv_heads = q.shape[2], k.shape[2]
+    largest_k, largest_v = (
+        np.abs(x).max(1, keepdims=True).repeat(heads // kv_heads, 2) for x in (k, v)
+    )  # (B, 1, H, D)
+    live = ~expectation.dead_rows.T[None, :, :, None]  # (1, N, H, 1)
+    out = 13 * r.u * r.counts.merges * (1 + r.u_out) * largest_v * live  # (B, N, H, D)
+    delta = (np.abs(dout) * out).sum(-1, keepdims=True)  # (B, N, H, 1)
+    dk = (delta * np.abs(q)).sum(1)  # (B, H, D)
+    dk = dk.reshape(dk.shape[0], kv_heads, -1, dk.shape[-1]).sum(2)  # (B, Hk, D)
+    seen = ~expectation.dead_keys.T[None, :, :, None]  # (1, N, Hk, 1)
+    expectation.bound["out"] += out * r.sides
+    expectation.bound["dq"] += r.scale * delta * largest_k * r.sides
+    expectation.bound["dk"] += r.scale * dk[:, None] * seen * r.sides

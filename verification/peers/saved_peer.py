@@ -1,0 +1,47 @@
+"""Saved counter-examples of peers, {"peer": name, "case": ...}."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from reference import validators
+from verification.peers.known_peers import KNOWN
+from verification.peers.peer import Refused
+from verification.peers.peer_experiment import experiment
+from verification.peers.peer_rank import prepare
+from verification.replay.records import read_case
+from verification.replay.registry import Saved, SavedExample
+from verification.run.backends import Backend, Unavailable
+from verification.search.experiment import Experiment
+
+
+class SavedPeerExample(SavedExample):
+    """The Case is run as it was saved, without asking the peer's claim."""
+
+    def prepare(self, backend: Backend) -> None:
+        if backend.name != "gloo":
+            raise Unavailable(f"argument --backend: a peer needs torch.distributed, on gloo; got {backend.name}")
+        self.prepare_ranks(backend)
+
+    def prepare_ranks(self, backend: Backend) -> None:
+        backend.prepare = partial(prepare, self.record["peer"])
+
+
+def experiment_with(record: Any, field: str, known: Iterable[str], of: Callable[[str], Experiment]) -> Experiment:
+    """Return the experiment with the peer that the record names. Raises ValueError for one that cannot be loaded."""
+    name = record[field]
+    if not isinstance(name, str):
+        raise ValueError(f"{field} is {name!r}; it must be package.module:adapter, or one of {', '.join(known)}")
+    try:
+        return of(name)
+    except Refused as error:
+        raise ValueError(str(error)) from error
+
+
+def read_peer_example(record: dict[str, Any]) -> Saved:
+    """Raises ValueError for a malformed record, and for a peer that cannot be loaded."""
+    validators.exactly("a counter-example of a peer", record, ["peer", "case"])
+    case = read_case(record["case"])
+    return SavedPeerExample(experiment_with(record, "peer", KNOWN, experiment), case, record)

@@ -1,0 +1,43 @@
+"""Groups on which nobody has called yet."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from unittest.mock import patch
+
+import torch.distributed as dist
+
+from ring.comm import shared_page
+from ring.comm.call_order import Calls
+from ring.comm.process_group import ProcessGroupTransport
+from ring.comm.transport import RecordingTransport, Transport
+
+TIMEOUT = timedelta(seconds=60)
+
+
+class Own(RecordingTransport):
+    """Another transport, with calls of its own."""
+
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner)
+        self.calls = Calls()
+
+
+@contextmanager
+def new_group(transport: Transport, without_page: int | None = None) -> Iterator[Transport]:
+    """Of all ranks, until the end of the block. Every rank calls it. transport: over all ranks. without_page: the rank
+    that cannot have the page of memory in which ranks of one machine ask each other, as if too many files were open.
+    """
+    if not isinstance(transport, ProcessGroupTransport):
+        yield Own(transport)
+        return
+    group = dist.new_group(timeout=TIMEOUT)  # one that only its members make has an old name
+    refused = patch.object(shared_page, "HostMemory", side_effect=OSError(errno.EMFILE, "Too many open files"))
+    try:
+        with refused if transport.rank == without_page else nullcontext():
+            yield type(transport)(group)
+    finally:
+        dist.destroy_process_group(group)

@@ -1,0 +1,257 @@
+"""Hypothesis strategies that draw Cases, from the small end up.
+
+Two rules shape this file. *Shrinking*: the first entry of every `sampled_from` is the simplest one (dense,
+contiguous, ring, float32, no bucket), and every integer grows with what it stands for, so Hypothesis'
+ordinary shrinking ends at the Case that a person would have written. *Cost*: a draw costs about 20 us, and an
+example on two ranks takes 5 ms, so a Case is made of about twenty flat draws; permutations, ranges and
+per-head offsets are decoded from one integer each.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
+from reference.pattern import Branch, Pattern
+from verification.case import Case
+from verification.strategies.decoding import digits, head_range, permutation
+from verification.strategies.documents import MOST_FUSED, fused_documents, packed, windowed
+from verification.strategies.corner_cases import MOST_TOKENS, rare, shifted
+
+Draw = st.DrawFn
+
+LEAST_FUSED = 16  # keys of a call: with fewer the math kernel takes it
+
+# Small sequences find most defects and cost least; blocks of rows and full vectors of keys take longer ones.
+_ceilings = st.sampled_from((8, 16, 32, MOST_TOKENS, MOST_TOKENS, MOST_TOKENS))
+_tokens = {ceiling: st.integers(1, ceiling) for ceiling in (8, 16, 32, MOST_TOKENS)}
+_least_tokens = st.integers(1, 8)
+# (query heads, key/value heads): equal, one for all (MQA), groups (GQA), and counts that are no power of two.
+HEADS = ((1, 1), (2, 2), (2, 1), (3, 3), (4, 2), (3, 1), (4, 4), (4, 1), (6, 2), (6, 3), (5, 5), (8, 2), (6, 1), (9, 3))
+_heads = st.sampled_from(HEADS)
+# Dimensions of 32 and 64 are rare: they cost most and find little that 16 does not.
+_head_dims = st.sampled_from((1, 2, 4, 8, 3, 5, 16, 7, 12, 1, 2, 4, 8, 16, 32, 64))
+_dtypes = st.sampled_from(("float32", "float64", "bfloat16", "float16"))
+_orders = st.sampled_from(
+    ("contiguous", "zigzag", "striped", "hilbert", "spliced", "paired", "shuffled", "permuted", "swapped", "stepped")
+)
+_exchanges = st.sampled_from(("ring", "direct", "gather"))
+_kernels = st.sampled_from(("auto", "math", "flash"))
+_lse = st.sampled_from(("unused", "returned", "differentiated", "alone", "apart"))
+# Every Case has a second run, so the rare ways of it come as often as the plain one. Those that find most come twice;
+# and more often those that are several: with or without autocast, lse or documents, of this type or that.
+_again = st.sampled_from((
+    *("alike", "alike", "apart", "dtype", "graph", "unchecked", "group", "between", "q", "k", "v", "qk", "qv", "kv"),
+    *("no_grad", "backward", "pipelined", "shared", "meta", "autocast", "backward", "pipelined", "shared", "meta"),
+    *("graph", "graph", "graph", "written", "written", "written"),
+))  # fmt: skip
+# 0 and negative factors are legal: a falsy scale is not a missing one.
+_scales = st.sampled_from((None, None, None, 1.0, 0.25, 2.0, 0.0, -0.5, -1.0))
+_score_scales = st.sampled_from((1.0, 1.0, 0.1, 4.0, 32.0, 32.0))
+_values = st.sampled_from(("normal", "normal", "normal", "ties", "onehot", "constant", "flat", "tiny", "huge"))
+_fused_tokens = st.integers(1, MOST_FUSED)  # few too, so that a failure shrinks
+_fused_segments = st.sampled_from((None, 16, 32, 48, 64))
+_fused_windows = st.sampled_from((None, None, None, 15, 16, 20, 31, 40))
+_fused_orders = st.sampled_from(("contiguous", "zigzag", "striped", "paired"))
+_fused_scales = st.sampled_from((None, None, 1.0, 0.25, 2.0, 0.0))
+_batches = st.sampled_from((1, 1, 2, 3))
+_flags = st.booleans()
+_quarters = st.integers(0, 3)
+_eighths = st.integers(0, 7)
+_sixteenths = st.integers(0, 15)
+_seeds = st.integers(0, 255)
+_kinds = st.sampled_from(
+    ("dense", "branch", "longnet", "mixture", "groups", "dense", "branch", "longnet", "mixture", "twins")
+)
+_rules = st.sampled_from(("zero", "constant", "paper", "torchscale", "per head", "per head"))
+_named_rules = st.sampled_from(("paper", "torchscale", "fkodom"))
+_dilations = st.sampled_from((1, 2, 3, 4, 1, 2, 3, 5, 6, 8, 12))
+_branch_counts = st.sampled_from((2, 2, 3, 4))
+
+
+def _segment(draw: Draw, tokens: int) -> int | None:
+    """A segment length: None (the whole sequence), then short ones, up to somewhat longer than the sequence."""
+    return draw(st.integers(0, tokens + 4)) or None
+
+
+def _offset(draw: Draw, dilation: int, heads: int) -> int | tuple[int, ...]:
+    """An offset for a branch that serves so many query heads: one for all, or one for each."""
+    if dilation == 1:
+        return 0
+    rule = draw(_rules)
+    if rule == "zero":
+        return 0
+    if rule == "constant":
+        return draw(st.integers(0, dilation - 1))
+    if rule == "paper":
+        return tuple(head % dilation for head in range(heads))
+    if rule == "torchscale":
+        return tuple(head // math.ceil(heads / dilation) for head in range(heads))
+    return digits(draw(st.integers(0, dilation**heads - 1)), dilation, heads)
+
+
+def _any_heads(draw: Draw, dilation: int, segment: int | None, heads: int) -> Branch:
+    """A branch for all heads or some."""
+    served = head_range(draw(st.integers(0, heads * (heads + 1) // 2)), heads)
+    return Branch(segment, dilation, _offset(draw, dilation, heads if served is None else len(served)), served)
+
+
+def _twins(draw: Draw, dilation: int, segment: int | None, heads: int) -> tuple[Branch, ...]:
+    """A branch for each query head, all with as many rows in a segment: where heads share a key/value head, branches
+    read the same keys, or those between."""
+    divided = segment is not None and segment % dilation == 0
+    branches = []
+    for head in range(heads):
+        if divided and draw(_quarters) == 3:
+            branches.append(Branch(segment // dilation if segment else None, 1, 0, range(head, head + 1)))
+        else:
+            branches.append(Branch(segment, dilation, draw(_quarters) % dilation, range(head, head + 1)))
+    return tuple(branches)
+
+
+def pattern_of(draw: Draw, tokens: int, heads: int) -> Pattern:
+    """All kinds begin with the same draws, so that shrinking can step from a kind to a simpler one."""
+    kind = draw(_kinds)
+    causal = draw(_flags)
+    if kind == "dense":
+        return Pattern.dense(causal)
+    dilation, segment = draw(_dilations), _segment(draw, tokens)
+    if kind == "branch" or (kind == "groups" and heads == 1):
+        return Pattern((Branch(segment, dilation, _offset(draw, dilation, heads)),), causal)
+    if kind == "mixture":  # of anything: overlapping, equal or missing heads, the same branch twice
+        parts = [_any_heads(draw, dilation, segment, heads)]
+        for _ in range(draw(_branch_counts) - 1):
+            parts.append(_any_heads(draw, draw(_dilations), _segment(draw, tokens), heads))
+        return Pattern(tuple(parts), causal)
+    if kind == "twins":
+        return Pattern(_twins(draw, dilation, segment, heads), causal)
+    # The named constructors: segments and dilations grow together, as the paper has it.
+    count = draw(_branch_counts)
+    if kind == "groups":
+        count = min(count, heads)
+    growth, shortest = min(dilation, 4), min(segment or 1, max(1, tokens // 2))
+    segments = tuple(shortest * growth**step for step in range(count))
+    dilations = tuple((1, 2, 4, 6, 12)[step] if growth == 2 else growth**step for step in range(count))
+    if kind == "groups":
+        return Pattern.head_groups(segments, dilations, heads, causal)
+    return Pattern.longnet(segments, dilations, heads, causal, offsets=draw(_named_rules))
+
+
+def _members(draw: Draw, world: int) -> tuple[int, ...]:
+    """Some of the ranks, at least one: the bits of one number."""
+    bits = draw(st.integers(1, 2**world - 1))
+    return tuple(rank for rank in range(world) if bits >> rank & 1)
+
+
+def cuts_of(draw: Draw, tokens: int, size: int) -> tuple[int, ...] | None:
+    """Where the order is cut into shards: evenly (None), or anywhere, so that some shards are empty."""
+    if draw(_quarters) < 3:
+        return None
+    cut = st.integers(0, tokens)
+    return (0, *sorted(draw(cut) for _ in range(size - 1)), tokens)
+
+
+def bucket_of(draw: Draw, tokens: int) -> int | None:
+    """None, a small part of the sequence, or anything up to twice its length. One token at a time only for short
+    sequences: for long ones that takes ten times as long as any other Case, and finds nothing more."""
+    choice = draw(_quarters)
+    if choice < 2:
+        return None
+    if choice == 2:
+        least = 1 + tokens // 16
+        return draw(st.integers(least, least + 7))
+    return draw(st.integers(1 + tokens // 16, 2 * tokens))
+
+
+def fused(draw: Draw, case: Case) -> Case:
+    """For the fused kernels, which take few tiles of the other Cases: stretches of many keys, a scale that is mostly
+    positive, no gradient through lse. Short segments, and documents of one length, share a call, as folds of it.
+    Windows reach as many keys as make a call. Some vectors are one component, whose stride such a kernel passes over.
+    """
+    tokens = max(draw(_fused_tokens), draw(_tokens[MOST_TOKENS]))
+    segment = draw(_fused_segments)
+    documents = fused_documents(draw, tokens, len(case.ranks))
+    shortest = min((length for length in documents or () if length >= LEAST_FUSED), default=MOST_TOKENS)
+    dilation = min(1 + draw(_quarters), min(segment or MOST_TOKENS, shortest) // LEAST_FUSED)
+    window = draw(_fused_windows)
+    window = None if window is None else dilation * window
+    branches = [Branch(segment, dilation, draw(_quarters) % dilation, window=window)]
+    if draw(_flags):
+        branches.append(Branch())
+    pattern = Pattern(tuple(branches), case.pattern.causal, documents)
+    bucket = None if case.bucket is None else max(case.bucket, LEAST_FUSED + draw(_sixteenths))
+    tokens = tokens if documents is None else sum(documents)
+    values, strided = ("flat", True) if draw(_eighths) == 7 else (case.values, case.strided)
+    return replace(
+        case, tokens=tokens, order=draw(_fused_orders), cuts=None, pattern=pattern, values=values, strided=strided,
+        scale=draw(_fused_scales), lse=case.lse if case.lse in ("unused", "returned") else "unused", bucket=bucket,
+    )  # fmt: skip
+
+
+@st.composite
+def cases(draw: Draw, world: int) -> Case:
+    """Cases for a world of that many ranks.
+
+    They cover every order of tokens, uneven cuts with empty shards, fewer tokens than ranks, subgroups; patterns of one
+    branch or mixtures, segments and dilations that are too long, offsets per query head; windows of any length;
+    documents, which end at shards' ends or beside them; MQA and GQA; every dtype, exchange and kernel.
+    """
+    # The larger of two draws: Hypothesis likes the ends of a range, and a fifth of all Cases would have a single token.
+    tokens = max(draw(_tokens[draw(_ceilings)]), draw(_least_tokens))
+    heads, kv_heads = draw(_heads)
+    # Nearly always all ranks take part.
+    group = None if world == 1 or draw(_eighths) < 7 else _members(draw, world)
+    kernel, again = draw(_kernels), draw(_again)
+    measured = draw(_sixteenths) == 15  # rarely: it makes the runs three times as long
+    case = Case(
+        world=world, group=group, tokens=tokens, order=draw(_orders),
+        cuts=cuts_of(draw, tokens, world if group is None else len(group)), pattern=pattern_of(draw, tokens, heads),
+        batch=draw(_batches), heads=heads, kv_heads=kv_heads, head_dim=draw(_head_dims), dtype=draw(_dtypes),
+        scale=draw(_scales), score_scale=draw(_score_scales), values=draw(_values), seed=draw(_seeds),
+        exchange=draw(_exchanges), bucket=bucket_of(draw, tokens), kernel=kernel,
+        lse=draw(_lse) if kernel != "flash" else "unused",  # the fused kernel has no gradient through lse
+        strided=draw(_flags), again=again, measured=measured,
+    )  # fmt: skip
+    pattern = windowed(draw, case.pattern, tokens, len(case.ranks))
+    case = replace(case, pattern=replace(pattern, documents=packed(draw, case)))
+    if again == "meta" and draw(_flags):  # such calls make tensors that others do not need
+        return shifted(draw, case)
+    if kernel != "math" and draw(_quarters) == 3:
+        return fused(draw, case)
+    return rare(draw, case)
+
+
+@st.composite
+def long_cases(draw: Draw, world: int) -> Case:
+    """Cases of a few hundred scores a row, in which memory shows: one rank holds most of the tokens, few numbers make a
+    head, and there are many query heads for a key/value head. Measured."""
+    tokens = draw(st.integers(128, 160))
+    size = draw(st.integers(0, tokens // 4))  # tokens of all other ranks together
+    few = sorted(draw(st.integers(0, size)) for _ in range(world - 1))
+    least = draw(st.integers(0, world - 1))  # ranks before the one that holds most
+    cuts = (0, *few[:least], *(tokens - size + cut for cut in few[least:]), tokens)
+    heads, kv_heads = draw(st.sampled_from(((16, 1), (12, 1), (16, 2))))
+    return Case(
+        world=world, group=None, tokens=tokens, order=draw(_orders), cuts=cuts, pattern=Pattern.dense(draw(_flags)),
+        batch=1, heads=heads, kv_heads=kv_heads, head_dim=draw(st.sampled_from((1, 2, 4))), dtype=draw(_dtypes),
+        scale=None, score_scale=1.0, values="normal", seed=draw(_seeds), exchange=draw(_exchanges),
+        bucket=draw(st.sampled_from((2 * MOST_TOKENS, 40, 3 * MOST_TOKENS))), kernel="math", lse="unused",
+        strided=False, measured=True,
+    )  # fmt: skip
+
+
+def elsewhere(draw: Draw, case: Case) -> dict[str, object]:
+    """What to change of a Case so that other ranks compute the same in another way."""
+    group = _members(draw, case.world) if case.world > 1 else None
+    return {
+        "group": group, "order": draw(_orders),
+        "cuts": cuts_of(draw, case.tokens, case.world if group is None else len(group)),
+        "exchange": draw(_exchanges), "bucket": bucket_of(draw, case.tokens),
+    }  # fmt: skip
+
+
+def permutation_of(draw: Draw, size: int) -> tuple[int, ...]:
+    """Any order of range(size)."""
+    return permutation(draw(st.integers(0, math.factorial(size) - 1)), range(size), size)

@@ -1,0 +1,122 @@
+"""Hypothesis strategies that draw TrainingCases, from the small end up.
+
+As in `verification.strategies.cases`, the first entry of every `sampled_from` is the simplest one, so that shrinking ends at
+the smallest model and mesh. Models are tiny: what composes wrongly does so at any size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+from hypothesis import strategies as st
+
+from reference.pattern import Pattern
+from verification.strategies.cases import Draw, bucket_of, cuts_of, pattern_of
+from verification.strategies.documents import documents_of, ends_of, windowed
+from verification.training.training_case import TrainingCase
+from verification.training.training_model import Model
+
+MOST_TOKENS = 24
+
+_tokens = st.integers(1, MOST_TOKENS)
+_least_tokens = st.integers(2, 8)
+_kinds = st.sampled_from(("sdpa", "llama", "longnet"))
+_layers = st.sampled_from((1, 1, 2))
+_dims = st.sampled_from((4, 8, 16, 12, 32))
+_heads = st.sampled_from(((1, 1), (2, 2), (2, 1), (4, 2), (3, 1), (4, 4)))
+_head_dims = st.sampled_from((2, 4, 8, 3))
+_even_head_dims = st.sampled_from((4, 2, 8))
+_positions = st.sampled_from(("none", "rotary", "learned", "rotary"))
+_norms = st.sampled_from(("rms", "layer"))
+_orders = st.sampled_from(
+    ("contiguous", "zigzag", "striped", "hilbert", "spliced", "paired", "shuffled", "permuted", "swapped", "stepped")
+)
+_arrangements = st.sampled_from(("contiguous", "strided"))
+_batches = st.sampled_from((1, 1, 2))
+_exchanges = st.sampled_from(("direct", "ring", "gather"))
+_handles = st.sampled_from(("recorded", "recorded", "recorded", "group", "mesh"))
+# To compile takes each rank seconds of a processor, a step hundredths: few TrainingCases are compiled. None by
+# "inductor", which takes longer still and has the same operators of ours in the same places.
+_compiled = st.sampled_from(("no",) * 11 + ("aot_eager",))
+_dtypes = st.sampled_from(("float64",) * 6 + ("float32", "bfloat16"))
+_wrappers = st.sampled_from(("none", "ddp", "fsdp2", "hsdp2"))
+_accumulations = st.sampled_from((1, 1, 2, 3))
+_checkpointing = st.sampled_from(("none", "non-reentrant", "reentrant", "selective"))
+_clipping = st.sampled_from((None, None, 0.1, 0.02, 1e6))  # the last one is not reached: only the norm is looked at
+_optimisers = st.sampled_from(("sgd", "adamw"))
+_steps = st.sampled_from((1, 1, 2, 3))
+_resumed = st.sampled_from((None, None, None, None, None, None, "contiguous", "zigzag", "striped"))
+_labels = st.sampled_from(("all", "some", "shards", "ranks", "all", "some", "shards", "ranks", "none"))
+_seeds = st.integers(0, 255)
+_flags = st.booleans()
+_scales = st.sampled_from((None, None, 0.25, 1.5))
+_losses = st.sampled_from(("mean", "mean", "scaled", "given"))
+_packed_by = st.sampled_from(("batch", "handle"))
+_spoilt = st.sampled_from((None,) * 6 + ("nan", "inf"))
+_others = st.sampled_from((False, True, True))
+_branches = st.sampled_from((1, 2, 3))
+_ratios = st.sampled_from((1, 2, 3, 4))
+
+
+@cache
+def _data_ranks(world: int) -> st.SearchStrategy[int]:
+    """Most meshes share sequences: a mesh of data ranks alone comes once, all others twice."""
+    divisors = [d for d in range(1, world + 1) if world % d == 0]
+    return st.sampled_from([d for d in divisors if d < world] + divisors)
+
+
+def _model(draw: Draw) -> Model:
+    kind = draw(_kinds)
+    heads, kv_heads = draw(_heads)
+    positions, layers, tied = draw(_positions), draw(_layers), draw(_flags)
+    head_dim = draw(_even_head_dims if positions == "rotary" or kind == "longnet" else _head_dims)
+    # Whether or not the kind has a use for them: what is drawn after them stays as it was when the kind shrinks.
+    dim, norm, qk_norm, bias, subln = draw(_dims), draw(_norms), draw(_flags), draw(_flags), draw(_flags)
+    scale, two_bases = draw(_scales), draw(_flags)
+    longnet, llama = kind == "longnet", kind == "llama"
+    return Model(
+        kind=kind, layers=layers, dim=heads * head_dim if longnet else dim, heads=heads, kv_heads=kv_heads,
+        head_dim=head_dim, norm="layer" if longnet else norm, tied=tied,
+        qk_norm=llama and qk_norm, bias=longnet or bias, subln=longnet and subln,
+        positions=positions, scale=scale if kind == "sdpa" else None,
+        bases=2 if two_bases and not longnet else 1,
+    )  # fmt: skip
+
+
+def _pattern(draw: Draw, model: Model, tokens: int, ranks: int) -> Pattern:
+    """Half are dense but for windows, unless the block is LongNet's, without windows. ranks: that share a sequence."""
+    if model.kind != "longnet":
+        dense = draw(_flags)
+        pattern = Pattern.dense(causal=not draw(_flags)) if dense else pattern_of(draw, tokens, model.heads)
+        return windowed(draw, pattern, tokens, ranks)
+    count, shortest, growth = draw(_branches), draw(st.integers(1, tokens)), draw(_ratios)
+    lengths = [shortest * growth**step for step in range(count)]
+    return Pattern.longnet(lengths, [draw(_ratios) for _ in lengths], model.heads, draw(_flags), "torchscale")
+
+
+@st.composite
+def training_cases(draw: Draw, world: int) -> TrainingCase:
+    """TrainingCases for a world of that many ranks."""
+    tokens, data, model = max(draw(_tokens), draw(_least_tokens)), draw(_data_ranks(world)), _model(draw)
+    steps, dtype = draw(_steps), draw(_dtypes)
+    compiled, handle = draw(_compiled), draw(_handles)
+    case = TrainingCase(
+        world=world, data=data, arrangement=draw(_arrangements), tokens=tokens, batch=draw(_batches),
+        order=draw(_orders), cuts=cuts_of(draw, tokens, world // data), model=model, exchange=draw(_exchanges),
+        bucket=bucket_of(draw, tokens),
+        handle="group" if compiled != "no" and handle == "recorded" else handle,  # a graph names its group
+        compiled=compiled, dtype="float64" if model.has_steps else dtype, wrapper=draw(_wrappers),
+        accumulation=draw(_accumulations), checkpointing=draw(_checkpointing), clipping=draw(_clipping),
+        optimiser=draw(_optimisers), steps=steps, resumed=draw(_resumed) if steps > 1 else None,
+        labels=draw(_labels), seed=draw(_seeds), loss=draw(_losses), packed_by=draw(_packed_by),
+        drops_zeros=draw(_flags), spoilt=draw(_spoilt),
+        pattern=_pattern(draw, model, tokens, world // data),  # last: how it is drawn depends on the model
+    )  # fmt: skip
+    ends = ends_of(case.shards())
+    case = replace(case, pattern=replace(case.pattern, documents=documents_of(draw, tokens, ends)))
+    if steps > 1 and draw(_others):
+        case = replace(case, later_documents=tuple(documents_of(draw, tokens, ends) for _ in range(steps - 1)))
+    if model.kind == "longnet" or not case.always_packed or not draw(_others):
+        return case
+    return replace(case, own_documents=documents_of(draw, tokens, ends))
