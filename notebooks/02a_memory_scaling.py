@@ -33,7 +33,7 @@
 # | incoming gradients of out and lse | $L\,(H D\, b + H a)$ | |
 # | sums of dq, dk, dv | $L\,(H + 2 H_k) D\, a$ | `cost.resident(...).gradients` |
 # | communication buffers | by exchange, bucket and pattern | `cost.buffers(...).backward` |
-# | workspace of a kernel call | at most a few tensors as large as the rank's queries | `verification.run.memory_meter` |
+# | workspace of a kernel call | at most a few tensors of the size of the queries | `verification.run.memory_meter` |
 #
 # With `NOTEBOOKS_LONG=1` in the environment, sequences are longer and there are more world sizes.
 
@@ -62,9 +62,9 @@ from reference import Pattern, cost
 from verification.case import Case
 from verification.problems.real_size import measured
 from verification.run.backends import GlooBackend
+from verification.run.memory_meter import Meter, limits
 from verification.run.rank import attend, shards
 from verification.run.simulation.simulation import Simulation
-from verification.run.memory_meter import Meter, limits
 
 LONG = os.environ.get("NOTEBOOKS_LONG") == "1"
 COLOUR = {"ring": BLUE, "direct": VERMILLION, "gather": GREEN}

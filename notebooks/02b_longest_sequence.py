@@ -95,8 +95,8 @@ assert by_bucket["direct", SHARD] <= by_bucket["ring", SHARD]
 # ## The longest sequence
 #
 # One layer, forward and backward, bf16, 32 query and 8 key/value heads of 128, dense causal in zigzag order, and 64 GiB
-# of memory for these terms. Up to a constant every term is linear in the length of a shard, also the buffers: of a long
-# shard, `ring.default_bucket` makes a sixteenth the bucket here. Two lengths determine the line, and a third one checks it.
+# of memory for these terms. Up to a constant every term is linear in the length of a shard, also the buffers: for a
+# long shard `ring.default_bucket` returns a sixteenth of it. Two lengths determine the line, and a third one checks it.
 
 # %%
 HEADS, KV_HEADS, DIM, MEMORY = 32, 8, 128, 64 * 2**30

@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reference import validators
-from reference.remote_rows import Need, need_of
 from reference.pattern import Pattern
+from reference.remote_rows import Need, need_of
 
 Ints = NDArray[np.int64]
 EXCHANGES = ("ring", "direct", "gather")

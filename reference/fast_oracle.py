@@ -23,9 +23,9 @@ import torch
 from numpy.typing import NDArray
 
 from reference import bounds
-from reference.roundoff import Arithmetic
 from reference.bounds import Array, Softmax, library
 from reference.pattern import Pattern
+from reference.roundoff import Arithmetic
 
 Flags = NDArray[np.bool_]
 Ints = NDArray[np.int64]

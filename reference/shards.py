@@ -1,5 +1,5 @@
-"""Which rank holds which positions, and how many tokens a kernel call takes: what `ring.layout` and `ring.default_bucket` are
-checked against.
+"""Positions of each rank and tokens of a kernel call, against which `ring.layout` and `ring.default_bucket` are
+checked.
 
 Nothing is computed here as it is there. Shards follow from the rank of each position, not from runs and cuts; Hilbert's
 curve is built from its four quarters, not from the bits of an index; the bucket is a quotient of integers.

@@ -1,4 +1,4 @@
-"""Ring dilated attention: what users call, under autograd. `ring.execute` has what it does once the ranks have agreed."""
+"""Ring dilated attention as users call it, under autograd. `ring.execute` runs it once the ranks have agreed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import torch.distributed as dist
 
 from reference.documents import Documents
 from reference.pattern import Pattern
-from ring.agreement import Call, agree, agree_backward, wants_gradients
 from ring.comm.group import transport_over
 from ring.comm.transport import Transport
 from ring.compile_ops import traced
-from ring.layout import Layout
+from ring.consensus import agree, agree_backward
 from ring.custom_op import as_one_operator
-from ring.execute import Walk, backward, best_for, forward, walk_of
+from ring.execute import Walk, backward, forward, select_transport, walk_of
+from ring.layout import Layout
+from ring.validation import Call, wants_gradients
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -99,12 +100,14 @@ def ring_attention(
         call = Call(q, k, v, pattern, layout, exchange, bucket, kernel, scale, return_lse, differentiated, (*unknown,))
         setting = agree(call, numbered, transport, check)
         # GPUs of one host meet in their memory, now that all ranks are known to have tensors there.
-        walk = walk_of(call, setting, numbered, transport if transport is group else best_for(q, transport), check)
+        walk = walk_of(
+            call, setting, numbered, transport if transport is group else select_transport(q, transport), check
+        )
         out, lse = _RingAttention.apply(q, k, v, walk)
     return (out, lse) if return_lse else out
 
 
-def over_documents(
+def attend_packed(
     packed: Pattern | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Pattern, layout: Layout,
     **settings: Any,
 ) -> torch.Tensor:  # fmt: skip
@@ -140,7 +143,7 @@ def _without_autocast(x: torch.Tensor) -> AbstractContextManager[object]:
     return torch.autocast(device, enabled=False) if on else _NOTHING
 
 
-def _plainly(x: torch.Tensor) -> AbstractContextManager[object]:
+def _backward_context(x: torch.Tensor) -> AbstractContextManager[object]:
     """For a backward: without autocast and, where it is itself differentiated, without gradients."""
     if not torch.is_grad_enabled():
         return _without_autocast(x)
@@ -180,17 +183,17 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         # Whatever checkpointing computes again, it has computed when the tensors are there: its calls come before this.
-        with ctx.walk.transport.calls.turn(), _plainly(q):
+        with ctx.walk.transport.calls.turn(), _backward_context(q):
             agree_backward(ctx.walk.numbered, ctx.walk.transport, ctx.walk.check)
             given = torch.zeros_like(out) if dout is None else dout
             grads = backward(ctx.walk, q, k, v, out, lse, given, dlse)
         if torch.is_grad_enabled():  # create_graph=True: the gradients may be used, not differentiated
             sources = [x for x in (q, k, v, dout, dlse) if x is not None]
-            grads = _Once.apply(*grads, *sources)
+            grads = _NoDoubleBackward.apply(*grads, *sources)
         return (*grads, None)
 
 
-class _Once(torch.autograd.Function):
+class _NoDoubleBackward(torch.autograd.Function):
     """Gradients that cannot be differentiated: the error says so, and no message is posted for which others wait."""
 
     @staticmethod

@@ -20,13 +20,14 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.fx.node import has_side_effect
 
 from reference.pattern import Branch, Pattern, numbered_pattern
-from ring.agreement import Call, agree, agree_backward, setting_of, wants_gradients
 from ring.comm.group import is_mesh
 from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.transport import SoloTransport, Transport
+from ring.consensus import agree, agree_backward, setting_of
+from ring.execute import backward, forward, select_transport, walk_of
 from ring.layout import Layout, numbered_layout
 from ring.precision import accumulator_dtype
-from ring.execute import backward, best_for, forward, walk_of
+from ring.validation import Call, wants_gradients
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -145,7 +146,7 @@ def attention_forward(
             return_lse, differentiated,
         )  # fmt: skip
         setting = agree(call, numbered, transport, check)
-        walk = walk_of(call, setting, numbered, best_for(q, transport), check)
+        walk = walk_of(call, setting, numbered, select_transport(q, transport), check)
         out, lse = forward(walk, q, k, v)
     return out.contiguous(), lse, torch.tensor([numbered.number], device="cpu")
 
@@ -166,12 +167,12 @@ def attention_backward(
     """dq, dk, dv, like q, k, v. number: of the call, as the forward returned it."""
     transport = _transport(group)
     with torch.cuda.device_of(q), transport.calls.turn(), torch.autocast(q.device.type, enabled=False):
-        numbered = transport.calls.again(int(number), name)
+        numbered = transport.calls.get(int(number), name)
         call = Call(
             q, k, v, _pattern(pattern, packed), numbered_layout(layout), exchange, bucket, kernel_name, scale,
             return_lse, differentiated=True,
         )  # fmt: skip
-        walk = walk_of(call, setting_of(call, transport), numbered, best_for(q, transport), check)
+        walk = walk_of(call, setting_of(call, transport), numbered, select_transport(q, transport), check)
         agree_backward(numbered, walk.transport, check)
         dq, dk, dv = backward(walk, q, k, v, out, lse, dout, dlse)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()

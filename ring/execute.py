@@ -17,9 +17,7 @@ from functools import cached_property, partial
 
 import torch
 
-from ring.agreement import Call, CallSetting
-from ring.default_bucket import default_bucket, default_own
-from ring.caching.bounded_cache import Bounded
+from ring.caching.bounded_cache import BoundedCache
 from ring.comm import buffer_meter
 from ring.comm.call_order import NumberedCall
 from ring.comm.exchange import Arrival, Exchange
@@ -30,15 +28,18 @@ from ring.compute import kernel_counts, kernels
 from ring.compute.accumulator import Accumulator, OutputMerge, Sum, TensorSum, lse_view
 from ring.compute.gpu import graph_replay
 from ring.compute.math_kernel import SavedRows
+from ring.consensus import CallSetting
+from ring.default_bucket import default_bucket, default_own
+from ring.lowering import KernelCall, Program, Programs
 from ring.plan.plan import MOST_BYTES, Plan, plan_of
 from ring.precision import accumulator_dtype
-from ring.lowering import KernelCall, Program, Programs
 from ring.strided_view import GradientSum, StridedView
+from ring.validation import Call
 
 _NOTHING = nullcontext()
 # Rows, and lse's numbers of a sequence: `ring.compute.gpu.merge_kernel` counts them in 32 bits.
 _MOST_COUNTED = 2**30
-_programs: Bounded[CallSetting, Programs] = Bounded(128, most_bytes=MOST_BYTES)
+_programs: BoundedCache[CallSetting, Programs] = BoundedCache(128, most_bytes=MOST_BYTES)
 
 
 @dataclass(eq=False)
@@ -53,7 +54,7 @@ class Walk:
 
 def walk_of(call: Call, setting: CallSetting, numbered: NumberedCall, transport: Transport, check: bool) -> Walk:
     """Of a call that was found right. Programs are kept by the setting, which has all that they are made of."""
-    programs = _programs.once(
+    programs = _programs.get_or_make(
         setting,
         lambda: Programs(_plan(call, transport.rank), call.q, call.kernel, call.factor),
         lambda made: made.plan.nbytes,
@@ -64,7 +65,7 @@ def walk_of(call: Call, setting: CallSetting, numbered: NumberedCall, transport:
 def _plan(call: Call, rank: int) -> Plan:
     pattern, layout, q, exchange, bucket = call.pattern, call.layout, call.q, call.exchange, call.bucket
     heads, kv_heads, own = q.shape[2], call.k.shape[2], None
-    varlen = kernels.together(call.kernel, q.device, q.dtype, q.shape[3], call.factor)
+    varlen = kernels.max_varlen_tokens(call.kernel, q.device, q.dtype, q.shape[3], call.factor)
     if bucket is None:
         bucket = default_bucket(layout, heads, kv_heads, q.dtype, q.device.type)
         own = default_own(q, bucket)
@@ -75,12 +76,12 @@ def forward(walk: Walk, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tu
     """(out, lse): like q, and (B, H, N) in the accumulator's type."""
     batch, tokens, heads, _ = q.shape
     program = walk.programs.forward
-    posting = _NOTHING if walk.transport.world_size == 1 else walk.numbered.calls.posting(walk.numbered.forward)
+    guard = _NOTHING if walk.transport.world_size == 1 else walk.numbered.calls.guard(walk.numbered.forward)
     if not (q.is_cuda and _is_replayed(walk, program, q)):
-        return _forward(walk, program, posting, q, k, v)
+        return _forward(walk, program, guard, q, k, v)
     results = ((q.shape, q.dtype), ((batch, heads, tokens), accumulator_dtype(q.dtype)))
     compute = partial(_forward, walk, program, _NOTHING)
-    with posting:
+    with guard:
         out, lse = graph_replay.replayed(_what(walk, program), (q, k, v), results, compute)
     return out, lse
 
@@ -88,13 +89,13 @@ def forward(walk: Walk, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tu
 def _forward(
     walk: Walk,
     program: Program,
-    posting: AbstractContextManager[object],
+    guard: AbstractContextManager[object],
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     accumulator, queries, scale = accumulator_for(q), StridedView(q), walk.programs.scale
-    with posting:
+    with guard:
         exchange = Exchange(walk.programs.plan, walk.transport, k, v)
         for arrival, calls in zip(exchange.arrivals(), program.arrivals, strict=True):
             for call in calls:
@@ -121,19 +122,19 @@ def backward(
     repeatable = q.is_cuda and torch.are_deterministic_algorithms_enabled()  # on CPUs all kernels are
     program = walk.programs.backward(q, dlse is not None, repeatable)
     given = (q, k, v, out, lse, dout)
-    posting = _NOTHING if walk.transport.world_size == 1 else walk.numbered.calls.posting(walk.numbered.begun_backward)
+    guard = _NOTHING if walk.transport.world_size == 1 else walk.numbered.calls.guard(walk.numbered.current_backward)
     if not (q.is_cuda and _is_replayed(walk, program, q)):
-        return _backward(walk, program, posting, dlse, *given)
+        return _backward(walk, program, guard, dlse, *given)
     results = tuple((x.shape, q.dtype) for x in (q, k, v))
     compute = partial(_backward, walk, program, _NOTHING, dlse)
-    with posting:
+    with guard:
         return graph_replay.replayed(_what(walk, program), given, results, compute)
 
 
 def _backward(
     walk: Walk,
     program: Program,
-    posting: AbstractContextManager[object],
+    guard: AbstractContextManager[object],
     dlse: torch.Tensor | None,
     *given: torch.Tensor,
 ) -> list[torch.Tensor]:
@@ -141,7 +142,7 @@ def _backward(
     sums = sums_of(q)
     dq, dk, dv = sums(q), sums(k), sums(v)
     rows = _QueryRows(StridedView(q), StridedView(dout), StridedView(out), lse_view(lse), dlse, dq)
-    with posting:
+    with guard:
         exchange = Exchange(walk.programs.plan, walk.transport, k, v)
         for arrival, calls in zip(exchange.round_trips(dk, dv), program.arrivals, strict=True):
             for call in calls:
@@ -190,7 +191,7 @@ def _add_gradients(walk: Walk, call: KernelCall, arrival: Arrival, rows: _QueryR
     arrival.value_grad.add(*of_keys, dv)
 
 
-def best_for(q: torch.Tensor, transport: Transport) -> Transport:
+def select_transport(q: torch.Tensor, transport: Transport) -> Transport:
     """The fastest way over the same group between tensors like q. On GPUs the first call is collective."""
     return transport_of(transport.group) if q.is_cuda and isinstance(transport, ProcessGroupTransport) else transport
 
@@ -212,7 +213,9 @@ def _is_replayed(walk: Walk, program: Program, q: torch.Tensor) -> bool:
 def accumulator_for(query: torch.Tensor) -> OutputMerge:
     if not _combines(query):
         return Accumulator(query)
-    from ring.compute.gpu.gpu_accumulator import CombinedAccumulator  # here, because torch for CPUs comes without Triton
+    from ring.compute.gpu.gpu_accumulator import (
+        CombinedAccumulator,  # here, because torch for CPUs comes without Triton
+    )
 
     return CombinedAccumulator(query)
 

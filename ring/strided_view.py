@@ -7,8 +7,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ring.caching.weak_cache import kept_beside
-from ring.caching.graph_keepalive import kept_while_captured
+from ring.caching.graph_keepalive import keep_alive_in_graph
+from ring.caching.weak_cache import cached_on
 from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
 
@@ -78,7 +78,7 @@ class StridedView:
         """Indices of dims 1 and 2 that broadcast to (F, L, groups, per_group)."""
         device = self._whole.device
         row, head = _row_index(rows, heads.groups, device)[..., None], _head_index(heads, device)
-        kept_while_captured(row, head)
+        keep_alive_in_graph(row, head)
         return (row + head, torch.zeros_like(head)) if self._slots else (row, head)
 
 
@@ -96,7 +96,7 @@ class GradientSum(Protocol):
         """Add a summand, (F, B, groups, per_group, L, D)."""
         ...
 
-    def settle(self) -> None:
+    def materialize(self) -> None:
         """After this, tiles that were added may change."""
         ...
 
@@ -205,7 +205,7 @@ def _as_one(outer: int, outer_step: int, inner: int, inner_step: int) -> int | N
     return inner_step if outer == 1 or outer_step == inner * inner_step else None
 
 
-@kept_beside
+@cached_on
 def _row_index(rows: Rows, groups: int, device: torch.device) -> torch.Tensor:
     """(F, L, groups or 1), copied to a GPU once: a copy at every call would be waited for, and cannot be captured."""
     index = (rows.index if rows.index is not None else torch.from_numpy(rows.listed())).unsqueeze(2)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reference import validators, shards
+from reference import shards, validators
 from reference.pattern import Pattern
 from reference.shards import Division, Shards
 from verification.wording import misfits
@@ -68,7 +68,7 @@ class Case:
     kernel        "auto", "math", "flash" or, on GPUs, "cudnn"
     lse           "unused"; "returned" (and compared); "differentiated" (its gradient takes part as well); "alone" (only
                   lse is differentiated, not the output); "apart" (on each rank the loss takes others of both: see
-                  `loss_on`)
+                  `loss_of`)
     strided       whether inputs and incoming gradients are non-contiguous (`verification.run.layouts.strided_copy`)
     again         how the second run differs from the first, which must not change a bit of what both give: "alike";
                   "unchecked" (check=False); "group" (called with the process group itself, where there is one);
@@ -79,11 +79,11 @@ class Case:
                   meta device is the default one); "autocast" (16-bit numbers are given as fp32 under autocast, for
                   every other seed only k and v, and some in the other 16-bit type if that loses nothing; others under
                   one that leaves them as they are); which of q, k and v require gradients; "apart" (on each rank
-                  others of them do: see `again_on`); "dtype" (while another default dtype is set); "graph" (a
+                  others of them do: see `second_run_of`); "dtype" (while another default dtype is set); "graph" (a
                   backward with create_graph, for every other seed under autocast); or "written" (every other rank
                   writes the same arguments in another way: `verification.run.equivalent_arguments`)
     device        "cpu", or "cuda": on GPUs, whose fused kernels work in 16 bits
-    measured      whether the workspace of the first run is looked at (`verification.run.memory_meter`), which takes time
+    measured      True if the first run's workspace is measured (`verification.run.memory_meter`), which takes time
 
     Raises ValueError, at construction, naming the field, what was given and what is allowed.
     """
@@ -192,7 +192,7 @@ class Case:
         documents = self.pattern.documents if self.order in ORDERS_BY_DOCUMENT else None
         return self.order, self.tokens, len(self.ranks), self.cuts, seed, documents
 
-    def again_on(self, index: int) -> str:
+    def second_run_of(self, index: int) -> str:
         """`again` of the rank at that index of the group. "apart": some of q, k and v, by the seed; "written": only on
         every other one."""
         if self.again == "written" and index % 2 == self.seed % 2:
@@ -201,7 +201,7 @@ class Case:
             return self.again
         return _WANTED[(self.seed + index * (1 + self.seed // len(_WANTED) % 6)) % len(_WANTED)]
 
-    def loss_on(self, index: int) -> str:
+    def loss_of(self, index: int) -> str:
         """What the loss of the rank at that index of the group takes: `lse`. "apart": "returned" (the output alone),
         "alone", both, or "neither" of them, by the seed."""
         return self.lse if self.lse != "apart" else _LOSSES[(self.seed + index) % len(_LOSSES)]
@@ -233,7 +233,7 @@ class Case:
         if self.lse == "apart":  # zero for the tokens of ranks whose loss does not take the output, or lse
             dout = dout.clone()
             for index, held in enumerate(self.shards().positions):
-                loss, rows = self.loss_on(index), torch.tensor(held)
+                loss, rows = self.loss_of(index), torch.tensor(held)
                 if loss in ("alone", "neither"):
                     dout[:, rows] = 0.0
                 if loss in ("returned", "neither"):

@@ -15,15 +15,15 @@ from verification.check.checks import CHECKS, costs
 from verification.check.expectation import expect
 from verification.check.laws import LAWS, Law
 from verification.check.supported import check_supported
-from verification.strategies.cases import cases
 from verification.failures import RankHang
 from verification.problems import real_size
 from verification.report.counter_example import CounterExample, save_record
 from verification.report.report import Report
 from verification.run.backends import Backend
 from verification.run.rank import observe
-from verification.search.experiment import Experiment, Found, case_record
+from verification.search.experiment import Counterexample, Experiment, case_record
 from verification.search.search import Search
+from verification.strategies.cases import cases
 
 WORLDS = (1, 2, 3, 4, 8)
 MOST_RANKS = {"gloo": 64, "sim": 1024, "nccl": 64}  # by backend
@@ -88,7 +88,7 @@ EXAMPLES = Experiment("examples", cases, check_case, premise=check_supported)
 
 # An experiment of its own, since its Cases are much alike: with half of the EXAMPLES drawn around one Case, the others
 # would miss what is rare.
-PUSHED = replace(EXAMPLES, name="examples with larger errors", check=check_errors, pushes=True)
+PUSHED = replace(EXAMPLES, name="examples with larger errors", check=check_errors, targets_error=True)
 PUSHED_SHARE = 0.1  # of the examples that a world size is given
 
 
@@ -189,7 +189,7 @@ def hangs(failures: list[CounterExample]) -> bool:
     return any(failure.kind == RankHang.kind for failure in failures)
 
 
-def save(found: Found, search: Search, folder: Path) -> CounterExample:
+def save(found: Counterexample, search: Search, folder: Path) -> CounterExample:
     experiment = search.experiment
     world, record = experiment.case_of(found.subject).world, experiment.record_of(found.subject)
     broken = experiment.property_of(found.subject, found.failure)

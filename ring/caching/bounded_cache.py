@@ -10,9 +10,9 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class Bounded(dict[K, V]):
-    """`get` finds what was kept; `keep` keeps it, and forgets what came first if there are more than `most` entries, or
-    if together they take more than `most_bytes`. The newest stays in any case. `once` makes what is not there.
+class BoundedCache(dict[K, V]):
+    """`get` finds what was kept; `put` keeps it, and forgets what came first if there are more than `most` entries, or
+    if together they take more than `most_bytes`. The newest stays in any case. `get_or_make` makes what is not there.
 
     Unlike `functools.lru_cache`, it can keep what was made of more than the key. Ranks may be threads of one process.
     """
@@ -22,17 +22,17 @@ class Bounded(dict[K, V]):
         self._most, self._most_bytes, self._lock = most, most_bytes, threading.Lock()
         self._bytes: dict[K, int] = {}
 
-    def once(self, key: K, make: Callable[[], V], nbytes: Callable[[V], int] | None = None) -> V:
+    def get_or_make(self, key: K, make: Callable[[], V], nbytes: Callable[[V], int] | None = None) -> V:
         """What is kept by this key, or what `make` returns, which is then kept; it is not None. nbytes: of that, about
         what it takes. Threads that ask at the same time may each make one; the last is kept.
         """
         found = self.get(key)
         if found is None:
             made = make()
-            found = self.keep(key, made, 0 if nbytes is None else nbytes(made))
+            found = self.put(key, made, 0 if nbytes is None else nbytes(made))
         return found
 
-    def keep(self, key: K, value: V, nbytes: int = 0) -> V:
+    def put(self, key: K, value: V, nbytes: int = 0) -> V:
         """nbytes: about what the value takes."""
         with self._lock:
             self[key] = value

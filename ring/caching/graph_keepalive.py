@@ -11,13 +11,13 @@ import torch
 _for_ever: list[object] = []  # by graphs of the user's, of whose end nothing is known here
 
 
-class _OfThread(threading.local):
+class _ThreadState(threading.local):
     """Of the graph that this thread captures."""
 
     found: list[object] | None = None
 
 
-_kept = _OfThread()
+_kept = _ThreadState()
 
 
 def keep(what: object) -> None:
@@ -25,14 +25,14 @@ def keep(what: object) -> None:
     (_for_ever if _kept.found is None else _kept.found).append(what)
 
 
-def kept_while_captured(*tables: torch.Tensor) -> None:
+def keep_alive_in_graph(*tables: torch.Tensor) -> None:
     """Keep tables that a cache may forget, if a graph is being captured that reads them."""
     if tables[0].is_cuda and torch.cuda.is_current_stream_capturing():
         keep(tables)
 
 
 @contextmanager
-def kept_for_one_graph() -> Iterator[list[object]]:
+def keep_alive_for_one_graph() -> Iterator[list[object]]:
     """A list of what the graph that is captured inside reads; it is as long there as the list."""
     found: list[object] = []
     _kept.found = found

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 T = TypeVar("T")
 
 
-def kept_beside(make: Callable[..., T]) -> Callable[..., T]:
+def cached_on(make: Callable[..., T]) -> Callable[..., T]:
     """`make`, whose first argument is told apart by identity and need not be hashed by value: what it returns is made
     once for it and the other arguments. What it returns must not refer to the first argument.
 

@@ -2,7 +2,7 @@
 
 Messages match in the order in which they are posted. If ranks begin calls in another order, or one leaves out a
 backward, messages of different calls would meet: wrong numbers, or a wait without end. So each forward on a group has a
-number, its backwards go by the same number, and the ranks compare both before a tensor moves (`ring.agreement`).
+number, its backwards go by the same number, and the ranks compare both before a tensor moves (`ring.consensus`).
 
 One thread calls on a group, since nothing orders the calls of several threads in the same way on every rank. Where two
 do, all that the first one had under way may have met calls of the second one elsewhere: it has no backward any more.
@@ -41,7 +41,7 @@ class NumberedCall:
         return self._backward(self.backwards + 1)
 
     @property
-    def begun_backward(self) -> str:
+    def current_backward(self) -> str:
         """The backward that the ranks have begun last."""
         return self._backward(self.backwards)
 
@@ -83,11 +83,11 @@ class Calls:
     def __exit__(self, *_: object) -> None:
         self._turn.release()
 
-    def posting(self, what: str) -> _Posting:
+    def guard(self, what: str) -> _Guard:
         """Around what posts messages. what: in which call and direction."""
-        return _Posting(self, what)
+        return _Guard(self, what)
 
-    def ended_in_the_middle(self, what: str, error: BaseException) -> None:
+    def mark_broken(self, what: str, error: BaseException) -> None:
         self._broken = f"{what} ended in the middle: {type(error).__name__}: {error}".partition("\n")[0]
 
     def begin(self, name: str | None) -> NumberedCall:
@@ -95,7 +95,7 @@ class Calls:
         self._number += 1
         return NumberedCall(self, self._number, name)
 
-    def again(self, number: int, name: str | None) -> NumberedCall:
+    def get(self, number: int, name: str | None) -> NumberedCall:
         """The call of this number, for a backward that knows no more of it. How often a call went backward is known of
         the last KEPT calls.
         """
@@ -139,13 +139,13 @@ class Calls:
         self._questions += 1
         return self._questions
 
-    def catch_up(self, number: int) -> None:
+    def advance_to(self, number: int) -> None:
         """Go on after this number, which the ranks have agreed on after they were found in different calls."""
         self._number = max(self._number, number)
 
 
 @dataclass(eq=False)
-class _Posting:
+class _Guard:
     """A context in which messages are under way."""
 
     calls: Calls
@@ -156,7 +156,7 @@ class _Posting:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            self.calls.ended_in_the_middle(self.what, error)
+            self.calls.mark_broken(self.what, error)
 
 
 def within_backward() -> bool:

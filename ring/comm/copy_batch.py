@@ -45,7 +45,7 @@ class Copy:
     size: int
 
 
-class Reader:
+class Consumer:
     """A rank that copies from this one."""
 
     def __init__(self, peer: int, flags: Flags) -> None:
@@ -54,7 +54,7 @@ class Reader:
         self.wait = [signals.wait(mine, 1), signals.put(mine, 0)]
 
 
-class Owner:
+class Producer:
     """A rank from which this one copies."""
 
     def __init__(self, peer: int, flags: Flags, copies: tuple[Copy, ...]) -> None:
@@ -78,7 +78,7 @@ class Streams:
 
 
 @dataclass(frozen=True, eq=False)
-class Copied:
+class PendingCopies:
     """A batch on the side stream. here: events after which its receives are copied, one a lane; read: the event after
     which its sends are copied too.
     """
@@ -95,14 +95,14 @@ class Copied:
         self.current.wait_event(self.read)
 
 
-class Meeting:
+class CopyBatch:
     """The batch of one label, for calls of one kind. readers, owners: nearest first.
 
     Every flag that others wait for is set before this rank waits for any flag, or depends only on flags that they set
     so. So ranks never wait for each other in a circle, in whatever order the GPU executes the streams.
     """
 
-    def __init__(self, readers: Sequence[Reader], owners: Sequence[Owner], streams: Streams) -> None:
+    def __init__(self, readers: Sequence[Consumer], owners: Sequence[Producer], streams: Streams) -> None:
         self._side, self._lanes = streams.side, streams.lanes[: len(owners)] if len(owners) > 1 else ()
         self._owners = owners
         tell = [one for reader in readers for one in reader.tell]
@@ -116,7 +116,7 @@ class Meeting:
         self._begun, self._done = torch.cuda.Event(), torch.cuda.Event()
         self._here = [torch.cuda.Event() for _ in (self._lanes or owners)]
 
-    def run(self, receives: Sequence[Message], current: torch.cuda.Stream) -> Copied:
+    def run(self, receives: Sequence[Message], current: torch.cuda.Stream) -> PendingCopies:
         """receives: of the same sizes in every call, but anywhere. current: the stream of the call."""
         side = self._side
         self._begun.record(current)
@@ -129,7 +129,7 @@ class Meeting:
             self._here[0].record(side)
         self._read(side)
         self._done.record(side)
-        return Copied(self._here, self._done, current)
+        return PendingCopies(self._here, self._done, current)
 
     def _copy_on_lanes(self, receives: Sequence[Message]) -> None:
         side, lanes = self._side, self._lanes
@@ -146,6 +146,6 @@ class Meeting:
             side.wait_event(here)
 
 
-def _copy(owner: Owner, receives: Sequence[Message], stream: torch.cuda.Stream) -> None:
+def _copy(owner: Producer, receives: Sequence[Message], stream: torch.cuda.Stream) -> None:
     for one in owner.copies:
         signals.copy(receives[one.place].address, one.source, one.size, stream)

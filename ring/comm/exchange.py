@@ -81,8 +81,8 @@ class Exchange:
                 yield Arrival(arrival.key, arrival.value, key_grad, value_grad)
             if due is not None:  # from the step before: partial sums to carry on, and gradients of the own keys
                 grad[: due[0].carried] += self._add_returned(due, returned, dk, dv)
-                dk.settle()  # the buffer is used again
-                dv.settle()
+                dk.materialize()  # the buffer is used again
+                dv.materialize()
                 due[1].wait()
             due = step, self._return(step, number, grad, returned)
         if due is not None:

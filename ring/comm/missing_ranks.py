@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ring.comm.transport import Absent
+from ring.comm.transport import MissingRanks
 
 SLOW = 1.0  # seconds after which a rank leaves its mark
 GRACE = 1.5  # seconds in which ranks that came in the last moment leave theirs
@@ -37,7 +37,7 @@ def wait_for_all(done: Done, group: dist.ProcessGroup, number: int) -> None:
             return
         raise RuntimeError(f"the group's timeout of {timeout_of(group)} is over")
     except RuntimeError as error:
-        raise Absent(_missing(group, number), str(error).partition("\n")[0]) from error
+        raise MissingRanks(_missing(group, number), str(error).partition("\n")[0]) from error
 
 
 def _missing(group: dist.ProcessGroup, number: int) -> list[int] | None:

@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ring.caching.bounded_cache import Bounded
-from ring.caching.graph_keepalive import kept_while_captured
+from ring.caching.bounded_cache import BoundedCache
+from ring.caching.graph_keepalive import keep_alive_in_graph
 from ring.caching.triton_launcher import Launcher
 from ring.plan.plan import SlotMap
 from ring.plan.ranges import Ints
@@ -49,7 +49,7 @@ def pack(gathers: tuple[SlotMap, ...], k: torch.Tensor, v: torch.Tensor, send_bu
     begins = k.data_ptr() % 16, v.data_ptr() % 16, send_buffer.data_ptr() % 16
     table = _table(gathers, k.device)
     launch = _launcher(table.shape[1], k.device, k.dtype, k.shape, k.stride(), v.stride(), begins)
-    kept_while_captured(table)
+    keep_alive_in_graph(table)
     launch(table, k, v, send_buffer)
 
 
@@ -68,12 +68,12 @@ def _launcher(
 
 
 # In the memory of GPUs; with documents every training step has others.
-_tables: Bounded[tuple[object, ...], torch.Tensor] = Bounded(1024, most_bytes=2**28)
+_tables: BoundedCache[tuple[object, ...], torch.Tensor] = BoundedCache(1024, most_bytes=2**28)
 
 
 def _table(gathers: tuple[SlotMap, ...], device: torch.device) -> torch.Tensor:
     """(2, slots) int32: row and head of each slot, copied to a GPU once."""
-    return _tables.once((gathers, device), lambda: _rows_and_heads(gathers).to(device), lambda made: made.nbytes)
+    return _tables.get_or_make((gathers, device), lambda: _rows_and_heads(gathers).to(device), lambda made: made.nbytes)
 
 
 def _rows_and_heads(gathers: tuple[SlotMap, ...]) -> torch.Tensor:

@@ -15,9 +15,9 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 
 from ring.comm.call_order import Calls
-from ring.comm.shared_page import HostMemory, host_memory_of
-from ring.comm.transport import Message, OwnBuffers, Pending
 from ring.comm.missing_ranks import done_by_event, done_by_work, timeout_of, wait_for_all
+from ring.comm.shared_page import HostMemory, host_memory_of
+from ring.comm.transport import LocalBuffers, Message, Pending
 
 T = TypeVar("T")
 _GREATEST = dist.AllreduceOptions()
@@ -82,7 +82,7 @@ class _Facts(NamedTuple):
     on_gpu: bool
 
 
-class ProcessGroupTransport(OwnBuffers):
+class ProcessGroupTransport(LocalBuffers):
     """A torch process group (gloo or NCCL), the whole world or part of it; peers are ranks of the group.
 
     Raises ValueError on a process that is not a member.

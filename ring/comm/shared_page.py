@@ -24,7 +24,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ring.comm.transport import Absent
+from ring.comm.transport import MissingRanks
 
 FOLDER = "/dev/shm"  # of files in memory
 _NO_FILE = "/no file"  # which nobody can open
@@ -94,7 +94,7 @@ class _StoreGather:
             self.store.wait(keys, self.timeout)
             return [said.decode() for said in self.store.multi_get(keys)]
         except RuntimeError as error:
-            raise Absent(self._missing(keys), str(error).partition("\n")[0]) from error
+            raise MissingRanks(self._missing(keys), str(error).partition("\n")[0]) from error
 
     def _missing(self, keys: list[str]) -> list[int] | None:
         with suppress(RuntimeError):
@@ -151,7 +151,7 @@ class HostMemory:
             time.sleep(_PAUSE if now - began < _SOON else _LATE_PAUSE)
         found = self._page[begin : begin + _SLOT]
         if found[_NUMBER : _NUMBER + PAYLOAD] == _GAVE_UP:
-            raise Absent((), "another rank has given up")
+            raise MissingRanks((), "another rank has given up")
         return found == answer
 
     def _is_there(self, rank: int, number: int) -> bool:
@@ -163,7 +163,7 @@ class HostMemory:
         """Raises Absent."""
         mine = self._begin(self._rank, number)
         self._page[mine : mine + _SLOT] = _slot_of(number, _GAVE_UP)
-        raise Absent([rank for rank in range(self._world_size) if not self._is_there(rank, number)], why)
+        raise MissingRanks([rank for rank in range(self._world_size) if not self._is_there(rank, number)], why)
 
     def _has_ended(self, rank: int) -> bool:
         try:

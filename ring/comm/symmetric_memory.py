@@ -19,10 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ring.caching.bounded_cache import Bounded
+from ring.caching.bounded_cache import BoundedCache
 from ring.caching.graph_keepalive import keep
 from ring.comm import signals
-from ring.comm.copy_batch import Copy, Flags, Meeting, Owner, Reader, Streams
+from ring.comm.copy_batch import Consumer, Copy, CopyBatch, Flags, Producer, Streams
 from ring.comm.process_group import ProcessGroupTransport, backends_of
 from ring.comm.transport import Message, Nothing, Outgoing, Pending, SoloTransport, Transport, all_gather_json
 
@@ -40,7 +40,7 @@ class _Route:
     ranges: list[_Ranges]
     pool: _SharedMemory | None
     by_nccl: bool = False
-    meetings: dict[str, Meeting] = field(default_factory=dict)  # by the label of their messages
+    meetings: dict[str, CopyBatch] = field(default_factory=dict)  # by the label of their messages
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,7 @@ class SymmetricTransport(ProcessGroupTransport):
         self._streams = Streams.of(self.world_size)
         self._current = torch.cuda.current_stream()  # of the call
         # All ranks come to the same kinds of calls in the same order, so they forget the same ones.
-        self._routes: Bounded[Hashable, _Route] = Bounded(_ROUTES)
+        self._routes: BoundedCache[Hashable, _Route] = BoundedCache(_ROUTES)
         self._route: _Route | None = None
         self.by_nccl = False  # some kind of call
         self._pools: list[_SharedMemory] = []  # all that there ever were: a captured graph may use any
@@ -77,7 +77,7 @@ class SymmetricTransport(ProcessGroupTransport):
         RuntimeError for a route that would be made, or made again, while a graph is captured.
         """
         capturing = torch.cuda.is_current_stream_capturing()
-        route = self._route = self._routes.once(key, lambda: self._new_route(outgoing(), capturing))
+        route = self._route = self._routes.get_or_make(key, lambda: self._new_route(outgoing(), capturing))
         self.by_nccl |= route.by_nccl
         if capturing:
             keep(route)
@@ -107,21 +107,21 @@ class SymmetricTransport(ProcessGroupTransport):
 
     def _meeting(
         self, route: _Route, pool: _SharedMemory, sends: Sequence[Message], receives: Sequence[Message]
-    ) -> Meeting:
+    ) -> CopyBatch:
         """For the messages of that label, which are the same in every call of a kind."""
         label = (*receives, *sends)[0].label
         found = route.meetings.get(label)
         if found is None:
-            readers = [Reader(peer, pool.flags) for peer in self._nearest_first(sends)]
+            readers = [Consumer(peer, pool.flags) for peer in self._nearest_first(sends)]
             owners = [self._owner(route, pool, peer, receives) for peer in self._nearest_first(receives)]
-            found = route.meetings[label] = Meeting(readers, owners, self._streams)
+            found = route.meetings[label] = CopyBatch(readers, owners, self._streams)
         return found
 
     def _nearest_first(self, messages: Sequence[Message]) -> list[int]:
         """Their peers, so that not all ranks copy from one rank at a time."""
         return sorted({message.peer for message in messages}, key=lambda peer: (peer - self.rank) % self.world_size)
 
-    def _owner(self, route: _Route, pool: _SharedMemory, peer: int, receives: Sequence[Message]) -> Owner:
+    def _owner(self, route: _Route, pool: _SharedMemory, peer: int, receives: Sequence[Message]) -> Producer:
         copies = []
         taken: dict[str, int] = {}
         for place, message in enumerate(receives):
@@ -135,7 +135,7 @@ class SymmetricTransport(ProcessGroupTransport):
                         f"{message.bytes}"
                     )
                 copies.append(Copy(place, pool.begins[peer] + start, message.bytes))
-        return Owner(peer, pool.flags, tuple(copies))
+        return Producer(peer, pool.flags, tuple(copies))
 
     def _new_route(self, outgoing: list[Outgoing], capturing: bool) -> _Route:
         if capturing:  # the other ranks, where nothing may be captured, would wait for what a graph does not run

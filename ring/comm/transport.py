@@ -21,16 +21,16 @@ import torch
 from ring.comm.call_order import Calls
 
 
-class Absent(RuntimeError):
+class MissingRanks(RuntimeError):
     """Not all ranks came, in time, to where the others wait. ranks: the numbers in the group of those that did not;
     empty: all came, but too late; None: nobody can tell.
     """
 
     def __init__(self, ranks: Sequence[int] | None, waited: str) -> None:
         self.ranks, self.waited = ranks if ranks is None else tuple(ranks), waited
-        super().__init__(self.told("where the others wait"))
+        super().__init__(self.message("where the others wait"))
 
-    def told(self, where: str) -> str:
+    def message(self, where: str) -> str:
         """The same in words. where: to which they did not come."""
         if self.ranks is None:
             who = "some rank did not come"
@@ -133,7 +133,7 @@ class Transport(Consensus, Protocol):
         ...
 
 
-class OwnBuffers(Transport):
+class LocalBuffers(Transport):
     """A transport that sends from ordinary tensors, as most do."""
 
     def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
@@ -161,7 +161,7 @@ class Nothing:
         """Nothing to wait for."""
 
 
-class SoloTransport(OwnBuffers):
+class SoloTransport(LocalBuffers):
     """A group of one rank, which needs no process group."""
 
     rank = 0

@@ -146,7 +146,7 @@ class Sum:
             self._begin()
         self._out.add(rows, heads, tile)
 
-    def settle(self) -> None:
+    def materialize(self) -> None:
         """Copy what was kept: a tile lies in a buffer that is about to change."""
         if self._only is not None:
             self._begin()

@@ -10,8 +10,8 @@ _counters: list[Counter[str]] = []
 
 
 @contextmanager
-def picked_kernels() -> Iterator[Counter[str]]:
-    """Count the kernel calls made inside by name: what "auto" picked. `ring.picked_kernels` is this one.
+def count_kernels() -> Iterator[Counter[str]]:
+    """Count the kernel calls made inside by name: what "auto" picked. `ring.count_kernels` is this one.
 
     with ring.picked_kernels() as count:
         ring_attention(q, k, v, pattern, layout)

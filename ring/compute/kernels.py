@@ -68,7 +68,7 @@ def fused(kernel: str, device: torch.device, dtype: torch.dtype, dim: int) -> st
     return "flash" if kernel == "flash" else "cudnn"
 
 
-def together(kernel: str, device: torch.device, dtype: torch.dtype, dim: int, scale: float) -> int:
+def max_varlen_tokens(kernel: str, device: torch.device, dtype: torch.dtype, dim: int, scale: float) -> int:
     """Rows and keys of documents of several lengths that share a call, at most; 0: none do, since what takes them one
     after the other gains nothing.
     """

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ring.caching.weak_cache import kept_beside
-from ring.caching.graph_keepalive import kept_while_captured
+from ring.caching.graph_keepalive import keep_alive_in_graph
+from ring.caching.weak_cache import cached_on
 from ring.plan.tile import Mask, Tile
 from ring.precision import accumulator_dtype
 
@@ -46,7 +46,7 @@ def _row_blocks(q: torch.Tensor, k: torch.Tensor) -> Iterator[slice]:
     return (slice(start, min(start + step, length)) for start in range(0, length, step))
 
 
-@kept_beside
+@cached_on
 def _positions(tile: Tile, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Of query rows (F, L) and of keys (F, Lk), copied to a GPU once."""
     assert tile.query_positions is not None and tile.key_positions is not None
@@ -63,7 +63,7 @@ def _scores(q: torch.Tensor, k: torch.Tensor, tile: Tile, scale: float, rows: sl
         hidden = (keys > keys[rows, None]).unsqueeze(0)  # (1, L, Lk)
     else:
         query, key = _positions(tile, q.device)
-        kept_while_captured(query, key)
+        keep_alive_in_graph(query, key)
         hidden = key[:, None, :] > query[:, rows, None]  # (F, L, Lk)
     scores.unflatten(3, q.shape[3:5]).masked_fill_(hidden[:, None, None, None], -torch.inf)
     return scores

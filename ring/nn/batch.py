@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from reference.documents import Documents, begins
-from ring.agreement import is_dtensor
 from ring.comm.transport import Message, Outgoing
 from ring.nn.context import ContextParallel
+from ring.validation import is_dtensor
 
 IGNORED = -100  # the label of a token that has none, as in torch's cross_entropy
 INTEGERS = (torch.int64, torch.int32)

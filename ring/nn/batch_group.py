@@ -17,18 +17,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring.agreement import compare
 from ring.comm.call_order import Calls, NumberedCall
 from ring.comm.group import is_mesh
 from ring.comm.process_group import ProcessGroupTransport, backends_of
-from ring.comm.transport import Absent
+from ring.comm.transport import MissingRanks
+from ring.consensus import compare
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
-class _Line:
+class _MeshAxis:
     """This rank and those that differ from it along one dimension of the mesh.
 
     members: their ranks in the group, which torch sorts, in the order of the mesh. stride: between their numbers among
@@ -49,7 +49,7 @@ class _Line:
         return self.transport.group
 
 
-class _Numbers(Calls):
+class _SharedCallNumber(Calls):
     """What batch ranks do is not numbered, since lines along one dimension may have seen different numbers of calls.
     But where another rank was found in a call on the group of a line, all ranks have to go on after that call.
     """
@@ -74,9 +74,9 @@ class _Numbers(Calls):
     def number(self) -> int:
         return max((calls.number for calls in self._lines), default=0)
 
-    def catch_up(self, number: int) -> None:
+    def advance_to(self, number: int) -> None:
         for calls in self._lines:
-            calls.catch_up(number)
+            calls.advance_to(number)
 
 
 class BatchRanks:
@@ -91,7 +91,7 @@ class BatchRanks:
         self._lines = _lines(over)
         self.rank = sum(line.index * line.stride for line in self._lines)
         self.world_size = prod(len(line.members) for line in self._lines)
-        self.calls: Calls = _Numbers([line.transport.calls for line in self._lines])
+        self.calls: Calls = _SharedCallNumber([line.transport.calls for line in self._lines])
 
     def turn(self) -> AbstractContextManager[object]:
         """Around all that the ranks do together for one result: another thread waits until it is there."""
@@ -130,11 +130,11 @@ class BatchRanks:
             shown = payload if equal else bytes(255 - byte for byte in payload)
             try:
                 equal = line.transport.all_equal(shown) and equal
-            except Absent as absent:
-                raise Absent(self._numbers(line, absent.ranks), absent.waited) from absent
+            except MissingRanks as absent:
+                raise MissingRanks(self._numbers(line, absent.ranks), absent.waited) from absent
         return equal
 
-    def _numbers(self, line: _Line, ranks: tuple[int, ...] | None) -> list[int] | None:
+    def _numbers(self, line: _MeshAxis, ranks: tuple[int, ...] | None) -> list[int] | None:
         """Of ranks of a line, which differ from this one along its dimension only."""
         if ranks is None:
             return None
@@ -150,7 +150,7 @@ class BatchRanks:
         return pieces
 
 
-def _lines(over: dist.ProcessGroup | DeviceMesh | None) -> tuple[_Line, ...]:
+def _lines(over: dist.ProcessGroup | DeviceMesh | None) -> tuple[_MeshAxis, ...]:
     """The last dimension first, so that what is gathered comes in the order of the ranks."""
     if over is None:
         return (_whole_group(None),) if dist.is_initialized() else ()
@@ -169,16 +169,18 @@ def _lines(over: dist.ProcessGroup | DeviceMesh | None) -> tuple[_Line, ...]:
     return tuple(lines)
 
 
-def _whole_group(group: dist.ProcessGroup | None) -> _Line:
+def _whole_group(group: dist.ProcessGroup | None) -> _MeshAxis:
     transport = ProcessGroupTransport(group)
-    return _Line(transport, tuple(range(transport.world_size)), 1)
+    return _MeshAxis(transport, tuple(range(transport.world_size)), 1)
 
 
-def _line(mesh: DeviceMesh, dim: int, stride: int) -> _Line:
+def _line(mesh: DeviceMesh, dim: int, stride: int) -> _MeshAxis:
     group, here = mesh.get_group(dim), mesh.get_coordinate()
     assert here is not None
     world_ranks = mesh.mesh.movedim(dim, -1)[tuple(at for i, at in enumerate(here) if i != dim)].tolist()
-    return _Line(ProcessGroupTransport(group), tuple(dist.get_group_rank(group, rank) for rank in world_ranks), stride)
+    return _MeshAxis(
+        ProcessGroupTransport(group), tuple(dist.get_group_rank(group, rank) for rank in world_ranks), stride
+    )
 
 
 def _device_for(group: dist.ProcessGroup, device: torch.device) -> torch.device:

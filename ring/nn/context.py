@@ -15,12 +15,13 @@ from torch import Tensor
 
 from reference.documents import Documents, begins, first_few
 from reference.pattern import Pattern
-from ring.agreement import compare, refuse_dtensor
-from ring.attention import over_documents
+from ring.attention import attend_packed
 from ring.comm.group import transport_over
 from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.transport import Transport
+from ring.consensus import compare
 from ring.layout import Layout
+from ring.validation import refuse_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -153,9 +154,9 @@ class ContextParallel:
 
     def positions_on(self, device: torch.device) -> Tensor:
         """The same on a device: one tensor for all callers, who do not change it."""
-        return self.once(("positions", device), lambda: self.positions.to(device))
+        return self.cached(("positions", device), lambda: self.positions.to(device))
 
-    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+    def cached(self, key: Hashable, make: Callable[[], T]) -> T:
         """What `make` returned when it was first asked for by this key: what a sequence's layers share."""
         kept: dict[Hashable, T] = self.__dict__["_kept"]
         if torch.compiler.is_compiling() and key not in kept:
@@ -181,7 +182,7 @@ class ContextParallel:
             "layout": self.layout, "group": group, "exchange": self.exchange,
             "bucket": self.bucket, "kernel": self.kernel, "scale": scale, "check": self.check, "name": name,
         }  # fmt: skip
-        return over_documents(self._packed, q, k, v, pattern, **settings)
+        return attend_packed(self._packed, q, k, v, pattern, **settings)
 
     def check_local(self, name: str, x: Tensor, shape: tuple[str, ...], dim: int) -> None:
         """Raise unless x has the dimensions that `shape` names and, along `dim`, the tokens of this rank.
@@ -222,7 +223,7 @@ class ContextParallel:
             elif error is not None:
                 raise error
 
-    def refuse(self, error: Exception, name: str | None = None) -> NoReturn:
+    def raise_everywhere(self, error: Exception, name: str | None = None) -> NoReturn:
         """Raise this rank's error in place of a call of `attention`, to which the other ranks come or have come.
 
         They raise the same error there, or this rank theirs if it is of an earlier rank. Without `check` only this

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring.agreement import is_dtensor
 from ring.nn.batch_group import BatchRanks
 from ring.precision import accumulator_dtype
+from ring.validation import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring.agreement import refuse_dtensor
 from ring.nn.batch import IGNORED, INTEGERS
 from ring.nn.batch_group import BatchRanks
 from ring.precision import accumulator_dtype
+from ring.validation import refuse_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -57,7 +57,7 @@ class RingAttention(nn.Module):
                 context.check_local(name, x, SHAPE, 2)
             _check_heads(query.shape[1], key.shape[1], enable_gqa)
         except Exception as error:  # of any type: the other ranks must hear of it
-            context.refuse(error, self.name)
+            context.raise_everywhere(error, self.name)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # (B, N, H, D)
         return context.attention(q, k, v, self.pattern, scale=scale, name=self.name).transpose(1, 2)
 

@@ -65,7 +65,7 @@ def check_turn(head_dim: int, theta: float) -> None:
 def angles_of(context: ContextParallel, x: Tensor, theta: float) -> tuple[Tensor, Tensor]:
     """cos and sin for x (B, N, H, D), which this rank's tokens have; computed once for all layers of a sequence."""
     dim, kind = x.shape[3], accumulator_dtype(x.dtype)
-    return context.once(
+    return context.cached(
         ("rotary", dim, theta, kind, x.device),
         lambda: _angles(context.positions_on(x.device), dim, theta, kind),
     )

@@ -123,7 +123,7 @@ def check_input(x: Tensor, dim: int, context: ContextParallel, positions: Tensor
         if positions is not None:
             _check_positions(positions, x, context)
     except Exception as error:  # of any type: the other ranks must hear of it
-        context.refuse(error, name)
+        context.raise_everywhere(error, name)
 
 
 @contextmanager
@@ -132,7 +132,9 @@ def errors_told(x: Tensor, context: ContextParallel, name: str | None) -> Iterat
     try:
         yield
     except RuntimeError as error:
-        context.refuse(ValueError(f"x must fit the module's parameters, got {x.dtype} on {x.device}: {error}"), name)
+        context.raise_everywhere(
+            ValueError(f"x must fit the module's parameters, got {x.dtype} on {x.device}: {error}"), name
+        )
 
 
 def _check_positions(positions: Tensor, x: Tensor, context: ContextParallel) -> None:

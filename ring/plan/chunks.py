@@ -128,6 +128,6 @@ def cut(entries: Entries, most: int) -> Chunks:
     return Chunks(found, chunk, begin - begin[new][np.cumsum(new) - 1])
 
 
-def room(slots: int, most: int, widest: int) -> int:
+def buffer_slots(slots: int, most: int, widest: int) -> int:
     """Slots that the longest chunk of a message takes at most: a row is never split between chunks."""
     return min(slots, most + widest - 1)

@@ -31,7 +31,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from reference.pattern import Pattern
-from ring.caching.bounded_cache import Bounded
+from ring.caching.bounded_cache import BoundedCache
 from ring.layout import Layout
 from ring.plan import schedule
 from ring.plan.blocks import Heads
@@ -94,7 +94,7 @@ class Plan:
 
 
 # Of a hundred thousand tokens on each rank in a thousand documents a plan takes some MB.
-_plans: Bounded[Hashable, Plan] = Bounded(128, most_bytes=MOST_BYTES)
+_plans: BoundedCache[Hashable, Plan] = BoundedCache(128, most_bytes=MOST_BYTES)
 
 
 def plan_of(
@@ -109,10 +109,10 @@ def plan_of(
     and keys, of packed documents up to which those of several lengths share a call, as longer ones do that are less
     than half of the work; 0: none do.
 
-    The arguments are taken as valid (`ring.agreement` checks what users pass).
+    The arguments are taken as valid (`ring.validation` checks what users pass).
     """
     key = pattern, layout, rank, heads, kv_heads, exchange, bucket, own, varlen
-    return _plans.once(key, lambda: _plan(*key), lambda made: made.nbytes)
+    return _plans.get_or_make(key, lambda: _plan(*key), lambda made: made.nbytes)
 
 
 def _plan(

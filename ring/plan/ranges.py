@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from reference.pattern import Pattern
-from ring.caching.bounded_cache import Bounded
+from ring.caching.bounded_cache import BoundedCache
 from ring.layout import Layout
 from ring.plan.blocks import Block, blocks_of
 from ring.plan.pieces import DocumentTable, Ints, Pieces
@@ -147,13 +147,13 @@ class Subranges:
         return uncut.part(skip, np.minimum(uncut.count - skip, most)), which
 
 
-_tables: Bounded[Hashable, Ranges] = Bounded(64, most_bytes=2**28)
+_tables: BoundedCache[Hashable, Ranges] = BoundedCache(64, most_bytes=2**28)
 
 
 def ranges_of(pattern: Pattern, layout: Layout, heads: int, kv_heads: int) -> Ranges:
     """The ranges of all ranks."""
     key = pattern, layout, heads, kv_heads
-    return _tables.once(key, lambda: _ranges(*key), lambda made: made.nbytes)
+    return _tables.get_or_make(key, lambda: _ranges(*key), lambda made: made.nbytes)
 
 
 def _ranges(pattern: Pattern, layout: Layout, heads: int, kv_heads: int) -> Ranges:

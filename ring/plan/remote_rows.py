@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ring.caching.bounded_cache import Bounded
+from ring.caching.bounded_cache import BoundedCache
 from ring.plan.range_pairs import RangePairs, pair_up
 from ring.plan.ranges import Ints, Ranges, Subranges, concatenated, opens
 
@@ -40,7 +40,7 @@ class Needs:
         return Needs(self.rank[which], self.range[which], self.first[which], self.count[which])
 
 
-_kept: Bounded[tuple[Ranges, bool], Needs] = Bounded(16, most_bytes=2**27)
+_kept: BoundedCache[tuple[Ranges, bool], Needs] = BoundedCache(16, most_bytes=2**27)
 
 
 def needs_of(ranges: Ranges, causal: bool) -> Needs:
@@ -48,7 +48,7 @@ def needs_of(ranges: Ranges, causal: bool) -> Needs:
     agree.
     """
     key = ranges, causal
-    return _kept.once(key, lambda: _needs(*key), lambda made: ranges.nbytes + 4 * made.count.nbytes)
+    return _kept.get_or_make(key, lambda: _needs(*key), lambda made: ranges.nbytes + 4 * made.count.nbytes)
 
 
 def _needs(ranges: Ranges, causal: bool) -> Needs:

@@ -31,11 +31,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ring.caching.bounded_cache import Bounded
+from ring.caching.bounded_cache import BoundedCache
 from ring.layout import Layout
-from ring.plan.chunks import Chunks, Entries, SlotRanges, cut, room, whole_messages
-from ring.plan.remote_rows import Needs, needs_of
+from ring.plan.chunks import Chunks, Entries, SlotRanges, buffer_slots, cut, whole_messages
 from ring.plan.ranges import Ints, Ranges, Subranges, concatenated
+from ring.plan.remote_rows import Needs, needs_of
 
 _NOTHING = SlotRanges.join(())
 
@@ -104,10 +104,14 @@ class _Requests:
     cut: Chunks
     slots: Ints  # (reader, distance)
 
-    def room(self, messages: Sequence[_ToReader], chunk: int | None) -> int:
+    def buffer_slots(self, messages: Sequence[_ToReader], chunk: int | None) -> int:
         """Slots of a buffer for these messages, or for any of their chunks."""
         lengths = [int(self.slots[message.reader, message.distance]) for message in messages]
-        return sum(lengths) if chunk is None else sum(room(x, self.most, self.whole.entries.widest) for x in lengths)
+        return (
+            sum(lengths)
+            if chunk is None
+            else sum(buffer_slots(x, self.most, self.whole.entries.widest) for x in lengths)
+        )
 
     def side_by_side(self, messages: Sequence[_ToReader], chunk: int | None) -> tuple[tuple[Transfer, ...], SlotRanges]:
         """Messages, or a chunk of each, one after the other in a buffer: the transfers, and what the slots hold."""
@@ -134,7 +138,7 @@ def direct(ranges: Ranges, layout: Layout, causal: bool, rank: int, most: int) -
             served.append(_ToReader(reader=(rank + t) % p, distance=t, peer=(rank + t) % p))
         receives, received = asked.side_by_side(incoming, chunk)
         sends, gathers = asked.side_by_side(served, chunk)
-        receive, send = max(receive, asked.room(incoming, chunk)), max(send, asked.room(served, chunk))
+        receive, send = max(receive, asked.buffer_slots(incoming, chunk)), max(send, asked.buffer_slots(served, chunk))
         stages.append(
             Stage(
                 gathers=gathers, sends=sends, relayed=False, receives=receives, received=received,
@@ -144,13 +148,13 @@ def direct(ranges: Ranges, layout: Layout, causal: bool, rank: int, most: int) -
     return Schedule(tuple(stages), Sizes(receive=receive, send=send, returned=send))
 
 
-_asked: Bounded[Hashable, _Requests] = Bounded(16, most_bytes=2**27)
+_asked: BoundedCache[Hashable, _Requests] = BoundedCache(16, most_bytes=2**27)
 
 
 def _requests(ranges: Ranges, layout: Layout, causal: bool, most: int) -> _Requests:
     """For all ranks at once."""
     key = ranges, layout, causal, most
-    return _asked.once(
+    return _asked.get_or_make(
         key, lambda: _all_requests(*key), lambda made: ranges.nbytes + made.whole.nbytes + made.cut.nbytes
     )
 
@@ -214,7 +218,7 @@ def ring(ranges: Ranges, layout: Layout, causal: bool, rank: int, most: int) -> 
     in_flight, widest = travelling.in_flight, travelling.chunks.entries.widest
 
     def largest(slots: Iterable[int]) -> int:
-        return max((room(int(one), most, widest) for one in slots), default=0)
+        return max((buffer_slots(int(one), most, widest) for one in slots), default=0)
 
     receive = largest(in_flight[(rank - t) % p, t] for t in range(1, p))
     ending = largest(in_flight[rank, t] - in_flight[rank, t + 1] for t in range(1, p))
@@ -259,13 +263,13 @@ def _hop(travelling: _Travelling, *, rank: int, chunk: int, t: int) -> Stage:
     )
 
 
-_under_way: Bounded[Hashable, _Travelling] = Bounded(16, most_bytes=2**27)
+_under_way: BoundedCache[Hashable, _Travelling] = BoundedCache(16, most_bytes=2**27)
 
 
 def _travelling(ranges: Ranges, layout: Layout, causal: bool, most: int) -> _Travelling:
     """For all ranks at once."""
     key = ranges, layout, causal, most
-    return _under_way.once(key, lambda: _all_travelling(*key), lambda made: ranges.nbytes + made.chunks.nbytes)
+    return _under_way.get_or_make(key, lambda: _all_travelling(*key), lambda made: ranges.nbytes + made.chunks.nbytes)
 
 
 def _all_travelling(ranges: Ranges, layout: Layout, causal: bool, most: int) -> _Travelling:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench import fused
-from bench.workload import Attend, Contender, Impossible, Inputs, Results, Workload
+from bench.workload import Attend, Contender, Inputs, Results, Unsupported, Workload
 from verification.wording import counted
 
 
@@ -70,7 +70,7 @@ def all_to_all(workload: Workload) -> Attend:
     """DeepSpeed-Ulysses (arXiv 2309.14509): every rank gets all tokens of some heads, calls one kernel, and gives the
     tokens back. Contiguous order. Raises Impossible where heads do not divide among the ranks."""
     if workload.shape.kv % workload.world:
-        raise Impossible(
+        raise Unsupported(
             f"{counted(workload.shape.kv, 'key/value head')} cannot be divided among {workload.world} ranks"
         )
 

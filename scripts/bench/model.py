@@ -38,7 +38,7 @@ from bench.rank_group import Failed, Lost, RankGroup
 from bench.step_models import KINDS, SHAPES, StepLayer, made
 from bench.step_run import Exact, Stepper, StepTime, Turns, Wrong, by_turns, step
 from bench.step_ways import ALONE, MEANING, OURS, PEERS, UNCHECKED, StepProblem, Way, names_of, ring_attend, way_of
-from bench.workload import Impossible, named
+from bench.workload import Unsupported, named
 from ring import Layout
 from ring.nn import ContextParallel, shard_batch, token_mean
 from ring.nn.frameworks import fsdp, recompute
@@ -189,7 +189,7 @@ class StepSection:
         for name in names:
             try:
                 way = way_of(name, self.problem)
-            except Impossible as reason:
+            except Unsupported as reason:
                 found[name] = {"left_out": str(reason)}
                 continue
             try:

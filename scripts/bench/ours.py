@@ -10,9 +10,9 @@ from torch import Tensor
 
 from bench.workload import Contender, Inputs, Workload
 from ring import Transport, ring_attention
-from ring.default_bucket import default_bucket
 from ring.comm.call_order import Calls
-from ring.comm.transport import Message, OwnBuffers, Pending
+from ring.comm.transport import LocalBuffers, Message, Pending
+from ring.default_bucket import default_bucket
 
 
 def bucket_of(workload: Workload, bucket: int | None, device: torch.device) -> int:
@@ -57,7 +57,7 @@ class _NeverSent:
     def wait(self) -> None: ...
 
 
-class Silent(OwnBuffers):
+class Silent(LocalBuffers):
     """A transport that sends nothing, to time the rest of a call.
 
     Its buffers hold random numbers from the start, since a GPU computes faster with zeros. They are kept, since a CUDA

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from bench import fused
-from bench.workload import Attend, Contender, Impossible, Inputs, Workload
+from bench.workload import Attend, Contender, Inputs, Unsupported, Workload
 from verification.peers.adapters import context_parallel as torch_adapter
 from verification.peers.adapters import flash_attn_shim, ring_flash_attn, ring_flash_attn_varlen
 from verification.peers.peer import Refused
@@ -155,7 +155,7 @@ def by_document(workload: Workload, inputs: Inputs, ring: str) -> Iterator[Conte
     Raises Impossible as `llama3` does, and where the lengths of documents do not divide."""
     parts = workload.world * RINGS[ring]
     if any(length % parts for length in workload.documents):
-        raise Impossible(f"it takes documents of lengths that {parts} divides (--divisible)")
+        raise Unsupported(f"it takes documents of lengths that {parts} divides (--divisible)")
     name = "ring_flash_attn_varlen" if ring == "ring" else "zigzag_ring_flash_attn_varlen"
     module = _module(name)
     function = getattr(module, f"{name}_func")
@@ -181,7 +181,7 @@ def _module(name: str) -> Any:
     try:
         (ring_flash_attn_varlen if name.endswith("varlen") else ring_flash_attn).prepare()
     except (Refused, ImportError) as error:
-        raise Impossible(f"ring-flash-attn cannot be run: {error}") from error
+        raise Unsupported(f"ring-flash-attn cannot be run: {error}") from error
     return importlib.import_module(f"{ring_flash_attn.PACKAGE}.{name}")
 
 
@@ -218,12 +218,12 @@ def context_parallel_kernels(workload: Workload, device: torch.device, rotation:
     """Inside, torch's attention is that of all ranks, by cuDNN's kernel. Raises Impossible as `context_parallel` does,
     at once."""
     if device.type != "cuda":
-        raise Impossible("torch's context_parallel has kernels on GPUs only")
+        raise Unsupported("torch's context_parallel has kernels on GPUs only")
     try:
         module = importlib.import_module(torch_adapter.MODULE)
         entered, rotate = module.context_parallel, module.set_rotate_method
     except (ImportError, AttributeError) as error:
-        raise Impossible(f"torch {torch.__version__} has no context_parallel as known here: {error}") from error
+        raise Unsupported(f"torch {torch.__version__} has no context_parallel as known here: {error}") from error
     return _in_context_parallel(workload, device, partial(rotate, rotation), entered)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bench import fused
 from bench.baselines import kernels_alone
-from bench.workload import Attend, Contender, Impossible, Inputs, Workload
+from bench.workload import Attend, Contender, Inputs, Unsupported, Workload
 from verification.wording import counted
 
 # Newer torch has the same functions by other names, and warns of these.
@@ -72,11 +72,11 @@ def grids(workload: Workload) -> list[Grid]:
         segment = min(branch.segment_length or workload.total, workload.total)
         length, rate = min(segment, workload.tokens), branch.dilation_rate
         if max(segment, workload.tokens) % length or length % rate or workload.world % (segment // length):
-            raise Impossible(
+            raise Unsupported(
                 f"segments of {segment}, shards of {workload.tokens} and rate {rate} do not divide as the method needs"
             )
         if workload.shape.query % min(rate, workload.shape.query):
-            raise Impossible(f"{counted(workload.shape.query, 'head')}, which the rate {rate} does not divide")
+            raise Unsupported(f"{counted(workload.shape.query, 'head')}, which the rate {rate} does not divide")
         found.append(Grid(length, rate, segment // length))
     return found
 

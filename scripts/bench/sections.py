@@ -20,7 +20,7 @@ from bench.command import BenchRecord
 from bench.longest import Search, longest
 from bench.rank_group import Failed, Lost, RankGroup
 from bench.timing import captured, measured, peak_beyond
-from bench.workload import PASSES, Contender, Impossible, Inputs, Workload
+from bench.workload import PASSES, Contender, Inputs, Unsupported, Workload
 from verification.wording import counted
 
 Times = dict[tuple[str, bool], float]  # (pass, whether from a graph) -> milliseconds
@@ -116,7 +116,7 @@ class Bench:
         total, limit = section.workload.total, self.options.whole_limit
         if section.name == "dense":
             if total > limit:
-                raise Impossible(f"{total} tokens are more than --whole-limit {limit}, so there is no efficiency")
+                raise Unsupported(f"{total} tokens are more than --whole-limit {limit}, so there is no efficiency")
             yield baselines.whole(section.workload, self.ranks.device, SEED)
         elif section.name == "longnet":
             alone = self.make["longnet"](total, 1)
@@ -172,7 +172,7 @@ class Bench:
                         if ms is not None:
                             times[name, graph] = ms
                 del contender, call  # with all that they hold, before memory is given back
-        except (Impossible, Failed) as reason:
+        except (Unsupported, Failed) as reason:
             self.record.add(**row, left_out=str(reason))
         if self.ranks.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -187,13 +187,13 @@ class Bench:
             def enter() -> str | None:
                 try:
                     held.append(stack.enter_context(made))
-                except Impossible as reason:
+                except Unsupported as reason:
                     return str(reason)
                 return None
 
             reasons = [reason for reason in self.ranks.attempt(enter) if reason is not None]
             if reasons:
-                raise Impossible(reasons[0])
+                raise Unsupported(reasons[0])
             yield held.pop()
 
     def _graphs(self, contender: Contender, row: dict[str, Any]) -> tuple[bool, ...]:

@@ -29,8 +29,8 @@ from rich.console import Console
 
 from bench.command import Parser, positive
 from reference.pattern import Pattern
-from ring.default_bucket import default_bucket
 from ring.comm.transport import Message
+from ring.default_bucket import default_bucket
 from ring.layout import Layout
 from ring.plan.plan import plan_of
 from verification import runner

@@ -25,7 +25,7 @@ SEGMENTS, RATES = (2 * 2**10, 8 * 2**10, 32 * 2**10, 128 * 2**10, 2**20), (1, 4,
 PATTERNS = {"cuda": (SEGMENTS, RATES), "cpu": ((8, 32, 128), (1, 4, 8))}  # by device: a small one to try things out
 
 
-class Impossible(Exception):
+class Unsupported(Exception):
     """A method cannot take a workload; the message says why."""
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from reference import Branch, Pattern, attention, fast_oracle, gradients
-from reference.roundoff import Arithmetic, Counts, most_partials
 from reference.fast_oracle import QUANTITIES, Expectation, Inputs, evaluate, multiplicity
+from reference.roundoff import Arithmetic, Counts, most_partials
 from tests.support.plain_case import plain
 from verification.case import DTYPES, Case
 from verification.check.expectation import arithmetic_of, expect

@@ -7,8 +7,8 @@ import pytest
 
 from reference.closed_forms import dense_slots, segment_pairs, segment_slots
 from reference.cost import EXCHANGES, Setting, buffers, flops, sent
-from reference.remote_rows import blocks
 from reference.pattern import Branch, Pattern
+from reference.remote_rows import blocks
 from reference.shards import shards
 
 

@@ -12,11 +12,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from reference import Branch, Inputs, Pattern, attention, documents_from_cu_seqlens, documents_from_positions, evaluate
-from reference.roundoff import Arithmetic, Counts, most_seen
 from reference.cost import Setting
 from reference.fast_oracle import multiplicity as counted
 from reference.oracle import gradients
 from reference.pattern import multiplicity
+from reference.roundoff import Arithmetic, Counts, most_seen
 from tests.support import drawn_patterns
 
 budget = settings(max_examples=80, deadline=None)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from reference import Pattern, bounds
-from reference.roundoff import Arithmetic, Counts
 from reference.fast_oracle import QUANTITIES, evaluate
+from reference.roundoff import Arithmetic, Counts
 from tests.reference.test_bounds import PATTERNS, D, N, cut_in_blocks, inputs_of, problem, small
 from verification.check.expectation import expect
 

@@ -14,7 +14,7 @@ from reference.fast_oracle import Inputs, evaluate
 from reference.oracle import attention, gradients
 from reference.pattern import Branch, Pattern, multiplicity
 from ring import Layout
-from ring.caching.bounded_cache import Bounded
+from ring.caching.bounded_cache import BoundedCache
 from ring.compute import kernels
 from tests.support import plain_case
 from tests.support.attention_cases import LAYOUTS, PACKED, PATTERNS, call, inputs, normal, plain
@@ -223,7 +223,7 @@ def test_kernels_are_chosen_by_the_head_dim_and_only_one_is_given_delta(
     choose, backward = Mock(wraps=kernels.choose), Mock(wraps=kernels.backward)
     monkeypatch.setattr(kernels, "choose", choose)
     monkeypatch.setattr(kernels, "backward", backward)
-    monkeypatch.setattr(ring.execute, "_programs", Bounded(8))  # what was chosen before is kept
+    monkeypatch.setattr(ring.execute, "_programs", BoundedCache(8))  # what was chosen before is kept
     check(inputs(), Pattern.dense(), Layout.contiguous(17, 1), False, kernel=kernel)
     assert {call.args[3] for call in choose.call_args_list} == {5}  # of 4 heads and 17 tokens
     given = {(call.args[0], call.args[4].delta is not None) for call in backward.call_args_list}

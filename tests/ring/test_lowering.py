@@ -11,12 +11,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-import ring.lowering
 import ring.execute
+import ring.lowering
 from ring import Layout, Pattern, ring_attention
-from ring.caching.bounded_cache import Bounded
-from ring.plan.plan import plan_of
+from ring.caching.bounded_cache import BoundedCache
 from ring.lowering import Programs
+from ring.plan.plan import plan_of
 from tests.support.attention_cases import PATTERNS, inputs
 
 MOST_CALLS = 300  # Python calls of a forward and a backward
@@ -40,7 +40,7 @@ def test_a_program_is_made_once_for_a_setting(lse: bool, monkeypatch: pytest.Mon
             super().__init__(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ring.execute, "Programs", Counted)
-    monkeypatch.setattr(ring.execute, "_programs", Bounded(8))
+    monkeypatch.setattr(ring.execute, "_programs", BoundedCache(8))
     for dtype, strided in ((torch.float64, False), (torch.float64, True), (torch.float32, False)):
         q, k, v, dout, dlse = inputs(dtype=dtype)
         if strided:

@@ -17,11 +17,11 @@ import torch.distributed as dist
 import ring.execute
 from reference import Branch, Pattern
 from ring import Layout
-from ring.caching.bounded_cache import Bounded
+from ring.caching.bounded_cache import BoundedCache
 from ring.comm.symmetric_memory import SymmetricTransport, transport_of
 from ring.compute import kernels
 from ring.compute.accumulator import Accumulator, Sum
-from ring.compute.kernel_counts import picked_kernels
+from ring.compute.kernel_counts import count_kernels
 from ring.compute.math_kernel import SavedRows
 from ring.plan.blocks import Heads
 from ring.plan.plan import plan_of
@@ -132,7 +132,7 @@ def held_to_math(
     results, kernels_of = [], []
     for name, dtype in ((kernel, dout.dtype), ("math", torch.float64)):
         leaves = [x.to(dtype).detach().requires_grad_() for x in inputs]
-        with picked_kernels() as picked:
+        with count_kernels() as picked:
             results.append(both_ways(leaves, dout.to(dtype), pattern, layout, kernel=name))
         kernels_of.append(set(picked))
     for found, exact in zip(*results, strict=True):
@@ -271,9 +271,9 @@ def test_a_backward_by_groups_of_heads_is_the_whole_one(most: int, monkeypatch: 
         (leaves, dout), results, calls = drawn(512, 8, kv_heads), [], []
         for limit in (usual, most):
             monkeypatch.setattr(kernels, "MOST_WORKSPACE", limit)
-            monkeypatch.setattr(ring.execute, "_programs", Bounded(8))  # what was lowered before is kept
+            monkeypatch.setattr(ring.execute, "_programs", BoundedCache(8))  # what was lowered before is kept
             out = plain(*leaves, pattern, Layout.contiguous(512, 1))
-            with picked_kernels() as picked:
+            with count_kernels() as picked:
                 results.append(torch.autograd.grad(out, leaves, dout))
             calls.append(picked["cudnn"])
         assert calls[1] > calls[0]
@@ -308,7 +308,7 @@ def test_deterministic_kernels_repeat_their_bits() -> None:
     try:
         runs = []
         for _ in range(4):
-            with picked_kernels() as picked:
+            with count_kernels() as picked:
                 runs.append(both_ways(leaves, dout, Pattern.dense(True), Layout.zigzag(4096, 1)))
             assert set(picked) == {"cudnn", "flash"}
     finally:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from bench import attention, baselines, command, fused, longest, model, peers, published, step_run, suite
 from bench.longest import Progress
 from bench.rank_group import Failed, RankGroup
-from bench.workload import AttentionShape, Impossible, Workload, document_lengths, named, size
+from bench.workload import AttentionShape, Unsupported, Workload, document_lengths, named, size
 
 from reference import Pattern, gradients
 from reference import attention as oracle
@@ -98,7 +98,7 @@ THREE, ODD = Workload.dense(8, 3, HEADS), Workload.packed(48, 2, HEADS, 16)
     ],
 )
 def test_what_a_method_cannot_take_it_says(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(Impossible, match=message):
+    with pytest.raises(Unsupported, match=message):
         make()
 
 

@@ -16,15 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reference import cost
-from reference.roundoff import LARGEST
 from reference.bounds import Array
 from reference.fast_oracle import QUANTITIES, Expectation
+from reference.roundoff import LARGEST
 from reference.shards import Ints, default_bucket
 from verification.case import Case
 from verification.check.oracle_agreement import check_twin, largest
 from verification.failures import MismatchedMessages, WrongResult
-from verification.run.observation import LONGER, Message, Observations
 from verification.run.memory_meter import Workspace, limits
+from verification.run.observation import LONGER, Message, Observations
 from verification.wording import counted
 
 Ratios = dict[str, float]

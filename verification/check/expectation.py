@@ -10,8 +10,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from reference import roundoff
-from reference.roundoff import Arithmetic, Counts
 from reference.fast_oracle import Expectation, Inputs, evaluate
+from reference.roundoff import Arithmetic, Counts
 from verification.case import Case
 from verification.check.supported import fused_on_gpus
 

@@ -1,7 +1,7 @@
 """The oracle and its twin agree: what examples are judged by is compared with the definition itself.
 
-Every example is judged by `reference.fast_oracle`, the fast twin of `reference.oracle`. Here both are held against each other
-on all Cases of at most MOST_SCORES scores (batch * query heads * tokens^2), nine in ten of the drawn ones.
+Every example is judged by `reference.fast_oracle`, the fast twin of `reference.oracle`. Here the two are compared on
+all Cases of at most MOST_SCORES scores (batch * query heads * tokens^2), nine in ten of the drawn ones.
 
 How far apart they may be is derived. Both compute in fp64, without a merge of partial results, so each is within
 `reference.bounds` of what is exact, for an `Arithmetic` of fp64 with p = p' = 1; for fp64 these bounds count both sides
@@ -17,10 +17,10 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from reference.roundoff import Arithmetic, Counts, most_seen
 from reference.bounds import Array
 from reference.fast_oracle import QUANTITIES, Expectation, evaluate
 from reference.oracle import attention_and_gradients
+from reference.roundoff import Arithmetic, Counts, most_seen
 from verification.case import Case
 from verification.failures import WrongResult
 from verification.run.observation import Observations

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from reference import Pattern, validators
-from ring import Layout, picked_kernels, ring_attention
+from ring import Layout, count_kernels, ring_attention
 from ring.comm.transport import SoloTransport
 from ring.plan.plan import EXCHANGES
 from verification.case import DTYPES
@@ -165,9 +165,9 @@ def kernel_choices() -> list[dict[str, str]]:
 def _picked(device: torch.device, dtype: torch.dtype, pattern: Pattern, layout: Layout, through_lse: bool) -> str:
     """The kernels of forward and backward, by name; one name if they are the same."""
     q, k, v = (torch.ones(1, TOKENS, 2, DIM, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
-    with picked_kernels() as forward:
+    with count_kernels() as forward:
         result = ring_attention(q, k, v, pattern, layout, group=SoloTransport(), kernel="auto", return_lse=through_lse)
-    with picked_kernels() as backward:
+    with count_kernels() as backward:
         (result[1] if isinstance(result, tuple) else result).sum().backward()
     there, back = ("+".join(sorted(names)) or "not seen" for names in (forward, backward))
     return there if there == back else f"{there}, backward {back}"

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from verification.cli.arguments import add_json, add_seed, count, say, seed_of, write_json
 from verification.mutants.catalogue import DEFECTS, by_name
-from verification.mutants.defect import CannotPlant, NotSane
+from verification.mutants.defect import BaselineFails, CannotPlant
 from verification.mutants.search import LIMITS, PROCESSES, SOON, Outcome, totals, try_all
 from verification.report.progress import PlainLines
 from verification.report.provenance import processor_run, typed_words
@@ -79,7 +79,7 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
             elif lines.due():
                 killed = sum(outcome.killed for outcome in outcomes)
                 say(console, f"{killed} of {len(outcomes)} killed, of {counted(len(defects), 'defect')}")
-    except (ValueError, CannotPlant, NotSane, BrokenExecutor) as error:
+    except (ValueError, CannotPlant, BaselineFails, BrokenExecutor) as error:
         raise Unavailable(str(error)) from error
     except ToolError as error:  # a defect does not run; the outcomes of the others are worth keeping
         failure = error

@@ -19,14 +19,14 @@ from reference import validators
 from verification.case import Case
 from verification.check.checks import CHECKS, costs
 from verification.check.expectation import expect
-from verification.strategies.cases import cases
 from verification.failures import RankFailure, VerificationFailure, name_ranks
 from verification.faults.inject import BY_NAME, KINDS, Fault, FaultKind, observe_struck
 from verification.run.backends import CASES_PER_APART, Backend, PoolBackend, SimBackend
 from verification.run.processes.process_tree import descendants
 from verification.runner import check_case
-from verification.search.experiment import Experiment, case_record
 from verification.search.diagnose import cause_in
+from verification.search.experiment import Experiment, case_record
+from verification.strategies.cases import cases
 
 How = dict[str, Any]
 QUESTIONS = 2  # that ranks ask each other in an example: one before the forward, one before the backward

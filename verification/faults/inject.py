@@ -76,7 +76,7 @@ class InjectedFault(Exception):
     """Raised within a rank on purpose."""
 
 
-class StruckTransport(RecordingTransport):
+class FaultyTransport(RecordingTransport):
     """A transport that counts its posts and questions, and at one of them strikes. posts: the sends of each so far."""
 
     def __init__(self, inner: Transport, fault: Fault | None) -> None:
@@ -93,7 +93,7 @@ class StruckTransport(RecordingTransport):
         self.posts.append(len(sends))
         if self._strikes("post", len(self.posts) - 1):
             assert self._fault is not None
-            sends = strike(self._fault, sends)
+            sends = inject(self._fault, sends)
         return super().post(sends, receives)
 
     def all_equal(self, payload: bytes) -> bool:
@@ -107,7 +107,7 @@ class StruckTransport(RecordingTransport):
         return fault is not None and BY_NAME[fault.kind].place == place and fault.post == number
 
 
-def strike(fault: Fault, sends: Sequence[Message]) -> list[Message]:
+def inject(fault: Fault, sends: Sequence[Message]) -> list[Message]:
     """The sends, one of another shape; or the end of this process, a halt, an InjectedFault."""
     if fault.kind == "raise":
         raise InjectedFault(f"at post {fault.post}")
@@ -131,10 +131,10 @@ def observe_struck(transport: Transport, case: Case, fault: Fault | None) -> tup
     """A task: `observe`, once, with a fault where it is meant for this rank; and the number of sends of each post."""
     if fault is not None and fault.kind == "long" and dist.get_world_size() > 1:  # not in the simulation's process
         end_silently()
-    made: list[StruckTransport] = []
+    made: list[FaultyTransport] = []
 
-    def record(inner: Transport) -> StruckTransport:
-        made.append(StruckTransport(inner, fault if fault is not None and fault.index == inner.rank else None))
+    def record(inner: Transport) -> FaultyTransport:
+        made.append(FaultyTransport(inner, fault if fault is not None and fault.index == inner.rank else None))
         return made[-1]
 
     seen = observe(transport, case, repeat=False, record=record)

@@ -15,7 +15,7 @@ class CannotPlant(Exception):
     """A defect that cannot be brought into the ranks' code: a fault of the tool, no verdict on what is verified."""
 
 
-class NotSane(Exception):
+class BaselineFails(Exception):
     """Without any change an example or a test fails: nothing can be said of changes."""
 
 

@@ -19,16 +19,16 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from verification.protocols import Example
 from verification.failures import VerificationFailure, WrongResult
 from verification.mutants.catalogue import by_name
-from verification.mutants.defect import CannotPlant, Defect, NotSane
-from verification.mutants.plant import plant, preparation
+from verification.mutants.defect import BaselineFails, CannotPlant, Defect
 from verification.mutants.experiments import EVERYTHING, ON_GLOO, WORLDS
+from verification.mutants.plant import plant, preparation
+from verification.protocols import Example
 from verification.report.run_result import finite
 from verification.run.backends import Backend, GlooBackend, SimBackend, Unavailable
 from verification.run.processes.worker import exit_with_parent
-from verification.search.experiment import Found, ToolError
+from verification.search.experiment import Counterexample, ToolError
 from verification.search.search import TIMEOUT, Search
 
 PROCESSES = 2  # defects at a time, each with ranks of its own
@@ -118,7 +118,7 @@ def check_sane(place: tuple[str, str], seed: int) -> None:
     if found is not None:
         experiment = ON_GLOO[subject].experiment
         title, record = experiment.property_of(found.subject, found.failure), experiment.record_of(found.subject)
-        raise NotSane(f"without any defect an example fails on {backend}: {title}: {found.failure}; {record}")
+        raise BaselineFails(f"without any defect an example fails on {backend}: {title}: {found.failure}; {record}")
 
 
 def try_defect(name: str, seed: int, limit: int | None = None) -> Outcome:
@@ -165,7 +165,7 @@ def _tried_with_it(name: str, seed: int, limit: int | None) -> Outcome:
         return Outcome(name, defect.provenance, True, "the oracle runs", "tool error", 1, spent, None)
 
 
-def outcome_of(defect: Defect, found: Found | None, examples: int, seconds: float) -> Outcome:
+def outcome_of(defect: Defect, found: Counterexample | None, examples: int, seconds: float) -> Outcome:
     """Raises ToolError where the edited code uses a name that is bound nowhere."""
     if found is None:
         return Outcome(defect.name, defect.provenance, False, None, None, examples, seconds, None)
@@ -181,7 +181,7 @@ def outcome_of(defect: Defect, found: Found | None, examples: int, seconds: floa
 
 def _find(
     place: tuple[str, str], prepare: Callable[[], object] | None, seed: str, limit: int
-) -> tuple[Found | None, int, float]:
+) -> tuple[Counterexample | None, int, float]:
     """The first failure on ranks of that place, (subject, backend), with the examples and seconds until then."""
     drawn, on_gloo = ON_GLOO[place[0]], place[1] == "gloo"
     ranks = GlooBackend(TIMEOUT, prepare, drawn.preload) if on_gloo else SimBackend(TIMEOUT, prepare)
@@ -200,7 +200,7 @@ def _find(
     return found, examples, sum(search.seconds for search in searches)
 
 
-def _in_turn(searches: Sequence[Search], ranks: Backend, seed: str, limit: int, size: int) -> Found | None:
+def _in_turn(searches: Sequence[Search], ranks: Backend, seed: str, limit: int, size: int) -> Counterexample | None:
     """Search on each world size in turn until `limit` examples held on all of them together.
 
     size: examples of the first round; each round is twice as long as the one before.

@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from reference.roundoff import Arithmetic
 from reference.fast_oracle import Expectation
+from reference.roundoff import Arithmetic
 
 
 def allow(expectation: Expectation, r: Arithmetic) -> None:

@@ -9,18 +9,18 @@ from typing import TypeVar
 
 from hypothesis.strategies import SearchStrategy
 
-from reference.roundoff import Arithmetic
 from reference.fast_oracle import Expectation, evaluate
+from reference.roundoff import Arithmetic
 from verification.case import Case
 from verification.check import properties
 from verification.check.expectation import counts_of, inputs_of
-from verification.strategies.cases import cases
 from verification.peers import interpolated_merge
 from verification.peers.known_peers import load
 from verification.peers.peer import Peer
 from verification.peers.peer_rank import observe_peer
 from verification.run.backends import Backend
 from verification.search.experiment import Experiment, ToolError, case_record
+from verification.strategies.cases import cases
 from verification.training.training_case import TrainingCase
 
 AnyCase = TypeVar("AnyCase", Case, TrainingCase)

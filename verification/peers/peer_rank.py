@@ -13,7 +13,7 @@ from verification.case import Case
 from verification.peers.known_peers import ready
 from verification.peers.peer import Peer
 from verification.run.observation import Observation
-from verification.run.rank import Pass, Tensors, division, observation_of, shards, whole_tensors
+from verification.run.rank import RunResult, Tensors, division, observation_of, shards, whole_tensors
 
 prepare = ready  # in every new rank before its first example: imports do not count towards an example's timeout
 
@@ -29,7 +29,7 @@ def observe_peer(transport: Transport, case: Case, name: str) -> Observation | s
     return again if isinstance(again, str) else observation_of(division(case, transport.rank), inputs, kept, run, again)
 
 
-def run_peer(peer: Peer, transport: Transport, case: Case, inputs: Tensors) -> Pass | str:
+def run_peer(peer: Peer, transport: Transport, case: Case, inputs: Tensors) -> RunResult | str:
     """As `observe_peer`. Raises ValueError for a result of another shape, or one that leaves a gradient out: these may
     concern some Cases only, so they are counter-examples and no fault of the adapter."""
     if not isinstance(transport, (ProcessGroupTransport, SoloTransport)):
@@ -51,7 +51,7 @@ def run_peer(peer: Peer, transport: Transport, case: Case, inputs: Tensors) -> P
     outputs, incoming = [out], [dout]
     if lse is not None and case.through_lse:
         outputs, incoming = ([lse], [dlse]) if case.lse == "alone" else ([out, lse], [dout, dlse])
-    return Pass((out, lse, *gradients_of(outputs, (q, k, v), incoming, case.lse == "alone")), (), (), (), (), 0, 0)
+    return RunResult((out, lse, *gradients_of(outputs, (q, k, v), incoming, case.lse == "alone")), (), (), (), (), 0, 0)
 
 
 def gradients_of(outputs: Sequence[Tensor], leaves: Tensors, incoming: Sequence[Tensor], alone: bool) -> list[Tensor]:

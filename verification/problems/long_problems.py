@@ -26,8 +26,8 @@ from verification.failures import WrongResult
 from verification.problems.links import finish
 from verification.problems.longnet import case_of, longnet
 from verification.run.layouts import layout_of
-from verification.run.rank import attend, rank_device, repeats, same_bits, shards
 from verification.run.memory_meter import process_peak
+from verification.run.rank import attend, rank_device, repeats, same_bits, shards
 
 TITLE = "long problems"
 HEADS, KV_HEADS = 4, 2

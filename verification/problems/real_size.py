@@ -32,9 +32,9 @@ from verification.problems.longnet import HEAD_DIM, LEAST, case_of, longnet
 from verification.report.counter_example import save_record
 from verification.report.report import Report
 from verification.run.backends import Backend
+from verification.run.memory_meter import Meter, process_peak
 from verification.run.observation import Observation
 from verification.run.rank import attend, division, observation_of, shards
-from verification.run.memory_meter import Meter, process_peak
 from verification.wording import counted
 
 TITLE = "one problem of real size"

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from reference.fast_oracle import multiplicity
 from reference.call_limits import LEAST_ROWS
+from reference.fast_oracle import multiplicity
 from reference.pattern import Branch, Pattern
 from verification.case import AGAIN, DTYPES, EXCHANGES, KERNELS, LSE, ORDERS, VALUES, Case
 from verification.report.text import listing, paragraph

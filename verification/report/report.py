@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from verification.protocols import Example
 from verification.failures import RankFailure, VerificationFailure
+from verification.protocols import Example
 from verification.report import summary
 from verification.report.counter_example import CounterExample
 from verification.report.progress import RunProgress

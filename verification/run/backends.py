@@ -17,14 +17,14 @@ from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.symmetric_memory import transport_of
 from ring.comm.transport import SoloTransport, Transport
 from verification.case import Case
-from verification.protocols import Example
 from verification.failures import RankFailure
+from verification.protocols import Example
 from verification.run.cross_host import ApartTransport
 from verification.run.observation import Observation
 from verification.run.processes.pool import Pool, PoolError, Ticket
 from verification.run.processes.rendezvous import subgroup
 from verification.run.rank import observe, rank_device
-from verification.run.simulation.eager_delivery import Prompt
+from verification.run.simulation.eager_delivery import DeliveryPolicy
 from verification.run.simulation.simulation import Simulation
 from verification.wording import counted
 
@@ -167,7 +167,7 @@ class SimBackend(PoolBackend):
     """
 
     name = "sim"
-    prompt: Prompt | None = None
+    prompt: DeliveryPolicy | None = None
 
     def start(self, world: int) -> None:
         if self._pool is None:
@@ -212,7 +212,9 @@ def work(task: Task, case: Example, arguments: tuple[Any, ...]) -> Any:
     return None if transport is None else task(transport, case, *arguments)
 
 
-def simulate(task: Task, case: Example, arguments: tuple[Any, ...]) -> tuple[list[Any] | RankFailure, Prompt | None]:
+def simulate(
+    task: Task, case: Example, arguments: tuple[Any, ...]
+) -> tuple[list[Any] | RankFailure, DeliveryPolicy | None]:
     """What the one process of a simulation is called with. The prompt, with which the arguments begin, comes back with
     what was received. A failure is returned, not raised: its states are kept."""
     prompt, *others = arguments

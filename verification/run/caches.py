@@ -9,26 +9,26 @@ import sys
 import types
 from typing import Any
 
-from ring.caching.bounded_cache import Bounded
+from ring.caching.bounded_cache import BoundedCache
 
-_CACHES = (functools._lru_cache_wrapper, Bounded)
+_CACHES = (functools._lru_cache_wrapper, BoundedCache)
 _WRAPPED = (staticmethod, classmethod)  # in a class's namespace, around the function
 
 
 def clear_caches(packages: tuple[str, ...]) -> None:
-    """Empty every functools cache, and every `Bounded`, in the modules of these packages that are imported."""
+    """Empty every functools cache, and every `BoundedCache`, in the modules of these packages that are imported."""
     for _, cache in _caches(packages):
-        cache.clear() if isinstance(cache, Bounded) else cache.cache_clear()
+        cache.clear() if isinstance(cache, BoundedCache) else cache.cache_clear()
 
 
-def bounded_of(packages: tuple[str, ...]) -> list[tuple[str, Bounded[Any, Any]]]:
-    """Every `Bounded`, by the name of its module."""
-    return [(name, cache) for name, cache in _caches(packages) if isinstance(cache, Bounded)]
+def bounded_of(packages: tuple[str, ...]) -> list[tuple[str, BoundedCache[Any, Any]]]:
+    """Every `BoundedCache`, by the name of its module."""
+    return [(name, cache) for name, cache in _caches(packages) if isinstance(cache, BoundedCache)]
 
 
 def recent_of(packages: tuple[str, ...]) -> list[tuple[str, Any]]:
     """Every functools cache, by the name of its module and of its function."""
-    return [(f"{n}.{x.__name__}", x) for n, x in _caches(packages) if not isinstance(x, Bounded)]
+    return [(f"{n}.{x.__name__}", x) for n, x in _caches(packages) if not isinstance(x, BoundedCache)]
 
 
 def _caches(packages: tuple[str, ...]) -> list[tuple[str, Any]]:

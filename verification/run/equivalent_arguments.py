@@ -12,7 +12,7 @@ from verification.case import Case
 from verification.run.layouts import layout_of
 
 
-def otherwise(case: Case) -> tuple[Pattern, Layout, float | None]:
+def rewritten(case: Case) -> tuple[Pattern, Layout, float | None]:
     """The pattern as it comes back from JSON, the layout made of its listed positions, the scale as an integer if it is
     a whole number.
     """

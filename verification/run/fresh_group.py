@@ -18,7 +18,7 @@ from ring.comm.transport import RecordingTransport, Transport
 TIMEOUT = timedelta(seconds=60)
 
 
-class Own(RecordingTransport):
+class FreshCalls(RecordingTransport):
     """Another transport, with calls of its own."""
 
     def __init__(self, inner: Transport) -> None:
@@ -32,7 +32,7 @@ def new_group(transport: Transport, without_page: int | None = None) -> Iterator
     that cannot have the page of memory in which ranks of one machine ask each other, as if too many files were open.
     """
     if not isinstance(transport, ProcessGroupTransport):
-        yield Own(transport)
+        yield FreshCalls(transport)
         return
     group = dist.new_group(timeout=TIMEOUT)  # one that only its members make has an old name
     refused = patch.object(shared_page, "HostMemory", side_effect=OSError(errno.EMFILE, "Too many open files"))

@@ -13,7 +13,7 @@ from verification.run.cross_host import ApartTransport
 Group = Transport | dist.ProcessGroup | DeviceMesh | None
 
 
-def bare(transport: Transport) -> Transport | dist.ProcessGroup | None:
+def user_group(transport: Transport) -> Transport | dist.ProcessGroup | None:
     """What a user would pass who knows nothing of transports: None where all ranks take part, their group otherwise. In
     a simulation there is no such thing but the transport itself. Ranks that are to agree as on several machines do so
     by their transport, whatever call each of them is in.
@@ -27,7 +27,7 @@ def bare(transport: Transport) -> Transport | dist.ProcessGroup | None:
 
 def bare_or_mesh(transport: Transport, case: Case) -> Group:
     """Likewise; for every other seed a mesh of one dimension, where there are process groups."""
-    group = bare(transport)
+    group = user_group(transport)
     if case.seed % 2 == 0 or not dist.is_initialized() or isinstance(group, Transport):
         return group
     whole = dist.distributed_c10d._get_default_group()

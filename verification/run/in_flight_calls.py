@@ -17,7 +17,7 @@ from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.symmetric_memory import transport_of
 from ring.comm.transport import Outgoing, RecordingTransport, Transport
 from verification.case import Case
-from verification.run.group_argument import bare
+from verification.run.group_argument import user_group
 from verification.run.processes.rendezvous import subgroup
 from verification.run.rank import RankCall, Tensors, same_bits, shards
 from verification.run.simulation.simulated_transport import SimulatedTransport
@@ -39,18 +39,18 @@ class FlightStep:
 
 
 @dataclass(frozen=True)
-class Planned:
+class CallSpec:
     """A call of the program. group: 0, the Case's, or 1, the second one. name: as `ring_attention` has it. bare: made
     as users do who know nothing of transports.
     """
 
     group: int
     name: str | None = None
-    bare: bool = False
+    user_group: bool = False
 
 
 @dataclass
-class Account:
+class ProgramResult:
     """What a rank tells of its program. Numbers are those of the latest call on each group, None on ranks outside it.
 
     before, after  numbers before the program, and when all was over
@@ -80,9 +80,9 @@ def _groups(transport: Transport, members: Sequence[int] | None) -> list[Transpo
 
 
 def carry_out(
-    transport: Transport, case: Case, members: Sequence[int] | None, calls: Sequence[Planned],
+    transport: Transport, case: Case, members: Sequence[int] | None, calls: Sequence[CallSpec],
     programs: Sequence[Sequence[FlightStep]], afterwards: Sequence[FlightStep],
-) -> Account:  # fmt: skip
+) -> ProgramResult:  # fmt: skip
     """Task: this rank's program, up to the first error; then its part of what all ranks do afterwards.
 
     members: of the second group, as indices of the first, which is then that of all ranks.
@@ -95,7 +95,7 @@ def carry_out(
         for number, call in enumerate(calls)
         if (gate := gates[call.group]) is not None
     }
-    account = Account(_numbers(gates))
+    account = ProgramResult(_numbers(gates))
     for step in programs[transport.rank]:
         try:
             _take(step, flights[step.call], account)
@@ -121,7 +121,7 @@ class _Flight:
 
     gate: _Gate
     case: Case
-    planned: Planned
+    planned: CallSpec
     number: int
     inputs: Tensors
     alone: dict[str, Tensor | None]
@@ -129,7 +129,7 @@ class _Flight:
     found: list[dict[str, Tensor | None]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, gate: _Gate, case: Case, planned: Planned, number: int) -> _Flight:
+    def of(cls, gate: _Gate, case: Case, planned: CallSpec, number: int) -> _Flight:
         """Runs the call by itself. Calls are alike in all but their numbers and names."""
         whole = replace(case, seed=(case.seed + number) % 2**63).tensors()
         made = cls(gate, case, planned, number, shards(case, gate.rank, whole), {})
@@ -143,7 +143,7 @@ class _Flight:
         return made
 
     def forward(self) -> None:
-        group = bare(self.gate.inner) if self.planned.bare else self.gate
+        group = user_group(self.gate.inner) if self.planned.user_group else self.gate
         self.call = RankCall.forward(group, self.case, self.inputs, name=self.planned.name)
         self.found.append({"out": self.call.out, "lse": self.call.lse})
 
@@ -162,7 +162,7 @@ class _Flight:
         ]
 
 
-def _take(step: FlightStep, flight: _Flight, account: Account) -> None:
+def _take(step: FlightStep, flight: _Flight, account: ProgramResult) -> None:
     act = flight.forward if step.direction == "forward" else flight.backward
     if step.way == "own thread":
         act()
@@ -209,11 +209,11 @@ class _Gate(RecordingTransport):
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner)
-        self.siege: _Siege | None = None
+        self.contended: _Siege | None = None
 
     def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
-        if self.siege is not None:
-            self.siege.begin()
+        if self.contended is not None:
+            self.contended.begin()
         super().prepare(key, outgoing)
 
 
@@ -247,14 +247,14 @@ class _Siege(RecordingTransport):
         self._thread.result()
 
 
-def _besieged(act: Callable[[], object], flight: _Flight, account: Account) -> None:
-    siege = _Siege(flight.gate.inner, lambda transport: RankCall.forward(transport, flight.case, flight.inputs))
-    flight.gate.siege = siege
+def _besieged(act: Callable[[], object], flight: _Flight, account: ProgramResult) -> None:
+    contended = _Siege(flight.gate.inner, lambda transport: RankCall.forward(transport, flight.case, flight.inputs))
+    flight.gate.contended = contended
     try:
         act()
     finally:
-        flight.gate.siege = None
+        flight.gate.contended = None
         try:
-            siege.end()
+            contended.end()
         finally:
-            account.early = siege.early
+            account.early = contended.early

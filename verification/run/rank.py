@@ -18,16 +18,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring import Layout, Transport, ring_attention
-from ring.default_bucket import default_bucket
 from ring.comm.buffer_meter import measure
 from ring.comm.transport import RecordingTransport
+from ring.default_bucket import default_bucket
 from verification.case import Case
 from verification.run import second_run
+from verification.run.equivalent_arguments import rewritten
 from verification.run.group_argument import Group, bare_or_mesh
 from verification.run.layouts import layout_of, strided_copy
-from verification.run.observation import LONGER, Division, Observation, carry
 from verification.run.memory_meter import Meter, Workspace
-from verification.run.equivalent_arguments import otherwise
+from verification.run.observation import LONGER, Division, Observation, carry
 
 Tensors = tuple[Tensor, ...]  # q, k, v, dout, dlse
 Result = TypeVar("Result")
@@ -114,7 +114,7 @@ def _is_flat(case: Case, x: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Pass:
+class RunResult:
     """One run forward and backward on one rank. None: not asked for, not run, not recorded or not measured."""
 
     results: tuple[Tensor | None, ...]  # out, lse, dq, dk, dv
@@ -129,7 +129,7 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class _Leg:
+class _Direction:
     """Forward or backward of a pass."""
 
     sent: tuple[Any, ...] | None = None
@@ -144,16 +144,16 @@ _WITH_ANOTHER = ("no_grad", "backward", "between", "pipelined")  # runs that tak
 def attend(
     transport: Transport, case: Case, inputs: Tensors, how: str = "alike", meter: Meter | None = None,
     record: Callable[[Transport], RecordingTransport] = RecordingTransport,
-) -> Pass:  # fmt: skip
+) -> RunResult:  # fmt: skip
     """ring_attention forward and backward on this rank's share of q, k, v, dout, dlse, watched by the meter if there is
     one. how: as a Case's `again`. record: makes what keeps the record of messages."""
     group: Group = bare_or_mesh(transport, case) if how == "group" else record(transport)
     incoming, others = inputs[3:], _negated(inputs) if how in _WITH_ANOTHER else ()
-    forward = partial(RankCall.forward, how=how, loss=case.loss_on(transport.rank))
+    forward = partial(RankCall.forward, how=how, loss=case.loss_of(transport.rank))
     call, there = _watched(lambda: forward(group, case, inputs), group, meter)
     if how == "no_grad":
         forward(transport, case, others)  # what the earlier call gave must stay as it was
-        return _pass((call.out, call.lse, None, None, None), there, _Leg())
+        return _pass((call.out, call.lse, None, None, None), there, _Direction())
     if how == "backward":
         call.backward(others[3:], retain=True)
     if how == "between":
@@ -170,7 +170,7 @@ def attend(
 @dataclass(frozen=True)
 class RankCall:
     """One call of ring_attention: what it gave, and the leaves of its graph by their names. loss: what it takes, as
-    `Case.loss_on`."""
+    `Case.loss_of`."""
 
     case: Case
     how: str
@@ -191,7 +191,7 @@ class RankCall:
         elif _casts(how, case):
             given, wanted = _to_be_cast(case, inputs[:3])
         q, k, v = (x.detach().requires_grad_(name in wanted) for name, x in zip("qkv", given, strict=True))
-        pattern, layout, scale = otherwise(case) if how == "written" else (case.pattern, layout_of(case), case.scale)
+        pattern, layout, scale = rewritten(case) if how == "written" else (case.pattern, layout_of(case), case.scale)
         with torch.set_grad_enabled(how != "no_grad"), _circumstances(how, case):
             result = ring_attention(
                 q, k, v, pattern, layout, group=group, exchange=case.exchange, bucket=case.bucket,
@@ -270,14 +270,14 @@ def _negated(inputs: Tensors) -> Tensors:
     return q, -k, -v, -dout, -dlse
 
 
-def _pass(results: tuple[Tensor | None, ...], there: _Leg, back: _Leg) -> Pass:
-    return Pass(
+def _pass(results: tuple[Tensor | None, ...], there: _Direction, back: _Direction) -> RunResult:
+    return RunResult(
         results, there.sent, there.received, back.sent, back.received, there.buffer, back.buffer, there.workspace,
         back.workspace,
     )  # fmt: skip
 
 
-def _watched(call: Callable[[], Result], group: Group, meter: Meter | None) -> tuple[Result, _Leg]:
+def _watched(call: Callable[[], Result], group: Group, meter: Meter | None) -> tuple[Result, _Direction]:
     """What a leg gave, and what it took."""
     log = group if isinstance(group, RecordingTransport) else None
     sent, received = (len(log.sent), len(log.received)) if log else (0, 0)
@@ -286,8 +286,8 @@ def _watched(call: Callable[[], Result], group: Group, meter: Meter | None) -> t
         result = call()
     workspace = meter.take() if meter else None
     if log is None:
-        return result, _Leg(None, None, buffers.bytes, workspace)
-    return result, _Leg(tuple(log.sent[sent:]), tuple(log.received[received:]), buffers.bytes, workspace)
+        return result, _Direction(None, None, buffers.bytes, workspace)
+    return result, _Direction(tuple(log.sent[sent:]), tuple(log.received[received:]), buffers.bytes, workspace)
 
 
 def observe(
@@ -300,7 +300,7 @@ def observe(
     inputs = shards(case, transport.rank, whole_tensors(case, edit))
     kept = [x.clone() for x in inputs]
     run = attend(transport, case, inputs, meter=Meter(case.head_dim) if case.measured else None, record=record)
-    again = attend(transport, case, inputs, case.again_on(transport.rank)) if repeat else run
+    again = attend(transport, case, inputs, case.second_run_of(transport.rank)) if repeat else run
     return observation_of(division(case, transport.rank), inputs, kept, run, again)
 
 
@@ -322,7 +322,9 @@ def _uneven() -> Layout:
     return Layout.from_cuts(range(LONGER), (0, 0, LONGER))
 
 
-def observation_of(layout: Division, inputs: Tensors, kept: Sequence[Tensor], run: Pass, again: Pass) -> Observation:
+def observation_of(
+    layout: Division, inputs: Tensors, kept: Sequence[Tensor], run: RunResult, again: RunResult
+) -> Observation:
     """What a pass and its repetition showed; `kept` are copies of the inputs from before."""
     out, lse, dq, dk, dv = run.results
     assert out is not None and dq is not None and dk is not None and dv is not None
@@ -342,7 +344,7 @@ def observation_of(layout: Division, inputs: Tensors, kept: Sequence[Tensor], ru
 _LOGS = ("sent_forward", "received_forward", "sent_backward", "received_backward", "buffer_forward", "buffer_backward")
 
 
-def repeats(run: Pass, again: Pass) -> bool:
+def repeats(run: RunResult, again: RunResult) -> bool:
     """Whether all that the second run gave is the same, bit for bit, and so is what it sent and held."""
     for x, y in zip(run.results, again.results, strict=True):
         if y is not None and (x is None or not same_bits(x, y)):

@@ -70,7 +70,7 @@ def results_on_streams(transport: Transport, case: Case, inputs: Tensors) -> tup
     there.follows()  # whatever the current stream has to do with these tensors comes first
     with there.on():
         there.late(given[:3], inputs[:3])
-        call = RankCall.forward(RecordingTransport(transport), case, given, loss=case.loss_on(transport.rank))
+        call = RankCall.forward(RecordingTransport(transport), case, given, loss=case.loss_of(transport.rank))
     back.follows(there)
     with back.on():
         back.late(given[3:], inputs[3:])

@@ -10,7 +10,7 @@ from typing import Any
 
 from verification.failures import RankFailure, VerificationFailure, WrongResult
 from verification.run.backends import SimBackend
-from verification.run.simulation.eager_delivery import Prompt, Route
+from verification.run.simulation.eager_delivery import DeliveryPolicy, Route
 from verification.search.experiment import Experiment
 from verification.search.shrinking import failure_on, look
 
@@ -33,13 +33,13 @@ def read_too_early(simulation: SimBackend, experiment: Experiment, subject: Any)
     met: dict[Route, str] = {}
 
     def wrong_with(late: list[Route]) -> bool:
-        simulation.prompt = Prompt(frozenset(late))
+        simulation.prompt = DeliveryPolicy(frozenset(late))
         failure = look(experiment, simulation, subject)[1]
         met.update(simulation.prompt.met)
         return isinstance(failure, WrongResult)
 
     try:
-        simulation.prompt = Prompt()
+        simulation.prompt = DeliveryPolicy()
         if look(experiment, simulation, subject)[1] is not None:
             return None
         suspects = list(simulation.prompt.met)

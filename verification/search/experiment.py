@@ -12,8 +12,8 @@ from hypothesis.strategies import SearchStrategy
 from verification.case import Case
 from verification.check.properties import broken_by
 from verification.check.supported import fused_on_gpus
-from verification.protocols import Example
 from verification.failures import VerificationFailure
+from verification.protocols import Example
 from verification.run.backends import Backend
 
 
@@ -60,7 +60,7 @@ class Experiment:
     moved: Callable[[Any, str], Any] = on_device
     record_of: Callable[[Any], dict[str, Any]] = case_record
     property_of: Callable[[Any, VerificationFailure], str] = lambda subject, failure: broken_by(failure)
-    pushes: bool = False
+    targets_error: bool = False
     on_fewer: bool = False
     fewest_ranks: int = 1
     premise: Callable[[Any], None] | None = None
@@ -73,7 +73,7 @@ class Experiment:
 
 
 @dataclass(frozen=True)
-class Found:
+class Counterexample:
     """A failure, the subject that shows it, and the name of the backend on which it does."""
 
     failure: VerificationFailure

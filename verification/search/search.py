@@ -22,13 +22,13 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 from hypothesis.errors import Unsatisfiable
 from hypothesis.strategies import SearchStrategy
 
-from verification.protocols import Example
 from verification.failures import RankHang, VerificationFailure
+from verification.protocols import Example
 from verification.run.backends import Backend, SimBackend
-from verification.search.experiment import Experiment, Found
-from verification.search.simplify import least
 from verification.search.diagnose import cause_in
+from verification.search.experiment import Counterexample, Experiment
 from verification.search.shrinking import Shrinking, Signature, failure_on, is_costly, look, signature
+from verification.search.simplify import least
 
 DATABASE = Path(".verification/examples")
 TIMEOUT = 10.0  # seconds before the first hang is called one
@@ -76,7 +76,7 @@ class Search:
     shrinks_hangs: bool = True  # on real processes, where each costs a timeout
     examples: int = 0  # that held, shrinking left out
     seconds: float = 0.0  # that they took, and the failures that were shrunk
-    _failed: dict[str, Found] = field(default_factory=dict)  # by record: what failed once fails always
+    _failed: dict[str, Counterexample] = field(default_factory=dict)  # by record: what failed once fails always
     _held: set[str] = field(default_factory=set)  # likewise, what held: it is not looked at, or counted, again
     _reported: list[Signature] = field(default_factory=list)
     _shrinking: Shrinking | None = None
@@ -84,9 +84,9 @@ class Search:
     _slowest: float = 0.0
     _goal: float = math.inf
 
-    def explore(self, examples: int, seed: int) -> list[Found]:
+    def explore(self, examples: int, seed: int) -> list[Counterexample]:
         """Draw that many; the distinct failures, each shrunk, with the subject that shows it."""
-        found: list[Found] = []
+        found: list[Counterexample] = []
         timeout, last = self.backend.timeout, math.inf
         try:
             while self.examples < examples and time.perf_counter() < last:
@@ -106,14 +106,14 @@ class Search:
             self.backend.timeout = timeout
         return found
 
-    def find(self, examples: int, seed: str, last: float = math.inf) -> Found | None:
+    def find(self, examples: int, seed: str, last: float = math.inf) -> Counterexample | None:
         """Runs of Hypothesis until that many examples held in all, or one failed, which is shrunk within its run. No
         example begins after `last`, by `time.perf_counter`, but those that shrink."""
         strategy, self._goal, self._last = self.experiment.draw(self.world), examples, last
         run = idle = 0
         while self.examples < examples and idle < IDLE_RUNS and time.perf_counter() < last:
             before = self.examples
-            most = examples if self.experiment.pushes else RUN
+            most = examples if self.experiment.targets_error else RUN
             try:
                 found = self._go(strategy, self.world, most, f"{seed}/{run}", run == 0)
             except Unsatisfiable:  # of all that was drawn the strategy let nothing through
@@ -123,7 +123,9 @@ class Search:
             run, idle = run + 1, idle + 1 if self.examples == before else 0
         return None
 
-    def _go(self, strategy: SearchStrategy[Any], world: int, examples: int, seed: str, first: bool) -> Found | None:
+    def _go(
+        self, strategy: SearchStrategy[Any], world: int, examples: int, seed: str, first: bool
+    ) -> Counterexample | None:
         """Let Hypothesis draw until something fails, and shrink that. The first run takes what is remembered, too.
         Raises Unsatisfiable where the strategy's filters let no subject through."""
 
@@ -136,7 +138,11 @@ class Search:
         chosen = settings(
             max_examples=examples,
             database=DirectoryBasedExampleDatabase(DATABASE) if self.remembers else None,
-            phases=[*phases, *([Phase.reuse] if first else []), *([Phase.target] if self.experiment.pushes else [])],
+            phases=[
+                *phases,
+                *([Phase.reuse] if first else []),
+                *([Phase.target] if self.experiment.targets_error else []),
+            ],
             deadline=None,
             derandomize=False,
             report_multiple_bugs=False,  # stop drawing at the first; `_judge` lets no other be shrunk instead
@@ -150,7 +156,7 @@ class Search:
             return self._with_less(shown.args[0])
         return None
 
-    def _with_less(self, found: Found) -> Found:
+    def _with_less(self, found: Counterexample) -> Counterexample:
         """The same failure of the least subject that shows it."""
         if self.experiment.premise is None:
             return found
@@ -187,13 +193,13 @@ class Search:
         place = self.backend if shrinking is None else shrinking.place
         ratios, failure = look(self.experiment, place, subject)
         if failure is not None:
-            self._note_failure(key, Found(failure, subject, place.name), place, started)
+            self._note_failure(key, Counterexample(failure, subject, place.name), place, started)
             return self._judge(self._failed[key])
         self._held.add(key)
         if shrinking is None:  # else these examples are not part of the sample
             self._note_held(subject, ratios, time.perf_counter() - started)
 
-    def _note_failure(self, key: str, found: Found, place: Backend, started: float) -> None:
+    def _note_failure(self, key: str, found: Counterexample, place: Backend, started: float) -> None:
         hangs = isinstance(found.failure, RankHang)
         if self._shrinking is None and signature(self.experiment, found) in self._reported:
             self.events.failed_again()
@@ -215,17 +221,17 @@ class Search:
         case = self.experiment.case_of(subject)
         self.events.held(case.dtype, ratios, spent)
         largest = max(ratios.values(), default=0.0)
-        if self.experiment.pushes and 0.0 < largest < math.inf:
+        if self.experiment.targets_error and 0.0 < largest < math.inf:
             target(largest, label=f"error / bound, {case.dtype}")
         elif case is subject:
             self.events.covered(case)
 
-    def _judge(self, found: Found) -> None:
+    def _judge(self, found: Counterexample) -> None:
         """Raise it if it is the failure that is being shrunk; any other is passed over."""
         if self._shrinking is not None and signature(self.experiment, found) == self._shrinking.wanted:
             raise _Interesting(found)
 
-    def _on_fewer_ranks(self, found: Found, place: Backend, seed: str) -> Found:
+    def _on_fewer_ranks(self, found: Counterexample, place: Backend, seed: str) -> Counterexample:
         """The same failure on the fewest ranks on which a few examples show it: in a simulation, and on real processes
         where the experiment is for that, with the budget once more for each number of ranks."""
         world, simulated = self.experiment.case_of(found.subject).world, place.name == "sim"
@@ -245,7 +251,7 @@ class Search:
             place.start(world)
         return found if smaller is None else smaller
 
-    def _confirmed(self, found: Found, first: Found, timeout: float) -> Found:
+    def _confirmed(self, found: Counterexample, first: Counterexample, timeout: float) -> Counterexample:
         """What was shrunk elsewhere, or as a hang with a short timeout, is shown once more where the failure was
         found. If it does not show there, what is reported is what the simulation says or, of a hang, the first one."""
         hurried = isinstance(found.failure, RankHang) and self.backend.timeout < timeout
@@ -259,10 +265,10 @@ class Search:
             if self.experiment.case_of(found.subject).world != self.world:
                 self.backend.start(self.world)
         if failure is not None:
-            return Found(failure, found.subject, self.backend.name)
+            return Counterexample(failure, found.subject, self.backend.name)
         return first if found.backend == self.backend.name else found
 
-    def _looked_at_twice(self, found: Found) -> Found:
+    def _looked_at_twice(self, found: Counterexample) -> Counterexample:
         """With what the simulation knows of the cause, if there is one, as a note of the failure (PEP 678)."""
         here = self.shrink_backend
         if isinstance(here, SimBackend) and (cause := cause_in(here, self.experiment, found.subject, found.failure)):

@@ -11,7 +11,7 @@ from typing import Any
 
 from verification.failures import RankHang, VerificationFailure
 from verification.run.backends import Backend
-from verification.search.experiment import Experiment, Found, ToolError
+from verification.search.experiment import Counterexample, Experiment, ToolError
 
 Signature = tuple[str, str]  # kind and property: failures that agree in both are one
 
@@ -32,7 +32,7 @@ def failure_on(experiment: Experiment, place: Backend, subject: Any) -> Verifica
     return look(experiment, place, subject)[1]
 
 
-def signature(experiment: Experiment, found: Found) -> Signature:
+def signature(experiment: Experiment, found: Counterexample) -> Signature:
     return found.failure.kind, experiment.property_of(found.subject, found.failure)
 
 
@@ -41,22 +41,27 @@ class Shrinking:
     """first: the failure as it was found. shown: the same as it shows on `place`, where it is shrunk. No smaller
     subject is tried after `deadline`, by `time.perf_counter`."""
 
-    first: Found
-    shown: Found
+    first: Counterexample
+    shown: Counterexample
     place: Backend
     wanted: Signature
     deadline: float
 
     @classmethod
     def begin(
-        cls, experiment: Experiment, first: Found, backend: Backend, shrink_backend: Backend | None, budget: float
+        cls,
+        experiment: Experiment,
+        first: Counterexample,
+        backend: Backend,
+        shrink_backend: Backend | None,
+        budget: float,
     ) -> Shrinking:
         """On the shrink backend if the failure shows there, else on the backend on which it was found."""
         deadline = time.perf_counter() + budget
         if shrink_backend is not None:
             failure = failure_on(experiment, shrink_backend, first.subject)
             if failure is not None:
-                shown = Found(failure, first.subject, shrink_backend.name)
+                shown = Counterexample(failure, first.subject, shrink_backend.name)
                 return cls(first, shown, shrink_backend, signature(experiment, shown), deadline)
         return cls(first, first, backend, signature(experiment, first), deadline)
 

@@ -29,12 +29,12 @@ SIMPLEST: dict[str, Any] = {
 
 def least(case: C, fails: Callable[[C], bool]) -> C:
     """The Case with all left out, and made simpler, without which it fails as well. `fails` is not asked of `case`."""
-    while (simpler := next(filter(fails, with_less(case)), None)) is not None:
+    while (simpler := next(filter(fails, simpler_cases(case)), None)) is not None:
         case = simpler
     return case
 
 
-def with_less(case: C) -> Iterator[C]:
+def simpler_cases(case: C) -> Iterator[C]:
     """The Case with one thing less or simpler: its documents, its pattern, one of its other fields, its tokens, its
     heads. What makes no Case is left out."""
     changed: Any = case  # a dataclass, of whatever kind

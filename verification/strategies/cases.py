@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from reference.pattern import Branch, Pattern
 from verification.case import Case
+from verification.strategies.corner_cases import MOST_TOKENS, rare, shifted
 from verification.strategies.decoding import digits, head_range, permutation
 from verification.strategies.documents import MOST_FUSED, fused_documents, packed, windowed
-from verification.strategies.corner_cases import MOST_TOKENS, rare, shifted
 
 Draw = st.DrawFn
 
@@ -242,7 +242,7 @@ def long_cases(draw: Draw, world: int) -> Case:
     )  # fmt: skip
 
 
-def elsewhere(draw: Draw, case: Case) -> dict[str, object]:
+def other_sharding(draw: Draw, case: Case) -> dict[str, object]:
     """What to change of a Case so that other ranks compute the same in another way."""
     group = _members(draw, case.world) if case.world > 1 else None
     return {

@@ -1,7 +1,7 @@
 """Hypothesis strategies that draw TrainingCases, from the small end up.
 
-As in `verification.strategies.cases`, the first entry of every `sampled_from` is the simplest one, so that shrinking ends at
-the smallest model and mesh. Models are tiny: what composes wrongly does so at any size.
+The first entry of every `sampled_from` is the simplest one (as in `verification.strategies.cases`), so that shrinking
+ends at the smallest model and mesh. Models are tiny: what composes wrongly does so at any size.
 """
 
 from __future__ import annotations

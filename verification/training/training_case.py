@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from reference import validators, shards
+from reference import shards, validators
 from reference.pattern import Pattern
 from reference.shards import Division, Shards
 from verification.case import DEVICES, DTYPES, EXCHANGES, ORDERS, ORDERS_BY_DOCUMENT, SEEDED_ORDERS

@@ -13,9 +13,9 @@ from verification.search.experiment import Experiment
 from verification.search.search import Search
 from verification.training.dense.tolerance import FACTOR, THRESHOLD
 from verification.training.error_histogram import Deviations
-from verification.training.strategies import training_cases
 from verification.training.step_expectation import expect_training
 from verification.training.step_properties import check_step
+from verification.training.strategies import training_cases
 from verification.training.training_case import TrainingCase
 from verification.training.training_coverage import TRAINING_GROUPS
 

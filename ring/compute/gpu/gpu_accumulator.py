@@ -43,9 +43,9 @@ class _Kept:
         self._parts.append(part)
         self._kept += part.out.nbytes
         if self._kept > MOST_KEPT * 4 * self._like.numel():
-            self.settle()
+            self.materialize()
 
-    def settle(self) -> Accumulator | Sum:
+    def materialize(self) -> Accumulator | Sum:
         """Combine what there is into the plain accumulator."""
         if self._plain is None:
             self._plain = Accumulator(self._like) if self._weighted else Sum(self._like)
@@ -91,7 +91,7 @@ class CombinedAccumulator:
         if takes_part(rows, heads, out):
             self._kept.keep(Part(rows, heads, out, lse))
         else:
-            plain = self._kept.settle()
+            plain = self._kept.materialize()
             assert isinstance(plain, Accumulator)
             plain.merge(rows, heads, out, lse)
 
@@ -113,13 +113,13 @@ class CombinedSum:
         if takes_part(rows, heads, tile):
             self._kept.keep(Part(rows, heads, tile, None))
         else:
-            plain = self._kept.settle()
+            plain = self._kept.materialize()
             assert isinstance(plain, Sum)
             plain.add(rows, heads, tile)
 
-    def settle(self) -> None:
+    def materialize(self) -> None:
         """Add what was kept: a tile lies in a buffer that is about to change."""
-        self._kept.settle()
+        self._kept.materialize()
 
     def result(self, dtype: torch.dtype) -> torch.Tensor:
         """The sum in that type."""

@@ -19,8 +19,8 @@ from weakref import WeakSet
 
 import torch
 
-from ring.caching.bounded_cache import Bounded
-from ring.caching.graph_keepalive import kept_for_one_graph
+from ring.caching.bounded_cache import BoundedCache
+from ring.caching.graph_keepalive import keep_alive_for_one_graph
 
 # Bytes of queries up to which a call is replayed. Longer ones keep the GPU busy for longer than they take the host, so
 # that the copies cost more than they save. 0: nothing is replayed.
@@ -72,8 +72,8 @@ class _StreamMemory:
         return [self._memory[at : at + size].view(dtype).view(*shape) for at, size, (shape, dtype) in places]
 
 
-_seen: Bounded[Hashable, int] = Bounded(_SEEN)
-_replays: Bounded[Hashable, _Replay] = Bounded(_GRAPHS)
+_seen: BoundedCache[Hashable, int] = BoundedCache(_SEEN)
+_replays: BoundedCache[Hashable, _Replay] = BoundedCache(_GRAPHS)
 
 
 def replayed(what: Hashable, inputs: Tensors, results: Sequence[Form], compute: Callable[..., Tensors]) -> Tensors:
@@ -86,10 +86,10 @@ def replayed(what: Hashable, inputs: Tensors, results: Sequence[Form], compute: 
     key = what, stream.cuda_stream
     replay = _replays.get(key)
     if replay is None:
-        seen = _seen.keep(key, _seen.get(key, 0) + 1)
+        seen = _seen.put(key, _seen.get(key, 0) + 1)
         computed = compute(*inputs)
         if seen >= BEFORE:  # just now: what ranks settle once, and what is copied to a GPU once, is not yet forgotten
-            _replays.keep(key, _captured(compute, inputs, results, stream))
+            _replays.put(key, _captured(compute, inputs, results, stream))
         return computed
     with replay.turn:
         torch._foreach_copy_(replay.inputs, list(inputs))
@@ -116,7 +116,7 @@ def _captured_in(
     own, outputs = taken[: len(inputs)], taken[len(inputs) :]
     graph = torch.cuda.CUDAGraph()
     memory.stream.wait_stream(current)
-    with kept_for_one_graph() as reads, torch.no_grad(), torch.cuda.stream(memory.stream):
+    with keep_alive_for_one_graph() as reads, torch.no_grad(), torch.cuda.stream(memory.stream):
         memory.capture_in(graph)
         try:
             for to, found in zip(outputs, compute(*own), strict=True):

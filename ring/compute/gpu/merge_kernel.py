@@ -1,9 +1,9 @@
 """The kernel that merges partial results on GPUs, and its launch. Every number of the output is computed once, in fp32,
 from all partial results that hold its row and head.
 
-A program of the kernel has rows of one head, and asks each of the head's entries (`ring.compute.gpu.merge_table`) which of
-these rows it holds. The rows lie as far apart as those of the widest grid, so that a dilated grid holds all of them or,
-mostly, none.
+A program of the kernel has rows of one head, and asks each of the head's entries (`ring.compute.gpu.merge_table`)
+which of these rows it holds. The rows lie as far apart as those of the widest grid, so that a dilated grid holds all of
+them or, mostly, none.
 
 Rows, and the places of lse's numbers within a sequence, are counted in 32 bits. The plain version,
 `ring.compute.accumulator`, takes what has more rows times heads than these count (`ring.execute`).
@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ring.caching.bounded_cache import Bounded
+from ring.caching.bounded_cache import BoundedCache
 from ring.caching.graph_keepalive import keep
 from ring.caching.triton_launcher import Launcher
 from ring.compute.gpu.merge_table import Field, entries_of, places_of
@@ -279,7 +279,7 @@ class _Merge:
         self._which = np.concatenate([one.which + count for one, count in zip(self._launches, counts, strict=False)])
         first, second = self._launches[0], self._launches[-1]
         self._twins = len(jobs) == 2 and first.form == second.form
-        self._tables: Bounded[tuple[int, ...], list[_Table]] = Bounded(_TABLES)
+        self._tables: BoundedCache[tuple[int, ...], list[_Table]] = BoundedCache(_TABLES)
 
     def run(self, jobs: Sequence[Job], since: torch.cuda.Event | None) -> None:
         tables = self._tables_of(jobs, since)
@@ -302,7 +302,7 @@ class _Merge:
         found = self._tables.get(key)
         if found is None:
             host = torch.from_numpy(self._filled(addresses)).pin_memory()
-            found = self._tables.keep(key, self._parts_of(host.to(device, non_blocking=True)))
+            found = self._tables.put(key, self._parts_of(host.to(device, non_blocking=True)))
         return found
 
     def _parts_of(self, whole: torch.Tensor) -> list[_Table]:
@@ -336,7 +336,7 @@ def _beside(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-_merges: Bounded[tuple[object, ...], _Merge] = Bounded(_MERGES)
+_merges: BoundedCache[tuple[object, ...], _Merge] = BoundedCache(_MERGES)
 
 
 def run(jobs: Sequence[Job], since: torch.cuda.Event | None) -> None:
@@ -347,5 +347,5 @@ def run(jobs: Sequence[Job], since: torch.cuda.Event | None) -> None:
     key = tuple(job.geometry() for job in jobs)
     merge = _merges.get(key)
     if merge is None:
-        merge = _merges.keep(key, _Merge(jobs))
+        merge = _merges.put(key, _Merge(jobs))
     merge.run(jobs, since)

@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from ring.caching.weak_cache import kept_beside
+from ring.caching.weak_cache import cached_on
 from ring.compute.gpu.partial_results import Part
 from ring.plan.blocks import Heads
 from ring.plan.ranges import Ints
@@ -59,7 +59,7 @@ def entries_of(part: Part, apart: int) -> tuple[Ints, Ints]:
     return heads, table
 
 
-@kept_beside
+@cached_on
 def places_of(rows: Rows, device: torch.device) -> torch.Tensor:
     """Of listed rows, from the first to the last: where each lies in the tile, fold * length + place; -1 for a row
     that it does not hold. int32.

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ring.caching.weak_cache import kept_beside
-from ring.caching.graph_keepalive import kept_while_captured
+from ring.caching.graph_keepalive import keep_alive_in_graph
+from ring.caching.weak_cache import cached_on
 from ring.compute.math_kernel import SavedRows, Tensors3
 from ring.plan.ranges import Ints
 from ring.plan.tile import Mask, Sequences, Tile
@@ -28,7 +28,7 @@ class _CuSeqlens(NamedTuple):
     longest: tuple[int, int]
 
 
-@kept_beside
+@cached_on
 def _cu_seqlens(sequences: Sequences, batch: int, device: torch.device) -> _CuSeqlens:
     """Copied to a GPU once."""
     query, key = (torch.from_numpy(over_batch(x, batch)).to(device) for x in (sequences.query, sequences.key))
@@ -78,7 +78,7 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: SavedRows
 def _edges_of(tile: Tile, q: torch.Tensor) -> _CuSeqlens:
     assert tile.sequences is not None
     found = _cu_seqlens(tile.sequences, q.shape[0], q.device)
-    kept_while_captured(found.query, found.key)
+    keep_alive_in_graph(found.query, found.key)
     return found
 
 

@@ -69,7 +69,7 @@ class RingParallel(ParallelStyle):
                 if isinstance(x, DTensor):
                     bound.arguments[name] = self._local(name, x)
         except (ValueError, NotImplementedError) as error:
-            self.context.refuse(error)
+            self.context.raise_everywhere(error)
         bound.arguments["context"] = self.context
         return bound.args, bound.kwargs
 

@@ -74,7 +74,7 @@ def _check_call(model: PreTrainedModel, given: tuple[Any, ...], named: dict[str,
                 raise NotImplementedError(f"{name} must be left out: {reason}")
         _check_positions(arguments.get("position_ids"), context)
     except (ValueError, NotImplementedError) as error:
-        context.refuse(error, FIRST)
+        context.raise_everywhere(error, FIRST)
 
 
 def attention(
@@ -110,7 +110,7 @@ def attention(
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         pattern = _pattern(pattern, causal, _window(attention_mask, sliding_window, causal))
     except (ValueError, NotImplementedError) as error:
-        context.refuse(error, name)
+        context.raise_everywhere(error, name)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # (B, N, H, D)
     return context.attention(q, k, v, pattern, scale=scaling, name=name), None
 

@@ -1,4 +1,4 @@
-"""`Bounded` keeps what a list of entries would, of which the first are dropped, and frees what it forgets."""
+"""`BoundedCache` keeps what a list of entries would, of which the first are dropped, and frees what it forgets."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ring.caching.bounded_cache import Bounded
+from ring.caching.bounded_cache import BoundedCache
 
 
 class Thing:
     """May be a key, and can be referred to weakly."""
 
 
-Step = tuple[int | None, bool, int]  # number of a known key or a new one, by `once` or by `keep`, bytes
+Step = tuple[int | None, bool, int]  # number of a known key or a new one, by `get_or_make` or by `keep`, bytes
 STEPS = st.lists(st.tuples(st.none() | st.integers(0, 7), st.booleans(), st.integers(0, 60)), max_size=30)
 
 
 @given(st.integers(1, 8), st.none() | st.integers(1, 100), STEPS, st.integers(0, 40))
 def test_it_keeps_what_a_list_would(most: int, most_bytes: int | None, steps: list[Step], cleared: int) -> None:
-    kept: Bounded[Thing, Thing] = Bounded(most, most_bytes)
+    kept: BoundedCache[Thing, Thing] = BoundedCache(most, most_bytes)
     wanted: list[tuple[Thing, Thing, int]] = []
     for at, (number, once, nbytes) in enumerate(steps):
         if at == cleared:
@@ -36,10 +36,10 @@ def test_it_keeps_what_a_list_would(most: int, most_bytes: int | None, steps: li
         place = known.index(key) if key in known else len(wanted)
         if once:
             before = wanted[place] if place < len(wanted) else entry
-            assert kept.once(key, iter(entry[1:2]).__next__, {entry[1]: nbytes}.__getitem__) is before[1]
+            assert kept.get_or_make(key, iter(entry[1:2]).__next__, {entry[1]: nbytes}.__getitem__) is before[1]
             entry = before
         else:
-            assert kept.keep(*entry) is entry[1]
+            assert kept.put(*entry) is entry[1]
         wanted[place : place + 1] = [entry]
         heaviest = 10**6 if most_bytes is None else most_bytes
         while len(wanted) > most or (len(wanted) > 1 and sum(nbytes for *_, nbytes in wanted) > heaviest):
@@ -49,12 +49,12 @@ def test_it_keeps_what_a_list_would(most: int, most_bytes: int | None, steps: li
 
 @pytest.mark.parametrize("most_bytes", (None, 100))
 def test_what_is_forgotten_is_freed(most_bytes: int | None) -> None:
-    kept: Bounded[Any, Any] = Bounded(2, most_bytes)
+    kept: BoundedCache[Any, Any] = BoundedCache(2, most_bytes)
     seen = []
     for _ in range(5):
         key, value = Thing(), Thing()
         seen.append((weakref.ref(key), weakref.ref(value)))
-        kept.keep(key, value, 1)
+        kept.put(key, value, 1)
     del key, value
     gc.collect()
     assert [[one() is not None for one in refs] for refs in seen] == [[False, False]] * 3 + [[True, True]] * 2
@@ -63,16 +63,16 @@ def test_what_is_forgotten_is_freed(most_bytes: int | None) -> None:
 
 
 def test_what_is_falsy_is_there_and_what_cannot_be_made_is_not_kept() -> None:
-    kept: Bounded[str, float] = Bounded(10)
-    assert [kept.once("a", lambda: 0), kept.once("a", lambda: 1)] == [0, 0] and kept.get("b") is None
+    kept: BoundedCache[str, float] = BoundedCache(10)
+    assert [kept.get_or_make("a", lambda: 0), kept.get_or_make("a", lambda: 1)] == [0, 0] and kept.get("b") is None
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
-            kept.once("b", lambda: 1 / 0)
-    assert list(kept) == ["a"] and kept.once("b", lambda: 1.0) == 1.0
+            kept.get_or_make("b", lambda: 1 / 0)
+    assert list(kept) == ["a"] and kept.get_or_make("b", lambda: 1.0) == 1.0
 
 
 def test_threads_that_ask_at_once_all_get_one() -> None:
-    kept: Bounded[int, str] = Bounded(4)
+    kept: BoundedCache[int, str] = BoundedCache(4)
     with ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(lambda key: kept.once(key % 7, lambda: str(key % 7)), range(2000)))
+        found = list(threads.map(lambda key: kept.get_or_make(key % 7, lambda: str(key % 7)), range(2000)))
     assert found == [str(key % 7) for key in range(2000)] and len(kept) <= 4

@@ -7,8 +7,8 @@ import weakref
 
 import torch
 
-from ring.caching.weak_cache import kept_beside
-from ring.caching.graph_keepalive import kept_for_one_graph, kept_while_captured
+from ring.caching.graph_keepalive import keep_alive_for_one_graph, keep_alive_in_graph
+from ring.caching.weak_cache import cached_on
 
 
 class Thing:
@@ -18,7 +18,7 @@ class Thing:
 def test_it_is_made_once_and_freed_with_its_object() -> None:
     made = []
 
-    @kept_beside
+    @cached_on
     def table(of: Thing, size: int) -> Thing:
         found = Thing()
         made.append((size, weakref.ref(found)))
@@ -33,6 +33,6 @@ def test_it_is_made_once_and_freed_with_its_object() -> None:
 
 
 def test_on_cpus_no_graph_is_captured() -> None:
-    with kept_for_one_graph() as kept:
-        kept_while_captured(torch.zeros(1))
+    with keep_alive_for_one_graph() as kept:
+        keep_alive_in_graph(torch.zeros(1))
     assert kept == []

@@ -15,15 +15,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from reference.documents import Documents
 from reference.pattern import Branch, Pattern
 from ring import Layout, ring_attention
-from ring.agreement import CallSetting
-from ring.caching.bounded_cache import Bounded
+from ring.caching.bounded_cache import BoundedCache
 from ring.comm.call_order import KEPT, Calls
 from ring.comm.transport import SoloTransport
 from ring.compile_ops import traced
+from ring.consensus import CallSetting
 from verification.run.caches import bounded_of, clear_caches, recent_of
 
 RING = ("ring",)
-MOST_SETTINGS, MOST_ENTRIES, MOST_BYTES = 512, 8192, 2**30  # of any `Bounded`, of any functools cache, in bytes
+MOST_SETTINGS, MOST_ENTRIES, MOST_BYTES = 512, 8192, 2**30  # of any `BoundedCache`, of any functools cache, in bytes
 BOUNDED = [one for one in bounded_of(RING) if not one[0].startswith("ring.compute.gpu.")]  # entries of one size
 DENSE = Branch()
 LONG, DOCUMENTS = 600, (3, 1) * 100 + (200,)
@@ -40,11 +40,11 @@ def test_caches_are_bounded_by_number_and_by_bytes() -> None:
     assert "ring.plan.plan" in dict(BOUNDED)
     for name, cache in BOUNDED:
         for number in range(MOST_SETTINGS + 1):
-            cache.keep(number, number)
+            cache.put(number, number)
         assert len(cache) <= MOST_SETTINGS, name
         cache.clear()
         for number in range(2):
-            cache.keep(number, number, MOST_BYTES)
+            cache.put(number, number, MOST_BYTES)
         assert len(cache) == 1, name
     sizes = {name: cache.cache_parameters()["maxsize"] for name, cache in recent_of(RING)}
     assert "ring.layout.numbered_layout" in sizes
@@ -53,7 +53,7 @@ def test_caches_are_bounded_by_number_and_by_bytes() -> None:
 
 def test_the_last_calls_of_a_group_are_known() -> None:
     calls = Calls()
-    made = [weakref.ref(calls.again(number, None)) for number in range(1, KEPT + 20)]
+    made = [weakref.ref(calls.get(number, None)) for number in range(1, KEPT + 20)]
     assert [number for number, ref in enumerate(made, 1) if ref() is not None] == list(range(20, KEPT + 20))
 
 
@@ -110,14 +110,14 @@ def _call(
 
 @pytest.mark.parametrize("kind", CALLS)
 def test_entries_say_what_they_weigh_and_nothing_else_is_kept(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    light, keep = [], Bounded.keep
+    light, put = [], BoundedCache.put
 
-    def weighed(self: Bounded[Any, Any], key: Any, value: Any, nbytes: int = 0) -> Any:
+    def weighed(self: BoundedCache[Any, Any], key: Any, value: Any, nbytes: int = 0) -> Any:
         if weight(value) > max(1024, 2 * nbytes):
             light.append(f"a {type(value).__name__} of {weight(value)} bytes is kept as one of {nbytes}")
-        return keep(self, key, value, nbytes)
+        return put(self, key, value, nbytes)
 
-    monkeypatch.setattr(Bounded, "keep", weighed)
+    monkeypatch.setattr(BoundedCache, "put", weighed)
     held = _call(**CALLS[kind])
     assert light == []
     clear_caches(RING)

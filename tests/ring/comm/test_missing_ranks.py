@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from ring import Layout, Pattern, ring_attention
 from ring.comm import missing_ranks
-from ring.comm.shared_page import _StoreGather
-from ring.comm.transport import Absent
 from ring.comm.missing_ranks import GRACE, SLOW, done_by_event, done_by_work, wait_for_all
+from ring.comm.shared_page import _StoreGather
+from ring.comm.transport import MissingRanks
 from ring.compute import kernels
 from tests.support.ranks import Ranks
 
@@ -222,7 +222,7 @@ def test_without_a_store_nobody_can_tell_who_is_missing(
 ) -> None:
     """But what gets done does not end."""
     assert said_by(wait_for_all, done, alone, 1) == (f"Absent: {said}" if said else "fine")
-    with pytest.raises(Absent, match="some rank did not come .*: the store is gone$"):
+    with pytest.raises(MissingRanks, match="some rank did not come .*: the store is gone$"):
         _StoreGather(GONE, 0, 2, timedelta(seconds=1)).gather("the file", "mine")
 
 

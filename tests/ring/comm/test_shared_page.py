@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ring.comm import shared_page
 from ring.comm.shared_page import PAYLOAD, HostMemory, host_memory_of, machine
-from ring.comm.transport import Absent
+from ring.comm.transport import MissingRanks
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
@@ -85,7 +85,7 @@ def test_a_page_that_one_rank_cannot_have_is_taken_by_none(
 
 def _one_does_not_come(name: str) -> None:
     if dist.get_rank() != 1:
-        with pytest.raises(Absent, match="rank 1 did not come"):
+        with pytest.raises(MissingRanks, match="rank 1 did not come"):
             page_of(name, TIMEOUT)
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ring.caching import graph_keepalive
-from ring.caching.bounded_cache import Bounded
-from ring.caching.graph_keepalive import kept_for_one_graph
+from ring.caching.bounded_cache import BoundedCache
+from ring.caching.graph_keepalive import keep_alive_for_one_graph
 from ring.comm import symmetric_memory
 from ring.comm.symmetric_memory import SymmetricTransport, _Route
 
@@ -22,7 +22,7 @@ class OnNoGPU(SymmetricTransport):
     """Whose ranks have told each other where their buffers lie."""
 
     def __init__(self) -> None:
-        self._routes = Bounded(KINDS)
+        self._routes = BoundedCache(KINDS)
         self._streams = SimpleNamespace(side=SimpleNamespace(device=None))  # type: ignore[assignment]
         self.by_nccl = False
         self._pools, self.made, self.capturing = [], 0, False
@@ -63,7 +63,7 @@ def test_a_route_is_made_once_and_forgotten_after_many_others(transport: OnNoGPU
 
 def test_a_route_is_there_as_long_as_the_graph_that_replays_it(transport: OnNoGPU) -> None:
     prepared(transport, 0)
-    with kept_for_one_graph() as reads:
+    with keep_alive_for_one_graph() as reads:
         transport.capturing = True
         route = prepared(transport, 0)
         transport.capturing = False

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ring.compute import kernels, math_kernel
-from ring.compute.kernel_counts import picked_kernels
+from ring.compute.kernel_counts import count_kernels
 from ring.compute.math_kernel import SavedRows
 from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
@@ -193,7 +193,7 @@ def test_rows_whose_scores_are_all_minus_infinity_weigh_nothing(name: str) -> No
     unseen = hidden(tile, size).index_fill(4, torch.tensor(5), True)
     exact, exact_lse = dense(scores_of(q, k, 1.0, unseen), v)
     q[..., 5, -1] = 8.0
-    with picked_kernels() as count:
+    with count_kernels() as count:
         out, lse = kernels.forward(name, q, k, v, tile, 1.0)
     assert count[name] == count["math"] == 1 and (lse[..., 0] == 0).all()
     torch.testing.assert_close(out.double(), exact, rtol=0, atol=1e-5)
@@ -225,12 +225,12 @@ def test_which_kernel_takes_a_tile(keys: int, device: str) -> None:
 def test_what_was_picked_is_counted() -> None:
     """Blocks within each other count alike, whatever they have counted; backwards count too, and nothing afterwards."""
     (q, k, v, dout), tile = drawn(Size()), tile_of(Mask.FULL, Size())
-    with picked_kernels() as outer:
-        with picked_kernels() as first:
+    with count_kernels() as outer:
+        with count_kernels() as first:
             out, lse = kernels.forward("math", q, k, v, tile, 1.0)
-        with picked_kernels() as inner:
+        with count_kernels() as inner:
             kernels.backward("flash", q, k, v, SavedRows(dout, out, lse, None), tile, 1.0)
-            with pytest.raises(KeyError), picked_kernels() as ended:
+            with pytest.raises(KeyError), count_kernels() as ended:
                 raise KeyError
         kernels.forward("math", q, k, v, tile, 1.0)
     kernels.forward("math", q, k, v, tile, 1.0)

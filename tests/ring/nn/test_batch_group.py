@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring import Layout
-from ring.comm.transport import Absent
+from ring.comm.transport import MissingRanks
 from ring.nn import ContextParallel
-from ring.nn.batch_group import BatchRanks, _Line
+from ring.nn.batch_group import BatchRanks, _MeshAxis
 from tests.support.nn_ranks import drawn, far, said
 from tests.support.ranks import Ranks
 
@@ -88,8 +88,8 @@ def test_what_one_rank_does_otherwise_is_told_to_all(ranks: Ranks, wrong: int, h
 @pytest.mark.parametrize("absent, told", [((0,), "rank 7 did not come"), ((0, 2), "ranks 1, 7"), (None, "some rank")])
 def test_ranks_that_do_not_come_go_by_their_numbers_in_the_mesh(absent: tuple[int, ...] | None, told: str) -> None:
     ranks, transport = BatchRanks(None), Mock(rank=1, world_size=3)
-    transport.all_equal.side_effect = Absent(absent, "for 3 s")
-    ranks._lines = (_Line(transport, members=(2, 1, 0), stride=3),)  # this rank is the second along its dimension
+    transport.all_equal.side_effect = MissingRanks(absent, "for 3 s")
+    ranks._lines = (_MeshAxis(transport, members=(2, 1, 0), stride=3),)  # this rank is the second along its dimension
     ranks.rank, ranks.world_size = 4, 9
     with pytest.raises(RuntimeError, match=f"{told}.* to cross_entropy: for 3 s"):
         ranks.agree("cross_entropy", {}, None)

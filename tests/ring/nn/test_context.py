@@ -46,7 +46,7 @@ def test_positions_are_made_once_for_a_device() -> None:
     assert torch.equal(first, torch.arange(7)) and not first.is_inference()
     assert context.positions_on(torch.device("cpu")) is first
     assert context.positions_on(torch.device("meta")).device.type == "meta"
-    assert context.once("key", lambda: 1) == context.once("key", lambda: 2) == 1
+    assert context.cached("key", lambda: 1) == context.cached("key", lambda: 2) == 1
 
 
 @pytest.mark.parametrize("documents", [None, (7,), (3, 0, 4)])

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from reference import cost
-from reference.fast_oracle import multiplicity
 from reference.call_limits import CallLimits
+from reference.fast_oracle import multiplicity
 from reference.pattern import Branch, Pattern
 from ring import Layout
 from ring.plan.blocks import Heads

@@ -13,9 +13,9 @@ from hypothesis import example, settings
 from hypothesis import given as drawing
 from hypothesis import strategies as st
 
-from reference.roundoff import most_seen, most_taken
 from reference.fast_oracle import QUANTITIES, multiplicity
 from reference.pattern import Branch, Pattern
+from reference.roundoff import most_seen, most_taken
 from ring.plan.tile import Tile
 from tests.ring.plan.plan_walk import PlanSetting, PlanWalk
 from tests.support.plain_case import plain
@@ -23,11 +23,11 @@ from verification.case import EXCHANGES, Case
 from verification.check import properties
 from verification.check.checks import CHECKS, assemble
 from verification.check.expectation import counts_of, expect
-from verification.strategies.cases import cases as drawn_cases
 from verification.failures import MismatchedMessages, WrongResult
 from verification.run.backends import SimBackend, observe_on
 from verification.run.layouts import layout_of
 from verification.run.observation import Observation
+from verification.strategies.cases import cases as drawn_cases
 
 pytestmark = pytest.mark.ranks
 

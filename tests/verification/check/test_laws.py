@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from reference.pattern import Branch, Pattern
-from ring import agreement, attention, execute
+from ring import attention, consensus, execute
 from ring.comm.call_order import Calls
 from ring.compute.accumulator import Accumulator
 from tests.support.plain_case import plain
 from tests.support.planted import plant, plant_on_results
 from verification.case import Case
 from verification.check.laws import LAWS
-from verification.check.laws.cache_isolation import neighbour
+from verification.check.laws.cache_isolation import with_change
 from verification.failures import VerificationFailure
 from verification.run.backends import SimBackend
 
@@ -80,8 +80,8 @@ def accumulates_in_16_bits() -> None:
 
 
 def says_less() -> None:
-    real = agreement._joint_error
-    agreement._joint_error = lambda said: ValueError(str(real(said)).partition(":")[0])
+    real = consensus._joint_error
+    consensus._joint_error = lambda said: ValueError(str(real(said)).partition(":")[0])
 
 
 def ignores(owner: Any, name: str, result: Any = None) -> Plant:
@@ -119,7 +119,7 @@ TEETH: list[tuple[str, Plant, Case, dict[str, Any], str]] = [
      {"token": 3, "tensor": "v", "infinite": False}, "which sees NaN"),
     ("scores of -inf have no weight", partial(plant, weighs_what_is_hidden), plain(2), {"hidden": [1, 2], "heads": [0]},
      "no query sees this key"),
-    (REFUSED, ignores(agreement, "validate"), plain(2), wrongly("one token too many in q"), "index 0 .* nothing"),
+    (REFUSED, ignores(consensus, "validate"), plain(2), wrongly("one token too many in q"), "index 0 .* nothing"),
     (REFUSED, says_less, plain(2), wrongly("another name than the others"), "does not name"),
     (CALLS, partial(plant, keeps_one_output), plain(2), in_flight(), "other results than by themselves: out of call 0"),
     (CALLS, ignores(attention, "agree_backward"), plain(2), in_flight("skips", 1, 2), "index 0 other results"),
@@ -158,7 +158,7 @@ def test_what_breaks_a_law_is_found(number: int) -> None:
 def test_a_neighbour_differs_in_one_thing() -> None:
     case = plain(2, pattern=Pattern((Branch(4, 2, 1), Branch(8, 1, 0)), causal=True), heads=4, kv_heads=4)
     first, second = case.pattern.branches
-    assert neighbour(case, "causal", False).pattern == Pattern((first, second))
-    assert neighbour(case, "twice", 1).pattern == Pattern((first, second, second), causal=True)
-    assert neighbour(case, "shifted", 0).pattern == Pattern((Branch(4, 2, 0), second), causal=True)
-    assert neighbour(case, "cuts", [0, 1, 12]) == replace(case, cuts=(0, 1, 12))
+    assert with_change(case, "causal", False).pattern == Pattern((first, second))
+    assert with_change(case, "twice", 1).pattern == Pattern((first, second, second), causal=True)
+    assert with_change(case, "shifted", 0).pattern == Pattern((Branch(4, 2, 0), second), causal=True)
+    assert with_change(case, "cuts", [0, 1, 12]) == replace(case, cuts=(0, 1, 12))

@@ -13,10 +13,10 @@ from reference.fast_oracle import QUANTITIES
 from tests.support.drawing import draw_many
 from tests.support.plain_case import plain
 from verification.case import Case
-from verification.check import properties, oracle_agreement
+from verification.check import oracle_agreement, properties
 from verification.check.expectation import expect
-from verification.strategies.cases import cases
 from verification.failures import WrongResult
+from verification.strategies.cases import cases
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ring.execute
-from ring.caching.bounded_cache import Bounded
+from ring.caching.bounded_cache import BoundedCache
 from ring.compute import kernels
 from ring.plan.plan import EXCHANGES
 from verification.case import DTYPES
@@ -65,7 +65,7 @@ def test_kernels_are_those_that_were_called(monkeypatch: pytest.MonkeyPatch) -> 
     assert picked["float32", "full"] == "flash" and "math" in picked["float32", "by position"]
     assert picked["float32", "full, gradient through lse"] == "flash, backward math"
     monkeypatch.setattr(kernels, "choose", lambda kernel, *arguments, **options: real("math", *arguments, **options))
-    monkeypatch.setattr(ring.execute, "_programs", Bounded(8))  # what was chosen before is kept
+    monkeypatch.setattr(ring.execute, "_programs", BoundedCache(8))  # what was chosen before is kept
     assert {x["kernel"] for x in doctor.kernel_choices()} == {"math"}
 
 

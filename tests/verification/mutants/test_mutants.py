@@ -23,7 +23,7 @@ from verification.mutants.defect import CannotPlant, Defect, Edit
 from verification.mutants.plant import preparation, substitute
 from verification.run.backends import SimBackend, Unavailable
 from verification.runner import EXAMPLES
-from verification.search.experiment import Found, ToolError
+from verification.search.experiment import Counterexample, ToolError
 
 BUDGET, ACCUMULATOR = "ring/default_bucket.py", "ring/compute/accumulator.py"
 
@@ -66,7 +66,7 @@ def test_edits_of_one_file_add_up_within_their_functions() -> None:
 def test_a_module_that_does_not_run_is_refused_by_the_rank() -> None:
     with closing(SimBackend(prepare=preparation(_defect((BUDGET, "SHARE = 0.1", "SHARE = 1 / 0"))))) as backend:
         backend.start(1)
-        with pytest.raises(Unavailable, match=r"a-name: the edited ring\.budget does not run: ZeroDivisionError"):
+        with pytest.raises(Unavailable, match=r"a-name: the edited ring\.default_bucket does not run: ZeroDivisionError"):
             EXAMPLES.check(backend, plain(2))
 
 
@@ -81,10 +81,10 @@ def test_a_defect_of_the_oracle_is_one_of_the_judge_too() -> None:
 def test_a_defect_whose_own_code_does_not_run_is_no_kill() -> None:
     defect, subject = by_name("merge-by-sigmoid"), experiments.Subject(EXAMPLES, plain(2))
     for error in ("UnboundLocalError: cannot access local variable 'top'", "NameError: name 'top' is not defined"):
-        found = Found(RankError(f"rank 0 raised: {error}"), subject, "sim")
+        found = Counterexample(RankError(f"rank 0 raised: {error}"), subject, "sim")
         with pytest.raises(ToolError, match="merge-by-sigmoid: the edited code does not run: rank 0 raised"):
             search.outcome_of(defect, found, 1, 0.1)
-    found = Found(RankError("rank 0 raised: ValueError: shapes"), subject, "sim")
+    found = Counterexample(RankError("rank 0 raised: ValueError: shapes"), subject, "sim")
     assert search.outcome_of(defect, found, 1, 0.1).killed
 
 

@@ -32,7 +32,6 @@ from tests.support.printed import unbroken
 from tests.support.training_cases import drawn_from, small_model, small_step
 from verification.__main__ import main
 from verification.case import Case
-from verification.strategies.cases import cases
 from verification.failures import VerificationFailure, WrongResult
 from verification.peers import Peer, Refused, claims, probe
 from verification.peers.adapters import flash_attn_shim, with_windows, yunchang
@@ -47,6 +46,7 @@ from verification.peers.training.wrapper_peers import WRAPPER_PEERS
 from verification.run.backends import GlooBackend
 from verification.runner import PROFILES
 from verification.search.experiment import ToolError
+from verification.strategies.cases import cases
 from verification.training.training_case import TrainingCase
 from verification.training.training_run import TRAINING_PRELOAD
 

@@ -20,7 +20,7 @@ from verification.failures import WrongResult
 from verification.problems import links, long_problems
 from verification.problems.long_problems import Judgement, LongProblem
 from verification.report.report import Report
-from verification.run.rank import Pass
+from verification.run.rank import RunResult
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -56,7 +56,7 @@ def test_each_quantity_is_judged(monkeypatch: pytest.MonkeyPatch, name: str, who
     if not whole:
         monkeypatch.setitem(long_problems.WHOLE, "cpu", 0)
 
-    def spoilt(*arguments: Any) -> Pass:
+    def spoilt(*arguments: Any) -> RunResult:
         run: Any = real(*arguments)
         return replace(run, results=(*run.results[:at], run.results[at].detach() + 1.0, *run.results[at + 1 :]))
 

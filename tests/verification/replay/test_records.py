@@ -18,12 +18,12 @@ from verification.__main__ import main
 from verification.case import Case
 from verification.check.laws import LAWS, Law
 from verification.check.laws.refusal_cases import MISTAKES
-from verification.strategies.cases import cases
 from verification.replay import records, replay
 from verification.replay.registry import SavedExample
 from verification.run.backends import SimBackend, Unavailable
 from verification.runner import law_experiment
 from verification.search.experiment import case_record as as_json
+from verification.strategies.cases import cases
 
 
 def case(**changes: Any) -> dict[str, Any]:

@@ -21,16 +21,16 @@ from tests.support.planted import plant_receive_first, plant_wrong_result
 from tests.support.printed import printed, recording
 from verification import runner
 from verification.case import Case
-from verification.strategies.cases import cases
 from verification.failures import RankError, RankHang, WrongResult
 from verification.mutants.catalogue import by_name
 from verification.mutants.plant import preparation
 from verification.report.report import Report
 from verification.run.backends import GlooBackend, SimBackend
-from verification.search.experiment import ToolError
-from verification.search.simplify import least, with_less
-from verification.search.search import Search
 from verification.search.diagnose import cause_in
+from verification.search.experiment import ToolError
+from verification.search.search import Search
+from verification.search.simplify import least, simpler_cases
+from verification.strategies.cases import cases
 
 pytestmark = pytest.mark.ranks
 
@@ -151,7 +151,7 @@ def test_what_a_failure_does_not_need_is_left_out(ranks: GlooBackend, fails: Any
 def test_every_case_with_less_is_another_one_that_is_nearer_to_the_least(case: Case) -> None:
     """Else shrinking would go round in a circle."""
     assert replace(least(case, lambda simpler: True), dtype="float32") == LEAST
-    assert all(simpler != case and simpler.to_json() != case.to_json() for simpler in with_less(case))
+    assert all(simpler != case and simpler.to_json() != case.to_json() for simpler in simpler_cases(case))
 
 
 @pytest.mark.parametrize("shrinks", (True, False))

@@ -17,13 +17,21 @@ from tests.support.plain_case import plain
 from verification.case import Case
 from verification.check.laws import LAWS, Law
 from verification.check.supported import check_supported
-from verification.strategies.cases import cases
-from verification.strategies.decoding import digits, head_range, permutation
-from verification.strategies.documents import MOST_FUSED, WAYS, Documents, documents_of, ends_of, fused_documents, window_of
-from verification.strategies.corner_cases import MOST_TOKENS, RARE
 from verification.report.coverage import FEATURES, Coverage
 from verification.run.layouts import layout_of
 from verification.runner import law_experiment
+from verification.strategies.cases import cases
+from verification.strategies.corner_cases import MOST_TOKENS, RARE
+from verification.strategies.decoding import digits, head_range, permutation
+from verification.strategies.documents import (
+    MOST_FUSED,
+    WAYS,
+    Documents,
+    documents_of,
+    ends_of,
+    fused_documents,
+    window_of,
+)
 
 DRAWS = 400  # for each world size
 drawn_documents = st.composite(documents_of)

@@ -24,10 +24,10 @@ from verification.check import properties
 from verification.check.expectation import expect
 from verification.check.laws.law import MOST_INTEGER, How, Law, Rule, anything, bounded, changed, flag
 from verification.check.supported import check_supported
-from verification.strategies.cases import cases, fused
 from verification.failures import WrongResult
 from verification.run.backends import Backend
 from verification.run.rank import attend, observe, shards, whole_tensors
+from verification.strategies.cases import cases, fused
 
 # --- calls that differ in one thing -----------------------------------------------------------------------------------
 
@@ -62,7 +62,7 @@ def draw_changes(draw: st.DrawFn, case: Case) -> How:
     return {name: found[name] for name in chosen}
 
 
-def neighbour(case: Case, name: str, value: Any) -> Case:
+def with_change(case: Case, name: str, value: Any) -> Case:
     """The Case with that one change."""
     pattern, branches = case.pattern, case.pattern.branches
     if name in ("causal", "documents"):
@@ -160,14 +160,14 @@ CHANGES: dict[str, Rule] = dict.fromkeys(
 
 def _premise(case: Case, how: How) -> None:
     for name, value in how.items():
-        check_supported(neighbour(case, name, value))
+        check_supported(with_change(case, name, value))
 
 
 def check_neighbours(backend: Backend, case: Case, how: How) -> float:
     """A Case, then Cases that differ from it in one thing, then the first again, in the same processes: the results
     of each are right, as if it had been the only one."""
     worst = 0.0
-    for one in (case, *(neighbour(case, name, value) for name, value in how.items()), case):
+    for one in (case, *(with_change(case, name, value) for name, value in how.items()), case):
         backend.submit(observe, one, None, False)
         worst = max(worst, *properties.check(one, expect(one), backend.collect()).values())
     return worst
@@ -218,10 +218,10 @@ def left(transport: Transport, case: Case) -> tuple[list[str], list[str]]:
         torch.rand(1), random.random(), np.random.random()  # noqa: NPY002 - the global generator is meant
     before = {name: look() for name, look in _STATE.items()}
     lender = _Lender(transport)
-    with measure(RecordingTransport(transport)) as elsewhere, measure(lender) as here:
+    with measure(RecordingTransport(transport)) as other_sharding, measure(lender) as here:
         held, peak = _held(lender, case)
     altered = [name for name, look in _STATE.items() if look() != before[name] and not (shared and name in _SHARED)]
-    altered += ["the measure of another transport, over which nobody calls"] * (elsewhere.bytes > 0)
+    altered += ["the measure of another transport, over which nobody calls"] * (other_sharding.bytes > 0)
     if (here.held, here.bytes) != (0, peak):
         altered.append(f"a measure: after calls of at most {peak} bytes it has {here.held}, at most {here.bytes}")
     # On GPUs a sent buffer may be kept until its messages are known to be over.

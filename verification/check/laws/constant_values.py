@@ -19,10 +19,10 @@ from verification.check.checks import assemble
 from verification.check.expectation import counts_of, kernel_of
 from verification.check.laws.law import How, Law, flag
 from verification.check.oracle_agreement import largest
-from verification.strategies.cases import cases
 from verification.failures import WrongResult
 from verification.run.backends import Backend, observe_on
 from verification.run.rank import InputEdit
+from verification.strategies.cases import cases
 
 DTYPES = {"float32": 2.0**-24, "float64": 2.0**-53}  # unit roundoff: 16-bit kernels round weights before they sum them
 SCORE_SCALES = (32.0, 1024.0)

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from reference import validators
 from verification.case import Case
 from verification.check.laws.law import How, Law, anything, ascending
-from verification.strategies.cases import cases
 from verification.failures import WrongResult
 from verification.run.backends import Backend
-from verification.run.in_flight_calls import DIRECTIONS, Account, FlightStep, Planned, carry_out
+from verification.run.in_flight_calls import DIRECTIONS, CallSpec, FlightStep, ProgramResult, carry_out
+from verification.strategies.cases import cases
 
 # What one rank does otherwise than the others.
 #   skips     leaves a step out and begins the next one on the same group: it has another order, or lacks a backward
@@ -27,7 +27,7 @@ MISTAKES = ("skips", "repeats", "thread", "siege")
 MOST_CALLS = 4
 
 
-class Deviation(NamedTuple):
+class Divergence(NamedTuple):
     """kind: one of MISTAKES. culprit: the index of the rank that makes it; at: its place in the order."""
 
     kind: str
@@ -35,7 +35,7 @@ class Deviation(NamedTuple):
     at: int
 
 
-class Flights(NamedTuple):
+class Schedule(NamedTuple):
     """What is drawn besides the Case. ranks: how many. members: of the second group, by their indices; None without
     one. groups, names: of the calls. order: the steps, the same on all ranks but for the deviation.
     """
@@ -47,10 +47,10 @@ class Flights(NamedTuple):
     order: tuple[FlightStep, ...]
 
     @property
-    def calls(self) -> list[Planned]:
+    def calls(self) -> list[CallSpec]:
         """At the end one for each group, which all its ranks make."""
-        last = [Planned(group, bare=True) for group in range(1 if self.members is None else 2)]
-        return [*map(Planned, self.groups, self.names), *last]
+        last = [CallSpec(group, user_group=True) for group in range(1 if self.members is None else 2)]
+        return [*map(CallSpec, self.groups, self.names), *last]
 
     def group_of(self, step: FlightStep) -> int:
         return self.calls[step.call].group
@@ -72,7 +72,7 @@ class Flights(NamedTuple):
         """Whether this step and the next one on the same group are both backwards."""
         return self.order[at].direction == self.after(at).direction == "backward"
 
-    def programs(self, deviation: Deviation | None) -> list[list[FlightStep]]:
+    def programs(self, deviation: Divergence | None) -> list[list[FlightStep]]:
         """Of each rank. Nothing follows the step at which a deviation shows."""
         if deviation is None:
             return [self._part(rank, self.order) for rank in range(self.ranks)]
@@ -86,7 +86,7 @@ class Flights(NamedTuple):
         }[kind]
         return [self._part(rank, (*before, *(culprits if rank == culprit else others))) for rank in range(self.ranks)]
 
-    def afterwards(self, deviation: Deviation | None) -> list[FlightStep]:
+    def afterwards(self, deviation: Divergence | None) -> list[FlightStep]:
         """The calls at the end; and the backwards that no rank, or not every one, came through."""
         last = range(len(self.groups), len(self.calls))
         steps = [FlightStep(direction, call) for call in last for direction in DIRECTIONS]
@@ -129,8 +129,8 @@ def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
     count = draw(st.integers(2, MOST_CALLS))
     groups = tuple(draw(st.integers(0, 1)) if members else 0 for _ in range(count))
     names = tuple(draw(st.sampled_from((None, f"layer {number}", f"Schicht ä{number}"))) for number in range(count))
-    flights = Flights(ranks, members, groups, names, _order(draw, count))
-    deviation: Deviation | None = None
+    flights = Schedule(ranks, members, groups, names, _order(draw, count))
+    deviation: Divergence | None = None
     possible = flights.deviations()
     if possible and draw(st.integers(0, 3)) > 0:
         kinds = sorted({kind for kind, _ in possible}, key=MISTAKES.index)
@@ -140,7 +140,7 @@ def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
         confused = [at for at in found if kind == "skips" and flights.backwards_at(at)]
         at: int = draw(st.sampled_from([*found, *3 * confused]))  # the rarest, and the worst
         culprit = draw(st.sampled_from(flights.on(flights.group_of(flights.order[at]))))
-        deviation = Deviation(kind, culprit, at)
+        deviation = Divergence(kind, culprit, at)
     return case, {
         "members": None if members is None else list(members),
         "groups": list(groups),
@@ -171,11 +171,11 @@ def _order(draw: st.DrawFn, count: int) -> tuple[FlightStep, ...]:
     return tuple(steps)
 
 
-def _read(case: Case, how: How) -> tuple[Flights, Deviation | None]:
+def _read(case: Case, how: How) -> tuple[Schedule, Divergence | None]:
     members = None if how["members"] is None else tuple(how["members"])
     order = tuple(FlightStep(direction, call) for direction, call in how["order"])
-    flights = Flights(len(case.ranks), members, tuple(how["groups"]), tuple(how["names"]), order)
-    return flights, None if how["deviation"] is None else Deviation(*how["deviation"])
+    flights = Schedule(len(case.ranks), members, tuple(how["groups"]), tuple(how["names"]), order)
+    return flights, None if how["deviation"] is None else Divergence(*how["deviation"])
 
 
 # --- checked ----------------------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def check_orders(backend: Backend, case: Case, how: How) -> float:
     flights, deviation = _read(case, how)
     programs = flights.programs(deviation)
     backend.submit(carry_out, case, flights.members, flights.calls, programs, flights.afterwards(deviation))
-    accounts: list[Account] = backend.collect()
+    accounts: list[ProgramResult] = backend.collect()
     for index, account in enumerate(accounts):
         if account.wrong:
             raise WrongResult(f"on index {index} other results than by themselves: {', '.join(account.wrong)}")
@@ -205,7 +205,7 @@ def check_orders(backend: Backend, case: Case, how: How) -> float:
     return 0.0
 
 
-def _check_numbers(flights: Flights, accounts: Sequence[Account]) -> None:
+def _check_numbers(flights: Schedule, accounts: Sequence[ProgramResult]) -> None:
     for group in range(1 if flights.members is None else 2):
         for when in ("before", "after"):
             numbers = [getattr(accounts[index], when)[group] for index in flights.on(group)]
@@ -214,7 +214,10 @@ def _check_numbers(flights: Flights, accounts: Sequence[Account]) -> None:
 
 
 def _check_error(
-    flights: Flights, deviation: Deviation, programs: Sequence[Sequence[FlightStep]], concerned: Sequence[Account]
+    flights: Schedule,
+    deviation: Divergence,
+    programs: Sequence[Sequence[FlightStep]],
+    concerned: Sequence[ProgramResult],
 ) -> None:
     errors = [account.error for account in concerned]
     if len(set(errors)) > 1 or errors[0] is None or errors[0][0] != "ValueError":
@@ -234,7 +237,7 @@ def _check_error(
             raise WrongResult(f"the error does not name {name!r}: {errors[0][1]}")
 
 
-def _where(flights: Flights, program: Sequence[FlightStep], begun: int) -> str:
+def _where(flights: Schedule, program: Sequence[FlightStep], begun: int) -> str:
     """In which call, and direction, the last step of a program is. begun: the number of the call before it."""
     last, backwards = program[-1], 0
     numbers: dict[int, int] = {}

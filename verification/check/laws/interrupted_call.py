@@ -14,18 +14,18 @@ from reference.pattern import Pattern
 from ring.comm.transport import Message, Pending, Transport
 from verification.case import Case
 from verification.check.laws.law import How, Law, flag
-from verification.strategies.cases import cases
 from verification.failures import WrongResult
 from verification.run.backends import Backend
-from verification.run.fresh_group import Own
+from verification.run.fresh_group import FreshCalls
 from verification.run.in_flight_calls import DIRECTIONS, in_second_thread
 from verification.run.rank import RankCall, shards, whole_tensors
+from verification.strategies.cases import cases
 
 ERRORS: dict[str, type[BaseException]] = {"RuntimeError": RuntimeError, "KeyboardInterrupt": KeyboardInterrupt}
 CLOSED = "nothing can be called on this group any more"
 
 
-class _Breaking(Own):
+class _Breaking(FreshCalls):
     """With calls of its own, since they are closed. Nothing is posted once it is to break: on all ranks the call ends
     before its first message, so that none of the test's own is left under way."""
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from verification.case import Case
 from verification.check.checks import assemble
 from verification.check.laws.law import How, Law, same_numbers, token
-from verification.strategies.cases import cases
 from verification.run.backends import Backend, observe_on
 from verification.run.rank import InputEdit
+from verification.strategies.cases import cases
 
 
 @st.composite

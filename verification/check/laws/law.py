@@ -100,7 +100,7 @@ def ascending(name: str, value: Any, limit: int) -> tuple[int, ...]:
 TAME = {"values that do not overflow in one order of a sum alone: any but 'huge'": lambda case: case.values != "huge"}
 
 
-def tame(case: Case) -> Case:
+def without_overflow(case: Case) -> Case:
     """The Case without values that overflow 16 bits in one order of summation and not in another."""
     return replace(case, values="normal") if case.values == "huge" else case
 

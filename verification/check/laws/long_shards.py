@@ -8,9 +8,9 @@ from verification.case import Case
 from verification.check import properties
 from verification.check.expectation import expect
 from verification.check.laws.law import How, Law
-from verification.strategies.cases import long_cases
 from verification.run.backends import Backend
 from verification.run.rank import observe
+from verification.strategies.cases import long_cases
 
 
 @st.composite

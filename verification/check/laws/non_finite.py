@@ -13,10 +13,10 @@ from reference.fast_oracle import multiplicity
 from verification.case import Case
 from verification.check.checks import Array, assemble
 from verification.check.laws.law import How, Law, flag, same_numbers, token
-from verification.strategies.cases import cases
 from verification.failures import WrongResult
 from verification.run.backends import Backend, observe_on
 from verification.run.rank import InputEdit
+from verification.strategies.cases import cases
 
 
 @st.composite

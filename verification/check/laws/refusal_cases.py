@@ -17,7 +17,7 @@ from torch import Tensor
 from ring import Layout, Transport, ring_attention
 from ring.compile_ops import traced
 from verification.case import Case
-from verification.run.group_argument import bare, mesh_of_two_dimensions
+from verification.run.group_argument import mesh_of_two_dimensions, user_group
 from verification.run.layouts import layout_of
 from verification.run.rank import shards, whole_tensors
 
@@ -106,7 +106,7 @@ def _reordered(change: Callable[[Tensor], Tensor]) -> Change:
 
 def _own_tokens_alone(a: Arguments, case: Case) -> Arguments:
     """As if this rank were all there is; with group=None, where that is all ranks."""
-    return {"layout": Layout.contiguous(a["q"].shape[1], 1), "group": bare(a["group"])}
+    return {"layout": Layout.contiguous(a["q"].shape[1], 1), "group": user_group(a["group"])}
 
 
 # --- the cases --------------------------------------------------------------------------------------------------------
@@ -194,9 +194,9 @@ def call(
     if wrong:
         arguments |= made.spoil(arguments, case)
     attention: Callable[..., Any] = ring_attention
-    if compiled and (made.traced or made.who == "one") and not isinstance(bare(transport), Transport):
+    if compiled and (made.traced or made.who == "one") and not isinstance(user_group(transport), Transport):
         attention = partial(traced, check=True)
-        arguments = {"name": None} | arguments | {"group": bare(transport)}
+        arguments = {"name": None} | arguments | {"group": user_group(transport)}
     try:
         with torch.set_grad_enabled(not (wrong and made.no_grad)):
             attention(**arguments)

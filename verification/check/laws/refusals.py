@@ -15,12 +15,12 @@ from verification.check import properties
 from verification.check.expectation import expect
 from verification.check.laws.law import How, Law, anything, changed, flag
 from verification.check.laws.refusal_cases import MISTAKES, Mistake, applicable, call
-from verification.strategies.cases import cases, elsewhere
 from verification.failures import WrongResult
 from verification.run.backends import Backend
 from verification.run.fresh_group import new_group
 from verification.run.observation import Observation
 from verification.run.rank import observe
+from verification.strategies.cases import cases, other_sharding
 
 # What two ranks have of one argument; of lists, one entry of each, and then how many entries there are.
 _DIFFERENCE = re.compile(
@@ -33,7 +33,7 @@ def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
     case = draw(cases(world))
     # Ranks of a subgroup have two numbers each, and the refusal is where they talk to each other without tensors.
     if draw(st.sampled_from((False, False, False, True))):
-        case = changed(case, elsewhere(draw, case))
+        case = changed(case, other_sharding(draw, case))
     possible = applicable(case)
     one = st.tuples(st.sampled_from(possible), st.integers(-1, len(case.ranks) - 1))
     # Many at a time, since each costs little beside the right call at the end. A list has 5 or 6 as a rule.
@@ -117,7 +117,9 @@ def _premise(case: Case, how: How) -> None:
     if how["new_group"] and case.group is not None:
         raise ValueError(f"group is {case.group}; with new_group it must be None")
     if how["without_page"] is not None:
-        validators.integer("without_page of how", how["without_page"], 0, len(case.ranks) - 1 if how["new_group"] else -1)
+        validators.integer(
+            "without_page of how", how["without_page"], 0, len(case.ranks) - 1 if how["new_group"] else -1
+        )
 
 
 WRONG_CALLS_REFUSED = Law(

@@ -10,9 +10,9 @@ from verification.case import Case
 from verification.check import properties
 from verification.check.expectation import expect
 from verification.check.laws.law import How, Law
-from verification.strategies.cases import cases
 from verification.run.backends import Backend
 from verification.run.side_streams import observe_on_streams
+from verification.strategies.cases import cases
 
 
 @st.composite

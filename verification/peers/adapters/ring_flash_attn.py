@@ -34,9 +34,9 @@ def import_modules(modules: Iterable[str]) -> None:
         found = importlib.util.find_spec(PACKAGE)
         if found is None or found.submodule_search_locations is None:
             raise Refused("the package ring-flash-attn is not installed")
-        bare = types.ModuleType(PACKAGE)
-        bare.__path__ = list(found.submodule_search_locations)
-        sys.modules[PACKAGE] = bare
+        user_group = types.ModuleType(PACKAGE)
+        user_group.__path__ = list(found.submodule_search_locations)
+        sys.modules[PACKAGE] = user_group
     for module in modules:
         importlib.import_module(f"{PACKAGE}.{module}")
 

@@ -12,11 +12,11 @@ from verification.peers.training.known_step_peers import load_step_peer, ready_s
 from verification.peers.training.step_peer import StepPeer
 from verification.run.backends import Backend
 from verification.search.experiment import Experiment
-from verification.training.strategies import training_cases
 from verification.training.step_checks import STEP_CHECKS
 from verification.training.step_expectation import expect_training
 from verification.training.step_observation import StepObservation
 from verification.training.step_properties import check_step
+from verification.training.strategies import training_cases
 from verification.training.training_case import TrainingCase
 
 prepare_step_peer = ready_step_peer  # in every new rank before its first example, as `peer_rank.prepare`

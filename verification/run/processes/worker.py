@@ -30,8 +30,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from verification.failures import MismatchedMessages, Raised
-from verification.run.processes.rendezvous import LocalRendezvous, Membership, join_group
 from verification.run.processes.process_state import is_runnable, is_stopped
+from verification.run.processes.rendezvous import LocalRendezvous, Membership, join_group
 
 STACK_SIGNAL = signal.SIGUSR1
 ANSWERED, RAISED = 0, 1

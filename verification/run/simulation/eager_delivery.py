@@ -15,7 +15,7 @@ Route = tuple[int, int, str]  # from, to (ranks of the group), label
 
 
 @dataclass
-class Prompt:
+class DeliveryPolicy:
     """late: messages that arrive only when they are waited for. met: all that were received, in words."""
 
     late: frozenset[Route] = frozenset()

@@ -15,17 +15,17 @@ from typing import Protocol
 import torch
 
 from ring.comm.call_order import Calls
-from ring.comm.transport import Message, Outgoing, OwnBuffers, Pending
+from ring.comm.transport import LocalBuffers, Message, Outgoing, Pending
 from verification.failures import BrokenContract, MismatchedMessages
 from verification.run.simulation.announced_sends import Announced
+from verification.run.simulation.eager_delivery import DeliveryPolicy
 from verification.run.simulation.in_flight import Batch, InFlight, described, overlap, span
-from verification.run.simulation.eager_delivery import Prompt
 from verification.run.simulation.scheduler import Scheduler
 
 Ends = dict[tuple[int, int], deque[InFlight]]  # of messages, by (from, to)
 
 
-class SimulatedTransport(OwnBuffers):
+class SimulatedTransport(LocalBuffers):
     """The transport of one rank."""
 
     def __init__(self, network: Wires, rank: int) -> None:
@@ -146,7 +146,7 @@ class Shared(Protocol):
 
     scheduler: Scheduler
     buffered: bool  # whether sends complete before their receive is posted
-    prompt: Prompt | None  # None: messages arrive as late, or as early, as the scheduler's numbers have it
+    prompt: DeliveryPolicy | None  # None: messages arrive as late, or as early, as the scheduler's numbers have it
     waiting: dict[int, tuple[Wires, Batch | Collective]]  # what a blocked rank waits for, by its number
 
     def label(self, number: int) -> str:
@@ -208,7 +208,7 @@ class Wires:
         if self._shared.prompt is not None:
             self._receive_at_once(batch, self._shared.prompt)
 
-    def _receive_at_once(self, batch: Batch, prompt: Prompt) -> None:
+    def _receive_at_once(self, batch: Batch, prompt: DeliveryPolicy) -> None:
         """All that is not held back. The rank has its buffers back no sooner for it."""
         self.await_receives(batch)
         for end in batch.receives:

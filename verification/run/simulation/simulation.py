@@ -6,7 +6,8 @@
   when one of them waits, and the send buffer is read at that same moment. So code that reads, writes or posts a buffer
   before its wait is over (a receive buffer: before the message has arrived) computes wrong numbers or, where the
   simulation can tell, raises `BrokenContract`, which names the buffer and the hop.
-- A call that sends from another place than it announced is `BrokenContract` (`verification.run.simulation.announced_sends`).
+- A call that sends from another place than it announced (`verification.run.simulation.announced_sends`) raises
+  `BrokenContract`.
 - Batches that are never waited for, and buffers that share bytes while in flight, are `BrokenContract` too.
 - Ranks run one at a time in an order that the seed decides (`verification.run.simulation.scheduler`): one is starved,
   or runs as far ahead as it can, or all take turns. A send is complete when its receive is posted or, if the seed
@@ -33,8 +34,8 @@ from verification.failures import (
     RankState,
     name_ranks,
 )
+from verification.run.simulation.eager_delivery import DeliveryPolicy
 from verification.run.simulation.in_flight import Batch
-from verification.run.simulation.eager_delivery import Prompt
 from verification.run.simulation.scheduler import Scheduler
 from verification.run.simulation.simulated_transport import Collective, SimulatedTransport, Wires
 from verification.wording import counted
@@ -47,7 +48,9 @@ class Simulation:
     """`size` ranks. names: what they are called in reports (a group's global ranks); by default 0 .. size - 1. prompt:
     in place of the worst, messages arrive at once, but for those that it holds back."""
 
-    def __init__(self, size: int, seed: int, names: Sequence[int] | None = None, prompt: Prompt | None = None) -> None:
+    def __init__(
+        self, size: int, seed: int, names: Sequence[int] | None = None, prompt: DeliveryPolicy | None = None
+    ) -> None:
         self.size = size
         self.names = tuple(range(size)) if names is None else tuple(names)
         self.scheduler = Scheduler(size, seed)

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from verification.protocols import Example
 from verification.failures import name_ranks
+from verification.protocols import Example
 from verification.run.backends import PRELOAD, GlooBackend, Preparation, SimBackend, Task, Unavailable
 from verification.run.processes.pool import START_TIMEOUT, Pool, PoolError, RankSet
 from verification.run.processes.rendezvous import Rendezvous

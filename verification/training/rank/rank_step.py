@@ -14,7 +14,7 @@ from verification.run.observation import carry
 from verification.training.inputs import IGNORED, global_batch, initial_parameters
 from verification.training.rank.losses import LOSSES
 from verification.training.rank.meshes import handle_of, mesh_of
-from verification.training.rank.resume import taken_up
+from verification.training.rank.resume import resume
 from verification.training.rank.ring_model import Inner, LanguageModel, ring_inner
 from verification.training.rank.wrapping import Unwrapped, Wrap, wrapped
 from verification.training.step_observation import Array, PartObservation, StepObservation
@@ -35,7 +35,7 @@ def train_on_rank(
         counted = TokenCounts(watched(model, part))
         run, before = wrap(model, part), run
         if before is not None:
-            first = taken_up(before, run, first)
+            first = resume(before, run, first)
         for step in range(first, first + part.steps):
             batches = batches_of_step(case, part, context, data_rank, step)
             train_one_step(part, run, context, batches, step, seen)

@@ -14,7 +14,7 @@ from ring.nn.frameworks import checkpoint
 from verification.training.rank.wrapping import Unwrapped
 
 
-def taken_up(before: Unwrapped, after: Unwrapped, step: int) -> int:
+def resume(before: Unwrapped, after: Unwrapped, step: int) -> int:
     """Save what `before` has come to, and load it into `after`, which is new. Every rank calls it. Returns the number
     of steps that were done, as the checkpoint says."""
     with shared_folder() as folder:

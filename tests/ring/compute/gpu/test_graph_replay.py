@@ -16,7 +16,7 @@ from reference import Pattern
 from ring import Layout, ring_attention
 from ring.compute.gpu import graph_replay
 from ring.compute.gpu.graph_replay import BEFORE
-from ring.compute.kernel_counts import picked_kernels
+from ring.compute.kernel_counts import count_kernels
 from tests.support.ranks import Ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -66,7 +66,7 @@ def drawn(tokens: int, kv_heads: int = 2) -> Tensors:
 
 def plainly(tensors: Tensors, **settings: Any) -> Tensors:
     """Whoever counts kernels sees plain calls."""
-    with picked_kernels():
+    with count_kernels():
         return attended(tensors, **settings)
 
 
@@ -153,7 +153,7 @@ def _replays(replaying: list[bool], exchange: str) -> tuple[int, int]:
                 tensors = drawn(tokens, kv_heads)
                 with nullcontext() if replaying[rank] else patch.object(graph_replay, "MOST_BYTES", 0):
                     found = called(tensors, pattern, layout, exchange=exchange)
-                with picked_kernels():
+                with count_kernels():
                     wrong += not equal(found, called(tensors, pattern, layout, exchange=exchange))
         return len(graphs), wrong
 

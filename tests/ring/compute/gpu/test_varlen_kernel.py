@@ -12,7 +12,7 @@ from reference import Pattern
 from reference.oracle import attention_and_gradients
 from ring import Layout, ring_attention
 from ring.compute import kernels
-from ring.compute.kernel_counts import picked_kernels
+from ring.compute.kernel_counts import count_kernels
 from ring.compute.math_kernel import SavedRows
 from ring.layout import Run
 from ring.plan.blocks import Heads
@@ -114,7 +114,7 @@ def test_packed_documents_are_the_oracle_s(batch: int, order: str, kernel: str, 
             for number, (begin, end) in enumerate(pairwise(np.cumsum((0, *LENGTHS)).tolist())):
                 k[:, begin : end if number in (1, 7) else min(begin + 5, end), :, 0] = -torch.inf
         leaves = [layout.shard(x, 0).clone().requires_grad_() for x in (q, k, v)]
-        with picked_kernels() as picked:
+        with count_kernels() as picked:
             mine = ring_attention(leaves[0], leaves[1], leaves[2], pattern, layout, kernel=kernel)
             assert isinstance(mine, torch.Tensor)
             found = [mine.detach(), *torch.autograd.grad(mine, leaves, layout.shard(dout, 0))]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from ring.caching.bounded_cache import Bounded
+from ring.caching.bounded_cache import BoundedCache
 from ring.compute import kernels
 from ring.compute.gpu import graph_replay
 from ring.compute.gpu.partial_results import Part, as_output, takes_part
@@ -138,7 +138,12 @@ def test_threads_on_one_stream_take_turns(monkeypatch: pytest.MonkeyPatch) -> No
     def captured(*_: Any) -> graph_replay._Replay:
         return graph_replay._Replay(graph, inputs, outputs, [], turn)
 
-    for name, value in (("_captured", captured), ("BEFORE", 0), ("_seen", Bounded(2)), ("_replays", Bounded(2))):
+    for name, value in (
+        ("_captured", captured),
+        ("BEFORE", 0),
+        ("_seen", BoundedCache(2)),
+        ("_replays", BoundedCache(2)),
+    ):
         monkeypatch.setattr(graph_replay, name, value)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=7))
 

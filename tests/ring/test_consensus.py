@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from reference.pattern import Branch, Pattern
-from ring import Layout, agreement, ring_attention
+from ring import Layout, ring_attention, validation
 from ring.comm.transport import SoloTransport
 from tests.support.attention_cases import inputs
 from verification.run.simulation.simulated_transport import SimulatedTransport
@@ -248,4 +248,4 @@ def test_a_fused_kernel_of_gpus_is_refused_where_it_takes_no_tile(
     q: Any = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 8, 3, dim))
     call: Any = SimpleNamespace(kernel=kernel, q=q, return_lse=False, differentiated=True)
     with nullcontext() if taken else pytest.raises(NotImplementedError, match=f"{dtype} and head dim {dim}"):
-        agreement._validate_fused(call)
+        validation._validate_fused(call)

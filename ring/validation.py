@@ -1,0 +1,174 @@
+"""Validates the arguments of one call of `ring_attention` on one rank. `ring.consensus` compares them among ranks."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from reference.documents import told
+from reference.pattern import Pattern, check_pattern
+from ring.comm.transport import Transport
+from ring.compute.kernels import KERNELS, fused
+from ring.layout import Layout
+from ring.plan.plan import EXCHANGES
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_MOST = 2**40  # tokens: plans count in 64 bits
+_LARGEST = sys.float_info.max
+_INSTEAD = {  # of arguments of other attentions
+    "attn_mask": "masks are patterns, as Pattern.dense(causal=True) or Pattern.dense(documents=lengths)",
+    "is_causal": "write Pattern.dense(causal=True)",
+    "causal": "write Pattern.dense(causal=True)",
+    "dropout_p": "dropout of attention is not supported, leave it out",
+    "window_size": "write Pattern.dense(window=w), for (w, 0) with causal=True",
+    "enable_gqa": "leave it out, k and v may have fewer heads than q",
+}
+
+
+@dataclass(eq=False)
+class Call:
+    """The arguments of one call of `ring_attention` on one rank, as given."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    pattern: Pattern
+    layout: Layout
+    exchange: str
+    bucket: int | None
+    kernel: str
+    scale: float | None
+    return_lse: bool
+    differentiated: bool  # see `wants_gradients`
+    unknown: tuple[str, ...] = ()  # names of arguments that there are not
+
+    def key(self) -> tuple[object, ...]:
+        """All that decides whether the call is right, and its plan: equal for calls that are alike in it. Types stand
+        beside values, since 1, 1.0 and True are equal.
+        """
+        given = (self.exchange, self.bucket, self.kernel, self.scale, self.return_lse, self.differentiated)
+        kinds = (type(self.bucket), type(self.scale), type(self.return_lse))
+        return _kind(self.q), _kind(self.k), _kind(self.v), self.pattern, self.layout, given, kinds
+
+    @property
+    def factor(self) -> float:
+        """Of the scores."""
+        return self.q.shape[3] ** -0.5 if self.scale is None else float(self.scale)
+
+
+def _kind(x: object) -> tuple[object, ...]:
+    return (type(x), x.shape, x.dtype, x.device, x.layout) if isinstance(x, torch.Tensor) else (type(x),)
+
+
+def wants_gradients(*tensors: torch.Tensor) -> bool:
+    """Whether what is computed of them can be differentiated. An operator does not see this of its own tensors."""
+    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors)
+
+
+def refuse_unknown(unknown: tuple[str, ...]) -> None:
+    """Raise ValueError for the first argument that `ring_attention` does not have, with what to write instead."""
+    for name in unknown:
+        instead = _INSTEAD.get(name, "help(ring_attention) lists the arguments")
+        raise ValueError(f"{name} is no argument of ring_attention: {instead}")
+
+
+def validate(call: Call, transport: Transport) -> None:
+    """Raise ValueError or NotImplementedError, naming the argument, what was given and what is allowed."""
+    check_pattern(call.pattern)
+    if not isinstance(call.layout, Layout):
+        raise ValueError(f"layout must be a Layout, got {call.layout!r}")
+    _validate_options(call)
+    if call.layout.world_size != transport.world_size:
+        raise ValueError(
+            f"layout must be for the {transport.world_size} ranks of the group, got one for {call.layout.world_size}"
+        )
+    call.pattern.validate_tokens(call.layout.n)
+    _validate_tensors(call, call.layout.counts[transport.rank])
+    call.pattern.validate(call.q.shape[2])
+
+
+def _validate_options(call: Call) -> None:
+    if call.exchange not in EXCHANGES:
+        raise ValueError(f"exchange must be one of {EXCHANGES}, got {call.exchange!r}")
+    if call.kernel not in KERNELS:
+        raise ValueError(f"kernel must be one of {KERNELS}, got {call.kernel!r}")
+    bucket = call.bucket
+    if bucket is not None and (not isinstance(bucket, int) or isinstance(bucket, bool) or not 1 <= bucket <= _MOST):
+        raise ValueError(f"bucket must be None or a number of tokens from 1 to 2**40, got {told(bucket)}")
+    scale = call.scale
+    if scale is not None:
+        if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not abs(scale) <= _LARGEST:
+            raise ValueError(f"scale must be None or a finite number, got {told(scale)}")
+    if not isinstance(call.return_lse, bool):
+        raise ValueError(f"return_lse must be True or False, got {call.return_lse!r}")
+
+
+def _validate_tensors(call: Call, tokens: int) -> None:
+    tensors = {"q": call.q, "k": call.k, "v": call.v}
+    for name, x in tensors.items():
+        refuse_dtensor(name, x)
+        if not isinstance(x, torch.Tensor) or x.dim() != 4:
+            given = f"shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else repr(type(x))
+            raise ValueError(f"{name} must be a (batch, local tokens, heads, head dim) tensor, got {given}")
+        if x.layout is not torch.strided or x.is_complex() or x.is_quantized:
+            raise NotImplementedError(f"{name} must be a dense real tensor, got {x.layout}, {x.dtype}")
+    q, k, v = call.q, call.k, call.v
+    if k.shape != v.shape:
+        raise ValueError(f"k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}")
+    if q.dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {[str(d) for d in DTYPES]}, got {q.dtype}")
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
+        if (x.shape[0], x.shape[3]) != (q.shape[0], q.shape[3]):
+            raise ValueError(
+                f"{name} must have q's batch and head dim {(q.shape[0], q.shape[3])}, got {(x.shape[0], x.shape[3])}"
+            )
+    if min(q.shape[0], q.shape[2], q.shape[3], k.shape[2]) < 1:
+        raise ValueError(f"batch, heads and head dim must be >= 1, got q {tuple(q.shape)}, k {tuple(k.shape)}")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"query heads must be a multiple of key/value heads, got {q.shape[2]} and {k.shape[2]}")
+    for name, x in tensors.items():
+        if x.shape[1] != tokens:
+            got = f"{x.shape[1]}: heads first? Write {name}.transpose(1, 2)" if x.shape[2] == tokens else x.shape[1]
+            raise ValueError(f"{name} must have the {tokens} tokens that the layout gives this rank, got {got}")
+    if call.kernel in ("flash", "cudnn"):
+        _validate_fused(call)
+
+
+def is_dtensor(x: object) -> bool:
+    """The class is looked up, not imported: whoever has one has imported it."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def refuse_dtensor(name: str, x: Any) -> None:
+    """NotImplementedError for a DTensor, where the shard of this rank is wanted."""
+    if is_dtensor(x):
+        raise NotImplementedError(
+            f"{name} must be a plain tensor, the shard of this rank, got a DTensor placed {x.placements}: give "
+            f"{name}.to_local(), sharded as the layout says"
+        )
+
+
+def _validate_fused(call: Call) -> None:
+    """A fused kernel that was asked for by name takes what it can, tile by tile, but not a call without such a tile."""
+    name, q = call.kernel, call.q
+    takes = ("cuda",) if name == "cudnn" else ("cpu", "cuda")
+    if q.device.type not in takes:
+        kinds = " and ".join(takes)
+        raise NotImplementedError(f"kernel {name!r} takes {kinds} tensors, got {q.device}; 'auto' and 'math' take any")
+    if fused(name, q.device, q.dtype, q.shape[3]) != name:
+        raise NotImplementedError(
+            f"on GPUs kernel {name!r} takes dtype float16 or bfloat16 and head dims up to 128 that are multiples of 8, "
+            f"got dtype {q.dtype} and head dim {q.shape[3]}; 'auto' and 'math' take any"
+        )
+    if call.return_lse and call.differentiated:
+        raise NotImplementedError(
+            f"kernel {name!r} has no gradient through lse: with return_lse=True use kernel 'auto' or 'math', or no_grad"
+        )
