@@ -13,7 +13,7 @@ _counters: list[Counter[str]] = []
 def count_kernels() -> Iterator[Counter[str]]:
     """Count the kernel calls made inside by name: what "auto" picked. `ring.count_kernels` is this one.
 
-    with ring.picked_kernels() as count:
+    with ring.count_kernels() as count:
         ring_attention(q, k, v, pattern, layout)
     assert set(count) <= {"flash", "cudnn"}
     """

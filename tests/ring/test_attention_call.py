@@ -88,7 +88,7 @@ BAD: list[Bad] = [
     (r"is_causal is no .*: write Pattern.dense\(causal=True\)", {"is_causal": True}),
     (r"attn_mask is no .*: masks are patterns, as Pattern.dense\(", {"attn_mask": Q}),
     (r"window_size is no .*: write Pattern.dense\(window=w\)", {"window_size": (4, 0)}),
-    (r"buket is no .*: help\(ring_attention\) lists those", {"buket": 4}),
+    (r"buket is no .*: help\(ring_attention\) lists the arguments", {"buket": 4}),
 ]
 MISSING: list[Bad] = [  # what is right, and not there
     ("kernel 'cudnn' takes cuda tensors, got cpu", {"kernel": "cudnn"}),

@@ -221,7 +221,7 @@ def test_without_a_store_nobody_can_tell_who_is_missing(
     alone: dist.ProcessGroup, done: Callable[[float | None], bool], said: str
 ) -> None:
     """But what gets done does not end."""
-    assert said_by(wait_for_all, done, alone, 1) == (f"Absent: {said}" if said else "fine")
+    assert said_by(wait_for_all, done, alone, 1) == (f"MissingRanks: {said}" if said else "fine")
     with pytest.raises(MissingRanks, match="some rank did not come .*: the store is gone$"):
         _StoreGather(GONE, 0, 2, timedelta(seconds=1)).gather("the file", "mine")
 
