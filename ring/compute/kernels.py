@@ -38,8 +38,8 @@ def choose(
 ) -> str:
     """Return the kernel for a tile: "math", "flash" or "cudnn".
 
-    Only the math kernel takes a mask by position, a gradient through lse, or a scale that is not positive (fused
-    kernels multiply masked scores, which are -inf, by it). On GPUs FlashAttention-2 takes sequences of several lengths:
+    Only the math kernel takes a mask by position, a gradient through lse, or a scale that is not positive: fused
+    kernels multiply masked scores, -inf, by the scale. On GPUs FlashAttention-2 takes sequences of several lengths:
     cuDNN would prepare anew for each list of lengths. repeatable: sum in the same order in every run; in torch (2.13)
     the backward of "flash" has such a mode, that of cuDNN has none.
     """
@@ -96,8 +96,8 @@ def backward(
 
 
 def portions(name: str, tile: Tile, q: torch.Tensor) -> list[Tile]:
-    """Split a tile by groups of heads into backward calls with bounded memory of a fused kernel, which holds dq in fp32
-    and dk and dv of every query head. q: the whole (B, N, H, D).
+    """Split a tile by groups of heads, to bound the memory of a fused backward: it holds dq in fp32, and dk and dv of
+    every query head. q: the whole (B, N, H, D).
     """
     query, key = tile.query_heads, tile.key_heads
     if name == "math" or not q.is_cuda or query.ids is not None or key.ids is not None:

@@ -106,8 +106,8 @@ def whole_messages(entries: Entries) -> Chunks:
 def cut(entries: Entries, most: int) -> Chunks:
     """Cut messages into chunks: a row whose first slot is number x of its message goes into chunk x // most.
 
-    Entries of 3 and 2 rows, each row 2 slots wide, and `most` 4: rows begin at slots 0 2 | 4 6 | 8, so the chunks hold
-    rows (0 1 of the first entry), (2 of the first, 0 of the second), (1 of the second). Two entries become four.
+    Entries of 3 and 2 rows, each row 2 slots wide, and `most` 4: rows begin at slots 0 2 | 4 6 | 8. The chunks hold
+    rows 0 1 of the first entry; row 2 of the first and 0 of the second; row 1 of the second. Two entries become four.
     """
     begin, width = whole_messages(entries).slot, entries.width
     first_chunk = begin // most

@@ -42,11 +42,11 @@ def merge_diagonals(tiles: Sequence[Tile], most: int, packed: bool) -> list[Tile
     """Merge the tiles of a stage into fewer calls where possible. most: keys of a call, rows times heads. packed: every
     block has its own slots, so that no two tiles of different heads read the same slot.
     """
-    alike: dict[object, list[Tile]] = {}
+    by_shape: dict[object, list[Tile]] = {}
     for number, tile in enumerate(tiles):
-        alike.setdefault(_shape(tile) or number, []).append(tile)
+        by_shape.setdefault(_shape(tile) or number, []).append(tile)
     merged = []
-    for several in alike.values():
+    for several in by_shape.values():
         runs = list(_runs(several, most, packed)) if len(several) > 1 else several
         merged += runs if len(runs) < len(several) else several
     return merged

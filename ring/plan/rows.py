@@ -134,15 +134,15 @@ def folds(signature: Sequence[Ints], segment: Ints, left: Ints, right: Ints, mos
     order = np.lexsort((segment, *reversed(signature)))
     if not len(order):
         return
-    apart = np.diff(segment[order]) == 0
+    breaks = np.diff(segment[order]) == 0
     for column in signature:
-        apart |= np.diff(column[order]) != 0
+        breaks |= np.diff(column[order]) != 0
     d_left, d_right = np.diff(left[order]), np.diff(right[order])
-    apart |= (d_left <= 0) | (d_right <= 0)
+    breaks |= (d_left <= 0) | (d_right <= 0)
     # An entry also opens a fold if its distance differs from the one before: left starts 0 4 8 20 24 with equal
     # signatures are the folds (0 4 8), (20 24). The first distance of a fold has none to compare with.
-    uneven = ~apart[:-1] & ((np.diff(d_left) != 0) | (np.diff(d_right) != 0))
-    begin_a_fold = np.concatenate(([True], apart))
+    uneven = ~breaks[:-1] & ((np.diff(d_left) != 0) | (np.diff(d_right) != 0))
+    begin_a_fold = np.concatenate(([True], breaks))
     begin_a_fold[2:] |= uneven
     begins = np.flatnonzero(begin_a_fold)
     for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(order)], strict=True):

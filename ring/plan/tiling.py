@@ -4,9 +4,9 @@ Range pairs of own keys can be computed at once, those of remote keys after the 
 cut into parts with one mask each. Parts that differ only in their segment are folded. Parts with the same query rows
 and the same mask are joined. Heads with shifted grids share a call (`ring.plan.diagonal`).
 
-The example (see `ring.plan`): rank 0 has these four pairs with the ranges 0 and 2 of block 0 and the ranges 4 and 6 of
-block 1 as queries and own keys, and two more with remote keys, received in stage 1. The pair of a range with itself is
-a causal square. In this example a remote range is either wholly visible or wholly hidden.
+The example (see `ring.plan`): rank 0 has four pairs of own ranges, 0 and 2 of block 0 and 4 and 6 of block 1, with
+themselves. It has two more with remote keys, received in stage 1. The pair of a range with itself is a causal square.
+In this example a remote range is either wholly visible or wholly hidden.
 
     stage  mask    query  key  query rows  keys
     0      CAUSAL  0      0    0 2         0 2

@@ -28,7 +28,7 @@ from ring.compute.gpu.merge_table import Field, entries_of, places_of
 from ring.compute.gpu.partial_results import Part, is_aligned
 from ring.plan.ranges import Ints
 
-_APART = 32  # most distance of a program's rows; a wider grid holds only some of them
+_MOST_ROW_STEP = 32  # most distance of a program's rows; a wider grid holds only some of them
 _ROWS, _WARPS = 32, 4  # rows, and warps, of a program
 _KINDS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -212,17 +212,17 @@ class _Launch:
     def __init__(self, job: Job) -> None:
         out, lse, parts = job.out, job.lse, job.parts
         batch, tokens, heads, dim = out.shape
-        apart = min(_APART, max((part.rows.step for part in parts if part.rows.index is None), default=1))
+        row_step = min(_MOST_ROW_STEP, max((part.rows.step for part in parts if part.rows.index is None), default=1))
         self.places = [places_of(part.rows, out.device) for part in parts if part.rows.index is not None]
         fp32 = sum(part.out.dtype == torch.float32 for part in parts)
         out_batch, out_row, out_head, _ = out.stride()
         lse_batch, lse_head, lse_row = (0, 0, 0) if lse is None else lse.stride()
-        programs = triton.cdiv(tokens, _ROWS * apart) * apart * heads
+        programs = triton.cdiv(tokens, _ROWS * row_step) * row_step * heads
         self.weighted = 1 if lse is None else 2  # addresses of each part
-        self.table, self.at, self.which = self._entries(parts, apart, heads)
+        self.table, self.at, self.which = self._entries(parts, row_step, heads)
         self.begin = heads + 1  # index of the first entry in the table
         self.numbers = (
-            out_batch, out_row, out_head, lse_batch, lse_head, lse_row, tokens, heads, apart, len(self.table)
+            out_batch, out_row, out_head, lse_batch, lse_head, lse_row, tokens, heads, row_step, len(self.table)
         )  # fmt: skip
         self.constants: dict[str, Any] = {
             "DIM": dim, "BLOCK": triton.next_power_of_2(dim), "ROWS": _ROWS,
@@ -237,14 +237,14 @@ class _Launch:
             Launcher(_combine, (programs, batch, outputs), _WARPS, self.numbers, self.constants) for outputs in (1, 2)
         )
 
-    def _entries(self, parts: list[Part], apart: int, heads: int) -> tuple[Ints, Ints, Ints]:
+    def _entries(self, parts: list[Part], row_step: int, heads: int) -> tuple[Ints, Ints, Ints]:
         """Return (table, at, which). table: the first entry of each head, (H + 1,), then the entries by head, (entries,
         fields), with relative addresses. Add address number `which[i]` of the job to the table at `at[i]`.
         """
         if not parts:
             empty = np.zeros(0, np.int64)
             return np.zeros(heads + 1, np.int64), empty, empty
-        tables = [entries_of(part, apart) for part in parts]
+        tables = [entries_of(part, row_step) for part in parts]
         which = np.repeat(np.arange(len(parts)), [len(table) for _, table in tables])
         head, table = (np.concatenate(column) for column in zip(*tables, strict=True))
         order = np.argsort(head, kind="stable")

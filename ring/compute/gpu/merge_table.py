@@ -45,13 +45,13 @@ class Field(IntEnum):
     PLACES = auto()  # address of a table of listed rows, from START on (`places_of`); 0 if they are not listed
 
 
-def entries_of(part: Part, apart: int) -> tuple[Ints, Ints]:
-    """Return heads (h,) and their entries (h, fields), with addresses relative to the part's. apart: distance of the
-    rows of a kernel program.
+def entries_of(part: Part, row_step: int) -> tuple[Ints, Ints]:
+    """Return heads (h,) and their entries (h, fields), with addresses relative to the part's. row_step: distance
+    of the rows of a kernel program.
     """
     out, lse = part.out, part.lse
     by_lse = None if lse is None else (lse.stride(), lse.element_size())
-    heads, table = _grid(part.rows, part.heads, out.stride(), out.element_size(), by_lse, apart)
+    heads, table = _grid(part.rows, part.heads, out.stride(), out.element_size(), by_lse, row_step)
     table = table.copy()
     table[:, Field.IS_FP32] = out.dtype == torch.float32
     if part.rows.index is not None:
@@ -72,7 +72,7 @@ def places_of(rows: Rows, device: torch.device) -> torch.Tensor:
 
 @lru_cache(maxsize=4096)
 def _grid(
-    rows: Rows, heads: Heads, out: tuple[int, ...], size: int, lse: tuple[tuple[int, ...], int] | None, apart: int
+    rows: Rows, heads: Heads, out: tuple[int, ...], size: int, lse: tuple[tuple[int, ...], int] | None, row_step: int
 ) -> tuple[Ints, Ints]:
     """Compute `entries_of` a plan's tile once. out, lse: strides; size: bytes of a number; lse also has its own."""
     group, member = np.divmod(np.arange(heads.groups * heads.per_group), heads.per_group)
@@ -92,7 +92,7 @@ def _grid(
         table[:, Field.LSE] = (group * by_group + member * by_member) * size
         table[:, [Field.LSE_FOLD, Field.LSE_BATCH, Field.LSE_ROW]] = fold, batch, by_row
     steps = (1,) if rows.index is not None else (rows.step, rows.fold_step) if rows.folds > 1 else (rows.step,)
-    table[:, Field.DIVISOR] = math.gcd(apart, *steps)
+    table[:, Field.DIVISOR] = math.gcd(row_step, *steps)
     return heads.start + group * heads.step + member * heads.inner, table
 
 

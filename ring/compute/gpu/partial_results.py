@@ -57,8 +57,8 @@ def _laid_like(
     _, tokens, count, _ = shape
     order = (1, 0, 4, 2, 3, 5)  # (B, F, L, G, P, D)
     expected = _contiguous(tuple(sizes[dim] for dim in order))
-    laid = all(sizes[dim] == 1 or strides[dim] == step for dim, step in zip(order, expected, strict=True))
-    return laid and is_everything(rows, heads, tokens, count)
+    contiguous = all(sizes[dim] == 1 or strides[dim] == step for dim, step in zip(order, expected, strict=True))
+    return contiguous and is_everything(rows, heads, tokens, count)
 
 
 @lru_cache(maxsize=256)
