@@ -16,11 +16,11 @@ from ring.strided_view import GradientSum, StridedView
 def merge(
     out: torch.Tensor, lse: torch.Tensor, new_out: torch.Tensor, new_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two softmax averages over disjoint multisets of keys as one. out: (..., D), lse: (...); returns the same.
+    """Merge two softmax averages over disjoint multisets of keys. out: (..., D), lse: (...); returns the same.
 
-    A side without keys has lse -inf and counts for nothing; two such sides give out 0 and lse -inf. The weights are
-    exponentials of differences from the larger side, so no finite score overflows, and they are divided by their sum,
-    so that a chain of merges stays an average. NaN and +inf go through as arithmetic has it.
+    A side without keys has lse -inf and weight 0; two such sides give out 0 and lse -inf. The weights are exponentials
+    of differences from the larger lse, so no finite score overflows. They are divided by their sum, so that a chain of
+    merges stays an average. NaN and +inf propagate as in plain arithmetic.
     """
     top = torch.maximum(lse, new_lse)
     top = top.masked_fill(top == -torch.inf, 0.0)
@@ -39,24 +39,24 @@ class OutputMerge(Protocol):
         ...
 
     def result(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse): (B, N, H, D) in that type, and (B, H, N)."""
+        """Return (out, lse): (B, N, H, D) in `dtype`, and (B, H, N)."""
         ...
 
 
 class TensorSum(GradientSum, Protocol):
-    """A sum like a (B, N, H, D) tensor."""
+    """A sum shaped like a (B, N, H, D) tensor."""
 
     def __init__(self, like: torch.Tensor) -> None: ...
 
     @staticmethod
     def results(sums: list[Any], dtype: torch.dtype) -> list[torch.Tensor]:
-        """The sum of each in that type. sums: all of this kind."""
+        """Return each sum in `dtype`. sums: all of this class."""
         ...
 
 
 class Accumulator:
-    """Output (B, N, H, D) and lse (B, H, N) of the own query rows, starting from "nothing seen": 0 and -inf. A partial
-    result that comes first and holds everything is kept as it is, until others come.
+    """Output (B, N, H, D) and lse (B, H, N) of the own query rows, initially 0 and -inf: no key seen. A first partial
+    result that covers everything is not copied until the next one.
     """
 
     def __init__(self, query: torch.Tensor) -> None:
@@ -104,7 +104,7 @@ class Accumulator:
         self._lse.put(rows, heads, merged_lse.unsqueeze(-1))
 
     def result(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse), out in that type."""
+        """Return (out, lse), out in `dtype`."""
         if self._only is None:
             return self.out.to(dtype), self.lse
         out, lse = self._only
@@ -112,8 +112,8 @@ class Accumulator:
 
 
 class Sum:
-    """A sum of tiles, shaped like a (B, N, H, D) tensor: gradients, in the accumulator's type. A summand that comes
-    first and holds everything is kept as it is, until others come.
+    """A sum of tiles, shaped like a (B, N, H, D) tensor: gradients, in the accumulator's type. A first summand that
+    covers everything is not copied until the next one.
     """
 
     def __init__(self, like: torch.Tensor) -> None:
@@ -147,34 +147,34 @@ class Sum:
         self._out.add(rows, heads, tile)
 
     def materialize(self) -> None:
-        """Copy what was kept: a tile lies in a buffer that is about to change."""
+        """Copy a summand that was not copied yet: its buffer is about to change."""
         if self._only is not None:
             self._begin()
 
     def result(self, dtype: torch.dtype) -> torch.Tensor:
-        """The sum in that type."""
+        """Return the sum in `dtype`."""
         if self._only is None:
             return self.out.to(dtype)
         return as_shard(self._only).to(dtype, copy=True, memory_format=torch.contiguous_format)
 
     @staticmethod
     def results(sums: list[Sum], dtype: torch.dtype) -> list[torch.Tensor]:
-        """The sum of each, in that type."""
-        return [one.result(dtype) for one in sums]
+        """Return each sum in `dtype`."""
+        return [x.result(dtype) for x in sums]
 
 
 def as_shard(tile: torch.Tensor) -> torch.Tensor:
-    """A tile (F, B, groups, per_group, L, D) that holds everything, as (B, N, H, D): a view where that can be."""
+    """Return a tile (F, B, groups, per_group, L, D) that covers everything as (B, N, H, D): a view if possible."""
     folds, batch, groups, share, length, dim = tile.shape
     return tile.permute(1, 0, 4, 2, 3, 5).reshape(batch, folds * length, groups * share, dim)
 
 
 def _lse_as_shard(lse: torch.Tensor) -> torch.Tensor:
-    """(F, B, groups, per_group, L) as (B, H, N)."""
+    """Return (F, B, groups, per_group, L) as (B, H, N)."""
     folds, batch, groups, share, length = lse.shape
     return lse.permute(1, 2, 3, 0, 4).reshape(batch, groups * share, folds * length)
 
 
 def lse_view(lse: torch.Tensor) -> StridedView:
-    """A (B, H, N) tensor of one number per query row, addressed as tiles with D = 1."""
+    """Return a view of (B, H, N), a number for each query row, that is addressed as tiles with D = 1."""
     return StridedView(lse.transpose(1, 2).unsqueeze(-1))

@@ -1,8 +1,8 @@
 """Torch's fused kernels for one tile, full or causal: FlashAttention on the CPU; FlashAttention-2 and cuDNN on GPUs.
 
-What comes out is shaped as in `ring.compute.math_kernel`, and on the CPU so is what goes in; on GPUs that is batched
+Results are shaped as in `ring.compute.math_kernel`, and so are operands on the CPU; on GPUs operands are batched
 (`ring.strided_view`). On the CPU everything is computed in the accumulator's type. On GPUs the kernels work on 16-bit
-operands, accumulate in fp32, and round what they return to the inputs' type, except lse.
+operands, accumulate in fp32, and round results to the inputs' type, except lse.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ring.strided_view import tile_shape
 def forward(
     name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of the tile by kernel "flash" or, on GPUs, "cudnn"; lse in the accumulator's type."""
+    """Return (out, lse) of the tile by kernel "flash" or, on GPUs, "cudnn"; lse in the accumulator's type."""
     if q.device.type == "cpu":
         return _cpu_forward(q, k, v, tile, scale)
     if tile.sequences is not None:
@@ -34,7 +34,7 @@ def forward(
 def backward(
     name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: SavedRows, tile: Tile, scale: float
 ) -> Tensors3:
-    """The tile's summands of dq, dk, dv, shaped like q, k, v."""
+    """Return the tile's summands of dq, dk, dv, shaped like q, k, v."""
     if q.device.type == "cpu":
         return _cpu_backward(q, k, v, saved, tile, scale)
     if tile.sequences is not None:
@@ -43,9 +43,9 @@ def backward(
 
 
 def _batched(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """(F, B, G, P, L, D) as the (batch, heads, length, head dim) of torch's kernels, in that type.
+    """Return (F, B, G, P, L, D) as the (batch, heads, length, head dim) of torch's kernels, in `dtype`.
 
-    Any strides but the head dim's: torch's fused CPU kernel, called directly, takes it to be 1 without looking.
+    Only the head dim's stride matters: torch's fused CPU kernel, called directly, assumes 1 without a check.
     """
     if dtype is not None and x.dtype != dtype:
         x = x.to(dtype)
@@ -63,12 +63,12 @@ def _cpu_forward(
         _batched(q, work), _batched(k, work), _batched(v, work), 0.0, tile.mask is Mask.CAUSAL, scale=scale
     )
     out, lse = out.view(q.shape), lse.view(q.shape[:-1])
-    doubtful = lse == 0  # what it says of a row whose scores are all -inf, and of one with a single score of 0
-    if doubtful.any():
+    ambiguous = lse == 0  # of a row whose scores are all -inf, or of one with a single score of 0
+    if ambiguous.any():
         kernel_counts.count("math")
-        other_out, other_lse = math_kernel.forward(q, k, v, tile, scale)
-        # Of these rows alone: a row's bits do not depend on the scores of other rows.
-        out[doubtful], lse[doubtful] = other_out[doubtful], other_lse[doubtful]
+        math_out, math_lse = math_kernel.forward(q, k, v, tile, scale)
+        # Replace these rows only: a row's bits must not depend on the scores of other rows.
+        out[ambiguous], lse[ambiguous] = math_out[ambiguous], math_lse[ambiguous]
     return out, lse
 
 
@@ -102,9 +102,9 @@ def _gpu_forward(
     return out.view(shape), lse.view(shape[:-1])
 
 
-def _alike(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
-    """The same with one layout for all. Torch (2.11) keeps a cuDNN backward by the strides of q, k and v, and runs it
-    with the strides that out and dout had when it was made: with others it reads the wrong rows.
+def _same_strides(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return the tensors with equal strides. Torch (2.11) caches a cuDNN backward by the strides of q, k and v, but
+    with the strides that out and dout had at its creation: with others it reads the wrong rows.
     """
     return tensors if len({x.stride() for x in tensors}) == 1 else [x.contiguous() for x in tensors]
 
@@ -112,9 +112,9 @@ def _alike(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
 def _gpu_backward(
     name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: SavedRows, tile: Tile, scale: float
 ) -> Tensors3:
-    query, out, dout = _alike(q, saved.out, saved.dout)
+    query, out, dout = _same_strides(q, saved.out, saved.dout)
     lse = saved.lse.contiguous()  # (FB, H, L, 1)
-    if lse.data_ptr() % 16:  # a stretch of a contiguous tensor may be contiguous, and begin anywhere
+    if lse.data_ptr() % 16:  # a contiguous slice may begin at any address
         lse = lse.clone()
     none, causal = no_dropout(q.device), tile.mask is Mask.CAUSAL
     rows, keys = query.shape[2], k.shape[2]
@@ -140,5 +140,5 @@ def _gpu_backward(
             none,
             scale=scale,
         )
-    of_keys = tile_shape(tile.key_rows, tile.key_heads, k)
-    return dq.view(tile_shape(tile.query_rows, tile.query_heads, q)), dk.view(of_keys), dv.view(of_keys)
+    key_shape = tile_shape(tile.key_rows, tile.key_heads, k)
+    return dq.view(tile_shape(tile.query_rows, tile.query_heads, q)), dk.view(key_shape), dv.view(key_shape)

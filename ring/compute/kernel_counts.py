@@ -1,4 +1,4 @@
-"""Which kernels calls take."""
+"""Counts of kernel calls, by kernel."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ _counters: list[Counter[str]] = []
 
 @contextmanager
 def count_kernels() -> Iterator[Counter[str]]:
-    """Count the kernel calls made inside by name: what "auto" picked. `ring.count_kernels` is this one.
+    """Count the kernel calls in the block by name: the choices of "auto". Exported as `ring.count_kernels`.
 
     with ring.count_kernels() as count:
         ring_attention(q, k, v, pattern, layout)
     assert set(count) <= {"flash", "cudnn"}
     """
-    found: Counter[str] = Counter()
-    _counters.append(found)
+    calls: Counter[str] = Counter()
+    _counters.append(calls)
     try:
-        yield found
+        yield calls
     finally:
-        _counters[:] = [counter for counter in _counters if counter is not found]
+        _counters[:] = [counter for counter in _counters if counter is not calls]
 
 
 def count(name: str) -> None:
-    """A kernel of that name is called."""
+    """Count a call of the kernel `name`."""
     for counter in _counters:
         counter[name] += 1
 
 
 def counting() -> bool:
-    """Whether anybody counts."""
+    """Return True if calls are being counted."""
     return bool(_counters)

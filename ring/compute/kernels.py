@@ -1,7 +1,6 @@
-"""Chooses the kernel for each tile and calls it: partial attention, forward and backward, with lse. No kernel knows of
-ranks.
+"""Choice and calls of kernels: partial attention of a tile, forward and backward, with lse. Kernels know no ranks.
 
-`ring.compute.math_kernel` says how tiles are shaped, and what a backward takes.
+`ring.compute.math_kernel` defines the shapes of tiles and the arguments of a backward.
 """
 
 from __future__ import annotations
@@ -19,12 +18,11 @@ from ring.plan.tile import Mask, Tile
 KERNELS = ("auto", "math", "flash", "cudnn")
 HALF = (torch.bfloat16, torch.float16)
 
-# Numbers in the widest vector of a CPU, 512 bits of fp32.
-VECTOR = 16
-# Rows and keys of documents that share a call on GPUs, at most. Longer ones keep a GPU busy for longer than their call
-# takes the host, in cuDNN's kernel, which takes less time than the one with variable lengths.
-MOST_TOGETHER = 2048
-# Bytes that a fused backward on a GPU may take beyond what it reads and returns; more only for a single group of heads.
+VECTOR = 16  # fp32 numbers in the widest vector of a CPU, 512 bits
+# Most rows and keys of documents that share a call on GPUs. Longer ones keep a GPU busy for longer than the host needs
+# for their call, and cuDNN takes less time for them than the variable-length kernel.
+MOST_VARLEN_TOKENS = 2048
+# Bytes of a fused backward on a GPU beyond its operands and results; a single group of heads may take more.
 MOST_WORKSPACE = 2**28
 
 
@@ -38,26 +36,26 @@ def choose(
     dlse: bool = False,
     repeatable: bool = False,
 ) -> str:
-    """The kernel that takes a tile: "math", "flash" or "cudnn".
+    """Return the kernel for a tile: "math", "flash" or "cudnn".
 
-    A mask by position, a gradient through lse, and a scale that is not positive (fused kernels multiply masked scores,
-    which are -inf, by it) are the math kernel's, whatever was asked for. Sequences of several lengths are, on GPUs,
-    FlashAttention-2's: cuDNN would prepare anew for each list of lengths. repeatable: sums must come in the same order
-    in every run; the backward of cuDNN has no such mode in torch (2.13), that of "flash" has.
+    Only the math kernel takes a mask by position, a gradient through lse, or a scale that is not positive: fused
+    kernels multiply masked scores, -inf, by the scale. On GPUs FlashAttention-2 takes sequences of several lengths:
+    cuDNN would prepare anew for each list of lengths. repeatable: sum in the same order in every run; in torch (2.13)
+    the backward of "flash" has such a mode, that of cuDNN has none.
     """
     if kernel == "math" or dlse or scale <= 0 or tile.mask is Mask.POSITION:
         return "math"
-    several = tile.sequences is not None
-    if device.type == "cpu":  # with fewer keys than fill a vector it returns finite numbers for a row of NaN scores
-        return "flash" if tile.key_rows.length >= VECTOR and not several else "math"
-    name = fused("flash" if repeatable or several else kernel, device, dtype, dim)
-    alone = tile.query_rows.length == tile.key_rows.length == 1  # which cuDNN's backward refuses
-    return "math" if name == "cudnn" and alone else name
+    varlen = tile.sequences is not None
+    if device.type == "cpu":  # below a vector of keys flash returns finite numbers for a row of NaN scores
+        return "flash" if tile.key_rows.length >= VECTOR and not varlen else "math"
+    name = fused("flash" if repeatable or varlen else kernel, device, dtype, dim)
+    single = tile.query_rows.length == tile.key_rows.length == 1  # cuDNN's backward refuses it
+    return "math" if name == "cudnn" and single else name
 
 
 def fused(kernel: str, device: torch.device, dtype: torch.dtype, dim: int) -> str:
-    """What takes full and causal tiles: on CPUs torch's fused kernel; on GPUs, in 16 bits and for head dims up to 128
-    that are multiples of 8, cuDNN's, or with "flash" FlashAttention-2, as they come with torch; else "math".
+    """Return the kernel for full and causal tiles: on CPUs torch's fused kernel. On GPUs, in 16 bits and for head dims
+    up to 128 that are multiples of 8, torch's cuDNN, or with "flash" its FlashAttention-2. Else "math".
     """
     if kernel == "math" or device.type not in ("cpu", "cuda"):
         return "math"
@@ -69,18 +67,18 @@ def fused(kernel: str, device: torch.device, dtype: torch.dtype, dim: int) -> st
 
 
 def max_varlen_tokens(kernel: str, device: torch.device, dtype: torch.dtype, dim: int, scale: float) -> int:
-    """Rows and keys of documents of several lengths that share a call, at most; 0: none do, since what takes them one
-    after the other gains nothing.
+    """Return the most rows and keys of documents of several lengths that share a call; 0: none do, where the kernel
+    would take them one by one.
     """
     if device.type == "cpu" or kernel == "cudnn" or scale <= 0 or fused(kernel, device, dtype, dim) == "math":
         return 0
-    return MOST_TOGETHER
+    return MOST_VARLEN_TOKENS
 
 
 def forward(
     name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of the tile, lse in the accumulator's type. A row that sees no key of the tile: out 0, lse -inf."""
+    """Return (out, lse), lse in the accumulator's type. A row that sees no key of the tile has out 0, lse -inf."""
     kernel_counts.count(name)
     if name == "math":
         return math_kernel.forward(q, k, v, tile, scale)
@@ -90,7 +88,7 @@ def forward(
 def backward(
     name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: SavedRows, tile: Tile, scale: float
 ) -> Tensors3:
-    """The tile's summands of dq, dk, dv, shaped like q, k, v."""
+    """Return the tile's summands of dq, dk, dv, shaped like q, k, v."""
     kernel_counts.count(name)
     if name == "math":
         return math_kernel.backward(q, k, v, saved, tile, scale)
@@ -98,8 +96,8 @@ def backward(
 
 
 def portions(name: str, tile: Tile, q: torch.Tensor) -> list[Tile]:
-    """The tile in as many backward calls as keep a fused kernel's own memory within bounds, by groups of heads: it has
-    dq in fp32, and dk and dv of every query head. q: the whole (B, N, H, D).
+    """Split a tile by groups of heads, to bound the memory of a fused backward: it holds dq in fp32, and dk and dv of
+    every query head. q: the whole (B, N, H, D).
     """
     query, key = tile.query_heads, tile.key_heads
     if name == "math" or not q.is_cuda or query.ids is not None or key.ids is not None:
@@ -113,8 +111,8 @@ def portions(name: str, tile: Tile, q: torch.Tensor) -> list[Tile]:
 
 def _portion(tile: Tile, first: int, count: int) -> Tile:
     def rows(x: Rows) -> Rows:
-        on = first * x.head_step
-        return replace(x, start=x.start + on, index=None if x.index is None else x.index + on)
+        skip = first * x.head_step
+        return replace(x, start=x.start + skip, index=None if x.index is None else x.index + skip)
 
     def heads(x: Heads) -> Heads:
         return x._replace(groups=count, start=x.start + first * x.step)

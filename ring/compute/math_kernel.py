@@ -1,5 +1,5 @@
-"""The plain kernel: partial attention of one tile by matrix products. It takes every tile, in every type, on every
-device, and computes in the accumulator's type.
+"""The math kernel: partial attention of one tile by matrix products. It takes every tile, type and device, and
+computes in the accumulator's type.
 
 Tiles: q, out, dout (F, B, G, P, Lq, D): folds, batch, key/value heads, query heads of each, rows, head dim;
 k, v (F, B, G, 1, Lk, D); lse, delta (F, B, G, P, Lq).
@@ -23,24 +23,23 @@ from ring.precision import accumulator_dtype
 
 Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-# The kernel takes at least so many query rows at a time.
-_LEAST_ROWS = 8
+_LEAST_ROWS = 8  # least query rows of a block
 
 
 @dataclass(frozen=True)
 class SavedRows:
-    """What the backward of a tile takes besides q, k, v: the tile's rows of dout, out, lse and delta. For fused kernels
-    on GPUs they are batched (`ring.strided_view`), lse with a last dim of 1.
+    """Arguments of a tile's backward besides q, k, v: its rows of dout, out, lse and delta. For fused kernels on GPUs
+    they are batched (`ring.strided_view`), lse with a last dim of 1.
     """
 
     dout: torch.Tensor
     out: torch.Tensor
     lse: torch.Tensor
-    delta: torch.Tensor | None  # which only the math kernel takes
+    delta: torch.Tensor | None  # None for other kernels
 
 
 def _row_blocks(q: torch.Tensor, k: torch.Tensor) -> Iterator[slice]:
-    """Query rows in blocks whose scores are no larger than q itself: the workspace is O(n / p), whatever the bucket."""
+    """Split query rows into blocks whose scores are no larger than q: the workspace is O(n / p) for every bucket."""
     length, keys = q.shape[-2], k.shape[-2]
     step = max(_LEAST_ROWS, length * q.shape[-1] // keys)
     return (slice(start, min(start + step, length)) for start in range(0, length, step))
@@ -48,13 +47,13 @@ def _row_blocks(q: torch.Tensor, k: torch.Tensor) -> Iterator[slice]:
 
 @cached_on
 def _positions(tile: Tile, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of query rows (F, L) and of keys (F, Lk), copied to a GPU once."""
+    """Return positions of query rows (F, L) and of keys (F, Lk), copied to a GPU once."""
     assert tile.query_positions is not None and tile.key_positions is not None
     return tile.query_positions.to(device), tile.key_positions.to(device)
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, tile: Tile, scale: float, rows: slice) -> torch.Tensor:
-    """scale * q k^T, -inf where hidden: (F, B, G, P * L, Lk). q (F, B, G, P, L, D), k (F, B, G, Lk, D)."""
+    """Return scale * q k^T, -inf where hidden: (F, B, G, P * L, Lk). q (F, B, G, P, L, D), k (F, B, G, Lk, D)."""
     scores = (q.flatten(3, 4) @ k.mT).mul_(scale)
     if tile.mask is Mask.FULL:
         return scores
@@ -72,14 +71,15 @@ def _scores(q: torch.Tensor, k: torch.Tensor, tile: Tile, scale: float, rows: sl
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of the tile. A row that sees no key of the tile: out 0, lse -inf."""
+    """Return (out, lse) of the tile. A row that sees no key of the tile has out 0, lse -inf."""
     work = accumulator_dtype(q.dtype)
     out = torch.empty(q.shape, dtype=work, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=work, device=q.device)
     if tile.sequences is not None:
-        one = replace(tile, sequences=None)
+        sequence = replace(tile, sequences=None)
         for rows, keys in tile.sequences.slices():
-            out[..., rows, :], lse[..., rows] = forward(q[..., rows, :], k[..., keys, :], v[..., keys, :], one, scale)
+            part = q[..., rows, :], k[..., keys, :], v[..., keys, :]
+            out[..., rows, :], lse[..., rows] = forward(*part, sequence, scale)
         return out, lse
     k, v = k.squeeze(3).to(work), v.squeeze(3).to(work)  # (F, B, G, Lk, D)
     for rows in _row_blocks(q, k):
@@ -88,16 +88,16 @@ def forward(
         top = top.masked_fill(top == -torch.inf, 0.0)  # a row that sees nothing: exp(-inf - 0) is 0
         weights = scores.sub_(top).exp_()
         total = weights.sum(-1, keepdim=True)
-        found = (weights @ v).div_(total.masked_fill(total == 0.0, 1.0))
-        out[..., rows, :] = found.view(out[..., rows, :].shape)
+        average = (weights @ v).div_(total.masked_fill(total == 0.0, 1.0))
+        out[..., rows, :] = average.view(out[..., rows, :].shape)
         lse[..., rows] = (top + total.log()).view(lse[..., rows].shape)
     return out, lse
 
 
 def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: SavedRows, tile: Tile, scale: float) -> Tensors3:
-    """The tile's summands of dq, dk, dv, shaped like q, k, v."""
+    """Return the tile's summands of dq, dk, dv, shaped like q, k, v."""
     if tile.sequences is not None:
-        return _each_backward(q, k, v, saved, tile, scale)
+        return _varlen_backward(q, k, v, saved, tile, scale)
     work = accumulator_dtype(q.dtype)
     k, v = k.squeeze(3).to(work), v.squeeze(3).to(work)  # (F, B, G, Lk, D)
     dq = torch.empty(q.shape, dtype=work, device=q.device)
@@ -115,17 +115,17 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: SavedRows
     return dq, dk.unsqueeze(3), dv.unsqueeze(3)
 
 
-def _each_backward(
+def _varlen_backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: SavedRows, tile: Tile, scale: float
 ) -> Tensors3:
-    """Of a tile with sequences."""
+    """Compute the backward of a tile with sequences, one by one."""
     assert tile.sequences is not None and saved.delta is not None
-    work, one = accumulator_dtype(q.dtype), replace(tile, sequences=None)
+    work, sequence = accumulator_dtype(q.dtype), replace(tile, sequences=None)
     dq, dk, dv = (torch.empty(x.shape, dtype=work, device=x.device) for x in (q, k, v))
     for rows, keys in tile.sequences.slices():
         part = SavedRows(
             saved.dout[..., rows, :], saved.out[..., rows, :], saved.lse[..., rows], saved.delta[..., rows]
         )
-        found = backward(q[..., rows, :], k[..., keys, :], v[..., keys, :], part, one, scale)
-        dq[..., rows, :], dk[..., keys, :], dv[..., keys, :] = found
+        grads = backward(q[..., rows, :], k[..., keys, :], v[..., keys, :], part, sequence, scale)
+        dq[..., rows, :], dk[..., keys, :], dv[..., keys, :] = grads
     return dq, dk, dv

@@ -1,23 +1,24 @@
-"""What a rank computes and what it sends, as integers: no tensors of data, no communication.
+"""The computations and messages of a rank as integers: no tensors of data, no communication.
 
-The road, one module a stop; a module imports only what stands before it:
+The modules, in order; each imports only those before it:
 
-    layout        which rank holds which positions
+    layout        the positions that each rank holds
     blocks        the pattern as grids: a branch and an offset, with the heads that select the same rows
-    pieces        packed documents: which elements of a run lie in which
+    pieces        packed documents: runs cut at their ends
     ranges        the rows of a rank on a grid, segment by segment, as arithmetic progressions
-    range_pairs   which ranges see which: the join of the table of ranges with itself
-    needs         which elements of a range another rank has to be sent
-    schedule      what is sent when, and the slots of the buffers that hold it, for each of the three exchanges
+    range_pairs   pairs of ranges with a visible key: the join of the table of ranges with itself
+    remote_rows   the elements of a range that other ranks need
+    chunks        messages cut into chunks: the slots of every row
+    schedule      the messages of every stage and their slots in the buffers, for each of the three exchanges
     rows          rows or slots as strided views, folded over segments
     tile          one kernel call
     diagonal      fewer calls for heads whose grids are shifted against each other
     tiling        the kernel calls that compute all range pairs of a rank
-    plan          all of it for one rank, step by step, ready to walk
+    plan          all of it for one rank, step by step, ready to execute
 
-One example goes through the docstrings of all these modules: 16 tokens are cut for 2 ranks in zigzag order; 2 heads,
-with a key/value head each, attend causally within segments of 8 tokens to every second token, head h beginning at token
-h of a segment:
+The docstrings of all these modules share one example. 16 tokens are sharded over 2 ranks in zigzag order. 2 heads, with
+a key/value head each, attend causally within segments of 8 tokens to every second token. Head h begins at token h of a
+segment:
 
     pattern = Pattern.longnet(segment_lengths=(8,), dilation_rates=(2,), heads=2, causal=True)
     layout = Layout.zigzag(16, 2)

@@ -1,10 +1,10 @@
 """The pattern as blocks. A block is one branch and one offset, with all heads that the branch gives this offset.
 
 All heads of a block select the same rows, so one set of integers plans for all of them. A branch gives offsets to query
-heads. A key/value head serves several query heads, h with h // (heads / kv_heads) equal to it; if these have different
-offsets, it stands in several blocks of the branch.
+heads. Key/value head h // (heads / kv_heads) serves query head h. If its query heads have different offsets, it is in
+several blocks of the branch.
 
-The example (see `ring.plan`): the one branch has two offsets, and each of them one head.
+The example (see `ring.plan`): the only branch has two offsets, with one head each.
 
     block  segment_length  dilation_rate  offset  query heads  key heads
     0      8               2              0       0            0
@@ -24,8 +24,8 @@ from reference.pattern import Pattern
 class Heads(NamedTuple):
     """A rectangle of heads, (groups, per_group): `per_group` query heads for each of `groups` key/value heads.
 
-    If head (i, j) is start + i * step + j * inner everywhere, the heads are a strided view of a tensor. If not, they
-    are listed in `ids`. A tuple, since each tile of a call is looked up by its heads: Python hashes tuples fast.
+    If every head (i, j) is start + i * step + j * inner, the heads are a strided view of a tensor. If not, they are
+    listed in `ids`. A tuple, because tiles are looked up by their heads in every call and tuples hash fast.
     """
 
     groups: int
@@ -37,7 +37,7 @@ class Heads(NamedTuple):
 
     @classmethod
     def of(cls, ids: tuple[tuple[int, ...], ...]) -> Heads:
-        """The heads listed in `ids`, (groups, per_group), as a strided view if they are one."""
+        """Build from the heads listed in `ids`, (groups, per_group), as a strided view if they are one."""
         groups, per_group = len(ids), len(ids[0])
         start = ids[0][0]
         step = ids[1][0] - start if groups > 1 else 1
@@ -47,11 +47,11 @@ class Heads(NamedTuple):
 
     @classmethod
     def column(cls, ids: Sequence[int]) -> Heads:
-        """One head in each group: (len(ids), 1)."""
+        """Build groups of one head each: (len(ids), 1)."""
         return cls.of(tuple((head,) for head in ids))
 
     def listed(self) -> tuple[tuple[int, ...], ...]:
-        """All heads by number, (groups, per_group)."""
+        """Return all heads by number, (groups, per_group)."""
         if self.ids is not None:
             return self.ids
         rows, columns = range(self.groups), range(self.per_group)
@@ -63,16 +63,16 @@ class HeadGroup:
     """Query heads of a block whose key/value heads serve equally many of them: one kernel call can take them all."""
 
     query: Heads  # (groups, per_group)
-    key: Heads  # (groups, 1): the key/value heads, where a shard or a gathered copy is read
-    column: Heads  # (groups, 1): the same heads as columns of the block, where packed slots are read
+    key: Heads  # (groups, 1): the key/value heads, to read a shard or a gathered copy
+    column: Heads  # (groups, 1): the same heads as columns of the block, to read packed slots
 
 
 @dataclass(frozen=True)
 class Block:
     """A branch and an offset: the grid offset, offset + dilation_rate, ... within every segment.
 
-    With a window, segments of the block are parts of the branch's: as many positions as a query reaches, and its own
-    step. So a query sees keys of its own part and of the one before it (or behind it), and of no other.
+    With a window, segments of the block are parts of the branch's segments: the positions that a query reaches, plus
+    one step. So a query sees keys of its own part, of the part before it or behind it, and of no other.
     """
 
     segment_length: int
@@ -80,18 +80,18 @@ class Block:
     offset: int
     key: Heads  # (width, 1): every key/value head that a query head of the block reads
     head_groups: tuple[HeadGroup, ...]
-    window: int | None = None  # the farthest position on the grid that a query reaches; None: there is no limit
+    window: int | None = None  # farthest distance on the grid that a query sees; None: no limit
     whole_segment: int = 0  # with a window, the branch's segment length
 
     @property
     def width(self) -> int:
-        """Slots that a row of the block takes in a message: one for each of the block's key/value heads."""
+        """Slots of a row of the block in a message: one for each of the block's key/value heads."""
         return self.key.groups
 
 
 @lru_cache(maxsize=256)
 def blocks_of(pattern: Pattern, n: int, heads: int, kv_heads: int) -> tuple[Block, ...]:
-    """The blocks of a pattern over n tokens. A branch without a segment length has one segment, all n tokens."""
+    """Return the blocks of a pattern over n tokens. A branch without a segment length has one segment of n tokens."""
     blocks = []
     for branch in pattern.branches:
         by_offset: dict[int, list[int]] = {}
@@ -100,16 +100,16 @@ def blocks_of(pattern: Pattern, n: int, heads: int, kv_heads: int) -> tuple[Bloc
                 by_offset.setdefault(offset, []).append(head)
         whole = max(n, 1)
         length = whole if branch.segment_length is None else min(branch.segment_length, whole)
-        # A larger rate than this selects the same: one row of a segment, or none. No rate then passes 2^41 + 1.
+        # A larger rate selects the same: one row of a segment, or none. So no rate exceeds 2^41 + 1.
         rate = min(branch.dilation_rate, 2 * length + 1)
-        for offset, served in sorted(by_offset.items()):
-            block = _block(length, rate, min(offset, length), served, share=heads // kv_heads)
+        for offset, query_heads in sorted(by_offset.items()):
+            block = _block(length, rate, min(offset, length), query_heads, share=heads // kv_heads)
             blocks.append(block if branch.window is None else _with_window(block, branch.window))
     return tuple(blocks)
 
 
 def _with_window(block: Block, window: int) -> Block:
-    """The same block, if its segments are longer than what the window reaches, with its segments cut into parts."""
+    """Cut the segments of a block into parts if they are longer than the window reaches."""
     reach = window // block.dilation_rate * block.dilation_rate
     part = reach + block.dilation_rate
     if part >= block.segment_length:
@@ -118,7 +118,7 @@ def _with_window(block: Block, window: int) -> Block:
 
 
 def _block(length: int, rate: int, offset: int, query_heads: list[int], share: int) -> Block:
-    """share: query heads that a key/value head serves."""
+    """Build a block. share: query heads that a key/value head serves."""
     readers: dict[int, list[int]] = {}
     for head in query_heads:
         readers.setdefault(head // share, []).append(head)

@@ -1,10 +1,10 @@
-"""Messages, and the chunks that they are cut into: which rows lie in which slots.
+"""Messages and their chunks: the slots of every row.
 
 A slot holds one row of one key/value head of a block, so a row takes as many slots as the block has key/value heads. A
-message is a row of slots. A message that is longer than a bucket is cut into chunks, each of which is sent by itself.
+message is a row of slots. A message longer than a bucket is cut into chunks, which are sent one by one.
 
 The example (see `ring.plan`): by `direct` at distance 1 rank 0 takes 4 slots and rank 1 takes 4. In chunks of at most 2
-slots, each message would be two:
+slots, each message would be two chunks:
 
     reader  range  elements  slot  chunk  slot of the chunk
     0       3      0 1       0     0      0
@@ -21,14 +21,12 @@ from functools import cached_property
 
 import numpy as np
 
-from ring.plan.ranges import Ints, Subranges, concatenated, counter, opens
+from ring.plan.ranges import Ints, Subranges, concatenated, group_starts, ragged_arange
 
 
 @dataclass(frozen=True, eq=False)
 class SlotRanges:
-    """Subranges and the consecutive slots that hold them, row after row, the first at `slot`; and the number of the
-    message that each is part of.
-    """
+    """Subranges, the first of the consecutive slots that hold each, row after row, and the number of its message."""
 
     subranges: Subranges
     slot: Ints
@@ -39,7 +37,7 @@ class SlotRanges:
 
     @classmethod
     def join(cls, parts: Sequence[SlotRanges]) -> SlotRanges:
-        """The slot ranges of all parts, one part after the other; of no parts, none."""
+        """Concatenate the slot ranges of all parts, of which there may be none."""
         return cls(
             Subranges.join([part.subranges for part in parts]),
             slot=concatenated([part.slot for part in parts]),
@@ -49,8 +47,8 @@ class SlotRanges:
 
 @dataclass(frozen=True, eq=False)
 class Entries:
-    """What messages consist of, in order: subranges, the slots that each of their rows takes, and the hops that they
-    travel round the ring (0 for `direct`).
+    """The contents of messages, in order: subranges, the slots of each of their rows, and the hops that they travel
+    round the ring (0 for `direct`).
     """
 
     message: Ints
@@ -80,16 +78,16 @@ class Chunks:
 
     @property
     def nbytes(self) -> int:
-        """Eight arrays with a number for each entry."""
+        """Bytes of eight arrays with a number for each entry."""
         return 8 * self.chunk.nbytes
 
     @cached_property
     def count(self) -> int:
-        """Chunks of the longest message."""
+        """Number of chunks of the longest message."""
         return int(self.chunk.max(initial=-1)) + 1
 
     def of(self, message: int, chunk: int) -> Ints:
-        """Which entries are in a chunk."""
+        """Return the indices of the entries in a chunk."""
         low, high = np.searchsorted(self.entries.message, (message, message + 1))
         return np.arange(*low + np.searchsorted(self.chunk[low:high], (chunk, chunk + 1)))
 
@@ -98,36 +96,36 @@ class Chunks:
 
 
 def whole_messages(entries: Entries) -> Chunks:
-    """Every message as one chunk."""
+    """Return every message as one chunk."""
     slots = entries.slots
     begin = np.cumsum(slots) - slots
-    new = opens(entries.message)
+    new = group_starts(entries.message)
     return Chunks(entries, np.zeros_like(begin), begin - begin[new][np.cumsum(new) - 1])
 
 
 def cut(entries: Entries, most: int) -> Chunks:
-    """Messages in chunks: a row whose first slot is number x of its message goes into chunk x // most.
+    """Cut messages into chunks: a row whose first slot is number x of its message goes into chunk x // most.
 
-    Entries of 3 and 2 rows, each row 2 slots wide, and `most` 4: rows begin at slots 0 2 | 4 6 | 8, so the chunks hold
-    rows (0 1 of the first entry), (2 of the first, 0 of the second), (1 of the second). Two entries become four.
+    Entries of 3 and 2 rows, each row 2 slots wide, and `most` 4: rows begin at slots 0 2 | 4 6 | 8. The chunks hold
+    rows 0 1 of the first entry; row 2 of the first and 0 of the second; row 1 of the second. Two entries become four.
     """
     begin, width = whole_messages(entries).slot, entries.width
     first_chunk = begin // most
     chunks = (begin + entries.slots - width) // most - first_chunk + 1
     which = np.repeat(np.arange(len(chunks)), chunks)
-    chunk = first_chunk[which] + counter(chunks)
+    chunk = first_chunk[which] + ragged_arange(chunks)
     begin, width = begin[which], width[which]
     low = np.maximum(-((begin - chunk * most) // width), 0)  # first row that begins in the chunk
     high = np.minimum(-((begin - (chunk + 1) * most) // width), entries.subranges.count[which])
     some = np.flatnonzero(high > low)
     which, chunk, low, high = which[some], chunk[some], low[some], high[some]
     begin = begin[some] + low * width[some]
-    found = entries.take(which)
-    found = replace(found, subranges=found.subranges.part(low, high - low))
-    new = opens(found.message, chunk)
-    return Chunks(found, chunk, begin - begin[new][np.cumsum(new) - 1])
+    entries = entries.take(which)
+    entries = replace(entries, subranges=entries.subranges.part(low, high - low))
+    new = group_starts(entries.message, chunk)
+    return Chunks(entries, chunk, begin - begin[new][np.cumsum(new) - 1])
 
 
 def buffer_slots(slots: int, most: int, widest: int) -> int:
-    """Slots that the longest chunk of a message takes at most: a row is never split between chunks."""
+    """Return the most slots that a chunk of a message takes: a row is never split between chunks."""
     return min(slots, most + widest - 1)

@@ -1,11 +1,11 @@
-"""Packed documents as pieces of runs: which elements of a run lie in which document.
+"""Packed documents: runs cut into pieces, each within one document.
 
-Segments and phases begin anew in every document. So the rest of the plan looks at pieces of runs, each within one
-document, whose positions are counted from the document's start; a piece knows where that is. Segments are numbered
-through all documents, in ascending order of position. From there on documents are segments like any others.
+Segments and phases restart in every document. So the rest of the plan works on pieces of runs, whose positions are
+counted from the start of their document; a piece stores that start. Segments are numbered through all documents, in
+ascending order of position. From there on documents are segments like any others.
 
 The example (see `ring.plan`) has one document, and its runs are their own pieces. With documents=(3, 1, 0, 12) the runs
-of rank 0 would be these; document 2 is empty, and has neither a piece nor a number:
+of rank 0 would be these; document 2 is empty, so it has neither a piece nor a number:
 
     run               document  origin  start  length  positions
     0 1 2 3           0         0       0      3       0 1 2
@@ -25,9 +25,9 @@ Ints = np.ndarray  # int64
 
 @dataclass(frozen=True, eq=False)
 class DocumentTable:
-    """Where the documents begin and end, in order; those without tokens are left out.
+    """Begin and end of the documents, in order, without empty ones.
 
-    gap: numbers that are left out between the segments of one document and those of the next.
+    gap: numbers skipped between the segments of one document and those of the next.
     """
 
     begin: Ints
@@ -36,27 +36,27 @@ class DocumentTable:
 
     @classmethod
     def of(cls, lengths: Sequence[int] | None, n: int) -> DocumentTable:
-        """Of documents that have n tokens together; without lengths there is one."""
-        held = np.array((n,) if lengths is None else lengths, np.int64)
-        held = held[held > 0]
-        end = np.cumsum(held)
-        return cls(end - held, end)
+        """Build the table of documents with n tokens in total; without lengths there is one document."""
+        counts = np.array((n,) if lengths is None else lengths, np.int64)
+        counts = counts[counts > 0]
+        end = np.cumsum(counts)
+        return cls(end - counts, end)
 
     def __len__(self) -> int:
         return len(self.begin)
 
     def holding(self, position: Ints) -> Ints:
-        """The document of each position."""
+        """Return the document of each position."""
         return np.searchsorted(self.end, position, side="right")
 
     def first_segment(self, length: int) -> Ints:
-        """The number of each document's first segment, where segments of so many tokens are numbered through."""
+        """Return the number of each document's first segment, for segments of `length` tokens numbered through."""
         segments = self.gap - (self.begin - self.end) // length
         return np.cumsum(segments) - segments
 
     def cut(self, length: int) -> DocumentTable:
-        """Their segments of so many tokens, as documents of their own. Segments of these are apart by a number, so that
-        neighbours in number are neighbours in one document.
+        """Return the segments of `length` tokens as documents of their own. Their segments have a gap of one number, so
+        that neighbours in number are neighbours in one document.
         """
         count = -((self.begin - self.end) // length)
         which = np.repeat(np.arange(len(count)), count)
@@ -66,8 +66,8 @@ class DocumentTable:
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """Element e of a piece, 0 <= e < length, is in row `row` + e of the rank and lies at origin + start + e * step,
-    which is the position start + e * step of the document that begins at `origin`.
+    """Parts of runs within one document. Element e, 0 <= e < length, is in row `row` + e of the rank, at position
+    start + e * step of the document that begins at `origin`: at origin + start + e * step of all tokens.
     """
 
     rank: Ints
@@ -80,7 +80,7 @@ class Pieces:
 
     @classmethod
     def of(cls, runs: Ints, documents: DocumentTable) -> Pieces:
-        """Of runs, (runs, 5): rank, row, start, step, length. In the order of the runs and of their positions."""
+        """Cut runs, (runs, 5): rank, row, start, step, length. Pieces are in the order of runs, then positions."""
         rank, row, start, step, length = runs.T
         first = documents.holding(start)
         parts = documents.holding(start + (length - 1) * step) - first + 1

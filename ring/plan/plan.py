@@ -1,21 +1,21 @@
-"""The plan of one rank: for every step the messages, and the tiles to compute once they are received.
+"""The plan of one rank: the messages of every step, and the tiles to compute once they are received.
 
     pattern, layout -> ranges -> range pairs -> needs -> schedule
                        ranges and schedule -> tiles
                        ranges and schedule -> slot maps
 
 Pure integers, computed once for a setting and cached. Every rank computes the ranges and needs of all ranks, so both
-ends of a message agree on it without exchanging a word.
+ends of a message agree on it without communication.
 
 The example (see `ring.plan`), for rank 0: with its own keys it computes one tile. In the one step it sends 4 slots to
-rank 1 and receives 4 slots from it, computes a tile with them, returns their gradients and adds those that come back.
+rank 1, receives 4 slots from it, computes a tile with them, returns their gradients and adds those that it gets back.
 
     tile      mask    heads  query rows of head 0  query rows of head 1
     own       CAUSAL  0 1    0 2 4 6               1 3 5 7
     received  FULL    0 1    4 6                   5 7
 
-The slot maps of that step: rows 0 and 2 of head 0 are copied to the slots 0 and 1 of the send buffer, rows 1 and 3 of
-head 1 to the slots 2 and 3. The gradients that come back lie in the same slots, and are added to the same rows.
+The slot maps of that step: rows 0 and 2 of head 0 are copied to slots 0 and 1 of the send buffer, rows 1 and 3 of head
+1 to slots 2 and 3. Returned gradients lie in the same slots and are added to the same rows.
 
     rows  heads  slots
     0 2   0      0 1
@@ -36,20 +36,20 @@ from ring.layout import Layout
 from ring.plan import schedule
 from ring.plan.blocks import Heads
 from ring.plan.chunks import SlotRanges
-from ring.plan.ranges import Ints, Ranges, counter, opens, ranges_of
+from ring.plan.ranges import Ints, Ranges, group_starts, ragged_arange, ranges_of
 from ring.plan.rows import Rows, folds
 from ring.plan.schedule import Schedule, Sizes, Transfer
 from ring.plan.tile import Tile
 from ring.plan.tiling import Limits, tiles_of
 
 EXCHANGES = ("ring", "direct", "gather")
-MOST_BYTES = 2**29  # of the plans that are kept
-_FEW = 16  # slot ranges of documents of which each is copied by itself, as a strided view
+MOST_BYTES = 2**29  # of the cached plans
+_FEW = 16  # up to so many slot ranges of documents are copied one by one, as strided views
 
 
 @dataclass(frozen=True, eq=False)
 class SlotMap:
-    """Rows and heads of the own shard, and the slots and columns of a buffer that hold them, or their gradients."""
+    """Rows and heads of the own shard, and the slots and columns of a buffer that hold them or their gradients."""
 
     rows: Rows
     heads: Heads
@@ -59,7 +59,7 @@ class SlotMap:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A stage of the schedule (`ring.plan.schedule.Stage`) with its tiles, ready to walk."""
+    """A stage of the schedule (`ring.plan.schedule.Stage`) with its tiles, ready to execute."""
 
     gathers: tuple[SlotMap, ...]  # own rows to copy into the send buffer
     sends: tuple[Transfer, ...]
@@ -75,7 +75,7 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What one rank does: the tiles of its own keys, then the steps."""
+    """Tiles of a rank's own keys, then its steps."""
 
     rank: int
     tokens: int
@@ -83,17 +83,17 @@ class Plan:
     local: tuple[Tile, ...]
     steps: tuple[Step, ...]
     sizes: Sizes  # of the buffers, in slots
-    setting: Hashable  # what the plan was made for, but for the rank: equal on ranks whose plans go together
+    setting: Hashable  # arguments of the plan except the rank: equal on ranks with matching plans
 
     @cached_property
     def nbytes(self) -> int:
-        """About what the plan takes."""
+        """Approximate bytes."""
         tiles = [*self.local, *(tile for step in self.steps for tile in step.tiles)]
         maps = [slot_map for step in self.steps for slot_map in (*step.gathers, *step.scatters)]
-        return sum(tile.nbytes for tile in tiles) + sum(one.rows.nbytes + one.slots.nbytes for one in maps)
+        return sum(tile.nbytes for tile in tiles) + sum(x.rows.nbytes + x.slots.nbytes for x in maps)
 
 
-# Of a hundred thousand tokens on each rank in a thousand documents a plan takes some MB.
+# A plan of 100,000 tokens per rank in 1,000 documents takes some MB.
 _plans: BoundedCache[Hashable, Plan] = BoundedCache(128, most_bytes=MOST_BYTES)
 
 
@@ -101,18 +101,17 @@ def plan_of(
     pattern: Pattern, layout: Layout, rank: int, heads: int, kv_heads: int, exchange: str, bucket: int,
     own: int | None = None, varlen: int = 0,
 ) -> Plan:  # fmt: skip
-    """The plan of `rank`.
+    """Return the plan of `rank`. The arguments must be valid (`ring.validation` checks them).
 
-    bucket: key/value tokens of a kernel call and of a receive buffer, at most; >= 1. own: the same for a call that
-    takes several segments of the rank's own keys, which are not received; None: as `bucket`. A call also takes at most
-    as many query rows, or LEAST_ROWS if that is more, so that what it returns is bounded as well. varlen: query rows,
-    and keys, of packed documents up to which those of several lengths share a call, as longer ones do that are less
-    than half of the work; 0: none do.
-
-    The arguments are taken as valid (`ring.validation` checks what users pass).
+    Args:
+        bucket: most key/value tokens of a kernel call and of a receive buffer, >= 1. Query rows of a call have the same
+            bound, or LEAST_ROWS if that is more, so that its results are bounded as well.
+        own: the same for a call that takes several segments of the rank's own keys; None: `bucket`.
+        varlen: most query rows, and keys, of packed documents of different lengths that share a call. Longer ones share
+            it where they are less than half of the work. 0: none share a call.
     """
     key = pattern, layout, rank, heads, kv_heads, exchange, bucket, own, varlen
-    return _plans.get_or_make(key, lambda: _plan(*key), lambda made: made.nbytes)
+    return _plans.get_or_make(key, lambda: _plan(*key), lambda plan: plan.nbytes)
 
 
 def _plan(
@@ -144,7 +143,7 @@ def _steps(
     ranges: Ranges, layout: Layout, route: Schedule, received: Sequence[tuple[Tile, ...]], *,
     rank: int, kv_heads: int, once: bool,
 ) -> tuple[Step, ...]:  # fmt: skip
-    """once: every received slot is read at least once."""
+    """Build the steps. once: every received slot is read at least once."""
     tokens, others = layout.counts[rank], layout.world_size - 1
     steps = []
     for stage, tiles in zip(route.stages, received, strict=True):
@@ -152,7 +151,7 @@ def _steps(
             gathers, scatters = _shard_maps(tokens, kv_heads, 1), _shard_maps(tokens, kv_heads, others)
         else:
             gathers = _slot_maps(ranges, stage.gathers)
-            # By `direct` both are the same: the gradients come back in the slots that were sent.
+            # By `direct` both are the same: the gradients return in the slots that were sent.
             scatters = gathers if stage.scatters is stage.gathers else _slot_maps(ranges, stage.scatters)
         steps.append(
             Step(
@@ -172,54 +171,54 @@ def _steps(
 
 
 def _read_once(receives: Sequence[Transfer], tiles: Sequence[Tile]) -> bool:
-    """Whether tiles read as many slots as are received: if each is read at least once, then each once."""
+    """Return True if tiles read as many slots as are received: slots read at least once are then read just once."""
     read = sum(tile.key_rows.folds * tile.key_rows.length * tile.key_heads.groups for tile in tiles)
     return read == sum(transfer.stop - transfer.start for transfer in receives)
 
 
-def _slot_maps(ranges: Ranges, found: SlotRanges) -> tuple[SlotMap, ...]:
-    """Slot ranges of one message and block, folded over segments."""
-    subranges = found.subranges
+def _slot_maps(ranges: Ranges, slot_ranges: SlotRanges) -> tuple[SlotMap, ...]:
+    """Build slot maps of one message and block each, folded over segments."""
+    subranges = slot_ranges.subranges
     if not len(subranges):
         return ()
     block, width = ranges.block[subranges.range], ranges.width[subranges.range]
     start, step = ranges.rows(subranges)
     if ranges.packed and len(subranges) > _FEW:
-        return _listed_maps(ranges, found, start, step)
-    signature = (found.message, block, subranges.count, step)
+        return _listed_maps(ranges, slot_ranges, start, step)
+    signature = (slot_ranges.message, block, subranges.count, step)
     unlimited = np.full_like(start, len(start))
     maps = []
-    for fold in folds(signature, ranges.segment[subranges.range], start, found.slot, unlimited):
-        one = fold.members[0]
+    for fold in folds(signature, ranges.segment[subranges.range], start, slot_ranges.slot, unlimited):
+        first = fold.members[0]
         rows = fold.rows(start, fold.left_step, step, subranges.count)
         if ranges.listing is not None:
             rows = Rows.of(ranges.listing.rows[rows.listed()])
-        slots = fold.rows(found.slot, fold.right_step, width, subranges.count)
-        maps.append(SlotMap(rows, ranges.blocks[block[one]].key, slots, _columns(int(width[one]))))
+        slots = fold.rows(slot_ranges.slot, fold.right_step, width, subranges.count)
+        maps.append(SlotMap(rows, ranges.blocks[block[first]].key, slots, _columns(int(width[first]))))
     return tuple(maps)
 
 
-def _listed_maps(ranges: Ranges, found: SlotRanges, start: Ints, step: Ints) -> tuple[SlotMap, ...]:
-    """Slot ranges of many documents: as one map where they follow each other in the slots of a message."""
-    subranges = found.subranges
+def _listed_maps(ranges: Ranges, slot_ranges: SlotRanges, start: Ints, step: Ints) -> tuple[SlotMap, ...]:
+    """Build slot maps of many documents: one map where they follow each other in the slots of a message."""
+    subranges = slot_ranges.subranges
     block, width, count = ranges.block[subranges.range], ranges.width[subranges.range], subranges.count
-    leads = opens(found.message, block)
-    leads[1:] |= found.slot[1:] != found.slot[:-1] + count[:-1] * width[:-1]
+    leads = group_starts(slot_ranges.message, block)
+    leads[1:] |= slot_ranges.slot[1:] != slot_ranges.slot[:-1] + count[:-1] * width[:-1]
     begins = np.flatnonzero(leads)
-    rows = np.repeat(start, count) + counter(count) * np.repeat(step, count)
+    rows = np.repeat(start, count) + ragged_arange(count) * np.repeat(step, count)
     if ranges.listing is not None:
         rows = ranges.listing.rows[rows]
     ends = np.cumsum(count)
     maps = []
-    for one, last in zip(begins.tolist(), (np.append(begins[1:], len(start)) - 1).tolist(), strict=True):
-        mine = rows[ends[one] - count[one] : ends[last]]
-        slots = Rows(int(found.slot[one]), int(width[one]), len(mine))
-        maps.append(SlotMap(Rows.of(mine[None]), ranges.blocks[block[one]].key, slots, _columns(int(width[one]))))
+    for first, last in zip(begins.tolist(), (np.append(begins[1:], len(start)) - 1).tolist(), strict=True):
+        listed = rows[ends[first] - count[first] : ends[last]]
+        slots = Rows(int(slot_ranges.slot[first]), int(width[first]), len(listed))
+        maps.append(SlotMap(Rows.of(listed[None]), ranges.blocks[block[first]].key, slots, _columns(int(width[first]))))
     return tuple(maps)
 
 
 def _shard_maps(tokens: int, kv_heads: int, copies: int) -> tuple[SlotMap, ...]:
-    """The whole shard, so many copies of it one after the other."""
+    """Map the whole shard to `copies` copies, one after the other."""
     if tokens == 0:
         return ()
     heads = _columns(kv_heads)

@@ -1,15 +1,15 @@
-"""Which ranges see which: the join of query ranges with key ranges of the same block and segment.
+"""Pairs of ranges with a visible key: the join of query ranges with key ranges of the same block and segment.
 
-A pair names some elements of a query range and some of a key range. Causality trims it, so that every query of a pair
-sees at least one of its keys and every key is seen by at least one of its queries.
+A pair names some elements of a query range and some of a key range. It is trimmed to the mask: every query of a pair
+sees at least one of its keys, and every key is seen by at least one of its queries.
 
-Where a block has a window, the table's segments are no longer than what the window reaches (`ring.plan.blocks`). So a
-query sees all of its own segment, as if there were no window, and some of the segment before: the keys from a position
-on. In a pattern that is not causal it sees some of the segment behind, too: the keys up to a position.
+Where a block has a window, the table's segments are no longer than the window (`ring.plan.blocks`). So a query sees all
+of its own segment, as if there were no window, and the segment before from a position on. In a pattern that is not
+causal it also sees the next segment, up to a position.
 
-The example (see `ring.plan`): in a block and segment each of two ranges could see both, but causality hides every key
-of a later range. These are the pairs of block 0; ranges 1 and 3 are rank 1's. Those of block 1 are the same pairs of
-ranges 4 to 7, one position further on.
+The example (see `ring.plan`): a block has two ranges in each segment, and causality hides every key of a later range.
+These are the pairs of block 0; ranges 1 and 3 are rank 1's. Block 1 has the same pairs of ranges 4 to 7, one position
+further on.
 
     query  positions  key  positions
     0      0 2        0    0 2
@@ -27,16 +27,16 @@ from enum import Enum, auto
 
 import numpy as np
 
-from ring.plan.ranges import Ints, Ranges, Subranges, counter
+from ring.plan.ranges import Ints, Ranges, Subranges, ragged_arange
 
 
 class Sight(Enum):
-    """Which keys of a segment a query sees."""
+    """Keys of a segment that a query sees."""
 
     ALL = auto()
     UP_TO = auto()  # up to its own position
-    UP_TO_WINDOW = auto()  # of the segment behind its own, up to its own position and the window
-    FROM_WINDOW = auto()  # of the segment before its own, from its own position less the window on
+    UP_TO_WINDOW = auto()  # of the next segment, up to its own position plus the window
+    FROM_WINDOW = auto()  # of the segment before, from its own position minus the window on
 
 
 _AWAY = {Sight.UP_TO_WINDOW: 1, Sight.FROM_WINDOW: -1}  # segments from the query's to the key's
@@ -44,10 +44,9 @@ _AWAY = {Sight.UP_TO_WINDOW: 1, Sight.FROM_WINDOW: -1}  # segments from the quer
 
 @dataclass(frozen=True, eq=False)
 class RangePairs:
-    """Pairs of subranges, `query` and `key` side by side; `item`: which of the keys that were joined the key is.
+    """Pairs of subranges, `query[i]` with `key[i]`; `item`: the key's index among the keys passed to `pair_up`.
 
-    sight: which keys a query of each pair sees. descending: whether kernels are to take the elements from the last one
-    on.
+    sight: the keys that a query of each pair sees. descending: kernels take the elements from the last one on.
     """
 
     query: Subranges
@@ -63,68 +62,68 @@ class RangePairs:
         return replace(self, query=self.query.take(which), key=self.key.take(which), item=self.item[which])
 
     def reach(self, ranges: Ranges) -> Ints | int:
-        """The window of each pair, in positions; 0 where none has to be looked at."""
+        """Return the window of each pair, in positions; 0 where it hides nothing."""
         return ranges.window[self.query.range] if self.sight in _AWAY else 0
 
     def from_the_last(self) -> RangePairs:
-        """The same elements, in descending order of position."""
+        """Return the same elements in descending order of position."""
         return replace(self, descending=True)
 
     def part(self, *, queries: tuple[Ints, Ints], keys: tuple[Ints, Ints]) -> RangePairs:
-        """Of each pair some elements, given as (how many to skip, how many to take)."""
+        """Select elements of each pair: (how many to skip, how many to take)."""
         return replace(self, query=self.query.part(*queries), key=self.key.part(*keys))
 
 
 def pair_up(ranges: Ranges, queries: Subranges, keys: Subranges, causal: bool) -> list[RangePairs]:
-    """All pairs in which something is visible, trimmed to what is, by sight. `keys` must be in ascending order of
-    range.
+    """Return all pairs with a visible key, trimmed to the mask, one table for each sight. `keys` must be in ascending
+    order of range.
     """
-    found = [_joined(ranges, queries, keys, Sight.UP_TO if causal else Sight.ALL)]
+    tables = [_join(ranges, queries, keys, Sight.UP_TO if causal else Sight.ALL)]
     if any(block.window is not None for block in ranges.blocks):
         near = queries.take(np.flatnonzero(ranges.window[queries.range] >= 0))
-        found += [_joined(ranges, near, keys, s) for s in (Sight.FROM_WINDOW, Sight.UP_TO_WINDOW)[: 1 if causal else 2]]
-    return [_trim(ranges, pairs) for pairs in found]
+        tables += [_join(ranges, near, keys, s) for s in (Sight.FROM_WINDOW, Sight.UP_TO_WINDOW)[: 1 if causal else 2]]
+    return [_trim(ranges, pairs) for pairs in tables]
 
 
-def _joined(ranges: Ranges, queries: Subranges, keys: Subranges, sight: Sight) -> RangePairs:
-    """All pairs of queries with keys of the segment that the sight is of."""
+def _join(ranges: Ranges, queries: Subranges, keys: Subranges, sight: Sight) -> RangePairs:
+    """Pair queries with all keys of the segment that the sight is about."""
     span = int(ranges.segment.max(initial=0)) + 3
     group, away = ranges.block * span + ranges.segment, _AWAY.get(sight, 0)
     key_group, query_group = group[keys.range], group[queries.range] + away
     low = np.searchsorted(key_group, query_group, side="left")
     partners = np.searchsorted(key_group, query_group, side="right") - low
     query = np.repeat(np.arange(len(partners)), partners)
-    key = low[query] + counter(partners)
+    key = low[query] + ragged_arange(partners)
     return RangePairs(queries.take(query), keys.take(key), item=key, sight=sight)
 
 
-def _trim(ranges: Ranges, found: RangePairs) -> RangePairs:
-    if found.sight is Sight.ALL:
-        return found
-    return _trim_from(ranges, found) if found.sight is Sight.FROM_WINDOW else _trim_up_to(ranges, found)
+def _trim(ranges: Ranges, pairs: RangePairs) -> RangePairs:
+    if pairs.sight is Sight.ALL:
+        return pairs
+    return _trim_from(ranges, pairs) if pairs.sight is Sight.FROM_WINDOW else _trim_up_to(ranges, pairs)
 
 
-def _trim_up_to(ranges: Ranges, found: RangePairs) -> RangePairs:
-    """Drop the keys beyond what the last query reaches, then the queries that do not reach the first key."""
-    q, k = found.query, found.key
+def _trim_up_to(ranges: Ranges, pairs: RangePairs) -> RangePairs:
+    """Drop the keys that the last query does not reach, then the queries that do not reach the first key."""
+    q, k = pairs.query, pairs.key
     last_query = ranges.position(q.range, q.first + q.count - 1)
-    visible = np.clip(ranges.count_until(k.range, last_query + found.reach(ranges)) - k.first, 0, k.count)
+    visible = np.clip(ranges.count_until(k.range, last_query + pairs.reach(ranges)) - k.first, 0, k.count)
     some = np.flatnonzero(visible)
-    found, visible = found.take(some), visible[some]
-    q, k = found.query, found.key
+    pairs, visible = pairs.take(some), visible[some]
+    q, k = pairs.query, pairs.key
     first_key = ranges.position(k.range, k.first)
-    blind = np.maximum(ranges.count_until(q.range, first_key - found.reach(ranges) - 1) - q.first, 0)
-    return found.part(queries=(blind, q.count - blind), keys=(np.zeros_like(visible), visible))
+    blind = np.maximum(ranges.count_until(q.range, first_key - pairs.reach(ranges) - 1) - q.first, 0)
+    return pairs.part(queries=(blind, q.count - blind), keys=(np.zeros_like(visible), visible))
 
 
-def _trim_from(ranges: Ranges, found: RangePairs) -> RangePairs:
-    """Drop the keys before what the first query reaches, then the queries that do not reach the last key."""
-    q, k = found.query, found.key
+def _trim_from(ranges: Ranges, pairs: RangePairs) -> RangePairs:
+    """Drop the keys that the first query does not reach, then the queries that do not reach the last key."""
+    q, k = pairs.query, pairs.key
     first_query = ranges.position(q.range, q.first)
-    hidden = np.maximum(ranges.count_until(k.range, first_query - found.reach(ranges) - 1) - k.first, 0)
+    hidden = np.maximum(ranges.count_until(k.range, first_query - pairs.reach(ranges) - 1) - k.first, 0)
     some = np.flatnonzero(hidden < k.count)
-    found, hidden = found.take(some), hidden[some]
-    q, k = found.query, found.key
+    pairs, hidden = pairs.take(some), hidden[some]
+    q, k = pairs.query, pairs.key
     last_key = ranges.position(k.range, k.first + k.count - 1)
-    seeing = np.minimum(ranges.count_until(q.range, last_key + found.reach(ranges)) - q.first, q.count)
-    return found.part(queries=(np.zeros_like(seeing), seeing), keys=(hidden, k.count - hidden))
+    seeing = np.minimum(ranges.count_until(q.range, last_key + pairs.reach(ranges)) - q.first, q.count)
+    return pairs.part(queries=(np.zeros_like(seeing), seeing), keys=(hidden, k.count - hidden))

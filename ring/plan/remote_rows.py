@@ -1,10 +1,10 @@
-"""What every rank needs of the others: the remote keys of its range pairs.
+"""The remote keys that every rank needs for its range pairs.
 
-Whoever sees a key of a range sees all keys before it in that range. So what a rank needs of a range is its leading
-elements. With a window it may see a key from the segment behind, and then sees all keys after it, as well: it needs the
-trailing elements, or both.
+A query that sees a key of a range sees all keys before it in that range. So a rank needs the leading elements of a
+range. With a window a query of the next segment sees a key and all keys after it: then a rank needs the trailing
+elements, or both.
 
-The example (see `ring.plan`): of each remote range that it sees, a rank needs both elements. Rank 0 needs the keys of
+The example (see `ring.plan`): a rank needs both elements of each remote range that it sees. Rank 0 needs the keys of
 positions 8 and 10 (range 3) and 9 and 11 (range 7), rank 1 those of 0 and 2 (range 0) and 1 and 3 (range 4).
 
     rank  range  first  count
@@ -22,13 +22,13 @@ import numpy as np
 
 from ring.caching.bounded_cache import BoundedCache
 from ring.plan.range_pairs import RangePairs, pair_up
-from ring.plan.ranges import Ints, Ranges, Subranges, concatenated, opens
+from ring.plan.ranges import Ints, Ranges, Subranges, concatenated, group_starts
 
 
 @dataclass(frozen=True, eq=False)
 class Needs:
-    """Rank `rank[i]` needs `count[i]` elements, from number `first[i]` on, of the range `range[i]`, which another rank
-    holds: the leading ones, or the trailing ones. What it needs of a range are one or two entries that are apart.
+    """Remote elements: rank `rank[i]` needs elements first[i] .. first[i] + count[i] - 1 of the range `range[i]`. They
+    are its leading or its trailing ones: a range has at most two entries for a rank, with a gap between them.
     """
 
     rank: Ints
@@ -40,25 +40,25 @@ class Needs:
         return Needs(self.rank[which], self.range[which], self.first[which], self.count[which])
 
 
-_kept: BoundedCache[tuple[Ranges, bool], Needs] = BoundedCache(16, most_bytes=2**27)
+_cache: BoundedCache[tuple[Ranges, bool], Needs] = BoundedCache(16, most_bytes=2**27)
 
 
 def needs_of(ranges: Ranges, causal: bool) -> Needs:
-    """The needs of all ranks, in the order (rank, range, first). Every rank computes all, so both ends of a message
-    agree.
+    """Return the needs of all ranks, in the order (rank, range, first). Every rank computes all, so both ends of a
+    message agree.
     """
     key = ranges, causal
-    return _kept.get_or_make(key, lambda: _needs(*key), lambda made: ranges.nbytes + 4 * made.count.nbytes)
+    return _cache.get_or_make(key, lambda: _needs(*key), lambda needs: ranges.nbytes + 4 * needs.count.nbytes)
 
 
 def _needs(ranges: Ranges, causal: bool) -> Needs:
     everything = Subranges.whole(ranges, np.arange(len(ranges.count)))
-    found = [_remote(ranges, pairs) for pairs in pair_up(ranges, everything, everything, causal)]
-    needs = Needs(*(concatenated(columns) for columns in zip(*found, strict=True)))
-    # Elements that are needed more than once, or follow each other, become one entry. `apart` sets ranges apart.
-    apart = int(ranges.count.max(initial=0)) + 2
-    needs = needs.take(np.lexsort((needs.range * apart + needs.first, needs.rank)))
-    start = np.cumsum(opens(needs.rank, needs.range)) * apart + needs.first
+    tables = [_remote(ranges, pairs) for pairs in pair_up(ranges, everything, everything, causal)]
+    needs = Needs(*(concatenated(columns) for columns in zip(*tables, strict=True)))
+    # Merge overlapping and adjacent entries. Offset each range by `span`, so that entries of two ranges never merge.
+    span = int(ranges.count.max(initial=0)) + 2
+    needs = needs.take(np.lexsort((needs.range * span + needs.first, needs.rank)))
+    start = np.cumsum(group_starts(needs.rank, needs.range)) * span + needs.first
     end = np.maximum.accumulate(start + needs.count)
     leads = np.ones(len(end), bool)
     leads[1:] = start[1:] > end[:-1]
@@ -67,9 +67,9 @@ def _needs(ranges: Ranges, causal: bool) -> Needs:
     return replace(needs.take(begin), count=end[last] - start[begin])
 
 
-def _remote(ranges: Ranges, found: RangePairs) -> tuple[Ints, Ints, Ints, Ints]:
-    """(rank, range, first, count) of the keys that other ranks hold."""
-    reader = ranges.rank[found.query.range]
-    remote = np.flatnonzero(reader != ranges.rank[found.key.range])
-    key = found.key.take(remote)
+def _remote(ranges: Ranges, pairs: RangePairs) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return (rank, range, first, count) of the keys that other ranks hold."""
+    reader = ranges.rank[pairs.query.range]
+    remote = np.flatnonzero(reader != ranges.rank[pairs.key.range])
+    key = pairs.key.take(remote)
     return reader[remote], key.range, key.first, key.count

@@ -1,20 +1,21 @@
-"""The three exchanges as integers: what a rank sends, receives and returns, stage by stage.
+"""The three exchanges as integers: the messages that a rank sends, receives and returns, stage by stage.
 
-A slot holds one row of one key/value head of a block; a message is a row of slots in a buffer. All ranks walk equally
-many stages, and post in each what their peers wait for in the same stage. So messages between two ranks match by their
-order alone, and no rank is done before the others.
+A slot holds one row of one key/value head of a block; a message is a row of slots in a buffer. All ranks run the same
+number of stages, and a message is sent and received in the same stage. So messages between two ranks match by their
+order alone.
 
 ring    A slot travels from neighbour to neighbour as far as the farthest rank that needs it. Slots that travel farthest
-        come first in a message, so what goes on at a hop is a prefix of what came. Gradients travel along; the last
+        come first in a message, so each hop forwards a prefix of what it received. Gradients travel along; the last
         rank that used a slot returns its gradient directly to the owner.
-direct  At distance t a rank takes from the rank t before it just the slots that it needs, and returns their gradients.
+direct  At distance t a rank receives from the rank t before it only the slots that it needs, and returns their
+        gradients.
 gather  Every rank receives every shard whole, and returns the gradients of each: the O(n) baseline.
 
-`bucket` bounds the messages of `ring` and `direct`: longer ones are cut into chunks, which are sent in stages of their
-own and are received in the same buffer.
+`bucket` bounds the messages of `ring` and `direct`. Longer ones are cut into chunks, each sent in its own stage and
+received in the same buffer.
 
 The example (see `ring.plan`): the one stage of `direct`, on rank 0. It sends its own ranges 0 and 4 from the send
-buffer, and reads rank 1's ranges 3 and 7 in the receive buffer. Gradients take the same way back.
+buffer, and reads rank 1's ranges 3 and 7 in the receive buffer. Gradients return the same way.
 
     slots     range  elements  first slot
     sent      0      0 1       0
@@ -57,16 +58,16 @@ class Stage:
     sends: tuple[Transfer, ...]  # from the send buffer or, if relayed, from the receive buffer of the stage before
     relayed: bool
     receives: tuple[Transfer, ...]  # into this stage's receive buffer
-    received: SlotRanges  # the other ranks' rows that are then in it
+    received: SlotRanges  # the remote rows in it
     return_sends: tuple[Transfer, ...]  # gradients of these
     return_receives: tuple[Transfer, ...]  # into the buffer of returned gradients
-    carried: int  # leading returned slots that are added to the next stage's gradients, and travel on
+    carried: int  # leading returned slots: added to the next stage's gradients, which travel on
     scatters: SlotRanges  # own rows to add returned gradients to
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Slots of the buffers that a rank needs for a schedule, and how many receive buffers take turns."""
+    """Slots of the buffers that a schedule needs, and the number of receive buffers, used in turn."""
 
     receive: int
     send: int
@@ -86,8 +87,8 @@ class Schedule:
 # --- direct ---
 
 
-class _ToReader(NamedTuple):
-    """What `reader` takes at a distance: from the rank `peer`, or, seen from there, to it."""
+class _Request(NamedTuple):
+    """A message to `reader` at a distance; `peer`: the other rank, seen from this one."""
 
     reader: int
     distance: int
@@ -96,7 +97,7 @@ class _ToReader(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Requests:
-    """What all ranks take by `direct`. Message p * reader + distance is what the reader takes at that distance."""
+    """The messages of all ranks by `direct`. Message p * reader + distance goes to the reader at that distance."""
 
     p: int
     most: int
@@ -104,8 +105,8 @@ class _Requests:
     cut: Chunks
     slots: Ints  # (reader, distance)
 
-    def buffer_slots(self, messages: Sequence[_ToReader], chunk: int | None) -> int:
-        """Slots of a buffer for these messages, or for any of their chunks."""
+    def buffer_slots(self, messages: Sequence[_Request], chunk: int | None) -> int:
+        """Return the slots of a buffer for these messages, or for any of their chunks."""
         lengths = [int(self.slots[message.reader, message.distance]) for message in messages]
         return (
             sum(lengths)
@@ -113,8 +114,8 @@ class _Requests:
             else sum(buffer_slots(x, self.most, self.whole.entries.widest) for x in lengths)
         )
 
-    def side_by_side(self, messages: Sequence[_ToReader], chunk: int | None) -> tuple[tuple[Transfer, ...], SlotRanges]:
-        """Messages, or a chunk of each, one after the other in a buffer: the transfers, and what the slots hold."""
+    def pack(self, messages: Sequence[_Request], chunk: int | None) -> tuple[tuple[Transfer, ...], SlotRanges]:
+        """Lay out messages, or a chunk of each, in a buffer: their transfers, and the contents of the slots."""
         chunks = self.whole if chunk is None else self.cut
         transfers, parts, at = [], [], 0
         for message in messages:
@@ -128,17 +129,18 @@ class _Requests:
 
 
 def direct(ranges: Ranges, layout: Layout, causal: bool, rank: int, most: int) -> Schedule:
-    """Stages by distance. most: slots in a stage, and in a message but for rows that `most` splits."""
-    p, asked = layout.world_size, _requests(ranges, layout, causal, most)
+    """Return stages by distance. most: slots of a stage, and of a message unless `most` would split a row."""
+    p, requests = layout.world_size, _requests(ranges, layout, causal, most)
     stages, receive, send = [], 0, 0
-    for distances, chunk in _rounds(asked.slots.max(axis=0), most):
+    for distances, chunk in _rounds(requests.slots.max(axis=0), most):
         incoming, served = [], []
         for t in distances:
-            incoming.append(_ToReader(reader=rank, distance=t, peer=(rank - t) % p))
-            served.append(_ToReader(reader=(rank + t) % p, distance=t, peer=(rank + t) % p))
-        receives, received = asked.side_by_side(incoming, chunk)
-        sends, gathers = asked.side_by_side(served, chunk)
-        receive, send = max(receive, asked.buffer_slots(incoming, chunk)), max(send, asked.buffer_slots(served, chunk))
+            incoming.append(_Request(reader=rank, distance=t, peer=(rank - t) % p))
+            served.append(_Request(reader=(rank + t) % p, distance=t, peer=(rank + t) % p))
+        receives, received = requests.pack(incoming, chunk)
+        sends, gathers = requests.pack(served, chunk)
+        receive = max(receive, requests.buffer_slots(incoming, chunk))
+        send = max(send, requests.buffer_slots(served, chunk))
         stages.append(
             Stage(
                 gathers=gathers, sends=sends, relayed=False, receives=receives, received=received,
@@ -148,14 +150,14 @@ def direct(ranges: Ranges, layout: Layout, causal: bool, rank: int, most: int) -
     return Schedule(tuple(stages), Sizes(receive=receive, send=send, returned=send))
 
 
-_asked: BoundedCache[Hashable, _Requests] = BoundedCache(16, most_bytes=2**27)
+_request_cache: BoundedCache[Hashable, _Requests] = BoundedCache(16, most_bytes=2**27)
 
 
 def _requests(ranges: Ranges, layout: Layout, causal: bool, most: int) -> _Requests:
-    """For all ranks at once."""
+    """Return the cached requests of all ranks."""
     key = ranges, layout, causal, most
-    return _asked.get_or_make(
-        key, lambda: _all_requests(*key), lambda made: ranges.nbytes + made.whole.nbytes + made.cut.nbytes
+    return _request_cache.get_or_make(
+        key, lambda: _all_requests(*key), lambda table: ranges.nbytes + table.whole.nbytes + table.cut.nbytes
     )
 
 
@@ -164,16 +166,16 @@ def _all_requests(ranges: Ranges, layout: Layout, causal: bool, most: int) -> _R
     distance = (needs.rank - ranges.rank[needs.range]) % p
     order = np.lexsort((needs.range, distance, needs.rank))
     needs, distance = needs.take(order), distance[order]
-    asked = Subranges(needs.range, first=needs.first, count=needs.count)
-    message, none = p * needs.rank + distance, np.zeros_like(distance)
-    entries = Entries(message, travel=none, subranges=asked, width=ranges.width[needs.range])
+    subranges = Subranges(needs.range, first=needs.first, count=needs.count)
+    message, no_hops = p * needs.rank + distance, np.zeros_like(distance)
+    entries = Entries(message, travel=no_hops, subranges=subranges, width=ranges.width[needs.range])
     slots = np.zeros((p, p), np.int64)
     np.add.at(slots, (needs.rank, distance), entries.slots)
     return _Requests(p, most, whole=whole_messages(entries), cut=cut(entries, most), slots=slots)
 
 
 def _rounds(longest: Ints, most: int) -> list[tuple[list[int], int | None]]:
-    """(distances, chunk) of every stage, near ranks first. Several distances share a stage while their messages fit
+    """Return (distances, chunk) of every stage, near ranks first. Distances share a stage while their messages fit
     together, whole (chunk None); longer messages have a stage for each chunk. longest: slots, by distance.
     """
     rounds: list[tuple[list[int], int | None]] = []
@@ -199,15 +201,15 @@ def _rounds(longest: Ints, most: int) -> list[tuple[list[int], int | None]]:
 
 @dataclass(frozen=True, eq=False)
 class _Travelling:
-    """What all owners send round the ring, message by owner. Slots that travel farthest come first."""
+    """The messages of all owners round the ring, one for each. Slots that travel farthest come first."""
 
     chunks: Chunks
     prefix: Ints  # (owner, chunk, t): the chunk's slots that travel t hops or more
-    in_flight: Ints  # (owner, t): the message's slots that do
+    in_flight: Ints  # (owner, t): the same of the whole message
 
 
 def ring(ranges: Ranges, layout: Layout, causal: bool, rank: int, most: int) -> Schedule:
-    """Stages by chunk and hop. most: slots of a message, but for rows that `most` splits."""
+    """Return stages by chunk and hop. most: slots of a message, unless `most` would split a row."""
     p, travelling = layout.world_size, _travelling(ranges, layout, causal, most)
     stages = []
     for chunk in range(travelling.chunks.count):
@@ -218,7 +220,7 @@ def ring(ranges: Ranges, layout: Layout, causal: bool, rank: int, most: int) -> 
     in_flight, widest = travelling.in_flight, travelling.chunks.entries.widest
 
     def largest(slots: Iterable[int]) -> int:
-        return max((buffer_slots(int(one), most, widest) for one in slots), default=0)
+        return max((buffer_slots(int(x), most, widest) for x in slots), default=0)
 
     receive = largest(in_flight[(rank - t) % p, t] for t in range(1, p))
     ending = largest(in_flight[rank, t] - in_flight[rank, t + 1] for t in range(1, p))
@@ -227,17 +229,17 @@ def ring(ranges: Ranges, layout: Layout, causal: bool, rank: int, most: int) -> 
 
 
 def _hop(travelling: _Travelling, *, rank: int, chunk: int, t: int) -> Stage:
-    """Hop t of a chunk. The rank receives the slots of owner rank - t that travel t hops or more, `here` of them.
+    """Return hop t of a chunk: the rank receives the slots of owner rank - t that travel t hops or more, `arriving`.
 
-    The leading `onward` of these go on to rank + 1, and so do their gradients, once those of this rank are added. The
-    others end here, and their gradients return to the owner. From rank - 1 come the gradients of the slots that this
-    rank will receive at the next hop (`carried`), and from rank + t, behind them in the buffer, those of its own slots
-    that end there. In its own messages the latter have the numbers `kept` to `end`.
+    The leading `onward` of these go on to rank + 1, and so do their gradients once this rank has added its own. The
+    others stop, and their gradients return to the owner. Rank - 1 sends the gradients of the slots that this rank will
+    receive at the next hop (`carried`). Behind them in the buffer lie the gradients of its own slots that stop at rank
+    + t: slots `first` .. `end` - 1 of its own message.
 
-    3 ranks, say, and each sends 5 slots, 3 of which travel 2 hops and 2 travel 1. At t = 1 rank 0 receives 5 slots of
-    rank 2 (`here`). It sends gradients of the leading 3 (`onward`) on to rank 1, and those of the last 2 back to rank
+    Example: 3 ranks send 5 slots each; 3 slots travel 2 hops, 2 travel 1. At t = 1 rank 0 receives 5 slots of rank 2
+    (`arriving`). It sends the gradients of the leading 3 (`onward`) on to rank 1, and those of the last 2 back to rank
     2. It receives gradients of 3 slots of rank 1 (`carried`), and behind them those of its own last 2, which only rank
-    1 has used: their numbers are 3 and 4 (`kept` = 3, `end` = 5).
+    1 has used: slots 3 and 4 (`first` = 3, `end` = 5).
     """
     chunks, p = travelling.chunks, len(travelling.prefix)
     source, before, after = (rank - t) % p, (rank - 1) % p, (rank + 1) % p
@@ -245,31 +247,31 @@ def _hop(travelling: _Travelling, *, rank: int, chunk: int, t: int) -> Stage:
     def slots(owner: int, hops: int) -> int:
         return int(travelling.prefix[owner % p, chunk, hops])
 
-    here, onward = slots(source, t), slots(source, t + 1)
+    arriving, onward = slots(source, t), slots(source, t + 1)
     carried = slots(source - 1, t + 1)
-    kept, end = slots(rank, t + 1), slots(rank, t)
-    mine, theirs = chunks.of(rank, chunk), chunks.of(source, chunk)
+    first, end = slots(rank, t + 1), slots(rank, t)
+    own, remote = chunks.of(rank, chunk), chunks.of(source, chunk)
     travel = chunks.entries.travel
     return Stage(
-        gathers=chunks.slot_ranges(mine) if t == 1 else _NOTHING,
+        gathers=chunks.slot_ranges(own) if t == 1 else _NOTHING,
         sends=_transfers((after, 0, slots(source + 1, t))),
         relayed=t > 1,
-        receives=_transfers((before, 0, here)),
-        received=chunks.slot_ranges(theirs[travel[theirs] >= t]),
-        return_sends=_transfers((after, 0, onward), (source, onward, here)),
-        return_receives=_transfers((before, 0, carried), ((rank + t) % p, carried, carried + end - kept)),
+        receives=_transfers((before, 0, arriving)),
+        received=chunks.slot_ranges(remote[travel[remote] >= t]),
+        return_sends=_transfers((after, 0, onward), (source, onward, arriving)),
+        return_receives=_transfers((before, 0, carried), ((rank + t) % p, carried, carried + end - first)),
         carried=carried,
-        scatters=chunks.slot_ranges(mine[travel[mine] == t]).shifted(carried - kept),
+        scatters=chunks.slot_ranges(own[travel[own] == t]).shifted(carried - first),
     )
 
 
-_under_way: BoundedCache[Hashable, _Travelling] = BoundedCache(16, most_bytes=2**27)
+_travels: BoundedCache[Hashable, _Travelling] = BoundedCache(16, most_bytes=2**27)
 
 
 def _travelling(ranges: Ranges, layout: Layout, causal: bool, most: int) -> _Travelling:
-    """For all ranks at once."""
+    """Return the cached messages of all ranks."""
     key = ranges, layout, causal, most
-    return _under_way.get_or_make(key, lambda: _all_travelling(*key), lambda made: ranges.nbytes + made.chunks.nbytes)
+    return _travels.get_or_make(key, lambda: _all_travelling(*key), lambda table: ranges.nbytes + table.chunks.nbytes)
 
 
 def _all_travelling(ranges: Ranges, layout: Layout, causal: bool, most: int) -> _Travelling:
@@ -292,39 +294,39 @@ def _all_travelling(ranges: Ranges, layout: Layout, causal: bool, most: int) -> 
 
 
 def _hops(ranges: Ranges, needs: Needs, p: int) -> tuple[Ints, Ints | None]:
-    """(range, t): how many of the leading elements of a range travel t hops or more; likewise of the trailing ones, if
-    there are any.
+    """Return (range, t): the number of leading elements of a range that travel t hops or more. The second table counts
+    trailing elements; None if there are none.
     """
     distance, trail = (needs.rank - ranges.rank[needs.range]) % p, needs.first > 0
-    found: list[Ints | None] = []
+    tables: list[Ints | None] = []
     for which in (np.flatnonzero(~trail), np.flatnonzero(trail)):
         rows = np.zeros((len(ranges.count), p + 1), np.int64)
         rows[needs.range[which], distance[which]] = needs.count[which]
-        found.append(np.flip(np.maximum.accumulate(np.flip(rows, 1), 1), 1) if len(which) else None)
-    leading, trailing = found
+        tables.append(np.flip(np.maximum.accumulate(np.flip(rows, 1), 1), 1) if len(which) else None)
+    leading, trailing = tables
     return np.zeros((len(ranges.count), p + 1), np.int64) if leading is None else leading, trailing
 
 
 def _by_travel(leading: Ints, trailing: Ints | None, count: Ints) -> tuple[Subranges, Ints]:
-    """The elements that travel exactly t hops, and t: those that are among the leading, or the trailing, ones for t and
-    not for t + 1. count: elements of each range, (ranges, 1).
+    """Return the elements that travel exactly t hops, and t: those among the leading, or trailing, ones for t but not
+    for t + 1. count: elements of each range, (ranges, 1).
     """
-    onward, here = leading[:, 2:], leading[:, 1:-1]
-    parts = [(onward, here)]
+    onward, arriving = leading[:, 2:], leading[:, 1:-1]
+    parts = [(onward, arriving)]
     if trailing is not None:
-        kept, staying = count - trailing[:, 2:], count - trailing[:, 1:-1]
-        here = np.minimum(here, kept)
-        parts = [(onward, here), (np.maximum(staying, np.maximum(here, onward)), kept)]
-    found, travels = [], []
+        end, begin = count - trailing[:, 2:], count - trailing[:, 1:-1]
+        arriving = np.minimum(arriving, end)
+        parts = [(onward, arriving), (np.maximum(begin, np.maximum(arriving, onward)), end)]
+    subranges, travels = [], []
     for first, end in parts:
         index, t = np.nonzero(end > first)
-        found.append(Subranges(index, first=first[index, t], count=(end - first)[index, t]))
+        subranges.append(Subranges(index, first=first[index, t], count=(end - first)[index, t]))
         travels.append(t + 1)
-    return Subranges.join(found), concatenated(travels)
+    return Subranges.join(subranges), concatenated(travels)
 
 
 def _transfers(*transfers: tuple[int, int, int]) -> tuple[Transfer, ...]:
-    """Those of (peer, start, stop) that are not empty."""
+    """Build the transfers (peer, start, stop) that are not empty."""
     return tuple(Transfer(peer, start, stop) for peer, start, stop in transfers if stop > start)
 
 
@@ -332,7 +334,7 @@ def _transfers(*transfers: tuple[int, int, int]) -> tuple[Transfer, ...]:
 
 
 def gather(layout: Layout, kv_heads: int, rank: int) -> Schedule:
-    """One stage: every shard to everyone. A shard's slots are its rows, each with all key/value heads."""
+    """Return one stage: every shard to all ranks. A shard's slots are its rows, each with all key/value heads."""
     slots = [count * kv_heads for count in layout.counts]
     others = [peer for peer in range(layout.world_size) if peer != rank]
     if not others:

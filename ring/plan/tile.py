@@ -1,13 +1,13 @@
-"""One kernel call: some query rows of the own shard against some keys.
+"""One kernel call: query rows of the own shard against keys.
 
 The example (see `ring.plan`): rank 0 attends to its own keys in one call. This is its part for head 0, before
-`ring.plan.diagonal` puts both heads into one; fold 0 is segment 0, fold 1 is segment 1. In each row i sees keys j <= i.
+`ring.plan.diagonal` merges both heads. Fold 0 is segment 0, fold 1 is segment 1; in each, row i sees keys j <= i.
 
     mask    query heads  key heads  query rows of fold 0  query rows of fold 1  key rows of fold 0  key rows of fold 1
     CAUSAL  0            0          0 2                   4 6                   0 2                 4 6
 
-In the one step after it, head 0 reads the keys 8 and 10, which rank 1 has sent, in slots 0 and 1 of the receive buffer.
-Its rows 4 and 6 are the positions 12 and 14, so they see both.
+In the only step, head 0 reads the keys 8 and 10 of rank 1 in slots 0 and 1 of the receive buffer. Its rows 4 and 6 are
+the positions 12 and 14, so they see both.
 
     mask    query heads  key heads  query rows of fold 0  key rows of fold 0
     FULL    0            0          4 6                   0 1
@@ -28,17 +28,17 @@ from ring.plan.rows import Rows
 
 
 class Mask(IntEnum):
-    """What the query rows of a tile see of its keys."""
+    """Keys of a tile that its query rows see."""
 
     FULL = 0  # everything
     CAUSAL = 1  # as many rows as keys; row i sees the keys j <= i
-    POSITION = 2  # row i sees the keys whose position is not beyond its own
+    POSITION = 2  # row i sees the keys at positions up to its own
 
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """What a variable-length call computes: sequence s is the rows query[s] .. query[s + 1] - 1 of the tile and sees,
-    as the mask has it, of the keys key[s] .. key[s + 1] - 1 alone. Both begin with 0; none is empty.
+    """Sequences of a variable-length call: rows query[s] .. query[s + 1] - 1 of the tile see, under its mask, only the
+    keys key[s] .. key[s + 1] - 1. Both arrays begin with 0; no sequence is empty.
     """
 
     query: Ints
@@ -46,22 +46,22 @@ class Sequences:
 
     @classmethod
     def of(cls, queries: Ints, keys: Ints) -> Sequences:
-        """Of so many rows and keys, sequence by sequence."""
+        """Build from the numbers of rows and keys of each sequence."""
         return cls(*(np.concatenate(([0], np.cumsum(lengths))) for lengths in (queries, keys)))
 
     @property
     def longest(self) -> tuple[int, int]:
-        """Most rows, and most keys, of a sequence."""
+        """Most rows and most keys of a sequence."""
         return int(np.diff(self.query).max()), int(np.diff(self.key).max())
 
     def slices(self) -> Iterator[tuple[slice, slice]]:
-        """The rows and the keys of each."""
+        """Iterate over the rows and keys of each sequence."""
         edges = [(x[:-1].tolist(), x[1:].tolist()) for x in (self.query, self.key)]
         return zip(*(map(slice, *both) for both in edges), strict=True)
 
     @property
-    def described(self) -> tuple[bytes, bytes]:
-        """Equal for equal sequences."""
+    def key_bytes(self) -> tuple[bytes, bytes]:
+        """Key that is equal for equal sequences."""
         return self.query.tobytes(), self.key.tobytes()
 
 
@@ -69,9 +69,9 @@ class Sequences:
 class Tile:
     """Query rows against key rows, folded over segments, for heads that share them.
 
-    `key_rows` are rows of the own shard before the first step, slots of the step's receive buffer afterwards;
-    `key_heads` likewise are heads of the shard, or columns of the slots. Positions, (folds, rows) int64, are there
-    where the mask asks for them. A tile with sequences has one fold, and another mask than POSITION.
+    Before the first step `key_rows` are rows of the own shard and `key_heads` its heads; afterwards they are slots of
+    the step's receive buffer and their columns. Positions, (folds, rows) int64, exist if the mask is POSITION. A tile
+    with sequences has one fold and a mask other than POSITION.
     """
 
     query_rows: Rows
@@ -85,14 +85,14 @@ class Tile:
 
     @property
     def nbytes(self) -> int:
-        """About what it takes."""
+        """Approximate bytes."""
         positions = sum(x.nbytes for x in (self.query_positions, self.key_positions) if x is not None)
         sequences = 0 if self.sequences is None else 2 * self.sequences.query.nbytes
         return self.query_rows.nbytes + self.key_rows.nbytes + positions + sequences
 
 
 def is_everything(rows: Rows, heads: Heads, tokens: int, count: int) -> bool:
-    """Whether these are all rows of a shard of so many tokens, and all of so many heads, both in order."""
+    """Return True if these are all rows of a shard of `tokens` rows and all of `count` heads, both in order."""
     return (
         rows.folds * rows.length == tokens
         and heads.groups * heads.per_group == count

@@ -1,12 +1,12 @@
 """The kernel calls of one rank: its range pairs, cut where the mask changes, folded and joined into tiles.
 
 Range pairs of own keys can be computed at once, those of remote keys after the stage that receives them. Each pair is
-cut so that every part has one mask; parts that are alike in all segments are folded; parts that the same rows see
-alike are joined; and heads with shifted grids share a call (`ring.plan.diagonal`).
+cut into parts with one mask each. Parts that differ only in their segment are folded. Parts with the same query rows
+and the same mask are joined. Heads with shifted grids share a call (`ring.plan.diagonal`).
 
-The example (see `ring.plan`): rank 0 has these four pairs with the ranges 0 and 2 of block 0 and the ranges 4 and 6 of
-block 1 as queries and own keys, and two more with remote keys, received in stage 1. A range pair of a range with itself
-is a causal square; ranges that another rank holds are either wholly visible here or not at all.
+The example (see `ring.plan`): rank 0 has four pairs of own ranges, 0 and 2 of block 0 and 4 and 6 of block 1, with
+themselves. It has two more with remote keys, received in stage 1. The pair of a range with itself is a causal square.
+In this example a remote range is either wholly visible or wholly hidden.
 
     stage  mask    query  key  query rows  keys
     0      CAUSAL  0      0    0 2         0 2
@@ -16,8 +16,8 @@ is a causal square; ranges that another rank holds are either wholly visible her
     1      FULL    2      3    4 6         0 1
     1      FULL    6      7    5 7         2 3
 
-Folding makes one tile of the first two rows, one of the next two; joining heads makes one of these, and one of the last
-two rows: a rank computes this example in two kernel calls.
+Folding makes one tile of the first two rows and one of the next two. Joining heads makes one tile of these, and one of
+the last two rows. So a rank computes this example in two kernel calls.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ import torch
 
 from ring.layout import Layout
 from ring.plan.chunks import SlotRanges
-from ring.plan.diagonal import along_diagonals
+from ring.plan.diagonal import merge_diagonals
 from ring.plan.range_pairs import RangePairs, Sight, pair_up
-from ring.plan.ranges import Ints, Ranges, Subranges, joined
-from ring.plan.rows import Fold, How, Rows, concatenate, folds, gathered_folds, varlen_folds
+from ring.plan.ranges import Ints, Ranges, Subranges, merge_adjacent
+from ring.plan.rows import Fold, FoldKind, Rows, concatenate, folds, gathered_folds, varlen_folds
 from ring.plan.schedule import Schedule
 from ring.plan.tile import Mask, Sequences, Tile
 
-LEAST_ROWS = 16  # with fewer query rows a kernel call costs more to start than to run
+LEAST_ROWS = 16  # a kernel call with fewer query rows costs more to start than to run
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Key/value tokens of a kernel call: `bucket` in general, `own` where it takes several segments of own keys.
+    """Most key/value tokens of a kernel call: `bucket` in general, `own` where it takes several segments of own keys.
 
-    varlen: rows and keys up to which documents' range pairs of several lengths share a call, and beyond which those do
-    that are less than half of the work; 0: none do.
+    varlen: documents of different lengths share a call if their range pairs have at most so many rows and keys. Longer
+    ones share it too where they are less than half of the work. 0: none share a call.
     """
 
     bucket: int
@@ -55,38 +55,36 @@ class Limits:
 
     @property
     def rows(self) -> int:
-        """Query rows of a call."""
+        """Most query rows of a call."""
         return max(self.bucket, LEAST_ROWS)
 
 
 def tiles_of(
     ranges: Ranges, layout: Layout, route: Schedule, *, rank: int, kv_heads: int, causal: bool, limits: Limits
 ) -> list[tuple[Tile, ...]]:
-    """The tiles that `rank` computes with its own keys, then those of every stage."""
-    own, received = joined(ranges, rank), _received_keys(ranges, layout, route, rank, kv_heads)
+    """Return the tiles that `rank` computes with its own keys, then those of every stage."""
+    own, received = merge_adjacent(ranges, rank), _received_keys(ranges, layout, route, rank, kv_heads)
     tiles: list[list[Tile]] = [[] for _ in range(len(route.stages) + 1)]
-    for table, keys, folded in ((own, _own_keys(own, rank), limits.own), (ranges, received, limits.bucket)):
-        for stage, tile in _tiles(table, keys.cut(limits.bucket), rank, causal, limits, folded):
+    for table, keys, fold_limit in ((own, _own_keys(own, rank), limits.own), (ranges, received, limits.bucket)):
+        for stage, tile in _tiles(table, keys.cut(limits.bucket), rank, causal, limits, fold_limit):
             tiles[stage].append(tile)
     most = limits.bucket * kv_heads
-    return [
-        tuple(along_diagonals(found, most, packed=number > 0 and not route.whole)) for number, found in enumerate(tiles)
-    ]
+    return [tuple(merge_diagonals(x, most, packed=i > 0 and not route.whole)) for i, x in enumerate(tiles)]
 
 
-# --- where keys are ---
+# --- addresses of keys ---
 
 
 @dataclass(frozen=True, eq=False)
 class _Keys:
-    """Subranges of keys, in ascending order of range, with the stage after which they can be read, and their address.
+    """Subranges of keys in ascending order of range, the stage after which each can be read, and its address.
 
                               packed   address of element e           base            scale
         own shard (stage 0)   False    its row                        0               1
         gathered shards       False    base + scale * its row         shard's place   key/value heads
         slots of a message    True     base + scale * (e - first)     first slot      the block's width
 
-    A row is arithmetic, or looked up in the listing of the ranges. Slots of a message are arithmetic in any layout.
+    Rows are arithmetic, or looked up in the listing of the ranges. Slots of a message are arithmetic in any layout.
     """
 
     subranges: Subranges
@@ -97,7 +95,7 @@ class _Keys:
 
     @classmethod
     def of(cls, subranges: Subranges, *, stage: Ints | int, packed: bool, base: Ints | int, scale: Ints | int) -> _Keys:
-        """A number is for all subranges, an array has one for each."""
+        """Build the columns: an array has a value for each subrange, a number is the value of all."""
         columns = (np.full(len(subranges), column) for column in (stage, packed, base, scale))
         return cls(subranges, *columns)
 
@@ -106,7 +104,7 @@ class _Keys:
         return _Keys(self.subranges.take(which), *columns)
 
     def cut(self, most: int) -> _Keys:
-        """The same in subranges of at most so many elements."""
+        """Cut the subranges into parts of at most `most` elements."""
         subranges, which = self.subranges.cut(most)
         skip = subranges.first - self.subranges.first[which]
         base = self.base[which] + np.where(self.packed[which], skip * self.scale[which], 0)
@@ -114,80 +112,82 @@ class _Keys:
 
 
 def _own_keys(own: Ranges, rank: int) -> _Keys:
-    """The own keys, which can be read from the start. own: ranges, joined where they can be."""
+    """Return the rank's own keys, readable from the start. own: its ranges, merged where they are adjacent."""
     whole = Subranges.whole(own, np.flatnonzero(own.rank == rank))
     return _Keys.of(whole, stage=0, packed=False, base=0, scale=1)
 
 
 def _received_keys(ranges: Ranges, layout: Layout, route: Schedule, rank: int, kv_heads: int) -> _Keys:
-    """The keys of other ranks, in all stages at once: there may be hundreds of stages with few keys each."""
+    """Return the remote keys of all stages at once: there may be hundreds of stages with few keys each."""
     if route.whole:
         return _gathered_keys(ranges, layout, route, rank, kv_heads)
-    found = SlotRanges.join([stage.received for stage in route.stages])
+    slots = SlotRanges.join([stage.received for stage in route.stages])
     lengths = [len(stage.received.subranges) for stage in route.stages]
-    number, which = np.repeat(np.arange(1, len(lengths) + 1), lengths), found.subranges.range
-    keys = _Keys.of(found.subranges, stage=number, packed=True, base=found.slot, scale=ranges.width[which])
-    return keys.take(np.argsort(which, kind="stable"))
+    stage, index = np.repeat(np.arange(1, len(lengths) + 1), lengths), slots.subranges.range
+    keys = _Keys.of(slots.subranges, stage=stage, packed=True, base=slots.slot, scale=ranges.width[index])
+    return keys.take(np.argsort(index, kind="stable"))
 
 
 def _gathered_keys(ranges: Ranges, layout: Layout, route: Schedule, rank: int, kv_heads: int) -> _Keys:
-    """The keys of whole shards. One stage receives them all; a single rank has no stage, and no such keys."""
+    """Return the remote keys of whole shards. One stage receives them all; a single rank has none."""
     bases = np.zeros(layout.world_size, np.int64)
     for stage in route.stages:
         for transfer in stage.receives:
             bases[transfer.peer] = transfer.start
-    theirs = Subranges.whole(ranges, np.flatnonzero(ranges.rank != rank))
-    return _Keys.of(theirs, stage=1, packed=False, base=bases[ranges.rank[theirs.range]], scale=kv_heads)
+    remote = Subranges.whole(ranges, np.flatnonzero(ranges.rank != rank))
+    return _Keys.of(remote, stage=1, packed=False, base=bases[ranges.rank[remote.range]], scale=kv_heads)
 
 
 # --- one mask for each part ---
 
 
-def masked(ranges: Ranges, found: RangePairs) -> list[tuple[Mask, RangePairs]]:
-    """The range pairs, cut so that each part has one of the three masks.
+def split_by_mask(ranges: Ranges, pairs: RangePairs) -> list[tuple[Mask, RangePairs]]:
+    """Cut range pairs into parts with one of the three masks each.
 
-    Two arithmetic ranges with steps of equal length see each other along a diagonal: query i sees the keys j <= i + c,
-    with c >= 0 once trimmed. That makes c keys which all queries see, then a causal square of t queries and t keys,
-    then the queries below the square, which see all of it.
+    Two arithmetic ranges with equal steps see each other along a diagonal: query i sees the keys j <= i + c, and c >= 0
+    after trimming. That makes three parts: c keys that all queries see, a causal square of t queries and t keys, and
+    the queries below the square, which see all of it.
 
-    Where a query sees the keys from a position on, the same holds with queries and keys counted from the last one.
+    Where a query sees the keys from a position on, count queries and keys from the last first.
     """
-    q, k = found.query, found.key
-    if found.sight is Sight.ALL:
-        return [(Mask.FULL, found)]
-    if found.sight is Sight.FROM_WINDOW:
-        limit = ranges.position(q.range, q.first + q.count - 1) - found.reach(ranges)  # from here on all queries see
+    q, k = pairs.query, pairs.key
+    if pairs.sight is Sight.ALL:
+        return [(Mask.FULL, pairs)]
+    if pairs.sight is Sight.FROM_WINDOW:
+        limit = ranges.position(q.range, q.first + q.count - 1) - pairs.reach(
+            ranges
+        )  # first position that all queries see
         full = ranges.position(k.range, k.first) >= limit
     else:
-        limit = ranges.position(q.range, q.first) + found.reach(ranges)  # up to here all queries see
+        limit = ranges.position(q.range, q.first) + pairs.reach(ranges)  # last position that all queries see
         full = ranges.position(k.range, k.first + k.count - 1) <= limit
     if ranges.listing is not None:
-        return [(Mask.FULL, found.take(np.flatnonzero(full))), (Mask.POSITION, found.take(np.flatnonzero(~full)))]
-    aligned = ranges.step[q.range] == ranges.step[k.range]
-    diagonal = np.flatnonzero(~full & aligned)
+        return [(Mask.FULL, pairs.take(np.flatnonzero(full))), (Mask.POSITION, pairs.take(np.flatnonzero(~full)))]
+    equal_steps = ranges.step[q.range] == ranges.step[k.range]
+    diagonal = np.flatnonzero(~full & equal_steps)
     return [
-        (Mask.FULL, found.take(np.flatnonzero(full))),
-        (Mask.POSITION, found.take(np.flatnonzero(~full & ~aligned))),
-        *_along_diagonal(ranges, found.take(diagonal), limit[diagonal]),
+        (Mask.FULL, pairs.take(np.flatnonzero(full))),
+        (Mask.POSITION, pairs.take(np.flatnonzero(~full & ~equal_steps))),
+        *_along_diagonal(ranges, pairs.take(diagonal), limit[diagonal]),
     ]
 
 
-def _along_diagonal(ranges: Ranges, found: RangePairs, limit: Ints) -> list[tuple[Mask, RangePairs]]:
-    """See `masked`. limit: the last key, or the first one, that all queries of a pair see."""
-    q, k = found.query, found.key
-    backwards = found.sight is Sight.FROM_WINDOW
+def _along_diagonal(ranges: Ranges, pairs: RangePairs, limit: Ints) -> list[tuple[Mask, RangePairs]]:
+    """Cut pairs along the diagonal (`split_by_mask`). limit: the last, or first, position that all queries see."""
+    q, k = pairs.query, pairs.key
+    backwards = pairs.sight is Sight.FROM_WINDOW
     edge = ranges.position(k.range, k.first + k.count - 1 if backwards else k.first)
     before = abs(limit - edge) // ranges.step[k.range]  # c
     square = k.count - before  # t
-    none = np.zeros_like(square)
+    zero = np.zeros_like(square)
     if backwards:
-        left = found.part(queries=(none, q.count), keys=(square, before))
-        diagonal = found.part(queries=(q.count - square, square), keys=(none, square)).from_the_last()
-        below = found.part(queries=(none, q.count - square), keys=(none, square))
+        left = pairs.part(queries=(zero, q.count), keys=(square, before))
+        diagonal = pairs.part(queries=(q.count - square, square), keys=(zero, square)).from_the_last()
+        below = pairs.part(queries=(zero, q.count - square), keys=(zero, square))
     else:
-        left = found.part(queries=(none, q.count), keys=(none, before))
-        diagonal = found.part(queries=(none, square), keys=(before, square))
-        below = found.part(queries=(square, q.count - square), keys=(before, square))
+        left = pairs.part(queries=(zero, q.count), keys=(zero, before))
+        diagonal = pairs.part(queries=(zero, square), keys=(before, square))
+        below = pairs.part(queries=(square, q.count - square), keys=(before, square))
     return [
         (Mask.FULL, left.take(np.flatnonzero(before))),
         (Mask.CAUSAL, diagonal),
@@ -200,7 +200,7 @@ def _along_diagonal(ranges: Ranges, found: RangePairs, limit: Ints) -> list[tupl
 
 @dataclass(frozen=True, eq=False)
 class _Draft:
-    """A tile before its heads are told apart."""
+    """A tile of one block, before it is split into head groups."""
 
     stage: int
     block: int
@@ -213,141 +213,141 @@ class _Draft:
 
 
 def _tiles(
-    ranges: Ranges, keys: _Keys, rank: int, causal: bool, limits: Limits, folded: int
+    ranges: Ranges, keys: _Keys, rank: int, causal: bool, limits: Limits, fold_limit: int
 ) -> Iterator[tuple[int, Tile]]:
-    """(stage, tile) for all that `rank` has to compute with these keys. folded: key tokens of several segments."""
+    """Yield (stage, tile) for all calls of `rank` with these keys. fold_limit: most key tokens of several segments."""
     queries, _ = Subranges.whole(ranges, np.flatnonzero(ranges.rank == rank)).cut(limits.rows)
-    pairs = pair_up(ranges, queries, keys.subranges, causal)
-    for mask, part in chain.from_iterable(masked(ranges, found) for found in pairs):
-        drafts = _drafts(ranges, keys, mask, part, folded, limits)
+    tables = pair_up(ranges, queries, keys.subranges, causal)
+    for mask, part in chain.from_iterable(split_by_mask(ranges, pairs) for pairs in tables):
+        drafts = _drafts(ranges, keys, mask, part, fold_limit, limits)
         if mask is Mask.FULL:
-            drafts = _same_keys(drafts, limits.rows)
-        for several in _same_rows(drafts, 0 if mask is Mask.CAUSAL else limits.bucket):
-            yield from _finish(ranges, mask, several)
+            drafts = _join_rows(drafts, limits.rows)
+        for call in _group_keys(drafts, 0 if mask is Mask.CAUSAL else limits.bucket):
+            yield from _tiles_of_call(ranges, mask, call)
 
 
 def _drafts(
-    ranges: Ranges, keys: _Keys, mask: Mask, found: RangePairs, folded: int, limits: Limits
+    ranges: Ranges, keys: _Keys, mask: Mask, pairs: RangePairs, fold_limit: int, limits: Limits
 ) -> Iterator[_Draft]:
-    """Range pairs of one mask, folded over segments as far as the limits allow. folded: key tokens of a strided view;
-    what has to be gathered is bounded by the bucket, since it is copied.
+    """Fold range pairs of one mask over segments as far as the limits allow. fold_limit: most key tokens of a strided
+    view. Gathered keys are copied, so the bucket bounds them.
     """
-    if not len(found):
+    if not len(pairs):
         return
-    addresses = _Addresses.of(ranges, keys, found)
-    q, k = found.query, found.key
-    most = np.maximum(np.minimum(folded // k.count, max(folded, LEAST_ROWS) // q.count), 1)
-    what = addresses.signature, ranges.segment[q.range], addresses.query, addresses.key, most
+    addresses = _Addresses.of(ranges, keys, pairs)
+    q, k = pairs.query, pairs.key
+    most = np.maximum(np.minimum(fold_limit // k.count, max(fold_limit, LEAST_ROWS) // q.count), 1)
+    entries = addresses.signature, ranges.segment[q.range], addresses.query, addresses.key, most
     if ranges.packed and limits.varlen and mask is not Mask.POSITION:
         sums = (q.count, k.count), limits.varlen, (limits.rows, limits.bucket)
-        together = varlen_folds(addresses.call, *what, *sums)
+        calls = varlen_folds(addresses.call, *entries, *sums)
     elif ranges.packed:
-        together = gathered_folds(*what, np.maximum(np.minimum(limits.bucket // k.count, limits.rows // q.count), 1))
+        calls = gathered_folds(*entries, np.maximum(np.minimum(limits.bucket // k.count, limits.rows // q.count), 1))
     else:
-        together = folds(*what)
-    for fold in together:
-        one = fold.members[0]
+        calls = folds(*entries)
+    for fold in calls:
+        first = fold.members[0]
         query, key = addresses.rows(fold)
         by_position = mask is Mask.POSITION
         yield _Draft(
-            stage=int(keys.stage[found.item[one]]),
-            block=int(ranges.block[q.range[one]]),
-            packed=bool(keys.packed[found.item[one]]),
+            stage=int(keys.stage[pairs.item[first]]),
+            block=int(ranges.block[q.range[first]]),
+            packed=bool(keys.packed[pairs.item[first]]),
             query=query,
             key=key,
-            query_positions=_query_limits(ranges, found.take(fold.members)) if by_position else None,
-            key_positions=_key_places(ranges, found.take(fold.members)) if by_position else None,
+            query_positions=_query_limits(ranges, pairs.take(fold.members)) if by_position else None,
+            key_positions=_key_positions(ranges, pairs.take(fold.members)) if by_position else None,
             sequences=_sequences(fold, q, k),
         )
 
 
 @dataclass(frozen=True, eq=False)
 class _Addresses:
-    """Where the queries and keys of range pairs begin, and their steps: rows or slots, or places in a listing."""
+    """Start and step of the queries and keys of range pairs: rows, slots, or places in a listing."""
 
     ranges: Ranges
-    found: RangePairs
+    pairs: RangePairs
     query: Ints
     query_step: Ints
     key: Ints
     key_step: Ints
     packed: Ints
-    origin: Ints  # what is added to the row of a key that is not packed: where its shard begins
+    origin: Ints  # start of the key's shard, added to its row; 0 for packed keys
     scale: Ints
-    call: tuple[Ints, ...]  # equal for pairs that one call can take
-    signature: tuple[Ints, ...]  # equal for pairs that are alike but for where they begin
+    call: tuple[Ints, ...]  # equal for pairs that can share a call
+    signature: tuple[Ints, ...]  # equal for pairs that differ only in where they begin
 
     @classmethod
-    def of(cls, ranges: Ranges, keys: _Keys, found: RangePairs) -> _Addresses:
-        q, k, item = found.query, found.key, found.item
+    def of(cls, ranges: Ranges, keys: _Keys, pairs: RangePairs) -> _Addresses:
+        q, k, item = pairs.query, pairs.key, pairs.item
         query, query_step = ranges.rows(q)
         row, row_step = ranges.rows(k)
         packed, base, scale = keys.packed[item], keys.base[item], keys.scale[item]
         if ranges.listing is None:
             row, row_step = base + scale * row, scale * row_step
-        # With a listing, base and scale come in when rows are looked up in it.
+        # With a listing, `rows` applies base and scale after the lookup.
         slot = base + (k.first - keys.subranges.first[item]) * scale
         key, key_step = np.where(packed, slot, row), np.where(packed, scale, row_step)
-        if found.descending:
+        if pairs.descending:
             query, query_step = query + (q.count - 1) * query_step, -query_step
             key, key_step = key + (k.count - 1) * key_step, -key_step
         origin = np.where(packed, 0, base)
-        owner = ranges.rank[k.range]  # keys of one owner lie at equal distances, those of several need not
+        owner = ranges.rank[k.range]  # only keys of one owner are sure to lie at equal distances
         call = keys.stage[item], ranges.block[q.range], packed, origin
         signature = (*call, owner, q.count, k.count, query_step, key_step)
         return cls(
-            ranges, found, query=query, query_step=query_step, key=key, key_step=key_step, packed=packed, origin=origin,
+            ranges, pairs, query=query, query_step=query_step, key=key, key_step=key_step, packed=packed, origin=origin,
             scale=scale, call=call, signature=signature,
         )  # fmt: skip
 
     def rows(self, fold: Fold) -> tuple[Rows, Rows]:
-        """The query rows and the key rows, or slots, of a fold."""
-        one, listing = fold.members[0], self.ranges.listing
-        query = fold.rows(self.query, fold.left_step, self.query_step, self.found.query.count)
-        key = fold.rows(self.key, fold.right_step, self.key_step, self.found.key.count)
+        """Return the query rows and the key rows, or slots, of a fold."""
+        first, listing = fold.members[0], self.ranges.listing
+        query = fold.rows(self.query, fold.left_step, self.query_step, self.pairs.query.count)
+        key = fold.rows(self.key, fold.right_step, self.key_step, self.pairs.key.count)
         if listing is not None:
             query = Rows.of(listing.rows[query.listed()])
-            if not self.packed[one]:
-                key = Rows.of(self.origin[one] + self.scale[one] * listing.rows[key.listed()])
+            if not self.packed[first]:
+                key = Rows.of(self.origin[first] + self.scale[first] * listing.rows[key.listed()])
         return query, key
 
 
 def _sequences(fold: Fold, queries: Subranges, keys: Subranges) -> Sequences | None:
-    if fold.how is not How.VARLEN:
+    if fold.kind is not FoldKind.VARLEN:
         return None
     return Sequences.of(queries.count[fold.members], keys.count[fold.members])
 
 
-def _query_limits(ranges: Ranges, found: RangePairs) -> Ints:
-    """(pairs, elements): up to where each query sees, for `_key_places`."""
-    position = _positions(ranges, found.query) * (-1 if found.sight is Sight.FROM_WINDOW else 1)
-    return position + np.reshape(found.reach(ranges), (-1, 1))
+def _query_limits(ranges: Ranges, pairs: RangePairs) -> Ints:
+    """Return (pairs, elements): the greatest of the `_key_positions` that each query sees."""
+    position = _positions(ranges, pairs.query) * (-1 if pairs.sight is Sight.FROM_WINDOW else 1)
+    return position + np.reshape(pairs.reach(ranges), (-1, 1))
 
 
-def _key_places(ranges: Ranges, found: RangePairs) -> Ints:
-    """(pairs, elements): the positions of keys; negative where queries see the keys from a position on."""
-    position = _positions(ranges, found.key)
-    return -position if found.sight is Sight.FROM_WINDOW else position
+def _key_positions(ranges: Ranges, pairs: RangePairs) -> Ints:
+    """Return (pairs, elements): the positions of keys, negated where queries see the keys from a position on."""
+    position = _positions(ranges, pairs.key)
+    return -position if pairs.sight is Sight.FROM_WINDOW else position
 
 
 def _positions(ranges: Ranges, subranges: Subranges) -> Ints:
-    """(subranges, elements) positions of subranges of equal count."""
+    """Return the positions of subranges of equal count, (subranges, elements)."""
     elements = subranges.first[:, None] + np.arange(subranges.count[0])
     return ranges.position(np.broadcast_to(subranges.range[:, None], elements.shape), elements)
 
 
-def _same_keys(drafts: Iterator[_Draft], most_rows: int) -> Iterator[_Draft]:
-    """Query rows that see the same keys, and continue each other, as one: both halves of a zigzag shard, say."""
+def _join_rows(drafts: Iterator[_Draft], most_rows: int) -> Iterator[_Draft]:
+    """Join query rows that see the same keys and continue each other, such as both halves of a zigzag shard."""
     readers: dict[tuple[object, ...], list[_Draft]] = {}
     for draft in drafts:
         if draft.sequences is not None:
             yield draft
             continue
         readers.setdefault((draft.stage, draft.block, draft.packed, draft.key.key), []).append(draft)
-    for found in readers.values():
-        found.sort(key=lambda draft: draft.query.start)
-        last = found[0]
-        for draft in found[1:]:
+    for several in readers.values():
+        several.sort(key=lambda draft: draft.query.start)
+        last = several[0]
+        for draft in several[1:]:
             rows = concatenate([last.query, draft.query])
             if rows.index is None and rows.length * rows.folds <= most_rows:
                 last = replace(last, query=rows)
@@ -357,8 +357,8 @@ def _same_keys(drafts: Iterator[_Draft], most_rows: int) -> Iterator[_Draft]:
         yield last
 
 
-def _same_rows(drafts: Iterator[_Draft], most_keys: int) -> Iterator[list[_Draft]]:
-    """Drafts for one call each: keys of several ranks or subranges that the same rows see alike, up to so many."""
+def _group_keys(drafts: Iterator[_Draft], most_keys: int) -> Iterator[list[_Draft]]:
+    """Group drafts of the same query rows into calls of at most `most_keys` keys, of several ranks or subranges."""
     calls: dict[tuple[object, ...], list[_Draft]] = {}
     for draft in drafts:
         if draft.sequences is not None:
@@ -373,28 +373,28 @@ def _same_rows(drafts: Iterator[_Draft], most_keys: int) -> Iterator[list[_Draft
     yield from calls.values()
 
 
-def _finish(ranges: Ranges, mask: Mask, drafts: list[_Draft]) -> Iterator[tuple[int, Tile]]:
-    """(stage, tile) for each head group of the block, from drafts of the same query rows."""
-    drafts = sorted(drafts, key=lambda draft: draft.key.start)  # ascending rows are a strided view if any are
-    one = drafts[0]
+def _tiles_of_call(ranges: Ranges, mask: Mask, drafts: list[_Draft]) -> Iterator[tuple[int, Tile]]:
+    """Yield (stage, tile) for each head group of the block, from drafts of the same query rows."""
+    drafts = sorted(drafts, key=lambda draft: draft.key.start)  # in another order they are never a strided view
+    first = drafts[0]
     key = concatenate([draft.key for draft in drafts])
     query_positions = key_positions = None
-    if one.query_positions is not None:
-        query_positions = torch.from_numpy(one.query_positions)
+    if first.query_positions is not None:
+        query_positions = torch.from_numpy(first.query_positions)
         listed = [draft.key_positions for draft in drafts if draft.key_positions is not None]
         key_positions = torch.from_numpy(np.concatenate(listed, axis=1))
-    for group in ranges.blocks[one.block].head_groups:
-        heads = group.column if one.packed else group.key
+    for group in ranges.blocks[first.block].head_groups:
+        heads = group.column if first.packed else group.key
         yield (
-            one.stage,
+            first.stage,
             Tile(
-                query_rows=one.query,
+                query_rows=first.query,
                 key_rows=key,
                 query_heads=group.query,
                 key_heads=heads,
                 mask=mask,
                 query_positions=query_positions,
                 key_positions=key_positions,
-                sequences=one.sequences,
+                sequences=first.sequences,
             ),
         )

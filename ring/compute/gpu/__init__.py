@@ -1,1 +1,1 @@
-"""What GPUs have of their own: the merge, in which partial results are combined in one pass, and replays of calls."""
+"""GPU code: the merge of partial results in one pass, the variable-length kernel, and replays of calls."""

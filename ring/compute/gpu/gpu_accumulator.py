@@ -1,12 +1,11 @@
-"""The merge on GPUs: all partial results of a row in one pass, where `ring.compute.accumulator` takes one after the
-other.
+"""The merge on GPUs: all partial results of a row in one pass. `ring.compute.accumulator` merges them one by one.
 
 A naive merge reads and writes the whole fp32 accumulator for every partial result: more bytes than all partial results
-have together. Here they are kept as the kernels left them, in 16 bits and on their own grids, until one pass of
-`ring.compute.gpu.merge_kernel` computes the output. The same pass sums gradients.
+have together. Here they stay pending as the kernels returned them, in 16 bits and on their own grids, until one pass
+of `ring.compute.gpu.merge_kernel` computes the output. The same pass sums gradients.
 
-A partial result that covers everything, as a branch without dilation gives it, becomes the output: only rows that
-others hold too are touched. The plain version, `ring.compute.accumulator`, is the reference, and takes the partial
+A partial result that covers everything, as a branch without dilation returns, becomes the output: only rows that other
+results cover as well are rewritten. The plain version, `ring.compute.accumulator`, is the reference. It takes partial
 results whose heads are listed.
 """
 
@@ -20,47 +19,47 @@ from ring.compute.gpu.partial_results import Part, as_output, takes_part, whole
 from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
 
-# Partial results are kept until they hold this many times the bytes of an fp32 accumulator; then they are merged.
-MOST_KEPT = 2.0
+# Merge partial results when they hold this many times the bytes of an fp32 accumulator.
+MOST_PENDING = 2.0
 
 
-class _Kept:
-    """Partial results of a (B, N, H, D) tensor, kept until they are combined. `weighted`: by lse, else summed.
+class _PendingParts:
+    """Partial results of a (B, N, H, D) tensor that are not combined yet. weighted: average them by lse; else sum.
 
-    What the kernel does not take goes to `plain`, the reference, whose tensors are then one more partial result.
+    Results that the kernel does not take go to `_plain`, the reference, whose tensors become one more partial result.
     """
 
     def __init__(self, like: torch.Tensor, weighted: bool) -> None:
         self._like, self._weighted = like, weighted
         self._parts: list[Part] = []
-        self._kept = 0
+        self._bytes = 0
         self._plain: Accumulator | Sum | None = None
-        self.since: torch.cuda.Event | None = None
+        self.created: torch.cuda.Event | None = None  # in a graph capture
         if torch.cuda.is_current_stream_capturing():
-            self.since = torch.cuda.current_stream().record_event()
+            self.created = torch.cuda.current_stream().record_event()
 
-    def keep(self, part: Part) -> None:
+    def add(self, part: Part) -> None:
         self._parts.append(part)
-        self._kept += part.out.nbytes
-        if self._kept > MOST_KEPT * 4 * self._like.numel():
+        self._bytes += part.out.nbytes
+        if self._bytes > MOST_PENDING * 4 * self._like.numel():
             self.materialize()
 
     def materialize(self) -> Accumulator | Sum:
-        """Combine what there is into the plain accumulator."""
+        """Combine all parts into the plain accumulator."""
         if self._plain is None:
             self._plain = Accumulator(self._like) if self._weighted else Sum(self._like)
         if self._parts:
             lse = self._plain.lse if isinstance(self._plain, Accumulator) else None
-            run([self._job(self._plain.out, lse)], self.since)
+            run([self._job(self._plain.out, lse)], self.created)
         return self._plain
 
     def result(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-        job = self.last(dtype)
-        run([job], self.since)
+        job = self.final_job(dtype)
+        run([job], self.created)
         return job.out, job.lse
 
-    def last(self, dtype: torch.dtype) -> Job:
-        """What is left to do for the result, in that type."""
+    def final_job(self, dtype: torch.dtype) -> Job:
+        """Return the job that computes the result in `dtype`."""
         like = self._like
         batch, tokens, heads, _ = like.shape
         lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device=like.device) if self._weighted else None
@@ -72,69 +71,69 @@ class _Kept:
         return self._job(torch.empty(like.shape, dtype=dtype, device=like.device), lse)
 
     def _job(self, out: torch.Tensor, lse: torch.Tensor | None) -> Job:
-        """Write what all parts make together, the plain accumulator among them. It, or the first part, may be what is
-        written to: a program reads its rows before it writes them. Forget the parts.
+        """Return a job that combines all parts and the plain accumulator, and forget the parts. `out` may be the plain
+        accumulator or the first part: a program reads its rows before it writes them.
         """
         parts, plain = self._parts, self._plain
-        self._parts, self._kept = [], 0
+        self._parts, self._bytes = [], 0
         return Job(parts if plain is None else [*parts, whole(plain)], out, lse, self._like.dtype)
 
 
 class CombinedAccumulator:
-    """As `Accumulator`: output and lse of the own query rows, from partial results in 16 bits or fp32."""
+    """Output and lse of the own query rows, like `Accumulator`, from partial results in 16 bits or fp32."""
 
     def __init__(self, query: torch.Tensor) -> None:
-        self._kept = _Kept(query, weighted=True)
+        self._pending = _PendingParts(query, weighted=True)
 
     def merge(self, rows: Rows, heads: Heads, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Merge a partial result. out: (F, B, groups, per_group, L, D); lse the same without D."""
         if takes_part(rows, heads, out):
-            self._kept.keep(Part(rows, heads, out, lse))
+            self._pending.add(Part(rows, heads, out, lse))
         else:
-            plain = self._kept.materialize()
+            plain = self._pending.materialize()
             assert isinstance(plain, Accumulator)
             plain.merge(rows, heads, out, lse)
 
     def result(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse), out in that type."""
-        out, lse = self._kept.result(dtype)
+        """Return (out, lse), out in `dtype`."""
+        out, lse = self._pending.result(dtype)
         assert lse is not None
         return out, lse
 
 
 class CombinedSum:
-    """As `Sum`: gradients, from summands in 16 bits or fp32."""
+    """Gradients, like `Sum`, from summands in 16 bits or fp32."""
 
     def __init__(self, like: torch.Tensor) -> None:
-        self._kept = _Kept(like, weighted=False)
+        self._pending = _PendingParts(like, weighted=False)
 
     def add(self, rows: Rows, heads: Heads, tile: torch.Tensor) -> None:
         """Add a summand, (F, B, groups, per_group, L, D)."""
         if takes_part(rows, heads, tile):
-            self._kept.keep(Part(rows, heads, tile, None))
+            self._pending.add(Part(rows, heads, tile, None))
         else:
-            plain = self._kept.materialize()
+            plain = self._pending.materialize()
             assert isinstance(plain, Sum)
             plain.add(rows, heads, tile)
 
     def materialize(self) -> None:
-        """Add what was kept: a tile lies in a buffer that is about to change."""
-        self._kept.materialize()
+        """Add all pending summands: the buffer of one is about to change."""
+        self._pending.materialize()
 
     def result(self, dtype: torch.dtype) -> torch.Tensor:
-        """The sum in that type."""
-        return self._kept.result(dtype)[0]
+        """Return the sum in `dtype`."""
+        return self._pending.result(dtype)[0]
 
-    def last(self, dtype: torch.dtype) -> Job:
-        return self._kept.last(dtype)
+    def final_job(self, dtype: torch.dtype) -> Job:
+        return self._pending.final_job(dtype)
 
     @property
-    def since(self) -> torch.cuda.Event | None:
-        return self._kept.since
+    def created(self) -> torch.cuda.Event | None:
+        return self._pending.created
 
     @staticmethod
     def results(sums: list[CombinedSum], dtype: torch.dtype) -> list[torch.Tensor]:
-        """The sum of each in that type, all at once."""
-        jobs = [one.last(dtype) for one in sums]
-        run(jobs, sums[0].since)
+        """Return each sum in `dtype`, computed together."""
+        jobs = [x.final_job(dtype) for x in sums]
+        run(jobs, sums[0].created)
         return [job.out for job in jobs]

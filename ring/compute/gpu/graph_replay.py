@@ -1,12 +1,11 @@
-"""Replays calls on GPUs as CUDA graphs, so that a short one costs the host a launch instead of some hundred operations.
+"""Replay of calls on GPUs as CUDA graphs: a short call costs the host a launch instead of some hundred operations.
 
-A model makes the same call in every layer and in every step. When it has come some times it is captured in a graph;
-from then on its tensors are copied to where the graph reads them, the graph is replayed, and what it wrote is copied
-out. So one graph serves all calls of a setting, wherever their tensors lie, and a setting that hardly ever comes is
-never captured.
+A model makes the same call in every layer and in every step. After 8 calls of a setting it is captured as a graph.
+From then on the tensors of a call are copied to the graph's inputs, the graph is replayed, and its outputs are copied
+out. So one graph serves all calls of a setting, wherever their tensors lie. A rare setting is never captured.
 
-All graphs of a stream read and write the same memory, since they run one after the other there: what one call takes.
-Threads that call on one stream take turns.
+All graphs of a stream share the memory of one call, because they run one after the other there. A lock serializes
+threads that call on one stream.
 """
 
 from __future__ import annotations
@@ -22,89 +21,89 @@ import torch
 from ring.caching.bounded_cache import BoundedCache
 from ring.caching.graph_keepalive import keep_alive_for_one_graph
 
-# Bytes of queries up to which a call is replayed. Longer ones keep the GPU busy for longer than they take the host, so
-# that the copies cost more than they save. 0: nothing is replayed.
+# Most bytes of queries of a replayed call. Longer calls keep the GPU busy for longer than the host needs for them, so
+# the copies cost more than they save. 0: replay nothing.
 MOST_BYTES = 2**24
-BEFORE = 8  # calls of a setting before it is captured, which takes as long as some such calls
+WARMUP_CALLS = 8  # calls of a setting before its capture, which takes as long as several calls
 _GRAPHS, _SEEN = 128, 1024
-_ALIGNMENT = 512  # bytes at which tensors begin, as those of the allocator do
+_ALIGNMENT = 512  # bytes; as in torch's allocator
 
 Tensors = Sequence[torch.Tensor]
-Form = tuple[Sequence[int], torch.dtype]  # of a tensor
+Form = tuple[Sequence[int], torch.dtype]  # shape and type of a tensor
 
 
 class _Replay(NamedTuple):
     graph: Any  # torch.cuda.CUDAGraph
     inputs: list[torch.Tensor]
     outputs: list[torch.Tensor]
-    reads: list[object]  # what else must be there as long as the graph
-    turn: threading.Lock  # of those that use the same memory
+    reads: list[object]  # other objects that must live as long as the graph
+    lock: threading.Lock  # shared by all graphs in the same memory
 
 
 class _StreamMemory:
-    """Where the graphs of one stream are captured, and what they read and write."""
+    """Capture stream, pool, inputs and outputs of the graphs of one stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self.stream, self.turn = torch.cuda.Stream(device), threading.Lock()
+        self.stream, self.lock = torch.cuda.Stream(device), threading.Lock()
         self._pool, self._graphs = torch.cuda.graph_pool_handle(), WeakSet[Any]()
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
 
     def capture_in(self, graph: Any) -> None:
-        """Begin to capture a graph in the memory of those that are there. Torch gives it up with the last of them."""
+        """Begin to capture a graph in the pool of the existing ones. Torch frees the pool with the last of them."""
         if not self._graphs:
             self._pool = torch.cuda.graph_pool_handle()
-        # Threads that have nothing to do with this call may go on, with what a capture elsewhere would not allow.
+        # "thread_local": other threads may go on with operations that a global capture would forbid.
         graph.capture_begin(self._pool, "thread_local")
         self._graphs.add(graph)
 
     def take(self, forms: Sequence[Form]) -> list[torch.Tensor]:
-        """Tensors side by side. Larger memory takes the place of a smaller one, which the graphs before go on to use;
-        at twice the size, so that all of it is less than twice the last.
+        """Return adjacent tensors. If the memory is too small, replace it by one of at least twice the size. Earlier
+        graphs keep the old memory; all of it together is less than twice the last.
         """
         sizes = [dtype.itemsize * torch.Size(shape).numel() for shape, dtype in forms]
         begins = [0]
         for size in sizes:
             begins.append(begins[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
         if begins[-1] > self._memory.numel():
-            most = max(begins[-1], 2 * self._memory.numel())
-            self._memory = torch.empty(most, dtype=torch.uint8, device=self._memory.device)
+            size = max(begins[-1], 2 * self._memory.numel())
+            self._memory = torch.empty(size, dtype=torch.uint8, device=self._memory.device)
         places = zip(begins, sizes, forms, strict=False)
         return [self._memory[at : at + size].view(dtype).view(*shape) for at, size, (shape, dtype) in places]
 
 
-_seen: BoundedCache[Hashable, int] = BoundedCache(_SEEN)
+_call_counts: BoundedCache[Hashable, int] = BoundedCache(_SEEN)
 _replays: BoundedCache[Hashable, _Replay] = BoundedCache(_GRAPHS)
 
 
-def replayed(what: Hashable, inputs: Tensors, results: Sequence[Form], compute: Callable[..., Tensors]) -> Tensors:
-    """compute(*inputs), computed by it or by a graph of it.
+def replayed(setting: Hashable, inputs: Tensors, results: Sequence[Form], compute: Callable[..., Tensors]) -> Tensors:
+    """Return compute(*inputs), from `compute` or from a graph of it.
 
-    what: all that decides what is computed, of tensors of which shapes and types, and by which streams; results: shapes
-    and types of what it returns.
+    setting: a key of the computation, of the shapes and types of its tensors, and of its streams. results: shapes and
+    types of what `compute` returns.
     """
     stream = torch.cuda.current_stream(inputs[0].device)
-    key = what, stream.cuda_stream
+    key = setting, stream.cuda_stream
     replay = _replays.get(key)
     if replay is None:
-        seen = _seen.put(key, _seen.get(key, 0) + 1)
+        count = _call_counts.put(key, _call_counts.get(key, 0) + 1)
         computed = compute(*inputs)
-        if seen >= BEFORE:  # just now: what ranks settle once, and what is copied to a GPU once, is not yet forgotten
+        if count >= WARMUP_CALLS:  # capture right after a call, while consensus and tables on the GPU are still cached
             _replays.put(key, _captured(compute, inputs, results, stream))
         return computed
-    with replay.turn:
+    with replay.lock:
         torch._foreach_copy_(replay.inputs, list(inputs))
         replay.graph.replay()
-        found = [torch.empty_like(x) for x in replay.outputs]
-        torch._foreach_copy_(found, replay.outputs)
-    return found
+        copies = [torch.empty_like(x) for x in replay.outputs]
+        torch._foreach_copy_(copies, replay.outputs)
+    return copies
 
 
-@torch.inference_mode(False)  # else only inference could use it
+@torch.inference_mode(False)  # else only inference could use its tensors
 def _captured(
     compute: Callable[..., Tensors], inputs: Tensors, results: Sequence[Form], current: torch.cuda.Stream
 ) -> _Replay:
     memory = _memory_of(current.device, current.cuda_stream)
-    with memory.turn:
+    with memory.lock:
         return _captured_in(memory, compute, inputs, results, current)
 
 
@@ -112,19 +111,19 @@ def _captured_in(
     memory: _StreamMemory, compute: Callable[..., Tensors], inputs: Tensors, results: Sequence[Form],
     current: torch.cuda.Stream,
 ) -> _Replay:  # fmt: skip
-    taken = memory.take([*((x.shape, x.dtype) for x in inputs), *results])
-    own, outputs = taken[: len(inputs)], taken[len(inputs) :]
+    tensors = memory.take([*((x.shape, x.dtype) for x in inputs), *results])
+    graph_inputs, outputs = tensors[: len(inputs)], tensors[len(inputs) :]
     graph = torch.cuda.CUDAGraph()
     memory.stream.wait_stream(current)
     with keep_alive_for_one_graph() as reads, torch.no_grad(), torch.cuda.stream(memory.stream):
         memory.capture_in(graph)
         try:
-            for to, found in zip(outputs, compute(*own), strict=True):
-                to.copy_(found)
+            for output, result in zip(outputs, compute(*graph_inputs), strict=True):
+                output.copy_(result)
         finally:
             graph.capture_end()
     current.wait_stream(memory.stream)
-    return _Replay(graph, own, outputs, reads, memory.turn)
+    return _Replay(graph, graph_inputs, outputs, reads, memory.lock)
 
 
 @lru_cache(maxsize=64)

@@ -1,12 +1,12 @@
 """The kernel that merges partial results on GPUs, and its launch. Every number of the output is computed once, in fp32,
 from all partial results that hold its row and head.
 
-A program of the kernel has rows of one head, and asks each of the head's entries (`ring.compute.gpu.merge_table`)
-which of these rows it holds. The rows lie as far apart as those of the widest grid, so that a dilated grid holds all of
-them or, mostly, none.
+A program of the kernel computes rows of one head. It tests each of the head's entries (`ring.compute.gpu.merge_table`)
+for these rows. They are as far apart as the rows of the widest grid, so that a dilated grid holds all of them or, in
+most cases, none.
 
 Rows, and the places of lse's numbers within a sequence, are counted in 32 bits. The plain version,
-`ring.compute.accumulator`, takes what has more rows times heads than these count (`ring.execute`).
+`ring.compute.accumulator`, takes tensors with more rows times heads (`ring.execute`).
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from ring.compute.gpu.merge_table import Field, entries_of, places_of
 from ring.compute.gpu.partial_results import Part, is_aligned
 from ring.plan.ranges import Ints
 
-_APART = 32  # rows: a wider grid than this holds some of a program's
+_MOST_ROW_STEP = 32  # most distance of a program's rows; a wider grid holds only some of them
 _ROWS, _WARPS = 32, 4  # rows, and warps, of a program
 _KINDS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
-_MERGES, _TABLES = 256, 64  # kept: prepared merges, and of each the tables by address
+_MERGES, _TABLES = 256, 64  # cached merges, and tables of each by address
 
 
 def _column(field: Field) -> tl.constexpr:
-    """A column of the table as a constant that Triton takes from a module."""
+    """Return a column of the table as a constant: Triton reads only these from a module."""
     return tl.constexpr(int(field))
 
 
@@ -51,7 +51,7 @@ _FIELDS = tl.constexpr(len(Field))
 
 @triton.jit
 def _rows_of(entry, where, mask, KIND: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Numbers of a part, in fp32; 0 where it has none."""
+    """Load numbers of a part in fp32; 0 where masked."""
     at = tl.load(entry + _OUT).to(tl.pointer_type(KIND)) + where
     if ALIGNED:
         at = tl.multiple_of(at, (16, 16))
@@ -60,7 +60,7 @@ def _rows_of(entry, where, mask, KIND: tl.constexpr, ALIGNED: tl.constexpr):  # 
 
 @triton.jit
 def _may_hold(entry, begin, span):  # type: ignore[no-untyped-def]
-    """Whether a part may hold some of a program's rows, which begin there and have that span."""
+    """Return True if a part may hold rows of a program: those from `begin` to `begin + span - 1`."""
     start, end = tl.load(entry + _START).to(tl.int32), tl.load(entry + _END).to(tl.int32)
     divisor = tl.load(entry + _DIVISOR).to(tl.int32)
     return (begin < end) & (begin + span > start) & ((begin - start) % divisor == 0)
@@ -73,15 +73,15 @@ def _combine(  # type: ignore[no-untyped-def]
     DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr,
     WEIGHTED: tl.constexpr, WIDE: tl.constexpr, BASED: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """Every `apart`-th row of one head and batch. WEIGHTED: softmax averages, by lse; else plain sums. KIND: the 16-bit
-    type. WIDE: the parts are fp32; 2: some of them are. BASED: `out` is the first part, so far. twin: another output
-    like it, whose entries lie that much further. LISTED: some parts list their rows.
+    """Merge every `apart`-th row of one head and batch. WEIGHTED: average by lse; else sum. KIND: the 16-bit type.
+    WIDE: 0: no part is fp32; 1: all are; 2: some are. BASED: `out` holds the first part. twin: a second output like
+    `out`, with entries `twin_entries` further on. LISTED: some parts list their rows.
     """
     if tl.program_id(2) == 1:
         out = twin
         first += twin_entries
         entries += twin_entries
-    head = tl.program_id(0) % heads  # neighbours in memory are neighbours in time
+    head = tl.program_id(0) % heads  # programs on neighbouring memory run together
     chunk = tl.program_id(0) // heads
     begin = chunk // apart * (ROWS * apart) + chunk % apart
     row = begin + apart * tl.arange(0, ROWS)
@@ -148,7 +148,7 @@ def _combine(  # type: ignore[no-untyped-def]
                 total += part
     if WEIGHTED:
         base = tl.where(top == float("-inf"), 0.0, top)
-        total = total * (1.0 / tl.where(weight == 0.0, 1.0, weight))[:, None]  # a division for each number takes longer
+        total = total * (1.0 / tl.where(weight == 0.0, 1.0, weight))[:, None]  # faster than a division for each number
         tl.store(lse + batch * lse_batch + head * lse_head + row * lse_row, base + tl.log(weight), row < tokens)
     to = out + (batch * out_batch + head * out_head + row.to(tl.int64) * out_row)[:, None] + column[None, :]
     if ALIGNED:
@@ -159,7 +159,7 @@ def _combine(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A pass over an output: its parts, out (B, N, H, D), lse (B, H, N) if it is weighted, and the 16-bit type."""
+    """A pass over an output: its parts, out (B, N, H, D), lse (B, H, N) if weighted, and the 16-bit type."""
 
     parts: list[Part]
     out: torch.Tensor
@@ -168,7 +168,7 @@ class Job:
 
     @property
     def based(self) -> bool:
-        """Whether `out` is the first part, so far."""
+        """True if `out` holds the first part before the pass."""
         return bool(self.parts) and self.parts[0].out.data_ptr() == self.out.data_ptr()
 
     @property
@@ -176,7 +176,7 @@ class Job:
         return not self.out.numel() or (self.based and len(self.parts) == 1 and self.lse is None)
 
     def geometry(self) -> tuple[object, ...]:
-        """Equal for jobs that differ in nothing but in where their tensors lie, and in numbers."""
+        """Return a key that is equal for jobs that differ only in addresses and values of their tensors."""
         out, lse = self.out, self.lse
         parts = tuple(
             (
@@ -193,36 +193,36 @@ class Job:
         return where, None if lse is None else lse.stride(), self.kind, self.based, parts
 
     def addresses(self) -> list[int]:
-        """Of the parts, each followed by that of its lse if the job is weighted."""
+        """Return the address of each part, followed by that of its lse if the job is weighted."""
         if self.lse is None:
             return [part.out.data_ptr() for part in self.parts]
         return [x.data_ptr() for part in self.parts for x in (part.out, part.lse) if x is not None]
 
 
 class _Table(NamedTuple):
-    """Of one job, on the GPU: where the entries of each head begin, and the entries."""
+    """The table of one job on the GPU: the index of each head's first entry, and the entries."""
 
     first: torch.Tensor
     entries: torch.Tensor
 
 
 class _Launch:
-    """What a job's launch takes besides addresses, from one job for all that are like it."""
+    """Launch arguments of a job except addresses, for all jobs of equal geometry."""
 
     def __init__(self, job: Job) -> None:
         out, lse, parts = job.out, job.lse, job.parts
         batch, tokens, heads, dim = out.shape
-        apart = min(_APART, max((part.rows.step for part in parts if part.rows.index is None), default=1))
+        row_step = min(_MOST_ROW_STEP, max((part.rows.step for part in parts if part.rows.index is None), default=1))
         self.places = [places_of(part.rows, out.device) for part in parts if part.rows.index is not None]
         fp32 = sum(part.out.dtype == torch.float32 for part in parts)
         out_batch, out_row, out_head, _ = out.stride()
         lse_batch, lse_head, lse_row = (0, 0, 0) if lse is None else lse.stride()
-        programs = triton.cdiv(tokens, _ROWS * apart) * apart * heads
-        self.weighted = 1 if lse is None else 2  # addresses of a part
-        self.table, self.at, self.which = self._entries(parts, apart, heads)
-        self.begin = heads + 1  # of the entries in the table
+        programs = triton.cdiv(tokens, _ROWS * row_step) * row_step * heads
+        self.weighted = 1 if lse is None else 2  # addresses of each part
+        self.table, self.at, self.which = self._entries(parts, row_step, heads)
+        self.begin = heads + 1  # index of the first entry in the table
         self.numbers = (
-            out_batch, out_row, out_head, lse_batch, lse_head, lse_row, tokens, heads, apart, len(self.table)
+            out_batch, out_row, out_head, lse_batch, lse_head, lse_row, tokens, heads, row_step, len(self.table)
         )  # fmt: skip
         self.constants: dict[str, Any] = {
             "DIM": dim, "BLOCK": triton.next_power_of_2(dim), "ROWS": _ROWS,
@@ -231,20 +231,20 @@ class _Launch:
             "WEIGHTED": lse is not None, "WIDE": 0 if not fp32 else 1 if fp32 == len(parts) else 2,
             "BASED": job.based, "LISTED": bool(self.places),
         }  # fmt: skip
-        # Outputs of one form can be written by one launch.
+        # One launch can write two outputs of equal form.
         self.form = out.shape, out.stride(), out.dtype, self.numbers, self.constants
         self._alone, self._with_twin = (
             Launcher(_combine, (programs, batch, outputs), _WARPS, self.numbers, self.constants) for outputs in (1, 2)
         )
 
-    def _entries(self, parts: list[Part], apart: int, heads: int) -> tuple[Ints, Ints, Ints]:
-        """Where the entries of each head begin, (H + 1,), then the entries by head, (entries, fields), in one array
-        with addresses from 0 on; and the places in it to which addresses are to be added, each with its number.
+    def _entries(self, parts: list[Part], row_step: int, heads: int) -> tuple[Ints, Ints, Ints]:
+        """Return (table, at, which). table: the first entry of each head, (H + 1,), then the entries by head, (entries,
+        fields), with relative addresses. Add address number `which[i]` of the job to the table at `at[i]`.
         """
         if not parts:
-            nowhere = np.zeros(0, np.int64)
-            return np.zeros(heads + 1, np.int64), nowhere, nowhere
-        tables = [entries_of(part, apart) for part in parts]
+            empty = np.zeros(0, np.int64)
+            return np.zeros(heads + 1, np.int64), empty, empty
+        tables = [entries_of(part, row_step) for part in parts]
         which = np.repeat(np.arange(len(parts)), [len(table) for _, table in tables])
         head, table = (np.concatenate(column) for column in zip(*tables, strict=True))
         order = np.argsort(head, kind="stable")
@@ -256,7 +256,7 @@ class _Launch:
         return np.concatenate([first, table[order].reshape(-1)]), at, which
 
     def __call__(self, job: Job, table: _Table, twin: torch.Tensor | None) -> None:
-        """twin: the output of another job of the same form, whose entries follow."""
+        """Launch the job. twin: the output of another job of equal form, whose entries follow."""
         out, lse = job.out, job.out if job.lse is None else job.lse
         if twin is None:
             self._alone(table.entries, table.first, out, lse, out)
@@ -265,82 +265,82 @@ class _Launch:
 
 
 class _Merge:
-    """Jobs that run one after the other, prepared for all that are like them: with one table, and two jobs of one form,
-    as keys' and values' mostly are, with one launch.
+    """A sequence of jobs, prepared for all jobs of equal geometry. They share one table. Two jobs of equal form, such
+    as those of keys and values mostly are, share one launch.
     """
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self._launches = [_Launch(job) for job in jobs]
-        sizes = [len(one.table) for one in self._launches]
+        sizes = [len(launch.table) for launch in self._launches]
         begins = np.cumsum([0, *sizes])
         counts = np.cumsum([0, *(len(job.addresses()) for job in jobs)])
-        self._template = np.concatenate([one.table for one in self._launches])
-        self._at = np.concatenate([one.at + begin for one, begin in zip(self._launches, begins, strict=False)])
-        self._which = np.concatenate([one.which + count for one, count in zip(self._launches, counts, strict=False)])
+        self._template = np.concatenate([x.table for x in self._launches])
+        self._at = np.concatenate([x.at + begin for x, begin in zip(self._launches, begins, strict=False)])
+        self._which = np.concatenate([x.which + count for x, count in zip(self._launches, counts, strict=False)])
         first, second = self._launches[0], self._launches[-1]
         self._twins = len(jobs) == 2 and first.form == second.form
         self._tables: BoundedCache[tuple[int, ...], list[_Table]] = BoundedCache(_TABLES)
 
-    def run(self, jobs: Sequence[Job], since: torch.cuda.Event | None) -> None:
-        tables = self._tables_of(jobs, since)
+    def run(self, jobs: Sequence[Job], created: torch.cuda.Event | None) -> None:
+        tables = self._tables_of(jobs, created)
         if self._twins:
             self._launches[0](jobs[0], tables[0], jobs[1].out)
             return
         for launch, job, table in zip(self._launches, jobs, tables, strict=True):
             launch(job, table, None)
 
-    def _tables_of(self, jobs: Sequence[Job], since: torch.cuda.Event | None) -> list[_Table]:
-        """On the GPU. Allocators give the tensors of a step the places that they had in the step before, so tables are
-        kept by the addresses in them, and by the stream on which they were copied.
+    def _tables_of(self, jobs: Sequence[Job], created: torch.cuda.Event | None) -> list[_Table]:
+        """Return the jobs' tables on the GPU. Allocators give tensors the addresses of the step before, so tables are
+        cached by the addresses in them and by the stream of their copy.
         """
         addresses = [address for job in jobs for address in job.addresses()]
         device = jobs[0].out.device
-        if since is not None:
-            keep([one.places for one in self._launches])
-            return self._parts_of(_captured_copy(self._filled(addresses), device, since))
+        if created is not None:
+            keep([launch.places for launch in self._launches])
+            return self._parts_of(_captured_copy(self._with_addresses(addresses), device, created))
         key = torch._C._cuda_getCurrentRawStream(device.index), *addresses
-        found = self._tables.get(key)
-        if found is None:
-            host = torch.from_numpy(self._filled(addresses)).pin_memory()
-            found = self._tables.put(key, self._parts_of(host.to(device, non_blocking=True)))
-        return found
+        tables = self._tables.get(key)
+        if tables is None:
+            host = torch.from_numpy(self._with_addresses(addresses)).pin_memory()
+            tables = self._tables.put(key, self._parts_of(host.to(device, non_blocking=True)))
+        return tables
 
     def _parts_of(self, whole: torch.Tensor) -> list[_Table]:
-        parts = whole.split([len(one.table) for one in self._launches])
-        return [_Table(part, part[one.begin :]) for one, part in zip(self._launches, parts, strict=True)]
+        parts = whole.split([len(launch.table) for launch in self._launches])
+        return [_Table(part, part[launch.begin :]) for launch, part in zip(self._launches, parts, strict=True)]
 
-    def _filled(self, addresses: list[int]) -> Ints:
+    def _with_addresses(self, addresses: list[int]) -> Ints:
         table = self._template.copy()
         table[self._at] += np.array(addresses, np.int64)[self._which]
         return table
 
 
-def _captured_copy(table: Ints, device: torch.device, since: torch.cuda.Event) -> torch.Tensor:
-    """Within a CUDA graph the copy is repeated at every replay. It waits for what was there at `since` and for no
-    kernel: in a short call it would keep the kernels behind it waiting.
+def _captured_copy(table: Ints, device: torch.device, created: torch.cuda.Event) -> torch.Tensor:
+    """Copy a table within a CUDA graph: every replay repeats the copy. It waits only for the event `created`. Waiting
+    for kernels would delay those after it in a short call.
     """
     host = torch.from_numpy(table).pin_memory()
     keep(host)
-    current, other = torch.cuda.current_stream(), _beside(device)
-    other.wait_event(since)
+    current, other = torch.cuda.current_stream(), _copy_stream(device)
+    other.wait_event(created)
     with torch.cuda.stream(other):
-        found = host.to(device, non_blocking=True)
+        copy = host.to(device, non_blocking=True)
     current.wait_stream(other)
-    found.record_stream(current)
-    return found
+    copy.record_stream(current)
+    return copy
 
 
 @lru_cache
-def _beside(device: torch.device) -> torch.cuda.Stream:
-    """For copies that no kernel has to be done for."""
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return a stream for copies that wait for no kernel."""
     return torch.cuda.Stream(device)
 
 
 _merges: BoundedCache[tuple[object, ...], _Merge] = BoundedCache(_MERGES)
 
 
-def run(jobs: Sequence[Job], since: torch.cuda.Event | None) -> None:
-    """since: when the first of the jobs' parts could be made, in a CUDA graph that is being captured; else None."""
+def run(jobs: Sequence[Job], created: torch.cuda.Event | None) -> None:
+    """Run jobs. created: in a CUDA graph capture, an event before their first part; else None."""
     jobs = [job for job in jobs if not job.done]
     if not jobs:
         return
@@ -348,4 +348,4 @@ def run(jobs: Sequence[Job], since: torch.cuda.Event | None) -> None:
     merge = _merges.get(key)
     if merge is None:
         merge = _merges.put(key, _Merge(jobs))
-    merge.run(jobs, since)
+    merge.run(jobs, created)

@@ -1,8 +1,8 @@
-"""The table that tells the GPU's merge kernel what each partial result covers: a row of integers, an entry, for every
-head of it, with addresses and the grid of its rows. `ring.compute.gpu.merge_kernel` reads it on the GPU.
+"""The table of partial results for the merge kernel, `ring.compute.gpu.merge_kernel`, which reads it on the GPU. It has
+an entry, a row of integers, for each head of a partial result: its addresses and the grid of its rows.
 
-The row of a tile with fold f and place i within the fold is start + f * fold_step + i * step, or it is listed; its
-numbers lie at out + f * out_fold + batch * out_batch + i * out_row.
+Place i of fold f is row start + f * fold_step + i * step of the output, or a listed row. Its numbers lie at
+out + f * out_fold + batch * out_batch + i * out_row.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ring.plan.blocks import Heads
 from ring.plan.ranges import Ints
 from ring.plan.rows import Rows
 
-_UNBOUNDED = 2**30  # rows: the distance of folds where there is one fold only
+_UNBOUNDED = 2**30  # rows: the fold step of a single fold
 
 
 class Field(IntEnum):
@@ -41,17 +41,17 @@ class Field(IntEnum):
     LSE_BATCH = auto()
     LSE_ROW = auto()
     IS_FP32 = auto()  # 1 if the numbers are fp32, 0 if they are of the 16-bit type
-    DIVISOR = auto()  # divides STEP, FOLD_STEP and the distance of the rows that a program of the kernel takes
+    DIVISOR = auto()  # divides STEP, FOLD_STEP and the distance of the rows of a kernel program
     PLACES = auto()  # address of a table of listed rows, from START on (`places_of`); 0 if they are not listed
 
 
-def entries_of(part: Part, apart: int) -> tuple[Ints, Ints]:
-    """Heads (h,), and the entry of each, (h, fields), with addresses from 0 on. apart: the distance of the rows that a
-    program takes.
+def entries_of(part: Part, row_step: int) -> tuple[Ints, Ints]:
+    """Return heads (h,) and their entries (h, fields), with addresses relative to the part's. row_step: distance
+    of the rows of a kernel program.
     """
     out, lse = part.out, part.lse
     by_lse = None if lse is None else (lse.stride(), lse.element_size())
-    heads, table = _grid(part.rows, part.heads, out.stride(), out.element_size(), by_lse, apart)
+    heads, table = _grid(part.rows, part.heads, out.stride(), out.element_size(), by_lse, row_step)
     table = table.copy()
     table[:, Field.IS_FP32] = out.dtype == torch.float32
     if part.rows.index is not None:
@@ -61,8 +61,8 @@ def entries_of(part: Part, apart: int) -> tuple[Ints, Ints]:
 
 @cached_on
 def places_of(rows: Rows, device: torch.device) -> torch.Tensor:
-    """Of listed rows, from the first to the last: where each lies in the tile, fold * length + place; -1 for a row
-    that it does not hold. int32.
+    """Return the place in the tile, fold * length + place, of every row from the first listed one to the last; -1 for
+    rows that are not listed. int32.
     """
     listed = rows.listed().ravel()
     places = np.full(listed.max() - listed.min() + 1, -1, np.int32)
@@ -72,9 +72,9 @@ def places_of(rows: Rows, device: torch.device) -> torch.Tensor:
 
 @lru_cache(maxsize=4096)
 def _grid(
-    rows: Rows, heads: Heads, out: tuple[int, ...], size: int, lse: tuple[tuple[int, ...], int] | None, apart: int
+    rows: Rows, heads: Heads, out: tuple[int, ...], size: int, lse: tuple[tuple[int, ...], int] | None, row_step: int
 ) -> tuple[Ints, Ints]:
-    """As `entries_of`: made once for a plan's tile. out, lse: strides, and size of lse."""
+    """Compute `entries_of` a plan's tile once. out, lse: strides; size: bytes of a number; lse also has its own."""
     group, member = np.divmod(np.arange(heads.groups * heads.per_group), heads.per_group)
     table = np.zeros((len(group), len(Field)), np.int64)
     first, last = _ends(rows)
@@ -92,12 +92,12 @@ def _grid(
         table[:, Field.LSE] = (group * by_group + member * by_member) * size
         table[:, [Field.LSE_FOLD, Field.LSE_BATCH, Field.LSE_ROW]] = fold, batch, by_row
     steps = (1,) if rows.index is not None else (rows.step, rows.fold_step) if rows.folds > 1 else (rows.step,)
-    table[:, Field.DIVISOR] = math.gcd(apart, *steps)
+    table[:, Field.DIVISOR] = math.gcd(row_step, *steps)
     return heads.start + group * heads.step + member * heads.inner, table
 
 
 def _ends(rows: Rows) -> tuple[int, int]:
-    """The first row and the last."""
+    """Return the first and the last row."""
     if rows.index is not None:
         return int(rows.index.min()), int(rows.index.max())
     return rows.start, rows.start + (rows.folds - 1) * rows.fold_step + (rows.length - 1) * rows.step

@@ -1,4 +1,4 @@
-"""Partial results as they are kept on GPUs until they are merged: what each covers, and what its memory allows."""
+"""Partial results on GPUs before they are merged: their rows and heads, strides and alignment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ALIGNMENT = 16  # bytes of the widest load
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A partial result, (F, B, groups, per_group, L, D), and the rows and heads that it is for."""
+    """A partial result, (F, B, groups, per_group, L, D), with its rows and heads."""
 
     rows: Rows
     heads: Heads
@@ -34,13 +34,13 @@ def whole(plain: Accumulator | Sum) -> Part:
 
 @lru_cache(maxsize=64)
 def _all(tokens: int) -> Rows:
-    """One object for all calls, since rows are told apart by their identity where something is prepared for them."""
+    """Return one object for all calls: caches distinguish rows by identity."""
     return Rows(0, 1, tokens)
 
 
 def as_output(part: Part, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """A part as the (B, N, H, D) output that it becomes: of that type, for every row and head, laid out like an output,
-    and alone in its memory, as what comes from a kernel. None if it is none.
+    """Return a part as a (B, N, H, D) output if it can become one: of that type, for every row and head, laid out like
+    an output, and the only tensor in its storage, like a kernel's result. Else None.
     """
     out = part.out
     if out.dtype != dtype or not _laid_like(part.rows, part.heads, out.shape, out.stride(), like.shape):
@@ -53,17 +53,17 @@ def as_output(part: Part, like: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
 def _laid_like(
     rows: Rows, heads: Heads, sizes: tuple[int, ...], strides: tuple[int, ...], shape: tuple[int, ...]
 ) -> bool:
-    """Whether a part of these sizes and strides covers everything of that shape, and is laid out like it."""
+    """Return True if a part of these sizes and strides covers all of `shape` and is laid out like it."""
     _, tokens, count, _ = shape
     order = (1, 0, 4, 2, 3, 5)  # (B, F, L, G, P, D)
-    wanted = _contiguous(tuple(sizes[dim] for dim in order))
-    laid = all(sizes[dim] == 1 or strides[dim] == step for dim, step in zip(order, wanted, strict=True))
-    return laid and is_everything(rows, heads, tokens, count)
+    expected = _contiguous(tuple(sizes[dim] for dim in order))
+    contiguous = all(sizes[dim] == 1 or strides[dim] == step for dim, step in zip(order, expected, strict=True))
+    return contiguous and is_everything(rows, heads, tokens, count)
 
 
 @lru_cache(maxsize=256)
 def _contiguous(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
+    """Return the strides of a contiguous tensor."""
     steps = [1]
     for size in sizes[:0:-1]:
         steps.append(steps[-1] * max(size, 1))
@@ -71,7 +71,7 @@ def _contiguous(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def takes_part(rows: Rows, heads: Heads, tile: torch.Tensor) -> bool:
-    """Whether the merge kernel finds a row's place: rows are listed, or folds lie one after the other."""
+    """Return True if the merge kernel can locate rows: they are listed, or folds do not interleave."""
     if heads.ids is not None or tile.stride(5) != 1:
         return False
     return rows.index is not None or rows.folds == 1 or rows.fold_step > (rows.length - 1) * rows.step

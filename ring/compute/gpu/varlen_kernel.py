@@ -1,7 +1,7 @@
-"""FlashAttention-2's variable-length kernel, as torch has it on GPUs: all sequences of a tile in one call.
+"""Torch's variable-length FlashAttention-2 on GPUs: all sequences of a tile in one call.
 
-It takes (tokens, heads, head dim) with the batch among the tokens: each row of the batch brings the same sequences.
-Tiles come in batched (`ring.strided_view`), and what comes out is shaped as in `ring.compute.math_kernel`.
+It takes (tokens, heads, head dim) with the batch flattened into the tokens: each row of the batch has the same
+sequences. Operands are batched (`ring.strided_view`), results are shaped as in `ring.compute.math_kernel`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ring.strided_view import tile_shape
 
 
 class _CuSeqlens(NamedTuple):
-    """Where sequences begin among the tokens of the whole batch, int32 (B S + 1,) on the GPU, and their most tokens."""
+    """Cumulative sequence lengths of the batch, int32 (B S + 1,) on the GPU, and the most tokens of a sequence."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -30,27 +30,27 @@ class _CuSeqlens(NamedTuple):
 
 @cached_on
 def _cu_seqlens(sequences: Sequences, batch: int, device: torch.device) -> _CuSeqlens:
-    """Copied to a GPU once."""
+    """Return the cumulative lengths, copied to a GPU once."""
     query, key = (torch.from_numpy(over_batch(x, batch)).to(device) for x in (sequences.query, sequences.key))
     return _CuSeqlens(query, key, sequences.longest)
 
 
 def over_batch(edges: Ints, batch: int) -> np.ndarray:
-    """The edges of one row's sequences (S + 1,) as those of a batch of such rows, one behind the other: int32."""
+    """Repeat the edges (S + 1,) of one row's sequences for a batch of concatenated rows: int32."""
     begins = edges[-1] * np.arange(batch)[:, None] + edges[:-1]
     return np.append(begins, batch * edges[-1]).astype(np.int32)
 
 
 @lru_cache
 def no_dropout(device: torch.device) -> torch.Tensor:
-    """The seed, and offset, of random numbers that are not drawn."""
+    """Return the seed, or offset, of dropout that is off."""
     return torch.zeros((), dtype=torch.int64, device=device)
 
 
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of a tile with sequences; lse in fp32."""
+    """Return (out, lse) of a tile with sequences; lse in fp32."""
     edges = _edges_of(tile, q)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         _by_token(q), _by_token(k), _by_token(v), edges.query, edges.key, *edges.longest, 0.0,
@@ -63,30 +63,30 @@ def forward(
 
 
 def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: SavedRows, tile: Tile, scale: float) -> Tensors3:
-    """The tile's summands of dq, dk, dv, shaped like q, k, v."""
+    """Return the tile's summands of dq, dk, dv, shaped like q, k, v."""
     edges, none, batch = _edges_of(tile, q), no_dropout(q.device), q.shape[0]
     lse = saved.lse.squeeze(3).transpose(0, 1).reshape(q.shape[1], -1)  # (H, B L)
-    found = torch.ops.aten._flash_attention_backward(
+    grads = torch.ops.aten._flash_attention_backward(
         _by_token(saved.dout), _by_token(q), _by_token(k), _by_token(v), _by_token(saved.out), lse.contiguous(),
         edges.query, edges.key, *edges.longest, 0.0, tile.mask is Mask.CAUSAL, none, none, scale=scale,
     )  # fmt: skip
-    of_keys = tile_shape(tile.key_rows, tile.key_heads, k)
-    dq, dk, dv = (_by_head(x, batch) for x in found)
-    return dq.view(tile_shape(tile.query_rows, tile.query_heads, q)), dk.view(of_keys), dv.view(of_keys)
+    key_shape = tile_shape(tile.key_rows, tile.key_heads, k)
+    dq, dk, dv = (_by_head(x, batch) for x in grads)
+    return dq.view(tile_shape(tile.query_rows, tile.query_heads, q)), dk.view(key_shape), dv.view(key_shape)
 
 
 def _edges_of(tile: Tile, q: torch.Tensor) -> _CuSeqlens:
     assert tile.sequences is not None
-    found = _cu_seqlens(tile.sequences, q.shape[0], q.device)
-    keep_alive_in_graph(found.query, found.key)
-    return found
+    edges = _cu_seqlens(tile.sequences, q.shape[0], q.device)
+    keep_alive_in_graph(edges.query, edges.key)
+    return edges
 
 
 def _by_token(x: torch.Tensor) -> torch.Tensor:
-    """(B, H, L, D) as (B L, H, D): a view where the rows of the batch follow each other."""
+    """Return (B, H, L, D) as (B L, H, D): a view if the rows of the batch follow each other."""
     return x.transpose(1, 2).flatten(0, 1)
 
 
 def _by_head(x: torch.Tensor, batch: int) -> torch.Tensor:
-    """The other way round, without a copy."""
+    """Return (B L, H, D) as a view (B, H, L, D)."""
     return x.view(batch, -1, *x.shape[1:]).transpose(1, 2)

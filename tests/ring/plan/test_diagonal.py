@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ring.plan.blocks import Heads
-from ring.plan.diagonal import along_diagonals
+from ring.plan.diagonal import merge_diagonals
 from ring.plan.rows import Rows
 from ring.plan.tile import Mask, Tile
 
@@ -84,7 +84,7 @@ def test_heads_of_shifted_grids_share_calls(
 ) -> None:
     """The calls are for the wanted heads, and each head keeps the rows that it had."""
     for one in packed:
-        found = along_diagonals(tiles, most, one)
+        found = merge_diagonals(tiles, most, one)
         assert [heads(call) for call in found] == wanted
         was, now = (sorted(half for call in calls for half in halves(call)) for calls in (tiles, found))
         assert now == was
@@ -103,4 +103,4 @@ UNCHANGED = {
 @pytest.mark.parametrize("tiles", UNCHANGED.values(), ids=UNCHANGED)
 def test_tiles_that_cannot_go_into_fewer_calls_come_out_as_they_are(tiles: tuple[Tile, ...]) -> None:
     """Tiles compare by identity."""
-    assert along_diagonals(tiles, PLENTY, packed=True) == list(tiles)
+    assert merge_diagonals(tiles, PLENTY, packed=True) == list(tiles)

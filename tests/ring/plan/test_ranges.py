@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from reference.pattern import Branch, Pattern, multiplicity
 from ring.layout import Layout
 from ring.plan.range_pairs import Sight, pair_up
-from ring.plan.ranges import Ranges, Subranges, joined, ranges_of
+from ring.plan.ranges import Ranges, Subranges, merge_adjacent, ranges_of
 from ring.plan.tile import Mask
-from ring.plan.tiling import masked
+from ring.plan.tiling import split_by_mask
 from tests.ring.plan.plan_walk import Array
 from tests.support.plan_settings import layouts, listed, patterns
 
@@ -45,7 +45,7 @@ def test_own_ranges_are_one_where_rows_follow_as_positions_do(
     rest = sorted(set(range(16)) - set(shard))
     layout = Layout.from_cuts((*shard, *rest), (0, len(shard), 16, 16, 16))
     assert layout.runs is not None
-    own = joined(ranges_of(Pattern(branches), layout, 1, 1), 0)
+    own = merge_adjacent(ranges_of(Pattern(branches), layout, 1, 1), 0)
     found = zip(own.row, own.row_step, own.count, strict=True)
     assert [(row + step * np.arange(count)).tolist() for row, step, count in found] == rows
 
@@ -70,7 +70,7 @@ def test_range_pairs_are_the_visible_pairs_and_nothing_blind(
     keys = Subranges(every, first, ranges.count - first)
     found = pair_up(ranges, Subranges.whole(ranges, every), keys, pattern.causal)
     pairs = np.zeros((len(ranges.blocks), layout.n, layout.n), np.int64)
-    for mask, part in chain.from_iterable(masked(ranges, one) for one in found):
+    for mask, part in chain.from_iterable(split_by_mask(ranges, one) for one in found):
         for i in range(len(part.item)):
             seen, q, k = dense_pair(ranges, mask, part, i)
             assert seen.any(0).all() and seen.any(1).all(), "a row or key of a range pair that sees nothing"

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from reference import Pattern
 from ring import Layout, ring_attention
 from ring.compute.gpu import graph_replay
-from ring.compute.gpu.graph_replay import BEFORE
+from ring.compute.gpu.graph_replay import WARMUP_CALLS
 from ring.compute.kernel_counts import count_kernels
 from tests.support.ranks import Ranks
 
@@ -44,7 +44,7 @@ def captured_anew(seed: int) -> Iterator[dict[Any, Any]]:
     """What is captured from now on. Sums come in the same order in every run, and what nobody has written is NaN."""
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(seed)
-    graph_replay._seen.clear()
+    graph_replay._call_counts.clear()
     graph_replay._replays.clear()
     try:
         yield graph_replay._replays
@@ -77,11 +77,11 @@ def equal(found: Tensors, exact: Tensors) -> bool:
 def test_a_call_that_comes_again_is_replayed_bit_for_bit(graphs: dict[Any, Any]) -> None:
     """Other numbers, at other places, give what a plain call gives, and stay when the graph runs again."""
     kept = []
-    for turn in range(BEFORE + 4):
+    for turn in range(WARMUP_CALLS + 4):
         *qkv, dout = drawn(512)
         tensors = *qkv, dout.transpose(1, 2).contiguous().transpose(1, 2) if turn % 2 else dout
         found = attended(tensors)
-        assert len(graphs) == (2 if turn + 1 >= BEFORE else 0), "forward and backward"
+        assert len(graphs) == (2 if turn + 1 >= WARMUP_CALLS else 0), "forward and backward"
         kept.append((found, plainly(tensors)))
     assert all(equal(found, plain) for found, plain in kept)
 
@@ -93,25 +93,25 @@ def test_what_is_replayed_is_what_was_asked_for(graphs: dict[Any, Any]) -> None:
     with torch.inference_mode():
         for tokens in sizes:
             q, k, v, _ = drawn(tokens)
-            for _ in range(BEFORE + 2):
+            for _ in range(WARMUP_CALLS + 2):
                 ring_attention(q, k, v, LONGNET, Layout.contiguous(tokens, 1))
     assert len(graphs) == len(sizes)
-    for turn in range(BEFORE + 3):
+    for turn in range(WARMUP_CALLS + 3):
         for one, tokens in product(settings, sizes):
             tensors = drawn(tokens)
             found = attended(tensors, **one)
-            assert turn < BEFORE or equal(found, plainly(tensors, **one)), (tokens, one)
+            assert turn < WARMUP_CALLS or equal(found, plainly(tensors, **one)), (tokens, one)
     assert len(graphs) == len(sizes) * (1 + 2 * len(settings))
 
 
 def test_long_calls_and_calls_of_changing_settings_are_not_captured(
     graphs: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for tokens in range(256, 256 + 2 * graph_replay.BEFORE):
+    for tokens in range(256, 256 + 2 * graph_replay.WARMUP_CALLS):
         attended(drawn(tokens))
     tensors = drawn(256)
     monkeypatch.setattr(graph_replay, "MOST_BYTES", tensors[0].nbytes - 1)
-    for _ in range(2 * graph_replay.BEFORE):
+    for _ in range(2 * graph_replay.WARMUP_CALLS):
         attended(tensors)
     assert not graphs
 
@@ -121,7 +121,7 @@ def test_calls_are_captured_anew_after_all_graphs_are_gone(graphs: dict[Any, Any
     tensors = drawn(512)
     exact = plainly(tensors)
     for _ in range(2):
-        for _ in range(BEFORE + 2):
+        for _ in range(WARMUP_CALLS + 2):
             assert equal(attended(tensors), exact)
         assert len(graphs) == 2
         graphs.clear()
@@ -134,7 +134,7 @@ def test_a_stream_of_its_own_has_graphs_of_its_own(graphs: dict[Any, Any]) -> No
     streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
     torch.cuda.synchronize()
     found = []
-    for stream in (BEFORE + 3) * streams:
+    for stream in (WARMUP_CALLS + 3) * streams:
         with torch.cuda.stream(stream):
             found.append(attended(tensors))
     torch.cuda.synchronize()
@@ -148,7 +148,7 @@ def _replays(replaying: list[bool], exchange: str) -> tuple[int, int]:
     zigzag, contiguous = Layout.zigzag(tokens * world, world), Layout.contiguous(tokens * world, world)
     longnet = Pattern.longnet([256, 512, 1024], [1, 2, 4], heads=8, causal=True)
     with captured_anew(rank) as graphs:
-        for _ in range(BEFORE + 3):
+        for _ in range(WARMUP_CALLS + 3):
             for pattern, layout, kv_heads in ((Pattern.dense(True), zigzag, 2), (longnet, contiguous, 8)):
                 tensors = drawn(tokens, kv_heads)
                 with nullcontext() if replaying[rank] else patch.object(graph_replay, "MOST_BYTES", 0):

@@ -140,8 +140,8 @@ def test_threads_on_one_stream_take_turns(monkeypatch: pytest.MonkeyPatch) -> No
 
     for name, value in (
         ("_captured", captured),
-        ("BEFORE", 0),
-        ("_seen", BoundedCache(2)),
+        ("WARMUP_CALLS", 0),
+        ("_call_counts", BoundedCache(2)),
         ("_replays", BoundedCache(2)),
     ):
         monkeypatch.setattr(graph_replay, name, value)
