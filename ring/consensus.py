@@ -61,7 +61,8 @@ def agree(call: Call, numbered: NumberedCall, transport: Transport, check: bool)
     try:
         if not isinstance(numbered.name, str | None):
             raise ValueError(f"name must be None or a string, got {type(numbered.name)}")
-        refuse_unknown(call.unknown)
+        if call.unknown:
+            refuse_unknown(call.unknown)
         if transport.world_size > 1:
             numbered.calls.check_thread(numbered)
         setting = setting_of(call, transport)
