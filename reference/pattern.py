@@ -188,7 +188,7 @@ class Pattern:
         _integer("heads", heads, 1)
         if offsets not in _OFFSET_RULES:
             raise ValueError(f"offsets must be one of {sorted(_OFFSET_RULES)}, got {offsets!r}")
-        pairs = _lengths_and_rates(segment_lengths, dilation_rates)
+        pairs = _branch_sizes(segment_lengths, dilation_rates)
         rule = _OFFSET_RULES[offsets]
         return cls(tuple(Branch(w, r, rule(i, r, heads)) for i, (w, r) in enumerate(pairs)), causal, documents)
 
@@ -206,7 +206,7 @@ class Pattern:
         With G groups the first `heads` mod G of them get one head more, as in dilated-attention-pytorch.
         Raises ValueError for lists of unequal lengths or fewer heads than groups."""
         _integer("heads", heads, 1)
-        pairs = _lengths_and_rates(segment_lengths, dilation_rates)
+        pairs = _branch_sizes(segment_lengths, dilation_rates)
         if heads < len(pairs):
             raise ValueError(f"heads must be at least the number of groups, {len(pairs)}, got {heads}")
         size, larger = divmod(heads, len(pairs))
@@ -284,9 +284,7 @@ def _branch_from_dict(d: object) -> Branch:
     return Branch(data["segment_length"], data["dilation_rate"], data["offset"], heads, data["window"])
 
 
-def _lengths_and_rates(
-    segment_lengths: Sequence[int | None], dilation_rates: Sequence[int]
-) -> list[tuple[int | None, int]]:
+def _branch_sizes(segment_lengths: Sequence[int | None], dilation_rates: Sequence[int]) -> list[tuple[int | None, int]]:
     """Return (w, r) of each branch. Validates the rates, since the rules for offsets divide by them."""
     lists: dict[str, object] = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates}
     for name, entries in lists.items():

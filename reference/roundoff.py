@@ -36,12 +36,7 @@ _EXP_ROUNDINGS = {"math": 2, "flash": 40, "gpu": 8}
 _EXP_HALF = 2.0**-13
 _KEY_BLOCK = 512
 _ROW_BLOCKS = ((32, 191), (64, 767), (256, None))
-_NEIGHBOUR_ORDERS = (
-    "contiguous",
-    "zigzag",
-    "contiguous by document",
-    "zigzag by document",
-)  # orders whose runs hold neighbours
+_NEIGHBOUR_ORDERS = ("contiguous", "zigzag", "contiguous by document", "zigzag by document")  # runs hold neighbours
 
 
 @dataclass(frozen=True)
@@ -138,9 +133,7 @@ class Arithmetic:
 
     @property
     def floor_out(self) -> float:
-        roundings = (
-            2 if self.u_partial else 1
-        )  # of the partial results, whose weights add up to 1, and of the merged one
+        roundings = 2 if self.u_partial else 1  # of the partial results, whose weights add up to 1, and of the merged
         return roundings * self.eta_out + self.counts.keys * self.eta_mul
 
     @property
