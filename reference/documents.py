@@ -54,11 +54,11 @@ def checked_documents(documents: object) -> Documents | None:
         return documents
     allowed = "documents must be None or a tuple of lengths, integers >= 0"
     if not isinstance(documents, (tuple, list)):
-        raise ValueError(f"{allowed}, got {told(documents)}; for cu_seqlens use documents_from_cu_seqlens")
+        raise ValueError(f"{allowed}, got {describe(documents)}; for cu_seqlens use documents_from_cu_seqlens")
     if not set(map(type, documents)) <= {int} or min(documents, default=0) < 0:
         for number, length in enumerate(documents):
             if not is_integer(length) or length < 0:
-                raise ValueError(f"{allowed}, got {told(length)} as number {number} of {first_few(documents)}")
+                raise ValueError(f"{allowed}, got {describe(length)} as number {number} of {first_few(documents)}")
     return Documents(documents)
 
 
@@ -121,7 +121,7 @@ def documents_from_positions(positions: Sequence[int] | np.ndarray | torch.Tenso
 
 def first_few(entries: Sequence[object]) -> str:
     """Format a list of any length for an error message."""
-    shown = ", ".join(told(entry) for entry in entries[:_SHOWN])
+    shown = ", ".join(describe(entry) for entry in entries[:_SHOWN])
     return f"({shown}, ...)" if len(entries) > _SHOWN else f"({shown})"
 
 
@@ -135,7 +135,7 @@ def _integers(name: str, entries: Sequence[int] | np.ndarray | torch.Tensor) -> 
     return array.astype(np.int64)
 
 
-def told(value: object) -> str:
+def describe(value: object) -> str:
     """Format a value for an error message: numbers and short text as they are, anything else by its type."""
     if is_integer(value):
         return _number(value)

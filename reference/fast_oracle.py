@@ -156,11 +156,11 @@ def _count(pattern: Pattern, rows: Any, position: Any, served: range, heads: int
         for at, offset in enumerate(distinct):
             if offset >= 0:
                 # Equal labels: both selected and in the same segment. Unselected rows have -1, unselected keys -2.
-                mine, theirs = (
+                query_label, key_label = (
                     _label(*origin, length, branch.dilation_rate, offset, no)
                     for origin, no in zip(origins, (-1, -2), strict=True)
                 )
-                pairs[at] = mine[:, None] == theirs
+                pairs[at] = query_label[:, None] == key_label
         if branch.window is not None:
             pairs &= (rows[:, None] <= position + branch.window) & (position <= rows[:, None] + branch.window)
         if order is not None:

@@ -31,12 +31,19 @@ def attention(
     k_positions: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """q (B, Nq, Hq, D), k and v (B, Nk, Hk, D) -> out (B, Nq, Hq, D), lse (B, Hq, Nq), both fp64.
+    """Return out (B, Nq, Hq, D) and lse (B, Hq, Nq), both fp64.
 
-    Query head h uses key/value head h // (Hq / Hk). Positions: int64 >= 0, (Nq,) and (Nk,), default 0, 1, ...
-    With packed documents they are positions in the whole sequence; without positions the tokens must be all of it.
-    scale: default D ** -0.5. NaN and inf propagate by IEEE arithmetic: a zero weight times NaN is NaN.
-    Raises ValueError for shapes, positions or a pattern that do not fit."""
+    NaN and inf propagate by IEEE arithmetic: a zero weight times NaN is NaN.
+
+    Args:
+        q, k, v: (B, Nq, Hq, D), and twice (B, Nk, Hk, D). Query head h uses key/value head h // (Hq / Hk).
+        q_positions, k_positions: int64 >= 0, (Nq,) and (Nk,), in the whole sequence, also with packed documents.
+            Default 0, 1, ...; the tokens must then be the whole sequence.
+        scale: default D ** -0.5.
+
+    Raises:
+        ValueError: shapes, positions or pattern are inconsistent.
+    """
     return _Problem(q, k, v, pattern, q_positions, k_positions, scale).attention()
 
 

@@ -77,8 +77,8 @@ def at_most(name: str, value: object, most: float) -> None:
 def exactly(what: str, data: Any, names: Collection[str]) -> dict[str, Any]:
     """Validate a JSON object with these fields and no others."""
     if not isinstance(data, dict) or sorted(data) != sorted(names):
-        given = f"the fields {', '.join(data) or 'none'}" if isinstance(data, dict) else repr(data)
-        raise ValueError(f"{what} must be an object with the fields {', '.join(names) or 'none'}, got {given}")
+        got = f"the fields {', '.join(data) or 'none'}" if isinstance(data, dict) else repr(data)
+        raise ValueError(f"{what} must be an object with the fields {', '.join(names) or 'none'}, got {got}")
     return data
 
 

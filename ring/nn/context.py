@@ -189,8 +189,8 @@ class ContextParallel:
         """
         refuse_dtensor(name, x)
         if not isinstance(x, Tensor) or x.dim() != len(shape):
-            given = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(type(x))
-            raise ValueError(f"{name} must be {self._local_shape(shape)}, got {given}")
+            got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(type(x))
+            raise ValueError(f"{name} must be {self._local_shape(shape)}, got {got}")
         tokens = x.shape[dim]
         # Under torch.compile a comparison would specialize the graph to this length; the operator compares as well.
         if torch.compiler.is_compiling() or tokens == self.tokens:

@@ -30,8 +30,8 @@ def longnet_pattern(
     *,
     offsets: str = "torchscale",
 ) -> Pattern:
-    """Return the pattern of a torchscale configuration: branch i has segments of segment_length[i] tokens, in which each
-    head selects every dilated_ratio[i]-th.
+    """Return the pattern of a torchscale configuration. Branch i has segments of segment_length[i] tokens, where each
+    head selects every dilated_ratio[i]-th one.
 
     Lists, or strings of lists as in torchscale's configurations: "[2048,4096]". offsets: rule for the first position of
     each head, as for `Pattern.longnet`; the default is torchscale's, h // ceil(heads / ratio).

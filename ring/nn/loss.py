@@ -205,8 +205,8 @@ def _check_logits(logits: Tensor) -> None:
 def _check_real(name: str, x: Tensor, shape: str, dims: int) -> None:
     refuse_dtensor(name, x)
     if not isinstance(x, Tensor) or x.dim() != dims or not x.is_floating_point():
-        given = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(type(x))
-        raise ValueError(f"{name} must be a real {shape} tensor, got {given}")
+        got = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(type(x))
+        raise ValueError(f"{name} must be a real {shape} tensor, got {got}")
 
 
 def _check_shapes(name: str, x: Tensor, labels: Tensor, shape: tuple[int, ...]) -> None:
@@ -222,8 +222,8 @@ def _check_shapes(name: str, x: Tensor, labels: Tensor, shape: tuple[int, ...]) 
 def _check_labels(labels: Tensor) -> None:
     refuse_dtensor("labels", labels)
     if not isinstance(labels, Tensor) or labels.dtype not in INTEGERS:
-        given = str(labels.dtype) if isinstance(labels, Tensor) else repr(type(labels))
-        raise ValueError(f"labels must be an int64 or int32 tensor, got {given}")
+        got = str(labels.dtype) if isinstance(labels, Tensor) else repr(type(labels))
+        raise ValueError(f"labels must be an int64 or int32 tensor, got {got}")
 
 
 def _check_ignored(ignored: int) -> None:

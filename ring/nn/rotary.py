@@ -30,12 +30,12 @@ def rotary(x: Tensor, positions: Tensor, theta: float = THETA) -> Tensor:
     finite.
     """
     if not isinstance(x, Tensor) or x.dim() != 4 or not x.is_floating_point():
-        given = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(type(x))
-        raise ValueError(f"x must be a real (batch, tokens, heads, head dim) tensor, got {given}")
+        got = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(type(x))
+        raise ValueError(f"x must be a real (batch, tokens, heads, head dim) tensor, got {got}")
     check_rotation(x.shape[3], theta)
     if not isinstance(positions, Tensor) or positions.dtype not in (torch.int64, torch.int32):
-        given = str(positions.dtype) if isinstance(positions, Tensor) else repr(type(positions))
-        raise ValueError(f"positions must be an int64 or int32 tensor, got {given}")
+        got = str(positions.dtype) if isinstance(positions, Tensor) else repr(type(positions))
+        raise ValueError(f"positions must be an int64 or int32 tensor, got {got}")
     if not has_token_shape(positions, x):
         allowed = f"{tuple(x.shape[1:2])} or {tuple(x.shape[:2])}"
         raise ValueError(f"positions must have the shape {allowed}, a position for each token of x, "

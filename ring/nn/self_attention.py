@@ -139,8 +139,8 @@ def errors_on_every_rank(x: Tensor, context: ContextParallel, name: str | None) 
 
 def _check_positions(positions: Tensor, x: Tensor, context: ContextParallel) -> None:
     if not isinstance(positions, Tensor) or positions.dtype not in (torch.int64, torch.int32):
-        given = str(positions.dtype) if isinstance(positions, Tensor) else repr(type(positions))
-        raise ValueError(f"positions must be None or an int64 or int32 tensor, got {given}")
+        got = str(positions.dtype) if isinstance(positions, Tensor) else repr(type(positions))
+        raise ValueError(f"positions must be None or an int64 or int32 tensor, got {got}")
     if not (has_token_shape(positions, x) or has_token_shape(positions, x[:1])):
         allowed = f"{tuple(x.shape[1:2])} or {tuple(x.shape[:2])}"
         raise ValueError(f"positions must have the shape {allowed}, got {tuple(positions.shape)}")

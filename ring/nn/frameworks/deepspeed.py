@@ -11,8 +11,8 @@ DeepSpeed averages over all ranks of the world, as DDP does, so losses have the 
 is that of the loop above, not of the configuration, by which DeepSpeed would divide each loss once more.
 
 ZeRO keeps parameters, and sums gradients, in fp32 for any model. So fp64 loses its precision. Stage 3 takes it only on
-processors without fp16 instructions, so it is refused there. In 16 bits ZeRO adds the gradients of micro-batches in 16 bits
-unless the configuration names `data_types.grad_accum_dtype`.
+processors without fp16 instructions, so it is refused there. In 16 bits ZeRO adds the gradients of micro-batches in 16
+bits unless the configuration names `data_types.grad_accum_dtype`.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class RingParallel(ParallelStyle):
             raise ValueError("use_local_output=False needs the layout of a DTensor, got a layout with other shards")
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            return self._prepare_inputs(module, args, kwargs)
+            return self._bind(module, args, kwargs)
 
         def after(module: nn.Module, args: tuple[Any, ...], out: torch.Tensor) -> torch.Tensor:
             return self._as_dtensor(out, device_mesh)
@@ -59,9 +59,7 @@ class RingParallel(ParallelStyle):
             module.register_forward_hook(after)
         return module
 
-    def _prepare_inputs(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, dict[str, Any]]:
+    def _bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Replace DTensors by their local shards, and add the handle to the arguments."""
         bound = inspect.signature(module.forward).bind_partial(*args, **kwargs)
         try:
