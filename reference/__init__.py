@@ -1,16 +1,17 @@
-"""What ring dilated attention must compute, within what error, and at what cost. Nothing here uses code of the ring.
+"""Expected results, error bounds and costs of ring dilated attention. Nothing here uses code of the ring.
 
-    pattern             who sees whom: branches of dilated attention, and how many of them see a pair of positions
-    documents           a sequence packed from several: their lengths, from what trainers have
+    pattern             the mask: branches of dilated attention, and how many of them see a pair of positions
+    documents           lengths of the documents that a sequence is packed from, converted from other forms
     oracle              the definition in fp64: output, log-sum-exp and gradients, by formula, on one screen
-    exact               its fast twin, by which every example is judged; it gives the rounding bounds, too
-    bounds, arithmetic  how far an implementation may be from the exact results, and what that follows from
-    shards              which rank holds which positions
+    fast_oracle         an independent, fast implementation with rounding bounds; every example is compared with it
+    bounds, roundoff    the rounding bounds, and the unit roundoffs and counts that they follow from
+    shards              positions of each rank
+    remote_rows         rows that each rank needs from the others
     cost, closed_forms  bytes, buffers and FLOPs of an exchange among ranks: exact counts, formulas for regular cases
-    limits              what one kernel call takes at most
-    fields              validators of fields
+    call_limits         the most keys and rows of one kernel call
+    validators          validators of fields
 
-`pattern`, `oracle`, `exact` and `bounds` know nothing of ranks. README.md has more.
+`pattern`, `oracle`, `fast_oracle` and `bounds` are independent of ranks. README.md has more.
 """
 
 from reference.documents import documents_from_cu_seqlens, documents_from_positions

@@ -4,13 +4,13 @@ rounded.
 A first-order model, derived for this project: no published theorem states it as a whole. Its parts are standard:
 Higham, "Accuracy and Stability of Numerical Algorithms", section 2.8 (underflow) and chapter 3 (gamma_k);
 Blanchard, Higham, Higham, "Accurately computing the log-sum-exp and softmax functions", IMA J. Numer. Anal. 41(4),
-2021. Nothing in it is tuned: every term is a count of roundings. It assumes no TF32, and exp and log as good as
-`u_exp` says.
+2021. Nothing in it is tuned: every term is a count of roundings. It assumes no TF32, and exp and log with a relative
+error of at most `u_exp`.
 
 Notation: P exact probabilities (with the count c of branches in them), s scores, m their row maximum, L the lse,
 t = dP - D + dlse, dP = dO V^T, D = rowsum(dO * O), |X| entrywise, a = |scale|, d = head dim; g(k) = k u / (1 - k u);
-b keys per row, b' rows per key, p and p' partial results merged, k and k' blocks in a call: `arithmetic.Counts`; the
-rest as in `arithmetic.Arithmetic`.
+b keys per row, b' rows per key, p and p' partial results merged, k and k' blocks in a call: `roundoff.Counts`; the
+rest as in `roundoff.Arithmetic`.
 
     base = g(d+2) a |Q||K|^T + u_exp
     eps  = base + u |s - m|                                  relative error of exp(s - m)
@@ -26,23 +26,23 @@ rest as in `arithmetic.Arithmetic`.
     T_dV = [P * (e + u_prob + g(b') + p' u_buf + k' u_partial + u_returned) + c eta]^T |dO| + u_out |dV| + floor
 
 Where a score's error is not small, x above is replaced by e^x - 1 and rowsum(P eps) by log(1 + rowsum(P (e^eps -
-1))): the exact effect of relative errors on a softmax, so scores of any size are compared rightly. Where x is beyond
-all meaning, or a bound passes the largest number, the bound is infinite and promises nothing. It is never NaN.
+1))): the exact effect of relative errors on a softmax, so the bounds hold for scores of any size. Where x is too large
+to be meaningful, or a bound overflows, the bound is infinite and guarantees nothing. It is never NaN.
 
-Terms that need a word:
-dlse        joins D, so two more roundings: forming D - dlse (or dP - D), hence u (|D| + |dlse|) and 3u where 2u would
-            do. Without dlse both are left out.
+Notes on single terms:
+dlse        joins D and so adds two roundings: forming D - dlse (or dP - D), hence u (|D| + |dlse|), and 3u instead of
+            2u. Without dlse both are omitted.
 u_partial   a fused kernel that works in 16 bits rounds its partial output before the merge: once per row, since the
-            merge is convex. Its dq, dk, dv it also accumulates in 16 bits, block by block inside one call: k, k'
-            blocks per call. They are summed, not averaged, so each counts; but the sizes of the summands add up to at
+            merge is convex. It also accumulates dq, dk, dv in 16 bits, block by block inside one call: k, k' blocks
+            per call. Blocks are summed, not averaged, so each one counts; but the sizes of the summands add up to at
             most a |dS||K|.
 u_returned  between GPUs `direct` sends the gradients that a rank has summed for another rank's keys in 16 bits, rounded
             once.
 c eta       underflow of P and dS, once for each branch that sees the pair: each computes its own.
 floor       underflow: eta_out for every rounding to a result's type (u_out, u_partial, u_returned), eta_mul for every
-            product that makes it up.
-fp64        the exact values come from fp64 as well: their own error obeys the same bound (with p = 1), hence `sides`
-            = 2.
+            product that is summed.
+fp64        the exact values are computed in fp64 as well: their error obeys the same bound (with p = 1), hence
+            `sides` = 2.
 """
 
 from __future__ import annotations
@@ -57,22 +57,22 @@ from numpy.typing import NDArray
 
 from reference.roundoff import Arithmetic
 
-Array = NDArray[np.float64]  # or a torch tensor of fp64, all of them on one device: for what is too long for a CPU
+Array = NDArray[np.float64]  # or torch tensors of fp64 on one device, for problems too long for a CPU
 
 _SMALL = 2.0**-10  # below it, e^x - 1 is x up to one part in 2000
-_LARGE = 600.0  # beyond it nothing is known any more: e^x is taken for infinite
+_LARGE = 600.0  # beyond it e^x is treated as infinite
 
-# Shapes: R rows, N keys, D head dim; "..." are batch and key/value heads; R may hold the query heads of a group one
-# after another. Rows that see nothing have P = 0, any finite top and lse, and get the bound 0 from the caller.
+# Shapes: R rows, N keys, D head dim; "..." are batch and key/value heads; R may stack the query heads of a group. Rows
+# that see no key have P = 0 and any finite top and lse; the caller sets their bound to 0.
 
-_overflows = np.errstate(over="ignore", invalid="ignore")  # where bounds become infinite, on purpose
+_overflows = np.errstate(over="ignore", invalid="ignore")  # bounds become infinite on purpose
 
 
 @dataclass(frozen=True, eq=False)
 class Softmax:
-    """Some rows of a softmax, in exact values.
+    """Exact softmax of some rows.
 
-    base, p, s  (..., R, N): error of a score and of its exponential (`base_error`), probabilities P, scores
+    base, p, s  (..., R, N): error of a score and of its exponential (`base_error`), probabilities P, scores s
     top, lse    (..., R): m and L
     count       (..., R, N): c
     """
@@ -85,13 +85,13 @@ class Softmax:
     count: Array
 
 
-def library(x: Array) -> Any:
-    """numpy or torch: what computes with x."""
+def array_module(x: Array) -> Any:
+    """Return numpy or torch, whichever x belongs to."""
     return np if isinstance(x, np.ndarray) else torch
 
 
 def base_error(r: Arithmetic, size: Array) -> Array:
-    """Error of a score and of the exponential of it. size: a |Q||K|^T (..., R, N)."""
+    """Error of a score and of its exponential. size: a |Q||K|^T (..., R, N)."""
     base = size * r.gamma(r.dim + 2)
     base += r.u_exp
     return base
@@ -105,11 +105,11 @@ def forward(r: Arithmetic, x: Softmax, v: Array, out: Array) -> tuple[Array, Arr
     eps *= r.u
     eps += x.base
     growth = _growth(eps)
-    core = library(eps).einsum("...rn,...rn->...r", x.p, growth)
+    core = array_module(eps).einsum("...rn,...rn->...r", x.p, growth)
     if growth is not eps:
-        if library(eps).isnan(core).any():  # something is unseen, or of P = 0, whose growth is infinite
+        if array_module(eps).isnan(core).any():  # 0 * inf: an infinite growth at P = 0 or at an unseen pair
             core = _weigh(growth, x.p, x.count).sum(-1)
-        core = library(eps).log1p(core)
+        core = array_module(eps).log1p(core)
     mu = (abs(x.lse) + abs(x.top)) * (2 * counts.merges * r.u) + 4 * counts.merges * r.u
     t_lse = core + mu + abs(x.lse) * r.u + r.gamma(counts.keys + 1)
     eps += core[..., None]
@@ -125,8 +125,8 @@ def forward(r: Arithmetic, x: Softmax, v: Array, out: Array) -> tuple[Array, Arr
 @_overflows
 def delta_error(r: Arithmetic, dout: Array, out: Array, t_out: Array, delta: Array, dlse: Array | None) -> Array:
     """T_D (..., R). dout, out (..., R, D) absolute values; t_out (..., R, D); delta, dlse (..., R)."""
-    t_delta: Array = library(dout).einsum("...rd,...rd->...r", dout, r.gamma(r.dim) * out + t_out)
-    t_delta[library(t_delta).isnan(t_delta)] = np.inf
+    t_delta: Array = array_module(dout).einsum("...rd,...rd->...r", dout, r.gamma(r.dim) * out + t_out)
+    t_delta[array_module(t_delta).isnan(t_delta)] = np.inf
     if dlse is not None:
         t_delta += r.u * (abs(delta) + abs(dlse))
     return t_delta
@@ -139,8 +139,8 @@ def backward(
     """(W_q, W_k, W_v), each (..., R, N): T_dQ = W_q |K|, T_dK = W_k^T |Q|, T_dV = W_v^T |dO|, by `product` and
     before `settle`.
 
-    t_lse, t_delta: T_L, T_D (..., R); products: |dO||V|^T; t: |dP - D + dlse|; ds: |dS|, all (..., R, N). dlse: whether
-    it takes part.
+    t_lse, t_delta: T_L, T_D (..., R); products: |dO||V|^T; t: |dP - D + dlse|; ds: |dS|, all (..., R, N). dlse: True if
+    the gradient of lse is included.
     """
     counts = r.counts
     e = abs(x.s - x.lse[..., None])
@@ -173,7 +173,7 @@ def backward(
 
 @_overflows
 def settle(r: Arithmetic, bound: Array, exact: Array, floor: float) -> Array:
-    """A gradient's bound from the part that its products gave: + u_out |exact| + floor, times `sides`."""
+    """Complete the bound of a gradient from that of its products: + u_out |exact| + floor, times `sides`."""
     settled = abs(exact) * r.u_out
     settled += bound
     settled += floor
@@ -183,34 +183,34 @@ def settle(r: Arithmetic, bound: Array, exact: Array, floor: float) -> Array:
 
 @_overflows
 def product(weights: Array, sizes: Array) -> Array:
-    """weights @ sizes. An infinite weight times 0 is infinite too: what overflows there may do so in the
-    implementation, where that product is none either."""
-    found: Array = weights @ sizes
-    found[library(found).isnan(found)] = np.inf
-    return found
+    """weights @ sizes, where an infinite weight times 0 is infinite too: the implementation may overflow there as
+    well."""
+    total: Array = weights @ sizes
+    total[array_module(total).isnan(total)] = np.inf
+    return total
 
 
-def refuse_nan(found: Mapping[str, Any]) -> None:
-    """Raises ValueError for a bound, by quantity, that is somewhere NaN: nothing compares with that."""
-    for name, bound in found.items():
-        if library(bound).isnan(bound).any():
-            raise ValueError(f"the bound of {name} is NaN; it must be a number, infinite where nothing is promised")
+def refuse_nan(bounds: Mapping[str, Any]) -> None:
+    """Raise ValueError if the bound of a quantity contains NaN, with which no comparison is possible."""
+    for name, bound in bounds.items():
+        if array_module(bound).isnan(bound).any():
+            raise ValueError(f"the bound of {name} is NaN; it must be a number, infinite where nothing is guaranteed")
 
 
 def _growth(x: Array) -> Array:
-    """e^x - 1, or x where that is the same to first order; infinite beyond _LARGE."""
+    """e^x - 1, or x where all of x is small; infinite beyond _LARGE."""
     if 0 in x.shape or not (largest := x.max()) > _SMALL:
         return x
-    grown: Array = library(x).expm1(library(x).clip(x, None, _LARGE))
+    grown: Array = array_module(x).expm1(array_module(x).clip(x, None, _LARGE))
     if largest > _LARGE:
         grown[x > _LARGE] = np.inf
     return grown
 
 
 def _weigh(x: Array, p: Array, count: Array) -> Array:
-    """x * p in x's place. Where x is infinite, so is that if the pair is seen, however small its P, and 0 if not."""
+    """x * p, in place. An infinite x gives infinity if the pair is seen, even if its P is 0, and else 0."""
     x *= p
-    unknown = library(x).isnan(x)
+    unknown = array_module(x).isnan(x)
     if unknown.any():
         x[unknown] = 0.0
         x[unknown & (count > 0)] = np.inf

@@ -1,8 +1,8 @@
-"""What one kernel call takes at most, whatever the exchange: the statement that `ring.plan.tiling` is checked against.
+"""Limits of one kernel call, the same for every exchange. `ring.plan.tiling` is checked against them.
 
-A bucket of b key/value tokens bounds what is received and what is computed on at a time. A call that is *folded* takes
-several segments of one shape at once. The rank's own keys need not be received: several segments of them may go by
-another number of tokens, `own`, which is at least b. A call that takes a single segment goes by the bucket in any case.
+A bucket of b key/value tokens bounds the keys that are received, and computed on, at a time. A *folded* call takes
+several segments of one shape at once. The rank's own keys are not received, so a folded call on them has a limit of its
+own: `own` tokens, at least b. A call on a single segment is always limited by the bucket.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ LEAST_ROWS = 16  # query rows that a call may take, however small the bucket
 
 @dataclass(frozen=True)
 class CallLimits:
-    """bucket: key/value tokens; own: those of several segments of own keys. Raises ValueError for others than integers
-    of at least 1 and, for own, of at least the bucket.
+    """Limits in key/value tokens: `bucket`, and `own` for folded calls on the rank's own keys.
+
+    Raises ValueError unless all are integers >= 1 and own is at least the bucket.
     """
 
     bucket: int
@@ -30,15 +31,15 @@ class CallLimits:
         validators.integer("kv_heads", self.kv_heads, 1)
 
     def keys(self, own: bool, folds: int) -> int:
-        """Key/value tokens of all folds, of however many ranks and ranges they are. own: of the rank's own shard."""
+        """Most key/value tokens of all folds together. own: True for keys of the rank's own shard."""
         return self.own if own and folds > 1 else self.bucket
 
     def rows(self, own: bool, folds: int) -> int:
-        """Query rows of all folds: as many as keys, so that what a call returns is bounded as well."""
+        """Most query rows of all folds together: as many as keys, so that the output of a call is bounded as well."""
         return max(self.keys(own, folds), LEAST_ROWS)
 
     def key_vectors(self, own: bool, folds: int) -> int:
-        """Tokens times key/value heads: a call for many query heads whose rows differ takes as much as one for all
+        """Most tokens times key/value heads: the same for a call on query heads with different rows as for one on all
         key/value heads of the same rows.
         """
         return self.keys(own, folds) * self.kv_heads

@@ -1,4 +1,4 @@
-"""What regular cases cost, in closed form: each formula has its derivation, to be read beside the counts of `cost`."""
+"""Costs of regular cases in closed form, each with its derivation: an independent check of the counts of `cost`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from reference.cost import known
 
 
 def dense_slots(n: int, p: int, kv_heads: int, causal: bool, order: str, exchange: str) -> int:
-    """Slots sent in forward by the whole group, dense attention over p equal shards of L = n/p rows.
+    """Slots that the whole group sends in forward: dense attention over p equal shards of L = n/p rows.
 
     Not causal, or gather: every row to all p - 1 others, n (p-1). Causal, direct and ring:
     contiguous  shard s is needed by the ranks after it, the farthest p-1-s away: L sum (p-1-s) = n (p-1) / 2.
@@ -28,16 +28,16 @@ def dense_slots(n: int, p: int, kv_heads: int, causal: bool, order: str, exchang
 
 
 def segment_slots(n: int, p: int, w: int, r: int, widths: int, causal: bool, exchange: str) -> int:
-    """Slots sent in forward by the whole group: one branch, contiguous shards of L = n/p rows, direct, ring.
+    """Slots that the whole group sends in forward: one branch, contiguous shards of L = n/p rows, direct or ring.
 
-    widths: the sum of the widths of the branch's blocks. Two cases, others are a ValueError:
+    widths: the sum of the widths of the branch's blocks. Two cases; any other raises ValueError:
     w divides L: no segment leaves its rank, 0.
     w = m L, m divides p, r divides L: a rank holds L/r selected rows of each block, a segment spans m ranks.
         direct  m (m-1) ordered pairs per segment, p/m segments: p (m-1) L/r = n (m-1)/r, 1/r of the same
                 segments undilated; half as much if causal.
-        ring    causal: rank i of the segment sends its rows m-1-i far, in all as direct. Else the first sends
-                them m-1 far, but the others must reach their predecessor, p-1 far: (m-1) p per segment, p/m
-                times direct.
+        ring    causal: rank i of the segment sends its rows m-1-i far, in total as direct. Else the first sends
+                them m-1 far, but the rows of the others must reach their predecessor, p-1 far: (m-1) p per
+                segment, p/m times direct.
     """
     length, m = n // p, w // max(1, n // p)
     if n % p == 0 and length % w == 0:

@@ -1,4 +1,4 @@
-"""What pattern x layout x exchange x bucket must cost, per rank: exact counts, written without any ring code.
+"""Costs of pattern x layout x exchange x bucket, per rank: exact counts, written without any ring code.
 
 Vocabulary
     block   (branch, offset) with the key/value heads that have at least one query head of that offset in that
@@ -10,7 +10,7 @@ Vocabulary
     travel  the farthest that a slot of rank s must go along the ring: max of (d - s) mod p over the d != s
             that need it, 0 if no other rank does.
 
-A layout is given as the global positions that each rank holds; their local order costs nothing.
+A layout is the list of the global positions of each rank; their local order does not change costs.
 Counts are exact: int64 arrays (far below 2**53) or Python integers. Bytes, unless a name says slots or pairs.
 """
 
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from reference import validators
 from reference.pattern import Pattern
-from reference.remote_rows import Need, need_of
+from reference.remote_rows import Need, branch_need
 
 Ints = NDArray[np.int64]
 EXCHANGES = ("ring", "direct", "gather")
@@ -34,10 +34,10 @@ _UNBOUNDED = 1 << 60  # slots
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """One problem. `positions`: per rank, the global positions held; together a permutation of range(n).
+    """One problem. `positions`: the global positions of each rank, together a permutation of range(n).
 
-    itemsize: bytes of the working type (8, 4 or 2). Sums are kept in fp64 for fp64 and in fp32 otherwise.
-    Raises ValueError where positions, heads, itemsize or sizes do not make sense together.
+    itemsize: bytes of the working type (8, 4 or 2). Sums are accumulated in fp64 for fp64 and in fp32 otherwise.
+    Raises ValueError for positions, heads, itemsize or sizes that are invalid or inconsistent.
     """
 
     pattern: Pattern
@@ -72,8 +72,8 @@ class Setting:
         return 8 if self.itemsize == 8 else 4
 
     def slot_bytes(self, narrow: bool = False) -> tuple[int, int]:
-        """Of a key and a value vector: (in the working type, their gradients in the accumulator's, or if `narrow` in
-        the working type)."""
+        """Bytes of (a key and a value vector in the working type, their gradients in the accumulator's type). narrow:
+        gradients in the working type too."""
         elements = 2 * self.batch * self.head_dim
         return elements * self.itemsize, elements * (self.itemsize if narrow else self.accumulator_itemsize)
 
@@ -91,9 +91,9 @@ class Setting:
 
     @cached_property
     def needs(self) -> tuple[Need, ...]:
-        """One per branch."""
+        """Remote rows of each branch."""
         distance = (np.arange(self.world)[:, None] - self.owner) % self.world  # (p, n)
-        return tuple(need_of(self, i, branch, distance) for i, branch in enumerate(self.pattern.branches))
+        return tuple(branch_need(self, i, branch, distance) for i, branch in enumerate(self.pattern.branches))
 
     @cached_property
     def slots(self) -> Ints:
@@ -106,7 +106,7 @@ class Setting:
 
     @cached_property
     def ending(self) -> Ints:
-        """(p, p): slots of rank [s] whose travel is exactly [t]; column 0: those that stay with their owner."""
+        """(p, p): slots of rank [s] whose travel is exactly [t]; column 0: slots that no other rank needs."""
         p, total = self.world, np.zeros(self.world**2, np.int64)
         for need in self.needs:
             total += np.bincount(self.owner * p + need.travel, need.width, p * p).astype(np.int64)
@@ -114,12 +114,12 @@ class Setting:
 
     @cached_property
     def in_flight(self) -> Ints:
-        """(p, p): slots of rank [s] whose travel is at least [t]: what arrives at rank s + t."""
+        """(p, p): slots of rank [s] whose travel is at least [t], which arrive at rank s + t."""
         return np.cumsum(self.ending[:, ::-1], axis=1)[:, ::-1]
 
     @cached_property
     def widest(self) -> int:
-        """W, the greatest width among the blocks of which any rank needs a row of another; 0 without any."""
+        """W, the greatest width of a block of which some rank needs a remote row; 0 if there is none."""
         return max((int(x.width.max(where=x.travel > 0, initial=0)) for x in self.needs), default=0)
 
 
@@ -137,7 +137,7 @@ class Traffic:
 
 
 def sent(setting: Setting, exchange: str, narrow: bool = False) -> Traffic:
-    """Bytes from rank to rank. No bucket changes them. narrow: gradients return in the working type, as those of
+    """Bytes sent from rank to rank, for any bucket. narrow: gradients return in the working type, as those of
     `direct` do between GPUs.
 
     direct  d receives from s the slots that it needs; their gradients go the same way back.
@@ -149,11 +149,11 @@ def sent(setting: Setting, exchange: str, narrow: bool = False) -> Traffic:
     if known(exchange) == "ring":
         keys, gradients = np.zeros((2, p, p), np.int64)
         for t in range(1, p):
-            before, here = (ranks + t - 1) % p, (ranks + t) % p
-            keys[before, here] += setting.in_flight[:, t]
+            sender, receiver = (ranks + t - 1) % p, (ranks + t) % p
+            keys[sender, receiver] += setting.in_flight[:, t]
             if t > 1:
-                gradients[before, here] += setting.in_flight[:, t]
-            gradients[here, ranks] += setting.ending[:, t]
+                gradients[sender, receiver] += setting.in_flight[:, t]
+            gradients[receiver, ranks] += setting.ending[:, t]
     elif exchange == "direct":
         keys, gradients = setting.slots, setting.slots.T
     else:
@@ -173,8 +173,8 @@ class Buffers:
 
     receive: Ints  # keys and values received, working type
     send: Ints  # own keys and values that are sent, working type
-    gradients: Ints  # gradients of what was received, in the type in which they travel; backward only
-    returned: Ints  # gradients that are returned to their owner, likewise
+    gradients: Ints  # gradients of the received keys and values, in the type in which they are sent; backward only
+    returned: Ints  # gradients that are returned to their owner, in the same type
 
     @property
     def forward(self) -> Ints:
@@ -200,8 +200,8 @@ def buffers(setting: Setting, exchange: str, bucket: int, narrow: bool = False) 
         gather   Hk * (n - n_d)                Hk * n_d                    (p - 1) * Hk * n_d
 
     Forward: the receive buffers (two, so that one fills while the other is used; one for gather) and the send buffer,
-    in the working type. Backward: the same again, and in the type in which gradients travel as many gradient buffers
-    as receive buffers, and `returned`.
+    in the working type. Backward: the same again, plus as many gradient buffers as receive buffers and `returned`, in
+    the type in which gradients are sent.
     """
     receive, send, returned = _buffer_slots(setting, exchange, bucket)
     copies = 1 if exchange == "gather" else 2
@@ -210,36 +210,36 @@ def buffers(setting: Setting, exchange: str, bucket: int, narrow: bool = False) 
 
 
 def _buffer_slots(setting: Setting, exchange: str, bucket: int) -> tuple[Ints, Ints, Ints]:
-    """The table of `buffers`: slots (p,) of a receive buffer, of the send buffer, and of `returned`."""
+    """Slots (p,) of a receive buffer, of the send buffer and of `returned`, by the table of `buffers`."""
     p, ranks = setting.world, np.arange(setting.world)
     most = _cap(setting, bucket) + setting.widest - 1
     own = setting.counts * setting.kv_heads
-    receive, send, ended = np.zeros((3, p), np.int64)
+    receive, send, returned = np.zeros((3, p), np.int64)
     if known(exchange) == "gather":
         return own.sum() - own, own if p > 1 else 0 * own, (p - 1) * own
     if exchange == "ring":
         for t in range(1, p):
             receive = np.maximum(receive, np.minimum(setting.in_flight[ranks - t, t], most))
-            ended = np.maximum(ended, np.minimum(setting.ending[:, t], most))
+            returned = np.maximum(returned, np.minimum(setting.ending[:, t], most))
         send = np.minimum(setting.in_flight[:, 1:2].sum(axis=1), most)  # no column 1 where p is 1
-        return receive, send, receive + ended
+        return receive, send, receive + returned
     taken = _by_distance(setting)  # (t, d)
     served = setting.slots[ranks, (ranks + ranks[:, None]) % p]  # (t, s)
-    for distances, _ in rounds(setting, bucket):  # only what is cut can be more than `most`
+    for distances, _ in rounds(setting, bucket):  # only a distance that is cut can exceed `most`
         receive = np.maximum(receive, np.minimum(taken[distances], most).sum(axis=0))
         send = np.maximum(send, np.minimum(served[distances], most).sum(axis=0))
     return receive, send, send
 
 
 def _cap(setting: Setting, bucket: int) -> int:
-    """Slots that a bucket holds. A row is not split, so a buffer for it must hold up to W - 1 more."""
+    """Slots of a bucket. A row is not split, so a buffer must have room for up to W - 1 more."""
     if bucket < 1:
         raise ValueError(f"bucket is {bucket}; it must be at least 1 token")
     return bucket * setting.kv_heads
 
 
 def _by_distance(setting: Setting) -> Ints:
-    """(p, p): slots that at distance [t], first index, rank [d] takes from rank (d - t) mod p."""
+    """(p, p): slots that rank [d], second index, takes from rank (d - t) mod p at distance [t], first index."""
     ranks = np.arange(setting.world)
     return setting.slots[(ranks - ranks[:, None]) % setting.world, ranks]
 
@@ -247,27 +247,27 @@ def _by_distance(setting: Setting) -> Ints:
 def rounds(setting: Setting, bucket: int) -> list[tuple[list[int], bool]]:
     """The rounds of `direct`, the same on every rank: (distances served, whether the round is cut in chunks).
 
-    At distance t rank d takes from rank (d - t) mod p. Distances of which no rank needs anything are skipped;
-    others are grouped in order while the sum of the greatest message of each fits the bucket. One that alone
-    is greater is cut: the row that starts at slot x of a message belongs to chunk x // cap.
+    At distance t rank d takes from rank (d - t) mod p. Distances at which no rank needs a slot are skipped; others
+    are grouped in order while the sum of their largest messages fits the bucket. A distance that exceeds the
+    bucket alone is cut: the row that starts at slot x of a message belongs to chunk x // cap.
     """
-    found: list[tuple[list[int], bool]] = []
-    cap, held = _cap(setting, bucket), _UNBOUNDED  # held: by the last group; nothing joins before the first
+    groups: list[tuple[list[int], bool]] = []
+    cap, filled = _cap(setting, bucket), _UNBOUNDED  # filled: slots of the last group; unbounded before the first
     for t, greatest in enumerate(_by_distance(setting).max(axis=1).tolist()):
-        if greatest and held + greatest <= cap:
-            found[-1][0].append(t)
-            held += greatest
+        if greatest and filled + greatest <= cap:
+            groups[-1][0].append(t)
+            filled += greatest
         elif greatest:
-            found.append(([t], greatest > cap))
-            held = greatest
-    return found
+            groups.append(([t], greatest > cap))
+            filled = greatest
+    return groups
 
 
 @dataclass(frozen=True)
 class Flops:
     """Floating-point operations of the matrix products per rank, two for a multiplication and addition."""
 
-    pairs: tuple[int, ...]  # (query head, query, key) that the rank's rows see, with multiplicity
+    pairs: tuple[int, ...]  # (query head, query, key) triples that the rank's rows see, with multiplicity
     forward: tuple[int, ...]  # 2 products: S, O; 4*B*D per pair
     backward: tuple[int, ...]  # 5 products: S again, dP, dV, dQ, dK
 
@@ -277,24 +277,24 @@ class Flops:
 
     @property
     def imbalance(self) -> float:
-        """The busiest rank over the mean; 1.0 where all are equal, idle ones too."""
+        """Pairs of the busiest rank / mean; 1.0 where all ranks are equal or idle."""
         mean = sum(self.pairs) / len(self.pairs)
         return max(self.pairs) / mean if mean else 1.0
 
 
 def flops(setting: Setting) -> Flops:
-    upto = np.zeros(setting.rows.size + 1, np.int64)  # pairs of all rows before, so shards are differences
+    before = np.zeros(setting.rows.size + 1, np.int64)  # cumulative pairs, so that those of a shard are a difference
     for need in setting.needs:
-        upto[1:] += np.cumsum(need.pairs)
+        before[1:] += np.cumsum(need.pairs)
     ends = np.cumsum(setting.counts)
-    pairs = tuple((upto[ends] - upto[ends - setting.counts]).tolist())
+    pairs = tuple((before[ends] - before[ends - setting.counts]).tolist())
     product = 2 * setting.batch * setting.head_dim
     return Flops(pairs, tuple(2 * product * x for x in pairs), tuple(5 * product * x for x in pairs))
 
 
 @dataclass(frozen=True)
 class Resident:
-    """Bytes per rank held apart from communication, each (p,)."""
+    """Bytes of memory per rank without communication buffers, each (p,)."""
 
     shards: Ints  # q, k, v, out in the working type; lse in the accumulator's
     accumulator: Ints  # out and lse, accumulator's type; forward

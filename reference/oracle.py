@@ -5,8 +5,8 @@
     dS = P * (dO V^T - D + dlse)      dQ = scale * dS K                      dK = scale * dS^T Q
 
 c is the multiplicity of `reference.pattern`; one softmax over this multiset of keys equals LongNet's mixture
-of branches (arXiv 2307.02486, equations 9-10). A row that nothing selects, or whose scores are all -inf: out = 0,
-lse = -inf, gradient 0.
+of branches (arXiv 2307.02486, equations 9-10). A row that no branch selects, or whose scores are all -inf, has
+out = 0, lse = -inf, gradient 0.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from reference.pattern import Pattern, check_pattern, multiplicity
 
-BLOCK_ELEMENTS = 2**26  # of one (B, Hq, rows, Nk) matrix: memory stays bounded however long the sequence is
+BLOCK_ELEMENTS = 2**26  # of one (B, Hq, rows, Nk) matrix: bounds the memory for long sequences
 
 
 @torch.no_grad()
@@ -31,12 +31,19 @@ def attention(
     k_positions: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """q (B, Nq, Hq, D), k and v (B, Nk, Hk, D) -> out (B, Nq, Hq, D), lse (B, Hq, Nq), both fp64.
+    """Return out (B, Nq, Hq, D) and lse (B, Hq, Nq), both fp64.
 
-    Query head h uses key/value head h // (Hq / Hk). Positions: int64 >= 0, (Nq,) and (Nk,), default 0, 1, ...
-    Those of packed documents are positions in the whole sequence, of which tokens without positions must be all.
-    scale: default D ** -0.5. NaN and inf propagate as IEEE arithmetic has it: a zero weight times NaN is NaN.
-    Raises ValueError for shapes, positions or a pattern that do not fit."""
+    NaN and inf propagate by IEEE arithmetic: a zero weight times NaN is NaN.
+
+    Args:
+        q, k, v: (B, Nq, Hq, D), and twice (B, Nk, Hk, D). Query head h uses key/value head h // (Hq / Hk).
+        q_positions, k_positions: int64 >= 0, (Nq,) and (Nk,), in the whole sequence, also with packed documents.
+            Default 0, 1, ...; the tokens must then be the whole sequence.
+        scale: default D ** -0.5.
+
+    Raises:
+        ValueError: shapes, positions or pattern are inconsistent.
+    """
     return _Problem(q, k, v, pattern, q_positions, k_positions, scale).attention()
 
 
@@ -57,8 +64,8 @@ def gradients(
     """Gradients of sum(dout * out) + sum(dlse * lse): dq (B, Nq, Hq, D), dk and dv (B, Nk, Hk, D), all fp64.
 
     dout (B, Nq, Hq, D), dlse (B, Hq, Nq) or None for zeros; other arguments and errors as for `attention`.
-    weights="detached" takes LongNet's mixture weights (shares of the softmax denominator) for constants, as
-    torchscale does, to compare with: it is not the gradient of `attention`. With O_b the output of branch b
+    weights="detached" treats LongNet's mixture weights (shares of the softmax denominator) as constants, as
+    torchscale does, for comparison: it is not the gradient of `attention`. With O_b the output of branch b
     alone, D_b = rowsum(dO * O_b) and dS = sum_b M_b * e^{s - lse} * (dO V^T - D_b + dlse)."""
     if weights not in ("attached", "detached"):
         raise ValueError(f"weights must be 'attached' or 'detached', got {weights!r}")
@@ -78,13 +85,13 @@ def attention_and_gradients(
     k_positions: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """out, lse, dq, dk, dv: what `attention` and `gradients` give, which here share the softmax if it is one block."""
+    """Return out, lse, dq, dk, dv of `attention` and `gradients`, which share the softmax if it is one block."""
     x = _Problem(q, k, v, pattern, q_positions, k_positions, scale)
     return (*x.attention(), *x.gradients(dout, dlse, "attached"))
 
 
 class _Problem:
-    """The checked inputs in fp64, heads first, with k and v repeated for the query heads that share them."""
+    """Validated inputs in fp64, heads first, with k and v repeated for the query heads that share them."""
 
     def __init__(
         self,
@@ -109,7 +116,7 @@ class _Problem:
             if positions is None:
                 pattern.validate_tokens(x.shape[1])
         self.pattern, self.group = pattern, q.shape[2] // k.shape[2]
-        self._kept: tuple[slice, tuple[Tensor, Tensor, Tensor, Tensor]] | None = None
+        self._cached: tuple[slice, tuple[Tensor, Tensor, Tensor, Tensor]] | None = None
         self.scale = q.shape[3] ** -0.5 if scale is None else scale
         self.q_positions = _positions("q_positions", q_positions, q)
         self.k_positions = _positions("k_positions", k_positions, k)
@@ -118,7 +125,7 @@ class _Problem:
             self.k, self.v = (t.repeat_interleave(self.group, dim=1) for t in (self.k, self.v))
 
     def attention(self) -> tuple[Tensor, Tensor]:
-        """As `attention` returns them."""
+        """Return out and lse, in the form of the public `attention`."""
         out, lse = torch.zeros_like(self.q), self.q.new_zeros(self.q.shape[:-1])  # (B, Hq, Nq, D), (B, Hq, Nq)
         for rows in self.blocks():
             p, lse[:, :, rows], dead, _ = self.softmax(rows)
@@ -126,7 +133,7 @@ class _Problem:
         return out.transpose(1, 2).contiguous(), lse
 
     def gradients(self, dout: Tensor, dlse: Tensor | None, weights: str) -> tuple[Tensor, Tensor, Tensor]:
-        """As `gradients` returns them."""
+        """Return dq, dk and dv, in the form of the public `gradients`."""
         batch, heads, queries, dim = self.q.shape
         dlse = self.q.new_zeros(self.q.shape[:-1]) if dlse is None else dlse
         for name, grad, shape in (("dout", dout, (batch, queries, heads, dim)), ("dlse", dlse, self.q.shape[:-1])):
@@ -136,7 +143,7 @@ class _Problem:
         dq, dk, dv = torch.zeros_like(self.q), torch.zeros_like(self.k), torch.zeros_like(self.v)  # (B, Hq, N, D)
         for rows in self.blocks():
             p, _, dead, c = self.softmax(rows)
-            # A row without weight passes no gradient on, whatever it is given (that of lse^2 is -inf there).
+            # A row without weight passes no gradient on, not even an infinite one (that of lse^2 is -inf there).
             do, dl = dout[:, :, rows].masked_fill(dead, 0.0), dlse[:, :, rows].masked_fill(dead, 0.0)
             dp = do @ self.v.mT  # (B, Hq, R, Nk)
             if weights == "attached":
@@ -155,7 +162,7 @@ class _Problem:
 
     def blocks(self) -> Iterator[slice]:
         batch, heads, queries, _ = self.q.shape
-        # A CPU is 2 times faster on blocks that do not make the system map fresh memory for every operation.
+        # Use small blocks on a CPU: twice as fast, since not every operation maps fresh memory.
         elements = BLOCK_ELEMENTS // 16 if self.q.device.type == "cpu" else BLOCK_ELEMENTS
         rows = max(1, elements // max(1, batch * heads * self.k.shape[2]))
         return (slice(start, start + rows) for start in range(0, queries, rows))
@@ -164,11 +171,11 @@ class _Problem:
         return multiplicity(pattern, self.q_positions[rows], self.k_positions, self.q.shape[1])
 
     def softmax(self, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """P (B, Hq, R, Nk), lse (B, Hq, R), the rows without weight (B, Hq, R, 1), c (Hq, R, Nk). Kept until other
-        rows are asked for: of a short sequence, forward and backward ask for all of them."""
-        if self._kept is None or self._kept[0] != rows:
-            self._kept = rows, self._softmax(rows)
-        return self._kept[1]
+        """P (B, Hq, R, Nk), lse (B, Hq, R), the rows without weight (B, Hq, R, 1), c (Hq, R, Nk). Caches the last rows:
+        for a short sequence forward and backward share them."""
+        if self._cached is None or self._cached[0] != rows:
+            self._cached = rows, self._softmax(rows)
+        return self._cached[1]
 
     def _softmax(self, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         c = self.count(rows, self.pattern)
@@ -179,18 +186,18 @@ class _Problem:
         top = top.masked_fill(dead, 0.0)  # -inf - -inf would be NaN
         e = c * torch.exp(s - top)
         total = e.sum(-1, keepdim=True)  # (B, Hq, R, 1)
-        # P from e / total, and not from lse, in which a huge maximum swallows the logarithm.
+        # Compute P from e / total, not from lse, in which a huge maximum absorbs the logarithm.
         return e / total.masked_fill(dead, 1.0), (top + total.log()).squeeze(-1), dead, c
 
     def fold(self, x: Tensor) -> Tensor:
-        """(B, Hq, Nk, D) -> (B, Nk, Hk, D): the query heads that share a key/value head add up."""
+        """(B, Hq, Nk, D) -> (B, Nk, Hk, D): the sum over the query heads that share a key/value head."""
         batch, heads, keys, dim = x.shape
         x = x.reshape(batch, heads // self.group, self.group, keys, dim).sum(2)
         return x.transpose(1, 2).contiguous()
 
 
 def _positions(name: str, positions: Tensor | None, x: Tensor) -> Tensor:
-    """Checked positions of the tokens of x (B, N, H, D), int64 (N,) on its device."""
+    """Validated positions of the tokens of x (B, N, H, D), int64 (N,) on its device."""
     if positions is None:
         return torch.arange(x.shape[1], device=x.device)
     if positions.dtype not in (torch.int32, torch.int64) or positions.shape != x.shape[1:2]:

@@ -1,4 +1,4 @@
-"""Who sees whom: branches of dilated attention, and how many of them see a pair of positions.
+"""The mask: branches of dilated attention, and how many of them see a pair of positions.
 
 Tokens have global positions. A branch cuts the positions into segments of length w; inside each segment a
 query head with offset o selects every r-th position, beginning at o (the phase restarts in every segment):
@@ -8,11 +8,11 @@ query head with offset o selects every r-th position, beginning at o (the phase 
                      and  |i - j| <= window, if the branch has one
     c[h, i, j]     = sum_b M_b[h, i, j]
 
-Nothing needs to divide anything: r may exceed w or not divide it, the last segment may be short, an offset
+No number has to divide another: r may exceed w or not divide it, the last segment may be short, an offset
 may lie beyond its end (then it selects nothing there). Source: LongNet, arXiv 2307.02486, section 2.2.
 
-The sequence may be packed from documents, whose lengths the pattern then names. Segments and phases begin anew in each
-of them: p above is the position within the document, and both positions of a pair lie in the same one.
+The sequence may be packed from documents, whose lengths the pattern then holds. Segments and phases restart in each
+document: p above is the position within the document, and both positions of a pair lie in the same one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ from reference.validators import is_integer
 
 
 def _integer(name: str, value: object, at_least: int) -> int:
-    """`value` itself, if it is an int (a bool is not) no smaller than `at_least`; ValueError otherwise."""
+    """Return `value` if it is an int (not a bool) >= `at_least`; ValueError otherwise."""
     if not is_integer(value) or value < at_least:
         raise ValueError(f"{name} must be an integer >= {at_least}, got {value!r}")
     return value
@@ -37,7 +37,7 @@ def _integer(name: str, value: object, at_least: int) -> int:
 def _window(value: object) -> None:
     if not is_integer(value) or value < 0:
         raise ValueError(
-            f"window must be an integer >= 0 or None, got {value!r}; what flash attention has as window_size, write "
+            f"window must be an integer >= 0 or None, got {value!r}; for flash attention's window_size write "
             "window=None for -1 or (-1, -1), window=w for (w, w), and with causal=True window=w for (w, 0)"
         )
 
@@ -49,7 +49,7 @@ def _flag(name: str, value: object) -> bool:
 
 
 def _fields(what: str, data: object, names: set[str]) -> Mapping[str, Any]:
-    """`data` itself, if it is a mapping with exactly these names; ValueError otherwise."""
+    """Return `data` if it is a mapping with exactly these names; ValueError otherwise."""
     if not isinstance(data, Mapping):
         raise ValueError(f"{what} must be a mapping with the fields {sorted(names)}, got {data!r}")
     if set(data) != names:
@@ -66,8 +66,8 @@ class Branch:
     dilation_rate:  r >= 1.
     offset:         0 <= o < r; one int for all heads that the branch serves, or one per such head, in order.
     heads:          contiguous range of query heads that the branch serves; None for all of them.
-    window:         >= 0: a key lies at most so many positions before its query or, unless the pattern is causal, behind
-                    it; None for no such limit. (What models call a sliding window of s keys is window s - 1.)
+    window:         >= 0: largest distance of a key before its query or, unless the pattern is causal, behind it; None:
+                    no limit. (A model's sliding window of s keys is window s - 1.)
     Raises ValueError, at construction, for anything else.
     """
 
@@ -95,8 +95,8 @@ class Branch:
                 raise ValueError(f"heads must be a nonempty range of step 1 from >= 0, got {self.heads!r}")
         if isinstance(self.offset, tuple):
             if not self.offset or (self.heads is not None and len(self.heads) != len(self.offset)):
-                wanted = "every query head" if self.heads is None else f"every head of {self.heads!r}"
-                raise ValueError(f"offset must be one int or one for {wanted}, got {self.offset!r}")
+                required = "every query head" if self.heads is None else f"every head of {self.heads!r}"
+                raise ValueError(f"offset must be one int or one for {required}, got {self.offset!r}")
 
     def offsets(self, num_heads: int) -> tuple[int | None, ...]:
         """The offset of each of `num_heads` query heads; None for a head that the branch does not serve.
@@ -132,9 +132,9 @@ class Pattern:
 
     branches:  at least one `Branch` (a list is turned into a tuple, so that every pattern hashes).
     causal:    True keeps only the pairs whose key position is <= the query position.
-    documents: the lengths of consecutive documents, >= 0, that a sequence is packed from; their sum must be its number
-               of tokens. None: the sequence is one document, of any length. (`reference.documents` makes them of what
-               trainers have.)
+    documents: lengths >= 0 of the consecutive documents that a sequence is packed from; their sum must be its number of
+               tokens. None: the sequence is one document, of any length. (`reference.documents` converts cu_seqlens
+               and position ids.)
     Raises ValueError, at construction, for anything else."""
 
     branches: tuple[Branch, ...]
@@ -152,7 +152,7 @@ class Pattern:
         _flag("causal", self.causal)
         object.__setattr__(self, "documents", checked_documents(self.documents))
         if self.documents is not None:
-            object.__setattr__(self, "number", next(_numbers))
+            object.__setattr__(self, "number", next(_next_numbers))
             _by_number[self.number] = self
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -160,7 +160,7 @@ class Pattern:
 
     @property
     def packed(self) -> Documents | None:
-        """`documents`, as what they are kept as."""
+        """The documents, typed as `Documents`."""
         assert self.documents is None or isinstance(self.documents, Documents)
         return self.documents
 
@@ -168,7 +168,7 @@ class Pattern:
     def dense(
         cls, causal: bool = False, documents: tuple[int, ...] | None = None, window: int | None = None
     ) -> "Pattern":
-        """Plain attention: one branch, one segment, every position, every head. window: as `Branch` has it."""
+        """Plain attention: one branch, one segment, every position, every head. window: as for `Branch`."""
         return cls((Branch(window=window),), causal, documents)
 
     @classmethod
@@ -184,11 +184,11 @@ class Pattern:
         """LongNet: every branch (segment_lengths[i], dilation_rates[i]) serves all `heads` query heads.
 
         offsets: "paper" h mod r; "torchscale" h // ceil(heads / r); "fkodom" i mod r for all heads of branch
-        i, as dilated-attention-pytorch has it. ValueError for lengths that disagree, an unknown rule."""
+        i, as in dilated-attention-pytorch. Raises ValueError for lists of unequal lengths or an unknown rule."""
         _integer("heads", heads, 1)
         if offsets not in _OFFSET_RULES:
             raise ValueError(f"offsets must be one of {sorted(_OFFSET_RULES)}, got {offsets!r}")
-        pairs = _paired(segment_lengths, dilation_rates)
+        pairs = _branch_sizes(segment_lengths, dilation_rates)
         rule = _OFFSET_RULES[offsets]
         return cls(tuple(Branch(w, r, rule(i, r, heads)) for i, (w, r) in enumerate(pairs)), causal, documents)
 
@@ -204,9 +204,9 @@ class Pattern:
         """Each head belongs to one branch: branch i serves the i-th group of heads, all with offset i mod r.
 
         With G groups the first `heads` mod G of them get one head more, as in dilated-attention-pytorch.
-        Raises ValueError for lengths that disagree or fewer heads than groups."""
+        Raises ValueError for lists of unequal lengths or fewer heads than groups."""
         _integer("heads", heads, 1)
-        pairs = _paired(segment_lengths, dilation_rates)
+        pairs = _branch_sizes(segment_lengths, dilation_rates)
         if heads < len(pairs):
             raise ValueError(f"heads must be at least the number of groups, {len(pairs)}, got {heads}")
         size, larger = divmod(heads, len(pairs))
@@ -216,16 +216,16 @@ class Pattern:
         return cls(tuple(branches), causal, documents)
 
     def validate(self, num_heads: int) -> None:
-        """Raises ValueError where the heads or offsets of a branch do not fit `num_heads` query heads."""
+        """Raise ValueError if the heads or offsets of a branch do not fit `num_heads` query heads."""
         for branch in self.branches:
             branch.offsets(num_heads)
 
     def validate_tokens(self, tokens: int) -> None:
-        """Raises ValueError where the documents do not add up to `tokens`, those of the whole sequence."""
+        """Raise ValueError if the documents do not add up to `tokens`, those of the whole sequence."""
         check_tokens(self.packed, tokens)
 
     def to_dict(self) -> dict[str, Any]:
-        """The pattern as JSON has it; `from_dict` turns it back into an equal pattern."""
+        """Return the pattern as JSON data, from which `from_dict` makes an equal pattern."""
         return {
             "branches": [
                 {
@@ -243,39 +243,39 @@ class Pattern:
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> "Pattern":
-        """The inverse of `to_dict`, also of patterns that were saved when there were no documents, or no windows.
+        """Inverse of `to_dict`, also for older data without documents or windows.
 
         Raises ValueError for an unknown or missing field, or a wrong value."""
-        given = {"documents": None, **d} if isinstance(d, Mapping) else d
-        data = _fields("pattern", given, {"branches", "causal", "documents"})
+        complete = {"documents": None, **d} if isinstance(d, Mapping) else d
+        data = _fields("pattern", complete, {"branches", "causal", "documents"})
         if not isinstance(data["branches"], (list, tuple)):
             raise ValueError(f"branches must be a list, got {data['branches']!r}")
         return cls(tuple(_branch_from_dict(b) for b in data["branches"]), data["causal"], data["documents"])
 
 
 def check_pattern(pattern: object) -> None:
-    """Raises ValueError for what is none."""
+    """Raise ValueError unless `pattern` is a Pattern."""
     if not isinstance(pattern, Pattern):
         raise ValueError(f"pattern must be a Pattern, got {pattern!r}: write Pattern.dense(), or one with causal=True, "
                          "Pattern.longnet(...) or Pattern.head_groups(...)")  # fmt: skip
 
 
-# Every step of a training has other documents; a compiled graph takes them in by number, 0 and 1 as constants.
-_numbers = count(2)
+# Compiled graphs take patterns by number, since documents change at every step. Begin at 2: 0 and 1 become constants.
+_next_numbers = count(2)
 _by_number: WeakValueDictionary[int, Pattern] = WeakValueDictionary()
 
 
 def numbered_pattern(number: int) -> Pattern:
-    """The pattern with this number, of those with documents. Raises ValueError if there is none any more."""
-    found = _by_number.get(number)
-    if found is None:
-        raise ValueError(f"pattern must be the number of one that is there, got {number}")
-    return found
+    """Look up a pattern with documents by its number. Raises ValueError if it no longer exists."""
+    pattern = _by_number.get(number)
+    if pattern is None:
+        raise ValueError(f"pattern must be the number of an existing one, got {number}")
+    return pattern
 
 
 def _branch_from_dict(d: object) -> Branch:
-    given = {"window": None, **d} if isinstance(d, Mapping) else d
-    data = _fields("branch", given, {"segment_length", "dilation_rate", "offset", "heads", "window"})
+    complete = {"window": None, **d} if isinstance(d, Mapping) else d
+    data = _fields("branch", complete, {"segment_length", "dilation_rate", "offset", "heads", "window"})
     heads = data["heads"]
     if heads is not None:
         if not isinstance(heads, (list, tuple)) or len(heads) != 2:
@@ -284,12 +284,12 @@ def _branch_from_dict(d: object) -> Branch:
     return Branch(data["segment_length"], data["dilation_rate"], data["offset"], heads, data["window"])
 
 
-def _paired(segment_lengths: Sequence[int | None], dilation_rates: Sequence[int]) -> list[tuple[int | None, int]]:
-    """(w, r) of each branch; the rates are checked here because the rules for offsets divide by them."""
+def _branch_sizes(segment_lengths: Sequence[int | None], dilation_rates: Sequence[int]) -> list[tuple[int | None, int]]:
+    """Return (w, r) of each branch. Validates the rates, since the rules for offsets divide by them."""
     lists: dict[str, object] = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates}
-    for name, given in lists.items():
-        if not isinstance(given, Sequence) or isinstance(given, str):
-            raise ValueError(f"{name} must be a list with an entry for each branch, as [{given!r}], got {given!r}")
+    for name, entries in lists.items():
+        if not isinstance(entries, Sequence) or isinstance(entries, str):
+            raise ValueError(f"{name} must be a list with an entry for each branch, as [{entries!r}], got {entries!r}")
     if not segment_lengths or len(segment_lengths) != len(dilation_rates):
         raise ValueError(
             "segment_lengths and dilation_rates must be equally long and not empty, "
@@ -300,10 +300,10 @@ def _paired(segment_lengths: Sequence[int | None], dilation_rates: Sequence[int]
 
 
 def _cells(branch: Branch, positions: torch.Tensor, documents: Documents | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The segment of each position, by the position with which it begins, and its phase, (p mod w) mod r.
+    """The first position of each position's segment, and its phase, (p mod w) mod r.
 
-    Because 0 <= o < r, "(p mod w) >= o and ((p mod w) - o) mod r == 0" says that the phase of p is o. So an
-    offset o sees a pair of positions exactly if they lie in one segment and the phase of both is o."""
+    Because 0 <= o < r, "(p mod w) >= o and ((p mod w) - o) mod r == 0" means that the phase of p is o. So an
+    offset o sees a pair of positions exactly if they lie in one segment and both have phase o."""
     begin = torch.zeros_like(positions) if documents is None else begins(documents, positions)
     w, p = branch.segment_length, positions - begin
     if w is not None:
@@ -314,19 +314,19 @@ def _cells(branch: Branch, positions: torch.Tensor, documents: Documents | None)
 def selected(
     branch: Branch, positions: torch.Tensor, offset: int, documents: tuple[int, ...] | None = None
 ) -> torch.Tensor:
-    """Which positions lie on the dilated grid of their own segment: int64 (N,), >= 0 -> bool (N,).
+    """True for positions on the dilated grid of their own segment: int64 (N,), >= 0 -> bool (N,).
 
-    `offset`, 0 <= offset < r, stands in place of the offsets that the branch names for its heads."""
+    `offset`, 0 <= offset < r, replaces the offsets of the branch."""
     return _cells(branch, positions, checked_documents(documents))[1] == offset
 
 
 def multiplicity(
     pattern: Pattern, q_positions: torch.Tensor, k_positions: torch.Tensor, num_heads: int
 ) -> torch.Tensor:
-    """c[h, i, j]: how many branches see the pair of query i and key j for query head h.
+    """c[h, i, j]: number of branches that see the pair of query i and key j for query head h.
 
     q_positions int64 (Nq,), k_positions int64 (Nk,), global, >= 0, on one device -> int32 (num_heads, Nq, Nk)
-    on it. Raises ValueError where the pattern does not fit `num_heads`, or a position lies behind the documents."""
+    on it. Raises ValueError if the pattern does not fit `num_heads`, or a position lies beyond the documents."""
     q_positions, k_positions = q_positions.unsqueeze(1), k_positions.unsqueeze(0)  # (Nq, 1), (1, Nk)
     shape = (num_heads, q_positions.shape[0], k_positions.shape[1])
     c = torch.zeros(shape, dtype=torch.int32, device=q_positions.device)
@@ -341,7 +341,7 @@ def multiplicity(
             same &= visible
         if branch.window is not None:
             same &= (q_positions - k_positions).abs() <= branch.window
-        # Heads of one offset see the same pairs: where all have the same, compute them once.
+        # Heads of one offset see the same pairs: if all have one, compute them once.
         distinct = offset[:1] if len(set(offset)) == 1 else offset
         o = torch.tensor(distinct, device=c.device).view(-1, 1, 1)
         c[first : first + len(offset)] += same & (phase == o)  # (heads or 1, Nq, Nk)

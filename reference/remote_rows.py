@@ -1,6 +1,6 @@
-"""What ranks want of each other: for each branch, which rows of one rank a query of another rank sees.
+"""Remote rows: for each branch, the rows of one rank that a query of another rank sees.
 
-The words are those of `reference.cost`, which counts what this makes the ranks send.
+The vocabulary is that of `reference.cost`, which counts the messages that these rows need.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
 
-class Held(Protocol):
-    """Of `reference.cost.Setting`, what is looked at here."""
+class SettingView(Protocol):
+    """The part of `reference.cost.Setting` that remote rows depend on."""
 
     @property
     def pattern(self) -> Pattern: ...
@@ -41,7 +41,7 @@ class Block:
     branch: int  # index in the pattern
     offset: int
     kv_heads: tuple[int, ...]
-    query_heads: int  # how many
+    query_heads: int  # number of them
 
     @property
     def width(self) -> int:
@@ -50,19 +50,19 @@ class Block:
 
 @dataclass(frozen=True)
 class Need:
-    """What one branch makes ranks want of each other; its n rows in the order of `Setting.rows`.
+    """Remote rows of one branch; the n rows in the order of `Setting.rows`.
 
     A branch puts a row into one block at most: the grids of its offsets, all below its rate, are disjoint.
     """
 
-    offset: Ints  # (n,) of the block that selects the row; -1 where none does
-    width: Ints  # (n,) slots that the row takes; 0 where no block selects it
-    needed: Flags  # (p, n) by ranks other than the owner
-    travel: Ints  # (n,)
+    offset: Ints  # (n,) of the block that selects the row; -1 if none does
+    width: Ints  # (n,) slots of the row; 0 if no block selects it
+    needed: Flags  # (p, n) True if the rank needs the row and is not its owner
+    travel: Ints  # (n,) largest distance round the ring to a rank that needs the row
     pairs: Ints  # (n,) (query head, key) pairs that the row sees as a query
 
 
-def blocks(setting: Held, index: int) -> list[Block]:
+def blocks(setting: SettingView, index: int) -> list[Block]:
     """The blocks of branch `index` of the pattern, by offset."""
     group = setting.heads // setting.kv_heads
     served: dict[int, list[int]] = {}  # offset -> key/value head of each query head
@@ -72,8 +72,8 @@ def blocks(setting: Held, index: int) -> list[Block]:
     return [Block(index, o, tuple(dict.fromkeys(kv)), len(kv)) for o, kv in sorted(served.items())]
 
 
-def need_of(setting: Held, index: int, branch: Branch, distance: Ints) -> Need:
-    """What branch `index` makes ranks want. distance: (p, n), round the ring from a row's owner to each rank."""
+def branch_need(setting: SettingView, index: int, branch: Branch, distance: Ints) -> Need:
+    """Remote rows of branch `index`. distance: (p, n), round the ring from a row's owner to each rank."""
     p, rows, owner, n = setting.world, setting.rows, setting.owner, setting.rows.size
     length = max(1, min(branch.segment_length or n, n))  # a segment longer than the sequence changes nothing
     rate = min(branch.dilation_rate, length)  # nor does a rate beyond the segment: one row per phase
@@ -90,9 +90,9 @@ def need_of(setting: Held, index: int, branch: Branch, distance: Ints) -> Need:
 
     grid = begin + phase  # (n,): the first position of a grid names it
     if branch.window is None:
-        needed = _seen_at_all(rows, owner, grid, p, setting.pattern.causal)
+        needed = _needed_without_window(rows, owner, grid, p, setting.pattern.causal)
     else:
-        needed = _seen_within(rows, owner, grid, p, setting.pattern.causal, branch.window)
+        needed = _needed_within_window(rows, owner, grid, p, setting.pattern.causal, branch.window)
     needed &= (width > 0) & (distance > 0)
     travel = distance.max(axis=0, where=needed, initial=0)
 
@@ -104,7 +104,7 @@ def need_of(setting: Held, index: int, branch: Branch, distance: Ints) -> Need:
     return Need(offset, width, needed, travel, query_heads * seen)
 
 
-def _seen_at_all(rows: Ints, owner: Ints, grid: Ints, p: int, causal: bool) -> Flags:
+def _needed_without_window(rows: Ints, owner: Ints, grid: Ints, p: int, causal: bool) -> Flags:
     """(p, n): a rank sees a row if its last query on the row's grid exists and, if causal, is not before the row."""
     n = rows.size
     last = np.full(p * n, -1, np.int64)
@@ -112,10 +112,10 @@ def _seen_at_all(rows: Ints, owner: Ints, grid: Ints, p: int, causal: bool) -> F
     return last.reshape(p, n)[:, grid] >= (rows if causal else 0)
 
 
-def _seen_within(rows: Ints, owner: Ints, grid: Ints, p: int, causal: bool, window: int) -> Flags:
-    """(p, n): the same with a window: the rank's next query on the row's grid is near, or if not causal the one before.
+def _needed_within_window(rows: Ints, owner: Ints, grid: Ints, p: int, causal: bool, window: int) -> Flags:
+    """(p, n): the same with a window: the rank's next query on the row's grid is within it or, if not causal, the last.
 
-    Positions of one grid stay together when all are sorted by (grid, position).
+    Sorting by (grid, position) keeps the positions of one grid together.
     """
     n, seen = rows.size, np.zeros((p, rows.size), bool)
     place = grid * n + rows
@@ -123,19 +123,19 @@ def _seen_within(rows: Ints, owner: Ints, grid: Ints, p: int, causal: bool, wind
         queries = np.sort(place[owner == rank])
         if queries.size:
             behind = np.searchsorted(queries, place)
-            for at in (behind,) if causal else (behind, behind - 1):
-                query = queries[np.clip(at, 0, queries.size - 1)]
+            for index in (behind,) if causal else (behind, behind - 1):
+                query = queries[np.clip(index, 0, queries.size - 1)]
                 near = (query // n == grid) & (abs(query - place) <= window)
                 seen[rank] |= near & (query >= place if causal else True)
     return seen
 
 
-def _segments(setting: Held, length: int) -> tuple[Ints, Ints]:
-    """Where the segment of each row begins and ends, each (n,). They are counted from the start of each document."""
+def _segments(setting: SettingView, length: int) -> tuple[Ints, Ints]:
+    """Begin and end of the segment of each row, each (n,). Segments restart in each document."""
     documents, rows = setting.pattern.documents, setting.rows
     lengths = np.array((rows.size,) if documents is None else documents, np.int64)
     ends = np.cumsum(lengths)
-    document = np.searchsorted(ends, rows, side="right")  # empty documents are passed over
+    document = np.searchsorted(ends, rows, side="right")  # skips empty documents
     start, end = (ends - lengths)[document], ends[document]
     begin = start + (rows - start) // length * length
     return begin, np.minimum(begin + length, end)

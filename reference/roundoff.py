@@ -1,8 +1,8 @@
-"""How an implementation of attention computes, as far as its rounding errors depend on it.
+"""Arithmetic of an implementation of attention: the properties that its rounding errors depend on.
 
-The bounds in `reference.bounds` take an `Arithmetic`: unit roundoffs of the types that it works with, and how often
-numbers are rounded or added up on their way. These counts are upper bounds that follow from the pattern, the sizes and
-the bucket alone, so they hold for every implementation that keeps to those.
+The bounds in `reference.bounds` take an `Arithmetic`: unit roundoffs of the types, and the number of roundings and
+summands. These counts are upper bounds that follow from the pattern, the sizes and the bucket alone, so they hold for
+every implementation that respects the bucket.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ LARGEST = {
     "float16": 65504.0,
 }
 
-# On GPUs fused kernels take exp2 of scores times log2 e: ex2.approx is good to 2 units in the last place (CUDA C++
-# Programming Guide, mathematical functions), the factor and the product are rounded: 8 u in all. They accumulate
+# On GPUs fused kernels compute exp2 of scores times log2 e: ex2.approx has an error of 2 units in the last place (CUDA
+# C++ Programming Guide, mathematical functions), the factor and the product are rounded: 8 u in all. They accumulate
 # gradients in fp32 and round them once, those of keys that several query heads share once more: k = 1, k' = 2.
 #
 # Torch's fused CPU kernel (ATen/native/cpu/FlashAttentionKernel.cpp) takes exp from Vectorized::exp_u20, by its name
-# within 20 units in the last place (40 u), and where it works in 16 bits from fexp_u20, a cubic whose relative error
-# stays below 2^-13 (1.12e-4 over its whole range). Keys go by 512, rows by 32, 64 from 192 rows on, 256 from 768 on.
+# within 20 units in the last place (40 u), and in 16 bits from fexp_u20, a cubic whose relative error stays below 2^-13
+# (1.12e-4 over its whole range). Blocks have 512 keys, and 32 rows, 64 from 192 rows on, 256 from 768 on.
 KERNELS = ("math", "flash", "half", "gpu")
 _EXP_ROUNDINGS = {"math": 2, "flash": 40, "gpu": 8}
 _EXP_HALF = 2.0**-13
 _KEY_BLOCK = 512
 _ROW_BLOCKS = ((32, 191), (64, 767), (256, None))
-_OF_NEIGHBOURS = ("contiguous", "zigzag", "contiguous by document", "zigzag by document")  # orders in runs of these
+_NEIGHBOUR_ORDERS = ("contiguous", "zigzag", "contiguous by document", "zigzag by document")  # runs hold neighbours
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Upper bounds on how many numbers are added up or merged. With g query heads to a key/value head:
+    """Upper bounds on the number of summands and merges. With g query heads to a key/value head:
 
     keys        pairs in a row, with multiplicity (b)
     rows        pairs of a key, with multiplicity, over its g query heads (b')
-    merges      partial results that a row is merged from (p)
-    row_merges  partial gradients that a key's gradient is the sum of (p')
+    merges      partial results of a row (p)
+    row_merges  partial gradients of a key (p')
     key_blocks  blocks of keys in one kernel call (k)
     row_blocks  blocks of rows in one kernel call (k')
     """
@@ -61,22 +61,22 @@ class Counts:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How the implementation computes. Counts are upper bounds; u, u_... are unit roundoffs.
+    """Arithmetic of an implementation. Counts are upper bounds; u, u_... are unit roundoffs.
 
     dim         head dim
     scale       size of the factor on q . k
     u           of the working type: fp32, or fp64 for fp64
     u_out       of the results
     u_exp       relative error of exp
-    u_prob      of the probabilities that go into the second product; 0 where they stay in the working type
-    u_partial   of partial results before they are merged; 0 where they stay in the working type
+    u_prob      of the probabilities in the second product; 0 if they stay in the working type
+    u_partial   of partial results before the merge; 0 if they stay in the working type
     u_buf       of the accumulator of gradients
     eta         underflow of probabilities
     eta_out     underflow of results
     eta_mul     underflow of products in the working type
-    counts      how much is added up
-    sides       2 where the exact values are computed in the same type, else 1
-    u_returned  of sums of gradients on their way back to the key's owner; 0 where they stay in the working type
+    counts      numbers of summands and merges
+    sides       2 if the exact values are computed in the same type, else 1
+    u_returned  of sums of gradients that are returned to the key's owner; 0 if they stay in the working type
     """
 
     dim: int
@@ -96,12 +96,12 @@ class Arithmetic:
 
     @classmethod
     def of(cls, dtype: str, kernel: str, dim: int, scale: float, counts: Counts) -> Arithmetic:
-        """Of a kernel on operands of that type, whose results it has too. kernel:
+        """The arithmetic of a kernel whose operands and results have that dtype. kernel:
 
-        math    everything in the working type, results rounded once
+        math    computes in the working type, rounds results once
         flash   the same with the exponential of torch's fused CPU kernel
-        half    that kernel on 16-bit operands
-        gpu     fused kernels on GPUs, on 16-bit operands too
+        half    torch's fused CPU kernel on 16-bit operands
+        gpu     fused GPU kernels on 16-bit operands
 
         Raises ValueError for another kernel, or for "half" and "gpu" on wider operands.
         """
@@ -128,7 +128,7 @@ class Arithmetic:
         )
 
     def gamma(self, k: int) -> float:
-        """g(k) = k u / (1 - k u): what k roundings in a row amount to."""
+        """g(k) = k u / (1 - k u): the error of k successive roundings."""
         return k * self.u / (1 - k * self.u)
 
     @property
@@ -151,26 +151,25 @@ class Arithmetic:
 
     @property
     def _roundings_of_keys(self) -> int:
-        """To a result's type: of partial results, of those returned to their owner, which are no more, and of the
-        whole."""
+        """Number of roundings to a result's type: partial results, at most as many returned sums, and the total."""
         partial = self.counts.row_blocks if self.u_partial else 0
         return 1 + self.counts.row_merges * (partial + bool(self.u_returned))
 
 
 def _exponential(kernel: str, dtype: str) -> str:
-    """The entry of _EXP_ROUNDINGS. The double version of exp_u20 is exp."""
+    """Key of _EXP_ROUNDINGS. In fp64 exp_u20 is exp."""
     return "math" if kernel == "flash" and dtype == "float64" else kernel
 
 
 # --- counts -----------------------------------------------------------------------------------------------------------
 
 
-def most_seen(pattern: Pattern, tokens: int, heads: int, kv_heads: int) -> tuple[int, int]:
-    """(b, b'): pairs in the fullest row of a query head, and rows that see a key in the fullest group of query heads.
+def max_pairs(pattern: Pattern, tokens: int, heads: int, kv_heads: int) -> tuple[int, int]:
+    """(b, b'): most pairs in a row of a query head, and most rows of a group of query heads that see one key.
 
-    A segment of min(w, n) positions holds len(range(offset, min(w, n), r)) selected ones; of documents, n is the
+    A segment of min(w, n) positions holds len(range(offset, min(w, n), r)) selected ones, with documents n being the
     longest. A window leaves at most window // r of them on each side of a row, or on one side if causal. A row sees at
-    most those, once through each branch that serves its head; and a key of that head is seen by at most as many rows.
+    most those, once through each branch that serves its head; a key of that head is seen by at most as many rows.
     """
     if pattern.documents is not None:
         tokens = max(pattern.documents, default=0)
@@ -186,11 +185,11 @@ def most_seen(pattern: Pattern, tokens: int, heads: int, kv_heads: int) -> tuple
     return max(1, *seen), max(1, *(sum(seen[h : h + group]) for h in range(0, heads, group)))
 
 
-def most_taken(branch: Branch, causal: bool, tokens: int) -> int:
-    """How often the keys of one row count in `most_partials`: once without a window, or where it reaches over a whole
-    segment. Else it cuts segments into parts (`ring.plan.blocks`): of the part before the row's own, and unless causal
-    of the part behind, a row sees what lies within its window, and of each run there the kernel may take what all rows
-    see apart from what only some do.
+def window_factor(branch: Branch, causal: bool, tokens: int) -> int:
+    """Factor of a branch in `max_partials`: 1 without a window, or if the window spans a whole segment.
+
+    Else the window cuts segments into parts (`ring.plan.blocks`). A row sees its own part, the part before and, unless
+    causal, the part behind. In these two, keys of a run that all rows see and keys that some see may be two calls.
     """
     length, rate = min(branch.segment_length or tokens, tokens), branch.dilation_rate
     if branch.window is None or branch.window // rate * rate + rate >= length:
@@ -198,19 +197,18 @@ def most_taken(branch: Branch, causal: bool, tokens: int) -> int:
     return 3 if causal else 5
 
 
-def most_parts(exchange: str, order: str, cut: bool, ranks: int, causal: bool, windows: bool) -> int:
-    """Into how many parts the keys that a rank holds of a run, or the rows, can fall, whatever the bucket.
-    order, cut: as in `most_partials`.
+def max_run_parts(exchange: str, order: str, cut: bool, ranks: int, causal: bool, windows: bool) -> int:
+    """Most parts of a rank's keys, or rows, of one run, for any bucket. order, cut: as in `max_partials`.
 
-    Causal, where tokens of several ranks take turns: a run begins with keys that all rows see, or ends with rows that
-    see all keys, and these may be taken apart from the causal square. In striped order every key lies within one turn
-    of a row of each rank, so there are none; orders whose runs hold neighbours take no turns.
+    Causal, with tokens of several ranks interleaved: a run begins with keys that all rows see, or ends with rows that
+    see all keys, and a separate call may take these beside the causal square. In striped order there are none, since
+    every key lies within one turn of a row of each rank. Orders whose runs hold neighbours do not interleave.
 
-    The exchange "ring" sends keys apart that travel different distances, of which there are p - 1. A rank needs all
-    keys of a run or, causal, those up to its last row: they differ in an order of turns only, and in striped order for
-    the last key alone. With a window a rank needs keys up to one and from another one on.
+    The exchange "ring" sends keys separately for each of the p - 1 distances that they travel. A rank needs all keys of
+    a run or, causal, the keys up to its last row. Distances differ only in interleaved orders, and in striped order
+    only for the last key. With a window a rank needs a range of keys, which has two ends.
     """
-    turns = causal and order not in _OF_NEIGHBOURS
+    turns = causal and order not in _NEIGHBOUR_ORDERS
     uneven = turns and (order != "striped" or cut)
     distances = 1
     if exchange == "ring" and windows:
@@ -220,18 +218,18 @@ def most_parts(exchange: str, order: str, cut: bool, ranks: int, causal: bool, w
     return max(1, distances) + uneven
 
 
-def most_partials(order: str, cut: bool, ranks: int, tokens: int, bucket: int, branches: int, parts: int = 1) -> int:
-    """Into how many partial results the keys of one row, or the rows of one key, can fall.
+def max_partials(order: str, cut: bool, ranks: int, tokens: int, bucket: int, branches: int, parts: int = 1) -> int:
+    """Most partial results of the keys of one row, or of the rows of one key.
 
-    order, cut: the order of the tokens, and whether it is cut into shards in another way than the order's own.
-    branches: how many, each counted as often as `most_taken` says. parts: of a run, as `most_parts` has them.
+    order, cut: the order of the tokens, and True if its shards are not cut by the order's own rule.
+    branches: the sum of `window_factor` over the branches. parts: of a run, from `max_run_parts`.
 
     Per branch: the order of the tokens is a list of arithmetic runs (1 contiguous; p striped, and in each document p
-    contiguous by document; 2 p zigzag; any other is kept as at most 2 p runs, or else handled by position, one part per
-    shard). The p - 1 cuts between shards add a part each, where they do not coincide with the ends of runs. Each of
-    these falls into `parts`. A bucket of tokens cuts shard i, of n_i tokens, at most ceil(n_i / bucket) times, in all
-    n / bucket + p, and not at all if it holds all branches' tokens. The fused kernel takes 512 keys at a time: n / 512
-    more. A row's keys are those of one document, so documents add no parts.
+    contiguous by document; 2 p zigzag; any other has at most 2 p runs, or else is handled by position, one part per
+    shard). The p - 1 cuts between shards add a part each, unless they coincide with the ends of runs. Each of these
+    consists of `parts`. A bucket cuts shard i, of n_i tokens, at most ceil(n_i / bucket) times, in all n / bucket + p,
+    and not at all if it holds the tokens of all branches. The fused kernel takes 512 keys at a time: n / 512 more. A
+    row's keys are in one document, so documents add no parts.
     """
     if not cut and order in ("contiguous", "striped", "contiguous by document"):
         runs = ranks
@@ -241,7 +239,7 @@ def most_partials(order: str, cut: bool, ranks: int, tokens: int, bucket: int, b
     return branches * (runs * parts + chunks + tokens // _KEY_BLOCK)
 
 
-def blocks_of_a_call(tokens: int) -> tuple[int, int]:
-    """(k, k'): the most blocks of keys, and of rows, into which torch's fused CPU kernel divides up to so many."""
+def max_call_blocks(tokens: int) -> tuple[int, int]:
+    """(k, k'): most blocks of keys, and of rows, of torch's fused CPU kernel for up to so many tokens."""
     rows = max(-(-(tokens if last is None else min(tokens, last)) // size) for size, last in _ROW_BLOCKS)
     return -(-tokens // _KEY_BLOCK), rows

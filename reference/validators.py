@@ -1,6 +1,6 @@
-"""One validator for each kind of field.
+"""Validators, one for each kind of field.
 
-Each returns the value itself, or raises a ValueError that names the field, what was given and what is allowed.
+Each returns the value, or raises a ValueError that names the field, the value and what is allowed.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any, TypeGuard
 
 
 def is_integer(value: object) -> TypeGuard[int]:
-    """Whether it is an int. A bool is not one here."""
+    """Return True for an int, but not for a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def integer(name: str, value: object, least: int, most: int | None = None) -> int:
-    """An int from `least` to `most`, both included, or without an upper end."""
+    """Validate an int from `least` to `most`, both included; None: no upper limit."""
     if not is_integer(value) or value < least or (most is not None and value > most):
         allowed = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
         raise ValueError(f"{name} is {value!r}; it must be {allowed}")
@@ -24,21 +24,21 @@ def integer(name: str, value: object, least: int, most: int | None = None) -> in
 
 
 def integers(name: str, value: object) -> tuple[int, ...]:
-    """A tuple of ints of at least 0. A list is turned into one; `None` has to be dealt with before."""
+    """Validate a tuple or list of ints >= 0, and return a tuple. The caller handles None."""
     if not isinstance(value, (tuple, list)):
         raise ValueError(f"{name} is {value!r}; it must be a tuple of integers or None")
     return tuple(integer(f"an entry of {name}", entry, 0) for entry in value)
 
 
 def number(name: str, value: object, most: float) -> float:
-    """An int or a float of size at most `most`, so neither NaN nor, for a finite `most`, infinite."""
+    """Validate an int or float of size at most `most`: not NaN and, for a finite `most`, not infinite."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) <= most:
         raise ValueError(f"{name} is {value!r}; it must be a number of size at most {most}")
     return float(value)
 
 
 def real(name: str, value: object) -> float:
-    """A finite int or float of at least 0."""
+    """Validate a finite int or float >= 0."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
         raise ValueError(f"{name} is {value!r}; it must be a finite number of at least 0")
     return float(value)
@@ -57,7 +57,7 @@ def text(name: str, value: object) -> str:
 
 
 def choice(name: str, value: object, allowed: Collection[str]) -> str:
-    """One of the strings in `allowed`."""
+    """Validate one of the strings in `allowed`."""
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
     return value
@@ -69,20 +69,20 @@ def at_least(name: str, value: float, least: float) -> None:
 
 
 def at_most(name: str, value: object, most: float) -> None:
-    """Not a number beyond `most`; what is no number is left to others."""
+    """Refuse a number beyond `most`; other validators refuse what is no number."""
     if isinstance(value, (int, float)) and value > most:
         raise ValueError(f"{name} is {value}; it must be at most {most}")
 
 
 def exactly(what: str, data: Any, names: Collection[str]) -> dict[str, Any]:
-    """A JSON object with these fields and no others."""
+    """Validate a JSON object with these fields and no others."""
     if not isinstance(data, dict) or sorted(data) != sorted(names):
-        given = f"the fields {', '.join(data) or 'none'}" if isinstance(data, dict) else repr(data)
-        raise ValueError(f"{what} must be an object with the fields {', '.join(names) or 'none'}, got {given}")
+        got = f"the fields {', '.join(data) or 'none'}" if isinstance(data, dict) else repr(data)
+        raise ValueError(f"{what} must be an object with the fields {', '.join(names) or 'none'}, got {got}")
     return data
 
 
 def grouped_heads(heads: int, kv_heads: int) -> None:
-    """Query heads come in groups of equal size, one for each key/value head."""
+    """Validate that heads is a multiple of kv_heads: groups of equal size, one for each key/value head."""
     if heads % kv_heads:
         raise ValueError(f"heads is {heads}; it must be a multiple of kv_heads, {kv_heads}")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from reference.documents import told
+from reference.documents import describe
 from reference.pattern import Pattern, check_pattern
 from ring.comm.transport import Transport
 from ring.compute.kernels import KERNELS, fused
@@ -97,11 +97,11 @@ def _validate_options(call: Call) -> None:
         raise ValueError(f"kernel must be one of {KERNELS}, got {call.kernel!r}")
     bucket = call.bucket
     if bucket is not None and (not isinstance(bucket, int) or isinstance(bucket, bool) or not 1 <= bucket <= _MOST):
-        raise ValueError(f"bucket must be None or a number of tokens from 1 to 2**40, got {told(bucket)}")
+        raise ValueError(f"bucket must be None or a number of tokens from 1 to 2**40, got {describe(bucket)}")
     scale = call.scale
     if scale is not None:
         if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not abs(scale) <= _LARGEST:
-            raise ValueError(f"scale must be None or a finite number, got {told(scale)}")
+            raise ValueError(f"scale must be None or a finite number, got {describe(scale)}")
     if not isinstance(call.return_lse, bool):
         raise ValueError(f"return_lse must be True or False, got {call.return_lse!r}")
 

@@ -1,16 +1,16 @@
-"""Training with the ring: modules, batches and losses. README.md beside this file shows a training step.
+"""Training with the ring: modules, batches and losses. README.md in this folder shows a training step.
 
-    context         the handle of a sharded sequence, which every module's forward takes
-    batch           shards tokens, labels and what else runs along the sequence; puts results together again
-    ring_attention  the attention as a module, in the place of scaled_dot_product_attention
-    rotary          rotary positions, global ones
+    context         handle of a sharded sequence, an argument of every module's forward
+    batch           shards tokens, labels and other tensors along the sequence; gathers results
+    ring_attention  a module that replaces scaled_dot_product_attention
+    rotary          rotary positions, by global position
     self_attention  projections, rotary positions, the ring
-    longnet_block   LongNet's block, under torchscale's names
-    batch_ranks     the ranks that share a global batch
-    loss            the mean over all labelled tokens of the global batch
-    gradients       their average, where no wrapper computes it; clipping by their norm
+    longnet_block   LongNet's block, with torchscale's argument names
+    batch_group     the ranks that share a global batch
+    loss            mean over all labelled tokens of the global batch
+    gradients       average of gradients without a wrapper; clipping by their norm
 
-Nothing here patches torch or a model, and no argument is taken and ignored.
+Nothing here patches torch or a model, and no argument is silently ignored.
 """
 
 from ring.nn.batch import IGNORED, Batch, gather, next_tokens, shard_batch

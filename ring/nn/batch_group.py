@@ -1,8 +1,7 @@
-"""The ranks that share a global batch: data x context. They agree on errors, sum losses and average gradients.
+"""The ranks that share a global batch, data x context: they agree on errors, sum losses and average gradients.
 
-A mesh of several dimensions has a process group for each line of ranks along a dimension, and not for all ranks
-together. So what all ranks are to know goes along one dimension after another. A mesh of all ranks there are goes by
-the default group.
+A mesh of several dimensions has process groups along each dimension, but none of all its ranks. So collectives run
+along one dimension after another. A mesh of all ranks of the world uses the default group.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _MeshAxis:
-    """This rank and those that differ from it along one dimension of the mesh.
+    """The ranks along one dimension of the mesh, through this rank.
 
-    members: their ranks in the group, which torch sorts, in the order of the mesh. stride: between their numbers among
-    all ranks of the mesh.
+    members: their ranks in the group, which torch sorts, in the order of the mesh. stride: distance between their
+    numbers among all ranks of the mesh.
     """
 
     transport: ProcessGroupTransport
@@ -41,7 +40,7 @@ class _MeshAxis:
 
     @property
     def index(self) -> int:
-        """Of this rank among the members."""
+        """Index of this rank among the members."""
         return self.members.index(self.transport.rank)
 
     @property
@@ -50,108 +49,108 @@ class _MeshAxis:
 
 
 class _SharedCallNumber(Calls):
-    """What batch ranks do is not numbered, since lines along one dimension may have seen different numbers of calls.
-    But where another rank was found in a call on the group of a line, all ranks have to go on after that call.
+    """The calls of batch ranks, which are not numbered: groups along one dimension may have had unequal numbers of
+    calls. If another rank is found in a call on the group of an axis, all ranks advance beyond that call.
     """
 
-    def __init__(self, lines: Sequence[Calls]) -> None:
+    def __init__(self, axis_calls: Sequence[Calls]) -> None:
         super().__init__()
-        self._lines = lines
+        self._axis_calls = axis_calls
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Of all lines."""
-        with ExitStack() as turns:
-            for calls in self._lines:
-                turns.enter_context(calls.turn())
+        """Hold the locks of all axes."""
+        with ExitStack() as locks:
+            for calls in self._axis_calls:
+                locks.enter_context(calls.turn())
             yield
 
     def check_thread(self, call: NumberedCall | str) -> None:
-        for calls in self._lines:
+        for calls in self._axis_calls:
             calls.check_thread(call)
 
     @property
     def number(self) -> int:
-        return max((calls.number for calls in self._lines), default=0)
+        return max((calls.number for calls in self._axis_calls), default=0)
 
     def advance_to(self, number: int) -> None:
-        for calls in self._lines:
+        for calls in self._axis_calls:
             calls.advance_to(number)
 
 
 class BatchRanks:
-    """The ranks of a process group, of a mesh, or of the default group; this process alone where there is none.
+    """The ranks of a process group, of a mesh, or of the default group; this process alone if there is no group.
 
-    A rank goes by its number in the group, or in a mesh of fewer ranks than there are, read row by row.
+    `rank` is the number in the group or, in a mesh of a part of the world, in the mesh read row by row.
 
-    Raises ValueError for anything else, and on a process that is not among them.
+    Raises ValueError for anything else, and on a process that is not among the ranks.
     """
 
     def __init__(self, over: dist.ProcessGroup | DeviceMesh | None) -> None:
-        self._lines = _lines(over)
-        self.rank = sum(line.index * line.stride for line in self._lines)
-        self.world_size = prod(len(line.members) for line in self._lines)
-        self.calls: Calls = _SharedCallNumber([line.transport.calls for line in self._lines])
+        self._axes = _mesh_axes(over)
+        self.rank = sum(axis.index * axis.stride for axis in self._axes)
+        self.world_size = prod(len(axis.members) for axis in self._axes)
+        self.calls: Calls = _SharedCallNumber([axis.transport.calls for axis in self._axes])
 
     def turn(self) -> AbstractContextManager[object]:
-        """Around all that the ranks do together for one result: another thread waits until it is there."""
+        """Lock for all collectives of one result: another thread waits until it is released."""
         return self.calls.turn()
 
     def agree(self, doing: str, signature: dict[str, object], error: Exception | None) -> None:
-        """Raise one error on all ranks if there is any, or if their signatures differ. Every rank calls it."""
+        """Raise one error on all ranks if any rank has one, or if signatures differ. Every rank calls it."""
         if error is None and self.world_size > 1:
             try:
                 self.calls.check_thread(doing)
-            except ValueError as found:
-                error = found
+            except ValueError as wrong:
+                error = wrong
         compare(doing, signature, error, self)
 
     def gather(self, x: Tensor) -> Tensor:
-        """x (...), of one shape and type on all ranks -> (ranks, ...) in their order: the same bits on all."""
+        """x (...), of one shape and type on all ranks -> (ranks, ...) in rank order, with the same bits on all."""
         shape = x.shape
-        for line in self._lines:
-            mine = x.to(_device_for(line.group, x.device)).contiguous()
-            everyone = [torch.empty_like(mine) for _ in line.members]
-            dist.all_gather(everyone, mine, group=line.group)
-            x = torch.stack([everyone[member] for member in line.members]).to(x.device)
+        for axis in self._axes:
+            local = x.to(_device_for(axis.group, x.device)).contiguous()
+            gathered = [torch.empty_like(local) for _ in axis.members]
+            dist.all_gather(gathered, local, group=axis.group)
+            x = torch.stack([gathered[member] for member in axis.members]).to(x.device)
         return x.reshape(-1, *shape)
 
     def add(self, x: Tensor) -> None:
-        """Make x, contiguous and of one shape and type on all ranks, the sum over the ranks: the same bits on all."""
-        for line in self._lines:
-            dist.all_reduce(x, group=line.group)
-        for line in self._lines[:-1]:  # sums of the same numbers along two lines may differ in their last bit
-            dist.broadcast(x, group=line.group, group_src=0)
+        """Sum x, contiguous and of one shape and type, over the ranks, in place: the same bits on all."""
+        for axis in self._axes:
+            dist.all_reduce(x, group=axis.group)
+        for axis in self._axes[:-1]:  # sums of the same numbers along two axes may differ in their last bit
+            dist.broadcast(x, group=axis.group, group_src=0)
 
     def all_equal(self, payload: bytes) -> bool:
         equal = True
-        for line in self._lines:
-            # Ranks that have found a difference have to show it to those along the next dimension.
-            shown = payload if equal else bytes(255 - byte for byte in payload)
+        for axis in self._axes:
+            # Ranks that found a difference pass it on along the next dimension.
+            message = payload if equal else bytes(255 - byte for byte in payload)
             try:
-                equal = line.transport.all_equal(shown) and equal
+                equal = axis.transport.all_equal(message) and equal
             except MissingRanks as absent:
-                raise MissingRanks(self._numbers(line, absent.ranks), absent.waited) from absent
+                raise MissingRanks(self._numbers(axis, absent.ranks), absent.waited) from absent
         return equal
 
-    def _numbers(self, line: _MeshAxis, ranks: tuple[int, ...] | None) -> list[int] | None:
-        """Of ranks of a line, which differ from this one along its dimension only."""
+    def _numbers(self, axis: _MeshAxis, ranks: tuple[int, ...] | None) -> list[int] | None:
+        """Numbers of ranks of this rank's axis among all ranks."""
         if ranks is None:
             return None
-        first = self.rank - line.index * line.stride
-        return sorted(first + line.members.index(rank) * line.stride for rank in ranks)
+        first = self.rank - axis.index * axis.stride
+        return sorted(first + axis.members.index(rank) * axis.stride for rank in ranks)
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         pieces = [payload]
-        for line in self._lines:
-            joined = line.transport.all_gather(b"".join(pieces))
-            size, wholes = len(payload), [joined[member] for member in line.members]
-            pieces = [whole[start : start + size] for whole in wholes for start in range(0, len(whole), size)]
+        for axis in self._axes:
+            gathered = axis.transport.all_gather(b"".join(pieces))
+            size, parts = len(payload), [gathered[member] for member in axis.members]
+            pieces = [part[start : start + size] for part in parts for start in range(0, len(part), size)]
         return pieces
 
 
-def _lines(over: dist.ProcessGroup | DeviceMesh | None) -> tuple[_MeshAxis, ...]:
-    """The last dimension first, so that what is gathered comes in the order of the ranks."""
+def _mesh_axes(over: dist.ProcessGroup | DeviceMesh | None) -> tuple[_MeshAxis, ...]:
+    """The axes of the ranks, the last dimension first, so that gathered tensors are in rank order."""
     if over is None:
         return (_whole_group(None),) if dist.is_initialized() else ()
     if isinstance(over, dist.ProcessGroup):
@@ -162,11 +161,11 @@ def _lines(over: dist.ProcessGroup | DeviceMesh | None) -> tuple[_MeshAxis, ...]
         raise ValueError(f"over must contain the calling process; world rank {dist.get_rank()} is not in {over!r}")
     if over.ndim > 1 and over.size() == dist.get_world_size():
         return (_whole_group(None),)
-    lines, stride = [], 1
+    axes, stride = [], 1
     for dim in reversed(range(over.ndim)):
-        lines.append(_line(over, dim, stride))
+        axes.append(_mesh_axis(over, dim, stride))
         stride *= over.size(dim)
-    return tuple(lines)
+    return tuple(axes)
 
 
 def _whole_group(group: dist.ProcessGroup | None) -> _MeshAxis:
@@ -174,17 +173,17 @@ def _whole_group(group: dist.ProcessGroup | None) -> _MeshAxis:
     return _MeshAxis(transport, tuple(range(transport.world_size)), 1)
 
 
-def _line(mesh: DeviceMesh, dim: int, stride: int) -> _MeshAxis:
-    group, here = mesh.get_group(dim), mesh.get_coordinate()
-    assert here is not None
-    world_ranks = mesh.mesh.movedim(dim, -1)[tuple(at for i, at in enumerate(here) if i != dim)].tolist()
+def _mesh_axis(mesh: DeviceMesh, dim: int, stride: int) -> _MeshAxis:
+    group, coordinate = mesh.get_group(dim), mesh.get_coordinate()
+    assert coordinate is not None
+    world_ranks = mesh.mesh.movedim(dim, -1)[tuple(at for i, at in enumerate(coordinate) if i != dim)].tolist()
     return _MeshAxis(
         ProcessGroupTransport(group), tuple(dist.get_group_rank(group, rank) for rank in world_ranks), stride
     )
 
 
 def _device_for(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """The device itself if the group can move its tensors, else that of the GPU."""
+    """Return the device if the group can send its tensors, else the GPU."""
     if device.type in backends_of(group):
         return device
     return torch.device("cuda", torch.cuda.current_device())

@@ -1,7 +1,7 @@
-"""The handle that modules take: over which ranks a batch's sequence is sharded, how, and by which exchange.
+"""The handle that modules take: ranks, layout and exchange of a sharded sequence.
 
-It is made once for a layout and never changes, and it is given to a module's forward like the batch itself. So a
-forward that activation checkpointing computes again meets the layout that the first one had.
+Make it once for a layout; it never changes. It is an argument of a module's forward, like the batch itself. A forward
+that activation checkpointing recomputes therefore sees the same layout as the original.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ T = TypeVar("T")
 
 
 def _pattern_over(layout: Layout, documents: tuple[int, ...] | None) -> Pattern | None:
-    """A pattern over the documents. ValueError for what are none, or do not add up to the layout's tokens."""
+    """A pattern over the documents. ValueError if they are invalid or do not add up to the layout's tokens."""
     if documents is None:
         return None
-    found = Pattern.dense(documents=documents)
-    found.validate_tokens(layout.n)
-    return found
+    pattern = Pattern.dense(documents=documents)
+    pattern.validate_tokens(layout.n)
+    return pattern
 
 
 class ContextParallel:
-    """A sequence sharded over the ranks of a context-parallel group. Immutable, and equal to itself only.
+    """A sequence sharded over the ranks of a context-parallel group. Immutable; compares by identity.
 
-    layout    which positions each rank holds
+    layout    positions of each rank
     group     a process group, a `DeviceMesh` of one dimension, a `Transport`, or None: the default group, or no group
               for a layout of one rank
-    transport over that group
+    transport of that group
     exchange, bucket, kernel, check: as for `ring.ring_attention`
-    documents the lengths of the documents that the sequence is packed from, in place of those of modules' patterns;
-              None: as the patterns say. `with_documents` makes a handle for each packed batch.
+    documents lengths of the documents that the sequence is packed from, which replace those of modules' patterns; None:
+              those of the patterns. `with_documents` makes a handle for each packed batch.
 
-    Raises ValueError for documents that do not add up to the layout's tokens, for a layout of another number of ranks
-    than the group has, for a mesh of more dimensions, and on a process that is not in the group.
+    Raises ValueError for documents that do not add up to the layout's tokens, for a layout whose number of ranks is not
+    the group's, for a mesh of several dimensions, and on a process that is not in the group.
     """
 
-    # Not a dataclass: wrappers that cast a forward's inputs rebuild those.
+    # Not a dataclass: wrappers that cast a forward's inputs would rebuild it.
     layout: Layout
     group: dist.ProcessGroup | DeviceMesh | Transport | None
     exchange: str
@@ -61,7 +61,7 @@ class ContextParallel:
     kernel: str
     check: bool
     transport: Transport
-    _packed: Pattern | None  # any pattern over the documents, if there are some
+    _packed: Pattern | None  # any pattern over the documents, if there are any
 
     def __init__(
         self,
@@ -82,21 +82,21 @@ class ContextParallel:
             raise ValueError(
                 f"layout must be for the {transport.world_size} ranks of the group, got one for {layout.world_size}"
             )
-        kept: dict[Hashable, object] = {}
+        cache: dict[Hashable, object] = {}
         self.__dict__.update(
             layout=layout, group=group, exchange=exchange, bucket=bucket, kernel=kernel, check=check,
-            transport=transport, _packed=packed, _kept=kept,
+            transport=transport, _packed=packed, _cache=cache,
         )  # fmt: skip
 
     def with_documents(self, documents: tuple[int, ...] | None) -> ContextParallel:
-        """The same handle for a sequence that is packed from these documents.
+        """Return the same handle for a sequence packed from these documents.
 
         Raises ValueError for documents that do not add up to the layout's tokens.
         """
-        found = ContextParallel.__new__(ContextParallel)
-        kept: dict[Hashable, object] = {}
-        found.__dict__.update(self.__dict__ | {"_packed": _pattern_over(self.layout, documents), "_kept": kept})
-        return found
+        context = ContextParallel.__new__(ContextParallel)
+        cache: dict[Hashable, object] = {}
+        context.__dict__.update(self.__dict__ | {"_packed": _pattern_over(self.layout, documents), "_cache": cache})
+        return context
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"{name} cannot be set: make another ContextParallel")
@@ -105,17 +105,17 @@ class ContextParallel:
         raise AttributeError(f"{name} cannot be deleted: make another ContextParallel")
 
     def __copy__(self) -> ContextParallel:
-        """Itself: a module's copy runs over the same ranks."""
+        """Return self: a module's copy runs over the same ranks."""
         return self
 
     def __deepcopy__(self, memo: dict[int, object]) -> ContextParallel:
-        """Likewise."""
+        """Return self, as `__copy__` does."""
         return self
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a ContextParallel cannot be pickled, since its group is of this process: make it anew, and save a "
-            "module's state_dict() in place of the module"
+            "a ContextParallel cannot be pickled, since its group belongs to this process: make a new one, and save a "
+            "module's state_dict() instead of the module"
         )
 
     def __repr__(self) -> str:
@@ -127,12 +127,12 @@ class ContextParallel:
 
     @property
     def documents(self) -> Documents | None:
-        """Their lengths."""
+        """Lengths of the documents, or None."""
         return None if self._packed is None else self._packed.packed
 
     @property
     def rank(self) -> int:
-        """In the group."""
+        """Number of this rank in the group."""
         return self.transport.rank
 
     @property
@@ -141,40 +141,38 @@ class ContextParallel:
 
     @property
     def tokens(self) -> int:
-        """That this rank holds."""
+        """Number of tokens on this rank."""
         return self.layout.counts[self.rank]
 
     @property
     def positions(self) -> Tensor:
-        """The global positions of this rank's tokens, or with documents those within their documents: (tokens,) int64,
-        on the CPU.
-        """
-        found = self.layout.positions(self.rank)
-        return found if self.documents is None else found - begins(self.documents, found)
+        """Global positions of this rank's tokens, or positions within documents: (tokens,) int64, on the CPU."""
+        positions = self.layout.positions(self.rank)
+        return positions if self.documents is None else positions - begins(self.documents, positions)
 
     def positions_on(self, device: torch.device) -> Tensor:
-        """The same on a device: one tensor for all callers, who do not change it."""
+        """`positions` on a device: one tensor for all callers, who must not change it."""
         return self.cached(("positions", device), lambda: self.positions.to(device))
 
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` returned when it was first asked for by this key: what a sequence's layers share."""
-        kept: dict[Hashable, T] = self.__dict__["_kept"]
-        if torch.compiler.is_compiling() and key not in kept:
-            return make()  # what a graph computes may lie in memory that its next run uses again
-        if key not in kept:
-            with torch.inference_mode(False), torch.no_grad():  # usable in training, whoever asks first
-                kept[key] = make()
-        return kept[key]
+        """Return make(), cached by key: the layers of a sequence share it."""
+        cache: dict[Hashable, T] = self.__dict__["_cache"]
+        if torch.compiler.is_compiling() and key not in cache:
+            return make()  # do not cache: the graph's next run may reuse the memory of its outputs
+        if key not in cache:
+            with torch.inference_mode(False), torch.no_grad():  # usable in training, even if first called in inference
+                cache[key] = make()
+        return cache[key]
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's part of a tensor of the whole sequence. ValueError for another length along `dim`."""
+        """Return this rank's part of a tensor of the whole sequence. ValueError for another length along `dim`."""
         return self.layout.shard(x, self.rank, dim)
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, scale: float | None = None, name: str | None = None
     ) -> Tensor:
         """`ring_attention` on this rank's shards: q (B, N, H, D), k and v (B, N, Hk, D) -> like q."""
-        # Not self.group: None, or a mesh, may have become another group than the one whose ranks the shards are for.
+        # Not self.group: None or a mesh may meanwhile denote another group than the one that the shards are for.
         group: dist.ProcessGroup | Transport | None = self.transport
         if isinstance(self.transport, ProcessGroupTransport) and self.transport is not self.group:
             group = self.transport.group
@@ -185,27 +183,30 @@ class ContextParallel:
         return attend_packed(self._packed, q, k, v, pattern, **settings)
 
     def check_local(self, name: str, x: Tensor, shape: tuple[str, ...], dim: int) -> None:
-        """Raise unless x has the dimensions that `shape` names and, along `dim`, the tokens of this rank.
+        """Raise unless x has the dimensions of `shape` and, along `dim`, the tokens of this rank.
 
-        ValueError, NotImplementedError: as `ring_attention` raises for a wrong tensor. name: what the caller calls it.
+        Raises ValueError or NotImplementedError, as `ring_attention` does. name: of x, in the message.
         """
         refuse_dtensor(name, x)
         if not isinstance(x, Tensor) or x.dim() != len(shape):
-            given = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(type(x))
-            raise ValueError(f"{name} must be {self._wanted(shape)}, got {given}")
-        found = x.shape[dim]
-        # Within torch.compile a comparison would bind the graph to this length; the operator compares, too.
-        if torch.compiler.is_compiling() or found == self.tokens:
+            got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(type(x))
+            raise ValueError(f"{name} must be {self._local_shape(shape)}, got {got}")
+        tokens = x.shape[dim]
+        # Under torch.compile a comparison would specialize the graph to this length; the operator compares as well.
+        if torch.compiler.is_compiling() or tokens == self.tokens:
             return
-        whole = ", the whole sequence: give each rank its shard, as shard_batch and context.shard make it"
-        raise ValueError(f"{name} must be {self._wanted(shape)}, got {found}{whole if found == self.layout.n else ''}")
+        whole = ", the whole sequence: give each rank its shard, from shard_batch or context.shard"
+        raise ValueError(
+            f"{name} must be {self._local_shape(shape)}, got {tokens}{whole if tokens == self.layout.n else ''}"
+        )
 
-    def _wanted(self, shape: tuple[str, ...]) -> str:
+    def _local_shape(self, shape: tuple[str, ...]) -> str:
         return f"a ({', '.join(shape)}) tensor with the {self.tokens} tokens of this rank"
 
     def agree(self, doing: str, check: Callable[[], dict[str, object]]) -> None:
-        """Raise one error on every rank if `check` raises on any of them, or returns another signature on some. Without
-        `self.check` only what `check` raises on this rank. doing: what errors say that this rank is doing.
+        """Raise one error on every rank if `check` raises on any rank, or if the signatures that it returns differ.
+
+        Without `self.check` raise only this rank's error. doing: name of the call in errors.
         """
         calls = self.transport.calls
         with calls.turn():
@@ -216,20 +217,20 @@ class ContextParallel:
                 if self.world_size > 1:
                     calls.check_thread(call)
                 signature = check()
-            except Exception as found:  # of any type: the other ranks must hear of it
-                error = found
+            except Exception as wrong:  # of any type: the other ranks must raise it too
+                error = wrong
             if self.check:
                 compare(str(call), signature, error, self.transport)
             elif error is not None:
                 raise error
 
     def raise_everywhere(self, error: Exception, name: str | None = None) -> NoReturn:
-        """Raise this rank's error in place of a call of `attention`, to which the other ranks come or have come.
+        """Raise this rank's error instead of a call of `attention`, in which the other ranks are or will be.
 
-        They raise the same error there, or this rank theirs if it is of an earlier rank. Without `check` only this
-        rank raises, and the others may wait. name: of the call.
+        They raise the same error there; if several ranks have errors, all raise that of the first of these ranks.
+        Without `check` only this rank raises, and the others may wait. name: of the call.
         """
-        if torch.compiler.is_compiling():  # no rank runs anything yet
+        if torch.compiler.is_compiling():  # nothing runs while a graph is traced
             raise error
         calls = self.transport.calls
         with calls.turn():

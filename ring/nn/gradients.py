@@ -1,10 +1,9 @@
-"""Gradients between backward and the optimizer: averaged where no wrapper does it, clipped by the norm of all of them.
+"""Gradients between backward and the optimizer: averages them if no wrapper does, and clips them by their norm.
 
     average_gradients(model.parameters(), mesh)             # DDP and FSDP do this themselves
-    norm = clip_grad_norm(model.parameters(), 1.0, mesh)    # after that: the norm of an average, not of a rank's part
+    norm = clip_grad_norm(model.parameters(), 1.0, mesh)    # afterwards: the norm of averages, not of a rank's part
 
-Every rank of `over` calls these functions, with the same parameters in the same order. Errors are raised on all of them
-alike.
+Every rank of `over` calls these functions, with the same parameters in the same order. All raise the same errors.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ring.validation import is_dtensor
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-BUCKET = 2**25  # bytes of gradients that are summed in one message, as DDP has them
+BUCKET = 2**25  # bytes of gradients summed in one message, as in DDP
 
 
 @torch.no_grad()
@@ -33,11 +32,14 @@ def average_gradients(
 ) -> None:
     """Replace every gradient by its average over the ranks, as DDP does; for a model without a wrapper.
 
-    parameters: the same on every rank, those without gradient too. A gradient that is None counts as zero if another
-    rank has one, and stays None if no rank has. In 16 bits they are summed in fp32. over: as for `cross_entropy`.
+    Args:
+        parameters: the same on every rank, also those without gradient. A gradient that is None counts as zero if
+            another rank has one, and stays None if no rank has. In 16 bits gradients are summed in fp32.
+        over: as for `cross_entropy`.
 
-    Raises ValueError, on every rank, for parameters that differ between ranks, for sparse gradients, and for an
-    iterator at its end; NotImplementedError for complex gradients, and for DTensors, whose wrapper averages them.
+    Raises:
+        ValueError: on every rank, for parameters that differ between ranks, sparse gradients, an exhausted iterator.
+        NotImplementedError: for complex gradients, and for DTensors, whose wrapper averages them.
     """
     ranks = BatchRanks(over)
     with ranks.turn():
@@ -46,18 +48,18 @@ def average_gradients(
 
 def _average_gradients(parameters: Iterable[Tensor] | Tensor, ranks: BatchRanks) -> None:
     error: Exception | None = None
-    mine: list[Tensor] = []
+    tensors: list[Tensor] = []
     signature: dict[str, object] = {}
     try:
-        mine = _listed(parameters)
-        for number, x in enumerate(mine):
+        tensors = _parameter_list(parameters)
+        for number, x in enumerate(tensors):
             _check_plain(number, x)
-        signature = {"parameters": [[str(x.dtype), list(x.shape), x.device.type] for x in mine]}
+        signature = {"parameters": [[str(x.dtype), list(x.shape), x.device.type] for x in tensors]}
     except (ValueError, RuntimeError, TypeError) as wrong:
         error = wrong
     ranks.agree("average_gradients", signature, error)
-    wanted = [x for x, given in zip(mine, _given_anywhere(mine, ranks), strict=True) if given]
-    for bucket in _buckets(wanted):
+    with_grad = [x for x, has_grad in zip(tensors, _has_grad_anywhere(tensors, ranks), strict=True) if has_grad]
+    for bucket in _buckets(with_grad):
         _average(bucket, ranks)
 
 
@@ -67,15 +69,17 @@ def clip_grad_norm(
 ) -> Tensor:
     """Scale all gradients by max_norm / (norm + 1e-6) where that is below 1, as `torch.nn.utils.clip_grad_norm_` does.
 
-    norm is the 2-norm of all gradients together: of plain ones, which are averages and alike on all ranks, and of
-    DTensors on any meshes, whose shards are on several ranks. Returns it, as it was before: a scalar in fp64 on the
-    CPU. As in torch, a norm of NaN makes the gradients NaN, and an infinite one makes the finite gradients 0.
+    norm is the 2-norm of all gradients together: of plain ones, which are averages and equal on all ranks, and of
+    DTensors on any meshes. As in torch, a norm of NaN makes the gradients NaN, and an infinite one makes the finite
+    gradients 0. over: the ranks on which plain gradients are equal; as for `cross_entropy`.
 
-    over: the ranks among which plain gradients are alike; as for `cross_entropy`.
+    Returns:
+        The norm before clipping: a scalar in fp64 on the CPU.
 
-    Raises ValueError, on every rank, unless max_norm is positive, finite and the same on all, and where plain
-    gradients differ between ranks: those were not averaged yet; for an iterator at its end. NotImplementedError for
-    complex gradients and for DTensors that are partial sums.
+    Raises:
+        ValueError: on every rank, unless max_norm is positive, finite and equal on all; for plain gradients that differ
+            between ranks, since they were not averaged yet; for an exhausted iterator.
+        NotImplementedError: for complex gradients and for DTensors that are partial sums.
     """
     ranks = BatchRanks(over)
     with ranks.turn():
@@ -87,7 +91,7 @@ def _clip_grad_norm(parameters: Iterable[Tensor] | Tensor, max_norm: float, rank
     grads: list[Any] = []
     signature: dict[str, object] = {}
     try:
-        grads = [x.grad for x in _listed(parameters) if x.grad is not None]
+        grads = [x.grad for x in _parameter_list(parameters) if x.grad is not None]
         if not isinstance(max_norm, (int, float)) or isinstance(max_norm, bool) or not 0 < max_norm < math.inf:
             raise ValueError(f"max_norm must be a positive finite number, got {max_norm!r}")
         for grad in grads:
@@ -104,7 +108,7 @@ def _clip_grad_norm(parameters: Iterable[Tensor] | Tensor, max_norm: float, rank
     return norm
 
 
-def _listed(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
+def _parameter_list(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not listed and isinstance(parameters, Iterator):
         raise ValueError(
@@ -113,7 +117,7 @@ def _listed(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
     for x in listed:
         if not isinstance(x, Tensor):
             raise ValueError(f"parameters must be tensors, got {type(x)!r}")
-    return list({id(x): x for x in listed}.values())  # tied ones once
+    return list({id(x): x for x in listed}.values())  # list tied parameters once
 
 
 def _check_real(x: Tensor) -> None:
@@ -127,24 +131,24 @@ def _check_real(x: Tensor) -> None:
 def _check_plain(number: int, x: Tensor) -> None:
     if is_dtensor(x) or is_dtensor(x.grad):
         raise NotImplementedError(
-            f"parameters must be plain tensors, got a DTensor as number {number}: what has sharded it averages it"
+            f"parameters must be plain tensors, got a DTensor as number {number}: its wrapper averages it"
         )
     _check_real(x)
     if x.grad is not None and x.grad.layout is not torch.strided:
         raise ValueError(f"gradients must be dense, got that of parameter {number} in {x.grad.layout}")
 
 
-def _given_anywhere(parameters: Sequence[Tensor], ranks: BatchRanks) -> list[bool]:
-    """Whether some rank has a gradient of each parameter."""
-    mine = torch.tensor([x.grad is not None for x in parameters], dtype=torch.uint8)
-    if not len(mine):
+def _has_grad_anywhere(parameters: Sequence[Tensor], ranks: BatchRanks) -> list[bool]:
+    """For each parameter, True if some rank has a gradient of it."""
+    flags = torch.tensor([x.grad is not None for x in parameters], dtype=torch.uint8)
+    if not len(flags):
         return []
-    found: list[bool] = ranks.gather(mine).any(0).tolist()
-    return found
+    anywhere: list[bool] = ranks.gather(flags).any(0).tolist()
+    return anywhere
 
 
 def _buckets(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-    """In their order, those of one dtype and device together, up to a size."""
+    """Group parameters of one dtype and device, in their order, up to BUCKET bytes."""
     filled: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
     for x in parameters:
         lists = filled.setdefault((x.dtype, x.device), [[]])
@@ -187,27 +191,27 @@ def _square(grads: Sequence[Tensor]) -> Tensor:
 
 
 def _square_of_plain(grads: Sequence[Tensor], ranks: BatchRanks) -> Tensor:
-    """ValueError, on every rank, if it differs between ranks by more than the order of its sum can do."""
+    """Square of the norm. ValueError, on every rank, if ranks differ by more than the order of summation explains."""
     squares = ranks.gather(_square(grads))
     least, most = float(squares.min()), float(squares.max())
-    # All terms are positive, so a sum of n of them in another order, on another kind of GPU, differs by n roundings.
+    # All terms are positive, so sums of n terms in different orders, as on different GPUs, differ by n roundings.
     rounding = sum(grad.numel() for grad in grads) * 2.0**-52
     if most - least > rounding * most or squares.isfinite().any() != squares.isfinite().all():
         raise ValueError(
-            "gradients of plain parameters must be alike on all ranks: average them first (average_gradients, DDP), "
+            "gradients of plain parameters must be equal on all ranks: average them first (average_gradients, DDP), "
             f"got norms from {least**0.5:.6g} to {most**0.5:.6g}"
         )
     return squares[0]
 
 
 def _square_of_sharded(grads: Sequence[Any]) -> Tensor:
-    """Of DTensors: each shard counts once, however many ranks hold it."""
-    together: dict[tuple[Any, tuple[int, ...]], list[Tensor]] = {}
+    """Square of the norm of DTensors. Counts each shard once, even if several ranks hold it."""
+    groups: dict[tuple[Any, tuple[int, ...]], list[Tensor]] = {}
     for grad in grads:
         sharded = tuple(dim for dim, placement in enumerate(grad.placements) if not placement.is_replicate())
-        together.setdefault((grad.device_mesh, sharded), []).append(grad.to_local())
+        groups.setdefault((grad.device_mesh, sharded), []).append(grad.to_local())
     total = torch.zeros((), dtype=torch.float64)
-    for (mesh, sharded), local in together.items():
+    for (mesh, sharded), local in groups.items():
         square = _square(local)
         for dim in sharded:
             square = BatchRanks(mesh.get_group(dim)).gather(square).sum()

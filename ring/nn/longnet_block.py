@@ -1,10 +1,10 @@
-"""LongNet's block (arXiv 2307.02486) under the names of torchscale's configuration: `segment_length`, `dilated_ratio`.
+"""LongNet's block (arXiv 2307.02486), with the names of torchscale's configuration: `segment_length`, `dilated_ratio`.
 
     x + attention(norm(x)), then x + feed-forward(norm(x)), with torchscale's option subln (arXiv 2210.06423): one more
     norm before the last projection of each.
 
-What differs from torchscale: positions are rotary, and gradients also flow through the weights of the branches, which
-torchscale takes for constants. There is no dropout.
+Differences from torchscale: positions are rotary, and gradients also flow through the weights of the branches, which
+torchscale treats as constants. There is no dropout.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn.functional import gelu
 from reference.pattern import Pattern
 from ring.nn.context import ContextParallel
 from ring.nn.rotary import THETA
-from ring.nn.self_attention import SelfAttention, check_input, check_sizes, errors_told
+from ring.nn.self_attention import SelfAttention, check_input, check_sizes, errors_on_every_rank
 
 
 def longnet_pattern(
@@ -30,13 +30,13 @@ def longnet_pattern(
     *,
     offsets: str = "torchscale",
 ) -> Pattern:
-    """The pattern of a configuration of torchscale: branch i has segments of segment_length[i] tokens, of which each
-    head takes every dilated_ratio[i]-th.
+    """Return the pattern of a torchscale configuration. Branch i has segments of segment_length[i] tokens, where each
+    head selects every dilated_ratio[i]-th one.
 
-    Lists, or strings of lists as torchscale's configurations hold them: "[2048,4096]". offsets: where a head begins, as
-    for `Pattern.longnet`; by default as torchscale has it, heads h // ceil(heads / ratio).
+    Lists, or strings of lists as in torchscale's configurations: "[2048,4096]". offsets: rule for the first position of
+    each head, as for `Pattern.longnet`; the default is torchscale's, h // ceil(heads / ratio).
 
-    Raises ValueError for anything else, and for lists of different lengths.
+    Raises ValueError for anything else, and for lists of unequal lengths.
     """
     lengths, ratios = _integers("segment_length", segment_length), _integers("dilated_ratio", dilated_ratio)
     if len(lengths) != len(ratios):
@@ -44,37 +44,37 @@ def longnet_pattern(
     return Pattern.longnet(lengths, ratios, heads, causal, offsets)
 
 
-def _integers(name: str, given: Sequence[int] | str) -> list[int]:
-    refusal = ValueError(f'{name} must be integers >= 1, as [2048, 4096] or "[2048,4096]", got {given!r}')
-    found: object = given
-    if isinstance(given, str):
+def _integers(name: str, value: Sequence[int] | str) -> list[int]:
+    refusal = ValueError(f'{name} must be integers >= 1, as [2048, 4096] or "[2048,4096]", got {value!r}')
+    entries: object = value
+    if isinstance(value, str):
         try:
-            found = ast.literal_eval(given.strip())
+            entries = ast.literal_eval(value.strip())
         except (ValueError, SyntaxError) as error:
             raise refusal from error
-    if not isinstance(found, (list, tuple)) or not found:
+    if not isinstance(entries, (list, tuple)) or not entries:
         raise refusal
-    for x in found:
+    for x in entries:
         if not isinstance(x, int) or isinstance(x, bool) or x < 1:
             raise refusal
-    return list(found)
+    return list(entries)
 
 
 class LongNetBlock(nn.Module):
-    """A layer of LongNet over a sequence of which each rank holds a shard.
+    """A layer of LongNet over a sharded sequence.
 
     dim                            of x
     heads, kv_heads                as for `SelfAttention`
     segment_length, dilated_ratio  as for `longnet_pattern`
     ffn_dim                        inner dimension of the feed-forward; None: 4 dim
     causal                         True for a decoder
-    subln                          LayerNorm before the last projection of attention and feed-forward
+    subln                          if True, LayerNorm before the last projection of attention and feed-forward
     rotary_theta                   None: no positions
     norm_eps                       of all LayerNorms
-    name                           what errors call this layer, as "layer 3"
+    name                           name of this layer in errors, as "layer 3"
 
-    Parameters have the defaults of their modules. For the depth-dependent scale that subln has in torchscale multiply
-    v_proj, o_proj, fc1 and fc2 by sqrt(log(2 layers)).
+    Parameters have the defaults of their modules. For torchscale's depth-dependent scale of subln multiply v_proj,
+    o_proj, fc1 and fc2 by sqrt(log(2 layers)).
     """
 
     def __init__(
@@ -111,9 +111,9 @@ class LongNetBlock(nn.Module):
         self.fc2 = nn.Linear(ffn_dim, dim, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, context: ContextParallel, positions: Tensor | None = None) -> Tensor:
-        """x (B, N, dim), N being this rank's tokens -> (B, N, dim). positions, errors: as for `SelfAttention`."""
+        """x (B, N, dim) with this rank's N tokens -> (B, N, dim). positions, errors: as for `SelfAttention`."""
         check_input(x, self.dim, context, positions, self.name)
-        with errors_told(x, context, self.name):
+        with errors_on_every_rank(x, context, self.name):
             normed = self.attention_norm(x)
         x = x + self.attention(normed, context)
         inner = gelu(self.fc1(self.ffn_norm(x)))  # (B, N, ffn_dim)

@@ -1,12 +1,12 @@
-"""The loss of a global batch: the mean over all its labelled tokens, with the gradient scale that DDP and FSDP expect.
+"""Loss of a global batch: the mean over all its labelled tokens, with the gradient scale that DDP and FSDP expect.
 
     L = sum over ranks and micro-batches of (sum of the local losses) / labelled
 
 Ranks, and micro-batches, have unequal numbers of labelled tokens, so a mean of their means would be another loss. Every
-rank computes the gradient of its own summand; DDP and FSDP divide the sum of these by the number of ranks, so each is
-multiplied by that number here.
+rank computes the gradient of its own summand. DDP and FSDP divide the sum of these gradients by the number of ranks, so
+this module multiplies each by that number.
 
-Every rank of `over` calls these functions. Errors are raised on all of them alike.
+Every rank of `over` calls these functions. All raise the same errors.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from ring.validation import refuse_dtensor
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# What may be wrong with the arguments. Not Exception: checkpointing ends a recomputation early by one of its own.
-_WRONG = (ValueError, RuntimeError, TypeError)  # NotImplementedError is a RuntimeError
+# Errors of arguments. Not Exception: checkpointing stops a recomputation early by raising its own.
+_ARGUMENT_ERRORS = (ValueError, RuntimeError, TypeError)  # NotImplementedError is a RuntimeError
 
 
 def count_labels(
@@ -36,11 +36,11 @@ def count_labels(
     over: dist.ProcessGroup | DeviceMesh | None = None,
     ignored: int = IGNORED,
 ) -> int:
-    """How many labels are not `ignored`, over all ranks and, given a list, over all micro-batches of a step.
+    """Number of labels that are not `ignored`, over all ranks and, for a list, over all micro-batches of a step.
 
     labels: this rank's, int64 or int32, any shape. over: as for `cross_entropy`.
 
-    Raises ValueError, on every rank, for labels of another type and for lists of different lengths.
+    Raises ValueError, on every rank, for labels of another type and for lists of unequal lengths.
     """
     ranks = BatchRanks(over)
     with ranks.turn():
@@ -48,22 +48,22 @@ def count_labels(
 
 
 def _count_labels(labels: Tensor | Sequence[Tensor], ranks: BatchRanks, ignored: int) -> int:
-    error, found = None, torch.zeros(1, dtype=torch.int64)
+    error, count = None, torch.zeros(1, dtype=torch.int64)
     signature: dict[str, object] = {}
     try:
         if not isinstance(labels, (Tensor, list, tuple)):
             raise ValueError(f"labels must be a tensor or a list of tensors, got {type(labels)!r}")
         micro_batches = [labels] if isinstance(labels, Tensor) else list(labels)
-        for one in micro_batches:
-            _check_labels(one)
+        for batch_labels in micro_batches:
+            _check_labels(batch_labels)
         _check_ignored(ignored)
         signature = {"number of micro-batches": len(micro_batches), "ignored": ignored}
         if micro_batches:
-            found = torch.stack([(one != ignored).sum() for one in micro_batches]).sum().reshape(1)
-    except _WRONG as wrong:
+            count = torch.stack([(batch_labels != ignored).sum() for batch_labels in micro_batches]).sum().reshape(1)
+    except _ARGUMENT_ERRORS as wrong:
         error = wrong
     ranks.agree("count_labels", signature, error)
-    return int(ranks.gather(found).sum())
+    return int(ranks.gather(count).sum())
 
 
 def cross_entropy(
@@ -75,22 +75,21 @@ def cross_entropy(
     averaged_over: float | None = None,
     ignored: int = IGNORED,
 ) -> Tensor:
-    """The mean cross entropy over all labelled tokens of the global batch: a scalar, the same on every rank.
+    """Return the mean cross entropy over all labelled tokens of the global batch, the same on every rank.
 
     Args:
-        logits: (B, N, V) of this rank's tokens; fp64, fp32, bf16 or fp16; in 16 bits they are computed with in fp32.
-        labels: (B, N) int64 or int32, the next tokens, `ignored` where there is none.
+        logits: (B, N, V) of this rank's tokens; fp64, fp32, bf16 or fp16; 16 bits are computed in fp32.
+        labels: (B, N) int64 or int32, the next tokens, `ignored` for no label.
         over: the ranks that share the global batch, data x context: a process group, a `DeviceMesh` of any number of
-            dimensions, or None for the default group, or this process where there is none.
-        labelled: the number of labelled tokens of the whole step, where that has several micro-batches
-            (`count_labels`). The value is then this micro-batch's share of the mean, and the shares are added. None:
-            those of this call.
-        averaged_over: by how many the wrapper divides the sum of all ranks' gradients; None: by the number of ranks, as
-            DDP and FSDP do. 1 where gradients are only summed.
-        ignored: the label of a token that has none.
+            dimensions, or None for the default group, or for this process without one.
+        labelled: number of labelled tokens of the whole step if it has several micro-batches (`count_labels`). The
+            value is then this micro-batch's share of the mean; add the shares. None: number of this call.
+        averaged_over: the divisor that the wrapper applies to the sum of all ranks' gradients; None: the number of
+            ranks, as for DDP and FSDP. 1 if gradients are only summed.
+        ignored: the label of a token without label.
 
     Returns:
-        The mean in fp32 (fp64 for fp64); 0, with zero gradients, where nothing is labelled. The gradient is that of
+        A scalar in fp32 (fp64 for fp64); 0, with zero gradients, without labels. The gradient is that of
         averaged_over / labelled times the sum of this rank's losses.
 
     Raises:
@@ -102,8 +101,8 @@ def cross_entropy(
     def losses() -> Tensor:
         _check_logits(logits)
         _check_shapes("logits", logits, labels, logits.shape[:2])
-        given = logits.to(accumulator_dtype(logits.dtype)).flatten(0, 1)
-        return _per_token(given, labels.flatten().long(), ignored).view_as(labels)
+        wide = logits.to(accumulator_dtype(logits.dtype)).flatten(0, 1)
+        return _per_token(wide, labels.flatten().long(), ignored).view_as(labels)
 
     ranks = BatchRanks(over)
     with ranks.turn():
@@ -119,23 +118,23 @@ def token_mean(
     averaged_over: float | None = None,
     ignored: int = IGNORED,
 ) -> Tensor:
-    """`cross_entropy` for losses that were computed elsewhere: (B, N), real, of this rank's tokens; labels (B, N).
+    """Return the mean of losses, (B, N), real, of this rank's tokens, scaled as `cross_entropy` is; labels (B, N).
 
-    Losses where the label is `ignored` do not count, whatever they are. The rest is as for `cross_entropy`.
+    Losses of `ignored` labels do not count, not even if infinite or NaN. The rest is as for `cross_entropy`.
     """
 
-    def given() -> Tensor:
+    def checked() -> Tensor:
         _check_real("losses", losses, "(batch, local tokens)", 2)
         _check_shapes("losses", losses, labels, losses.shape)
         return losses
 
     ranks = BatchRanks(over)
     with ranks.turn():
-        return _mean("token_mean", given, labels, ranks, labelled, averaged_over, ignored)
+        return _mean("token_mean", checked, labels, ranks, labelled, averaged_over, ignored)
 
 
 def _mean(
-    doing: str,
+    operation: str,
     compute: Callable[[], Tensor],
     labels: Tensor,
     ranks: BatchRanks,
@@ -143,10 +142,10 @@ def _mean(
     averaged_over: float | None,
     ignored: int,
 ) -> Tensor:
-    """compute: checks the arguments of its caller and returns the losses, (B, N)."""
+    """Mean of the losses (B, N) that `compute` returns; it also checks the arguments of the caller."""
     error: Exception | None = None
     signature: dict[str, object] = {}
-    local, found, kind = torch.zeros(()), torch.zeros(2), torch.float32
+    local, sums, kind = torch.zeros(()), torch.zeros(2), torch.float32
     try:
         _check_ignored(ignored)
         _check_options(labelled, averaged_over)
@@ -154,15 +153,15 @@ def _mean(
         counts = labels != ignored  # (B, N)
         kind = accumulator_dtype(losses.dtype)
         local = losses.masked_fill(~counts, 0.0).sum(dtype=torch.float64)
-        found = torch.stack((local.detach(), counts.sum().double()))
+        sums = torch.stack((local.detach(), counts.sum().double()))
         signature = {
             "labelled": labelled, "averaged_over": averaged_over, "ignored": ignored, "dtype": str(losses.dtype),
             "device type": losses.device.type,
         }  # fmt: skip
-    except _WRONG as wrong:
+    except _ARGUMENT_ERRORS as wrong:
         error = wrong
-    ranks.agree(doing, signature, error)
-    total, count = ranks.gather(found).sum(0)
+    ranks.agree(operation, signature, error)
+    total, count = ranks.gather(sums).sum(0)
     if labelled is not None:
         if labelled < int(count):
             raise ValueError(
@@ -177,7 +176,7 @@ def _mean(
 
 
 class _Mean(torch.autograd.Function):
-    """The mean of all ranks' losses, with the gradient of `scale` times this rank's own sum of them."""
+    """The mean of all ranks' losses, with the gradient of `scale` times this rank's own sum."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
@@ -190,10 +189,10 @@ class _Mean(torch.autograd.Function):
 
 
 def _per_token(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
-    """logits (T, V), labels (T,) -> (T,), 0 where nothing is labelled."""
+    """Losses: logits (T, V), labels (T,) -> (T,), 0 for ignored labels."""
     try:
         return torch.nn.functional.cross_entropy(logits, labels, ignore_index=ignored, reduction="none")
-    except IndexError as error:  # on CPUs; a GPU ends the process
+    except IndexError as error:  # on CPUs only: on a GPU the process aborts
         raise ValueError(f"labels must be {ignored}, or from 0 to {logits.shape[1] - 1}: {error}") from error
 
 
@@ -206,15 +205,15 @@ def _check_logits(logits: Tensor) -> None:
 def _check_real(name: str, x: Tensor, shape: str, dims: int) -> None:
     refuse_dtensor(name, x)
     if not isinstance(x, Tensor) or x.dim() != dims or not x.is_floating_point():
-        given = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(type(x))
-        raise ValueError(f"{name} must be a real {shape} tensor, got {given}")
+        got = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(type(x))
+        raise ValueError(f"{name} must be a real {shape} tensor, got {got}")
 
 
 def _check_shapes(name: str, x: Tensor, labels: Tensor, shape: tuple[int, ...]) -> None:
     _check_labels(labels)
     if labels.shape != shape:
         whole = labels.dim() == 2 and labels.shape[0] == shape[0] and labels.shape[1] > shape[1]
-        hint = ": are they those of the whole sequence? shard_batch shards them with the tokens" if whole else ""
+        hint = ": labels of the whole sequence? shard_batch shards them with the tokens" if whole else ""
         raise ValueError(f"labels must have the shape {tuple(shape)} of {name}, got {tuple(labels.shape)}{hint}")
     if labels.device != x.device:
         raise ValueError(f"labels must be on the device of {name}, {x.device}, got {labels.device}")
@@ -223,8 +222,8 @@ def _check_shapes(name: str, x: Tensor, labels: Tensor, shape: tuple[int, ...]) 
 def _check_labels(labels: Tensor) -> None:
     refuse_dtensor("labels", labels)
     if not isinstance(labels, Tensor) or labels.dtype not in INTEGERS:
-        given = str(labels.dtype) if isinstance(labels, Tensor) else repr(type(labels))
-        raise ValueError(f"labels must be an int64 or int32 tensor, got {given}")
+        got = str(labels.dtype) if isinstance(labels, Tensor) else repr(type(labels))
+        raise ValueError(f"labels must be an int64 or int32 tensor, got {got}")
 
 
 def _check_ignored(ignored: int) -> None:

@@ -1,4 +1,4 @@
-"""The attention of a model as a module without parameters, to be put in the place of a model's inner attention.
+"""Ring attention as a module without parameters, which replaces a model's inner attention.
 
 RingAttention(Pattern.dense(causal=True))(query, key, value, context=context)    # each (B, heads, local tokens, D)
 """
@@ -14,11 +14,11 @@ SHAPE = ("batch", "heads", "local tokens", "head dim")
 
 
 class RingAttention(nn.Module):
-    """`torch.nn.functional.scaled_dot_product_attention` over a sharded sequence, as far as that goes.
+    """Drop-in for `torch.nn.functional.scaled_dot_product_attention` on a sharded sequence (no mask, no dropout).
 
-    pattern   who sees whom, which stands in the place of a mask
-    context   over which ranks the sequence is sharded; one that is given to forward goes before this one
-    name      what errors call this module, as "layer 3"; the ranks compare it
+    pattern   replaces the mask
+    context   handle of the sharded sequence; the context argument of forward overrides it
+    name      name of this module in errors, as "layer 3"; the ranks compare it
     """
 
     def __init__(self, pattern: Pattern, context: ContextParallel | None = None, name: str | None = None) -> None:
@@ -41,14 +41,13 @@ class RingAttention(nn.Module):
         *,
         context: ContextParallel | None = None,
     ) -> Tensor:
-        """query (B, H, N, D), key and value (B, Hk, N, D) -> (B, H, N, D), N being this rank's tokens.
+        """query (B, H, N, D), key and value (B, Hk, N, D) with this rank's N tokens -> (B, H, N, D).
 
-        dtypes: those of `ring_attention`. attn_mask and dropout_p stand where `scaled_dot_product_attention` has them,
-        and may only be None and 0. is_causal: None, or what the pattern says. scale: None for D ** -0.5. enable_gqa:
-        whether H may be a multiple of Hk.
+        dtypes: those of `ring_attention`. attn_mask and dropout_p exist for the signature, and must be None and 0.
+        is_causal: None, or the pattern's. scale: None for D ** -0.5. enable_gqa: True if H may be a multiple of Hk.
 
         Raises ValueError and NotImplementedError as `ring_attention` does, the same on every rank; ValueError on this
-        rank alone where no context is known.
+        rank alone without a context.
         """
         context = checked_context(self.context if context is None else context)
         try:
@@ -56,7 +55,7 @@ class RingAttention(nn.Module):
             for name, x in (("query", query), ("key", key), ("value", value)):
                 context.check_local(name, x, SHAPE, 2)
             _check_heads(query.shape[1], key.shape[1], enable_gqa)
-        except Exception as error:  # of any type: the other ranks must hear of it
+        except Exception as error:  # of any type: the other ranks must raise it too
             context.raise_everywhere(error, self.name)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # (B, N, H, D)
         return context.attention(q, k, v, self.pattern, scale=scale, name=self.name).transpose(1, 2)
@@ -64,24 +63,22 @@ class RingAttention(nn.Module):
     def _check(self, attn_mask: Tensor | None, dropout_p: float, is_causal: bool | None) -> None:
         if attn_mask is not None:
             raise NotImplementedError(
-                f"attn_mask must be None, got {type(attn_mask).__name__}: who sees whom is said by the pattern"
+                f"attn_mask must be None, got {type(attn_mask).__name__}: the pattern is the mask"
             )
         if isinstance(dropout_p, bool) or dropout_p != 0:
             raise NotImplementedError(f"dropout_p must be 0.0, got {dropout_p!r}: there is no dropout of attention")
         if is_causal is not None and is_causal is not self.pattern.causal:
-            raise ValueError(
-                f"is_causal must be None or what the pattern says, {self.pattern.causal}, got {is_causal!r}"
-            )
+            raise ValueError(f"is_causal must be None or the pattern's, {self.pattern.causal}, got {is_causal!r}")
 
     def extra_repr(self) -> str:
         return f"{self.pattern}, name={self.name!r}"
 
 
 def checked_context(context: object) -> ContextParallel:
-    """ValueError, on this rank alone, unless it is a handle, by which the ranks find each other."""
+    """Return the handle; ValueError, on this rank alone, for anything else: without it no rank can be reached."""
     if not isinstance(context, ContextParallel):
         raise ValueError(
-            f"context must be a ContextParallel, which the module or its forward is given, got {context!r}"
+            f"context must be a ContextParallel, an argument of the module or of its forward, got {context!r}"
         )
     return context
 

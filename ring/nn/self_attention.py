@@ -1,6 +1,6 @@
-"""Self-attention of a layer over a sequence of which each rank holds a shard: projections, rotary positions, the ring.
+"""Self-attention of a layer over a sharded sequence: projections, rotary positions, the ring.
 
-The projections see this rank's tokens only, and the positions are the global ones of these tokens.
+The projections see only this rank's tokens; positions are the global positions of these tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from reference.pattern import Pattern, check_pattern
 from ring.nn.context import ContextParallel
 from ring.nn.ring_attention import checked_context
-from ring.nn.rotary import THETA, angles_of, check_turn, one_for_each, turned
+from ring.nn.rotary import THETA, cached_angles, check_rotation, has_token_shape, rotate
 
 SHAPE = ("batch", "local tokens", "dim")
 
@@ -27,9 +27,9 @@ class SelfAttention(nn.Module):
     head_dim        None: dim / heads
     bias            of the four projections
     rotary_theta    base of the rotary positions; None: no positions
-    qk_norm         RMSNorm of each head's queries and keys before they are turned
-    inner_norm_eps  LayerNorm, with this epsilon, of all heads' outputs before o_proj (torchscale's subln); None: none
-    name            what errors call this module, as "layer 3"; the ranks compare it
+    qk_norm         if True, RMSNorm of each head's queries and keys before the rotation
+    inner_norm_eps  epsilon of a LayerNorm of all heads' outputs before o_proj (torchscale's subln); None: no LayerNorm
+    name            name of this module in errors, as "layer 3"; the ranks compare it
 
     Raises ValueError for sizes that do not fit each other or the pattern.
     """
@@ -62,7 +62,7 @@ class SelfAttention(nn.Module):
         check_pattern(pattern)
         pattern.validate(heads)
         if rotary_theta is not None:
-            check_turn(head_dim, rotary_theta)
+            check_rotation(head_dim, rotary_theta)
         self.dim, self.heads, self.kv_heads, self.head_dim = dim, heads, kv_heads, head_dim
         self.pattern, self.rotary_theta, self.name = pattern, rotary_theta, name
         inner = heads * head_dim
@@ -77,12 +77,12 @@ class SelfAttention(nn.Module):
             self.inner_norm = nn.LayerNorm(inner, inner_norm_eps, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, context: ContextParallel, positions: Tensor | None = None) -> Tensor:
-        """x (B, N, dim), N being this rank's tokens -> (B, N, dim).
+        """x (B, N, dim) with this rank's N tokens -> (B, N, dim).
 
-        positions: None, or the context's, (N,) or (B, N), on x's device; no others, since the pattern goes by these.
+        positions: None, or the context's, (N,) or (B, N), on x's device: the pattern depends on these.
 
         Raises ValueError and NotImplementedError as `ring_attention` does, the same on every rank of the context;
-        ValueError on this rank alone where context is no `ContextParallel`.
+        ValueError on this rank alone if context is no `ContextParallel`.
         """
         check_input(x, self.dim, context, positions, self.name)
         q, k, v = self._project(x, context)
@@ -90,16 +90,16 @@ class SelfAttention(nn.Module):
         return self.o_proj(out if self.inner_norm is None else self.inner_norm(out))
 
     def _project(self, x: Tensor, context: ContextParallel) -> tuple[Tensor, Tensor, Tensor]:
-        """q (B, N, H, D), k and v (B, N, Hk, D)."""
-        with errors_told(x, context, self.name):
+        """Return q (B, N, H, D), k and v (B, N, Hk, D)."""
+        with errors_on_every_rank(x, context, self.name):
             q = self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))
             k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
             v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary_theta is not None:
-            angles = angles_of(context, q, self.rotary_theta)
-            q, k = turned(q, *angles), turned(k, *angles)
+            angles = cached_angles(context, q, self.rotary_theta)
+            q, k = rotate(q, *angles), rotate(k, *angles)
         return q, k, v
 
     def extra_repr(self) -> str:
@@ -107,7 +107,7 @@ class SelfAttention(nn.Module):
 
 
 def check_sizes(**sizes: int) -> None:
-    """ValueError for one that is no integer of at least 1."""
+    """Raise ValueError unless every size is an integer >= 1."""
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"{name} must be an integer >= 1, got {size!r}")
@@ -122,13 +122,13 @@ def check_input(x: Tensor, dim: int, context: ContextParallel, positions: Tensor
             raise ValueError(f"x must be a real tensor with last dimension {dim}, got {x.dtype}, {tuple(x.shape)}")
         if positions is not None:
             _check_positions(positions, x, context)
-    except Exception as error:  # of any type: the other ranks must hear of it
+    except Exception as error:  # of any type: the other ranks must raise it too
         context.raise_everywhere(error, name)
 
 
 @contextmanager
-def errors_told(x: Tensor, context: ContextParallel, name: str | None) -> Iterator[None]:
-    """What torch raises of x on this rank, as of another dtype than the parameters', is raised on every rank."""
+def errors_on_every_rank(x: Tensor, context: ContextParallel, name: str | None) -> Iterator[None]:
+    """Raise torch's errors about x (a dtype other than the parameters', say) on every rank."""
     try:
         yield
     except RuntimeError as error:
@@ -139,30 +139,29 @@ def errors_told(x: Tensor, context: ContextParallel, name: str | None) -> Iterat
 
 def _check_positions(positions: Tensor, x: Tensor, context: ContextParallel) -> None:
     if not isinstance(positions, Tensor) or positions.dtype not in (torch.int64, torch.int32):
-        given = str(positions.dtype) if isinstance(positions, Tensor) else repr(type(positions))
-        raise ValueError(f"positions must be None or an int64 or int32 tensor, got {given}")
-    if not (one_for_each(positions, x) or one_for_each(positions, x[:1])):
+        got = str(positions.dtype) if isinstance(positions, Tensor) else repr(type(positions))
+        raise ValueError(f"positions must be None or an int64 or int32 tensor, got {got}")
+    if not (has_token_shape(positions, x) or has_token_shape(positions, x[:1])):
         allowed = f"{tuple(x.shape[1:2])} or {tuple(x.shape[:2])}"
         raise ValueError(f"positions must have the shape {allowed}, got {tuple(positions.shape)}")
     if positions.device != x.device:
         raise ValueError(f"positions must be on x's device {x.device}, got {positions.device}")
-    if torch.compiler.is_compiling():  # a graph cannot depend on values; what is computed goes by the context's own
+    if torch.compiler.is_compiling():  # a graph cannot depend on values; the computation uses the context's positions
         return
     own = context.positions_on(x.device)
     if own._version:
-        raise ValueError("positions must stay as they are, got the context's own, into which something was written")
-    if _same_memory(positions, own):  # a batch's positions are: nothing to compare, no wait for a GPU
+        raise ValueError("positions must not be modified, got the context's own, into which something was written")
+    if _same_memory(positions, own):  # true for a batch's positions: saves a wait for the GPU
         return
     wrong = (positions != own).nonzero()
     if len(wrong):
         at = tuple(wrong[0].tolist())
-        kind = "global ones" if context.documents is None else "those within each document"
+        kind = "global positions" if context.documents is None else "positions within each document"
         raise ValueError(
-            f"positions must be those that the layout gives this rank, {kind}: at {at} it is {int(own[at[-1]])}, "
-            f"got {int(positions[at])}"
+            f"positions must be this rank's {kind}: at {at} it is {int(own[at[-1]])}, got {int(positions[at])}"
         )
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether they are one tensor, or one is the other detached, as checkpointing does."""
+    """True if they are one tensor, or one is the other detached, as checkpointing does."""
     return (a.dtype, a.shape, a.stride(), a.data_ptr()) == (b.dtype, b.shape, b.stride(), b.data_ptr())

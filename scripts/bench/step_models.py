@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bench.workload import Attend
 from ring.nn import ContextParallel
-from ring.nn.rotary import THETA, angles_of, turned
+from ring.nn.rotary import THETA, cached_angles, rotate
 
 CHUNK = 4096  # tokens whose logits exist at a time
 EPSILON = 1e-5  # of all norms
@@ -59,8 +59,8 @@ class StepAttention(nn.Module):
         q, k, v = (
             project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
         )  # (B, N, H or Hk, D)
-        angles = angles_of(context, q, THETA)
-        return self.o_proj(self.inner_norm(attend(turned(q, *angles), turned(k, *angles), v).flatten(2)))
+        angles = cached_angles(context, q, THETA)
+        return self.o_proj(self.inner_norm(attend(rotate(q, *angles), rotate(k, *angles), v).flatten(2)))
 
 
 class StepLayer(nn.Module):

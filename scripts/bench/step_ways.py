@@ -21,7 +21,7 @@ from bench.workload import PATTERNS, Attend, AttentionShape, Workload
 from ring import Layout
 from ring.comm.transport import SoloTransport
 from ring.nn import Batch, ContextParallel, next_tokens, shard_batch
-from ring.nn.rotary import THETA, angles_of
+from ring.nn.rotary import THETA, cached_angles
 
 DTYPE = "bfloat16"  # of parameters and activations, as ring-flash-attn and cuDNN take it
 OURS, UNCHECKED, ALONE = "ours", "ours-unchecked", "one-gpu"
@@ -95,7 +95,7 @@ class StepProblem:
         group = SoloTransport() if layout.world_size == 1 else None
         batch = shard_batch(ContextParallel(layout, group, check=check), *self.whole())
         like = torch.empty(1, 0, 1, self.shape.head_dim, dtype=self.workload.dtype, device=self.device)
-        angles_of(batch.context, like, THETA)  # kept in the context: a graph would compute them at every run
+        cached_angles(batch.context, like, THETA)  # kept in the context: a graph would compute them at every run
         return batch
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from reference import Branch, Pattern, attention, fast_oracle, gradients
 from reference.fast_oracle import QUANTITIES, Expectation, Inputs, evaluate, multiplicity
-from reference.roundoff import Arithmetic, Counts, most_partials
+from reference.roundoff import Arithmetic, Counts, max_partials
 from tests.support.plain_case import plain
 from verification.case import DTYPES, Case
 from verification.check.expectation import arithmetic_of, expect
@@ -209,10 +209,10 @@ def small(**changes: Any) -> Case:
 
 
 def test_counts_of_partial_results() -> None:
-    assert most_partials("contiguous", False, ranks=4, tokens=24, bucket=32, branches=1) == 4
-    assert most_partials("zigzag", False, ranks=4, tokens=24, bucket=32, branches=1) == 8
-    assert most_partials("contiguous", False, ranks=4, tokens=24, bucket=5, branches=3) == 3 * (4 + 4 + 4)
-    assert most_partials("striped", True, ranks=4, tokens=24, bucket=32, branches=1) == 7
+    assert max_partials("contiguous", False, ranks=4, tokens=24, bucket=32, branches=1) == 4
+    assert max_partials("zigzag", False, ranks=4, tokens=24, bucket=32, branches=1) == 8
+    assert max_partials("contiguous", False, ranks=4, tokens=24, bucket=5, branches=3) == 3 * (4 + 4 + 4)
+    assert max_partials("striped", True, ranks=4, tokens=24, bucket=32, branches=1) == 7
     assert arithmetic_of(small(world=4)).counts.merges == 4
     long = arithmetic_of(small(world=4, tokens=240, bucket=5)).counts
     assert (long.merges, long.row_merges) == (4 + 48 + 4, 2 * (4 + 48 + 4))

@@ -16,7 +16,7 @@ from reference.cost import Setting
 from reference.fast_oracle import multiplicity as counted
 from reference.oracle import gradients
 from reference.pattern import multiplicity
-from reference.roundoff import Arithmetic, Counts, most_seen
+from reference.roundoff import Arithmetic, Counts, max_pairs
 from tests.support import drawn_patterns
 
 budget = settings(max_examples=80, deadline=None)
@@ -56,7 +56,7 @@ def test_the_twin_has_the_same_mask_and_the_count_of_pairs_bounds_it(packed: Pat
     n = sum(documents)
     c = multiplicity(packed, torch.arange(n), torch.arange(n), 2).numpy()
     assert (counted(packed, 2, n) == c).all()
-    keys, rows = most_seen(packed, n, 2, 1)
+    keys, rows = max_pairs(packed, n, 2, 1)
     assert c.sum(2).max(initial=0) <= keys <= 2 * max(documents, default=1) + 1
     assert c.sum((0, 1)).max(initial=0) <= rows
 
@@ -72,7 +72,7 @@ def test_the_twin_has_the_same_mask_and_the_count_of_pairs_bounds_it(packed: Pat
         ((1, None), r"got None as number 1"),
         ((1, (2,)), r"got a tuple as number 1 of \(1, a tuple\)"),
         (np.array([1, 2]), "got a numpy.ndarray"),
-        (torch.tensor([0, 2]), "got a torch.Tensor; of cu_seqlens, documents_from_cu_seqlens makes them"),
+        (torch.tensor([0, 2]), "got a torch.Tensor; for cu_seqlens use documents_from_cu_seqlens"),
         ((np.int64(1),), "got a numpy.int64 as number 0"),
         ((1,) * 8 + (-1,), r"got -1 as number 8 of \(1, 1, 1, 1, 1, 1, ...\)$"),
     ],
@@ -139,7 +139,7 @@ def test_lengths_of_cu_seqlens_and_of_positions(documents: list[int]) -> None:
 
 
 ROW, EDGE = "must be one row of integers", "cu_seqlens must go from 0 to the number of tokens, 7, got"
-STEP = "positions must be 0 or one more than the one before, got"
+STEP = "positions must be 0 or the previous one plus 1, got"
 
 
 @pytest.mark.parametrize(

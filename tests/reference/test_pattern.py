@@ -42,7 +42,7 @@ def test_what_comes_back_is_equal_and_has_a_number_of_its_own(way: str, pattern:
 
 def test_a_number_finds_no_pattern_that_is_gone() -> None:
     for number in (Pattern.dense(documents=(1, 1)).number, -1, 2**62):
-        with pytest.raises(ValueError, match=f"^pattern must be the number of one that is there, got {number}"):
+        with pytest.raises(ValueError, match=f"^pattern must be the number of an existing one, got {number}"):
             numbered_pattern(number)
 
 
@@ -121,7 +121,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: Branch(heads=(0, 1)), "heads must be a range or None, got (0, 1)"),  # type: ignore[arg-type]
     *((lambda heads=heads: Branch(heads=heads), "heads must be a nonempty range of step 1 from >= 0, got range(")
       for heads in (range(0), range(-1, 2), range(0, 4, 2), range(3, 0, -1))),
-    (lambda: Branch(window=-1), "window must be an integer >= 0 or None, got -1; what flash attention has as"),
+    (lambda: Branch(window=-1), "window must be an integer >= 0 or None, got -1; for flash attention's window_size"),
     (lambda: Branch(window=(4, 0)), "window must be an integer >= 0 or None, got (4, 0);"),  # type: ignore[arg-type]
     (lambda: Pattern(()), "branches must be a tuple of at least one Branch, got ()"),
     (lambda: Pattern(Branch()), "branches must be a tuple"),  # type: ignore[arg-type]

@@ -36,13 +36,13 @@ def arithmetic_of(case: Case) -> Arithmetic:
 
 def counts_of(case: Case, kernel: str) -> Counts:
     """How much is added up, in calls of that kernel of `arithmetic.KERNELS`."""
-    keys, rows = roundoff.most_seen(case.pattern, case.tokens, case.heads, case.kv_heads)
-    taken = [roundoff.most_taken(branch, case.pattern.causal, case.tokens) for branch in case.pattern.branches]
+    keys, rows = roundoff.max_pairs(case.pattern, case.tokens, case.heads, case.kv_heads)
+    taken = [roundoff.window_factor(branch, case.pattern.causal, case.tokens) for branch in case.pattern.branches]
     shards = case.order, case.cuts is not None, len(case.ranks)
-    parts = roundoff.most_parts(case.exchange, *shards, case.pattern.causal, max(taken) > 1)
-    partials = roundoff.most_partials(*shards, case.tokens, case.tokens_per_call, sum(taken), parts)
+    parts = roundoff.max_run_parts(case.exchange, *shards, case.pattern.causal, max(taken) > 1)
+    partials = roundoff.max_partials(*shards, case.tokens, case.tokens_per_call, sum(taken), parts)
     merges, row_merges = min(keys, partials), min(rows, partials * (case.heads // case.kv_heads))
-    key_blocks, row_blocks = (1, 2) if kernel == "gpu" else roundoff.blocks_of_a_call(case.tokens)
+    key_blocks, row_blocks = (1, 2) if kernel == "gpu" else roundoff.max_call_blocks(case.tokens)
     return Counts(keys, rows, merges, row_merges, key_blocks, row_blocks)
 
 

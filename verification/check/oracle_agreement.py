@@ -20,7 +20,7 @@ import torch
 from reference.bounds import Array
 from reference.fast_oracle import QUANTITIES, Expectation, evaluate
 from reference.oracle import attention_and_gradients
-from reference.roundoff import Arithmetic, Counts, most_seen
+from reference.roundoff import Arithmetic, Counts, max_pairs
 from verification.case import Case
 from verification.failures import WrongResult
 from verification.run.observation import Observations
@@ -54,7 +54,7 @@ def by_the_oracle(expectation: Expectation) -> tuple[dict[str, Array], dict[str,
     rows = None if inputs.rows is None else torch.from_numpy(inputs.rows)
     found = attention_and_gradients(q, k, v, inputs.pattern, dout, dlse, q_positions=rows, scale=inputs.scale)
     results = {name: x.numpy() for name, x in zip(QUANTITIES, found, strict=True)}
-    counts = Counts(*most_seen(inputs.pattern, k.shape[1], inputs.heads, inputs.kv_heads))
+    counts = Counts(*max_pairs(inputs.pattern, k.shape[1], inputs.heads, inputs.kv_heads))
     arithmetic = Arithmetic.of("float64", "math", q.shape[3], inputs.scale, counts)
     return results, evaluate(inputs, arithmetic).bound
 

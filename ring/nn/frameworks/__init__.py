@@ -1,4 +1,4 @@
-"""What a training framework needs so that a sharded sequence trains right. Import the modules that you use.
+"""Adapters of training frameworks to sharded sequences. Import the modules that you use.
 
 mesh             the ranks of a step: data x context, and the mesh over which gradients are averaged
 ddp, fsdp        torch's DistributedDataParallel and fully_shard over that mesh
@@ -6,6 +6,6 @@ deepspeed        DeepSpeed's ZeRO 1, 2 and 3
 fairscale        FairScale's OSS and ShardedDDP
 transformers     the attention of Hugging Face's models
 parallel_style   an attention module in a plan of torch's parallelize_module
-recompute        activation checkpointing, with the attention kept or computed again
+recompute        activation checkpointing, with the attention saved or recomputed
 checkpoint       distributed checkpoints, saved at one number of ranks and resumed at another
 """

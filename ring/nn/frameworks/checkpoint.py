@@ -3,9 +3,9 @@
     checkpoint.save(f"{folder}/1000", model, optimizer, step=1000)
     progress = checkpoint.load(f"{folder}/1000", model, optimizer)              # {"step": 1000}
 
-Works for a plain model, DDP and FSDP2, and from one to the other: parameters go by their names, and each rank writes
-and reads its shards. A checkpoint holds no layout and no group. Make the `ContextParallel` handle, as always, for the
-ranks that there are now. DeepSpeed and FairScale have checkpoints of their own.
+Works for a plain model, DDP and FSDP2, and from one to another: parameters are stored by name, and each rank writes
+and reads its shards. A checkpoint holds no layout and no group: make the `ContextParallel` handle for the current
+ranks. DeepSpeed and FairScale have checkpoints of their own.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 
 def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, **progress: Any) -> None:
-    """Write the parameters, the buffers, the optimizer's state and what else a run has to know, as JSON can hold it.
+    """Save parameters, buffers, the optimizer's state, and `progress`, any values that JSON can represent.
 
-    Every rank calls it, with a folder that all of them see and that holds no checkpoint yet.
+    Call it on every rank, with a folder on a shared file system that holds no checkpoint yet.
 
-    Raises ValueError for a folder that holds one, TypeError for progress that JSON cannot hold.
+    Raises ValueError for a folder with a checkpoint, TypeError for progress that JSON cannot represent.
     """
     if (Path(folder) / ".metadata").exists():
         raise ValueError(f"folder must hold no checkpoint, got {folder}, which has one: take a new folder for each")
-    said = json.dumps(progress)
+    encoded = json.dumps(progress)
     parameters, states = get_state_dict(model, optimizer)
-    dcp.save({"model": parameters, "optimizer": states, "progress": said}, checkpoint_id=folder)
+    dcp.save({"model": parameters, "optimizer": states, "progress": encoded}, checkpoint_id=folder)
 
 
 def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Read what `save` wrote into the model and the optimizer, and return the progress.
+    """Load a checkpoint of `save` into the model and the optimizer, and return the progress.
 
-    Every rank calls it. The optimizer may be new, or in use; its learning rate becomes that of the checkpoint.
+    Call it on every rank. The optimizer may be new or in use; its learning rate becomes that of the checkpoint.
 
-    Raises ValueError for a new optimizer whose parameters have gradients, since nothing would be read into it; and for
-    a checkpoint of another model, also where torch would read the part that fits.
+    Raises ValueError for a new optimizer whose parameters have gradients, since torch would load nothing into it; and
+    for a checkpoint of another model, even if torch would load the part that fits.
     """
     _check_gradients(optimizer)
     parameters, states = get_state_dict(model, optimizer)
@@ -54,8 +54,8 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer)
 
 
 def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
-    given = any(x.grad is not None for group in optimizer.param_groups for x in group["params"])
-    if given and not optimizer.state:
+    has_gradients = any(x.grad is not None for group in optimizer.param_groups for x in group["params"])
+    if has_gradients and not optimizer.state:
         raise ValueError(
             "optimizer must have no gradients when a checkpoint is loaded into it for the first time: load before "
             "backward, or call zero_grad()"
@@ -65,14 +65,14 @@ def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
 def _check_names(folder: str | Path, parameters: Iterable[str]) -> None:
     entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     saved = {name.removeprefix("model.") for name in entries if name.startswith("model.")}
-    ours = set(parameters)
-    if saved != ours:
+    expected = set(parameters)
+    if saved != expected:
         raise ValueError(
-            f"model must have the parameters of the checkpoint: {_some(saved - ours)} only in the checkpoint, "
-            f"{_some(ours - saved)} only in the model"
+            f"model must have the parameters of the checkpoint: {_first_names(saved - expected)} only in the "
+            f"checkpoint, {_first_names(expected - saved)} only in the model"
         )
 
 
-def _some(names: set[str]) -> str:
+def _first_names(names: set[str]) -> str:
     first = ", ".join(sorted(names)[:3])
     return f"{first} and {len(names) - 3} more are" if len(names) > 3 else f"{first or 'nothing'} is"

@@ -8,12 +8,12 @@
         with nullcontext() if last else model.no_sync():                         # the forward is inside as well
             logits = model(batch.tokens, batch.context)
             cross_entropy(logits, batch.labels, mesh, labelled=labelled).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)                      # gradients are averaged: alike on all
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)                      # averages are equal on all ranks
     optimizer.step()
 
 DDP averages, and `ring.nn.cross_entropy` has the scale for which the average is the gradient of the mean over all
-labelled tokens. Where a step has several micro-batches, each of them divides by the labels of the whole step, so their
-gradients are added, not averaged.
+labelled tokens. In a step of several micro-batches each divides by the labels of the whole step, so their gradients are
+added, not averaged.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ring.nn.frameworks.mesh import averaging_mesh
 
-OURS = ("process_group", "device_mesh")  # what the mesh says
+OURS = ("process_group", "device_mesh")  # set by the mesh
 
 
 def wrap(model: nn.Module, mesh: DeviceMesh, **options: Any) -> DistributedDataParallel:
-    """The model, with gradients averaged over all ranks of the mesh.
+    """Return the model with gradients averaged over all ranks of the mesh.
 
-    mesh: of ("data", "context"), or of "context" alone. options: DDP's own (device_ids, static_graph, ...).
+    mesh: of ("data", "context"), or of "context" alone. options: of DDP (device_ids, static_graph, ...).
 
-    Raises ValueError for another mesh, and for options that say over which ranks gradients are averaged.
+    Raises ValueError for another mesh, and for options that set the ranks of the average.
     """
     over = averaging_mesh(mesh)
     for name in OURS:

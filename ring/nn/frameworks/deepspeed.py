@@ -7,12 +7,12 @@
         engine.backward(cross_entropy(logits, batch.labels, mesh, labelled=labelled))
     engine.step()                                                                # clips, steps, clears the gradients
 
-DeepSpeed averages over all ranks of the world, as DDP does, so losses are scaled alike. The loop above says how many
-micro-batches a step has, not the configuration, by which DeepSpeed would divide each loss once more.
+DeepSpeed averages over all ranks of the world, as DDP does, so losses have the same scale. The number of micro-batches
+is that of the loop above, not of the configuration, by which DeepSpeed would divide each loss once more.
 
-ZeRO keeps parameters, and sums gradients, in fp32, whatever the model has: fp64 does not survive it, and is refused for
-stage 3, which takes it on some processors only (those without instructions for fp16). In 16 bits it adds
-the gradients of micro-batches in 16 bits unless the configuration names `data_types.grad_accum_dtype`.
+ZeRO keeps parameters, and sums gradients, in fp32 for any model. So fp64 loses its precision. Stage 3 takes it only on
+processors without fp16 instructions, so it is refused there. In 16 bits ZeRO adds the gradients of micro-batches in 16
+bits unless the configuration names `data_types.grad_accum_dtype`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring.nn.frameworks.mesh import averaging_mesh
 
-# What the loop, the optimizer or the mesh says. Some of it DeepSpeed would take, and compute something else.
+# Settings that the loop, the optimizer or the mesh determines. With some, DeepSpeed would compute something else.
 NOT_IN_CONFIG = {
-    "gradient_accumulation_steps": "a step has as many micro-batches as backward is called for",
-    "train_batch_size": "a step has as many micro-batches as backward is called for",
-    "managed_gradient_accumulation": "a step has as many micro-batches as backward is called for",
+    "gradient_accumulation_steps": "the number of micro-batches is that of the calls of backward",
+    "train_batch_size": "the number of micro-batches is that of the calls of backward",
+    "managed_gradient_accumulation": "the number of micro-batches is that of the calls of backward",
     "optimizer": "it is an argument",
     "sequence_parallel_size": "the sequence is sharded by the handle",
     "tensor_parallel": "gradients are averaged over all ranks",
@@ -42,14 +42,14 @@ HALVES = ("fp16", "bf16")
 def initialize(
     model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, config: dict[str, Any]
 ) -> deepspeed.DeepSpeedEngine:
-    """DeepSpeed's engine around the model and a new optimizer of its parameters.
+    """Return DeepSpeed's engine for the model and a new optimizer of its parameters.
 
-    mesh: of ("data", "context"), or of "context" alone, with all ranks of the world. config: DeepSpeed's own. It names
-    gradient_clipping (0 for none), since DeepSpeed clips at 1.0 where it is left out; and in 16 bits it names
-    communication_data_type, in which gradients are summed, since left out that is 16 bits too.
+    mesh: of ("data", "context"), or of "context" alone, with all ranks of the world. config: DeepSpeed's. It must name
+    gradient_clipping (0 for none), since the default clips at 1.0; and in 16 bits communication_data_type, in which
+    gradients are summed, since the default is 16 bits too.
 
-    Raises ValueError for another mesh, for a model in fp64 at stage 3, for a configuration that leaves these out, and
-    for one that says what the loop, the mesh or the optimizer says: gradient_accumulation_steps,
+    Raises ValueError for another mesh, for a model in fp64 at stage 3, for a configuration without these settings, and
+    for one with settings that the loop, the mesh or the optimizer determines: gradient_accumulation_steps,
     sequence_parallel_size, tensor_parallel and others.
     """
     over = averaging_mesh(mesh)
@@ -59,11 +59,11 @@ def initialize(
             f"got one of {over.size()}"
         )
     _check(config)
-    wide = [name for name, x in model.named_parameters() if x.dtype == torch.float64]
-    if wide and config.get("zero_optimization", {}).get("stage") == 3:
-        raise ValueError(f"model must be in fp32 or 16 bits for stage 3, got {wide[0]} in float64")
-    ours = {"managed_gradient_accumulation": False, "train_micro_batch_size_per_gpu": 1}  # the latter is for its logs
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ours | config, dist_init_required=False)
+    in_fp64 = [name for name, x in model.named_parameters() if x.dtype == torch.float64]
+    if in_fp64 and config.get("zero_optimization", {}).get("stage") == 3:
+        raise ValueError(f"model must be in fp32 or 16 bits for stage 3, got {in_fp64[0]} in float64")
+    fixed = {"managed_gradient_accumulation": False, "train_micro_batch_size_per_gpu": 1}  # the latter is for its logs
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=fixed | config, dist_init_required=False)
     return engine
 
 
@@ -74,19 +74,19 @@ def _check(config: dict[str, Any]) -> None:
         if name in config:
             raise ValueError(f"config must leave {name} out: {reason}; got {config[name]!r}")
     if "gradient_clipping" not in config:
-        raise ValueError("config must name gradient_clipping, 0 for none: left out, DeepSpeed clips at 1.0")
-    half = [name for name in HALVES if config.get(name, {}).get("enabled")]
-    if half and "communication_data_type" not in config:
+        raise ValueError("config must name gradient_clipping, 0 for none: without it DeepSpeed clips at 1.0")
+    enabled = [name for name in HALVES if config.get(name, {}).get("enabled")]
+    if enabled and "communication_data_type" not in config:
         raise ValueError(
-            f"config must name communication_data_type, in which gradients are summed, with {half[0]}: 'fp32', or 16 "
-            "bits if that is meant"
+            f"config must name communication_data_type, in which gradients are summed, with {enabled[0]}: 'fp32', or "
+            "16 bits if that is meant"
         )
 
 
 def without_compiler() -> None:
-    """Have DeepSpeed compile nothing when it starts on CPUs (DS_ACCELERATOR=cpu): call it before `initialize`.
+    """Stop DeepSpeed from compiling when it starts on CPUs (DS_ACCELERATOR=cpu). Call it before `initialize`.
 
-    It would compile an operator for shared memory, which training does not use, and waits long for it. This enters in
-    DeepSpeed's table of what can be compiled here that this one cannot.
+    DeepSpeed would compile an operator for shared memory, which takes long and which training does not use. This marks
+    the operator as incompatible in DeepSpeed's table.
     """
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -1,20 +1,20 @@
-"""FairScale's OSS and ShardedDDP over data x context: each rank steps its part of the parameters for all others.
+"""FairScale's OSS and ShardedDDP over data x context: each rank updates its part of the parameters for all ranks.
 
     model, optimizer = fairscale.wrap(model, torch.optim.AdamW, mesh, lr=1e-3)
     for number, batch in enumerate(batches):                                     # gradient accumulation
         with nullcontext() if number == len(batches) - 1 else model.no_sync():
             logits = model(batch.tokens, batch.context)
             cross_entropy(logits, batch.labels, mesh, labelled=labelled).backward()
-    optimizer.clip_grad_norm(1.0)           # OSS's own: a rank has the gradients of its own part only. Not for fp64
+    optimizer.clip_grad_norm(1.0)           # of OSS: a rank has only the gradients of its part. Not for fp64
     optimizer.step()
     optimizer.zero_grad()
 
-ShardedDDP averages as DDP does, so losses are scaled alike. Layers can be computed again by FairScale's
+ShardedDDP averages as DDP does, so losses have the same scale. Layers can be recomputed by FairScale's
 `checkpoint_wrapper` or by `ring.nn.frameworks.recompute`.
 
-By default ShardedDDP reduces buffers of which gradients are views. Where gradients become None, as by torch's default
-`zero_grad()`, the next ones are no views any more: it then reduces the buffers without them, and trains wrong without a
-word (FairScale 0.4.13). `wrap` therefore has it reduce the gradients themselves, one by one.
+By default ShardedDDP reduces buffers of which gradients are views. After gradients become None, as by torch's default
+`zero_grad()`, the next ones are no longer views: it then reduces stale buffers, and silently trains wrongly (FairScale
+0.4.13). `wrap` therefore makes it reduce the gradients themselves, one by one.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from ring.nn.frameworks.mesh import averaging_mesh
 def wrap(
     model: nn.Module, kind: type[torch.optim.Optimizer], mesh: DeviceMesh, **settings: Any
 ) -> tuple[ShardedDataParallel, OSS]:
-    """The model with gradients averaged over all ranks of the mesh, and the optimizer of its parameters.
+    """Return the model with gradients averaged over all ranks of the mesh, and the optimizer of its parameters.
 
-    kind: the class of the optimizer, which must treat each parameter by itself. settings: the optimizer's (lr, ...).
+    kind: class of the optimizer, which must update each parameter independently. settings: of the optimizer (lr, ...).
     mesh: of ("data", "context"), or of "context" alone, with all ranks of the world.
 
     Raises ValueError for another mesh: OSS takes the norm of gradients over all ranks of the world.

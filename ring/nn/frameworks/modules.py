@@ -1,4 +1,4 @@
-"""The modules of a model that are meant by their class."""
+"""Modules of a model, selected by class."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from torch import nn
 
 
 def modules_of(model: nn.Module, layers: type[nn.Module] | tuple[type[nn.Module], ...]) -> list[nn.Module]:
-    """All modules within the model that are of these classes. ValueError where there is none, or for no class."""
-    kinds = layers if isinstance(layers, tuple) else (layers,)
-    if not kinds or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds):
-        given = ", ".join(kind.__name__ if isinstance(kind, type) else f"a {type(kind).__name__}" for kind in kinds)
-        raise ValueError(f"layers must be classes of modules, got {given or 'none'}")
-    found = [module for module in model.modules() if isinstance(module, kinds) and module is not model]
-    if not found:
-        names = ", ".join(kind.__name__ for kind in kinds)
-        raise ValueError(f"layers must name classes of which the model has modules, got {names}, of which it has none")
-    return found
+    """Return all modules of these classes within the model. ValueError if there are none, or for other arguments."""
+    classes = layers if isinstance(layers, tuple) else (layers,)
+    if not classes or not all(isinstance(cls, type) and issubclass(cls, nn.Module) for cls in classes):
+        got = ", ".join(cls.__name__ if isinstance(cls, type) else f"a {type(cls).__name__}" for cls in classes)
+        raise ValueError(f"layers must be classes of modules, got {got or 'none'}")
+    modules = [module for module in model.modules() if isinstance(module, classes) and module is not model]
+    if not modules:
+        names = ", ".join(cls.__name__ for cls in classes)
+        raise ValueError(f"layers must be classes of modules in the model, got {names}, of which it has none")
+    return modules

@@ -1,4 +1,4 @@
-"""An attention module within a plan of torch's `parallelize_module`: its calls get the handle of the sharded sequence.
+"""Style for a plan of torch's `parallelize_module`: passes the handle of the sharded sequence to an attention module.
 
     parallelize_module(model, mesh["context"], {"layers.*.attention": RingParallel(context)})
 
@@ -25,14 +25,14 @@ from ring.nn.context import ContextParallel
 class RingParallel(ParallelStyle):
     """Runs a module with a `ContextParallel` handle.
 
-    token_dim: of the tensors that the module takes and gives. use_local_output: whether it gives the local shard (as
-    torch's other styles do), or a DTensor sharded along the tokens.
+    token_dim: of the module's inputs and output. use_local_output: True returns the local shard, as torch's other
+    styles do; False a DTensor sharded along the tokens.
 
-    DTensors are taken if they are sharded along the tokens, over the handle's ranks, as the layout says: a DTensor over
-    p ranks is cut into p contiguous parts, so that the layout has to be that one, `dtensor_layout(n, p)`. Everything
-    else is refused on every rank, among it a zigzag layout, whose DTensor would say that it holds other tokens.
+    Input DTensors must be sharded along the tokens, over the handle's ranks, and by the layout. A DTensor over p ranks
+    is cut into p contiguous parts, so the layout must be `dtensor_layout(n, p)`. Anything else is refused on every
+    rank, including a zigzag layout, with which the DTensor would claim to hold other tokens.
 
-    Raises ValueError for a mesh of other ranks than the handle's, and for a module that takes no `context`.
+    Raises ValueError for a mesh whose ranks are not the handle's, and for a module that takes no `context`.
     """
 
     def __init__(self, context: ContextParallel, *, token_dim: int = 2, use_local_output: bool = True) -> None:
@@ -46,25 +46,25 @@ class RingParallel(ParallelStyle):
         if not self.use_local_output and self.context.layout != dtensor_layout(
             self.context.layout.n, device_mesh.size()
         ):
-            raise ValueError("use_local_output=False needs the layout of a DTensor, got one of other shards")
+            raise ValueError("use_local_output=False needs the layout of a DTensor, got a layout with other shards")
 
-        def take(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            return self._take(module, given, named)
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            return self._bind(module, args, kwargs)
 
-        def give(module: nn.Module, given: tuple[Any, ...], out: torch.Tensor) -> torch.Tensor:
-            return self._whole(out, device_mesh)
+        def after(module: nn.Module, args: tuple[Any, ...], out: torch.Tensor) -> torch.Tensor:
+            return self._as_dtensor(out, device_mesh)
 
-        module.register_forward_pre_hook(take, with_kwargs=True)
+        module.register_forward_pre_hook(before, with_kwargs=True)
         if not self.use_local_output:
-            module.register_forward_hook(give)
+            module.register_forward_hook(after)
         return module
 
-    def _take(self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The arguments with local shards for DTensors, and with the handle."""
-        bound = inspect.signature(module.forward).bind_partial(*given, **named)
+    def _bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Replace DTensors by their local shards, and add the handle to the arguments."""
+        bound = inspect.signature(module.forward).bind_partial(*args, **kwargs)
         try:
             if bound.arguments.get("context") not in (None, self.context):
-                raise ValueError("context must be left out: the module runs with that of its RingParallel, got another")
+                raise ValueError("context must be left out: RingParallel passes its own, got another")
             for name, x in bound.arguments.items():
                 if isinstance(x, DTensor):
                     bound.arguments[name] = self._local(name, x)
@@ -74,7 +74,7 @@ class RingParallel(ParallelStyle):
         return bound.args, bound.kwargs
 
     def _local(self, name: str, x: DTensor) -> torch.Tensor:
-        """The local shard of a DTensor that is sharded as the layout says. ValueError for any other."""
+        """Return the local shard of a DTensor that is sharded by the layout. ValueError for any other."""
         layout, ranks = self.context.layout, _ranks(x.device_mesh)
         if ranks != _ranks_of(self.context):
             raise ValueError(
@@ -87,13 +87,13 @@ class RingParallel(ParallelStyle):
             raise ValueError(f"{name} must have the {layout.n} tokens of the layout, got {x.shape[self.token_dim]}")
         if layout != dtensor_layout(layout.n, len(ranks)):
             raise ValueError(
-                f"{name} must hold on each rank the tokens that the layout gives it, got a DTensor, of contiguous "
-                "parts: give the local shard, or a handle with the layout dtensor_layout(n, p)"
+                f"{name} must hold the tokens of the layout on each rank, got a DTensor, of contiguous parts: pass the "
+                "local shard, or a handle with the layout dtensor_layout(n, p)"
             )
         return x.to_local()
 
-    def _whole(self, out: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-        """The DTensor of which `out` is the local shard. Its shards may be of several sizes, so its shape is stated."""
+    def _as_dtensor(self, out: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+        """Return the DTensor with the local shard `out`. Sets the shape, since shards may have unequal sizes."""
         shape = list(out.shape)
         shape[self.token_dim] = self.context.layout.n
         stride = torch.empty(shape, device="meta").stride()
@@ -102,7 +102,7 @@ class RingParallel(ParallelStyle):
 
 
 def dtensor_layout(n: int, p: int) -> Layout:
-    """Who holds which tokens of a DTensor of n that is sharded over p ranks: ceil(n / p) each, until there are none."""
+    """Layout of a DTensor of n tokens sharded over p ranks: ceil(n / p) each, until none are left."""
     share = -(-n // p)
     return Layout.from_cuts(range(n), [min(rank * share, n) for rank in range(p + 1)])
 
@@ -119,8 +119,8 @@ def _ranks(mesh: DeviceMesh) -> list[int]:
 
 
 def _ranks_of(context: ContextParallel) -> list[int]:
-    """The handle's ranks by their numbers in the world, in the order of the group, which torch sorts. The order of a
-    mesh may be another, and says which rank has which shard of a DTensor.
+    """World ranks of the handle, in the order of the group, which torch sorts. The order of a mesh, which places the
+    shards of a DTensor, may differ.
     """
     group = getattr(context.transport, "group", None)
     return [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)

@@ -1,15 +1,15 @@
-"""Activation checkpointing: a layer keeps only its inputs, and is computed again in backward.
+"""Activation checkpointing: a layer saves only its inputs, and is recomputed in backward.
 
-    recompute.wrap(model, DecoderLayer)                                         # all computed again
-    recompute.wrap(model, DecoderLayer, keep_attention=True)                  # all but the ring attention
+    recompute.wrap(model, DecoderLayer)                                         # recomputes everything
+    recompute.wrap(model, DecoderLayer, keep_attention=True)                    # everything but the ring attention
     torch.utils.checkpoint.checkpoint(layer, x, context, use_reentrant=False, context_fn=recompute.attention_kept)
     model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": recompute.attention_kept})  # HF
 
-A layer that is computed again runs its ring forward again: messages and all. With the attention kept its output and
-lse stay in memory, O(tokens of this rank), and nothing is sent twice.
+A recomputed layer runs its ring forward again, with all messages. If the attention is kept, its output and lse stay in
+memory, O(tokens of this rank), and nothing is sent twice.
 
 The `ContextParallel` handle is an argument of the layer, so the second forward has the layout and the group of the
-first. A module that finds its layout elsewhere (a global, an attribute that changes between batches) may not.
+first. A layout from elsewhere (a global, an attribute that changes between batches) may differ.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ring.nn.frameworks.modules import modules_of
 
 
 def attention_kept() -> Any:
-    """For `context_fn` of `torch.utils.checkpoint.checkpoint`: what ring attention returns is kept, all else is not."""
+    """Argument `context_fn` of `torch.utils.checkpoint.checkpoint` that saves only the outputs of ring attention."""
     return create_selective_checkpoint_contexts(
         [torch.ops.ring.attention.default, torch.ops.ring.attention_forward.default]
     )
@@ -43,18 +43,19 @@ def wrap(
     keep_attention: bool = False,
     reentrant: bool = False,
 ) -> None:
-    """Have each layer of these classes computed again in backward; changes the model in place, before it is wrapped.
+    """Recompute each layer of these classes in backward. Changes the model in place; call it before DDP or FSDP.
 
-    reentrant: by the older way of torch, in which a layer whose inputs require no gradient has none, and whose
-    gradients cannot be asked of `torch.autograd.grad`.
+    reentrant: use torch's older implementation, which computes no gradients in a layer whose inputs require none, and
+    does not support `torch.autograd.grad`.
 
-    Raises ValueError where the model has no such layer, NotImplementedError for a reentrant recomputation that keeps
-    the attention.
+    Raises ValueError if the model has no such layer, NotImplementedError if both reentrant and keep_attention are True.
     """
     if reentrant and keep_attention:
-        raise NotImplementedError("keep_attention=True needs reentrant=False: the reentrant way keeps inputs only")
-    wanted = set(modules_of(model, layers))
-    way = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+        raise NotImplementedError(
+            "keep_attention=True needs reentrant=False: reentrant checkpointing saves only inputs"
+        )
+    selected = set(modules_of(model, layers))
+    implementation = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
     options: dict[str, Any] = {"context_fn": attention_kept} if keep_attention else {}
-    wrapper = partial(checkpoint_wrapper, checkpoint_impl=way, **options)
-    apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrapper, check_fn=lambda module: module in wanted)
+    wrapper = partial(checkpoint_wrapper, checkpoint_impl=implementation, **options)
+    apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrapper, check_fn=lambda module: module in selected)

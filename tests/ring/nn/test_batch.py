@@ -123,7 +123,9 @@ def test_positions_of_the_whole_sequence_are_refused_beside_documents() -> None:
     context = ContextParallel(Layout.contiguous(TOKENS, 1)).with_documents(DOCUMENTS)
     with pytest.raises(ValueError, match="positions must be None or 0, 1, ... in each document"):
         shard_batch(context, torch.arange(TOKENS)[None], positions=torch.arange(TOKENS))
-    with pytest.raises(ValueError, match=r"positions must be .* those within each document: at \(4,\) it is 0, got 4"):
+    with pytest.raises(
+        ValueError, match=r"positions must be .* positions within each document: at \(4,\) it is 0, got 4"
+    ):
         SelfAttention(8, 2, Pattern.dense())(torch.randn(1, TOKENS, 8), context, torch.arange(TOKENS))
 
 

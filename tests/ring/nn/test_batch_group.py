@@ -89,7 +89,7 @@ def test_what_one_rank_does_otherwise_is_told_to_all(ranks: Ranks, wrong: int, h
 def test_ranks_that_do_not_come_go_by_their_numbers_in_the_mesh(absent: tuple[int, ...] | None, told: str) -> None:
     ranks, transport = BatchRanks(None), Mock(rank=1, world_size=3)
     transport.all_equal.side_effect = MissingRanks(absent, "for 3 s")
-    ranks._lines = (_MeshAxis(transport, members=(2, 1, 0), stride=3),)  # this rank is the second along its dimension
+    ranks._axes = (_MeshAxis(transport, members=(2, 1, 0), stride=3),)  # this rank is the second along its dimension
     ranks.rank, ranks.world_size = 4, 9
     with pytest.raises(RuntimeError, match=f"{told}.* to cross_entropy: for 3 s"):
         ranks.agree("cross_entropy", {}, None)

@@ -35,7 +35,7 @@ def test_copies_are_itself_and_wrappers_leave_it_alone() -> None:
     assert not dataclasses.is_dataclass(context)  # torch's wrappers rebuild those when they cast inputs
     assert _apply_to_tensors(torch.Tensor.half, {"context": context})["context"] is context
     assert context != ContextParallel(LAYOUT) and len({context, context}) == 1
-    with pytest.raises(TypeError, match="a ContextParallel cannot be pickled, since its group is of this process"):
+    with pytest.raises(TypeError, match="a ContextParallel cannot be pickled, since its group belongs to this process"):
         pickle.dumps({"context": context})
 
 

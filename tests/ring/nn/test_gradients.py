@@ -125,7 +125,7 @@ ROUNDING = 2.0**-52  # ranks may sum eight squares in another order, which makes
 )
 def test_gradients_that_were_not_averaged_are_refused(ranks: Ranks, size: float, other: float) -> None:
     (answer,) = set(ranks(4).run(_not_averaged, size, other))
-    assert "gradients of plain parameters must be alike on all ranks: average them first" in answer
+    assert "gradients of plain parameters must be equal on all ranks: average them first" in answer
 
 
 @pytest.mark.ranks

@@ -117,8 +117,8 @@ REFUSALS: dict[str, list[tuple[str, Callable[[Any], Any], str]]] = {
     "ring attention": [
         ("attn_mask", _to(torch.ones(1)), "NotImplementedError: rank 2: attn_mask must be None, got Tensor"),
         ("dropout_p", _to(0.1), "NotImplementedError: rank 2: dropout_p must be 0.0, got 0.1"),
-        ("is_causal", _to(False), "is_causal must be None or what the pattern says, True, got False"),
-        ("is_causal", _to(1), "is_causal must be None or what the pattern says, True, got 1"),
+        ("is_causal", _to(False), "is_causal must be None or the pattern's, True, got False"),
+        ("is_causal", _to(1), "is_causal must be None or the pattern's, True, got 1"),
         ("query", lambda q: q.transpose(1, 2), "query must be .* with the 2 tokens of this rank, got 4"),
         ("query", lambda q: q[0], "query must be a .*, got shape"),
         ("query", lambda q: q.half(), "k must have q's dtype torch.float16"),
@@ -131,7 +131,7 @@ REFUSALS: dict[str, list[tuple[str, Callable[[Any], Any], str]]] = {
     ],
     "shard_batch": [
         ("tokens", lambda x: x[:, :6], r"tokens must have the layout's 13 tokens .* got .*\(2, 6\)$"),
-        ("tokens", lambda x: x[:, :2], r"tokens must have .* \(2, 2\): it is sharded here, give each rank the whole"),
+        ("tokens", lambda x: x[:, :2], r"tokens must have .* \(2, 2\): pass the whole tensor, shard_batch shards it"),
         ("tokens", lambda x: x.float(), r"tokens must be a \(batch, tokens\) int64 or int32 tensor, got torch.float32"),
         ("tokens", lambda x: x.tolist(), "tokens must be a plain dense tensor of whole sequences"),
         ("tokens", _dtensor, "tokens must be a plain dense tensor of whole sequences"),
@@ -146,7 +146,7 @@ REFUSALS: dict[str, list[tuple[str, Callable[[Any], Any], str]]] = {
         ("labels", _to(None), "the tensors given must be the same on every rank"),
         ("positions", _to(POSITIONS[:6]), r"positions must be int64 or int32 of shape \(13,\)"),
         ("positions", _to(POSITIONS.to("meta")), "positions must be on tokens' device cpu, got meta"),
-        ("positions", _to(POSITIONS % 5), "positions must be None or 0 .. 12, by which the pattern goes"),
+        ("positions", _to(POSITIONS % 5), "positions must be None or 0 .. 12, on which the pattern depends"),
         ("positions", _to(torch.stack((POSITIONS, POSITIONS % 12))), "positions must be None or 0 .. 12, by which"),
         ("documents", _to((TOKENS, 1)), "documents must add up to the 13 tokens"),
         ("documents", _to((TOKENS + 1, -1)), "documents must be None or a tuple of lengths"),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from reference.fast_oracle import QUANTITIES, multiplicity
 from reference.pattern import Branch, Pattern
-from reference.roundoff import most_seen, most_taken
+from reference.roundoff import max_pairs, window_factor
 from ring.plan.tile import Tile
 from tests.ring.plan.plan_walk import PlanSetting, PlanWalk
 from tests.support.plain_case import plain
@@ -238,9 +238,9 @@ def test_nothing_is_merged_more_often(case: Case) -> None:
 @pytest.mark.parametrize("branch", (Branch(window=4), Branch(9, window=3), Branch(None, 3, 1, window=7)))
 def test_counts_of_what_a_window_leaves(branch: Branch, causal: bool) -> None:
     count = multiplicity(Pattern((branch,), causal), 4, 24)
-    keys, rows = most_seen(Pattern((branch,), causal), 24, heads=4, kv_heads=2)
+    keys, rows = max_pairs(Pattern((branch,), causal), 24, heads=4, kv_heads=2)
     assert keys == count.sum(-1).max() and rows == count.reshape(2, -1, 24).sum(1).max()
-    assert most_taken(Branch(8, window=7), True, 24) == 1 and most_taken(Branch(8, window=6), True, 24) == 3
-    assert most_taken(Branch(None, 4, window=23), False, 24) == 1  # it hides nothing
-    assert most_taken(Branch(None, 4, window=19), False, 24) == 5
+    assert window_factor(Branch(8, window=7), True, 24) == 1 and window_factor(Branch(8, window=6), True, 24) == 3
+    assert window_factor(Branch(None, 4, window=23), False, 24) == 1  # it hides nothing
+    assert window_factor(Branch(None, 4, window=19), False, 24) == 5
     assert most_merged(ALONE)[0] == 6

@@ -109,7 +109,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"policy": MixedPrecisionPolicy(param_dtype=torch.float16)}, "policy must name reduce_dtype"),
     ({"mp_policy": None}, "mp_policy must be left out"),
     ({"dp_mesh_dims": None}, "dp_mesh_dims must be left out"),
-    ({"layers": nn.Conv2d}, "layers must name classes of which the model has modules, got Conv2d"),
+    ({"layers": nn.Conv2d}, "layers must be classes of modules in the model, got Conv2d"),
     ({"mesh": "data"}, "mesh must have the dimensions"),
     ({"mesh": "context", "replicate": True}, "to replicate over"),
 ]

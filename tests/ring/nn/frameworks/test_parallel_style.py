@@ -108,7 +108,7 @@ def _refuse() -> None:
             distribute_tensor(whole[1], context_mesh(1), [Shard(2)]), cut,
             "key must be a DTensor over the handle's ranks in their order, [0, 1, 2, 3], got [1, 2, 3, 0]",
         ),
-        (sharded(whole[1]), zigzag, "must hold on each rank the tokens that the layout gives it"),
+        (sharded(whole[1]), zigzag, "must hold the tokens of the layout on each rank"),
     ):  # fmt: skip
         q, k, v = (layout.shard(x, rank, 2) for x in whole[:3])
         with pytest.raises(ValueError, match=re.escape(words)):
