@@ -17,14 +17,14 @@ from ring.comm.transport import Transport
 from ring.compile_ops import traced
 from ring.consensus import agree, agree_backward
 from ring.custom_op import as_one_operator
-from ring.execute import Walk, backward, forward, select_transport, walk_of
+from ring.execute import Execution, backward, forward, select_transport, execution_of
 from ring.layout import Layout
 from ring.validation import Call, wants_gradients
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_NOTHING = nullcontext()
+_NULL_CONTEXT = nullcontext()
 # Asked here, since torch 2.11 cannot compile the question.
 _HAVE_AUTOCAST = tuple(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
 
@@ -94,16 +94,16 @@ def ring_attention(
             kernel=kernel, scale=scale, check=check, name=name,
         )  # fmt: skip
     transport = transport_over(group, layout.world_size if isinstance(layout, Layout) else 1)
-    with _on_device_of(q), transport.calls.turn():
+    with _on_device_of(q), transport.calls.lock():
         numbered = transport.calls.begin(name)
         differentiated = wants_gradients(q, k, v)
         call = Call(q, k, v, pattern, layout, exchange, bucket, kernel, scale, return_lse, differentiated, (*unknown,))
         setting = agree(call, numbered, transport, check)
         # GPUs of one host meet in their memory, now that all ranks are known to have tensors there.
-        walk = walk_of(
+        execution = execution_of(
             call, setting, numbered, transport if transport is group else select_transport(q, transport), check
         )
-        out, lse = _RingAttention.apply(q, k, v, walk)
+        out, lse = _RingAttention.apply(q, k, v, execution)
     return (out, lse) if return_lse else out
 
 
@@ -133,14 +133,14 @@ def _with_documents(pattern: Pattern, documents: Documents | None) -> Pattern:
 
 def _on_device_of(q: object) -> AbstractContextManager[object]:
     """Its device is the current one inside: streams, kernels and symmetric memory go by that."""
-    return torch.cuda.device_of(q) if isinstance(q, torch.Tensor) and q.is_cuda else _NOTHING
+    return torch.cuda.device_of(q) if isinstance(q, torch.Tensor) and q.is_cuda else _NULL_CONTEXT
 
 
 def _without_autocast(x: torch.Tensor) -> AbstractContextManager[object]:
     """For all that is computed inside: sums keep the accumulator's type."""
     device = x.device.type
     on = device in _HAVE_AUTOCAST and torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if on else _NOTHING
+    return torch.autocast(device, enabled=False) if on else _NULL_CONTEXT
 
 
 def _backward_context(x: torch.Tensor) -> AbstractContextManager[object]:
@@ -170,11 +170,11 @@ def in_autocast_type(q: Any, k: Any, v: Any) -> tuple[torch.Tensor, ...]:
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, walk: Walk
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, execution: Execution
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with _without_autocast(q):
-            out, lse = as_one_operator(partial(forward, walk), q, k, v)
-        ctx.walk = walk
+            out, lse = as_one_operator(partial(forward, execution), q, k, v)
+        ctx.execution = execution
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -183,10 +183,10 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         # Whatever checkpointing computes again, it has computed when the tensors are there: its calls come before this.
-        with ctx.walk.transport.calls.turn(), _backward_context(q):
-            agree_backward(ctx.walk.numbered, ctx.walk.transport, ctx.walk.check)
+        with ctx.execution.transport.calls.lock(), _backward_context(q):
+            agree_backward(ctx.execution.numbered, ctx.execution.transport, ctx.execution.check)
             given = torch.zeros_like(out) if dout is None else dout
-            grads = backward(ctx.walk, q, k, v, out, lse, given, dlse)
+            grads = backward(ctx.execution, q, k, v, out, lse, given, dlse)
         if torch.is_grad_enabled():  # create_graph=True: the gradients may be used, not differentiated
             sources = [x for x in (q, k, v, dout, dlse) if x is not None]
             grads = _NoDoubleBackward.apply(*grads, *sources)

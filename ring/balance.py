@@ -64,8 +64,8 @@ def work(pattern: Pattern, n: int, heads: int | None = None) -> Ints:
 
     Raises ValueError where the pattern does not fit so many.
     """
-    within, length = _within_documents(pattern, n)
-    heads, total = _heads_of(pattern) if heads is None else heads, np.zeros(n, np.int64)
+    within, length = _places_in_documents(pattern, n)
+    heads, total = _fewest_heads(pattern) if heads is None else heads, np.zeros(n, np.int64)
     for branch in pattern.branches:
         for offset, count in _offsets(branch, heads).items():
             total += count * _keys_seen(branch, offset, pattern.causal, within, length)
@@ -102,7 +102,7 @@ def _zigzag(length: int, p: int) -> list[tuple[int, int]]:
 # --- the work of a token ----------------------------------------------------------------------------------------------
 
 
-def _within_documents(pattern: Pattern, n: int) -> tuple[Ints, Ints]:
+def _places_in_documents(pattern: Pattern, n: int) -> tuple[Ints, Ints]:
     """Of each position: its place in its document, and how long that is."""
     if pattern.documents is None:
         return np.arange(n), np.full(n, n)
@@ -111,7 +111,7 @@ def _within_documents(pattern: Pattern, n: int) -> tuple[Ints, Ints]:
     return np.arange(n) - begins, np.repeat(lengths, lengths)
 
 
-def _heads_of(pattern: Pattern) -> int:
+def _fewest_heads(pattern: Pattern) -> int:
     """The fewest query heads that the pattern is for."""
     return max(
         branch.heads.stop if branch.heads is not None else len(branch.offset) if isinstance(branch.offset, tuple) else 1

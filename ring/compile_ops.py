@@ -24,7 +24,7 @@ from ring.comm.group import is_mesh
 from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.transport import SoloTransport, Transport
 from ring.consensus import agree, agree_backward, setting_of
-from ring.execute import backward, forward, select_transport, walk_of
+from ring.execute import backward, forward, select_transport, execution_of
 from ring.layout import Layout, numbered_layout
 from ring.precision import accumulator_dtype
 from ring.validation import Call, wants_gradients
@@ -46,7 +46,7 @@ def traced(
     Raises ValueError, when it is traced, for a group without a name; all else is refused when the graph runs.
     """
     out, lse, _ = torch.ops.ring.attention_forward(
-        q, k, v, layout=layout.number, pattern=text_of(pattern), group=name_of(group),
+        q, k, v, layout=layout.number, pattern=pattern_to_text(pattern), group=_group_name(group),
         packed=pattern.number if packed is None else packed, return_lse=return_lse, kernel_name=kernel,
         differentiated=wants_gradients(q, k, v), **settings,
     )  # fmt: skip
@@ -56,7 +56,7 @@ def traced(
 # --- what a graph says in place of objects ----------------------------------------------------------------------------
 
 
-def text_of(pattern: Pattern) -> str:
+def pattern_to_text(pattern: Pattern) -> str:
     """The pattern without documents as text, one branch after the other; written so that it can be traced."""
     texts = ["causal" if pattern.causal else "all"]
     for branch in pattern.branches:
@@ -71,19 +71,19 @@ def text_of(pattern: Pattern) -> str:
 
 
 @lru_cache(maxsize=128)
-def pattern_of(text: str) -> Pattern:
-    """The pattern of which `text_of` made this text."""
+def pattern_from_text(text: str) -> Pattern:
+    """The pattern of which `pattern_to_text` made this text."""
     sees, *branches = text.split(";")
-    return Pattern(tuple(_branch_of(one) for one in branches), causal=sees == "causal")
+    return Pattern(tuple(_branch_from_text(one) for one in branches), causal=sees == "causal")
 
 
 @lru_cache(maxsize=32)
 def _packed_pattern(text: str, number: int) -> Pattern:
     """The pattern of a text over the documents of the pattern with this number. Kept for the backward."""
-    return replace(pattern_of(text), documents=numbered_pattern(number).documents)
+    return replace(pattern_from_text(text), documents=numbered_pattern(number).documents)
 
 
-def _branch_of(text: str) -> Branch:
+def _branch_from_text(text: str) -> Branch:
     length, rate, together, offsets, served, window = text.split(",")
     by_head = tuple(map(int, offsets.split("+")))
     return Branch(
@@ -95,7 +95,7 @@ def _branch_of(text: str) -> Branch:
     )
 
 
-def name_of(group: dist.ProcessGroup | DeviceMesh | Transport | None) -> str:
+def _group_name(group: dist.ProcessGroup | DeviceMesh | Transport | None) -> str:
     """Of a process group, by which a graph finds it; for no group NO_GROUP.
 
     Raises ValueError for what has no name.
@@ -114,7 +114,7 @@ def name_of(group: dist.ProcessGroup | DeviceMesh | Transport | None) -> str:
 
 
 def _pattern(text: str, number: int) -> Pattern:
-    return _packed_pattern(text, number) if number else pattern_of(text)
+    return _packed_pattern(text, number) if number else pattern_from_text(text)
 
 
 def _transport(group: str) -> Transport:
@@ -139,15 +139,15 @@ def attention_forward(
     this operator is.
     """
     transport = _transport(group)
-    with torch.cuda.device_of(q), transport.calls.turn(), torch.autocast(q.device.type, enabled=False):
+    with torch.cuda.device_of(q), transport.calls.lock(), torch.autocast(q.device.type, enabled=False):
         numbered = transport.calls.begin(name)
         call = Call(
             q, k, v, _pattern(pattern, packed), numbered_layout(layout), exchange, bucket, kernel_name, scale,
             return_lse, differentiated,
         )  # fmt: skip
         setting = agree(call, numbered, transport, check)
-        walk = walk_of(call, setting, numbered, select_transport(q, transport), check)
-        out, lse = forward(walk, q, k, v)
+        execution = execution_of(call, setting, numbered, select_transport(q, transport), check)
+        out, lse = forward(execution, q, k, v)
     return out.contiguous(), lse, torch.tensor([numbered.number], device="cpu")
 
 
@@ -166,15 +166,15 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, like q, k, v. number: of the call, as the forward returned it."""
     transport = _transport(group)
-    with torch.cuda.device_of(q), transport.calls.turn(), torch.autocast(q.device.type, enabled=False):
+    with torch.cuda.device_of(q), transport.calls.lock(), torch.autocast(q.device.type, enabled=False):
         numbered = transport.calls.get(int(number), name)
         call = Call(
             q, k, v, _pattern(pattern, packed), numbered_layout(layout), exchange, bucket, kernel_name, scale,
             return_lse, differentiated=True,
         )  # fmt: skip
-        walk = walk_of(call, setting_of(call, transport), numbered, select_transport(q, transport), check)
-        agree_backward(numbered, walk.transport, check)
-        dq, dk, dv = backward(walk, q, k, v, out, lse, dout, dlse)
+        execution = execution_of(call, setting_of(call, transport), numbered, select_transport(q, transport), check)
+        agree_backward(numbered, execution.transport, check)
+        dq, dk, dv = backward(execution, q, k, v, out, lse, dout, dlse)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
@@ -185,7 +185,7 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _keep(ctx: Any, inputs: Any, keyword_only_inputs: dict[str, Any], output: tuple[Tensor, ...]) -> None:
+def _setup_context(ctx: Any, inputs: Any, keyword_only_inputs: dict[str, Any], output: tuple[Tensor, ...]) -> None:
     ctx.settings = {name: value for name, value in keyword_only_inputs.items() if name != "differentiated"}
     ctx.save_for_backward(*inputs, *output)
     ctx.set_materialize_grads(False)
@@ -198,7 +198,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) 
     return grads
 
 
-attention_forward.register_autograd(_differentiate, setup_context=_keep)
+attention_forward.register_autograd(_differentiate, setup_context=_setup_context)
 
 # A graph leaves out what nobody reads, but other ranks wait for this one.
 for operator in (torch.ops.ring.attention_forward.default, torch.ops.ring.attention_backward.default):

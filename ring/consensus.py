@@ -27,7 +27,7 @@ from ring.layout import Layout
 from ring.validation import Call, refuse_unknown, validate
 
 _DIGEST = 16
-_A_LENGTH = 36  # bytes of a document's length, an int in a tuple
+_LENGTH_BYTES = 36  # bytes of a document's length, an int in a tuple
 
 
 class Signature(NamedTuple):
@@ -46,8 +46,8 @@ class CallSetting:
     signature: Signature
 
 
-_NOTHING = Signature({}, b"")
-_UNKNOWN = CallSetting(_NOTHING)
+_NO_ARGUMENTS = Signature({}, b"")
+_UNKNOWN = CallSetting(_NO_ARGUMENTS)
 _settings: BoundedCache[Hashable, CallSetting] = BoundedCache(256, most_bytes=2**26)
 
 
@@ -89,7 +89,7 @@ def setting_of(call: Call, transport: Transport) -> CallSetting:
         return CallSetting(signature_of(kind_of(call, thread)))
 
     try:
-        return _settings.get_or_make(key, validated, lambda _: _A_LENGTH * len(call.pattern.documents or ()))
+        return _settings.get_or_make(key, validated, lambda _: _LENGTH_BYTES * len(call.pattern.documents or ()))
     except TypeError:  # an argument that cannot be hashed is a wrong one
         pass
     return validated()
@@ -103,7 +103,7 @@ def agree_backward(numbered: NumberedCall, transport: Transport, check: bool) ->
     except ValueError as found:
         error = found
     if check and (transport.world_size > 1 or error is not None):
-        _compare(numbered.backward, _NOTHING, error, transport)
+        _compare(numbered.backward, _NO_ARGUMENTS, error, transport)
     elif error is not None:
         raise error
     numbered.backwards += 1  # on all ranks or, after an error, on none
@@ -116,7 +116,7 @@ def compare(where: str, signature: Mapping[str, object], error: Exception | None
 
     Raises RuntimeError that names the ranks that do not come within the group's timeout.
     """
-    with transport.calls.turn():
+    with transport.calls.lock():
         if transport.world_size > 1 or error is not None:
             _compare(where, Signature(signature, json.dumps(signature).encode()), error, transport)
 

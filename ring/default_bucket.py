@@ -12,10 +12,10 @@ SHARE = 0.1
 # Below this a kernel call costs more to start than to run: shorter shards are computed on whole, and their buffers are
 # small anyway. On GPUs, than to keep all multiprocessors busy for a while; there it is also what several GPUs hold of a
 # sequence of middle length, which then is received at once.
-LEAST = 1024
-LEAST_ON_GPUS = 2**16
+MIN_BUCKET = 1024
+MIN_BUCKET_ON_GPUS = 2**16
 # Numbers of a tensor of one kernel call on GPUs: some kernels count them in 32 bits.
-MOST_NUMBERS = 2**30
+MAX_ELEMENTS = 2**30
 
 
 def default_bucket(layout: Layout, heads: int, kv_heads: int, dtype: torch.dtype, device: str = "cpu") -> int:
@@ -28,14 +28,14 @@ def default_bucket(layout: Layout, heads: int, kv_heads: int, dtype: torch.dtype
     item, work = dtype.itemsize, accumulator_dtype(dtype).itemsize
     shard = max(layout.counts) * 2 * (heads + kv_heads) * item  # q, k, v and output
     token = 2 * kv_heads * (2 * item + 3 * work)
-    return max(LEAST_ON_GPUS if device == "cuda" else LEAST, int(SHARE * shard / token))
+    return max(MIN_BUCKET_ON_GPUS if device == "cuda" else MIN_BUCKET, int(SHARE * shard / token))
 
 
-def default_own(q: torch.Tensor, bucket: int) -> int:
+def default_local_bucket(q: torch.Tensor, bucket: int) -> int:
     """Tokens of several segments of the own keys per kernel call for `bucket=None`. q: (B, N, H, D).
 
     On GPUs more than a bucket: own keys need no receive buffer, what a call returns is kept there until the merge in
     any case, and a result that alone covers the whole shard need not be merged.
     """
     batch, _, heads, dim = q.shape
-    return max(bucket, MOST_NUMBERS // (batch * heads * dim)) if q.is_cuda else bucket
+    return max(bucket, MAX_ELEMENTS // (batch * heads * dim)) if q.is_cuda else bucket

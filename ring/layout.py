@@ -159,7 +159,7 @@ class Layout:
             way = given[0] if isinstance(given[0], str) else "contiguous"
             raise ValueError(f"cuts and an order must be given, got {given[:2]}; write Layout.{way}(tokens, ranks)")
         if self.runs is not None:
-            object.__setattr__(self, "runs", _merged(self.runs))
+            object.__setattr__(self, "runs", _merge_runs(self.runs))
         object.__setattr__(self, "number", next(_numbers))
         _by_number[self.number] = self
 
@@ -284,7 +284,7 @@ def _runs_of(order: np.ndarray, limit: int) -> tuple[Run, ...] | None:
     return tuple(runs)
 
 
-def _merged(runs: Sequence[Run]) -> tuple[Run, ...]:
+def _merge_runs(runs: Sequence[Run]) -> tuple[Run, ...]:
     """The runs that `_runs_of` finds in the listing of these, without listing it: each takes from those behind it what
     continues it.
     """

@@ -71,17 +71,17 @@ class Programs:
 
     def __init__(self, plan: Plan, q: torch.Tensor, kernel: str, scale: float) -> None:
         self.plan, self.scale, self._kernel = plan, scale, kernel
-        self.forward = self._lowered(q, lambda name, tile: [tile])
+        self.forward = self._lower(q, lambda name, tile: [tile])
         self._backward: dict[tuple[bool, bool], Program] = {}
 
     def backward(self, q: torch.Tensor, dlse: bool, repeatable: bool) -> Program:
         """dlse: whether a gradient comes in through lse. repeatable: as in `ring.compute.kernels.choose`."""
         key = dlse, repeatable
         if key not in self._backward:
-            self._backward[key] = self._lowered(q, lambda name, tile: kernels.portions(name, tile, q), *key)
+            self._backward[key] = self._lower(q, lambda name, tile: kernels.portions(name, tile, q), *key)
         return self._backward[key]
 
-    def _lowered(self, q: torch.Tensor, portions: Callable[[str, Tile], list[Tile]], *how: bool) -> Program:
+    def _lower(self, q: torch.Tensor, portions: Callable[[str, Tile], list[Tile]], *how: bool) -> Program:
         def calls(tile: Tile) -> list[KernelCall]:
             name = kernels.choose(self._kernel, q.device, q.dtype, q.shape[3], tile, self.scale, *how)
             batched = q.is_cuda and name != "math"

@@ -51,12 +51,12 @@ class StridedView:
             return self._whole.as_strided(shape, strides, self._begin + offset)
         return self.x[:, *self._index(rows, heads)].permute(1, 0, 3, 4, 2, 5)
 
-    def batched(self, rows: Rows, heads: Heads, in_words: bool = True) -> torch.Tensor:
-        """The tile to read, (F B, groups per_group, L, D). in_words: where loads of 16 bytes can read it."""
+    def batched(self, rows: Rows, heads: Heads, aligned: bool = True) -> torch.Tensor:
+        """The tile to read, (F B, groups per_group, L, D). aligned: where loads of 16 bytes can read it."""
         x, place = self._whole, None
         if rows.index is None and heads.ids is None:
-            place = _place(rows, heads, self._batch, self._dim, self._strides, x.itemsize, in_words)
-        if place is None or (in_words and (x.data_ptr() + self._skip + place.skip) % 16):
+            place = _place(rows, heads, self._batch, self._dim, self._strides, x.itemsize, aligned)
+        if place is None or (aligned and (x.data_ptr() + self._skip + place.skip) % 16):
             return batched(self.view(rows, heads))
         return x.as_strided(place.sizes, place.strides, self._begin + place.offset)
 
@@ -108,12 +108,12 @@ def tile_shape(rows: Rows, heads: Heads, x: torch.Tensor) -> tuple[int, ...]:
 
 def _copy(to: torch.Tensor, tile: torch.Tensor) -> None:
     """On GPUs by words of 16 bytes where both allow it: a copy number by number took more than twice as long."""
-    if to.is_cuda and to.dtype == tile.dtype and _has_words(to) and _has_words(tile):
+    if to.is_cuda and to.dtype == tile.dtype and _is_aligned(to) and _is_aligned(tile):
         to, tile = to.view(_WORD), tile.view(_WORD)
     to.copy_(tile)
 
 
-def _has_words(x: torch.Tensor) -> bool:
+def _is_aligned(x: torch.Tensor) -> bool:
     """Whether torch takes the last dim as words; it looks at the strides of dims of size 1 too."""
     numbers = _WORD.itemsize // x.itemsize
     steps = (x.shape[-1], x.storage_offset(), *x.stride()[:-1])
@@ -125,7 +125,7 @@ def batched(tile: torch.Tensor) -> torch.Tensor:
     not begin at such addresses. Not what `contiguous` gives: of a contiguous tensor that begins elsewhere it makes no
     copy.
     """
-    found = _in_words(tile.shape, tile.stride(), tile.element_size())
+    found = _aligned_four_dims(tile.shape, tile.stride(), tile.element_size())
     if found is not None and not tile.data_ptr() % 16:
         return tile.as_strided(*found)
     folds, batch, groups, share, length, dim = tile.shape
@@ -143,11 +143,11 @@ class _Place(NamedTuple):
 
 @lru_cache(maxsize=8192)
 def _place(
-    rows: Rows, heads: Heads, batch: int, dim: int, strides: tuple[int, ...], size: int, in_words: bool
+    rows: Rows, heads: Heads, batch: int, dim: int, strides: tuple[int, ...], size: int, aligned: bool
 ) -> _Place | None:
-    """None if there is no such view. size: bytes of a number; in_words: for loads of 16 bytes."""
+    """None if there is no such view. size: bytes of a number; aligned: for loads of 16 bytes."""
     shape, steps, offset = _tile(rows, heads, batch, dim, strides)
-    found = _in_words(shape, steps, size) if in_words else _as_four(shape, steps)
+    found = _aligned_four_dims(shape, steps, size) if aligned else _as_four_dims(shape, steps)
     return None if found is None else _Place(*found, offset, offset * size)
 
 
@@ -165,26 +165,26 @@ def _tile(
     return shape, steps, rows.start * row + heads.start * head
 
 
-def _as_four(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def _as_four_dims(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """The shape and strides of a tile (F, B, G, P, L, D) as (F B, G P, L, D); None if there are none."""
     folds, batch, groups, share, length, dim = shape
-    outer = _as_one(folds, strides[0], batch, strides[1])
-    heads = _as_one(groups, strides[2], share, strides[3])
+    outer = _merged_stride(folds, strides[0], batch, strides[1])
+    heads = _merged_stride(groups, strides[2], share, strides[3])
     if outer is None or heads is None:
         return None
     return (folds * batch, groups * share, length, dim), (outer, heads, strides[4], strides[5])
 
 
 @lru_cache(maxsize=8192)
-def _in_words(
+def _aligned_four_dims(
     shape: tuple[int, ...], strides: tuple[int, ...], size: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """As `_as_four`; None also if rows do not lie a multiple of 16 bytes apart. size: bytes of a number.
+    """As `_as_four_dims`; None also if rows do not lie a multiple of 16 bytes apart. size: bytes of a number.
 
     Where there is only one batch, head or row, any stride is as good; but cuDNN takes that of one row, or one head, at
     its word, and was seen to leave results out. So these are what they would be in a contiguous tensor.
     """
-    found = _as_four(shape, strides)
+    found = _as_four_dims(shape, strides)
     if found is None or (strides[5] != 1 and shape[5] != 1):
         return None
     sizes, steps = found[0], [*found[1][:3], 1]
@@ -198,7 +198,7 @@ def _in_words(
     return sizes, tuple(steps)
 
 
-def _as_one(outer: int, outer_step: int, inner: int, inner_step: int) -> int | None:
+def _merged_stride(outer: int, outer_step: int, inner: int, inner_step: int) -> int | None:
     """The stride of two dims as one; None if there is none."""
     if inner == 1:
         return outer_step

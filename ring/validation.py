@@ -18,7 +18,7 @@ from ring.plan.plan import EXCHANGES
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MOST = 2**40  # tokens: plans count in 64 bits
 _LARGEST = sys.float_info.max
-_INSTEAD = {  # of arguments of other attentions
+_REPLACEMENTS = {  # of arguments of other attentions
     "attn_mask": "masks are patterns, as Pattern.dense(causal=True) or Pattern.dense(documents=lengths)",
     "is_causal": "write Pattern.dense(causal=True)",
     "causal": "write Pattern.dense(causal=True)",
@@ -71,7 +71,7 @@ def wants_gradients(*tensors: torch.Tensor) -> bool:
 def refuse_unknown(unknown: tuple[str, ...]) -> None:
     """Raise ValueError for the first argument that `ring_attention` does not have, with what to write instead."""
     for name in unknown:
-        instead = _INSTEAD.get(name, "help(ring_attention) lists the arguments")
+        instead = _REPLACEMENTS.get(name, "help(ring_attention) lists the arguments")
         raise ValueError(f"{name} is no argument of ring_attention: {instead}")
 
 

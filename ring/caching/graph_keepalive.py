@@ -20,7 +20,7 @@ class _ThreadState(threading.local):
 _kept = _ThreadState()
 
 
-def keep(what: object) -> None:
+def keep_alive(what: object) -> None:
     """Keep what the graph that is being captured will read."""
     (_for_ever if _kept.found is None else _kept.found).append(what)
 
@@ -28,7 +28,7 @@ def keep(what: object) -> None:
 def keep_alive_in_graph(*tables: torch.Tensor) -> None:
     """Keep tables that a cache may forget, if a graph is being captured that reads them."""
     if tables[0].is_cuda and torch.cuda.is_current_stream_capturing():
-        keep(tables)
+        keep_alive(tables)
 
 
 @contextmanager

@@ -77,7 +77,7 @@ class Exchange:
                 yield Arrival(arrival.key, arrival.value, dk, dv)
                 continue
             step, grad = plan.steps[number - 1], grads[(number - 1) % len(grads)]
-            with _summed(step, grad) as (key_grad, value_grad):
+            with _gradient_views(step, grad) as (key_grad, value_grad):
                 yield Arrival(arrival.key, arrival.value, key_grad, value_grad)
             if due is not None:  # from the step before: partial sums to carry on, and gradients of the own keys
                 grad[: due[0].carried] += self._add_returned(due, returned, dk, dv)
@@ -144,7 +144,7 @@ class Exchange:
         """Fill the send buffer with the rows that a step sends."""
         if not gathers:
             return
-        if _in_one_pass(self.k, send_buffer):
+        if _packs_in_one_pass(self.k, send_buffer):
             from ring.comm.packing import pack  # needs Triton, which only torch for GPUs brings
 
             pack(gathers, self.k, self.v, send_buffer)
@@ -203,13 +203,13 @@ class Exchange:
             self._allocated = 0
 
 
-def _in_one_pass(k: torch.Tensor, send_buffer: torch.Tensor) -> bool:
+def _packs_in_one_pass(k: torch.Tensor, send_buffer: torch.Tensor) -> bool:
     """Whether a kernel fills the buffer: on GPUs, unless there are more rows or slots than it can count."""
     return k.is_cuda and max(k.shape[1], send_buffer.shape[0]) <= _MOST_COUNTED
 
 
 @contextmanager
-def _summed(step: Step, grad: torch.Tensor) -> Iterator[tuple[StridedView, StridedView]]:
+def _gradient_views(step: Step, grad: torch.Tensor) -> Iterator[tuple[StridedView, StridedView]]:
     """Where a step's tiles put gradients of keys and of values; after it they are in `grad`, (slots, 2, B, D)."""
     if step.once:
         yield OverwritingView.of_slots(grad, 0), OverwritingView.of_slots(grad, 1)

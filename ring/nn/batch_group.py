@@ -59,11 +59,11 @@ class _SharedCallNumber(Calls):
         self._lines = lines
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Of all lines."""
         with ExitStack() as turns:
             for calls in self._lines:
-                turns.enter_context(calls.turn())
+                turns.enter_context(calls.lock())
             yield
 
     def check_thread(self, call: NumberedCall | str) -> None:
@@ -93,9 +93,9 @@ class BatchRanks:
         self.world_size = prod(len(line.members) for line in self._lines)
         self.calls: Calls = _SharedCallNumber([line.transport.calls for line in self._lines])
 
-    def turn(self) -> AbstractContextManager[object]:
+    def lock(self) -> AbstractContextManager[object]:
         """Around all that the ranks do together for one result: another thread waits until it is there."""
-        return self.calls.turn()
+        return self.calls.lock()
 
     def agree(self, doing: str, signature: dict[str, object], error: Exception | None) -> None:
         """Raise one error on all ranks if there is any, or if their signatures differ. Every rank calls it."""

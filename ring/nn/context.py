@@ -208,7 +208,7 @@ class ContextParallel:
         `self.check` only what `check` raises on this rank. doing: what errors say that this rank is doing.
         """
         calls = self.transport.calls
-        with calls.turn():
+        with calls.lock():
             call = calls.begin(doing)
             error: Exception | None = None
             signature: dict[str, object] = {}
@@ -232,7 +232,7 @@ class ContextParallel:
         if torch.compiler.is_compiling():  # no rank runs anything yet
             raise error
         calls = self.transport.calls
-        with calls.turn():
+        with calls.lock():
             call = calls.begin(name)
             if self.check:
                 compare(call.forward, {}, error, self.transport)

@@ -40,7 +40,7 @@ def average_gradients(
     iterator at its end; NotImplementedError for complex gradients, and for DTensors, whose wrapper averages them.
     """
     ranks = BatchRanks(over)
-    with ranks.turn():
+    with ranks.lock():
         _average_gradients(parameters, ranks)
 
 
@@ -78,7 +78,7 @@ def clip_grad_norm(
     complex gradients and for DTensors that are partial sums.
     """
     ranks = BatchRanks(over)
-    with ranks.turn():
+    with ranks.lock():
         return _clip_grad_norm(parameters, max_norm, ranks)
 
 

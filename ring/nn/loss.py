@@ -43,7 +43,7 @@ def count_labels(
     Raises ValueError, on every rank, for labels of another type and for lists of different lengths.
     """
     ranks = BatchRanks(over)
-    with ranks.turn():
+    with ranks.lock():
         return _count_labels(labels, ranks, ignored)
 
 
@@ -106,7 +106,7 @@ def cross_entropy(
         return _per_token(given, labels.flatten().long(), ignored).view_as(labels)
 
     ranks = BatchRanks(over)
-    with ranks.turn():
+    with ranks.lock():
         return _mean("cross_entropy", losses, labels, ranks, labelled, averaged_over, ignored)
 
 
@@ -130,7 +130,7 @@ def token_mean(
         return losses
 
     ranks = BatchRanks(over)
-    with ranks.turn():
+    with ranks.lock():
         return _mean("token_mean", given, labels, ranks, labelled, averaged_over, ignored)
 
 

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from ring.caching.bounded_cache import BoundedCache
-from ring.caching.graph_keepalive import keep
+from ring.caching.graph_keepalive import keep_alive
 from ring.caching.triton_launcher import Launcher
 from ring.compute.gpu.merge_table import Field, entries_of, places_of
 from ring.compute.gpu.partial_results import Part, is_aligned
@@ -296,7 +296,7 @@ class _Merge:
         addresses = [address for job in jobs for address in job.addresses()]
         device = jobs[0].out.device
         if since is not None:
-            keep([one.places for one in self._launches])
+            keep_alive([one.places for one in self._launches])
             return self._parts_of(_captured_copy(self._filled(addresses), device, since))
         key = torch._C._cuda_getCurrentRawStream(device.index), *addresses
         found = self._tables.get(key)
@@ -320,7 +320,7 @@ def _captured_copy(table: Ints, device: torch.device, since: torch.cuda.Event) -
     kernel: in a short call it would keep the kernels behind it waiting.
     """
     host = torch.from_numpy(table).pin_memory()
-    keep(host)
+    keep_alive(host)
     current, other = torch.cuda.current_stream(), _beside(device)
     other.wait_event(since)
     with torch.cuda.stream(other):

@@ -37,11 +37,11 @@ def test_another_thread_waits_for_its_turn() -> None:
     calls, order = Calls(), []
 
     def other() -> None:
-        with calls.turn():
+        with calls.lock():
             order.append("other")
 
     thread = threading.Thread(target=other)
-    with calls.turn(), calls.turn():
+    with calls.lock(), calls.lock():
         thread.start()
         thread.join(0.2)
         order.append("first")
