@@ -58,7 +58,7 @@ class Calls:
 
     _number: int = 0  # of the latest call
     _thread: threading.Thread | None = None  # the only one that may call on this group
-    _first_call: str = ""  # of that thread
+    _first: str = ""  # of that thread
     _last_refused: int = 0  # number of the latest call from a second thread
     _refusal: str = ""  # the error of that call
     _rounds: int = 0  # of consensus, over all ranks of the group
@@ -114,11 +114,11 @@ class Calls:
             return
         mine = threading.current_thread()
         if self._thread is None or not self._thread.is_alive():
-            self._thread, self._first_call = mine, str(call)
+            self._thread, self._first = mine, str(call)
         if self._thread is not mine:
             self._last_refused = self._number if isinstance(call, str) else call.number
             self._refusal = (
-                f"calls on a group must come from one thread: got {call} from {mine.name!r}, and {self._first_call} from "
+                f"calls on a group must come from one thread: got {call} from {mine.name!r}, and {self._first} from "
                 f"{self._thread.name!r}, which still runs; allowed is a group of its own for each thread"
             )
             raise ValueError(self._refusal)

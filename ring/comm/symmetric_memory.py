@@ -24,7 +24,7 @@ from ring.caching.graph_keepalive import keep_alive
 from ring.comm import signals
 from ring.comm.copy_batch import Consumer, Copy, CopyBatch, Flags, Producer, Streams
 from ring.comm.process_group import ProcessGroupTransport, backends_of
-from ring.comm.transport import Message, EmptyBatch, Outgoing, Pending, SoloTransport, Transport, all_gather_json
+from ring.comm.transport import EmptyBatch, Message, Outgoing, Pending, SoloTransport, Transport, all_gather_json
 
 _ALIGNMENT = 256  # bytes at which a buffer begins
 _ROUTES = 1024  # cached per transport, one for each kind of call

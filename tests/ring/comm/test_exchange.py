@@ -12,7 +12,7 @@ import torch
 from reference.pattern import Pattern
 from ring import Layout, ring_attention
 from ring.comm.buffer_meter import measure
-from ring.comm.exchange import Exchange, _packs_in_one_pass, _gradient_views
+from ring.comm.exchange import Exchange, _gradient_views, _packs_in_one_pass
 from ring.comm.transport import Outgoing
 from ring.plan.plan import Plan, plan_of
 from verification.run.simulation.simulated_transport import SimulatedTransport

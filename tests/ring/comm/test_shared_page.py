@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from ring.comm import shared_page
-from ring.comm.shared_page import PAYLOAD, SharedPage, shared_page_of, machine
+from ring.comm.shared_page import PAYLOAD, SharedPage, machine, shared_page_of
 from ring.comm.transport import MissingRanks
 from tests.support.ranks import Ranks
 
