@@ -203,5 +203,5 @@ class _NoDoubleBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         raise NotImplementedError(
-            "ring_attention: double backward is not supported; got a derivative of its gradient, allowed are first ones"
+            "ring_attention: double backward is not supported; got a second derivative, only first ones are allowed"
         )

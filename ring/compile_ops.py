@@ -108,7 +108,7 @@ def _group_name(group: dist.ProcessGroup | DeviceMesh | Transport | None) -> str
     if is_mesh(group) and group.ndim == 1:
         return group.get_group().group_name
     raise ValueError(
-        "group must be a process group, a mesh of one dimension or None within torch.compile, where it goes by its name"
+        "group must be a process group, a mesh of one dimension or None within torch.compile, which looks it up by name"
     )
 
 

@@ -208,7 +208,7 @@ def _thread_role() -> str:
     """
     if within_backward():
         return "autograd's"
-    return "the main one" if threading.current_thread() is threading.main_thread() else "another than the main one"
+    return "the main one" if threading.current_thread() is threading.main_thread() else "another one"
 
 
 def signature_of(kind: CallKind) -> Signature:

@@ -135,9 +135,7 @@ class Layout:
 
         Raises ValueError if `order` is not a permutation or `cuts` are not such offsets.
         """
-        if isinstance(order, range) and order == range(
-            max(order.stop, 0)
-        ):  # the identity, without a list of its positions
+        if isinstance(order, range) and order == range(max(order.stop, 0)):  # the identity, without listing it
             n = max(order.stop, 0)
             _check_sizes(n, 1)
             return cls(n, _checked_cuts(cuts, n), (Run(0, 1, n),) if n else ())

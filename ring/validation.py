@@ -111,8 +111,8 @@ def _validate_tensors(call: Call, tokens: int) -> None:
     for name, x in tensors.items():
         refuse_dtensor(name, x)
         if not isinstance(x, torch.Tensor) or x.dim() != 4:
-            got = f"shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else repr(type(x))
-            raise ValueError(f"{name} must be a (batch, local tokens, heads, head dim) tensor, got {got}")
+            actual = f"shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else repr(type(x))
+            raise ValueError(f"{name} must be a (batch, local tokens, heads, head dim) tensor, got {actual}")
         if x.layout is not torch.strided or x.is_complex() or x.is_quantized:
             raise NotImplementedError(f"{name} must be a dense real tensor, got {x.layout}, {x.dtype}")
     q, k, v = call.q, call.k, call.v

@@ -96,9 +96,7 @@ class Calls:
         return NumberedCall(self, self._number, name)
 
     def get(self, number: int, name: str | None) -> NumberedCall:
-        """Look up a call by number, for a backward that has only the number. The last MAX_CALLS are remembered, with
-        their numbers of backwards.
-        """
+        """Look up one of the last MAX_CALLS by number, for a backward that has only the number."""
         calls = self._calls_with_backward
         if number not in calls:
             calls[number] = NumberedCall(self, number, name)
@@ -119,7 +117,7 @@ class Calls:
             self._last_refused = self._number if isinstance(call, str) else call.number
             self._refusal = (
                 f"calls on a group must come from one thread: got {call} from {mine.name!r}, and {self._first} from "
-                f"{self._thread.name!r}, which still runs; allowed is a group of its own for each thread"
+                f"{self._thread.name!r}, which still runs; give each thread its own group"
             )
             raise ValueError(self._refusal)
 

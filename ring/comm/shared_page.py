@@ -131,7 +131,7 @@ class SharedPage:
         return _SLOT * (number % 2 * self._world_size + rank)
 
     def _slot_equals(self, rank: int, number: int, slot: bytes) -> bool:
-        """Wait for a rank's slot, and compare it."""
+        """Wait until a rank has answered, and compare its slot."""
         begin = self._begin(rank, number)
         for _ in range(_SPINS):
             if self._page[begin : begin + _SLOT] == slot:

@@ -81,9 +81,7 @@ class SymmetricTransport(ProcessGroupTransport):
         self.by_nccl |= route.by_nccl
         if capturing:
             keep_alive(route)
-        self._current = torch.cuda.current_stream(
-            self._streams.side.device
-        )  # without the argument torch looks the device up
+        self._current = torch.cuda.current_stream(self._streams.side.device)  # naming the device saves a look-up
 
     def empty(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Allocate a buffer, in symmetric memory if messages are sent from it."""
@@ -223,13 +221,11 @@ def unsupported_reason(transport: ProcessGroupTransport) -> str:
         return f"the ranks are on {len(hosts)} hosts"
     if len(devices) < len(gathered):
         return "two ranks share a GPU"
-    local = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    seen = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     no_access = [
-        u
-        for u in devices
-        if u in local and local[u] != device and not torch.cuda.can_device_access_peer(device, local[u])
+        u for u in devices if u in seen and seen[u] != device and not torch.cuda.can_device_access_peer(device, seen[u])
     ]
-    hidden = [u for u in devices if u not in local]
+    hidden = [u for u in devices if u not in seen]
     counts = all_gather_json([len(no_access), len(hidden)], transport)
     for rank, (inaccessible, invisible) in enumerate(counts):
         if inaccessible:
