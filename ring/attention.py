@@ -1,4 +1,4 @@
-"""Ring dilated attention as users call it, under autograd. `ring.execute` runs it once the ranks have agreed."""
+"""`ring_attention`, the public function, under autograd. `ring.execute` runs it after consensus."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ring.comm.transport import Transport
 from ring.compile_ops import traced
 from ring.consensus import agree, agree_backward
 from ring.custom_op import as_one_operator
-from ring.execute import Walk, backward, forward, select_transport, walk_of
+from ring.execute import Execution, backward, execution_of, forward, select_transport
 from ring.layout import Layout
 from ring.validation import Call, wants_gradients
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_NOTHING = nullcontext()
-# Asked here, since torch 2.11 cannot compile the question.
+_NULL_CONTEXT = nullcontext()
+# Evaluated at import, since torch 2.11 cannot compile `is_autocast_available`.
 _HAVE_AUTOCAST = tuple(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
 
 
@@ -50,42 +50,42 @@ def ring_attention(
 
     Args:
         q: (batch, local tokens, query heads, head dim) in fp64, fp32, bf16 or fp16, any strides. Under autocast q, k
-            and v are taken in its type, as torch's own attention does, unless they are fp64.
+            and v are cast to its dtype, as by torch's own attention, unless they are fp64.
         k, v: (batch, local tokens, key/value heads, head dim); query head h reads head h // (query / key/value heads).
-        pattern: who sees whom, by global position (LongNet, arXiv 2307.02486). Of a sequence that is packed from
-            documents it has their lengths, which must add up to the layout's tokens; none of them sees another.
-        layout: which positions this rank's local tokens have; made for as many ranks as the group has.
+        pattern: the attention mask, by global position (LongNet, arXiv 2307.02486). For a packed sequence it has the
+            lengths of the documents, which must add up to the layout's tokens; no document sees another.
+        layout: the positions of each rank's local tokens, for as many ranks as the group has.
         group: a process group, a `DeviceMesh` of one dimension, a `Transport`, or None: the default group, or no group
-            at all for a layout of one rank. One thread calls on a group. Each rank checks `group` by itself, since the
-            ranks find each other through it; errors in all other arguments are raised on every rank.
-        exchange: "ring" (neighbour to neighbour), "direct" (from the owner, only what is needed) or "gather" (all,
-            O(n)).
-        bucket: the most key/value tokens in a receive buffer and in a kernel call; None: chosen by a memory budget.
+            for a layout of one rank. Only one thread may call on a group. Errors in `group` are raised on their own
+            rank, since ranks communicate through it; errors in other arguments are raised on every rank.
+        exchange: "ring" (neighbour to neighbour), "direct" (needed rows, from their owner) or "gather" (all rows, O(n)
+            memory).
+        bucket: maximum key/value tokens per receive buffer and kernel call; None: chosen by a memory budget.
         kernel: "auto", "math", "flash" or, on GPUs, "cudnn". "flash" and "cudnn" are torch's fused kernels; tiles that
-            they cannot take go to "math". The backward of cuDNN sums gradients in any order, so with
-            `torch.use_deterministic_algorithms` "auto" takes "flash" there, and for packed documents of several
-            lengths in one call. A score of -inf has no weight; but on GPUs both fused kernels may make NaN of a row
-            whose scores in a call are all -inf, and of gradients of keys that hold -inf: take "math" for these.
+            they do not support use "math". cuDNN's backward sums gradients in no fixed order, so "auto" uses "flash"
+            there under `torch.use_deterministic_algorithms`, and for packed documents of several lengths in one call.
+            A score of -inf has no weight. Fused GPU kernels may return NaN for a row whose scores in a call are all
+            -inf, and for gradients of keys that contain -inf: use "math" there.
         scale: factor of the scores; None: head dim ** -0.5.
-        return_lse: also return lse = log sum exp of a row's scores, (batch, query heads, local tokens), in fp32 (fp64
-            for fp64). Gradients flow through it.
-        check: whether the ranks compare, before any tensor moves, their arguments and in which call of the group they
-            are, forward and backward. Without it a wrong call, or another order of calls on one rank, may leave the
-            other ranks waiting or give wrong numbers.
-        name: what errors call this call, as "layer 3". The ranks compare it too: only by it can calls that are alike in
-            all else be told apart, where one rank makes them in another order.
+        return_lse: also return lse, the log-sum-exp of each row's scores, (batch, query heads, local tokens), in fp32
+            (fp64 for fp64). Gradients flow through it.
+        check: compare the ranks' arguments and their positions in the sequence of calls before any tensor moves,
+            forward and backward. Without it a wrong call, or a different order of calls on one rank, may cause a hang
+            or wrong results.
+        name: label of this call in errors, as "layer 3". The ranks compare it too: calls with equal arguments made in
+            different orders can only be distinguished by it.
 
     Returns:
         The output, with the shape and dtype of q; with `return_lse` also lse. A row that no branch selects, or whose
-        scores are all -inf, has output 0, lse -inf and zero gradients. (Of a score of -inf the gradient in a component
-        of q whose key is infinite is 0 times infinity: NaN.)
+        scores are all -inf, has output 0, lse -inf and zero gradients. (But where a key's component is infinite, the
+        gradient of q is 0 times infinity: NaN.)
 
     Raises:
-        ValueError, NotImplementedError: an argument is wrong on some rank, or the ranks' arguments differ. Every rank
-            raises the same error, and the group can be used again. The same where ranks are in different calls, in
-            forward or in backward: the error names both. A derivative of a gradient also raises NotImplementedError.
-        RuntimeError: a rank did not come to the call within the group's timeout; the error names it. The group is then
-            of no use any more.
+        ValueError, NotImplementedError: an argument is wrong on some rank, the ranks' arguments differ, or the ranks
+            are in different calls or directions; the error names both. Every rank raises the same error, and the group
+            remains usable. Double backward also raises NotImplementedError.
+        RuntimeError: a rank did not come to the call within the group's timeout; the error names it. The group is no
+            longer usable.
     """
     q, k, v = in_autocast_type(q, k, v)
     if torch.compiler.is_compiling() and not unknown:
@@ -94,16 +94,16 @@ def ring_attention(
             kernel=kernel, scale=scale, check=check, name=name,
         )  # fmt: skip
     transport = transport_over(group, layout.world_size if isinstance(layout, Layout) else 1)
-    with _on_device_of(q), transport.calls.turn():
+    with _on_device_of(q), transport.calls.lock():
         numbered = transport.calls.begin(name)
         differentiated = wants_gradients(q, k, v)
         call = Call(q, k, v, pattern, layout, exchange, bucket, kernel, scale, return_lse, differentiated, (*unknown,))
         setting = agree(call, numbered, transport, check)
-        # GPUs of one host meet in their memory, now that all ranks are known to have tensors there.
-        walk = walk_of(
+        # Selecting symmetric memory is collective: only after consensus do all ranks have GPU tensors.
+        execution = execution_of(
             call, setting, numbered, transport if transport is group else select_transport(q, transport), check
         )
-        out, lse = _RingAttention.apply(q, k, v, walk)
+        out, lse = _RingAttention.apply(q, k, v, execution)
     return (out, lse) if return_lse else out
 
 
@@ -111,10 +111,10 @@ def attend_packed(
     packed: Pattern | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Pattern, layout: Layout,
     **settings: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """`ring_attention` over the documents of the pattern `packed`, in place of those of `pattern`; None: over these.
-    settings: its other arguments, without return_lse.
+    """`ring_attention` with the documents of the pattern `packed` in place of those of `pattern`, unless it is None.
+    settings: the other arguments, except return_lse.
     """
-    if packed is not None and torch.compiler.is_compiling():  # a graph makes no patterns
+    if packed is not None and torch.compiler.is_compiling():  # a graph cannot create patterns
         q, k, v = in_autocast_type(q, k, v)
         out = traced(q, k, v, pattern, layout, packed=packed.number, return_lse=False, **settings)
     else:
@@ -127,36 +127,36 @@ def attend_packed(
 
 @lru_cache(maxsize=64)
 def _with_documents(pattern: Pattern, documents: Documents | None) -> Pattern:
-    """One object for all layers of a model, and for all calls of a layer."""
+    """Replace a pattern's documents. Cached, so that all layers and calls share one object."""
     return replace(pattern, documents=documents)
 
 
 def _on_device_of(q: object) -> AbstractContextManager[object]:
-    """Its device is the current one inside: streams, kernels and symmetric memory go by that."""
-    return torch.cuda.device_of(q) if isinstance(q, torch.Tensor) and q.is_cuda else _NOTHING
+    """Make the device of q current: streams, kernels and symmetric memory depend on it."""
+    return torch.cuda.device_of(q) if isinstance(q, torch.Tensor) and q.is_cuda else _NULL_CONTEXT
 
 
 def _without_autocast(x: torch.Tensor) -> AbstractContextManager[object]:
-    """For all that is computed inside: sums keep the accumulator's type."""
+    """Disable autocast, so that sums keep the accumulator's dtype."""
     device = x.device.type
     on = device in _HAVE_AUTOCAST and torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if on else _NOTHING
+    return torch.autocast(device, enabled=False) if on else _NULL_CONTEXT
 
 
 def _backward_context(x: torch.Tensor) -> AbstractContextManager[object]:
-    """For a backward: without autocast and, where it is itself differentiated, without gradients."""
+    """Disable autocast and, under `create_graph=True`, gradients."""
     if not torch.is_grad_enabled():
         return _without_autocast(x)
-    both = ExitStack()
-    both.enter_context(torch.no_grad())
-    both.enter_context(_without_autocast(x))
-    return both
+    stack = ExitStack()
+    stack.enter_context(torch.no_grad())
+    stack.enter_context(_without_autocast(x))
+    return stack
 
 
 def in_autocast_type(q: Any, k: Any, v: Any) -> tuple[torch.Tensor, ...]:
-    """Where autocast is on, the tensors in its type, as for operators that torch lists for 16 bits: fp64 stays."""
+    """Cast the tensors to autocast's dtype if it is enabled, as for torch's 16-bit operators: not from fp64."""
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
-        return q, k, v  # for the agreement to refuse
+        return q, k, v  # `ring.validation` refuses them
     device = q.device.type
     if device not in _HAVE_AUTOCAST or not torch.is_autocast_enabled(device):
         return q, k, v
@@ -170,11 +170,11 @@ def in_autocast_type(q: Any, k: Any, v: Any) -> tuple[torch.Tensor, ...]:
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, walk: Walk
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, execution: Execution
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with _without_autocast(q):
-            out, lse = as_one_operator(partial(forward, walk), q, k, v)
-        ctx.walk = walk
+            out, lse = as_one_operator(partial(forward, execution), q, k, v)
+        ctx.execution = execution
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -182,19 +182,19 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        # Whatever checkpointing computes again, it has computed when the tensors are there: its calls come before this.
-        with ctx.walk.transport.calls.turn(), _backward_context(q):
-            agree_backward(ctx.walk.numbered, ctx.walk.transport, ctx.walk.check)
-            given = torch.zeros_like(out) if dout is None else dout
-            grads = backward(ctx.walk, q, k, v, out, lse, given, dlse)
-        if torch.is_grad_enabled():  # create_graph=True: the gradients may be used, not differentiated
+        # Reading the saved tensors first makes checkpointing recompute now: its calls precede this backward.
+        with ctx.execution.transport.calls.lock(), _backward_context(q):
+            agree_backward(ctx.execution.numbered, ctx.execution.transport, ctx.execution.check)
+            dout_or_zeros = torch.zeros_like(out) if dout is None else dout
+            grads = backward(ctx.execution, q, k, v, out, lse, dout_or_zeros, dlse)
+        if torch.is_grad_enabled():  # create_graph=True: gradients may be used, but not differentiated
             sources = [x for x in (q, k, v, dout, dlse) if x is not None]
             grads = _NoDoubleBackward.apply(*grads, *sources)
         return (*grads, None)
 
 
 class _NoDoubleBackward(torch.autograd.Function):
-    """Gradients that cannot be differentiated: the error says so, and no message is posted for which others wait."""
+    """Gradients that cannot be differentiated: raises before any message is posted, so that no rank hangs."""
 
     @staticmethod
     def forward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *sources: torch.Tensor) -> Any:
@@ -203,5 +203,5 @@ class _NoDoubleBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         raise NotImplementedError(
-            "ring_attention: double backward is not supported; got a derivative of its gradient, allowed are first ones"
+            "ring_attention: double backward is not supported; got a second derivative, only first ones are allowed"
         )

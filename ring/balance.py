@@ -1,20 +1,20 @@
-"""Which rank takes which tokens of a packed batch, so that all have equal work: integers only, and no messages.
+"""Assigns the tokens of a packed batch to ranks with balanced work. Integers only, no messages.
 
-The work of a token is the number of (head, key) pairs that it sees as a query. Documents of a packed batch differ in
-length, and dense work grows with the square of it, so equal numbers of tokens can mean very unequal work: of one
-document of half the tokens among many short ones, contiguous shards give one rank several times the mean.
+The work of a token is the number of (head, key) pairs that it sees as a query. Documents differ in length, and dense
+work grows quadratically with it, so equal numbers of tokens can mean very unequal work: if one document has half the
+tokens and the others are short, contiguous shards give one rank several times the mean.
 
-`owners` tries divisions in the order of what they send, and takes the first in which no rank has more than ENOUGH times
+`owners` tries divisions in the order of their communication. It takes the first in which no rank exceeds ENOUGH times
 the mean work and ENOUGH_TOKENS times the mean number of tokens:
 
 1. contiguous shards, of equal tokens or of equal work: only documents at a cut are divided;
-2. whole documents, each to the least loaded rank, but for documents that are longer than a part of a rank's share:
-   those are divided among all ranks, head and tail. The part gets smaller: 1, 1/2, ... of a share;
-3. chunks of CHUNK tokens, those of most work first, each to the least loaded rank; then exchanged between ranks.
+2. whole documents, each to the least loaded rank. A document longer than a part of a rank's share is divided among all
+   ranks, head and tail; the parts tried are 1, 1/2, ... of a share;
+3. chunks of CHUNK tokens, in descending order of work, each to the least loaded rank; then exchanged between ranks.
 
-Where there is none, it is the one with the least work of a rank, and of those that are even enough in work the one
-with the fewest tokens. In the second step a rank counts as loaded by its work or by its tokens, whichever is more of
-the mean: memory, and all that is not attention, go by tokens. The third step looks at work alone.
+If there is none, it takes the division with the smallest maximum work; among those balanced enough in work, the one
+with the smallest maximum of tokens. In step 2 the load of a rank is the larger of its work and its tokens, relative to
+the mean: memory, and all work but attention, depend on tokens. Step 3 considers work alone.
 
 Sources: WLB-LLM (arXiv 2503.17924) divides each document head and tail; MagiAttention deals chunks by their area.
 """
@@ -30,42 +30,42 @@ import numpy as np
 from reference.pattern import Branch, Pattern
 
 Ints = np.ndarray  # int64
-CHUNK = 64  # tokens that stay together in the third step
-ENOUGH, ENOUGH_TOKENS = 1.05, 1.25  # of the mean work, of the mean number of tokens
-PARTS = (1, 2, 4, 8, 16)  # of a rank's share: longer documents than 1 / part of it are divided
-EXCHANGES = 200  # between ranks at most, in the third step
+CHUNK = 64  # tokens of an indivisible chunk in step 3
+ENOUGH, ENOUGH_TOKENS = 1.05, 1.25  # maximum over mean that is accepted, of work and of tokens
+PARTS = (1, 2, 4, 8, 16)  # step 2 divides documents longer than 1 / part of a rank's share
+EXCHANGES = 200  # at most, in step 3
 
 
 def owners(pattern: Pattern, n: int, p: int, heads: int | None = None) -> Ints:
-    """(n,): the rank of each position."""
+    """Return the rank of each position, (n,)."""
     if p == 1 or n == 0:
         return np.zeros(n, np.int64)
     cost = work(pattern, n, heads)
     best, owner = (np.inf, np.inf), np.zeros(n, np.int64)
-    for tried in _divisions(pattern, cost, p):
-        unevenness = _unevenness(tried, cost, p), _unevenness(tried, np.ones(n), p)
-        found = max(unevenness[0], ENOUGH), max(unevenness[1], ENOUGH_TOKENS)
-        if found < best:
-            best, owner = found, tried
+    for division in _divisions(pattern, cost, p):
+        imbalances = _imbalance(division, cost, p), _imbalance(division, np.ones(n), p)
+        penalty = max(imbalances[0], ENOUGH), max(imbalances[1], ENOUGH_TOKENS)
+        if penalty < best:
+            best, owner = penalty, division
         if best == (ENOUGH, ENOUGH_TOKENS):
             break
     return owner
 
 
-def _unevenness(owner: Ints, weights: np.ndarray, p: int) -> float:
-    """The most loaded rank's, as a multiple of the mean."""
+def _imbalance(owner: Ints, weights: np.ndarray, p: int) -> float:
+    """Load of the most loaded rank, as a multiple of the mean."""
     total = weights.sum()
     return float(np.bincount(owner, weights=weights, minlength=p).max() * p / total) if total else 1.0
 
 
 def work(pattern: Pattern, n: int, heads: int | None = None) -> Ints:
-    """(n,): how many (query head, key) pairs each position sees as a query. heads: query heads; None: as many as the
-    pattern names.
+    """Number of (query head, key) pairs that each position sees as a query, (n,). heads: query heads; None: the number
+    that the pattern implies.
 
-    Raises ValueError where the pattern does not fit so many.
+    Raises ValueError if the pattern does not fit that number.
     """
-    within, length = _within_documents(pattern, n)
-    heads, total = _heads_of(pattern) if heads is None else heads, np.zeros(n, np.int64)
+    within, length = _places_in_documents(pattern, n)
+    heads, total = _fewest_heads(pattern) if heads is None else heads, np.zeros(n, np.int64)
     for branch in pattern.branches:
         for offset, count in _offsets(branch, heads).items():
             total += count * _keys_seen(branch, offset, pattern.causal, within, length)
@@ -73,15 +73,15 @@ def work(pattern: Pattern, n: int, heads: int | None = None) -> Ints:
 
 
 def zigzag_owners(documents: Sequence[int], p: int) -> Ints:
-    """(n,): the rank of each position, where each document of 2 p tokens or more is divided into 2 p chunks, head and
-    tail. Shorter ones stay whole: the longest first, each goes to the rank with the fewest tokens by then. So ranks
-    take turns at documents of each length.
+    """Return the rank of each position, (n,). Each document of 2 p tokens or more is divided into 2 p chunks, head and
+    tail. Shorter ones stay whole: the longest first, each goes to the rank with the fewest tokens so far. So ranks take
+    turns at documents of each length.
     """
     pieces = [_zigzag(length, p) if length >= 2 * p else [] for length in documents]
-    held = [0] * p
+    tokens = [0] * p
     for rank, count in chain.from_iterable(pieces):
-        held[rank] += count
-    fewest = [(count, rank) for rank, count in enumerate(held)]
+        tokens[rank] += count
+    fewest = [(count, rank) for rank, count in enumerate(tokens)]
     heapify(fewest)
     short = [number for number, length in enumerate(documents) if length < 2 * p]
     for number in sorted(short, key=lambda number: -documents[number]):
@@ -93,7 +93,7 @@ def zigzag_owners(documents: Sequence[int], p: int) -> Ints:
 
 
 def _zigzag(length: int, p: int) -> list[tuple[int, int]]:
-    """(rank, tokens) of the chunks of one document, in order."""
+    """Return (rank, tokens) of the chunks of one document, in order."""
     edges = [chunk * length // (2 * p) for chunk in range(2 * p + 1)]
     ranks = [*range(p), *reversed(range(p))]
     return [(rank, end - begin) for rank, (begin, end) in zip(ranks, pairwise(edges), strict=True)]
@@ -102,8 +102,8 @@ def _zigzag(length: int, p: int) -> list[tuple[int, int]]:
 # --- the work of a token ----------------------------------------------------------------------------------------------
 
 
-def _within_documents(pattern: Pattern, n: int) -> tuple[Ints, Ints]:
-    """Of each position: its place in its document, and how long that is."""
+def _places_in_documents(pattern: Pattern, n: int) -> tuple[Ints, Ints]:
+    """Place of each position in its document, and the length of that document."""
     if pattern.documents is None:
         return np.arange(n), np.full(n, n)
     lengths = np.array(pattern.documents, np.int64)
@@ -111,8 +111,8 @@ def _within_documents(pattern: Pattern, n: int) -> tuple[Ints, Ints]:
     return np.arange(n) - begins, np.repeat(lengths, lengths)
 
 
-def _heads_of(pattern: Pattern) -> int:
-    """The fewest query heads that the pattern is for."""
+def _fewest_heads(pattern: Pattern) -> int:
+    """Minimum number of query heads that the pattern fits."""
     return max(
         branch.heads.stop if branch.heads is not None else len(branch.offset) if isinstance(branch.offset, tuple) else 1
         for branch in pattern.branches
@@ -120,12 +120,12 @@ def _heads_of(pattern: Pattern) -> int:
 
 
 def _offsets(branch: Branch, heads: int) -> dict[int, int]:
-    """By offset, how many query heads have it."""
-    found: dict[int, int] = {}
+    """Number of query heads by offset."""
+    counts: dict[int, int] = {}
     for offset in branch.offsets(heads):
         if offset is not None:
-            found[offset] = found.get(offset, 0) + 1
-    return found
+            counts[offset] = counts.get(offset, 0) + 1
+    return counts
 
 
 def _keys_seen(branch: Branch, offset: int, causal: bool, within: Ints, length: Ints) -> Ints:
@@ -144,7 +144,7 @@ def _keys_seen(branch: Branch, offset: int, causal: bool, within: Ints, length: 
 
 
 def _divisions(pattern: Pattern, cost: Ints, p: int) -> Iterator[Ints]:
-    """The rank of each position, (n,), by one way after the other."""
+    """Yield the rank of each position, (n,), for one division after another."""
     n = len(cost)
     cuts = np.arange(1, p) * n // p
     yield np.searchsorted(cuts, np.arange(n), side="right")
@@ -158,7 +158,7 @@ def _divisions(pattern: Pattern, cost: Ints, p: int) -> Iterator[Ints]:
 
 
 def _by_cuts(cost: Ints, p: int) -> Ints:
-    """Contiguous shards of equal work: a position goes by the middle of its own."""
+    """Contiguous shards of equal work: the midpoint of a position's work decides."""
     twice = 2 * np.cumsum(cost) - cost
     return np.minimum(twice * p // max(2 * int(cost.sum()), 1), p - 1)
 
@@ -179,7 +179,7 @@ def _by_documents(documents: Sequence[int], costs: Ints, p: int, part: int) -> I
         rank = int(np.argmin(np.maximum(loads[:, 0] + share, loads[:, 1] + length * p / tokens)))
         loads[rank] += (share, length * p / tokens)
         pieces[number] = [(rank, length)]
-    flat = np.array([piece for one in pieces for piece in one], np.int64).reshape(-1, 2)
+    flat = np.array([piece for document in pieces for piece in document], np.int64).reshape(-1, 2)
     return np.repeat(flat[:, 0], flat[:, 1])
 
 
@@ -195,11 +195,11 @@ def _by_chunks(cost: Ints, p: int) -> Ints:
 
 
 def _exchange(costs: Ints, owner: Ints, loads: Ints) -> None:
-    """Give a chunk of the most loaded rank to another, or exchange it for a smaller one, as long as that helps."""
+    """Move chunks of the most loaded rank to others, or swap them for smaller ones, as long as that helps."""
     for _ in range(EXCHANGES):
         most = int(np.argmax(loads))
         mine = np.append(np.flatnonzero(owner == most), -1)
-        best = (int(loads[most]), -1, -1, -1)  # the greater load of the two, the other rank, the two chunks
+        best = (int(loads[most]), -1, -1, -1)  # the greater load of the pair, the other rank, the two chunks
         for other in range(len(loads)):
             theirs = np.append(np.flatnonzero(owner == other), -1)
             if other == most:
@@ -210,9 +210,9 @@ def _exchange(costs: Ints, owner: Ints, loads: Ints) -> None:
             best = min(best, (int(greater[i, j]), other, int(mine[i]), int(theirs[j])))
         if best[1] < 0:
             return
-        _, other, given, taken = best
-        for chunk, there in ((given, other), (taken, most)):
+        _, other, sent, received = best
+        for chunk, receiver in ((sent, other), (received, most)):
             if chunk >= 0:
                 loads[owner[chunk]] -= costs[chunk]
-                loads[there] += costs[chunk]
-                owner[chunk] = there
+                loads[receiver] += costs[chunk]
+                owner[chunk] = receiver

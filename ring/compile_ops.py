@@ -1,10 +1,9 @@
-"""The call as `torch.compile` takes it in: two operators, forward and backward, of tensors, numbers and strings.
+"""The call within `torch.compile`: two operators, forward and backward, of tensors, numbers and strings.
 
-A compiled graph holds no Python objects. So a layout goes by its number in this process (`Layout.number`), which may
-change from call to call without another compilation, a group by its name, and a pattern as text; one with documents,
-which are others in every step, also by its number (`Pattern.number`). What the operators do
-is what a call outside of a graph does: the ranks agree, and the same walk runs. The forward also returns its number
-among the calls on the group, by which its backward finds it.
+A compiled graph holds no Python objects. So a layout is passed by its number in this process (`Layout.number`), which
+may change without recompilation, a group by its name, and a pattern as text. The documents of a pattern, which change
+at every step, are passed by its number (`Pattern.number`). The operators do the same as an eager call: consensus, then
+execution. The forward also returns the number of its call on the group, with which the backward looks the call up.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ring.comm.group import is_mesh
 from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.transport import SoloTransport, Transport
 from ring.consensus import agree, agree_backward, setting_of
-from ring.execute import backward, forward, select_transport, walk_of
+from ring.execute import backward, execution_of, forward, select_transport
 from ring.layout import Layout, numbered_layout
 from ring.precision import accumulator_dtype
 from ring.validation import Call, wants_gradients
@@ -40,24 +39,24 @@ def traced(
     group: dist.ProcessGroup | DeviceMesh | Transport | None, kernel: str, return_lse: bool, packed: int | None = None,
     **settings: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """`ring_attention` as a graph has it. packed: number of the pattern whose documents are meant; None: of this one.
+    """`ring_attention` in a graph. packed: number of the pattern whose documents to use; None: those of `pattern`.
     settings: the other arguments.
 
-    Raises ValueError, when it is traced, for a group without a name; all else is refused when the graph runs.
+    Raises ValueError while traced if the group has no name. Other errors are raised when the graph runs.
     """
     out, lse, _ = torch.ops.ring.attention_forward(
-        q, k, v, layout=layout.number, pattern=text_of(pattern), group=name_of(group),
+        q, k, v, layout=layout.number, pattern=pattern_to_text(pattern), group=_group_name(group),
         packed=pattern.number if packed is None else packed, return_lse=return_lse, kernel_name=kernel,
         differentiated=wants_gradients(q, k, v), **settings,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
-# --- what a graph says in place of objects ----------------------------------------------------------------------------
+# --- objects as text --------------------------------------------------------------------------------------------------
 
 
-def text_of(pattern: Pattern) -> str:
-    """The pattern without documents as text, one branch after the other; written so that it can be traced."""
+def pattern_to_text(pattern: Pattern) -> str:
+    """Encode a pattern without its documents as text. Written so that torch can trace it."""
     texts = ["causal" if pattern.causal else "all"]
     for branch in pattern.branches:
         offset, heads = branch.offset, branch.heads
@@ -71,19 +70,19 @@ def text_of(pattern: Pattern) -> str:
 
 
 @lru_cache(maxsize=128)
-def pattern_of(text: str) -> Pattern:
-    """The pattern of which `text_of` made this text."""
-    sees, *branches = text.split(";")
-    return Pattern(tuple(_branch_of(one) for one in branches), causal=sees == "causal")
+def pattern_from_text(text: str) -> Pattern:
+    """Decode a text of `pattern_to_text`."""
+    mask, *branches = text.split(";")
+    return Pattern(tuple(_branch_from_text(branch) for branch in branches), causal=mask == "causal")
 
 
 @lru_cache(maxsize=32)
 def _packed_pattern(text: str, number: int) -> Pattern:
-    """The pattern of a text over the documents of the pattern with this number. Kept for the backward."""
-    return replace(pattern_of(text), documents=numbered_pattern(number).documents)
+    """Decode a pattern, with the documents of the pattern of this number. Cached for the backward."""
+    return replace(pattern_from_text(text), documents=numbered_pattern(number).documents)
 
 
-def _branch_of(text: str) -> Branch:
+def _branch_from_text(text: str) -> Branch:
     length, rate, together, offsets, served, window = text.split(",")
     by_head = tuple(map(int, offsets.split("+")))
     return Branch(
@@ -95,10 +94,10 @@ def _branch_of(text: str) -> Branch:
     )
 
 
-def name_of(group: dist.ProcessGroup | DeviceMesh | Transport | None) -> str:
-    """Of a process group, by which a graph finds it; for no group NO_GROUP.
+def _group_name(group: dist.ProcessGroup | DeviceMesh | Transport | None) -> str:
+    """Return the name by which a graph looks a process group up; NO_GROUP for none.
 
-    Raises ValueError for what has no name.
+    Raises ValueError for a group without a name.
     """
     if group is None:
         group = dist.group.WORLD if dist.is_initialized() else None
@@ -109,12 +108,12 @@ def name_of(group: dist.ProcessGroup | DeviceMesh | Transport | None) -> str:
     if is_mesh(group) and group.ndim == 1:
         return group.get_group().group_name
     raise ValueError(
-        "group must be a process group, a mesh of one dimension or None within torch.compile, where it goes by its name"
+        "group must be a process group, a mesh of one dimension or None within torch.compile, which looks it up by name"
     )
 
 
 def _pattern(text: str, number: int) -> Pattern:
-    return _packed_pattern(text, number) if number else pattern_of(text)
+    return _packed_pattern(text, number) if number else pattern_from_text(text)
 
 
 def _transport(group: str) -> Transport:
@@ -124,7 +123,7 @@ def _transport(group: str) -> Transport:
 
 
 # --- the operators ----------------------------------------------------------------------------------------------------
-# No argument may be called `kernel`: Inductor passes them on by name beside one of its own.
+# Do not name an argument `kernel`: Inductor passes arguments by name, beside a `kernel` of its own.
 
 
 @torch.library.custom_op("ring::attention_forward", mutates_args=())
@@ -135,19 +134,18 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """q (B, N, H, D), k and v (B, N, Hk, D) -> out like q, lse (B, H, N), and the number of the call, (1,) int64.
 
-    packed: the number of a pattern, whose documents are meant; 0 for none. differentiated: whether the graph around
-    this operator is.
+    packed: the number of the pattern whose documents to use; 0: none. differentiated: True if the graph is.
     """
     transport = _transport(group)
-    with torch.cuda.device_of(q), transport.calls.turn(), torch.autocast(q.device.type, enabled=False):
+    with torch.cuda.device_of(q), transport.calls.lock(), torch.autocast(q.device.type, enabled=False):
         numbered = transport.calls.begin(name)
         call = Call(
             q, k, v, _pattern(pattern, packed), numbered_layout(layout), exchange, bucket, kernel_name, scale,
             return_lse, differentiated,
         )  # fmt: skip
         setting = agree(call, numbered, transport, check)
-        walk = walk_of(call, setting, numbered, select_transport(q, transport), check)
-        out, lse = forward(walk, q, k, v)
+        execution = execution_of(call, setting, numbered, select_transport(q, transport), check)
+        out, lse = forward(execution, q, k, v)
     return out.contiguous(), lse, torch.tensor([numbered.number], device="cpu")
 
 
@@ -164,17 +162,17 @@ def attention_backward(
     layout: int, pattern: str, group: str, exchange: str, bucket: int | None, kernel_name: str, scale: float | None,
     return_lse: bool, check: bool, name: str | None, packed: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv, like q, k, v. number: of the call, as the forward returned it."""
+    """Return dq, dk, dv, like q, k, v. number: of the call, as returned by the forward."""
     transport = _transport(group)
-    with torch.cuda.device_of(q), transport.calls.turn(), torch.autocast(q.device.type, enabled=False):
+    with torch.cuda.device_of(q), transport.calls.lock(), torch.autocast(q.device.type, enabled=False):
         numbered = transport.calls.get(int(number), name)
         call = Call(
             q, k, v, _pattern(pattern, packed), numbered_layout(layout), exchange, bucket, kernel_name, scale,
             return_lse, differentiated=True,
         )  # fmt: skip
-        walk = walk_of(call, setting_of(call, transport), numbered, select_transport(q, transport), check)
-        agree_backward(numbered, walk.transport, check)
-        dq, dk, dv = backward(walk, q, k, v, out, lse, dout, dlse)
+        execution = execution_of(call, setting_of(call, transport), numbered, select_transport(q, transport), check)
+        agree_backward(numbered, execution.transport, check)
+        dq, dk, dv = backward(execution, q, k, v, out, lse, dout, dlse)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
@@ -185,7 +183,7 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _keep(ctx: Any, inputs: Any, keyword_only_inputs: dict[str, Any], output: tuple[Tensor, ...]) -> None:
+def _setup_context(ctx: Any, inputs: Any, keyword_only_inputs: dict[str, Any], output: tuple[Tensor, ...]) -> None:
     ctx.settings = {name: value for name, value in keyword_only_inputs.items() if name != "differentiated"}
     ctx.save_for_backward(*inputs, *output)
     ctx.set_materialize_grads(False)
@@ -193,13 +191,13 @@ def _keep(ctx: Any, inputs: Any, keyword_only_inputs: dict[str, Any], output: tu
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor, ...]:
     out = ctx.saved_tensors[3]
-    given = torch.zeros_like(out) if dout is None else dout
-    grads: tuple[Tensor, ...] = torch.ops.ring.attention_backward(given, dlse, *ctx.saved_tensors, **ctx.settings)
+    dout = torch.zeros_like(out) if dout is None else dout
+    grads: tuple[Tensor, ...] = torch.ops.ring.attention_backward(dout, dlse, *ctx.saved_tensors, **ctx.settings)
     return grads
 
 
-attention_forward.register_autograd(_differentiate, setup_context=_keep)
+attention_forward.register_autograd(_differentiate, setup_context=_setup_context)
 
-# A graph leaves out what nobody reads, but other ranks wait for this one.
+# Do not let a graph eliminate these as dead code: other ranks wait for them.
 for operator in (torch.ops.ring.attention_forward.default, torch.ops.ring.attention_backward.default):
     has_side_effect(operator)

@@ -1,10 +1,10 @@
-"""Bad input raises the same clear error on every rank, before any tensor moves.
+"""Raises the same error on every rank for bad input, before any tensor moves.
 
-Every rank validates its own arguments (`ring.validation`); then all ranks compare what they were called with, and in
-which call of the group they are, forward or backward (`ring.comm.call_order`). A rank with a wrong argument tells the
-others instead of leaving them waiting; where the ranks' arguments or calls differ, the error names them.
+Every rank validates its own arguments (`ring.validation`). Then the ranks compare their arguments and their position in
+the sequence of calls, forward or backward (`ring.comm.call_order`). A rank with a wrong argument tells the others, so
+that they do not wait for it. Where arguments or positions differ, the error names both.
 
-The ranks compare 16 bytes, a digest, and send each other words only where these differ.
+The ranks compare a digest of 16 bytes, and exchange text only if digests differ.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from ring.layout import Layout
 from ring.validation import Call, refuse_unknown, validate
 
 _DIGEST = 16
-_A_LENGTH = 36  # bytes of a document's length, an int in a tuple
+_LENGTH_BYTES = 36  # memory of a document's length, an int in a tuple
 
 
 class Signature(NamedTuple):
-    """What must be the same on every rank, by the name of the argument, and the same as bytes."""
+    """The arguments that must be equal on every rank, by name, and their digest."""
 
     entries: Mapping[str, object]
     digest: bytes
@@ -39,20 +39,20 @@ class Signature(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CallSetting:
-    """Calls that are alike in all but the numbers of their tensors, and right; one object for all of them, so that what
-    is made for a setting can be kept by it.
+    """The validated setting of all calls that differ only in the values of their tensors. There is one object for each,
+    so that plans can be cached on it.
     """
 
     signature: Signature
 
 
-_NOTHING = Signature({}, b"")
-_UNKNOWN = CallSetting(_NOTHING)
+_NO_ARGUMENTS = Signature({}, b"")
+_UNKNOWN = CallSetting(_NO_ARGUMENTS)
 _settings: BoundedCache[Hashable, CallSetting] = BoundedCache(256, most_bytes=2**26)
 
 
 def agree(call: Call, numbered: NumberedCall, transport: Transport, check: bool) -> CallSetting:
-    """The call's setting. Raise if this call is wrong or, with `check`, if any rank's is or if the ranks' calls differ.
+    """Return the call's setting if the call is valid and, with `check`, if all ranks make this call.
 
     Raises ValueError or NotImplementedError; with `check` the same one on every rank.
     """
@@ -68,8 +68,8 @@ def agree(call: Call, numbered: NumberedCall, transport: Transport, check: bool)
         setting = setting_of(call, transport)
         if transport.world_size > 1:
             where = numbered.forward
-    except Exception as found:  # of any type: the other ranks must hear of it
-        error = found
+    except Exception as exception:  # of any type: the other ranks must learn of it
+        error = exception
     if check and (transport.world_size > 1 or error is not None):
         _compare(where, setting.signature, error, transport)
     elif error is not None:
@@ -78,9 +78,9 @@ def agree(call: Call, numbered: NumberedCall, transport: Transport, check: bool)
 
 
 def setting_of(call: Call, transport: Transport) -> CallSetting:
-    """Of a call that is right; what was found right once is not looked at again.
+    """Validate a call and return its setting. Cached, so that equal calls are validated once.
 
-    Raises ValueError or NotImplementedError for a wrong one.
+    Raises ValueError or NotImplementedError for an invalid call.
     """
     thread = _thread_role() if transport.world_size > 1 else ""
     key = call.key(), transport.rank, transport.world_size, thread
@@ -90,8 +90,8 @@ def setting_of(call: Call, transport: Transport) -> CallSetting:
         return CallSetting(signature_of(kind_of(call, thread)))
 
     try:
-        return _settings.get_or_make(key, validated, lambda _: _A_LENGTH * len(call.pattern.documents or ()))
-    except TypeError:  # an argument that cannot be hashed is a wrong one
+        return _settings.get_or_make(key, validated, lambda _: _LENGTH_BYTES * len(call.pattern.documents or ()))
+    except TypeError:  # an unhashable argument is invalid: raise its own error
         pass
     return validated()
 
@@ -101,82 +101,81 @@ def agree_backward(numbered: NumberedCall, transport: Transport, check: bool) ->
     error: Exception | None = None
     try:
         numbered.calls.check_backward(numbered)
-    except ValueError as found:
-        error = found
+    except ValueError as exception:
+        error = exception
     if check and (transport.world_size > 1 or error is not None):
-        _compare(numbered.backward, _NOTHING, error, transport)
+        _compare(numbered.backward, _NO_ARGUMENTS, error, transport)
     elif error is not None:
         raise error
-    numbered.backwards += 1  # on all ranks or, after an error, on none
+    numbered.backwards += 1  # on all ranks; after an error on none
 
 
 def compare(where: str, signature: Mapping[str, object], error: Exception | None, transport: Consensus) -> None:
-    """Raise the error of the first rank that has one, or a ValueError that names the first entry in which the ranks'
-    signatures differ: the same on every rank. Every rank calls it. where: what this rank is doing, compared first. The
-    signatures have the same names.
+    """Raise the same error on every rank if a rank has one, or if signatures differ. Collective.
 
-    Raises RuntimeError that names the ranks that do not come within the group's timeout.
+    where: what this rank is doing, compared first. signature: has the same names on every rank. Raises the first rank's
+    error, ValueError for the first difference, or RuntimeError for ranks that do not come within the group's timeout.
     """
-    with transport.calls.turn():
+    with transport.calls.lock():
         if transport.world_size > 1 or error is not None:
             _compare(where, Signature(signature, json.dumps(signature).encode()), error, transport)
 
 
 def _compare(where: str, signature: Signature, error: Exception | None, transport: Consensus) -> None:
-    """where: what this rank is in: a call, and its direction."""
+    """`compare`, with a signature that has its digest."""
     digest = b"\0" * _DIGEST if error is not None else _digest(where.encode() + b"\0" + signature.digest)
     try:
         if transport.all_equal(digest) and error is None:
             return
-    except MissingRanks as absent:
-        raise RuntimeError(absent.message(where)) from absent
-    said = [type(error).__name__, str(error)] if error is not None else [where, signature.entries]
-    # Two more collective calls cost nothing here: an error follows.
-    everyone = all_gather_json([said, transport.calls.number], transport)
-    transport.calls.advance_to(max(number for _, number in everyone))
-    raise _joint_error([(str(kind), text) for (kind, text), _ in everyone])
+    except MissingRanks as missing:
+        raise RuntimeError(missing.message(where)) from missing
+    report = [type(error).__name__, str(error)] if error is not None else [where, signature.entries]
+    # The cost of two more collectives does not matter: an error follows.
+    gathered = all_gather_json([report, transport.calls.number], transport)
+    transport.calls.advance_to(max(number for _, number in gathered))
+    raise _joint_error([(str(kind), text) for (kind, text), _ in gathered])
 
 
-def _digest(what: bytes) -> bytes:
-    return hashlib.blake2b(what, digest_size=_DIGEST).digest()
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_DIGEST).digest()
 
 
-def _joint_error(said: list[tuple[str, str | dict[str, object]]]) -> Exception:
-    """said: by rank, the type of an error and its text, or in which call the rank is and its signature."""
-    for rank, (kind, text) in enumerate(said):
+def _joint_error(reports: list[tuple[str, str | dict[str, object]]]) -> Exception:
+    """Build the error that all ranks raise. reports: by rank, an error's type and text, or a call and its signature."""
+    for rank, (kind, text) in enumerate(reports):
         if isinstance(text, str):
             if kind == "NotImplementedError":
                 return NotImplementedError(f"rank {rank}: {text}")
-            named = text if kind == "ValueError" else f"{kind}: {text}"
-            return ValueError(f"rank {rank}: {named}")
-    there, first = said[0]
+            message = text if kind == "ValueError" else f"{kind}: {text}"
+            return ValueError(f"rank {rank}: {message}")
+    first_where, first = reports[0]
     assert isinstance(first, dict)
-    for rank, (where, _) in enumerate(said):
-        if where != there:
-            given = f"rank 0 is in {there}, rank {rank} in {where}"
-            return ValueError(f"calls on a group must come in the same order on every rank: {given}")
-    for rank, (_, entries) in enumerate(said):
+    for rank, (where, _) in enumerate(reports):
+        if where != first_where:
+            difference = f"rank 0 is in {first_where}, rank {rank} in {where}"
+            return ValueError(f"calls on a group must come in the same order on every rank: {difference}")
+    for rank, (_, entries) in enumerate(reports):
         assert isinstance(entries, dict)
         for name, value in entries.items():
             if value != first[name]:
-                given = _difference(first[name], value, rank)
-                return ValueError(f"{name} must be the same on every rank: {given}")
+                difference = _difference(first[name], value, rank)
+                return ValueError(f"{name} must be the same on every rank: {difference}")
     raise AssertionError("ranks that disagree differ in something")
 
 
-def _difference(there: object, here: object, rank: int) -> str:
-    """What rank 0 and another have of one name; of lists, which may have thousands of entries, the first difference."""
-    if not (isinstance(there, list) and isinstance(here, list)):
-        first, other = (first_few(x) if isinstance(x, list) else x for x in (there, here))
-        return f"rank 0 has {first}, rank {rank} {other}"
-    pairs = enumerate(zip(there, here, strict=False))
-    number = next((i for i, (a, b) in pairs if a != b), min(len(there), len(here)))
-    one, other = (x[number] if number < len(x) else "none" for x in (there, here))
-    return f"rank 0 has {one} as number {number} of {len(there)}, rank {rank} {other} as number {number} of {len(here)}"
+def _difference(first: object, other: object, rank: int) -> str:
+    """Describe how a rank's value differs from rank 0's; of lists, which may be long, the first difference."""
+    if not (isinstance(first, list) and isinstance(other, list)):
+        a, b = (first_few(x) if isinstance(x, list) else x for x in (first, other))
+        return f"rank 0 has {a}, rank {rank} {b}"
+    pairs = enumerate(zip(first, other, strict=False))
+    i = next((i for i, (a, b) in pairs if a != b), min(len(first), len(other)))
+    a, b = (x[i] if i < len(x) else "none" for x in (first, other))
+    return f"rank 0 has {a} as number {i} of {len(first)}, rank {rank} {b} as number {i} of {len(other)}"
 
 
 class CallKind(NamedTuple):
-    """All that two calls must have in common."""
+    """The properties that must be equal on all ranks of a call."""
 
     batch: int
     heads: int
@@ -196,7 +195,7 @@ class CallKind(NamedTuple):
 
 
 def kind_of(call: Call, thread: str) -> CallKind:
-    """Of a call that was found right."""
+    """Return the kind of a validated call."""
     q = call.q
     return CallKind(
         q.shape[0], q.shape[2], call.k.shape[2], q.shape[3], q.dtype, q.device.type, call.pattern, call.layout,
@@ -205,12 +204,12 @@ def kind_of(call: Call, thread: str) -> CallKind:
 
 
 def _thread_role() -> str:
-    """Threads may have any names, which differ between ranks; but where one rank calls from its main thread and another
-    does not, two threads of each call at a time.
+    """Return the role of this thread. Thread names may differ between ranks; but if one rank calls from its main thread
+    and another does not, two threads per rank are calling.
     """
     if within_backward():
         return "autograd's"
-    return "the main one" if threading.current_thread() is threading.main_thread() else "another than the main one"
+    return "the main one" if threading.current_thread() is threading.main_thread() else "another one"
 
 
 def signature_of(kind: CallKind) -> Signature:
@@ -227,7 +226,7 @@ def signature_of(kind: CallKind) -> Signature:
         "exchange": kind.exchange,
         "bucket": kind.bucket,
         "kernel": kind.kernel,
-        "scale": None if kind.scale is None else float(kind.scale) + 0.0,  # 1 is 1.0, and -0.0 is 0.0
+        "scale": None if kind.scale is None else float(kind.scale) + 0.0,  # so that 1 equals 1.0, and -0.0 equals 0.0
         "return_lse": kind.return_lse,
         "requires_grad": kind.differentiated,
         "calling thread": kind.thread,

@@ -1,7 +1,7 @@
-"""The forward of a call as one operator, `torch.ops.ring.attention`.
+"""Exposes the forward of a call as one dispatcher operator, `torch.ops.ring.attention`.
 
-Whoever watches operators sees one instead of some hundred: selective checkpointing can name it in its policy and save
-what it returns, and then computes no ring forward twice.
+Selective checkpointing can name the operator in its policy and save its results, instead of those of some hundred
+operators; then no ring forward is recomputed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _prepared: dict[int, Forward] = {}
 
 
 def as_one_operator(run: Forward, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """run(q, k, v). An operator takes tensors and numbers, so the forward goes by a number until it has run."""
+    """Return run(q, k, v). Operators take only tensors and numbers, so `run` is passed by a number."""
     number = next(_numbers)
     _prepared[number] = run
     try:
@@ -31,10 +31,10 @@ def as_one_operator(run: Forward, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tens
 
 
 def run_prepared(q: Tensor, k: Tensor, v: Tensor, prepared: int) -> tuple[Tensor, Tensor]:
-    """What the operator does, operation by operation, for those who watch these: q (B, N, H, D), k and v
-    (B, N, Hk, D) -> out like q, lse (B, H, N). prepared: the number of a forward.
+    """Run the operator's forward, visible to dispatch modes: q (B, N, H, D), k and v (B, N, Hk, D) -> out like q,
+    lse (B, H, N). prepared: the number of a forward.
 
-    Raises ValueError for any other number: the operator is no way to call `ring_attention`.
+    Raises ValueError for any other number: call `ring_attention`, not the operator.
     """
     if prepared not in _prepared:
         raise ValueError(f"prepared must be the number of a forward that ring_attention has begun, got {prepared}")
@@ -42,15 +42,15 @@ def run_prepared(q: Tensor, k: Tensor, v: Tensor, prepared: int) -> tuple[Tensor
 
 
 def _run_latest(q: Tensor, k: Tensor, v: Tensor, prepared: int) -> tuple[Tensor, Tensor]:
-    """By this module as it was last imported: an operator is there once in a process."""
-    found: tuple[Tensor, Tensor] = sys.modules[__name__].run_prepared(q, k, v, prepared)
-    return found
+    """Delegate to the latest import of this module, since a process registers an operator only once."""
+    results: tuple[Tensor, Tensor] = sys.modules[__name__].run_prepared(q, k, v, prepared)
+    return results
 
 
-# Not by `torch.library.custom_op`, whose wrappers make some dozens of Python calls more of each: `ring.attention`
-# differentiates, and compiled graphs have operators of their own (`ring.compile_ops`).
+# Do not use `torch.library.custom_op`: its wrappers add dozens of Python calls. `ring.attention` differentiates, and
+# compiled graphs have operators of their own (`ring.compile_ops`).
 if not hasattr(torch.ops.ring, "attention"):
     _library = torch.library.Library("ring", "FRAGMENT")
     _library.define("attention(Tensor q, Tensor k, Tensor v, int prepared) -> (Tensor, Tensor)")
     _library.impl("attention", _run_latest, "CompositeExplicitAutograd")
-    vars(_run_latest)["library"] = _library  # which would take the operator with it
+    vars(_run_latest)["library"] = _library  # keep it: its deletion would delete the operator

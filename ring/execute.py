@@ -1,11 +1,11 @@
-"""The plan walked forward and backward.
+"""Executes a plan, forward and backward.
 
     Pattern -> Layout -> Plan -> Program -> Exchange -> Kernel -> Accumulator -> output
 
-On GPUs a short call that comes again is replayed as a CUDA graph (`ring.compute.gpu.graph_replay`).
+On GPUs a short call that repeats is replayed as a CUDA graph (`ring.compute.gpu.graph_replay`).
 
-Every partial result is (rows, out, lse), whatever the branch, the source rank, the step or the bucket, and is merged
-into one accumulator per query row. The backward of a partial takes its own q, k, v and the global out and lse.
+Every partial result is (rows, out, lse), for any branch, source rank, step and bucket, and is merged into one
+accumulator per query row. The backward of a partial uses its own q, k, v and the global out and lse.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from ring.compute.accumulator import Accumulator, OutputMerge, Sum, TensorSum, l
 from ring.compute.gpu import graph_replay
 from ring.compute.math_kernel import SavedRows
 from ring.consensus import CallSetting
-from ring.default_bucket import default_bucket, default_own
+from ring.default_bucket import default_bucket, default_local_bucket
 from ring.lowering import KernelCall, Program, Programs
 from ring.plan.plan import MOST_BYTES, Plan, plan_of
 from ring.precision import accumulator_dtype
 from ring.strided_view import GradientSum, StridedView
 from ring.validation import Call
 
-_NOTHING = nullcontext()
-# Rows, and lse's numbers of a sequence: `ring.compute.gpu.merge_kernel` counts them in 32 bits.
+_NO_GUARD = nullcontext()
+# Limit on query rows times heads: `ring.compute.gpu.merge_kernel` counts them in 32 bits.
 _MOST_COUNTED = 2**30
 _programs: BoundedCache[CallSetting, Programs] = BoundedCache(128, most_bytes=MOST_BYTES)
 
 
 @dataclass(eq=False)
-class Walk:
-    """What forward and backward of one call share."""
+class Execution:
+    """The state that forward and backward of one call share."""
 
     programs: Programs
     transport: Transport
@@ -52,14 +52,16 @@ class Walk:
     check: bool
 
 
-def walk_of(call: Call, setting: CallSetting, numbered: NumberedCall, transport: Transport, check: bool) -> Walk:
-    """Of a call that was found right. Programs are kept by the setting, which has all that they are made of."""
+def execution_of(
+    call: Call, setting: CallSetting, numbered: NumberedCall, transport: Transport, check: bool
+) -> Execution:
+    """Return the execution of a validated call. Its programs are cached on its setting, which determines them."""
     programs = _programs.get_or_make(
         setting,
         lambda: Programs(_plan(call, transport.rank), call.q, call.kernel, call.factor),
-        lambda made: made.plan.nbytes,
+        lambda programs: programs.plan.nbytes,
     )
-    return Walk(programs, transport, numbered, check)
+    return Execution(programs, transport, numbered, check)
 
 
 def _plan(call: Call, rank: int) -> Plan:
@@ -68,35 +70,35 @@ def _plan(call: Call, rank: int) -> Plan:
     varlen = kernels.max_varlen_tokens(call.kernel, q.device, q.dtype, q.shape[3], call.factor)
     if bucket is None:
         bucket = default_bucket(layout, heads, kv_heads, q.dtype, q.device.type)
-        own = default_own(q, bucket)
+        own = default_local_bucket(q, bucket)
     return plan_of(pattern, layout, rank, heads, kv_heads, exchange, bucket, own, varlen)
 
 
-def forward(walk: Walk, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse): like q, and (B, H, N) in the accumulator's type."""
+def forward(run: Execution, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse): out like q, lse (B, H, N) in the accumulator's dtype."""
     batch, tokens, heads, _ = q.shape
-    program = walk.programs.forward
-    guard = _NOTHING if walk.transport.world_size == 1 else walk.numbered.calls.guard(walk.numbered.forward)
-    if not (q.is_cuda and _is_replayed(walk, program, q)):
-        return _forward(walk, program, guard, q, k, v)
+    program = run.programs.forward
+    guard = _NO_GUARD if run.transport.world_size == 1 else run.numbered.calls.guard(run.numbered.forward)
+    if not (q.is_cuda and _is_replayed(run, program, q)):
+        return _forward(run, program, guard, q, k, v)
     results = ((q.shape, q.dtype), ((batch, heads, tokens), accumulator_dtype(q.dtype)))
-    compute = partial(_forward, walk, program, _NOTHING)
+    compute = partial(_forward, run, program, _NO_GUARD)
     with guard:
-        out, lse = graph_replay.replayed(_what(walk, program), (q, k, v), results, compute)
+        out, lse = graph_replay.replayed(_graph_key(run, program), (q, k, v), results, compute)
     return out, lse
 
 
 def _forward(
-    walk: Walk,
+    run: Execution,
     program: Program,
     guard: AbstractContextManager[object],
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    accumulator, queries, scale = accumulator_for(q), StridedView(q), walk.programs.scale
+    accumulator, queries, scale = accumulator_for(q), StridedView(q), run.programs.scale
     with guard:
-        exchange = Exchange(walk.programs.plan, walk.transport, k, v)
+        exchange = Exchange(run.programs.plan, run.transport, k, v)
         for arrival, calls in zip(exchange.arrivals(), program.arrivals, strict=True):
             for call in calls:
                 tile, view = call.tile, StridedView.batched if call.batched else StridedView.view
@@ -109,7 +111,7 @@ def _forward(
 
 
 def backward(
-    walk: Walk,
+    run: Execution,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -118,35 +120,35 @@ def backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
 ) -> Sequence[torch.Tensor]:
-    """(dq, dk, dv), like q, k, v."""
-    repeatable = q.is_cuda and torch.are_deterministic_algorithms_enabled()  # on CPUs all kernels are
-    program = walk.programs.backward(q, dlse is not None, repeatable)
-    given = (q, k, v, out, lse, dout)
-    guard = _NOTHING if walk.transport.world_size == 1 else walk.numbered.calls.guard(walk.numbered.current_backward)
-    if not (q.is_cuda and _is_replayed(walk, program, q)):
-        return _backward(walk, program, guard, dlse, *given)
+    """Return (dq, dk, dv), like q, k, v."""
+    repeatable = q.is_cuda and torch.are_deterministic_algorithms_enabled()  # on CPUs every kernel is
+    program = run.programs.backward(q, dlse is not None, repeatable)
+    tensors = (q, k, v, out, lse, dout)
+    guard = _NO_GUARD if run.transport.world_size == 1 else run.numbered.calls.guard(run.numbered.current_backward)
+    if not (q.is_cuda and _is_replayed(run, program, q)):
+        return _backward(run, program, guard, dlse, *tensors)
     results = tuple((x.shape, q.dtype) for x in (q, k, v))
-    compute = partial(_backward, walk, program, _NOTHING, dlse)
+    compute = partial(_backward, run, program, _NO_GUARD, dlse)
     with guard:
-        return graph_replay.replayed(_what(walk, program), given, results, compute)
+        return graph_replay.replayed(_graph_key(run, program), tensors, results, compute)
 
 
 def _backward(
-    walk: Walk,
+    run: Execution,
     program: Program,
     guard: AbstractContextManager[object],
     dlse: torch.Tensor | None,
-    *given: torch.Tensor,
+    *tensors: torch.Tensor,
 ) -> list[torch.Tensor]:
-    q, k, v, out, lse, dout = given
-    sums = sums_of(q)
+    q, k, v, out, lse, dout = tensors
+    sums = sum_class_for(q)
     dq, dk, dv = sums(q), sums(k), sums(v)
     rows = _QueryRows(StridedView(q), StridedView(dout), StridedView(out), lse_view(lse), dlse, dq)
     with guard:
-        exchange = Exchange(walk.programs.plan, walk.transport, k, v)
+        exchange = Exchange(run.programs.plan, run.transport, k, v)
         for arrival, calls in zip(exchange.round_trips(dk, dv), program.arrivals, strict=True):
             for call in calls:
-                _add_gradients(walk, call, arrival, rows)
+                _add_gradients(run, call, arrival, rows)
         grads = sums.results([dq], q.dtype)  # while the last gradients of keys are in flight
         exchange.last_returned(dk, dv)
         grads += sums.results([dk, dv], q.dtype)
@@ -156,7 +158,7 @@ def _backward(
 
 @dataclass(eq=False)
 class _QueryRows:
-    """The own query rows in backward."""
+    """The local query rows in backward."""
 
     q: StridedView
     dout: StridedView
@@ -167,70 +169,68 @@ class _QueryRows:
 
     @cached_property
     def delta(self) -> StridedView:
-        """rowsum(dout out) - dlse; only the math kernel takes it, fused kernels compute it themselves."""
+        """rowsum(dout out) - dlse, for the math kernel: fused kernels compute it themselves."""
         work = accumulator_dtype(self.q.x.dtype)
         delta = (self.dout.x.to(work) * self.out.x.to(work)).sum(-1).transpose(1, 2)  # (B, H, N)
         return lse_view(delta if self.dlse is None else delta - self.dlse)
 
 
-def _add_gradients(walk: Walk, call: KernelCall, arrival: Arrival, rows: _QueryRows) -> None:
-    """Those that a kernel call gives, to the sums of its rows and keys."""
+def _add_gradients(run: Execution, call: KernelCall, arrival: Arrival, rows: _QueryRows) -> None:
+    """Add the gradients of one kernel call to the sums of its rows and keys."""
     assert arrival.key_grad is not None and arrival.value_grad is not None
     tile, view = call.tile, StridedView.batched if call.batched else StridedView.view
-    where, of_keys = (tile.query_rows, tile.query_heads), (tile.key_rows, tile.key_heads)
-    query, dout, out = view(rows.q, *where), view(rows.dout, *where), view(rows.out, *where)
-    key, value = view(arrival.key, *of_keys), view(arrival.value, *of_keys)
+    queries, keys = (tile.query_rows, tile.query_heads), (tile.key_rows, tile.key_heads)
+    query, dout, out = view(rows.q, *queries), view(rows.dout, *queries), view(rows.out, *queries)
+    key, value = view(arrival.key, *keys), view(arrival.value, *keys)
     if call.batched:
-        saved = SavedRows(dout, out, rows.lse.batched(*where, in_words=False), None)
+        saved = SavedRows(dout, out, rows.lse.batched(*queries, aligned=False), None)
     else:
-        lse = rows.lse.view(*where).squeeze(-1)
-        saved = SavedRows(dout, out, lse, rows.delta.view(*where).squeeze(-1) if call.kernel == "math" else None)
-    dq, dk, dv = kernels.backward(call.kernel, query, key, value, saved, tile, walk.programs.scale)
-    rows.dq.add(*where, dq)
-    arrival.key_grad.add(*of_keys, dk)
-    arrival.value_grad.add(*of_keys, dv)
+        lse = rows.lse.view(*queries).squeeze(-1)
+        saved = SavedRows(dout, out, lse, rows.delta.view(*queries).squeeze(-1) if call.kernel == "math" else None)
+    dq, dk, dv = kernels.backward(call.kernel, query, key, value, saved, tile, run.programs.scale)
+    rows.dq.add(*queries, dq)
+    arrival.key_grad.add(*keys, dk)
+    arrival.value_grad.add(*keys, dv)
 
 
 def select_transport(q: torch.Tensor, transport: Transport) -> Transport:
-    """The fastest way over the same group between tensors like q. On GPUs the first call is collective."""
+    """Return the fastest transport over the same group for tensors like q. On GPUs the first call is collective."""
     return transport_of(transport.group) if q.is_cuda and isinstance(transport, ProcessGroupTransport) else transport
 
 
-def _what(walk: Walk, program: Program) -> Hashable:
-    """All but the tensors that decides what a graph does. Transports of one rank are alike, and may be new ones."""
-    return program, walk.transport if walk.transport.world_size > 1 else None
+def _graph_key(run: Execution, program: Program) -> Hashable:
+    """The key of a captured graph: everything but the tensors. Transports of one rank are interchangeable."""
+    return program, run.transport if run.transport.world_size > 1 else None
 
 
-def _is_replayed(walk: Walk, program: Program, q: torch.Tensor) -> bool:
-    """Whether a graph may take the place of the call, which is on a GPU: it is short, all by fused kernels and without
-    messages of NCCL's, and nobody captures it or counts what it does.
+def _is_replayed(run: Execution, program: Program, q: torch.Tensor) -> bool:
+    """Return True if a graph may replay this GPU call: it is short, uses only fused kernels and no NCCL messages, and
+    no capture, `count_kernels` or `measure` is active.
     """
-    if not (program.batched and q.nbytes <= graph_replay.MOST_BYTES and can_be_captured(walk.transport)):
+    if not (program.batched and q.nbytes <= graph_replay.MOST_BYTES and can_be_captured(run.transport)):
         return False
     return not (kernel_counts.counting() or buffer_meter.measuring() or torch.cuda.is_current_stream_capturing())
 
 
 def accumulator_for(query: torch.Tensor) -> OutputMerge:
-    if not _combines(query):
+    if not _merges_in_one_pass(query):
         return Accumulator(query)
-    from ring.compute.gpu.gpu_accumulator import (
-        CombinedAccumulator,  # here, because torch for CPUs comes without Triton
-    )
+    from ring.compute.gpu.gpu_accumulator import CombinedAccumulator  # not at the top: torch for CPUs has no Triton
 
     return CombinedAccumulator(query)
 
 
-def sums_of(x: torch.Tensor) -> type[TensorSum]:
-    """The kind of sums for gradients of tensors of x's type and device."""
-    if not _combines(x):
+def sum_class_for(x: torch.Tensor) -> type[TensorSum]:
+    """Return the class that sums gradients of tensors with x's dtype and device."""
+    if not _merges_in_one_pass(x):
         return Sum
-    from ring.compute.gpu.gpu_accumulator import CombinedSum  # here, because torch for CPUs comes without Triton
+    from ring.compute.gpu.gpu_accumulator import CombinedSum  # not at the top: torch for CPUs has no Triton
 
     return CombinedSum
 
 
-def _combines(x: torch.Tensor) -> bool:
-    """Whether partial results are merged in one pass: on GPUs, except in fp64, which serves for comparisons, and where
-    there are more rows of heads than the kernel can count.
+def _merges_in_one_pass(x: torch.Tensor) -> bool:
+    """Return True if a GPU kernel merges partial results in one pass: not in fp64, which serves for comparisons, nor
+    for more rows of heads than the kernel can count.
     """
     return x.device.type == "cuda" and x.dtype != torch.float64 and x.shape[1] * x.shape[2] <= _MOST_COUNTED

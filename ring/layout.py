@@ -1,11 +1,11 @@
-"""Who holds what: a layout is an order of the positions plus cuts into it.
+"""Assigns positions to ranks: a layout is an order of the positions plus cuts into it.
 
 The order is a permutation of the n positions; the cuts are p + 1 offsets into the order. Rank r holds
 `order[cuts[r]:cuts[r + 1]]`, in that order. Contiguous, zigzag, striped and hilbert are four orders. An order that is a
-short list of arithmetic runs is kept as such; then a shard is a short list of runs too, and neither the layout nor a
-plan takes time or memory in proportion to the number of tokens.
+short list of arithmetic runs is stored as runs. Then every shard is a short list of runs too, and time and memory for
+layout and plan do not depend on the number of tokens.
 
-The example that goes through `ring.plan`: `Layout.zigzag(16, 2)` has four chunks of 4 positions; rank 0 holds the first
+The example used throughout `ring.plan`: `Layout.zigzag(16, 2)` has four chunks of 4 positions; rank 0 holds the first
 and the last, rank 1 the two between. The cuts are 0, 8 and 16, and the shards consist of these runs:
 
     rank  start  step  length  positions
@@ -33,10 +33,10 @@ from reference.pattern import Pattern
 from ring.balance import owners, zigzag_owners
 
 MOST_TOKENS = 2**40  # plans count rows, slots and products of rates in 64 bits
-# An explicit order with at most this many runs a rank is kept as runs: a plan looks at each of them.
+# An explicit order with at most this many runs per rank is stored as runs: a plan iterates over them.
 _RUNS_PER_RANK = 2
-MOST_RUNS = 4096  # of one that is made for documents
-MOST_BALANCED = 2**28  # tokens of a balanced one: each is looked at
+MOST_RUNS = 4096  # of a layout for documents
+MOST_BALANCED = 2**28  # tokens of a balanced layout: it computes the work of each
 
 
 class Run(NamedTuple):
@@ -57,13 +57,13 @@ class Layout:
 
     n: int
     cuts: tuple[int, ...]
-    runs: tuple[Run, ...] | None = None  # of one order always the same; None: it is listed in `listed`
+    runs: tuple[Run, ...] | None = None  # canonical for the order; None: see `listed`
     listed: np.ndarray | None = field(repr=False, default=None)  # (n,) int64
     number: int = field(init=False, repr=False)  # of this object, in this process
 
     @classmethod
     def contiguous(cls, n: int, p: int) -> Layout:
-        """Rank r holds the positions from r n / p to (r + 1) n / p."""
+        """Rank r holds the positions r n / p to (r + 1) n / p."""
         _check_sizes(n, p)
         return cls(n, _even_cuts(n, p), (Run(0, 1, n),) if n else ())
 
@@ -71,9 +71,9 @@ class Layout:
     def zigzag(cls, n: int, p: int, documents: Sequence[int] | None = None) -> Layout:
         """Rank r holds the chunks r and 2 p - 1 - r of 2 p equal ones, which gives all ranks equal causal work.
 
-        documents: lengths of consecutive documents, as `Pattern` has them: each is divided like that by itself, so that
-        all ranks have equal work of each, and need keys of each. Documents of less than 2 p tokens stay whole: the
-        longest first, each goes to the rank with the fewest tokens by then.
+        documents: lengths of consecutive documents, as in `Pattern`. Each is divided separately, so that all ranks have
+        equal work of each, and need keys of each. Documents of fewer than 2 p tokens stay whole: the longest first,
+        each goes to the rank with the fewest tokens so far.
 
         Raises ValueError for lengths that do not add up to n.
         """
@@ -97,8 +97,8 @@ class Layout:
 
     @classmethod
     def hilbert(cls, n: int, p: int) -> Layout:
-        """Equal shares of the order in which a Hilbert curve visits the positions, laid out row by row on the smallest
-        square of side 2^k that holds them.
+        """Ranks hold equal shares of the order in which a Hilbert curve visits the positions, which are laid out row by
+        row on the smallest square of side 2^k that holds them.
         """
         _check_sizes(n, p)
         order = _hilbert_curve(n)
@@ -106,13 +106,13 @@ class Layout:
 
     @classmethod
     def balanced(cls, pattern: Pattern, n: int, p: int, heads: int | None = None) -> Layout:
-        """Ranks have nearly equal work by this pattern, whatever the lengths of its documents: documents stay whole as
-        long as that is possible, since a document within one rank sends nothing. `ring.balance` says how.
+        """Ranks have nearly equal work for this pattern, whatever the lengths of its documents. Documents stay whole
+        where possible, since a document within one rank sends nothing: see `ring.balance`.
 
-        heads: query heads, where the pattern's branches for all heads do not tell how many these are. The same on every
-        rank, without a message. Takes time in proportion to the tokens, of which there may be 2^28.
+        heads: query heads, where the pattern does not imply their number. Deterministic: every rank computes the same,
+        without a message. Takes time linear in n.
 
-        Raises ValueError for more, for documents that do not add up to n, or a pattern that does not fit so many heads.
+        Raises ValueError for n > 2^28, documents that do not add up to n, or a pattern that does not fit the heads.
         """
         _check_sizes(n, p)
         if n > MOST_BALANCED:
@@ -124,7 +124,7 @@ class Layout:
 
     @classmethod
     def _of_owners(cls, owner: np.ndarray, p: int) -> Layout:
-        """owner: (n,) the rank of each position. Ranks hold theirs in ascending order."""
+        """Ranks hold their positions in ascending order. owner: (n,) the rank of each position."""
         listed = np.argsort(owner, kind="stable")
         runs, cuts = _runs_of(listed, limit=MOST_RUNS), _cuts(np.bincount(owner, minlength=p).tolist())
         return cls(len(owner), cuts, runs, listed if runs is None else None)
@@ -135,12 +135,12 @@ class Layout:
 
         Raises ValueError if `order` is not a permutation or `cuts` are not such offsets.
         """
-        if isinstance(order, range) and order == range(max(order.stop, 0)):  # known without a list of its positions
+        if isinstance(order, range) and order == range(max(order.stop, 0)):  # the identity, without listing it
             n = max(order.stop, 0)
             _check_sizes(n, 1)
             return cls(n, _checked_cuts(cuts, n), (Run(0, 1, n),) if n else ())
-        plain = order.detach().cpu().numpy() if isinstance(order, torch.Tensor) else order
-        listed = np.array(plain)  # a copy: the layout must not change with its argument
+        array = order.detach().cpu().numpy() if isinstance(order, torch.Tensor) else order
+        listed = np.array(array)  # a copy: the layout must not change with its argument
         if listed.ndim != 1 or (listed.size and listed.dtype.kind not in "iu"):
             raise ValueError(f"order must be one sequence of integers, got {listed.ndim} dimensions of {listed.dtype}")
         listed = listed.astype(np.int64)
@@ -154,17 +154,17 @@ class Layout:
         return cls(n, cuts, runs, None if runs is not None else listed)
 
     def __post_init__(self) -> None:
-        given: list[object] = [self.n, self.cuts, self.runs, self.listed]
-        if not isinstance(given[1], tuple) or given[2] is given[3]:  # Layout("zigzag", n, p), Layout(n, p)
-            way = given[0] if isinstance(given[0], str) else "contiguous"
-            raise ValueError(f"cuts and an order must be given, got {given[:2]}; write Layout.{way}(tokens, ranks)")
+        fields: list[object] = [self.n, self.cuts, self.runs, self.listed]
+        if not isinstance(fields[1], tuple) or fields[2] is fields[3]:  # Layout("zigzag", n, p), Layout(n, p)
+            order = fields[0] if isinstance(fields[0], str) else "contiguous"
+            raise ValueError(f"cuts and an order must be given, got {fields[:2]}; write Layout.{order}(tokens, ranks)")
         if self.runs is not None:
-            object.__setattr__(self, "runs", _merged(self.runs))
+            object.__setattr__(self, "runs", _merge_runs(self.runs))
         object.__setattr__(self, "number", next(_numbers))
         _by_number[self.number] = self
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.n, self.cuts, self.runs, self.listed)  # a copy has a number of its own
+        return type(self), (self.n, self.cuts, self.runs, self.listed)  # so that a copy gets a number of its own
 
     @property
     def world_size(self) -> int:
@@ -172,37 +172,37 @@ class Layout:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Tokens held by each rank."""
+        """Number of tokens on each rank."""
         return tuple(b - a for a, b in pairwise(self.cuts))
 
     def shard_runs(self, rank: int) -> list[Run]:
-        """The runs that `rank` holds, in local order. Only for an order that is kept as runs."""
+        """The runs that `rank` holds, in local order. Only for an order stored as runs."""
         self._check_rank(rank)
         assert self.runs is not None
-        first, last, at, mine = self.cuts[rank], self.cuts[rank + 1], 0, []
+        first, last, offset, shard = self.cuts[rank], self.cuts[rank + 1], 0, []
         for start, step, length in self.runs:
-            low, high = max(first - at, 0), min(last - at, length)
+            low, high = max(first - offset, 0), min(last - offset, length)
             if low < high:
-                mine.append(Run(start + low * step, step, high - low))
-            at += length
-        return mine
+                shard.append(Run(start + low * step, step, high - low))
+            offset += length
+        return shard
 
     def positions(self, rank: int) -> torch.Tensor:
-        """Global positions that `rank` holds, in local order: (counts[rank],) int64. ValueError for no such rank."""
+        """Global positions that `rank` holds, in local order: (counts[rank],) int64. ValueError for a bad rank."""
         self._check_rank(rank)
         return torch.from_numpy(self._order[self.cuts[rank] : self.cuts[rank + 1]].copy())
 
     def shard(self, x: torch.Tensor, rank: int, dim: int = 1) -> torch.Tensor:
-        """The rows of x that `rank` holds. x has length n along `dim`, the result length counts[rank].
+        """Return the rows of x that `rank` holds. x has length n along `dim`, the result length counts[rank].
 
-        Raises ValueError if x has another length there, or there is no such rank.
+        Raises ValueError for any other length or a bad rank.
         """
         if x.shape[dim] != self.n:
             raise ValueError(f"x must have {self.n} tokens along dim {dim}, got shape {tuple(x.shape)}")
         return x.index_select(dim, self.positions(rank).to(x.device))
 
     def unshard(self, shards: Sequence[torch.Tensor], dim: int = 1) -> torch.Tensor:
-        """The whole tensor from the shards of all ranks, in rank order: the inverse of `shard`.
+        """Return the whole tensor from the shards of all ranks, in rank order: the inverse of `shard`.
 
         Raises ValueError if the shards do not have `counts` tokens along `dim`.
         """
@@ -227,7 +227,7 @@ class Layout:
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes that stand for the layout where layouts are compared, also between ranks."""
+        """16 bytes by which layouts are compared, also between ranks."""
         order = self.listed.tobytes() if self.listed is not None else repr(self.runs).encode()
         return hashlib.blake2b(order + repr((self.n, self.cuts)).encode(), digest_size=16).digest()
 
@@ -244,11 +244,11 @@ _by_number: WeakValueDictionary[int, Layout] = WeakValueDictionary()
 
 @lru_cache(maxsize=64)
 def numbered_layout(number: int) -> Layout:
-    """The layout with this number, kept for the backward. Raises ValueError if there is none any more."""
-    found = _by_number.get(number)
-    if found is None:
-        raise ValueError(f"layout must be the number of one that is there, got {number}")
-    return found
+    """Look up a layout by its number. Cached for the backward. Raises ValueError if it no longer exists."""
+    layout = _by_number.get(number)
+    if layout is None:
+        raise ValueError(f"layout must be the number of an existing one, got {number}")
+    return layout
 
 
 def _check_sizes(n: int, p: int) -> None:
@@ -260,8 +260,8 @@ def _check_sizes(n: int, p: int) -> None:
 
 def _checked_cuts(cuts: Sequence[int], n: int) -> tuple[int, ...]:
     cuts = tuple(cuts)
-    whole = all(isinstance(c, (int, np.integer)) for c in cuts)
-    if not whole or len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != n or any(a > b for a, b in pairwise(cuts)):
+    integers = all(isinstance(c, (int, np.integer)) for c in cuts)
+    if not integers or len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != n or any(a > b for a, b in pairwise(cuts)):
         raise ValueError(f"cuts must be world size + 1 non-decreasing offsets from 0 to {n}, got {cuts}")
     return tuple(map(int, cuts))
 
@@ -275,7 +275,7 @@ def _cuts(counts: Sequence[int]) -> tuple[int, ...]:
 
 
 def _runs_of(order: np.ndarray, limit: int) -> tuple[Run, ...] | None:
-    """The order as at most `limit` ascending runs, found greedily; None if that many do not suffice."""
+    """Split an order greedily into ascending runs; None if there are more than `limit`."""
     runs: list[Run] = []
     for run in _greedy_runs(order):
         if len(runs) == limit:
@@ -284,29 +284,29 @@ def _runs_of(order: np.ndarray, limit: int) -> tuple[Run, ...] | None:
     return tuple(runs)
 
 
-def _merged(runs: Sequence[Run]) -> tuple[Run, ...]:
-    """The runs that `_runs_of` finds in the listing of these, without listing it: each takes from those behind it what
+def _merge_runs(runs: Sequence[Run]) -> tuple[Run, ...]:
+    """Merge runs into those that `_runs_of` would find in their positions, without listing these: each run absorbs what
     continues it.
     """
-    found: list[Run] = []
+    merged: list[Run] = []
     for run in runs:
         start, step, length = run
         while length:
-            last = found[-1] if found else None
-            if last is not None and last.length == 1 and last.start < start:  # it goes on with any step
+            last = merged[-1] if merged else None
+            if last is not None and last.length == 1 and last.start < start:  # any step continues it
                 last = Run(last.start, start - last.start, 1)
             if last is None or start != last.start + last.length * last.step:
-                found.append(Run(start, step if length > 1 else 1, length))
+                merged.append(Run(start, step if length > 1 else 1, length))
                 break
             taken = length if step == last.step else 1
-            found[-1] = Run(last.start, last.step, last.length + taken)
+            merged[-1] = Run(last.start, last.step, last.length + taken)
             start, length = start + taken * step, length - taken
-    return tuple(found)
+    return tuple(merged)
 
 
 def _greedy_runs(order: np.ndarray) -> Iterator[Run]:
     steps = np.diff(order)
-    turns = np.flatnonzero(np.diff(steps)) + 1  # steps[t - 1] != steps[t]: a run may not go past element t
+    turns = np.flatnonzero(np.diff(steps)) + 1  # steps[t - 1] != steps[t]: no run continues past element t
     at, n = 0, len(order)
     while at < n:
         if at + 1 == n or steps[at] < 1:
@@ -320,7 +320,7 @@ def _greedy_runs(order: np.ndarray) -> Iterator[Run]:
 
 
 def _hilbert_curve(n: int) -> np.ndarray:
-    """Positions below n in the order of the Hilbert curve through the square that holds them row by row: (n,) int64."""
+    """Positions below n in the order of the Hilbert curve through the square that has them row by row: (n,) int64."""
     side = 1
     while side * side < n:
         side *= 2

@@ -1,18 +1,18 @@
-"""The plan lowered to a program: the kernel calls of each arrival. It is made once for a setting, forward and backward
-each, and walked at every call (`ring.execute`).
+"""Lowers a plan to a program: the kernel calls of each arrival. A setting has one program for forward and one or more
+for backward, which `ring.execute` runs in every call.
 
     Plan -> Program
 
-A plan says which query rows see which keys, whatever computes it. A program says which kernel takes each tile, and in
-how many calls; nothing in it depends on the numbers in tensors or on where they lie. `print(program)` shows it:
+A plan says which query rows see which keys, independent of kernels. A program assigns each tile a kernel and splits it
+into calls; it does not depend on the values or addresses of tensors. `print(program)` shows it:
 
     own keys
       math   CAUSAL    rows 2 x 2, keys 2 x 2, heads 2 x 1
     step 1
       math   FULL      rows 1 x 2, keys 1 x 2, heads 2 x 1
 
-are the calls of the example (see `ring.plan`) on rank 0: two folds of two rows, then one fold; two groups of one head.
-So few keys are the math kernel's.
+These are the calls of the example (see `ring.plan`) on rank 0: two folds of two rows, then one fold; two groups of one
+head. The math kernel computes so few keys.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ring.plan.tile import Tile
 
 @dataclass(frozen=True, eq=False)
 class KernelCall:
-    """A tile and the kernel that takes it: "math", "flash" or "cudnn". batched: whether it takes tiles with four dims
+    """A tile and its kernel: "math", "flash" or "cudnn". batched: True if the kernel takes four-dimensional tiles
     (`StridedView.batched`).
     """
 
@@ -48,13 +48,13 @@ class KernelCall:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """The kernel calls by arrival: those with the rank's own keys, then those of each step."""
+    """The kernel calls by arrival: those on local keys, then those of each step."""
 
     arrivals: tuple[tuple[KernelCall, ...], ...]
 
     @cached_property
     def batched(self) -> bool:
-        """Whether fused kernels on GPUs take all calls."""
+        """True if every call uses a fused GPU kernel."""
         return all(call.batched for calls in self.arrivals for call in calls)
 
     def __str__(self) -> str:
@@ -65,23 +65,23 @@ class Program:
 
 
 class Programs:
-    """The plan of a setting and its programs. q: like the queries of every call of the setting, (B, N, H, D); kernel:
-    what was asked for.
+    """The plan of a setting and its programs. q: (B, N, H, D), with the shape and dtype of the setting's queries;
+    kernel: the argument of `ring_attention`.
     """
 
     def __init__(self, plan: Plan, q: torch.Tensor, kernel: str, scale: float) -> None:
         self.plan, self.scale, self._kernel = plan, scale, kernel
-        self.forward = self._lowered(q, lambda name, tile: [tile])
+        self.forward = self._lower(q, lambda name, tile: [tile])
         self._backward: dict[tuple[bool, bool], Program] = {}
 
     def backward(self, q: torch.Tensor, dlse: bool, repeatable: bool) -> Program:
-        """dlse: whether a gradient comes in through lse. repeatable: as in `ring.compute.kernels.choose`."""
+        """Program of a backward. dlse: True if lse has a gradient. repeatable: see `ring.compute.kernels.choose`."""
         key = dlse, repeatable
         if key not in self._backward:
-            self._backward[key] = self._lowered(q, lambda name, tile: kernels.portions(name, tile, q), *key)
+            self._backward[key] = self._lower(q, lambda name, tile: kernels.portions(name, tile, q), *key)
         return self._backward[key]
 
-    def _lowered(self, q: torch.Tensor, portions: Callable[[str, Tile], list[Tile]], *how: bool) -> Program:
+    def _lower(self, q: torch.Tensor, portions: Callable[[str, Tile], list[Tile]], *how: bool) -> Program:
         def calls(tile: Tile) -> list[KernelCall]:
             name = kernels.choose(self._kernel, q.device, q.dtype, q.shape[3], tile, self.scale, *how)
             batched = q.is_cuda and name != "math"

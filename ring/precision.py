@@ -1,4 +1,4 @@
-"""The type in which results are summed."""
+"""The dtype of accumulators."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import torch
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Scores, lse, merges and sums of gradients are kept in fp32, in fp64 for fp64 inputs; never in 16 bits."""
+    """Dtype of scores, lse, merges and gradient sums: fp32, or fp64 for fp64 inputs; never 16 bits."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -18,45 +18,45 @@ _WORD = torch.complex128
 class StridedView:
     """A (B, N, H, D) tensor whose tiles are (folds, B, groups, per_group, length, D).
 
-    `StridedView(x)` is a shard: rows are tokens. `StridedView.of_slots(buffer, half)` is the keys (half 0) or values
-    (half 1) of a buffer, (slots, 2, B, D): row and head together name a slot.
+    `StridedView(x)` views a shard: rows are tokens. `StridedView.of_slots(buffer, half)` views the keys (half 0) or
+    values (half 1) of a buffer, (slots, 2, B, D): row and head together address a slot.
     """
 
     def __init__(self, x: torch.Tensor) -> None:
         self._whole, self._strides, self._begin, self._slots = x, x.stride(), x.storage_offset(), False
-        self._skip = 0  # bytes from the tensor's first number to that of the view
+        self._skip = 0  # bytes from the first element of the tensor to that of the view
         self._batch, _, _, self._dim = x.shape
 
     @classmethod
     def of_slots(cls, buffer: torch.Tensor, half: int) -> StridedView:
-        found = cls.__new__(cls)
+        view = cls.__new__(cls)
         slot, side, batch, dim = buffer.stride()
-        found._whole, found._strides, found._slots = buffer, (batch, slot, slot, dim), True
-        found._begin, found._skip = buffer.storage_offset() + half * side, half * side * buffer.itemsize
-        _, _, found._batch, found._dim = buffer.shape
-        return found
+        view._whole, view._strides, view._slots = buffer, (batch, slot, slot, dim), True
+        view._begin, view._skip = buffer.storage_offset() + half * side, half * side * buffer.itemsize
+        _, _, view._batch, view._dim = buffer.shape
+        return view
 
     @cached_property
     def x(self) -> torch.Tensor:
-        """All of it, (B, N, H, D); of slots (B, slots, 1, D)."""
+        """The whole tensor, (B, N, H, D); for slots (B, slots, 1, D)."""
         if not self._slots:
             return self._whole
         sizes = self._batch, self._whole.shape[0], 1, self._dim
         return self._whole.as_strided(sizes, self._strides, self._begin)
 
     def view(self, rows: Rows, heads: Heads) -> torch.Tensor:
-        """The tile, (F, B, groups, per_group, L, D); writing to it writes to the tensor only if both are regular."""
+        """Return a tile, (F, B, groups, per_group, L, D): a view if rows and heads are regular, else a copy."""
         if rows.index is None and heads.ids is None:
             shape, strides, offset = _tile(rows, heads, self._batch, self._dim, self._strides)
             return self._whole.as_strided(shape, strides, self._begin + offset)
         return self.x[:, *self._index(rows, heads)].permute(1, 0, 3, 4, 2, 5)
 
-    def batched(self, rows: Rows, heads: Heads, in_words: bool = True) -> torch.Tensor:
-        """The tile to read, (F B, groups per_group, L, D). in_words: where loads of 16 bytes can read it."""
+    def batched(self, rows: Rows, heads: Heads, aligned: bool = True) -> torch.Tensor:
+        """Return a tile to read, (F B, groups per_group, L, D). aligned: so that 16-byte loads can read it."""
         x, place = self._whole, None
         if rows.index is None and heads.ids is None:
-            place = _place(rows, heads, self._batch, self._dim, self._strides, x.itemsize, in_words)
-        if place is None or (in_words and (x.data_ptr() + self._skip + place.skip) % 16):
+            place = _place(rows, heads, self._batch, self._dim, self._strides, x.itemsize, aligned)
+        if place is None or (aligned and (x.data_ptr() + self._skip + place.skip) % 16):
             return batched(self.view(rows, heads))
         return x.as_strided(place.sizes, place.strides, self._begin + place.offset)
 
@@ -68,7 +68,7 @@ class StridedView:
             self.x[:, *self._index(rows, heads)] = tile.permute(1, 0, 4, 2, 3, 5).to(self.x.dtype)
 
     def add(self, rows: Rows, heads: Heads, tile: torch.Tensor) -> None:
-        """Add a tile; its rows and heads are all different."""
+        """Add a tile, whose rows and heads are distinct."""
         if rows.index is None and heads.ids is None:
             self.view(rows, heads).add_(tile)
         else:
@@ -83,57 +83,56 @@ class StridedView:
 
 
 class OverwritingView(StridedView):
-    """A view whose tiles never overlap: a tile that is added is written instead, over whatever was there."""
+    """A view whose tiles never overlap: `add` overwrites."""
 
     def add(self, rows: Rows, heads: Heads, tile: torch.Tensor) -> None:
         self.put(rows, heads, tile)
 
 
 class GradientSum(Protocol):
-    """Gradients of rows of the own shard, added up tile by tile."""
+    """Sums of gradients of local rows, added tile by tile."""
 
     def add(self, rows: Rows, heads: Heads, tile: torch.Tensor) -> None:
         """Add a summand, (F, B, groups, per_group, L, D)."""
         ...
 
     def materialize(self) -> None:
-        """After this, tiles that were added may change."""
+        """Finish the additions: afterwards the added tiles may be overwritten."""
         ...
 
 
 def tile_shape(rows: Rows, heads: Heads, x: torch.Tensor) -> tuple[int, ...]:
-    """(F, B, G, P, L, D) of a batched tile."""
+    """Shape (F, B, G, P, L, D) of a batched tile."""
     return rows.folds, x.shape[0] // rows.folds, heads.groups, heads.per_group, rows.length, x.shape[3]
 
 
 def _copy(to: torch.Tensor, tile: torch.Tensor) -> None:
-    """On GPUs by words of 16 bytes where both allow it: a copy number by number took more than twice as long."""
-    if to.is_cuda and to.dtype == tile.dtype and _has_words(to) and _has_words(tile):
+    """Copy a tile, on GPUs by words of 16 bytes where possible: by elements it took more than twice as long."""
+    if to.is_cuda and to.dtype == tile.dtype and _is_aligned(to) and _is_aligned(tile):
         to, tile = to.view(_WORD), tile.view(_WORD)
     to.copy_(tile)
 
 
-def _has_words(x: torch.Tensor) -> bool:
-    """Whether torch takes the last dim as words; it looks at the strides of dims of size 1 too."""
+def _is_aligned(x: torch.Tensor) -> bool:
+    """Return True if torch can view the last dim as words; it checks strides of dims of size 1 too."""
     numbers = _WORD.itemsize // x.itemsize
     steps = (x.shape[-1], x.storage_offset(), *x.stride()[:-1])
     return x.stride(-1) == 1 and x.data_ptr() % _WORD.itemsize == 0 and all(step % numbers == 0 for step in steps)
 
 
 def batched(tile: torch.Tensor) -> torch.Tensor:
-    """(F, B, G, P, L, D) as (F B, G P, L, D) for kernels that load 16 bytes at a time: a view, or a copy if its rows do
-    not begin at such addresses. Not what `contiguous` gives: of a contiguous tensor that begins elsewhere it makes no
-    copy.
+    """Reshape (F, B, G, P, L, D) to (F B, G P, L, D) for kernels with 16-byte loads: a view, or a copy if rows are not
+    aligned. `contiguous` would not do: it does not copy a contiguous tensor at an unaligned address.
     """
-    found = _in_words(tile.shape, tile.stride(), tile.element_size())
-    if found is not None and not tile.data_ptr() % 16:
-        return tile.as_strided(*found)
+    four = _aligned_four_dims(tile.shape, tile.stride(), tile.element_size())
+    if four is not None and not tile.data_ptr() % 16:
+        return tile.as_strided(*four)
     folds, batch, groups, share, length, dim = tile.shape
     return tile.clone(memory_format=torch.contiguous_format).view(folds * batch, groups * share, length, dim)
 
 
 class _Place(NamedTuple):
-    """Of a batched tile in its tensor; offset counts numbers, skip bytes."""
+    """The view of a batched tile in its tensor. offset: in elements; skip: in bytes."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
@@ -143,19 +142,19 @@ class _Place(NamedTuple):
 
 @lru_cache(maxsize=8192)
 def _place(
-    rows: Rows, heads: Heads, batch: int, dim: int, strides: tuple[int, ...], size: int, in_words: bool
+    rows: Rows, heads: Heads, batch: int, dim: int, strides: tuple[int, ...], size: int, aligned: bool
 ) -> _Place | None:
-    """None if there is no such view. size: bytes of a number; in_words: for loads of 16 bytes."""
+    """Return the view of a tile, or None if there is none. size: bytes per element; aligned: for 16-byte loads."""
     shape, steps, offset = _tile(rows, heads, batch, dim, strides)
-    found = _in_words(shape, steps, size) if in_words else _as_four(shape, steps)
-    return None if found is None else _Place(*found, offset, offset * size)
+    four = _aligned_four_dims(shape, steps, size) if aligned else _as_four_dims(shape, steps)
+    return None if four is None else _Place(*four, offset, offset * size)
 
 
 @lru_cache(maxsize=8192)
 def _tile(
     rows: Rows, heads: Heads, batch: int, dim: int, strides: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Shape, strides and offset of regular rows and heads of a (B, N, H, D) tensor, (F, B, G, P, L, D)."""
+    """Shape (F, B, G, P, L, D), strides and offset of a tile of regular rows and heads in a (B, N, H, D) tensor."""
     batch_step, row, head, dim_step = strides
     shape = rows.folds, batch, heads.groups, heads.per_group, rows.length, dim
     steps = (
@@ -165,29 +164,29 @@ def _tile(
     return shape, steps, rows.start * row + heads.start * head
 
 
-def _as_four(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The shape and strides of a tile (F, B, G, P, L, D) as (F B, G P, L, D); None if there are none."""
+def _as_four_dims(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Shape and strides of a tile (F, B, G, P, L, D) viewed as (F B, G P, L, D); None if no view exists."""
     folds, batch, groups, share, length, dim = shape
-    outer = _as_one(folds, strides[0], batch, strides[1])
-    heads = _as_one(groups, strides[2], share, strides[3])
+    outer = _merged_stride(folds, strides[0], batch, strides[1])
+    heads = _merged_stride(groups, strides[2], share, strides[3])
     if outer is None or heads is None:
         return None
     return (folds * batch, groups * share, length, dim), (outer, heads, strides[4], strides[5])
 
 
 @lru_cache(maxsize=8192)
-def _in_words(
+def _aligned_four_dims(
     shape: tuple[int, ...], strides: tuple[int, ...], size: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """As `_as_four`; None also if rows do not lie a multiple of 16 bytes apart. size: bytes of a number.
+    """`_as_four_dims`, but None also if strides are not multiples of 16 bytes. size: bytes per element.
 
-    Where there is only one batch, head or row, any stride is as good; but cuDNN takes that of one row, or one head, at
-    its word, and was seen to leave results out. So these are what they would be in a contiguous tensor.
+    The stride of a dim of size 1 is arbitrary, but cuDNN uses that of a single row or head, and was seen to omit
+    results. So set these strides as in a contiguous tensor.
     """
-    found = _as_four(shape, strides)
-    if found is None or (strides[5] != 1 and shape[5] != 1):
+    four = _as_four_dims(shape, strides)
+    if four is None or (strides[5] != 1 and shape[5] != 1):
         return None
-    sizes, steps = found[0], [*found[1][:3], 1]
+    sizes, steps = four[0], [*four[1][:3], 1]
     if any(steps[i] * size % 16 for i in range(3) if sizes[i] > 1):
         return None
     whole = 1
@@ -198,8 +197,8 @@ def _in_words(
     return sizes, tuple(steps)
 
 
-def _as_one(outer: int, outer_step: int, inner: int, inner_step: int) -> int | None:
-    """The stride of two dims as one; None if there is none."""
+def _merged_stride(outer: int, outer_step: int, inner: int, inner_step: int) -> int | None:
+    """Stride of two dims viewed as one; None if no view exists."""
     if inner == 1:
         return outer_step
     return inner_step if outer == 1 or outer_step == inner * inner_step else None
@@ -207,7 +206,7 @@ def _as_one(outer: int, outer_step: int, inner: int, inner_step: int) -> int | N
 
 @cached_on
 def _row_index(rows: Rows, groups: int, device: torch.device) -> torch.Tensor:
-    """(F, L, groups or 1), copied to a GPU once: a copy at every call would be waited for, and cannot be captured."""
+    """(F, L, groups or 1), cached on the GPU: a copy in every call would synchronise, and cannot be captured."""
     index = (rows.index if rows.index is not None else torch.from_numpy(rows.listed())).unsqueeze(2)
     heads = torch.arange(groups, device=index.device)  # whatever the default device
     return (index + rows.head_step * heads if rows.head_step else index).to(device)

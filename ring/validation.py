@@ -1,4 +1,4 @@
-"""Validates the arguments of one call of `ring_attention` on one rank. `ring.consensus` compares them among ranks."""
+"""Validates the arguments of one call of `ring_attention` on one rank. `ring.consensus` compares them across ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ring.plan.plan import EXCHANGES
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MOST = 2**40  # tokens: plans count in 64 bits
 _LARGEST = sys.float_info.max
-_INSTEAD = {  # of arguments of other attentions
+_REPLACEMENTS = {  # for arguments of other attention functions
     "attn_mask": "masks are patterns, as Pattern.dense(causal=True) or Pattern.dense(documents=lengths)",
     "is_causal": "write Pattern.dense(causal=True)",
     "causal": "write Pattern.dense(causal=True)",
@@ -30,7 +30,7 @@ _INSTEAD = {  # of arguments of other attentions
 
 @dataclass(eq=False)
 class Call:
-    """The arguments of one call of `ring_attention` on one rank, as given."""
+    """The arguments of one call of `ring_attention` on one rank, not yet validated."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -43,19 +43,19 @@ class Call:
     scale: float | None
     return_lse: bool
     differentiated: bool  # see `wants_gradients`
-    unknown: tuple[str, ...] = ()  # names of arguments that there are not
+    unknown: tuple[str, ...] = ()  # names of unsupported arguments
 
     def key(self) -> tuple[object, ...]:
-        """All that decides whether the call is right, and its plan: equal for calls that are alike in it. Types stand
-        beside values, since 1, 1.0 and True are equal.
+        """Key of everything that determines the call's validity and plan. It has types beside values, because 1, 1.0
+        and True are equal.
         """
-        given = (self.exchange, self.bucket, self.kernel, self.scale, self.return_lse, self.differentiated)
+        options = (self.exchange, self.bucket, self.kernel, self.scale, self.return_lse, self.differentiated)
         kinds = (type(self.bucket), type(self.scale), type(self.return_lse))
-        return _kind(self.q), _kind(self.k), _kind(self.v), self.pattern, self.layout, given, kinds
+        return _kind(self.q), _kind(self.k), _kind(self.v), self.pattern, self.layout, options, kinds
 
     @property
     def factor(self) -> float:
-        """Of the scores."""
+        """Factor of the scores."""
         return self.q.shape[3] ** -0.5 if self.scale is None else float(self.scale)
 
 
@@ -64,19 +64,19 @@ def _kind(x: object) -> tuple[object, ...]:
 
 
 def wants_gradients(*tensors: torch.Tensor) -> bool:
-    """Whether what is computed of them can be differentiated. An operator does not see this of its own tensors."""
+    """Return True if autograd records operations on these tensors. Inside an operator this cannot be seen."""
     return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors)
 
 
 def refuse_unknown(unknown: tuple[str, ...]) -> None:
-    """Raise ValueError for the first argument that `ring_attention` does not have, with what to write instead."""
+    """Raise ValueError for the first unknown argument of `ring_attention`, and say what to write instead."""
     for name in unknown:
-        instead = _INSTEAD.get(name, "help(ring_attention) lists the arguments")
+        instead = _REPLACEMENTS.get(name, "help(ring_attention) lists the arguments")
         raise ValueError(f"{name} is no argument of ring_attention: {instead}")
 
 
 def validate(call: Call, transport: Transport) -> None:
-    """Raise ValueError or NotImplementedError, naming the argument, what was given and what is allowed."""
+    """Raise ValueError or NotImplementedError that names the argument, its value and the allowed ones."""
     check_pattern(call.pattern)
     if not isinstance(call.layout, Layout):
         raise ValueError(f"layout must be a Layout, got {call.layout!r}")
@@ -111,8 +111,8 @@ def _validate_tensors(call: Call, tokens: int) -> None:
     for name, x in tensors.items():
         refuse_dtensor(name, x)
         if not isinstance(x, torch.Tensor) or x.dim() != 4:
-            given = f"shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else repr(type(x))
-            raise ValueError(f"{name} must be a (batch, local tokens, heads, head dim) tensor, got {given}")
+            actual = f"shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else repr(type(x))
+            raise ValueError(f"{name} must be a (batch, local tokens, heads, head dim) tensor, got {actual}")
         if x.layout is not torch.strided or x.is_complex() or x.is_quantized:
             raise NotImplementedError(f"{name} must be a dense real tensor, got {x.layout}, {x.dtype}")
     q, k, v = call.q, call.k, call.v
@@ -142,13 +142,13 @@ def _validate_tensors(call: Call, tokens: int) -> None:
 
 
 def is_dtensor(x: object) -> bool:
-    """The class is looked up, not imported: whoever has one has imported it."""
+    """Return True for a DTensor. Looks the class up without an import: whoever has a DTensor has imported it."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
 
 def refuse_dtensor(name: str, x: Any) -> None:
-    """NotImplementedError for a DTensor, where the shard of this rank is wanted."""
+    """Raise NotImplementedError for a DTensor in place of this rank's shard."""
     if is_dtensor(x):
         raise NotImplementedError(
             f"{name} must be a plain tensor, the shard of this rank, got a DTensor placed {x.placements}: give "
@@ -157,11 +157,11 @@ def refuse_dtensor(name: str, x: Any) -> None:
 
 
 def _validate_fused(call: Call) -> None:
-    """A fused kernel that was asked for by name takes what it can, tile by tile, but not a call without such a tile."""
+    """Refuse a fused kernel, requested by name, that supports no tile of the call."""
     name, q = call.kernel, call.q
-    takes = ("cuda",) if name == "cudnn" else ("cpu", "cuda")
-    if q.device.type not in takes:
-        kinds = " and ".join(takes)
+    devices = ("cuda",) if name == "cudnn" else ("cpu", "cuda")
+    if q.device.type not in devices:
+        kinds = " and ".join(devices)
         raise NotImplementedError(f"kernel {name!r} takes {kinds} tensors, got {q.device}; 'auto' and 'math' take any")
     if fused(name, q.device, q.dtype, q.shape[3]) != name:
         raise NotImplementedError(

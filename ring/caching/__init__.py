@@ -1,1 +1,1 @@
-"""What is settled once for a setting, and kept."""
+"""Caches, and tensors that CUDA graphs keep alive."""

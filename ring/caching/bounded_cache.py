@@ -1,4 +1,4 @@
-"""A dict for what is settled once for a setting, which forgets the oldest settings."""
+"""A FIFO cache bounded by entries and bytes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ V = TypeVar("V")
 
 
 class BoundedCache(dict[K, V]):
-    """`get` finds what was kept; `put` keeps it, and forgets what came first if there are more than `most` entries, or
-    if together they take more than `most_bytes`. The newest stays in any case. `get_or_make` makes what is not there.
+    """A dict that evicts its oldest entries while it has more than `most`, or more than `most_bytes` together. It never
+    evicts the newest.
 
-    Unlike `functools.lru_cache`, it can keep what was made of more than the key. Ranks may be threads of one process.
+    Unlike with `functools.lru_cache`, a value may be computed from more than its key. Threads may share it.
     """
 
     def __init__(self, most: int, most_bytes: int | None = None) -> None:
@@ -23,17 +23,17 @@ class BoundedCache(dict[K, V]):
         self._bytes: dict[K, int] = {}
 
     def get_or_make(self, key: K, make: Callable[[], V], nbytes: Callable[[V], int] | None = None) -> V:
-        """What is kept by this key, or what `make` returns, which is then kept; it is not None. nbytes: of that, about
-        what it takes. Threads that ask at the same time may each make one; the last is kept.
+        """Return the value of this key, or cache and return make(), which is never None. nbytes: approximate size of a
+        value. Concurrent threads may each make one; the last is cached.
         """
-        found = self.get(key)
-        if found is None:
-            made = make()
-            found = self.put(key, made, 0 if nbytes is None else nbytes(made))
-        return found
+        value = self.get(key)
+        if value is None:
+            value = make()
+            self.put(key, value, 0 if nbytes is None else nbytes(value))
+        return value
 
     def put(self, key: K, value: V, nbytes: int = 0) -> V:
-        """nbytes: about what the value takes."""
+        """Cache a value. nbytes: its approximate size."""
         with self._lock:
             self[key] = value
             if self._most_bytes is not None:

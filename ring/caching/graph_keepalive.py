@@ -1,4 +1,4 @@
-"""What captured CUDA graphs read at every replay, and what therefore must not be freed before them."""
+"""Keeps alive the objects that captured CUDA graphs read at every replay."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from contextlib import contextmanager
 
 import torch
 
-_for_ever: list[object] = []  # by graphs of the user's, of whose end nothing is known here
+_forever: list[object] = []  # read by graphs that the user captured: we never learn when those are freed
 
 
 class _ThreadState(threading.local):
-    """Of the graph that this thread captures."""
+    """Objects read by the graph that this thread captures; None: by a graph of the user's."""
 
-    found: list[object] | None = None
-
-
-_kept = _ThreadState()
+    objects: list[object] | None = None
 
 
-def keep(what: object) -> None:
-    """Keep what the graph that is being captured will read."""
-    (_for_ever if _kept.found is None else _kept.found).append(what)
+_state = _ThreadState()
+
+
+def keep_alive(read: object) -> None:
+    """Keep an object alive that the graph being captured reads."""
+    (_forever if _state.objects is None else _state.objects).append(read)
 
 
 def keep_alive_in_graph(*tables: torch.Tensor) -> None:
-    """Keep tables that a cache may forget, if a graph is being captured that reads them."""
+    """Keep tables alive that a cache may evict, if a graph is being captured."""
     if tables[0].is_cuda and torch.cuda.is_current_stream_capturing():
-        keep(tables)
+        keep_alive(tables)
 
 
 @contextmanager
 def keep_alive_for_one_graph() -> Iterator[list[object]]:
-    """A list of what the graph that is captured inside reads; it is as long there as the list."""
-    found: list[object] = []
-    _kept.found = found
+    """Collect what the graph captured inside reads, alive as long as the yielded list."""
+    objects: list[object] = []
+    _state.objects = objects
     try:
-        yield found
+        yield objects
     finally:
-        _kept.found = None
+        _state.objects = None

@@ -1,7 +1,7 @@
-"""Launches a Triton kernel again for arguments of one kind.
+"""Launches a Triton kernel repeatedly for one kind of arguments.
 
-At every launch Triton looks up which of its compiled kernels fits the arguments, and whether a constant of the module
-has changed, at every constant. In a short call the GPU waits for that. A launcher looks once.
+At every launch Triton looks up the compiled kernel that fits the arguments, and checks every constant of the module for
+changes. In a short call the GPU waits for that. A launcher does it once.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 
 
 class Launcher:
-    """A kernel on a grid. Its parameters are tensors, then numbers, then constants; a call gives the tensors, and of
-    these only addresses may differ between calls, by multiples of 16 bytes.
+    """A kernel on a grid. Its parameters are tensors, then numbers, then constants. A call passes the tensors; between
+    calls only their addresses may change, by multiples of 16 bytes.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What is computed from an object and kept beside it: it is there as long as the object is, and no longer."""
+"""A cache whose entries live as long as the object they were computed from."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ T = TypeVar("T")
 
 
 def cached_on(make: Callable[..., T]) -> Callable[..., T]:
-    """`make`, whose first argument is told apart by identity and need not be hashed by value: what it returns is made
-    once for it and the other arguments. What it returns must not refer to the first argument.
+    """Cache `make` on its first argument, by identity and weakly, and on the other arguments. Results must not refer to
+    the first argument.
 
-    Tables on a GPU are made so from rows of a plan: with documents every step has plans of its own, and a cache of so
-    many tables would fill the GPU with those of plans that are gone.
+    GPU tables of a plan's rows are cached like this: with documents every step has new plans, and an ordinary cache
+    would fill the GPU with tables of dead ones.
     """
-    found: WeakKeyDictionary[Any, dict[tuple[Hashable, ...], T]] = WeakKeyDictionary()
+    caches: WeakKeyDictionary[Any, dict[tuple[Hashable, ...], T]] = WeakKeyDictionary()
 
     @wraps(make)
-    def kept(of: Any, *rest: Hashable) -> T:
-        tables = found.get(of)
+    def cached(owner: Any, *rest: Hashable) -> T:
+        tables = caches.get(owner)
         if tables is None:
-            tables = found.setdefault(of, {})
+            tables = caches.setdefault(owner, {})
         if rest not in tables:
-            tables[rest] = make(of, *rest)
+            tables[rest] = make(owner, *rest)
         return tables[rest]
 
-    return kept
+    return cached

@@ -1,1 +1,1 @@
-"""Moving keys, values and gradients between ranks: no attention."""
+"""Moves keys, values and gradients between ranks. It knows nothing of attention."""

@@ -1,4 +1,4 @@
-"""How many bytes of communication buffers calls hold."""
+"""Meters for the bytes of communication buffers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ring.comm.transport import Transport
 
 @dataclass(eq=False)
 class Measure:
-    """Bytes of communication buffers: held now, and at most so far."""
+    """Bytes of communication buffers. held: now; bytes: the peak so far."""
 
     transport: Transport | None
     held: int = 0
@@ -22,31 +22,31 @@ class Measure:
         self.bytes = max(self.bytes, self.held)
 
 
-_measures: list[Measure] = []
+_meters: list[Measure] = []
 
 
 @contextmanager
 def measure(transport: Transport | None = None) -> Iterator[Measure]:
     """Count the communication buffers that calls inside allocate; `.bytes` is the peak.
 
-    transport: count those of calls over it; None: those of the whole process. It does not go by thread, since ranks
-    may be threads of one process, and autograd runs a backward on GPUs in threads of its own.
+    transport: count calls over it only; None: of the whole process. Threads would be no criterion: autograd runs a
+    backward on GPUs in threads of its own.
     """
-    found = Measure(transport)
-    _measures.append(found)
+    meter = Measure(transport)
+    _meters.append(meter)
     try:
-        yield found
+        yield meter
     finally:
-        _measures.remove(found)
+        _meters.remove(meter)
 
 
 def count(transport: Transport, size: int) -> None:
-    """A call over this transport allocated so many bytes, or freed them if negative."""
-    for found in _measures:
-        if found.transport in (None, transport):
-            found.add(size)
+    """Record that a call over this transport allocated `size` bytes, or freed them if negative."""
+    for meter in _meters:
+        if meter.transport in (None, transport):
+            meter.add(size)
 
 
 def measuring() -> bool:
-    """Whether anybody measures."""
-    return bool(_measures)
+    """Return True inside a `measure`."""
+    return bool(_meters)

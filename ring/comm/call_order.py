@@ -1,14 +1,14 @@
-"""The calls on a group are numbered, so that ranks that are not in the same call find out.
+"""Numbers the calls on a group so that ranks can detect when they are in different calls.
 
-Messages match in the order in which they are posted. If ranks begin calls in another order, or one leaves out a
-backward, messages of different calls would meet: wrong numbers, or a wait without end. So each forward on a group has a
-number, its backwards go by the same number, and the ranks compare both before a tensor moves (`ring.consensus`).
+Messages match in the order in which they are posted. If ranks call in different orders, or one skips a backward,
+messages of different calls would match: wrong results, or a hang. So each forward on a group has a number, which its
+backwards share. The ranks compare call and direction before a tensor moves (`ring.consensus`).
 
-One thread calls on a group, since nothing orders the calls of several threads in the same way on every rank. Where two
-do, all that the first one had under way may have met calls of the second one elsewhere: it has no backward any more.
+Only one thread may call on a group, because nothing orders the calls of two threads alike on every rank. If two race,
+messages of the first thread's calls may have matched the second's on another rank: those calls cannot run backward.
 
-A call that ends in the middle, out of memory or interrupted, leaves messages under way, which would meet those of the
-next call: nothing can be called on the group any more.
+A call that is interrupted, or runs out of memory, leaves messages in flight that would match those of the next call.
+The group refuses all later calls.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from dataclasses import dataclass, field
 
 import torch
 
-KEPT = 256
+MAX_CALLS = 256
 
 
 @dataclass(eq=False)
 class NumberedCall:
-    """One forward on a group, with its backwards. name: what the caller calls it, the same on every rank."""
+    """One forward on a group, with its backwards. name: the caller's label for it, the same on every rank."""
 
     calls: Calls
     number: int
     name: str | None
-    backwards: int = 0  # that the ranks have begun together
+    backwards: int = 0  # begun by all ranks together
 
     @property
     def forward(self) -> str:
@@ -37,12 +37,12 @@ class NumberedCall:
 
     @property
     def backward(self) -> str:
-        """The next backward through this call: there are several where a graph is kept."""
+        """The next backward of this call; there are several with `retain_graph=True`."""
         return self._backward(self.backwards + 1)
 
     @property
     def current_backward(self) -> str:
-        """The backward that the ranks have begun last."""
+        """The backward that the ranks began last."""
         return self._backward(self.backwards)
 
     def _backward(self, number: int) -> str:
@@ -57,108 +57,107 @@ class Calls:
     """The calls of one rank on one group, or on one transport that has no group."""
 
     _number: int = 0  # of the latest call
-    _thread: threading.Thread | None = None  # the one that calls on this group
-    _first: str = ""  # its first call
-    _refused: int = 0  # the latest call that was refused since it came from a second thread
-    _why: str = ""
-    _questions: int = 0  # that all ranks of the group have answered together
-    _broken: str = ""  # how a call ended in the middle
-    _backward: dict[int, NumberedCall] = field(default_factory=dict)  # by number, the first one first
-    _turn: threading.RLock = field(default_factory=threading.RLock)
+    _thread: threading.Thread | None = None  # the only one that may call on this group
+    _first: str = ""  # of that thread
+    _last_refused: int = 0  # number of the latest call from a second thread
+    _refusal: str = ""  # the error of that call
+    _rounds: int = 0  # of consensus, over all ranks of the group
+    _broken: str = ""  # how a call was interrupted
+    _calls_with_backward: dict[int, NumberedCall] = field(default_factory=dict)  # by number, oldest first
+    _lock: threading.RLock = field(default_factory=threading.RLock)
 
-    def turn(self) -> AbstractContextManager[object]:
-        """One forward or backward at a time, as `with calls.turn():`. Another thread waits here, and is then refused by
-        `check_thread`.
+    def lock(self) -> AbstractContextManager[object]:
+        """Allow one forward or backward at a time: `with calls.lock():`. A second thread waits here; `check_thread`
+        then refuses it.
 
-        Raises RuntimeError after a call that ended in the middle.
+        Raises RuntimeError after an interrupted call.
         """
         return self
 
     def __enter__(self) -> None:
-        self._turn.acquire()
+        self._lock.acquire()
         if self._broken:
-            self._turn.release()
+            self._lock.release()
             raise RuntimeError(f"nothing can be called on this group any more, since on this rank {self._broken}")
 
     def __exit__(self, *_: object) -> None:
-        self._turn.release()
+        self._lock.release()
 
-    def guard(self, what: str) -> _Guard:
-        """Around what posts messages. what: in which call and direction."""
-        return _Guard(self, what)
+    def guard(self, where: str) -> _Guard:
+        """A context for code that posts messages. where: the call and its direction."""
+        return _Guard(self, where)
 
-    def mark_broken(self, what: str, error: BaseException) -> None:
-        self._broken = f"{what} ended in the middle: {type(error).__name__}: {error}".partition("\n")[0]
+    def mark_broken(self, where: str, error: BaseException) -> None:
+        self._broken = f"{where} ended in the middle: {type(error).__name__}: {error}".partition("\n")[0]
 
     def begin(self, name: str | None) -> NumberedCall:
-        """The next call. Every call has a number, also one that is refused."""
+        """Number the next call. Refused calls are numbered too."""
         self._number += 1
         return NumberedCall(self, self._number, name)
 
     def get(self, number: int, name: str | None) -> NumberedCall:
-        """The call of this number, for a backward that knows no more of it. How often a call went backward is known of
-        the last KEPT calls.
-        """
-        if number not in self._backward:
-            self._backward[number] = NumberedCall(self, number, name)
-            if len(self._backward) > KEPT:
-                del self._backward[next(iter(self._backward))]
-        return self._backward[number]
+        """Look up one of the last MAX_CALLS by number, for a backward that has only the number."""
+        calls = self._calls_with_backward
+        if number not in calls:
+            calls[number] = NumberedCall(self, number, name)
+            if len(calls) > MAX_CALLS:
+                del calls[next(iter(calls))]
+        return calls[number]
 
     def check_thread(self, call: NumberedCall | str) -> None:
-        """Raise ValueError if another thread, which still runs, calls on this group. call: one that has no number, by
-        what it does.
+        """Raise ValueError if another thread that still runs calls on this group. call: the call, or a description of
+        one without a number.
         """
-        if within_backward():  # what checkpointing computes again, in a thread of autograd
+        if within_backward():  # autograd's threads recompute checkpointed forwards
             return
         mine = threading.current_thread()
         if self._thread is None or not self._thread.is_alive():
             self._thread, self._first = mine, str(call)
         if self._thread is not mine:
-            self._refused = self._number if isinstance(call, str) else call.number
-            self._why = (
+            self._last_refused = self._number if isinstance(call, str) else call.number
+            self._refusal = (
                 f"calls on a group must come from one thread: got {call} from {mine.name!r}, and {self._first} from "
-                f"{self._thread.name!r}, which still runs; allowed is a group of its own for each thread"
+                f"{self._thread.name!r}, which still runs; give each thread its own group"
             )
-            raise ValueError(self._why)
+            raise ValueError(self._refusal)
 
     def check_backward(self, call: NumberedCall) -> None:
-        """Raise ValueError if since this call a second thread was refused: on another rank it may have been the first,
-        and its call the one that met this one.
+        """Raise ValueError if a second thread was refused after this call: on another rank that thread may have come
+        first, and its messages may have matched this call's.
         """
-        if call.number < self._refused:
-            raise ValueError(f"{call} has no backward any more, since after it {self._why}")
+        if call.number < self._last_refused:
+            raise ValueError(f"{call} has no backward any more, since after it {self._refusal}")
 
     @property
     def number(self) -> int:
-        """Of the latest call."""
+        """Number of the latest call."""
         return self._number
 
-    def next_question(self) -> int:
-        """The number of the next question to all ranks, the same on each."""
-        self._questions += 1
-        return self._questions
+    def next_round(self) -> int:
+        """Number of the next round of consensus, the same on every rank."""
+        self._rounds += 1
+        return self._rounds
 
     def advance_to(self, number: int) -> None:
-        """Go on after this number, which the ranks have agreed on after they were found in different calls."""
+        """Continue after this number, on which the ranks agreed after they had diverged."""
         self._number = max(self._number, number)
 
 
 @dataclass(eq=False)
 class _Guard:
-    """A context in which messages are under way."""
+    """A context in which messages are in flight."""
 
     calls: Calls
-    what: str
+    where: str
 
     def __enter__(self) -> None:
-        """Nothing to do yet."""
+        """Do nothing."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            self.calls.mark_broken(self.what, error)
+            self.calls.mark_broken(self.where, error)
 
 
 def within_backward() -> bool:
-    """Whether autograd is at work in this thread."""
+    """Return True if autograd runs a backward in this thread."""
     return torch._C._current_graph_task_id() != -1

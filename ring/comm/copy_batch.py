@@ -1,9 +1,9 @@
-"""What one batch of messages through the memory of GPUs takes: signals and copies on streams, prepared once for a kind
-of call and repeated in every one (`ring.comm.symmetric_memory`).
+"""One batch of messages through GPU memory: signals and copies on streams. It is prepared once for each kind of call
+and repeated in every call (`ring.comm.symmetric_memory`).
 
-The batch of rank 0 that sends to rank 1 and receives from it:
+A batch of rank 0 that sends to rank 1 and receives from it:
 
-    side stream    tell 1 that it is ready; wait until 1 is; copy; tell 1 that it is done; wait until 1 is
+    side stream    signal "ready" to 1; wait for 1's "ready"; copy; signal "done" to 1; wait for 1's "done"
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from ring.comm import signals
 from ring.comm.signals import Signals
 from ring.comm.transport import Message
 
-_LANES = 4  # copies that may be under way at a time; in captured graphs they were seen one after the other
+_LANES = 4  # concurrent copies; captured graphs were seen to run them one after the other
 
 
 @dataclass(frozen=True, eq=False)
 class Flags:
-    """Where the flags of all ranks lie, seen from this one: two for every other rank, in each rank's memory."""
+    """Addresses of the flags of all ranks, valid on this one: each rank has two flags for every other rank."""
 
     rank: int
     begins: list[int]
 
     def ready(self, at: int, sender: int) -> int:
-        """Address, in the memory of rank `at`, of the flag that the sender's buffers are filled."""
+        """Address, in the memory of rank `at`, of the flag "the sender's buffers are filled"."""
         return self.begins[at] + signals.BYTES * sender
 
     def done(self, at: int, receiver: int) -> int:
-        """Address, in the memory of rank `at`, of the flag that the receiver has copied."""
+        """Address, in the memory of rank `at`, of the flag "the receiver has copied"."""
         return self.begins[at] + signals.BYTES * (len(self.begins) + receiver)
 
 
 @dataclass(frozen=True, eq=False)
 class Copy:
-    """Of a message, by its place among those that are received: from which address, and how many bytes."""
+    """The copy of one received message. place: its index among the receives; source: an address; size: in bytes."""
 
     place: int
     source: int
@@ -49,24 +49,24 @@ class Consumer:
     """A rank that copies from this one."""
 
     def __init__(self, peer: int, flags: Flags) -> None:
-        mine = flags.done(flags.rank, peer)
-        self.tell = [signals.put(flags.ready(peer, flags.rank), 1)]
-        self.wait = [signals.wait(mine, 1), signals.put(mine, 0)]
+        done = flags.done(flags.rank, peer)
+        self.signal_ready = [signals.put(flags.ready(peer, flags.rank), 1)]
+        self.wait_done = [signals.wait(done, 1), signals.put(done, 0)]
 
 
 class Producer:
     """A rank from which this one copies."""
 
     def __init__(self, peer: int, flags: Flags, copies: tuple[Copy, ...]) -> None:
-        mine = flags.ready(flags.rank, peer)
+        ready = flags.ready(flags.rank, peer)
         self.copies = copies
-        self.wait = [signals.wait(mine, 1), signals.put(mine, 0)]
-        self.tell = [signals.put(flags.done(peer, flags.rank), 1)]
+        self.wait_ready = [signals.wait(ready, 1), signals.put(ready, 0)]
+        self.signal_done = [signals.put(flags.done(peer, flags.rank), 1)]
 
 
 @dataclass(frozen=True, eq=False)
 class Streams:
-    """Beside the call's own. side: for signals; lanes: for copies from several ranks at a time."""
+    """Streams beside that of the call. side: for signals; lanes: for concurrent copies from several ranks."""
 
     side: torch.cuda.Stream
     lanes: tuple[torch.cuda.Stream, ...]
@@ -79,73 +79,73 @@ class Streams:
 
 @dataclass(frozen=True, eq=False)
 class PendingCopies:
-    """A batch on the side stream. here: events after which its receives are copied, one a lane; read: the event after
-    which its sends are copied too.
+    """A batch on the side stream. received: one event per lane, recorded when its receives are copied; complete: the
+    event recorded when peers have copied the sends too; current: the stream of the call.
     """
 
-    here: Sequence[torch.cuda.Event]
-    read: torch.cuda.Event
-    current: torch.cuda.Stream  # of the call
+    received: Sequence[torch.cuda.Event]
+    complete: torch.cuda.Event
+    current: torch.cuda.Stream
 
     def arrive(self) -> None:
-        for copied in self.here:
-            self.current.wait_event(copied)
+        for event in self.received:
+            self.current.wait_event(event)
 
     def wait(self) -> None:
-        self.current.wait_event(self.read)
+        self.current.wait_event(self.complete)
 
 
 class CopyBatch:
-    """The batch of one label, for calls of one kind. readers, owners: nearest first.
+    """The batch of one label, for one kind of call. consumers, producers: nearest first.
 
-    Every flag that others wait for is set before this rank waits for any flag, or depends only on flags that they set
-    so. So ranks never wait for each other in a circle, in whatever order the GPU executes the streams.
+    A rank sets every "ready" before it waits for any flag, and each "done" depends only on a "ready". So ranks cannot
+    deadlock, in whatever order the GPU executes the streams.
     """
 
-    def __init__(self, readers: Sequence[Consumer], owners: Sequence[Producer], streams: Streams) -> None:
-        self._side, self._lanes = streams.side, streams.lanes[: len(owners)] if len(owners) > 1 else ()
-        self._owners = owners
-        tell = [one for reader in readers for one in reader.tell]
-        read = [one for reader in readers for one in reader.wait]
-        if not self._lanes and owners:  # all on one stream, in as few steps
-            tell, read = tell + owners[0].wait, owners[0].tell + read
-        self._tell, self._read = Signals(tell), Signals(read)
-        self._before = [Signals(owner.wait) for owner in owners]
-        self._after = [Signals(owner.tell) for owner in owners]
-        # A stream that waits for an event waits for what was recorded last, so each call records the same ones again.
-        self._begun, self._done = torch.cuda.Event(), torch.cuda.Event()
-        self._here = [torch.cuda.Event() for _ in (self._lanes or owners)]
+    def __init__(self, consumers: Sequence[Consumer], producers: Sequence[Producer], streams: Streams) -> None:
+        self._side, self._lanes = streams.side, streams.lanes[: len(producers)] if len(producers) > 1 else ()
+        self._producers = producers
+        ready = [signal for consumer in consumers for signal in consumer.signal_ready]
+        done = [signal for consumer in consumers for signal in consumer.wait_done]
+        if not self._lanes and producers:  # everything on one stream, in as few submissions as possible
+            ready, done = ready + producers[0].wait_ready, producers[0].signal_done + done
+        self._ready, self._done = Signals(ready), Signals(done)
+        self._before_copy = [Signals(producer.wait_ready) for producer in producers]
+        self._after_copy = [Signals(producer.signal_done) for producer in producers]
+        # Reuse the events in every call: a stream waits for the latest record of an event.
+        self._begun, self._complete = torch.cuda.Event(), torch.cuda.Event()
+        self._received = [torch.cuda.Event() for _ in (self._lanes or producers)]
 
     def run(self, receives: Sequence[Message], current: torch.cuda.Stream) -> PendingCopies:
-        """receives: of the same sizes in every call, but anywhere. current: the stream of the call."""
+        """receives: the same sizes in every call, at any addresses. current: the stream of the call."""
         side = self._side
         self._begun.record(current)
         side.wait_event(self._begun)
-        self._tell(side)
+        self._ready(side)
         if self._lanes:
             self._copy_on_lanes(receives)
-        elif self._owners:
-            _copy(self._owners[0], receives, side)
-            self._here[0].record(side)
-        self._read(side)
-        self._done.record(side)
-        return PendingCopies(self._here, self._done, current)
+        elif self._producers:
+            _copy(self._producers[0], receives, side)
+            self._received[0].record(side)
+        self._done(side)
+        self._complete.record(side)
+        return PendingCopies(self._received, self._complete, current)
 
     def _copy_on_lanes(self, receives: Sequence[Message]) -> None:
         side, lanes = self._side, self._lanes
         self._begun.record(side)
         for lane in lanes:
             lane.wait_event(self._begun)
-        for number, owner in enumerate(self._owners):
+        for number, producer in enumerate(self._producers):
             lane = lanes[number % len(lanes)]
-            self._before[number](lane)
-            _copy(owner, receives, lane)
-            self._after[number](lane)
-            self._here[number % len(lanes)].record(lane)  # the lane's last is what remains
-        for here in self._here:
-            side.wait_event(here)
+            self._before_copy[number](lane)
+            _copy(producer, receives, lane)
+            self._after_copy[number](lane)
+            self._received[number % len(lanes)].record(lane)  # the lane's last copy records last
+        for event in self._received:
+            side.wait_event(event)
 
 
-def _copy(owner: Producer, receives: Sequence[Message], stream: torch.cuda.Stream) -> None:
-    for one in owner.copies:
-        signals.copy(receives[one.place].address, one.source, one.size, stream)
+def _copy(producer: Producer, receives: Sequence[Message], stream: torch.cuda.Stream) -> None:
+    for copy in producer.copies:
+        signals.copy(receives[copy.place].address, copy.source, copy.size, stream)

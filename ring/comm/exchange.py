@@ -1,13 +1,13 @@
-"""Walks a plan's messages: keys and values arrive step by step, and the next step's are in flight while the present
-ones are computed on. It knows nothing of attention.
+"""Executes a plan's messages: keys and values arrive step by step, and those of the next step are in flight during the
+computation. It knows nothing of attention.
 
-The buffers belong to the exchange: a send buffer for the rank's own rows and two receive buffers that alternate
-(`gather`: one); in backward also two gradient buffers that alternate and one for returned gradients. They are made
-once for a call and reused at every step. A slot is the key and the value of one row and head: (2, B, D).
+The exchange owns the buffers: a send buffer for local rows and two alternating receive buffers (`gather`: one). In
+backward it has two more alternating buffers for gradients, and one for returned gradients. They are allocated once for
+a call and reused at every step. A slot is the key and the value of one row and head: (2, B, D).
 
-Gradients travel in the accumulator's type, except with `direct` between GPUs. There the gradient of a slot is complete
-when it is sent, and most kernels return it in 16 bits anyway; so it is returned to its owner in the working type, and
-the owner sums in the accumulator's.
+Gradients travel in the accumulator's dtype, except with `direct` between GPUs. There a slot's gradient is complete when
+it is sent, and most kernels return it in 16 bits anyway. So it travels in the working dtype, and the owner sums in the
+accumulator's.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ring.plan.schedule import Transfer
 from ring.precision import accumulator_dtype
 from ring.strided_view import GradientSum, OverwritingView, StridedView
 
-# Rows of a shard, and slots of a buffer: `ring.comm.packing` counts them, and twice the slots, in 32 bits.
+# Limit on a shard's rows and a buffer's slots: `ring.comm.packing` has them, and twice the slots, in 32-bit integers.
 _MOST_COUNTED = 2**30
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """Keys and values that can be computed on now, and (backward) where their gradients are summed."""
+    """Keys and values ready for computation, and (backward) the sums of their gradients."""
 
     key: StridedView
     value: StridedView
@@ -40,16 +40,16 @@ class Arrival:
 
 
 class Exchange:
-    """One call's walk over a plan. k, v: (B, local tokens, Hk, D), any strides."""
+    """The messages of one call. k, v: (B, local tokens, Hk, D), any strides."""
 
     def __init__(self, plan: Plan, transport: Transport, k: torch.Tensor, v: torch.Tensor) -> None:
         assert (plan.rank, plan.tokens) == (transport.rank, k.shape[1])
         self.plan, self.transport, self.k, self.v = plan, transport, k, v
         self._allocated = 0
-        self._last: tuple[tuple[Step, Pending], torch.Tensor] | None = None  # the last returns, and their buffer
+        self._last: tuple[tuple[Step, Pending], torch.Tensor] | None = None  # the last return, and its buffer
 
     def arrivals(self) -> Iterator[Arrival]:
-        """Forward: the rank's own keys first, then what it receives."""
+        """Yield the arrivals of a forward: the local keys, then the received ones."""
         if not self.plan.steps:
             yield Arrival(StridedView(self.k), StridedView(self.v))
             return
@@ -58,8 +58,8 @@ class Exchange:
                 yield arrival
 
     def round_trips(self, dk: GradientSum, dv: GradientSum) -> Iterator[Arrival]:
-        """Backward: the same arrivals. Gradients of received keys are returned to their owner, who adds them to its dk
-        and dv, (B, tokens, Hk, D). The last are still in flight at the end: `last_returned` and `finish` must follow.
+        """Yield the arrivals of a backward. Gradients of received keys return to their owner, which adds them to its dk
+        and dv, (B, tokens, Hk, D). The last are still in flight at the end: call `last_returned`, then `finish`.
         """
         if not self.plan.steps:
             yield Arrival(StridedView(self.k), StridedView(self.v), dk, dv)
@@ -77,11 +77,11 @@ class Exchange:
                 yield Arrival(arrival.key, arrival.value, dk, dv)
                 continue
             step, grad = plan.steps[number - 1], grads[(number - 1) % len(grads)]
-            with _summed(step, grad) as (key_grad, value_grad):
+            with _gradient_views(step, grad) as (key_grad, value_grad):
                 yield Arrival(arrival.key, arrival.value, key_grad, value_grad)
-            if due is not None:  # from the step before: partial sums to carry on, and gradients of the own keys
+            if due is not None:  # from the previous step: partial sums to carry on, and gradients of local keys
                 grad[: due[0].carried] += self._add_returned(due, returned, dk, dv)
-                dk.materialize()  # the buffer is used again
+                dk.materialize()  # the buffer is reused
                 dv.materialize()
                 due[1].wait()
             due = step, self._return(step, number, grad, returned)
@@ -89,12 +89,12 @@ class Exchange:
             self._last = due, returned
 
     def last_returned(self, dk: GradientSum, dv: GradientSum) -> None:
-        """After the round trips: wait for the gradients that are returned last, and add them."""
+        """Wait for the gradients returned last, and add them. Call it after the round trips."""
         if self._last is not None:
             self._add_returned(*self._last, dk, dv)
 
     def finish(self) -> None:
-        """After a backward's gradients are summed: wait until others have read what was sent last."""
+        """Wait until peers have read the last messages. Call it once the gradients are summed."""
         if self._last is not None:
             (_, pending), _ = self._last
             pending.wait()
@@ -108,17 +108,17 @@ class Exchange:
     def _add_returned(
         self, due: tuple[Step, Pending], returned: torch.Tensor, dk: GradientSum, dv: GradientSum
     ) -> torch.Tensor:
-        """Wait for returned gradients, add those of the own keys, and give back those to be carried on."""
+        """Wait for returned gradients, add those of local keys, and return those to carry on."""
         step, pending = due
         pending.arrive()
         key, value = StridedView.of_slots(returned, 0), StridedView.of_slots(returned, 1)
-        for one in step.scatters:
-            dk.add(one.rows, one.heads, key.view(one.slots, one.columns))
-            dv.add(one.rows, one.heads, value.view(one.slots, one.columns))
+        for scatter in step.scatters:
+            dk.add(scatter.rows, scatter.heads, key.view(scatter.slots, scatter.columns))
+            dv.add(scatter.rows, scatter.heads, value.view(scatter.slots, scatter.columns))
         return returned[: step.carried]
 
     def _numbered_arrivals(self) -> Iterator[tuple[Arrival, int]]:
-        """(arrival, its number), number 0 being the own keys. Step n + 1 is in flight while n is computed."""
+        """Yield (arrival, number); number 0 is the local keys. Step n + 1 is in flight while n is computed."""
         plan, sizes, dtype = self.plan, self.plan.sizes, self.k.dtype
         send_buffer = self._allocate("send buffer", sizes.send, dtype)
         received = [self._allocate(f"receive buffer {i}", sizes.receive, dtype) for i in range(sizes.receive_buffers)]
@@ -144,25 +144,25 @@ class Exchange:
         """Fill the send buffer with the rows that a step sends."""
         if not gathers:
             return
-        if _in_one_pass(self.k, send_buffer):
-            from ring.comm.packing import pack  # needs Triton, which only torch for GPUs brings
+        if _packs_in_one_pass(self.k, send_buffer):
+            from ring.comm.packing import pack  # not at the top: torch for CPUs comes without Triton
 
             pack(gathers, self.k, self.v, send_buffer)
             return
         key, value = StridedView.of_slots(send_buffer, 0), StridedView.of_slots(send_buffer, 1)
         k, v = StridedView(self.k), StridedView(self.v)
-        for one in gathers:
-            key.put(one.slots, one.columns, k.view(one.rows, one.heads))
-            value.put(one.slots, one.columns, v.view(one.rows, one.heads))
+        for gather in gathers:
+            key.put(gather.slots, gather.columns, k.view(gather.rows, gather.heads))
+            value.put(gather.slots, gather.columns, v.view(gather.rows, gather.heads))
 
     @property
     def _gradient_dtype(self) -> torch.dtype:
-        """Of gradients that are returned to their owner."""
+        """Dtype of gradients that return to their owner."""
         complete = self.plan.exchange == "direct" and self.k.is_cuda
         return self.k.dtype if complete else accumulator_dtype(self.k.dtype)
 
     def _allocate(self, name: str, slots: int, dtype: torch.dtype) -> torch.Tensor:
-        """(slots, 2, B, D)"""
+        """Allocate a buffer, (slots, 2, B, D)."""
         batch, _, _, dim = self.k.shape
         buffer = self.transport.empty(name, (slots, 2, batch, dim), dtype, self.k.device)
         size = buffer.numel() * buffer.element_size()
@@ -171,22 +171,22 @@ class Exchange:
         return buffer
 
     def _outgoing(self, direction: str) -> list[Outgoing]:
-        """All messages of a call and the buffers that they are sent from, as `_numbered_arrivals` and `_return` post
-        them.
+        """List all messages of a call and their send buffers, in the order in which `_numbered_arrivals` and `_return`
+        post them.
         """
         plan, sizes, dtype = self.plan, self.plan.sizes, self.k.dtype
-        found = []
+        outgoing = []
         for number, step in enumerate(plan.steps, start=1):
             source, slots = "send buffer", sizes.send
             if step.relayed:
                 source, slots = f"receive buffer {number % sizes.receive_buffers}", sizes.receive
             label = f"keys and values {number}"
-            found += [self._sent(source, slots, dtype, label, transfer) for transfer in step.sends]
+            outgoing += [self._sent(source, slots, dtype, label, transfer) for transfer in step.sends]
             if direction == "backward":
                 source, slots = f"gradients {(number - 1) % sizes.receive_buffers}", sizes.receive
                 kind, label = self._gradient_dtype, f"gradients {number}"
-                found += [self._sent(source, slots, kind, label, transfer) for transfer in step.return_sends]
-        return found
+                outgoing += [self._sent(source, slots, kind, label, transfer) for transfer in step.return_sends]
+        return outgoing
 
     def _sent(self, buffer: str, slots: int, dtype: torch.dtype, label: str, transfer: Transfer) -> Outgoing:
         slot = 2 * self.k.shape[0] * self.k.shape[3] * dtype.itemsize  # bytes
@@ -203,14 +203,14 @@ class Exchange:
             self._allocated = 0
 
 
-def _in_one_pass(k: torch.Tensor, send_buffer: torch.Tensor) -> bool:
-    """Whether a kernel fills the buffer: on GPUs, unless there are more rows or slots than it can count."""
+def _packs_in_one_pass(k: torch.Tensor, send_buffer: torch.Tensor) -> bool:
+    """Return True if one kernel fills the buffer: on GPUs, within its 32-bit limits."""
     return k.is_cuda and max(k.shape[1], send_buffer.shape[0]) <= _MOST_COUNTED
 
 
 @contextmanager
-def _summed(step: Step, grad: torch.Tensor) -> Iterator[tuple[StridedView, StridedView]]:
-    """Where a step's tiles put gradients of keys and of values; after it they are in `grad`, (slots, 2, B, D)."""
+def _gradient_views(step: Step, grad: torch.Tensor) -> Iterator[tuple[StridedView, StridedView]]:
+    """Views to which a step's tiles add gradients of keys and values; on exit `grad`, (slots, 2, B, D), has them."""
     if step.once:
         yield OverwritingView.of_slots(grad, 0), OverwritingView.of_slots(grad, 1)
         return
@@ -222,4 +222,4 @@ def _summed(step: Step, grad: torch.Tensor) -> Iterator[tuple[StridedView, Strid
 
 
 def _messages(transfers: Sequence[Transfer], buffer: torch.Tensor, label: str) -> list[Message]:
-    return [Message(one.peer, buffer, label, one.start, one.stop) for one in transfers]
+    return [Message(part.peer, buffer, label, part.start, part.stop) for part in transfers]

@@ -1,4 +1,4 @@
-"""What a caller may give as a group, and the transport over it."""
+"""The `group` argument of `ring_attention`, and the transport over it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def transport_over(group: dist.ProcessGroup | DeviceMesh | Transport | None, world_size: int) -> Transport:
-    """The transport over a process group, a mesh of one dimension, or None: the default group, or no group at all for
-    one rank. world_size: for how many ranks it is wanted.
+    """Return the transport over a process group, a one-dimensional mesh, or None: the default group, or no group for a
+    world of one. world_size: of the layout.
 
     Raises ValueError for anything else, for a mesh of more dimensions, and on a process that is not a member.
     """
@@ -36,12 +36,12 @@ def transport_over(group: dist.ProcessGroup | DeviceMesh | Transport | None, wor
 
 
 def _is_transport(group: object) -> TypeGuard[Transport]:
-    """Looks at the bases first: to ask for each attribute of a protocol takes 0.3 ms."""
+    """Check the bases first: isinstance of a protocol takes 0.3 ms."""
     return Transport in type(group).__mro__ or isinstance(group, Transport)
 
 
 def is_mesh(group: object) -> TypeGuard[DeviceMesh]:
-    """Whether it is a DeviceMesh; without the import of meshes, which whoever has one has made."""
+    """Return True for a DeviceMesh. Looks the class up without an import: whoever has a mesh has imported it."""
     module = sys.modules.get("torch.distributed.device_mesh")
     return module is not None and isinstance(group, module.DeviceMesh)
 

@@ -1,7 +1,7 @@
-"""Waits until all ranks of a group have come to a collective operation, and names those that do not come.
+"""Waits for a collective operation of a group, and names the ranks that do not come.
 
-An operation that fails says which connection failed, not which rank is missing. So a rank that has waited for a second
-leaves a mark in the group's store. When its time is over it looks which ranks have left one: the others did not come.
+The error of a failed operation names a connection, not a rank. So a rank that has waited for a second leaves a mark in
+the group's store. After the timeout it reads the marks: ranks without one did not come.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import torch.distributed as dist
 
 from ring.comm.transport import MissingRanks
 
-SLOW = 1.0  # seconds after which a rank leaves its mark
-GRACE = 1.5  # seconds in which ranks that came in the last moment leave theirs
+SLOW = 1.0  # seconds before a rank leaves its mark
+GRACE = 1.5  # seconds in which ranks that came at the last moment leave theirs
 
-Done = Callable[[float | None], bool]  # whether it is done after so many seconds; None: after the group's timeout
+Done = Callable[[float | None], bool]  # True if done within this many seconds; None: within the group's timeout
 
 
 def wait_for_all(done: Done, group: dist.ProcessGroup, number: int) -> None:
     """Return once the operation is done. number: of the operation on this group, the same on every rank.
 
-    Raises Absent after the group's timeout, or when a connection fails.
+    Raises MissingRanks after the group's timeout, or when a connection fails.
     """
     try:
         if done(SLOW):
@@ -41,7 +41,7 @@ def wait_for_all(done: Done, group: dist.ProcessGroup, number: int) -> None:
 
 
 def _missing(group: dist.ProcessGroup, number: int) -> list[int] | None:
-    """The ranks that left no mark; None if the store is gone, which one of the ranks may serve."""
+    """Ranks that left no mark; None if the store, which a rank may serve, cannot be reached."""
     marks = _Marks(group, number)
     marks.leave()
     time.sleep(GRACE)
@@ -51,7 +51,7 @@ def _missing(group: dist.ProcessGroup, number: int) -> list[int] | None:
 class _Marks:
     """The marks of one operation: a key in the group's store for each rank that waits.
 
-    A store that cannot be reached is no reason to end an operation that may still be done.
+    Errors of the store are ignored: the operation itself may still complete.
     """
 
     def __init__(self, group: dist.ProcessGroup, number: int) -> None:
@@ -76,7 +76,7 @@ class _Marks:
 
 
 def done_by_work(work: dist.Work) -> Done:
-    """For gloo, which raises RuntimeError itself when the group's timeout is over."""
+    """Done for gloo, which itself raises RuntimeError after the group's timeout."""
 
     def done(seconds: float | None) -> bool:
         if seconds is None:
@@ -85,16 +85,16 @@ def done_by_work(work: dist.Work) -> Done:
         try:
             return bool(work.wait(timedelta(seconds=seconds)))
         except RuntimeError:
-            return work.is_completed() and bool(work.wait())  # which raises if it failed
+            return work.is_completed() and bool(work.wait())  # raises if it failed
 
     return done
 
 
 def done_by_event(event: torch.cuda.Event, timeout: timedelta) -> Done:
-    """For NCCL: the host must not wait in the event, since a rank that does not come would hold it there for ever."""
+    """Done for NCCL. Poll: if a rank does not come, `event.synchronize` would never return."""
 
     def done(seconds: float | None) -> bool:
-        # Before NCCL's watchdog, which ends the process.
+        # End before NCCL's watchdog, which would end the process.
         end = time.monotonic() + (0.9 * timeout.total_seconds() if seconds is None else seconds)
         while not event.query():
             if time.monotonic() > end:
@@ -106,7 +106,7 @@ def done_by_event(event: torch.cuda.Event, timeout: timedelta) -> Done:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Of the group's operations on GPUs if it has any, else on CPUs."""
+    """Timeout of the group's GPU backend if it has one, else of its CPU backend."""
     device = "cuda" if "cuda" in dist.get_backend_config(group) else "cpu"
-    found: timedelta = group._get_backend(torch.device(device)).options._timeout
-    return found
+    timeout: timedelta = group._get_backend(torch.device(device)).options._timeout
+    return timeout

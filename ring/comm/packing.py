@@ -1,9 +1,8 @@
-"""On GPUs, fills the send buffer with all rows that a step sends, keys and values, in one pass.
+"""Fills the send buffer with all keys and values that a step sends, in one GPU kernel.
 
-A copy for every block, message and tensor, as on the CPU, would keep a short call waiting for a dozen small kernels
-before anything is computed. Here a table says which row and head of the shard every slot of the send buffer holds; it
-is made once for a plan's step. The plain version is that of `Exchange._pack`, which uses `ring.strided_view`; it takes
-the buffers with more slots, or shards with more rows, than are counted here in 32 bits.
+Separate copies for each block, message and tensor, as on the CPU, would delay a short call by a dozen small kernels.
+Here a table, computed once for a plan's step, gives the row and head of every slot of the send buffer.
+`Exchange._pack` has the plain version, for buffers and shards that exceed 32-bit counts.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ring.caching.triton_launcher import Launcher
 from ring.plan.plan import SlotMap
 from ring.plan.ranges import Ints
 
-_SLOTS, _WARPS = 32, 4  # of a program
+_SLOTS, _WARPS = 32, 4  # per program
 
 
 @triton.jit
@@ -34,9 +33,9 @@ def _pack(  # type: ignore[no-untyped-def]
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
     batch = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    there = slot < count
-    row, head = tl.load(table + slot, there, other=0).to(tl.int64), tl.load(table + count + slot, there, other=0)
-    mask = there[:, None] & (column < DIM)[None, :]
+    valid = slot < count
+    row, head = tl.load(table + slot, valid, other=0).to(tl.int64), tl.load(table + count + slot, valid, other=0)
+    mask = valid[:, None] & (column < DIM)[None, :]
     key = k + (batch * k_batch + row * k_row + head * k_head)[:, None] + column[None, :] * k_dim
     value = v + (batch * v_batch + row * v_row + head * v_head)[:, None] + column[None, :] * v_dim
     to = send_buffer + (slot.to(tl.int64) * slot_step + batch * DIM)[:, None] + column[None, :]
@@ -58,8 +57,8 @@ def _launcher(
     count: int, device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], k_strides: tuple[int, ...],
     v_strides: tuple[int, ...], begins: tuple[int, ...],
 ) -> Launcher:  # fmt: skip
-    """For tables of so many slots, and keys and values of that kind; begins: places within 16 bytes at which tensors
-    begin.
+    """Return the launcher for `count` slots, and keys and values of this kind. begins: addresses modulo 16 of k, v and
+    the send buffer.
     """
     batch, _, _, dim = shape
     numbers = count, *k_strides, *v_strides, 2 * batch * dim, batch * dim
@@ -67,13 +66,15 @@ def _launcher(
     return Launcher(_pack, (triton.cdiv(count, _SLOTS), batch, 1), _WARPS, numbers, constants)
 
 
-# In the memory of GPUs; with documents every training step has others.
+# Tables in GPU memory; with documents every training step has new ones.
 _tables: BoundedCache[tuple[object, ...], torch.Tensor] = BoundedCache(1024, most_bytes=2**28)
 
 
 def _table(gathers: tuple[SlotMap, ...], device: torch.device) -> torch.Tensor:
-    """(2, slots) int32: row and head of each slot, copied to a GPU once."""
-    return _tables.get_or_make((gathers, device), lambda: _rows_and_heads(gathers).to(device), lambda made: made.nbytes)
+    """(2, slots) int32: row and head of each slot, cached on the GPU."""
+    return _tables.get_or_make(
+        (gathers, device), lambda: _rows_and_heads(gathers).to(device), lambda table: table.nbytes
+    )
 
 
 def _rows_and_heads(gathers: tuple[SlotMap, ...]) -> torch.Tensor:
@@ -83,10 +84,10 @@ def _rows_and_heads(gathers: tuple[SlotMap, ...]) -> torch.Tensor:
     return torch.from_numpy(np.stack((rows[order], heads[order])).astype(np.int32))
 
 
-def _listed(one: SlotMap) -> tuple[Ints, Ints, Ints]:
-    """Slots, and the row and head of the shard that each holds."""
-    columns, heads = (np.array(x.listed(), np.int64).reshape(-1) for x in (one.columns, one.heads))
-    rows, slots = (x.listed().reshape(-1) for x in (one.rows, one.slots))
+def _listed(gather: SlotMap) -> tuple[Ints, Ints, Ints]:
+    """Slots, and the row and head of the shard in each."""
+    columns, heads = (np.array(x.listed(), np.int64).reshape(-1) for x in (gather.columns, gather.heads))
+    rows, slots = (x.listed().reshape(-1) for x in (gather.rows, gather.slots))
     shape = len(rows), len(heads)
     return (
         (slots[:, None] + columns).reshape(-1),

@@ -10,72 +10,72 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-# Its defaults keep the default group of the moment of its import for ever. `torch.library` imports it in the first
-# call, when there is one: imported here, before, it keeps none, and a destroyed group ends its threads.
+# This module captures the current default group as a default argument, for ever. Import it before any group exists, so
+# that a destroyed group is freed and its threads end: otherwise `torch.library` imports it in the first call.
 import torch.distributed.nn.functional
 
 from ring.comm.call_order import Calls
 from ring.comm.missing_ranks import done_by_event, done_by_work, timeout_of, wait_for_all
-from ring.comm.shared_page import HostMemory, host_memory_of
+from ring.comm.shared_page import SharedPage, shared_page_of
 from ring.comm.transport import LocalBuffers, Message, Pending
 
 T = TypeVar("T")
-_GREATEST = dist.AllreduceOptions()
-_GREATEST.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
-_facts: WeakKeyDictionary[dist.ProcessGroup, _Facts] = WeakKeyDictionary()
-# Where the ranks of a group agree from their second question on; None: by the group's own backend.
-_memories: WeakKeyDictionary[dist.ProcessGroup, HostMemory | None] = WeakKeyDictionary()
+_ALLREDUCE_MAX = dist.AllreduceOptions()
+_ALLREDUCE_MAX.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+_group_infos: WeakKeyDictionary[dist.ProcessGroup, _GroupInfo] = WeakKeyDictionary()
+# For consensus from the second round on; None: use the group's own backend.
+_shared_pages: WeakKeyDictionary[dist.ProcessGroup, SharedPage | None] = WeakKeyDictionary()
 
 
 def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
-    """A group's backends by type of device, as {"cuda": "nccl"}; None: the default group's.
+    """Backends of a group by device type, as {"cuda": "nccl"}; None: of the default group.
 
-    The name of the group's backend does not say this: for a group made without a name, torch says "undefined".
+    `dist.get_backend` does not tell: it is "undefined" for a group created without a backend's name.
     """
     return dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
 
 
-class _Works:
-    """The handles of one batch, kept with the tensors until it is done, since a dropped handle may lose its message.
-    Each is waited for once: gloo hangs in a second wait.
+class _PendingWorks:
+    """The handles and tensors of one batch, kept until it is done: a dropped handle may lose its message. Wait for each
+    once, since gloo hangs in a second wait.
     """
 
     def __init__(self, sends: Sequence[dist.Work], receives: Sequence[dist.Work], messages: Sequence[Message]) -> None:
-        """messages: those of the receives first."""
+        """messages: received ones first."""
         self._sends, self._receives, self._messages = sends, receives, messages
 
     def arrive(self) -> None:
-        # NCCL may have one work for a whole batch.
+        # NCCL may return one work for a whole batch.
         for work, message in zip(self._receives, self._messages, strict=False):
-            _named(_not_come(message), work.wait)
+            _explain_failure(_receive_failure(message), work.wait)
         self._receives = ()
 
     def wait(self) -> None:
         received = len(self._messages) - len(self._sends)
         self.arrive()
         for work, message in zip(self._sends, self._messages[received:], strict=True):
-            _named(_not_taken(message), work.wait)
+            _explain_failure(_send_failure(message), work.wait)
         self._sends, self._messages = (), ()
 
 
-def _not_come(message: Message) -> str:
+def _receive_failure(message: Message) -> str:
     return f"the message {message.label!r} from rank {message.peer} did not come"
 
 
-def _not_taken(message: Message) -> str:
+def _send_failure(message: Message) -> str:
     return f"rank {message.peer} did not take the message {message.label!r}"
 
 
-def _named(failed: str, act: Callable[[], T]) -> T:
-    """What `act` returns. Its RuntimeError says what failed: torch names a connection, not a rank of the group."""
+def _explain_failure(failure: str, act: Callable[[], T]) -> T:
+    """Return act(), and prefix its RuntimeError with `failure`: torch names a connection, not a rank of the group."""
     try:
         return act()
     except RuntimeError as error:
-        raise RuntimeError(f"{failed}: {error}".partition("\n")[0]) from error
+        raise RuntimeError(f"{failure}: {error}".partition("\n")[0]) from error
 
 
-class _Facts(NamedTuple):
-    """What a group is asked once. calls: they have one numbering in all transports over the group."""
+class _GroupInfo(NamedTuple):
+    """Facts about a group, looked up once. calls: shared by all transports over the group."""
 
     world_size: int
     calls: Calls
@@ -89,82 +89,82 @@ class ProcessGroupTransport(LocalBuffers):
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        found = dist.group.WORLD if group is None else group
-        assert found is not None
-        self.group = found
-        self.rank = dist.get_rank(self.group)  # at every call, since it refuses a group that was destroyed
+        group = dist.group.WORLD if group is None else group
+        assert group is not None
+        self.group = group
+        self.rank = dist.get_rank(self.group)  # not cached: it raises for a destroyed group
         if self.rank < 0:
             raise ValueError(f"group must contain the calling process; world rank {dist.get_rank()} is not a member")
-        facts = _facts.get(found)
-        if facts is None:
-            facts = _Facts(dist.get_world_size(found), Calls(), "cpu" not in backends_of(found))
-            facts = _facts.setdefault(found, facts)
-        self.world_size = facts.world_size
-        self.calls, self._on_gpu = facts.calls, facts.on_gpu
+        info = _group_infos.get(group)
+        if info is None:
+            info = _GroupInfo(dist.get_world_size(group), Calls(), "cpu" not in backends_of(group))
+            info = _group_infos.setdefault(group, info)
+        self.world_size = info.world_size
+        self.calls, self._on_gpu = info.calls, info.on_gpu
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         for message in (*sends, *receives):
             _check(message, self.rank, self.world_size)
-        # GPU tensors go in one batch: NCCL would run sends and receives one after the other, and may deadlock. The
-        # tensors decide, because a group may have a backend for each type of device.
+        # Post GPU tensors as one batch: separately, NCCL would serialise sends and receives, and may deadlock. The
+        # tensors decide, because a group may have a backend for each device type.
         if any(message.tensor.is_cuda for message in (*sends, *receives)):
             operations = [dist.P2POp(dist.isend, m.tensor, group=self.group, group_peer=m.peer) for m in sends]
             operations += [dist.P2POp(dist.irecv, m.tensor, group=self.group, group_peer=m.peer) for m in receives]
-            return _Works((), dist.batch_isend_irecv(operations), (*receives, *sends))
-        found = [self._receive(m) for m in receives]
-        found += [self._send(m) for m in sends]
-        works = [work for work in found if work is not None]
+            return _PendingWorks((), dist.batch_isend_irecv(operations), (*receives, *sends))
+        posted = [self._receive(m) for m in receives]
+        posted += [self._send(m) for m in sends]
+        works = [work for work in posted if work is not None]
         assert len(works) == len(sends) + len(receives)
-        return _Works(works[len(receives) :], works[: len(receives)], (*receives, *sends))
+        return _PendingWorks(works[len(receives) :], works[: len(receives)], (*receives, *sends))
 
     def _receive(self, m: Message) -> dist.Work | None:
-        """A connection that is broken by then fails here, and not in the wait."""
-        return _named(_not_come(m), lambda: dist.irecv(m.tensor, group=self.group, group_src=m.peer))
+        """Post a receive. A broken connection may fail here, not in the wait."""
+        return _explain_failure(_receive_failure(m), lambda: dist.irecv(m.tensor, group=self.group, group_src=m.peer))
 
     def _send(self, m: Message) -> dist.Work | None:
-        """Likewise."""
-        return _named(_not_taken(m), lambda: dist.isend(m.tensor, group=self.group, group_dst=m.peer))
+        """Post a send; see `_receive`."""
+        return _explain_failure(_send_failure(m), lambda: dist.isend(m.tensor, group=self.group, group_dst=m.peer))
 
     def all_equal(self, payload: bytes) -> bool:
         if self.world_size == 1:
             return True
-        number = self.calls.next_question()
-        memory = _memories.get(self.group)
-        if memory is not None:
-            return memory.all_equal(payload, number)
+        number = self.calls.next_round()
+        page = _shared_pages.get(self.group)
+        if page is not None:
+            return page.all_equal(payload, number)
         equal = self.all_equal_by_group(payload, number)
-        self._find_memory()
+        self._find_shared_page()
         return equal
 
     def all_equal_by_group(self, payload: bytes, number: int) -> bool:
-        """The same by the group's own backend, as between several machines. number: of the question."""
+        """`all_equal` by the group's own backend, as needed across machines. number: of the round."""
         mine = torch.frombuffer(bytearray(payload), dtype=torch.int64)
         both = torch.cat((mine, ~mine))
         if self._on_gpu:
             return self._all_equal_on_gpus(both, number)
-        greatest = both.clone()  # of the complements: that of the least value
-        wait_for_all(done_by_work(self.group.allreduce([greatest], _GREATEST)), self.group, number)
-        return torch.equal(greatest, both)
+        maximum = both.clone()  # the second half is the complement of the minimum
+        wait_for_all(done_by_work(self.group.allreduce([maximum], _ALLREDUCE_MAX)), self.group, number)
+        return torch.equal(maximum, both)
 
-    def _find_memory(self) -> None:
-        """That of the machine, if all ranks run on one. Collective: every rank calls it, and is known to come."""
-        if self.group in _memories:
+    def _find_shared_page(self) -> None:
+        """Set up the shared page if all ranks run on one machine. Collective."""
+        if self.group in _shared_pages:
             return
         store = self.group.get_group_store()
-        # A group that is destroyed and made anew may find what the first one left in the store.
+        # A destroyed group of the same name may have left keys in the store.
         generation = store.add(f"ring/machines/rank {self.rank}", 1)
         fresh = dist.PrefixStore(f"ring/machines/{generation}", store)
-        _memories[self.group] = host_memory_of(fresh, self.rank, self.world_size, timeout_of(self.group))
+        _shared_pages[self.group] = shared_page_of(fresh, self.rank, self.world_size, timeout_of(self.group))
 
     def _all_equal_on_gpus(self, both: torch.Tensor, number: int) -> bool:
-        """On a stream of its own, so that a question between ranks waits for no kernel of theirs."""
+        """Compare on a stream of its own, so that consensus waits for no other kernel."""
         device = torch.cuda.current_device()
         with torch.cuda.stream(_stream(device)):
-            greatest = both.to(torch.device("cuda", device))
-            self.group.allreduce([greatest], _GREATEST).wait()  # the stream waits, not the host
+            maximum = both.to(torch.device("cuda", device))
+            self.group.allreduce([maximum], _ALLREDUCE_MAX).wait()  # the stream waits, not the host
             done = done_by_event(torch.cuda.current_stream().record_event(), timeout_of(self.group))
             wait_for_all(done, self.group, number)
-            return torch.equal(greatest.cpu(), both)
+            return torch.equal(maximum.cpu(), both)
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self._device())

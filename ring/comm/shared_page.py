@@ -1,13 +1,11 @@
-"""Ranks of one machine agree in its memory: each writes its answer into a page that all of them have, and reads the
-others'.
+"""Consensus through shared memory for ranks on one host: each writes its payload to a shared page and polls the others.
 
-On GPUs a question by NCCL is a kernel: it waits for its turn, and the host waits for it. In a question here
-no GPU takes part: a rank waits for the other hosts alone. On CPUs gloo's threads and sockets take longer than all else
-in a call of few tokens.
+With NCCL a round of consensus is a kernel that queues behind others while the host waits. Here no GPU takes part. With
+gloo, threads and sockets take longer than the rest of a call of few tokens.
 
-A page has a slot for every rank, twice, and questions take turns: a rank that writes the answer to question n + 2 has
-seen all answers to n + 1, so no rank still reads those to n. A rank that gives up says so in its slot, and a rank whose
-process ends loses its lock on a byte of the file.
+A page has two sets of slots, one slot per rank in each, and rounds alternate between them. A rank that writes round
+n + 2 has seen all payloads of round n + 1, so no rank still reads those of n. A rank that gives up writes so into its
+slot. A rank whose process ends loses its lock on a byte of the file.
 """
 
 from __future__ import annotations
@@ -26,22 +24,22 @@ import torch.distributed as dist
 
 from ring.comm.transport import MissingRanks
 
-FOLDER = "/dev/shm"  # of files in memory
-_NO_FILE = "/no file"  # which nobody can open
-PAYLOAD = 16  # bytes of an answer
-_NUMBER, _CHECK = 8, 8  # bytes of a question's number, and of what tells a slot that is being written
+FOLDER = "/dev/shm"  # a file system in memory
+_NO_FILE = "/no file"  # cannot be opened
+PAYLOAD = 16  # bytes
+_NUMBER, _CHECK = 8, 8  # bytes of a round's number, and of the checksum that shows a half-written slot
 _SLOT = _NUMBER + PAYLOAD + _CHECK
 _GAVE_UP = b"gave up".ljust(PAYLOAD)
-_SPINS = 300  # looks before the first pause: about 0.1 ms
-_SOON, _PAUSE, _LATE_PAUSE = 0.002, 1e-5, 1e-3  # seconds: within the first, pauses are short
-_LOOK = 0.2  # seconds after which a rank that waits looks whether the others are alive
+_SPINS = 300  # reads before the first pause: about 0.1 ms
+_SOON, _PAUSE, _LATE_PAUSE = 0.002, 1e-5, 1e-3  # seconds; pauses are short during the first, then long
+_LOOK = 0.2  # seconds between checks that the other processes are alive
 
 
-def host_memory_of(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> HostMemory | None:
-    """The page of a group's ranks; None, on every rank, where they run on several machines, or several in one process,
-    or where one of them cannot have it. Collective.
+def shared_page_of(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> SharedPage | None:
+    """Return the page of a group's ranks. Collective. Every rank returns None if the ranks are on several machines, if
+    two share a process, or if one of them cannot open the page.
 
-    store: one that only this group has. timeout: of this, and of a question. Raises Absent if a rank does not come.
+    store: used by this group only. timeout: of this call, and of a round. Raises MissingRanks if a rank does not come.
     """
     ranks = _StoreGather(store, rank, world_size, timeout)
     places = ranks.gather("machine", f"{machine()} {os.getpid()}")
@@ -49,27 +47,27 @@ def host_memory_of(store: dist.Store, rank: int, world_size: int, timeout: timed
     if len(machines) > 1 or len(processes) < world_size:
         return None
     size = 2 * world_size * _SLOT
-    made = _new_file(size) if rank == 0 else _NO_FILE
+    new_file = _new_file(size) if rank == 0 else _NO_FILE
     try:
-        name = ranks.gather("file", made)[0]
+        name = ranks.gather("file", new_file)[0]
         try:
-            memory = HostMemory(name, size, rank, world_size, timeout)
-        except OSError:  # there is no file, or this process has too many open
-            memory = None
-        everyone = ranks.gather("page", "no" if memory is None else "yes")
+            page = SharedPage(name, size, rank, world_size, timeout)
+        except OSError:  # no such file, or too many open files in this process
+            page = None
+        answers = ranks.gather("page", "no" if page is None else "yes")
     finally:
-        if made != _NO_FILE:
-            os.unlink(made)  # the page is there as long as a process has it
-    return None if "no" in everyone else memory
+        if new_file != _NO_FILE:
+            os.unlink(new_file)  # the page lives as long as a process maps it
+    return None if "no" in answers else page
 
 
 def _new_file(size: int) -> str:
-    """Its name; _NO_FILE if there can be none."""
+    """Create a file of zeros and return its name, or _NO_FILE if that fails."""
     name = _NO_FILE
     try:
         number, name = tempfile.mkstemp(prefix="ring-", dir=FOLDER)
         with os.fdopen(number, "wb") as file:
-            file.write(bytes(size))  # memory for it is taken here, and not missed in a later write to the page
+            file.write(bytes(size))  # allocate now, so that a full /dev/shm fails here and not as SIGBUS later
     except OSError:
         if name != _NO_FILE:
             os.unlink(name)
@@ -79,109 +77,109 @@ def _new_file(size: int) -> str:
 
 @dataclass(frozen=True)
 class _StoreGather:
-    """Ranks that tell each other something through a store."""
+    """Gathers strings of all ranks through a store."""
 
     store: dist.Store
     rank: int
     world_size: int
     timeout: timedelta
 
-    def gather(self, what: str, mine: str) -> list[str]:
-        """What every rank says of it. Raises Absent."""
-        keys = [f"{what} of rank {rank}" for rank in range(self.world_size)]
+    def gather(self, name: str, value: str) -> list[str]:
+        """Return the values of all ranks. Raises MissingRanks."""
+        keys = [f"{name} of rank {rank}" for rank in range(self.world_size)]
         try:
-            self.store.set(keys[self.rank], mine)
+            self.store.set(keys[self.rank], value)
             self.store.wait(keys, self.timeout)
-            return [said.decode() for said in self.store.multi_get(keys)]
+            return [encoded.decode() for encoded in self.store.multi_get(keys)]
         except RuntimeError as error:
             raise MissingRanks(self._missing(keys), str(error).partition("\n")[0]) from error
 
     def _missing(self, keys: list[str]) -> list[int] | None:
         with suppress(RuntimeError):
             return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-        return None  # the store is gone, which one of the ranks may serve
+        return None  # one of the ranks may have served the store
 
 
-class HostMemory:
-    """The page of a group's ranks, which all run on one machine: see `host_memory_of`.
+class SharedPage:
+    """The page of a group whose ranks run on one machine: see `shared_page_of`.
 
-    file: the page's. size: in bytes. timeout: of a question. Raises OSError where the file cannot be had.
+    size: in bytes. timeout: of a round. Raises OSError if the file cannot be opened.
     """
 
     def __init__(self, file: str, size: int, rank: int, world_size: int, timeout: timedelta) -> None:
         self._rank, self._world_size, self._timeout = rank, world_size, timeout
-        self._file = open(file, "r+b", buffering=0)  # noqa: SIM115 - open as long as the page is there
+        self._file = open(file, "r+b", buffering=0)  # noqa: SIM115 - open as long as the page exists
         self._page = mmap.mmap(self._file.fileno(), size)
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
 
     def all_equal(self, payload: bytes, number: int) -> bool:
-        """Whether all ranks gave the same PAYLOAD bytes. Collective. number: of the question, the same on every rank,
-        and one more than at the last question.
+        """Return True if all ranks passed the same PAYLOAD bytes. Collective.
 
-        Raises Absent if a rank does not come within the timeout, or its process has ended.
+        number: of the round, the same on every rank, one more than in the last round. Raises MissingRanks if a rank
+        does not come within the timeout, or its process has ended.
         """
-        answer = _slot_of(number, payload)
-        mine = self._begin(self._rank, number)
-        self._page[mine : mine + _SLOT] = answer
+        slot = _slot_of(number, payload)
+        begin = self._begin(self._rank, number)
+        self._page[begin : begin + _SLOT] = slot
         equal = True
         for rank in range(self._world_size):
             if rank != self._rank:
-                equal &= self._equal(rank, number, answer)  # look at all: they may then go on
+                equal &= self._slot_equals(rank, number, slot)  # read all: later rounds rely on it
         return equal
 
     def _begin(self, rank: int, number: int) -> int:
         return _SLOT * (number % 2 * self._world_size + rank)
 
-    def _equal(self, rank: int, number: int, answer: bytes) -> bool:
-        """Whether this rank's answer is that one, once it is there."""
+    def _slot_equals(self, rank: int, number: int, slot: bytes) -> bool:
+        """Wait until a rank has answered, and compare its slot."""
         begin = self._begin(rank, number)
         for _ in range(_SPINS):
-            if self._page[begin : begin + _SLOT] == answer:
+            if self._page[begin : begin + _SLOT] == slot:
                 return True
         began = time.monotonic()
-        looked = began
-        while not self._is_there(rank, number):
+        last_look = began
+        while not self._has_answered(rank, number):
             now = time.monotonic()
             if now - began > self._timeout.total_seconds():
                 self._give_up(number, f"the group's timeout of {self._timeout} is over")
-            if now - looked > _LOOK:
-                looked = now
-                if self._has_ended(rank):
+            if now - last_look > _LOOK:
+                last_look = now
+                if self._process_has_ended(rank):
                     self._give_up(number, "its process has ended")
             time.sleep(_PAUSE if now - began < _SOON else _LATE_PAUSE)
-        found = self._page[begin : begin + _SLOT]
-        if found[_NUMBER : _NUMBER + PAYLOAD] == _GAVE_UP:
+        theirs = self._page[begin : begin + _SLOT]
+        if theirs[_NUMBER : _NUMBER + PAYLOAD] == _GAVE_UP:
             raise MissingRanks((), "another rank has given up")
-        return found == answer
+        return theirs == slot
 
-    def _is_there(self, rank: int, number: int) -> bool:
+    def _has_answered(self, rank: int, number: int) -> bool:
         begin = self._begin(rank, number)
-        found = self._page[begin : begin + _SLOT]
-        return found == _slot_of(number, found[_NUMBER : _NUMBER + PAYLOAD])
+        slot = self._page[begin : begin + _SLOT]
+        return slot == _slot_of(number, slot[_NUMBER : _NUMBER + PAYLOAD])
 
-    def _give_up(self, number: int, why: str) -> None:
-        """Raises Absent."""
-        mine = self._begin(self._rank, number)
-        self._page[mine : mine + _SLOT] = _slot_of(number, _GAVE_UP)
-        raise MissingRanks([rank for rank in range(self._world_size) if not self._is_there(rank, number)], why)
+    def _give_up(self, number: int, reason: str) -> None:
+        """Tell the other ranks, and raise MissingRanks."""
+        begin = self._begin(self._rank, number)
+        self._page[begin : begin + _SLOT] = _slot_of(number, _GAVE_UP)
+        raise MissingRanks([rank for rank in range(self._world_size) if not self._has_answered(rank, number)], reason)
 
-    def _has_ended(self, rank: int) -> bool:
+    def _process_has_ended(self, rank: int) -> bool:
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
-        except OSError:  # it has the lock
+        except OSError:  # the process still holds its lock
             return False
         fcntl.lockf(self._file, fcntl.LOCK_UN, 1, rank)
         return True
 
 
 def _slot_of(number: int, payload: bytes) -> bytes:
-    what = number.to_bytes(_NUMBER, "little") + payload
-    return what + hashlib.blake2b(what, digest_size=_CHECK).digest()
+    content = number.to_bytes(_NUMBER, "little") + payload
+    return content + hashlib.blake2b(content, digest_size=_CHECK).digest()
 
 
 def machine(folder: str = FOLDER) -> str:
-    """Equal for processes of one machine that share its memory: of one boot and one file system for it. Its name would
-    not do, since many machines are called localhost. Where a process cannot write there: equal to no other's.
+    """Return an id that processes share if they have the same boot and the same in-memory file system. Host names are
+    no such id: many machines are called localhost. A process that cannot write to `folder` has an id of its own.
     """
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         boot = file.read().strip()

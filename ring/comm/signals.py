@@ -1,9 +1,8 @@
 """Flags in GPU memory that streams set and wait for, across the GPUs of one host.
 
-The GPU's front end sets and waits in stream order, without a multiprocessor. A kernel that waited for another GPU would
-first have to wait for a multiprocessor that the attention, with which it should overlap, leaves free. CUDA's driver
-calls them stream memory operations; torch does not offer them. Copies between GPUs are here too: torch's take the host
-several times as long, since each needs tensors and another current stream.
+The GPU's front end executes them in stream order, without a multiprocessor; a waiting kernel would need one that the
+attention leaves free. CUDA's driver calls them stream memory operations; torch does not offer them. Copies between GPUs
+are here too: torch's take several times as much host time, since each needs tensors and another current stream.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from functools import lru_cache
 
 import torch
 
-BYTES = 4  # of a flag
+BYTES = 4  # per flag
 _WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
 _EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
 
 
 class _Operation(ctypes.Structure):
-    """CUstreamBatchMemOpParams, of which waits and writes are laid out alike."""
+    """CUstreamBatchMemOpParams, whose waits and writes have one layout."""
 
     _fields_ = (
         ("operation", ctypes.c_uint), ("address", ctypes.c_uint64), ("value", ctypes.c_uint64),
@@ -29,19 +28,17 @@ class _Operation(ctypes.Structure):
 
 
 def put(address: int, value: int) -> _Operation:
-    """Write the flag at that address, once all earlier work of the stream is done and can be seen by others."""
+    """Write the flag at this address, once all earlier work of the stream is done and visible to other GPUs."""
     return _Operation(_WRITE, address, value, 0)
 
 
 def wait(address: int, value: int) -> _Operation:
-    """Hold up later work of the stream until the flag at that address, on its own GPU, is that value."""
+    """Block later work of the stream until the flag at this address, on its own GPU, has this value."""
     return _Operation(_WAIT, address, value, _EQUAL)
 
 
 class Signals:
-    """Operations that a stream does one after the other, given to it at once; prepared, since they are the same in
-    every call.
-    """
+    """Operations that a stream executes in order, prepared once and submitted together in every call."""
 
     def __init__(self, operations: Sequence[_Operation]) -> None:
         self._count = len(operations)
@@ -56,13 +53,13 @@ class Signals:
 
 @lru_cache
 def _batch() -> Callable[..., int]:
-    found = ctypes.CDLL("libcuda.so.1").cuStreamBatchMemOp_v2
-    found.argtypes = (ctypes.c_void_p, ctypes.c_uint, ctypes.POINTER(_Operation), ctypes.c_uint)
-    return found
+    function = ctypes.CDLL("libcuda.so.1").cuStreamBatchMemOp_v2
+    function.argtypes = (ctypes.c_void_p, ctypes.c_uint, ctypes.POINTER(_Operation), ctypes.c_uint)
+    return function
 
 
 def copy(to: int, source: int, size: int, stream: torch.cuda.Stream) -> None:
-    """Copy so many bytes from one address to another, in the stream's order."""
+    """Copy `size` bytes from one address to another, in stream order."""
     error = _copy()(to, source, size, stream.cuda_stream)
     if error:
         raise RuntimeError(f"CUDA's cuMemcpyAsync failed with error {error}")
@@ -70,6 +67,6 @@ def copy(to: int, source: int, size: int, stream: torch.cuda.Stream) -> None:
 
 @lru_cache
 def _copy() -> Callable[..., int]:
-    found = ctypes.CDLL("libcuda.so.1").cuMemcpyAsync
-    found.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
-    return found
+    function = ctypes.CDLL("libcuda.so.1").cuMemcpyAsync
+    function.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+    return function

@@ -1,7 +1,7 @@
-"""What a transport is: it moves tensors between the ranks of a group, by batches of sends and receives that are posted
-and waited for. `ring.comm.process_group` has the transport over torch's process groups.
+"""The interface of a transport, which moves tensors between the ranks of a group in batches of sends and receives.
+`ring.comm.process_group` implements it over torch's process groups.
 
-A transport knows nothing of attention. Its contract, which a simulated one uses to the full:
+A transport knows nothing of attention. Its contract, every freedom of which the simulated transport uses:
 - a send reads its tensor at any time between `post` and the end of `wait`: do not change it before;
 - a receive writes its tensor at any time between `post` and the end of `wait`: neither read nor write it before;
 - messages from one rank to another match in the order in which they were posted, and have the receive's exact size;
@@ -22,8 +22,8 @@ from ring.comm.call_order import Calls
 
 
 class MissingRanks(RuntimeError):
-    """Not all ranks came, in time, to where the others wait. ranks: the numbers in the group of those that did not;
-    empty: all came, but too late; None: nobody can tell.
+    """Some ranks did not come, in time, to a collective operation. ranks: their numbers in the group; empty: all came,
+    but too late; None: unknown.
     """
 
     def __init__(self, ranks: Sequence[int] | None, waited: str) -> None:
@@ -31,7 +31,7 @@ class MissingRanks(RuntimeError):
         super().__init__(self.message("where the others wait"))
 
     def message(self, where: str) -> str:
-        """The same in words. where: to which they did not come."""
+        """Text of the error. where: the operation that they missed."""
         if self.ranks is None:
             who = "some rank did not come"
         elif not self.ranks:
@@ -43,10 +43,10 @@ class MissingRanks(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """A contiguous tensor to send to, or to receive from, a peer (a rank in the group). `label` says what it holds.
+    """A contiguous tensor to send to, or to receive from, a peer (a rank in the group). `label` names its contents.
 
-    With `stop` it is the entries start .. stop - 1 of a contiguous buffer. They become a tensor only when it is asked
-    for, since on GPUs an address is enough.
+    With `stop` it is the entries start .. stop - 1 of a contiguous buffer. The tensor is created lazily, since on GPUs
+    an address is enough.
     """
 
     peer: int
@@ -69,7 +69,7 @@ class Message:
 
     @property
     def _entry(self) -> int:
-        """Bytes of an entry of the buffer."""
+        """Bytes per entry of the buffer."""
         return self.buffer.stride(0) * self.buffer.itemsize
 
 
@@ -89,28 +89,28 @@ class Pending(Protocol):
     """A posted batch."""
 
     def arrive(self) -> None:
-        """Return when every receive is there; the buffers of the sends may still be read."""
+        """Return when every receive has arrived. The buffers of the sends may still be read."""
 
     def wait(self) -> None:
-        """Return when every send was read too, and every receive is there."""
+        """Return when every receive has arrived and every send has been read."""
 
 
 class Consensus(Protocol):
-    """Ranks, seen from one of them, as far as they need each other to agree. calls: those of this rank among them."""
+    """The part of a transport that consensus needs. calls: of this rank on the group."""
 
     rank: int
     world_size: int
     calls: Calls
 
     def all_equal(self, payload: bytes) -> bool:
-        """Whether all ranks gave the same bytes. Every rank calls it, with the same number of bytes, divisible by 8.
+        """Return True if all ranks passed the same bytes. Collective; equal lengths, divisible by 8.
 
-        Raises Absent if another rank does not come within the group's timeout.
+        Raises MissingRanks if another rank does not come within the group's timeout.
         """
         ...
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        """The payloads of all ranks in rank order. Every rank calls it, with the same number of bytes."""
+        """Return the payloads of all ranks in rank order. Collective; equal lengths."""
         ...
 
 
@@ -123,42 +123,42 @@ class Transport(Consensus, Protocol):
         ...
 
     def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
-        """Called before the buffers of a call are asked for. key: the kind of call, the same on every rank. outgoing: a
-        function that lists the messages of such a call.
+        """Prepare for a call, before its buffers are allocated. key: the kind of call, the same on every rank.
+        outgoing: lists the messages of such a call.
         """
         ...
 
     def empty(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer of the call, its contents arbitrary; valid until the call ends."""
+        """Allocate an uninitialised buffer, valid until the call ends."""
         ...
 
 
 class LocalBuffers(Transport):
-    """A transport that sends from ordinary tensors, as most do."""
+    """A transport that sends from ordinary tensors."""
 
     def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
-        """Nothing to prepare."""
+        """Do nothing."""
 
     def empty(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device=device)
 
 
 def all_gather_json(value: object, ranks: Consensus) -> list[Any]:
-    """The values of all ranks in rank order. Every rank calls it, with a value that JSON can hold."""
-    mine = json.dumps(value).encode()
-    lengths = [int.from_bytes(other, "little") for other in ranks.all_gather(len(mine).to_bytes(8, "little"))]
-    padded = ranks.all_gather(mine.ljust(max(lengths)))
-    return [json.loads(words[:length]) for words, length in zip(padded, lengths, strict=True)]
+    """Return the values of all ranks in rank order. Collective; values must be JSON-serialisable."""
+    text = json.dumps(value).encode()
+    lengths = [int.from_bytes(length, "little") for length in ranks.all_gather(len(text).to_bytes(8, "little"))]
+    padded = ranks.all_gather(text.ljust(max(lengths)))
+    return [json.loads(texts[:length]) for texts, length in zip(padded, lengths, strict=True)]
 
 
-class Nothing:
-    """An empty batch."""
+class EmptyBatch:
+    """A batch without messages."""
 
     def arrive(self) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
 
 class SoloTransport(LocalBuffers):
@@ -172,7 +172,7 @@ class SoloTransport(LocalBuffers):
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         assert not sends and not receives
-        return Nothing()
+        return EmptyBatch()
 
     def all_equal(self, payload: bytes) -> bool:
         return True
@@ -182,7 +182,7 @@ class SoloTransport(LocalBuffers):
 
 
 class RecordingTransport(Transport):
-    """Another transport with a record of its messages: (peer, bytes, label) in the order of posting."""
+    """Wraps a transport and records its messages, (peer, bytes, label), in the order of posting."""
 
     def __init__(self, inner: Transport) -> None:
         self.inner, self.rank, self.world_size, self.calls = inner, inner.rank, inner.world_size, inner.calls

@@ -58,11 +58,11 @@ class _SharedCallNumber(Calls):
         self._axis_calls = axis_calls
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Hold the locks of all axes."""
         with ExitStack() as locks:
             for calls in self._axis_calls:
-                locks.enter_context(calls.turn())
+                locks.enter_context(calls.lock())
             yield
 
     def check_thread(self, call: NumberedCall | str) -> None:
@@ -92,9 +92,9 @@ class BatchRanks:
         self.world_size = prod(len(axis.members) for axis in self._axes)
         self.calls: Calls = _SharedCallNumber([axis.transport.calls for axis in self._axes])
 
-    def turn(self) -> AbstractContextManager[object]:
+    def lock(self) -> AbstractContextManager[object]:
         """Lock for all collectives of one result: another thread waits until it is released."""
-        return self.calls.turn()
+        return self.calls.lock()
 
     def agree(self, doing: str, signature: dict[str, object], error: Exception | None) -> None:
         """Raise one error on all ranks if any rank has one, or if signatures differ. Every rank calls it."""

@@ -209,7 +209,7 @@ class ContextParallel:
         Without `self.check` raise only this rank's error. doing: name of the call in errors.
         """
         calls = self.transport.calls
-        with calls.turn():
+        with calls.lock():
             call = calls.begin(doing)
             error: Exception | None = None
             signature: dict[str, object] = {}
@@ -233,7 +233,7 @@ class ContextParallel:
         if torch.compiler.is_compiling():  # nothing runs while a graph is traced
             raise error
         calls = self.transport.calls
-        with calls.turn():
+        with calls.lock():
             call = calls.begin(name)
             if self.check:
                 compare(call.forward, {}, error, self.transport)

@@ -42,7 +42,7 @@ def average_gradients(
         NotImplementedError: for complex gradients, and for DTensors, whose wrapper averages them.
     """
     ranks = BatchRanks(over)
-    with ranks.turn():
+    with ranks.lock():
         _average_gradients(parameters, ranks)
 
 
@@ -82,7 +82,7 @@ def clip_grad_norm(
         NotImplementedError: for complex gradients and for DTensors that are partial sums.
     """
     ranks = BatchRanks(over)
-    with ranks.turn():
+    with ranks.lock():
         return _clip_grad_norm(parameters, max_norm, ranks)
 
 

@@ -43,7 +43,7 @@ def count_labels(
     Raises ValueError, on every rank, for labels of another type and for lists of unequal lengths.
     """
     ranks = BatchRanks(over)
-    with ranks.turn():
+    with ranks.lock():
         return _count_labels(labels, ranks, ignored)
 
 
@@ -105,7 +105,7 @@ def cross_entropy(
         return _per_token(wide, labels.flatten().long(), ignored).view_as(labels)
 
     ranks = BatchRanks(over)
-    with ranks.turn():
+    with ranks.lock():
         return _mean("cross_entropy", losses, labels, ranks, labelled, averaged_over, ignored)
 
 
@@ -129,7 +129,7 @@ def token_mean(
         return losses
 
     ranks = BatchRanks(over)
-    with ranks.turn():
+    with ranks.lock():
         return _mean("token_mean", checked, labels, ranks, labelled, averaged_over, ignored)
 
 

@@ -22,7 +22,7 @@ from ring import Layout, ring_attention
 from ring.comm.group import transport_over
 from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.transport import RecordingTransport
-from ring.compile_ops import NO_GROUP, pattern_of, text_of, traced
+from ring.compile_ops import NO_GROUP, pattern_from_text, pattern_to_text, traced
 from ring.nn import ContextParallel, RingAttention
 from ring.nn.frameworks import recompute
 from tests.support.attention_cases import PACKED, PATTERNS, inputs, plain
@@ -45,14 +45,14 @@ MORE_PATTERNS = PATTERNS | {
 )
 def test_a_pattern_is_the_one_of_its_text(pattern: Pattern) -> None:
     """Without its documents, which are others in every step; one offset by head is not one for all heads."""
-    assert pattern_of(text_of(pattern)) == replace(pattern, documents=None)
+    assert pattern_from_text(pattern_to_text(pattern)) == replace(pattern, documents=None)
 
 
 def test_documents_go_by_the_number_of_their_pattern() -> None:
     copied = pickle.loads(pickle.dumps(PACKED))
     assert copied == PACKED and copied.number != PACKED.number and Pattern.dense().number == 0
     assert numbered_pattern(PACKED.number) is PACKED and numbered_pattern(copied.number) is copied
-    with pytest.raises(ValueError, match="must be the number of one that is there, got -1"):
+    with pytest.raises(ValueError, match="must be the number of an existing one, got -1"):
         numbered_pattern(-1)
 
 
@@ -96,7 +96,7 @@ def test_one_offset_by_head_is_refused_for_several_heads_as_in_a_call(attention:
 def test_the_operators_are_as_torch_wants_them(pattern: Pattern) -> None:
     q, k, v, dout, dlse = inputs()
     q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
-    settings = SETTINGS | {"layout": ALONE.number, "pattern": text_of(pattern), "packed": pattern.number}
+    settings = SETTINGS | {"layout": ALONE.number, "pattern": pattern_to_text(pattern), "packed": pattern.number}
     settings |= {"group": NO_GROUP, "kernel_name": "auto", "return_lse": True}
     forward, backward = torch.ops.ring.attention_forward, torch.ops.ring.attention_backward
     leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))

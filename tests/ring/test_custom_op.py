@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from ring import Layout, Pattern, Transport, ring_attention
 from ring.comm.group import transport_over
 from ring.comm.transport import RecordingTransport
-from ring.compile_ops import pattern_of, text_of
+from ring.compile_ops import pattern_from_text, pattern_to_text
 from ring.custom_op import _prepared
 from tests.support.attention_cases import PATTERNS, inputs, plain
 from tests.support.drawn_patterns import patterns
@@ -62,9 +62,9 @@ def test_the_operator_is_no_way_to_call(number: int) -> None:
 @given(patterns(3), patterns(3))
 def test_a_text_stands_for_one_pattern(one: Pattern, other: Pattern) -> None:
     """In graphs, which take a pattern's text in its place."""
-    again = pattern_of(text_of(one))
+    again = pattern_from_text(pattern_to_text(one))
     assert again == one and repr(again) == repr(one)
-    assert (text_of(one) == text_of(other)) == (one == other)
+    assert (pattern_to_text(one) == pattern_to_text(other)) == (one == other)
 
 
 PATTERN, TOKENS = Pattern.longnet((4, None), (1, 2), 2, causal=True), 12

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ring.compute.accumulator import Accumulator, Sum
-from ring.execute import _combines, accumulator_for, sums_of
+from ring.execute import _merges_in_one_pass, accumulator_for, sum_class_for
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,6 @@ def test_which_partial_results_are_combined_in_one_pass(
     device: str, dtype: torch.dtype, tokens: int, heads: int, combined: bool
 ) -> None:
     x: Any = SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(1, tokens, heads, 8))
-    assert _combines(x) is combined
+    assert _merges_in_one_pass(x) is combined
     if not combined:
-        assert isinstance(accumulator_for(x), Accumulator) and sums_of(x) is Sum
+        assert isinstance(accumulator_for(x), Accumulator) and sum_class_for(x) is Sum

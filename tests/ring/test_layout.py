@@ -281,7 +281,7 @@ def test_a_copy_is_equal_and_has_a_number_of_its_own(drawn: Drawn) -> None:
 
 def test_a_number_finds_no_layout_that_is_gone() -> None:
     for number in (Layout.contiguous(2, 1).number, -1, 2**62):
-        with pytest.raises(ValueError, match=f"^layout must be the number of one that is there, got {number}"):
+        with pytest.raises(ValueError, match=f"^layout must be the number of an existing one, got {number}"):
             numbered_layout(number)
 
 

@@ -12,4 +12,4 @@ class ApartTransport(ProcessGroupTransport):
     """
 
     def all_equal(self, payload: bytes) -> bool:
-        return self.world_size == 1 or self.all_equal_by_group(payload, self.calls.next_question())
+        return self.world_size == 1 or self.all_equal_by_group(payload, self.calls.next_round())

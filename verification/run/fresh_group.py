@@ -35,7 +35,7 @@ def new_group(transport: Transport, without_page: int | None = None) -> Iterator
         yield FreshCalls(transport)
         return
     group = dist.new_group(timeout=TIMEOUT)  # one that only its members make has an old name
-    refused = patch.object(shared_page, "HostMemory", side_effect=OSError(errno.EMFILE, "Too many open files"))
+    refused = patch.object(shared_page, "SharedPage", side_effect=OSError(errno.EMFILE, "Too many open files"))
     try:
         with refused if transport.rank == without_page else nullcontext():
             yield type(transport)(group)

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from ring.caching.bounded_cache import BoundedCache
-from ring.caching.graph_keepalive import keep
+from ring.caching.graph_keepalive import keep_alive
 from ring.caching.triton_launcher import Launcher
 from ring.compute.gpu.merge_table import Field, entries_of, places_of
 from ring.compute.gpu.partial_results import Part, is_aligned
@@ -296,7 +296,7 @@ class _Merge:
         addresses = [address for job in jobs for address in job.addresses()]
         device = jobs[0].out.device
         if created is not None:
-            keep([launch.places for launch in self._launches])
+            keep_alive([launch.places for launch in self._launches])
             return self._parts_of(_captured_copy(self._with_addresses(addresses), device, created))
         key = torch._C._cuda_getCurrentRawStream(device.index), *addresses
         tables = self._tables.get(key)
@@ -320,7 +320,7 @@ def _captured_copy(table: Ints, device: torch.device, created: torch.cuda.Event)
     for kernels would delay those after it in a short call.
     """
     host = torch.from_numpy(table).pin_memory()
-    keep(host)
+    keep_alive(host)
     current, other = torch.cuda.current_stream(), _copy_stream(device)
     other.wait_event(created)
     with torch.cuda.stream(other):

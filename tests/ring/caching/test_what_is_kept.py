@@ -16,7 +16,7 @@ from reference.documents import Documents
 from reference.pattern import Branch, Pattern
 from ring import Layout, ring_attention
 from ring.caching.bounded_cache import BoundedCache
-from ring.comm.call_order import KEPT, Calls
+from ring.comm.call_order import MAX_CALLS, Calls
 from ring.comm.transport import SoloTransport
 from ring.compile_ops import traced
 from ring.consensus import CallSetting
@@ -53,8 +53,8 @@ def test_caches_are_bounded_by_number_and_by_bytes() -> None:
 
 def test_the_last_calls_of_a_group_are_known() -> None:
     calls = Calls()
-    made = [weakref.ref(calls.get(number, None)) for number in range(1, KEPT + 20)]
-    assert [number for number, ref in enumerate(made, 1) if ref() is not None] == list(range(20, KEPT + 20))
+    made = [weakref.ref(calls.get(number, None)) for number in range(1, MAX_CALLS + 20)]
+    assert [number for number, ref in enumerate(made, 1) if ref() is not None] == list(range(20, MAX_CALLS + 20))
 
 
 def weight(of: object) -> int:

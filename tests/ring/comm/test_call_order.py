@@ -37,11 +37,11 @@ def test_another_thread_waits_for_its_turn() -> None:
     calls, order = Calls(), []
 
     def other() -> None:
-        with calls.turn():
+        with calls.lock():
             order.append("other")
 
     thread = threading.Thread(target=other)
-    with calls.turn(), calls.turn():
+    with calls.lock(), calls.lock():
         thread.start()
         thread.join(0.2)
         order.append("first")
@@ -220,7 +220,7 @@ def test_a_second_thread_is_refused_on_all_ranks(run: Run) -> None:
     """And so is the backward of what was under way: on another rank the other thread may have been the first."""
     for (refused, backward), _, worst in run(a_second_thread):
         said = "rank 1: calls on a group must come from one thread: got call 2 from 'second thread', and call 1 from '"
-        assert said in refused and refused.endswith("still runs; allowed is a group of its own for each thread")
+        assert said in refused and refused.endswith("still runs; give each thread its own group")
         assert backward.startswith("ValueError: rank 1: call 1 has no backward any more, since after it calls on")
         assert worst < EXACT
 
@@ -257,7 +257,7 @@ def test_racing_threads_never_give_wrong_numbers(ranks: Ranks) -> None:
     for errors, _, worst in ranks(WORLD).run(_on_a_new_group, racing_threads):
         for said in (
             "calls on a group must come from one thread",
-            "calling thread must be the same on every rank: rank 0 has the main one, rank 1 another than the main",
+            "calling thread must be the same on every rank: rank 0 has the main one, rank 1 another one",
         ):
             assert any(said in error for error in errors)
         assert len(errors) == 2 and worst < EXACT

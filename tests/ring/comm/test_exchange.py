@@ -12,7 +12,7 @@ import torch
 from reference.pattern import Pattern
 from ring import Layout, ring_attention
 from ring.comm.buffer_meter import measure
-from ring.comm.exchange import Exchange, _in_one_pass, _summed
+from ring.comm.exchange import Exchange, _gradient_views, _packs_in_one_pass
 from ring.comm.transport import Outgoing
 from ring.plan.plan import Plan, plan_of
 from verification.run.simulation.simulated_transport import SimulatedTransport
@@ -37,7 +37,7 @@ def test_what_cannot_be_counted_in_32_bits_is_packed_by_views() -> None:
     found = []
     for rows, slots, on_gpu in ((2**30, 2**30, True), (2**30 + 1, 1, True), (1, 2**30 + 1, True), (1, 1, False)):
         k: Any = SimpleNamespace(is_cuda=on_gpu, shape=(1, rows, 1, 1))
-        found.append(_in_one_pass(k, torch.empty((slots, 2, 1, 1), device="meta")))
+        found.append(_packs_in_one_pass(k, torch.empty((slots, 2, 1, 1), device="meta")))
     assert found == [True, False, False, False]
 
 
@@ -105,7 +105,7 @@ def test_gradients_of_slots_are_summed_in_the_accumulators_type(dtype: torch.dty
     """1 and 256 times 2**-9: in bf16, of which 1 has a last place of 2**-7, nothing would be added."""
     step: Any = SimpleNamespace(once=False)
     grad = torch.full((1, 2, 1, 1), 7.0, dtype=dtype)
-    with _summed(step, grad) as sums:
+    with _gradient_views(step, grad) as sums:
         for one in sums:
             one.x += 1.0
             for _ in range(256):

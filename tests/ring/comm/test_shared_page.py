@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from ring.comm import shared_page
-from ring.comm.shared_page import PAYLOAD, HostMemory, host_memory_of, machine
+from ring.comm.shared_page import PAYLOAD, SharedPage, machine, shared_page_of
 from ring.comm.transport import MissingRanks
 from tests.support.ranks import Ranks
 
@@ -24,11 +24,11 @@ pytestmark = pytest.mark.ranks
 TIMEOUT = 1.5  # seconds
 
 
-def page_of(name: str, seconds: float = 60.0) -> HostMemory | None:
+def page_of(name: str, seconds: float = 60.0) -> SharedPage | None:
     group = dist.group.WORLD
     assert group is not None
     store = dist.PrefixStore(name, group.get_group_store())
-    return host_memory_of(store, dist.get_rank(), dist.get_world_size(), timedelta(seconds=seconds))
+    return shared_page_of(store, dist.get_rank(), dist.get_world_size(), timedelta(seconds=seconds))
 
 
 def answer(value: int) -> bytes:
@@ -60,7 +60,7 @@ def _page_where(what: str, where: int, folder: str) -> str:
     changes: dict[str, dict[str, Any]] = {
         "machine": {"new": lambda: "another"},
         "FOLDER": {"new": "/nowhere"},
-        "HostMemory": {"side_effect": OSError(24, "Too many open files")},
+        "SharedPage": {"side_effect": OSError(24, "Too many open files")},
     }
     here = patch.object(shared_page, what, **changes[what]) if dist.get_rank() == where else nullcontext()
     with patch.object(shared_page, "FOLDER", folder), here:
@@ -72,8 +72,8 @@ def _page_where(what: str, where: int, folder: str) -> str:
     [
         ("machine", 2, "NoneType"),
         ("FOLDER", 0, "NoneType"),  # rank 0 makes the file; the others find it by its name
-        ("FOLDER", 1, "HostMemory"),
-        ("HostMemory", 1, "NoneType"),
+        ("FOLDER", 1, "SharedPage"),
+        ("SharedPage", 1, "NoneType"),
     ],
 )
 def test_a_page_that_one_rank_cannot_have_is_taken_by_none(

@@ -36,7 +36,7 @@ def transport(monkeypatch: pytest.MonkeyPatch) -> OnNoGPU:
     found = OnNoGPU()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.capturing)
-    monkeypatch.setattr(graph_keepalive, "_for_ever", [])
+    monkeypatch.setattr(graph_keepalive, "_forever", [])
     monkeypatch.setattr(symmetric_memory, "all_gather_json", lambda mine, ranks: [mine])
     return found
 
@@ -68,13 +68,13 @@ def test_a_route_is_there_as_long_as_the_graph_that_replays_it(transport: OnNoGP
         route = prepared(transport, 0)
         transport.capturing = False
     forget(transport)
-    assert 0 not in transport._routes and reads == [route()] and graph_keepalive._for_ever == []
+    assert 0 not in transport._routes and reads == [route()] and graph_keepalive._forever == []
     reads.clear()
     gc.collect()
     assert route() is None
 
 
-def test_a_route_in_a_graph_of_the_user_is_there_for_ever(transport: OnNoGPU) -> None:
+def test_a_route_in_a_graph_of_the_user_is_there_forever(transport: OnNoGPU) -> None:
     before = prepared(transport, 0)  # a call of the kind, not captured
     transport.capturing = True
     assert prepared(transport, 0)() is before()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from reference import closed_forms
 from reference.pattern import Branch, Pattern
-from ring.default_bucket import default_own
+from ring.default_bucket import default_local_bucket
 from ring.layout import Layout
 from ring.plan.plan import EXCHANGES, Plan, plan_of
 from ring.plan.tile import Mask, Tile
@@ -135,9 +135,9 @@ def test_segments_of_own_keys_fold_into_larger_calls_than_those_received() -> No
 
 def test_own_keys_per_call_by_default() -> None:
     q = torch.empty(2, 3, 32, 128)
-    assert default_own(q, 40) == 40
+    assert default_local_bucket(q, 40) == 40
     on_gpu: Any = SimpleNamespace(shape=q.shape, is_cuda=True)
-    assert default_own(on_gpu, 40) == 2**30 // (2 * 32 * 128) and default_own(on_gpu, 2**20) == 2**20
+    assert default_local_bucket(on_gpu, 40) == 2**30 // (2 * 32 * 128) and default_local_bucket(on_gpu, 2**20) == 2**20
 
 
 def test_slots_are_counted_in_64_bits() -> None:

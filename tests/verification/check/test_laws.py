@@ -81,7 +81,7 @@ def accumulates_in_16_bits() -> None:
 
 def says_less() -> None:
     real = consensus._joint_error
-    consensus._joint_error = lambda said: ValueError(str(real(said)).partition(":")[0])
+    consensus._joint_error = lambda reports: ValueError(str(real(reports)).partition(":")[0])
 
 
 def ignores(owner: Any, name: str, result: Any = None) -> Plant:
