@@ -19,7 +19,7 @@ from ring.comm.transport import SoloTransport, Transport
 from verification.case import Case
 from verification.failures import RankFailure
 from verification.protocols import Example
-from verification.run.cross_host import ApartTransport
+from verification.run.cross_host import CrossHostTransport
 from verification.run.observation import Observation
 from verification.run.processes.pool import Pool, PoolError, Ticket
 from verification.run.processes.rendezvous import subgroup
@@ -233,5 +233,5 @@ def _transport(case: Example) -> Transport | None:
         return None
     transport = transport_of(group)
     if type(transport) is ProcessGroupTransport and case.seed % CASES_PER_APART == 0:
-        return ApartTransport(group)
+        return CrossHostTransport(group)
     return transport
