@@ -21,7 +21,7 @@ from verification.check.checks import CHECKS, costs
 from verification.check.expectation import expect
 from verification.failures import RankFailure, VerificationFailure, name_ranks
 from verification.faults.inject import BY_NAME, KINDS, Fault, FaultKind, observe_struck
-from verification.run.backends import CASES_PER_APART, Backend, PoolBackend, SimBackend
+from verification.run.backends import CASES_PER_CROSS_HOST, Backend, PoolBackend, SimBackend
 from verification.run.processes.process_tree import descendants
 from verification.runner import check_case
 from verification.search.diagnose import cause_in
@@ -63,7 +63,7 @@ def _asked_by_the_group(subject: tuple[Case, How]) -> tuple[Case, How]:
     case, how = subject
     if not BY_NAME[how["kind"]].asked or how["send"] % 4 == 3:
         return subject
-    asked = replace(case, seed=case.seed - case.seed % CASES_PER_APART)
+    asked = replace(case, seed=case.seed - case.seed % CASES_PER_CROSS_HOST)
     # The seed also orders the tokens: in another order ranks may have nothing to send.
     return (asked, how) if has_messages(asked) else subject
 

@@ -94,10 +94,8 @@ def carry_out(
 
     members: of the second group, as indices of the first, which is then the group of all ranks.
     """
-    cases, transports = (
-        [case],
-        [None if group is None else _ContestedTransport(group) for group in _groups(transport, members)],
-    )
+    cases = [case]
+    transports = [None if group is None else _ContestedTransport(group) for group in _groups(transport, members)]
     if members is not None:
         cases.append(replace(case, group=tuple(case.ranks[member] for member in members), cuts=None))
     flights = {
