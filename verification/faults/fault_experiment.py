@@ -58,9 +58,7 @@ def faults(world: int) -> st.SearchStrategy[tuple[Case, How]]:
 
 
 def _prefer_cross_host(subject: tuple[Case, How]) -> tuple[Case, How]:
-    """Change the seed so that most faults before a question meet one over the group, as between machines.
-
-    Ranks of one machine mostly ask each other through shared memory; the seed decides."""
+    """Change the seed so that most faults before a question meet one over the group, not through shared memory."""
     case, how = subject
     if not BY_NAME[how["kind"]].asked or how["send"] % 4 == 3:
         return subject
@@ -97,8 +95,7 @@ def chosen(how: How, posts: Sequence[Sequence[int]]) -> Fault:
 def check_fault(backend: Backend, case: Case, how: How) -> dict[str, float]:
     """Inject the fault, and judge the failure, the pool, and the next example.
 
-    Raises MishandledFault, or what `check_case` raises for the next example; ValueError for a backend without local
-    processes.
+    Raises MishandledFault, errors of `check_case` for that example, ValueError for a backend without own processes.
     """
     if not isinstance(backend, PoolBackend) or backend.name != "gloo":
         raise ValueError(f"backend: got {backend.name}; allowed is one whose ranks are processes of this machine")
@@ -113,10 +110,8 @@ def check_fault(backend: Backend, case: Case, how: How) -> dict[str, float]:
 
 
 def check_whole(backend: PoolBackend, old: set[int], before: set[int], replaced: bool) -> None:
-    """Raise MishandledFault unless the ranks are new or, if every rank answered, the same, without other processes.
-
-    old: pids of the ranks before the fault. before: pids of all processes then.
-    """
+    """Raise MishandledFault unless the ranks are new (or, if every rank answered, the same), without other processes.
+    old, before: pids of the ranks, and of all processes, before the fault."""
     new = set(backend.prepared().pids)
     if new & old if replaced else new != old:
         must = "none" if replaced else "all"
@@ -183,9 +178,8 @@ def judge(kind: FaultKind, fault: Fault, case: Case, failure: VerificationFailur
 def _judge_others(kind: FaultKind, fault: Fault, case: Case, struck: str, failure: RankFailure) -> None:
     """Raise MishandledFault unless every rank that raised names this index of the group as missing.
 
-    If the fault strikes at a question, no rank may answer or name itself, and at least one must raise: a rank without a
-    connection to the dead one may wait until the group's timeout, but another one has a connection.
-    """
+    At a question, no rank may answer or name itself, and at least one must raise: ranks without a connection to the
+    dead one may wait until the group's timeout, but one rank has a connection."""
     raised = 0
     for index, rank in enumerate(case.ranks):
         state = next(state for state in failure.states if state.rank == rank)

@@ -1,5 +1,4 @@
-"""A run of faults on several world sizes, in ranks over gloo; and the reader of mishandled ones,
-{"fault": how, "case": ...}."""
+"""A run of faults on several world sizes over gloo, and the reader of saved faults: {"fault": how, "case": ...}."""
 
 from __future__ import annotations
 
@@ -25,9 +24,7 @@ BUDGET = 30.0  # seconds to shrink a mishandled fault, and to look for others
 
 def run_faults(report: Report, worlds: Sequence[int], count: int, seed: int, failures: Path) -> None:
     """Inject `count` faults in all. Shrink mishandled ones, save them in the folder `failures`, and report them.
-
-    Raises Unavailable if ranks do not start.
-    """
+    Raises Unavailable if ranks do not start."""
     for number, world in enumerate(worlds[:count]):
         share = count // len(worlds) + (number < count % len(worlds))
         with closing(GlooBackend(preload=(*PRELOAD, observe_with_fault.__module__))) as backend:

@@ -63,17 +63,12 @@ BY_NAME = {kind.name: kind for kind in KINDS}
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of one rank.
-
-    index  of the rank in its group
-    post   number of the post, or question, at which it strikes
-    send   index of the send, within the post, that gets another shape
-    """
+    """A fault of one rank."""
 
     kind: str  # name in KINDS
-    index: int
-    post: int
-    send: int = 0
+    index: int  # of the rank in the group
+    post: int  # number of the post, or question, at which it strikes
+    send: int = 0  # index of the post's send that gets another shape
 
 
 class InjectedFault(Exception):
@@ -90,8 +85,7 @@ class FaultyTransport(RecordingTransport):
         self._fault = fault
 
     def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
-        """Announce nothing, which gloo does not need: the receiver must find a wrong message, not a comparison with the
-        announcement."""
+        """Announce nothing (gloo does not need it): the receiver must find a wrong message, not a comparison."""
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         self.posts.append(len(sends))

@@ -35,8 +35,7 @@ PRIME = 251  # period of the contents in bytes; no power of two, so that a mispl
 class Rate:
     """The slowest rank's sending rate, in GB/s (10^9 bytes).
 
-    ways: 1 to the next rank, -1 to the previous one, 2 both at once, in which case the bytes of both count.
-    """
+    ways: 1 to the next rank, -1 to the previous one, 2 both at once, in which case the bytes of both count."""
 
     size: int
     ways: int
@@ -114,8 +113,7 @@ def contents(size: int, sender: int, shift: int) -> Tensor:
 def _exchange(transport: Transport, size: int, shifts: list[int]) -> tuple[list[str], float]:
     """Send to the ranks these shifts ahead, receive from those behind.
 
-    Returns errors, and the seconds from when all ranks are ready until the messages have arrived.
-    """
+    Returns errors, and the seconds from when all ranks are ready until the messages have arrived."""
     rank, world = transport.rank, transport.world_size
     sources = [(rank - shift) % world for shift in shifts]
     received = [torch.full((size,), 255, dtype=torch.uint8, device=rank_device()) for _ in shifts]

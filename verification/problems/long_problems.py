@@ -86,20 +86,13 @@ def judged_rows(case: Case) -> Tensor:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The verdict of one rank.
+    """The verdict of one rank."""
 
-    rows     number of rows judged
-    ratios   worst error / bound, by quantity
-    wrong    errors, in words
-    seconds  of forward and backward with a cached plan
-    bytes    peak memory in use, of the GPU or else of the process
-    """
-
-    rows: int
-    ratios: dict[str, float]
-    wrong: tuple[str, ...]
-    seconds: float
-    bytes: int
+    rows: int  # number of rows judged
+    ratios: dict[str, float]  # worst error / bound, by quantity
+    wrong: tuple[str, ...]  # errors, in words
+    seconds: float  # of forward and backward with a cached plan
+    bytes: int  # peak memory in use, of the GPU or else of the process
 
 
 def judge(transport: Transport, case: Case) -> Judgement:
@@ -163,9 +156,7 @@ def _compare(
 
 def expect_rows(case: Case, rows: Tensor, whole: tuple[Tensor, ...]) -> Expectation:
     """Exact results and bounds of these query rows against all keys, as tensors on the device of `rows`.
-
-    whole: q, k, v, dout of the whole sequence.
-    """
+    whole: q, k, v, dout of the whole sequence."""
     q, k, v, dout = (x.double() for x in whole)
     tensors: dict[str, Any] = {"q": q[:, rows], "k": k, "v": v, "dout": dout[:, rows], "rows": rows}
     inputs = Inputs(**tensors, dlse=None, pattern=case.pattern, scale=case.softmax_scale)

@@ -46,9 +46,7 @@ TIMEOUT = 300.0  # seconds that the ranks may take
 
 @dataclass(frozen=True)
 class RealSizeProblem:
-    """A problem by its ranks, tokens, and seed of embedding and projections.
-
-    Raises ValueError for a field that is no integer or out of range."""
+    """A problem by its ranks, tokens, and seed of embedding and projections. Raises ValueError for a wrong field."""
 
     world: int
     tokens: int = TOKENS

@@ -28,11 +28,9 @@ class FreshCalls(RecordingTransport):
 
 @contextmanager
 def new_group(transport: Transport, without_page: int | None = None) -> Iterator[Transport]:
-    """Make a group of all ranks and destroy it at the end of the block. Collective.
+    """Make a group of all ranks, as `transport` has, and destroy it at the end of the block. Collective.
 
-    Args:
-        transport: of all ranks.
-        without_page: the rank on which the shared page of this host fails to open, as if too many files were open.
+    without_page: the rank on which the host's shared page fails to open, as if too many files were open.
     """
     if not isinstance(transport, ProcessGroupTransport):
         yield FreshCalls(transport)

@@ -32,28 +32,21 @@ WAIT = 0.01  # seconds for a second thread to begin a call, which it must not
 class FlightStep:
     """One forward or backward of a program.
 
-    call  number of the call in the program
-    way   "own thread"; "second thread": the own one waits for it; "besieged": the own thread, while a second one tries
-          to begin a forward on the same group
-    """
+    way: "own thread"; "second thread", which the own one awaits; "besieged": the own thread, while a second one tries
+    to begin a forward on the same group."""
 
     direction: str
-    call: int
+    call: int  # number in the program
     way: str = "own thread"
 
 
 @dataclass(frozen=True)
 class CallSpec:
-    """A call of the program.
+    """A call of the program."""
 
-    group       0 for the Case's group, 1 for the second one
-    name        as in `ring_attention`
-    user_group  the group is passed as users do, not as a transport
-    """
-
-    group: int
-    name: str | None = None
-    user_group: bool = False
+    group: int  # 0 for the Case's, 1 for the second one
+    name: str | None = None  # as in `ring_attention`
+    user_group: bool = False  # pass the group as users do, not as a transport
 
 
 @dataclass

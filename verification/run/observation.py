@@ -21,8 +21,7 @@ Floats = NDArray[np.floating[Any]]
 class Division:
     """The answers of a rank's `Layout`.
 
-    positions  of this rank, (L,)
-    counts     tokens of every rank
+    positions  of this rank, (L,); counts: tokens of every rank
     sharded    `shard` of the numbers 0 .. n - 1 on this rank, (L,)
     place      `unshard` of the same numbers, cut by the counts: the index of each position, (n,)
     bucket     tokens of the default bucket for shards of 0 and LONGER tokens, since most drawn Cases are too short for
@@ -43,13 +42,11 @@ LONGER = 65536
 class Observation:
     """Results, messages and memory of one rank.
 
-    out, dq, dk, dv    its shards, (B, L, H, D) and (B, L, Hk, D), as `to_numpy` makes them
-    lse                (B, H, L); None exactly if the Case leaves it unused
+    out, dq, dk, dv    its shards, (B, L, H, D) and (B, L, Hk, D); lse: (B, H, L), None if the Case has it unused
     dtypes             names of the results' types, in the order of QUANTITIES
     sent_, received_   messages, in the order in which they were posted
     buffer_            peak bytes of communication buffers
-    inputs_unchanged   bit for bit
-    repeat_equal       a second run gave the same bits and sent the same messages
+    repeat_equal       a second run gave the same bits and sent the same messages; inputs_unchanged: bit for bit
     workspace_         None unless the Case is measured
     """
 

@@ -144,13 +144,9 @@ def attend(
     transport: Transport, case: Case, inputs: Tensors, how: str = "alike", meter: Meter | None = None,
     record: Callable[[Transport], RecordingTransport] = RecordingTransport,
 ) -> RunResult:  # fmt: skip
-    """Run ring_attention forward and backward on this rank's shards.
+    """Run ring_attention forward and backward on this rank's q, k, v, dout, dlse.
 
-    Args:
-        inputs: q, k, v, dout, dlse.
-        how: the kind of run, as a Case's `again`.
-        record: makes the transport that records the messages.
-    """
+    how: the kind of run, as a Case's `again`. record: makes the transport that records the messages."""
     group: Group = bare_or_mesh(transport, case) if how == "group" else record(transport)
     incoming, others = inputs[3:], _negated(inputs) if how in _WITH_OTHER_INPUTS else ()
     forward = partial(RankCall.forward, how=how, loss=case.loss_of(transport.rank))
@@ -261,8 +257,7 @@ def _run_context(how: str, case: Case) -> AbstractContextManager[None]:
 def _in_one_storage(case: Case, inputs: Tensors) -> Tensors:
     """Return q, k, v with k and v (odd seeds: all three) in one storage.
 
-    Three seeds of four store them last to first, so that code that takes the first tensor for the keys is wrong.
-    """
+    Three seeds of four store them last to first, so that code that takes the first tensor for the keys is wrong."""
     shared = inputs if case.seed % 2 else inputs[1:]
     lay = second_run.in_one_storage
     views = lay(shared) if case.seed % 4 == 3 else lay(shared[::-1])[::-1]
@@ -301,8 +296,7 @@ def observe(
 ) -> Observation:  # fmt: skip
     """Task: run forward and backward, twice if `repeat`, and return the rank's Observation.
 
-    record: makes the transport that records the messages of the first run.
-    """
+    record: makes the transport that records the messages of the first run."""
     inputs = shards(case, transport.rank, whole_tensors(case, edit))
     copies = [x.clone() for x in inputs]
     run = attend(transport, case, inputs, meter=Meter(case.head_dim) if case.measured else None, record=record)

@@ -53,11 +53,9 @@ class SideStream:
 
 
 def observe_on_streams(transport: Transport, case: Case) -> Observation:
-    """Task: run the call on the current stream, then on side streams.
+    """Task: run the call on the current stream, then on side streams; both must give the same bits (`repeat_equal`).
 
-    Returns the results on side streams with the messages and buffers of the first run. `repeat_equal`: both runs gave
-    the same bits.
-    """
+    Returns the results on side streams with the messages and buffers of the first run."""
     inputs = rank.shards(case, transport.rank, rank.whole_tensors(case))
     copies = [x.clone() for x in inputs]
     plain = rank.attend(transport, case, inputs)

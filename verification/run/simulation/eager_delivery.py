@@ -1,8 +1,7 @@
 """A delivery policy that names a receive buffer that is read too early: all messages but some arrive at once.
 
-A simulation sees the wrong numbers of such a read, but not the read. If every message arrives before `post` returns, a
-missing wait does no harm. Hold back one message until its wait, and the numbers are wrong exactly if its buffer is read
-before.
+A simulation sees wrong numbers, not the early read. If every message arrives before `post` returns, a missing wait does
+no harm. With one message held back until its wait, the numbers are wrong exactly if its buffer is read too early.
 """
 
 from __future__ import annotations

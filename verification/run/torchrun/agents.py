@@ -122,9 +122,8 @@ class RankZeroLost(RuntimeError):
 
 
 class Agent:
-    """A server of rank 0's orders, until rank 0 says "bye" or is gone.
-
-    timeout: seconds, beyond SILENCE, without rank 0's sign of life, which it sends every second.
+    """A server of rank 0's orders, until rank 0 says "bye" or is gone. timeout: seconds, beyond SILENCE, without rank
+    0's sign of life, which it sends every second.
 
     Messages from rank 0 are (what, number, argument), those to it (what, number, value). A reply has the number of its
     question; a message of a rank has its generation.

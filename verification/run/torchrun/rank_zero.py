@@ -28,10 +28,8 @@ BEAT = 1.0  # seconds between signs of life
 class AgentLost(BaseException):
     """A process that torchrun started is gone or does not answer, or torchrun ends them all.
 
-    No `Exception`: no example must be shrunk for it, and nothing can run after it.
-
-    ranks: of the lost processes, empty if unknown. silent: they may still exist, but do not answer.
-    """
+    No `Exception`: no example must be shrunk for it, and nothing can run after it. ranks: of the lost processes, empty
+    if unknown. silent: they may still exist, but do not answer."""
 
     def __init__(self, ranks: Iterable[int], silent: bool = False) -> None:
         self.ranks, self.silent = tuple(sorted(ranks)), silent
@@ -48,9 +46,7 @@ class Agents:
 
     def __init__(self, place: Address, timeout: float) -> None:
         """Wait until all agents are connected. Raises Unavailable naming those that are not within a minute.
-
-        timeout: of the agent of this process (`agents.Agent`).
-        """
+        timeout: of the agent of this process (`agents.Agent`)."""
         self.place = place
         self.generation = 0
         self.ending = False
@@ -115,10 +111,8 @@ class Agents:
         return len({hello.machine for hello in self.hellos.values()}) == 1
 
     def on_sigterm(self, *_: object) -> None:
-        """Handle SIGTERM, which torchrun sends to all processes. `raise_pending` raises later.
-
-        Raising here could leave a message half sent, or be swallowed by a callback.
-        """
+        """Handle SIGTERM, which torchrun sends to all processes. `raise_pending` raises later, since raising here could
+        leave a message half sent, or be swallowed by a callback."""
         if not self._terminated:
             self._terminated = True
             os.write(self._rings, b"!")  # wakes `_take`
@@ -130,9 +124,7 @@ class Agents:
             os.write(self._rings, b"!")
 
     def raise_pending(self) -> None:
-        """Raise AgentLost if torchrun is ending all processes, or an agent was lost before; KeyboardInterrupt, once,
-        after an interrupt.
-        """
+        """Raise AgentLost if torchrun is ending all processes or an agent is lost, KeyboardInterrupt after SIGINT."""
         if self.loss is None and self._terminated:
             self.lose(self._culprits())
         if self.loss is not None:
