@@ -43,7 +43,7 @@ class Rate:
 
 
 def pass_round() -> list[int]:
-    """Task: pass numbers round the ring; return the number received at each of the p hops."""
+    """Pass numbers round the ring; return the number received at each of the p hops. Runs on every rank."""
     transport = ProcessGroupTransport()
     rank, world = transport.rank, transport.world_size
     number = torch.full((1,), rank, dtype=torch.int64, device=rank_device())
@@ -59,7 +59,7 @@ def pass_round() -> list[int]:
 
 
 def refusals() -> dict[str, str]:
-    """Task: post messages that the transport must refuse; return the errors, or "" for none."""
+    """Post messages that the transport must refuse; return the errors, or "" for none. Runs on every rank."""
     transport = ProcessGroupTransport()
     rank, world = transport.rank, transport.world_size
     other, whole = (rank + 1) % world, torch.zeros(4, 4, device=rank_device())
@@ -91,7 +91,7 @@ NAMED = {
 
 
 def transfers(size: int) -> tuple[list[str], list[tuple[int, float]]]:
-    """Task: exchange messages of so many bytes with every other rank. Returns errors, and (ways, seconds)."""
+    """Exchange messages of so many bytes with every other rank; return errors, and (ways, seconds)."""
     transport = ProcessGroupTransport()
     wrong, timings = [], []
     for shift in range(1, transport.world_size):

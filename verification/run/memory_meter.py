@@ -29,8 +29,8 @@ class Workspace:
     """The memory use of one forward or backward.
 
     largest   bytes of the largest tensor that an operation made; integers, which are positions, do not count
-    products  numbers of vectors on the two sides of each matrix product over the head dim, batch and folds included,
-              the smaller first, since the sides do not show which one is the keys
+    products  numbers of vectors on the two sides of each matrix product with vectors of the head dim, batch and folds
+              included, the smaller first, since the sides do not show which one is the keys
     """
 
     largest: int

@@ -304,8 +304,8 @@ def _diagnose(ranks: RankSet, ticket: Ticket, call: _PoolCall, timeout: float) -
         before = f" (it was dead before the call: {name_ranks(ticket.dead)})" if ticket.dead else ""
         return RankCrash(f"{died} {where}{before}", states)
     if call.raised:
-        who = sorted(call.raised)
-        headline = f"{name_ranks(who)} raised {where}: {call.raised[who[0]].headline}"
+        failed = sorted(call.raised)
+        headline = f"{name_ranks(failed)} raised {where}: {call.raised[failed[0]].headline}"
         mismatched = any(raised.mismatched for raised in call.raised.values())
         return MismatchedMessages(headline, states) if mismatched else RankError(headline, states)
     longer = f", nor within {call.waited:.0f} s while it computed," if call.waited > 2 * timeout else ""

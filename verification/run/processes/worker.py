@@ -123,8 +123,7 @@ class Ranks:
         return self._processes[rank].exitcode
 
     def stacks(self, ranks: Collection[int]) -> dict[int, str]:
-        """Return the Python stacks of all threads of these ranks; for a stopped rank STOPPED, for a dead one its last
-        dump."""
+        """Return the Python stacks of these ranks' threads; STOPPED for a stopped rank, the last dump of a dead one."""
         stopped = {rank for rank in ranks if is_stopped(self.pids[rank])}
         dumps = {rank: STOPPED.encode() if rank in stopped else b"" for rank in ranks}
         deadline = time.monotonic() + STACK_TIMEOUT

@@ -34,7 +34,7 @@ class Announced:
         size = buffer.numel() * buffer.element_size()
         if self._sizes.get(name, size) != size:
             raise BrokenContract(
-                f"{self._rank} made the buffer {name!r} of {size} bytes, told were {self._sizes[name]}"
+                f"{self._rank} made the buffer {name!r} of {size} bytes; it announced {self._sizes[name]}"
             )
         self._addresses[name] = buffer.data_ptr()
 
@@ -46,13 +46,13 @@ class Announced:
             self._sent[route] += 1
             if number >= len(announced):
                 raise BrokenContract(
-                    f"{self._rank} sends {described(message)} to {message.peer}, which its call did not tell of"
+                    f"{self._rank} sends {described(message)} to {message.peer}, which its call did not announce"
                 )
             plan = announced[number]
             address = self._addresses.get(plan.buffer)
             offset = None if address is None else message.tensor.data_ptr() - address
             if (offset, message.bytes) != (plan.start, plan.stop - plan.start):
                 raise BrokenContract(
-                    f"{self._rank} sends {described(message)} to {message.peer} from byte {offset} of {plan.buffer!r}, "
-                    f"told were bytes {plan.start} to {plan.stop}"
+                    f"{self._rank} sends {described(message)} to {message.peer} from byte {offset} of {plan.buffer!r}; "
+                    f"it announced bytes {plan.start} to {plan.stop}"
                 )

@@ -64,7 +64,7 @@ class Scheduler:
             thread.join()
 
     def pause(self, rank: int) -> None:
-        """Perhaps let other ranks go first. Called by the running rank. Raises Abandoned if ranks are stuck."""
+        """Perhaps let other ranks go first. Called by the running rank. Raises Abandoned if the others are stuck."""
         if self._abandoned:
             raise Abandoned  # cleanup code can no longer talk to other ranks
         if self._runnable and self.random.random() < 0.5:

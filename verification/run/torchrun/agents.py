@@ -180,7 +180,7 @@ class Agent:
             self._send("reply", number, self._ranks.stacks([0])[0] if self._ranks else "")
         elif what == "could run":
             self._send("reply", number, self._ranks is not None and self._ranks.could_run([0]))
-        elif what in ("end", "there"):
+        elif what in ("end", "ping"):
             if what == "end":
                 self._end()
             self._send("reply", number, None)

@@ -33,7 +33,7 @@ class AgentRanks:
     def start(self) -> None:
         agents, place = self._agents, self._agents.place
         agents.renew()
-        agents.ask_all(self._all, "there", None, SILENCE)  # ping first: the start of a rank may take long, this may not
+        agents.ask_all(self._all, "ping", None, SILENCE)  # the start of a rank may take long, a ping may not
         rendezvous = Rendezvous(host=place.host, port=place.port, prefix=f"verification/generation {agents.generation}")
         orders = Orders(
             agents.generation, self.world_size, rendezvous, PRELOAD, self._joined_by, agents.one_machine, self._timeout
