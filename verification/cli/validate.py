@@ -130,8 +130,8 @@ def main(arguments: Sequence[str] | None = None, prepare: Preparation | None = N
 
 def _serve(options: argparse.Namespace, agents: Agents, prepare: Preparation | None) -> int:
     """All that rank 0 does. Whatever goes wrong is said here: the other processes only end."""
-    signal.signal(signal.SIGTERM, agents.told_to_leave)
-    signal.signal(signal.SIGINT, agents.interrupted)
+    signal.signal(signal.SIGTERM, agents.on_sigterm)
+    signal.signal(signal.SIGINT, agents.on_sigint)
     extras = {"backend": options.backend, "world": agents.place.world_size}
     report = TorchrunReport(cli.console(), extras, options.verbose)
     backend = TorchrunBackend(agents, options.backend, options.timeout, prepare)

@@ -1,7 +1,7 @@
-"""Faults as an Experiment: a Case and a fault in it are drawn; what the pool makes of it is judged.
+"""Faults as an Experiment: draw a Case and a fault in it, and judge the pool's failure.
 
-One fault, from its count of posts to the next example, takes two plain examples and one set of new ranks. So a
-SIGSTOP, which only a timeout finds, has a short one.
+One fault takes two plain examples, to count its posts and to check the pool afterwards, and one set of new ranks. A
+SIGSTOP, which only a timeout finds, gets a short timeout.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from verification.case import Case
 from verification.check.checks import CHECKS, costs
 from verification.check.expectation import expect
 from verification.failures import RankFailure, VerificationFailure, name_ranks
-from verification.faults.inject import BY_NAME, KINDS, Fault, FaultKind, observe_struck
-from verification.run.backends import CASES_PER_APART, Backend, PoolBackend, SimBackend
+from verification.faults.inject import BY_NAME, KINDS, Fault, FaultKind, observe_with_fault
+from verification.run.backends import CASES_PER_CROSS_HOST, Backend, PoolBackend, SimBackend
 from verification.run.processes.process_tree import descendants
 from verification.runner import check_case
 from verification.search.diagnose import cause_in
@@ -29,21 +29,21 @@ from verification.search.experiment import Experiment, case_record
 from verification.strategies.cases import cases
 
 How = dict[str, Any]
-QUESTIONS = 2  # that ranks ask each other in an example: one before the forward, one before the backward
-LAST_WORDS = 6.0  # seconds for ranks to find out, each by itself, who is absent, and to say so
-SHORT_TIMEOUT = 0.3  # seconds for an example with a rank that is stopped; longer while another rank computes
+QUESTIONS = 2  # consensus questions of an example: one before the forward, one before the backward
+LAST_WORDS = 6.0  # seconds for each rank to find the absent one and to raise
+SHORT_TIMEOUT = 0.3  # seconds for an example with a stopped rank; longer while another rank computes
 WHOLE = "the pool is whole after a fault"
-# What a rank raises that waited in vain.
+# Errors of ranks that waited in vain.
 _ABSENT = r"RuntimeError: ranks? (?=[0-9, ]+ did not come to the )"
 _MISSED = (
     rf"({_ABSENT}|RuntimeError: the message '.*' from rank (?=[0-9]+ did not come)|"
     r"RuntimeError: rank (?=[0-9]+ did not take the message))"
 )
-MOST = 2**10  # of the numbers that choose a rank and a post
+MOST = 2**10  # largest number that chooses a rank or a post
 
 
 class MishandledFault(VerificationFailure):
-    """A fault that was struck on purpose was not named, or not with its rank, or it left something behind."""
+    """An injected fault was not reported, or not with its rank, or it left something behind."""
 
     kind = "mishandled fault"
 
@@ -54,18 +54,17 @@ def faults(world: int) -> st.SearchStrategy[tuple[Case, How]]:
     how = st.fixed_dictionaries(
         {"kind": st.sampled_from([kind.name for kind in KINDS]), "rank": number, "post": number, "send": number}
     )
-    return st.tuples(cases(world).filter(has_messages), how).map(_asked_by_the_group)
+    return st.tuples(cases(world).filter(has_messages), how).map(_prefer_cross_host)
 
 
-def _asked_by_the_group(subject: tuple[Case, How]) -> tuple[Case, How]:
-    """Ranks of one machine mostly ask each other in its memory. Of the faults before a question, most are to be before
-    one that goes by the group, as between machines: the seed decides which it is."""
+def _prefer_cross_host(subject: tuple[Case, How]) -> tuple[Case, How]:
+    """Change the seed so that most faults before a question meet one over the group, not through shared memory."""
     case, how = subject
     if not BY_NAME[how["kind"]].asked or how["send"] % 4 == 3:
         return subject
-    asked = replace(case, seed=case.seed - case.seed % CASES_PER_APART)
+    cross_host = replace(case, seed=case.seed - case.seed % CASES_PER_CROSS_HOST)
     # The seed also orders the tokens: in another order ranks may have nothing to send.
-    return (asked, how) if has_messages(asked) else subject
+    return (cross_host, how) if has_messages(cross_host) else subject
 
 
 def has_messages(case: Case) -> bool:
@@ -73,7 +72,7 @@ def has_messages(case: Case) -> bool:
 
 
 def premise(case: Case, how: Any) -> None:
-    """Raises ValueError for what is no fault, and for a Case without messages."""
+    """Raise ValueError for a malformed fault, or a Case without messages."""
     validators.exactly("how", how, ["kind", "rank", "post", "send"])
     validators.choice("kind", how["kind"], BY_NAME)
     for name in ("rank", "post", "send"):
@@ -83,7 +82,7 @@ def premise(case: Case, how: Any) -> None:
 
 
 def chosen(how: How, posts: Sequence[Sequence[int]]) -> Fault:
-    """The fault that these numbers stand for. posts: by index of the group, the number of sends of each post."""
+    """Return the fault that these numbers choose. posts: number of sends of each post, by index of the group."""
     senders = [index for index, sends in enumerate(posts) if any(sends)]
     index = senders[how["rank"] % len(senders)]
     if BY_NAME[how["kind"]].asked:
@@ -94,12 +93,14 @@ def chosen(how: How, posts: Sequence[Sequence[int]]) -> Fault:
 
 
 def check_fault(backend: Backend, case: Case, how: How) -> dict[str, float]:
-    """Strikes it, and judges the failure, the pool, and the next example. Raises MishandledFault, or what `check_case`
-    raises for that example; ValueError for a backend without processes of its own."""
+    """Inject the fault, and judge the failure, the pool, and the next example.
+
+    Raises MishandledFault, errors of `check_case` for that example, ValueError for a backend without own processes.
+    """
     if not isinstance(backend, PoolBackend) or backend.name != "gloo":
         raise ValueError(f"backend: got {backend.name}; allowed is one whose ranks are processes of this machine")
     kind = BY_NAME[how["kind"]]
-    backend.submit(observe_struck, case, None)
+    backend.submit(observe_with_fault, case, None)
     fault = chosen(how, [posts for _, posts in backend.collect()])
     old, before = set(backend.prepared().pids), descendants(os.getpid())
     judge(kind, fault, case, failure_of(backend, case, fault))
@@ -109,19 +110,19 @@ def check_fault(backend: Backend, case: Case, how: How) -> dict[str, float]:
 
 
 def check_whole(backend: PoolBackend, old: set[int], before: set[int], replaced: bool) -> None:
-    """That the ranks are new ones or, if every rank answered, still the same; and that there is no process besides.
-    old: the ranks before the fault; before: all processes then. Raises MishandledFault."""
+    """Raise MishandledFault unless the ranks are new (or, if every rank answered, the same), without other processes.
+    old, before: pids of the ranks, and of all processes, before the fault."""
     new = set(backend.prepared().pids)
     if new & old if replaced else new != old:
         must = "none" if replaced else "all"
         raise MishandledFault(f"{WHOLE}: {must} of {sorted(old)} must be ranks still; {sorted(new & old)} are")
-    left = descendants(os.getpid()) - (before - old) - new
-    if left:
-        raise MishandledFault(f"{WHOLE}: the processes {sorted(left)} were left over")
+    leftover = descendants(os.getpid()) - (before - old) - new
+    if leftover:
+        raise MishandledFault(f"{WHOLE}: the processes {sorted(leftover)} were left over")
 
 
 def failure_of(backend: Backend, case: Case, fault: Fault) -> VerificationFailure | None:
-    """How the fault shows, with what the simulation knows of its cause as a note where only that can know."""
+    """Return the failure that the fault causes; its note is the simulation's diagnosis, if only that can tell."""
     try:
         strike_on(backend, case, fault)
     except VerificationFailure as failure:
@@ -134,30 +135,30 @@ def failure_of(backend: Backend, case: Case, fault: Fault) -> VerificationFailur
 
 
 def strike_on(backend: Backend, case: Case, fault: Fault) -> dict[str, float]:
-    """The example with the fault in it: raises how that shows. Of what ranks answer, messages come first."""
+    """Run the example with the fault. Raises its failure; if all ranks answer, that of the check of messages."""
     timeout = backend.timeout
     backend.timeout = SHORT_TIMEOUT if fault.kind == "stop" else timeout
     if isinstance(backend, PoolBackend):
         backend.last_words = LAST_WORDS if BY_NAME[fault.kind].outcome == "died" else 0.0
     try:
-        backend.submit(observe_struck, case, fault)
+        backend.submit(observe_with_fault, case, fault)
         answers = backend.collect()
     finally:
         backend.timeout = timeout
         if isinstance(backend, PoolBackend):
             backend.last_words = 0.0
-    CHECKS["messages"](case, expect(case), [seen for seen, _ in answers])
+    CHECKS["messages"](case, expect(case), [observation for observation, _ in answers])
     return {}
 
 
-# What is run in the simulation, too: one subject is a Case with its fault.
+# Runs in the simulation, too. A subject is a Case with its fault.
 STRIKING = Experiment(
     "a fault", faults, lambda backend, subject: strike_on(backend, *subject), case_of=lambda subject: subject[0]
 )
 
 
 def judge(kind: FaultKind, fault: Fault, case: Case, failure: VerificationFailure | None) -> None:
-    """Raises MishandledFault unless the failure is of the right kind, and names the rank and no other."""
+    """Raise MishandledFault unless the failure is of the right kind, and names the rank and no other."""
     rank = case.ranks[fault.index]
     struck = f"{kind.title} at {kind.place} {fault.post} of rank {rank}"
     if failure is None:
@@ -175,16 +176,17 @@ def judge(kind: FaultKind, fault: Fault, case: Case, failure: VerificationFailur
 
 
 def _judge_others(kind: FaultKind, fault: Fault, case: Case, struck: str, failure: RankFailure) -> None:
-    """Whoever has raised must have missed this index of the group: as the sender or the receiver of a message, or at a
-    question. Where ranks ask, nobody may have answered, nor name itself, and one at least must have raised: a rank that
-    has no connection to the dead one may wait until the group's timeout, but one of the others has one."""
+    """Raise MishandledFault unless every rank that raised names this index of the group as missing.
+
+    At a question, no rank may answer or name itself, and at least one must raise: ranks without a connection to the
+    dead one may wait until the group's timeout, but one rank has a connection."""
     raised = 0
     for index, rank in enumerate(case.ranks):
         state = next(state for state in failure.states if state.rank == rank)
         if index == fault.index or state.outcome == "blocked" or (state.outcome != "raised" and not kind.asked):
             continue
-        told = re.search(f"{_ABSENT if kind.asked else _MISSED}(?P<who>[0-9, ]+)", state.detail)
-        missed = [] if told is None else [int(number) for number in re.findall("[0-9]+", told["who"])]
+        match = re.search(f"{_ABSENT if kind.asked else _MISSED}(?P<ranks>[0-9, ]+)", state.detail)
+        missed = [] if match is None else [int(number) for number in re.findall("[0-9]+", match["ranks"])]
         if state.outcome != "raised" or fault.index not in missed or (kind.asked and index in missed):
             raise MishandledFault(
                 f"{struck}: rank {rank} must say that it missed index {fault.index} of the group; it {state.detail}"
@@ -195,13 +197,13 @@ def _judge_others(kind: FaultKind, fault: Fault, case: Case, struck: str, failur
 
 
 def _judge_words(kind: FaultKind, rank: int, struck: str, failure: VerificationFailure) -> None:
-    """A message has a sender and a receiver: the text must have the right sender."""
-    said = " ".join(getattr(failure, "__notes__", ())) if kind.simulated else str(failure)
-    right = kind.failure.kind in said if kind.simulated else type(failure) is kind.failure
+    """Raise MishandledFault unless the text names this rank as the sender."""
+    text = " ".join(getattr(failure, "__notes__", ())) if kind.simulated else str(failure)
+    right = kind.failure.kind in text if kind.simulated else type(failure) is kind.failure
     sender = rf"rank {rank} sends " if kind.simulated else rf"from rank {rank}( \(index \d+ of the group\))? to rank "
-    if not right or not re.search(sender, said):
+    if not right or not re.search(sender, text):
         raise MishandledFault(
-            f"{struck} must be named as {kind.named_as}, with that rank; found was: {failure}; {said}"
+            f"{struck} must be named as {kind.named_as}, with that rank; found was: {failure}; {text}"
         )
 
 

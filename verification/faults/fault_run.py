@@ -1,5 +1,4 @@
-"""A run of faults, so many on each world size, in ranks over gloo; and how those are read that were mishandled,
-{"fault": how, "case": ...}."""
+"""A run of faults on several world sizes over gloo, and the reader of saved faults: {"fault": how, "case": ...}."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from typing import Any
 
 from reference import validators
 from verification.faults.fault_experiment import FAULTS, premise
-from verification.faults.inject import KINDS, observe_struck
+from verification.faults.inject import KINDS, observe_with_fault
 from verification.replay.records import read_case
 from verification.replay.registry import Saved, SavedExample
 from verification.report.report import Report
@@ -20,25 +19,25 @@ from verification.search.search import Search
 
 FAULT_WORLDS = (2, 3, 4)
 COUNT = 200
-BUDGET = 30.0  # seconds to shrink a fault that was mishandled, and to look for others
+BUDGET = 30.0  # seconds to shrink a mishandled fault, and to look for others
 
 
 def run_faults(report: Report, worlds: Sequence[int], count: int, seed: int, failures: Path) -> None:
-    """`count` faults in all. What is mishandled is shrunk, saved in the folder `failures`, and in the report. Raises
-    Unavailable where ranks do not start."""
+    """Inject `count` faults in all. Shrink mishandled ones, save them in the folder `failures`, and report them.
+    Raises Unavailable if ranks do not start."""
     for number, world in enumerate(worlds[:count]):
         share = count // len(worlds) + (number < count % len(worlds))
-        with closing(GlooBackend(preload=(*PRELOAD, observe_struck.__module__))) as backend:
+        with closing(GlooBackend(preload=(*PRELOAD, observe_with_fault.__module__))) as backend:
             backend.start(world)
             report.start_world(world, share, "faults")
             search = Search(FAULTS, backend, report, world, BUDGET)
-            for found in search.explore(share, seed):
-                report.failed(save(found, search, failures))
+            for failure in search.explore(share, seed):
+                report.failed(save(failure, search, failures))
             report.end_world("faults")
 
 
 def table(report: Report) -> list[str]:
-    """A line for each kind of fault: how many, what they are named as, seconds."""
+    """One line for each kind of fault: their number, the failure that names them, seconds."""
     lines = [f"{'fault':<24}{'faults':>8}  {'named, with its rank, as':<38}{'seconds':>8}"]
     for kind in KINDS:
         row = report.rows.of(kind.title)
@@ -47,15 +46,15 @@ def table(report: Report) -> list[str]:
 
 
 class SavedFault(SavedExample):
-    """A fault that was mishandled. Processes are needed: a simulation has none that could be killed."""
+    """A mishandled fault. It needs processes: a simulation has none that could be killed."""
 
     def prepare(self, backend: Backend) -> None:
-        if type(backend) is not GlooBackend:  # under torchrun ranks are not started anew
+        if type(backend) is not GlooBackend:  # torchrun would not start killed ranks again
             raise Unavailable(f"argument --backend: faults are struck into ranks on gloo; got {type(backend).__name__}")
 
 
 def read_fault(record: dict[str, Any]) -> Saved:
-    """Raises ValueError for a malformed record."""
+    """Read a saved fault. Raises ValueError for a malformed record."""
     validators.exactly("a mishandled fault", record, ["fault", "case"])
     case = read_case(record["case"])
     premise(case, record["fault"])

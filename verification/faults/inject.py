@@ -1,4 +1,4 @@
-"""Faults, and what a rank does that one is struck into. Ranks come with this module: it imports no more than `run`."""
+"""Faults, and their injection in a rank. Ranks preload this module, so it imports nothing beyond `run`."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from verification.run.rank import observe
 
 @dataclass(frozen=True)
 class FaultKind:
-    """A kind of fault, and what it must be named as.
+    """A kind of fault, and the failure that must report it.
 
     title      in reports
-    failure    the kind of failure that it must be
-    outcome    where the failure says that the rank stands; None: a message is given another shape, and the text of
-               the failure names the rank
-    simulated  gloo does not say it, but the same in the simulation does
-    asked      it is struck where the ranks ask each other something, not where they post messages, and the others must
-               say who is absent
+    failure    the kind of failure that it must cause
+    outcome    state of the rank in that failure; None: a message gets another shape, and the failure's text names the
+               rank
+    simulated  gloo does not report it, but the same fault in the simulation does
+    asked      it strikes when ranks ask each other for consensus, not when they post messages, and the others must
+               name the absent rank
     """
 
     name: str
@@ -40,7 +40,7 @@ class FaultKind:
 
     @property
     def place(self) -> str:
-        """What is counted to find the rank's place."""
+        """Steps of a rank that are counted to find where it strikes."""
         return "question" if self.asked else "post"
 
     @property
@@ -48,13 +48,13 @@ class FaultKind:
         return f"{self.failure.kind}, by the simulation" if self.simulated else self.failure.kind
 
 
-# The simplest first: shrinking ends there.
+# Keep the simplest first: shrinking ends there.
 KINDS = (
     FaultKind("raise", "an exception", RankError, "raised"),
     FaultKind("kill", "kill -9", RankCrash, "died"),
     FaultKind("stop", "SIGSTOP", RankHang, "stopped"),
     FaultKind("short", "a message too short", MismatchedMessages),
-    # gloo ends the process of the receiver, without a word on the sender.
+    # gloo ends the receiver's process without naming the sender.
     FaultKind("long", "a message too long", MismatchedMessages, simulated=True),
     FaultKind("absent", "kill -9, others ask", RankCrash, "died", asked=True),
 )
@@ -63,21 +63,20 @@ BY_NAME = {kind.name: kind for kind in KINDS}
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault in the rank at that index of the group, at its post, or question, of that number. send: of the post's
-    sends, the one that is given another shape."""
+    """A fault of one rank."""
 
     kind: str  # name in KINDS
-    index: int
-    post: int
-    send: int = 0
+    index: int  # of the rank in the group
+    post: int  # number of the post, or question, at which it strikes
+    send: int = 0  # index of the post's send that gets another shape
 
 
 class InjectedFault(Exception):
-    """Raised within a rank on purpose."""
+    """The exception of the "raise" fault."""
 
 
 class FaultyTransport(RecordingTransport):
-    """A transport that counts its posts and questions, and at one of them strikes. posts: the sends of each so far."""
+    """A transport that counts its posts and questions, and strikes at one. posts: number of sends of each post."""
 
     def __init__(self, inner: Transport, fault: Fault | None) -> None:
         super().__init__(inner)
@@ -86,8 +85,7 @@ class FaultyTransport(RecordingTransport):
         self._fault = fault
 
     def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
-        """Tells nothing of the messages to come, as gloo needs none of it: a wrong one is for its receiver to find, not
-        for a comparison with what the sender told."""
+        """Announce nothing (gloo does not need it): the receiver must find a wrong message, not a comparison."""
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         self.posts.append(len(sends))
@@ -108,7 +106,7 @@ class FaultyTransport(RecordingTransport):
 
 
 def inject(fault: Fault, sends: Sequence[Message]) -> list[Message]:
-    """The sends, one of another shape; or the end of this process, a halt, an InjectedFault."""
+    """Raise, kill or stop this process, or return the sends with one of another shape."""
     if fault.kind == "raise":
         raise InjectedFault(f"at post {fault.post}")
     if fault.kind == "kill":
@@ -121,30 +119,29 @@ def inject(fault: Fault, sends: Sequence[Message]) -> list[Message]:
 
 
 def reshaped(message: Message, kind: str) -> Message:
-    """With an entry less or more. A message has a key and a value, so two entries at least."""
+    """Return the message with one entry less or more. It has at least two: a key and a value."""
     entries = message.tensor.view(-1)
     buffer = entries[:-1].clone() if kind == "short" else torch.cat((entries, entries[:1]))
     return replace(message, buffer=buffer, start=0, stop=None)
 
 
-def observe_struck(transport: Transport, case: Case, fault: Fault | None) -> tuple[Observation, list[int]]:
-    """A task: `observe`, once, with a fault where it is meant for this rank; and the number of sends of each post."""
+def observe_with_fault(transport: Transport, case: Case, fault: Fault | None) -> tuple[Observation, list[int]]:
+    """Task: `observe` once, with the fault if it is this rank's; also returns the number of sends of each post."""
     if fault is not None and fault.kind == "long" and dist.get_world_size() > 1:  # not in the simulation's process
-        end_silently()
-    made: list[FaultyTransport] = []
+        silence_abort()
+    transports: list[FaultyTransport] = []
 
     def record(inner: Transport) -> FaultyTransport:
-        made.append(FaultyTransport(inner, fault if fault is not None and fault.index == inner.rank else None))
-        return made[-1]
+        transports.append(FaultyTransport(inner, fault if fault is not None and fault.index == inner.rank else None))
+        return transports[-1]
 
-    seen = observe(transport, case, repeat=False, record=record)
-    return seen, made[0].posts
+    observation = observe(transport, case, repeat=False, record=record)
+    return observation, transports[0].posts
 
 
-def end_silently() -> None:
-    """This rank may be about to be aborted by gloo, which then prints, and may leave its memory in a file. The rank is
-    replaced afterwards, whatever becomes of it."""
+def silence_abort() -> None:
+    """Suppress the output and the core file of this rank, which gloo may abort. The rank is replaced in any case."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 2)
-    os.close(nothing)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    os.close(null)

@@ -14,7 +14,7 @@ from hypothesis.strategies import SearchStrategy
 
 from verification.check.laws import LAWS
 from verification.faults.fault_experiment import FAULTS
-from verification.faults.inject import observe_struck
+from verification.faults.inject import observe_with_fault
 from verification.run.backends import PRELOAD
 from verification.runner import EXAMPLES, PROFILES, law_experiment
 from verification.search.experiment import Experiment
@@ -96,5 +96,5 @@ class OnGloo:
 ON_GLOO = {
     "attention": OnGloo(ON_ONE_WORLD, (2, 3, 4), 60, PRELOAD, 60, PROFILES["ci"].examples),
     "training": OnGloo(TRAINING, (2, 4), 20, TRAINING_PRELOAD, 60, 300),
-    "faults": OnGloo(FAULTS, (2, 3), 30, (*PRELOAD, observe_struck.__module__), 10, 100),  # each takes new ranks
+    "faults": OnGloo(FAULTS, (2, 3), 30, (*PRELOAD, observe_with_fault.__module__), 10, 100),  # each takes new ranks
 }

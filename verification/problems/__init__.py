@@ -1,1 +1,1 @@
-"""Problems that are larger than drawn Cases."""
+"""Fixed problems, larger than drawn Cases."""

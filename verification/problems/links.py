@@ -1,9 +1,9 @@
-"""The links between ranks, before anything is computed over them: over the implementation's own transport.
+"""Checks of the links between ranks, over the implementation's own transport, before anything is computed.
 
-- every rank's number goes all the way round the ring, and is checked at each hop;
-- a message that is not contiguous, or empty, or to nobody, is refused by name, and the links work afterwards;
-- messages from a byte to 256 MiB between every two ranks, in each direction and in both at once, arrive as they were
-  sent, to the byte. How fast they went is told, not judged.
+- Every rank's number goes all the way round the ring, and is checked at each hop.
+- A message that is not contiguous, or empty, or to a rank that does not exist, is refused by name, without damage.
+- Messages from a byte to 256 MiB between every two ranks, in each direction and in both at once, arrive unchanged.
+  Their rates are reported, not judged.
 """
 
 from __future__ import annotations
@@ -22,43 +22,44 @@ from verification.failures import WrongResult
 from verification.run.rank import rank_device
 
 TITLE = "links between the ranks"
-# Bytes: around a word and a page, uneven ones, then large ones.
+# Bytes: sizes around a word and a page, odd ones, then large ones.
 SIZES = {
     "gloo": (1, 7, 8, 4095, 4096, 65_537, 2**20, 2**22),
     "nccl": (1, 7, 8, 4095, 4096, 65_537, 2**20, 2**24, 2**26, 2**28),
 }
-ROUNDS = 4  # of which the fastest is reported
-PRIME = 251  # contents repeat after so many bytes: no power of two, so that a block in a wrong place is noticed
+ROUNDS = 4  # the fastest is reported
+PRIME = 251  # period of the contents in bytes; no power of two, so that a misplaced block is noticed
 
 
 @dataclass(frozen=True)
 class Rate:
-    """GB/s (10^9 bytes) that each rank sent at: of the slowest rank. ways: 1 to the next rank, -1 to the one before, 2
-    both at once, in which case the bytes of both count."""
+    """The slowest rank's sending rate, in GB/s (10^9 bytes).
+
+    ways: 1 to the next rank, -1 to the previous one, 2 both at once, in which case the bytes of both count."""
 
     size: int
     ways: int
     rate: float
 
 
-def go_round() -> list[int]:
-    """In a rank: the number that arrived at each of the p hops that it takes until the own number is back."""
+def pass_round() -> list[int]:
+    """Pass numbers round the ring; return the number received at each of the p hops. Runs on every rank."""
     transport = ProcessGroupTransport()
     rank, world = transport.rank, transport.world_size
-    held = torch.full((1,), rank, dtype=torch.int64, device=rank_device())
-    seen = []
+    number = torch.full((1,), rank, dtype=torch.int64, device=rank_device())
+    numbers = []
     for hop in range(world):
-        received = torch.full_like(held, -1)
-        send = Message((rank + 1) % world, held, f"number {hop}")
+        received = torch.full_like(number, -1)
+        send = Message((rank + 1) % world, number, f"number {hop}")
         receive = Message((rank - 1) % world, received, f"number {hop}")
         transport.post([send], [receive]).wait()
-        seen.append(int(received.item()))
-        held = received
-    return seen
+        numbers.append(int(received.item()))
+        number = received
+    return numbers
 
 
 def refusals() -> dict[str, str]:
-    """In a rank: what the transport says to messages that it must refuse."""
+    """Post messages that the transport must refuse; return the errors, or "" for none. Runs on every rank."""
     transport = ProcessGroupTransport()
     rank, world = transport.rank, transport.world_size
     other, whole = (rank + 1) % world, torch.zeros(4, 4, device=rank_device())
@@ -69,17 +70,17 @@ def refusals() -> dict[str, str]:
         "a send to itself": ([Message(rank, whole, "to itself")], []),
         "a send to nobody": ([Message(world, whole, "to nobody")], []),
     }
-    said = {}
-    for what, (sends, receives) in wrong.items():
+    errors = {}
+    for name, (sends, receives) in wrong.items():
         try:
             transport.post(sends, receives)
-            said[what] = ""
+            errors[name] = ""
         except ValueError as error:
-            said[what] = str(error)
-    return said
+            errors[name] = str(error)
+    return errors
 
 
-# What a refusal must name.
+# A word that each refusal must contain.
 NAMED = {
     "a send that is not contiguous": "contiguous",
     "a receive that is not contiguous": "contiguous",
@@ -90,28 +91,29 @@ NAMED = {
 
 
 def transfers(size: int) -> tuple[list[str], list[tuple[int, float]]]:
-    """In a rank: messages of so many bytes to and from every other rank. (what was wrong, (ways, seconds))."""
+    """Exchange messages of so many bytes with every other rank; return errors, and (ways, seconds)."""
     transport = ProcessGroupTransport()
-    wrong, spent = [], []
+    wrong, timings = [], []
     for shift in range(1, transport.world_size):
         wrong += _exchange(transport, size, [shift])[0]
     for ways, shifts in ((1, [1]), (-1, [-1]), (2, [1, -1])):
         rounds = [_exchange(transport, size, shifts) for _ in range(ROUNDS)]
-        wrong += [said for found, _ in rounds for said in found]
-        spent.append((ways, min(seconds for _, seconds in rounds)))
-    return wrong, spent
+        wrong += [error for errors, _ in rounds for error in errors]
+        timings.append((ways, min(seconds for _, seconds in rounds)))
+    return wrong, timings
 
 
 def contents(size: int, sender: int, shift: int) -> Tensor:
-    """Bytes from which the sender, the direction and their place in the message follow."""
+    """Return bytes that differ by sender, by direction, and by place in the message."""
     start = (31 * sender + 101 * shift) % PRIME
     row = (torch.arange(PRIME, device=rank_device()) + start).remainder_(PRIME).to(torch.uint8)
     return row.repeat(-(-size // PRIME))[:size]
 
 
 def _exchange(transport: Transport, size: int, shifts: list[int]) -> tuple[list[str], float]:
-    """To the ranks that are these shifts ahead, from those behind: what is wrong, and the seconds from when all ranks
-    are ready to when the messages are here."""
+    """Send to the ranks these shifts ahead, receive from those behind.
+
+    Returns errors, and the seconds from when all ranks are ready until the messages have arrived."""
     rank, world = transport.rank, transport.world_size
     sources = [(rank - shift) % world for shift in shifts]
     received = [torch.full((size,), 255, dtype=torch.uint8, device=rank_device()) for _ in shifts]
@@ -126,8 +128,8 @@ def _exchange(transport: Transport, size: int, shifts: list[int]) -> tuple[list[
     for peer, shift, x in zip(sources, shifts, received, strict=True):
         differ = x != contents(size, peer, shift)
         if differ.any():
-            at = int(differ.nonzero()[0])
-            wrong.append(f"of {size} bytes from rank {peer}, {int(differ.sum())} are wrong, the first at {at}")
+            first = int(differ.nonzero()[0])
+            wrong.append(f"of {size} bytes from rank {peer}, {int(differ.sum())} are wrong, the first at {first}")
     return wrong, seconds
 
 
@@ -137,55 +139,55 @@ def finish() -> None:
         torch.cuda.synchronize()
 
 
-def check_round(seen: list[list[int]]) -> None:
-    """Raises WrongResult unless rank r got (r - 1 - hop) mod p at each hop."""
-    world = len(seen)
-    for rank, numbers in enumerate(seen):
-        wanted = [(rank - 1 - hop) % world for hop in range(world)]
-        if numbers != wanted:
-            raise WrongResult(f"links: round the ring, rank {rank} got the numbers {numbers}; they must be {wanted}")
+def check_round(answers: list[list[int]]) -> None:
+    """Raise WrongResult unless rank r got (r - 1 - hop) mod p at each hop. answers: numbers by rank."""
+    world = len(answers)
+    for rank, numbers in enumerate(answers):
+        expected = [(rank - 1 - hop) % world for hop in range(world)]
+        if numbers != expected:
+            raise WrongResult(f"links: round the ring, rank {rank} got the numbers {numbers}; they must be {expected}")
 
 
-def check_refusals(said: list[dict[str, str]]) -> None:
-    """Raises WrongResult unless every rank refused everything, naming what was wrong."""
-    for rank, answers in enumerate(said):
-        for what, word in NAMED.items():
-            if word not in answers[what]:
-                reply = repr(answers[what]) if answers[what] else "nothing"
-                raise WrongResult(f"links: rank {rank} said {reply} to {what}; the error must name {word!r}")
+def check_refusals(answers: list[dict[str, str]]) -> None:
+    """Raise WrongResult unless every rank refused every message with the word in NAMED. answers: errors by rank."""
+    for rank, errors in enumerate(answers):
+        for name, word in NAMED.items():
+            if word not in errors[name]:
+                reply = repr(errors[name]) if errors[name] else "nothing"
+                raise WrongResult(f"links: rank {rank} said {reply} to {name}; the error must name {word!r}")
 
 
 def check_transfers(size: int, answers: list[tuple[list[str], list[tuple[int, float]]]]) -> list[Rate]:
-    """The rates; raises WrongResult for a message that did not arrive as it was sent."""
+    """Return the rates. Raises WrongResult for a message that did not arrive unchanged."""
     for rank, (wrong, _) in enumerate(answers):
         if wrong:
             raise WrongResult(f"links: on rank {rank}: {'; '.join(wrong)}")
-    slowest = [(ways, max(spent[at][1] for _, spent in answers)) for at, (ways, _) in enumerate(answers[0][1])]
+    slowest = [(ways, max(timings[i][1] for _, timings in answers)) for i, (ways, _) in enumerate(answers[0][1])]
     return [Rate(size, ways, abs(ways) * size / seconds / 1e9) for ways, seconds in slowest]
 
 
 def check_links(run: Any, sizes: tuple[int, ...]) -> list[Rate]:
-    """All of it; `run(function, *arguments)` calls a function in every rank and gives what each returned.
+    """Run all checks. run: calls `run(function, *arguments)` in every rank and returns the results.
 
     Raises WrongResult, or the RankFailure of a rank that crashed, raised or hung."""
-    check_round(run(go_round))
+    check_round(run(pass_round))
     check_refusals(run(refusals))
-    check_round(run(go_round))  # what was refused has left nothing behind
+    check_round(run(pass_round))  # refused messages must leave nothing behind
     return [rate for size in sizes for rate in check_transfers(size, run(transfers, size))]
 
 
 def table(rates: list[Rate]) -> list[str]:
-    """One line for each size, of the slowest rank."""
+    """One line for each size, for the slowest rank."""
     lines = ["  bytes       GB/s to the next rank, to the one before, both at once"]
     for size in dict.fromkeys(rate.size for rate in rates):
-        found = {rate.ways: rate.rate for rate in rates if rate.size == size}
-        lines.append(f"  {size:>9,}   " + "".join(f"{found[ways]:>12.3g}" for ways in (1, -1, 2)))
+        by_ways = {rate.ways: rate.rate for rate in rates if rate.size == size}
+        lines.append(f"  {size:>9,}   " + "".join(f"{by_ways[ways]:>12.3g}" for ways in (1, -1, 2)))
     return lines
 
 
 def fastest(rates: list[Rate]) -> str:
-    """The rates of the largest messages, in words."""
+    """Describe the rates of the largest messages."""
     largest = max(rate.size for rate in rates)
-    found = {rate.ways: f"{rate.rate:.3g}" for rate in rates if rate.size == largest}
-    each = f"{found[1]} GB/s to the next rank, {found[-1]} to the one before, {found[2]} both at once"
+    by_ways = {rate.ways: f"{rate.rate:.3g}" for rate in rates if rate.size == largest}
+    each = f"{by_ways[1]} GB/s to the next rank, {by_ways[-1]} to the one before, {by_ways[2]} both at once"
     return f"links, messages of {largest:,} bytes: {each}"

@@ -1,9 +1,9 @@
-"""Long problems, judged where they are computed: each rank computes exact results and bounds on its own device, by
+"""Long problems, judged on the ranks: each computes exact results and bounds on its own device, by
 `reference.fast_oracle` in blocks of rows.
 
-Only what was wrong and how large the errors were travels to rank 0. Where all rows are too much work, some are sampled:
-`out`, `lse` and `dq` are checked on those, and `dout` is zero on all others, so that `dk` and `dv` of every key are
-exactly what the sampled rows contribute, and `dq` elsewhere is exactly zero.
+Only error texts and ratios travel to rank 0. If all rows are too much work, some are sampled: `out`, `lse` and `dq` are
+checked on those, and `dout` is zero on all others. Then `dk` and `dv` of every key are exactly the contributions of the
+sampled rows, and `dq` is exactly zero elsewhere.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from verification.run.rank import attend, rank_device, repeats, same_bits, shard
 
 TITLE = "long problems"
 HEADS, KV_HEADS = 4, 2
-LEAST = 64  # tokens: of fewer, the smallest segment would be shorter than its dilated grid
-KINDS = {  # name -> (dtype, exchange, whether LongNet's pattern; otherwise dense)
+LEAST = 64  # tokens: with fewer, the smallest segment would be shorter than its dilated grid
+KINDS = {  # name -> (dtype, exchange, True for LongNet's pattern, False for dense)
     "dense bfloat16": ("bfloat16", "ring", False),
     "dense float32": ("float32", "direct", False),
     "LongNet bfloat16": ("bfloat16", "direct", True),
     "LongNet float32": ("float32", "ring", True),
 }
-# Scores that are computed in a few seconds, with their bounds.
+# Number of scores that are computed in a few seconds, with their bounds.
 WHOLE = {"cuda": 2**36, "cpu": 2**26}
-SAMPLED = 256  # rows, where the whole is more than that
+SAMPLED = 256  # rows of a problem with more scores
 
 
 @dataclass(frozen=True)
 class LongProblem:
-    """kind: a name in KINDS. Raises ValueError for a field that is not allowed."""
+    """A long problem. kind: a name in KINDS. Raises ValueError for a field that is not allowed."""
 
     world: int
     tokens: int
@@ -59,7 +59,7 @@ class LongProblem:
         validators.choice("kind", self.kind, KINDS)
 
     def case(self, device: str) -> Case:
-        """device: "cuda" where it will run on GPUs, whose fused kernels have bounds of their own; else "cpu"."""
+        """Make its Case. device: "cuda" on GPUs, whose fused kernels have other bounds, otherwise "cpu"."""
         dtype, exchange, sparse = KINDS[self.kind]
         pattern = longnet(self.tokens, HEADS) if sparse else Pattern.dense(causal=True)
         return case_of(
@@ -69,8 +69,9 @@ class LongProblem:
 
 
 def judged_rows(case: Case) -> Tensor:
-    """Ascending positions of the rows that are judged on the Case's type of device: all, or SAMPLED of them, which are
-    both ends of the sequence and of each range of a rank, and others drawn from the Case's seed."""
+    """Ascending positions of the rows to judge on the Case's type of device: all, or SAMPLED of them.
+
+    Samples are both ends of the sequence and of each range of a rank, and rows drawn from the Case's seed."""
     if case.heads * case.tokens**2 <= WHOLE[case.device]:
         return torch.arange(case.tokens)
     ends = []
@@ -85,44 +86,44 @@ def judged_rows(case: Case) -> Tensor:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What one rank says. ratios: by quantity the worst error / bound; wrong: what does not hold, in words; seconds: of
-    forward and backward, the plan being cached; bytes: the most memory in use, of the GPU or else of the process."""
+    """The verdict of one rank."""
 
-    rows: int
-    ratios: dict[str, float]
-    wrong: tuple[str, ...]
-    seconds: float
-    bytes: int
+    rows: int  # number of rows judged
+    ratios: dict[str, float]  # worst error / bound, by quantity
+    wrong: tuple[str, ...]  # errors, in words
+    seconds: float  # of forward and backward with a cached plan
+    bytes: int  # peak memory in use, of the GPU or else of the process
 
 
 def judge(transport: Transport, case: Case) -> Judgement:
-    """Task: forward and backward on this rank's share, compared with exact results of its own device; and twice with
-    deterministic kernels, since at such a length the fastest ones need not give the same bits again."""
+    """Task: run forward and backward on this rank's shards, and compare with exact results of its own device.
+
+    Repeats with deterministic kernels, since at this length the fastest ones need not give the same bits again."""
     rows = judged_rows(case)
     q, k, v, dout, dlse = case.tensors()
     others = torch.ones(case.tokens, dtype=torch.bool).scatter_(0, rows, False)
     dout[:, others] = 0
     inputs = shards(case, transport.rank, (q, k, v, dout, dlse))
-    kept = [x.clone() for x in inputs]
+    copies = [x.clone() for x in inputs]
     if rank_device().type == "cuda":
         torch.cuda.reset_peak_memory_stats()  # an earlier problem's exact results took more
-    attend(transport, case, inputs)  # a first call plans and warms up
+    attend(transport, case, inputs)  # plan and warm up
     finish()
     started = time.perf_counter()
     run = attend(transport, case, inputs)
     finish()
-    seconds, most = time.perf_counter() - started, process_peak(rank_device())
+    seconds, peak = time.perf_counter() - started, process_peak(rank_device())
     torch.use_deterministic_algorithms(True)
     try:
         once, again = (attend(transport, case, inputs) for _ in range(2))
     finally:
         torch.use_deterministic_algorithms(False)
     wrong = [] if repeats(once, again) else ["the second run differs from the first"]
-    if not all(same_bits(x, y) for x, y in zip(inputs, kept, strict=True)):
+    if not all(same_bits(x, y) for x, y in zip(inputs, copies, strict=True)):
         wrong.append("an input was changed")
-    del once, again, inputs, kept
-    ratios, more = _compare(case, layout_of(case).positions(transport.rank), rows, run.results, (q, k, v, dout))
-    return Judgement(len(rows), ratios, (*wrong, *more), seconds, most)
+    del once, again, inputs, copies
+    ratios, errors = _compare(case, layout_of(case).positions(transport.rank), rows, run.results, (q, k, v, dout))
+    return Judgement(len(rows), ratios, (*wrong, *errors), seconds, peak)
 
 
 def _compare(
@@ -131,31 +132,31 @@ def _compare(
     rows, positions = rows.to(rank_device()), positions.to(rank_device())
     expectation: Any = expect_rows(case, rows, tuple(x.to(rank_device()) for x in whole))
     exact, bound = expectation.exact, expectation.bound
-    at = torch.searchsorted(rows, positions).clamp_(max=len(rows) - 1)
-    mine = rows[at] == positions  # of the own tokens, those that are judged
+    indices = torch.searchsorted(rows, positions).clamp_(max=len(rows) - 1)
+    judged = rows[indices] == positions  # mask of this rank's tokens
     ratios, wrong = {}, []
     for name, result in zip(QUANTITIES, results, strict=True):
         assert result is not None
-        x, wanted, most = result.detach().double(), exact[name], bound[name]
-        if name == "lse":  # tokens in front, as everywhere else
-            x, wanted, most = (t.transpose(1, 2) for t in (x, wanted, most))
+        x, expected, limit = result.detach().double(), exact[name], bound[name]
+        if name == "lse":  # move tokens to dimension 1, as in the other quantities
+            x, expected, limit = (t.transpose(1, 2) for t in (x, expected, limit))
         of_keys = name in ("dk", "dv")
-        if name == "dq" and bool((x[:, ~mine] != 0).any()):
+        if name == "dq" and bool((x[:, ~judged] != 0).any()):
             wrong.append("dq is not exactly 0 in rows whose incoming gradient is")
-        x = x if of_keys else x[:, mine]
-        place = positions if of_keys else at[mine]
-        ratio = _ratio(x, wanted[:, place], most[:, place])
+        x = x if of_keys else x[:, judged]
+        place = positions if of_keys else indices[judged]
+        ratio = _ratio(x, expected[:, place], limit[:, place])
         ratios[name] = float(ratio.max()) if ratio.numel() else 0.0
         if not ratios[name] <= 1:
             token = int((ratio.flatten(2).amax(2)[0] == ratio.max()).nonzero()[0])
-            where = int(positions[token] if of_keys else positions[mine][token])
-            wrong.append(f"{name} of token {where} is off by {ratios[name]:.3g} times its bound")
+            position = int(positions[token] if of_keys else positions[judged][token])
+            wrong.append(f"{name} of token {position} is off by {ratios[name]:.3g} times its bound")
     return ratios, wrong
 
 
 def expect_rows(case: Case, rows: Tensor, whole: tuple[Tensor, ...]) -> Expectation:
-    """Exact results and bounds of these rows of queries against all keys, as tensors on the device of `rows`. whole: q,
-    k, v, dout of the whole sequence."""
+    """Exact results and bounds of these query rows against all keys, as tensors on the device of `rows`.
+    whole: q, k, v, dout of the whole sequence."""
     q, k, v, dout = (x.double() for x in whole)
     tensors: dict[str, Any] = {"q": q[:, rows], "k": k, "v": v, "dout": dout[:, rows], "rows": rows}
     inputs = Inputs(**tensors, dlse=None, pattern=case.pattern, scale=case.softmax_scale)
@@ -163,14 +164,14 @@ def expect_rows(case: Case, rows: Tensor, whole: tuple[Tensor, ...]) -> Expectat
 
 
 def _ratio(x: Tensor, exact: Tensor, bound: Tensor) -> Tensor:
-    """|x - exact| / bound; 0 where they are equal, infinite ones too; inf where that is not a number."""
+    """Compute |x - exact| / bound; 0 where both are equal, even infinite; inf where the ratio is NaN."""
     ratio = torch.where(x == exact, 0.0, (x - exact).abs() / bound)
     return ratio.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
-def verdict(problem: LongProblem, seen: list[Judgement]) -> dict[str, float]:
-    """The worst ratios of all ranks. Raises WrongResult naming what is wrong on which rank."""
-    wrong = [f"on rank {rank}: {'; '.join(one.wrong)}" for rank, one in enumerate(seen) if one.wrong]
+def verdict(problem: LongProblem, judgements: list[Judgement]) -> dict[str, float]:
+    """Return the worst ratios of all ranks. Raises WrongResult with the errors of each rank."""
+    wrong = [f"on rank {rank}: {'; '.join(x.wrong)}" for rank, x in enumerate(judgements) if x.wrong]
     if wrong:
         raise WrongResult(f"long: {problem.kind}, {problem.tokens} tokens: {'. '.join(wrong)}")
-    return {name: max(one.ratios[name] for one in seen) for name in QUANTITIES}
+    return {name: max(x.ratios[name] for x in judgements) for name in QUANTITIES}

@@ -1,8 +1,8 @@
 """One problem of real size, checked like any example: 12 heads of 64, causal, fp32, in LongNet's proportions
 (`verification.problems.longnet`).
 
-Tokens are the words of the standard library's sources, embedded and projected with a fixed seed; keys share a part of
-the queries' projection, so that a word attends to its other occurrences, as trained heads do.
+Tokens are the words of the standard library's sources, embedded and projected with a fixed seed. The projections of
+queries and keys have a common part, so that a word attends to its other occurrences, as in trained heads.
 """
 
 from __future__ import annotations
@@ -40,14 +40,13 @@ from verification.wording import counted
 TITLE = "one problem of real size"
 HEADS, VOCABULARY = 12, 4096
 TOKENS = 8192
-MOST = 2**17  # tokens: of more, the oracle would take a day
+MOST = 2**17  # tokens: with more, the oracle would take a day
 TIMEOUT = 300.0  # seconds that the ranks may take
 
 
 @dataclass(frozen=True)
 class RealSizeProblem:
-    """How many ranks and tokens; the seed of embedding and projections. Raises ValueError, at construction, for a field
-    that is no integer or out of its range."""
+    """A problem by its ranks, tokens, and seed of embedding and projections. Raises ValueError for a wrong field."""
 
     world: int
     tokens: int = TOKENS
@@ -67,7 +66,7 @@ class RealSizeProblem:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One rank's share: what it saw, wall seconds of a pass whose plan is cached, and memory."""
+    """One rank's Observation, wall seconds of a run whose plan is cached, and memory."""
 
     observation: Observation
     seconds: float
@@ -76,20 +75,20 @@ class Measurement:
 
 
 def words(count: int) -> list[int]:
-    """So many words of the licence and the standard library's sources, as numbers below VOCABULARY."""
+    """Return so many words of the licence and the standard library's sources, as numbers below VOCABULARY."""
     library = Path(os.__file__).parent
-    found: list[int] = []
+    ids: list[int] = []
     for file in (library / "LICENSE.txt", *sorted(library.glob("*.py"))):
         if file.is_file():
             text = file.read_text(encoding="utf-8", errors="replace")
-            found += (zlib.crc32(word.encode()) % VOCABULARY for word in re.findall(r"\w+|[^\w\s]", text))
-        if len(found) >= count:
-            return found[:count]
-    raise RuntimeError(f"{library} holds {len(found)} words of Python source; {count} are needed")
+            ids += (zlib.crc32(word.encode()) % VOCABULARY for word in re.findall(r"\w+|[^\w\s]", text))
+        if len(ids) >= count:
+            return ids[:count]
+    raise RuntimeError(f"{library} holds {len(ids)} words of Python source; {count} are needed")
 
 
 def tensors(problem: RealSizeProblem) -> tuple[Tensor, ...]:
-    """q, k, v, dout (1, n, 12, 64) and dlse (1, 12, n) of zeros, fp32."""
+    """Make q, k, v, dout (1, n, 12, 64) and dlse (1, 12, n) of zeros, fp32."""
     width, normal = HEADS * HEAD_DIM, partial(torch.randn, generator=torch.Generator().manual_seed(problem.seed))
     embedding = normal(VOCABULARY, width)
     to_q, to_k, to_v = (normal(width, width) / width**0.5 for _ in range(3))
@@ -100,11 +99,11 @@ def tensors(problem: RealSizeProblem) -> tuple[Tensor, ...]:
 
 
 def measured(transport: Transport, case: Case, file: str) -> Measurement:
-    """Task: run forward and backward twice on this rank's share of the tensors in a file, first counting memory."""
+    """Task: run forward and backward twice on this rank's shards of the tensors in a file; meter the first run."""
     whole = torch.load(file, mmap=True)
     inputs = shards(case, transport.rank, whole)
     del whole
-    kept = [x.clone() for x in inputs]
+    copies = [x.clone() for x in inputs]
     meter = Meter(case.head_dim)
     for x in inputs:
         meter.count(x)
@@ -112,27 +111,27 @@ def measured(transport: Transport, case: Case, file: str) -> Measurement:
     started = time.perf_counter()
     again = attend(transport, case, inputs)
     seconds = time.perf_counter() - started
-    observation = observation_of(division(case, transport.rank), inputs, kept, run, again)
+    observation = observation_of(division(case, transport.rank), inputs, copies, run, again)
     return Measurement(observation, seconds, meter.peak, process_peak())
 
 
 def run(backend: Backend, report: Report, problem: RealSizeProblem, failures: Path) -> None:
-    """Check every row and every gradient, on the ranks that `backend` has; what was measured goes into the report."""
+    """Check every row and every gradient on the backend's ranks, and report their measurements."""
     case, timeout, started = problem.case(), backend.timeout, time.perf_counter()
     about = f"{problem.tokens} tokens, {HEADS} heads of {HEAD_DIM}, {counted(problem.world, 'rank')}"
     report.start_world(problem.world, 1, TITLE)
     report.note(f"{TITLE}: {about} ...")
-    given = tensors(problem)
+    inputs = tensors(problem)
     backend.timeout = TIMEOUT
     try:
         with tempfile.TemporaryDirectory() as folder:
             file = os.path.join(folder, "tensors.pt")
-            torch.save(given, file)
+            torch.save(inputs, file)
             backend.submit(measured, case, file)
-            expectation = evaluate(inputs_of(case, given), arithmetic_of(case))
+            expectation = evaluate(inputs_of(case, inputs), arithmetic_of(case))
             costs(case)
-            seen: list[Measurement] = backend.collect()
-        ratios = properties.check(case, expectation, [x.observation for x in seen])
+            measurements: list[Measurement] = backend.collect()
+        ratios = properties.check(case, expectation, [x.observation for x in measurements])
     except VerificationFailure as failure:
         report.end_world(TITLE)
         record = {"real_size": asdict(problem)}
@@ -140,16 +139,16 @@ def run(backend: Backend, report: Report, problem: RealSizeProblem, failures: Pa
         return
     finally:
         backend.timeout = timeout
-    spent = time.perf_counter() - started
-    report.held(case.dtype, {TITLE: float(np.max(list(ratios.values())))}, spent)
+    seconds = time.perf_counter() - started
+    report.held(case.dtype, {TITLE: float(np.max(list(ratios.values())))}, seconds)
     report.end_world(TITLE)
     ranks = []
-    for x in seen:
+    for x in measurements:
         sent = sum(size for _, size, _ in (*x.observation.sent_forward, *x.observation.sent_backward))
         memory = {"tensor_bytes": x.tensor_bytes, "resident_bytes": x.resident_bytes}
         ranks.append({"seconds": round(x.seconds, 3), "bytes_sent": sent, **memory})
     report.extras["real_size"] = {
-        "tokens": problem.tokens, "world": problem.world, "seconds": round(spent, 3),
+        "tokens": problem.tokens, "world": problem.world, "seconds": round(seconds, 3),
         "worst_ratio": max(ratios.values()), "ranks": ranks,
     }  # fmt: skip
     for rank, cost in enumerate(ranks):

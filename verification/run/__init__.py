@@ -1,1 +1,1 @@
-"""What runs an example: one rank's part, and the places where ranks run."""
+"""The execution of an example: one rank's part, and the backends that run ranks."""

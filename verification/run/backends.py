@@ -1,8 +1,8 @@
-"""Where ranks run: one interface, behind it processes joined by gloo or NCCL, or a simulation.
+"""The backends that run ranks, with one interface: processes joined by gloo or NCCL, or a simulation.
 
-A backend is given a *task*: a function of `verification.run.rank` that takes a `Transport` and a Case and does what one
-rank does. `submit` starts it on every rank of the group, `collect` waits; in between, the parent computes what to
-expect.
+A backend runs a *task*: a function of a `Transport` and a Case that does the work of one rank, such as those of
+`verification.run.rank`. `submit` starts it on every rank of the group, and `collect` waits for the results. In between,
+the parent computes the expected ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ring.comm.transport import SoloTransport, Transport
 from verification.case import Case
 from verification.failures import RankFailure
 from verification.protocols import Example
-from verification.run.cross_host import ApartTransport
+from verification.run.cross_host import CrossHostTransport
 from verification.run.observation import Observation
 from verification.run.processes.pool import Pool, PoolError, Ticket
 from verification.run.processes.rendezvous import subgroup
@@ -35,47 +35,48 @@ BACKENDS = {
 }
 
 # Imported once, before the ranks are forked. torch itself imports the last two, which takes a second, in the first
-# `requires_grad_` and in the first call of an autograd function: without them the first example of every new rank would
-# look like a hang. They are named, not imported, so that this process does not spend that second.
+# `requires_grad_` and in the first call of an autograd function: without them the first example of a new rank would
+# look like a hang. Name them, do not import them: this process need not spend that second.
 PRELOAD = (torch.__name__, ring.__name__, observe.__module__, "torch.fx.experimental.symbolic_shapes", "torch._dynamo")
 WARM_UP_TIMEOUT = 180.0
-RANKS_PER_TIMEOUT = 16  # simulated ones share a core
-CASES_PER_APART = 8  # of which one has its ranks agree as on several machines
+RANKS_PER_TIMEOUT = 16  # simulated ranks share a core, so larger worlds get more time
+CASES_PER_CROSS_HOST = 8  # in one Case of so many, ranks agree as on several machines
 
-Task = Callable[..., Any]  # (transport, case, *arguments) -> what the rank answers
-Preparation = Callable[[], object]  # run once in every rank before its first task: how a defect is planted
+Task = Callable[..., Any]  # (transport, case, *arguments) -> the rank's answer
+Preparation = Callable[[], object]  # run once in every rank before its first task; plants a defect, for instance
 
 
 class Unavailable(Exception):
-    """The run cannot be carried out: a backend that is not there, or ranks that do not start."""
+    """The run cannot be carried out: the backend is missing, or its ranks do not start."""
 
 
 class Backend(Protocol):
     """One set of ranks at a time, which run one task after the other between `start` and `close`."""
 
     name: str
-    timeout: float  # seconds that a task may take before it counts as a hang
+    timeout: float  # seconds after which a task counts as a hang
     prepare: Preparation | None  # set before `start`
-    preload: tuple[str, ...]  # modules that ranks come with, set before `start`
+    preload: tuple[str, ...]  # modules imported before the ranks are forked; set before `start`
 
     def start(self, world: int) -> None:
-        """Have so many ranks ready, in place of those before. Raises Unavailable."""
+        """Start so many ranks, in place of earlier ones. Raises Unavailable."""
         ...
 
     def submit(self, task: Task, case: Example, *arguments: Any) -> None:
-        """Start a task on every rank of the Case's group; returns at once."""
+        """Start a task on every rank of the Case's group, and return without waiting."""
         ...
 
     def collect(self) -> list[Any]:
-        """What each rank of the Case's group answered, in the group's order. Raises a `VerificationFailure` where a
-        rank crashed, hung or raised; the next `submit` then meets ranks as good as new."""
+        """Return the answer of each rank of the Case's group, in the group's order.
+
+        Raises a `VerificationFailure` if a rank crashed, hung or raised; the next `submit` then meets new ranks."""
         ...
 
     def close(self) -> None: ...
 
 
 class PoolBackend:
-    """Processes of `verification.run.processes.pool`, kept alive from one task to the next."""
+    """Processes of `verification.run.processes.pool`, reused from one task to the next."""
 
     name: str
 
@@ -83,7 +84,7 @@ class PoolBackend:
         self, timeout: float = 10.0, prepare: Preparation | None = None, preload: tuple[str, ...] = PRELOAD
     ) -> None:
         self.timeout = timeout
-        self.last_words = 0.0  # seconds for the other ranks to say something where one died
+        self.last_words = 0.0  # seconds for the other ranks to answer or raise after one died
         self.prepare = prepare
         self.preload = preload
         self._pool: Pool | None = None
@@ -98,14 +99,14 @@ class PoolBackend:
             raise Unavailable(f"the {counted(world, 'rank')} could not be started: {error}") from error
 
     def post(self, function: Callable[..., Any], task: Task, case: Example, arguments: tuple[Any, ...]) -> None:
-        """Have `function(task, case, arguments)` called in every process."""
+        """Call `function(task, case, arguments)` in every process."""
         self._under_way = self.prepared().submit(function, task, case, arguments), case
 
     def prepared(self) -> Pool:
-        """The pool, its ranks warm. Raises Unavailable."""
+        """Return the pool with its ranks warmed up. Raises Unavailable."""
         assert self._pool is not None
         if self._pool.generation != self._warm:
-            try:  # new ranks are slower: the timeout may have been shortened for ranks that are warm
+            try:  # new ranks are slower: do not use the timeout, which may be short, for warm ranks
                 self._pool.run(warm_up, self.prepare, timeout=WARM_UP_TIMEOUT)
             except (RankFailure, PoolError) as error:
                 raise Unavailable(f"the ranks could not be prepared: {error}") from error
@@ -113,7 +114,7 @@ class PoolBackend:
         return self._pool
 
     def answers(self, timeout: float) -> tuple[Example, list[Any]]:
-        """The Case under way, and what each process answered."""
+        """Return the Case under way, and each process's answer."""
         assert self._pool is not None and self._under_way is not None
         ticket, case = self._under_way
         self._under_way = None
@@ -151,55 +152,54 @@ class NcclBackend(GlooBackend):
     name = "nccl"
 
     def start(self, world: int) -> None:
-        there = torch.cuda.device_count()
-        if there < world:
+        gpus = torch.cuda.device_count()
+        if gpus < world:
             needed = f"{counted(world, 'GPU')} for {counted(world, 'rank')}"
-            raise Unavailable(f"argument --backend: nccl needs {needed}, there are {there}")
+            raise Unavailable(f"argument --backend: nccl needs {needed}, there are {gpus}")
         self.open_pool(world, "nccl")
 
 
 class SimBackend(PoolBackend):
     """All ranks as threads of one process, over `verification.run.simulation.simulation`; Cases of any world size.
 
-    The schedule follows from the Case's seed. A deadlock is found without waiting; `timeout` is for code that
-    computes for ever. prompt: None, or how messages arrive in place of the worst that may be; what was received is then
-    noted in it.
+    The Case's seed determines the schedule. A deadlock is found without waiting; `timeout` is for code that computes
+    for ever. delivery: None for the worst delivery that is allowed, or a policy, in which received messages are noted.
     """
 
     name = "sim"
-    prompt: DeliveryPolicy | None = None
+    delivery: DeliveryPolicy | None = None
 
     def start(self, world: int) -> None:
         if self._pool is None:
             self.open_pool(1)
 
     def submit(self, task: Task, case: Example, *arguments: Any) -> None:
-        self.post(simulate, task, case, (self.prompt, *arguments))
+        self.post(simulate, task, case, (self.delivery, *arguments))
 
     def collect(self) -> list[Any]:
         assert self._under_way is not None
         world = self._under_way[1].world
-        _, ((answer, prompt),) = self.answers(self.timeout * max(1.0, world / RANKS_PER_TIMEOUT))
-        if self.prompt is not None:
-            self.prompt.met.update(prompt.met)
+        _, ((answer, delivery),) = self.answers(self.timeout * max(1.0, world / RANKS_PER_TIMEOUT))
+        if self.delivery is not None:
+            self.delivery.received.update(delivery.received)
         if isinstance(answer, RankFailure):
             raise answer
         return list(answer)
 
 
 def open_backend(name: str) -> Backend:
-    """The backend of that name in BACKENDS, not started."""
+    """Make the backend of that name in BACKENDS, without starting it."""
     return next(backend() for backend in (GlooBackend, SimBackend, NcclBackend) if backend.name == name)
 
 
 def observe_on(backend: Backend, case: Case, *arguments: Any) -> list[Observation]:
-    """`verification.run.rank.observe` on every rank of the group, in the group's order."""
+    """Run `verification.run.rank.observe` on every rank of the group; Observations in the group's order."""
     backend.submit(observe, case, *arguments)
     return backend.collect()
 
 
 def warm_up(prepare: Preparation | None) -> None:
-    """What new ranks are called with first. Nothing of `ring` runs here: examples are to find what is wrong with it."""
+    """Prepare a new rank. Run nothing of `ring` here: its errors must show in an example."""
     if rank_device().type == "cuda":  # the first product loads libraries
         torch.ones(8, 8, device=rank_device()).mm(torch.ones(8, 8, device=rank_device())).sum().item()
     if prepare is not None:
@@ -207,7 +207,7 @@ def warm_up(prepare: Preparation | None) -> None:
 
 
 def work(task: Task, case: Example, arguments: tuple[Any, ...]) -> Any:
-    """What a rank of the pool is called with. Ranks outside the group take no part, and answer None."""
+    """Run the task on a rank of the pool. Ranks outside the group do nothing and answer None."""
     transport = _transport(case)
     return None if transport is None else task(transport, case, *arguments)
 
@@ -215,23 +215,23 @@ def work(task: Task, case: Example, arguments: tuple[Any, ...]) -> Any:
 def simulate(
     task: Task, case: Example, arguments: tuple[Any, ...]
 ) -> tuple[list[Any] | RankFailure, DeliveryPolicy | None]:
-    """What the one process of a simulation is called with. The prompt, with which the arguments begin, comes back with
-    what was received. A failure is returned, not raised: its states are kept."""
-    prompt, *others = arguments
-    simulation = Simulation(len(case.ranks), case.seed, case.ranks, prompt)
+    """Simulate all ranks in one process. The first argument is the delivery policy; it is returned with the messages
+    noted. A failure is returned, not raised, to keep its states."""
+    delivery, *others = arguments
+    simulation = Simulation(len(case.ranks), case.seed, case.ranks, delivery)
     try:
-        return simulation.run(lambda transport: task(transport, case, *others)), prompt
+        return simulation.run(lambda transport: task(transport, case, *others)), delivery
     except RankFailure as failure:
-        return failure, prompt
+        return failure, delivery
 
 
 def _transport(case: Example) -> Transport | None:
     if case.world == 1:
         return SoloTransport()
-    group = subgroup(case.ranks)  # called by all ranks: they make a group together
+    group = subgroup(case.ranks)  # collective: all ranks call it
     if group is None:
         return None
     transport = transport_of(group)
-    if type(transport) is ProcessGroupTransport and case.seed % CASES_PER_APART == 0:
-        return ApartTransport(group)
+    if type(transport) is ProcessGroupTransport and case.seed % CASES_PER_CROSS_HOST == 0:
+        return CrossHostTransport(group)
     return transport

@@ -1,6 +1,4 @@
-"""The caches of this project's modules, and how to empty them: what they hold was computed in other
-circumstances than those that are to be seen at work.
-"""
+"""The caches of this project's modules, and how to empty them before a run that must compute everything again."""
 
 from __future__ import annotations
 
@@ -21,28 +19,28 @@ def clear_caches(packages: tuple[str, ...]) -> None:
         cache.clear() if isinstance(cache, BoundedCache) else cache.cache_clear()
 
 
-def bounded_of(packages: tuple[str, ...]) -> list[tuple[str, BoundedCache[Any, Any]]]:
-    """Every `BoundedCache`, by the name of its module."""
+def bounded_caches(packages: tuple[str, ...]) -> list[tuple[str, BoundedCache[Any, Any]]]:
+    """Return every `BoundedCache` with the name of its module."""
     return [(name, cache) for name, cache in _caches(packages) if isinstance(cache, BoundedCache)]
 
 
-def recent_of(packages: tuple[str, ...]) -> list[tuple[str, Any]]:
-    """Every functools cache, by the name of its module and of its function."""
+def lru_caches(packages: tuple[str, ...]) -> list[tuple[str, Any]]:
+    """Return every functools cache with the name of its module and function."""
     return [(f"{n}.{x.__name__}", x) for n, x in _caches(packages) if not isinstance(x, BoundedCache)]
 
 
 def _caches(packages: tuple[str, ...]) -> list[tuple[str, Any]]:
     inside = tuple(f"{package}." for package in packages)
-    # One example in eleven asks for them, four times on each rank, and there are thousands of other modules.
+    # Filter by name first: this runs four times per rank in one example of eleven, among thousands of modules.
     names = [name for name in list(sys.modules) if name.startswith(inside) or name in packages]
     modules = [module for name in names if (module := sys.modules.get(name)) is not None]
     return [(module.__name__, cache) for module in modules for cache in _caches_of(module)]
 
 
 def _caches_of(module: types.ModuleType) -> list[Any]:
-    """Those among the module's values, and among the members of the classes that it defines."""
+    """Return the caches among the module's values and the members of its classes."""
     values = list(vars(module).values())
     classes = [value for value in values if isinstance(value, type) and value.__module__ == module.__name__]
-    members = [member for one in classes for member in list(vars(one).values())]
+    members = [member for cls in classes for member in list(vars(cls).values())]
     values += [x.__func__ if isinstance(x, _WRAPPED) else x for x in members]
     return [value for value in values if isinstance(value, _CACHES)]

@@ -1,14 +1,14 @@
-"""Ranks of one machine that agree as the ranks of several do, so that both ways are checked."""
+"""Consensus of ranks on one machine as if they were on several, so that both ways are checked."""
 
 from __future__ import annotations
 
 from ring.comm.process_group import ProcessGroupTransport
 
 
-class ApartTransport(ProcessGroupTransport):
-    """As if the ranks ran on several machines, which have no memory in common: they agree by the group's backend.
+class CrossHostTransport(ProcessGroupTransport):
+    """A transport whose ranks agree through the group's backend, as ranks of several machines without common memory do.
 
-    All ranks must ask in the same way, so a group that has one is used through it alone.
+    All ranks must use the same way, so a group is used either always through this transport or never.
     """
 
     def all_equal(self, payload: bytes) -> bool:

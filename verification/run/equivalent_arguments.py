@@ -1,4 +1,4 @@
-"""The arguments of a call, written in another way: equal ones, which ranks must take for the same."""
+"""Equal arguments of a call, written in another way: ranks must treat them as the same."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ from verification.run.layouts import layout_of
 
 
 def rewritten(case: Case) -> tuple[Pattern, Layout, float | None]:
-    """The pattern as it comes back from JSON, the layout made of its listed positions, the scale as an integer if it is
-    a whole number.
-    """
+    """Return the pattern from its JSON, the layout from its list of positions, and a whole scale as an integer."""
     pattern = Pattern.from_dict(json.loads(json.dumps(case.pattern.to_dict())))
     whole = case.scale is not None and case.scale.is_integer()
     return pattern, _listed(layout_of(case)), int(case.scale or 0) if whole else case.scale
 
 
 def _listed(layout: Layout) -> Layout:
-    """Layouts are equal if both are kept as runs, or both are listed: else it is the same object."""
+    """Rebuild the layout from its positions. Layouts stored as runs never equal listed ones: keep the object then."""
     order = np.concatenate([layout.positions(rank).numpy() for rank in range(layout.world_size)])
-    made = Layout.from_cuts(order, layout.cuts)
-    return made if (made.runs is None) == (layout.runs is None) else layout
+    rebuilt = Layout.from_cuts(order, layout.cuts)
+    return rebuilt if (rebuilt.runs is None) == (layout.runs is None) else layout

@@ -1,4 +1,4 @@
-"""Groups on which nobody has called yet."""
+"""Groups on which no call has been made yet."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIMEOUT = timedelta(seconds=60)
 
 
 class FreshCalls(RecordingTransport):
-    """Another transport, with calls of its own."""
+    """A wrapper of a transport, with its own numbering of calls."""
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner)
@@ -28,13 +28,14 @@ class FreshCalls(RecordingTransport):
 
 @contextmanager
 def new_group(transport: Transport, without_page: int | None = None) -> Iterator[Transport]:
-    """Of all ranks, until the end of the block. Every rank calls it. transport: over all ranks. without_page: the rank
-    that cannot have the page of memory in which ranks of one machine ask each other, as if too many files were open.
+    """Make a group of all ranks, as `transport` has, and destroy it at the end of the block. Collective.
+
+    without_page: the rank on which the host's shared page fails to open, as if too many files were open.
     """
     if not isinstance(transport, ProcessGroupTransport):
         yield FreshCalls(transport)
         return
-    group = dist.new_group(timeout=TIMEOUT)  # one that only its members make has an old name
+    group = dist.new_group(timeout=TIMEOUT)  # a group created by its members only would reuse an old name
     refused = patch.object(shared_page, "SharedPage", side_effect=OSError(errno.EMFILE, "Too many open files"))
     try:
         with refused if transport.rank == without_page else nullcontext():

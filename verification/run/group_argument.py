@@ -1,4 +1,4 @@
-"""What a user who knows nothing of transports gives as the group."""
+"""The `group` argument as a user would pass it."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.transport import SoloTransport, Transport
 from verification.case import Case
-from verification.run.cross_host import ApartTransport
+from verification.run.cross_host import CrossHostTransport
 
 Group = Transport | dist.ProcessGroup | DeviceMesh | None
 
 
 def user_group(transport: Transport) -> Transport | dist.ProcessGroup | None:
-    """What a user would pass who knows nothing of transports: None where all ranks take part, their group otherwise. In
-    a simulation there is no such thing but the transport itself. Ranks that are to agree as on several machines do so
-    by their transport, whatever call each of them is in.
+    """Return None if all ranks take part, otherwise their process group.
+
+    A simulation has nothing but the transport itself. Ranks that agree as on several machines must do so in every call,
+    so they keep their transport too.
     """
     if isinstance(transport, SoloTransport):
         return None
-    if isinstance(transport, ProcessGroupTransport) and not isinstance(transport, ApartTransport):
+    if isinstance(transport, ProcessGroupTransport) and not isinstance(transport, CrossHostTransport):
         return None if transport.group is dist.group.WORLD else transport.group
     return transport
 
 
 def bare_or_mesh(transport: Transport, case: Case) -> Group:
-    """Likewise; for every other seed a mesh of one dimension, where there are process groups."""
+    """Return the user's group or, for odd seeds and where process groups exist, a mesh of one dimension."""
     group = user_group(transport)
     if case.seed % 2 == 0 or not dist.is_initialized() or isinstance(group, Transport):
         return group
@@ -35,7 +36,7 @@ def bare_or_mesh(transport: Transport, case: Case) -> Group:
 
 
 def mesh_of_two_dimensions(case: Case) -> DeviceMesh | str:
-    """Of the ranks of the Case; where there are no process groups a word, which is no group either."""
+    """Return a mesh of the Case's ranks; without process groups a string, which is no group either."""
     if not dist.is_initialized():
         return "a mesh"
     return DeviceMesh(case.device, [list(case.ranks)], mesh_dim_names=("data", "context"), _init_backend=False)

@@ -1,7 +1,7 @@
-"""What one rank does with several calls in flight on one or two groups, and what became of each step.
+"""Several calls in flight on one or two groups: the program of one rank, and the result of each step.
 
-A program is a list of forwards and backwards of calls. Before it every call is run by itself, which gives the results
-that it must have in the program too, bit for bit.
+A program is a list of forwards and backwards of calls. Each call first runs alone, which gives the results that it must
+have in the program too, bit for bit.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ from verification.run.simulation.simulated_transport import SimulatedTransport
 T = TypeVar("T")
 
 DIRECTIONS = ("forward", "backward")
-WAIT = 0.01  # seconds that a second thread is given to begin a call though it must not
+WAIT = 0.01  # seconds for a second thread to begin a call, which it must not
 
 
 @dataclass(frozen=True)
 class FlightStep:
-    """call: its number in the program. way: "own thread"; "second thread", while the own one waits; "besieged": the own
-    thread, while a second one tries to begin a forward on the same group."""
+    """One forward or backward of a program.
+
+    way: "own thread"; "second thread", which the own one awaits; "besieged": the own thread, while a second one tries
+    to begin a forward on the same group."""
 
     direction: str
-    call: int
+    call: int  # number in the program
     way: str = "own thread"
 
 
 @dataclass(frozen=True)
 class CallSpec:
-    """A call of the program. group: 0, the Case's, or 1, the second one. name: as `ring_attention` has it. bare: made
-    as users do who know nothing of transports.
-    """
+    """A call of the program."""
 
-    group: int
-    name: str | None = None
-    user_group: bool = False
+    group: int  # 0 for the Case's, 1 for the second one
+    name: str | None = None  # as in `ring_attention`
+    user_group: bool = False  # pass the group as users do, not as a transport
 
 
 @dataclass
 class ProgramResult:
-    """What a rank tells of its program. Numbers are those of the latest call on each group, None on ranks outside it.
+    """The outcome of a rank's program.
 
-    before, after  numbers before the program, and when all was over
-    done           how many steps came to an end
-    error          (type, text) of what the step after these raised
-    wrong          results that are not those of the call by itself, in words
+    before, after  number of the latest call on each group, None on ranks outside it: before the program, at the end
+    done           number of steps completed
+    error          (type, text) of the exception of the next step
+    wrong          results that differ from those of the call alone, in words
     early          a second thread began a call while another was under way
     """
 
@@ -69,7 +69,7 @@ class ProgramResult:
 
 
 def _groups(transport: Transport, members: Sequence[int] | None) -> list[Transport | None]:
-    """The transports of all ranks and, if there are members, of these, which all ranks ask for; None on the others."""
+    """Return the transport of all ranks and, if there are members, theirs; None on other ranks. Collective."""
     if members is None:
         return [transport]
     if isinstance(transport, SimulatedTransport):
@@ -83,107 +83,108 @@ def carry_out(
     transport: Transport, case: Case, members: Sequence[int] | None, calls: Sequence[CallSpec],
     programs: Sequence[Sequence[FlightStep]], afterwards: Sequence[FlightStep],
 ) -> ProgramResult:  # fmt: skip
-    """Task: this rank's program, up to the first error; then its part of what all ranks do afterwards.
+    """Task: run this rank's program up to the first error, then its part of the common steps afterwards.
 
-    members: of the second group, as indices of the first, which is then that of all ranks.
+    members: of the second group, as indices of the first, which is then the group of all ranks.
     """
-    cases, gates = [case], [None if one is None else _Gate(one) for one in _groups(transport, members)]
+    cases = [case]
+    transports = [None if group is None else _ContestedTransport(group) for group in _groups(transport, members)]
     if members is not None:
         cases.append(replace(case, group=tuple(case.ranks[member] for member in members), cuts=None))
     flights = {
         number: _Flight.of(gate, cases[call.group], call, number)
         for number, call in enumerate(calls)
-        if (gate := gates[call.group]) is not None
+        if (gate := transports[call.group]) is not None
     }
-    account = ProgramResult(_numbers(gates))
+    result = ProgramResult(_numbers(transports))
     for step in programs[transport.rank]:
         try:
-            _take(step, flights[step.call], account)
-        except Exception as error:  # of any type: the law checks which it is
-            account.error = type(error).__name__, str(error)
+            _run_step(step, flights[step.call], result)
+        except Exception as error:  # of any type: the law checks it
+            result.error = type(error).__name__, str(error)
             break
-        account.done += 1
+        result.done += 1
     for step in afterwards:
         if step.call in flights:
-            _take(step, flights[step.call], account)
-    account.wrong = [word for flight in flights.values() for word in flight.wrong()]
-    account.after = _numbers(gates)
-    return account
+            _run_step(step, flights[step.call], result)
+    result.wrong = [word for flight in flights.values() for word in flight.wrong()]
+    result.after = _numbers(transports)
+    return result
 
 
-def _numbers(gates: Sequence[_Gate | None]) -> list[int | None]:
-    return [None if gate is None else gate.calls.number for gate in gates]
+def _numbers(transports: Sequence[_ContestedTransport | None]) -> list[int | None]:
+    return [None if gate is None else gate.calls.number for gate in transports]
 
 
 @dataclass
 class _Flight:
-    """A call on this rank: its results by itself, and all those that the program gave."""
+    """A call on this rank: its results alone, and its results in the program."""
 
-    gate: _Gate
+    gate: _ContestedTransport
     case: Case
-    planned: CallSpec
+    spec: CallSpec
     number: int
     inputs: Tensors
     alone: dict[str, Tensor | None]
     call: RankCall | None = None
-    found: list[dict[str, Tensor | None]] = field(default_factory=list)
+    results: list[dict[str, Tensor | None]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, gate: _Gate, case: Case, planned: CallSpec, number: int) -> _Flight:
-        """Runs the call by itself. Calls are alike in all but their numbers and names."""
+    def of(cls, gate: _ContestedTransport, case: Case, spec: CallSpec, number: int) -> _Flight:
+        """Run the call alone. Calls differ in their numbers (the input's seed), groups and names only."""
         whole = replace(case, seed=(case.seed + number) % 2**63).tensors()
-        made = cls(gate, case, planned, number, shards(case, gate.rank, whole), {})
-        made.forward()
-        made.backward()
-        # Copies, since what later calls give may lie in the same place.
-        made.alone = {
-            key: None if x is None else x.detach().clone() for found in made.found for key, x in found.items()
+        flight = cls(gate, case, spec, number, shards(case, gate.rank, whole), {})
+        flight.forward()
+        flight.backward()
+        # Copy, since later calls may reuse the memory of these results.
+        flight.alone = {
+            key: None if x is None else x.detach().clone() for step in flight.results for key, x in step.items()
         }
-        made.found.clear()
-        return made
+        flight.results.clear()
+        return flight
 
     def forward(self) -> None:
-        group = user_group(self.gate.inner) if self.planned.user_group else self.gate
-        self.call = RankCall.forward(group, self.case, self.inputs, name=self.planned.name)
-        self.found.append({"out": self.call.out, "lse": self.call.lse})
+        group = user_group(self.gate.inner) if self.spec.user_group else self.gate
+        self.call = RankCall.forward(group, self.case, self.inputs, name=self.spec.name)
+        self.results.append({"out": self.call.out, "lse": self.call.lse})
 
     def backward(self) -> None:
         assert self.call is not None
-        found = self.call.backward(self.inputs[3:], retain=True)
-        self.found.append({f"d{name}": x for name, x in found.items()})
+        grads = self.call.backward(self.inputs[3:], retain=True)
+        self.results.append({f"d{name}": x for name, x in grads.items()})
 
     def wrong(self) -> list[str]:
-        """Asked at the end: what earlier steps gave must stay as it was."""
+        """Name the wrong results. Call it at the end: later steps must not overwrite earlier results."""
         return [
             f"{name} of call {self.number}"
-            for found in self.found
-            for name, x in found.items()
+            for step in self.results
+            for name, x in step.items()
             if (y := self.alone[name]) is not None and (x is None or not same_bits(x, y))
         ]
 
 
-def _take(step: FlightStep, flight: _Flight, account: ProgramResult) -> None:
+def _run_step(step: FlightStep, flight: _Flight, result: ProgramResult) -> None:
     act = flight.forward if step.direction == "forward" else flight.backward
     if step.way == "own thread":
         act()
     elif step.way == "second thread":
         in_second_thread(act)
     else:
-        _besieged(act, flight, account)
+        _contested(act, flight, result)
 
 
 # --- second threads ---------------------------------------------------------------------------------------------------
 
 
 def in_second_thread(act: Callable[[], T]) -> T:
-    """What `act` returns, or raises, in a thread that this one waits for."""
+    """Run `act` in a second thread and wait for it; return its result, or raise its exception."""
     thread = SecondThread(act)
     thread.start()
     return thread.result()
 
 
 class SecondThread(threading.Thread):
-    """Keeps what its function returns or raises, of any type: a simulated rank may have to be unwound."""
+    """A thread that keeps the function's result or exception, of any type: a simulated rank may be unwound."""
 
     def __init__(self, act: Callable[[], Any]) -> None:
         super().__init__(name="second thread", daemon=True)
@@ -204,32 +205,33 @@ class SecondThread(threading.Thread):
         return self._result
 
 
-class _Gate(RecordingTransport):
-    """Another transport, over which a call can be besieged."""
+class _ContestedTransport(RecordingTransport):
+    """A wrapper of a transport, with an intruder that may try to begin a call during another one."""
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner)
-        self.contended: _Siege | None = None
+        self.intruder: _Intruder | None = None
 
     def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
-        if self.contended is not None:
-            self.contended.begin()
+        if self.intruder is not None:
+            self.intruder.begin()
         super().prepare(key, outgoing)
 
 
-class _Siege(RecordingTransport):
-    """A second thread's transport, over which it begins a forward while another call is under way. Until that is over
-    the second thread asks the other ranks nothing, though it may have begun.
+class _Intruder(RecordingTransport):
+    """The transport of a second thread, which tries to begin a forward while another call is under way.
+
+    It asks the other ranks nothing until that call is over, even if it has begun.
     """
 
     def __init__(self, inner: Transport, intrude: Callable[[Transport], object]) -> None:
         super().__init__(inner)
-        self.early = False  # it has begun, and the other call is under way
+        self.early = False  # it began while the other call was under way
         self._began, self._over = threading.Event(), threading.Event()
         self._thread = SecondThread(lambda: intrude(self))
 
     def begin(self) -> None:
-        """Called within the other call: let the second thread go, and give it time to begin its own."""
+        """Start the second thread, and give it time to begin its call. Called within the other call."""
         if self._thread.ident is None:
             self._thread.start()
             self.early = self._began.wait(WAIT)
@@ -240,21 +242,21 @@ class _Siege(RecordingTransport):
         return super().all_equal(payload)
 
     def end(self) -> None:
-        """The other call is over: raise what the second thread raises."""
+        """Let the second thread finish, once the other call is over; raise its exception."""
         self._over.set()
         if self._thread.ident is None:
             self._thread.start()
         self._thread.result()
 
 
-def _besieged(act: Callable[[], object], flight: _Flight, account: ProgramResult) -> None:
-    contended = _Siege(flight.gate.inner, lambda transport: RankCall.forward(transport, flight.case, flight.inputs))
-    flight.gate.contended = contended
+def _contested(act: Callable[[], object], flight: _Flight, result: ProgramResult) -> None:
+    intruder = _Intruder(flight.gate.inner, lambda transport: RankCall.forward(transport, flight.case, flight.inputs))
+    flight.gate.intruder = intruder
     try:
         act()
     finally:
-        flight.gate.contended = None
+        flight.gate.intruder = None
         try:
-            contended.end()
+            intruder.end()
         finally:
-            account.early = contended.early
+            result.early = intruder.early

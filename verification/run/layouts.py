@@ -1,4 +1,4 @@
-"""A Case as the implementation takes it: the `Layout` that its ranks are given, and inputs that are not contiguous."""
+"""The arguments of the implementation for a Case: the `Layout`, and inputs that are not contiguous."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from verification.case import SEEDED_ORDERS
 
 
 class Divided(Protocol):
-    """A Case, or what else has tokens that are divided among ranks."""
+    """A Case, or another problem whose tokens are divided among ranks."""
 
     def division(self) -> shards.Division: ...
 
 
 def layout_of(case: Divided) -> Layout:
-    """What `case.shards()` says independently, as a `Layout`."""
+    """Return the `Layout` of the Case; `case.shards()` computes the same shards independently."""
     return _layout(*case.division())
 
 
@@ -31,14 +31,14 @@ def _layout(
     order: str, n: int, p: int, cuts: tuple[int, ...] | None, seed: int, documents: tuple[int, ...] | None = None
 ) -> Layout:
     if order in SEEDED_ORDERS:
-        listed = shards.permuted(n, p, seed) if order == "permuted" else getattr(shards, order)(n, seed)
-        return Layout.from_cuts(listed, cuts or [r * n // p for r in range(p + 1)])
+        tokens = shards.permuted(n, p, seed) if order == "permuted" else getattr(shards, order)(n, seed)
+        return Layout.from_cuts(tokens, cuts or [r * n // p for r in range(p + 1)])
     if order in ("spliced", "stepped", "paired", "dealt", "contiguous by document"):
-        held = _held(order, n, p, documents or (n,))
-        positions = torch.tensor([x for mine in held for x in mine], dtype=torch.int64)
-        return Layout.from_cuts(positions, cuts or list(accumulate(map(len, held), initial=0)))
+        by_rank = _positions_by_rank(order, n, p, documents or (n,))
+        positions = torch.tensor([x for own in by_rank for x in own], dtype=torch.int64)
+        return Layout.from_cuts(positions, cuts or list(accumulate(map(len, by_rank), initial=0)))
     if order == "contiguous" and cuts is not None:
-        return Layout.from_cuts(range(n), cuts)  # of any length: nothing is listed
+        return Layout.from_cuts(range(n), cuts)  # works for any length: no list of positions is made
     zigzag = order == "zigzag by document"
     layout: Layout = Layout.zigzag(n, p, documents=documents) if zigzag else getattr(Layout, order)(n, p)
     if cuts is None:
@@ -46,14 +46,14 @@ def _layout(
     return Layout.from_cuts(torch.cat([layout.positions(rank) for rank in range(p)]), cuts)
 
 
-def _held(order: str, n: int, p: int, documents: tuple[int, ...]) -> list[list[int]]:
-    """What each rank holds in an order that `Layout` has no name for."""
-    if order == "spliced":  # on each rank two runs of different steps that lie within each other
+def _positions_by_rank(order: str, n: int, p: int, documents: tuple[int, ...]) -> list[list[int]]:
+    """Return the positions of each rank in an order that has no constructor in `Layout`."""
+    if order == "spliced":  # each rank has two interleaved runs of different steps
         evens = (n + 1) // 2
         return [
             [*range(2 * (r * evens // p), 2 * ((r + 1) * evens // p), 2), *range(1 + 2 * r, n, 2 * p)] for r in range(p)
         ]
-    if order == "stepped":  # on each rank a run of step 1, then one of the ranks' number
+    if order == "stepped":  # each rank has a run of step 1, then one of step p
         half = (n + 1) // 2
         return [[*range(r * half // p, (r + 1) * half // p), *range(half + r, n, p)] for r in range(p)]
     if order == "paired":
@@ -69,9 +69,10 @@ def _held(order: str, n: int, p: int, documents: tuple[int, ...]) -> list[list[i
 
 
 def strided_copy(x: Tensor, other: int = 2) -> Tensor:
-    """A tensor equal to x, of at least three dimensions, that is not contiguous: dimensions 1 and `other` lie in the
-    other order, in a slice of a larger buffer. What the slice leaves out is NaN, which a reader that goes by the wrong
-    strides gets.
+    """Return a tensor equal to x, of at least three dimensions, that is not contiguous.
+
+    Dimensions 1 and `other` are swapped in memory, in a slice of a larger buffer. The rest of the buffer is NaN, so
+    that reading with wrong strides shows.
     """
     swapped = x.transpose(1, other)
     buffer = x.new_full([size + 1 for size in swapped.shape], math.nan)

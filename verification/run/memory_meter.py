@@ -1,7 +1,6 @@
-"""How much memory a call may take, and the meter for it.
+"""A meter of a call's memory, and the limits on it: O(n / p) memory, and kernel calls bounded by a bucket.
 
-What has to hold is O(n / p) memory, and that a bucket bounds a kernel call. The meter neither patches nor knows the
-inside of a call: it looks at the tensors that operations take and make.
+The meter neither patches nor knows the inside of a call: it watches the inputs and outputs of torch's operations.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ LEAST_BLOCK = 8  # query rows whose scores may exist at a time, whatever their s
 
 @dataclass(frozen=True)
 class Workspace:
-    """What one forward or backward took.
+    """The memory use of one forward or backward.
 
-    largest   bytes of the largest tensor that an operation made. Integers are not counted: they are positions
-    products  of matrix products that contract or make vectors of the head dim, the numbers of vectors on either
-              side, batch and folds counted in, the smaller number first: which side are the keys does not show
+    largest   bytes of the largest tensor that an operation made; integers, which are positions, do not count
+    products  numbers of vectors on the two sides of each matrix product with vectors of the head dim, batch and folds
+              included, the smaller first, since the sides do not show which one is the keys
     """
 
     largest: int
@@ -39,10 +38,10 @@ class Workspace:
 
 
 class Meter(TorchDispatchMode):
-    """Watches the operations of one thread, forward and backward.
+    """A dispatch mode that watches the operations of one thread, forward and backward.
 
-    held, peak: bytes of all tensors, as long as they live, that operations inside made or `count` was told of: now, and
-    at most at any time. Scratch inside one of torch's kernels is not seen.
+    held, peak: bytes of the live tensors that operations inside made or `count` was given: now, and at most so far.
+    Scratch memory inside torch's kernels is not seen.
     """
 
     def __init__(self, head_dim: int) -> None:
@@ -51,16 +50,16 @@ class Meter(TorchDispatchMode):
         self._dim = head_dim
         self._largest = 0
         self._products: set[tuple[int, int]] = set()
-        self._known: set[int] = set()  # storages that are counted
+        self._known: set[int] = set()  # storages counted in `held`
 
     def take(self) -> Workspace:
-        """What was seen since the last time."""
-        taken = Workspace(self._largest, frozenset(self._products))
+        """Return what was seen since the last call, and start again."""
+        workspace = Workspace(self._largest, frozenset(self._products))
         self._largest, self._products = 0, set()
-        return taken
+        return workspace
 
     def count(self, x: Tensor) -> None:
-        """Counts the storage of x, once, until nobody holds it any more."""
+        """Count the storage of x, once, until it is freed."""
         storage = x.untyped_storage()
         identity = storage._cdata
         if identity not in self._known:
@@ -74,10 +73,10 @@ class Meter(TorchDispatchMode):
         self.held -= size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.ring.attention.default:  # one operator to others: the meter looks into it
+        if func is torch.ops.ring.attention.default:  # a custom operator: meter the operations inside it
             with self:
                 return run_prepared(*args)
-        if _composed(func):  # what is called within an operator has not been taken apart yet
+        if _composed(func):  # inside an operator, composite operations arrive undecomposed
             with self:
                 return func.decompose(*args, **(kwargs or {}))
         results = func(*args, **(kwargs or {}))
@@ -86,9 +85,9 @@ class Meter(TorchDispatchMode):
                 self.count(result)
         makes, multiplies = _kind(func)
         if makes:
-            for made in results if isinstance(results, (tuple, list)) else (results,):
-                if isinstance(made, Tensor) and (made.is_floating_point() or made.dtype is torch.bool):
-                    self._largest = max(self._largest, made.numel() * made.element_size())
+            for x in results if isinstance(results, (tuple, list)) else (results,):
+                if isinstance(x, Tensor) and (x.is_floating_point() or x.dtype is torch.bool):
+                    self._largest = max(self._largest, x.numel() * x.element_size())
         if multiplies is not None:
             self._multiplied(args[multiplies], args[multiplies + 1])
         return results
@@ -107,13 +106,13 @@ class Meter(TorchDispatchMode):
 
 @cache
 def _composed(func: Any) -> bool:
-    """Whether an operation is made of others for all devices alike, as `matmul` is."""
+    """True if an operation is a composite of others on all devices, as `matmul` is."""
     return func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
 @cache
 def _kind(func: Any) -> tuple[bool, int | None]:
-    """Whether an operation makes new tensors; and, of those that multiply matrices, which argument is the first."""
+    """Return (True if the operation makes new tensors, index of the first matrix if it multiplies matrices)."""
     returns = func._schema.returns
     makes = bool(returns) and all(x.alias_info is None for x in returns)
     name = func._schema.name.removeprefix("aten::")
@@ -123,7 +122,7 @@ def _kind(func: Any) -> tuple[bool, int | None]:
 
 
 def process_peak(device: torch.device | None = None) -> int:
-    """The most bytes in use so far: of torch's allocator on that GPU, otherwise of this process with torch itself."""
+    """Peak bytes in use so far: by torch's allocator on that GPU, otherwise by this process, torch included."""
     if device is not None and device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -132,7 +131,7 @@ def process_peak(device: torch.device | None = None) -> int:
 
 @dataclass(frozen=True)
 class WorkspaceLimits:
-    """Of one rank: vectors in a kernel call, and bytes of any tensor."""
+    """Limits of one rank: vectors in a kernel call, and bytes of any tensor."""
 
     query_vectors: int
     key_vectors: int
@@ -141,25 +140,25 @@ class WorkspaceLimits:
 
 
 def limits(case: Case, index: int, buffer_forward: int, buffer_backward: int) -> WorkspaceLimits:
-    """What rank `index` of the group may take. The buffers are its communication buffers, in bytes, all together.
+    """Limits of the rank at `index` of the group. buffer_forward, buffer_backward: bytes of all communication buffers.
 
     With b the bucket, n_r the rank's tokens, n all, w bytes of the accumulator's type:
 
     A kernel call takes at most b key tokens, so B Hk b key vectors, and max(b, 16) query rows, so B H max(b, 16)
-    query vectors: folds and joined ranges of keys count in full. Tensors that may exist are
+    query vectors: folds and joined ranges of keys count in full. The largest tensors may be
 
         the rank's queries, their output or gradient, or a part of them          B n_r H D w
         the keys of a call, copied or as gradients                               B min(b, n) Hk D w
-        scores of a call: no more than its queries have numbers, or of 8 rows    B 8 H min(b, n) w
+        scores of a call: no larger than its queries, or of 8 rows               B 8 H min(b, n) w
         a communication buffer                                                   at most all of them together
 
-    Softmax weights are scores; masks are no larger; keys of the own shard are no more than its queries. No tensor of
-    n_r n, or of n_r n_r, numbers fits in this once a shard is long.
+    Softmax weights are as large as scores, masks no larger, the shard's own keys no larger than its queries. No tensor
+    of n_r n, or of n_r n_r, numbers fits in this once a shard is long.
     """
-    b, n, mine = case.tokens_per_call, case.tokens, case.shards().counts[index]
+    b, n, own = case.tokens_per_call, case.tokens, case.shards().counts[index]
     call = case.batch * min(b, n)  # key tokens
     most = case.accumulator_dtype.itemsize * max(
-        case.batch * mine * case.heads * case.head_dim,
+        case.batch * own * case.heads * case.head_dim,
         call * case.kv_heads * case.head_dim,
         call * case.heads * LEAST_BLOCK,
     )

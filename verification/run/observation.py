@@ -1,5 +1,4 @@
-"""What one rank saw of one example: made in the ranks by `verification.run.rank`, checked by
-`verification.check.checks`."""
+"""The Observation of one rank: made in the ranks by `verification.run.rank`, checked by `verification.check.checks`."""
 
 from __future__ import annotations
 
@@ -20,13 +19,13 @@ Floats = NDArray[np.floating[Any]]
 
 @dataclass(frozen=True, eq=False)
 class Division:
-    """What a rank's `Layout` says, of itself and of all.
+    """The answers of a rank's `Layout`.
 
-    positions  that it gives for this rank, (L,); counts: of every rank
-    sharded    what `shard` makes of the numbers 0 .. n - 1 on this rank, (L,)
-    place      what `unshard` makes of the same numbers, cut by the counts: of each position its place, (n,)
-    bucket     tokens of the default bucket where the largest shard had LONGER tokens, another one none: most drawn
-               Cases are too short for more than the least one
+    positions  of this rank, (L,); counts: tokens of every rank
+    sharded    `shard` of the numbers 0 .. n - 1 on this rank, (L,)
+    place      `unshard` of the same numbers, cut by the counts: the index of each position, (n,)
+    bucket     tokens of the default bucket for shards of 0 and LONGER tokens, since most drawn Cases are too short for
+               more than the smallest bucket
     """
 
     positions: Ints
@@ -41,12 +40,14 @@ LONGER = 65536
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """What one rank saw. Arrays as `carry` makes them: its shard of out, dq (B, L, H, D), dk, dv (B, L, Hk, D), lse
-    (B, H, L), None exactly if the Case has it unused.
+    """Results, messages and memory of one rank.
 
-    dtypes: names of the results' types, in the order of QUANTITIES. Messages are in the order in which they were
-    posted. Buffers: peak bytes of communication buffers. inputs_unchanged: bit for bit. repeat_equal: a second run gave
-    the same bits and sent the same. Workspaces are there exactly if the Case is measured.
+    out, dq, dk, dv    its shards, (B, L, H, D) and (B, L, Hk, D); lse: (B, H, L), None if the Case has it unused
+    dtypes             names of the results' types, in the order of QUANTITIES
+    sent_, received_   messages, in the order in which they were posted
+    buffer_            peak bytes of communication buffers
+    repeat_equal       a second run gave the same bits and sent the same messages; inputs_unchanged: bit for bit
+    workspace_         None unless the Case is measured
     """
 
     layout: Division
@@ -71,7 +72,7 @@ class Observation:
 Observations = Sequence[Observation]
 
 
-def carry(x: torch.Tensor) -> Floats:
-    """The same numbers as a NumPy array that travels between processes: 16-bit types as float32, others as they are."""
+def to_numpy(x: torch.Tensor) -> Floats:
+    """Convert to a NumPy array that travels between processes: 16-bit types become float32."""
     x = x.detach()
     return np.asarray((x.float() if x.dtype.itemsize == 2 else x).cpu().numpy())

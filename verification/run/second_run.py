@@ -1,5 +1,4 @@
-"""Circumstances of a run: other defaults, inputs at other places in memory, losses that give no gradient or are
-differentiated again."""
+"""Variations of a run: other torch defaults, inputs in one storage, losses without a gradient, second derivatives."""
 
 from __future__ import annotations
 
@@ -18,19 +17,18 @@ ALIGNMENT = 256  # bytes, the coarsest by which a kernel or a product is chosen
 
 @contextmanager
 def another_default_device() -> Iterator[None]:
-    """torch's meta device is the default, so a tensor that a call makes without naming a device holds no numbers and
-    cannot be combined with others. The default applies to the calling thread, and to autograd while it works for it.
+    """Make torch's meta device the default of this thread, and of autograd while it works for it.
+
+    A tensor that a call makes without naming a device then holds no numbers and cannot be combined with others.
     """
-    with _caches_of_its_own(), torch.device("meta"):
+    with _empty_ring_caches(), torch.device("meta"):
         yield
 
 
 @contextmanager
 def another_default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """That is the type of tensors that a call makes without naming one, of the whole process: simulated ranks share it,
-    so what is put back is torch's own default, not what there was.
-    """
-    with _caches_of_its_own():
+    """Make this the default type of the process. Restores float32, torch's own, since simulated ranks share it."""
+    with _empty_ring_caches():
         torch.set_default_dtype(dtype)
         try:
             yield
@@ -39,8 +37,8 @@ def another_default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextmanager
-def _caches_of_its_own() -> Iterator[None]:
-    """The ring's caches are emptied before, so that all is made again, and after, so that nothing of it is used."""
+def _empty_ring_caches() -> Iterator[None]:
+    """Empty the ring's caches before, so that all is computed again, and after, so that nothing of it is reused."""
     clear_caches(("ring",))
     try:
         yield
@@ -59,34 +57,35 @@ class _WithoutGradient(torch.autograd.Function):
 
 
 def without_gradient(x: Tensor) -> Tensor:
-    """x, through a function that gives None as its gradient, as functions may: what made x is still gone through."""
+    """Identity whose backward returns None; the graph behind it still runs."""
     return _WithoutGradient.apply(x)
 
 
 def must_not_be_differentiated(gradient: Tensor, sources: Sequence[Tensor]) -> None:
-    """Second derivatives are refused. Raises RuntimeError if they are given, as numbers or as none at all."""
+    """Raise RuntimeError unless a second derivative is refused with NotImplementedError."""
     for source in sources:
         try:
-            found = torch.autograd.grad(gradient.sum(), source, retain_graph=True, allow_unused=True)
+            second = torch.autograd.grad(gradient.sum(), source, retain_graph=True, allow_unused=True)
         except NotImplementedError:
             continue
-        raise RuntimeError(f"a second derivative must be refused as NotImplementedError, got {found}")
+        raise RuntimeError(f"a second derivative must be refused as NotImplementedError, got {second}")
 
 
 def in_one_storage(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Equal tensors, of one dtype and device, with the same strides that lie in one storage, in the order given. Each
-    takes as much room as its own storage has, NaN where it is not used. Between them is only the padding that keeps
-    each aligned as before, so that kernels compute the same bit for bit.
+    """Copy tensors of one dtype and device into one storage, in order, with the same strides.
+
+    Each takes as many bytes as its old storage; unused ones are NaN. Padding keeps each aligned as before, so that
+    kernels compute the same bits.
     """
     first = tensors[0]
     block = ALIGNMENT // first.element_size()
     sizes = [math.ceil(x.untyped_storage().nbytes() / ALIGNMENT) * block for x in tensors]
     buffer = first.new_full((sum(sizes),), math.nan)
-    found, start = [], 0
+    views, start = [], 0
     for x, size in zip(tensors, sizes, strict=True):
-        place = buffer.as_strided(x.shape, x.stride(), start + x.storage_offset())
-        once = tuple(slice(1) if step == 0 else slice(None) for step in x.stride())  # of what is expanded
-        place[once].copy_(x.detach()[once])
-        found.append(place)
+        view = buffer.as_strided(x.shape, x.stride(), start + x.storage_offset())
+        unexpanded = tuple(slice(1) if step == 0 else slice(None) for step in x.stride())
+        view[unexpanded].copy_(x.detach()[unexpanded])
+        views.append(view)
         start += size
-    return found
+    return views

@@ -1,7 +1,7 @@
-"""A call whose forward and backward are issued on streams of their own, as programs do that overlap work on a GPU.
+"""A call whose forward and backward are issued on two side streams, as programs do that overlap work on a GPU.
 
-Whatever a call reads becomes right late, on the stream on which it is called: before that it is NaN. So what a call
-does on another stream, without waiting, shows. Without a GPU the same steps give the same results.
+Its inputs are NaN until they are written late, on the stream of the call. So work that the call issues on another
+stream without waiting shows as NaN. Without a GPU the same steps give the same results.
 """
 
 from __future__ import annotations
@@ -19,62 +19,63 @@ from verification.run import rank
 from verification.run.observation import Observation
 from verification.run.rank import RankCall, Tensors
 
-LATE = 2_000_000  # cycles of a GPU, a millisecond or two: longer than a call of few tokens takes to be issued
+LATE = 2_000_000  # GPU cycles, a millisecond or two: longer than a call of few tokens takes to be issued
 
 
-class Side:
-    """A stream beside the current one; on a CPU nothing."""
+class SideStream:
+    """A stream beside the current one; its methods do nothing on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def on(self) -> AbstractContextManager[object]:
-        """Within it this is the current stream."""
+    def current(self) -> AbstractContextManager[object]:
+        """Return a context in which this is the current stream."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def late(self, into: Sequence[Tensor], numbers: Sequence[Tensor]) -> None:
-        """On the current stream, after a while, the numbers come into these tensors."""
+    def copy_late(self, into: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Issue, on the current stream, a delay and then copies of the sources into these tensors."""
         if self._stream is not None:
             torch.cuda._sleep(LATE)
-        for x, right in zip(into, numbers, strict=True):
-            x.copy_(right)
+        for x, source in zip(into, sources, strict=True):
+            x.copy_(source)
 
-    def follows(self, other: Side | None = None) -> None:
-        """What comes now on this stream waits for all that was issued on the other, or on the current one."""
+    def wait_for(self, other: SideStream | None = None) -> None:
+        """Make this stream wait for all work issued so far on the other one, or on the current one."""
         if self._stream is not None:
             before = torch.cuda.current_stream() if other is None else other._stream
             assert before is not None
             self._stream.wait_stream(before)
 
-    def joins(self) -> None:
-        """What comes now on the current stream waits for this one."""
+    def join(self) -> None:
+        """Make the current stream wait for this one."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
 
 def observe_on_streams(transport: Transport, case: Case) -> Observation:
-    """Task: what the call gives on side streams, with the messages and buffers of the same call on the current stream,
-    and as `repeat_equal` whether both gave the same bits."""
+    """Task: run the call on the current stream, then on side streams; both must give the same bits (`repeat_equal`).
+
+    Returns the results on side streams with the messages and buffers of the first run."""
     inputs = rank.shards(case, transport.rank, rank.whole_tensors(case))
-    kept = [x.clone() for x in inputs]
+    copies = [x.clone() for x in inputs]
     plain = rank.attend(transport, case, inputs)
     aside = replace(plain, results=results_on_streams(transport, case, inputs))
-    return rank.observation_of(rank.division(case, transport.rank), inputs, kept, aside, plain)
+    return rank.observation_of(rank.division(case, transport.rank), inputs, copies, aside, plain)
 
 
 def results_on_streams(transport: Transport, case: Case, inputs: Tensors) -> tuple[Tensor | None, ...]:
-    """out, lse, dq, dk, dv: the forward on one side stream, the backward on another."""
-    places = (torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs)
-    given = tuple(x.fill_(torch.nan) for x in places)
-    there, back = Side(rank.rank_device()), Side(rank.rank_device())
-    there.follows()  # whatever the current stream has to do with these tensors comes first
-    with there.on():
-        there.late(given[:3], inputs[:3])
-        call = RankCall.forward(RecordingTransport(transport), case, given, loss=case.loss_of(transport.rank))
-    back.follows(there)
-    with back.on():
-        back.late(given[3:], inputs[3:])
-        found = call.backward(given[3:])
-    there.joins()
-    back.joins()
-    return call.out, call.lse, found["q"], found["k"], found["v"]
+    """Return out, lse, dq, dk, dv of a forward on one side stream and a backward on another."""
+    empty = (torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs)
+    late = tuple(x.fill_(torch.nan) for x in empty)
+    first, second = SideStream(rank.rank_device()), SideStream(rank.rank_device())
+    first.wait_for()  # the current stream may still be writing these tensors
+    with first.current():
+        first.copy_late(late[:3], inputs[:3])
+        call = RankCall.forward(RecordingTransport(transport), case, late, loss=case.loss_of(transport.rank))
+    second.wait_for(first)
+    with second.current():
+        second.copy_late(late[3:], inputs[3:])
+        grads = call.backward(late[3:])
+    first.join()
+    second.join()
+    return call.out, call.lse, grads["q"], grads["k"], grads["v"]

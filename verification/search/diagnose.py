@@ -33,16 +33,16 @@ def read_too_early(simulation: SimBackend, experiment: Experiment, subject: Any)
     met: dict[Route, str] = {}
 
     def wrong_with(late: list[Route]) -> bool:
-        simulation.prompt = DeliveryPolicy(frozenset(late))
+        simulation.delivery = DeliveryPolicy(frozenset(late))
         failure = look(experiment, simulation, subject)[1]
-        met.update(simulation.prompt.met)
+        met.update(simulation.delivery.received)
         return isinstance(failure, WrongResult)
 
     try:
-        simulation.prompt = DeliveryPolicy()
+        simulation.delivery = DeliveryPolicy()
         if look(experiment, simulation, subject)[1] is not None:
             return None
-        suspects = list(simulation.prompt.met)
+        suspects = list(simulation.delivery.received)
         if not wrong_with(suspects):
             return None
         while len(suspects) > 1:
@@ -54,4 +54,4 @@ def read_too_early(simulation: SimBackend, experiment: Experiment, subject: Any)
             return None
         return f"rank {reader} reads the receive buffer of {met[route]} before that message was waited for"
     finally:
-        simulation.prompt = None
+        simulation.delivery = None

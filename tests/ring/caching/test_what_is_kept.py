@@ -20,11 +20,11 @@ from ring.comm.call_order import MAX_CALLS, Calls
 from ring.comm.transport import SoloTransport
 from ring.compile_ops import traced
 from ring.consensus import CallSetting
-from verification.run.caches import bounded_of, clear_caches, recent_of
+from verification.run.caches import bounded_caches, clear_caches, lru_caches
 
 RING = ("ring",)
 MOST_SETTINGS, MOST_ENTRIES, MOST_BYTES = 512, 8192, 2**30  # of any `BoundedCache`, of any functools cache, in bytes
-BOUNDED = [one for one in bounded_of(RING) if not one[0].startswith("ring.compute.gpu.")]  # entries of one size
+BOUNDED = [one for one in bounded_caches(RING) if not one[0].startswith("ring.compute.gpu.")]  # entries of one size
 DENSE = Branch()
 LONG, DOCUMENTS = 600, (3, 1) * 100 + (200,)
 
@@ -46,7 +46,7 @@ def test_caches_are_bounded_by_number_and_by_bytes() -> None:
         for number in range(2):
             cache.put(number, number, MOST_BYTES)
         assert len(cache) == 1, name
-    sizes = {name: cache.cache_parameters()["maxsize"] for name, cache in recent_of(RING)}
+    sizes = {name: cache.cache_parameters()["maxsize"] for name, cache in lru_caches(RING)}
     assert "ring.layout.numbered_layout" in sizes
     assert {name: most for name, most in sizes.items() if most is None or most > MOST_ENTRIES} == {}
 

@@ -19,7 +19,7 @@ from verification.__main__ import main
 from verification.failures import MismatchedMessages, Outcome, RankCrash, RankState, VerificationFailure
 from verification.faults import fault_run
 from verification.faults.fault_experiment import MishandledFault, check_fault, check_whole, chosen, judge
-from verification.faults.inject import BY_NAME, KINDS, Fault, observe_struck
+from verification.faults.inject import BY_NAME, KINDS, Fault, observe_with_fault
 from verification.report.report import Report
 from verification.run.backends import PRELOAD, GlooBackend, SimBackend
 from verification.run.processes import pool
@@ -31,7 +31,7 @@ CASE = plain(3, tokens=9)
 
 @pytest.fixture(scope="module")
 def gloo() -> Iterator[GlooBackend]:
-    with closing(GlooBackend(preload=(*PRELOAD, observe_struck.__module__))) as backend:
+    with closing(GlooBackend(preload=(*PRELOAD, observe_with_fault.__module__))) as backend:
         backend.start(3)
         yield backend
 

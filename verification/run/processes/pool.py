@@ -1,14 +1,14 @@
-"""A pool of persistent ranks: one process each, joined by gloo, kept alive over thousands of calls.
+"""A pool of persistent ranks: one process each, joined by gloo or NCCL, reused for thousands of calls.
 
     with Pool(4, preload=("torch", "my_package.steps")) as pool:
         results = pool.run(steps.forward, case)         # one result per rank, in rank order
 
-A rank that dies, raises or gives no answer makes the call raise `RankCrash`, `RankError` (or `MismatchedMessages`)
-or `RankHang` with every rank's stack. After any of these all ranks are replaced, even if each of them answered: a
-message that one sent and none received would otherwise reach a later call. Processes come from a forkserver that has
-already imported torch, so that this takes a fraction of a second. No call is ever made a second time.
+A rank that dies, raises or does not answer makes the call raise `RankCrash`, `RankError` (or `MismatchedMessages`)
+or `RankHang` with every rank's stack. All ranks are then replaced, even those that answered: a message that nobody
+received would otherwise reach a later call. Processes come from a forkserver that has already imported torch, so
+replacing them takes a fraction of a second. No call is ever retried.
 
-Needs Linux (/proc, memfd). A pool is to be used from one thread at a time.
+Needs Linux (/proc, memfd). Use a pool from one thread at a time.
 """
 
 from __future__ import annotations
@@ -38,16 +38,14 @@ __all__ = ["Pool", "PoolError", "Ticket"]
 
 T = TypeVar("T")
 
-START_TIMEOUT = 180.0  # seconds for all ranks to come up, on however loaded a machine
-# When a rank has raised: how long the others may take to raise or answer too before they count as left waiting.
-GRACE = 0.3  # seconds
-LISTEN = 0.02  # seconds, to each of the ranks that are left when one has died
-# The timeout is prolonged to at most so many times its length while a rank computes, or waits for a processor.
-BUSY = 10.0
+START_TIMEOUT = 180.0  # seconds for all ranks to start, even on a loaded machine
+GRACE = 0.3  # seconds after a rank raised, in which the others may raise or answer before they count as left waiting
+LISTEN = 0.02  # seconds to poll each of the other ranks when one has died
+BUSY = 10.0  # the timeout is extended at most to this multiple while a rank computes, or waits for a processor
 
 
 class RankSet(Protocol):
-    """One generation of ranks, wherever they are: what the pool asks of `verification.run.processes.worker.Ranks`."""
+    """One generation of ranks, local or not: the part of `verification.run.processes.worker.Ranks` that pools use."""
 
     world_size: int
 
@@ -67,11 +65,11 @@ class RankSet(Protocol):
 
 @dataclass(frozen=True)
 class Ticket:
-    """A call under way: `collect` takes it, once."""
+    """A call under way, to be passed to `collect` once."""
 
     sequence: int
     name: str
-    dead: tuple[int, ...] = ()  # ranks that had died since they answered the call before
+    dead: tuple[int, ...] = ()  # ranks that had died since they answered the previous call
 
 
 @dataclass
@@ -88,12 +86,15 @@ class _PoolCall:
 class Pool:
     """`world_size` ranks, ready when the constructor returns.
 
-    timeout: seconds that a call may take (`run` and `collect` can be given another), ten times as many while a rank
-        that has not answered is computing, or is kept from it by a loaded machine. It runs from `collect`.
-    preload: modules that the forkserver imports once, before any rank exists. Must contain "torch".
-    joined_by: "gloo", or "nccl", for which there must be a GPU for each rank.
+    Args:
+        timeout: seconds that a call may take, counted from `collect`; `run` and `collect` can override it. Ten times as
+            many while a rank that has not answered computes, or waits for a processor.
+        preload: modules that the forkserver imports once, before any rank exists; "torch" among them.
+        joined_by: "gloo", or "nccl", which needs a GPU for each rank.
 
-    Raises ValueError for bad arguments, PoolError if the ranks do not start (a module was not preloaded, say).
+    Raises:
+        ValueError: for bad arguments.
+        PoolError: if the ranks do not start (a module was not preloaded, say).
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class Pool:
         self.world_size = world_size
         self.timeout = timeout
         self._joined_by = joined_by
-        self.generation = 0  # how many sets of ranks there have been
+        self.generation = 0  # number of sets of ranks started so far
         self._preload = tuple(preload)
         self._sequence = 0
         self._under_way: Ticket | None = None
@@ -125,21 +126,20 @@ class Pool:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The ranks' process identifiers, in rank order."""
+        """Process identifiers, in rank order."""
         return self._live().pids
 
     def run(self, function: Callable[..., T], *args: Any, timeout: float | None = None) -> list[T]:
-        """`submit` and `collect` in one."""
+        """Submit a call and collect its results."""
         return self.collect(self.submit(function, *args), timeout=timeout)
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Ticket:
-        """Have every rank call `function(*args)`; returns at once, the ranks work meanwhile.
+        """Start `function(*args)` on every rank, and return without waiting.
 
         The function travels by name, so it must be importable; arguments and results travel by pickle.
         If an earlier call was never collected, the ranks are replaced first, and its answers are lost.
 
-        Raises ValueError for a function of `__main__`, PoolError on a closed pool, and what pickle raises (nothing has
-        been sent then).
+        Raises ValueError for a function of `__main__`, PoolError on a closed pool, errors of pickle before it sends.
         """
         ranks = self._live()
         if getattr(function, "__module__", None) == "__main__":
@@ -157,13 +157,13 @@ class Pool:
         return ticket
 
     def collect(self, ticket: Ticket, *, timeout: float | None = None, last_words: float = 0.0) -> list[Any]:
-        """Every rank's result, in rank order.
+        """Return every rank's result, in rank order.
 
         timeout: seconds from now; None for the pool's own. last_words: seconds that the others have to answer, or to
         raise, when a rank has died.
 
-        Raises RankCrash, RankError, MismatchedMessages or RankHang; the ranks have been replaced by then.
-        Raises ValueError for a ticket already collected or given up, PoolError on a closed pool.
+        Raises RankCrash, RankError, MismatchedMessages or RankHang, after replacing the ranks; ValueError for a ticket
+        that was already collected or discarded, PoolError on a closed pool.
         """
         ranks = self._live()
         if ticket != self._under_way:
@@ -176,14 +176,14 @@ class Pool:
             failed = bool(call.waiting or call.raised or call.died)
             failure = _diagnose(ranks, ticket, call, timeout) if failed else None
         except BaseException as error:
-            # Ctrl-C, or a result that cannot be unpickled: no later call must meet what is left of this one.
+            # Ctrl-C, or a result that cannot be unpickled: replace the ranks, so that no later call meets its remains.
             self._start_after(error)
             raise
         self._under_way = None
         if failure is None:
             return [call.results[rank] for rank in range(self.world_size)]
         self._start_after(failure)
-        # One line each: Hypothesis keeps failures from different lines apart.
+        # Raise each kind on its own line: Hypothesis tells failures apart by line.
         if isinstance(failure, RankCrash):
             raise failure
         if isinstance(failure, MismatchedMessages):
@@ -204,11 +204,11 @@ class Pool:
         return self._ranks
 
     def _start(self) -> RankSet:
-        """New ranks in place of the present ones, if any. PoolError, and a closed pool, if they do not start."""
+        """Start new ranks in place of the present ones. Raises PoolError, and closes the pool, if they do not start."""
         self.close()
         self.generation += 1
         ranks = self._new_ranks()
-        self._end_ranks = weakref.finalize(self, ranks.end)  # also when the pool is garbage, or at interpreter exit
+        self._end_ranks = weakref.finalize(self, ranks.end)  # runs also when the pool is garbage, or at exit
         self._ranks = ranks
         try:
             ranks.start()
@@ -236,10 +236,10 @@ def _qualified_name(function: Callable[..., Any]) -> str:
 
 
 def _await_answers(ranks: RankSet, ticket: Ticket, timeout: float) -> _PoolCall:
-    """Take answers until all are there, a rank died, the grace after an exception is over, or the timeout is.
+    """Take answers until all have arrived, a rank died, or the timeout or the grace after an exception is over.
 
-    The timeout is wall time, and a loaded machine may leave ranks without a processor for long: while one that has not
-    answered could run, the timeout is prolonged, up to BUSY times. Ranks that wait for each other could not.
+    The timeout is wall time, and a loaded machine may leave ranks without a processor for long. So it is extended, up
+    to BUSY times, while a rank that has not answered is runnable. Ranks that wait for each other are not.
     """
     call = _PoolCall(set(range(ranks.world_size)))
     began = time.monotonic()
@@ -254,7 +254,7 @@ def _await_answers(ranks: RankSet, ticket: Ticket, timeout: float) -> _PoolCall:
         for rank, dead in events:
             if not dead and rank in call.waiting:
                 _take_answer(ranks, call, rank, ticket.sequence)
-            elif dead and rank not in call.raised:  # a rank that cannot join its group raises, and then ends
+            elif dead and rank not in call.raised:  # a rank that cannot join its group raises, then exits
                 call.died.add(rank)
         if call.raised:
             deadline = min(deadline, time.monotonic() + GRACE)
@@ -262,10 +262,10 @@ def _await_answers(ranks: RankSet, ticket: Ticket, timeout: float) -> _PoolCall:
 
 
 def _take_last_words(ranks: RankSet, call: _PoolCall, expected: int, seconds: float) -> None:
-    """Some ranks died: the answers of the others, who may take so long to find out. Once one has, all are about to."""
+    """Take answers of the surviving ranks, which need this long to notice a death. After one did, the others follow."""
     end = time.monotonic() + seconds
-    while (left := call.waiting - call.died) and time.monotonic() < end:
-        for rank in sorted(left):
+    while (alive := call.waiting - call.died) and time.monotonic() < end:
+        for rank in sorted(alive):
             if ranks.has_answer(rank, LISTEN):
                 _take_answer(ranks, call, rank, expected)
                 end = min(end, time.monotonic() + GRACE)
@@ -288,11 +288,11 @@ def _take_answer(ranks: RankSet, call: _PoolCall, rank: int, expected: int) -> N
 
 
 def _diagnose(ranks: RankSet, ticket: Ticket, call: _PoolCall, timeout: float) -> RankFailure:
-    """The failure, with where every rank stands. Call it before the ranks are replaced."""
+    """Return the failure, with the state of every rank. Call it before the ranks are replaced."""
     stacks = ranks.stacks(call.waiting | call.died)
     if call.raised or call.died:
         for rank in sorted(call.waiting - call.died):
-            # It may have raised because another rank ended; if it has left the call, its answer is about to come.
+            # It may have raised because another rank ended; if it has left the call, wait for its answer.
             if ranks.has_answer(rank, GRACE if is_answering(stacks[rank]) else 0.0):
                 _take_answer(ranks, call, rank, ticket.sequence)
     call.died |= {rank for rank in call.waiting if ranks.is_dead(rank)}
@@ -304,8 +304,8 @@ def _diagnose(ranks: RankSet, ticket: Ticket, call: _PoolCall, timeout: float) -
         before = f" (it was dead before the call: {name_ranks(ticket.dead)})" if ticket.dead else ""
         return RankCrash(f"{died} {where}{before}", states)
     if call.raised:
-        who = sorted(call.raised)
-        headline = f"{name_ranks(who)} raised {where}: {call.raised[who[0]].headline}"
+        failed = sorted(call.raised)
+        headline = f"{name_ranks(failed)} raised {where}: {call.raised[failed[0]].headline}"
         mismatched = any(raised.mismatched for raised in call.raised.values())
         return MismatchedMessages(headline, states) if mismatched else RankError(headline, states)
     longer = f", nor within {call.waited:.0f} s while it computed," if call.waited > 2 * timeout else ""

@@ -1,4 +1,4 @@
-"""Whether a process computes, or would if it had a processor, or is stopped; read from /proc, so on Linux only."""
+"""Is a process runnable, or stopped? Read from /proc (Linux only)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from contextlib import suppress
 
 
 def is_runnable(pid: int) -> bool:
-    """Whether a Python thread of the process is running or could run, by its state in /proc.
+    """True if a Python thread of the process runs, or would if it had a processor.
 
-    Threads that Python starts have the process's name. Gloo's have their own, and may spin while every rank waits.
+    Only threads with the process's name count: Gloo's have other names, and may spin while every rank waits.
     """
     with suppress(FileNotFoundError, ProcessLookupError):  # the process, or the thread, has ended
         states = [_name_and_state(f"/proc/{pid}/task/{thread}/stat") for thread in os.listdir(f"/proc/{pid}/task")]
@@ -18,14 +18,14 @@ def is_runnable(pid: int) -> bool:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal (SIGSTOP, or that of a terminal) has stopped the process."""
+    """True if a signal (SIGSTOP, or that of a terminal) has stopped the process."""
     with suppress(FileNotFoundError, ProcessLookupError):  # the process has ended
         return _name_and_state(f"/proc/{pid}/stat")[1] == "T"
     return False
 
 
 def _name_and_state(file: str) -> tuple[str, str]:
-    """`1234 (python) S 1 ...`: what is in brackets, which may hold brackets itself, and the letter after it."""
+    """Parse `1234 (python) S 1 ...`: the name, which may contain brackets itself, and the letter after it."""
     with open(file) as stat:
         before, _, after = stat.read().rpartition(")")
     return before.partition("(")[2], after.split()[0]

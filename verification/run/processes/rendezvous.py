@@ -1,6 +1,6 @@
-"""How the ranks of one generation come together in a process group, and in subgroups of it.
+"""The process group of one generation of ranks, and its subgroups.
 
-torch is imported inside the functions, not here: ranks get it from the forkserver's preload, and check that.
+Import torch inside the functions only: ranks get it from the forkserver's preload, and check that.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
 
-# Longer than any timeout of the pool: only the pool decides that a rank hangs, since it can show every rank's stack.
+# Longer than any timeout of the pool: leave it to the pool to find a hang, since it can show every rank's stack.
 GROUP_TIMEOUT = datetime.timedelta(days=1)
-# A gloo group holds a socket to each other member: beyond so many groups, the one unused for longest is destroyed.
+# A gloo group holds a socket to each other member: beyond this many groups, the least recently used is destroyed.
 MAX_SUBGROUPS = 32
 
 _subgroups: OrderedDict[tuple[int, ...], ProcessGroup | None] = OrderedDict()
@@ -25,7 +25,7 @@ _subgroups: OrderedDict[tuple[int, ...], ProcessGroup | None] = OrderedDict()
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks of one generation find each other: a FileStore, or a TCPStore that another process serves."""
+    """The store through which the ranks of one generation meet: a FileStore, or a TCPStore of another process."""
 
     path: str = ""  # of the FileStore
     host: str = ""  # of the TCPStore
@@ -36,19 +36,19 @@ class Rendezvous:
         from torch.distributed import FileStore, PrefixStore, TCPStore
 
         if self.path:
-            # Once the process that made the file has ended, FileStore would look for it for five minutes, with Python's
-            # lock held, so that this process could not end either. Held open here, the file stays.
-            held = os.open(self.path, os.O_RDWR)
-            return FileStore(f"/proc/self/fd/{held}", world_size)
+            # Keep the file open: once its creator has ended, FileStore would look for it for five minutes, with
+            # Python's lock held, so that this process could not end either.
+            file = os.open(self.path, os.O_RDWR)
+            return FileStore(f"/proc/self/fd/{file}", world_size)
         return PrefixStore(self.prefix, TCPStore(self.host, self.port, is_master=False))
 
 
 class LocalRendezvous:
-    """A rendezvous of processes of this machine, in a file of its own, which the process that made it must close."""
+    """A rendezvous of processes of this machine through its own file. The process that made it must close it."""
 
     def __init__(self) -> None:
-        # A file without a name: each generation has its own, and none is left behind however this process ends.
-        # (A TCPStore would need a port, and was seen to stall for the 5 s of a name server's timeout.)
+        # Use an anonymous file: none is left behind however this process ends. A TCPStore would need a port, and
+        # stalled for the 5 s of a name server's timeout.
         self._file = os.memfd_create("rendezvous")
         self.rendezvous = Rendezvous(path=f"/proc/{os.getpid()}/fd/{self._file}")
 
@@ -58,15 +58,15 @@ class LocalRendezvous:
 
 @dataclass(frozen=True)
 class Membership:
-    """What a process needs to know to be a rank."""
+    """The arguments with which a process becomes a rank."""
 
     rank: int
     world_size: int
     rendezvous: Rendezvous
-    preload: tuple[str, ...]  # modules that must have come with the fork
-    joined_by: str  # "gloo", or "nccl"
-    gpu: int  # the number of this process's GPU, if NCCL joins it to the others
-    one_machine: bool = True  # whether all ranks are on this machine: gloo then uses its loopback interface
+    preload: tuple[str, ...]  # modules that the forkserver must have imported
+    joined_by: str  # "gloo" or "nccl"
+    gpu: int  # index of this process's GPU, for NCCL
+    one_machine: bool = True  # all ranks are on this machine, so gloo uses its loopback interface
 
 
 def join_group(membership: Membership) -> None:
@@ -79,7 +79,7 @@ def join_group(membership: Membership) -> None:
     device = None
     if membership.joined_by == "nccl":
         device = torch.device("cuda", membership.gpu)
-        # Sums in the same order in every run: two runs are compared bit for bit.
+        # Sum in the same order in every run: two runs are compared bit for bit.
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.cuda.set_device(device)
     dist.init_process_group(
@@ -88,16 +88,17 @@ def join_group(membership: Membership) -> None:
         rank=membership.rank,
         world_size=membership.world_size,
         timeout=GROUP_TIMEOUT,
-        device_id=device,  # given one, NCCL connects now, not within the first example
+        device_id=device,  # NCCL then connects now, not within the first example
     )
 
 
 def subgroup(ranks: tuple[int, ...]) -> ProcessGroup | None:
-    """The group of these global ranks (group rank i is global rank `ranks[i]`); None on ranks that are no members. To
-    be called inside a rank, by *all* ranks of the world, in the same order of calls. It is made on first use and kept
-    (the last 32 are). For all ranks it is the default group itself.
+    """Return the group of these global ranks, which group rank i has as `ranks[i]`; None on ranks outside it.
 
-    Raises ValueError unless the ranks ascend (torch sorts those of a group), are some, and are of the world.
+    Collective: *all* ranks of the world call it, in the same order. Groups are cached (the last 32); that of all ranks
+    is the default group.
+
+    Raises ValueError unless there is a rank, and all are of the world and ascend (torch sorts those of a group).
     """
     import torch.distributed as dist
 
@@ -111,7 +112,7 @@ def subgroup(ranks: tuple[int, ...]) -> ProcessGroup | None:
             _, eldest = _subgroups.popitem(last=False)
             if eldest is not None:
                 dist.destroy_process_group(eldest)
-        made: Any = dist.new_group(list(ranks), timeout=GROUP_TIMEOUT)
-        _subgroups[ranks] = None if made == dist.GroupMember.NON_GROUP_MEMBER else made
+        group: Any = dist.new_group(list(ranks), timeout=GROUP_TIMEOUT)
+        _subgroups[ranks] = None if group == dist.GroupMember.NON_GROUP_MEMBER else group
     _subgroups.move_to_end(ranks)
     return _subgroups[ranks]

@@ -1,5 +1,6 @@
-"""What a rank's stack, as faulthandler writes it, says about where the rank stands.
-A dump has a block for each thread, its frames from the innermost on: `File "...", line 7 in name`.
+"""Parsing of a rank's stack, as faulthandler writes it.
+
+A dump has a block for each thread, with its frames from the innermost on: `File "...", line 7 in name`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _FRAME = re.compile(r'^  File "', re.MULTILINE)
 
 
 def _frame_of(function: Callable[..., Any]) -> re.Pattern[str]:
-    """Finds a frame of that function. The folder may differ: the rank may be on another machine."""
+    """Return a pattern for frames of that function, in any folder: the rank may be on another machine."""
     file = re.escape(Path(function.__code__.co_filename).name)
     return re.compile(rf'^  File ".*{file}", line \d+ in {function.__name__}$', re.MULTILINE)
 
@@ -25,9 +26,9 @@ _MAIN, _CALL = _frame_of(worker.main), _frame_of(worker.run_request)
 
 
 def is_answering(dump: str) -> bool:
-    """Whether that stack is of a rank that has left the function it was called with, and is about to answer.
+    """True if the rank has left the function that it was called with, and is about to answer.
 
-    A stack that breaks off before `main` may be of such a rank, too: it ran on while its frames were being listed.
+    True also for a stack that is cut off before `main`: such a rank may have run on while its frames were listed.
     """
     for block in dump.split("\n\n"):
         if _MAIN.search(block):
@@ -38,7 +39,7 @@ def is_answering(dump: str) -> bool:
 
 
 def tidy_stack(dump: str) -> str:
-    """A dump without what every rank has: the watcher's thread, the frames that lead to the call."""
+    """Return the dump without what every rank has: the watcher's thread, and the frames that lead to the call."""
     threads = []
     for block in dump.strip().split("\n\n"):
         if _WATCHER.search(block) or block.startswith("Extension modules: "):

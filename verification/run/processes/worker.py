@@ -1,9 +1,9 @@
-"""The processes of the pool: how they are started, both ends of the pipes to them, and what a rank does.
+"""The processes of the pool: their start, both ends of the pipes to them, and the loop of a rank.
 
-`Ranks` is the parent's side of one generation of ranks. `main` is a rank's: it joins the process group
-(`verification.run.processes.rendezvous`), then serves one call after another until its parent closes the pipe or dies.
+`Ranks` is the parent's side of one generation of ranks. `main` is the rank's side: it joins the process group
+(`verification.run.processes.rendezvous`), then serves calls until its parent closes the pipe or dies.
 
-torch is not imported here: ranks get it from the forkserver's preload, and check that.
+Do not import torch here: ranks get it from the forkserver's preload, and check that.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ ANSWER = struct.Struct("<QB")  # number of the call, ANSWERED or RAISED; then on
 
 LOOKS, LOOK_EVERY = 5, 0.02  # seconds
 STACK_TIMEOUT = 1.0  # for a rank to write its stack
-STOPPED = "(stopped by a signal)"  # in place of the stack that such a rank never writes
+STOPPED = "(stopped by a signal)"  # in place of a stack, which a stopped rank cannot write
 
 _IMPORTED_BY = os.getpid()  # differs from the rank's own pid exactly if the forkserver preloaded this module
 _servers: dict[tuple[str, ...], forkserver.ForkServer] = {}
 
 
 class PoolError(RuntimeError):
-    """The pool cannot do its work (it is closed, its ranks do not start): no verdict on what is verified."""
+    """The pool cannot work: it is closed, or its ranks do not start. It says nothing about the code under test."""
 
 
 class Ranks:
@@ -64,7 +64,7 @@ class Ranks:
         self._selector = selectors.DefaultSelector()
 
     def fileno(self) -> int:
-        """Readable while `events` has something to return."""
+        """File descriptor that is readable while `events` has something to return."""
         return self._selector.fileno()
 
     @property
@@ -92,18 +92,18 @@ class Ranks:
             self._selector.register(process.sentinel, selectors.EVENT_READ, (index, True))
 
     def send(self, messages: Sequence[bytes]) -> None:
-        """One message to each rank. A rank that does not read it will be found not to answer."""
+        """Send one message to each rank. A rank that does not read it shows later, by not answering."""
         for calls, message in zip(self._calls, messages, strict=True):
             with suppress(BrokenPipeError, ConnectionResetError, BlockingIOError):
                 calls.send_bytes(message)
 
     def events(self, timeout: float) -> list[tuple[int, bool]]:
-        """(rank, whether it died) for every rank that has answered or died; answers before deaths."""
-        found: list[tuple[int, bool]] = [key.data for key, _ in self._selector.select(timeout)]
-        return sorted(found, key=lambda event: event[1])
+        """Return (rank, True if it died) for every rank that has answered or died; answers before deaths."""
+        events: list[tuple[int, bool]] = [key.data for key, _ in self._selector.select(timeout)]
+        return sorted(events, key=lambda event: event[1])
 
     def receive(self, rank: int) -> tuple[int, int, bytes] | None:
-        """(number of the call, ANSWERED or RAISED, pickle); None if the rank closed the pipe."""
+        """Return (number of the call, ANSWERED or RAISED, pickle); None if the rank closed the pipe."""
         try:
             message = self._calls[rank].recv_bytes()
         except (EOFError, ConnectionResetError):
@@ -118,12 +118,12 @@ class Ranks:
         return self._processes[rank].exitcode is not None
 
     def exit_code(self, rank: int) -> int | None:
-        """The exit code of a rank that closed its pipe; negative for a signal; None if the process lives on."""
+        """Return the exit code of a rank that closed its pipe: negative for a signal, None while the process lives."""
         self._processes[rank].join(STACK_TIMEOUT)
         return self._processes[rank].exitcode
 
     def stacks(self, ranks: Collection[int]) -> dict[int, str]:
-        """The Python stacks of these ranks, all threads; of a dead one, its last words; STOPPED of a stopped one."""
+        """Return the Python stacks of these ranks' threads; STOPPED for a stopped rank, the last dump of a dead one."""
         stopped = {rank for rank in ranks if is_stopped(self.pids[rank])}
         dumps = {rank: STOPPED.encode() if rank in stopped else b"" for rank in ranks}
         deadline = time.monotonic() + STACK_TIMEOUT
@@ -144,7 +144,7 @@ class Ranks:
         return {rank: dump.decode(errors="replace") for rank, dump in dumps.items()}
 
     def could_run(self, ranks: Collection[int]) -> bool:
-        """Whether any of these ranks computes, or would if it had a processor: a few looks at all their threads."""
+        """True if any of these ranks computes, or would if it had a processor, in a few samples of their threads."""
         for _ in range(LOOKS):
             if any(is_runnable(self.pids[rank]) for rank in ranks):
                 return True
@@ -152,9 +152,9 @@ class Ranks:
         return False
 
     def end(self) -> None:
-        """Kill every rank, wait until it is gone, and close what belonged to it."""
+        """Kill every rank, wait until it is gone, and close its pipes."""
         if os.getpid() != self._owner:
-            return  # this process is a fork of the owner: the ranks are not its own
+            return  # this process is a fork of the owner, so the ranks are not its children
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -169,30 +169,30 @@ class LocalRanks(Ranks):
     """Ranks that are all on this machine."""
 
     def __init__(self, world_size: int, preload: tuple[str, ...], timeout: float, joined_by: str) -> None:
-        self._place = LocalRendezvous()
-        place = self._place.rendezvous
+        self._local = LocalRendezvous()
+        rendezvous = self._local.rendezvous
         ranks = range(world_size)
-        super().__init__([Membership(r, world_size, place, preload, joined_by, gpu=r) for r in ranks], timeout)
+        super().__init__([Membership(r, world_size, rendezvous, preload, joined_by, gpu=r) for r in ranks], timeout)
 
     def end(self) -> None:
         super().end()
         if os.getpid() == self._owner:
-            self._place.close()
+            self._local.close()
 
 
 def _is_complete(dump: bytes) -> bool:
-    """faulthandler writes the main thread last, its last frame the forkserver's (or dots, after 100 frames)."""
+    """True if the dump ends as faulthandler's do: with the forkserver's frame, or with dots after 100 frames."""
     return dump.endswith((b" in <module>\n", b"  ...\n"))
 
 
 def limit_sends(connection: Connection, seconds: float) -> None:
-    """A send that blocks for longer raises BlockingIOError: a stopped rank reads nothing."""
+    """Make a send that blocks for longer raise BlockingIOError, as one to a stopped rank does."""
     with socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
 
 
 class RankProcess(context.ForkServerProcess):
-    """A process forked from a server that has imported `membership.preload`, and that runs `main`."""
+    """A process that runs `main`, forked from a server that has imported `membership.preload`."""
 
     def __init__(self, membership: Membership, calls: Connection, stacks: Connection) -> None:
         super().__init__(name=f"rank {membership.rank}", target=main, args=(membership, calls, stacks), daemon=True)
@@ -204,9 +204,9 @@ class RankProcess(context.ForkServerProcess):
 
 
 class Popen(popen_forkserver.Popen):
-    """As multiprocessing's own, with two differences.
+    """A variant of multiprocessing's Popen, with two differences.
 
-    There is a server per set of preloaded modules, where multiprocessing has one for the whole program. And the rank
+    Each set of preloaded modules has its own server, where multiprocessing has one for the whole program. And the rank
     does not import the parent's `__main__` again: a heredoc or a notebook has none, pytest's costs more than the fork.
     """
 
@@ -222,7 +222,7 @@ class Popen(popen_forkserver.Popen):
         finally:
             context.set_spawning_popen(None)
         self.sentinel, data_w = server(process_obj.preload).connect_to_new_process(self._fds)  # type: ignore[attr-defined]
-        # The rank's `parent_process().sentinel` is the other end of this: it becomes readable when this process ends.
+        # Keep this end open: the rank's `parent_process().sentinel`, its other end, is readable once this process ends.
         parent_w = os.dup(data_w)
         self.finalizer = util.Finalize(self, util.close_fds, (parent_w, self.sentinel))  # type: ignore[attr-defined]
         with open(data_w, "wb", closefd=True) as pipe:
@@ -231,10 +231,10 @@ class Popen(popen_forkserver.Popen):
 
 
 def server(preload: tuple[str, ...]) -> forkserver.ForkServer:
-    """The forkserver with these modules; started on first use, ends when this process and all ranks have."""
+    """Return the forkserver with these modules. It starts on first use and ends after this process and all ranks."""
     if preload not in _servers:
         _servers[preload] = forkserver.ForkServer()
-        # This module last, so that ranks can tell that the preload took place.
+        # Preload this module last: it tells ranks that the preload took place.
         _servers[preload].set_forkserver_preload([*preload, __name__])
     with _server_environment():
         _servers[preload].ensure_running()
@@ -243,23 +243,23 @@ def server(preload: tuple[str, ...]) -> forkserver.ForkServer:
 
 @contextmanager
 def _server_environment() -> Iterator[None]:
-    """One thread per rank, from the import of numpy on; and a path on which the preload finds what we find."""
-    wanted = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    wanted["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
+    """Set one thread per rank, before numpy is imported, and the parent's module path, for the preload."""
+    variables = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    variables["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        for name in wanted:
+        for name in variables:
             del os.environ[name]
         os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
 def main(membership: Membership, calls: Connection, stacks: Connection) -> None:
-    """Serve calls until the parent is gone. Stacks go to `stacks`: on STACK_SIGNAL, and on a fatal error."""
+    """Serve calls until the parent is gone. Writes stacks to `stacks` on STACK_SIGNAL and on a fatal error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends the ranks
-    gc.freeze()  # what came with the fork is never garbage: leave its pages shared
+    gc.freeze()  # objects of the forkserver are never garbage: leave their pages shared
     faulthandler.enable(stacks.fileno())
     faulthandler.register(STACK_SIGNAL, stacks.fileno(), all_threads=True)
     threading.Thread(target=exit_with_parent, daemon=True).start()
@@ -274,12 +274,12 @@ def main(membership: Membership, calls: Connection, stacks: Connection) -> None:
         try:
             calls.send_bytes(run_request(calls.recv_bytes()))
         except (EOFError, BrokenPipeError, ConnectionResetError):
-            os._exit(0)  # the parent closed the pipe; an orderly teardown would only print warnings
+            os._exit(0)  # the parent closed the pipe; a regular teardown would only print warnings
 
 
 def exit_with_parent() -> None:
-    """End this process when the parent ends, however it ended and wherever the main thread is blocked."""
-    # PR_SET_PDEATHSIG would report the death of the forkserver, not that of the parent.
+    """End this process when the parent ends, however that ended and wherever the main thread is blocked."""
+    # PR_SET_PDEATHSIG would report the death of the forkserver, not of the parent.
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
@@ -287,7 +287,7 @@ def exit_with_parent() -> None:
 
 
 def check_preload(preload: tuple[str, ...]) -> None:
-    """Raises RuntimeError for what the forkserver failed to preload: it does not report that (cpython#117378)."""
+    """Raise RuntimeError for modules that the forkserver failed to preload, which it hides (cpython#117378)."""
     missing = [name for name in preload if name not in sys.modules]
     if os.getpid() == _IMPORTED_BY and not missing:
         missing = [__name__]
@@ -304,7 +304,7 @@ def check_preload(preload: tuple[str, ...]) -> None:
 
 
 def run_request(message: bytes) -> bytes:
-    """The answer to one call. An exception that the function raises is an answer, too."""
+    """Return the answer to one call; an exception of the function is an answer, too."""
     (sequence,) = REQUEST.unpack_from(message)
     try:
         function, args = pickle.loads(memoryview(message)[REQUEST.size :])
@@ -312,11 +312,11 @@ def run_request(message: bytes) -> bytes:
     except BaseException as error:
         return ANSWER.pack(sequence, RAISED) + pickle.dumps(describe(error))
     finally:
-        sys.stdout.flush()  # a rank ends by SIGKILL, and what it printed would be lost
+        sys.stdout.flush()  # a rank ends by SIGKILL, which would lose its output
 
 
 def describe(error: BaseException) -> Raised:
-    # The first frame is this module's own.
+    # Skip the first frame, which is this module's own.
     tb = error.__traceback__.tb_next if error.__traceback__ else None
     text = "".join(traceback.format_exception(type(error), error, tb))
     kind = type(error)

@@ -1,8 +1,8 @@
 """The messages that a rank announces before a call, compared with those that it then posts.
 
-`Transport.prepare` is told from which buffer, and from which bytes of it, every message of the call will be sent. A
-transport whose receivers copy out of the sender's memory (`ring.comm.symmetric_memory`) relies on that: a wrong number
-there is a wrong row here. The simulation copies from the message itself, so it has to compare.
+A call announces to `Transport.prepare` from which bytes of which buffer it will send each message. A transport whose
+receivers copy out of the sender's memory (`ring.comm.symmetric_memory`) relies on that: with a wrong offset it copies
+wrong rows. The simulation copies from the message itself, so it must compare.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ from verification.run.simulation.in_flight import described
 
 
 class Announced:
-    """What one rank announced for the call under way."""
+    """The messages that one rank announced for the call under way."""
 
     def __init__(self, rank: str, outgoing: Sequence[Outgoing]) -> None:
         self._rank = rank
-        self._told: dict[tuple[str, int], list[Outgoing]] = {}
-        for one in outgoing:
-            self._told.setdefault((one.label, one.peer), []).append(one)
-        self._sizes = {one.buffer: one.size for one in outgoing}
-        self._begins: dict[str, int] = {}  # buffer -> its address
+        self._announced: dict[tuple[str, int], list[Outgoing]] = {}
+        for message in outgoing:
+            self._announced.setdefault((message.label, message.peer), []).append(message)
+        self._sizes = {message.buffer: message.size for message in outgoing}
+        self._addresses: dict[str, int] = {}  # by buffer
         self._sent: Counter[tuple[str, int]] = Counter()
 
-    def made(self, name: str, buffer: torch.Tensor) -> None:
-        """A buffer of the call was made. Raises BrokenContract if another size was announced for it."""
+    def check_buffer(self, name: str, buffer: torch.Tensor) -> None:
+        """Register a new buffer of the call. Raises BrokenContract if another size was announced for it."""
         size = buffer.numel() * buffer.element_size()
         if self._sizes.get(name, size) != size:
             raise BrokenContract(
-                f"{self._rank} made the buffer {name!r} of {size} bytes, told were {self._sizes[name]}"
+                f"{self._rank} made the buffer {name!r} of {size} bytes; it announced {self._sizes[name]}"
             )
-        self._begins[name] = buffer.data_ptr()
+        self._addresses[name] = buffer.data_ptr()
 
-    def keep(self, sends: Sequence[Message]) -> None:
-        """Raises BrokenContract for a message that was not announced, or is sent from another place."""
+    def check_sends(self, sends: Sequence[Message]) -> None:
+        """Raise BrokenContract for a message that was not announced, or is sent from another place."""
         for message in sends:
             route = message.label, message.peer
-            told, number = self._told.get(route, []), self._sent[route]
+            announced, number = self._announced.get(route, []), self._sent[route]
             self._sent[route] += 1
-            if number >= len(told):
+            if number >= len(announced):
                 raise BrokenContract(
-                    f"{self._rank} sends {described(message)} to {message.peer}, which its call did not tell of"
+                    f"{self._rank} sends {described(message)} to {message.peer}, which its call did not announce"
                 )
-            one = told[number]
-            begin = self._begins.get(one.buffer)
-            at = None if begin is None else message.tensor.data_ptr() - begin
-            if (at, message.bytes) != (one.start, one.stop - one.start):
+            plan = announced[number]
+            address = self._addresses.get(plan.buffer)
+            offset = None if address is None else message.tensor.data_ptr() - address
+            if (offset, message.bytes) != (plan.start, plan.stop - plan.start):
                 raise BrokenContract(
-                    f"{self._rank} sends {described(message)} to {message.peer} from byte {at} of {one.buffer!r}, "
-                    f"told were bytes {one.start} to {one.stop}"
+                    f"{self._rank} sends {described(message)} to {message.peer} from byte {offset} of {plan.buffer!r}; "
+                    f"it announced bytes {plan.start} to {plan.stop}"
                 )

@@ -1,8 +1,7 @@
-"""Messages that arrive as soon as they can, all but some: how a receive buffer that is read too early is named.
+"""A delivery policy that names a receive buffer that is read too early: all messages but some arrive at once.
 
-The simulation at its worst cannot see a rank read: it sees wrong numbers. Where everything arrives before `post`
-returns, a missing wait does no harm; hold back one message until its wait, and the numbers are wrong again exactly if
-its buffer is read before.
+A simulation sees wrong numbers, not the early read. If every message arrives before `post` returns, a missing wait does
+no harm. With one message held back until its wait, the numbers are wrong exactly if its buffer is read too early.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ Route = tuple[int, int, str]  # from, to (ranks of the group), label
 
 @dataclass
 class DeliveryPolicy:
-    """late: messages that arrive only when they are waited for. met: all that were received, in words."""
+    """A delivery at once of all but the late messages, which arrive at their wait. received: all messages, in words."""
 
     late: frozenset[Route] = frozenset()
-    met: dict[Route, str] = field(default_factory=dict)
+    received: dict[Route, str] = field(default_factory=dict)
 
     def holds_back(self, receive: Message, target: int) -> bool:
         return (receive.peer, target, receive.label) in self.late

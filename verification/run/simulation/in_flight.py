@@ -1,4 +1,4 @@
-"""Messages in flight between simulated ranks: what their buffers must hold, and whether they overlap."""
+"""Messages in flight between simulated ranks: the expected contents of their buffers, and overlaps of these."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class InFlight:
         self.bits = bits_of(message.tensor)
         if scribble:
             self.bits.fill_(-1)  # every bit set: a NaN in any floating-point type
-        self.expected = self.bits.clone()  # what the buffer must hold until the wait is over
+        self.expected = self.bits.clone()  # contents that the buffer must have until the wait is over
         self.partner: InFlight | None = None
         self.delivered = False
         self.start, self.stop = span(message)
@@ -32,8 +32,8 @@ class InFlight:
     def intact(self) -> bool:
         return torch.equal(self.bits, self.expected)
 
-    def let_go(self) -> None:
-        """Forget the rank's memory once the wait is over, but keep what the message was, for reports."""
+    def release(self) -> None:
+        """Drop the rank's memory once the wait is over, but keep the message's description, for reports."""
         self.message = replace(self.message, buffer=self.message.tensor.to("meta"), start=0, stop=None)
         self.bits = bits_of(self.message.tensor)
         self.partner = None
@@ -41,35 +41,35 @@ class InFlight:
 
 @dataclass(eq=False)
 class Batch:
-    """What one `post` started."""
+    """The messages of one `post`."""
 
     number: int
     rank: int
     sends: list[InFlight] = field(default_factory=list)
     receives: list[InFlight] = field(default_factory=list)
-    open: int = 0  # ends of messages that `wait` has to wait for
-    receiving: int = 0  # of these, the receives, which `arrive` has to wait for
+    open: int = 0  # number of ends that `wait` still waits for
+    receiving: int = 0  # number of receives among them, which `arrive` waits for
     arriving: bool = False  # the rank is in `arrive`
     received: bool = False  # the rank has its receive buffers back
     over: bool = False  # the rank has all its buffers back
 
 
 def overlap(into: list[Span], out: list[Span]) -> tuple[str, str] | None:
-    """Two buffers that share a byte, of which one is received into; in words."""
+    """Find two buffers that share a byte, at least one of them a receive buffer; return both in words."""
     into = sorted(into)
     for (_, stop, label), (start, _, other) in pairwise(into):
         if start < stop:
             return f"the receive of {label!r}", f"the receive of {other!r}"
     starts = [start for start, _, _ in into]
     for start, stop, label in out:
-        at = bisect_left(starts, stop)  # receives before `at` begin before this send ends
+        at = bisect_left(starts, stop)  # number of receives that begin before this send ends
         if at and into[at - 1][1] > start:
             return f"the send of {label!r}", f"the receive of {into[at - 1][2]!r}"
     return None
 
 
 def bits_of(x: torch.Tensor) -> torch.Tensor:
-    """As integers, so that NaN equals itself. x is contiguous."""
+    """View contiguous x as integers, so that NaN equals itself."""
     return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 

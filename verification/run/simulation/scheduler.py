@@ -1,10 +1,9 @@
-"""Ranks as threads of one process, one of which runs at a time, in an order that a seed decides.
+"""Ranks as threads of one process, of which one runs at a time, in an order that depends on a seed.
 
-Each rank has a lock, its baton, and only the rank that holds its own runs. A rank lets others run in `pause` (it could
-go on) and in `block` (it cannot go on until another rank calls `wake`), and when it ends. If no rank can go on and not
-all have ended, the blocked ranks are stuck for good: that is found at once, without a clock. Ranks are threads, not
-coroutines, since the code under test is ordinary code, called through an autograd engine that keeps its state per
-thread.
+Each rank has a lock, its baton, and runs only while it holds it. A rank lets others run in `pause` (it could go on),
+in `block` (it cannot go on until another rank calls `wake`), and when it ends. If no rank can go on and not all have
+ended, the blocked ranks are stuck for good, which is found at once, without a clock. Ranks are threads, not coroutines,
+since the code under test is ordinary code under an autograd engine that keeps its state per thread.
 
 This module knows nothing of messages: `verification.run.simulation.simulation` knows why a rank is blocked.
 """
@@ -18,19 +17,19 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-# How the next rank is chosen among those that could go on.
+# Choices of the next rank among those that could go on.
 POLICIES = ("any", "starve", "deepest", "in turn")
 
 
 class Abandoned(BaseException):
-    """Unwinds a rank that can never go on. It is no `Exception`, so that code under test does not catch it."""
+    """Unwinds a rank that can never go on. Not an `Exception`, so that code under test does not catch it."""
 
 
 class Scheduler:
-    """Runs one function per rank; the same seed gives the same interleaving.
+    """A run of one function per rank; the same seed gives the same interleaving.
 
-    outcomes: what each rank returned, or None. errors: what it raised, or None. stuck: ranks that were blocked when
-    nobody could go on; stacks: where these stood.
+    outcomes: results by rank, or None. errors: exceptions by rank, or None. stuck: ranks that were blocked when none
+    could go on. stacks: their stacks.
     """
 
     def __init__(self, size: int, seed: int) -> None:
@@ -51,7 +50,7 @@ class Scheduler:
         self._abandoned = False
 
     def run(self, functions: Sequence[Callable[[], Any]]) -> None:
-        """Call them, rank by rank, until all have ended or are stuck. An exception is kept in `errors`."""
+        """Run the functions, one for each rank, until all have ended or are stuck. Exceptions go into `errors`."""
         self._all_ended.acquire()
         for rank, function in enumerate(functions):
             self._batons[rank].acquire()
@@ -65,22 +64,22 @@ class Scheduler:
             thread.join()
 
     def pause(self, rank: int) -> None:
-        """Called by the running rank: perhaps others go first. Raises Abandoned if the others are stuck for good."""
+        """Perhaps let other ranks go first. Called by the running rank. Raises Abandoned if the others are stuck."""
         if self._abandoned:
-            raise Abandoned  # code that cleans up cannot talk to other ranks any more
+            raise Abandoned  # cleanup code can no longer talk to other ranks
         if self._runnable and self.random.random() < 0.5:
             self._runnable.append(rank)
             self._pass_on(rank)
 
     def block(self, rank: int) -> None:
-        """Called by the running rank: return once `wake(rank)` was called. Raises Abandoned if that can never be."""
+        """Wait until `wake(rank)` is called. Called by the running rank. Raises Abandoned if that cannot happen."""
         if self._abandoned:
             raise Abandoned
         self._blocked.add(rank)
         self._pass_on(rank)
 
     def wake(self, rank: int) -> None:
-        """Called by the running rank: a rank that is blocked can go on. Of one that is not, nothing happens."""
+        """Let a rank go on if it is blocked. Called by the running rank."""
         if rank in self._blocked and not self._abandoned:
             self._blocked.remove(rank)
             self._runnable.append(rank)
@@ -118,22 +117,22 @@ class Scheduler:
             raise Abandoned
 
     def _give_up(self) -> None:
-        """Let one blocked rank after the other unwind; each hands on to the next when it ends."""
+        """Unwind the blocked ranks one by one; each starts the next when it ends."""
         if not self._abandoned:
             self._abandoned = True
             self.stuck = tuple(sorted(self._blocked))
             frames = sys._current_frames()
             self.stacks = {rank: frames[self._threads[rank].ident or 0] for rank in self.stuck}
             self.on_stuck()
-            self.stacks = {}  # frames keep what they hold alive
+            self.stacks = {}  # frames keep their variables alive
         self._batons[self._blocked.pop()].release()
 
     def _pick(self) -> int:
-        waiting, at = self._runnable, 0
-        if self.policy == "any" or (self.policy == "starve" and len(waiting) > 1):
-            at = self.random.randrange(len(waiting))
-            if self.policy == "starve" and waiting[at] == self.victim:
-                at = (at + 1) % len(waiting)
+        ranks, index = self._runnable, 0
+        if self.policy == "any" or (self.policy == "starve" and len(ranks) > 1):
+            index = self.random.randrange(len(ranks))
+            if self.policy == "starve" and ranks[index] == self.victim:
+                index = (index + 1) % len(ranks)
         elif self.policy == "deepest":
-            at = len(waiting) - 1
-        return waiting.pop(at)
+            index = len(ranks) - 1
+        return ranks.pop(index)

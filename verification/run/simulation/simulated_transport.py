@@ -1,8 +1,7 @@
-"""The transports of simulated ranks: `SimulatedTransport` checks what one rank does, the `Wires` of its group are who
-sends what to whom, and what all ranks do together.
+"""The transports of simulated ranks: `SimulatedTransport` checks one rank's calls, and the `Network` of its group
+matches messages and collectives, as `verification.run.simulation.simulation` describes.
 
-A group has wires of its own, so that the messages of two groups with the same ranks never meet. What
-`verification.run.simulation.simulation` says of messages happens here.
+Each group has its own network, so messages of two groups with the same ranks never meet.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Ends = dict[tuple[int, int], deque[InFlight]]  # of messages, by (from, to)
 class SimulatedTransport(LocalBuffers):
     """The transport of one rank."""
 
-    def __init__(self, network: Wires, rank: int) -> None:
+    def __init__(self, network: Network, rank: int) -> None:
         self.rank, self.world_size, self.calls = rank, network.size, Calls()
         self._network = network
         self._batches: list[Batch] = []  # not waited for yet
@@ -42,14 +41,14 @@ class SimulatedTransport(LocalBuffers):
         self._network.pause(self.rank)
         self._network.check_call(self.rank, self._calls, key)
         self._calls += 1
-        if key not in self._outgoing:  # else what the first call of its kind announced holds for this one too
+        if key not in self._outgoing:  # calls of one kind announce the same messages
             self._outgoing[key] = outgoing()
         self._announced = Announced(self._network.name(self.rank), self._outgoing[key])
 
     def empty(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         buffer = super().empty(name, shape, dtype, device)
         if self._announced is not None:
-            self._announced.made(name, buffer)
+            self._announced.check_buffer(name, buffer)
         return buffer
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
@@ -58,7 +57,7 @@ class SimulatedTransport(LocalBuffers):
         self._posted += 1
         self._check(sends, receives)
         if self._announced is not None:
-            self._announced.keep(sends)
+            self._announced.check_sends(sends)
         self._batches.append(batch)
         self._network.launch(batch, sends, receives)
         return _Handle(self, batch)
@@ -88,18 +87,18 @@ class SimulatedTransport(LocalBuffers):
         return self._collective("all_gather", payload)
 
     def subgroup(self, ranks: Sequence[int]) -> SimulatedTransport | None:
-        """The transport of a group of some ranks of this one; None on all others."""
+        """Return the transport of a group of these ranks; None on all others."""
         return self._network.subgroup(ranks)[list(ranks).index(self.rank)] if self.rank in ranks else None
 
     def check_all_waited(self) -> None:
-        """BrokenContract if this rank ends with a batch that it posted and never waited for."""
+        """Raise BrokenContract if this rank ends with a batch that it posted and never waited for."""
         network = self._network
         if self._batches:
             batch = self._batches[0]
-            what = [f"send of {described(f.message)} to {network.name(f.message.peer)}" for f in batch.sends]
-            what += [f"receive of {described(f.message)} from {network.name(f.message.peer)}" for f in batch.receives]
+            ends = [f"send of {described(f.message)} to {network.name(f.message.peer)}" for f in batch.sends]
+            ends += [f"receive of {described(f.message)} from {network.name(f.message.peer)}" for f in batch.receives]
             raise BrokenContract(
-                f"{network.name(self.rank)} never waited for batch {batch.number}: {', '.join(what) or 'empty'}"
+                f"{network.name(self.rank)} never waited for batch {batch.number}: {', '.join(ends) or 'empty'}"
             )
 
     def _collective(self, kind: str, payload: bytes) -> list[bytes]:
@@ -115,7 +114,7 @@ class SimulatedTransport(LocalBuffers):
                 )
             if not message.tensor.is_contiguous() or not message.tensor.numel():
                 raise ValueError(f"message {message.label!r} must be contiguous and not empty")
-        # A buffer that is received into shares no byte with any other in flight, before any is overwritten.
+        # Check before any buffer is overwritten: a receive buffer must share no byte with another one in flight.
         into = [(*span(m), m.label) for m in receives]
         out = [(*span(m), m.label) for m in sends]
         for batch in self._batches:
@@ -142,28 +141,28 @@ class _Handle:
 
 
 class Shared(Protocol):
-    """The part of the `Simulation` that the wires of all groups share."""
+    """The part of the `Simulation` that the networks of all groups share."""
 
     scheduler: Scheduler
-    buffered: bool  # whether sends complete before their receive is posted
-    prompt: DeliveryPolicy | None  # None: messages arrive as late, or as early, as the scheduler's numbers have it
-    waiting: dict[int, tuple[Wires, Batch | Collective]]  # what a blocked rank waits for, by its number
+    buffered: bool  # sends complete before their receive is posted
+    delivery: DeliveryPolicy | None  # None: random numbers of the scheduler decide when messages arrive
+    waiting: dict[int, tuple[Network, Batch | Collective]]  # reason of each blocked rank, by its number
 
     def label(self, number: int) -> str:
-        """What a rank is called in reports, by its number in the simulation."""
+        """Name of a rank in reports. number: in the simulation."""
 
-    def wires(self, members: tuple[int, ...]) -> Wires:
-        """Of the group of these ranks of the simulation."""
+    def network(self, members: tuple[int, ...]) -> Network:
+        """Return the network of the group of these ranks of the simulation."""
 
 
-class Wires:
-    """Of one group. members: its ranks by their numbers in the simulation; elsewhere a rank is that in the group."""
+class Network:
+    """The network of one group. members: its ranks' numbers in the simulation; all other ranks are indices in it."""
 
     def __init__(self, shared: Shared, members: Sequence[int]) -> None:
         self.members, self.size = tuple(members), len(members)
         self.transports = [SimulatedTransport(self, rank) for rank in range(self.size)]
         self._shared = shared
-        self._sends: Ends = {}  # posted, not met by a receive
+        self._sends: Ends = {}  # posted, without a receive so far
         self._receives: Ends = {}
         self._collectives: list[Collective] = []
         self._calls: list[Hashable] = []  # kinds of the calls that were prepared, in order
@@ -172,22 +171,22 @@ class Wires:
         return self._shared.label(self.members[rank])
 
     def pause(self, rank: int) -> None:
-        """Perhaps other ranks go on first."""
+        """Perhaps let other ranks go first."""
         self._shared.scheduler.pause(self.members[rank])
 
     def subgroup(self, ranks: Sequence[int]) -> Sequence[SimulatedTransport]:
-        """The transports of a group of these ranks, the same one whenever it is asked for."""
-        return self._shared.wires(tuple(self.members[rank] for rank in ranks)).transports
+        """Return the transports of the group of these ranks, which is made once."""
+        return self._shared.network(tuple(self.members[rank] for rank in ranks)).transports
 
     def lost(self) -> str | None:
-        """The buffered message that nobody received, in words: a later receive would take it."""
+        """Describe a buffered message that nobody received: a later receive would take it."""
         for (source, target), ends in self._sends.items():
             for end in ends:
                 return f"{self.name(target)} never received {described(end.message)} from {self.name(source)}"
         return None
 
     def check_call(self, rank: int, number: int, key: Hashable) -> None:
-        """Raises BrokenContract unless the number-th call of this rank is of the same kind as the others'."""
+        """Raise BrokenContract unless the number-th call of this rank is of the same kind as the others'."""
         if number == len(self._calls):
             self._calls.append(key)
         if self._calls[number] != key:
@@ -196,7 +195,7 @@ class Wires:
     # --- messages -----------------------------------------------------------------------------------------------------
 
     def launch(self, batch: Batch, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """Start a batch that a rank has posted: match its messages with those that wait for them."""
+        """Start a batch that a rank has posted: match its messages with those posted by its peers."""
         batch.receives = [InFlight(message, batch, scribble=True) for message in receives]
         batch.sends = [InFlight(message, batch, scribble=False) for message in sends]
         batch.receiving = len(batch.receives)
@@ -205,16 +204,16 @@ class Wires:
             self._match(end, self._sends, self._receives, (end.message.peer, batch.rank))
         for end in batch.sends:
             self._match(end, self._receives, self._sends, (batch.rank, end.message.peer))
-        if self._shared.prompt is not None:
-            self._receive_at_once(batch, self._shared.prompt)
+        if self._shared.delivery is not None:
+            self._receive_at_once(batch, self._shared.delivery)
 
-    def _receive_at_once(self, batch: Batch, prompt: DeliveryPolicy) -> None:
-        """All that is not held back. The rank has its buffers back no sooner for it."""
+    def _receive_at_once(self, batch: Batch, delivery: DeliveryPolicy) -> None:
+        """Deliver all receives that are not held back. The rank still gets its buffers back only at its wait."""
         self.await_receives(batch)
         for end in batch.receives:
-            source, what = end.message.peer, described(end.message)
-            prompt.met[source, batch.rank, end.message.label] = f"{what} from {self.name(source)}"
-            if not end.delivered and not prompt.holds_back(end.message, batch.rank):
+            source, text = end.message.peer, described(end.message)
+            delivery.received[source, batch.rank, end.message.label] = f"{text} from {self.name(source)}"
+            if not end.delivered and not delivery.holds_back(end.message, batch.rank):
                 assert end.partner is not None
                 self._deliver(end.partner, end)
 
@@ -229,14 +228,14 @@ class Wires:
         send.partner, receive.partner = receive, send
         if send.delivered:  # it was buffered, and its wait is over
             self._fill(receive, send.expected)
-        elif self._shared.prompt is None and self._shared.scheduler.random.random() < 0.5:
+        elif self._shared.delivery is None and self._shared.scheduler.random.random() < 0.5:
             self._deliver(send, receive)
         self._settle(receive.batch, receiving=1)
         if not self._shared.buffered:
             self._settle(send.batch, receiving=0)
 
     def _settle(self, batch: Batch, receiving: int) -> None:
-        """The batch waits for one end of a message less; receiving: 1 if that end is a receive."""
+        """Count one end of a message as complete. receiving: 1 if that end is a receive."""
         batch.open -= 1
         batch.receiving -= receiving
         awaited = batch.receiving if batch.arriving else batch.open
@@ -251,7 +250,7 @@ class Wires:
             )
 
     def _deliver(self, send: InFlight, receive: InFlight) -> None:
-        """Read the one buffer, write the other: at any time between both posts and the end of either wait."""
+        """Copy the send buffer into the receive buffer, at any time between both posts and the end of either wait."""
         self._check_send(send)
         self._fill(receive, send.expected)
         send.delivered = True
@@ -262,7 +261,7 @@ class Wires:
         receive.expected, receive.delivered = bits, True
 
     def receive(self, batch: Batch) -> None:
-        """Write the receive buffers that were not written yet; from now on the rank may read them."""
+        """Fill the remaining receive buffers; from now on the rank may read them."""
         for end in batch.receives:
             if not end.delivered:
                 assert end.partner is not None
@@ -271,22 +270,22 @@ class Wires:
         batch.received = True
 
     def finish(self, batch: Batch) -> None:
-        """End of a wait: read and write what was not yet; from now on the buffers are the rank's own again."""
+        """End a wait: deliver the remaining messages; from now on the rank owns the buffers again."""
         if not batch.received:
             self.receive(batch)
         for end in batch.sends:
             self._check_send(end)
             if not end.delivered and end.partner is not None and not self._held_back(end):
                 self._deliver(end, end.partner)
-            end.delivered = True  # or buffered: `expected` is the copy that its receive will get
+            end.delivered = True  # or buffered: `expected` is then the copy for its receive
         batch.over = True
         for end in (*batch.sends, *batch.receives):
-            end.let_go()
+            end.release()
 
     def _held_back(self, send: InFlight) -> bool:
-        prompt, receive = self._shared.prompt, send.partner
+        delivery, receive = self._shared.delivery, send.partner
         assert receive is not None
-        return prompt is not None and prompt.holds_back(receive.message, receive.batch.rank)
+        return delivery is not None and delivery.holds_back(receive.message, receive.batch.rank)
 
     def _check_send(self, end: InFlight) -> None:
         if not end.batch.over and not end.intact:
@@ -305,7 +304,7 @@ class Wires:
     # --- all ranks together -------------------------------------------------------------------------------------------
 
     def collective(self, rank: int, number: int, kind: str, payload: bytes) -> list[bytes]:
-        """The number-th collective call of this rank; returns what every rank gave once all have called."""
+        """Make the number-th collective call of this rank; return every rank's payload once all have called."""
         if number == len(self._collectives):
             self._collectives.append(Collective(kind, len(payload), [None] * self.size))
         collective = self._collectives[number]
@@ -320,17 +319,17 @@ class Wires:
         else:
             for other in range(self.size):
                 self._wake(other, collective)
-        return [given for given in collective.payloads if given is not None]
+        return [payload for payload in collective.payloads if payload is not None]
 
     def await_receives(self, batch: Batch) -> None:
-        """Return once all that the batch receives was sent."""
+        """Wait until all messages that the batch receives have been sent."""
         batch.arriving = True
         if batch.receiving:
             self.wait_for(batch.rank, batch)
         batch.arriving = False
 
     def wait_for(self, rank: int, reason: Batch | Collective) -> None:
-        """Return once what the rank waits for has happened."""
+        """Block the rank until the batch or collective is complete."""
         number = self.members[rank]
         self._shared.waiting[number] = self, reason
         self._shared.scheduler.block(number)
@@ -342,17 +341,17 @@ class Wires:
             self._shared.scheduler.wake(number)
 
     def awaited(self, reason: Batch | Collective) -> list[tuple[int, str]]:
-        """Whom a blocked rank waits for, by the number in the simulation, and what each of these would have to do."""
+        """List the ranks that a blocked rank waits for: (number in the simulation, text with the missing step)."""
         if isinstance(reason, Collective):
             missing = [other for other, payload in enumerate(reason.payloads) if payload is None]
             return [(self.members[other], f"{self.name(other)} to call {reason.kind}") for other in missing]
-        found, sends = [], [] if self._shared.buffered or reason.arriving else reason.sends
+        steps, sends = [], [] if self._shared.buffered or reason.arriving else reason.sends
         for ends, verb in ((reason.receives, "send"), (sends, "receive")):
             for end in ends:
                 if end.partner is None:
                     peer = end.message.peer
-                    found.append((self.members[peer], f"{self.name(peer)} to {verb} {described(end.message)}"))
-        return found
+                    steps.append((self.members[peer], f"{self.name(peer)} to {verb} {described(end.message)}"))
+        return steps
 
 
 @dataclass(eq=False)

@@ -2,19 +2,19 @@
 
     answers = Simulation(4, seed=7).run(lambda transport: step(transport, ...))
 
-- A receive buffer is overwritten as soon as it is posted. It is filled either as soon as both ends are posted or only
-  when one of them waits, and the send buffer is read at that same moment. So code that reads, writes or posts a buffer
-  before its wait is over (a receive buffer: before the message has arrived) computes wrong numbers or, where the
-  simulation can tell, raises `BrokenContract`, which names the buffer and the hop.
-- A call that sends from another place than it announced (`verification.run.simulation.announced_sends`) raises
-  `BrokenContract`.
-- Batches that are never waited for, and buffers that share bytes while in flight, are `BrokenContract` too.
-- Ranks run one at a time in an order that the seed decides (`verification.run.simulation.scheduler`): one is starved,
-  or runs as far ahead as it can, or all take turns. A send is complete when its receive is posted or, if the seed
-  decides so, at once.
-- Where nobody can go on, `Deadlock` says who waits for whom.
+- A receive buffer is overwritten as soon as it is posted. It is filled either when both ends are posted or only when
+  one of them waits, and the send buffer is read at that same moment. So code that uses a buffer before its wait is over
+  (a receive buffer: before the message has arrived) computes wrong numbers or, where the simulation can tell, raises
+  `BrokenContract`, which names the buffer and the hop.
+- `BrokenContract` is also raised for a call that sends from another place than it announced
+  (`verification.run.simulation.announced_sends`), batches that are never waited for, and buffers that share bytes
+  while in flight.
+- Ranks run one at a time in an order that depends on the seed (`verification.run.simulation.scheduler`): one is
+  starved, or runs as far ahead as it can, or all take turns. A send is complete when its receive is posted or, for some
+  seeds, at once.
+- If no rank can go on, `Deadlock` names the chain of ranks that wait for each other.
 
-The same seed gives the same run. Knows nothing of attention.
+The same seed gives the same run. Nothing here depends on attention.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from verification.failures import (
 from verification.run.simulation.eager_delivery import DeliveryPolicy
 from verification.run.simulation.in_flight import Batch
 from verification.run.simulation.scheduler import Scheduler
-from verification.run.simulation.simulated_transport import Collective, SimulatedTransport, Wires
+from verification.run.simulation.simulated_transport import Collective, Network, SimulatedTransport
 from verification.wording import counted
 
 T = TypeVar("T")
@@ -45,27 +45,29 @@ _FRAMES = 12  # of a rank's stack, the innermost
 
 
 class Simulation:
-    """`size` ranks. names: what they are called in reports (a group's global ranks); by default 0 .. size - 1. prompt:
-    in place of the worst, messages arrive at once, but for those that it holds back."""
+    """A simulation of `size` ranks.
+
+    names: numbers in reports (a group's global ranks); by default 0 .. size - 1. delivery: with a policy, messages
+    arrive at once, except those that it holds back."""
 
     def __init__(
-        self, size: int, seed: int, names: Sequence[int] | None = None, prompt: DeliveryPolicy | None = None
+        self, size: int, seed: int, names: Sequence[int] | None = None, delivery: DeliveryPolicy | None = None
     ) -> None:
         self.size = size
         self.names = tuple(range(size)) if names is None else tuple(names)
         self.scheduler = Scheduler(size, seed)
         # Sends complete before their receive is posted.
-        self.buffered = self.scheduler.random.random() < 0.25 and prompt is None
-        self.prompt = prompt
-        self.waiting: dict[int, tuple[Wires, Batch | Collective]] = {}
-        self._whole = Wires(self, range(size))
-        self._groups: dict[tuple[int, ...], Wires] = {}  # by their members
+        self.buffered = self.scheduler.random.random() < 0.25 and delivery is None
+        self.delivery = delivery
+        self.waiting: dict[int, tuple[Network, Batch | Collective]] = {}
+        self._whole = Network(self, range(size))
+        self._groups: dict[tuple[int, ...], Network] = {}  # by their members
         self._states: list[RankState] = []
 
     def run(self, function: Callable[[SimulatedTransport], T]) -> list[T]:
-        """What `function` returned on each rank. Runs once.
+        """Run `function` on each rank, and return the results. Use it once.
 
-        Raises Deadlock, BrokenContract, MismatchedMessages or, where a rank raised anything else, RankError.
+        Raises Deadlock, BrokenContract, MismatchedMessages or, for any other exception of a rank, RankError.
         """
 
         def live(transport: SimulatedTransport) -> T:
@@ -86,9 +88,9 @@ class Simulation:
                 raise MismatchedMessages(lost, [RankState(name, "answered", "had answered") for name in self.names])
         return scheduler.outcomes
 
-    def wires(self, members: tuple[int, ...]) -> Wires:
+    def network(self, members: tuple[int, ...]) -> Network:
         if members not in self._groups:
-            self._groups[members] = Wires(self, members)
+            self._groups[members] = Network(self, members)
         return self._groups[members]
 
     # --- reports ------------------------------------------------------------------------------------------------------
@@ -107,14 +109,14 @@ class Simulation:
 
     def _failure(self) -> RankFailure:
         scheduler = self.scheduler
-        # A stuck rank was told to end: what it raises then says nothing about why it was stuck.
+        # Ignore errors of stuck ranks: they come from unwinding them, and say nothing about why they were stuck.
         raised = [r for r, error in enumerate(scheduler.errors) if error is not None and r not in scheduler.stuck]
         states = {state.rank: state for state in self._states}
         for rank, name in enumerate(self.names):
             error = scheduler.errors[rank]
             if error is not None and rank in raised:
-                said = _traceback(error) if not isinstance(error, RankFailure) else ""
-                states[name] = RankState(name, "raised", f"raised {_headline(error)}", said)
+                trace = _traceback(error) if not isinstance(error, RankFailure) else ""
+                states[name] = RankState(name, "raised", f"raised {_headline(error)}", trace)
             elif name not in states:
                 states[name] = RankState(name, "answered", "had answered")
         ordered = [states[name] for name in self.names]
@@ -128,7 +130,7 @@ class Simulation:
         return kind(f"{name_ranks(self.names[r] for r in raised)} raised: {_headline(first)}{where}", ordered)
 
     def _chain(self) -> str:
-        """Who waits for whom, from one stuck rank on, until the chain closes or ends at a rank that had answered."""
+        """Describe the chain of waiting ranks, from a stuck one until it closes, or ends at one that had answered."""
         rank, seen = self.scheduler.stuck[0], []
         while rank in self.scheduler.stuck and rank not in seen:
             seen.append(rank)
@@ -147,21 +149,21 @@ def _headline(error: BaseException) -> str:
 
 
 def _stack(frame: Any) -> str:
-    """The innermost frames of what the rank runs, without those of the simulation itself."""
+    """Format the innermost frames of the rank's function, without those of the simulation itself."""
     begin = Scheduler._live.__code__  # the frame that calls the rank's function
     called = takewhile(lambda entry: entry[0].f_code is not begin, traceback.walk_stack(frame))
     inner = traceback.StackSummary.extract(called, limit=4 * _FRAMES)
     inner.reverse()
-    kept = [entry for entry in inner if entry.filename not in _OWN_FILES]
-    return "".join(traceback.StackSummary.from_list(kept[-_FRAMES:]).format())
+    foreign = [entry for entry in inner if entry.filename not in _OWN_FILES]
+    return "".join(traceback.StackSummary.from_list(foreign[-_FRAMES:]).format())
 
 
 def _traceback(error: BaseException) -> str:
-    """From the rank's own function on."""
+    """Format the traceback from the rank's own function on."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in _OWN_FILES:
         trace = trace.tb_next
     return "".join(traceback.format_exception(type(error), error, trace))
 
 
-_OWN_FILES = {sys.modules[one.__module__].__file__ for one in (Simulation, SimulatedTransport, Scheduler)}
+_OWN_FILES = {sys.modules[cls.__module__].__file__ for cls in (Simulation, SimulatedTransport, Scheduler)}

@@ -1,8 +1,8 @@
-"""The processes that torchrun started. Each is an agent: it keeps one rank, a process of its own, and obeys rank 0.
+"""The processes that torchrun started. Each is an agent: it runs one rank as a child process, and obeys rank 0.
 
-A rank that hangs in a kernel or in NCCL can neither report where it stands nor be used again; the agent beside it can
-take its stack, end it and start another. Agent 0 runs in the process that also draws and judges. Agents talk over
-sockets of their own, whose address is in torchrun's store, not through the group under test.
+A rank that hangs in a kernel or in NCCL can neither report its stack nor be used again. Its agent can take the stack,
+end the rank and start another. Agent 0 runs in the process that also draws and judges. Agents talk over their own
+sockets, whose address is in torchrun's store, not through the group under test.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from verification.run.processes.worker import PoolError, Ranks
 
 NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 JOIN_TIMEOUT = 60.0  # seconds for all agents to connect
-SILENCE = 4.0  # seconds without an answer, beyond what was asked for may take, after which a process counts as lost
+SILENCE = 4.0  # seconds without an answer, beyond the time of the task itself, after which a process counts as lost
 _ADDRESS = "verification/agent 0"
 _TERMINATED = 128 + signal.SIGTERM  # the exit status that a shell reports for it
 
@@ -37,18 +37,18 @@ class NotUnderTorchrun(RuntimeError):
 
 @dataclass(frozen=True)
 class Address:
-    """What torchrun tells a process that it starts."""
+    """The environment of a process that torchrun started."""
 
     rank: int
     local_rank: int
     world_size: int
-    host: str  # of the store through which all find each other
+    host: str  # of the common store
     port: int
-    served: bool  # whether torchrun itself serves the store; otherwise rank 0 does
+    served: bool  # True if torchrun itself serves the store; otherwise rank 0 does
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Address:
-        """Raises NotUnderTorchrun for an environment that torchrun has not made."""
+        """Read torchrun's environment variables. Raises NotUnderTorchrun if some are missing."""
         missing = [name for name in NEEDED if name not in environment]
         if missing:
             raise NotUnderTorchrun(f"{', '.join(missing)} not set")
@@ -57,7 +57,7 @@ class Address:
         return cls(int(rank), int(local_rank), int(world_size), host, int(port), served)
 
     def store(self) -> Store:
-        """The common store. Keep it: on rank 0 it may be the one that serves."""
+        """Open the common store. Keep a reference: on rank 0 it may be the server."""
         serves, wait_at_most = self.rank == 0 and not self.served, timedelta(seconds=JOIN_TIMEOUT)
         tcp = TCPStore(self.host, self.port, is_master=serves, wait_for_workers=False, timeout=wait_at_most)
         return PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", tcp)
@@ -65,18 +65,18 @@ class Address:
 
 @dataclass(frozen=True)
 class Hello:
-    """How an agent introduces itself."""
+    """The first message of an agent."""
 
     rank: int
     pid: int
     machine: str
-    gpus: int  # that it sees
+    gpus: int  # visible to it
     local_rank: int
 
 
 @dataclass(frozen=True)
 class Orders:
-    """What an agent must know to start a rank of a generation."""
+    """The arguments with which an agent starts a rank of a generation."""
 
     generation: int
     world_size: int
@@ -88,8 +88,8 @@ class Orders:
 
 
 def listen(place: Address, store: Store) -> tuple[socket.socket, str]:
-    """Rank 0's end: a listening socket, and the secret word with which an agent shows that it belongs to this run."""
-    # The address by which this machine reaches the store is one by which the others reach this machine.
+    """Open rank 0's listening socket. Also returns the secret word that proves an agent to be of this run."""
+    # Use the address by which this machine reaches the store: the others can reach that one.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((place.host, place.port))
         address = probe.getsockname()[0]
@@ -100,7 +100,7 @@ def listen(place: Address, store: Store) -> tuple[socket.socket, str]:
 
 
 def connect(place: Address, store: Store) -> Connection:
-    """A connection to rank 0, to which this agent has introduced itself."""
+    """Connect to rank 0, and introduce this agent."""
     address, port, word = store.get(_ADDRESS).decode().split()
     connection = adopt(socket.create_connection((address, int(port)), timeout=JOIN_TIMEOUT))
     connection.send_bytes(word.encode())
@@ -110,7 +110,7 @@ def connect(place: Address, store: Store) -> Connection:
 
 
 def adopt(end: socket.socket) -> Connection:
-    """The socket as a connection without a timeout, which sends at once."""
+    """Turn the socket into a connection without a timeout, which sends at once."""
     with end:
         end.settimeout(None)
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -118,15 +118,15 @@ def adopt(end: socket.socket) -> Connection:
 
 
 class RankZeroLost(RuntimeError):
-    """The process that torchrun started for rank 0, which says all that there is to say, is gone or gives no sign."""
+    """The process that torchrun started for rank 0, which writes all output, is gone or gives no sign of life."""
 
 
 class Agent:
-    """Serves rank 0 until that says "bye" or is gone. timeout: seconds for which rank 0, which sends a sign of life
-    every second, may be silent, and SILENCE besides.
+    """A server of rank 0's orders, until rank 0 says "bye" or is gone. timeout: seconds, beyond SILENCE, without rank
+    0's sign of life, which it sends every second.
 
-    Messages from rank 0 are (what, number, argument), those to it (what, number, value): a reply has the number of its
-    question, what a rank sends has the generation of that rank.
+    Messages from rank 0 are (what, number, argument), those to it (what, number, value). A reply has the number of its
+    question; a message of a rank has its generation.
     """
 
     def __init__(self, place: Address, control: Connection, timeout: float) -> None:
@@ -136,24 +136,23 @@ class Agent:
         self._generation = 0
 
     def serve(self) -> int:
-        """The exit status for this process. Raises RankZeroLost."""
+        """Serve rank 0; return the exit status for this process. Raises RankZeroLost."""
         bell, rings = os.pipe()
         os.set_blocking(rings, False)
         if self._place.rank:  # the agent of rank 0 does not run in the main thread
             signal.set_wakeup_fd(rings, warn_on_full_buffer=False)
-            signal.signal(signal.SIGTERM, lambda *_: None)  # only the pipe is written to; no message is interrupted
+            signal.signal(signal.SIGTERM, lambda *_: None)  # the wakeup pipe suffices; interrupt no message
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 ends this process
         heard = time.monotonic()
         try:
             while True:
                 watched = self._ranks.fileno() if self._ranks and self._watched else None
-                left = max(0.0, heard + self._timeout - time.monotonic())
-                ready = wait([self._control, bell] if watched is None else [self._control, bell, watched], left)
+                remaining = max(0.0, heard + self._timeout - time.monotonic())
+                ready = wait([self._control, bell] if watched is None else [self._control, bell, watched], remaining)
                 if not ready:
                     raise RankZeroLost(f"gave no sign of life for {self._timeout:g} s; it may be stopped by a signal")
                 if bell in ready and signal.SIGTERM in os.read(bell, 64):
-                    # So that rank 0 can tell an agent that was told to leave from one that is gone.
-                    self._send("leaving", 0, None)
+                    self._send("leaving", 0, None)  # tells rank 0 that this agent was terminated, not lost
                     return _TERMINATED
                 if watched in ready:
                     self._forward()
@@ -171,7 +170,7 @@ class Agent:
         self._control.send((what, number, value))
 
     def _obey(self, what: str, number: int, argument: Any) -> int | None:
-        """One message of rank 0; the exit status if it is the last."""
+        """Carry out one message of rank 0; return the exit status if it is the last."""
         if what == "call":
             if self._ranks is not None:
                 self._ranks.send([argument])
@@ -181,18 +180,18 @@ class Agent:
             self._send("reply", number, self._ranks.stacks([0])[0] if self._ranks else "")
         elif what == "could run":
             self._send("reply", number, self._ranks is not None and self._ranks.could_run([0]))
-        elif what in ("end", "there"):
+        elif what in ("end", "ping"):
             if what == "end":
                 self._end()
             self._send("reply", number, None)
         elif what == "bye":
             return int(argument)
-        else:  # a sign of life, of which nothing follows
+        else:  # a sign of life, which needs no reply
             assert what == "beat", what
         return None
 
     def _start(self, orders: Orders) -> tuple[int, str]:
-        """(pid, "") of a new rank in place of the present one, or (0, why there is none)."""
+        """Replace the rank by a new one; return its (pid, "") or, if it does not start, (0, error)."""
         self._end()
         self._generation = orders.generation
         member = Membership(
@@ -208,7 +207,7 @@ class Agent:
         return self._ranks.pids[0], ""
 
     def _forward(self) -> None:
-        """Send on to rank 0 what the rank sends."""
+        """Forward the rank's messages to rank 0."""
         assert self._ranks is not None
         for _, died in self._ranks.events(0.0):
             answer = None if died else self._ranks.receive(0)

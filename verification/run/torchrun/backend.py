@@ -1,7 +1,7 @@
-"""The verification on the processes that torchrun started: rank 0 draws and judges, each agent keeps one rank.
+"""The backend on the processes that torchrun started: rank 0 draws and judges, each agent runs one rank.
 
-Failures are shrunk in the simulation. Ranks that crashed or hung are named, shown and replaced; only the loss of a
-process that torchrun itself started ends the run: `AgentLost`.
+Failures are shrunk in the simulation. Ranks that crashed or hung are named, shown and replaced. Only the loss of a
+process that torchrun itself started ends the run, with `AgentLost`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class AgentRanks:
     def start(self) -> None:
         agents, place = self._agents, self._agents.place
         agents.renew()
-        agents.ask_all(self._all, "there", None, SILENCE)  # a rank's start may take long; to say that one is there, not
+        agents.ask_all(self._all, "ping", None, SILENCE)  # the start of a rank may take long, a ping may not
         rendezvous = Rendezvous(host=place.host, port=place.port, prefix=f"verification/generation {agents.generation}")
         orders = Orders(
             agents.generation, self.world_size, rendezvous, PRELOAD, self._joined_by, agents.one_machine, self._timeout
@@ -49,7 +49,7 @@ class AgentRanks:
         self._agents.send(self._all, "call", self._agents.generation, messages)
 
     def events(self, timeout: float) -> list[tuple[int, bool]]:
-        """Answers before deaths; a death is reported by every call, as by `Ranks.events`."""
+        """Return answers before deaths; a death is reported by every call, as by `Ranks.events`."""
         self._agents.pump(0.0)
         if not self._events():
             self._agents.pump(timeout)
@@ -67,9 +67,9 @@ class AgentRanks:
         deadline = time.monotonic() + timeout
         self._agents.pump(0.0)
         while not self._agents.answers[rank] and rank not in self._agents.exits:
-            if (left := deadline - time.monotonic()) <= 0:
+            if (remaining := deadline - time.monotonic()) <= 0:
                 return False
-            self._agents.pump(left)
+            self._agents.pump(remaining)
         return True
 
     def is_dead(self, rank: int) -> bool:
@@ -79,24 +79,25 @@ class AgentRanks:
         return self._agents.exits.get(rank)
 
     def stacks(self, ranks: Collection[int]) -> dict[int, str]:
-        """Raises AgentLost for an agent that does not answer."""
+        """Return the stacks of these ranks. Raises AgentLost for an agent that does not answer."""
         return self._agents.ask_all(ranks, "stacks", None, max(SILENCE, STACK_TIMEOUT + SLACK)) if ranks else {}
 
     def could_run(self, ranks: Collection[int]) -> bool:
-        """On GPUs never: a process that waits for a GPU spins, and looks as if it computed. Raises AgentLost for an
-        agent that does not answer.
+        """True if any of these ranks is runnable. Raises AgentLost for an agent that does not answer.
+
+        Always False on GPUs: a process that waits for a GPU spins, and would look as if it computed.
         """
         if self._joined_by == "nccl":
             return False
         return any(self._agents.ask_all(ranks, "could run", None, max(SILENCE, LOOKS * LOOK_EVERY + SLACK)).values())
 
     def end(self) -> None:
-        if not self._agents.ending:  # else they have been told already, or cannot be reached
+        if not self._agents.ending:  # otherwise they are ending already, or cannot be reached
             self._agents.ask(self._all, "end", None, SLACK + STACK_TIMEOUT)
 
 
 class TorchrunPool(Pool):
-    """A pool whose ranks are kept by the agents."""
+    """A pool whose ranks are run by the agents."""
 
     def __init__(self, agents: Agents, world_size: int, *, timeout: float, joined_by: str) -> None:
         self._agents = agents
@@ -114,25 +115,24 @@ class ShrinkBackend(SimBackend):
         self._agents = agents
 
     def submit(self, task: Task, case: Example, *arguments: Any) -> None:
-        self._agents.heed()
+        self._agents.raise_pending()
         super().submit(task, case, *arguments)
 
 
 class TorchrunBackend(GlooBackend):
-    """The ranks of the agents, or of the first so many. name: "gloo" or "nccl", what joins them."""
+    """The ranks of the first agents, or of all. name: their process group's backend, "gloo" or "nccl"."""
 
     def __init__(self, agents: Agents, name: str, timeout: float, prepare: Preparation | None = None) -> None:
         super().__init__(timeout, prepare)
         self.name = name
         self.agents = agents
-        # The last that was started: a Case, or the record of another problem.
-        self.last: Example | dict[str, Any] | None = None
+        self.last: Example | dict[str, Any] | None = None  # submitted last: a Case, or the record of another problem
 
     def start(self, world: int) -> None:
-        """Ranks that are there and well are kept."""
-        there = self.agents.place.world_size
-        if world > there:
-            raise Unavailable(f"{world} ranks are needed, torchrun started {there}: --nproc-per-node={world}")
+        """Have so many ranks ready; a healthy pool of that size is reused."""
+        started = self.agents.place.world_size
+        if world > started:
+            raise Unavailable(f"{world} ranks are needed, torchrun started {started}: --nproc-per-node={world}")
         if self.name == "nccl":
             agents = [self.agents.hellos[rank] for rank in range(world)]
             without = [agent.rank for agent in agents if agent.gpus <= agent.local_rank]
@@ -150,7 +150,7 @@ class TorchrunBackend(GlooBackend):
         super().submit(task, case, *arguments)
 
     def run(self, function: Callable[..., Any], *arguments: Any, timeout: float) -> list[Any]:
-        """`function(*arguments)` in every rank, and what each returned. Raises what `collect` does."""
+        """Call `function(*arguments)` in every rank; return each result. Raises the same errors as `collect`."""
         try:
             return self.prepared().run(function, *arguments, timeout=timeout)
         except PoolError as error:

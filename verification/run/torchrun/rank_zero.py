@@ -1,4 +1,4 @@
-"""Rank 0's end of the connections to the agents: what is sent to them, what comes from them, and how they are lost."""
+"""Rank 0's end of the connections to the agents: messages to and from them, and their loss."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from verification.run.processes.pool import START_TIMEOUT
 from verification.run.processes.worker import limit_sends
 from verification.run.torchrun.agents import JOIN_TIMEOUT, Address, Agent, Hello, RankZeroLost, adopt, connect, listen
 
-SLACK = 2.0  # seconds that an agent may take beyond what its rank may
-FAREWELL = 10.0  # seconds for all agents to end their ranks and go
-LEAVE = 1.0  # seconds for those that torchrun told to leave to say so
+SLACK = 2.0  # seconds that an agent may take beyond the time of its rank
+FAREWELL = 10.0  # seconds for all agents to end their ranks and exit
+LEAVE = 1.0  # seconds in which agents that torchrun terminates say so
 BEAT = 1.0  # seconds between signs of life
 
 
 class AgentLost(BaseException):
-    """A process that torchrun started is gone or does not answer, or torchrun ends them all. No `Exception`: no example
-    is to be shrunk for it, and nothing can be run after it. ranks: of the processes that are lost, none if that is not
-    known. silent: they are there, for all that is known, and do not answer.
-    """
+    """A process that torchrun started is gone or does not answer, or torchrun ends them all.
+
+    No `Exception`: no example must be shrunk for it, and nothing can run after it. ranks: of the lost processes, empty
+    if unknown. silent: they may still exist, but do not answer."""
 
     def __init__(self, ranks: Iterable[int], silent: bool = False) -> None:
         self.ranks, self.silent = tuple(sorted(ranks)), silent
@@ -45,9 +45,8 @@ class Agents:
     """Rank 0's end of the connections to all agents, its own among them."""
 
     def __init__(self, place: Address, timeout: float) -> None:
-        """Returns when all agents are connected. Raises Unavailable naming those that are not within a minute.
-        timeout: of the agent of this process (`agents.Agent`).
-        """
+        """Wait until all agents are connected. Raises Unavailable naming those that are not within a minute.
+        timeout: of the agent of this process (`agents.Agent`)."""
         self.place = place
         self.generation = 0
         self.ending = False
@@ -57,8 +56,8 @@ class Agents:
         self._replies: dict[int, dict[int, Any]] = {}
         self._questions = 0
         self._leaving: set[int] = set()
-        self._told = False  # by torchrun, to leave
-        self._interrupted = False  # and not yet heeded
+        self._terminated = False  # torchrun sent SIGTERM
+        self._interrupted = False  # SIGINT came, and `raise_pending` has not raised it yet
         self._bell, self._rings = os.pipe()
         self._store = place.store()
         listener, word = listen(place, self._store)
@@ -74,16 +73,16 @@ class Agents:
         threading.Thread(target=self._beat, daemon=True).start()
 
     def _serve_own(self, timeout: float) -> None:
-        with suppress(RankZeroLost):  # this process ends, too, and says itself why
+        with suppress(RankZeroLost):  # this process ends, too, and reports the reason itself
             Agent(self.place, connect(self.place, self._store), timeout).serve()
 
     def _beat(self) -> None:
-        """A sign of life for each agent, unless another message is on its way there."""
+        """Send each agent a sign of life every second, unless another message is being sent to it."""
         while not self._parted.wait(BEAT):
             for rank, connection in list(self._connections.items()):
                 if self._sending[rank].acquire(blocking=False):
                     try:
-                        with suppress(OSError):  # it is gone, which `_take` finds
+                        with suppress(OSError):  # `_take` finds that it is gone
                             connection.send(("beat", 0, None))
                     finally:
                         self._sending[rank].release()
@@ -104,32 +103,29 @@ class Agents:
                     limit_sends(connection, START_TIMEOUT)
                     self.hellos[hello.rank], self._connections[hello.rank] = hello, connection
                     continue
-            with suppress(OSError):  # it does not belong to this run, and may be gone
+            with suppress(OSError):  # not of this run, and perhaps gone
                 connection.close()
 
     @property
     def one_machine(self) -> bool:
         return len({hello.machine for hello in self.hellos.values()}) == 1
 
-    def told_to_leave(self, *_: object) -> None:
-        """A handler of SIGTERM, which torchrun sends to all processes. It raises nothing, since it may come in the
-        middle of a message, which would be left half sent, or in a callback that swallows exceptions. `heed` raises.
-        """
-        if not self._told:
-            self._told = True
-            os.write(self._rings, b"!")  # wakes who waits in `_take`
+    def on_sigterm(self, *_: object) -> None:
+        """Handle SIGTERM, which torchrun sends to all processes. `raise_pending` raises later, since raising here could
+        leave a message half sent, or be swallowed by a callback."""
+        if not self._terminated:
+            self._terminated = True
+            os.write(self._rings, b"!")  # wakes `_take`
 
-    def interrupted(self, *_: object) -> None:
-        """A handler of SIGINT; it raises nothing either. A second one before `heed` changes nothing."""
+    def on_sigint(self, *_: object) -> None:
+        """Handle SIGINT; `raise_pending` raises later. A second one before that changes nothing."""
         if not self._interrupted:
             self._interrupted = True
             os.write(self._rings, b"!")
 
-    def heed(self) -> None:
-        """Raises AgentLost if torchrun has told all processes to leave or, once more, where an agent was lost
-        before; and KeyboardInterrupt, once, after an interrupt.
-        """
-        if self.loss is None and self._told:
+    def raise_pending(self) -> None:
+        """Raise AgentLost if torchrun is ending all processes or an agent is lost, KeyboardInterrupt after SIGINT."""
+        if self.loss is None and self._terminated:
             self.lose(self._culprits())
         if self.loss is not None:
             raise self.loss
@@ -138,52 +134,52 @@ class Agents:
             raise KeyboardInterrupt
 
     def send(self, ranks: Iterable[int], what: str, number: int, arguments: Iterable[Any]) -> None:
-        """Raises AgentLost as `heed` does."""
-        self.heed()
+        """Send (what, number, argument) to each rank's agent. Raises AgentLost as `raise_pending` does."""
+        self.raise_pending()
         self._send(ranks, what, number, arguments)
 
     def _send(self, ranks: Iterable[int], what: str, number: int, arguments: Iterable[Any]) -> None:
         for rank, argument in zip(ranks, arguments, strict=True):
-            # An agent that does not read, or is gone, will be found not to answer.
+            # An agent that does not read, or is gone, shows later, by not answering.
             with suppress(OSError), self._sending[rank]:
                 self._connections[rank].send((what, number, argument))
 
     def ask(self, ranks: Collection[int], what: str, argument: Any, timeout: float) -> dict[int, Any]:
-        """The replies that came in time, by rank. Raises AgentLost."""
+        """Send a question to each rank's agent; return the replies in time, by rank. Raises AgentLost."""
         self._questions += 1
         number = self._questions
-        found = self._replies[number] = {}
+        replies = self._replies[number] = {}
         self.send(ranks, what, number, [argument] * len(ranks))
         deadline = time.monotonic() + timeout
-        while len(found) < len(ranks) and (left := deadline - time.monotonic()) > 0:
-            self.pump(left)
+        while len(replies) < len(ranks) and (remaining := deadline - time.monotonic()) > 0:
+            self.pump(remaining)
         return self._replies.pop(number)
 
     def pump(self, timeout: float) -> None:
-        """Take what the agents have sent: at least one message, unless the timeout is over first. Raises AgentLost."""
-        self.heed()
+        """Receive from the agents: at least one message, unless the timeout is over first. Raises AgentLost."""
+        self.raise_pending()
         lost = self._take(timeout) - self._leaving
         if lost:
             raise self.lose(lost)
-        self.heed()
+        self.raise_pending()
 
     def ask_all(self, ranks: Collection[int], what: str, argument: Any, timeout: float) -> dict[int, Any]:
-        """Likewise; an agent whose reply does not come in time is lost."""
-        found = self.ask(ranks, what, argument, timeout)
-        silent = set(ranks) - set(found)
+        """Ask like `ask`; an agent whose reply does not come in time is lost."""
+        replies = self.ask(ranks, what, argument, timeout)
+        silent = set(ranks) - set(replies)
         if silent:
             for rank in silent:
-                self._connections.pop(rank)  # no farewell is to wait for it
+                self._connections.pop(rank)  # `farewell` must not wait for it
             raise self.lose(silent, silent=True)
-        return found
+        return replies
 
     def lose(self, ranks: Collection[int], silent: bool = False) -> AgentLost:
-        """What to raise: these agents are gone, or silent, and nothing can be run any more."""
+        """Record that these agents are gone, or silent, so that nothing can run any more; return the error."""
         self.ending, self.loss = True, AgentLost(ranks, silent)
         return self.loss
 
     def _take(self, timeout: float) -> set[int]:
-        """Sort what the agents have sent; the ranks whose agents are gone."""
+        """Receive and sort messages of the agents; return the ranks whose agents are gone."""
         ranks = {connection: rank for rank, connection in self._connections.items()}
         lost = set()
         for ready in wait([*ranks, self._bell], timeout):
@@ -203,7 +199,7 @@ class Agents:
         elif what == "reply":
             if number in self._replies:
                 self._replies[number][rank] = value
-        elif number == self.generation:  # what ranks sent that have been replaced is ignored
+        elif number == self.generation:  # ignore messages of ranks that have been replaced
             if what == "answer":
                 self.answers[rank].append(value)
             else:
@@ -211,29 +207,29 @@ class Agents:
                 self.exits[rank] = value
 
     def _culprits(self) -> set[int]:
-        """Once torchrun has told all to leave: the agents whose end made it do so."""
+        """Return the agents whose end made torchrun terminate all others."""
         deadline, lost = time.monotonic() + LEAVE, set[int]()
-        while (left := deadline - time.monotonic()) > 0 and self._connections:
-            lost |= self._take(left) - self._leaving
+        while (remaining := deadline - time.monotonic()) > 0 and self._connections:
+            lost |= self._take(remaining) - self._leaving
             for rank in lost | self._leaving:
                 self._connections.pop(rank, None)
         return lost
 
     def renew(self) -> None:
-        """From now on only messages of the next generation count."""
+        """Begin the next generation; older messages are ignored from now on."""
         self.generation += 1
         self.exits.clear()
         for queue in self.answers:
             queue.clear()
 
     def farewell(self, status: int) -> None:
-        """All agents end their ranks, and then themselves with that exit status; the caller should end with it, too."""
+        """Have all agents end their ranks and exit with that status; the caller should exit with it, too."""
         self.ending = True
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it once one of them ends with a status but 0
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it once one exits with a status other than 0
         self._parted.set()
         live = list(self._connections)
         self._send(live, "bye", 0, [status] * len(live))
         deadline = time.monotonic() + FAREWELL
-        while self._connections and (left := deadline - time.monotonic()) > 0:
-            for rank in self._take(left):
+        while self._connections and (remaining := deadline - time.monotonic()) > 0:
+            for rank in self._take(remaining):
                 del self._connections[rank]

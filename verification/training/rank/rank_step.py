@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ring.comm.transport import RecordingTransport, Transport
 from ring.nn import Batch, ContextParallel, gather, next_tokens, shard_batch
 from verification.run.layouts import layout_of
-from verification.run.observation import carry
+from verification.run.observation import to_numpy
 from verification.training.inputs import IGNORED, global_batch, initial_parameters
 from verification.training.rank.losses import LOSSES
 from verification.training.rank.meshes import handle_of, mesh_of
@@ -54,10 +54,10 @@ def train_one_step(
     losses = take_gradients(case, run, context, batches, seen if step == 0 else None)
     if step == 0:
         seen.gradients.update(_carried(run.gradients()))
-    seen.losses[f"step {step + 1}"] = carry(losses)
+    seen.losses[f"step {step + 1}"] = to_numpy(losses)
     norm = run.step()
     if norm is not None:
-        seen.norms[f"step {step + 1}"] = carry(norm)
+        seen.norms[f"step {step + 1}"] = to_numpy(norm)
 
 
 def batches_of_step(
@@ -96,7 +96,7 @@ def take_gradients(
         if seen is not None:
             _note_batch(seen, batch)
             if number == 0:
-                seen.logits["first micro-batch"] = carry(gather(context, logits.detach()))
+                seen.logits["first micro-batch"] = to_numpy(gather(context, logits.detach()))
     run.end_of_backward()
     return sum(losses[1:], losses[0])
 
@@ -146,7 +146,7 @@ def _note_batch(seen: StepObservation, batch: Batch) -> None:
 
 def _carried(named: dict[str, Tensor]) -> dict[str, Array]:
     """Copies: gradients and parameters are changed in place later."""
-    return {name: carry(x).copy() for name, x in named.items()}
+    return {name: to_numpy(x).copy() for name, x in named.items()}
 
 
 def _part_observation(context: ContextParallel, index: int, counted: TokenCounts, run: Unwrapped) -> PartObservation:

@@ -205,10 +205,10 @@ def told(*ranges: tuple[int, int], size: int = 32) -> Step:
 def test_messages_come_from_where_the_call_told() -> None:
     Simulation(3, 1).run(told((16, 32), (0, 16)))  # told of more
     for step, said in (
-        (told((0, 16)), "from byte 16 of 'send buffer', told were bytes 0 to 16"),
-        (told((16, 24)), "from byte 16 of 'send buffer', told were bytes 16 to 24"),
-        (told(), "which its call did not tell of"),
-        (told((16, 32), size=64), "made the buffer 'send buffer' of 32 bytes, told were 64"),
+        (told((0, 16)), "from byte 16 of 'send buffer'; it announced bytes 0 to 16"),
+        (told((16, 24)), "from byte 16 of 'send buffer'; it announced bytes 16 to 24"),
+        (told(), "which its call did not announce"),
+        (told((16, 32), size=64), "made the buffer 'send buffer' of 32 bytes; it announced 64"),
         (lambda transport: transport.prepare(transport.rank, list), "prepares another kind of call"),
     ):
         failure = failure_of(3, 1, step)

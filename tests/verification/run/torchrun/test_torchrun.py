@@ -305,21 +305,21 @@ def test_a_word_is_heeded_when_an_agent_is_next_spoken_to(agents: Agents) -> Non
         lambda: ShrinkBackend(agents, None).submit(observe, plain(2)),
     ]
     for turn in turns:
-        agents.interrupted()
-        agents.interrupted()  # an impatient user's
+        agents.on_sigint()
+        agents.on_sigint()  # an impatient user's
         with pytest.raises(KeyboardInterrupt):
             turn()
         assert agents.ask([0], "stacks", None, PLENTY) == {0: ""}
-    agents.interrupted()
-    agents.told_to_leave()
+    agents.on_sigint()
+    agents.on_sigterm()
     for turn in turns:
         with pytest.raises(AgentLost, match="torchrun ends all its processes"):
             turn()
-    agents.told_to_leave()  # a second time, while the first is being recorded
+    agents.on_sigterm()  # a second time, while the first is being recorded
 
 
 def test_the_word_to_leave_wakes_who_waits_for_an_agent(agents: Agents) -> None:
-    threading.Timer(0.2, agents.told_to_leave).start()
+    threading.Timer(0.2, agents.on_sigterm).start()
     with pytest.raises(AgentLost, match="torchrun ends all its processes"):
         agents.pump(PLENTY)
 
