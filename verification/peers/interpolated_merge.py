@@ -36,7 +36,7 @@ def widen_bounds(expectation: Expectation, r: Arithmetic) -> None:
     delta = (np.abs(dout) * out).sum(-1, keepdims=True)  # (B, N, H, 1)
     dk = (delta * np.abs(q)).sum(1)  # (B, H, D)
     dk = dk.reshape(dk.shape[0], kv_heads, -1, dk.shape[-1]).sum(2)  # (B, Hk, D)
-    seen = ~expectation.dead_keys.T[None, :, :, None]  # (1, N, Hk, 1)
+    visible = ~expectation.dead_keys.T[None, :, :, None]  # (1, N, Hk, 1)
     expectation.bound["out"] += out * r.sides
     expectation.bound["dq"] += r.scale * delta * largest_k * r.sides
-    expectation.bound["dk"] += r.scale * dk[:, None] * seen * r.sides
+    expectation.bound["dk"] += r.scale * dk[:, None] * visible * r.sides

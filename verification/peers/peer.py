@@ -26,8 +26,7 @@ class Peer:
     """An implementation of attention, and the Cases that it claims to support.
 
     Args:
-        name: printed in reports.
-        supported: the claim in words.
+        name, supported: title and claim, as reports print them.
         claims: any drawn Case -> the nearest Case of the same world that the implementation supports, or None. It must
             return its own results unchanged.
         attend: (q, k, v, case, group) -> out, or (out, lse): one rank's part, differentiable by autograd. q, out

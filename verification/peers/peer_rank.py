@@ -56,12 +56,10 @@ def run_peer(peer: Peer, transport: Transport, case: Case, inputs: Tensors) -> R
     return RunResult((out, lse, *gradients_of(outputs, (q, k, v), incoming, case.lse == "alone")), (), (), (), (), 0, 0)
 
 
-def gradients_of(
-    outputs: Sequence[Tensor], leaves: Tensors, incoming: Sequence[Tensor], only_lse: bool
-) -> list[Tensor]:
+def gradients_of(outputs: Sequence[Tensor], leaves: Tensors, douts: Sequence[Tensor], only_lse: bool) -> list[Tensor]:
     """Return dq, dk, dv. only_lse: lse does not depend on v, so dv may be missing. Raises ValueError for others."""
     live = [i for i, x in enumerate(outputs) if x.requires_grad]
-    arguments = [outputs[i] for i in live], leaves, [incoming[i] for i in live]
+    arguments = [outputs[i] for i in live], leaves, [douts[i] for i in live]
     grads = torch.autograd.grad(*arguments, allow_unused=True) if live else (None,) * 3
     missing = [name for name, x in zip("qkv", grads, strict=True) if x is None and not (only_lse and name == "v")]
     if missing:

@@ -19,8 +19,8 @@ def checked_by(check: Check) -> Metadata:
     return {"check": check}
 
 
-def integer(least: int, most: int | None = None) -> Metadata:
-    return checked_by(lambda name, value: validators.integer(name, value, least, most))
+def integer(minimum: int, maximum: int | None = None) -> Metadata:
+    return checked_by(lambda name, value: validators.integer(name, value, minimum, maximum))
 
 
 def choice(*allowed: str) -> Metadata:
@@ -51,14 +51,14 @@ def check_fields(record: Any) -> None:
             object.__setattr__(record, field.name, field.metadata["check"](field.name, getattr(record, field.name)))
 
 
-def read_fields(kind: type[Any], what: str, data: object) -> dict[str, Any]:
+def read_fields(kind: type[Any], title: str, data: object) -> dict[str, Any]:
     """Return a JSON object that has the fields of a dataclass. Fields with a default may be missing, so that older
     files stay valid. Raises ValueError for anything else."""
     if not isinstance(data, dict):
-        raise ValueError(f"{what} must be a JSON object, got {type(data).__name__}")
+        raise ValueError(f"{title} must be a JSON object, got {type(data).__name__}")
     required = {f.name: f.default is MISSING for f in fields_of(kind)}
     unknown = sorted(set(data) - set(required))
     missing = sorted({name for name, is_required in required.items() if is_required} - set(data))
     if unknown or missing:
-        raise ValueError(f"{what}: {misfits(unknown, missing)}")
+        raise ValueError(f"{title}: {misfits(unknown, missing)}")
     return data

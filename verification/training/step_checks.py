@@ -24,14 +24,14 @@ Ratios = dict[str, float]
 def check_batches(case: TrainingCase, expectation: StepExpectation, observations: StepObservations) -> Ratios:
     """Check that each rank has its shard of its data rank's tokens, labels and positions within documents."""
     positions, within = case.shards().positions, case.positions().numpy()
-    for rank, seen in enumerate(observations):
-        mine = positions[seen.index]
+    for rank, observation in enumerate(observations):
+        shard = positions[observation.index]
         for number in range(case.accumulation):
             for name in ("tokens", "labels"):
-                expected = getattr(expectation.first, name)[seen.data_rank, number].numpy()[:, mine]
+                expected = getattr(expectation.first, name)[observation.data_rank, number].numpy()[:, shard]
                 label = f"batches: {name} of micro-batch {number + 1} on {_label(case, rank)}"
-                _check_equal(label, getattr(seen, name)[number], expected)
-            _check_equal(f"batches: positions on {_label(case, rank)}", seen.positions[number], within[mine])
+                _check_equal(label, getattr(observation, name)[number], expected)
+            _check_equal(f"batches: positions on {_label(case, rank)}", observation.positions[number], within[shard])
     return {}
 
 
@@ -45,11 +45,11 @@ def check_sharded(case: TrainingCase, expectation: StepExpectation, observations
     for number, part in enumerate(case.parts):
         counts = part.shards().counts
         for rank, observation in enumerate(observations):
-            seen = observation.parts[number]
-            if seen.token_counts != {counts[seen.index]}:
+            index, token_counts = observation.parts[number].index, observation.parts[number].token_counts
+            if token_counts != {counts[index]}:
                 raise WrongResult(
-                    f"sharded: on {_label(part, rank)} the model's modules had {sorted(seen.token_counts)} tokens of a "
-                    f"sequence of {case.tokens}; the layout gives the rank {counts[seen.index]}"
+                    f"sharded: on {_label(part, rank)} the model's modules had {sorted(token_counts)} tokens of a "
+                    f"sequence of {case.tokens}; the layout gives the rank {counts[index]}"
                 )
     return {}
 
@@ -61,8 +61,8 @@ def check_quantity(
     """Check |seen - exact| <= allowed for all entries of a quantity on every rank. later: True selects the steps after
     the first, False the first step, None all."""
     worst = 0.0
-    for rank, seen in enumerate(observations):
-        for name, actual, exact, allowed in _pairs(quantity, expectation, seen):
+    for rank, observation in enumerate(observations):
+        for name, actual, exact, allowed in _pairs(quantity, expectation, observation):
             if later is not None and later == (name == FIRST):
                 continue
             where = f"{quantity}: {name} on {_label(case, rank)}"
@@ -81,7 +81,7 @@ def deviations(expectation: StepExpectation, observations: StepObservations) -> 
     """Return the worst ratio of each quantity without raising; infinite for a missing, extra or non-finite entry."""
     ratios = {}
     for quantity in expectation.exact:
-        pairs = [pair for seen in observations for pair in _pairs(quantity, expectation, seen)]
+        pairs = [pair for observation in observations for pair in _pairs(quantity, expectation, observation)]
         worst = [
             np.inf if a is None or b is None or a.shape != b.shape else np.max(_ratio(a, b, allowed), initial=0.0)
             for _, a, b, allowed in pairs
@@ -91,14 +91,14 @@ def deviations(expectation: StepExpectation, observations: StepObservations) -> 
 
 
 def _pairs(
-    quantity: str, expectation: StepExpectation, seen: StepObservation
+    quantity: str, expectation: StepExpectation, observation: StepObservation
 ) -> Iterator[tuple[str, Array | None, Array | None, float]]:
     """Yield (name, seen, exact, allowed) for each entry of a quantity that the rank has or must have."""
-    named, expected = getattr(seen, quantity), expectation.exact[quantity]
+    named, expected = getattr(observation, quantity), expectation.exact[quantity]
     for name in dict.fromkeys((*expected, *named)):
         exact = expected.get(name)
         if exact is not None and quantity == "logits":
-            exact = exact[seen.data_rank]
+            exact = exact[observation.data_rank]
         yield name, named.get(name), exact, expectation.allowed[quantity].get(name, 0.0)
 
 
@@ -123,11 +123,11 @@ def check_alike(case: TrainingCase, expectation: StepExpectation, observations: 
     """Check that losses, gradients, norms and parameters have the same bits on all ranks, and logits on the ranks of a
     context group."""
     for quantity in ("losses", "gradients", "norms", "parameters", "logits"):
-        for rank, seen in enumerate(observations):
+        for rank, observation in enumerate(observations):
             # Compare logits with the first rank of the same context group.
-            group = (other for other, x in enumerate(observations) if x.data_rank == seen.data_rank)
+            group = (other for other, x in enumerate(observations) if x.data_rank == observation.data_rank)
             like = next(group) if quantity == "logits" else 0
-            for name, x in getattr(seen, quantity).items():
+            for name, x in getattr(observation, quantity).items():
                 other = getattr(observations[like], quantity)[name]
                 if x.dtype != other.dtype or x.tobytes() != other.tobytes():
                     raise WrongResult(
@@ -147,11 +147,11 @@ def _first_difference(a: Array, b: Array) -> str:
 
 def check_spoilt(case: TrainingCase, expectation: StepExpectation, observations: StepObservations) -> Ratios:
     """Check that non-finite gradients are clipped as torch clips them."""
-    for rank, seen in enumerate(observations):
-        if seen.wrongly_clipped:
+    for rank, observation in enumerate(observations):
+        if observation.wrongly_clipped:
             raise WrongResult(
                 f"spoilt: on {_label(case, rank)}, with the gradients of a parameter all {case.spoilt}, the clip "
-                f"differs from torch's in {', '.join(seen.wrongly_clipped)}"
+                f"differs from torch's in {', '.join(observation.wrongly_clipped)}"
             )
     return {}
 
@@ -159,8 +159,8 @@ def check_spoilt(case: TrainingCase, expectation: StepExpectation, observations:
 def check_bytes(case: TrainingCase, expectation: StepExpectation, observations: StepObservations) -> Ratios:
     """Check the bytes of recorded messages, from every rank to every other, against `reference.cost`."""
     for number, part in enumerate(case.parts):
-        for rank, seen in enumerate(observations):
-            _check_bytes_of(part, expectation.sent[number], rank, seen.parts[number])
+        for rank, observation in enumerate(observations):
+            _check_bytes_of(part, expectation.sent[number], rank, observation.parts[number])
     return {}
 
 

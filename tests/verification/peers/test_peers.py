@@ -130,7 +130,7 @@ PACKED = replace(PLAIN, tokens=7, pattern=Pattern.dense(True, (3, 0, 4)))
     "name, case, check, said",
     [
         ("raises", PLAIN, "every rank answers", "never in this life"),
-        ("unconnected", PLAIN, "every rank answers", "no gradient reaches v: what attend returned does not depend on"),
+        ("unconnected", PLAIN, "every rank answers", "no gradient reaches v: the result of attend does not depend on"),
         ("transposed", PLAIN, "every rank answers", r"out of shape \(2, 2, 5, 4\); it must be \(2, 5, 2, 4\)"),
         ("spoils", PLAIN, "inputs intact, repeatable", "inputs: changed"),
         ("forgets", PLAIN, "inputs intact, repeatable", "a second run"),

@@ -134,12 +134,12 @@ def masked_scores(q: Tensor, k: Tensor, scale: float, causal: bool, left: int, r
     scores = torch.einsum("bihd,bjhd->bhij", wide(q), expanded(k, q)) * scale
     rows, keys = scores.shape[-2:]
     right = 0 if causal else right
-    seen = torch.ones(rows, keys, dtype=torch.bool, device=q.device)
+    visible = torch.ones(rows, keys, dtype=torch.bool, device=q.device)
     if right >= 0:
-        seen = seen.tril(keys - rows + right)
+        visible = visible.tril(keys - rows + right)
     if left >= 0:
-        seen = seen.triu(keys - rows - left)
-    return scores.masked_fill(~seen, -math.inf)
+        visible = visible.triu(keys - rows - left)
+    return scores.masked_fill(~visible, -math.inf)
 
 
 def wide(x: Tensor) -> Tensor:

@@ -18,14 +18,9 @@ Step = Callable[[Case], Case]
 
 @dataclass(frozen=True)
 class Ring:
-    """One ring.
-
-    order, chunks  order of its tokens; chunks per shard
-    causal         True or False if it is always so, None for both
-    packed         True if it takes one sequence packed from documents, not a batch
-    merge          as for a Peer
-    windows        values of causal with which it supports a window
-    """
+    """One ring. order: of its tokens. chunks: per shard. causal: None if it may be causal or not. packed: True if it takes
+    one sequence packed from documents instead of a batch. merge: as for a Peer. windows: values of causal with which it
+    supports a window."""
 
     order: str = "contiguous"
     chunks: int = 1

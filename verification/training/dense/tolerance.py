@@ -35,13 +35,13 @@ Allowed = dict[str, dict[str, float]]  # by quantity and name
 def allowed_deviations(case: TrainingCase, exact: TrainingResult) -> Allowed:
     """Largest allowed |seen - exact| by quantity and name; 0 if a whole quantity is 0."""
     quantities, fp64 = exact.quantities(), case.dtype == "float64"
-    least = {quantity: THRESHOLD * largest(named) if fp64 else 0.0 for quantity, named in quantities.items()}
+    threshold = {quantity: THRESHOLD * largest(named) if fp64 else 0.0 for quantity, named in quantities.items()}
     if fp64 and not case.model.has_steps:
-        return {quantity: dict.fromkeys(named, least[quantity]) for quantity, named in quantities.items()}
+        return {quantity: dict.fromkeys(named, threshold[quantity]) for quantity, named in quantities.items()}
     scale, unit = rounding_scale(case, exact), UNIT_ROUNDOFF[case.dtype]
     return {
         quantity: {
-            name: max(least[quantity], FACTOR * (scale[quantity][name] + unit * largest(named))) for name in named
+            name: max(threshold[quantity], FACTOR * (scale[quantity][name] + unit * largest(named))) for name in named
         }
         for quantity, named in quantities.items()
     }

@@ -32,7 +32,7 @@ def train_on_rank(
         data_rank, index = part.coordinates(transport.rank)
         context = ContextParallel(layout_of(part), handle_of(part), exchange=case.exchange, bucket=case.bucket)
         model = load_model(case, inner)
-        counts = TokenCounts(watched_modules(model, part))
+        counter = TokenCounts(watched_modules(model, part))
         run, before = wrap(model, part), run
         if before is not None:
             first = resume(before, run, first)
@@ -40,7 +40,7 @@ def train_on_rank(
             batches = batches_of_step(case, part, context, data_rank, step)
             train_one_step(part, run, context, batches, step, seen)
         first += part.steps
-        seen.parts.append(_part_observation(context, index, counts, run))
+        seen.parts.append(_part_observation(context, index, counter, run))
     assert run is not None
     seen.parameters.update(_to_arrays(run.parameters()))
     if case.spoilt is not None:
@@ -149,10 +149,8 @@ def _to_arrays(named: dict[str, Tensor]) -> dict[str, Array]:
     return {name: carry(x).copy() for name, x in named.items()}
 
 
-def _part_observation(
-    context: ContextParallel, index: int, token_counts: TokenCounts, run: Unwrapped
-) -> PartObservation:
-    seen = PartObservation(index, token_counts.counts, graph_runs=run.graphs.runs)
+def _part_observation(context: ContextParallel, index: int, counter: TokenCounts, run: Unwrapped) -> PartObservation:
+    seen = PartObservation(index, counter.counts, graph_runs=run.graphs.runs)
     if isinstance(context.transport, RecordingTransport):
         seen.sent = _bytes_by_peer(context.transport.sent)
         seen.received = _bytes_by_peer(context.transport.received)
