@@ -15,20 +15,18 @@ from verification.peers.peer import Peer
 from verification.run.observation import Observation
 from verification.run.rank import RunResult, Tensors, division, observation_of, shards, whole_tensors
 
-prepare = ready  # called in every new rank, so that imports do not count towards an example's timeout
+prepare = ready  # called in new ranks before an example: imports do not count towards its timeout
 
 
 def observe_peer(transport: Transport, case: Case, name: str) -> Observation | str:
     """Run the peer's forward and backward twice. Returns a message if the adapter returned something malformed."""
     peer, inputs = ready(name), shards(case, transport.rank, whole_tensors(case))
-    originals = [x.clone() for x in inputs]
+    copy = [x.clone() for x in inputs]
     run = run_peer(peer, transport, case, inputs)
     if isinstance(run, str):
         return run
     rerun = run_peer(peer, transport, case, inputs)
-    if isinstance(rerun, str):
-        return rerun
-    return observation_of(division(case, transport.rank), inputs, originals, run, rerun)
+    return rerun if isinstance(rerun, str) else observation_of(division(case, transport.rank), inputs, copy, run, rerun)
 
 
 def run_peer(peer: Peer, transport: Transport, case: Case, inputs: Tensors) -> RunResult | str:

@@ -37,7 +37,7 @@ def instance(kind: type, type_name: str) -> Metadata:
 
 
 def optional(metadata: Metadata) -> Metadata:
-    """Also allow None."""
+    """Allow None as well."""
     return checked_by(lambda name, value: None if value is None else metadata["check"](name, value))
 
 

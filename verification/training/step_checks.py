@@ -45,11 +45,11 @@ def check_sharded(case: TrainingCase, expectation: StepExpectation, observations
     for number, part in enumerate(case.parts):
         counts = part.shards().counts
         for rank, observation in enumerate(observations):
-            index, token_counts = observation.parts[number].index, observation.parts[number].token_counts
-            if token_counts != {counts[index]}:
+            seen = observation.parts[number]
+            if seen.token_counts != {counts[seen.index]}:
                 raise WrongResult(
-                    f"sharded: on {_label(part, rank)} the model's modules had {sorted(token_counts)} tokens of a "
-                    f"sequence of {case.tokens}; the layout gives the rank {counts[index]}"
+                    f"sharded: on {_label(part, rank)} the model's modules had {sorted(seen.token_counts)} tokens of a "
+                    f"sequence of {case.tokens}; the layout gives the rank {counts[seen.index]}"
                 )
     return {}
 

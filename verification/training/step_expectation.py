@@ -70,8 +70,8 @@ def _call_traffic(case: TrainingCase) -> cost.Traffic:
 
 
 def graph_runs(case: TrainingCase) -> int:
-    """How often a rank runs a compiled graph forward. Without FSDP: once per micro-batch, since the graph's backward
-    recomputes layers. With FSDP: once per layer and micro-batch, twice where the layer is recomputed."""
+    """Number of forward runs of compiled graphs on a rank. Without FSDP: one per micro-batch, since the graph's
+    backward recomputes layers. With FSDP: one per layer and micro-batch, two where the layer is recomputed."""
     if case.compiled == "no":
         return 0
     forwards = case.accumulation * case.steps

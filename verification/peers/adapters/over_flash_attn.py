@@ -18,8 +18,8 @@ Step = Callable[[Case], Case]
 
 @dataclass(frozen=True)
 class Ring:
-    """One ring. order: of its tokens. chunks: per shard. causal: None if it may be causal or not. packed: True if it takes
-    one sequence packed from documents instead of a batch. merge: as for a Peer. windows: values of causal with which it
+    """One ring. order: of its tokens. chunks: per shard. causal: None allows both. packed: True if it takes one
+    sequence packed from documents instead of a batch. merge: as for a Peer. windows: values of causal with which it
     supports a window."""
 
     order: str = "contiguous"

@@ -115,10 +115,10 @@ def nearest(peer: Peer, case: TrainingCase) -> TrainingCase | None:
         claimed = peer.claims(call)
         if claimed is not None and claimed.dtype == dtype and claimed.group in (None, call.group):
             candidate = with_call(candidate, claimed)
-            orders = (candidate.order if candidate.resumed else None, None)
-            for resumed in (replace(candidate, resumed=order) for order in orders):
-                if all(peer.claims(call) == call for call in map(call_of, resumed.parts)):
-                    return resumed
+            variants = (replace(candidate, resumed=x) for x in (candidate.order if candidate.resumed else None, None))
+            for variant in variants:
+                if all(peer.claims(call) == call for call in map(call_of, variant.parts)):
+                    return variant
             return None
     return None
 
