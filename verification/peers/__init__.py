@@ -1,7 +1,7 @@
-"""Other people's implementations of attention under the same Cases: `python -m verification peers`.
+"""Checks of other implementations of attention with the same Cases: `python -m verification peers`.
 
-Cases are drawn, run on real ranks, and compared with the same exact values and derived bounds as this project's own
-implementation; a failure is shrunk to a minimal Case that one line replays. Messages and buffers of a peer are not
+Cases are drawn, run on real ranks, and compared with the same exact values and derived bounds as this project's
+implementation. A failure is shrunk to a minimal Case that one command replays. Messages and buffers of a peer are not
 checked. verification/README.md shows a complete adapter; `peer.Peer` describes its fields.
 """
 

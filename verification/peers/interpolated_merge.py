@@ -1,16 +1,15 @@
-"""What a merge of partial results by interpolation may lose, on top of the bounds of a weighted one.
+"""Error bounds for the merge of partial results by interpolation, on top of the bounds of a weighted merge.
 
-The field merges (o, L) with a further partial result (o', L') in two ways. Weighted: o e^(L-M) + o' e^(L'-M), M the
-merged lse; its rounding errors are relative to the contributions, so that `reference.bounds` has them.
-Interpolated:
+There are two ways to merge (o, L) with a further partial result (o', L'). Weighted: o e^(L-M) + o' e^(L'-M), M the
+merged lse; its rounding errors are relative to the contributions, which `reference.bounds` covers. Interpolated:
 
     o - s (o - o'),   s = sigmoid(L' - L)
 
-(zhuzilin/ring-flash-attention#34, and from there yunchang and torch). Errors of L and L' move s by at most s (1 - s)
-times as much, and s |o'| and (1 - s) |o| are contributions: these are in the bounds. But s itself is rounded, by 4u (an
-exponential 2u, a sum, a quotient), the difference by u, the product by u, each times |o - o'| <= 2 max|V|, and the last
-difference by u, times max|V|: 13 u max|V|, however small the result is. So where one block has nearly all weight and a
-small value, what the others contribute is lost. That is accepted here, as all that use it do:
+(zhuzilin/ring-flash-attention#34, adopted by yunchang and torch). Errors of L and L' change s by at most s (1 - s)
+times as much, and s |o'| and (1 - s) |o| are contributions, so the bounds cover these. But s is rounded by 4u (an
+exponential 2u, a sum, a quotient), the difference by u and the product by u, each times |o - o'| <= 2 max|V|. The last
+difference is rounded by u max|V|. The total is 13 u max|V|, however small the result. So if one block has nearly all
+weight and small values, the contribution of the others is lost. This is allowed here, since every such package has it:
 
     A_O  = 13 u p max|V| (1 + u_out)          p partial results, max over the keys of the head
     A_D  = |dO| . A_O
@@ -25,8 +24,8 @@ from reference.fast_oracle import Expectation
 from reference.roundoff import Arithmetic
 
 
-def allow(expectation: Expectation, r: Arithmetic) -> None:
-    """Adds to the bounds of out, dq and dk."""
+def widen_bounds(expectation: Expectation, r: Arithmetic) -> None:
+    """Add this error to the bounds of out, dq and dk."""
     q, k, v, dout = (getattr(expectation.inputs, name) for name in ("q", "k", "v", "dout"))
     heads, kv_heads = q.shape[2], k.shape[2]
     largest_k, largest_v = (
@@ -37,7 +36,7 @@ def allow(expectation: Expectation, r: Arithmetic) -> None:
     delta = (np.abs(dout) * out).sum(-1, keepdims=True)  # (B, N, H, 1)
     dk = (delta * np.abs(q)).sum(1)  # (B, H, D)
     dk = dk.reshape(dk.shape[0], kv_heads, -1, dk.shape[-1]).sum(2)  # (B, Hk, D)
-    seen = ~expectation.dead_keys.T[None, :, :, None]  # (1, N, Hk, 1)
+    visible = ~expectation.dead_keys.T[None, :, :, None]  # (1, N, Hk, 1)
     expectation.bound["out"] += out * r.sides
     expectation.bound["dq"] += r.scale * delta * largest_k * r.sides
-    expectation.bound["dk"] += r.scale * dk[:, None] * seen * r.sides
+    expectation.bound["dk"] += r.scale * dk[:, None] * visible * r.sides

@@ -1,4 +1,4 @@
-"""Finds a peer: one of the adapters of this package by its name, or a user's own by `package.module:attribute`."""
+"""Finds a peer: an adapter of this package by its name, or a user's own by `package.module:attribute`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from verification.peers.adapters import (
 )
 from verification.peers.peer import Peer, Refused
 
-# A name before the first "/" stands for all that begin with it.
+# The part of a name before the first "/" selects all peers that begin with it.
 ADAPTERS = (
     ring_attention_pytorch, ring_flash_attn, ring_flash_attn_varlen, yunchang, torchscale, dilated_attention_pytorch,
     context_parallel,
@@ -29,11 +29,11 @@ KNOWN = {peer.name: peer for module in ADAPTERS for peer in vars(module).values(
 
 
 def selected(name: str, among: Mapping[str, Any] = KNOWN) -> list[str]:
-    """The peers that a name stands for, of those that are known. Raises Refused for a name that is neither known nor of
-    the form `package.module:attribute`."""
-    found = [known for known in among if name in (known, known.partition("/")[0])]
-    if found:
-        return found
+    """Return the known peers that a name selects, or the name of a user's own. Raises Refused for a name that is
+    neither known nor of the form `package.module:attribute`."""
+    names = [known for known in among if name in (known, known.partition("/")[0])]
+    if names:
+        return names
     if ":" in name and all(part.isidentifier() for part in name.replace(":", ".", 1).split(".")):
         return [name]
     raise Refused(
@@ -43,31 +43,31 @@ def selected(name: str, among: Mapping[str, Any] = KNOWN) -> list[str]:
 
 @lru_cache(maxsize=64)
 def load(name: str) -> Peer:
-    """The known Peer of that name, or the one that `package.module:attribute` names. Raises Refused for a module that
-    cannot be imported or has no such Peer."""
+    """Return the known Peer of that name, or import `package.module:attribute`. Raises Refused for a module that cannot
+    be imported or has no such Peer."""
     if name in KNOWN:
         return KNOWN[name]
     module, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:  # scripts run Python with -P, which leaves it out
+    if os.getcwd() not in sys.path:  # scripts run Python with -P, which omits it
         sys.path.append(os.getcwd())
     try:
-        found = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # a user's module may raise anything when it is imported
+        peer = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # importing a user's module may raise anything
         raise Refused(f"{name} cannot be imported: {type(error).__name__}: {error}") from error
-    if not isinstance(found, Peer):
-        raise Refused(f"{name} is {found!r}; it must be a verification.peers.Peer")
-    return found
+    if not isinstance(peer, Peer):
+        raise Refused(f"{name} is {peer!r}; it must be a verification.peers.Peer")
+    return peer
 
 
 def ready(name: str) -> Peer:
-    """The Peer, after it imported all that it needs. Raises Refused."""
+    """Return the Peer, with its imports done. Raises Refused."""
     peer = load(name)
     prepare(peer, name)
     return peer
 
 
 def prepare(peer: Any, name: str) -> None:
-    """Have the Peer or StepPeer of that name import all that it needs. Raises Refused."""
+    """Do the imports of the Peer or StepPeer of that name. Raises Refused."""
     try:
         peer.prepare()
     except Refused:

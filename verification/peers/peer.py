@@ -1,4 +1,4 @@
-"""Peer: what an adapter declares about the implementation that it wraps."""
+"""Peer: an implementation of attention, as its adapter declares it."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ MOST_RANKS = 8
 
 
 class Refused(Exception):
-    """A peer cannot be run: not installed, not importable, no adapter. It counts neither as held nor as failed."""
+    """A peer cannot be run: not installed, not importable, no adapter. It counts as neither held nor failed."""
 
 
 @dataclass(frozen=True)
 class Peer:
     """An implementation of attention, and the Cases that it claims to support.
 
-    name        as the report prints it
-    supported   the claim in words
-    claims      any drawn Case -> the nearest Case of the same world that the implementation says it supports, or None
-                if there is none. Given a Case that it returned, it must return that Case unchanged.
-    attend      (q, k, v, case, group) -> out, or (out, lse): one rank's part, differentiable by autograd. q, out
-                (B, L, H, D), k, v (B, L, Hk, D) are the rank's shard, `case.shards().positions[index in the group]`;
-                group is the process group of the Case's ranks, None where the world is 1.
-    worlds      the world sizes that it is run on
-    package     the name of its distribution, from which its version is read; None for a function of your own
-    arithmetic  the precision for 16-bit inputs, see `reference.roundoff`: "math" computes in fp32 and rounds once
-                at the end; "flash" does so with a coarser exponential; "half" rounds probabilities and partial results
-                to 16 bits, as fused kernels do. For fp32 and fp64 "half" means "math".
-    merge       how partial results are merged: "weighted", or "interpolated", which loses more: see `interpolation`
-    prepare     imports what `attend` needs, in every process that is to run it. Raises ImportError or Refused.
+    Args:
+        name, supported: title and claim, as reports print them.
+        claims: any drawn Case -> the nearest Case of the same world that the implementation supports, or None. It must
+            return its own results unchanged.
+        attend: (q, k, v, case, group) -> out, or (out, lse): one rank's part, differentiable by autograd. q, out
+            (B, L, H, D), k, v (B, L, Hk, D) are the rank's shard, `case.shards().positions[index in the group]`.
+            group is the process group of the Case's ranks, None if the world is 1.
+        worlds: world sizes to run it on.
+        package: name of its distribution, for its version; None for a function of your own.
+        arithmetic: precision for 16-bit inputs, see `reference.roundoff`. "math" computes in fp32 and rounds once at
+            the end; "flash" does so with a coarser exponential; "half" rounds probabilities and partial results to 16
+            bits, as fused kernels do. For fp32 and fp64 "half" means "math".
+        merge: "weighted", or "interpolated", which loses more: see `interpolated_merge`.
+        prepare: imports what `attend` needs, in every process that runs it. Raises ImportError or Refused.
 
-    Raises ValueError, at construction, for a field with a wrong value.
+    Raises: ValueError for a field with a wrong value.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Peer:
         for field in ("name", "supported"):
             value = getattr(self, field)
             if not isinstance(value, str) or not value:
-                raise ValueError(f"{field} is {value!r}; it must be a string that says something")
+                raise ValueError(f"{field} is {value!r}; it must be a string that is not empty")
         for field in ("claims", "attend", "prepare"):
             if not callable(getattr(self, field)):
                 raise ValueError(f"{field} is {getattr(self, field)!r}; it must be a function")
@@ -73,7 +73,7 @@ class Peer:
 
 
 def version_of(package: str | None) -> str | None:
-    """Of an installed distribution; None for none, or for one that is not installed."""
+    """Version of an installed distribution; None for no package, or one that is not installed."""
     try:
         return None if package is None else importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""A peer as an Experiment: Cases drawn through its claim, results compared within the bounds of its class."""
+"""A peer as an Experiment: Cases mapped by its claim, results compared within the bounds of its class."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from verification.training.training_case import TrainingCase
 
 AnyCase = TypeVar("AnyCase", Case, TrainingCase)
 
-# The `checks.CHECKS` that concern any implementation; those of messages, bytes and buffers concern this project's own.
+# The `checks.CHECKS` for any implementation; those of messages, bytes and buffers are for this project's own.
 APPLICABLE = ("answers", "unseen", "finite", "values", "gradients", "inputs", "repeat")
 
 
 def experiment(name: str) -> Experiment:
-    """Cases are drawn through the claim of the peer of that name. Raises Refused where there is no such Peer."""
+    """Return the Experiment with the peer of that name. Raises Refused if there is no such Peer."""
     peer = load(name)
 
     def draw(world: int) -> SearchStrategy[Case | None]:
@@ -41,31 +41,31 @@ def experiment(name: str) -> Experiment:
 
 
 def claimed(peer: Peer, case: Case) -> Case | None:
-    """Take the Case to the nearest one that the peer claims. Raises ToolError, as `settled`."""
-    found = settled(peer.name, peer.claims, case)
-    # How the second run differs, and what is measured, concerns this project's own implementation only.
-    return found and dataclasses.replace(found, again="alike", measured=False)
+    """Return the nearest Case that the peer claims. Raises ToolError, as `apply_claim`."""
+    nearest = apply_claim(peer.name, peer.claims, case)
+    # Variations of the second run, and measurements, are for this project's own implementation only.
+    return nearest and dataclasses.replace(nearest, again="alike", measured=False)
 
 
-def settled(name: str, claims: Callable[[AnyCase], AnyCase | None], case: AnyCase) -> AnyCase | None:
+def apply_claim(name: str, claims: Callable[[AnyCase], AnyCase | None], case: AnyCase) -> AnyCase | None:
     """Return `claims(case)`. Raises ToolError for a claim that raises, returns anything but a Case of that world, or
-    would change the returned Case again: these are faults of the adapter, and no counter-examples."""
+    changes its own result: these are faults of the adapter, not counter-examples."""
     try:
-        found = claims(case)
+        nearest = claims(case)
     except Exception as error:
         raise ToolError(f"claims of {name} raised {type(error).__name__}: {error}") from error
-    if found is None:
+    if nearest is None:
         return None
-    if not isinstance(found, type(case)) or found.world != case.world:
+    if not isinstance(nearest, type(case)) or nearest.world != case.world:
         kind = type(case).__name__
-        raise ToolError(f"claims of {name} gave {found!r}; it must be a {kind} with world {case.world}, or None")
-    if claims(found) != found:
-        raise ToolError(f"claims of {name} does not support what it made itself: {found.to_json()}")
-    return found
+        raise ToolError(f"claims of {name} gave {nearest!r}; it must be a {kind} with world {case.world}, or None")
+    if claims(nearest) != nearest:
+        raise ToolError(f"claims of {name} changes its own result: {nearest.to_json()}; it must return that unchanged")
+    return nearest
 
 
 def check(name: str, peer: Peer, backend: Backend, case: Case) -> dict[str, float]:
-    """The worst error of each property as a fraction of its bound, 0 where it is exact. Raises the first failure."""
+    """Return the worst ratio (error / bound) of each property; 0 is exact. Raises the first failure."""
     backend.submit(observe_peer, case, name)
     expectation = expect(peer, case)
     observations = backend.collect()
@@ -76,12 +76,12 @@ def check(name: str, peer: Peer, backend: Backend, case: Case) -> dict[str, floa
 
 
 def expect(peer: Peer, case: Case) -> Expectation:
-    """Exact values, with the bounds of a sound implementation of the peer's class: the counts (keys per row, partial
-    results, blocks) come from the Case, the roundings from the class."""
-    sixteen = case.dtype in ("bfloat16", "float16")
-    kernel = "math" if peer.arithmetic == "half" and not sixteen else peer.arithmetic
+    """Return exact values with the bounds of a correct implementation of the peer's class. The Case determines the
+    counts (keys per row, partial results, blocks), the class the roundings."""
+    narrow = case.dtype in ("bfloat16", "float16")
+    kernel = "math" if peer.arithmetic == "half" and not narrow else peer.arithmetic
     r = Arithmetic.of(case.dtype, kernel, case.head_dim, case.softmax_scale, counts_of(case, "math"))
     expectation = evaluate(inputs_of(case, case.tensors()), r)
     if peer.merge == "interpolated":
-        interpolated_merge.allow(expectation, r)
+        interpolated_merge.widen_bounds(expectation, r)
     return expectation

@@ -1,4 +1,4 @@
-"""One rank's part in an example of a peer: rebuild the tensors, run the peer twice, report what was seen."""
+"""One rank's part in an example of a peer: rebuild the tensors, run the peer twice, return an Observation."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from verification.peers.peer import Peer
 from verification.run.observation import Observation
 from verification.run.rank import RunResult, Tensors, division, observation_of, shards, whole_tensors
 
-prepare = ready  # in every new rank before its first example: imports do not count towards an example's timeout
+prepare = ready  # called in new ranks before an example: imports do not count towards its timeout
 
 
 def observe_peer(transport: Transport, case: Case, name: str) -> Observation | str:
-    """Forward and backward by the peer of that name; in words, what of the wrong form the adapter returned."""
+    """Run the peer's forward and backward twice. Returns a message if the adapter returned something malformed."""
     peer, inputs = ready(name), shards(case, transport.rank, whole_tensors(case))
-    kept = [x.clone() for x in inputs]
+    copy = [x.clone() for x in inputs]
     run = run_peer(peer, transport, case, inputs)
     if isinstance(run, str):
         return run
-    again = run_peer(peer, transport, case, inputs)
-    return again if isinstance(again, str) else observation_of(division(case, transport.rank), inputs, kept, run, again)
+    rerun = run_peer(peer, transport, case, inputs)
+    return rerun if isinstance(rerun, str) else observation_of(division(case, transport.rank), inputs, copy, run, rerun)
 
 
 def run_peer(peer: Peer, transport: Transport, case: Case, inputs: Tensors) -> RunResult | str:
-    """As `observe_peer`. Raises ValueError for a result of another shape, or one that leaves a gradient out: these may
-    concern some Cases only, so they are counter-examples and no fault of the adapter."""
+    """Run forward and backward once. Raises ValueError for a wrong shape or a missing gradient: these may depend on the
+    Case, so they are counter-examples, not faults of the adapter."""
     if not isinstance(transport, (ProcessGroupTransport, SoloTransport)):
-        return "a peer talks through torch.distributed, which is not simulated; run it on gloo"
+        return "a peer communicates by torch.distributed, which is not simulated; run it on gloo"
     *leaves, dout, dlse = inputs
     q, k, v = (x.detach().requires_grad_() for x in leaves)
-    found = peer.attend(q, k, v, case, transport.group if isinstance(transport, ProcessGroupTransport) else None)
-    out, lse = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    result = peer.attend(q, k, v, case, transport.group if isinstance(transport, ProcessGroupTransport) else None)
+    out, lse = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     for name, value in (("out", out), ("lse", lse)):
         if not isinstance(value, Tensor) and (name == "out" or value is not None):
             return f"attend returned {type(value).__name__} as {name}; it must be a tensor, or the pair (out, lse)"
@@ -54,12 +54,12 @@ def run_peer(peer: Peer, transport: Transport, case: Case, inputs: Tensors) -> R
     return RunResult((out, lse, *gradients_of(outputs, (q, k, v), incoming, case.lse == "alone")), (), (), (), (), 0, 0)
 
 
-def gradients_of(outputs: Sequence[Tensor], leaves: Tensors, incoming: Sequence[Tensor], alone: bool) -> list[Tensor]:
-    """dq, dk, dv. alone: of lse only, which does not depend on v. Raises ValueError for inputs without gradient."""
+def gradients_of(outputs: Sequence[Tensor], leaves: Tensors, douts: Sequence[Tensor], only_lse: bool) -> list[Tensor]:
+    """Return dq, dk, dv. only_lse: lse does not depend on v, so dv may be missing. Raises ValueError for others."""
     live = [i for i, x in enumerate(outputs) if x.requires_grad]
-    chosen = [outputs[i] for i in live], leaves, [incoming[i] for i in live]
-    found = torch.autograd.grad(*chosen, allow_unused=True) if live else (None,) * 3
-    unreached = [name for name, x in zip("qkv", found, strict=True) if x is None and not (alone and name == "v")]
-    if unreached:
-        raise ValueError(f"no gradient reaches {', '.join(unreached)}: what attend returned does not depend on it")
-    return [torch.zeros_like(x) if dx is None else dx for x, dx in zip(leaves, found, strict=True)]
+    arguments = [outputs[i] for i in live], leaves, [douts[i] for i in live]
+    grads = torch.autograd.grad(*arguments, allow_unused=True) if live else (None,) * 3
+    missing = [name for name, x in zip("qkv", grads, strict=True) if x is None and not (only_lse and name == "v")]
+    if missing:
+        raise ValueError(f"no gradient reaches {', '.join(missing)}: the result of attend does not depend on it")
+    return [torch.zeros_like(x) if dx is None else dx for x, dx in zip(leaves, grads, strict=True)]

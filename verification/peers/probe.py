@@ -1,4 +1,4 @@
-"""Finds out in a separate process whether a peer can be run, since an import may hang or abort."""
+"""Checks in a separate process that a peer can be run, since an import may hang or abort."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from verification.peers.peer import Refused
 from verification.run.backends import PRELOAD, Unavailable
 from verification.run.processes.pool import Pool, PoolError
 
-TIMEOUT = 120.0  # seconds: a first import may have to compile
+TIMEOUT = 120.0  # seconds: the first import may compile
 
 
 def probe(name: str, timeout: float = TIMEOUT, ready: Callable[[str], object] = ready) -> None:
-    """Raises Refused where the peer, or what it needs, cannot be imported; Unavailable where no process starts. ready:
-    what finds the peer of that name, and has it import what it needs."""
+    """Import the peer in a new process. Raises Refused if it or its requirements cannot be imported, Unavailable if no
+    process starts. ready: finds the peer of that name and does its imports."""
     try:
         with Pool(1, timeout=timeout, preload=PRELOAD) as pool:
             (reason,) = pool.run(refusal, name, ready)
@@ -28,7 +28,7 @@ def probe(name: str, timeout: float = TIMEOUT, ready: Callable[[str], object] = 
 
 
 def refusal(name: str, ready: Callable[[str], object]) -> str | None:
-    """Called in that process: the reason why the peer cannot be run; None if it can."""
+    """Task: return the reason why the peer cannot be run; None if it can."""
     try:
         ready(name)
     except Refused as error:

@@ -1,4 +1,4 @@
-"""Saved counter-examples of peers, {"peer": name, "case": ...}."""
+"""Saved counter-examples of peers: {"peer": name, "case": ...}."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from verification.search.experiment import Experiment
 
 
 class SavedPeerExample(SavedExample):
-    """The Case is run as it was saved, without asking the peer's claim."""
+    """A counter-example that runs the Case as saved, without applying the peer's claim."""
 
     def prepare(self, backend: Backend) -> None:
         if backend.name != "gloo":
@@ -29,19 +29,19 @@ class SavedPeerExample(SavedExample):
         backend.prepare = partial(prepare, self.record["peer"])
 
 
-def experiment_with(record: Any, field: str, known: Iterable[str], of: Callable[[str], Experiment]) -> Experiment:
-    """Return the experiment with the peer that the record names. Raises ValueError for one that cannot be loaded."""
+def experiment_with(record: Any, field: str, known: Iterable[str], make: Callable[[str], Experiment]) -> Experiment:
+    """Return the Experiment with the peer named in the record. Raises ValueError for one that cannot be loaded."""
     name = record[field]
     if not isinstance(name, str):
         raise ValueError(f"{field} is {name!r}; it must be package.module:adapter, or one of {', '.join(known)}")
     try:
-        return of(name)
+        return make(name)
     except Refused as error:
         raise ValueError(str(error)) from error
 
 
 def read_peer_example(record: dict[str, Any]) -> Saved:
-    """Raises ValueError for a malformed record, and for a peer that cannot be loaded."""
+    """Read a saved record. Raises ValueError if it is malformed or its peer cannot be loaded."""
     validators.exactly("a counter-example of a peer", record, ["peer", "case"])
     case = read_case(record["case"])
     return SavedPeerExample(experiment_with(record, "peer", KNOWN, experiment), case, record)

@@ -1,5 +1,5 @@
-"""Every deviation of a run, as a fraction of what is allowed: of these, and of those that seeded defects cause, a
-histogram shows how many empty decades lie between."""
+"""Collects every deviation of a run as a fraction of the allowed one. A histogram of these, and of the deviations that
+seeded defects cause, shows how many empty decades lie between."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from verification.search.search import Events
 
 
 class Deviations:
-    """Passes on what a search tells, and keeps the ratios of all examples that held."""
+    """Forwards the events of a search, and stores the ratios of all examples that held."""
 
     def __init__(self, events: Events) -> None:
         self.covered, self.met, self.failed_again = events.covered, events.met, events.failed_again
         self._held = events.held
-        self.world = 0  # of the examples that come
+        self.world = 0  # world size of the next examples
         self._ratios: dict[tuple[str, int, str], list[float]] = {}
 
     def held(self, dtype: str, ratios: Mapping[str, float], seconds: float) -> None:
@@ -24,7 +24,7 @@ class Deviations:
         self._held(dtype, ratios, seconds)
 
     def to_list(self) -> list[dict[str, Any]]:
-        """By property, world and dtype, of those that are not exact: the ratios, to three digits, ascending."""
+        """Ratios by property, world and dtype, to three digits, ascending; properties that are exact are left out."""
         return [
             {"property": name, "world": world, "dtype": dtype, "ratios": sorted(float(f"{x:.3g}") for x in ratios)}
             for (name, world, dtype), ratios in sorted(self._ratios.items())

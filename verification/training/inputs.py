@@ -1,7 +1,7 @@
-"""What a TrainingCase's runs begin with, rebuilt from the Case alone: parameters, tokens and labels.
+"""Initial parameters, tokens and labels of a TrainingCase, rebuilt from the Case alone.
 
-The names and shapes of parameters are listed here, and not taken from the modules that are checked: those load this
-list strictly, so that one that is missing, too many or of another shape shows.
+The names and shapes of parameters are listed here, not read from the modules under test. The modules load this list
+strictly, so a missing or extra parameter, or a wrong shape, shows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def parameter_shapes(case: TrainingCase) -> Shapes:
-    """By name as `named_parameters` has it: of tied weights the embedding's alone."""
+    """Shapes by the names of `named_parameters`; tied weights appear once, as the embedding's."""
     model = case.model
     shapes: Shapes = {"embedding.weight": (VOCABULARY, model.dim)}
     if model.positions == "learned":
@@ -84,20 +84,20 @@ _BY_KIND = {"llama": _llama, "longnet": _longnet, "sdpa": _sdpa}
 
 
 def initial_parameters(case: TrainingCase) -> dict[str, Tensor]:
-    """By name, float64, on the CPU; for the lower precisions numbers that float32 holds. No number is special, not the
-    weights of norms 1 nor biases 0: a gradient that goes to the wrong place, or a term that is left out, shows."""
+    """Parameters by name, float64, on the CPU; for lower precisions their values fit float32. No value is special: norm
+    weights are not 1 and biases not 0, so a misplaced gradient or a missing term shows."""
     generator = torch.Generator().manual_seed(case.seed)
-    found = {}
+    parameters = {}
     for name, shape in parameter_shapes(case).items():
         drawn = torch.randn(shape, dtype=torch.float64, generator=generator)
         if name.endswith("bias"):
             drawn *= 0.2
-        elif len(shape) == 1:  # of a norm
+        elif len(shape) == 1:  # weight of a norm
             drawn = 1 + 0.2 * drawn
         else:
             drawn *= shape[1] ** -0.5
-        found[name] = drawn.to(case.parameter_dtype).double()
-    return found
+        parameters[name] = drawn.to(case.parameter_dtype).double()
+    return parameters
 
 
 def optimiser_of(case: TrainingCase, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
@@ -106,24 +106,24 @@ def optimiser_of(case: TrainingCase, parameters: Iterable[Tensor]) -> torch.opti
 
 
 def optimiser_settings(case: TrainingCase) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The class of the Case's optimiser and its arguments."""
+    """Class of the Case's optimiser, and its arguments."""
     if case.optimiser == "sgd":
         return torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}
-    # AdamW divides a gradient by its size, so that the rounding of one near 0 becomes a step: eps bounds by how much.
+    # AdamW divides a gradient by its size, so the rounding of one near 0 would become a full step: eps bounds that.
     return torch.optim.AdamW, {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-3, "weight_decay": 0.1}
 
 
 @dataclass(frozen=True, eq=False)
 class GlobalBatch:
-    """Of one step, each (data, accumulation, batch, n): tokens, int64; labels, int64, shifted, so that the label of a
-    token is the next one; ignored, bool, where the label is left out, and is IGNORED."""
+    """The batch of one step, each tensor (data, accumulation, batch, n): tokens, int64; labels, int64, already shifted,
+    the next token or IGNORED; ignored, bool, True where the label is dropped."""
 
     tokens: Tensor
     labels: Tensor
     ignored: Tensor
 
     def of(self, part: TrainingCase) -> GlobalBatch:
-        """The same sequences as the data ranks and micro-batches of one of the Case's parts have them."""
+        """The same sequences, divided into the data ranks and micro-batches of one of the Case's parts."""
         shape = (part.data, part.accumulation, part.batch, part.tokens)
         return GlobalBatch(self.tokens.reshape(shape), self.labels.reshape(shape), self.ignored.reshape(shape))
 
@@ -133,20 +133,20 @@ class GlobalBatch:
 
 
 def global_batch(case: TrainingCase, step: int) -> GlobalBatch:
-    """What all ranks together train on in that step."""
+    """Batch of all ranks in that step."""
     generator = torch.Generator().manual_seed(case.seed * 1009 + step + 1)
     shape = (case.data, case.accumulation, case.batch, case.tokens)
     tokens = torch.randint(VOCABULARY, shape, generator=generator)
     labels = torch.full_like(tokens, IGNORED)
     labels[..., :-1] = tokens[..., 1:]
     last = [end - 1 for end in accumulate(case.at(step).documents) if end]
-    labels[..., last] = IGNORED  # the next token is another's
+    labels[..., last] = IGNORED  # the next token belongs to another document
     ignored = _ignored(case, generator, shape)
     return GlobalBatch(tokens, labels.masked_fill(ignored, IGNORED), ignored)
 
 
 def _ignored(case: TrainingCase, generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
-    """Which labels are left out, (data, accumulation, batch, n) bool."""
+    """Mask of the labels to drop, (data, accumulation, batch, n) bool."""
     out = torch.zeros(shape, dtype=torch.bool)
     if case.labels == "some":
         return torch.rand(shape, generator=generator) < 1 / 3

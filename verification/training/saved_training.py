@@ -1,4 +1,4 @@
-"""Saved counter-examples of training runs, {"training": TrainingCase}."""
+"""Saved counter-examples of training runs: {"training": TrainingCase}."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from verification.training.training_run import TRAINING, TRAINING_BACKENDS, TRAI
 
 
 class SavedTrainingExample(SavedExample):
-    """Replayed on real processes: wrappers and collective operations need torch.distributed."""
+    """A counter-example that is replayed on real processes: wrappers and collectives need torch.distributed."""
 
     def prepare(self, backend: Backend) -> None:
         if backend.name not in TRAINING_BACKENDS:
@@ -22,6 +22,6 @@ class SavedTrainingExample(SavedExample):
 
 
 def read_training_example(record: dict[str, Any]) -> Saved:
-    """Raises ValueError for a malformed record."""
+    """Read a saved record. Raises ValueError for a malformed one."""
     validators.exactly("a counter-example of a training step", record, ["training"])
     return SavedTrainingExample(TRAINING, TrainingCase.from_dict(record["training"]), record)

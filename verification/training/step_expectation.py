@@ -1,4 +1,4 @@
-"""What a TrainingCase must give, and how far a run may be from it: all that its checks compare the ranks with."""
+"""Expected results of a TrainingCase, and the allowed deviations: everything that the checks compare ranks with."""
 
 from __future__ import annotations
 
@@ -18,9 +18,13 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class StepExpectation:
-    """exact, allowed: by quantity (`dense_step.QUANTITIES`) and name. first: the batch of step one. sent: for each of
-    the Case's parts, bytes from each index of a context group to each other, (context, context), the same in all
-    groups. graph_runs: for each part, how often a rank runs a compiled graph forward."""
+    """Expected results.
+
+    exact, allowed  by quantity (`dense_step.QUANTITIES`) and name
+    first           the batch of step one
+    sent            for each of the Case's parts, bytes from index to index of a context group, (context, context)
+    graph_runs      for each part, how often a rank runs a compiled graph forward
+    """
 
     exact: dict[str, dict[str, Floats]]
     allowed: Allowed
@@ -41,11 +45,11 @@ def expect_training(case: TrainingCase) -> StepExpectation:
 
 
 def bytes_sent(case: TrainingCase, gathered: bool) -> NDArray[np.int64]:
-    """(context, context), by `reference.cost`: of each layer in each micro-batch one forward, one more where
-    checkpointing computes it again, and one backward; and of the logits, where they are gathered once."""
+    """Bytes by `reference.cost`, (context, context). Each layer counts, per micro-batch, one backward and one forward,
+    or two forwards where checkpointing recomputes it. gathered: also count one gather of the logits."""
     forwards, attention = 2 if case.recomputed else 1, np.zeros((case.context, case.context), np.int64)
     for step in range(case.steps):
-        call = _bytes_of_a_call(case.at(step))
+        call = _call_traffic(case.at(step))
         attention += case.model.layers * case.accumulation * (forwards * call.forward + call.backward)
     if not gathered:
         return attention
@@ -54,8 +58,8 @@ def bytes_sent(case: TrainingCase, gathered: bool) -> NDArray[np.int64]:
     return np.asarray(attention + shard[:, None] * others, np.int64)
 
 
-def _bytes_of_a_call(case: TrainingCase) -> cost.Traffic:
-    """Of the attention of one layer."""
+def _call_traffic(case: TrainingCase) -> cost.Traffic:
+    """Bytes of one layer's attention."""
     model = case.model
     setting = cost.Setting(
         case.pattern, case.shards().positions, case.batch, model.heads, model.kv_heads, model.head_dim,
@@ -66,8 +70,8 @@ def _bytes_of_a_call(case: TrainingCase) -> cost.Traffic:
 
 
 def graph_runs(case: TrainingCase) -> int:
-    """How often a rank runs a compiled graph forward: one for the model in each micro-batch, in which layers that are
-    computed again are computed within its backward; under FSDP one for each layer, once more to compute it again."""
+    """Number of forward runs of compiled graphs on a rank. Without FSDP: one per micro-batch, since the graph's
+    backward recomputes layers. With FSDP: one per layer and micro-batch, two where the layer is recomputed."""
     if case.compiled == "no":
         return 0
     forwards = case.accumulation * case.steps

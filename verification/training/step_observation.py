@@ -1,4 +1,4 @@
-"""What one rank saw of a training run: made by `verification.training.rank.rank_step`, checked by `step_checks`."""
+"""Results of one rank in a training run: made by `verification.training.rank.rank_step`, checked by `step_checks`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Array = NDArray[Any]
 
 @dataclass(eq=False)
 class PartObservation:
-    """Of one of the Case's `parts`. index: of the rank in its context group.
+    """Results of one of the Case's `parts`. index: of the rank in its context group.
 
-    token_counts    how many tokens of a sequence the model's modules were given or made: the numbers that occurred
-    sent, received  bytes by index in the context group; None where they are not recorded
-    graph_runs      how often a compiled graph ran, forward
+    token_counts    token dimensions that occurred in inputs and outputs of the model's modules
+    sent, received  bytes by index in the context group; None if messages are not recorded
+    graph_runs      number of forward runs of compiled graphs
     """
 
     index: int
@@ -29,13 +29,13 @@ class PartObservation:
 
 @dataclass(eq=False)
 class StepObservation:
-    """data_rank, index: where the rank stands in the mesh of the first part.
+    """Results of a whole run. data_rank, index: coordinates of the rank in the mesh of the first part.
 
-    tokens, labels  of each micro-batch of step one, (batch, tokens of this rank); positions likewise, (tokens,)
+    tokens, labels  for each micro-batch of step one, (batch, tokens of this rank); positions: (tokens,)
     parts           one for each of the Case's
-    logits, losses, gradients, norms, parameters: as in `verification.training.dense.dense_step`; logits those of this
-                    data rank alone, put together again
-    not_as_clipped  the parameters whose gradients were not what a clip makes of those that are not finite
+    logits, losses, gradients, norms, parameters: as in `verification.training.dense.dense_step`; logits of this data
+                    rank only, gathered
+    wrongly_clipped parameters whose non-finite gradients were clipped otherwise than torch clips them
     """
 
     data_rank: int
@@ -49,7 +49,7 @@ class StepObservation:
     gradients: dict[str, Array] = field(default_factory=dict)
     norms: dict[str, Array] = field(default_factory=dict)
     parameters: dict[str, Array] = field(default_factory=dict)
-    not_as_clipped: list[str] = field(default_factory=list)
+    wrongly_clipped: list[str] = field(default_factory=list)
 
 
 StepObservations = Sequence[StepObservation]

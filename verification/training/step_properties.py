@@ -1,4 +1,4 @@
-"""The properties of a training run that the report lists: a failure names what is broken."""
+"""Properties of a training run, as the report lists them: a failure names the broken one."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def check_step(
     observations: StepObservations,
     checks: Sequence[str] = tuple(STEP_CHECKS),
 ) -> dict[str, float]:
-    """By the title of each property that these checks (by default all) make up: the worst deviation as a fraction of
-    what is allowed, 0 where it is exact. Raises the first failure, whose `broken` is the title of the property, and
-    which says how far all quantities are off."""
+    """Return the worst ratio (deviation / allowed) of each property by its title; 0 is exact. checks: names of the
+    checks to make. Raises the first failure; its `broken` is the property's title, and its message lists the worst
+    ratio of every quantity."""
     try:
-        made = {name: STEP_CHECKS[name] for name in checks}
-        return look_at(STEP_PROPERTIES, made, case, expectation, observations)
+        selected = {name: STEP_CHECKS[name] for name in checks}
+        return look_at(STEP_PROPERTIES, selected, case, expectation, observations)
     except WrongResult as failure:
-        every = deviations(expectation, observations)
-        listed = ", ".join(f"{quantity} {ratio:.3g}" for quantity, ratio in every.items())
-        told = WrongResult(f"{failure}\nworst deviations / allowed: {listed}", failure.quantity, max(every.values()))
-        told.broken = failure.broken
-        raise told from None
+        worst = deviations(expectation, observations)
+        listed = ", ".join(f"{quantity} {ratio:.3g}" for quantity, ratio in worst.items())
+        error = WrongResult(f"{failure}\nworst deviations / allowed: {listed}", failure.quantity, max(worst.values()))
+        error.broken = failure.broken
+        raise error from None

@@ -1,7 +1,7 @@
-"""Hypothesis strategies that draw TrainingCases, from the small end up.
+"""Hypothesis strategies that draw small TrainingCases.
 
-The first entry of every `sampled_from` is the simplest one (as in `verification.strategies.cases`), so that shrinking
-ends at the smallest model and mesh. Models are tiny: what composes wrongly does so at any size.
+The first entry of every `sampled_from` is the simplest (as in `verification.strategies.cases`), so that shrinking ends
+at the smallest model and mesh. Models are tiny: errors of composition show at any size.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from verification.strategies.documents import documents_of, ends_of, windowed
 from verification.training.training_case import TrainingCase
 from verification.training.training_model import Model
 
-MOST_TOKENS = 24
+MAX_TOKENS = 24
 
-_tokens = st.integers(1, MOST_TOKENS)
-_least_tokens = st.integers(2, 8)
+_tokens = st.integers(1, MAX_TOKENS)
+_min_tokens = st.integers(2, 8)
 _kinds = st.sampled_from(("sdpa", "llama", "longnet"))
 _layers = st.sampled_from((1, 1, 2))
 _dims = st.sampled_from((4, 8, 16, 12, 32))
@@ -36,14 +36,14 @@ _arrangements = st.sampled_from(("contiguous", "strided"))
 _batches = st.sampled_from((1, 1, 2))
 _exchanges = st.sampled_from(("direct", "ring", "gather"))
 _handles = st.sampled_from(("recorded", "recorded", "recorded", "group", "mesh"))
-# To compile takes each rank seconds of a processor, a step hundredths: few TrainingCases are compiled. None by
-# "inductor", which takes longer still and has the same operators of ours in the same places.
+# Compiling takes each rank seconds, a step hundredths of one: few TrainingCases are compiled. "inductor" is not drawn:
+# it takes longer still, and calls our operators in the same places.
 _compiled = st.sampled_from(("no",) * 11 + ("aot_eager",))
 _dtypes = st.sampled_from(("float64",) * 6 + ("float32", "bfloat16"))
 _wrappers = st.sampled_from(("none", "ddp", "fsdp2", "hsdp2"))
 _accumulations = st.sampled_from((1, 1, 2, 3))
 _checkpointing = st.sampled_from(("none", "non-reentrant", "reentrant", "selective"))
-_clipping = st.sampled_from((None, None, 0.1, 0.02, 1e6))  # the last one is not reached: only the norm is looked at
+_clipping = st.sampled_from((None, None, 0.1, 0.02, 1e6))  # 1e6 never clips: only the norm is checked
 _optimisers = st.sampled_from(("sgd", "adamw"))
 _steps = st.sampled_from((1, 1, 2, 3))
 _resumed = st.sampled_from((None, None, None, None, None, None, "contiguous", "zigzag", "striped"))
@@ -61,7 +61,7 @@ _ratios = st.sampled_from((1, 2, 3, 4))
 
 @cache
 def _data_ranks(world: int) -> st.SearchStrategy[int]:
-    """Most meshes share sequences: a mesh of data ranks alone comes once, all others twice."""
+    """Sizes of the data dimension; those with a context group are twice as likely as data ranks alone."""
     divisors = [d for d in range(1, world + 1) if world % d == 0]
     return st.sampled_from([d for d in divisors if d < world] + divisors)
 
@@ -71,7 +71,7 @@ def _model(draw: Draw) -> Model:
     heads, kv_heads = draw(_heads)
     positions, layers, tied = draw(_positions), draw(_layers), draw(_flags)
     head_dim = draw(_even_head_dims if positions == "rotary" or kind == "longnet" else _head_dims)
-    # Whether or not the kind has a use for them: what is drawn after them stays as it was when the kind shrinks.
+    # Draw these for every kind, used or not, so that later draws do not change when the kind shrinks.
     dim, norm, qk_norm, bias, subln = draw(_dims), draw(_norms), draw(_flags), draw(_flags), draw(_flags)
     scale, two_bases = draw(_scales), draw(_flags)
     longnet, llama = kind == "longnet", kind == "llama"
@@ -85,7 +85,7 @@ def _model(draw: Draw) -> Model:
 
 
 def _pattern(draw: Draw, model: Model, tokens: int, ranks: int) -> Pattern:
-    """Half are dense but for windows, unless the block is LongNet's, without windows. ranks: that share a sequence."""
+    """Half are dense, and any may have windows, except LongNet's. ranks: number that share a sequence."""
     if model.kind != "longnet":
         dense = draw(_flags)
         pattern = Pattern.dense(causal=not draw(_flags)) if dense else pattern_of(draw, tokens, model.heads)
@@ -97,8 +97,8 @@ def _pattern(draw: Draw, model: Model, tokens: int, ranks: int) -> Pattern:
 
 @st.composite
 def training_cases(draw: Draw, world: int) -> TrainingCase:
-    """TrainingCases for a world of that many ranks."""
-    tokens, data, model = max(draw(_tokens), draw(_least_tokens)), draw(_data_ranks(world)), _model(draw)
+    """Draw TrainingCases for a world of that many ranks."""
+    tokens, data, model = max(draw(_tokens), draw(_min_tokens)), draw(_data_ranks(world)), _model(draw)
     steps, dtype = draw(_steps), draw(_dtypes)
     compiled, handle = draw(_compiled), draw(_handles)
     case = TrainingCase(
@@ -111,7 +111,7 @@ def training_cases(draw: Draw, world: int) -> TrainingCase:
         optimiser=draw(_optimisers), steps=steps, resumed=draw(_resumed) if steps > 1 else None,
         labels=draw(_labels), seed=draw(_seeds), loss=draw(_losses), packed_by=draw(_packed_by),
         drops_zeros=draw(_flags), spoilt=draw(_spoilt),
-        pattern=_pattern(draw, model, tokens, world // data),  # last: how it is drawn depends on the model
+        pattern=_pattern(draw, model, tokens, world // data),  # last: its draws depend on the model
     )  # fmt: skip
     ends = ends_of(case.shards())
     case = replace(case, pattern=replace(case.pattern, documents=documents_of(draw, tokens, ends)))

@@ -1,5 +1,5 @@
-"""TrainingCase: everything that one training run depends on, and nothing else. Like a `verification.case.Case` it is
-frozen, hashable and travels as JSON: the same model, tokens and labels are rebuilt from it in any process."""
+"""TrainingCase: all inputs of one training run. Like a `verification.case.Case` it is frozen, hashable and saved as
+JSON: any process rebuilds the same model, tokens and labels from it."""
 
 from __future__ import annotations
 
@@ -36,67 +36,67 @@ COMPILED = ("no", "aot_eager")
 ARRANGEMENTS = ("contiguous", "strided")
 LOSSES = ("mean", "scaled", "given")
 PACKED_BY = ("batch", "handle")
-VOCABULARY = 11  # tokens are numbers below it
+VOCABULARY = 11  # token ids are below this
 _ORDERS = (*ORDERS, *ORDERS_BY_DOCUMENT)
 
 
 @dataclass(frozen=True)
 class TrainingCase:
-    """One training run of a few steps. Raises ValueError, naming the field, what was given and what is allowed."""
+    """One training run of a few steps. Raises ValueError, naming the field, its value and the allowed values."""
 
     world: int = field(metadata=integer(1, 64))  # ranks
-    # How many ranks share no sequence: world = data * context, where `context` ranks share each sequence.
+    # Size of the data dimension: world = data * context, where `context` ranks share each sequence.
     data: int = field(metadata=integer(1))
-    # The ranks that share a sequence: "contiguous" (0, 1, ...), or "strided" (0, data, 2 data, ...).
+    # Ranks of a context group: "contiguous" (0, 1, ...), or "strided" (0, data, 2 data, ...).
     arrangement: str = field(metadata=choice(*ARRANGEMENTS))
     tokens: int = field(metadata=integer(1, 4096))  # length n of each sequence
     batch: int = field(metadata=integer(1, 64))  # sequences of a data rank in a micro-batch
-    # Which rank of a context group holds which tokens, as in a `verification.case.Case`.
+    # The sharding of tokens over a context group, as in a `verification.case.Case`.
     order: str = field(metadata=choice(*_ORDERS))
     cuts: tuple[int, ...] | None = field(metadata=optional(INTEGERS))
     model: Model = field(metadata=instance(Model, "Model"))
-    # Who sees whom, in every layer; the documents that each sequence is packed from, if there are some.
+    # The attention mask of every layer, with the documents that each sequence is packed from, if any.
     pattern: Pattern = field(metadata=instance(Pattern, "reference.Pattern"))
-    # Of the attention, as in a `verification.case.Case`.
+    # Exchange and bucket of the attention, as in a `verification.case.Case`.
     exchange: str = field(metadata=choice(*EXCHANGES))
     bucket: int | None = field(metadata=optional(integer(1)))
     # The group of the context handle: "recorded", a transport that records its messages; "group", the process group;
     # "mesh", the `DeviceMesh` of one dimension.
     handle: str = field(metadata=choice(*HANDLES))
-    # "bfloat16" has parameters in float32, and mixed precision as the wrapper has it (autocast, or FSDP's policy).
+    # "bfloat16": float32 parameters, with the wrapper's mixed precision (autocast, or FSDP's policy).
     dtype: str = field(metadata=choice(*TRAINING_DTYPES))
     # "none" (`ring.nn.average_gradients`), "ddp", "fsdp2" (over all ranks), "hsdp2" (FSDP2 within a context group,
     # replicated over the data ranks).
     wrapper: str = field(metadata=choice(*WRAPPERS))
     accumulation: int = field(metadata=integer(1, 64))  # micro-batches of a step
-    checkpointing: str = field(metadata=choice(*CHECKPOINTING))  # of each layer; "selective" saves the ring's forward
-    clipping: float | None = field(metadata=optional(REAL))  # the largest norm of the gradients
+    checkpointing: str = field(metadata=choice(*CHECKPOINTING))  # per layer; "selective" saves the ring's forward
+    clipping: float | None = field(metadata=optional(REAL))  # maximum norm of the gradients
     optimiser: str = field(metadata=choice(*OPTIMISERS))  # "sgd" has momentum
     steps: int = field(metadata=integer(1, 16))
-    # "some": a third is ignored; "shards": those that one rank of each context group holds are ignored; "ranks": one
-    # data rank has none, or, where there is one data rank, one micro-batch.
+    # Ignored labels. "some": a third; "shards": the shard of one rank in each context group; "ranks": all of one data
+    # rank, or of one micro-batch if there is a single data rank.
     labels: str = field(metadata=choice(*LABELS))
     seed: int = field(metadata=integer(0, 2**31))  # of parameters, tokens and labels
     device: str = field(default="cpu", metadata=choice(*DEVICES))
-    # The order of another layout: after the first step the run is saved, and taken up by a new model, optimiser and
-    # mesh, whose ranks all share each sequence in that order, cut evenly.
+    # Order of the layout after a resume: a checkpoint after step one is loaded into a new model, optimiser and mesh.
+    # There all ranks share each sequence, in this order, in even shards.
     resumed: str | None = field(default=None, metadata=optional(choice(*_ORDERS)))
-    # The backend of `torch.compile(fullgraph=True)`: of the whole model, under FSDP of each layer, which FSDP then
-    # surrounds. A graph names its group, so that the handle is "group" or "mesh".
+    # Backend of `torch.compile(fullgraph=True)`, applied to the whole model, or with FSDP to each layer before FSDP
+    # wraps it. A graph refers to its group by name, so the handle must be "group" or "mesh".
     compiled: str = field(default="no", metadata=choice(*COMPILED))
-    # The documents of the second step, of the third, and so on, for a step without any None; None: all steps have
-    # those of the pattern.
+    # Documents of each step after the first; an entry None is a step without documents. None: all steps have the
+    # pattern's.
     later_documents: tuple[tuple[int, ...] | None, ...] | None = None
-    # "mean": `cross_entropy` as it is; "scaled": with another label to ignore, for gradients twice as large, and the
-    # backward of half of it; "given": `token_mean` of losses computed elsewhere, infinite where nothing is labelled.
+    # "mean": plain `cross_entropy`; "scaled": another ignored label, gradients doubled, backward of half the loss;
+    # "given": `token_mean` of losses that the program computes, infinite at unlabelled tokens.
     loss: str = field(default="mean", metadata=choice(*LOSSES))
-    # Who knows the documents: the "batch", whose sharding is given them, or the "handle".
+    # Where the documents are passed: with the "batch" to `shard_batch`, or by the context "handle".
     packed_by: str = field(default="batch", metadata=choice(*PACKED_BY))
     drops_zeros: bool = field(default=False, metadata=FLAG)  # without a wrapper, a gradient of zeros becomes None
-    # What the gradients of a parameter are in the end, when all are clipped.
+    # Value that fills the gradients of one parameter for a clip after the last step.
     spoilt: str | None = field(default=None, metadata=optional(choice("nan", "inf")))
-    # The documents that the patterns of modules have by themselves: those of the batch, which every step then has,
-    # stand in their place. None with a "longnet", which makes its pattern by itself.
+    # Documents in the patterns of modules. Those of the batch replace them, so every step must have documents.
+    # None with a "longnet", which builds its own pattern.
     own_documents: tuple[int, ...] | None = field(default=None, metadata=optional(INTEGERS))
 
     def __post_init__(self) -> None:
@@ -117,7 +117,7 @@ class TrainingCase:
             self._check_longnet()
 
     def _check_longnet(self) -> None:
-        """The block makes its pattern from segment lengths and ratios, so it must be one that it makes."""
+        """The block builds its pattern from segment lengths and ratios; other patterns are refused."""
         pattern, heads = self.pattern_of_modules, self.model.heads
         lengths, ratios = [b.segment_length for b in pattern.branches], [b.dilation_rate for b in pattern.branches]
         if None in lengths or pattern != Pattern.longnet(lengths, ratios, heads, pattern.causal, "torchscale"):
@@ -140,10 +140,10 @@ class TrainingCase:
                 f"later_documents is {self.later_documents!r}; it must be None, or have an entry for each of the "
                 f"{self.steps} steps but the first"
             )
-        kept = [None if one is None else validators.integers("later_documents", one) for one in self.later_documents]
-        for lengths in kept:
+        documents = [None if x is None else validators.integers("later_documents", x) for x in self.later_documents]
+        for lengths in documents:
             replace(self.pattern, documents=lengths).validate_tokens(self.tokens)
-        object.__setattr__(self, "later_documents", tuple(kept))
+        object.__setattr__(self, "later_documents", tuple(documents))
 
     def _check_own_documents(self) -> None:
         if self.own_documents is None:
@@ -161,7 +161,7 @@ class TrainingCase:
 
     @property
     def context(self) -> int:
-        """Ranks that share a sequence."""
+        """Number of ranks that share a sequence."""
         return self.world // self.data
 
     @property
@@ -177,8 +177,8 @@ class TrainingCase:
 
     @property
     def parts(self) -> tuple[TrainingCase, ...]:
-        """What follows one another on different meshes: a Case for each, with its own number of steps. The sequences of
-        a step are the same ones, in the same order."""
+        """Consecutive stretches of the run, each on its own mesh: one before a resume, one after it. Each is a Case
+        with its own number of steps. A step has the same sequences, in the same order."""
         if self.resumed is None:
             return (self,)
         after = replace(
@@ -189,7 +189,7 @@ class TrainingCase:
         return replace(self, steps=1, resumed=None, later_documents=None), after
 
     def at(self, step: int) -> TrainingCase:
-        """The Case whose steps all have the documents that this one has in that step, the first being 0."""
+        """The Case with the documents of that step in every step. step: from 0."""
         if self.later_documents is None:
             return self
         documents = self.later_documents[step - 1] if step else self.pattern.documents
@@ -197,50 +197,50 @@ class TrainingCase:
 
     @property
     def parameter_dtype(self) -> torch.dtype:
-        """In which the optimiser keeps parameters."""
+        """Dtype of the parameters in the optimiser."""
         return torch.float64 if self.dtype == "float64" else torch.float32
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """In which products are computed, and keys and values travel."""
+        """Dtype of products, and of the keys and values that are sent."""
         return DTYPES[self.dtype]
 
     @property
     def recomputed(self) -> bool:
-        """Whether each forward of the ring runs once more within backward."""
+        """True if backward runs each forward of the ring again."""
         return self.checkpointing in ("reentrant", "non-reentrant")
 
     @property
     def always_packed(self) -> bool:
-        """Whether every step has documents."""
+        """True if every step has documents."""
         return all(lengths is not None for lengths in (self.pattern.documents, *(self.later_documents or ())))
 
     @property
     def pattern_of_modules(self) -> Pattern:
-        """Without the documents that come with each batch."""
+        """The pattern that modules are built with: without the documents of the batches."""
         return replace(self.pattern, documents=self.own_documents)
 
     @property
     def documents(self) -> tuple[int, ...]:
-        """Their lengths; the whole sequence is one where there are none."""
+        """Lengths of the documents; without documents the whole sequence is one."""
         return (self.tokens,) if self.pattern.documents is None else self.pattern.documents
 
     def positions(self) -> torch.Tensor:
-        """Of each token of a sequence within its document: (n,) int64."""
+        """Position of each token within its document: (n,) int64."""
         return torch.cat([torch.arange(length) for length in self.documents])
 
     def shards(self) -> Shards:
-        """Which index of a context group holds which positions, by definition."""
+        """Positions held by each index of a context group."""
         return shards.shards(*self.division())
 
     def division(self) -> Division:
-        """As that of a `verification.case.Case`."""
+        """Arguments of `shards`, as for a `verification.case.Case`."""
         seed = self.seed if self.order in SEEDED_ORDERS else 0
         documents = self.pattern.documents if self.order in ORDERS_BY_DOCUMENT else None
         return self.order, self.tokens, self.context, self.cuts, seed, documents
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it; `from_dict` turns it back into an equal TrainingCase."""
+        """Return the JSON object; `from_dict` turns it back into an equal TrainingCase."""
         return vars(self) | {"model": asdict(self.model), "pattern": self.pattern.to_dict()}
 
     def to_json(self) -> str:
@@ -249,11 +249,11 @@ class TrainingCase:
 
     @classmethod
     def from_dict(cls, data: object) -> TrainingCase:
-        """Raises ValueError for what is no JSON object, an unknown or missing field, or a value not allowed."""
-        if isinstance(data, dict) and "calls" in data:  # a field of earlier versions
+        """Read a JSON object. Raises ValueError for anything else, an unknown or missing field, or a wrong value."""
+        if isinstance(data, dict) and "calls" in data:  # from earlier versions
             if data["calls"]:
                 raise ValueError("calls must be empty: calls beside the steps are tests of tests/ring/nn now")
             data = {name: value for name, value in data.items() if name != "calls"}
-        given = read_fields(cls, "a TrainingCase", data)
-        model = Model(**read_fields(Model, "model", given["model"]))
-        return cls(**given | {"model": model, "pattern": Pattern.from_dict(given["pattern"])})
+        fields = read_fields(cls, "a TrainingCase", data)
+        model = Model(**read_fields(Model, "model", fields["model"]))
+        return cls(**fields | {"model": model, "pattern": Pattern.from_dict(fields["pattern"])})

@@ -1,4 +1,4 @@
-"""What a sample of TrainingCases covers: features as `verification.report.coverage` counts them."""
+"""Coverage of a sample of TrainingCases: the features that `verification.report.coverage` counts."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from verification.training.training_model import KINDS, POSITIONS
 
 
 def _windows(case: TrainingCase) -> set[int | None]:
-    """Of all branches; None for a branch without one."""
+    """Windows of all branches; None stands for a branch without one."""
     return {branch.window for branch in case.pattern.branches}
 
 
 def _short_window(case: TrainingCase) -> bool:
-    """Some window reaches less far than its branch's segments, in the longest document."""
+    """True if some window is shorter than its branch's segments in the longest document."""
     longest = max(case.documents)
     shortened = ((b.window, min(b.segment_length or longest, longest)) for b in case.pattern.branches)
     return any(window is not None and window < length - 1 for window, length in shortened)

@@ -11,19 +11,18 @@ KINDS = ("llama", "longnet", "sdpa")
 NORMS = ("rms", "layer")
 POSITIONS = ("rotary", "learned", "none")
 ROTARY_THETA, OTHER_THETA = 10000.0, 100.0
-NORM_EPS = 3e-5  # nobody's default, so that one that is not passed on shows
-# A layer norm of two numbers gives +1 and -1, by which is larger: a step, at which rounding decides. Of four, all would
-# have to be nearly equal. A norm of queries and keys gives their direction, which rounding decides where they are
-# nearly 0: two numbers are so more often than four. So narrower norms are drawn in fp64 alone, where rounding decides
-# for one in 1e13.
-LEAST_OF_A_NORM = 4
-_SIZE = integer(1, 4096)  # of anything in a model
+NORM_EPS = 3e-5  # no library's default, so that an eps that is not passed on shows
+# A layer norm of two numbers is +1 or -1, a step function: rounding decides where they are nearly equal. A norm of
+# queries or keys gives their direction, which rounding decides where they are nearly 0. Both are rarer with four
+# numbers. So narrower norms are drawn in fp64 only, where rounding decides one in 1e13.
+MIN_NORM_WIDTH = 4
+_SIZE = integer(1, 4096)  # any dimension of a model
 
 
 @dataclass(frozen=True)
 class Model:
-    """A small language model: embedding, layers, a norm, a head. Raises ValueError, naming the field, what was given
-    and what is allowed."""
+    """A small language model: embedding, layers, a norm, a head. Raises ValueError, naming the field, its value and
+    the allowed values."""
 
     # "llama": norm, `ring.nn.SelfAttention`, norm, gated feed-forward; "longnet": `ring.nn.LongNetBlock`s; "sdpa":
     # plain modules whose inner attention is `ring.nn.RingAttention`.
@@ -34,13 +33,13 @@ class Model:
     kv_heads: int = field(metadata=_SIZE)
     head_dim: int = field(metadata=_SIZE)
     norm: str = field(metadata=choice(*NORMS))  # a "longnet" has "layer"
-    tied: bool = field(metadata=FLAG)  # whether the head has the embedding's weights
-    qk_norm: bool = field(metadata=FLAG)  # whether queries and keys are normalised, head by head; "llama" alone
-    bias: bool = field(metadata=FLAG)  # of the attention's projections; those of a "longnet" have some
-    subln: bool = field(metadata=FLAG)  # a norm before the last projection of each part; "longnet" alone
+    tied: bool = field(metadata=FLAG)  # the head shares the embedding's weights
+    qk_norm: bool = field(metadata=FLAG)  # queries and keys are normalised, head by head; "llama" only
+    bias: bool = field(metadata=FLAG)  # in the attention's projections; always in a "longnet"
+    subln: bool = field(metadata=FLAG)  # a norm before the last projection of each part; "longnet" only
     positions: str = field(metadata=choice(*POSITIONS))  # "learned": a table of vectors, added to the embedding
-    scale: float | None = field(default=None, metadata=optional(REAL))  # None: head_dim ** -0.5; "sdpa" alone
-    bases: int = field(default=1, metadata=integer(1, 2))  # of rotary positions; layers take two in turn
+    scale: float | None = field(default=None, metadata=optional(REAL))  # None: head_dim ** -0.5; "sdpa" only
+    bases: int = field(default=1, metadata=integer(1, 2))  # rotary bases; two alternate by layer
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -48,17 +47,17 @@ class Model:
         if self.positions == "rotary" and self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; it must be even with positions 'rotary'")
         for name, kind, without in (("qk_norm", "llama", False), ("subln", "longnet", False), ("scale", "sdpa", None)):
-            given = getattr(self, name)
-            if given is not without and self.kind != kind:
-                raise ValueError(f"{name} is {given} and kind is {self.kind!r}; {name} must be {without} then")
+            value = getattr(self, name)
+            if value is not without and self.kind != kind:
+                raise ValueError(f"{name} is {value} and kind is {self.kind!r}; {name} must be {without} then")
         if self.kind == "longnet":
             self._check_longnet()
 
     @property
     def has_steps(self) -> bool:
-        """Whether it has norms that may be steps, so that it is for fp64 alone."""
-        of_all = self.norm == "layer" and self.dim < LEAST_OF_A_NORM
-        return of_all or (self.qk_norm and self.head_dim < LEAST_OF_A_NORM)
+        """True if some norm is so narrow that it may be a step; such a model is for fp64 only."""
+        narrow = self.norm == "layer" and self.dim < MIN_NORM_WIDTH
+        return narrow or (self.qk_norm and self.head_dim < MIN_NORM_WIDTH)
 
     def theta(self, layer: int) -> float:
         """The base of the rotary positions of that layer."""

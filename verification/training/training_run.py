@@ -1,4 +1,4 @@
-"""The run of `python -m verification training`: for each world size TrainingCases."""
+"""Runs `python -m verification training`: random TrainingCases for each world size."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from verification.training.training_coverage import TRAINING_GROUPS
 
 TRAINING_WORLDS = (2, 4)
 TRAINING_BACKENDS = ("gloo", "nccl")
-# Ranks come with these: imported by the first example, they would take longer than it.
+# Ranks preload these modules: their import takes longer than an example.
 TRAINING_PRELOAD = (
     *PRELOAD, "torch.distributed.fsdp", "torch.distributed.tensor", "verification.training.rank.rank_step",
-    "torch._dynamo.backends.debugging", "torch._inductor.lowering",  # what the first compilation imports
+    "torch._dynamo.backends.debugging", "torch._inductor.lowering",  # imported by the first compilation
 )  # fmt: skip
 
 TRAINING_PROFILES = {
@@ -35,8 +35,8 @@ TRAINING_PROFILES = {
 
 
 def check_training(backend: Backend, case: TrainingCase) -> dict[str, float]:
-    """All properties of one TrainingCase. The expectation is computed while the ranks are at work."""
-    from verification.training.rank.rank_step import train_on_rank  # here: FSDP would slow the start of every command
+    """Check all properties of one TrainingCase. The expectation is computed while the ranks train."""
+    from verification.training.rank.rank_step import train_on_rank  # lazy: importing FSDP slows every command
 
     backend.submit(train_on_rank, case)
     expectation = expect_training(case)
@@ -44,7 +44,7 @@ def check_training(backend: Backend, case: TrainingCase) -> dict[str, float]:
 
 
 def premise(case: TrainingCase) -> None:
-    """Raises ValueError for a TrainingCase that is never drawn, since rounding alone decides what comes out of it."""
+    """Raises ValueError for a TrainingCase whose results depend on rounding alone; none is drawn."""
     if case.model.has_steps and case.dtype != "float64":
         raise ValueError(f"dtype is {case.dtype!r}; it must be 'float64' for a model whose norms may be steps")
 
@@ -61,7 +61,7 @@ TRAINING = Experiment(
 
 
 def run_training(plan: RunPlan, report: Report, backend: Backend | None = None) -> Report:
-    """The whole run. Raises `backends.Unavailable` where it cannot be carried out; what is found is in the report."""
+    """Run all world sizes; failures go to the report. Raises `backends.Unavailable` if no ranks can be started."""
     backend = open_backend(plan.backend) if backend is None else backend
     backend.preload = TRAINING_PRELOAD
     report.coverage = Coverage(groups=TRAINING_GROUPS)

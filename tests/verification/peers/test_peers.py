@@ -130,7 +130,7 @@ PACKED = replace(PLAIN, tokens=7, pattern=Pattern.dense(True, (3, 0, 4)))
     "name, case, check, said",
     [
         ("raises", PLAIN, "every rank answers", "never in this life"),
-        ("unconnected", PLAIN, "every rank answers", "no gradient reaches v: what attend returned does not depend on"),
+        ("unconnected", PLAIN, "every rank answers", "no gradient reaches v: the result of attend does not depend on"),
         ("transposed", PLAIN, "every rank answers", r"out of shape \(2, 2, 5, 4\); it must be \(2, 5, 2, 4\)"),
         ("spoils", PLAIN, "inputs intact, repeatable", "inputs: changed"),
         ("forgets", PLAIN, "inputs intact, repeatable", "a second run"),
@@ -438,7 +438,7 @@ def test_a_claim_that_is_none_is_the_adapters_fault() -> None:
         claimed(peer_examples.claims_raise, plain(1))
     with pytest.raises(ToolError, match="it must be a Case with world 1, or None"):
         claimed(peer_examples.claims_other_world, plain(1))
-    with pytest.raises(ToolError, match="does not support what it made itself"):
+    with pytest.raises(ToolError, match="changes its own result"):
         claimed(peer_examples.claims_unsettled, plain(1))
 
 

@@ -131,7 +131,7 @@ FAULTS: list[tuple[Spoil, str, str]] = [
     (lambda seen: seen.parameters.update(other=np.zeros(3)), "parameters after the last", "is not expected"),
     (_off("parameters", 1e-14), "ranks alike, bit by bit", "parameters: head.weight is not the same on ranks 0, 3"),
     (_off("logits", 1e-14), "ranks alike, bit by bit", "is not the same on ranks 2, 3"),
-    (lambda seen: seen.not_as_clipped.append("norm.weight"), "clipped though not finite", "on rank 3 (data 1, "),
+    (lambda seen: seen.wrongly_clipped.append("norm.weight"), "clipped though not finite", "on rank 3 (data 1, "),
     (lambda seen: seen.parts[0].sent.update({0: 1}), "bytes of the steps", "rank 3 (data 1, context 1) sent "),  # type: ignore[union-attr]
     (lambda seen: seen.parts[1].sent.update({0: 1}), "bytes of the steps", "rank 3 (data 0, context 3) sent "),  # type: ignore[union-attr]
     (lambda seen: seen.parts[0].received.clear(), "bytes of the steps", "received 0 bytes"),  # type: ignore[union-attr]

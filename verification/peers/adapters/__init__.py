@@ -1,1 +1,1 @@
-"""Adapters for other people's packages, one a file, and stand-ins for kernels that need a GPU."""
+"""Adapters for other packages, one per file, and stand-ins for kernels that need a GPU."""

@@ -1,15 +1,15 @@
-"""torch's own `context_parallel` (torch.distributed.tensor.experimental): the ring behind it.
+"""The ring behind torch's own `context_parallel` (torch.distributed.tensor.experimental).
 
-`context_parallel` itself replaces three CUDA kernels only, and raises on the CPU (torch 2.13). Its ring, however, takes
-the kernel as an argument: `_templated_ring_attention` and its backward (rotation, load balance, merge of partial
+`context_parallel` itself replaces three CUDA kernels only, and raises on the CPU (torch 2.13). But its ring takes the
+kernel as an argument. So `_templated_ring_attention` and its backward (rotation, load balance, merge of partial
 results, rotation of gradients) run here over gloo, with the stand-in for flash_attn. These names are private, so
 another release may not have them.
 
-A Case's exchange chooses the rotation: "gather" is all-gather, "ring" is all-to-all. Causal attention is load-balanced,
-which is zigzag order; the rest is contiguous, as `context_parallel` does it.
+A Case's exchange selects the rotation: "gather" is all-gather, "ring" is all-to-all. As in `context_parallel`, causal
+attention is load-balanced, which is zigzag order; the rest is contiguous.
 
-Packed documents are not run: `_PerDocumentHeadTailLoadBalancer` is for flex attention alone, which has no backward on
-CPUs, and whose masks take multiples of 128 tokens for each rank (torch 2.13). Its ring takes no window.
+Packed documents are not run: `_PerDocumentHeadTailLoadBalancer` is for flex attention only, which has no backward on
+CPUs, and whose masks need multiples of 128 tokens per rank (torch 2.13). The ring supports no window.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from verification.peers.adapters import flash_attn_shim
 from verification.peers.peer import Peer, Refused, Result
 
 MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
-NEEDED = ("_templated_ring_attention", "_templated_ring_attention_backward", "_cp_options", "set_rotate_method")
+REQUIRED = ("_templated_ring_attention", "_templated_ring_attention_backward", "_cp_options", "set_rotate_method")
 
 
 def prepare() -> None:
     module = None
     with suppress(ModuleNotFoundError):
         module = importlib.import_module(MODULE)
-    missing = [name for name in NEEDED if not hasattr(module, name)]
+    missing = [name for name in REQUIRED if not hasattr(module, name)]
     if missing:
         raise Refused(f"torch {torch.__version__} has no {', '.join(missing)} in {MODULE}; torch 2.13 has")
 
@@ -50,7 +50,7 @@ def claimed(case: Case) -> Case:
 
 
 def kernel(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """In place of aten's kernel: (B, H, N, D) -> out, lse (B, H, N)."""
+    """Replacement for aten's kernel: (B, H, N, D) -> out, lse (B, H, N)."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     out, lse, _, _ = flash_attn_shim.forward(q, k, v, 0.0, scale, is_causal)
     return out.transpose(1, 2), lse
@@ -67,25 +67,25 @@ def kernel_backward(
 
 
 class _TorchRing(torch.autograd.Function):
-    """Joins forward and backward, as the dispatcher does for aten's kernel."""
+    """Autograd function of torch's ring, as the dispatcher has it for aten's kernel."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, group: ProcessGroup) -> Tensor:
         ring = importlib.import_module(MODULE)._templated_ring_attention
         out, lse = ring(group, 2, kernel, query=q, key=k, value=v, is_causal=causal, scale=scale)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.rest = causal, scale, group
+        ctx.settings = causal, scale, group
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (causal, scale, group), (q, k, v, out, lse) = ctx.rest, ctx.saved_tensors
+    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
+        (causal, scale, group), (q, k, v, out, lse) = ctx.settings, ctx.saved_tensors
         ring = importlib.import_module(MODULE)._templated_ring_attention_backward
-        found = ring(
-            group, 2, kernel_backward, grad_out=gradients[0], grad_out_name="grad_out", query=q, key=k, value=v,
+        grads = ring(
+            group, 2, kernel_backward, grad_out=incoming[0], grad_out_name="grad_out", query=q, key=k, value=v,
             out=out, logsumexp=lse, is_causal=causal, scale=scale,
         )  # fmt: skip
-        return *found, None, None, None
+        return *grads, None, None, None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | None) -> Result:

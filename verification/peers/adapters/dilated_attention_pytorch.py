@@ -31,7 +31,7 @@ class LowerTriangularMask:
 def memory_efficient_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_bias: LowerTriangularMask | None = None, op: object = None
 ) -> Tensor:
-    """(B, N, H, D) -> out, as xformers documents it."""
+    """Return out (B, N, H, D), as xformers documents it."""
     return attention(query, key, value, query.shape[-1] ** -0.5, isinstance(attn_bias, LowerTriangularMask))[0]
 
 
@@ -46,7 +46,7 @@ def prepare() -> None:
 
 
 def claimed(case: Case) -> Case:
-    """As many of the Case's branches as it has heads, one group of heads each; segments that divide the sequence."""
+    """Use at most as many branches as heads, one group of heads each, with segments that divide the sequence."""
     case = claims.plain_process(case)
     branches = case.pattern.branches[: case.heads]
     segments = [math.gcd(b.segment_length or case.tokens, case.tokens) for b in branches]

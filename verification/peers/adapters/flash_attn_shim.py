@@ -1,14 +1,16 @@
-"""A stand-in on the CPU for the package flash_attn, which needs a GPU: the four functions that public ring code calls.
+"""A CPU stand-in for the package flash_attn, which needs a GPU: the four functions that public ring code calls.
 
-Semantics as flash_attn 2.6.3 documents them: layout (B, tokens, heads, dim); groups of query heads share a key/value
-head; a causal mask is aligned to the last query and the last key; out has the inputs' type, lse (B, H, Nq) is float32;
-a row that sees nothing has output 0 and lse inf; the backward takes the lse and the output of the whole softmax.
-Products are formed in float32, under autocast too, or in float64 for such inputs; results are rounded once.
+Semantics as documented by flash_attn 2.6.3:
+- The layout is (B, tokens, heads, dim); groups of query heads share a key/value head.
+- A causal mask is aligned to the last query and the last key.
+- out has the inputs' dtype, lse (B, H, Nq) is float32. A row without visible keys has output 0 and lse inf.
+- The backward takes the lse and the output of the whole softmax.
+Products are computed in float32, also under autocast, or in float64 for such inputs; results are rounded once.
 
-Two of them take sequences of varying lengths, packed into one: (tokens, heads, dim), and lse is (H, tokens). Sequence i
-has the queries cu_seqlens_q[i] to cu_seqlens_q[i + 1] and the keys likewise, and is computed by itself as above.
+The varlen functions take sequences packed into one: (tokens, heads, dim), and lse is (H, tokens). Sequence i has the
+queries cu_seqlens_q[i] to cu_seqlens_q[i + 1] and the keys likewise, and is computed by itself as above.
 
-Windows: query i sees the keys from i + Nk - Nq - left to i + Nk - Nq + right, -1 being no limit; causal, right is 0.
+Windows: query i sees the keys from i + Nk - Nq - left to i + Nk - Nq + right. -1 is no limit; causal sets right to 0.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from torch import Tensor
 
 
 def install() -> None:
-    """Makes `import flash_attn` return this stand-in in this process, even where flash_attn is installed: the ranks
-    compute on the CPU, where that does not run."""
+    """Make `import flash_attn` return this stand-in in this process, even if flash_attn is installed: ranks compute on
+    the CPU, which flash_attn does not support."""
     package, interface = types.ModuleType("flash_attn"), types.ModuleType("flash_attn.flash_attn_interface")
     package.__path__ = []
     functions = (forward, backward, varlen_forward, varlen_backward)
@@ -34,8 +36,8 @@ def install() -> None:
 
 
 def refused(*arguments: object, **named: object) -> None:
-    has = "_flash_attn_forward, _flash_attn_varlen_forward and their backwards"
-    raise NotImplementedError(f"the stand-in for flash_attn has {has} only")
+    functions = "_flash_attn_forward, _flash_attn_varlen_forward and their backwards"
+    raise NotImplementedError(f"the stand-in for flash_attn has {functions} only")
 
 
 def forward(
@@ -44,7 +46,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, None, None]:  # fmt: skip
     """q (B, Nq, H, D), k, v (B, Nk, Hk, D) -> out (B, Nq, H, D), lse (B, H, Nq) and two unused fields."""
     refuse_options(dropout_p, softcap, alibi_slopes, return_softmax)
-    with torch.autocast(q.device.type, enabled=False):  # which a kernel does not look at
+    with torch.autocast(q.device.type, enabled=False):  # kernels ignore autocast
         scores = masked_scores(q, k, softmax_scale, causal, window_size_left, window_size_right)
         lse = scores.logsumexp(-1)
         dead = lse == -math.inf
@@ -54,7 +56,7 @@ def forward(
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """q (B, Nq, H, D), k, v (B, Nk, Hk, D) -> out like q, lse (B, H, Nq), differentiable where rows see a key."""
+    """q (B, Nq, H, D), k, v (B, Nk, Hk, D) -> out like q, lse (B, H, Nq); differentiable for rows with visible keys."""
     return forward(q, k, v, 0.0, scale, causal)[:2]
 
 
@@ -64,7 +66,7 @@ def backward(
     softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False,
     rng_state: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Writes the gradients of q, k, v into dq, dk, dv. out and softmax_lse are those of the whole softmax."""
+    """Write the gradients of q, k, v into dq, dk, dv. out and softmax_lse are those of the whole softmax."""
     refuse_options(dropout_p, softcap, alibi_slopes)
     scores = masked_scores(q, k, softmax_scale, causal, window_size_left, window_size_right)
     p = (scores - wide(softmax_lse).unsqueeze(-1)).exp()  # lse inf: 0
@@ -89,8 +91,8 @@ def varlen_forward(
     options = dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes
     out, lse = torch.empty_like(q), q.new_empty(q.shape[1::-1], dtype=torch.float32)
     for rows, keys in sequences(cu_seqlens_q, cu_seqlens_k):
-        found = forward(q[None, rows], k[None, keys], v[None, keys], *options)
-        out[rows], lse[:, rows] = found[0][0], found[1][0]
+        results = forward(q[None, rows], k[None, keys], v[None, keys], *options)
+        out[rows], lse[:, rows] = results[0][0], results[1][0]
     return out, lse, None, None
 
 
@@ -100,7 +102,7 @@ def varlen_backward(
     softmax_scale: float, causal: bool, window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0,
     alibi_slopes: Tensor | None = None, deterministic: bool = False, rng_state: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Writes the gradients of q, k, v into dq, dk, dv. out and softmax_lse (H, Nq) are those of the whole softmax."""
+    """Write the gradients of q, k, v into dq, dk, dv. out and softmax_lse (H, Nq) are those of the whole softmax."""
     check_lengths(q, cu_seqlens_q, max_seqlen_q)
     check_lengths(k, cu_seqlens_k, max_seqlen_k)
     options = dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes
@@ -112,13 +114,13 @@ def varlen_backward(
 
 
 def sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> list[tuple[slice, slice]]:
-    """The queries and the keys of each sequence."""
+    """Slices of the queries and of the keys of each sequence."""
     edges = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
     return [(slice(*rows), slice(*keys)) for rows, keys in edges]
 
 
 def check_lengths(x: Tensor, cu_seqlens: Tensor, longest: int) -> None:
-    """A kernel takes these on trust: int32, from 0 to all the tokens, ascending, none longer than it is told."""
+    """Check that cu_seqlens is int32 and ascends from 0 to all tokens, and max_seqlen; a kernel checks neither."""
     edges = cu_seqlens.tolist()
     lengths = [end - begin for begin, end in pairwise(edges)]
     if cu_seqlens.dtype != torch.int32 or edges[0] != 0 or edges[-1] != len(x) or min(lengths, default=0) < 0:
@@ -128,20 +130,20 @@ def check_lengths(x: Tensor, cu_seqlens: Tensor, longest: int) -> None:
 
 
 def masked_scores(q: Tensor, k: Tensor, scale: float, causal: bool, left: int, right: int) -> Tensor:
-    """Scores (B, H, Nq, Nk), wide; -inf where hidden."""
+    """Scores (B, H, Nq, Nk) in fp32 or fp64; -inf for masked keys."""
     scores = torch.einsum("bihd,bjhd->bhij", wide(q), expanded(k, q)) * scale
     rows, keys = scores.shape[-2:]
     right = 0 if causal else right
-    seen = torch.ones(rows, keys, dtype=torch.bool, device=q.device)
+    visible = torch.ones(rows, keys, dtype=torch.bool, device=q.device)
     if right >= 0:
-        seen = seen.tril(keys - rows + right)
+        visible = visible.tril(keys - rows + right)
     if left >= 0:
-        seen = seen.triu(keys - rows - left)
-    return scores.masked_fill(~seen, -math.inf)
+        visible = visible.triu(keys - rows - left)
+    return scores.masked_fill(~visible, -math.inf)
 
 
 def wide(x: Tensor) -> Tensor:
-    """In float32, or in float64 where it is."""
+    """Cast to float32; keep float64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -159,7 +161,7 @@ def refuse_options(
     dropout_p: float, softcap: float | None, alibi_slopes: Tensor | None, return_softmax: bool = False,
     block_table: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Refuse what flash_attn has and this has not; flash_attn returns probabilities with dropout alone."""
+    """Refuse options that this stand-in lacks; flash_attn returns probabilities only with dropout."""
     if dropout_p or softcap or alibi_slopes is not None or return_softmax or block_table is not None:
         raise NotImplementedError(
             "the stand-in for flash_attn has no dropout, soft cap, ALiBi, probabilities or keys in pages, got "

@@ -1,11 +1,11 @@
 """lucidrains/ring-attention-pytorch (`ring-attention-pytorch`): its ring in plain PyTorch, `ring_flash_attn`.
 
-The package states neither types nor accuracy; its own tests use fp32. It keeps sums in fp32 and the output in the
-inputs' type, so that fp64 would be computed in fp32, and 16-bit results merged in 16 bits: the claim is fp32.
+The package states neither dtypes nor accuracy; its own tests use fp32. It keeps sums in fp32 and the output in the
+inputs' dtype, so fp64 would be computed in fp32, and 16-bit results merged in 16 bits: the claim is fp32.
 
 With fewer key/value heads, its query head h uses key/value head h mod Hk, whereas in a Case neighbouring heads share
-one: the claim is equal heads. With several buckets in a shard, its striped order deals out buckets, which is an order
-that no Case has: the claim is one bucket a shard. Its `max_lookback_seq_len` counts whole buckets, so it is no window.
+one: the claim is equal heads. With several buckets in a shard, its striped order interleaves buckets, which no Case
+does: the claim is one bucket per shard. Its `max_lookback_seq_len` counts whole buckets, so it is not a window.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MODULE = "ring_attention_pytorch.ring_flash_attention"
 
 
 def claimed(case: Case, order: str, causal: bool | None) -> Case:
-    """The Case's bucket, reduced until it divides a shard, as the package requires; in striped order a shard is one."""
+    """Reduce the Case's bucket until it divides a shard, as the package requires; striped shards are one bucket."""
     bucket = case.bucket
     case = claims.even_shards(claims.dense(claims.all_ranks(claims.without_own_settings(case)), causal), order)
     case = claims.without_lse(claims.default_scale(claims.in_dtypes(case, "float32")))

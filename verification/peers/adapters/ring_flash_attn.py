@@ -1,8 +1,8 @@
 """zhuzilin/ring-flash-attention (`ring-flash-attn`): ring, zigzag and striped ring attention over flash_attn.
 
-The package decides who sends what, which blocks are masked and how partial results are merged; `flash_attn_shim` stands
-in for flash_attn. The claim is 16 bits, as flash_attn takes: the package starts its sums of gradients as
-`x.to(float32)` of a buffer that it writes again, which is a copy only if x is not float32.
+The package's own code sends messages, masks blocks and merges partial results; `flash_attn_shim` stands in for
+flash_attn. The claim is 16 bits, as for flash_attn: the package's sums of gradients start as `x.to(float32)` of a
+buffer that it overwrites, which is a copy only if x is not float32.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from verification.peers.adapters.over_flash_attn import Ring, peer, window_size
 from verification.peers.peer import Peer, Refused, Result
 
 PACKAGE = "ring_flash_attn"
-WORDS = "bf16 and fp16, GQA, subgroups of two ranks or more, any scale; lse is returned"
+SUPPORTED = "bf16 and fp16, GQA, subgroups of two ranks or more, any scale; lse is returned"
 
 
 def import_modules(modules: Iterable[str]) -> None:
-    """Skips the package's own __init__, which imports transformers, a package that its metadata do not require."""
+    """Import without the package's own __init__, which imports transformers, an undeclared requirement."""
     flash_attn_shim.install()
     if PACKAGE not in sys.modules:
-        found = importlib.util.find_spec(PACKAGE)
-        if found is None or found.submodule_search_locations is None:
+        spec = importlib.util.find_spec(PACKAGE)
+        if spec is None or spec.submodule_search_locations is None:
             raise Refused("the package ring-flash-attn is not installed")
-        user_group = types.ModuleType(PACKAGE)
-        user_group.__path__ = list(found.submodule_search_locations)
-        sys.modules[PACKAGE] = user_group
+        package = types.ModuleType(PACKAGE)
+        package.__path__ = list(spec.submodule_search_locations)
+        sys.modules[PACKAGE] = package
     for module in modules:
         importlib.import_module(f"{PACKAGE}.{module}")
 
@@ -45,11 +45,11 @@ def prepare() -> None:
     import_modules(VARIANTS)
 
 
-def call(module: str, qkv: Iterable[Tensor], case: Case, **more: Any) -> tuple[Tensor, Tensor]:
-    """out and lse by the function of that module."""
+def call(module: str, qkv: Iterable[Tensor], case: Case, **arguments: Any) -> tuple[Tensor, Tensor]:
+    """Return out and lse by the function of that module."""
     function = getattr(importlib.import_module(f"{PACKAGE}.{module}"), f"{module}_func")
     options = {"causal": case.pattern.causal, "window_size": window_size(case), "softmax_scale": case.scale}
-    out, lse, _ = function(*qkv, **options, return_attn_probs=True, **more)
+    out, lse, _ = function(*qkv, **options, return_attn_probs=True, **arguments)
     return out, lse
 
 
@@ -58,7 +58,7 @@ def variant(module: str, ring: Ring) -> Peer:
         return call(module, (q, k, v), case, group=group)
 
     name = f"ring-flash-attn/{module.partition('_')[0]}"
-    return peer(name, ring, WORDS, claims.two_ranks_or_more, claims.lse_returned, attend, prepare)
+    return peer(name, ring, SUPPORTED, claims.two_ranks_or_more, claims.lse_returned, attend, prepare)
 
 
 VARIANTS = {

@@ -2,9 +2,9 @@
 
 The package's own code gathers a branch's rows, scatters the results and mixes the branches. Inside a branch,
 `flash_attn_shim.attention` stands in for flash_attn, in fp32 and fp64. The package pads segments, dilations and heads
-that do not divide, so it supports any of them.
+that do not divide, so it supports all of them.
 
-Releases up to 0.3.0 have no dilated attention; the repository has, from commit 11e745e on:
+Releases up to 0.3.0 have no dilated attention; the repository has it since commit 11e745e:
     pip install --no-deps git+https://github.com/microsoft/torchscale
 """
 
@@ -37,20 +37,20 @@ def prepare() -> None:
             f"there is no {MODULE}: releases of torchscale up to 0.3.0 do not have it, the repository does: "
             "pip install --no-deps git+https://github.com/microsoft/torchscale"
         ) from error
-    # Its attention looks flash_attn up by this name.
+    # The package's attention looks up flash_attn by this name.
     importlib.import_module("torchscale.component.multihead_attention").__dict__["flash_attn_func"] = flash_attn_func
 
 
 def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, dropout: float, bias: None, softmax_scale: float | None, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """With the arguments that the package passes: q (B, N, H, D) -> out, lse (B, H, N)."""
+    """Replacement with the arguments that the package passes: q (B, N, H, D) -> out, lse (B, H, N)."""
     assert not dropout and bias is None
     return attention(q, k, v, q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, is_causal)
 
 
 def claimed(case: Case) -> Case:
-    """The segment lengths and dilation rates of the Case, each for all heads, with the package's offsets."""
+    """Keep the Case's segment lengths and dilation rates, each for all heads, with the package's offsets."""
     case = claims.plain_process(case)
     segments, dilations = zip(*((b.segment_length, b.dilation_rate) for b in case.pattern.branches), strict=True)
     pattern = Pattern.longnet(segments, dilations, case.heads, case.pattern.causal, offsets="torchscale")

@@ -1,8 +1,8 @@
-"""The rings over flash_attn that take `window_size` and claim no windows, with windows: what they make of it.
+"""Rings over flash_attn that accept `window_size` but claim no windows, run with windows.
 
-They pass the argument to every kernel call, and a call takes its queries and keys for the last ones of one sequence. So
-the window is applied to each pair of shards as if they lay side by side. These are no known peers, whose records have
-what is claimed; a run names them:
+They pass the argument to every kernel call, which assumes that its queries and keys end together. So the window is
+applied to each pair of shards as if they were adjacent. They are not known peers, whose records cover claims only, so
+a run must name them:
 
     scripts/peers verification.peers.adapters.with_windows:ring
 """
@@ -20,7 +20,7 @@ from verification.peers.peer import Peer
 
 
 def with_a_window(case: Case) -> Case:
-    """The Case, if one of its branches has a window; else with one of a quarter of the tokens."""
+    """Return the Case if it has a window; otherwise add one of a quarter of the tokens."""
     if claims.window(case) is not None:
         return case
     branches = tuple(replace(branch, window=case.tokens // 4) for branch in case.pattern.branches)
@@ -28,7 +28,7 @@ def with_a_window(case: Case) -> Case:
 
 
 def windowed(adapter: ModuleType, variant: str, causal: bool | None = None) -> Peer:
-    """The adapter's variant, with windows for all values of causal that it takes. causal: None as the ring has it."""
+    """Return the adapter's variant with windows for all its values of causal. causal: None keeps the ring's."""
     ring: Ring = adapter.VARIANTS[variant]
     causal = ring.causal if causal is None else causal
     ring = replace(ring, causal=causal, windows=(False, True) if causal is None else (causal,))

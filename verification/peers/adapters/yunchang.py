@@ -1,9 +1,9 @@
 """feifeibear/long-context-attention (`yunchang`): USP, all-to-all over heads (Ulysses) times a ring, over flash_attn.
 
-`flash_attn_shim` stands in for flash_attn. The number of ranks in an all-to-all is the largest that divides both the
-ranks and the key/value heads and leaves a ring of at least two ranks: in a ring of one, a rank sends to itself, which
-NCCL can and gloo cannot. zigzag and strip are the package's names for its other rings; with more than one rank in the
-all-to-all their shards are in an order that no Case has, so they run as rings only.
+`flash_attn_shim` stands in for flash_attn. The all-to-all has the largest size that divides both the ranks and the
+key/value heads and leaves a ring of at least two ranks: in a ring of one, a rank sends to itself, which gloo does not
+support. zigzag and strip are the package's names for its other rings; with a larger all-to-all their shards are in an
+order that no Case has, so they run as rings only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from verification.peers.adapters import flash_attn_shim
 from verification.peers.adapters.over_flash_attn import Ring, peer, window_size
 from verification.peers.peer import Peer, Result
 
-WORDS = "bf16 and fp16, GQA, any scale, all ranks"
+SUPPORTED = "bf16 and fp16, GQA, any scale, all ranks"
 
 
 def prepare() -> None:
@@ -32,13 +32,13 @@ def prepare() -> None:
 
 
 def all_to_all_ranks(case: Case) -> int:
-    most = math.gcd(case.world, case.kv_heads)
-    return max(size for size in range(1, most + 1) if most % size == 0 and size < case.world)
+    limit = math.gcd(case.world, case.kv_heads)
+    return max(size for size in range(1, limit + 1) if limit % size == 0 and size < case.world)
 
 
 @lru_cache(maxsize=64)
 def groups(ulysses: int, world: int) -> tuple[Any, Any]:
-    """The package's two process groups for that split. All ranks make them once; they are never destroyed."""
+    """Return the package's two process groups for that split. Collective. They are created once and never destroyed."""
     globals_ = importlib.import_module("yunchang.globals")
     globals_.set_seq_parallel_pg(ulysses, world // ulysses, dist.get_rank(), world)
     return globals_.PROCESS_GROUP.ULYSSES_PG, globals_.PROCESS_GROUP.RING_PG
@@ -54,7 +54,7 @@ def variant(name: str, ring: Ring) -> Peer:
         out: Tensor = attention(q, k, v, **options)
         return out
 
-    return peer(f"yunchang/{name}", ring, WORDS, claims.all_ranks, claims.without_lse, attend, prepare)
+    return peer(f"yunchang/{name}", ring, SUPPORTED, claims.all_ranks, claims.without_lse, attend, prepare)
 
 
 VARIANTS = {"basic": Ring(), "zigzag": Ring("zigzag", 2, causal=True), "strip": Ring("striped", causal=True)}

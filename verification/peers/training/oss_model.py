@@ -1,4 +1,4 @@
-"""FairScale's OSS and ShardedDDP on a rank, with the calls of the other wrappers."""
+"""FairScale's OSS and ShardedDDP on a rank, with the methods of the other wrappers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from verification.training.training_case import TrainingCase
 
 
 class Sharded(Unwrapped):
-    """By `ring.nn.frameworks.fairscale`."""
+    """Wrapped by `ring.nn.frameworks.fairscale`."""
 
     def __init__(self, model: LanguageModel, case: TrainingCase) -> None:
         super().__init__(model, case)
@@ -35,28 +35,28 @@ class Sharded(Unwrapped):
         return nullcontext() if last else self.module.no_sync()
 
     def end_of_backward(self) -> None:
-        """ShardedDDP has averaged them within the last backward."""
+        """Do nothing: the last backward has averaged the gradients."""
 
     def gradients(self) -> dict[str, Tensor]:
-        """Each from the rank that steps its parameter, which alone has it. Every rank calls it."""
+        """Broadcast each gradient from the only rank that has it, the one that steps its parameter. Collective."""
         shares = enumerate(self.oss.partition_parameters())
         owners = {x: rank for rank, groups in shares for group in groups for x in group["params"]}
-        found = {}
+        grads = {}
         for name, parameter in self.named.items():
-            mine = parameter.grad if owners[parameter] == dist.get_rank() else torch.empty_like(parameter)
-            if mine is None:
+            grad = parameter.grad if owners[parameter] == dist.get_rank() else torch.empty_like(parameter)
+            if grad is None:
                 raise ValueError(f"{name} has no gradient")
-            found[name] = mine.detach().clone()
-            dist.broadcast(found[name], owners[parameter])
-        return found
+            grads[name] = grad.detach().clone()
+            dist.broadcast(grads[name], owners[parameter])
+        return grads
 
-    def clip(self, most: float) -> Tensor:
-        return self.oss.clip_grad_norm(most)
+    def clip(self, max_norm: float) -> Tensor:
+        return self.oss.clip_grad_norm(max_norm)
 
 
 class ShardedAsWritten(Sharded):
-    """By the defaults of both, and with the optimiser's `zero_grad()`, which makes gradients None by torch's default.
-    (FairScale's pages call the model's own, which does not.)"""
+    """Default settings and the optimiser's `zero_grad()`, which by torch's default sets gradients to None. (FairScale's
+    documentation calls the model's `zero_grad()`, which does not.)"""
 
     def wrap(self, model: nn.Module) -> nn.Module:
         kind, settings = optimiser_settings(self.case)

@@ -1,4 +1,4 @@
-"""Saved counter-examples of peers in training steps, {"step_peer": name, "training_case": ...}."""
+"""Saved counter-examples of peers in training steps: {"step_peer": name, "training_case": ...}."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from verification.run.backends import Backend
 from verification.training.training_case import TrainingCase
 from verification.training.training_run import TRAINING_PRELOAD
 
-TIMEOUT = 30.0  # seconds for an example: DeepSpeed's third stage is slow on a loaded machine
+TIMEOUT = 30.0  # seconds per example: ZeRO 3 is slow on a loaded machine
 
 
 class SavedStepPeerExample(SavedPeerExample):
-    """The TrainingCase is run as it was saved, without asking the peer's claim."""
+    """A counter-example that runs the TrainingCase as saved, without applying the peer's claim."""
 
     def prepare_ranks(self, backend: Backend) -> None:
         name = self.record["step_peer"]
@@ -27,7 +27,7 @@ class SavedStepPeerExample(SavedPeerExample):
 
 
 def read_step_peer_example(record: dict[str, Any]) -> Saved:
-    """Raises ValueError for a malformed record, and for a peer that cannot be loaded."""
+    """Read a saved record. Raises ValueError if it is malformed or its peer cannot be loaded."""
     validators.exactly("a counter-example of a peer in a training step", record, ["step_peer", "training_case"])
     case = TrainingCase.from_dict(record["training_case"])
     return SavedStepPeerExample(experiment_with(record, "step_peer", KNOWN_STEP_PEERS, step_experiment), case, record)

@@ -1,8 +1,7 @@
-"""StepPeer: an attention, or a wrapper, that is not this project's, in a training step.
+"""StepPeer: an attention or a wrapper of another package in a training step.
 
-An attention is a `verification.peers.Peer`, unchanged. Its claim speaks of Cases of a single call. So a TrainingCase is
-taken to the Case of its calls, that to the nearest one that is claimed, and the TrainingCase to the one whose calls are
-these.
+An attention is a `verification.peers.Peer`, unchanged. Its claim takes Cases of a single call. So the claim is applied
+to the Case of a TrainingCase's calls, and the TrainingCase is changed to make the claimed calls.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ Claims = Callable[[TrainingCase], TrainingCase | None]
 
 @dataclass(frozen=True)
 class StepPeer:
-    """What takes the place of a part of the step, and the TrainingCases that it claims to support.
+    """A replacement for a part of the step, and the TrainingCases that it claims to support.
 
-    name, supported, package, prepare: as of a Peer
-    claims     any drawn TrainingCase -> the nearest one of the same world that is supported, or None if there is none.
-               Given a TrainingCase that it returned, it must return that one unchanged.
-    train      (transport, case) -> what the rank saw: as `train_on_rank`, with the peer in its place
-    worlds     the world sizes that it can be run on
-    preload    modules that take long to import: the ranks come with them
+    name, supported, package, prepare: as for a Peer
+    claims     any drawn TrainingCase -> the nearest one of the same world that is supported, or None. It must return
+               its own results unchanged.
+    train      (transport, case) -> StepObservation: `train_on_rank` with the peer
+    worlds     world sizes to run it on
+    preload    modules that take long to import, preloaded into ranks
     """
 
     name: str
@@ -54,15 +53,14 @@ class StepPeer:
 
 
 def in_dtype(case: TrainingCase, dtype: str) -> TrainingCase:
-    """The TrainingCase in that dtype, in a lower one than fp64 with a model that is drawn in it: twice as wide where
-    its norms would be steps."""
+    """Return the TrainingCase in that dtype. Below fp64 a model with norms that may be steps is made twice as wide."""
     if dtype != "float64" and case.model.has_steps:
         case = replace(case, model=replace(case.model, dim=2 * case.model.dim, head_dim=2 * case.model.head_dim))
     return replace(case, dtype=dtype)
 
 
 def in_step(peer: Peer) -> StepPeer:
-    """The Peer as one of training steps."""
+    """Return the StepPeer that uses the Peer as the inner attention."""
 
     def train(transport: Transport, case: TrainingCase) -> StepObservation:
         return train_on_rank(transport, case, inner=partial(PeerAttention, peer))
@@ -71,7 +69,7 @@ def in_step(peer: Peer) -> StepPeer:
 
 
 class PeerAttention(nn.Module):
-    """Takes the place of `ring.nn.RingAttention`."""
+    """Replacement for `ring.nn.RingAttention` that calls a Peer."""
 
     def __init__(self, peer: Peer, case: TrainingCase, name: str) -> None:
         super().__init__()
@@ -80,20 +78,20 @@ class PeerAttention(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool, context: ContextParallel
     ) -> Tensor:
-        """(B, H, N, D), (B, Hk, N, D) -> (B, H, N, D). Inputs are taken in the Case's type, as autocast does it."""
+        """(B, H, N, D), (B, Hk, N, D) -> (B, H, N, D). Inputs are cast to the Case's dtype, as by autocast."""
         q, k, v = (x.transpose(1, 2).to(self.dtype) for x in (query, key, value))  # (B, N, H, D)
-        # The part of the run to which the handle belongs: another one has its mesh after a resume.
+        # Find the handle's part of the run: after a resume the mesh is another one.
         part = next(part for part in self.case.parts if part.context == context.world_size)
         group = None if part.world == 1 else mesh_of(part)["context"].get_group()
-        found = self.peer.attend(q, k, v, call_of(part, part.coordinates(dist.get_rank())[0]), group)
-        out = found[0] if isinstance(found, tuple) else found
+        result = self.peer.attend(q, k, v, call_of(part, part.coordinates(dist.get_rank())[0]), group)
+        out = result[0] if isinstance(result, tuple) else result
         if out.shape != q.shape:
             raise ValueError(f"attend returned out of shape {tuple(out.shape)}; it must be {tuple(q.shape)}")
         return out.transpose(1, 2)
 
 
 def call_of(case: TrainingCase, data_rank: int = 0) -> Case:
-    """The Case of a call of attention in the model, on the ranks that share the sequences of that data rank."""
+    """Return the Case of an attention call in the model, on the context group of that data rank."""
     model = case.model
     return Case(
         world=case.world, group=None if case.data == 1 else case.mesh[data_rank], tokens=case.tokens, order=case.order,
@@ -104,33 +102,32 @@ def call_of(case: TrainingCase, data_rank: int = 0) -> Case:
 
 
 def nearest(peer: Peer, case: TrainingCase) -> TrainingCase | None:
-    """The TrainingCase whose calls the Peer claims, of plain modules of kind "sdpa", not compiled, with the same
-    documents in all steps; no forward of the ring is there to be saved. It is resumed, in the same order, if the calls
-    of its second part are claimed too. None where the Peer claims other than a step can have: a scale of its own,
-    float16 alone, and so on."""
+    """Return the nearest TrainingCase whose calls the Peer claims: kind "sdpa", not compiled, the same documents in all
+    steps, no selective checkpointing, since there is no ring forward to save. It is resumed, in the same order, if the
+    calls of its second part are claimed too. None if no step can have the claimed calls (another scale, float16)."""
     model = replace(case.model, kind="sdpa", qk_norm=False, subln=False, scale=None)
     checkpointing = "non-reentrant" if case.checkpointing == "selective" else case.checkpointing
     changes: dict[str, Any] = {"compiled": "no", "later_documents": None, "own_documents": None}
     case = replace(case, model=model, checkpointing=checkpointing, **changes)
     for dtype in dict.fromkeys((case.dtype, *TRAINING_DTYPES)):
-        asked = in_dtype(case, dtype)
-        call = call_of(asked)
-        found = peer.claims(call)
-        if found is not None and found.dtype == dtype and found.group in (None, call.group):
-            asked = with_call(asked, found)
-            ends = (replace(asked, resumed=order) for order in (asked.order if asked.resumed else None, None))
-            for end in ends:
-                if all(peer.claims(call) == call for call in map(call_of, end.parts)):
-                    return end
+        candidate = in_dtype(case, dtype)
+        call = call_of(candidate)
+        claimed = peer.claims(call)
+        if claimed is not None and claimed.dtype == dtype and claimed.group in (None, call.group):
+            candidate = with_call(candidate, claimed)
+            variants = (replace(candidate, resumed=x) for x in (candidate.order if candidate.resumed else None, None))
+            for variant in variants:
+                if all(peer.claims(call) == call for call in map(call_of, variant.parts)):
+                    return variant
             return None
     return None
 
 
 def with_call(case: TrainingCase, call: Case) -> TrainingCase:
-    """The TrainingCase with calls like this one, as far as a step can have them."""
+    """Return the TrainingCase with calls like this one, as far as a step can have them."""
     sizes = {name: getattr(call, name) for name in ("heads", "kv_heads", "head_dim")}
     odd = case.model.positions == "rotary" and call.head_dim % 2
     model = replace(case.model, **sizes | ({"positions": "none"} if odd else {}))
-    same = ("tokens", "order", "cuts", "pattern", "batch", "dtype", "exchange", "bucket")
-    fitting: dict[str, Any] = {name: getattr(call, name) for name in same} | {"model": model}
-    return replace(case, **fitting, data=case.data if call.group is not None else 1)
+    shared = ("tokens", "order", "cuts", "pattern", "batch", "dtype", "exchange", "bucket")
+    changes: dict[str, Any] = {name: getattr(call, name) for name in shared} | {"model": model}
+    return replace(case, **changes, data=case.data if call.group is not None else 1)

@@ -1,4 +1,4 @@
-"""A peer in training steps as an Experiment: TrainingCases drawn through its claim, and the checks of any step."""
+"""A peer in training steps as an Experiment: TrainingCases mapped by its claim, with the checks of any step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 from hypothesis.strategies import SearchStrategy
 
 from ring.comm.transport import Transport
-from verification.peers.peer_experiment import settled
+from verification.peers.peer_experiment import apply_claim
 from verification.peers.training.known_step_peers import load_step_peer, ready_step_peer
 from verification.peers.training.step_peer import StepPeer
 from verification.run.backends import Backend
@@ -19,30 +19,30 @@ from verification.training.step_properties import check_step
 from verification.training.strategies import training_cases
 from verification.training.training_case import TrainingCase
 
-prepare_step_peer = ready_step_peer  # in every new rank before its first example, as `peer_rank.prepare`
-# The bytes that are counted are those of this project's own attention.
+prepare_step_peer = ready_step_peer  # called in every new rank, as `peer_rank.prepare`
+# Expected bytes are those of this project's own attention.
 APPLICABLE_TO_STEPS = tuple(name for name in STEP_CHECKS if name != "bytes")
 
 
 def step_experiment(name: str) -> Experiment:
-    """Raises Refused where there is no such peer."""
+    """Return the Experiment with the peer of that name. Raises Refused if there is no such peer."""
     peer = load_step_peer(name)
     title, draw, check = f"training steps with {peer.name}", partial(draw_steps, peer), partial(check_step_of, name)
     return Experiment(title, draw, check, record_of=lambda x: {"step_peer": name, "training_case": x.to_dict()})
 
 
 def draw_steps(peer: StepPeer, world: int) -> SearchStrategy[TrainingCase | None]:
-    """Drawn TrainingCases, each taken to the nearest one that the peer claims."""
+    """Draw TrainingCases, each mapped to the nearest one that the peer claims."""
     return training_cases(world).map(partial(claimed_step, peer)).filter(lambda case: case is not None)
 
 
 def claimed_step(peer: StepPeer, case: TrainingCase) -> TrainingCase | None:
-    """Take the TrainingCase to the nearest one that the peer claims. Raises ToolError, as `settled`."""
-    return settled(peer.name, peer.claims, case)
+    """Return the nearest TrainingCase that the peer claims. Raises ToolError, as `apply_claim`."""
+    return apply_claim(peer.name, peer.claims, case)
 
 
 def check_step_of(name: str, backend: Backend, case: TrainingCase) -> dict[str, float]:
-    """By property, the worst deviation as a fraction of what is allowed. Raises the first failure."""
+    """Return the worst ratio (deviation / allowed) by property. Raises the first failure."""
     backend.submit(observe_step_peer, case, name)
     expectation = expect_training(case)
     return check_step(case, expectation, backend.collect(), APPLICABLE_TO_STEPS)

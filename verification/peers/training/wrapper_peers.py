@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO and FairScale's OSS with ShardedDDP in the place of the wrapper of a training step."""
+"""DeepSpeed's ZeRO, and FairScale's OSS with ShardedDDP, as the wrapper of a training step."""
 
 from __future__ import annotations
 
@@ -15,40 +15,39 @@ from verification.training.training_case import TrainingCase
 ZERO, OSS = "verification.peers.training.zero_engine", "verification.peers.training.oss_model"
 
 
-def wrapper_peer(name: str, supported: str, claims: Claims, module: str, kind: str, *given: object) -> StepPeer:
-    """module: where the package is imported, and nowhere else. kind: its class that wraps a model, given these."""
+def wrapper_peer(name: str, supported: str, claims: Claims, module: str, kind: str, *arguments: object) -> StepPeer:
+    """module: the only one that imports the package. kind: its class that wraps a model. arguments: passed first."""
 
     def train(transport: Transport, case: TrainingCase) -> StepObservation:
-        return train_on_rank(transport, case, wrap=partial(getattr(importlib.import_module(module), kind), *given))
+        return train_on_rank(transport, case, wrap=partial(getattr(importlib.import_module(module), kind), *arguments))
 
     package, prepare = name.partition("/")[0], partial(importlib.import_module, module)
     return StepPeer(name, supported, claims, train, package=package, prepare=prepare, preload=(module,))
 
 
-def unwrapped(case: TrainingCase) -> TrainingCase:
-    """The peer is the only wrapper, of a model that is not compiled. Both packages have checkpoints of their own, so no
-    run is resumed."""
+def without_wrapper(case: TrainingCase) -> TrainingCase:
+    """Remove the Case's own wrapper, and compilation. Do not resume: both packages have their own checkpoints."""
     return replace(case, wrapper="none", resumed=None, compiled="no", spoilt=None)
 
 
-def in_32_bits(case: TrainingCase) -> TrainingCase:
-    """ZeRO keeps parameters, and sums gradients, in fp32."""
-    return in_dtype(unwrapped(case), "float32" if case.dtype == "float64" else case.dtype)
+def in_fp32(case: TrainingCase) -> TrainingCase:
+    """Replace fp64 by fp32: ZeRO keeps parameters, and sums gradients, in fp32."""
+    return in_dtype(without_wrapper(case), "float32" if case.dtype == "float64" else case.dtype)
 
 
-def with_norms_in_32_bits(case: TrainingCase) -> TrainingCase:
-    """OSS takes the norm of gradients in fp32, and refuses fp64."""
-    return replace(unwrapped(case), clipping=None if case.dtype == "float64" else case.clipping)
+def without_clipping_in_fp64(case: TrainingCase) -> TrainingCase:
+    """Remove clipping in fp64: OSS computes the norm of gradients in fp32, and refuses fp64."""
+    return replace(without_wrapper(case), clipping=None if case.dtype == "float64" else case.clipping)
 
 
 def zero(stage: int) -> StepPeer:
     supported = f"ring.nn.frameworks.deepspeed, ZeRO {stage}: fp32, and bf16 with parameters and sums in fp32"
-    return wrapper_peer(f"deepspeed/zero{stage}", supported, in_32_bits, ZERO, "Zero", stage)
+    return wrapper_peer(f"deepspeed/zero{stage}", supported, in_fp32, ZERO, "Zero", stage)
 
 
 def oss(name: str, kind: str, supported: str) -> StepPeer:
     supported = f"{supported}: fp64 without clipping, fp32, bf16 by autocast"
-    return wrapper_peer(f"fairscale/{name}", supported, with_norms_in_32_bits, OSS, kind)
+    return wrapper_peer(f"fairscale/{name}", supported, without_clipping_in_fp64, OSS, kind)
 
 
 WRAPPER_PEERS = (

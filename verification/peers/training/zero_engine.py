@@ -1,4 +1,4 @@
-"""DeepSpeed's engine on a rank, by `ring.nn.frameworks.deepspeed`, with the calls of the other wrappers."""
+"""DeepSpeed's engine on a rank, by `ring.nn.frameworks.deepspeed`, with the methods of the other wrappers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import warnings
 from contextlib import redirect_stdout
 from typing import Any
 
-os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed looks at it once, when it is imported
-os.environ.setdefault("LOCAL_RANK", "0")  # as torchrun and DeepSpeed's launcher set it
+os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed reads it once, when imported
+os.environ.setdefault("LOCAL_RANK", "0")  # set by torchrun and DeepSpeed's launcher
 
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from verification.training.rank.ring_model import LanguageModel
 from verification.training.rank.wrapping import Unwrapped
 from verification.training.training_case import TrainingCase
 
-# What DeepSpeed says of every new engine and every step.
+# Silence DeepSpeed's messages for every new engine and step.
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWarning)
 
@@ -30,7 +30,7 @@ HALF = {"bf16": {"enabled": True}, "communication_data_type": "fp32", "data_type
 
 
 class Zero(Unwrapped):
-    """ZeRO of that stage. DeepSpeed reduces gradients, clips and steps in one call: here at the end of backward."""
+    """ZeRO of that stage. One call reduces gradients, clips and steps: it is made at the end of backward."""
 
     def __init__(self, stage: int, model: LanguageModel, case: TrainingCase) -> None:
         self.stage = stage
@@ -43,7 +43,7 @@ class Zero(Unwrapped):
             "zero_allow_untested_optimizer": True, **(HALF if self.case.dtype == "bfloat16" else {}),
         }  # fmt: skip
         kind, settings = optimiser_settings(self.case)
-        with redirect_stdout(io.StringIO()):  # in bf16 every new engine prints what memory there is
+        with redirect_stdout(io.StringIO()):  # in bf16 every new engine prints its memory
             self.engine: Any = deepspeed.initialize(model, kind(model.parameters(), **settings), self.mesh, config)
         return self.engine
 
@@ -58,15 +58,15 @@ class Zero(Unwrapped):
         self.engine.step()
 
     def gradients(self) -> dict[str, Tensor]:
-        """Of step one, before clipping: from the optimizer's first moment, which is all gradient then."""
+        """Gradients of step one before clipping, from the optimizer's first moment, then a multiple of them."""
         name, share = ("momentum_buffer", 1.0) if self.case.optimiser == "sgd" else ("exp_avg", 1 - 0.9)
-        most = self.case.clipping
-        clipped = 1.0 if most is None else min(1.0, most / (float(self.engine.get_global_grad_norm()) + 1e-6))
+        max_norm = self.case.clipping
+        clipped = 1.0 if max_norm is None else min(1.0, max_norm / (float(self.engine.get_global_grad_norm()) + 1e-6))
         return {key: safe_get_full_optimizer_state(x, name) / (share * clipped) for key, x in self.named.items()}
 
     def parameters(self) -> dict[str, Tensor]:
         return {name: safe_get_full_fp32_param(x) for name, x in self.named.items()}
 
     def step(self) -> Tensor | None:
-        """The norm of the step that was made."""
+        """Return the norm of the step made at the end of backward; None without clipping."""
         return None if self.case.clipping is None else self.engine.get_global_grad_norm()

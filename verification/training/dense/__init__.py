@@ -1,1 +1,1 @@
-"""What a training run must give: one process, fp64, the whole batch. Nothing here uses code of the ring."""
+"""Expected results of a training run: one process, fp64, the whole batch. Nothing here uses code of `ring/`."""

@@ -1,7 +1,7 @@
 """The three kinds of model as formulas over named parameters, for whole sequences in one process.
 
-Written apart from the modules of `ring.nn`: from their published definitions, with none of their code. `rounded` is
-called with every number that a lower precision would round (`verification.training.dense.noise`).
+Written from the published definitions, without any code of `ring.nn`. `rounded` is applied to every number that a lower
+precision would round (`verification.training.dense.noise`).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def dense_logits(case: TrainingCase, parameters: Mapping[str, Tensor], tokens: T
         x = rounded(x + weights["position_table.weight"][case.positions()])
     for number in range(model.layers):
         layer = Layer(case, model.theta(number))
-        x = _LAYERS[model.kind](layer, weights.beneath(f"layers.{number}."), x)
-    x = _norm(weights.beneath("norm."), model.norm, x)
+        x = _LAYERS[model.kind](layer, weights.below(f"layers.{number}."), x)
+    x = _norm(weights.below("norm."), model.norm, x)
     return rounded(x @ weights["embedding.weight" if model.tied else "head.weight"].T)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What a layer computes with, beside its weights. theta: base of its rotary positions."""
+    """Settings of a layer. theta: base of its rotary positions."""
 
     case: TrainingCase
     theta: float
@@ -45,7 +45,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Weights:
-    """Parameters of a part of the model, by what is left of their names."""
+    """Parameters of a part of the model, by their names below that part."""
 
     by_name: Mapping[str, Tensor]
     rounded: Rounded
@@ -53,12 +53,12 @@ class Weights:
     def __getitem__(self, name: str) -> Tensor:
         return self.by_name[name]
 
-    def beneath(self, prefix: str) -> Weights:
-        found = {name.removeprefix(prefix): x for name, x in self.by_name.items() if name.startswith(prefix)}
-        return Weights(found, self.rounded)
+    def below(self, prefix: str) -> Weights:
+        parameters = {name.removeprefix(prefix): x for name, x in self.by_name.items() if name.startswith(prefix)}
+        return Weights(parameters, self.rounded)
 
     def linear(self, name: str, x: Tensor) -> Tensor:
-        """x W^T, plus the bias if there is one."""
+        """Return x W^T, plus the bias if there is one."""
         out = x @ self[f"{name}.weight"].T
         return self.rounded(out + self[f"{name}.bias"] if f"{name}.bias" in self.by_name else out)
 
@@ -68,26 +68,26 @@ class Weights:
 
 def _llama(layer: Layer, weights: Weights, x: Tensor) -> Tensor:
     rounded, kind = weights.rounded, layer.case.model.norm
-    x = rounded(x + _attend(layer, weights, _norm(weights.beneath("attention_norm."), kind, x)))
-    fed = _norm(weights.beneath("feed_norm."), kind, x)
+    x = rounded(x + _attention(layer, weights, _norm(weights.below("attention_norm."), kind, x)))
+    fed = _norm(weights.below("feed_norm."), kind, x)
     gated = rounded(functional.silu(weights.linear("gate", fed)) * weights.linear("up", fed))
     return rounded(x + weights.linear("down", gated))
 
 
 def _sdpa(layer: Layer, weights: Weights, x: Tensor) -> Tensor:
     rounded, kind = weights.rounded, layer.case.model.norm
-    x = rounded(x + _attend(layer, weights, _norm(weights.beneath("attention_norm."), kind, x)))
-    fed = _norm(weights.beneath("feed_norm."), kind, x)
+    x = rounded(x + _attention(layer, weights, _norm(weights.below("attention_norm."), kind, x)))
+    fed = _norm(weights.below("feed_norm."), kind, x)
     return rounded(x + weights.linear("down", _gelu(rounded, weights.linear("up", fed))))
 
 
 def _longnet(layer: Layer, weights: Weights, x: Tensor) -> Tensor:
     rounded = weights.rounded
-    x = rounded(x + _attend(layer, weights, _norm(weights.beneath("attention_norm."), "layer", x)))
-    fed = _norm(weights.beneath("ffn_norm."), "layer", x)
+    x = rounded(x + _attention(layer, weights, _norm(weights.below("attention_norm."), "layer", x)))
+    fed = _norm(weights.below("ffn_norm."), "layer", x)
     inner = _gelu(rounded, weights.linear("fc1", fed))
     if layer.case.model.subln:
-        inner = _norm(weights.beneath("ffn_inner_norm."), "layer", inner)
+        inner = _norm(weights.below("ffn_inner_norm."), "layer", inner)
     return rounded(x + weights.linear("fc2", inner))
 
 
@@ -97,34 +97,34 @@ _LAYERS = {"llama": _llama, "longnet": _longnet, "sdpa": _sdpa}
 # --- parts of a layer -------------------------------------------------------------------------------------------------
 
 
-def _attend(layer: Layer, weights: Weights, x: Tensor) -> Tensor:
-    """Projections, norms of heads, rotary positions, attention, projection."""
+def _attention(layer: Layer, weights: Weights, x: Tensor) -> Tensor:
+    """Multi-head attention: projections, norms of heads, rotary positions, attention, output projection."""
     case, model = layer.case, layer.case.model
-    projected = weights.beneath("attention.")
+    attention = weights.below("attention.")
     counts = {"q_proj": model.heads, "k_proj": model.kv_heads, "v_proj": model.kv_heads}
-    q, k, v = (projected.linear(name, x).unflatten(2, (n, -1)) for name, n in counts.items())  # (S, n, heads, D)
+    q, k, v = (attention.linear(name, x).unflatten(2, (n, -1)) for name, n in counts.items())  # (S, n, heads, D)
     if model.qk_norm:
-        q, k = (_norm(projected.beneath(f"{name}_norm."), "rms", y, QK_NORM_EPS) for name, y in (("q", q), ("k", k)))
+        q, k = (_norm(attention.below(f"{name}_norm."), "rms", y, QK_NORM_EPS) for name, y in (("q", q), ("k", k)))
     if model.positions == "rotary":
-        q, k = (weights.rounded(_rotated(y, case.positions(), layer.theta)) for y in (q, k))
-    joined = weights.rounded(oracle_attention(q, k, v, case.pattern, model.scale)).flatten(2)  # (S, n, H D)
+        q, k = (weights.rounded(_rotary(y, case.positions(), layer.theta)) for y in (q, k))
+    out = weights.rounded(oracle_attention(q, k, v, case.pattern, model.scale)).flatten(2)  # (S, n, H D)
     if model.subln:
-        joined = _norm(projected.beneath("inner_norm."), "layer", joined)
-    return projected.linear("o_proj", joined)
+        out = _norm(attention.below("inner_norm."), "layer", out)
+    return attention.linear("o_proj", out)
 
 
-def _rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Rotary positions (n,): the i-th and the (i + D / 2)-th number of a head are a complex number, which position p
-    turns by p * theta ** (-2 i / D) (arXiv 2104.09864, in the order of Llama's published code)."""
+def _rotary(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """Apply rotary positions (n,). Entries i and i + D / 2 of a head form a complex number, which position p rotates by
+    p * theta ** (-2 i / D) (arXiv 2104.09864, in the order of Llama's published code)."""
     half = x.shape[3] // 2
     frequencies = theta ** (-torch.arange(half, dtype=torch.float64) / half)
     angles = positions.double()[:, None] * frequencies  # (n, D / 2)
-    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)[:, None]
-    return torch.cat((turned.real, turned.imag), 3)
+    rotated = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    return torch.cat((rotated.real, rotated.imag), 3)
 
 
 def _norm(weights: Weights, kind: str, x: Tensor, eps: float = NORM_EPS) -> Tensor:
-    """Over the last dimension."""
+    """RMS or layer norm over the last dimension."""
     rounded = weights.rounded
     centred = x if kind == "rms" else rounded(x - rounded(x.mean(-1, keepdim=True)))
     scaled = rounded(centred / rounded((centred.square().mean(-1, keepdim=True) + eps).sqrt()))

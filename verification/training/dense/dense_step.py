@@ -1,4 +1,4 @@
-"""A TrainingCase trained by one process in fp64 on the whole batch of each step."""
+"""Trains a TrainingCase in one process, in fp64, on the whole batch of each step."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Named = dict[str, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class TrainingResult:
-    """What came out, by quantity and name; all float64.
+    """Results by quantity and name, all float64.
 
     logits      "first micro-batch": of every data rank before the first step, (data, batch, n, vocabulary)
-    losses      "step 1", ...: (); the mean over all labelled tokens of the step, 0 where there are none
+    losses      "step 1", ...: (); the mean over all labelled tokens of the step, 0 if there are none
     gradients   by the parameter's name, of step 1, before clipping
-    norms       "step 1", ...: (); of all gradients together, before clipping. Empty where the Case has no clipping
+    norms       "step 1", ...: (); of all gradients together, before clipping. Empty without clipping
     parameters  by name, after the last step
     """
 
@@ -40,11 +40,11 @@ QUANTITIES = ("logits", "losses", "gradients", "norms", "parameters")
 FIRST = "step 1"
 
 
-def train_densely(case: TrainingCase, rounded: Rounded = exact, kept: Rounded = exact) -> TrainingResult:
-    """rounded: what becomes of numbers that the Case's dtype rounds; kept: of parameters after a step."""
+def train_densely(case: TrainingCase, rounded: Rounded = exact, stored: Rounded = exact) -> TrainingResult:
+    """Train the Case. rounded: applied to numbers that its dtype rounds; stored: to parameters after each step."""
     parameters = {name: x.requires_grad_() for name, x in initial_parameters(case).items()}
     optimiser = optimiser_of(case, parameters.values())
-    found = TrainingResult({}, {}, {}, {}, {})
+    result = TrainingResult({}, {}, {}, {}, {})
     for step in range(case.steps):
         batch, label = global_batch(case, step), f"step {step + 1}"
         logits = dense_logits(case.at(step), parameters, batch.tokens.flatten(0, 2), rounded)
@@ -52,26 +52,26 @@ def train_densely(case: TrainingCase, rounded: Rounded = exact, kept: Rounded = 
         loss = mean_loss(logits, batch)
         optimiser.zero_grad()
         loss.backward()
-        found.losses[label] = loss.detach()
+        result.losses[label] = loss.detach()
         if step == 0:
-            found.logits["first micro-batch"] = logits[:, 0].detach()
-            found.gradients.update((name, _gradient(x).clone()) for name, x in parameters.items())
+            result.logits["first micro-batch"] = logits[:, 0].detach()
+            result.gradients.update((name, _gradient(x).clone()) for name, x in parameters.items())
         if case.clipping is not None:
-            found.norms[label] = torch.nn.utils.clip_grad_norm_(list(parameters.values()), case.clipping)
+            result.norms[label] = torch.nn.utils.clip_grad_norm_(list(parameters.values()), case.clipping)
         optimiser.step()
         with torch.no_grad():
             for x in parameters.values():
-                x.copy_(kept(x))
-    found.parameters.update((name, x.detach()) for name, x in parameters.items())
-    return found
+                x.copy_(stored(x))
+    result.parameters.update((name, x.detach()) for name, x in parameters.items())
+    return result
 
 
 def mean_loss(logits: Tensor, batch: GlobalBatch) -> Tensor:
-    """-log softmax at the label, averaged over all labelled tokens: (); 0, with zero gradients, without any."""
+    """Mean of -log softmax at the label over all labelled tokens: (); 0, with zero gradients, if there are none."""
     labelled = batch.labels != IGNORED
     chosen = logits.gather(-1, batch.labels.clamp(min=0)[..., None])[..., 0]  # (data, accumulation, batch, n)
-    each = logits.logsumexp(-1) - chosen
-    return (each * labelled).sum() / max(1, batch.labelled)
+    losses = logits.logsumexp(-1) - chosen
+    return (losses * labelled).sum() / max(1, batch.labelled)
 
 
 def _gradient(x: Tensor) -> Tensor:

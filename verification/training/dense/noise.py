@@ -1,4 +1,4 @@
-"""Numbers changed by their last bit, forward and backward: what a lower precision may do to them."""
+"""Random changes of numbers by up to their last bit, forward and backward, as a lower precision rounds them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 Rounded = Callable[[Tensor], Tensor]
-# The unit roundoff: half the distance of 1 to the next number.
+# Unit roundoff: half the distance from 1 to the next number.
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8}
 
 
 def exact(x: Tensor) -> Tensor:
-    """Nothing is rounded."""
+    """Return x, not rounded."""
     return x
 
 
 def noise(unit: float, seed: int) -> Rounded:
-    """A function that multiplies each number by 1 + e, and in backward each gradient that comes through by 1 + e', with
-    e, e' drawn evenly from -unit to unit."""
+    """Return a function that multiplies each number by 1 + e, and in backward each incoming gradient by 1 + e', with
+    e, e' uniform in [-unit, unit]."""
     generator = torch.Generator().manual_seed(seed)
 
     def changed(x: Tensor) -> Tensor:

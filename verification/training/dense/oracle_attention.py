@@ -1,4 +1,4 @@
-"""The oracle's attention as a function that autograd differentiates: both directions are `reference.oracle`'s."""
+"""The oracle's attention as an autograd function; both directions are computed by `reference.oracle`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ class _Oracle(torch.autograd.Function):
 
 
 def oracle_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float | None = None) -> Tensor:
-    """q (S, n, H, D), k and v (S, n, Hk, D) -> (S, n, H, D), all fp64, of whole sequences."""
+    """Attend over whole sequences: q (S, n, H, D), k and v (S, n, Hk, D) -> (S, n, H, D), all fp64."""
     out: Tensor = _Oracle.apply(q, k, v, pattern, scale)
     return out

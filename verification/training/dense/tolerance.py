@@ -1,15 +1,15 @@
-"""How far a run may be from the dense one.
+"""Allowed deviations of a run from the dense one.
 
-In fp64 there is one threshold, THRESHOLD times the largest number of a quantity: it lies in the wide gap between what
-rounding does and what the smallest defect does, which every run records (`verification.training.error_histogram`).
+In fp64 the threshold is THRESHOLD times the largest entry of a quantity. It lies in the wide gap between rounding and
+the smallest defect, which every run records (`verification.training.error_histogram`).
 
-In lower precisions the scale of what rounding may do is estimated: the dense computation is repeated DRAWS times, with
-every number that the precision rounds changed by up to its last bit, forward and backward. FACTOR times the root of the
-mean square of the largest deviation is allowed, and FACTOR times the last bit of the largest number of the quantity:
-what is small, or 0, may have been left over by large numbers that cancel.
+In lower precisions the effect of rounding is estimated. The dense computation is repeated DRAWS times, with every
+rounded number changed by up to its last bit, forward and backward. The allowed deviation is FACTOR times the root mean
+square of the largest deviation, plus FACTOR times the last bit of the quantity's largest entry: a small entry, or 0,
+may be what remains of large numbers that cancel.
 
-So it is in fp64, beyond the threshold, where norms of the model may be steps (`Model.has_steps`). A layer norm
-multiplies a small change by up to 1 / sqrt(eps), and several, one after the other, have made 4e-9 of the last bit.
+Models with norms that may be steps (`Model.has_steps`) get the larger of both in fp64. A layer norm multiplies a small
+change by up to 1 / sqrt(eps), and several in sequence have made 4e-9 of the last bit.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from verification.training.training_case import TrainingCase
 THRESHOLD = 1e-9
 DRAWS = 6
 FACTOR = 16.0
-# In fp64 numbers are changed by so many times their last bit, since there is nothing between a number and the next, and
-# what that does is divided by it.
+# Factor on the last bit: fp64 cannot represent smaller changes, so it is changed by more, and the effect divided by the
+# same factor.
 MAGNIFIED = {"float64": 2.0**10, "float32": 1.0, "bfloat16": 1.0}
 Allowed = dict[str, dict[str, float]]  # by quantity and name
 
 
 def allowed_deviations(case: TrainingCase, exact: TrainingResult) -> Allowed:
-    """The largest |seen - exact| that is allowed, by quantity and name. 0 where all of a quantity is 0."""
+    """Largest allowed |seen - exact| by quantity and name; 0 if a whole quantity is 0."""
     quantities, fp64 = exact.quantities(), case.dtype == "float64"
-    least = {quantity: THRESHOLD * largest(named) if fp64 else 0.0 for quantity, named in quantities.items()}
+    threshold = {quantity: THRESHOLD * largest(named) if fp64 else 0.0 for quantity, named in quantities.items()}
     if fp64 and not case.model.has_steps:
-        return {quantity: dict.fromkeys(named, least[quantity]) for quantity, named in quantities.items()}
+        return {quantity: dict.fromkeys(named, threshold[quantity]) for quantity, named in quantities.items()}
     scale, unit = rounding_scale(case, exact), UNIT_ROUNDOFF[case.dtype]
     return {
         quantity: {
-            name: max(least[quantity], FACTOR * (scale[quantity][name] + unit * largest(named))) for name in named
+            name: max(threshold[quantity], FACTOR * (scale[quantity][name] + unit * largest(named))) for name in named
         }
         for quantity, named in quantities.items()
     }
 
 
 def rounding_scale(case: TrainingCase, exact: TrainingResult) -> Allowed:
-    """By quantity and name, the root mean square over the draws of the largest deviation in a draw."""
+    """Root mean square over the draws of the largest deviation in a draw, by quantity and name."""
     squares = {quantity: dict.fromkeys(named, 0.0) for quantity, named in exact.quantities().items()}
-    magnified, kept = MAGNIFIED[case.dtype], "float64" if case.dtype == "float64" else "float32"
+    magnified, stored_dtype = MAGNIFIED[case.dtype], "float64" if case.dtype == "float64" else "float32"
     for draw in range(DRAWS):
         seed = case.seed * DRAWS + draw
-        rounded, stored = (noise(magnified * UNIT_ROUNDOFF[dtype], seed) for dtype in (case.dtype, kept))
+        rounded, stored = (noise(magnified * UNIT_ROUNDOFF[dtype], seed) for dtype in (case.dtype, stored_dtype))
         drawn = train_densely(case, rounded, stored)
         for quantity, named in drawn.quantities().items():
             for name, x in named.items():
@@ -67,5 +67,5 @@ def largest(named: Named) -> float:
 
 
 def size(x: Tensor) -> float:
-    """The largest |entry|, 0 where there is none."""
+    """Largest |entry|; 0 for an empty tensor."""
     return float(torch.linalg.vector_norm(x, math.inf)) if x.numel() else 0.0

@@ -1,6 +1,6 @@
-"""What of a model is compiled, by `torch.compile(fullgraph=True)`, and how often its graphs run.
+"""Compiles parts of a model by `torch.compile(fullgraph=True)`, and counts the runs of their graphs.
 
-dynamo is imported where something is compiled: it would take seconds of every command.
+dynamo is imported only when something is compiled: the import takes seconds.
 """
 
 from __future__ import annotations
@@ -14,50 +14,50 @@ import torch
 from torch import hub
 
 T = TypeVar("T", bound=Callable[..., Any])
-# Of one function. Layers share theirs: two of them, with gradients and without, over no documents, some, and others
-# than before, take more than the 8 that torch allows.
-MOST_GRAPHS = 32
+# Limit of graphs per function. Layers share one function: two layers, with and without gradients, with no, some and
+# changed documents, take more than torch's 8.
+MAX_GRAPHS = 32
 
 
 class Graphs:
-    """Of one model. runs: how often one of them ran, forward. Who runs without a graph, and says nothing, has fewer."""
+    """Compiled graphs of one model. runs: number of forward runs; a silent fallback to eager lowers it."""
 
     def __init__(self, backend: str) -> None:
-        """backend: of torch.compile, or "no", by which nothing is compiled."""
+        """backend: a name of a torch.compile backend, or "no" to compile nothing."""
         self.runs = 0
         self._compile: Callable[..., Callable[..., Any]] | None = None
         if backend != "no":
             from torch._dynamo import config, lookup_backend, reset
 
-            _quieten()
-            config.recompile_limit = MOST_GRAPHS
-            reset()  # the graphs of earlier Cases: a process would keep them all
+            _silence_torch()
+            config.recompile_limit = MAX_GRAPHS
+            reset()  # drop the graphs of earlier Cases, which the process would keep
             self._compile = lookup_backend(backend)
 
-    def compiled(self, what: T) -> T:
-        """A module or a function, compiled when it first runs; as it is where nothing is compiled."""
+    def compiled(self, function: T) -> T:
+        """Return the module or function, to be compiled when it first runs; unchanged if nothing is compiled."""
         if self._compile is None:
-            return what
-        found: T = torch.compile(what, fullgraph=True, backend=self._counted)  # type: ignore[assignment]
-        return found
+            return function
+        compiled: T = torch.compile(function, fullgraph=True, backend=self._counted)  # type: ignore[assignment]
+        return compiled
 
     def _counted(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        """A backend of torch.compile: the one that was named, its graphs counted as they run."""
+        """Backend of torch.compile: call the chosen one, and count the runs of its graphs."""
         assert self._compile is not None
         run = self._compile(graph, inputs)
 
-        def counted(*given: Any) -> Any:
+        def counted(*arguments: Any) -> Any:
             self.runs += 1
-            return run(*given)
+            return run(*arguments)
 
         return counted
 
 
-def _quieten() -> None:
-    """What torch says and leaves when it compiles, in every rank, and what is no fault."""
-    # That a layer whose attention is kept must change nothing in place: none does.
+def _silence_torch() -> None:
+    """Suppress harmless output and leftovers of compilation in every rank."""
+    # A warning that layers with saved attention must not modify anything in place: none does.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
-    # Its progress bar, which is never shown, makes a semaphore of processes, left over where a rank is ended. Torch has
-    # a bar of its own, without a lock, where the package tqdm is not installed.
+    # tqdm's lock, of a bar that is never shown, is a semaphore, which leaks when a rank is terminated. Without tqdm
+    # torch has its own bar, without a lock.
     if hasattr(hub.tqdm, "set_lock"):
         hub.tqdm.set_lock(threading.RLock())

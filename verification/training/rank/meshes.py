@@ -1,4 +1,4 @@
-"""The meshes of this rank's process. Making one makes process groups, so each is made once and kept."""
+"""Device meshes of this process. Creating one creates process groups, so each is cached."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verification.training.training_case import TrainingCase
 
 
 def mesh_of(case: TrainingCase) -> DeviceMesh:
-    """("data", "context"). Called by all ranks, in the same order of Cases."""
+    """Return the mesh ("data", "context"). Collective: all ranks call it in the same order of Cases."""
     return _mesh(case.mesh, case.device)
 
 
@@ -23,7 +23,7 @@ def _mesh(ranks: tuple[tuple[int, ...], ...], device: str) -> DeviceMesh:
 
 
 def handle_of(case: TrainingCase) -> dist.ProcessGroup | DeviceMesh | Transport:
-    """What the context handle is given as its group."""
+    """Return the group argument of the context handle."""
     mesh = mesh_of(case)["context"]
     if case.handle == "mesh":
         return mesh

@@ -1,4 +1,4 @@
-"""The training run of one rank, as a user of `ring.nn` writes it, and what the rank saw of it."""
+"""Training run of one rank, as a user of `ring.nn` writes it, and its StepObservation."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from verification.training.training_case import TrainingCase
 def train_on_rank(
     transport: Transport, case: TrainingCase, inner: Inner = ring_inner, wrap: Wrap = wrapped
 ) -> StepObservation:
-    """Task: a few steps on this rank of all. transport: of all ranks, by which the rank knows which it is. inner, wrap:
-    the attention of a "sdpa" model, and the wrapper, by default those of the Case."""
+    """Task: train a few steps on this rank. transport: over all ranks; only its rank is used. inner: the attention of a
+    "sdpa" model. wrap: the wrapper, by default the Case's."""
     seen = StepObservation(*case.coordinates(transport.rank))
     run, first = None, 0
     for part in case.parts:
         data_rank, index = part.coordinates(transport.rank)
         context = ContextParallel(layout_of(part), handle_of(part), exchange=case.exchange, bucket=case.bucket)
-        model = loaded(case, inner)
-        counted = TokenCounts(watched(model, part))
+        model = load_model(case, inner)
+        counter = TokenCounts(watched_modules(model, part))
         run, before = wrap(model, part), run
         if before is not None:
             first = resume(before, run, first)
@@ -40,11 +40,11 @@ def train_on_rank(
             batches = batches_of_step(case, part, context, data_rank, step)
             train_one_step(part, run, context, batches, step, seen)
         first += part.steps
-        seen.parts.append(_part_observation(context, index, counted, run))
+        seen.parts.append(_part_observation(context, index, counter, run))
     assert run is not None
-    seen.parameters.update(_carried(run.parameters()))
+    seen.parameters.update(_to_arrays(run.parameters()))
     if case.spoilt is not None:
-        seen.not_as_clipped = run.not_as_clipped(float(case.spoilt))
+        seen.wrongly_clipped = run.wrongly_clipped(float(case.spoilt))
     return seen
 
 
@@ -53,7 +53,7 @@ def train_one_step(
 ) -> None:
     losses = take_gradients(case, run, context, batches, seen if step == 0 else None)
     if step == 0:
-        seen.gradients.update(_carried(run.gradients()))
+        seen.gradients.update(_to_arrays(run.gradients()))
     seen.losses[f"step {step + 1}"] = to_numpy(losses)
     norm = run.step()
     if norm is not None:
@@ -63,27 +63,27 @@ def train_one_step(
 def batches_of_step(
     case: TrainingCase, part: TrainingCase, context: ContextParallel, data_rank: int, step: int
 ) -> list[Batch]:
-    """This rank's share of its data rank's micro-batches."""
-    step_batch, found = global_batch(case, step).of(part), []
+    """Return this rank's shards of its data rank's micro-batches."""
+    step_batch, shards = global_batch(case, step).of(part), []
     documents = case.at(step).pattern.documents
     for number in range(part.accumulation):
         tokens = step_batch.tokens[data_rank, number].to(case.device)  # (B, n), whole sequences
         ignored = step_batch.ignored[data_rank, number].to(case.device)
         labels = next_tokens(tokens).masked_fill(ignored, IGNORED)
         if case.packed_by == "handle":
-            found.append(shard_batch(context.with_documents(documents), tokens, labels))
+            shards.append(shard_batch(context.with_documents(documents), tokens, labels))
         else:
-            found.append(shard_batch(context, tokens, labels, documents=documents))
-    return found
+            shards.append(shard_batch(context, tokens, labels, documents=documents))
+    return shards
 
 
 def take_gradients(
     case: TrainingCase, run: Unwrapped, context: ContextParallel, batches: list[Batch], seen: StepObservation | None
 ) -> Tensor:
-    """Forward and backward of all micro-batches; the loss of the step. seen: where the first step is noted."""
+    """Run forward and backward of all micro-batches; return the loss of the step. seen: records the first step."""
     mesh = mesh_of(case)
     loss_of = LOSSES[case.loss]
-    labelled = None  # a single micro-batch has all labels of the step
+    labelled = None  # a single micro-batch counts its own labels
     if len(batches) > 1:
         labelled = loss_of.count([labels_of(batch) for batch in batches], mesh)
     losses = []
@@ -106,8 +106,8 @@ def labels_of(batch: Batch) -> Tensor:
     return batch.labels
 
 
-def loaded(case: TrainingCase, inner: Inner = ring_inner) -> LanguageModel:
-    """The Case's model with its initial parameters. Raises RuntimeError where names or shapes are not those listed."""
+def load_model(case: TrainingCase, inner: Inner = ring_inner) -> LanguageModel:
+    """Build the Case's model and load its initial parameters. Raises RuntimeError if names or shapes differ."""
     model = LanguageModel(case, inner).to(case.device, case.parameter_dtype)
     state = initial_parameters(case)
     if case.model.tied:
@@ -116,8 +116,8 @@ def loaded(case: TrainingCase, inner: Inner = ring_inner) -> LanguageModel:
     return model
 
 
-def watched(model: LanguageModel, case: TrainingCase) -> list[nn.Module]:
-    """The modules whose tokens are counted: all, but what a graph computes again may change nothing outside of it."""
+def watched_modules(model: LanguageModel, case: TrainingCase) -> list[nn.Module]:
+    """Modules whose tokens are counted; not the layers that a graph recomputes, which must have no side effects."""
     if case.compiled == "no" or case.checkpointing == "none":
         return list(model.modules())
     within = {module for layer in model.layers for module in layer.modules()}
@@ -125,17 +125,17 @@ def watched(model: LanguageModel, case: TrainingCase) -> list[nn.Module]:
 
 
 class TokenCounts:
-    """How many tokens of a sequence modules are given, or make: the numbers that occur."""
+    """Records the token dimensions that occur in inputs and outputs of modules."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.found: set[int] = set()
+        self.counts: set[int] = set()
         for module in modules:
             module.register_forward_hook(self._note)
 
     def _note(self, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
         for x in (*inputs, output):
             if isinstance(x, Tensor) and x.dim() == 3:  # (B, N, anything)
-                self.found.add(x.shape[1])
+                self.counts.add(x.shape[1])
 
 
 def _note_batch(seen: StepObservation, batch: Batch) -> None:
@@ -144,13 +144,13 @@ def _note_batch(seen: StepObservation, batch: Batch) -> None:
     seen.positions.append(batch.positions.cpu().numpy())
 
 
-def _carried(named: dict[str, Tensor]) -> dict[str, Array]:
-    """Copies: gradients and parameters are changed in place later."""
+def _to_arrays(named: dict[str, Tensor]) -> dict[str, Array]:
+    """Copy: gradients and parameters are modified in place later."""
     return {name: to_numpy(x).copy() for name, x in named.items()}
 
 
-def _part_observation(context: ContextParallel, index: int, counted: TokenCounts, run: Unwrapped) -> PartObservation:
-    seen = PartObservation(index, counted.found, graph_runs=run.graphs.runs)
+def _part_observation(context: ContextParallel, index: int, counter: TokenCounts, run: Unwrapped) -> PartObservation:
+    seen = PartObservation(index, counter.counts, graph_runs=run.graphs.runs)
     if isinstance(context.transport, RecordingTransport):
         seen.sent = _bytes_by_peer(context.transport.sent)
         seen.received = _bytes_by_peer(context.transport.received)
@@ -158,7 +158,7 @@ def _part_observation(context: ContextParallel, index: int, counted: TokenCounts
 
 
 def _bytes_by_peer(messages: list[tuple[int, int, str]]) -> dict[int, int]:
-    found: Counter[int] = Counter()
+    total: Counter[int] = Counter()
     for peer, size, _ in messages:
-        found[peer] += size
-    return dict(found)
+        total[peer] += size
+    return dict(total)

@@ -1,4 +1,4 @@
-"""A run is saved and taken up by another one, as after a change of the number of ranks that share a sequence."""
+"""Resumes a run from a checkpoint on another mesh, as after a change of the number of context ranks."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from verification.training.rank.wrapping import Unwrapped
 
 
 def resume(before: Unwrapped, after: Unwrapped, step: int) -> int:
-    """Save what `before` has come to, and load it into `after`, which is new. Every rank calls it. Returns the number
-    of steps that were done, as the checkpoint says."""
+    """Save the state of `before` and load it into `after`, which is new. Collective. Returns the number of steps done,
+    as the checkpoint has it."""
     with shared_folder() as folder:
         checkpoint.save(folder, before.module, before.optimiser, step=step)
-        set_otherwise(after.optimiser)
+        scramble(after.optimiser)
         progress = checkpoint.load(folder, after.module, after.optimiser)
     return int(progress["step"])
 
 
-def set_otherwise(optimiser: torch.optim.Optimizer) -> None:
-    """Give it other numbers than the run had: a learning rate and so on that the checkpoint does not bring shows."""
+def scramble(optimiser: torch.optim.Optimizer) -> None:
+    """Change its learning rate and other settings, so that a setting missing from the checkpoint shows."""
     for group in optimiser.param_groups:
         for name, x in group.items():
             if name == "betas":
@@ -36,12 +36,12 @@ def set_otherwise(optimiser: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def shared_folder() -> Iterator[str]:
-    """One for all ranks, while they use it. Every rank calls it."""
-    names = [tempfile.mkdtemp(prefix="ring-checkpoint-") if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(names, src=0)
+    """A temporary folder for all ranks, deleted at the end. Collective."""
+    paths = [tempfile.mkdtemp(prefix="ring-checkpoint-") if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(paths, src=0)
     try:
-        yield names[0]
+        yield paths[0]
         dist.barrier()
     finally:
         if dist.get_rank() == 0:
-            shutil.rmtree(names[0], ignore_errors=True)
+            shutil.rmtree(paths[0], ignore_errors=True)

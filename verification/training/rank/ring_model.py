@@ -1,4 +1,4 @@
-"""The models of TrainingCases, built of the modules of `ring.nn`. Each rank has its tokens only."""
+"""Models of TrainingCases, built from modules of `ring.nn`. Each rank has only its own tokens."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ring.nn import ContextParallel, LongNetBlock, RingAttention, SelfAttention,
 from verification.training.training_case import VOCABULARY, TrainingCase
 from verification.training.training_model import NORM_EPS, Model
 
-# (Case, name of the layer) -> the inner attention of a "sdpa" model, with the forward of `RingAttention`.
+# (Case, name of the layer) -> inner attention of a "sdpa" model, called like `RingAttention`.
 Inner = Callable[[TrainingCase, str], nn.Module]
 
 
 def ring_inner(case: TrainingCase, name: str) -> nn.Module:
-    """This project's own."""
+    """Inner attention of this project."""
     return RingAttention(case.pattern_of_modules, name=name)
 
 
 class LanguageModel(nn.Module):
-    """Embedding, layers, norm, head. inner: of a "sdpa" model."""
+    """Embedding, layers, norm, head. inner: the attention of a "sdpa" model."""
 
     def __init__(self, case: TrainingCase, inner: Inner = ring_inner) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class LlamaLayer(nn.Module):
 
 
 class PlainLayer(nn.Module):
-    """A layer as models without any ring have it; only its inner attention is the ring's."""
+    """A transformer layer of plain torch modules, except for its inner attention."""
 
     def __init__(self, model: Model, inner: nn.Module, theta: float | None) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class PlainLayer(nn.Module):
 
 
 class PlainAttention(nn.Module):
-    """Projections around `RingAttention`, or a peer, in the place of `scaled_dot_product_attention`."""
+    """Projections around `RingAttention`, or a peer, in place of `scaled_dot_product_attention`."""
 
     def __init__(self, model: Model, inner: nn.Module, theta: float | None) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""How a model is made ready for several ranks: one class for each wrapper, all with the same few calls.
+"""Wrappers that prepare a model for several ranks: one class each, with the same methods.
 
-Layers are computed again, and models are wrapped, by the modules of `ring.nn.frameworks`, as users are told to.
-Gradients are averaged over all ranks, data x context, by every wrapper; the loss of `ring.nn` counts on that.
+Activation checkpointing and wrapping use `ring.nn.frameworks`, as its documentation says. Every wrapper averages
+gradients over all ranks, data x context, as the loss of `ring.nn` requires.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from verification.training.rank.meshes import mesh_of
 from verification.training.rank.ring_model import LAYERS, LanguageModel
 from verification.training.training_case import TrainingCase
 
-RECOMPUTED = "_checkpoint_wrapped_module."  # in the names of parameters of layers that are computed again
+RECOMPUTED = "_checkpoint_wrapped_module."  # in parameter names of checkpointed layers
 
 
 class Unwrapped:
-    """The model as it is: gradients are averaged by `ring.nn.average_gradients`."""
+    """The plain model; `ring.nn.average_gradients` averages its gradients."""
 
     def __init__(self, model: LanguageModel, case: TrainingCase) -> None:
         self.case, self.mesh = case, mesh_of(case)
         self.graphs = Graphs(case.compiled)
         self.compile_layers(model)
         if case.checkpointing != "none":
-            kept, reentrant = case.checkpointing == "selective", case.checkpointing == "reentrant"
-            recompute.wrap(model, LAYERS, keep_attention=kept, reentrant=reentrant)
+            selective, reentrant = case.checkpointing == "selective", case.checkpointing == "reentrant"
+            recompute.wrap(model, LAYERS, keep_attention=selective, reentrant=reentrant)
         self.named = named_parameters(model)
         self.module = self.wrap(self.compile_model(model))
         self.optimiser = optimiser_of(case, self.named.values())
 
     def compile_layers(self, model: LanguageModel) -> None:
-        """Where the Case has it: before layers are computed again, and before the model is wrapped."""
+        """Compile each layer, if the wrapper needs that; called before checkpointing and wrapping."""
 
     def compile_model(self, model: LanguageModel) -> nn.Module:
-        """Where the Case has it: after the layers that are computed again, and before the model is wrapped."""
+        """Compile the whole model if the Case asks for it; called after checkpointing, before wrapping."""
         return self.graphs.compiled(model)
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -57,54 +57,54 @@ class Unwrapped:
             return self.module(tokens, positions, context)
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
-        """Around forward and backward of a micro-batch. last: of the step."""
+        """Context of a micro-batch's forward and backward. last: True for the last one of the step."""
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
     def end_of_backward(self) -> None:
-        """After the last micro-batch: from now on gradients are those of the whole batch."""
+        """Average gradients over all ranks; called after the last micro-batch."""
         if self.case.drops_zeros:
             for x in self.named.values():
                 x.grad = x.grad if x.grad is not None and x.grad.any() else None
         average_gradients(self.named.values(), self.mesh)
-        for x in self.named.values():  # of which no rank had one
+        for x in self.named.values():  # parameters without gradient on any rank
             x.grad = torch.zeros_like(x) if x.grad is None else x.grad
 
     def gradients(self) -> dict[str, Tensor]:
-        """By name, whole. Every rank calls it. Raises ValueError for a parameter without gradient."""
-        found = {}
+        """Return unsharded gradients by name. Collective. Raises ValueError for a parameter without gradient."""
+        grads = {}
         for name, parameter in self.named.items():
             if parameter.grad is None:
                 raise ValueError(f"{name} has no gradient")
-            found[name] = whole(parameter.grad)
-        return found
+            grads[name] = unsharded(parameter.grad)
+        return grads
 
     def parameters(self) -> dict[str, Tensor]:
-        """By name, whole. Every rank calls it."""
-        return {name: whole(parameter) for name, parameter in self.named.items()}
+        """Return unsharded parameters by name. Collective."""
+        return {name: unsharded(parameter) for name, parameter in self.named.items()}
 
-    def clip(self, most: float) -> Tensor:
-        """The norm of all gradients together, before they are clipped."""
-        return clip_grad_norm(self.named.values(), most, self.mesh)
+    def clip(self, max_norm: float) -> Tensor:
+        """Clip the gradients; return the norm of all of them before clipping."""
+        return clip_grad_norm(self.named.values(), max_norm, self.mesh)
 
-    def not_as_clipped(self, number: float) -> list[str]:
-        """The parameters whose gradients are clipped otherwise than torch does it, where those of the first are all
-        NaN, or infinite: NaN in a norm makes all of them NaN; an infinite norm makes finite ones 0."""
+    def wrongly_clipped(self, number: float) -> list[str]:
+        """Parameters clipped otherwise than by torch when all gradients of the first are `number`, NaN or infinite. A
+        norm of NaN makes all gradients NaN; an infinite norm makes finite ones 0."""
         wrong = []
         for place, x in enumerate(self.named.values()):
             x.grad = torch.full_like(x, 1.0 if place else number)
         norm = self.clip(1.0)
         for place, (name, x) in enumerate(self.named.items()):
             assert x.grad is not None
-            found = whole(x.grad)
-            right = found.isnan() if math.isnan(number) or not place else found == 0.0  # infinity times 0 is NaN
+            grad = unsharded(x.grad)
+            right = grad.isnan() if math.isnan(number) or not place else grad == 0.0  # infinity times 0 is NaN
             wrong += [] if bool(right.all()) else [name]
         return wrong if norm.isfinite().item() is False else [*wrong, "the norm"]
 
     def step(self) -> Tensor | None:
-        """Clips, where the Case has it, steps, and clears the gradients. Returns the norm, where there is clipping."""
+        """Clip if the Case asks for it, step, and clear the gradients. Returns the norm, or None without clipping."""
         norm = None if self.case.clipping is None else self.clip(self.case.clipping)
         self.optimiser.step()
         self.optimiser.zero_grad()
@@ -122,7 +122,7 @@ class Ddp(Unwrapped):
         return nullcontext() if last else self.module.no_sync()
 
     def end_of_backward(self) -> None:
-        """DDP has averaged them within the last backward."""
+        """Do nothing: the last backward has averaged the gradients."""
 
 
 class Fsdp(Unwrapped):
@@ -135,12 +135,12 @@ class Fsdp(Unwrapped):
             layer.forward = self.graphs.compiled(layer.forward)
 
     def compile_model(self, model: LanguageModel) -> nn.Module:
-        """What FSDP does around each layer is in no graph."""
+        """Return the model: FSDP's hooks around each layer stay outside of graphs."""
         return model
 
     def wrap(self, model: nn.Module) -> nn.Module:
         fsdp.shard(model, self.mesh, LAYERS, policy=self.policy(), replicate=self.replicate)
-        self.named = named_parameters(model)  # others than before, sharded
+        self.named = named_parameters(model)  # FSDP replaced them with sharded ones
         return model
 
     def policy(self) -> MixedPrecisionPolicy:
@@ -156,7 +156,7 @@ class Fsdp(Unwrapped):
         return nullcontext()
 
     def end_of_backward(self) -> None:
-        """FSDP has averaged them within the last backward."""
+        """Do nothing: the last backward has averaged the gradients."""
 
 
 class HybridFsdp(Fsdp):
@@ -166,12 +166,12 @@ class HybridFsdp(Fsdp):
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """By their names without the prefixes of wrappers."""
+    """Parameters by name, without the prefixes of checkpointing."""
     return {name.replace(RECOMPUTED, ""): x for name, x in model.named_parameters()}
 
 
-def whole(x: Tensor) -> Tensor:
-    """A DTensor put together again; anything else as it is. Detached."""
+def unsharded(x: Tensor) -> Tensor:
+    """Gather a DTensor; return other tensors as they are. Detached."""
     return (x.full_tensor() if isinstance(x, DTensor) else x).detach()
 
 
@@ -180,5 +180,5 @@ _BY_NAME = {"none": Unwrapped, "ddp": Ddp, "fsdp2": Fsdp, "hsdp2": HybridFsdp}
 
 
 def wrapped(model: LanguageModel, case: TrainingCase) -> Unwrapped:
-    """As the Case has it."""
+    """Wrap the model with the Case's wrapper."""
     return _BY_NAME[case.wrapper](model, case)
