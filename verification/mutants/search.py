@@ -207,8 +207,8 @@ def _in_turn(searches: Sequence[Search], ranks: Backend, seed: str, limit: int, 
     size: examples of the first round; each round is twice as long as the one before.
     """
     before = -1
-    while before < (held := sum(search.examples for search in searches)) < limit:
-        before = held
+    while before < (passed := sum(search.examples for search in searches)) < limit:
+        before = passed
         for search in searches:
             ranks.start(search.world)
             remaining = limit - sum(other.examples for other in searches)

@@ -230,7 +230,7 @@ class Search:
 
     def _judge(self, example: Counterexample) -> None:
         """Raise it if it is the failure that is being shrunk; skip any other."""
-        if self._shrinking is not None and signature(self.experiment, example) == self._shrinking.wanted:
+        if self._shrinking is not None and signature(self.experiment, example) == self._shrinking.expected:
             raise _Interesting(example)
 
     def _on_fewer_ranks(self, example: Counterexample, place: Backend, seed: str) -> Counterexample:

@@ -41,12 +41,12 @@ def signature(experiment: Experiment, example: Counterexample) -> Signature:
 @dataclass(frozen=True)
 class Shrinking:
     """A failure being shrunk. first: the original failure. shown: the same failure on `place`, where it is shrunk.
-    wanted: its signature. No smaller subject is tried after `deadline` (`time.perf_counter`)."""
+    expected: its signature. No smaller subject is tried after `deadline` (`time.perf_counter`)."""
 
     first: Counterexample
     shown: Counterexample
     place: Backend
-    wanted: Signature
+    expected: Signature
     deadline: float
 
     @classmethod
