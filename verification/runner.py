@@ -115,9 +115,7 @@ def on_gpus(experiment: Experiment) -> Experiment:
 
 def titles() -> dict[str, str]:
     """Return a sentence on each property and law, by title."""
-    sentences = {
-        item.title: " ".join(_sentence(CHECKS[name]) for name in item.checks) for item in properties.PROPERTIES
-    }
+    sentences = {p.title: " ".join(_sentence(CHECKS[name]) for name in p.checks) for p in properties.PROPERTIES}
     sentences[properties.EVERY_RANK_ANSWERS.title] = "No rank raises, hangs or dies."
     names = [law.check.__module__ for law in LAWS]
     own_module = {name: modules[name] for name in names if names.count(name) == 1}

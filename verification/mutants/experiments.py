@@ -21,7 +21,7 @@ from verification.training.training_run import TRAINING, TRAINING_PRELOAD
 
 # Small worlds come first, so that shrinking ends there; most have several ranks.
 WORLDS = (1, 2, 3, 4, 2, 3, 4, 2, 3, 4, 5, 8)
-# Fraction of the plain share: Hypothesis prefers the first entries, and so draws plain examples too often.
+# Weight of plain examples, below their share: Hypothesis prefers the first entries, and draws them more often.
 PLAIN = 0.48
 
 
@@ -80,12 +80,9 @@ ON_ONE_WORLD = replace(EVERYTHING, draw=lambda world: subjects((world,)))
 
 @dataclass(frozen=True)
 class OnGloo:
-    """A search on real processes, on each world size in turn.
-
-    round    examples on a world size before the next one; doubles each time
-    preload  modules that the processes import first
-    sane     examples that must hold without any defect
-    limit    default number of examples for a defect"""
+    """A search on real processes, on each world size in turn. round: examples before the next world size; doubles each
+    time. preload: modules that the processes import first. sane: examples that must hold without any defect. limit:
+    default number of examples for a defect."""
 
     experiment: Experiment
     worlds: tuple[int, ...]

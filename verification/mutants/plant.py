@@ -54,17 +54,11 @@ def plant(name: str, sources: Mapping[str, str], memory: int | None = MEMORY) ->
 
 
 def substitute(sources: Mapping[str, str], memory: int | None = MEMORY) -> None:
-    """Drop the project's modules: they are imported again on demand, those of `sources` from its text.
+    """Drop the project's modules: they are imported again on demand, those of `sources` (by name) from its text.
 
-    Nothing is imported here: a source that cannot be imported fails in the next call of the rank.
-
-    Args:
-        sources: edited source by module name.
-        memory: additional private memory that the process may allocate, in bytes; None: no limit. Child processes
-            inherit a limit and cannot raise it.
-
-    Raises:
-        ValueError: a module does not exist.
+    Nothing is imported here: a source that cannot be imported fails in the next call of the rank. memory: additional
+    private bytes that the process may allocate; None: no limit. Child processes inherit a limit and cannot change it.
+    Raises ValueError for an unknown module.
     """
     unknown = [name for name in sources if importlib.util.find_spec(name) is None]
     if unknown:

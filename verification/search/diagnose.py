@@ -16,9 +16,8 @@ from verification.search.shrinking import check_subject, failure_on
 
 
 def cause_in(simulation: SimBackend, experiment: Experiment, subject: Any, failure: VerificationFailure) -> str | None:
-    """Return a sentence on the cause of the failure, or None if the simulation knows no more than the failure says.
-
-    Raises ToolError as `check_subject` does."""
+    """Return a sentence on the cause of the failure; None if the simulation shows no more than the failure. Raises
+    ToolError."""
     simulated = failure_on(experiment, simulation, subject)
     if isinstance(simulated, WrongResult):
         early = read_too_early(simulation, experiment, subject)

@@ -32,7 +32,7 @@ from verification.search.simplify import minimize
 
 DATABASE = Path(".verification/examples")
 TIMEOUT = 10.0  # seconds until the first hang is declared
-# After a hang, shrinking meets many more: the timeout falls to this, or to 8 times the slowest passing example.
+# After a hang, shrinking meets many more: the timeout falls to this, or to 8 times the slowest good example if larger.
 SHORT_TIMEOUT, SLOWER = 0.7, 8
 # Examples of one run of Hypothesis. After ten it begins to mutate earlier examples: of 200 in one run a third are
 # repeats, and rare Cases are missed more often. After IDLE_RUNS without a new example the search ends.
@@ -42,10 +42,9 @@ WARM_UP = 5  # first examples, whose time does not count: they import modules an
 
 
 class Events(Protocol):
-    """Listener of a search, as `verification.report.report.Report` is.
-
-    held: an example held, with its worst error / bound by property. covered: it is a plain Case. met: an example failed
-    in a new way, and is reported after shrinking. failed_again: it failed like an earlier one, and is skipped."""
+    """Listener of a search, such as `verification.report.report.Report`. held: an example held, with its worst error /
+    bound by property. covered: it is a plain Case. met: an example failed in a new way, and is reported after
+    shrinking. failed_again: it failed like an earlier one, and is skipped."""
 
     def held(self, dtype: str, ratios: Mapping[str, float], seconds: float) -> None: ...
     def covered(self, case: Example) -> None: ...

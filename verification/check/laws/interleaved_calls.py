@@ -1,5 +1,5 @@
-"""Several calls in flight at the same time each have their own results, whatever their order. If one rank's order
-differs, the ranks of its group detect it.
+"""Several calls in flight each have their own results, whatever their order; ranks detect an order that differs between
+them.
 """
 
 from __future__ import annotations
@@ -78,15 +78,13 @@ class Schedule(NamedTuple):
             return [self._part(rank, self.order) for rank in range(self.ranks)]
         kind, culprit, at = deviation
         step, after, before = self.order[at], self.after(at), self.order[:at]
-        expected, deviating = {
+        normal, deviant = {
             "skips": ([step], [after]),
             "repeats": ([step, after], [step, step]),
             "thread": ([step], [replace(step, way="second thread")]),
             "siege": ([step, self.last(step)], [replace(step, way="besieged")]),
         }[kind]
-        return [
-            self._part(rank, (*before, *(deviating if rank == culprit else expected))) for rank in range(self.ranks)
-        ]
+        return [self._part(rank, (*before, *(deviant if rank == culprit else normal))) for rank in range(self.ranks)]
 
     def afterwards(self, deviation: Divergence | None) -> list[FlightStep]:
         """Return the final calls, and the backwards that did not complete on all ranks."""
@@ -140,9 +138,8 @@ def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
         kind = draw(st.sampled_from([*kinds, *3 * ["skips"]] if worst else kinds))
         places = [at for other, at in possible if other == kind]
         confused = [at for at in places if kind == "skips" and schedule.backwards_at(at)]
-        at: int = draw(
-            st.sampled_from([*places, *3 * confused])
-        )  # backwards that are confused are the rarest and the worst
+        # Confused backwards are the rarest deviation, and the worst.
+        at: int = draw(st.sampled_from([*places, *3 * confused]))
         culprit = draw(st.sampled_from(schedule.on(schedule.group_of(schedule.order[at]))))
         deviation = Divergence(kind, culprit, at)
     return case, {
