@@ -91,7 +91,7 @@ def _uneven(draw: Draw, case: Case) -> Case:
 
 def _uneven_slots(draw: Draw, case: Case) -> Case:
     """Use short segments in short documents, in striped order: a rank's query rows of several segments have equal
-    steps, but the slots of the received keys are not."""
+    steps, but the slots of the received keys do not."""
     lengths = tuple(2 + length for length in digits(draw(st.integers(0, 5**12 - 1)), 5, 12))
     branch = Branch(4 + draw(_quarters), heads=None if draw(_flags) else range(case.heads))
     return replace(
@@ -102,7 +102,7 @@ def _uneven_slots(draw: Draw, case: Case) -> Case:
 
 
 def _nearly_equal_segments(draw: Draw, case: Case) -> Case:
-    """Give each head a branch with the same rows in a segment, some with segments shorter by a token: the branches
+    """Give each head a branch with as many rows in a segment, some with segments shorter by a token: the branches
     differ only in the distance of their segments."""
     heads, rate, rows, folds = 2 + draw(_quarters), 2 + draw(_quarters), 1 + draw(_quarters), 2 + draw(_flags)
     segment = rows * rate

@@ -1,6 +1,4 @@
-"""Several calls in flight each have their own results, whatever their order; ranks detect an order that differs between
-them.
-"""
+"""Several calls in flight each have their own results, whatever their order; ranks detect orders that differ."""
 
 from __future__ import annotations
 
