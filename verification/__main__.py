@@ -10,9 +10,9 @@ from verification.cli.arguments import typed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 all held, 1 a counter-example was found, 2 the run could not be carried out."""
+    """Return the exit status: 0 all held, 1 a counter-example was found, 2 the run could not be carried out."""
     try:
-        # Here, not above: a package that cannot be imported must not end in 1, which Python would make of it.
+        # Imported here, so that an ImportError exits with 2, not with Python's 1.
         from verification.cli import command_line
 
         return command_line.main(arguments)

@@ -1,5 +1,5 @@
 """Case: everything that one example depends on, and nothing else. Ranks, the expectation and a replay rebuild the same
-tensors from it in any process, so a failing Case is the whole report of how to fail again.
+tensors from it in any process, so a failing Case is all that a reproduction needs.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ ORDERS = (
     *("contiguous", "zigzag", "striped", "hilbert", "spliced", "stepped", "paired", "shuffled", "permuted", "swapped"),
     "dealt",
 )
-SEEDED_ORDERS = ("shuffled", "permuted", "swapped")  # these follow from the seed, too
-# Those of each document by itself. They are not drawn; claims of peers take Cases there.
+SEEDED_ORDERS = ("shuffled", "permuted", "swapped")  # these depend on the seed, too
+# Orders within each document. They are not drawn; claims of peers move Cases to them.
 ORDERS_BY_DOCUMENT = ("contiguous by document", "zigzag by document")
 EXCHANGES = ("ring", "direct", "gather")
 KERNELS = ("auto", "math", "flash", "cudnn")
@@ -34,7 +34,7 @@ AGAIN = (
     *("alike", "unchecked", "group", "no_grad", "backward", "between", "pipelined", "shared", "meta", "autocast"),
     *("q", "k", "v", "qk", "qv", "kv", "apart", "dtype", "graph", "written"),
 )
-_WANTED = ("qkv", "q", "k", "v", "qk", "qv", "kv")
+_REQUIRES_GRAD = ("qkv", "q", "k", "v", "qk", "qv", "kv")
 _LOSSES = ("returned", "differentiated", "neither", "alone")
 
 _SMALLEST = {"world": 1, "tokens": 1, "batch": 1, "heads": 1, "kv_heads": 1, "head_dim": 1, "seed": 0}
@@ -56,7 +56,7 @@ class Case:
                   or one of ORDERS_BY_DOCUMENT
     cuts          p + 1 non-decreasing offsets into the order from 0 to n, p the size of the group; None: the layout's
                   own
-    pattern       who sees whom; its documents, if it has any, add up to the tokens
+    pattern       the attention mask; its documents, if any, add up to the tokens
     batch, heads, kv_heads, head_dim
     dtype         of q, k, v, dout: a name in DTYPES. lse and dlse are float32, for float64 float64
     scale         factor on q . k, any finite number up to 1024 in size; None: head_dim ** -0.5
@@ -67,8 +67,8 @@ class Case:
     bucket        tokens per kernel call, or None
     kernel        "auto", "math", "flash" or, on GPUs, "cudnn"
     lse           "unused"; "returned" (and compared); "differentiated" (its gradient takes part as well); "alone" (only
-                  lse is differentiated, not the output); "apart" (on each rank the loss takes others of both: see
-                  `loss_of`)
+                  lse is differentiated, not the output); "apart" (each rank's loss takes its own choice of both:
+                  see `loss_of`)
     strided       whether inputs and incoming gradients are non-contiguous (`verification.run.layouts.strided_copy`)
     again         how the second run differs from the first, which must not change a bit of what both give: "alike";
                   "unchecked" (check=False); "group" (called with the process group itself, where there is one);
@@ -146,7 +146,7 @@ class Case:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Global ranks that take part; the i-th holds shard i."""
+        """Global ranks of the group; the i-th holds shard i."""
         return tuple(range(self.world)) if self.group is None else self.group
 
     @property
@@ -155,12 +155,12 @@ class Case:
 
     @property
     def accumulator_dtype(self) -> torch.dtype:
-        """Of lse and dlse."""
+        """Dtype of lse and dlse."""
         return torch.float64 if self.dtype == "float64" else torch.float32
 
     @property
     def through_lse(self) -> bool:
-        """Whether a gradient comes in through lse."""
+        """True if a gradient comes in through lse."""
         return self.lse in ("differentiated", "alone", "apart")
 
     @property
@@ -169,45 +169,44 @@ class Case:
 
     @property
     def narrow(self) -> bool:
-        """Whether gradients of keys return to their owner in 16 bits."""
+        """True if gradients of keys return to their owner in 16 bits."""
         return self.device == "cuda" and self.exchange == "direct" and self.torch_dtype.itemsize == 2
 
     @property
     def tokens_per_call(self) -> int:
-        """The bucket, or the one that the definition gives where the Case has none."""
+        """Tokens of the bucket; the default bucket if the Case has none."""
         if self.bucket is not None:
             return self.bucket
         largest = max(self.shards().counts)
         return shards.default_bucket(largest, self.heads, self.kv_heads, self.torch_dtype.itemsize, self.device)
 
     def shards(self) -> Shards:
-        """Who holds which positions, by definition: what the ranks' `Layout` is checked against."""
+        """Return the positions of each rank by definition; the ranks' `Layout` is checked against them."""
         return shards.shards(*self.division())
 
     def division(self) -> Division:
-        """(order, tokens, ranks, cuts, seed, documents): what the shards depend on. The seed is 0 for an order that is
-        not random, and documents are None for one that does not go by them, so that a cache has one entry for all such
-        Cases."""
+        """Return all that the shards depend on: (order, tokens, ranks, cuts, seed, documents). The seed is 0 and the
+        documents are None for orders that do not depend on them, so that such Cases share a cache entry."""
         seed = self.seed if self.order in SEEDED_ORDERS else 0
         documents = self.pattern.documents if self.order in ORDERS_BY_DOCUMENT else None
         return self.order, self.tokens, len(self.ranks), self.cuts, seed, documents
 
     def second_run_of(self, index: int) -> str:
-        """`again` of the rank at that index of the group. "apart": some of q, k and v, by the seed; "written": only on
-        every other one."""
+        """Return `again` for the rank at that index of the group. "apart": some of q, k and v, by the seed. "written":
+        "alike" on every other rank."""
         if self.again == "written" and index % 2 == self.seed % 2:
             return "alike"
         if self.again != "apart":
             return self.again
-        return _WANTED[(self.seed + index * (1 + self.seed // len(_WANTED) % 6)) % len(_WANTED)]
+        return _REQUIRES_GRAD[(self.seed + index * (1 + self.seed // len(_REQUIRES_GRAD) % 6)) % len(_REQUIRES_GRAD)]
 
     def loss_of(self, index: int) -> str:
-        """What the loss of the rank at that index of the group takes: `lse`. "apart": "returned" (the output alone),
-        "alone", both, or "neither" of them, by the seed."""
+        """Return `lse` for the loss of the rank at that index of the group. "apart": "returned" (the output alone),
+        "alone", "differentiated" (both) or "neither", by the seed."""
         return self.lse if self.lse != "apart" else _LOSSES[(self.seed + index) % len(_LOSSES)]
 
     def lengthened(self, tokens: int, **changes: Any) -> Case:
-        """The Case with these changes and so many tokens, no fewer than it has: the last document takes the others."""
+        """Return the Case with these changes and at least as many tokens: the last document takes the new ones."""
         documents = self.pattern.documents
         if documents is None:
             return replace(self, tokens=tokens, **changes)
@@ -215,7 +214,7 @@ class Case:
         return replace(self, tokens=tokens, pattern=replace(self.pattern, documents=longer), **changes)
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """q (B, n, H, D), k and v (B, n, Hk, D), dout like q, dlse (B, H, n), for the whole sequence, contiguous, on
+        """Return q (B, n, H, D), k and v (B, n, Hk, D), dout like q, dlse (B, H, n): the whole sequence, contiguous, on
         the CPU. dlse is zero unless `through_lse`, dout is if lse is "alone"."""
         generator = torch.Generator().manual_seed(self.seed)
         queries = (self.batch, self.tokens, self.heads, self.head_dim)
@@ -223,8 +222,8 @@ class Case:
         shapes = (queries, keys, keys, queries, (self.batch, self.heads, self.tokens))
         sizes = [math.prod(shape) for shape in shapes]
         # Drawn in the accumulator's type: numbers of 24 bits are dense enough for all but float64, and far cheaper.
-        drawn = torch.randn(sum(sizes), dtype=self.accumulator_dtype, generator=generator).split(sizes)
-        q, k, v, dout, dlse = (x.view(shape) for x, shape in zip(drawn, shapes, strict=True))
+        numbers = torch.randn(sum(sizes), dtype=self.accumulator_dtype, generator=generator).split(sizes)
+        q, k, v, dout, dlse = (x.view(shape) for x, shape in zip(numbers, shapes, strict=True))
         q, k, v, dout = _VALUES[self.values](self, generator, q, k, v, dout)
         if not self.through_lse:
             dlse.zero_()
@@ -232,26 +231,26 @@ class Case:
             dout = torch.zeros_like(dout)
         if self.lse == "apart":  # zero for the tokens of ranks whose loss does not take the output, or lse
             dout = dout.clone()
-            for index, held in enumerate(self.shards().positions):
-                loss, rows = self.loss_of(index), torch.tensor(held)
+            for index, positions in enumerate(self.shards().positions):
+                loss, rows = self.loss_of(index), torch.tensor(positions)
                 if loss in ("alone", "neither"):
                     dout[:, rows] = 0.0
                 if loss in ("returned", "neither"):
                     dlse[:, :, rows] = 0.0
         q = q * self.score_scale
         if self.dtype == "float16":
-            q = q.clamp(-_GREATEST_HALF, _GREATEST_HALF)  # large values and a large score_scale may pass it
+            q = q.clamp(-_GREATEST_HALF, _GREATEST_HALF)  # large values and a large score_scale may exceed it
         q, k, v, dout = (x.to(self.torch_dtype).contiguous() for x in (q, k, v, dout))
         return q, k, v, dout, dlse
 
     def to_json(self) -> str:
-        """One line of JSON; `from_json` turns it back into an equal Case."""
+        """Return one line of JSON; `from_json` turns it back into an equal Case."""
         data = {f.name: getattr(self, f.name) for f in fields_of(self)}
         return json.dumps(data | {"pattern": self.pattern.to_dict()})
 
     @classmethod
     def from_json(cls, text: str) -> Case:
-        """Fields that have a default may be missing: files from before there were such fields stay good.
+        """Read a Case. Fields with a default may be missing, so that older files stay valid.
 
         Raises ValueError for text that is no JSON object, an unknown or missing field, or a value not allowed.
         """
@@ -266,14 +265,14 @@ class Case:
 
 
 _GREATEST_HALF = 65504.0  # the largest finite number of float16
-_HUGE = 128.0  # of two numbers of this size and some tail, the product passes 65504
-# Exponents e such that 2**-e is where a type's normal numbers end: products of two numbers of half of it lie there.
+_HUGE = 128.0  # products of normal numbers times this exceed 65504 in their tails
+# Exponents e of the smallest normal number, 2**-e: products of two numbers with half the exponent lie there.
 _UNDERFLOW = {"float64": 1022, "float32": 126, "bfloat16": 126, "float16": 14}
 
 
 def _huge(case: Case, generator: torch.Generator, *x: Tensor) -> tuple[Tensor, ...]:
-    """q . k beyond 65504 with inputs far below it, scores of hundreds to thousands. Few large entries, not all of them:
-    the rounding error of a score grows with |q| . |k|, and the check would see nothing if it came near 1."""
+    """Return inputs far below 65504 whose q . k exceeds it, with scores of hundreds to thousands. Only two components
+    are large: the rounding error of a score grows with |q| . |k|, and the check would be vacuous if it came near 1."""
     q, k, v, dout = x
     q[..., :2] *= _HUGE
     k[..., :2] *= _HUGE
@@ -281,7 +280,7 @@ def _huge(case: Case, generator: torch.Generator, *x: Tensor) -> tuple[Tensor, .
 
 
 def _tiny(case: Case, generator: torch.Generator, *x: Tensor) -> tuple[Tensor, ...]:
-    """Products of two numbers lie around the end of the normal range, some above, some below the subnormals."""
+    """Return numbers whose products lie around the smallest normal number, some of them below the subnormals."""
     middle = _UNDERFLOW[case.dtype] // 2
     exponents = (torch.randint(middle - 8, middle + 9, t.shape, generator=generator) for t in x)
     return tuple(torch.ldexp(t, -e) for t, e in zip(x, exponents, strict=True))
@@ -299,7 +298,7 @@ _VALUES: dict[str, Any] = {
     ),
     # Every token has the same query, key and value: the output is that value, whatever the pattern.
     "constant": lambda case, generator, *x: (*(t[:, :1].expand_as(t) for t in x[:3]), x[3]),
-    # The components of a vector are all the same, as of the gradient of a sum: strided tensors hold them once.
+    # All components of a vector are equal, as in the gradient of a sum: strided tensors store one of them.
     "flat": lambda case, generator, *x: (t[..., :1].expand_as(t) for t in x),
 }
 VALUES = tuple(_VALUES)

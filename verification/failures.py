@@ -1,4 +1,4 @@
-"""Failures of named kinds, each an exception type of its own. None is ever retried, or shrunk into another."""
+"""Failures, an exception type for each kind. None is ever retried, or shrunk into another kind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Raised:
     type_name: str
     message: str
     traceback: str
-    mismatched: bool = False  # it was a MismatchedMessages
+    mismatched: bool = False  # True for MismatchedMessages
 
     @property
     def headline(self) -> str:
@@ -28,7 +28,7 @@ class Raised:
 
 @dataclass(frozen=True)
 class RankState:
-    """Where one rank stood when a call failed: `detail` says so, `trace` is its traceback or stack."""
+    """State of one rank when a call failed: `detail` in words, `trace` its traceback or stack."""
 
     rank: int
     outcome: Outcome
@@ -37,16 +37,16 @@ class RankState:
 
 
 class VerificationFailure(AssertionError):
-    """What was verified does not hold. `kind` names in words how; `broken` is the title of the property that it breaks,
-    where one of the checks of an example found it."""
+    """A counter-example. `kind` is the kind of failure in words; `broken` is the title of the broken property, if a
+    check of an example raised it."""
 
     kind: ClassVar[str] = "failure"
     broken: str | None = None
 
 
 class WrongResult(VerificationFailure):
-    """All ranks answered, and an answer is wrong. quantity: the result ("out", "dq", ...) whose numbers are off; ratio:
-    their error as a fraction of what is allowed, where there is such a fraction."""
+    """A wrong answer; all ranks answered. quantity: the wrong result ("out", "dq", ...). ratio: its error as a fraction
+    of its bound, if it has one."""
 
     kind = "wrong result"
 
@@ -70,17 +70,17 @@ class RankFailure(VerificationFailure):
         return type(self), (self.headline, self.states)
 
     def __str__(self) -> str:
-        together: dict[tuple[str, str, str], tuple[list[int], str]] = {}
-        for state in self.states:  # ranks that stand at the same place are named together, though thread names differ
-            same = re.sub(r"hread 0x[0-9a-f]+", "hread", state.trace)
-            together.setdefault((state.outcome, state.detail, same), ([], state.trace))[0].append(state.rank)
+        groups: dict[tuple[str, str, str], tuple[list[int], str]] = {}
+        for state in self.states:  # group ranks with equal stacks, though thread names differ
+            stack = re.sub(r"hread 0x[0-9a-f]+", "hread", state.trace)
+            groups.setdefault((state.outcome, state.detail, stack), ([], state.trace))[0].append(state.rank)
         lines = [self.headline]
-        for (outcome, detail, _), (ranks, trace) in together.items():
+        for (outcome, detail, _), (ranks, trace) in groups.items():
             lines += [f"--- {name_ranks(ranks)} {detail or outcome}", *([trace.rstrip()] if trace else [])]
         return "\n".join(lines)
 
     def ranks(self, outcome: Outcome) -> tuple[int, ...]:
-        """The ranks with that outcome, ascending."""
+        """Return the ranks with that outcome, ascending."""
         return tuple(state.rank for state in self.states if state.outcome == outcome)
 
 
@@ -97,17 +97,17 @@ class RankError(RankFailure):
 
 
 class RankHang(RankFailure):
-    """A rank gave no answer in time. Each such rank's Python stack is in the report, or that a signal stopped it."""
+    """A rank gave no answer in time. The report has its Python stack, or says that a signal stopped it."""
 
     kind = "rank hang"
 
 
 class Deadlock(RankHang):
-    """No rank could go on: who waits for whom is known without waiting (`verification.run.simulation.simulation`)."""
+    """No rank could go on. The simulation knows who waits for whom, so that no timeout is needed."""
 
 
 class BrokenContract(RankFailure):
-    """A rank broke the contract of its transport: a buffer was touched, shared or given up while it was in flight."""
+    """A rank broke the contract of its transport: a buffer was changed, shared or released while it was in flight."""
 
     kind = "broken contract"
 
@@ -125,7 +125,7 @@ def name_ranks(ranks: Iterable[int]) -> str:
 
 
 def name_exit(code: int | None) -> str:
-    """What an exit code of `multiprocessing` means: negative codes are signals."""
+    """Describe an exit code of `multiprocessing`: negative codes are signals."""
     if code is None:
         return "closed its pipe without ending"
     if code >= 0:

@@ -1,4 +1,4 @@
-"""Example: what ranks, the search and reports need to know of an example."""
+"""Example: the interface of an example for ranks, the search and reports."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from typing import Protocol
 
 
 class Example(Protocol):
-    """A `verification.case.Case`, or what takes its place on another road.
+    """A `verification.case.Case`, a TrainingCase or a similar one.
 
-    world   ranks that exist; ranks: those that take part, ascending
-    dtype   of the numbers, by which results are counted
+    world   number of ranks that exist
+    ranks   ranks of the group, ascending
+    dtype   of the tensors; reports count results by it
     device  "cpu" or "cuda"
-    seed    of all that is drawn anew from it
+    seed    of the tensors
     """
 
     @property

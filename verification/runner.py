@@ -31,13 +31,13 @@ MOST_RANKS = {"gloo": 64, "sim": 1024, "nccl": 64}  # by backend
 
 @dataclass(frozen=True)
 class Profile:
-    """How much to draw: in words, and as examples on two ranks. One rank sends nothing, more ranks are slower and find
-    hardly more: both get fewer."""
+    """Number of examples: in words, and as examples on two ranks. One rank sends nothing, and more ranks are slower but
+    find hardly more: both get fewer."""
 
     about: str
     examples: int
     budget: float  # seconds to shrink a failure, and seconds to look for others after the first one
-    remembers: bool = False  # failing examples are kept in `search.DATABASE` and tried first by the next run
+    remembers: bool = False  # store failing examples in `search.DATABASE`; the next run tries them first
 
 
 PROFILES = {
@@ -49,8 +49,8 @@ PROFILES = {
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What `python -m verification run` was asked for. examples: for each world size; None: as the profile has it.
-    only: titles of properties and laws; none: all of them."""
+    """Arguments of `python -m verification run`. examples: for each world size; None: the profile's. only: titles of
+    properties and laws; empty: all of them."""
 
     worlds: tuple[int, ...]
     profile: Profile
@@ -70,14 +70,14 @@ class RunPlan:
 
 
 def check_case(backend: Backend, case: Case, names: Sequence[str] = tuple(CHECKS)) -> dict[str, float]:
-    """The properties of one Case that these checks make up. The expectation is computed while the ranks are at work."""
+    """Check the properties of one Case that these checks make up. Computes the expectation while the ranks work."""
     backend.submit(observe, case)
     expectation = properties.prepare(case)
     return properties.check(case, expectation, backend.collect(), names)
 
 
 def check_errors(backend: Backend, case: Case) -> dict[str, float]:
-    """The same but for the property that the oracle and its twin agree: its ratio is no error of the ranks."""
+    """Check the properties of the ranks, without oracle agreement: its ratio is no error of the ranks."""
     backend.submit(observe, case)
     expectation = expect(case)
     costs(case)
@@ -86,14 +86,14 @@ def check_errors(backend: Backend, case: Case) -> dict[str, float]:
 
 EXAMPLES = Experiment("examples", cases, check_case, premise=check_supported)
 
-# An experiment of its own, since its Cases are much alike: with half of the EXAMPLES drawn around one Case, the others
-# would miss what is rare.
-PUSHED = replace(EXAMPLES, name="examples with larger errors", check=check_errors, targets_error=True)
-PUSHED_SHARE = 0.1  # of the examples that a world size is given
+# A separate experiment, since its Cases are much alike: if half of the EXAMPLES were drawn around one Case, rare Cases
+# would be missed.
+LARGER_ERRORS = replace(EXAMPLES, name="examples with larger errors", check=check_errors, targets_error=True)
+LARGER_ERRORS_SHARE = 0.1  # of the examples of a world size
 
 
 def law_experiment(law: Law) -> Experiment:
-    """Its subjects are pairs (Case, how), and each failure breaks the law itself."""
+    """Return the experiment of a law. Its subjects are pairs (Case, how), and each failure breaks the law itself."""
     return Experiment(
         law.name,
         law.draw,
@@ -108,42 +108,42 @@ def law_experiment(law: Law) -> Experiment:
 
 
 def on_gpus(experiment: Experiment) -> Experiment:
-    """The same on GPUs."""
+    """Return the experiment with its Cases on GPUs."""
     change = partial(experiment.placed, backend="nccl")
     return replace(experiment, draw=lambda world: experiment.draw(world).map(change))
 
 
 def titles() -> dict[str, str]:
-    """Every property and law by its title, with a sentence on it."""
-    found = {one.title: " ".join(_sentence(CHECKS[name]) for name in one.checks) for one in properties.PROPERTIES}
-    found[properties.EVERY_RANK_ANSWERS.title] = "No rank raises, hangs or dies."
-    places = [law.check.__module__ for law in LAWS]
-    alone = {place: modules[place] for place in places if places.count(place) == 1}
-    return found | {law.name: _sentence(alone.get(law.check.__module__, law.check)) for law in LAWS}
+    """Return a sentence on each property and law, by title."""
+    sentences = {p.title: " ".join(_sentence(CHECKS[name]) for name in p.checks) for p in properties.PROPERTIES}
+    sentences[properties.EVERY_RANK_ANSWERS.title] = "No rank raises, hangs or dies."
+    names = [law.check.__module__ for law in LAWS]
+    own_module = {name: modules[name] for name in names if names.count(name) == 1}
+    return sentences | {law.name: _sentence(own_module.get(law.check.__module__, law.check)) for law in LAWS}
 
 
 def _sentence(documented: object) -> str:
-    """The first sentence of the docstring."""
+    """Return the first sentence of the docstring."""
     return re.split(r"(?<!\.)\.(?: |$)", " ".join((documented.__doc__ or "").split()))[0] + "."
 
 
 def plain_on(plan: RunPlan, world: int) -> list[tuple[Experiment, int]]:
-    """Plain Cases on a world size: what is drawn, and how many examples of it."""
+    """Return the experiments with plain Cases on a world size, each with its number of examples."""
     count = plan.examples_for(world)
     if not plan.only:
-        return [(EXAMPLES, count), (PUSHED, max(1, round(count * PUSHED_SHARE)))]
-    chosen = [one.title for one in properties.PROPERTIES if one.title in plan.only]
-    judge = partial(check_case, names=properties.checks_of(chosen))
-    return [(replace(EXAMPLES, check=judge), count)] if chosen else []
+        return [(EXAMPLES, count), (LARGER_ERRORS, max(1, round(count * LARGER_ERRORS_SHARE)))]
+    chosen = [item.title for item in properties.PROPERTIES if item.title in plan.only]
+    check = partial(check_case, names=properties.checks_of(chosen))
+    return [(replace(EXAMPLES, check=check), count)] if chosen else []
 
 
 def laws_on(plan: RunPlan, world: int) -> list[tuple[Experiment, int]]:
-    """The same of laws between Cases. A law that was asked for by name gets as many examples as plain Cases would."""
+    """Return the experiments of the laws, each with its number of examples: that of plain Cases for a law in `only`."""
     count = plan.examples_for(world)
-    about = [law for law in LAWS if law.fewest_ranks <= world and law.concerns(plan.backend)]
+    applicable = [law for law in LAWS if law.fewest_ranks <= world and law.concerns(plan.backend)]
     if plan.only:
-        return [(law_experiment(law), count) for law in about if law.name in plan.only]
-    return [(law_experiment(law), min(law.most, max(1, round(count * law.share)))) for law in about]
+        return [(law_experiment(law), count) for law in applicable if law.name in plan.only]
+    return [(law_experiment(law), min(law.most, max(1, round(count * law.share)))) for law in applicable]
 
 
 def run_world(plan: RunPlan, report: Report, backend: Backend, shrink_backend: Backend, world: int) -> None:
@@ -152,8 +152,8 @@ def run_world(plan: RunPlan, report: Report, backend: Backend, shrink_backend: B
         return report.say(f"world {world}: there is nothing to check of what --only names")
     backend.start(world)
     report.start_world(world, sum(examples for _, examples in (*plain, *laws)))
-    for number, (drawn, examples) in enumerate((*plain, *laws)):
-        experiment = on_gpus(drawn) if backend.name == "nccl" else drawn
+    for number, (on_cpus, examples) in enumerate((*plain, *laws)):
+        experiment = on_gpus(on_cpus) if backend.name == "nccl" else on_cpus
         search = Search(experiment, backend, report, world, plan.profile.budget, plan.profile.remembers, shrink_backend)
         failures = explore(plan, report, search, examples)
         if hangs(failures):
@@ -166,8 +166,8 @@ def run_world(plan: RunPlan, report: Report, backend: Backend, shrink_backend: B
 
 
 def explore(plan: RunPlan, report: Report, search: Search, examples: int) -> list[CounterExample]:
-    """Draw that many; what fails is saved, and told once."""
-    failures = [save(found, search, plan.failures) for found in search.explore(examples, plan.seed)]
+    """Draw that many examples; save each failure and report it once."""
+    failures = [save(counterexample, search, plan.failures) for counterexample in search.explore(examples, plan.seed)]
     for failure in failures:
         if any(failure.file == known.file for known in report.failures):
             report.say(f"world {search.world}: {failure.broken} is broken by the same example as before")
@@ -189,8 +189,8 @@ def hangs(failures: list[CounterExample]) -> bool:
     return any(failure.kind == RankHang.kind for failure in failures)
 
 
-def save(found: Counterexample, search: Search, folder: Path) -> CounterExample:
+def save(counterexample: Counterexample, search: Search, folder: Path) -> CounterExample:
     experiment = search.experiment
-    world, record = experiment.case_of(found.subject).world, experiment.record_of(found.subject)
-    broken = experiment.property_of(found.subject, found.failure)
-    return save_record(found.failure, broken, world, record, folder, found.backend)
+    world, record = experiment.case_of(counterexample.subject).world, experiment.record_of(counterexample.subject)
+    broken = experiment.property_of(counterexample.subject, counterexample.failure)
+    return save_record(counterexample.failure, broken, world, record, folder, counterexample.backend)

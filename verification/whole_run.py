@@ -1,7 +1,7 @@
 """The main job: for each world size examples, then laws; at the end one problem of real size.
 
-Ranks and judge wait for each other, so that cores stand idle: so several world sizes run at a time, each in a process
-of its own, which prints as it goes and sends back what it found. What is drawn does not depend on it.
+Ranks and judge wait for each other, which leaves cores idle. So several world sizes run at a time, each in its own
+process, which prints its progress and sends back its results. The drawn examples do not depend on it.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from verification.report.run_result import RunRecord
 from verification.run.backends import Backend, SimBackend, Unavailable, open_backend
 from verification.runner import RunPlan, run_real_size, run_world
 
-ENDING = 15.0  # seconds that a process is given to sum up and to end its ranks
+ENDING = 15.0  # seconds in which a process must send its results and end its ranks
 
 
 def run(
     plan: RunPlan, report: Report, backend: Backend | None = None, shrink_backend: Backend | None = None,
     hours: float = 0.0,
 ) -> Report:  # fmt: skip
-    """Run the plan; then, until so many hours have passed or something fails, again with the next seed.
+    """Run the plan; repeat it with the next seed until `hours` have passed or an example fails.
 
-    backend: where, one world size after the other; None: as the plan says, several at a time if it says so.
-    shrink_backend: where failures are shrunk, a simulation if none is given; a backend that simulates is its own.
+    backend: runs one world size after the other; None: the plan's backend, `plan.jobs` world sizes at a time.
+    shrink_backend: shrinks failures; None: the backend if it is a simulation, else a new simulation.
 
-    Raises `backends.Unavailable` where it cannot be carried out; whatever is found is in the report.
+    Raises `backends.Unavailable` if it cannot be carried out; the results so far are in the report.
     """
     last = time.monotonic() + 3600 * hours
     try:
@@ -77,7 +77,7 @@ def _run_once(plan: RunPlan, report: Report, backend: Backend | None, shrink_bac
 
 @dataclass
 class _Process:
-    """A process with the world size that is under way in it."""
+    """A process, with the world size that it runs."""
 
     world: int
     process: SpawnProcess
@@ -86,20 +86,20 @@ class _Process:
     @classmethod
     def begin(cls, plan: RunPlan, report: Report, world: int) -> _Process:
         context = multiprocessing.get_context("spawn")
-        here, there = context.Pipe()
-        process = context.Process(target=_run_alone, args=(there, plan, world, report.console.width, report.verbose))
-        # Ctrl-C reaches every process of a terminal: only this one heeds it, and tells the others by SIGTERM. What is
-        # blocked here while a process starts is blocked there for good.
+        connection, remote = context.Pipe()
+        process = context.Process(target=_run_alone, args=(remote, plan, world, report.console.width, report.verbose))
+        # Ctrl-C reaches every process of a terminal: only this one handles it, and sends SIGTERM to the others. A child
+        # inherits the signals that are blocked here, for good.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        there.close()
-        return cls(world, process, here)
+        remote.close()
+        return cls(world, process, connection)
 
     def answer(self) -> Any:
-        """Wait for what it sends when it is over; None for one that ended without a word."""
+        """Wait for the results that it sends at its end; None if it ended without sending any."""
         try:
             return self.connection.recv()
         except (EOFError, OSError):
@@ -107,16 +107,16 @@ class _Process:
             return None
 
     def stop(self) -> None:
-        """Wait for its end; one that does not come to it is killed."""
+        """Wait for its end, and kill it if it does not end in time."""
         self.process.join(ENDING)
         self.process.kill()
         self.connection.close()
 
 
 def _run_side_by_side(plan: RunPlan, report: Report) -> None:
-    """All world sizes, `plan.jobs` at a time; what they found is in the report, in the order of the plan.
+    """Run all world sizes, `plan.jobs` at a time; the report has their results in the order of the plan.
 
-    Raises what one of them raised, KeyboardInterrupt, and Unavailable for one that ended without a word.
+    Raises the exception of a process, KeyboardInterrupt, and Unavailable for a process that ended without results.
     """
     waiting, running, records = list(plan.worlds), dict[Connection, _Process](), dict[int, RunRecord]()
     started = time.perf_counter()
@@ -152,16 +152,16 @@ def _run_side_by_side(plan: RunPlan, report: Report) -> None:
 
 
 def _record(answer: tuple[Any, ...]) -> RunRecord:
-    rows, failures, examples, distributed, covered = answer
-    return RunRecord(rows, failures, examples, distributed, coverage=Coverage(*covered))
+    rows, failures, examples, distributed, coverage = answer
+    return RunRecord(rows, failures, examples, distributed, coverage=Coverage(*coverage))
 
 
 def _run_alone(connection: Connection, plan: RunPlan, world: int, width: int, verbose: bool) -> None:
-    """Run one world size in a process of its own, and send what held and failed, or what was raised. SIGTERM
-    interrupts it: it then sends what held until then."""
+    """Run one world size in this process, and send its results or its exception. SIGTERM interrupts it: it then sends
+    the results so far."""
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
-        signal.setitimer(signal.ITIMER_REAL, 3.0)  # once more, if this one comes to a place that drops exceptions
+        signal.setitimer(signal.ITIMER_REAL, 3.0)  # repeat it, in case the exception is swallowed
         raise KeyboardInterrupt
 
     def end_with_the_parent() -> None:
@@ -177,18 +177,18 @@ def _run_alone(connection: Connection, plan: RunPlan, world: int, width: int, ve
     answer: Any
     try:
         _run_world(plan, report, world)
-        covered = report.coverage.cases, report.coverage.counts
-        answer = report.rows, report.failures, report.examples, report.distributed, covered
+        coverage = report.coverage.cases, report.coverage.counts
+        answer = report.rows, report.failures, report.examples, report.distributed, coverage
     except BaseException as error:
         if not isinstance(error, (Unavailable, KeyboardInterrupt)):
-            traceback.print_exc()  # it does not come with the exception
+            traceback.print_exc()  # the pickled exception has no traceback
         answer = error
-    with suppress(OSError):  # nobody listens any more
+    with suppress(OSError):  # the parent has ended
         connection.send(answer)
 
 
 def _run_world(plan: RunPlan, report: Report, world: int) -> None:
-    """The world size, up to its end or to an interrupt."""
+    """Run the world size to its end or to an interrupt."""
     backend = open_backend(plan.backend)
     shrink_backend = backend if isinstance(backend, SimBackend) else SimBackend()
     try:

@@ -1,4 +1,4 @@
-"""How reports and errors put numbers and lists into words."""
+"""Words for numbers and lists in reports and errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def misfits(unknown: Iterable[str], missing: Iterable[str]) -> str:
-    """Which fields are unknown and which missing, only of what there is: `unknown field a, missing fields b, c`."""
+    """List unknown and missing fields: `unknown field a, missing fields b, c`."""
     kinds = (("unknown", list(unknown)), ("missing", list(missing)))
     return ", ".join(
         f"{kind} field{'s' if len(names) > 1 else ''} {', '.join(names)}" for kind, names in kinds if names

@@ -1,1 +1,1 @@
-"""What every example must satisfy, and the laws between Cases."""
+"""Checks of every example, and the laws between Cases."""

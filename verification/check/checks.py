@@ -1,8 +1,8 @@
-"""What is checked of every example: one small function for each check.
+"""The checks of every example, one small function each.
 
 A check takes a Case, its Expectation and one Observation per rank, in the group's order. It returns the worst error as
-a fraction of its bound, by quantity, empty where the check is exact. It raises WrongResult or MismatchedMessages, and
-says where. Nothing is sampled, and no tolerance is chosen here.
+a fraction of its bound, by quantity; empty if the check is exact. It raises WrongResult or MismatchedMessages with the
+place of the error. Nothing is sampled, and no tolerance is chosen here.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from verification.wording import counted
 Ratios = dict[str, float]
 
 
-# --- who holds what ---------------------------------------------------------------------------------------------------
+# --- sharding ---------------------------------------------------------------------------------------------------------
 
 
 def check_layout(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
-    """Every rank's layout is that of `reference.shards`, and `shard` and `unshard` go by it."""
+    """Layouts equal `reference.shards` on every rank, and `shard` and `unshard` follow them."""
     defined = case.shards()
-    for index, (seen, mine) in enumerate(zip(observations, defined.positions, strict=False)):
-        for found, says in ((seen.layout.positions, "holds"), (seen.layout.sharded, "is given by `shard`")):
-            if not np.array_equal(found, mine):
+    for index, (seen, expected) in enumerate(zip(observations, defined.positions, strict=False)):
+        for positions, verb in ((seen.layout.positions, "holds"), (seen.layout.sharded, "is given by `shard`")):
+            if not np.array_equal(positions, expected):
                 raise WrongResult(
-                    f"layout: {_rank(case, index)} {says} positions {_listed(found)}; "
-                    f"{_order(case)} gives it {_listed(mine)}{_first_apart(found, mine)}"
+                    f"layout: {_rank(case, index)} {verb} positions {_listed(positions)}; "
+                    f"{_order(case)} gives it {_listed(expected)}{_first_difference(positions, expected)}"
                 )
         if seen.layout.counts != defined.counts:
             raise WrongResult(
@@ -52,7 +52,7 @@ def check_layout(case: Case, expectation: Expectation, observations: Observation
             raise WrongResult(
                 f"layout: on {_rank(case, index)}, `unshard` takes the tokens from places {_listed(seen.layout.place)}"
                 f" of the shards laid end to end; {_order(case)} has them at {_listed(defined.place)}"
-                f"{_first_apart(seen.layout.place, defined.place)}"
+                f"{_first_difference(seen.layout.place, defined.place)}"
             )
     return {}
 
@@ -61,7 +61,7 @@ def check_layout(case: Case, expectation: Expectation, observations: Observation
 
 
 def check_answers(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
-    """One answer per rank; every result has the type and the shape that the rank's inputs imply."""
+    """One answer arrives per rank; every result has the dtype and the shape that the rank's inputs imply."""
     if len(observations) != len(case.ranks):
         raise WrongResult(f"answers: {counted(len(observations), 'rank')} answered, the group has {len(case.ranks)}")
     accumulator = "float64" if case.dtype == "float64" else "float32"
@@ -72,45 +72,45 @@ def check_answers(case: Case, expectation: Expectation, observations: Observatio
                 if result is not None:
                     raise WrongResult(f"answers: {_rank(case, index)} returned lse, which was not asked for")
                 continue
-            wanted = accumulator if name == "lse" else case.dtype
+            expected = accumulator if name == "lse" else case.dtype
             _check_shape(case, index, name, result)
-            if dtype != wanted:
-                raise WrongResult(f"answers: {name} of {_rank(case, index)} is {dtype}, not {wanted}")
+            if dtype != expected:
+                raise WrongResult(f"answers: {name} of {_rank(case, index)} is {dtype}, not {expected}")
     return {}
 
 
 def _check_shape(case: Case, index: int, name: str, result: Array | None) -> None:
-    """Of one rank's result, None where there is none."""
+    """Raise WrongResult if one rank's result has another shape than it must, or is None."""
     length = case.shards().counts[index]
     heads = case.kv_heads if name in ("dk", "dv") else case.heads
     shape = (case.batch, heads, length) if name == "lse" else (case.batch, length, heads, case.head_dim)
-    found = None if result is None else result.shape
-    if found != shape:
-        raise WrongResult(f"answers: {name} of {_rank(case, index)} has shape {found}, not {shape}")
+    actual = None if result is None else result.shape
+    if actual != shape:
+        raise WrongResult(f"answers: {name} of {_rank(case, index)} has shape {actual}, not {shape}")
 
 
 def check_unseen(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
-    """Rows that see nothing: out and dq exactly 0, lse exactly -inf. Keys that no row sees: dk and dv exactly 0."""
+    """Rows that see nothing have exactly out = dq = 0 and lse = -inf; keys that no row sees, dk = dv = 0."""
     for name in compared(case):
         dead = expectation.dead_keys if name in ("dk", "dv") else expectation.dead_rows  # (H, N)
         if not dead.any():
             continue
         seen = assemble(case, observations, name)
         mask = dead[None] if name == "lse" else dead.T[None, :, :, None]
-        wanted = -np.inf if name == "lse" else 0.0
-        wrong = mask & (seen != wanted)
+        expected = -np.inf if name == "lse" else 0.0
+        wrong = mask & (seen != expected)
         if wrong.any():
             where = _first(wrong)
             raise WrongResult(
-                f"unseen: {name} is {seen[where]} {_place(case, name, where)}, not exactly {wanted}: "
+                f"unseen: {name} is {seen[where]} {_place(case, name, where)}, not exactly {expected}: "
                 f"{'no query sees this key' if name in ('dk', 'dv') else 'this query sees no key'}"
             )
     return {}
 
 
 def check_finite(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
-    """There is no NaN or infinity, except: -inf where rows see nothing; overflow where the exact result with its bound
-    passes the largest number of the type; and anything where the bound is infinite."""
+    """No result is NaN or infinite, except: -inf where rows see nothing; overflow where the exact result plus its bound
+    exceeds the largest number of the dtype; anything where the bound is infinite."""
     for name in compared(case):
         seen = assemble(case, observations, name)
         if np.isfinite(seen).all():
@@ -145,7 +145,7 @@ def _within_bounds(
         seen, exact, bound = assemble(case, observations, name), expectation.exact[name], expectation.bound[name]
         with np.errstate(invalid="ignore"):
             error = np.abs(seen - exact)
-        if not np.isfinite(error).all():  # -inf where -inf belongs, and overflow: as `check_finite` has it
+        if not np.isfinite(error).all():  # -inf in its place and overflow are `check_finite`'s
             error = np.where((seen == exact) | _overflow(case, expectation, name, seen), 0.0, error)
         wrong = ~(error <= bound)
         if wrong.any():
@@ -163,7 +163,7 @@ def _within_bounds(
 
 
 def check_inputs(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
-    """Inputs and incoming gradients are as they were, bit for bit."""
+    """Inputs and incoming gradients are unchanged, bit for bit."""
     changed = [i for i, x in enumerate(observations) if not x.inputs_unchanged]
     if changed:
         raise WrongResult(f"inputs: changed on {', '.join(_rank(case, i) for i in changed)}")
@@ -171,7 +171,7 @@ def check_inputs(case: Case, expectation: Expectation, observations: Observation
 
 
 def check_repeat(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
-    """A second run, called as `again` has it, gives the same bits and sends the same."""
+    """A second run, varied by `again`, gives the same bits and sends the same messages."""
     differ = [i for i, x in enumerate(observations) if not x.repeat_equal]
     if differ:
         raise WrongResult(f"repeat: a second run ({case.again}) differs on {', '.join(_rank(case, i) for i in differ)}")
@@ -182,44 +182,44 @@ def check_repeat(case: Case, expectation: Expectation, observations: Observation
 
 
 def check_messages(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
-    """What rank s posted for rank d, and what d expected from s, agree one by one in order, bytes and label."""
+    """Messages that rank s posts for rank d match those that d expects from s, in order, bytes and label."""
     for phase in ("forward", "backward"):
         sent = [_by_peer(case, i, getattr(x, f"sent_{phase}")) for i, x in enumerate(observations)]
         received = [_by_peer(case, i, getattr(x, f"received_{phase}")) for i, x in enumerate(observations)]
         for src, to in enumerate(sent):
             for dst, back in enumerate(received):
-                gone, come = to.get(dst, []), back.get(src, [])
-                if gone != come:
-                    apart = (i for i, (a, b) in enumerate(zip(gone, come, strict=False)) if a != b)
-                    at = next(apart, min(len(gone), len(come)))
+                posted, expected = to.get(dst, []), back.get(src, [])
+                if posted != expected:
+                    different = (i for i, (a, b) in enumerate(zip(posted, expected, strict=False)) if a != b)
+                    at = next(different, min(len(posted), len(expected)))
                     raise MismatchedMessages(
                         f"messages: {phase}, number {at} from {_rank(case, src)} to {_rank(case, dst)}: "
-                        f"sent {_message(gone, at)}, received {_message(come, at)}"
+                        f"sent {_message(posted, at)}, received {_message(expected, at)}"
                     )
     return {}
 
 
 def check_traffic(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
     """Bytes sent from every rank to every other, forward and backward, are those of `reference.cost.sent`."""
-    p, wanted = len(observations), costs(case)
+    p, expected = len(observations), costs(case)
     for phase in ("forward", "backward"):
         sent = np.zeros((p, p), np.int64)
         for src, seen in enumerate(observations):
             for peer, size, _ in getattr(seen, f"sent_{phase}"):
                 sent[src, peer] += size
-        due = getattr(wanted, f"sent_{phase}")
-        if not np.array_equal(sent, due):
-            src, dst = _first(sent != due)
+        exact = getattr(expected, f"sent_{phase}")
+        if not np.array_equal(sent, exact):
+            src, dst = _first(sent != exact)
             raise WrongResult(
                 f"traffic: {phase}, {_rank(case, src)} sent {sent[src, dst]} bytes to {_rank(case, dst)}; "
-                f"the pattern, layout and exchange make it {due[src, dst]}"
+                f"the pattern, layout and exchange make it {exact[src, dst]}"
             )
     return {}
 
 
 def check_buffers(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
-    """The peak of communication buffers on every rank is that of `reference.cost.buffers`, the default bucket of a long
-    sequence as defined."""
+    """The peak of communication buffers on every rank is that of `reference.cost.buffers`, and the default bucket of a
+    long sequence is the defined one."""
     bucket = default_bucket(LONGER, case.heads, case.kv_heads, case.torch_dtype.itemsize, case.device)
     for index, seen in enumerate(observations):
         if seen.layout.bucket != bucket:
@@ -227,47 +227,46 @@ def check_buffers(case: Case, expectation: Expectation, observations: Observatio
                 f"buffers: the default bucket on {_rank(case, index)} is {seen.layout.bucket} where the largest "
                 f"shard has {LONGER} tokens; the memory budget makes it {bucket}"
             )
-    wanted = costs(case)
+    expected = costs(case)
     for phase in ("forward", "backward"):
-        for index, (seen, due) in enumerate(zip(observations, getattr(wanted, f"buffer_{phase}"), strict=True)):
-            held = getattr(seen, f"buffer_{phase}")
-            if held != due:
+        for index, (seen, exact) in enumerate(zip(observations, getattr(expected, f"buffer_{phase}"), strict=True)):
+            peak = getattr(seen, f"buffer_{phase}")
+            if peak != exact:
                 raise WrongResult(
-                    f"buffers: {phase}, {_rank(case, index)} held {held} bytes at most; "
-                    f"the pattern, layout, exchange and bucket make it {due}"
+                    f"buffers: {phase}, {_rank(case, index)} held {peak} bytes at most; "
+                    f"the pattern, layout, exchange and bucket make it {exact}"
                 )
     return {}
 
 
 def check_workspace(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
-    """In measured Cases, no kernel call takes more keys or rows, and no operation makes a larger tensor, than
-    `workspace.limits` allows."""
+    """Measured Cases stay within `memory_meter.limits`: keys and rows of a kernel call, bytes of a new tensor."""
     if not case.measured:
         return {}
-    due = costs(case)
+    exact = costs(case)
     for index, seen in enumerate(observations):
-        allowed = limits(case, index, int(due.buffer_forward[index]), int(due.buffer_backward[index]))
+        allowed = limits(case, index, int(exact.buffer_forward[index]), int(exact.buffer_backward[index]))
         sees = not expectation.dead_rows[:, case.shards().positions[index]].all()
         for phase in ("forward", "backward"):
-            found: Workspace = getattr(seen, f"workspace_{phase}")
+            workspace: Workspace = getattr(seen, f"workspace_{phase}")
             where = f"workspace: {phase}, {_rank(case, index)}"
-            if sees and not found.products:
+            if sees and not workspace.products:
                 raise WrongResult(f"{where} has rows that see keys, and no product of matrices was seen")
-            for few, many in found.products:  # either may be the keys
+            for few, many in workspace.products:  # either may be the keys
                 least, most = sorted((allowed.query_vectors, allowed.key_vectors))
                 if few > least or many > most:
                     raise WrongResult(
                         f"{where} multiplied {few} vectors by {many}; {case.tokens_per_call} tokens per call allow "
                         f"{allowed.key_vectors} of keys and {allowed.query_vectors} of queries"
                     )
-            if found.largest > (size := getattr(allowed, phase)):
-                raise WrongResult(f"{where} made a tensor of {found.largest} bytes; the largest may have {size}")
+            if workspace.largest > (size := getattr(allowed, phase)):
+                raise WrongResult(f"{where} made a tensor of {workspace.largest} bytes; the largest may have {size}")
     return {}
 
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """Of one Case: bytes sent (p, p), from row to column, and peak bytes of buffers (p,)."""
+    """Exact costs of a Case: bytes sent (p, p), from row to column, and peak bytes of buffers (p,)."""
 
     sent_forward: NDArray[np.int64]
     sent_backward: NDArray[np.int64]
@@ -277,15 +276,15 @@ class Costs:
 
 @lru_cache(maxsize=64)
 def costs(case: Case) -> Costs:
-    """By `reference.cost`. Kept, so that it can be called while the ranks are at work."""
+    """Return the costs by `reference.cost`. Cached, so that it can be called while the ranks are at work."""
     sizes = case.batch, case.heads, case.kv_heads, case.head_dim, case.torch_dtype.itemsize
     setting = cost.Setting(case.pattern, case.shards().positions, *sizes)
     sent = cost.sent(setting, case.exchange, case.narrow)
-    held = cost.buffers(setting, case.exchange, case.tokens_per_call, case.narrow)
-    return Costs(sent.forward, sent.backward, held.forward, held.backward)
+    buffers = cost.buffers(setting, case.exchange, case.tokens_per_call, case.narrow)
+    return Costs(sent.forward, sent.backward, buffers.forward, buffers.backward)
 
 
-# In the order in which they are made: a wrong shape before wrong numbers, and so on.
+# In the order in which they run, causes before effects: a wrong shape before wrong numbers.
 CHECKS: dict[str, Callable[[Case, Expectation, Observations], Ratios]] = {
     "oracle": check_twin, "layout": check_layout, "answers": check_answers, "messages": check_messages,
     "unseen": check_unseen, "finite": check_finite, "values": check_values,
@@ -298,8 +297,7 @@ CHECKS: dict[str, Callable[[Case, Expectation, Observations], Ratios]] = {
 
 
 def assemble(case: Case, observations: Observations, name: str) -> Array:
-    """A result of the whole sequence, tokens in their global order, in fp64. Raises WrongResult for a shard of another
-    shape."""
+    """Return a result of the whole sequence, in global token order, in fp64. Raises WrongResult for a wrong shape."""
     axis = 2 if name == "lse" else 1
     for index, seen in enumerate(observations):
         _check_shape(case, index, name, getattr(seen, name))
@@ -312,8 +310,7 @@ def compared(case: Case) -> list[str]:
 
 
 def _overflow(case: Case, expectation: Expectation, name: str, seen: Array) -> NDArray[np.bool_]:
-    """Where an infinity is what the type makes of a result within the bound that passes its largest number; and where
-    the bound is infinite: there anything is."""
+    """Mask of infinities that a result within its bound may round to, and of entries whose bound is infinite."""
     dtype = case.dtype if name != "lse" or case.dtype == "float64" else "float32"
     exact, bound = expectation.exact[name], expectation.bound[name]
     beyond = np.where(seen > 0, exact, -exact) + bound > LARGEST[dtype]
@@ -321,9 +318,9 @@ def _overflow(case: Case, expectation: Expectation, name: str, seen: Array) -> N
 
 
 def _ratio(error: Array, bound: Array) -> Array:
-    """error / bound, where 0 / 0 is 0: nothing is wrong where nothing may be. NaN counts as infinite."""
+    """Return error / bound, where 0 / 0 is 0 and NaN counts as infinite."""
     ratio = np.zeros_like(error)
-    with np.errstate(over="ignore"):  # beyond the largest number it is infinite, too
+    with np.errstate(over="ignore"):  # an overflow is infinite, too
         np.divide(error, bound, out=ratio, where=bound > 0)
     return np.where((bound == 0) & (error != 0) | np.isnan(error), np.inf, ratio)
 
@@ -341,7 +338,7 @@ def _place(case: Case, name: str, where: tuple[Any, ...]) -> str:
 
 
 def _rank(case: Case, index: int) -> str:
-    """`rank 3`, and where the group is a part of the world in which place of it."""
+    """`rank 3`, with its index in the group if the group is not the whole world."""
     rank = case.ranks[index]
     return f"rank {rank}" if case.group is None else f"rank {rank} (index {index} of the group)"
 
@@ -351,29 +348,30 @@ def _order(case: Case) -> str:
 
 
 def _listed(numbers: Ints) -> str:
-    """The numbers, of many the first and the last few."""
+    """Format the numbers; of many, the first and the last few."""
     return np.array2string(numbers, separator=", ", threshold=24, edgeitems=8, max_line_width=10_000)
 
 
-def _first_apart(found: Ints, wanted: Ints) -> str:
-    """Where two lists differ first: abbreviated, they may look alike."""
-    common = min(len(found), len(wanted))
-    apart = np.flatnonzero(found[:common] != wanted[:common])
-    if not len(apart):
-        return f"; {len(found)} of them where there are {len(wanted)}"
-    return f"; entry {apart[0]} is the first that differs: {found[apart[0]]}, not {wanted[apart[0]]}"
+def _first_difference(actual: Ints, expected: Ints) -> str:
+    """Describe the first difference of two lists: abbreviated, they may look equal."""
+    common = min(len(actual), len(expected))
+    different = np.flatnonzero(actual[:common] != expected[:common])
+    if not len(different):
+        return f"; {len(actual)} of them where there are {len(expected)}"
+    first = different[0]
+    return f"; entry {first} is the first that differs: {actual[first]}, not {expected[first]}"
 
 
 def _by_peer(case: Case, index: int, messages: Iterable[Message]) -> dict[int, list[tuple[int, Any]]]:
-    found: dict[int, list[tuple[int, Any]]] = {}
+    by_peer: dict[int, list[tuple[int, Any]]] = {}
     for peer, size, label in messages:
         if not 0 <= peer < len(case.ranks) or peer == index:
             raise MismatchedMessages(
                 f"messages: {_rank(case, index)} names peer {peer} for {label!r}; "
                 f"it must be another index of the group of {len(case.ranks)}"
             )
-        found.setdefault(peer, []).append((size, label))
-    return found
+        by_peer.setdefault(peer, []).append((size, label))
+    return by_peer
 
 
 def _message(messages: list[tuple[int, Any]], at: int) -> str:

@@ -1,6 +1,6 @@
-"""What a Case must give: exact results of its tensors, and bounds for the arithmetic that it allows.
+"""The expectation of a Case: exact results of its tensors, and bounds for the arithmetic that it allows.
 
-All of it is computed by `reference.fast_oracle` and `reference.bounds`; here is only what a Case says to them.
+`reference.fast_oracle` and `reference.bounds` compute all of it; this module translates a Case into their arguments.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from verification.check.supported import fused_on_gpus
 
 
 def expect(case: Case) -> Expectation:
-    """Everything that the Case's tensors determine."""
+    """Return the exact results and bounds of a Case."""
     return evaluate(inputs_of(case, case.tensors()), arithmetic_of(case))
 
 
 def inputs_of(case: Case, tensors: tuple[Tensor, ...]) -> Inputs:
-    """These, or others in the place of `case.tensors()`, in NumPy; dlse takes no part unless the Case's does."""
+    """Return `tensors` (those of `case.tensors()`, or edited ones) as NumPy inputs; dlse is None unless it is used."""
     q, k, v, dout, dlse = (x.double().numpy() for x in tensors)
     return Inputs(q, k, v, dout, dlse if case.through_lse else None, case.pattern, case.softmax_scale)
 
 
 def arithmetic_of(case: Case) -> Arithmetic:
-    """The arithmetic that a Case allows. "auto" may use either kernel, so it has the bounds of "flash"."""
+    """Return the arithmetic that a Case allows. "auto" may use either kernel, so it has the bounds of "flash"."""
     kernel = kernel_of(case)
-    made = Arithmetic.of(case.dtype, kernel, case.head_dim, case.softmax_scale, counts_of(case, kernel))
-    return replace(made, u_returned=made.u_out) if case.narrow else made
+    arithmetic = Arithmetic.of(case.dtype, kernel, case.head_dim, case.softmax_scale, counts_of(case, kernel))
+    return replace(arithmetic, u_returned=arithmetic.u_out) if case.narrow else arithmetic
 
 
 def counts_of(case: Case, kernel: str) -> Counts:
-    """How much is added up, in calls of that kernel of `arithmetic.KERNELS`."""
+    """Return the lengths of the sums, for calls of that kernel of `roundoff.KERNELS`."""
     keys, rows = roundoff.max_pairs(case.pattern, case.tokens, case.heads, case.kv_heads)
     taken = [roundoff.window_factor(branch, case.pattern.causal, case.tokens) for branch in case.pattern.branches]
     shards = case.order, case.cuts is not None, len(case.ranks)
@@ -47,7 +47,7 @@ def counts_of(case: Case, kernel: str) -> Counts:
 
 
 def kernel_of(case: Case) -> str:
-    """Whose bounds a Case has."""
+    """Return the kernel whose bounds apply to a Case."""
     if case.kernel == "math":
         return "math"
     if case.device == "cpu":

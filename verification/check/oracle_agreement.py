@@ -1,13 +1,13 @@
-"""The oracle and its twin agree: what examples are judged by is compared with the definition itself.
+"""The oracle and its fast twin agree: examples are judged by the twin, so the twin is compared with the definition.
 
 Every example is judged by `reference.fast_oracle`, the fast twin of `reference.oracle`. Here the two are compared on
 all Cases of at most MOST_SCORES scores (batch * query heads * tokens^2), nine in ten of the drawn ones.
 
-How far apart they may be is derived. Both compute in fp64, without a merge of partial results, so each is within
-`reference.bounds` of what is exact, for an `Arithmetic` of fp64 with p = p' = 1; for fp64 these bounds count both sides
-(`sides` = 2). They take exp(s - lse) for the probabilities in backward. Oracle and twin divide exp(s - m) by its row's
-sum instead, whose errors, u |s - m| + rowsum(P eps) + g(b + 1), are no larger than those that the bounds allow there:
-u |s - L| + T_L, as |s - m| <= |s - L| + |L| + |m| and T_L has u (3 |L| + 2 |m|).
+The allowed difference is derived. Both compute in fp64, without a merge of partial results, so each is within
+`reference.bounds` of the exact result, for an `Arithmetic` of fp64 with p = p' = 1; for fp64 these bounds count both
+sides (`sides` = 2). They take exp(s - lse) for the probabilities in backward. Oracle and twin divide exp(s - m) by its
+row's sum instead, whose errors, u |s - m| + rowsum(P eps) + g(b + 1), are no larger than those that the bounds allow
+there: u |s - L| + T_L, as |s - m| <= |s - L| + |L| + |m| and T_L has u (3 |L| + 2 |m|).
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ def is_compared(case: Case) -> bool:
 
 
 def check_twin(case: Case, expectation: Expectation, observations: Observations) -> dict[str, float]:
-    """Oracle and twin differ by no more than two computations in fp64 may, everywhere; the ranks have no part in it."""
+    """Oracle and twin differ by no more than two fp64 computations may, in every entry; the ranks take no part."""
     if not is_compared(case):
         return {}
-    wanted, allowed = by_the_oracle(expectation)
-    return {name: _compare(name, wanted[name], expectation.exact[name], allowed[name]) for name in QUANTITIES}
+    oracle, allowed = oracle_results(expectation)
+    return {name: _compare(name, oracle[name], expectation.exact[name], allowed[name]) for name in QUANTITIES}
 
 
 @lru_cache(maxsize=1)
-def by_the_oracle(expectation: Expectation) -> tuple[dict[str, Array], dict[str, Array]]:
-    """The oracle's results by quantity, and how far from them another computation in fp64 may be. Kept, so that it can
-    be called while the ranks are at work.
+def oracle_results(expectation: Expectation) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Return the oracle's results and the bounds of another fp64 computation, by quantity. Cached, so that it can be
+    called while the ranks are at work.
 
-    Rows that see nothing pass no gradient on, whatever they are given: the oracle is given NaN and -inf there.
+    Rows that see nothing must pass no gradient on, whatever comes in: the oracle gets NaN and -inf there.
     """
     inputs, dead = expectation.inputs, torch.from_numpy(expectation.dead_rows)  # (H, R)
     q, k, v, dout = (torch.from_numpy(x) for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
     dout = dout.masked_fill(dead.T[..., None], torch.nan)
     dlse = None if inputs.dlse is None else torch.from_numpy(inputs.dlse).masked_fill(dead, -torch.inf)
     rows = None if inputs.rows is None else torch.from_numpy(inputs.rows)
-    found = attention_and_gradients(q, k, v, inputs.pattern, dout, dlse, q_positions=rows, scale=inputs.scale)
-    results = {name: x.numpy() for name, x in zip(QUANTITIES, found, strict=True)}
+    tensors = attention_and_gradients(q, k, v, inputs.pattern, dout, dlse, q_positions=rows, scale=inputs.scale)
+    results = {name: x.numpy() for name, x in zip(QUANTITIES, tensors, strict=True)}
     counts = Counts(*max_pairs(inputs.pattern, k.shape[1], inputs.heads, inputs.kv_heads))
     arithmetic = Arithmetic.of("float64", "math", q.shape[3], inputs.scale, counts)
     return results, evaluate(inputs, arithmetic).bound
 
 
 def _compare(name: str, oracle: Array, twin: Array, allowed: Array) -> float:
-    """The largest |oracle - twin| / allowed, 0 where they are equal. Raises WrongResult where it is not at most 1."""
+    """Return the largest |oracle - twin| / allowed, 0 where they are equal. Raises WrongResult if not <= 1."""
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         ratio = np.where(oracle == twin, 0.0, np.abs(oracle - twin) / allowed)
-    ratio[np.isnan(ratio) & np.isposinf(allowed)] = 0.0  # where nothing is known
+    ratio[np.isnan(ratio) & np.isposinf(allowed)] = 0.0  # an infinite bound allows anything
     if not (ratio <= 1).all():
         where = largest(ratio)
         raise WrongResult(
@@ -75,5 +75,5 @@ def _compare(name: str, oracle: Array, twin: Array, allowed: Array) -> float:
 
 
 def largest(ratio: Array) -> tuple[int, ...]:
-    """The place of its largest number, or of a NaN."""
+    """Return the index of the largest number, or of a NaN."""
     return tuple(map(int, np.unravel_index(int(np.argmax(np.nan_to_num(ratio, nan=np.inf))), ratio.shape)))

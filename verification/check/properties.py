@@ -1,7 +1,7 @@
 """The properties of one example that the report lists, each made of checks of `verification.check.checks`.
 
-Causes come before their effects: a wrong shape before wrong numbers, a message that nobody takes before the bytes that
-it makes too many. The oracle's is about the judge, not the ranks.
+Causes come before their effects: a wrong shape before wrong numbers, an unmatched message before the excess bytes that
+it causes. The oracle's property is about the judge, not the ranks.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from reference.fast_oracle import Expectation
 from verification.case import Case
 from verification.check.checks import CHECKS, Ratios, costs
 from verification.check.expectation import expect
-from verification.check.oracle_agreement import by_the_oracle, is_compared
+from verification.check.oracle_agreement import is_compared, oracle_results
 from verification.failures import VerificationFailure
 from verification.run.observation import Observations
 
 
 @dataclass(frozen=True)
 class Property:
-    """A title in the report, and the checks (names in CHECKS) that it stands for. concerns: whether it is looked at on
-    a Case."""
+    """A title in the report, and the checks (names in CHECKS) that it stands for. concerns: True for Cases on which
+    it is checked."""
 
     title: str
     checks: tuple[str, ...]
     concerns: Callable[[Any], bool] = lambda case: True
 
     def worst(self, ratios: dict[str, Ratios]) -> float:
-        """The largest error / bound of its checks, 0 where they are exact; NaN is larger than any number."""
+        """Return the largest error / bound of its checks, 0 if they are exact; NaN is larger than any number."""
         return float(np.max([ratio for check in self.checks for ratio in ratios[check].values()], initial=0.0))
 
 
@@ -54,50 +54,49 @@ PROPERTIES = (
 )
 
 
-# These put the ranks' results together, which takes the shapes that "answers" looks at.
+# These assemble the ranks' results, for which "answers" must have checked the shapes.
 _OF_RESULTS = {"unseen", "finite", "values", "gradients"}
 
 
 def checks_of(titles: Collection[str]) -> tuple[str, ...]:
-    """The checks by which these properties alone are judged, in the order in which they are made."""
-    wanted = {name for one in PROPERTIES if one.title in titles for name in one.checks}
-    return tuple(name for name in CHECKS if name in wanted or (name == "answers" and wanted & _OF_RESULTS))
+    """Return the checks of these properties, in the order in which they run."""
+    names = {name for item in PROPERTIES if item.title in titles for name in item.checks}
+    return tuple(name for name in CHECKS if name in names or (name == "answers" and names & _OF_RESULTS))
 
 
 def prepare(case: Case) -> Expectation:
-    """What the Case must give; all else that `check` needs of the Case alone is computed and kept. So this can be done
-    while the ranks are at work."""
+    """Return the expectation, and fill the caches of `check`. Call it while the ranks are at work."""
     expectation = expect(case)
     costs(case)
     if is_compared(case):
-        by_the_oracle(expectation)
+        oracle_results(expectation)
     return expectation
 
 
 def check(
     case: Case, expectation: Expectation, observations: Observations, names: Sequence[str] = tuple(CHECKS)
 ) -> dict[str, float]:
-    """By title of each property that these checks make up: its worst error as a fraction of the bound, 0 where it is
-    exact. Raises the first failure, whose `broken` is the title of the property."""
-    return look_at(PROPERTIES, {name: CHECKS[name] for name in names}, case, expectation, observations)
+    """Return the worst error / bound of each property that these checks make up, by title; 0 if it is exact. Raises the
+    first failure, whose `broken` is the title of the property."""
+    return run_checks(PROPERTIES, {name: CHECKS[name] for name in names}, case, expectation, observations)
 
 
-def look_at(
+def run_checks(
     properties: Sequence[Property], checks: Mapping[str, Callable[[Any, Any, Any], Ratios]],
     case: Any, expectation: Any, observations: Any,
 ) -> dict[str, float]:  # fmt: skip
-    """The same for any properties and checks, of a Case or of what takes its place."""
+    """Run `check` for any properties and checks, on a Case or another `Example`."""
     ratios: dict[str, Ratios] = {}
-    for name, made in checks.items():
+    for name, run in checks.items():
         try:
-            ratios[name] = made(case, expectation, observations)
+            ratios[name] = run(case, expectation, observations)
         except VerificationFailure as failure:
-            failure.broken = next(one.title for one in properties if name in one.checks)
+            failure.broken = next(item.title for item in properties if name in item.checks)
             raise
-    looked_at = [one for one in properties if set(one.checks) <= set(checks) and one.concerns(case)]
-    return {one.title: one.worst(ratios) for one in looked_at}
+    complete = [item for item in properties if set(item.checks) <= set(checks) and item.concerns(case)]
+    return {item.title: item.worst(ratios) for item in complete}
 
 
 def broken_by(failure: VerificationFailure) -> str:
-    """The title of the property that a failure breaks: a failure that no check raised is that of a rank."""
+    """Return the title of the property that a failure breaks: a failure that no check raised is that of a rank."""
     return failure.broken or EVERY_RANK_ANSWERS.title

@@ -1,6 +1,4 @@
-"""What `ring_attention` supports, and what can be checked at all: a Case of which each field is good may still be
-refused, or be too large for the oracle.
-"""
+"""Limits of `ring_attention` and of the oracle: a Case of valid fields may be unsupported or too large."""
 
 from __future__ import annotations
 
@@ -11,12 +9,12 @@ _MOST_SCORES = 2**31  # of the oracle: the problem of real size has less than ha
 
 
 def fused_on_gpus(case: Case) -> bool:
-    """Whether fused kernels on GPUs take tensors of its type and head dim."""
+    """Return True if fused kernels on GPUs take tensors of the Case's dtype and head dim."""
     return case.dtype in ("bfloat16", "float16") and case.head_dim % 8 == 0 and case.head_dim <= 128
 
 
 def check_supported(case: Case) -> None:
-    """Raises ValueError for what is too large, or what ring_attention refuses although each field is good."""
+    """Raise ValueError for a Case that is too large, or that ring_attention refuses although each field is valid."""
     numbers = case.batch * case.tokens * case.heads * case.head_dim
     scores = case.batch * case.heads * case.tokens**2
     if numbers > _MOST_NUMBERS or scores > _MOST_SCORES:
@@ -24,7 +22,7 @@ def check_supported(case: Case) -> None:
             f"batch, tokens, heads, head_dim are {case.batch}, {case.tokens}, {case.heads}, {case.head_dim}: {numbers} "
             f"numbers, {scores} scores; at most {_MOST_NUMBERS} and {_MOST_SCORES} can be checked"
         )
-    if case.kernel not in ("flash", "cudnn"):  # these do not exist everywhere
+    if case.kernel not in ("flash", "cudnn"):  # the others exist on every device
         return
     if case.kernel == "cudnn" and case.device == "cpu":
         raise ValueError("kernel is 'cudnn' and device is 'cpu'; device must be 'cuda' then: that kernel is of GPUs")

@@ -1,8 +1,8 @@
-"""The catalogue of seeded defects: bugs that were seen in public code, planted here, each of which a check must find.
+"""The catalogue of seeded defects: bugs seen in public code and planted here, each of which a check must find.
 
-They are data, `defects/*.toml`, a file a topic. A defect is killed when the ordinary properties and laws find it; no
-check knows any of them. Most have a public provenance, and follow a list of defect classes that were seen in public
-ring-attention code, by number in `Defect.listed`. The few "own" ones stand for a class that nothing public covers.
+They are data: `defects/*.toml`, one file per topic. A defect is killed if an ordinary property or law breaks; no check
+knows of any defect. Most have a public provenance, and follow a list of defect classes seen in public ring-attention
+code (`Defect.listed`). The few "own" ones stand for classes without a public example.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TOPICS = tuple(sorted(file.stem for file in FOLDER.glob("*.toml") if file.stem !
 
 @dataclass(frozen=True)
 class NoPlace:
-    """A defect class, or a part of one, for which this architecture has no place. listed: its number, 0 for none."""
+    """A defect class, or a part of one, that cannot occur in this architecture. listed: its number, 0 for none."""
 
     name: str
     provenance: str
@@ -35,12 +35,12 @@ def _entries(file: str, kind: str) -> list[dict[str, Any]]:
 
 
 def of_topic(topic: str) -> tuple[Defect, ...]:
-    """The defects of one file. Raises TypeError for an entry with a field that is missing or unknown."""
-    found = []
+    """Return the defects of one file. Raises TypeError for an entry with a missing or unknown field."""
+    defects = []
     for entry in _entries(topic, "defect"):
         edits = tuple(Edit(**edit) for edit in entry["edits"])
-        found.append(Defect(**entry | {"edits": edits, "listed": tuple(entry.get("listed", ()))}))
-    return tuple(found)
+        defects.append(Defect(**entry | {"edits": edits, "listed": tuple(entry.get("listed", ()))}))
+    return tuple(defects)
 
 
 DEFECTS = tuple(defect for topic in TOPICS for defect in of_topic(topic))
@@ -49,7 +49,7 @@ _BY_NAME = {defect.name: defect for defect in DEFECTS}
 
 
 def by_name(name: str) -> Defect:
-    """Raises ValueError, with the names that are close to it, for one that there is not."""
+    """Return the defect of that name. Raises ValueError, with similar names, for an unknown one."""
     if name not in _BY_NAME:
         close = get_close_matches(name, _BY_NAME)
         nearest = f", close to it: {', '.join(close)}" if close else ""

@@ -1,4 +1,4 @@
-"""Seeded defects: a few replacements of text in the source, a name, and where the like was seen."""
+"""Seeded defects: a few text replacements in the source, with a name and a provenance."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class CannotPlant(Exception):
-    """A defect that cannot be brought into the ranks' code: a fault of the tool, no verdict on what is verified."""
+    """A defect cannot be planted into the ranks' code: a fault of the tool, not a verdict."""
 
 
 class BaselineFails(Exception):
-    """Without any change an example or a test fails: nothing can be said of changes."""
+    """An example fails without any defect, so that defects cannot be judged."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Edit:
 
     file        its path from the root, as "ring/strided_view.py"
     function    the function, method or class whose text is edited, as "Accumulator.merge"; "" for the whole file
-    was         a text that occurs in it exactly once: as little as that allows, so that the code around may change
-    becomes     the text in its place
+    was         a text that occurs in it exactly once; keep it short, so that the code around it may change
+    becomes     its replacement
     """
 
     file: str
@@ -44,7 +44,7 @@ class Edit:
         return self.file.removesuffix(".py").replace("/", ".")
 
     def applied(self, source: str) -> str:
-        """Return the source with the replacement. Raises CannotPlant where there is no place for it, or several."""
+        """Return the source with the replacement. Raises CannotPlant unless `was` occurs exactly once."""
         lines = source.splitlines(keepends=True)
         first, last = _lines_of(ast.parse(source), self.function) if self.function else (1, len(lines))
         text = "".join(lines[first - 1 : last])
@@ -56,7 +56,7 @@ class Edit:
 
 
 def _lines_of(tree: ast.AST, name: str) -> tuple[int, int]:
-    """First and last line of a function or class, decorators included. Raises CannotPlant if there is not just one."""
+    """Return first and last line of a function or class, with decorators. Raises CannotPlant unless there is one."""
     nodes: list[ast.AST] = [tree]
     for part in name.split("."):
         nodes = [child for node in nodes for child in _definitions(node) if getattr(child, "name", "") == part]
@@ -68,12 +68,12 @@ def _lines_of(tree: ast.AST, name: str) -> tuple[int, int]:
 
 
 def _definitions(node: ast.AST) -> list[ast.AST]:
-    """Functions and classes right within a node, also under an `if` or a `with`."""
-    found: list[ast.AST] = []
+    """Return the functions and classes directly within a node, also under an `if` or a `with`."""
+    definitions: list[ast.AST] = []
     for child in ast.iter_child_nodes(node):
         is_definition = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        found += [child] if is_definition else _definitions(child)
-    return found
+        definitions += [child] if is_definition else _definitions(child)
+    return definitions
 
 
 @dataclass(frozen=True)
@@ -81,14 +81,14 @@ class Defect:
     """One seeded defect.
 
     name        kebab-case, unique
-    about       one sentence: what is wrong and what it does
-    edits       all of them together are the defect
-    provenance  where the like was seen, as project#number or by name; "own": thought of here
-    listed      its numbers in the project's list of defect classes that were seen in public ring-attention code, which
-                the catalogue and `NO_PLACE` cover together
-    backend     "gloo" where the broken code runs on real process groups only
-    subject     what is drawn to find it: "attention", Cases and laws; "training", TrainingCases; "faults", Cases with a
-                fault that is struck into a rank. The last two are on "gloo" always
+    about       the bug and its effect, in one sentence
+    edits       the replacements, which together make the defect
+    provenance  public source, as project#number or a name; "own" without one
+    listed      its numbers in the project's list of defect classes seen in public ring-attention code, which the
+                catalogue and `NO_PLACE` cover together
+    backend     "gloo" if the broken code runs on real process groups only
+    subject     the examples that search for it: "attention", Cases and laws; "training", TrainingCases; "faults", Cases
+                with a fault injected into a rank. The last two always run on "gloo"
     """
 
     name: str
@@ -106,29 +106,29 @@ class Defect:
 
     @property
     def in_oracle(self) -> bool:
-        """Whether the process that judges runs the edited code as well: ranks and oracle share it."""
+        """True if the oracle runs the edited code as well as the ranks."""
         return any(edit.file.startswith("reference/") for edit in self.edits)
 
     def sources(self) -> dict[str, str]:
         """Return the edited source of every module concerned, by the module's name.
 
-        Raises CannotPlant where a text to replace is not there exactly once, or where the edits of a file make no
-        program or the same one.
+        Raises CannotPlant if a text to replace does not occur exactly once, or if an edited file does not compile or
+        parses to the same program.
         """
-        found: dict[str, str] = {}
+        sources: dict[str, str] = {}
         for edit in self.edits:
             try:
-                found[edit.module] = edit.applied(found.get(edit.module) or edit.path.read_text())
+                sources[edit.module] = edit.applied(sources.get(edit.module) or edit.path.read_text())
             except (CannotPlant, SyntaxError) as error:
                 raise CannotPlant(f"{self.name}: {error}") from error
-        if not found:
+        if not sources:
             raise CannotPlant(f"{self.name}: there is nothing to edit")
         for edit in self.edits:
-            self._check(edit, found)
-        return found
+            self._check(edit, sources)
+        return sources
 
     def _check(self, edit: Edit, sources: Mapping[str, str]) -> None:
-        """Raises CannotPlant."""
+        """Check that an edited file compiles and has changed. Raises CannotPlant."""
         try:
             after = ast.parse(sources[edit.module])
         except SyntaxError as error:

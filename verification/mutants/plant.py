@@ -1,9 +1,8 @@
-"""Changed source in place of a module's own, in the process of a rank.
+"""Replaces the source of modules in the process of a rank.
 
-A module that was imported cannot simply be replaced: others hold its functions by `from` imports, in caches, in
-closures. So a rank forgets the modules of the project before its first task, and imports them again when they are
-needed next, the changed ones from the changed text. This is the same as edited files in a new process, without the
-seconds that torch takes to import.
+An imported module cannot simply be replaced: others hold its functions by `from` imports, in caches, in closures. So a
+rank drops the project's modules before its first task, and imports them again on demand, the edited ones from the
+edited text. The effect is that of edited files in a new process, without the seconds that importing torch takes.
 """
 
 from __future__ import annotations
@@ -27,25 +26,25 @@ from verification.mutants.defect import CannotPlant, Defect
 from verification.run.processes import rendezvous, worker
 
 PACKAGES = ("reference", "ring", "verification")
-# These stay as they are: the rank is in a function of the worker, which has joined it to its process group and knows
-# failures by their types. None of them uses `ring`.
-KEPT = (failures, rendezvous, worker)
-# Of private memory, beyond what a rank has when the changed source comes, in bytes: a loop that fills memory ends here.
-# Address space would be no measure: torch's build for GPUs reserves much of it, and where it cannot, looks for GPUs
-# again and again.
+# Modules that stay: the rank runs in a function of the worker, which has joined the process group and compares types of
+# failures. None of them uses `ring`.
+NOT_DROPPED = (failures, rendezvous, worker)
+# Limit of private memory, in bytes, in addition to that of the rank at the time: it ends a loop that fills memory.
+# Address space cannot be limited: torch's GPU build reserves much of it and, if that fails, probes for GPUs again and
+# again.
 MEMORY = 3 * 2**30
 
 
 def preparation(defect: Defect) -> Callable[[], None]:
-    """What ranks are prepared with to run with this defect, for good. Raises CannotPlant where it has no source.
+    """Return a function that plants this defect in a rank for good. Raises CannotPlant if it does not fit the source.
 
-    In a rank it raises CannotPlant if an edited module cannot be imported.
+    In a rank the function raises CannotPlant if an edited module cannot be imported.
     """
     return partial(plant, defect.name, defect.sources())
 
 
 def plant(name: str, sources: Mapping[str, str], memory: int | None = MEMORY) -> None:
-    """In this process, for good: `sources`, by the module's name. Raises CannotPlant."""
+    """Plant `sources` (by module name) in this process, permanently. Raises CannotPlant."""
     substitute(sources, memory)
     for module in sources:
         try:
@@ -55,33 +54,33 @@ def plant(name: str, sources: Mapping[str, str], memory: int | None = MEMORY) ->
 
 
 def substitute(sources: Mapping[str, str], memory: int | None = MEMORY) -> None:
-    """Forget the project's modules: they are imported anew when they are needed, these from the text given here.
+    """Drop the project's modules: they are imported again on demand, those of `sources` (by name) from its text.
 
-    sources: by the module's name. Nothing is imported here: a source that does not even import fails in the next call
-    of the rank. memory: in bytes, what the process may take from now on; None for no limit, which the processes that
-    it starts could not lower again. Raises ValueError for a module that does not exist.
+    Nothing is imported here: a source that cannot be imported fails in the next call of the rank. memory: additional
+    private bytes that the process may allocate; None: no limit. Child processes inherit a limit and cannot change it.
+    Raises ValueError for an unknown module.
     """
     unknown = [name for name in sources if importlib.util.find_spec(name) is None]
     if unknown:
         raise ValueError(f"sources must be of modules of the project, got {', '.join(unknown)}")
-    # A graph keeps operators that are told to have side effects: the changed modules are to say it themselves.
+    # Graphs keep operators that are marked as having side effects: the edited modules must mark theirs again.
     marked = torch.fx.node._side_effectful_functions
-    marked -= {one for one in marked if str(one).startswith("ring.")}
+    marked -= {operator for operator in marked if str(operator).startswith("ring.")}
     sys.meta_path.insert(0, _Finder(sources))
-    kept = {module.__name__ for module in KEPT}
-    for name in [name for name in sys.modules if name.partition(".")[0] in PACKAGES and name not in kept]:
-        # Operators that a module has made stay with torch when it is forgotten: its successor would find them there.
+    remaining = {module.__name__ for module in NOT_DROPPED}
+    for name in [name for name in sys.modules if name.partition(".")[0] in PACKAGES and name not in remaining]:
+        # Operators of a dropped module stay registered with torch, and would clash with those of its successor.
         for library in [x for x in vars(sys.modules.pop(name)).values() if isinstance(x, torch.library.Library)]:
             library._destroy()
     if memory is not None:
-        # Private memory, in pages: what RLIMIT_DATA limits (Linux 4.7).
+        # Private memory in pages, which RLIMIT_DATA limits (Linux 4.7).
         pages = int(Path("/proc/self/statm").read_text().split()[5])
         limit = pages * os.sysconf("SC_PAGE_SIZE") + memory
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the modules that have another source than their file."""
+    """Finds the modules with edited source."""
 
     def __init__(self, sources: Mapping[str, str]) -> None:
         self._sources = dict(sources)
@@ -91,14 +90,14 @@ class _Finder(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname not in self._sources:
             return None
-        found = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        assert found is not None and found.origin is not None
-        found.loader = _Loader(fullname, found.origin, self._sources[fullname])
-        return found
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        assert spec is not None and spec.origin is not None
+        spec.loader = _Loader(fullname, spec.origin, self._sources[fullname])
+        return spec
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """The module's file with another content."""
+    """Loads a module's file with edited content."""
 
     def __init__(self, name: str, path: str, source: str) -> None:
         super().__init__(name, path)

@@ -1,9 +1,9 @@
-"""The search for seeded defects: examples on ranks that run with one, until a property or a law breaks.
+"""The search for seeded defects: run examples on ranks with a defect until a property or a law breaks.
 
-Examples are drawn and checked as by `verification.runner` (plain Cases, and laws in proportion to their share); for a
-defect of the training step as by `verification.training`, for one of what ranks do when one fails as by
-`verification.faults`. Whatever goes wrong with the tool itself (a defect that cannot be planted, ranks that do not
-start) is raised, and counts neither as killed nor as survived.
+Examples are drawn and checked as by `verification.runner` (plain Cases, and laws in proportion to their share), for
+defects of the training step as by `verification.training`, for defects of failure handling as by `verification.faults`.
+Faults of the tool itself (a defect that cannot be planted, ranks that do not start) are raised, and count neither as
+killed nor as survived.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from verification.run.processes.worker import exit_with_parent
 from verification.search.experiment import Counterexample, ToolError
 from verification.search.search import TIMEOUT, Search
 
-PROCESSES = 2  # defects at a time, each with ranks of its own
-LIMITS = {subject: drawn.limit for subject, drawn in ON_GLOO.items()}  # examples for a defect
-SHRINK = 1.5  # seconds for a failure: there are hundreds, and all of them are to take less than ten minutes
+PROCESSES = 2  # defects at a time, each with its own ranks
+LIMITS = {subject: search_plan.limit for subject, search_plan in ON_GLOO.items()}  # examples for a defect
+SHRINK = 1.5  # seconds to shrink a failure: there are hundreds, and the whole search should take under ten minutes
 SOON = 200  # examples within which a defect should be found
 
-_OF_THE_TOOL = (CannotPlant, Unavailable)  # no verdict on a defect
+_TOOL_FAULTS = (CannotPlant, Unavailable)  # no verdict on a defect
 _UNBOUND = re.compile(r"\b(NameError|UnboundLocalError): ")
 
 
@@ -46,10 +46,10 @@ class Outcome:
 
     check       title of the property or law that broke; None if the defect survived
     kind        of the failure
-    examples    until the defect was found, that one included; all of them if it survived
-    seconds     likewise
-    case        the record of the smallest failure seen, for `verification replay`
-    ratio       of that failure: its error as a fraction of its bound, where a number was wrong
+    examples    examples up to the first failure, that one included; all of them if it survived
+    seconds     time of these examples
+    case        the record of the smallest failure, for `verification replay`
+    ratio       error / bound of that failure, if a number was wrong
     """
 
     name: str
@@ -67,26 +67,26 @@ class Outcome:
 
 
 def try_all(names: Sequence[str], seed: int, limit: int | None = None, processes: int = PROCESSES) -> Iterator[Outcome]:
-    """Yield the outcomes in the order of `names`, as soon as each and those before it are known.
+    """Yield the outcomes in the order of `names`, each as soon as it and those before it are known.
 
-    limit: examples for each defect; None: by its subject. Raises NotSane or Unavailable; then no outcome is to be
-    trusted. Raises ToolError at the end for the defects that could not be tried, when all others have been.
+    limit: examples for each defect; None: by its subject. Raises BaselineFails or Unavailable; then do not trust any
+    outcome. Raises ToolError at the end, for the defects that could not be tried.
     """
-    # One thread for each process, from the import of numpy on: the processes share the cores with their ranks.
+    # Limit each process to one thread before it imports numpy: the processes share the cores with their ranks.
     os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"))
     context, places = multiprocessing.get_context("spawn"), sorted({by_name(name).place for name in names})
     executor = ProcessPoolExecutor(max(1, min(processes, len(names))), context, initializer=_end_with_parent)
     try:
-        for sane in [executor.submit(check_sane, place, seed) for place in places]:
-            sane.result()
+        for baseline in [executor.submit(check_baseline, place, seed) for place in places]:
+            baseline.result()
         if any(by_name(name).in_oracle for name in names):
-            executor.submit(_judged_anew, None, check_sane.__name__, ("attention", "sim"), seed).result()
+            executor.submit(_in_new_judge, None, check_baseline.__name__, ("attention", "sim"), seed).result()
         futures = [executor.submit(try_defect, name, seed, limit) for name in names]
         unrun = []
         for future in futures:
             try:
                 yield future.result()
-            except (CannotPlant, ToolError) as error:  # the others have outcomes all the same
+            except (CannotPlant, ToolError) as error:  # the other defects still get outcomes
                 unrun.append(str(error))
         if unrun:
             raise ToolError("; ".join(unrun))
@@ -98,7 +98,7 @@ def try_all(names: Sequence[str], seed: int, limit: int | None = None, processes
 
 
 def _end_with_parent() -> None:
-    """End this process with the search: it would go on to the end of its defect."""
+    """End this process when the search ends: else it would finish its defect first."""
     threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
@@ -111,35 +111,35 @@ class Silent:
     def failed_again(self) -> None: ...
 
 
-def check_sane(place: tuple[str, str], seed: int) -> None:
-    """Run a few dozen examples on ranks without a defect. place: (subject, backend). Raises NotSane."""
+def check_baseline(place: tuple[str, str], seed: int) -> None:
+    """Run a few dozen examples on ranks without a defect. place: (subject, backend). Raises BaselineFails."""
     subject, backend = place
-    found, _, _ = _find(place, None, f"{seed}/sane", ON_GLOO[subject].sane)
-    if found is not None:
+    example, _, _ = _find(place, None, f"{seed}/sane", ON_GLOO[subject].sane)
+    if example is not None:
         experiment = ON_GLOO[subject].experiment
-        title, record = experiment.property_of(found.subject, found.failure), experiment.record_of(found.subject)
-        raise BaselineFails(f"without any defect an example fails on {backend}: {title}: {found.failure}; {record}")
+        title, record = experiment.property_of(example.subject, example.failure), experiment.record_of(example.subject)
+        raise BaselineFails(f"without any defect an example fails on {backend}: {title}: {example.failure}; {record}")
 
 
 def try_defect(name: str, seed: int, limit: int | None = None) -> Outcome:
-    """Search for one defect of the catalogue. Raises ToolError for one whose own code cannot run.
+    """Search for one defect of the catalogue. Raises ToolError if the edited code cannot run.
 
-    A defect of the oracle is one of the process that judges, too: that is a new process then.
+    A defect of the oracle affects the judging process, too, so that is a new process then.
     """
     if not by_name(name).in_oracle:
-        return _tried(name, seed, limit)
-    outcome: Outcome = _judged_anew(name, _tried_with_it.__name__, name, seed, limit)
+        return _search_for(name, seed, limit)
+    outcome: Outcome = _in_new_judge(name, _search_with_oracle_defect.__name__, name, seed, limit)
     return outcome
 
 
-def _tried(name: str, seed: int, limit: int | None) -> Outcome:
+def _search_for(name: str, seed: int, limit: int | None) -> Outcome:
     defect = by_name(name)
     limit = LIMITS[defect.subject] if limit is None else limit
     return outcome_of(defect, *_find(defect.place, preparation(defect), f"{seed}/{name}", limit))
 
 
-def _judged_anew(name: str | None, function: str, *arguments: Any) -> Any:
-    """Call a function of this module in a process of its own with that defect in it; None: with none."""
+def _in_new_judge(name: str | None, function: str, *arguments: Any) -> Any:
+    """Call a function of this module in a new process with that defect planted; None: without a defect."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context, initializer=_end_with_parent) as judge:
         return judge.submit(_plant_and_call, name, function, *arguments).result()
@@ -147,57 +147,58 @@ def _judged_anew(name: str | None, function: str, *arguments: Any) -> Any:
 
 def _plant_and_call(name: str | None, function: str, *arguments: Any) -> Any:
     plant(name or "no defect", {} if name is None else by_name(name).sources(), memory=None)
-    # The modules that are imported from now on, this one among them, are new ones.
+    # Modules imported from now on, including this one, are the edited ones.
     return getattr(importlib.import_module(__name__), function)(*arguments)
 
 
-def _tried_with_it(name: str, seed: int, limit: int | None) -> Outcome:
-    """Count an oracle that raises as found, as it would end `run`."""
+def _search_with_oracle_defect(name: str, seed: int, limit: int | None) -> Outcome:
+    """Search in the edited process. An oracle that raises counts as found, since it would end `run`."""
     started, defect = time.perf_counter(), by_name(name)
     try:
-        return _tried(name, seed, limit)
+        return _search_for(name, seed, limit)
     except (Exception, ToolError) as error:
-        if isinstance(error, _OF_THE_TOOL) or isinstance(error.__cause__, _OF_THE_TOOL):
+        if isinstance(error, _TOOL_FAULTS) or isinstance(error.__cause__, _TOOL_FAULTS):
             raise
         if _UNBOUND.search(f"{type(error).__name__}: {error}".replace("(", ": ")):  # as a call and as repr
             raise ToolError(f"{name}: the edited code does not run: {error}") from error
-        spent = time.perf_counter() - started
-        return Outcome(name, defect.provenance, True, "the oracle runs", "tool error", 1, spent, None)
+        seconds = time.perf_counter() - started
+        return Outcome(name, defect.provenance, True, "the oracle runs", "tool error", 1, seconds, None)
 
 
-def outcome_of(defect: Defect, found: Counterexample | None, examples: int, seconds: float) -> Outcome:
-    """Raises ToolError where the edited code uses a name that is bound nowhere."""
-    if found is None:
+def outcome_of(defect: Defect, example: Counterexample | None, examples: int, seconds: float) -> Outcome:
+    """Return the outcome of a search. Raises ToolError if the edited code uses an unbound name."""
+    if example is None:
         return Outcome(defect.name, defect.provenance, False, None, None, examples, seconds, None)
-    if _UNBOUND.search(str(found.failure).partition("\n")[0]):
-        raise ToolError(f"{defect.name}: the edited code does not run: {found.failure}")
+    if _UNBOUND.search(str(example.failure).partition("\n")[0]):
+        raise ToolError(f"{defect.name}: the edited code does not run: {example.failure}")
     experiment = ON_GLOO[defect.subject].experiment
-    ratio = found.failure.ratio if isinstance(found.failure, WrongResult) else None
+    subject, failure = example.subject, example.failure
+    ratio = failure.ratio if isinstance(failure, WrongResult) else None
     return Outcome(
-        defect.name, defect.provenance, True, experiment.property_of(found.subject, found.failure), found.failure.kind,
-        examples, seconds, experiment.record_of(found.subject), finite(ratio),
+        defect.name, defect.provenance, True, experiment.property_of(subject, failure), failure.kind, examples, seconds,
+        experiment.record_of(subject), finite(ratio),
     )  # fmt: skip
 
 
 def _find(
     place: tuple[str, str], prepare: Callable[[], object] | None, seed: str, limit: int
 ) -> tuple[Counterexample | None, int, float]:
-    """The first failure on ranks of that place, (subject, backend), with the examples and seconds until then."""
-    drawn, on_gloo = ON_GLOO[place[0]], place[1] == "gloo"
-    ranks = GlooBackend(TIMEOUT, prepare, drawn.preload) if on_gloo else SimBackend(TIMEOUT, prepare)
+    """Return the first failure on (subject, backend), if any, and the number and seconds of the examples up to it."""
+    search_plan, on_gloo = ON_GLOO[place[0]], place[1] == "gloo"
+    ranks = GlooBackend(TIMEOUT, prepare, search_plan.preload) if on_gloo else SimBackend(TIMEOUT, prepare)
     try:
-        experiment, worlds = (drawn.experiment, drawn.worlds) if on_gloo else (EVERYTHING, (max(WORLDS),))
-        # A hang on real processes costs a whole timeout: it is not shrunk here.
+        experiment, worlds = (search_plan.experiment, search_plan.worlds) if on_gloo else (EVERYTHING, (max(WORLDS),))
+        # A hang on real processes costs a whole timeout: do not shrink it.
         searches = [Search(experiment, ranks, Silent(), world, SHRINK, shrinks_hangs=False) for world in worlds]
         if on_gloo:
-            found = _in_turn(searches, ranks, seed, limit, drawn.round)
+            example = _in_turn(searches, ranks, seed, limit, search_plan.round)
         else:
-            ranks.start(1)  # it takes Cases of any world size
-            found = searches[0].find(limit, seed)
+            ranks.start(1)  # a simulation takes Cases of any world size
+            example = searches[0].find(limit, seed)
     finally:
         ranks.close()
-    examples = sum(search.examples for search in searches) + (found is not None)
-    return found, examples, sum(search.seconds for search in searches)
+    examples = sum(search.examples for search in searches) + (example is not None)
+    return example, examples, sum(search.seconds for search in searches)
 
 
 def _in_turn(searches: Sequence[Search], ranks: Backend, seed: str, limit: int, size: int) -> Counterexample | None:
@@ -206,20 +207,20 @@ def _in_turn(searches: Sequence[Search], ranks: Backend, seed: str, limit: int, 
     size: examples of the first round; each round is twice as long as the one before.
     """
     before = -1
-    while before < (held := sum(search.examples for search in searches)) < limit:
-        before = held
+    while before < (passed := sum(search.examples for search in searches)) < limit:
+        before = passed
         for search in searches:
             ranks.start(search.world)
-            left = limit - sum(other.examples for other in searches)
-            found = search.find(search.examples + min(size, left), f"{seed}/{search.world}/{size}")
-            if found is not None:
-                return found
+            remaining = limit - sum(other.examples for other in searches)
+            example = search.find(search.examples + min(size, remaining), f"{seed}/{search.world}/{size}")
+            if example is not None:
+                return example
         size *= 2
     return None
 
 
 def totals(outcomes: Sequence[Outcome]) -> dict[str, int]:
-    """Numbers of defects: all, killed, survived, killed within `SOON` examples."""
+    """Count the defects: all, killed, survived, killed within `SOON` examples."""
     killed = [outcome for outcome in outcomes if outcome.killed]
     return {
         "defects": len(outcomes),

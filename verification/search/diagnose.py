@@ -1,7 +1,7 @@
-"""What the simulation says of a failure that was found elsewhere, or that it sees as wrong numbers only.
+"""Diagnosis of a failure in the simulation.
 
-Over gloo or NCCL, a receive buffer that is read before its message was waited for gives a wrong result, a message that
-is too long ends its receiver, and ranks that wait in a circle hang. The same subject in the simulation may tell why.
+Over gloo or NCCL, a receive buffer that is read before its wait gives a wrong result, an overlong message kills its
+receiver, and a cyclic wait hangs. The same subject may fail in the simulation with the cause.
 """
 
 from __future__ import annotations
@@ -12,35 +12,35 @@ from verification.failures import RankFailure, VerificationFailure, WrongResult
 from verification.run.backends import SimBackend
 from verification.run.simulation.eager_delivery import DeliveryPolicy, Route
 from verification.search.experiment import Experiment
-from verification.search.shrinking import failure_on, look
+from verification.search.shrinking import check_subject, failure_on
 
 
 def cause_in(simulation: SimBackend, experiment: Experiment, subject: Any, failure: VerificationFailure) -> str | None:
-    """A sentence on the cause of the failure, where the simulation knows more of it than the failure says. Raises
-    what `look` raises."""
-    seen = failure_on(experiment, simulation, subject)
-    if isinstance(seen, WrongResult):
+    """Return a sentence on the cause of the failure; None if the simulation shows no more than the failure. Raises
+    ToolError."""
+    simulated = failure_on(experiment, simulation, subject)
+    if isinstance(simulated, WrongResult):
         early = read_too_early(simulation, experiment, subject)
         return None if early is None else f"in the simulation: {early}"
-    if isinstance(seen, RankFailure) and seen.headline != getattr(failure, "headline", None):
-        return f"in the simulation, {seen.kind}: {seen.headline}"
+    if isinstance(simulated, RankFailure) and simulated.headline != getattr(failure, "headline", None):
+        return f"in the simulation, {simulated.kind}: {simulated.headline}"
     return None
 
 
 def read_too_early(simulation: SimBackend, experiment: Experiment, subject: Any) -> str | None:
-    """Which receive buffer is read before its message was waited for, in words; None if it cannot be told. The subject
-    holds with all messages arriving at once, and is wrong with that one held back until its wait: found by halving."""
-    met: dict[Route, str] = {}
+    """Name the receive buffer that is read before its wait; None if there is none. The subject holds if all messages
+    arrive at once, and fails if this one is delayed until its wait: bisection finds it."""
+    names: dict[Route, str] = {}
 
     def wrong_with(late: list[Route]) -> bool:
         simulation.delivery = DeliveryPolicy(frozenset(late))
-        failure = look(experiment, simulation, subject)[1]
-        met.update(simulation.delivery.received)
+        failure = check_subject(experiment, simulation, subject)[1]
+        names.update(simulation.delivery.received)
         return isinstance(failure, WrongResult)
 
     try:
         simulation.delivery = DeliveryPolicy()
-        if look(experiment, simulation, subject)[1] is not None:
+        if check_subject(experiment, simulation, subject)[1] is not None:
             return None
         suspects = list(simulation.delivery.received)
         if not wrong_with(suspects):
@@ -52,6 +52,6 @@ def read_too_early(simulation: SimBackend, experiment: Experiment, subject: Any)
         reader = experiment.case_of(subject).ranks[route[1]]
         if not wrong_with(suspects):
             return None
-        return f"rank {reader} reads the receive buffer of {met[route]} before that message was waited for"
+        return f"rank {reader} reads the receive buffer of {names[route]} before that message was waited for"
     finally:
         simulation.delivery = None

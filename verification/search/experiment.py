@@ -1,4 +1,4 @@
-"""An experiment: what Hypothesis draws, how one subject is checked, and how a failing one is saved."""
+"""An experiment: the strategy of its subjects, their check, and their record."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from verification.run.backends import Backend
 
 
 class ToolError(BaseException):
-    """The machinery itself failed on an example. No `Exception`, so that Hypothesis lets it through at once."""
+    """Failure of the tool itself on an example. Not an `Exception`, so that Hypothesis passes it on at once."""
 
 
 def case_record(case: Case) -> dict[str, Any]:
-    """A Case as JSON has it."""
+    """Return a Case as a JSON object."""
     data: dict[str, Any] = json.loads(case.to_json())
     return data
 
 
 def on_device(case: Case, device: str) -> Case:
-    """The Case there, with kernel "auto" in place of a fused one that does not exist there, or does not take it."""
-    there = case.kernel != "cudnn" and (case.kernel != "flash" or fused_on_gpus(case) or device == "cpu")
-    return replace(case, device=device, kernel=case.kernel if there else "auto")
+    """Return the Case on that device, with kernel "auto" in place of a fused one that the device or Case rules out."""
+    supported = case.kernel != "cudnn" and (case.kernel != "flash" or fused_on_gpus(case) or device == "cpu")
+    return replace(case, device=device, kernel=case.kernel if supported else "auto")
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """Something that Hypothesis draws subjects for: by default a subject is a Case, and a failure breaks one of the
-    properties of `verification.check.properties`.
+    """A strategy of subjects with their check. By default a subject is a Case, and a failure breaks a property of
+    `verification.check.properties`.
 
-    draw          by world size: a strategy of subjects
-    check         by title of a property or law: worst error / bound; raises VerificationFailure
-    case_of       a subject's Case, or what takes its place (`verification.protocols.Example`)
-    with_case     a subject with another Case in place of its own
-    moved         a Case as it runs on the device "cpu" or "cuda"
-    record_of     what of a subject is saved, and replayed
-    property_of   of a subject and its failure: the title of what is broken
-    pushes        whether Hypothesis is to look for larger errors: it then draws around what had the largest
-    on_fewer      whether a failure is looked for on fewer real processes, too; in a simulation it always is
-    fewest_ranks  on which there is anything to draw
-    premise       raises ValueError for a subject that could not be drawn, so that one with less in it can be tried
-                  (`verification.search.simplify`). None: nothing is left out of subjects
+    draw          strategy of subjects, by world size
+    check         worst error / bound, by title of the property or law; raises VerificationFailure
+    case_of       the Case of a subject, or another `verification.protocols.Example`
+    with_case     the subject with another Case
+    moved         the Case on the device "cpu" or "cuda"
+    record_of     the JSON object of a subject, saved and replayed
+    property_of   title of the property or law that a failure of the subject breaks
+    targets_error True if Hypothesis should draw around the subjects with the largest errors
+    on_fewer      True if failures are searched for on fewer real processes, too; in a simulation they always are
+    fewest_ranks  smallest world size with subjects
+    premise       raises ValueError for a subject that cannot be drawn: it validates simpler subjects
+                  (`verification.search.simplify`). None: subjects are not simplified
     """
 
     name: str
@@ -66,7 +66,7 @@ class Experiment:
     premise: Callable[[Any], None] | None = None
 
     def placed(self, subject: Any, backend: str) -> Any:
-        """The subject as it runs on the backend of that name: on GPUs for "nccl", else on the CPU."""
+        """Return the subject for the backend of that name: on GPUs for "nccl", else on the CPU."""
         case: Example = self.case_of(subject)
         device = "cuda" if backend == "nccl" else "cpu"
         return subject if case.device == device else self.with_case(subject, self.moved(case, device))

@@ -1,6 +1,6 @@
-"""The failure that is being shrunk: what it looks like, and where it is looked for.
+"""State of the shrinking of a failure: its signature, and the backend on which smaller subjects run.
 
-That is the simulation, if it shows there: a hang is found there without waiting, on any number of ranks.
+That is the simulation if the failure shows there: it detects a hang without a timeout, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -13,38 +13,40 @@ from verification.failures import RankHang, VerificationFailure
 from verification.run.backends import Backend
 from verification.search.experiment import Counterexample, Experiment, ToolError
 
-Signature = tuple[str, str]  # kind and property: failures that agree in both are one
+Signature = tuple[str, str]  # (kind, property): failures that agree in both are duplicates
 
 
-def look(experiment: Experiment, place: Backend, subject: Any) -> tuple[dict[str, float], VerificationFailure | None]:
-    """The ratios of a subject that holds there, or what is wrong with it. Raises ToolError for any other exception."""
+def check_subject(
+    experiment: Experiment, place: Backend, subject: Any
+) -> tuple[dict[str, float], VerificationFailure | None]:
+    """Return the ratios of a subject that holds, or its failure. Raises ToolError for any other exception."""
     try:
         return experiment.check(place, experiment.placed(subject, place.name)), None
     except VerificationFailure as failure:
         return {}, failure
-    except Exception as error:  # not the ranks' fault: no example is to be shrunk for it
+    except Exception as error:  # a fault of the tool: do not shrink it
         raise ToolError(f"{experiment.name}, {experiment.record_of(subject)}: {error!r}") from error
 
 
 def failure_on(experiment: Experiment, place: Backend, subject: Any) -> VerificationFailure | None:
-    """What is wrong with the subject on that backend, with as many ranks as the subject has."""
+    """Return the failure of the subject on that backend, with the subject's world size; None if it holds."""
     place.start(experiment.case_of(subject).world)
-    return look(experiment, place, subject)[1]
+    return check_subject(experiment, place, subject)[1]
 
 
-def signature(experiment: Experiment, found: Counterexample) -> Signature:
-    return found.failure.kind, experiment.property_of(found.subject, found.failure)
+def signature(experiment: Experiment, example: Counterexample) -> Signature:
+    return example.failure.kind, experiment.property_of(example.subject, example.failure)
 
 
 @dataclass(frozen=True)
 class Shrinking:
-    """first: the failure as it was found. shown: the same as it shows on `place`, where it is shrunk. No smaller
-    subject is tried after `deadline`, by `time.perf_counter`."""
+    """A failure being shrunk. first: the original failure. shown: the same failure on `place`, where it is shrunk.
+    expected: its signature. No smaller subject is tried after `deadline` (`time.perf_counter`)."""
 
     first: Counterexample
     shown: Counterexample
     place: Backend
-    wanted: Signature
+    expected: Signature
     deadline: float
 
     @classmethod
@@ -56,7 +58,7 @@ class Shrinking:
         shrink_backend: Backend | None,
         budget: float,
     ) -> Shrinking:
-        """On the shrink backend if the failure shows there, else on the backend on which it was found."""
+        """Begin on the shrink backend if the failure shows there, else on the original backend."""
         deadline = time.perf_counter() + budget
         if shrink_backend is not None:
             failure = failure_on(experiment, shrink_backend, first.subject)
@@ -67,5 +69,5 @@ class Shrinking:
 
 
 def is_costly(failure: VerificationFailure, place: Backend) -> bool:
-    """Whether each smaller subject that fails alike costs a timeout."""
+    """Return True if each smaller subject that fails in the same way costs a timeout."""
     return isinstance(failure, RankHang) and place.name != "sim"

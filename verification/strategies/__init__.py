@@ -1,1 +1,1 @@
-"""What is drawn: Cases."""
+"""Hypothesis strategies that draw Cases."""

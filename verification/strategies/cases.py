@@ -1,10 +1,9 @@
 """Hypothesis strategies that draw Cases, from the small end up.
 
-Two rules shape this file. *Shrinking*: the first entry of every `sampled_from` is the simplest one (dense,
-contiguous, ring, float32, no bucket), and every integer grows with what it stands for, so Hypothesis'
-ordinary shrinking ends at the Case that a person would have written. *Cost*: a draw costs about 20 us, and an
-example on two ranks takes 5 ms, so a Case is made of about twenty flat draws; permutations, ranges and
-per-head offsets are decoded from one integer each.
+Two rules shape this file. *Shrinking*: the first entry of every `sampled_from` is the simplest one (dense, contiguous,
+ring, float32, no bucket), and larger integers stand for larger things, so Hypothesis' ordinary shrinking ends at the
+Case that a person would have written. *Cost*: a draw costs about 20 us, and an example on two ranks takes 5 ms, so a
+Case is made of about twenty flat draws; permutations, ranges and per-head offsets are decoded from one integer each.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from verification.strategies.documents import MOST_FUSED, fused_documents, packe
 
 Draw = st.DrawFn
 
-LEAST_FUSED = 16  # keys of a call: with fewer the math kernel takes it
+LEAST_FUSED = 16  # keys of a call; the math kernel takes calls with fewer
 
-# Small sequences find most defects and cost least; blocks of rows and full vectors of keys take longer ones.
+# Small sequences find most defects and cost least; blocks of rows and full vectors of keys need longer ones.
 _ceilings = st.sampled_from((8, 16, 32, MOST_TOKENS, MOST_TOKENS, MOST_TOKENS))
 _tokens = {ceiling: st.integers(1, ceiling) for ceiling in (8, 16, 32, MOST_TOKENS)}
 _least_tokens = st.integers(1, 8)
@@ -40,18 +39,18 @@ _orders = st.sampled_from(
 _exchanges = st.sampled_from(("ring", "direct", "gather"))
 _kernels = st.sampled_from(("auto", "math", "flash"))
 _lse = st.sampled_from(("unused", "returned", "differentiated", "alone", "apart"))
-# Every Case has a second run, so the rare ways of it come as often as the plain one. Those that find most come twice;
-# and more often those that are several: with or without autocast, lse or documents, of this type or that.
+# Every Case has a second run, so the special ones come as often as the plain one. The most effective ones come twice;
+# those with several variants (autocast, lse, documents, dtype) come more often.
 _again = st.sampled_from((
     *("alike", "alike", "apart", "dtype", "graph", "unchecked", "group", "between", "q", "k", "v", "qk", "qv", "kv"),
     *("no_grad", "backward", "pipelined", "shared", "meta", "autocast", "backward", "pipelined", "shared", "meta"),
     *("graph", "graph", "graph", "written", "written", "written"),
 ))  # fmt: skip
-# 0 and negative factors are legal: a falsy scale is not a missing one.
+# 0 and negative scales are valid: a falsy scale is not a missing one.
 _scales = st.sampled_from((None, None, None, 1.0, 0.25, 2.0, 0.0, -0.5, -1.0))
 _score_scales = st.sampled_from((1.0, 1.0, 0.1, 4.0, 32.0, 32.0))
 _values = st.sampled_from(("normal", "normal", "normal", "ties", "onehot", "constant", "flat", "tiny", "huge"))
-_fused_tokens = st.integers(1, MOST_FUSED)  # few too, so that a failure shrinks
+_fused_tokens = st.integers(1, MOST_FUSED)  # few tokens too, so that a failure shrinks
 _fused_segments = st.sampled_from((None, 16, 32, 48, 64))
 _fused_windows = st.sampled_from((None, None, None, 15, 16, 20, 31, 40))
 _fused_orders = st.sampled_from(("contiguous", "zigzag", "striped", "paired"))
@@ -72,12 +71,12 @@ _branch_counts = st.sampled_from((2, 2, 3, 4))
 
 
 def _segment(draw: Draw, tokens: int) -> int | None:
-    """A segment length: None (the whole sequence), then short ones, up to somewhat longer than the sequence."""
+    """Draw a segment length: None (the whole sequence), then short ones, up to a bit longer than the sequence."""
     return draw(st.integers(0, tokens + 4)) or None
 
 
 def _offset(draw: Draw, dilation: int, heads: int) -> int | tuple[int, ...]:
-    """An offset for a branch that serves so many query heads: one for all, or one for each."""
+    """Draw the offset of a branch with that many query heads: one for all, or one for each."""
     if dilation == 1:
         return 0
     rule = draw(_rules)
@@ -93,18 +92,18 @@ def _offset(draw: Draw, dilation: int, heads: int) -> int | tuple[int, ...]:
 
 
 def _any_heads(draw: Draw, dilation: int, segment: int | None, heads: int) -> Branch:
-    """A branch for all heads or some."""
+    """Draw a branch for all heads or a range of them."""
     served = head_range(draw(st.integers(0, heads * (heads + 1) // 2)), heads)
     return Branch(segment, dilation, _offset(draw, dilation, heads if served is None else len(served)), served)
 
 
 def _twins(draw: Draw, dilation: int, segment: int | None, heads: int) -> tuple[Branch, ...]:
-    """A branch for each query head, all with as many rows in a segment: where heads share a key/value head, branches
-    read the same keys, or those between."""
-    divided = segment is not None and segment % dilation == 0
+    """Draw a branch for each query head, all with the same number of rows in a segment: branches of heads that share a
+    key/value head read the same keys, or the keys between."""
+    divisible = segment is not None and segment % dilation == 0
     branches = []
     for head in range(heads):
-        if divided and draw(_quarters) == 3:
+        if divisible and draw(_quarters) == 3:
             branches.append(Branch(segment // dilation if segment else None, 1, 0, range(head, head + 1)))
         else:
             branches.append(Branch(segment, dilation, draw(_quarters) % dilation, range(head, head + 1)))
@@ -112,7 +111,7 @@ def _twins(draw: Draw, dilation: int, segment: int | None, heads: int) -> tuple[
 
 
 def pattern_of(draw: Draw, tokens: int, heads: int) -> Pattern:
-    """All kinds begin with the same draws, so that shrinking can step from a kind to a simpler one."""
+    """Draw a pattern. All kinds begin with the same draws, so that shrinking can step to a simpler kind."""
     kind = draw(_kinds)
     causal = draw(_flags)
     if kind == "dense":
@@ -121,10 +120,10 @@ def pattern_of(draw: Draw, tokens: int, heads: int) -> Pattern:
     if kind == "branch" or (kind == "groups" and heads == 1):
         return Pattern((Branch(segment, dilation, _offset(draw, dilation, heads)),), causal)
     if kind == "mixture":  # of anything: overlapping, equal or missing heads, the same branch twice
-        parts = [_any_heads(draw, dilation, segment, heads)]
+        branches = [_any_heads(draw, dilation, segment, heads)]
         for _ in range(draw(_branch_counts) - 1):
-            parts.append(_any_heads(draw, draw(_dilations), _segment(draw, tokens), heads))
-        return Pattern(tuple(parts), causal)
+            branches.append(_any_heads(draw, draw(_dilations), _segment(draw, tokens), heads))
+        return Pattern(tuple(branches), causal)
     if kind == "twins":
         return Pattern(_twins(draw, dilation, segment, heads), causal)
     # The named constructors: segments and dilations grow together, as the paper has it.
@@ -140,13 +139,13 @@ def pattern_of(draw: Draw, tokens: int, heads: int) -> Pattern:
 
 
 def _members(draw: Draw, world: int) -> tuple[int, ...]:
-    """Some of the ranks, at least one: the bits of one number."""
+    """Draw a non-empty subset of the ranks, as the bits of one number."""
     bits = draw(st.integers(1, 2**world - 1))
     return tuple(rank for rank in range(world) if bits >> rank & 1)
 
 
 def cuts_of(draw: Draw, tokens: int, size: int) -> tuple[int, ...] | None:
-    """Where the order is cut into shards: evenly (None), or anywhere, so that some shards are empty."""
+    """Draw the cuts of the order into shards: even ones (None), or random ones, some of which leave shards empty."""
     if draw(_quarters) < 3:
         return None
     cut = st.integers(0, tokens)
@@ -154,8 +153,8 @@ def cuts_of(draw: Draw, tokens: int, size: int) -> tuple[int, ...] | None:
 
 
 def bucket_of(draw: Draw, tokens: int) -> int | None:
-    """None, a small part of the sequence, or anything up to twice its length. One token at a time only for short
-    sequences: for long ones that takes ten times as long as any other Case, and finds nothing more."""
+    """Draw None, a small part of the sequence, or up to twice its length. Only short sequences get a bucket of one
+    token: with long ones it takes ten times as long as any other Case, and finds nothing more."""
     choice = draw(_quarters)
     if choice < 2:
         return None
@@ -166,9 +165,9 @@ def bucket_of(draw: Draw, tokens: int) -> int | None:
 
 
 def fused(draw: Draw, case: Case) -> Case:
-    """For the fused kernels, which take few tiles of the other Cases: stretches of many keys, a scale that is mostly
-    positive, no gradient through lse. Short segments, and documents of one length, share a call, as folds of it.
-    Windows reach as many keys as make a call. Some vectors are one component, whose stride such a kernel passes over.
+    """Adapt a Case to the fused kernels, which take few tiles of other Cases: long ranges of keys, a mostly positive
+    scale, no gradient through lse. Short segments, and documents of equal length, share a call as its folds. Windows
+    span enough keys for a call. Some vectors repeat one component, whose stride of 0 such a kernel ignores.
     """
     tokens = max(draw(_fused_tokens), draw(_tokens[MOST_TOKENS]))
     segment = draw(_fused_segments)
@@ -192,19 +191,19 @@ def fused(draw: Draw, case: Case) -> Case:
 
 @st.composite
 def cases(draw: Draw, world: int) -> Case:
-    """Cases for a world of that many ranks.
+    """Draw a Case for a world of that many ranks.
 
-    They cover every order of tokens, uneven cuts with empty shards, fewer tokens than ranks, subgroups; patterns of one
-    branch or mixtures, segments and dilations that are too long, offsets per query head; windows of any length;
-    documents, which end at shards' ends or beside them; MQA and GQA; every dtype, exchange and kernel.
+    Cases cover every order of tokens, uneven cuts with empty shards, fewer tokens than ranks, subgroups; patterns of
+    one branch or mixtures, segments and dilations beyond the sequence, offsets per query head; windows of any length;
+    documents that end at shards' ends or beside them; MQA and GQA; every dtype, exchange and kernel.
     """
-    # The larger of two draws: Hypothesis likes the ends of a range, and a fifth of all Cases would have a single token.
+    # The larger of two draws: Hypothesis prefers the ends of a range, and a fifth of all Cases would have one token.
     tokens = max(draw(_tokens[draw(_ceilings)]), draw(_least_tokens))
     heads, kv_heads = draw(_heads)
     # Nearly always all ranks take part.
     group = None if world == 1 or draw(_eighths) < 7 else _members(draw, world)
     kernel, again = draw(_kernels), draw(_again)
-    measured = draw(_sixteenths) == 15  # rarely: it makes the runs three times as long
+    measured = draw(_sixteenths) == 15  # rarely: it triples the time of the run
     case = Case(
         world=world, group=group, tokens=tokens, order=draw(_orders),
         cuts=cuts_of(draw, tokens, world if group is None else len(group)), pattern=pattern_of(draw, tokens, heads),
@@ -216,7 +215,7 @@ def cases(draw: Draw, world: int) -> Case:
     )  # fmt: skip
     pattern = windowed(draw, case.pattern, tokens, len(case.ranks))
     case = replace(case, pattern=replace(pattern, documents=packed(draw, case)))
-    if again == "meta" and draw(_flags):  # such calls make tensors that others do not need
+    if again == "meta" and draw(_flags):  # such calls create tensors that other calls do not
         return shifted(draw, case)
     if kernel != "math" and draw(_quarters) == 3:
         return fused(draw, case)
@@ -225,13 +224,13 @@ def cases(draw: Draw, world: int) -> Case:
 
 @st.composite
 def long_cases(draw: Draw, world: int) -> Case:
-    """Cases of a few hundred scores a row, in which memory shows: one rank holds most of the tokens, few numbers make a
-    head, and there are many query heads for a key/value head. Measured."""
+    """Draw a measured Case with over a hundred scores a row, in which memory shows: one rank holds most of the tokens,
+    heads are narrow, and many query heads share a key/value head."""
     tokens = draw(st.integers(128, 160))
-    size = draw(st.integers(0, tokens // 4))  # tokens of all other ranks together
-    few = sorted(draw(st.integers(0, size)) for _ in range(world - 1))
-    least = draw(st.integers(0, world - 1))  # ranks before the one that holds most
-    cuts = (0, *few[:least], *(tokens - size + cut for cut in few[least:]), tokens)
+    others = draw(st.integers(0, tokens // 4))  # tokens of all other ranks together
+    inner = sorted(draw(st.integers(0, others)) for _ in range(world - 1))
+    before = draw(st.integers(0, world - 1))  # ranks before the one that holds most
+    cuts = (0, *inner[:before], *(tokens - others + cut for cut in inner[before:]), tokens)
     heads, kv_heads = draw(st.sampled_from(((16, 1), (12, 1), (16, 2))))
     return Case(
         world=world, group=None, tokens=tokens, order=draw(_orders), cuts=cuts, pattern=Pattern.dense(draw(_flags)),
@@ -243,7 +242,7 @@ def long_cases(draw: Draw, world: int) -> Case:
 
 
 def other_sharding(draw: Draw, case: Case) -> dict[str, object]:
-    """What to change of a Case so that other ranks compute the same in another way."""
+    """Draw another group, layout, exchange and bucket, which must not change the results of a Case."""
     group = _members(draw, case.world) if case.world > 1 else None
     return {
         "group": group, "order": draw(_orders),
@@ -253,5 +252,5 @@ def other_sharding(draw: Draw, case: Case) -> dict[str, object]:
 
 
 def permutation_of(draw: Draw, size: int) -> tuple[int, ...]:
-    """Any order of range(size)."""
+    """Draw a permutation of range(size)."""
     return permutation(draw(st.integers(0, math.factorial(size) - 1)), range(size), size)

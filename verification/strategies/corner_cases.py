@@ -1,4 +1,4 @@
-"""Cases that would hardly ever be drawn: each needs several things at a time, and is made of a drawn one."""
+"""Corner cases: each needs a combination of fields that is hardly ever drawn, and is made from a drawn Case."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from verification.strategies.decoding import digits
 
 Draw = st.DrawFn
 
-MOST_TOKENS = 64  # of all but few Cases
-_MOST_DEALT = 60  # for few ranks
+MOST_TOKENS = 64  # of nearly all Cases
+_MOST_DEALT = 60  # tokens of `_dealt` on few ranks
 _flags = st.booleans()
 _quarters = st.integers(0, 3)
 _eighths = st.integers(0, 7)
@@ -25,9 +25,9 @@ _many_heads = st.sampled_from(((4, 4), (5, 5), (8, 4), (8, 2), (9, 3), (6, 2)))
 
 
 def _apart(draw: Draw, case: Case) -> Case:
-    """On at least four ranks: ranks half the ring apart share long segments, neighbours at most short ones. So the
-    messages of `direct` to one distance are longer than the bucket, and those before and after them fit into one. No
-    documents, which would divide the long segments."""
+    """Use four ranks or more: ranks half the ring apart share long segments, neighbours at most short ones. So the
+    messages of `direct` at one distance exceed the bucket, and those before and after it fit. There are no documents,
+    which would divide the long segments."""
     size = len(case.ranks)
     shard = max(8, case.tokens // size)
     branches = Branch(2 * shard), Branch(3 + draw(_quarters))
@@ -38,7 +38,7 @@ def _apart(draw: Draw, case: Case) -> Case:
 
 
 def _two_in_a_round(draw: Draw, case: Case) -> Case:
-    """On at least four ranks: messages of `direct` of which two fit into the bucket, and three do not."""
+    """Use four ranks or more, and messages of `direct` of which two fit into the bucket, and three do not."""
     size = len(case.ranks)
     shard = max(4, case.tokens // size)
     return replace(
@@ -48,7 +48,7 @@ def _two_in_a_round(draw: Draw, case: Case) -> Case:
 
 
 def _masked_by_position(draw: Draw, case: Case) -> Case:
-    """On at least three ranks: keys of several of them in one call, in an order that only their positions tell."""
+    """Use three ranks or more, and one call with keys of several of them, in an order that only positions determine."""
     branch = Branch(None if draw(_flags) else case.tokens, 1 + draw(_flags))
     return replace(
         case, order="hilbert" if draw(_flags) else "shuffled", cuts=None, exchange="direct", bucket=None,
@@ -57,9 +57,8 @@ def _masked_by_position(draw: Draw, case: Case) -> Case:
 
 
 def shifted(draw: Draw, case: Case) -> Case:
-    """Heads whose grids are shifted against each other, over ranges that lie anywhere. Most such Cases make calls that
-    take listed rows along from head to head; hardly any other Case does. The grids run through the whole sequence, so
-    there are no documents."""
+    """Shift the grids of the heads against each other, over permuted ranges. Most such Cases make calls whose listed
+    rows move from head to head; few other Cases do. The grids span the whole sequence, so there are no documents."""
     heads, dilation = 3 + draw(_quarters) % 3, 5 + draw(_flags)
     return replace(
         case, tokens=MOST_TOKENS - draw(_sixteenths), order="permuted", cuts=None, heads=heads, kv_heads=heads,
@@ -69,8 +68,8 @@ def shifted(draw: Draw, case: Case) -> Case:
 
 
 def _many_documents(draw: Draw, case: Case) -> Case:
-    """On two or three ranks, striped: many documents, of each of which every rank has a few rows that are no
-    neighbours. So a message has more ranges of rows than are copied one by one."""
+    """Use two or three ranks in striped order, and many documents: every rank has a few rows of each document that are
+    not adjacent. So a message has more ranges of rows than are copied one by one."""
     heads, length, rate = 3, 7 + draw(_quarters), 5 - len(case.ranks)
     branch = Branch(None, rate, tuple(head % rate for head in range(heads)))
     documents = (*(length,) * (MOST_TOKENS // length), draw(_quarters))
@@ -82,7 +81,7 @@ def _many_documents(draw: Draw, case: Case) -> Case:
 
 
 def _uneven(draw: Draw, case: Case) -> Case:
-    """Heads that have either of two offsets. Those of one are mostly no regular rectangle, and so are listed."""
+    """Give each head one of two offsets. The heads of one offset are mostly no regular range, and so are listed."""
     branch = case.pattern.branches[0]
     heads, kv_heads = draw(_many_heads)
     offsets = digits(draw(st.integers(0, 2**heads - 1)), 2, heads)
@@ -91,8 +90,8 @@ def _uneven(draw: Draw, case: Case) -> Case:
 
 
 def _uneven_slots(draw: Draw, case: Case) -> Case:
-    """Striped, short segments in short documents: a rank's query rows of several segments lie at equal distances, the
-    slots of the keys that it receives for them do not."""
+    """Use short segments in short documents, in striped order: a rank's query rows of several segments have equal
+    steps, but the slots of the received keys do not."""
     lengths = tuple(2 + length for length in digits(draw(st.integers(0, 5**12 - 1)), 5, 12))
     branch = Branch(4 + draw(_quarters), heads=None if draw(_flags) else range(case.heads))
     return replace(
@@ -103,8 +102,8 @@ def _uneven_slots(draw: Draw, case: Case) -> Case:
 
 
 def _nearly_equal_segments(draw: Draw, case: Case) -> Case:
-    """A branch for each head, all with as many rows in a segment at equal steps, some with segments shorter by a token:
-    only the distances of their segments tell them apart."""
+    """Give each head a branch with as many rows in a segment, some with segments shorter by a token: the branches
+    differ only in the distance of their segments."""
     heads, rate, rows, folds = 2 + draw(_quarters), 2 + draw(_quarters), 1 + draw(_quarters), 2 + draw(_flags)
     segment = rows * rate
     branches = tuple(Branch(segment - draw(_flags), rate, 0, range(head, head + 1)) for head in range(heads))
@@ -116,8 +115,8 @@ def _nearly_equal_segments(draw: Draw, case: Case) -> Case:
 
 
 def _narrow_beside_wide(draw: Draw, case: Case) -> Case:
-    """On two to four ranks: rows of all heads that no other rank needs, beside rows of one head that travel, in
-    messages longer than the bucket. What a buffer must hold beyond the bucket goes by the latter."""
+    """Use two to four ranks: local rows have all heads, sent rows have one head, and messages exceed the bucket. The
+    space of a buffer beyond the bucket depends on the sent rows."""
     heads = 2 + draw(_flags)
     shard = heads * (4 + draw(_quarters))
     local = Branch(shard // (1 + draw(_flags)) if shard % 2 == 0 else shard)
@@ -129,11 +128,11 @@ def _narrow_beside_wide(draw: Draw, case: Case) -> Case:
 
 
 def _dealt(draw: Draw, case: Case) -> Case:
-    """Positions dealt like cards: a rank has three hands, one after the other, and a segment, or a document, has one
-    card of each, or two. So a rank's rows of one segment lie apart, with those of other segments between them: nothing
-    else makes a whole shard one regular tile whose rows are in another order than the shard's."""
-    hands = HANDS * len(case.ranks)
-    segment = hands * draw(_twice)
+    """Give each rank three interleaved stripes, and each segment or document one position of each stripe, or two. So a
+    segment's rows are not adjacent in the shard: no other Case makes a whole shard one regular tile whose rows are in
+    another order than the shard's."""
+    stripes = HANDS * len(case.ranks)
+    segment = stripes * draw(_twice)
     count = draw(st.integers(2, max(2, _MOST_DEALT // segment)))
     packed, causal = draw(_flags), case.pattern.causal
     branch, documents = (Branch(), (segment,) * count) if packed else (Branch(segment), None)
@@ -144,12 +143,12 @@ def _dealt(draw: Draw, case: Case) -> Case:
 
 
 def _blind(draw: Draw, case: Case) -> Case:
-    """No query sees any key, since the offset lies past the segments. Without this, some runs have no such Case."""
+    """Hide all keys from all queries: the offset lies past the segments. Without this, some runs have no such Case."""
     segment = 1 + draw(_quarters)
     return replace(case, pattern=replace(case.pattern, branches=(Branch(segment, segment + 1, segment),)))
 
 
-# By a number below 16: how many ranks it needs at least, and takes at most, and what is made.
+# By a number below 16: fewest ranks, most ranks, and the function that makes the Case.
 RARE: dict[int, tuple[int, int, Callable[[Draw, Case], Case]]] = {
     4: (2, 4, _uneven_slots),
     5: (1, 1024, _nearly_equal_segments),
@@ -167,11 +166,11 @@ RARE: dict[int, tuple[int, int, Callable[[Draw, Case], Case]]] = {
 
 
 def rare(draw: Draw, case: Case) -> Case:
-    """Now and then one of those that would hardly ever be drawn."""
+    """Turn some Cases into corner cases."""
     if draw(_eighths) == 7 and draw(_eighths) == 7:
         return _blind(draw, case)
-    found = RARE.get(draw(_sixteenths))
-    if found is None:
+    corner = RARE.get(draw(_sixteenths))
+    if corner is None:
         return case
-    fewest, most, make = found
+    fewest, most, make = corner
     return make(draw, case) if fewest <= len(case.ranks) <= most else case

@@ -1,4 +1,4 @@
-"""Integers that stand for arrangements, ranges and lists, so that one draw makes each."""
+"""Integers decoded into permutations, ranges and lists, so that each takes one draw."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ Item = TypeVar("Item")
 
 
 def permutation(index: int, items: Sequence[Item], size: int) -> tuple[Item, ...]:
-    """The index-th arrangement (0 <= index < perm(len(items), size)) of `size` of the items; 0 keeps their order."""
-    left, chosen = list(items), []
+    """Return the index-th arrangement (0 <= index < perm(len(items), size)) of `size` items; 0 keeps the order."""
+    remaining, chosen = list(items), []
     for _ in range(size):
-        index, pick = divmod(index, len(left))
-        chosen.append(left.pop(pick))
+        index, pick = divmod(index, len(remaining))
+        chosen.append(remaining.pop(pick))
     return tuple(chosen)
 
 
 def head_range(index: int, heads: int) -> range | None:
-    """The index-th contiguous range of heads: 0 is all of them (None), then single heads, then longer ranges."""
+    """Return the index-th contiguous range of heads: 0 is all of them (None), then single heads, then longer ranges."""
     if index == 0:
         return None
     index -= 1
@@ -31,9 +31,9 @@ def head_range(index: int, heads: int) -> range | None:
 
 
 def digits(number: int, base: int, count: int) -> tuple[int, ...]:
-    """The lowest `count` digits of a number, least significant first: one draw for the offsets of all heads."""
-    found = []
+    """Return the lowest `count` digits of a number, least significant first: one draw for the offsets of all heads."""
+    lowest = []
     for _ in range(count):
         number, digit = divmod(number, base)
-        found.append(digit)
-    return tuple(found)
+        lowest.append(digit)
+    return tuple(lowest)

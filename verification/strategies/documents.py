@@ -1,7 +1,7 @@
-"""Draws of documents, how a sequence of so many tokens is packed; and of windows, how far a branch reaches.
+"""Draws of documents (lengths of the packed sequences) and of windows (reach of a branch).
 
-None, which is no documents, or no window, is the simplest. All ways begin with the same draws, and lengths are decoded
-from one integer: 0 makes one document of all tokens, and window 0.
+None (no documents, no window) is the simplest. All kinds begin with the same draws, and lengths are decoded from one
+integer: 0 makes one document of all tokens, and window 0.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from verification.case import Case
 
 Documents = tuple[int, ...] | None
 WAYS = ("edges", "cuts", "equal", "among")
-# Of all Cases half are to have some; a few kinds of Cases have none, whatever is drawn here.
+# Half of all Cases should have documents; a few kinds of Cases drop them again.
 _ways = st.sampled_from((*(None,) * len(WAYS), *WAYS * 2))
-_numbers = st.integers(0, 2**24 - 1)  # of more bits Hypothesis mostly draws small ones
+_numbers = st.integers(0, 2**24 - 1)  # with more bits Hypothesis mostly draws small numbers
 _empties = st.integers(0, 7)
 _MOST_EDGES = 6
-_AROUND = 6  # what an edge is, beside the end of a shard: see `_at_cuts`
-_SHORT = 4  # lengths of the documents beside a long one are below
-_BEFORE = 4  # so many short ones are before the long one
-# For fused kernels, which take calls of many keys: documents that fold since they are equally long, and those between.
+_AROUND = 6  # kinds of edges at the end of a shard: see `_at_cuts`
+_SHORT = 4  # upper limit of the lengths of documents beside a long one, exclusive
+_BEFORE = 4  # short documents before the long one
+# For fused kernels, which take calls of many keys: documents of equal length, which fold, mixed with others.
 MOST_FUSED = 128  # tokens of a Case for them
 _FUSED = (*(None,) * 6, (16,), (32,), (16, 32), (24,), (48, 16, 16), (17, 0), (40, 1), (16,), (16,), (32,))
 _fused = st.sampled_from(_FUSED)
 _window_ways = st.sampled_from((*(None,) * 5, "one", "all", "local"))
 _WINDOW_KINDS = 4
-_BEYOND = 4  # tokens, of a window that is longer than everything
+_BEYOND = 4  # tokens by which a window may exceed the sequence
 
 
 def documents_of(draw: st.DrawFn, tokens: int, ends: Sequence[int]) -> Documents:
-    """ends: where some rank's tokens end and another's begin."""
+    """Draw documents of that many tokens. ends: positions between the tokens of two ranks."""
     way = draw(_ways)
     if way is None:
         return None
@@ -51,13 +51,13 @@ def documents_of(draw: st.DrawFn, tokens: int, ends: Sequence[int]) -> Documents
 
 
 def packed(draw: st.DrawFn, case: Case) -> Documents:
-    """For a Case, of whose shards the documents end where they do, or beside them."""
+    """Draw documents for a Case, which may end at the ends of its shards or beside them."""
     return documents_of(draw, case.tokens, ends_of(case.shards()))
 
 
 def fused_documents(draw: st.DrawFn, tokens: int, ranks: int) -> Documents:
-    """Of about so many tokens. Equal ones are twice as many as there are ranks, or a multiple of that, where this makes
-    no sequence of more than MOST_FUSED tokens: every rank then has some that fold."""
+    """Draw documents of about that many tokens. If they are equal, their number is a multiple of twice the number of
+    ranks (up to MOST_FUSED tokens), so that every rank has documents that fold."""
     lengths = draw(_fused)
     if lengths is None:
         return None
@@ -68,13 +68,13 @@ def fused_documents(draw: st.DrawFn, tokens: int, ranks: int) -> Documents:
 
 
 def ends_of(shards: Shards) -> list[int]:
-    """Positions at which a rank's tokens end, at most one for each rank, spread over the sequence."""
+    """Return positions at which a rank's tokens end, at most about one per rank, spread over the sequence."""
     ends = np.flatnonzero(np.diff(shards.holder)) + 1
     return [int(end) for end in ends[:: max(1, len(ends) // len(shards.counts))]]
 
 
 def _digits(number: int, base: int, most: int) -> Iterator[int]:
-    """Those of the number, as many as it has: a smaller one has fewer."""
+    """Yield the digits of the number, at most `most`: a smaller number has fewer."""
     for _ in range(most):
         if not number:
             return
@@ -83,7 +83,7 @@ def _digits(number: int, base: int, most: int) -> Iterator[int]:
 
 
 def _at_cuts(number: int, ends: Iterable[int], tokens: int) -> Iterator[int]:
-    """At each end of a shard nothing, an edge there, before or behind it, or several: a document of one token."""
+    """Yield, for each end of a shard, no edge, one edge near it, or two edges around a document of one token."""
     for end, digit in zip(ends, _digits(number, _AROUND, 24), strict=False):
         for moved in ((), (0,), (-1,), (1,), (0, 1), (-1, 0))[digit]:
             yield min(max(end + moved, 0), tokens)
@@ -94,24 +94,24 @@ def _between(edges: Iterable[int], tokens: int) -> tuple[int, ...]:
 
 
 def _repeated(lengths: Sequence[int], tokens: int) -> tuple[int, ...]:
-    """These lengths again and again; the last document is shorter where they do not add up."""
-    found: list[int] = []
+    """Repeat these lengths; the last document is shorter if they do not add up to the tokens."""
+    documents: list[int] = []
     for length in cycle(lengths):
-        if sum(found) == tokens:
-            return tuple(found)
-        found.append(min(length, tokens - sum(found)))
+        if sum(documents) == tokens:
+            return tuple(documents)
+        documents.append(min(length, tokens - sum(documents)))
     raise ValueError("lengths: there must be one at least")
 
 
 def _among_short_ones(number: int, tokens: int) -> tuple[int, ...]:
-    """Short documents, a long one, and short ones again."""
+    """Return short documents, a long one, and short ones again."""
     short = list(_digits(number, _SHORT, 2 * _BEFORE))
-    kept = [length for length, so_far in zip(short, accumulate(short), strict=True) if so_far < tokens]
-    return (*kept[:_BEFORE], tokens - sum(kept), *kept[_BEFORE:])
+    fitting = [length for length, so_far in zip(short, accumulate(short), strict=True) if so_far < tokens]
+    return (*fitting[:_BEFORE], tokens - sum(fitting), *fitting[_BEFORE:])
 
 
 def _with_empty(lengths: tuple[int, ...], where: int) -> tuple[int, ...]:
-    """Mostly as they are; else with documents of no tokens at the start, at the end, or twice in between."""
+    """Return the lengths, mostly unchanged; else with empty documents at the start, at the end, or two in between."""
     if where < 5:
         return lengths
     at = (0, len(lengths), len(lengths) // 2)[where - 5]
@@ -120,14 +120,14 @@ def _with_empty(lengths: tuple[int, ...], where: int) -> tuple[int, ...]:
 
 # --- windows ----------------------------------------------------------------------------------------------------------
 #
-# What a window makes of a plan depends on what it is as long as: nothing, a step of the grid, a part of the segment, a
-# shard, the segment, or more than there is. Which of these, and by how much it misses it, is decoded from one integer.
-# Most are short: one that is longer than what it could hide shows nothing.
+# The effect of a window on a plan depends on the length that it is close to: 0, a step of the grid, a part of the
+# segment, a shard, the segment, or the sequence. This length and the distance from it are decoded from one integer.
+# Most windows are short: one that is too long to hide anything tests nothing.
 
 
 def windowed(draw: st.DrawFn, pattern: Pattern, tokens: int, ranks: int) -> Pattern:
-    """The pattern, mostly as it is; else one of its branches has a window, or all have, or there is a local branch
-    beside them, as models have it. ranks: those that share the tokens."""
+    """Draw windows for a pattern: mostly none; else for one branch, for all, or for an additional local branch, as in
+    models. ranks: number of ranks that share the tokens."""
     way = draw(_window_ways)
     if way is None:
         return pattern
@@ -148,7 +148,7 @@ def _limited(branch: Branch, number: int, tokens: int, shard: int) -> Branch:
 
 
 def window_of(branch: Branch, number: int, tokens: int, shard: int) -> int:
-    """The window of that number, 0 being none at all. shard: tokens of a rank, about."""
+    """Decode a window from a number; 0 gives window 0. shard: tokens of a rank, about."""
     number, kind = divmod(number, _WINDOW_KINDS)
     rate, span = branch.dilation_rate, min(branch.segment_length or tokens, tokens)
     steps = rate * (number % 5) + number // 5 % rate  # of the grid, and a part of one

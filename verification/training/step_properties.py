@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verification.check.properties import EVERY_RANK_ANSWERS, Property, look_at
+from verification.check.properties import EVERY_RANK_ANSWERS, Property, run_checks
 from verification.failures import WrongResult
 from verification.training.step_checks import STEP_CHECKS, deviations
 from verification.training.step_expectation import StepExpectation
@@ -39,7 +39,7 @@ def check_step(
     ratio of every quantity."""
     try:
         selected = {name: STEP_CHECKS[name] for name in checks}
-        return look_at(STEP_PROPERTIES, selected, case, expectation, observations)
+        return run_checks(STEP_PROPERTIES, selected, case, expectation, observations)
     except WrongResult as failure:
         worst = deviations(expectation, observations)
         listed = ", ".join(f"{quantity} {ratio:.3g}" for quantity, ratio in worst.items())

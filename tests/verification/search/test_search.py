@@ -29,7 +29,7 @@ from verification.run.backends import GlooBackend, SimBackend
 from verification.search.diagnose import cause_in
 from verification.search.experiment import ToolError
 from verification.search.search import Search
-from verification.search.simplify import least, simpler_cases
+from verification.search.simplify import minimize, simpler_cases
 from verification.strategies.cases import cases
 
 pytestmark = pytest.mark.ranks
@@ -150,7 +150,7 @@ def test_what_a_failure_does_not_need_is_left_out(ranks: GlooBackend, fails: Any
 @given(cases(3))
 def test_every_case_with_less_is_another_one_that_is_nearer_to_the_least(case: Case) -> None:
     """Else shrinking would go round in a circle."""
-    assert replace(least(case, lambda simpler: True), dtype="float32") == LEAST
+    assert replace(minimize(case, lambda simpler: True), dtype="float32") == LEAST
     assert all(simpler != case and simpler.to_json() != case.to_json() for simpler in simpler_cases(case))
 
 

@@ -1,4 +1,4 @@
-"""The laws between Cases, each in one place with what it draws, checks and takes for granted."""
+"""The laws between Cases, each in a module with its strategy, its check and its premise."""
 
 from __future__ import annotations
 

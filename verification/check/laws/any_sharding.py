@@ -19,13 +19,13 @@ from verification.strategies.cases import cases, other_sharding
 @st.composite
 def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
     case = without_overflow(draw(cases(world)))
-    if case.lse == "apart":  # whose gradients go by the rank that holds a token
+    if case.lse == "apart":  # its gradients depend on the rank that holds a token
         case = replace(case, lse="differentiated")
     return case, other_sharding(draw, case)
 
 
 def check_anywhere(backend: Backend, case: Case, how: How) -> float:
-    """With another group, layout, exchange and bucket the results differ by no more than the sum of both bounds."""
+    """Results with another group, layout, exchange and bucket differ by no more than the sum of both bounds."""
     other = changed(case, how)
     backend.submit(observe, case, None, False)
     first = expect(case)
@@ -42,7 +42,7 @@ def check_anywhere(backend: Backend, case: Case, how: How) -> float:
 
 SAME_ANYWHERE = Law(
     "same on any ranks, layout, exchange", _draw, check_anywhere,
-    lambda case, how: check_supported(replace(case, **how)),  # a Case looks at the other fields itself
+    lambda case, how: check_supported(replace(case, **how)),  # a Case validates the other fields itself
     how=dict.fromkeys(("group", "order", "cuts", "exchange"), anything) | {"bucket": bounded}, share=0.04,
     cases=TAME | {"gradients that do not go by the rank: lse other than 'apart'": lambda case: case.lse != "apart"},
 )  # fmt: skip

@@ -1,9 +1,9 @@
-"""Where all values are equal, the output is that value: the weights of a row add up to 1, however large its scores.
+"""The output equals the values if all values are equal: the weights of a row add up to 1, however large its scores.
 
-Bounds of rounding grow with the scores, since lse has a last digit: a merge that takes its weights from the rounded lse
-stays within them, and drifts. But each partial result, and a merge of them, is divided by the sum of its own weights,
-so that only the roundings of these sums are left. A row that sees nothing has output 0. Where scores are large, one has
-nearly all the weight; so keys may be equal as well: partial results then weigh as much as they have keys.
+Rounding bounds grow with the scores, since lse has a last digit: a merge that takes its weights from the rounded lse
+stays within them, and drifts. But each partial result, and each merge, is divided by the sum of its own weights, so
+that only the roundings of these sums remain. A row that sees nothing has output 0. Where scores are large, one key has
+nearly all the weight; so keys may be equal as well: each partial result then weighs as much as it has keys.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
 
 
 def check_equal_values(backend: Backend, case: Case, how: How) -> float:
-    """A sum of k numbers has k roundings, a merge a few: in the weights, and in what they are multiplied with."""
+    """The error is at most k roundings for a sum of k numbers and a few for a merge, in weights and in products."""
     counts = counts_of(case, kernel_of(case))
     allowed = 2 * (counts.keys + 8 * counts.merges + 8) * DTYPES[case.dtype]
     edit = InputEdit("equal", int(how["keys_too"]))

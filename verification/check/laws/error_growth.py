@@ -37,7 +37,7 @@ def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
 def check_growth(backend: Backend, case: Case, how: How) -> float:
     """The RMS error of bfloat16 outputs is that of rounding the exact output once, on 1, 2, 4, ... ranks alike.
 
-    Let O be exact, O' what an implementation holds before its last rounding, T >= |O' - O| the a-priori bound without
+    Let O be exact, O' an implementation's output before its last rounding, T >= |O' - O| the a-priori bound without
     that rounding, and r(x) the distance of x to the nearest bfloat16, which changes no faster than x. The result is off
     by at most r(O') + |O' - O| <= r(O) + 2 T; hence, by Minkowski, RMS(error) <= RMS(r(O)) + 2 RMS(T). T is of the
     order of fp32's unit roundoff and r(O) of bfloat16's: any further rounding of partial results to 16 bits stands out,
@@ -63,7 +63,7 @@ def check_growth(backend: Backend, case: Case, how: How) -> float:
 
 
 def _expect_edited(case: Case, edit: InputEdit, inner: bool = False) -> Expectation:
-    """`expect` for edited tensors; `inner` leaves the last rounding of the output out of the bound."""
+    """Return `expect` for edited tensors; `inner` leaves the last rounding of the output out of the bound."""
     arithmetic = arithmetic_of(case)
     if inner:
         arithmetic = replace(arithmetic, u_out=0.0)

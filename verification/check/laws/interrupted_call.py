@@ -1,4 +1,4 @@
-"""A call that ends in the middle closes its group: what it had under way would meet the messages of the next call."""
+"""An interrupted call closes its group: messages still in flight could match those of the next call."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ ERRORS: dict[str, type[BaseException]] = {"RuntimeError": RuntimeError, "Keyboar
 CLOSED = "nothing can be called on this group any more"
 
 
-class _Breaking(FreshCalls):
-    """With calls of its own, since they are closed. Nothing is posted once it is to break: on all ranks the call ends
-    before its first message, so that none of the test's own is left under way."""
+class _FailingPost(FreshCalls):
+    """A transport that raises `error` in place of the first post, so that no message of the test stays in flight. It
+    numbers calls by itself, since an interrupted call closes the numbering."""
 
     error: type[BaseException] | None = None
 
@@ -37,56 +37,56 @@ class _Breaking(FreshCalls):
         return super().post(sends, receives)
 
 
-# A direction, an error, what was raised (by the call itself, and by the next ones, from the same thread and from a
-# second one), and whether the group is still in memory when nobody refers to it any more.
-Broken = tuple[str, str, tuple[str, str, str], bool]
+# Direction, error, texts of the errors (of the call, of the next one, of the next one in a second thread), and whether
+# the group is still in memory without a reference to it.
+Interrupted = tuple[str, str, tuple[str, str, str], bool]
 
 
-def break_off(transport: Transport, case: Case, how: How) -> list[Broken]:
-    """Task: calls that end in the middle, in both directions, by every kind of error. Each has a group of its own."""
-    broken: list[Broken] = []
+def interrupt_calls(transport: Transport, case: Case, how: How) -> list[Interrupted]:
+    """Task: interrupt a call in each direction by each kind of error, each on a group of its own."""
+    interrupted: list[Interrupted] = []
     for direction in DIRECTIONS:
         for error in ERRORS:
-            breaking = _Breaking(transport)
-            said, seen = _said_of(breaking, case, direction, error, how["check"]), weakref.ref(breaking)
-            del breaking
-            if seen() is not None:
+            group = _FailingPost(transport)
+            texts, reference = _errors_of(group, case, direction, error, how["check"]), weakref.ref(group)
+            del group
+            if reference() is not None:
                 gc.collect()
-            broken.append((direction, error, said, seen() is not None))
-    return broken
+            interrupted.append((direction, error, texts, reference() is not None))
+    return interrupted
 
 
-def _said_of(breaking: _Breaking, case: Case, direction: str, error: str, check: bool) -> tuple[str, str, str]:
-    inputs = shards(case, breaking.rank, whole_tensors(case))
+def _errors_of(group: _FailingPost, case: Case, direction: str, error: str, check: bool) -> tuple[str, str, str]:
+    inputs = shards(case, group.rank, whole_tensors(case))
 
     def forward() -> RankCall:
-        return RankCall.forward(breaking, case, inputs, "alike" if check else "unchecked")
+        return RankCall.forward(group, case, inputs, "alike" if check else "unchecked")
 
     call = forward() if direction == "backward" else None
-    breaking.error = ERRORS[error]
-    said = _said(forward if call is None else lambda: call.backward(inputs[3:], retain=True))
-    breaking.error = None
-    return said, _said(forward), _said(lambda: in_second_thread(forward))
+    group.error = ERRORS[error]
+    text = _error_of(forward if call is None else lambda: call.backward(inputs[3:], retain=True))
+    group.error = None
+    return text, _error_of(forward), _error_of(lambda: in_second_thread(forward))
 
 
-def _said(act: Any) -> str:
+def _error_of(function: Any) -> str:
     try:
-        act()
-    except (Exception, KeyboardInterrupt) as error:  # the law checks which it is
+        function()
+    except (Exception, KeyboardInterrupt) as error:  # the law checks its type
         return f"{type(error).__name__}: {error}"
     return "no error"
 
 
-def check_broken_off(backend: Backend, case: Case, how: How) -> float:
-    backend.submit(break_off, case, how)
+def check_interrupted(backend: Backend, case: Case, how: How) -> float:
+    backend.submit(interrupt_calls, case, how)
     for index, calls in enumerate(backend.collect()):
-        for direction, error, (by_itself, *later), kept in calls:
+        for direction, error, (raised, *later), alive in calls:
             where = f"index {index}: after a {direction} of call 1 that ended in the middle"
             what = f"since on this rank the {direction} of call 1 ended in the middle: {error}: broken off"
-            if kept:
+            if alive:
                 raise WrongResult(f"{where} the group is still in memory")
-            if by_itself != f"{error}: broken off":
-                raise WrongResult(f"index {index}: a call that is broken off must raise {error}, got {by_itself}")
+            if raised != f"{error}: broken off":
+                raise WrongResult(f"index {index}: an interrupted call must raise {error}, got {raised}")
             for thread, text in zip(("the same thread", "a second thread"), later, strict=True):
                 if CLOSED not in text or what not in text:
                     raise WrongResult(f"{where}, a call from {thread} must be refused {what!r}, got {text}")
@@ -105,7 +105,7 @@ def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
 
 # A single rank sends nothing.
 BROKEN_OFF_CLOSES = Law(
-    "a broken-off call closes its group", _draw, check_broken_off, share=0.03, most=60, fewest_ranks=2,
+    "a broken-off call closes its group", _draw, check_interrupted, share=0.03, most=60, fewest_ranks=2,
     how={"check": flag},
     cases={
         "messages from each of two ranks or more: a dense pattern, not causal, and no empty shard": lambda case: (

@@ -1,8 +1,8 @@
-"""A law between Cases: what must stay the same, or change along, when a Case is changed in a known way.
+"""A law between Cases: a metamorphic relation between the results of a Case and of a changed one.
 
 A law draws a Case and *how* to change it, both JSON-serialisable, so that its counter-examples are saved and replayed
-like any other. `check` runs it on real ranks, returns the worst error as a fraction of what is allowed, 0 where the law
-is exact, and raises WrongResult.
+like any other. `check` runs it on real ranks and returns the worst error as a fraction of its bound, 0 where the law is
+exact. It raises WrongResult.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from verification.failures import WrongResult
 from verification.run.backends import Backend
 
 How = dict[str, Any]
-Rule = Callable[[Case, str, Any], object]  # of a field of `how`, its name and its value: raises ValueError
-MOST_INTEGER = 2**40  # of buckets, and of what patterns count in: tokens that a plan can count
+Rule = Callable[[Case, str, Any], object]  # validates a field of `how` (name, value): raises ValueError
+MOST_INTEGER = 2**40  # tokens that a plan can count: the limit of buckets and of the integers of patterns
 
 
 @dataclass(frozen=True)
 class Law:
-    """draw: by world size, a strategy of (Case, how).
+    """A metamorphic law.
 
-    how      a rule for each field of `how`; with `some`, it may have only some of them. None: see `premise`
-    cases    the Cases that the law is about, as words and a predicate
-    premise  raises ValueError for what the others cannot tell by themselves
+    draw     a strategy of (Case, how), by world size
+    how      a rule for each field of `how`; with `some`, fields may be missing. None: see `premise`
+    cases    conditions on the Case, as words and predicates
+    premise  raises ValueError for conditions on several fields
     """
 
     name: str
@@ -42,18 +43,18 @@ class Law:
     how: Mapping[str, Rule] | None = None
     some: bool = False
     cases: Mapping[str, Callable[[Case], bool]] = field(default_factory=dict)
-    share: float  # of the examples that a world size is given
-    most: int = 1000  # examples, however many those are
-    fewest_ranks: int = 1  # that it is about
-    on_gpus: bool = True  # whether it is about them, too
-    on_cpus: bool = True  # likewise
+    share: float  # of the examples of a world size
+    most: int = 1000  # examples, whatever the share
+    fewest_ranks: int = 1
+    on_gpus: bool = True  # whether the law applies to GPUs
+    on_cpus: bool = True  # whether the law applies to CPUs
 
     def concerns(self, backend: str) -> bool:
-        """Whether it is about the devices of the backend of that name."""
+        """Return True if the law applies to the devices of the backend of that name."""
         return self.on_gpus if backend == "nccl" else self.on_cpus
 
     def validate(self, case: Case, how: Any) -> None:
-        """Raise ValueError for what the law never draws: a saved file may have been edited."""
+        """Raise ValueError for a subject that the law never draws: a saved file may have been edited."""
         if self.how is not None:
             if not self.some:
                 validators.exactly("how", how, self.how)
@@ -61,9 +62,9 @@ class Law:
                 raise ValueError(f"how is {how!r}; it must be an object with some of the fields {', '.join(self.how)}")
             for name, value in how.items():
                 self.how[name](case, f"{name} of how", value)
-        for words, holds in self.cases.items():
+        for condition, holds in self.cases.items():
             if not holds(case):
-                raise ValueError(f"the law {self.name!r} is one of Cases with {words}; this Case is another one")
+                raise ValueError(f"the law {self.name!r} is one of Cases with {condition}; this Case is another one")
         self.premise(case, how)
 
 
@@ -73,11 +74,11 @@ def flag(case: Case, name: str, value: Any) -> None:
 
 
 def anything(case: Case, name: str, value: Any) -> None:
-    """Rule: whatever a Case takes, which looks at it itself, or what the law's premise looks at."""
+    """Rule: any value; the Case or the law's premise validates it."""
 
 
 def bounded(case: Case, name: str, value: Any) -> None:
-    """Rule: what can be counted."""
+    """Rule: an integer that a plan can count."""
     validators.at_most(name, value, MOST_INTEGER)
 
 
@@ -87,7 +88,7 @@ def token(case: Case, name: str, value: Any) -> None:
 
 
 def ascending(name: str, value: Any, limit: int) -> tuple[int, ...]:
-    """Validate different numbers of range(limit) in their order."""
+    """Validate distinct numbers of range(limit) in ascending order."""
     numbers = validators.integers(name, value)
     if list(numbers) != sorted(set(numbers)) or any(number >= limit for number in numbers):
         raise ValueError(f"{name} is {list(value)}; it must be ascending numbers of range({limit})")
@@ -101,21 +102,21 @@ TAME = {"values that do not overflow in one order of a sum alone: any but 'huge'
 
 
 def without_overflow(case: Case) -> Case:
-    """The Case without values that overflow 16 bits in one order of summation and not in another."""
+    """Return the Case without values that overflow 16 bits in one order of summation and not in another."""
     return replace(case, values="normal") if case.values == "huge" else case
 
 
 def changed(case: Case, how: Mapping[str, Any]) -> Case:
-    """The Case with these validators, lists (as JSON has them) made tuples."""
-    listed: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in how.items()}
-    return replace(case, **listed)
+    """Return the Case with these fields; lists (from JSON) become tuples."""
+    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in how.items()}
+    return replace(case, **fields)
 
 
-# --- what laws compare ------------------------------------------------------------------------------------------------
+# --- comparisons ------------------------------------------------------------------------------------------------------
 
 
 def worst_ratio(name: str, a: np.ndarray, b: np.ndarray, allowed: np.ndarray, how: How) -> float:
-    """The worst |a - b| as a fraction of both their bounds together."""
+    """Return the worst |a - b| / allowed, the sum of their bounds. Raises WrongResult where it exceeds 1."""
     with np.errstate(invalid="ignore", divide="ignore"):
         ratio = np.where(a == b, 0.0, np.abs(a - b) / allowed)  # equal infinities differ by nothing
     if not (ratio <= 1.0).all():

@@ -1,4 +1,4 @@
-"""What is checked of every example holds for longer shards, too, in which memory shows."""
+"""The properties of every example hold for longer shards, too, in which memory shows."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Keys whose scores are -inf have no weight: everything is as if they were not selected.
 
-That is how people hide padding: a component of the keys is -inf, the same one of the queries a number. A row whose
-scores are all -inf is one that nothing selects. The gradient of that component of the queries is 0 times infinity: it
-may be anything, and is not looked at.
+Users hide padding this way: one component of the keys is -inf, the same one of the queries a number. A row whose scores
+are all -inf counts as a row that sees nothing. The gradient of that component of the queries is 0 times infinity: it
+may be anything, and is not compared.
 """
 
 from __future__ import annotations
@@ -27,41 +27,41 @@ _CHECKS = ("layout", "answers", "messages", "unseen", "finite", "values", "gradi
 @st.composite
 def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
     case = without_overflow(draw(cases(world)))
-    if draw(st.sampled_from((False, True, True))):  # whose kernels say other things of such rows
+    if draw(st.sampled_from((False, True, True))):  # fused kernels treat such rows in their own way
         case = fused(draw, replace(case, kernel="auto"))
     if case.scale == 0.0:  # 0 times -inf is no score
         case = replace(case, scale=None)
-    held = [list(map(int, positions)) for positions in case.shards().positions]
-    every = list(range(case.tokens))
+    by_rank = [list(map(int, positions)) for positions in case.shards().positions]
+    tokens = list(range(case.tokens))
     kind = draw(st.sampled_from(("some", "shard", "first", "all but one", "all")))
     if kind == "some":
-        hidden = [token for token in every if draw(st.booleans())]
+        hidden = [token for token in tokens if draw(st.booleans())]
     elif kind == "shard":
-        hidden = draw(st.sampled_from(held))
+        hidden = draw(st.sampled_from(by_rank))
     elif kind == "first":  # in causal patterns, some rows of a tile then see nothing
-        hidden = every[: draw(st.integers(1, case.tokens))]
+        hidden = tokens[: draw(st.integers(1, case.tokens))]
     else:
-        kept = draw(st.sampled_from(every)) if kind == "all but one" else None
-        hidden = [token for token in every if token != kept]
+        visible = draw(st.sampled_from(tokens)) if kind == "all but one" else None
+        hidden = [token for token in tokens if token != visible]
     heads = [head for head in range(case.kv_heads) if draw(st.booleans())]
     return case, {"hidden": sorted(hidden), "heads": heads or [0]}
 
 
 def check_no_weight(backend: Backend, case: Case, how: How) -> float:
-    """Results and gradients of what is left, within its bounds."""
+    """Results and gradients are those of the visible keys, within their bounds."""
     if case.device == "cuda":
-        case = replace(case, kernel="math")  # torch's fused kernels there do not promise it
+        case = replace(case, kernel="math")  # torch's fused GPU kernels do not promise it
     sign = 1 if case.softmax_scale > 0 else -1
     edit = InputEdit("hide", sign, positions=tuple(how["hidden"]), kv_order=tuple(how["heads"]))
     counted = np.ones((case.kv_heads, case.tokens), bool)
     counted[np.ix_(how["heads"], how["hidden"])] = False
-    left = InputEdit("hide", sign).apply(case.tensors())  # finite: no key is hidden
-    expectation = evaluate(replace(inputs_of(case, left), counted=counted), arithmetic_of(case))
-    seen = [replace(one, dq=one.dq.copy()) for one in observe_on(backend, case, edit, False)]
-    for dq in (expectation.exact["dq"], expectation.bound["dq"], *(one.dq for one in seen)):
+    unhidden = InputEdit("hide", sign).apply(case.tensors())  # finite: no key is hidden
+    expectation = evaluate(replace(inputs_of(case, unhidden), counted=counted), arithmetic_of(case))
+    seen = [replace(rank, dq=rank.dq.copy()) for rank in observe_on(backend, case, edit, False)]
+    for dq in (expectation.exact["dq"], expectation.bound["dq"], *(rank.dq for rank in seen)):
         dq[..., 0] = 0.0
-    found = [checks.CHECKS[name](case, expectation, seen) for name in _CHECKS]
-    return max((ratio for ratios in found for ratio in ratios.values()), default=0.0)
+    by_check = [checks.CHECKS[name](case, expectation, seen) for name in _CHECKS]
+    return max((ratio for ratios in by_check for ratio in ratios.values()), default=0.0)
 
 
 NO_SCORE_NO_WEIGHT = Law(

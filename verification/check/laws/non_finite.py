@@ -1,4 +1,4 @@
-"""NaN and infinities reach what sees them, forward and backward, and nothing else."""
+"""NaN and infinities reach every row that sees them, forward and backward, and no other."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from verification.strategies.cases import cases
 @st.composite
 def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
     case = draw(cases(world))
-    if case.values == "flat":  # once one component is NaN, the others lie elsewhere, and products sum in another order
+    if case.values == "flat":  # a NaN in one component changes the strides, and with them the order of sums
         case = replace(case, values="normal")
-    if draw(st.booleans()):  # so that fused kernels may take all calls: vectors may hide what matrices pass on
+    if draw(st.booleans()):  # let fused kernels take all calls: vector code may hide what matrix code passes on
         case = replace(case, kernel="auto", scale=None, lse="unused")
     name = draw(st.sampled_from(("v", "q", "k")))
-    # Scores of inf may all be -inf, which is a row that sees nothing: only v tells inf from NaN.
+    # An inf in q or k may make all scores -inf, which is a row that sees nothing: put inf only into v.
     infinite = name == "v" and draw(st.booleans())
     return case, {"token": draw(st.integers(0, case.tokens - 1)), "tensor": name, "infinite": infinite}
 
 
 def check_poisoned(backend: Backend, case: Case, how: How) -> float:
-    """A NaN in q, k or v, or an inf in v, reaches every output that sees it, and all gradients that come through these;
-    it leaves other batches and heads alone, and hangs nothing.
+    """A NaN in q, k or v, or an inf in v, reaches every output that sees it, and all gradients through these. It
+    changes no other batch or head, and no rank hangs.
     """
     token, share = how["token"], case.heads // case.kv_heads
     before = observe_on(backend, case, None, False)
@@ -43,7 +43,7 @@ def check_poisoned(backend: Backend, case: Case, how: How) -> float:
     clean, out = assemble(case, before, "out"), assemble(case, after, "out")
     seen = multiplicity(case.pattern, case.heads, case.tokens)[:share] > 0  # (query heads of kv head 0, N, N)
     sees = seen[:, :, token]
-    if how["tensor"] == "q":  # of one row of query head 0, if that row sees anything
+    if how["tensor"] == "q":  # reaches one row of query head 0, if that row sees anything
         sees = np.zeros_like(sees)
         sees[0, token] = seen[0, token].any()
     missed = sees.T & np.isfinite(out[0, :, :share, 0])
@@ -61,26 +61,26 @@ def check_poisoned(backend: Backend, case: Case, how: How) -> float:
 
 
 def _check_gradient(
-    name: str, clean: Array, found: Array, case: Case, how: How, seen: NDArray[np.bool_], spoiled: NDArray[np.bool_]
+    name: str, clean: Array, grads: Array, case: Case, how: How, seen: NDArray[np.bool_], spoiled: NDArray[np.bool_]
 ) -> None:
-    """Gradients of the outputs that are not finite: of their rows, and of all keys that these see, whose weights or
-    their derivatives are not finite either. seen: (query heads of kv head 0, N, N); spoiled: (N, the same heads).
+    """Gradients of non-finite rows, and of all keys that these rows see, are not finite, since weights or their
+    derivatives are not. seen: (query heads of kv head 0, N, N); spoiled: (N, the same heads).
 
-    The values' gradients are weights times dout: they go by scores, not by values.
+    The values' gradients are weights times dout: they depend on scores, not on values.
     """
     share = seen.shape[0] if name == "dq" else 1
     when = "once head 0 of batch 0 is not finite"
-    same_numbers(name, clean[1:], found[1:], f"of other batches, {when}")
-    same_numbers(name, clean[:, :, share:], found[:, :, share:], f"of other heads, {when}")
+    same_numbers(name, clean[1:], grads[1:], f"of other batches, {when}")
+    same_numbers(name, clean[:, :, share:], grads[:, :, share:], f"of other heads, {when}")
     through = case.lse in ("unused", "returned", "differentiated")  # on every rank, by the output
     if not through or (name, how["tensor"]) == ("dv", "v"):
         return
     reached = spoiled if name == "dq" else np.einsum("nh,hnk->k", spoiled, seen)[:, None]  # (N, query heads or 1)
-    missed = reached[..., None] & np.isfinite(found[0, :, :share])  # (N, heads, D)
+    missed = reached[..., None] & np.isfinite(grads[0, :, :share])  # (N, heads, D)
     if missed.any():
         token, head, dim = (int(i) for i in np.argwhere(missed)[0])
         raise WrongResult(
-            f"{name} is {found[0, token, head, dim]} at batch 0, token {token}, head {head}, dim {dim}; it comes "
+            f"{name} is {grads[0, token, head, dim]} at batch 0, token {token}, head {head}, dim {dim}; it comes "
             f"through an output that is not finite by {how['tensor']} at token {how['token']}"
         )
 

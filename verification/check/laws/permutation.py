@@ -29,13 +29,13 @@ def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
 
 
 def head_order(case: Case, kv_order: tuple[int, ...]) -> tuple[int, ...]:
-    """Query heads move with their key/value head: order[new] = old."""
+    """Return the order of the query heads, which move with their key/value head: order[new] = old."""
     share = case.heads // case.kv_heads
     return tuple(kv * share + member for kv in kv_order for member in range(share))
 
 
 def permuted(pattern: Pattern, order: tuple[int, ...]) -> Pattern | None:
-    """The pattern whose head j is head order[j] of this one; None if a branch's heads are then no range."""
+    """Return the pattern whose head j is head order[j] of this one; None if a branch's heads would not be a range."""
     branches = []
     for branch in pattern.branches:
         offsets = [branch.offsets(len(order))[old] for old in order]
@@ -50,8 +50,8 @@ def permuted(pattern: Pattern, order: tuple[int, ...]) -> Pattern | None:
 
 
 def check_permuted(backend: Backend, case: Case, how: How) -> float:
-    """Batches, and heads with their offsets, in another order: the same results in that order, within their bounds. A
-    product of matrices may be rounded differently if its operands lie at other addresses."""
+    """Permuted batches, and permuted heads with their offsets, give permuted results, within their bounds. A matrix
+    product may be rounded differently if its operands lie at other addresses."""
     batch, kv = list(how["batch"]), list(how["kv_heads"])
     heads = list(head_order(case, tuple(kv)))
     pattern = permuted(case.pattern, tuple(heads))
@@ -67,7 +67,7 @@ def check_permuted(backend: Backend, case: Case, how: How) -> float:
     return worst
 
 
-def _an_order(name: str, value: Any, size: int) -> None:
+def _check_order(name: str, value: Any, size: int) -> None:
     if sorted(validators.integers(name, value)) != list(range(size)):
         raise ValueError(f"{name} is {value!r}; it must be an order of range({size})")
 
@@ -80,8 +80,8 @@ def _premise(case: Case, how: How) -> None:
 BATCHES_AND_HEADS_PERMUTE = Law(
     "batches and heads permute", _draw, check_permuted, _premise, share=0.02,
     how={
-        "batch": lambda case, name, value: _an_order(name, value, case.batch),
-        "kv_heads": lambda case, name, value: _an_order(name, value, case.kv_heads),
+        "batch": lambda case, name, value: _check_order(name, value, case.batch),
+        "kv_heads": lambda case, name, value: _check_order(name, value, case.kv_heads),
     },
     cases=TAME,
 )  # fmt: skip

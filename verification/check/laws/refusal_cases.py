@@ -1,7 +1,7 @@
-"""Wrong calls of ring_attention that concern several ranks: arguments that differ between them, and who takes part.
+"""Wrong calls of ring_attention that concern several ranks: arguments that differ between them, and wrong groups.
 
 Calls with one wrong argument are in `tests/ring/nn/test_refusals.py` and `tests/ring/test_attention_call.py`; a few are
-here, since the other ranks must hear of them. The names are saved with counter-examples: do not change them.
+repeated here, since the other ranks must raise as well. The names are saved with counter-examples: do not change them.
 """
 
 from __future__ import annotations
@@ -22,21 +22,20 @@ from verification.run.layouts import layout_of
 from verification.run.rank import shards, whole_tensors
 
 Arguments = dict[str, Any]  # of ring_attention, by name
-Change = Callable[[Arguments, Case], Arguments]  # the arguments that become others
+Change = Callable[[Arguments, Case], Arguments]  # returns the arguments that change
 
 
 @dataclass(frozen=True)
 class Mistake:
     """One way to call ring_attention wrongly.
 
-    argument   what the error must name
-    spoil      what becomes of the arguments on a rank that is called wrongly
-    who        "one": wrong beside the others, so that not all ranks can make it. "any": wrong whatever the others do.
-               "all": made by all ranks together
-    possible   whether it can be made with a Case
-    everyone   what becomes of the arguments of all ranks before
-    no_grad    whether the rank calls under torch.no_grad
-    traced     whether a compiled graph has to refuse it as well; what differs between ranks it always does
+    argument   text that the error must contain
+    spoil      changes the arguments on a rank that is called wrongly
+    who        "one": one rank differs from the others. "any": wrong whatever the others do. "all": all ranks make it
+    possible   True if the mistake can be made with a Case
+    everyone   changes the arguments of all ranks first
+    no_grad    True if the wrong rank calls under torch.no_grad
+    traced     True if compiled graphs must refuse it as well; they always refuse differences between ranks
     """
 
     argument: str
@@ -81,7 +80,7 @@ def _documents(change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Change:
 
 
 def _asymmetric(a: Arguments, case: Case) -> Arguments:
-    """The Case's own documents if their reverse differs; else one of one token, the others, and one of none."""
+    """Return the Case's documents if their reverse differs, else documents of 1, n - 1 and 0 tokens."""
     own = case.pattern.documents or ()
     return {"pattern": replace(case.pattern, documents=own if own != own[::-1] else (1, case.tokens - 1, 0))}
 
@@ -96,16 +95,16 @@ def _one_token_moved(documents: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _reordered(change: Callable[[Tensor], Tensor]) -> Change:
-    """As many tokens on every rank, other ones."""
+    """Return a change of the layout that keeps the number of tokens on each rank."""
 
-    def other(layout: Layout) -> Layout:
+    def reordered(layout: Layout) -> Layout:
         return Layout.from_cuts(change(torch.cat([*map(layout.positions, range(layout.world_size))])), layout.cuts)
 
-    return lambda a, case: {"layout": other(a["layout"])}
+    return lambda a, case: {"layout": reordered(a["layout"])}
 
 
 def _own_tokens_alone(a: Arguments, case: Case) -> Arguments:
-    """As if this rank were all there is; with group=None, where that is all ranks."""
+    """Return the layout of a single rank; group=None if the group is all ranks."""
     return {"layout": Layout.contiguous(a["q"].shape[1], 1), "group": user_group(a["group"])}
 
 
@@ -117,14 +116,14 @@ def _no_empty_shard(case: Case) -> bool:
 
 
 MISTAKES: dict[str, Mistake] = {
-    # who takes part
+    # wrong groups
     "layout for one rank more": Mistake(
         "layout", lambda a, case: {"layout": Layout.contiguous(case.tokens, len(case.ranks) + 1)}, "any"),
     "layout of one rank": Mistake(
         "layout", _own_tokens_alone, "any", lambda case: len(case.ranks) > 1 and _no_empty_shard(case)),
     "something that is no group": Mistake("group", lambda a, case: {"group": "everyone"}, "all"),
     "a mesh of two dimensions": Mistake("group", lambda a, case: {"group": mesh_of_two_dimensions(case)}, "all"),
-    # wrong on one rank, and the others must hear of it
+    # wrong on one rank: the others must raise as well
     "one token too many in q": Mistake("q", lambda a, case: {"q": _longer(a["q"])}, "any"),
     "one token too few in k and v": Mistake(
         "k", lambda a, case: {name: a[name][:, :-1] for name in "kv"}, "any", _no_empty_shard),
@@ -170,17 +169,18 @@ MISTAKES: dict[str, Mistake] = {
 
 
 def applicable(case: Case) -> tuple[str, ...]:
-    """The mistakes that can be made with a Case. A rank alone cannot differ from others."""
+    """Return the mistakes that can be made with a Case. A single rank cannot differ from others."""
     others = len(case.ranks) > 1
-    return tuple(name for name, wrong in MISTAKES.items() if (wrong.who != "one" or others) and wrong.possible(case))
+    return tuple(
+        name for name, mistake in MISTAKES.items() if (mistake.who != "one" or others) and mistake.possible(case)
+    )
 
 
 def call(
     transport: Transport, case: Case, mistake: str, culprit: int | None, compiled: bool = False
 ) -> tuple[str, str] | None:
-    """Call ring_attention, wrongly on the rank at index `culprit`, or on every rank (None). The error as (type,
-    message), or None. compiled: by the operator that compiled graphs call, where they can name the group and make the
-    mistake.
+    """Call ring_attention, wrongly on the rank at index `culprit`, or on all ranks (None). Return the error as (type,
+    message), or None. compiled: call the operator of compiled graphs where it can express the group and the mistake.
     """
     q, k, v, *_ = shards(case, transport.rank, whole_tensors(case))
     arguments: Arguments = {
@@ -188,18 +188,18 @@ def call(
         "bucket": case.bucket, "kernel": case.kernel, "scale": case.scale, "return_lse": case.lse != "unused",
         "group": transport,
     }  # fmt: skip
-    made = MISTAKES[mistake]
-    arguments |= made.everyone(arguments, case)
+    definition = MISTAKES[mistake]
+    arguments |= definition.everyone(arguments, case)
     wrong = culprit is None or transport.rank == culprit
     if wrong:
-        arguments |= made.spoil(arguments, case)
+        arguments |= definition.spoil(arguments, case)
     attention: Callable[..., Any] = ring_attention
-    if compiled and (made.traced or made.who == "one") and not isinstance(user_group(transport), Transport):
+    if compiled and (definition.traced or definition.who == "one") and not isinstance(user_group(transport), Transport):
         attention = partial(traced, check=True)
         arguments = {"name": None} | arguments | {"group": user_group(transport)}
     try:
-        with torch.set_grad_enabled(not (wrong and made.no_grad)):
+        with torch.set_grad_enabled(not (wrong and definition.no_grad)):
             attention(**arguments)
-    except Exception as error:  # of any type: the law checks which it is
+    except Exception as error:  # the law checks its type
         return type(error).__name__, str(error)
     return None

@@ -1,4 +1,4 @@
-"""Wrong calls are refused on every rank, by the same error, and leave the group usable."""
+"""Wrong calls raise the same error on every rank, and leave the group usable."""
 
 from __future__ import annotations
 
@@ -22,45 +22,45 @@ from verification.run.observation import Observation
 from verification.run.rank import observe
 from verification.strategies.cases import cases, other_sharding
 
-# What two ranks have of one argument; of lists, one entry of each, and then how many entries there are.
+# The values of one argument on two ranks; of lists, one entry each, and the number of entries.
 _DIFFERENCE = re.compile(
-    r"rank 0 has (?P<there>.*?)(?: as number \d+ of \d+)?, rank \d+ (?P<here>.*?)(?: as number \d+ of \d+)?$"
+    r"rank 0 has (?P<first>.*?)(?: as number \d+ of \d+)?, rank \d+ (?P<second>.*?)(?: as number \d+ of \d+)?$"
 )
 
 
 @st.composite
 def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
     case = draw(cases(world))
-    # Ranks of a subgroup have two numbers each, and the refusal is where they talk to each other without tensors.
+    # Ranks of a subgroup have two numbers each, which refusals must not confuse.
     if draw(st.sampled_from((False, False, False, True))):
         case = changed(case, other_sharding(draw, case))
     possible = applicable(case)
-    one = st.tuples(st.sampled_from(possible), st.integers(-1, len(case.ranks) - 1))
-    # Many at a time, since each costs little beside the right call at the end. A list has 5 or 6 as a rule.
-    made = [pair for least in (1, 0, 0, 0) for pair in draw(st.lists(one, min_size=least, max_size=12))]
+    pairs = st.tuples(st.sampled_from(possible), st.integers(-1, len(case.ranks) - 1))
+    # Draw many (5 or 6 as a rule), since each costs little beside the right call at the end.
+    mistakes = [pair for least in (1, 0, 0, 0) for pair in draw(st.lists(pairs, min_size=least, max_size=12))]
     how: How = {
-        "mistakes": [[mistake, _culprit(mistake, number)] for mistake, number in made], "compiled": draw(st.booleans())
+        "mistakes": [[name, _culprit(name, number)] for name, number in mistakes], "compiled": draw(st.booleans())
     }  # fmt: skip
-    # How ranks tell each other for the first time is another way than later.
+    # The first agreement on a group takes another path than later ones.
     on_new = case.group is None and not draw(st.integers(0, 3))
     without_page = draw(st.integers(-1, len(case.ranks) - 1)) if on_new else -1
     return case, how | {"new_group": on_new, "without_page": None if without_page < 0 else without_page}
 
 
 def _culprit(mistake: str, number: int) -> int | None:
-    """The index of the group that makes the mistake, None for all; to differ from the others takes just one."""
+    """Return the index of the rank that makes the mistake, None for all ranks."""
     if MISTAKES[mistake].who == "all" or number < 0:
         return 0 if MISTAKES[mistake].who == "one" else None
     return number
 
 
 def check_refused(backend: Backend, case: Case, how: How) -> float:
-    """One rank, or every rank, is called wrongly: every rank raises the same error, which names the argument. Several
-    mistakes follow each other, and then a right call works.
+    """If one rank or all ranks call wrongly, every rank raises the same error, which names the argument. After several
+    mistakes a right call works.
 
-    compiled: they are made as compiled graphs make them. new_group: on a group on which nobody has called before; on
-    GPUs, where the memory that ranks share is theirs for as long as they run, on the same as ever. without_page: the
-    index of the rank that cannot have the new group's page of memory, if any.
+    compiled: calls as compiled graphs make them. new_group: calls on a new group, on CPUs only: GPU ranks keep their
+    shared memory for their lifetime. without_page: index of the rank that cannot map the new group's shared page, or
+    None.
     """
     mistakes = [(mistake, culprit) for mistake, culprit in how["mistakes"]]
     on_new = how["new_group"] and case.device == "cpu"
@@ -74,33 +74,33 @@ def check_refused(backend: Backend, case: Case, how: How) -> float:
     return 0.0
 
 
-def _check_errors(what: str, mistake: Mistake, errors: list[tuple[str, str] | None]) -> None:
+def _check_errors(description: str, mistake: Mistake, errors: list[tuple[str, str] | None]) -> None:
     for index, error in enumerate(errors):
         if error is None:
-            raise WrongResult(f"index {index} of the group raised nothing: {what}")
+            raise WrongResult(f"index {index} of the group raised nothing: {description}")
         if error[0] not in ("ValueError", "NotImplementedError"):
-            raise WrongResult(f"index {index} of the group raised {error[0]}: {error[1]}; {what}")
+            raise WrongResult(f"index {index} of the group raised {error[0]}: {error[1]}; {description}")
         if error != errors[0]:
-            raise WrongResult(f"index {index} of the group raised {error}, index 0 {errors[0]}: {what}")
+            raise WrongResult(f"index {index} of the group raised {error}, index 0 {errors[0]}: {description}")
         if mistake.argument not in error[1]:
-            raise WrongResult(f"the error does not name {mistake.argument!r}: {what}: {error[1]}")
+            raise WrongResult(f"the error does not name {mistake.argument!r}: {description}: {error[1]}")
         shown = _DIFFERENCE.search(error[1])
-        if shown and shown["there"] == shown["here"]:
-            raise WrongResult(f"the error shows no difference: {what}: {error[1]}")
+        if shown and shown["first"] == shown["second"]:
+            raise WrongResult(f"the error shows no difference: {description}: {error[1]}")
 
 
 def call_wrongly(
     transport: Transport, case: Case, mistakes: list[tuple[str, int | None]], compiled: bool, on_new: bool,
     without_page: int | None,
 ) -> tuple[list[tuple[str, str] | None], Observation]:  # fmt: skip
-    """Task: call ring_attention wrongly, in one way after the other, then rightly on all ranks."""
+    """Task: make the mistakes one after the other, then a right call on all ranks."""
     with new_group(transport, without_page) if on_new else nullcontext(transport) as group:
         errors = [call(group, case, mistake, culprit, compiled) for mistake, culprit in mistakes]
         return errors, observe(group, case, None, False)
 
 
 def _pairs(case: Case, name: str, value: Any) -> None:
-    if not isinstance(value, list) or not value or not all(isinstance(one, list) and len(one) == 2 for one in value):
+    if not isinstance(value, list) or not value or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
         raise ValueError(f"{name} is {value!r}; it must be a list of at least one [mistake, index or null]")
     possible = applicable(case)
     for mistake, culprit in value:
@@ -109,8 +109,8 @@ def _pairs(case: Case, name: str, value: Any) -> None:
         if culprit is not None:
             validators.integer(f"the index that makes {mistake!r}", culprit, 0, len(case.ranks) - 1)
         if (culprit is None and who == "one") or (culprit is not None and who == "all"):
-            wanted = "an index: one rank differs" if who == "one" else "null: all ranks make it together"
-            raise ValueError(f"the index that makes {mistake!r} is {culprit}; it must be {wanted}")
+            allowed = "an index: one rank differs" if who == "one" else "null: all ranks make it together"
+            raise ValueError(f"the index that makes {mistake!r} is {culprit}; it must be {allowed}")
 
 
 def _premise(case: Case, how: How) -> None:

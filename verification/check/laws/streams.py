@@ -1,4 +1,4 @@
-"""On a GPU the result does not depend on the streams on which forward and backward are called."""
+"""The result does not depend on the GPU streams on which forward and backward are called."""
 
 from __future__ import annotations
 
@@ -21,14 +21,12 @@ def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
 
 
 def check_streams(backend: Backend, case: Case, how: How) -> float:
-    """The forward on one stream, the backward on another: results as the oracle has them, and the same bits as on the
-    stream that is current when a program begins.
-    """
+    """Forward on one stream and backward on another give the oracle's results, and the bits of the default stream."""
     backend.submit(observe_on_streams, case)
     return max(properties.check(case, expect(case), backend.collect()).values())
 
 
-# On CPUs there are no streams: what is drawn would be the plain examples once more.
+# CPUs have no streams: the examples would repeat the plain ones.
 STREAMS_DO_NOT_MATTER = Law(
     "streams do not matter", _draw, check_streams, how={}, share=0.02, most=60, on_cpus=False,
     cases={"again 'alike' that are not measured": lambda case: case.again == "alike" and not case.measured},
