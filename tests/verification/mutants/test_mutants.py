@@ -66,7 +66,9 @@ def test_edits_of_one_file_add_up_within_their_functions() -> None:
 def test_a_module_that_does_not_run_is_refused_by_the_rank() -> None:
     with closing(SimBackend(prepare=preparation(_defect((BUDGET, "SHARE = 0.1", "SHARE = 1 / 0"))))) as backend:
         backend.start(1)
-        with pytest.raises(Unavailable, match=r"a-name: the edited ring\.default_bucket does not run: ZeroDivisionError"):
+        with pytest.raises(
+            Unavailable, match=r"a-name: the edited ring\.default_bucket does not run: ZeroDivisionError"
+        ):
             EXAMPLES.check(backend, plain(2))
 
 
