@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Validates ring_attention on the ranks that torchrun starts (`verification.cli.validate`). Needs the installed packages.
+"""Runs `verification.cli.validate` on the ranks that torchrun starts. The packages must be installed.
 
 torchrun --nproc-per-node=P scripts/validate_nccl.py [--help]
 """
