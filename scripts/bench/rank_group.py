@@ -39,7 +39,7 @@ class Lost(Exception):
 
 @dataclass(frozen=True)
 class RankGroup:
-    """All ranks, seen from one of them. control: a gloo group of all ranks; None for a run of one."""
+    """Group of all ranks, seen from one. control: a gloo group of all ranks; None for a run of one."""
 
     rank: int
     world: int

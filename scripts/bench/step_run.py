@@ -39,7 +39,7 @@ FEW = 3
 
 
 def step(model: Any, way: Way) -> Tensor:
-    """Run forward and backward of this rank's part of the mean loss over all labelled tokens; gradients are not reduced.
+    """Run forward and backward of this rank's part of the mean loss over all labelled tokens, gradients not reduced.
     Return the tokens' losses, (1, N). model: a StepModel, compiled or not."""
     losses: Tensor = model(way.batch.tokens, way.batch.labels, way.context, way.attend)
     (losses.sum() / (way.context.layout.n - 1)).backward()

@@ -1,7 +1,4 @@
-"""Report of this machine: hardware, versions, settings and the choices that follow from them.
-
-It reports; it does not pass or fail. `scripts/validate_nccl.py` finds what is wrong.
-"""
+"""Report of this machine: hardware, versions, settings, kernels. It does not pass or fail: `validate_nccl.py` does."""
 
 from __future__ import annotations
 
@@ -209,10 +206,8 @@ def lines(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"  {setting['name']}={setting['value']}"
         yield from paragraph(setting["meaning"], "      ")
     yield "exchanges:"
-    transports = {
-        exchange: tuple(f"{device}: {transport}" for device, transport in by_device.items())
-        for exchange, by_device in report["exchanges"].items()
-    }
+    exchanges = report["exchanges"].items()
+    transports = {name: tuple(f"{device}: {text}" for device, text in x.items()) for name, x in exchanges}
     for names, texts in _merge_equal(transports):
         yield f"  {', '.join(names)}"
         for text in texts:

@@ -99,10 +99,8 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
 
 
 def append_lines(file: Path, record: dict[str, Any]) -> None:
-    """Append one JSON line per defect.
-
-    Fields: name; check, null for a survivor; examples drawn; ratio, error / bound of the smallest failure; its dtype;
-    seed; commit."""
+    """Append one JSON line per defect: name; check, null for a survivor; examples drawn; ratio, error / bound of the
+    smallest failure; dtype of that failure; seed; commit."""
     with file.open("a") as lines:
         for outcome in record["mutants"]:
             case = outcome["case"] or {}

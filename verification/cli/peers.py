@@ -89,13 +89,8 @@ def chosen(names: Sequence[str], known: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class Kind:
-    """Peers of attention, or of training steps, and how to run them.
-
-    command  of `python -m verification`
-    case_of  field of a saved record that contains the Case
-    load     finds a peer by its name
-    ready    the same, and has it import its packages
-    """
+    """Peers of attention, or of training steps, and how to run them. command: of `python -m verification`. case_of: the
+    field of a saved record with the Case. load: finds a peer by its name. ready: the same, with its packages."""
 
     command: str
     case_of: str

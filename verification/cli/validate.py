@@ -65,44 +65,41 @@ class TorchrunReport(Report):
 
 
 def parser() -> argparse.ArgumentParser:
-    command_line = argparse.ArgumentParser(
+    top = argparse.ArgumentParser(
         prog=HOW, description=DESCRIPTION, epilog=EPILOGUE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    command_line.add_argument(
-        "--backend", choices=("nccl", "gloo"), default="nccl", help="transport between the ranks (default: nccl)"
-    )
-    command_line.add_argument(
+    top.add_argument("--backend", choices=("nccl", "gloo"), default="nccl", help="transport of ranks (default: nccl)")
+    top.add_argument(
         "--examples", type=cli.count, metavar="N",
         help=f"Cases to draw (default: {EXAMPLES['nccl']}, gloo {EXAMPLES['gloo']}); laws and the search for larger "
         "errors add up to about 1.5 times as many",
     )  # fmt: skip
-    cli.add_seed(command_line)
+    cli.add_seed(top)
     seconds = cli.number(float, lambda x: 0 < x < 86_400, "a number of seconds > 0 and less than a day")
-    command_line.add_argument(
+    top.add_argument(
         "--timeout", type=seconds, default=TIMEOUT, metavar="S",
         help="timeout per example, in seconds (default: %(default)g)",
     )  # fmt: skip
     least, kinds = long_problems.LEAST, tuple(long_problems.KINDS)
-    command_line.add_argument(
+    top.add_argument(
         "--long", type=cli.number(int, lambda x: x == 0 or x >= least, f"0 or an integer >= {least}"), metavar="N",
         help=f"tokens of the long problems (default: {LONG['nccl']}, gloo {LONG['gloo']}); 0 skips them",
     )  # fmt: skip
-    command_line.add_argument(
+    top.add_argument(
         "--long-kinds", nargs="+", metavar="KIND", choices=kinds, default=kinds,
         help=f"of {', '.join(map(repr, kinds))} (default: all)",
     )  # fmt: skip
-    command_line.add_argument(
+    top.add_argument(
         "--budget", type=seconds, default=BUDGET, metavar="S",
         help="seconds for shrinking a failure, and for finding others after the first (default: %(default)g)",
     )  # fmt: skip
-    command_line.add_argument("--replay", type=Path, metavar="CASE.json", help="run only this saved counter-example")
-    cli.add_outputs(command_line, "the rates of all links, each long problem, the full coverage, each counter-example")
-    return command_line
+    top.add_argument("--replay", type=Path, metavar="CASE.json", help="run only this saved counter-example")
+    cli.add_outputs(top, "the rates of all links, each long problem, the full coverage, each counter-example")
+    return top
 
 
 def main(arguments: Sequence[str] | None = None, prepare: Preparation | None = None) -> int:
-    """Run this process of torchrun and return its exit status. prepare: called in every rank, also simulated ones,
-    before its first task."""
+    """Run this process and return its exit status. prepare: called first in every rank, also simulated ones."""
     options = parser().parse_args(arguments)
     try:
         place = Address.of(os.environ)

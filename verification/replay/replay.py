@@ -15,10 +15,9 @@ _SHOWN = 500  # characters of an error, which may quote the file
 
 
 def replay(file: Path, report: Report, backend: Backend, argument: str = "FILE") -> Report:
-    """Replay a saved counter-example, report the result, and close the backend.
+    """Replay a saved counter-example, report the result, and close the backend. argument: that named the file.
 
-    Raises Unavailable for a file that cannot be read or holds no counter-example. argument: that named the file.
-    """
+    Raises Unavailable for a file that cannot be read or holds no counter-example."""
     try:
         with file.open("rb") as stream:
             content = stream.read(MOST_BYTES + 1)

@@ -157,10 +157,8 @@ def _rows_cut(case: Case, branch: Branch) -> bool:
 
 
 def _scores_are_large(case: Case) -> bool:
-    """Return True if a kernel call's scores would need more memory than the rank's queries or keys.
-
-    They are then computed in blocks of rows. False unless memory is measured and the pattern is dense.
-    """
+    """Return True if a kernel call's scores would need more memory than the rank's queries or keys, and are computed in
+    blocks of rows. False unless memory is measured and the pattern is dense."""
     if not case.measured or case.kernel != "math" or case.pattern.branches != (Branch(),):
         return False
     rows = min(max(_counts(case)), max(case.tokens_per_call, LEAST_ROWS))

@@ -1,6 +1,5 @@
-"""Summary of a run, in at most LINES lines of 80 columns unless it is verbose.
-
-If these are too few, properties with the smallest errors are counted instead of listed.
+"""Summary of a run, in at most LINES lines of 80 columns unless it is verbose. If these are too few, properties
+with the smallest errors are counted instead of listed.
 """
 
 from __future__ import annotations
@@ -28,9 +27,7 @@ NAME = WIDTH - 2 * COUNTS - RATIO * len(DTYPES)  # columns of a property's title
 def of_run(record: RunRecord, everything: bool = False) -> list[Text]:
     """Return the summary of a run."""
     covered: list[str] = []
-    if record.coverage.cases and (
-        everything or not record.failures
-    ):  # a failure cuts the run short, so its coverage means little
+    if record.coverage.cases and (everything or not record.failures):  # a failure cuts the run, and its coverage, short
         covered = record.coverage.lines() if everything else record.coverage.rarest()
     failed = _counter_examples(record.failures, everything)
     rest = [*_notable(record), *_plain(covered), Text(), _verdict(record), *failed]
@@ -47,10 +44,7 @@ def describe(failure: CounterExample, most: int | None = None) -> list[Text]:
     """Return the headline and the message: numbers, or stacks of a crash or hang. most: lines of the message."""
     message = paragraph(failure.message, "  ")
     if most is not None and len(message) > most:
-        message = [
-            *message[: most - 1],
-            f"  ... (when it was found, {len(message) - most + 1} more lines were printed)",
-        ]
+        message = [*message[: most - 1], f"  ... ({len(message) - most + 1} more lines were printed when it was found)"]
     lines = [_headline(failure), *_plain(message)]
     needs_groups = {"peer", "training", "step_peer"} & set(failure.record)  # a simulation has no process groups
     if failure.kind == RankHang.kind and failure.backend != "sim" and not needs_groups:
