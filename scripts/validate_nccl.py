@@ -1,8 +1,7 @@
 #!/usr/bin/env python3
-"""Validates ring_attention on the ranks that torchrun starts: `verification.cli.validate`, for which the packages must
-be installed.
+"""Runs `verification.cli.validate` on the ranks that torchrun starts. The packages must be installed.
 
-    torchrun --nproc-per-node=P scripts/validate_nccl.py [--help]
+torchrun --nproc-per-node=P scripts/validate_nccl.py [--help]
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "verification":
         raise
-    again = "torchrun --nproc-per-node=P -m verification.cli.validate"
-    print(f"error: install the packages with `pip install -e .`, or run in the checkout: {again}", file=sys.stderr)
+    command = "torchrun --nproc-per-node=P -m verification.cli.validate"
+    print(f"error: install the packages with `pip install -e .`, or run in the checkout: {command}", file=sys.stderr)
     sys.exit(2)
 
 if __name__ == "__main__":

@@ -53,8 +53,8 @@ def test_no_step_sees_the_windows_that_are_held_out(monkeypatch: pytest.MonkeyPa
     train = importlib.import_module("train")
     monkeypatch.setattr(train, "text", lambda name: torch.tensor([0] * 512 + [1] * 512, dtype=torch.uint8))
     options = argparse.Namespace(text="manual", tokens=64, batch=4, held_out=8, seed=1)
-    trained_on, held_out = train.divided(options)
-    assert held_out.shape == (8, 64) and held_out.all() and trained_on.shape == (512,)
+    training_text, held_out = train.split_text(options)
+    assert held_out.shape == (8, 64) and held_out.all() and training_text.shape == (512,)
     assert not any(train.windows(step, options).any() for step in range(500))
 
 

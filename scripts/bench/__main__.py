@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Measures speed; each subcommand explains itself with --help.
 
-torchrun --nproc-per-node=P scripts/bench attention ...    ring_attention beside kernels alone and other methods
-torchrun --nproc-per-node=P scripts/bench model ...        training steps of whole models, by way to attend
-torchrun --nproc-per-node=P scripts/bench patterns ...     losses in training, dense against dilated, by time
-python scripts/bench verification ...                      examples a second that the verification checks on gloo
+torchrun --nproc-per-node=P scripts/bench attention ...    ring_attention, its kernels alone, and other methods
+torchrun --nproc-per-node=P scripts/bench model ...        training steps of whole models, by attention method
+torchrun --nproc-per-node=P scripts/bench patterns ...     training losses over time, dense and dilated
+python scripts/bench verification ...                      examples per second of the verification on gloo
 python scripts/bench simulation ...                        the same with simulated ranks
 """
 
@@ -24,7 +24,7 @@ MODULES = {
 }
 
 if __name__ == "__main__":
-    # Python has put this folder first, where its modules would be found by their bare names.
+    # Replace this folder in sys.path: its modules must not be importable by their bare names.
     sys.path[:1] = [str(SCRIPTS), str(SCRIPTS.parent)]
     name, *rest = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):

@@ -14,7 +14,7 @@ from verification.wording import counted
 
 
 def whole(workload: Workload, device: torch.device, seed: int) -> Contender:
-    """One GPU, the whole sequence, one call. Its time over the number of ranks is that of a perfect division."""
+    """Make one call on one GPU with the whole sequence. Its time / ranks is that of a perfect division."""
     inputs = workload.draw(device, seed, workload.total)
     return Contender.of(
         lambda q, k, v: fused.attention(q, k, v, workload.scale, True)[0], inputs, local=True, capturable=True
@@ -22,19 +22,18 @@ def whole(workload: Workload, device: torch.device, seed: int) -> Contender:
 
 
 def whole_by_flash(workload: Workload, device: torch.device, seed: int) -> Contender:
-    """One GPU, all documents, with or without a window, one call of FlashAttention-2 for variable lengths."""
+    """Make one call of FlashAttention-2 for variable lengths on one GPU with all documents."""
     inputs = workload.draw(device, seed, workload.total)
     return Contender.of(
         lambda q, k, v: fused.packed(q, k, v, workload.scale, workload.documents, workload.window), inputs,
         local=True, capturable=True,
-        note="FlashAttention-2 for variable lengths, as torch has it" if device.type == "cuda" else "",
+        note="torch's FlashAttention-2 for variable lengths" if device.type == "cuda" else "",
     )  # fmt: skip
 
 
 def zigzag_kernels(workload: Workload, inputs: Inputs, rank: int) -> Contender:
-    """The kernel calls of one rank of a zigzag ring, all earlier ranks in one call and all later ones in another; no
-    exchange, no merge. All rows of the rank see the earlier ranks' first chunks; the second half of them sees the later
-    ranks' whole shards."""
+    """Make one rank's kernel calls of a zigzag ring, without exchange and merge: one for all earlier ranks, one for all
+    later ones. All rows see the earlier ranks' first chunks; the second half sees the later ranks' whole shards."""
     q, k, v, dout = (x.detach() for x in inputs)
     half, batch = workload.tokens // 2, workload.shape.batch
     earlier, later = rank * half, (workload.world - 1 - rank) * workload.tokens
@@ -48,7 +47,7 @@ def zigzag_kernels(workload: Workload, inputs: Inputs, rank: int) -> Contender:
 
 
 def kernels_alone(calls: list[tuple[Tensor, Tensor, Tensor, Tensor, bool]], scale: float) -> Contender:
-    """calls: (q, k, v, dout, causal) of each. It returns the last call's results only, to free memory early."""
+    """Make a sequence of calls, each (q, k, v, dout, causal). Only the last results are returned, to free memory."""
 
     def forward() -> Results:
         results: Results = ()
@@ -67,8 +66,8 @@ def kernels_alone(calls: list[tuple[Tensor, Tensor, Tensor, Tensor, bool]], scal
 
 
 def all_to_all(workload: Workload) -> Attend:
-    """DeepSpeed-Ulysses (arXiv 2309.14509): every rank gets all tokens of some heads, calls one kernel, and gives the
-    tokens back. Contiguous order. Raises Impossible where heads do not divide among the ranks."""
+    """Make DeepSpeed-Ulysses (arXiv 2309.14509), in contiguous order: all-to-all to all tokens of some heads, a kernel
+    call, all-to-all back. Raises Unsupported if the ranks do not divide the heads."""
     if workload.shape.kv % workload.world:
         raise Unsupported(
             f"{counted(workload.shape.kv, 'key/value head')} cannot be divided among {workload.world} ranks"
@@ -83,7 +82,7 @@ def all_to_all(workload: Workload) -> Attend:
 
 
 class _Exchanged(torch.autograd.Function):
-    """to_tokens: (B, n, H, D) -> (B, p n, H / p, D); otherwise back."""
+    """All-to-all (B, n, H, D) -> (B, p n, H / p, D) if to_tokens, else back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, to_tokens: bool) -> Tensor:
@@ -96,7 +95,7 @@ class _Exchanged(torch.autograd.Function):
 
 
 def exchanged(x: Tensor, to_tokens: bool) -> Tensor:
-    """(B, n, H, D) -> (B, p n, H / p, D), or (B, p n, H, D) -> (B, n, p H, D)."""
+    """Exchange (B, n, H, D) -> (B, p n, H / p, D), or (B, p n, H, D) -> (B, n, p H, D)."""
     p = dist.get_world_size()
     parts = x.unflatten(2, (p, -1)).permute(2, 0, 1, 3, 4) if to_tokens else x.unflatten(1, (p, -1)).transpose(0, 1)
     sends = parts.contiguous()  # (p, B, n, heads, D)

@@ -1,4 +1,4 @@
-"""Code that the subcommands share: options, joining the ranks, records as JSON."""
+"""Shared code of the subcommands: options, joining the ranks, records as JSON."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from verification.wording import counted
 
 
 class Parser(argparse.ArgumentParser):
-    """Reads a subcommand's options. epilog: see `columns`."""
+    """Parser of a subcommand's options. epilog: see `columns`."""
 
     def __init__(self, subcommand: str, description: str | None, epilog: str | None = None) -> None:
         super().__init__(
             prog=f"{sys.argv[0]} {subcommand}", description=description, epilog=epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )  # fmt: skip
-        self.add_argument("--json", type=Path, metavar="FILE", help="write the record there")
+        self.add_argument("--json", type=Path, metavar="FILE", help="file for the record")
 
     def on_ranks(self) -> None:
         self.usage = f"torchrun --nproc-per-node=P {self.prog} [OPTION ...]"
-        self.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: try it out over gloo, with "
+        self.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a trial over gloo, with "
             "tiny sizes")  # fmt: skip
 
     def parsed(self, arguments: Sequence[str] | None) -> argparse.Namespace:
-        """Raises SystemExit, as `stop` does, for what cannot be read, and for a file that cannot be written."""
-        given = self.parse_args(arguments)
-        if given.json is not None:
+        """Parse the options. Raises SystemExit, as `stop`, for invalid ones and for a file that cannot be written."""
+        options = self.parse_args(arguments)
+        if options.json is not None:
             try:
-                check_file("--json", given.json)
+                check_file("--json", options.json)
             except OSError as error:
                 stop(str(error))
-        return given
+        return options
 
     def error(self, message: str) -> NoReturn:
         stop(message)
@@ -56,7 +56,7 @@ def fail(message: str) -> None:
 
 
 def stop(message: str) -> NoReturn:
-    """Prints, on rank 0 alone, an error that all ranks found."""
+    """Exit with status 2, and print on rank 0 an error that all ranks found."""
     if os.environ.get("RANK", "0") == "0":
         fail(message)
     raise SystemExit(2)
@@ -76,11 +76,11 @@ def positive(text: str) -> int:
 
 
 def columns(meanings: Mapping[str, str]) -> str:
-    """Tells what every column of a row means, in a line or two each."""
-    found = ["columns of a row; one that does not apply is not printed:"]
+    """Return the meaning of every column, for a help text."""
+    lines = ["columns of a row; one that does not apply is not printed:"]
     for name, meaning in meanings.items():
-        found += textwrap.wrap(meaning, 116, initial_indent=f"  {name:<19}", subsequent_indent=" " * 21)
-    return "\n".join(found)
+        lines += textwrap.wrap(meaning, 116, initial_indent=f"  {name:<19}", subsequent_indent=" " * 21)
+    return "\n".join(lines)
 
 
 # --- ranks ------------------------------------------------------------------------------------------------------------
@@ -94,17 +94,17 @@ def check_place(device: str) -> None:
     if device == "cpu":
         torch.set_num_threads(1)
         return
-    here, needed = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-    if here < needed:
-        stop(f"there must be {counted(needed, 'GPU')}, one a rank, and there are {here}; --device cpu tries it without")
+    available, needed = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    if available < needed:
+        stop(f"{counted(needed, 'GPU')} needed, one per rank, got {available}; --device cpu needs none")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 
 
 def measured_on_ranks(device: str, measure: Callable[[RankGroup], list[str]]) -> int:
-    """Joins the ranks and measures. measure: returns what computed something else.
+    """Join the ranks and measure. measure: returns a message for each wrong result.
 
-    Returns the exit status: 0 measured; 1 something else was computed. Raises SystemExit of status 2, or ends the
-    process with it, where the run could not be carried out, or not to its end.
+    Returns the exit status: 0 measured, 1 wrong results. If the run cannot start or finish, it raises SystemExit of
+    status 2, or ends the process with it.
     """
     try:
         ranks = RankGroup.join(device)
@@ -117,8 +117,8 @@ def measured_on_ranks(device: str, measure: Callable[[RankGroup], list[str]]) ->
         sys.stderr.flush()
         os._exit(2)  # a call that hangs on a GPU would delay a normal exit
     if ranks.rank == 0:
-        for one in wrong:
-            fail(one)
+        for message in wrong:
+            fail(message)
     dist.destroy_process_group()
     return 1 if wrong else 0
 
@@ -127,34 +127,34 @@ def measured_on_ranks(device: str, measure: Callable[[RankGroup], list[str]]) ->
 
 
 def command_line(world: int) -> str:
-    """The present one, as somebody types it in the root of the repository."""
+    """Return the command line, as typed in the root of the repository."""
     return f"torchrun --nproc-per-node={world} scripts/bench {typed_words(sys.argv[1:])}".rstrip()
 
 
 def line(row: Mapping[str, Any]) -> str:
-    """A row as it is printed."""
+    """Format a row."""
     shown = [f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in row.items()]
     return "  ".join(text for text in shown if not text.endswith("=None"))
 
 
 class BenchRecord:
-    """Prints rows, and writes the file anew after each: if the run is interrupted, the file has all rows so far.
+    """Record on rank 0, which prints each row and rewrites the file: an interrupted run leaves all rows so far.
 
-    Rank 0 alone does so. file: where the JSON goes, or None. shown: a row as it is printed. fields: of the whole run,
-    beside device, versions, commit and command.
+    file: for the JSON, or None. shown: formats a row. fields: of the whole run, besides device, versions, commit and
+    command.
     """
 
     def __init__(
         self, ranks: RankGroup, file: Path | None, shown: Callable[[dict[str, Any]], str] = line, **fields: Any
     ) -> None:
         self.rows: list[dict[str, Any]] = []
-        self._speaks, self._file, self._shown = ranks.rank == 0, file, shown
+        self._first, self._file, self._shown = ranks.rank == 0, file, shown
         self._run = surroundings(ranks.device.type, ranks.world, command_line(ranks.world))
         self._run |= {"ring-flash-attn": ring_flash_attn.zigzag.version} | fields
 
     def add(self, **row: Any) -> None:
         self.rows.append(row)
-        if not self._speaks:
+        if not self._first:
             return
         print(self._shown(row), flush=True)
         if self._file is not None:

@@ -1,8 +1,7 @@
-"""Attention of one call by torch's own kernels, forward and backward, with lse: baselines and peers run on it.
+"""One attention call on torch's kernels, forward and backward, with lse, for baselines and peers. It uses no `ring`.
 
-On a GPU it is cuDNN's kernel, which takes bf16 and fp16 and any number of key/value heads, and for several lengths in
-one call FlashAttention-2; on the CPU it is the stand-in for flash_attn, which uses matrix products and a softmax. No
-code of ring/ is used.
+On a GPU it calls cuDNN, for bf16 and fp16 and any number of key/value heads, or FlashAttention-2 for several lengths.
+On the CPU it is the substitute for flash_attn, by matrix products and a softmax.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from verification.peers.adapters import flash_attn_shim
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """q (B, Nq, H, D), k, v (B, Nk, Hk, D), any strides but that of D -> out (B, Nq, H, D), lse (B, H, Nq) in fp32.
+    """Attend q (B, Nq, H, D) to k, v (B, Nk, Hk, D), contiguous in D -> out (B, Nq, H, D), lse (B, H, Nq) in fp32.
 
     causal: query i sees keys 0 .. i; for Nq = Nk only.
     """
@@ -28,22 +27,22 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tupl
     if q.device.type != "cuda":
         return flash_attn_shim.forward(q, k, v, 0.0, scale, causal)[:2]
     query, key, value = (x.transpose(1, 2) for x in (q, k, v))
-    found = torch.ops.aten._scaled_dot_product_cudnn_attention(
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         query, key, value, None, True, 0.0, causal, False, scale=scale
     )
-    return found[0].transpose(1, 2), found[1].reshape(query.shape[:3])  # lse comes as (B, H, Nq, 1)
+    return out.transpose(1, 2), lse.reshape(query.shape[:3])  # lse is (B, H, Nq, 1)
 
 
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, shaped like q, k, v. out and lse may be those of a softmax over more keys."""
+    """Return dq, dk, dv, shaped like q, k, v. out and lse may be of a softmax over more keys."""
     if q.device.type != "cuda":
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         flash_attn_shim.backward(dout, q, k, v, out, lse, dq, dk, dv, 0.0, scale, causal)
         return dq, dk, dv
     d, query, key, value, o = (x.transpose(1, 2) for x in (dout, q, k, v, out))
-    if not query.stride() == o.stride() == d.stride():  # torch (2.11) keeps a backward by the strides of q, k, v alone
+    if not query.stride() == o.stride() == d.stride():  # torch (2.11) caches a backward by the strides of q, k, v alone
         d, query, o = (x.contiguous() for x in (d, query, o))
     unused = _no_dropout(q.device)
     grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
@@ -56,7 +55,7 @@ def backward(
 
 @lru_cache(maxsize=8)
 def _no_dropout(device: torch.device) -> Tensor:
-    """The kernel asks for the state of a random generator, which it does not use without dropout."""
+    """Return a placeholder for the state of the random generator, unused without dropout."""
     return torch.zeros((), dtype=torch.int64, device=device)
 
 
@@ -76,16 +75,20 @@ class _Attention(torch.autograd.Function):
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """`forward`, differentiable through out; no gradient flows through lse."""
+    """Compute `forward`, differentiable through out but not through lse."""
     out, lse = _Attention.apply(q, k, v, scale, causal)
     return out, lse
 
 
 @dataclass(frozen=True)
 class Varlen:
-    """A call of several lengths: where the queries of each sequence begin and end, int32 on the device, where the keys
-    do, and the longest of each. causal: the last query sees the last key, the one before it the one before, and so on.
-    window: positions that a row sees before its own, if causal."""
+    """A call of several lengths.
+
+    query_edges, key_edges      boundaries of the sequences, int32 on the device
+    longest_query, longest_key  longest sequence
+    window                      positions that a row sees before its own, if causal
+    causal                      aligned at the last query and key
+    """
 
     scale: float
     query_edges: Tensor
@@ -96,7 +99,7 @@ class Varlen:
     causal: bool = True
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """q (Nq, H, D), k, v (Nk, Hk, D) -> out (Nq, H, D), lse (H, Nq) in fp32."""
+        """Attend q (Nq, H, D) to k, v (Nk, Hk, D) -> out (Nq, H, D), lse (H, Nq) in fp32."""
         if q.device.type != "cuda":
             return flash_attn_shim.varlen_forward(q, k, v, *self._lengths, 0.0, self.scale, self.causal, self._left)[:2]
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -107,7 +110,7 @@ class Varlen:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv, shaped like q, k, v."""
+        """Return dq, dk, dv, shaped like q, k, v."""
         if q.device.type != "cuda":
             dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
             flash_attn_shim.varlen_backward(
@@ -144,15 +147,15 @@ class _Packed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        found = ctx.call.backward(grads[0].squeeze(0), *ctx.saved_tensors)
-        return *(x.unsqueeze(0) for x in found), None
+        input_grads = ctx.call.backward(grads[0].squeeze(0), *ctx.saved_tensors)
+        return *(x.unsqueeze(0) for x in input_grads), None
 
 
 def packed(
     q: Tensor, k: Tensor, v: Tensor, scale: float, documents: Sequence[int], window: int | None = None
 ) -> Tensor:
-    """Causal attention within documents, differentiable, in one call of several lengths. Shapes as in `forward`, with
-    B = 1. window: positions that a row sees before its own."""
+    """Attend causally within documents, in one differentiable call. Shapes as in `forward`, with B = 1. window:
+    positions that a row sees before its own."""
     edges, longest = document_edges(tuple(documents), q.device), max(documents)
     out: Tensor = _Packed.apply(q, k, v, Varlen(scale, edges, edges, longest, longest, window))
     return out
@@ -160,5 +163,5 @@ def packed(
 
 @lru_cache(maxsize=8)
 def document_edges(documents: tuple[int, ...], device: torch.device) -> Tensor:
-    """Positions at which documents begin and end, (documents + 1,), int32."""
+    """Return the boundaries of documents, (documents + 1,), int32."""
     return torch.tensor([0, *accumulate(documents)], dtype=torch.int32, device=device)

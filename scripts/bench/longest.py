@@ -1,8 +1,7 @@
-"""The longest shards for which forward and backward succeed: they are doubled until memory or time runs out.
+"""Search for the longest shards whose forward and backward succeed, by doubling until memory or time runs out.
 
-Every rank searches in a process of its own: where one rank runs out of memory, others may wait on their GPU for a
-message that never comes, and only the end of the process ends that wait. The processes go from size to size together;
-when one fails, all are ended.
+Every rank searches in its own child process. If one rank runs out of memory, others may wait on their GPU for ever, and
+only killing the process ends the wait. The processes try each size together; when one fails, all are killed.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from bench import ours
 from bench.rank_group import RankGroup, described, is_memory
 from bench.workload import Workload
 
-STEP = 0.2  # seconds between two looks at the processes
-START = 120.0  # seconds that they may take to start, on top of the time they are given
+STEP = 0.2  # seconds between two polls of the processes
+START = 120.0  # seconds allowed for their start, besides the search
 OUT_OF_MEMORY = "failed: out of memory"
-GROWTH = 4.5  # a dense pass takes 4 times as long when the sequence doubles; some margin
+GROWTH = 4.5  # a dense pass takes 4 times as long at twice the length; plus a margin
 
 
 @dataclass(frozen=True)
 class Search:
-    """make: the workload of so many tokens of each rank, on so many ranks. first, limit: tokens of a rank's shard.
-    seconds: for the whole search."""
+    """Options of a search. make: (tokens per rank, ranks) -> workload. first, limit: tokens of a shard. seconds: for
+    the whole search."""
 
     make: Callable[[int, int], Workload]
     device: str
@@ -47,7 +46,7 @@ class Search:
 
 @dataclass(frozen=True)
 class Progress:
-    """Report of a rank's process so far: the largest size done, its seconds and peak memory, why it ended."""
+    """Progress of a rank's process: the largest size done, its seconds and peak memory, why it ended."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -60,34 +59,34 @@ class Progress:
 
 
 def longest(ranks: RankGroup, search: Search) -> dict[str, Any]:
-    """The most tokens of each rank that the whole group finished, the slowest rank's seconds for that pass, and what
-    ended the search."""
+    """Search on all ranks. Return the largest tokens per rank that all finished, the slowest rank's seconds for it, and
+    why the search ended."""
     with socket.create_server(("", 0)) as server:
         port = ranks.gathered(server.getsockname()[1])[0]
-    # torchrun's variables for this rank, with another port and without torchrun's own store.
+    # Copy torchrun's variables, with another port and without torchrun's store.
     own = {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     own |= {"RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.world)}
     settings = {"MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": str(ranks.rank)} | os.environ | own
-    return followed(ranks, double_alone, (search, settings), START + 2 * search.seconds)
+    return supervise(ranks, run_child, (search, settings), START + 2 * search.seconds)
 
 
-def followed(
+def supervise(
     ranks: RankGroup, target: Callable[..., None], arguments: tuple[Any, ...], deadline: float
 ) -> dict[str, Any]:
-    """Runs `target(connection, *arguments)` in a process of every rank, takes the Progress that each sends until all
-    have ended or one has failed, then ends all."""
+    """Run `target(connection, *arguments)` in a child process of every rank, receive Progress until all have ended or
+    one has failed, and kill all."""
     context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe(duplex=False)
-    child = context.Process(target=target, args=(there, *arguments))
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=target, args=(sender, *arguments))
     child.start()
-    there.close()
-    mine, began = Progress(), time.monotonic()
+    sender.close()
+    own, started = Progress(), time.monotonic()
     try:
         while True:
-            mine = _newest(mine, here, child)
-            if mine.ended is None and time.monotonic() - began > deadline:
-                mine = replace(mine, ended=f"failed: no answer within {deadline:.0f} s")
-            everyone = ranks.gathered(mine)
+            own = _newest(own, receiver, child)
+            if own.ended is None and time.monotonic() - started > deadline:
+                own = replace(own, ended=f"failed: no answer within {deadline:.0f} s")
+            everyone = ranks.gathered(own)
             if any(x.failed for x in everyone) or all(x.ended is not None for x in everyone):
                 return _summary(everyone)
             time.sleep(STEP)
@@ -107,12 +106,12 @@ def _newest(progress: Progress, connection: Connection[Any, Progress], child: Sp
 
 
 def _summary(everyone: list[Progress]) -> dict[str, Any]:
-    """A size counts if all ranks finished it."""
+    """Summarise the largest size that all ranks finished."""
     least = min(x.tokens for x in everyone)
     same = [x for x in everyone if x.tokens == least]
     ended = [(rank, x.ended) for rank, x in enumerate(everyone) if x.ended is not None]
     failed = [(rank, why) for rank, why in ended if why.startswith("failed")]
-    first = [(rank, why) for rank, why in failed if why.startswith(OUT_OF_MEMORY)]  # other ranks then fail of that
+    first = [(rank, why) for rank, why in failed if why.startswith(OUT_OF_MEMORY)]  # the cause of the other failures
     rank, why = (first or failed or ended)[0]
     return {
         "tokens": least,
@@ -126,8 +125,8 @@ def _summary(everyone: list[Progress]) -> dict[str, Any]:
 # --- one rank's process -----------------------------------------------------------------------------------------------
 
 
-def double_alone(connection: Connection[Progress, Any], search: Search, settings: dict[str, str]) -> None:
-    """Joins the other ranks' processes, and sends Progress for every size that all finished, and one at the end."""
+def run_child(connection: Connection[Progress, Any], search: Search, settings: dict[str, str]) -> None:
+    """Join the other children, and send Progress for every size that all finished, and at the end."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(settings)
     done = [Progress()]
@@ -141,30 +140,29 @@ def double_alone(connection: Connection[Progress, Any], search: Search, settings
             torch.cuda.set_device(int(settings["LOCAL_RANK"]))
         ended = double(RankGroup.join(search.device), search, report)
     except Exception as error:
-        # Sent before anything else: other ranks may be waiting for this one, and only the parents can end that.
+        # Send it first: other ranks may be waiting for this one, and only their parents can end that.
         ended = f"{OUT_OF_MEMORY if is_memory(error) else 'failed'}: {described(error)}"
     report(replace(done[-1], ended=ended))
     os._exit(0)  # a call that hangs on a GPU would delay a normal exit
 
 
 def double(ranks: RankGroup, search: Search, report: Callable[[Progress], None]) -> str:
-    """Doubles the shards until the limit, or until the next size would take too long. Returns which of the two."""
-    tokens, began, last = search.first, time.monotonic(), 0.0
+    """Double the shards until the limit, or until the next size would take too long. Return the reason."""
+    tokens, search_started, last = search.first, time.monotonic(), 0.0
     while tokens <= search.limit:
-        left = search.seconds - (time.monotonic() - began)
+        left = search.seconds - (time.monotonic() - search_started)
         if not all(ranks.gathered(GROWTH * last <= left)):
             return f"stopped before {tokens} tokens: they would take longer than the {search.seconds:.0f} s allowed"
         started = time.monotonic()
         peak = one_pass(search.make(tokens, ranks.world), ranks, search)
-        last = max(ranks.gathered(time.monotonic() - started))  # by now all ranks have finished this size
+        last = max(ranks.gathered(time.monotonic() - started))  # all ranks have finished this size
         report(Progress(tokens, last, peak))
         tokens *= 2
     return f"stopped at the limit of {search.limit} tokens"
 
 
 def one_pass(workload: Workload, ranks: RankGroup, search: Search) -> int | None:
-    """Forward and backward. Returns the peak of allocated GPU memory in bytes. Raises ValueError if a result is not
-    finite."""
+    """Run forward and backward, and return the peak of GPU bytes. Raises ValueError for a non-finite result."""
     gpu = ranks.device.type == "cuda"
     if gpu:
         torch.cuda.empty_cache()

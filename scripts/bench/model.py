@@ -3,18 +3,17 @@
     torchrun --nproc-per-node=P scripts/bench model [--tokens 512 8Ki ...] [--ways ours zigzag ...]
         [--only eager] [--json FILE] ...
 
-A step is forward and backward in bf16, of 8 layers with 16 heads of 128 on GPUs, in eager mode and with torch.compile;
-tokens are those of each GPU. Only the attention differs between the ways: ours, other people's, and one GPU with the
-whole sequence, whose time divided by the number of GPUs is the ceiling. Gradients are not reduced. Before it is timed,
-each way is compared with an fp32 model that has the oracle's attention. Then the ways are measured by turns. Times of
-one section (model, mode, tokens) can be compared with each other, times of different runs cannot. `--device cpu` tries
-it out over gloo, with tiny sizes.
+A step is forward and backward in bf16, of 8 layers with 16 heads of 128 on GPUs, in eager mode and with torch.compile.
+Tokens are per GPU. The ways differ only in the attention: ours, peers, and one GPU with the whole sequence, whose time
+/ GPUs is the ceiling. Gradients are not reduced. Each way is first compared with an fp32 model that has the oracle's
+attention, then all are timed in turn. Compare only times of one section (model, mode, tokens) of the same run.
+`--device cpu` is a trial over gloo, with tiny sizes.
 
-With --recompute: the same Llama under FSDP2 instead, with ours only, with layers computed again or not. A step then has
-the reduction of gradients, too, and tokens are those of the whole sequence.
+--recompute instead times the same Llama under FSDP2, with ours only, and with or without recomputed layers. A step then
+includes the reduction of gradients, and tokens are those of the whole sequence.
 
-Exit status: 0 measured; 1 a way computed something else; 2 the run could not be carried out, or not to its end (the
-file has what was measured before). torchrun gives its own, 1, for any that is not 0.
+Exit status: 0 measured; 1 a way gave wrong results; 2 the run could not start or finish (the file has the rows so far).
+torchrun turns any status but 0 into 1.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from bench.command import BenchRecord, Parser, check_place, columns, measured_on_ranks, positive, tokens
 from bench.rank_group import Failed, Lost, RankGroup
-from bench.step_models import KINDS, SHAPES, StepLayer, made
+from bench.step_models import KINDS, SHAPES, StepLayer, build_model
 from bench.step_run import Exact, Stepper, StepTime, Turns, Wrong, by_turns, step
 from bench.step_ways import ALONE, MEANING, OURS, PEERS, UNCHECKED, StepProblem, Way, names_of, ring_attend, way_of
 from bench.workload import Unsupported, named
@@ -44,37 +43,37 @@ from ring.nn import ContextParallel, shard_batch, token_mean
 from ring.nn.frameworks import fsdp, recompute
 
 MODES = ("eager", "compiled")
-BACKENDS = {"cuda": "inductor", "cpu": "aot_eager"}  # C++ for the processor takes minutes to compile
-GRAPHS = 64  # of one function: each way, and each part between two breaks, has its own
-RECOMPUTED = ("none", "all", "attention-kept")  # which layers are computed again
+BACKENDS = {"cuda": "inductor", "cpu": "aot_eager"}  # inductor's C++ takes minutes to compile
+GRAPHS = 64  # recompilations of one function: one per way and per part between graph breaks
+RECOMPUTED = ("none", "all", "attention-kept")  # layers that are recomputed
 TOKENS = {"cuda": (512, 2 * 2**10, 8 * 2**10, 32 * 2**10), "cpu": (32, 64)}
 RECOMPUTED_TOKENS = {"cuda": (16 * 2**10, 64 * 2**10), "cpu": (256,)}
 # Times are milliseconds: the median of a round's steps on the slowest rank, then the median of the rounds.
 STEP_COLUMNS = {
-    "model": "llama or longnet: what it is shaped like",
-    "mode": "eager or compiled: torch.compile, in one graph for ring_attention, with breaks where others need them",
+    "model": "llama or longnet: its shape",
+    "mode": "eager or compiled: by torch.compile, ring_attention as one graph, others with graph breaks if needed",
     "tokens": "of each rank",
     "way": "; ".join(f"{name}: {meaning}" for name, meaning in MEANING.items()),
     "ms": "a step, forward and backward, between two CUDA events; gradients are not reduced",
-    "wall_ms": "until the GPU is done",
-    "host_ms": "until the host has launched all",
-    "rounds": "these three in each round; in a round every way has its turn",
+    "wall_ms": "until the GPU has finished",
+    "host_ms": "until the host has launched all kernels",
+    "rounds": "these three times of each round; a round has one turn of every way",
     "warmup": "steps before the first round",
-    "steps": "of a way in a round",
+    "steps": "steps per turn",
     "peak_bytes": "peak of torch's allocator in a step on the fullest rank, parameters included",
     "efficiency": "(ms of one GPU with the whole sequence) / GPUs / ms: 1 is the ceiling, a perfect division",
-    "best_peer": "of ours: the fastest of other people's ways",
-    "of_best_peer": "of ours: ms / (ms of that one)",
-    "loss": "of the first step: the mean over all tokens",
-    "losses_off": "at the smallest size: norm of the difference of all tokens' losses from those of an fp32 model with "
-    "the oracle's attention, / their norm",
-    "gradients_off": "the same of all parameters' gradients, summed over ranks",
-    "rounding_losses": "the same of one GPU, eagerly: how far rounding alone is off",
-    "rounding_gradients": "likewise",
-    "first_seconds": "of the first step; compiled: compilation",
-    "left_out": "why it was not tried here",
+    "best_peer": "of ours: the fastest peer",
+    "of_best_peer": "of ours: ms / (ms of best_peer)",
+    "loss": "mean loss of the first step over all tokens",
+    "losses_off": "at the smallest size: |losses - exact| / |exact|, in norms over all tokens; exact: of an fp32 model "
+    "with the oracle's attention",
+    "gradients_off": "the same for the gradients of all parameters, summed over ranks",
+    "rounding_losses": "the same for one GPU in eager mode: the error of rounding alone",
+    "rounding_gradients": "the same for gradients",
+    "first_seconds": "time of the first step, with compilation",
+    "left_out": "why it was not tried",
     "error": "the error with which it failed",
-    "wrong": "what it computed instead; it is then not timed",
+    "wrong": "the error of a wrong result; it is then not timed",
 }
 TITLE = (
     f"{'model':8} {'mode':8} {'tokens':>6} {'way':16} {'ms':>9} {'wall':>9} {'host':>9} {'GiB':>6} {'effic.':>6} "
@@ -83,7 +82,7 @@ TITLE = (
 
 
 def table_line(row: dict[str, Any]) -> str:
-    """A row under TITLE."""
+    """Format a row under TITLE."""
     start = f"{row['model']:8} {row['mode']:8} {named(row['tokens']):>6} {row.get('way', ''):16}"
     for reason in ("left_out", "error", "wrong"):
         if reason in row:
@@ -104,116 +103,122 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         "(default: all)")  # fmt: skip
     add("--only", choices=MODES, help="(default: eager, then compiled)")
     add("--tokens", type=tokens, nargs="+", metavar="N", help="(default: 512 2Ki 8Ki 32Ki; with --recompute 16Ki 64Ki)")
-    add("--warmup", type=positive, default=8, metavar="N", help="steps; 3 from 32Ki tokens (default: 8)")
-    add("--rounds", type=positive, default=3, metavar="N", help="in each, every way has its turn (default: 3)")
-    add("--steps", type=positive, default=5, metavar="N", help="of a turn; 3 from 32Ki tokens (default: 5)")
-    add("--minutes", type=float, default=9.0, metavar="M", help="after which no section begins (default: 9)")
-    add("--recompute", choices=RECOMPUTED, nargs="+", help="under FSDP2: which layers are computed again")
-    add("--compare", action="store_true", help="with --recompute: compare the loss with that of one GPU")
-    given = parser.parsed(arguments)
-    given.tokens = given.tokens or (RECOMPUTED_TOKENS if given.recompute else TOKENS)[given.device]
-    return given
+    add(
+        "--warmup",
+        type=positive,
+        default=8,
+        metavar="N",
+        help="steps before the timing; 3 from 32Ki tokens (default: 8)",
+    )
+    add("--rounds", type=positive, default=3, metavar="N", help="turns of each way (default: 3)")
+    add("--steps", type=positive, default=5, metavar="N", help="steps per turn; 3 from 32Ki tokens (default: 5)")
+    add("--minutes", type=float, default=9.0, metavar="M", help="start no section after M minutes (default: 9)")
+    add("--recompute", choices=RECOMPUTED, nargs="+", help="under FSDP2: layers to recompute")
+    add("--compare", action="store_true", help="with --recompute: compare the loss with one GPU's")
+    options = parser.parsed(arguments)
+    options.tokens = options.tokens or (RECOMPUTED_TOKENS if options.recompute else TOKENS)[options.device]
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 measured, 1 a way computed something else; SystemExit of 2: not measured, or not to the end."""
-    given = parsed(arguments)
-    check_place(given.device)
+    """Run the benchmark: 0 measured, 1 wrong results. Raises SystemExit of 2 if it cannot start or finish."""
+    options = parsed(arguments)
+    check_place(options.device)
 
     def measure(ranks: RankGroup) -> list[str]:
-        shape = asdict(SHAPES[given.device])
-        if given.recompute:
-            measure_recomputed(ranks, BenchRecord(ranks, given.json, shape=shape), given)
+        shape = asdict(SHAPES[options.device])
+        if options.recompute:
+            measure_recomputed(ranks, BenchRecord(ranks, options.json, shape=shape), options)
             return []
         if ranks.rank == 0:
             print(TITLE, flush=True)
-        return measure_ways(ranks, BenchRecord(ranks, given.json, table_line, shape=shape), given)
+        return measure_ways(ranks, BenchRecord(ranks, options.json, table_line, shape=shape), options)
 
-    return measured_on_ranks(given.device, measure)
+    return measured_on_ranks(options.device, measure)
 
 
 # --- ways -------------------------------------------------------------------------------------------------------------
 
 
-def measure_ways(ranks: RankGroup, record: BenchRecord, given: argparse.Namespace) -> list[str]:
-    """Adds the rows of each model in each mode at each size. Every rank makes the same steps in the same order.
-    Returns what computed something else, and by how much; it is not timed at greater sizes."""
+def measure_ways(ranks: RankGroup, record: BenchRecord, options: argparse.Namespace) -> list[str]:
+    """Add the rows of each model, mode and size. Every rank makes the same steps in the same order. Return a message
+    for each way with wrong results, which is not timed at larger sizes."""
     wrong: dict[tuple[str, str, str], str] = {}
-    began = time.monotonic()
+    started = time.monotonic()
     with torch._dynamo.config.patch(recompile_limit=GRAPHS, fail_on_recompile_limit_hit=True):
-        for mode in (given.only,) if given.only else MODES:
-            for kind in given.models:
-                for size in sorted(given.tokens):
+        for mode in (options.only,) if options.only else MODES:
+            for kind in options.models:
+                for size in sorted(options.tokens):
                     head = {"model": kind, "mode": mode, "tokens": size}
-                    minutes = max(ranks.gathered((time.monotonic() - began) / 60))
-                    if minutes > given.minutes:
+                    minutes = max(ranks.gathered((time.monotonic() - started) / 60))
+                    if minutes > options.minutes:
                         record.add(**head, left_out=f"the run had taken {minutes:.1f} minutes")
                         continue
                     before = {way: reason for (*where, way), reason in wrong.items() if where == [kind, mode]}
-                    for way, row in StepSection(ranks, kind, mode, size, given).rows(before).items():
+                    for way, row in StepSection(ranks, kind, mode, size, options).rows(before).items():
                         record.add(**head, way=way, **row)
                         if "wrong" in row:
                             wrong[kind, mode, way] = row["wrong"]
-                    torch._dynamo.reset()  # with all that graphs hold
+                    torch._dynamo.reset()  # frees the memory of graphs
                     if ranks.device.type == "cuda":
                         torch.cuda.empty_cache()
     return [f"{way} of {kind}, {mode}: {reason}" for (kind, mode, way), reason in wrong.items()]
 
 
 class StepSection:
-    """The ways of one model in one mode at one size, which share its parameters.
+    """Ways of one model, mode and size, which share the parameters.
 
-    A way that cannot run has a row that says why; one that computes something else has a row, and is not timed.
+    A way that cannot run has a row with the reason; one with wrong results has a row with the error, and is not timed.
     """
 
-    def __init__(self, ranks: RankGroup, kind: str, mode: str, size: int, given: argparse.Namespace) -> None:
-        self.ranks, self.compiled, self.given = ranks, mode == "compiled", given
+    def __init__(self, ranks: RankGroup, kind: str, mode: str, size: int, options: argparse.Namespace) -> None:
+        self.ranks, self.compiled, self.options = ranks, mode == "compiled", options
         self.problem = _problem(kind, size, ranks, ranks.world)
-        self.model = made(kind, self.problem.shape, ranks.device, self.problem.workload.dtype)
-        self.turns = Turns(given.warmup, given.rounds, given.steps).at(size)
+        self.model = build_model(kind, self.problem.shape, ranks.device, self.problem.workload.dtype)
+        self.turns = Turns(options.warmup, options.rounds, options.steps).at(size)
 
     def rows(self, wrong: dict[str, str]) -> dict[str, dict[str, Any]]:
-        """A row for each way. wrong: those that are not timed, since they were wrong at a smaller size, and why.
+        """Return a row for each way. wrong: ways that failed at a smaller size, and why; they are not timed.
 
-        Raises Failed, on every rank, for what no single way can help, and Lost where ranks were left waiting.
+        Raises Failed on every rank if the ways cannot be compared or timed, and Lost if ranks may still be waiting.
         """
-        found: dict[str, dict[str, Any]] = {name: {"wrong": reason} for name, reason in wrong.items()}
+        by_way: dict[str, dict[str, Any]] = {name: {"wrong": reason} for name, reason in wrong.items()}
         ready: dict[str, Stepper] = {}
-        names = [name for name in names_of(self.problem.kind) if name in self.given.ways and name not in wrong]
+        names = [name for name in names_of(self.problem.kind) if name in self.options.ways and name not in wrong]
         try:
-            # At the smallest size only: it is dense.
-            smallest = self.problem.tokens == min(self.given.tokens)
+            # The oracle is dense: compare at the smallest size only.
+            smallest = self.problem.tokens == min(self.options.tokens)
             exact = Exact(self.ranks, self.model, self.problem) if smallest else None
-        except Wrong as reason:  # of what all ways are compared with
+        except Wrong as reason:  # one GPU itself is wrong
             return {name: {"wrong": str(reason)} for name in names}
         for name in names:
             try:
                 way = way_of(name, self.problem)
             except Unsupported as reason:
-                found[name] = {"left_out": str(reason)}
+                by_way[name] = {"left_out": str(reason)}
                 continue
             try:
-                found[name], ready[name] = self._begun(way, exact)
+                by_way[name], ready[name] = self._first_step(way, exact)
             except Wrong as reason:
-                found[name] = {"wrong": str(reason)}
+                by_way[name] = {"wrong": str(reason)}
             except Failed as failure:
-                found[name] = {"error": str(failure)}
+                by_way[name] = {"error": str(failure)}
                 if not way.alone and (failure.memory or not failure.everywhere):
                     raise Lost(f"{name} with {self.problem.tokens} tokens a rank: {failure}") from failure
             self.model.zero_grad()
-        del exact  # before memory is looked at
+        del exact  # frees memory before peaks are measured
         for name, stepper in ready.items():
             stepper.turn(self.ranks, max(1, self.turns.warmup - 1))
-            found[name]["peak_bytes"] = stepper.peak(self.ranks)
+            by_way[name]["peak_bytes"] = stepper.peak(self.ranks)
         for name, rounds in by_turns(self.ranks, ready, self.turns).items():
-            found[name] |= asdict(StepTime.each(statistics.median, rounds))
-            found[name] |= {"rounds": [asdict(one) for one in rounds]}
-            found[name] |= {"warmup": self.turns.warmup, "steps": self.turns.steps}
-        compare(found, self.problem)
-        return found
+            by_way[name] |= asdict(StepTime.each(statistics.median, rounds))
+            by_way[name] |= {"rounds": [asdict(one) for one in rounds]}
+            by_way[name] |= {"warmup": self.turns.warmup, "steps": self.turns.steps}
+        compare(by_way, self.problem)
+        return by_way
 
-    def _begun(self, way: Way, exact: Exact | None) -> tuple[dict[str, Any], Stepper]:
-        """The way's first step, in which it is compiled, and the check. Raises Failed and Wrong, on every rank."""
+    def _first_step(self, way: Way, exact: Exact | None) -> tuple[dict[str, Any], Stepper]:
+        """Compile a way, make its first step and check it. Raises Failed and Wrong on every rank."""
         run: Any = self.model
         if self.compiled:
             backend = BACKENDS[self.ranks.device.type]
@@ -227,7 +232,7 @@ class StepSection:
             return losses[0].double().sum().item(), time.perf_counter() - started
 
         everyone = self.ranks.attempt(first)
-        total = everyone[0][0] if way.alone else sum(own for own, _ in everyone)
+        total = everyone[0][0] if way.alone else sum(loss for loss, _ in everyone)
         row: dict[str, Any] = {"loss": total / (way.context.layout.n - 1)}
         row["first_seconds"] = max(seconds for _, seconds in everyone)
         if exact is not None:
@@ -238,7 +243,7 @@ class StepSection:
 
 
 def compare(rows: dict[str, dict[str, Any]], problem: StepProblem) -> None:
-    """Adds what follows from several rows: the ceiling, and ours beside the fastest of the peers."""
+    """Add columns that compare rows: the efficiency, and ours relative to the fastest peer."""
     timed = {name: row for name, row in rows.items() if "ms" in row}
     peers = [name for name in PEERS[problem.kind] if name in timed]
     best = min(peers, key=lambda name: float(timed[name]["ms"]), default=None)
@@ -250,36 +255,36 @@ def compare(rows: dict[str, dict[str, Any]], problem: StepProblem) -> None:
 
 
 def _problem(kind: str, size: int, ranks: RankGroup, world: int) -> StepProblem:
-    """size: tokens of each of `world` ranks."""
+    """Make a problem. size: tokens of each of `world` ranks."""
     return StepProblem(kind, SHAPES[ranks.device.type], size, ranks.rank, world, ranks.device)
 
 
 # --- recomputation under FSDP2 ----------------------------------------------------------------------------------------
 
 
-def measure_recomputed(ranks: RankGroup, record: BenchRecord, given: argparse.Namespace) -> None:
-    """Adds a row for each number of tokens, of the whole sequence, and each of RECOMPUTED that is asked for."""
+def measure_recomputed(ranks: RankGroup, record: BenchRecord, options: argparse.Namespace) -> None:
+    """Add a row for each number of tokens of the whole sequence, and each choice of --recompute."""
     mesh = init_device_mesh(ranks.device.type, (ranks.world,), mesh_dim_names=("context",))
-    for total in given.tokens:
-        alone = loss_alone(_problem("llama", total, ranks, 1)) if given.compare and ranks.rank == 0 else None
-        for again in given.recompute:
+    for total in options.tokens:
+        alone = loss_alone(_problem("llama", total, ranks, 1)) if options.compare and ranks.rank == 0 else None
+        for recomputed in options.recompute:
             if ranks.device.type == "cuda":
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
             problem = _problem("llama", total // ranks.world, ranks, ranks.world)
-            row = _recomputed(problem, again, mesh, given.steps)
+            row = _recomputed(problem, recomputed, mesh, options.steps)
             if alone is not None:
                 row |= {"loss_of_one_gpu": alone, "relative_difference": abs(row["loss"] - alone) / alone}
             record.add(**row)
 
 
-def _recomputed(problem: StepProblem, again: str, mesh: DeviceMesh, steps: int) -> dict[str, Any]:
-    """The median of `steps` steps after two more, on the slowest rank: forward, backward and the reduction of
-    gradients, in bf16 with fp32 sums."""
+def _recomputed(problem: StepProblem, recomputed: str, mesh: DeviceMesh, steps: int) -> dict[str, Any]:
+    """Time `steps` steps after two of warm-up, and return the median on the slowest rank: forward, backward and the
+    reduction of gradients, in bf16 with fp32 sums."""
     device, total = problem.device, problem.tokens * problem.world
-    model = made("llama", problem.shape, device, torch.float32)
-    if again != "none":
-        recompute.wrap(model, StepLayer, keep_attention=again == "attention-kept")
+    model = build_model("llama", problem.shape, device, torch.float32)
+    if recomputed != "none":
+        recompute.wrap(model, StepLayer, keep_attention=recomputed == "attention-kept")
     fsdp.shard(model, mesh, StepLayer, policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     context = ContextParallel(Layout.zigzag(total, problem.world), mesh)
     batch = shard_batch(context, *problem.whole())
@@ -301,13 +306,13 @@ def _recomputed(problem: StepProblem, again: str, mesh: DeviceMesh, steps: int) 
     slowest = torch.tensor(statistics.median(times[2:]), device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
-    return {"tokens": total, "recompute": again, "ms": slowest.item(), "loss": losses[0], "peak_bytes": peak}
+    return {"tokens": total, "recompute": recomputed, "ms": slowest.item(), "loss": losses[0], "peak_bytes": peak}
 
 
 @torch.no_grad()
 def loss_alone(problem: StepProblem) -> float:
-    """The loss of one GPU with the whole sequence, its parameters in bf16 as FSDP's policy has them."""
-    model = made("llama", problem.shape, problem.device, torch.bfloat16)
+    """Return the loss of one GPU with the whole sequence and bf16 parameters, as in FSDP's policy."""
+    model = build_model("llama", problem.shape, problem.device, torch.bfloat16)
     way = way_of(ALONE, problem)
     with way.inside():
         losses = model(way.batch.tokens, way.batch.labels, way.context, way.attend)

@@ -1,4 +1,4 @@
-"""ring_attention as a user calls it, and the same call without its messages."""
+"""ring_attention, and the same call without messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ring.default_bucket import default_bucket
 
 
 def bucket_of(workload: Workload, bucket: int | None, device: torch.device) -> int:
-    """In tokens: as given, or as ring_attention chooses it."""
+    """Return the bucket in tokens; None: ring_attention's default."""
     if bucket is not None:
         return bucket
     return default_bucket(workload.layout, workload.shape.query, workload.shape.kv, workload.dtype, device.type)
@@ -26,8 +26,8 @@ def ring(
     workload: Workload, inputs: Inputs, exchange: str, kernel: str, bucket: int | None, check: bool,
     transport: Transport | None = None,
 ) -> Contender:  # fmt: skip
-    """transport: None for the default process group. check: the ranks agree on the call before it begins, for which the
-    host waits."""
+    """Make a call of ring_attention. transport: None for the default process group. check: the ranks agree
+    on the call first, and the host waits."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = ring_attention(
@@ -42,15 +42,15 @@ def ring(
 def without_messages(
     workload: Workload, inputs: Inputs, rank: int, exchange: str, kernel: str, bucket: int | None
 ) -> Contender:
-    """The same call with nothing sent: it computes on what its receive buffers happen to hold. The call itself takes
-    longer by the part of its exchange that computing does not hide."""
+    """Make the same call without messages, on whatever its receive buffers contain. The difference in time is the
+    part of the exchange that computation does not hide."""
     silent = Silent(rank, workload.world)
     contender = ring(workload, inputs, exchange, kernel, bucket, False, silent)
     return Contender(contender.forward, contender.training, local=True, capturable=True)
 
 
 class _NeverSent:
-    """A message that was never sent: there is nothing to wait for."""
+    """A message that was never sent, so that waiting returns at once."""
 
     def arrive(self) -> None: ...
 
@@ -60,8 +60,8 @@ class _NeverSent:
 class Silent(LocalBuffers):
     """A transport that sends nothing, to time the rest of a call.
 
-    Its buffers hold random numbers from the start, since a GPU computes faster with zeros. They are kept, since a CUDA
-    graph would otherwise allocate new ones with undefined content.
+    Buffers are filled with random numbers: a GPU computes faster with zeros. They are cached: a CUDA graph would
+    otherwise allocate new ones with undefined content.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:

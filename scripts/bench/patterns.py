@@ -1,12 +1,11 @@
-"""Trains one model with dense attention, then with LongNet's, and records the losses by bytes seen and by seconds.
+"""Trains one model with dense attention, then with LongNet's, and records losses by bytes and by seconds.
 
     torchrun --nproc-per-node=P scripts/bench patterns --seconds 100 --held-out 8 --json FILE [options of train.py]
 
-Both trainings are those of scripts/train.py: the same model, parameters at the start, batches and seed. The dense one
-ends after --seconds; the dilated one, whose pattern is that of --segment-length and --dilated-ratio, has then seen as
-many bytes, and taken as many seconds, as the dense one, and goes on until both are so. Seconds are those of training
-steps after a first one that does not count; every --every steps the held-out loss is computed, outside of them. Seconds
-of one run can be compared with each other, seconds of different runs cannot.
+Both trainings are those of scripts/train.py, with the same model, initial parameters, batches and seed. The dense one
+ends after --seconds. The dilated one, with the pattern of --segment-length and --dilated-ratio, ends when it has seen
+as many bytes and taken as many seconds. Seconds are of training steps after a warm-up step. The held-out loss, every
+--every steps, is not timed. Compare only seconds of the same run.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ SHARED = ("tokens", "batch", "layers", "dim", "heads", "lr", "dtype", "text", "h
 
 
 class Timed(Training):
-    """A training with its seconds, and its held-out loss now and then."""
+    """A training with its times and its regular held-out loss."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -38,13 +37,13 @@ class Timed(Training):
 
     def timed_step(self) -> None:
         started = time.perf_counter()
-        self.train_step()  # ends with the loss on the processor: the GPU has done all before it
-        took = torch.tensor(time.perf_counter() - started, device=self.device)
-        dist.all_reduce(took, op=dist.ReduceOp.MAX)
-        self.seconds.append((self.seconds[-1] if self.seconds else 0.0) + took.item())
+        self.train_step()  # ends with loss.item(), so the GPU has finished
+        seconds = torch.tensor(time.perf_counter() - started, device=self.device)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        self.seconds.append((self.seconds[-1] if self.seconds else 0.0) + seconds.item())
 
     def to_dict(self, pattern: str) -> dict[str, Any]:
-        """The training so far, with the held-out loss of now."""
+        """Return the record of the training so far, with the current held-out loss."""
         self.held_out.append({"step": self.step, "loss": self.held_out_loss()})
         return {
             "pattern": pattern,
@@ -58,16 +57,16 @@ class Timed(Training):
 
 
 def compare(options: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> None:
-    """Both trainings. Rank 0 writes the file anew after each look at the held-out windows."""
+    """Run both trainings. Rank 0 rewrites the file after each held-out loss."""
     ranks, first = dist.get_world_size(), dist.get_rank() == 0
     record: dict[str, Any] = surroundings(device.type, ranks, command_line(ranks))
     record |= {name: getattr(options, name) for name in SHARED} | {"text_bytes": len(text(options.text))}
     record["trainings"] = []
-    # Dense: one segment, of which every token is taken.
+    # Dense: one segment with rate 1.
     dense = argparse.Namespace(**vars(options) | {"segment_length": [options.tokens], "dilated_ratio": [1]})
     steps = 0
     for pattern, own in (("dense", dense), ("dilated", options)):
-        Timed(own, mesh, device).train_step()  # makes the kernels ready
+        Timed(own, mesh, device).train_step()  # warm-up of the kernels
         training = Timed(own, mesh, device)
         record["parameters"] = sum(x.numel() for x in training.model.parameters())
         record["trainings"].append({})
@@ -90,7 +89,7 @@ def compare(options: argparse.Namespace, mesh: DeviceMesh, device: torch.device)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--seconds", type=float, default=100.0, help="of the dense training")
+    parser.add_argument("--seconds", type=float, default=100.0, help="duration of the dense training")
     options = parse(parser, arguments)
     if options.json is None or options.held_out < 1:
         parser.error("--json and --held-out are needed")

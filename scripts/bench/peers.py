@@ -1,11 +1,10 @@
-"""Other people's rings on the kernels of the baselines, so that only the ring differs.
+"""Rings of other projects on the kernels of the baselines, so that only the ring differs.
 
-ring-flash-attn calls flash_attn, for which `fused` stands in; torch's context_parallel calls torch's own kernels.
+ring-flash-attn calls flash_attn, which `fused` replaces; torch's context_parallel calls torch's own kernels.
 
-ring-flash-attn has three functions for packed documents. llama3 takes contiguous shards of one length, gathers keys and
-values, some heads at a time, and makes one call of several lengths for the documents that a rank has a part of; it
-takes windows, too. ring and zigzag divide every document among the ranks by itself, pass keys and values round, and
-make one call of several lengths for each shard.
+ring-flash-attn has three functions for packed documents. llama3 takes contiguous shards of equal length, gathers keys
+and values of some heads at a time, and makes one varlen call for the documents in a rank's shard; it supports windows.
+ring and zigzag divide every document among all ranks, pass keys and values round, and make one varlen call per shard.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ from verification.peers.peer import Refused
 Function = TypeVar("Function", bound=Callable[..., Any])
 ROTATIONS = ("allgather", "alltoall")
 RINGS = {"ring": 1, "zigzag": 2}  # parts of each document that a rank has
-VARLEN = {  # flash_attn's names: those of `fused.Varlen`
+VARLEN = {  # argument of flash_attn -> field of `fused.Varlen`
     "softmax_scale": "scale", "cu_seqlens_q": "query_edges", "cu_seqlens_k": "key_edges",
     "max_seqlen_q": "longest_query", "max_seqlen_k": "longest_key", "causal": "causal",
 }  # fmt: skip
-UNUSED = ("deterministic", "rng_state")  # options of flash_attn's that a kernel without dropout may ignore
+UNUSED = ("deterministic", "rng_state")  # options of flash_attn without effect if there is no dropout
 
 # --- ring-flash-attn --------------------------------------------------------------------------------------------------
 
 
 def in_place_of(theirs: Callable[..., Any]) -> Callable[[Function], Function]:
-    """Gives a function flash_attn's signature: ring-flash-attn looks up its defaults, and passes all by name."""
+    """Give a function flash_attn's signature, from which ring-flash-attn reads defaults; it passes all by name."""
 
     def decorate(function: Function) -> Function:
         function.__signature__ = inspect.signature(theirs)  # type: ignore[attr-defined]
@@ -64,9 +63,9 @@ def flash_backward(
     dv: Tensor, softmax_scale: float, causal: bool, **options: Any,
 ) -> None:  # fmt: skip
     refuse(options)
-    found = fused.backward(dout, q, k, v, out, softmax_lse, softmax_scale, causal)
-    for place, grad in zip((dq, dk, dv), found, strict=True):
-        place.copy_(grad)
+    grads = fused.backward(dout, q, k, v, out, softmax_lse, softmax_scale, causal)
+    for output, grad in zip((dq, dk, dv), grads, strict=True):
+        output.copy_(grad)
 
 
 @in_place_of(flash_attn_shim.varlen_forward)
@@ -79,24 +78,24 @@ def varlen_backward(
     *, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor,
     dv: Tensor, **options: Any,
 ) -> None:  # fmt: skip
-    found = _varlen_of(options).backward(dout, q, k, v, out, softmax_lse)
-    for place, grad in zip((dq, dk, dv), found, strict=True):
-        place.copy_(grad)
+    grads = _varlen_of(options).backward(dout, q, k, v, out, softmax_lse)
+    for output, grad in zip((dq, dk, dv), grads, strict=True):
+        output.copy_(grad)
 
 
 def _varlen_of(options: dict[str, Any]) -> fused.Varlen:
-    asked = {ours: options.pop(theirs) for theirs, ours in VARLEN.items()}
-    left, causal = options.pop("window_size_left"), asked["causal"]
+    fields = {ours: options.pop(theirs) for theirs, ours in VARLEN.items()}
+    left, causal = options.pop("window_size_left"), fields["causal"]
     if causal:
-        options.pop("window_size_right")  # behind a row, where it sees nothing
+        options.pop("window_size_right")  # no effect: a row sees no later position
     elif left >= 0:
         raise NotImplementedError(f"the kernels of the baselines have causal windows only, got {left} without")
     refuse(options)
-    return fused.Varlen(**asked, window=None if left < 0 else left)
+    return fused.Varlen(**fields, window=None if left < 0 else left)
 
 
 def refuse(options: dict[str, Any]) -> None:
-    """Raises NotImplementedError for options of flash_attn's that have an effect, which the kernels here lack."""
+    """Raise NotImplementedError for options of flash_attn that have an effect, which the kernels here lack."""
     for name, value in options.items():
         harmless = (-1,) if name.startswith("window_size") else (None, False, 0)
         if name not in UNUSED and (isinstance(value, Tensor) or value not in harmless):
@@ -105,14 +104,14 @@ def refuse(options: dict[str, Any]) -> None:
 
 @contextmanager
 def zigzag(workload: Workload, inputs: Inputs) -> Iterator[Contender]:
-    """ring-flash-attn's zigzag ring. Raises Impossible where it is not installed, or cannot be imported."""
+    """Make ring-flash-attn's zigzag ring. Raises Unsupported if it cannot be imported."""
     attend = zigzag_attend(workload)
     with zigzag_kernels():
         yield Contender.of(attend, inputs)
 
 
 def zigzag_attend(workload: Workload) -> Attend:
-    """To be called within `zigzag_kernels`, backward too. Raises Impossible as `zigzag` does."""
+    """Make its function, to be called within `zigzag_kernels`, as is the backward. Raises Unsupported."""
     function = _module("zigzag_ring_flash_attn").zigzag_ring_flash_attn_func
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -122,37 +121,37 @@ def zigzag_attend(workload: Workload) -> Attend:
 
 
 def zigzag_kernels() -> AbstractContextManager[Any]:
-    """Inside, ring-flash-attn's zigzag ring calls the kernels of the baselines."""
+    """Return a context in which ring-flash-attn's zigzag ring calls the kernels of the baselines."""
     module = _module("zigzag_ring_flash_attn")
     return mock.patch.multiple(module, _flash_attn_forward=flash_forward, _flash_attn_backward=flash_backward)
 
 
 @contextmanager
 def llama3(workload: Workload, inputs: Inputs, rank: int, heads: int) -> Iterator[Contender]:
-    """inputs: of `workload.tokens` tokens. heads: key/value heads that are gathered at a time.
+    """Make llama3. inputs: of `workload.tokens` tokens. heads: key/value heads that are gathered at a time.
 
-    Raises Impossible where it is not installed, or cannot be imported."""
+    Raises Unsupported if it cannot be imported."""
     module, device, window = _module("llama3_flash_attn_varlen"), inputs[0].device, workload.window
     edges = fused.document_edges(workload.documents, torch.device("cpu"))
     of_queries, of_keys, *rest = module.llama3_flash_attn_prepare_cu_seqlens(edges, True, rank, workload.world)
-    asked = of_queries.to(device), of_keys.to(device), *rest[:2], heads, rest[2]
+    lengths = of_queries.to(device), of_keys.to(device), *rest[:2], heads, rest[2]
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        found: Tensor = module.llama3_flash_attn_varlen_func(
-            q[0], k[0], v[0], *asked, causal=True, softmax_scale=workload.scale,
+        out: Tensor = module.llama3_flash_attn_varlen_func(
+            q[0], k[0], v[0], *lengths, causal=True, softmax_scale=workload.scale,
             window_size=(-1, -1) if window is None else (window, 0),
         )  # fmt: skip
-        return found[None]
+        return out[None]
 
     with _varlen_kernels(module):
-        yield Contender.of(attend, inputs, note="contiguous shards of one length")
+        yield Contender.of(attend, inputs, note="contiguous shards of equal length")
 
 
 @contextmanager
 def by_document(workload: Workload, inputs: Inputs, ring: str) -> Iterator[Contender]:
-    """ring: of RINGS. inputs: of `workload.tokens` tokens, as many of each document on every rank.
+    """Make a ring of RINGS. inputs: of `workload.tokens` tokens, with equal shares of each document.
 
-    Raises Impossible as `llama3` does, and where the lengths of documents do not divide."""
+    Raises Unsupported as `llama3` does, and for lengths of documents that do not divide."""
     parts = workload.world * RINGS[ring]
     if any(length % parts for length in workload.documents):
         raise Unsupported(f"it takes documents of lengths that {parts} divides (--divisible)")
@@ -163,15 +162,15 @@ def by_document(workload: Workload, inputs: Inputs, ring: str) -> Iterator[Conte
     longest = max(workload.documents) // workload.world
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        found: Tensor = function(q[0], k[0], v[0], edges, longest, causal=True, softmax_scale=workload.scale)
-        return found[None]
+        out: Tensor = function(q[0], k[0], v[0], edges, longest, causal=True, softmax_scale=workload.scale)
+        return out[None]
 
     with _varlen_kernels(module):
-        yield Contender.of(attend, inputs, note="every document divided among the ranks by itself")
+        yield Contender.of(attend, inputs, note="every document divided among all ranks")
 
 
 def _varlen_kernels(module: Any) -> AbstractContextManager[Any]:
-    """Inside, it calls the kernel of the baseline."""
+    """Return a context in which the module calls the varlen kernel of the baselines."""
     return mock.patch.multiple(
         module, _flash_attn_varlen_forward=varlen_forward, _flash_attn_varlen_backward=varlen_backward
     )
@@ -181,7 +180,7 @@ def _module(name: str) -> Any:
     try:
         (ring_flash_attn_varlen if name.endswith("varlen") else ring_flash_attn).prepare()
     except (Refused, ImportError) as error:
-        raise Unsupported(f"ring-flash-attn cannot be run: {error}") from error
+        raise Unsupported(f"ring-flash-attn cannot run: {error}") from error
     return importlib.import_module(f"{ring_flash_attn.PACKAGE}.{name}")
 
 
@@ -190,9 +189,9 @@ def _module(name: str) -> Any:
 
 @contextmanager
 def context_parallel(workload: Workload, inputs: Inputs, rotation: str) -> Iterator[Contender]:
-    """torch's context_parallel, with its load balance. Raises Impossible without GPUs, where it has no kernels.
+    """Make torch's context_parallel with load balance. Raises Unsupported without GPUs, for lack of kernels.
 
-    It needs as many key/value heads as query heads, so keys and values are expanded before; that is not timed.
+    It needs as many key/value heads as query heads: they are expanded before, which is not timed.
     """
     q, k, v, dout = inputs
     inside = context_parallel_kernels(workload, q.device, rotation)
@@ -209,21 +208,21 @@ def context_parallel(workload: Workload, inputs: Inputs, rotation: str) -> Itera
 
 
 def heads_first_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """(B, H, N, D), causal, as torch's own function has it at the moment."""
-    # Looked up here: context_parallel replaces it in its module, and the old function sees this rank's shard only.
+    """Attend causally, (B, H, N, D), with torch's current function."""
+    # Look it up at each call: context_parallel replaces it, and the original sees this rank's shard only.
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
 
 
 def context_parallel_kernels(workload: Workload, device: torch.device, rotation: str) -> AbstractContextManager[None]:
-    """Inside, torch's attention is that of all ranks, by cuDNN's kernel. Raises Impossible as `context_parallel` does,
-    at once."""
+    """Return a context in which torch's attention spans all ranks, by cuDNN's kernel. Raises Unsupported at once, as
+    `context_parallel` does."""
     if device.type != "cuda":
         raise Unsupported("torch's context_parallel has kernels on GPUs only")
     try:
         module = importlib.import_module(torch_adapter.MODULE)
         entered, rotate = module.context_parallel, module.set_rotate_method
     except (ImportError, AttributeError) as error:
-        raise Unsupported(f"torch {torch.__version__} has no context_parallel as known here: {error}") from error
+        raise Unsupported(f"torch {torch.__version__} has no known context_parallel: {error}") from error
     return _in_context_parallel(workload, device, partial(rotate, rotation), entered)
 
 
@@ -231,10 +230,10 @@ def context_parallel_kernels(workload: Workload, device: torch.device, rotation:
 def _in_context_parallel(
     workload: Workload, device: torch.device, rotate: Callable[[], None], entered: Callable[..., Any]
 ) -> Iterator[None]:
-    positions = torch.arange(workload.total, device=device).unsqueeze(0)  # it must be given something to shard
+    positions = torch.arange(workload.total, device=device).unsqueeze(0)  # it needs a buffer to shard
     rotate()
-    chosen = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION)
-    with chosen, entered(_mesh(workload.world), buffers=[positions], buffer_seq_dims=[1]):
+    cudnn = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION)
+    with cudnn, entered(_mesh(workload.world), buffers=[positions], buffer_seq_dims=[1]):
         yield
 
 
@@ -244,5 +243,5 @@ def _mesh(world: int) -> DeviceMesh:
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """(B, N, H, D) -> (B, H, N, D), a copy that requires gradients."""
+    """Copy (B, N, H, D) as (B, H, N, D) that requires gradients."""
     return x.detach().transpose(1, 2).contiguous().requires_grad_()

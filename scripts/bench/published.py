@@ -1,13 +1,13 @@
-"""LongNet's method as it was published (arXiv 2307.02486, sections 2.3 and 3; microsoft/torchscale at 11e745e).
+"""LongNet's published method (arXiv 2307.02486, sections 2.3 and 3; microsoft/torchscale at 11e745e).
 
-For every branch the rows of each head's grid are gathered into a copy; where a segment is longer than a shard, the
-keys and values gathered so are all-gathered; one kernel call; outputs and lse are scattered to full size, 0 and -1e8
-where the branch selects nothing; the branches are added with the softmax of their lse as weights, which are constants
-in backward, so that dV is exact and dQ, dK are not. The heads are not padded where the rate exceeds their number.
+For every branch:
+1. Gather the rows of each head's grid into a copy. All-gather these keys and values if a segment exceeds a shard.
+2. Call the kernel once, and scatter outputs and lse to full size: 0 and -1e8 where the branch selects nothing.
+Add the branches, weighted by the softmax of their lse. Weights are constants in backward: dV is exact, dQ and dK are
+not. Heads are not padded if the rate exceeds their number.
 
-Two things are added, since the result would be wrong without them: where a segment is longer than a shard, the causal
-part of the rank's own shard, as a second call with its own lse (the published code has the earlier ranks' keys only);
-and shared key/value heads, which are expanded first.
+Two additions make the result right. If a segment exceeds a shard, a second call, with its own lse, covers the causal
+part of the rank's own shard (the published code has only earlier ranks' keys). Shared key/value heads are expanded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bench.baselines import kernels_alone
 from bench.workload import Attend, Contender, Inputs, Unsupported, Workload
 from verification.wording import counted
 
-# Newer torch has the same functions by other names, and warns of these.
+# Newer torch renamed these functions, and warns of the old names.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 NOWHERE = -1e8  # lse of a row that a branch does not select
@@ -32,30 +32,30 @@ NOWHERE = -1e8  # lse of a row that a branch does not select
 
 @dataclass(frozen=True)
 class Grid:
-    """One branch on one shard: segments of `length` rows there, every `rate`-th of them, each over `ranks` ranks."""
+    """One branch on one shard: every `rate`-th of `length` rows of a segment, which spans `ranks` ranks."""
 
     length: int
     rate: int
     ranks: int
 
     def gather(self, x: Tensor) -> Tensor:
-        """(B, n, H, D) -> (B n / length, length / rate, H, D): of head h the rows h mod rate, + rate, ..."""
+        """Gather (B, n, H, D) -> (B n / length, length / rate, H, D): rows h mod rate, + rate, ... of head h."""
         return self._of_heads(x).permute(0, 1, 3, 4, 2).reshape(-1, self.length // self.rate, *x.shape[2:])
 
     def scatter(self, out: Tensor, shape: torch.Size) -> Tensor:
-        """The inverse of `gather`; all other rows are 0."""
+        """Invert `gather`; all other rows are 0."""
         full = torch.zeros(shape, dtype=out.dtype, device=out.device)
-        place = self._of_heads(full)  # (segments, rows, D, groups, phases)
-        groups, phases = place.shape[3:]
-        place.copy_(out.unflatten(2, (groups, phases)).permute(0, 1, 4, 2, 3))
+        view = self._of_heads(full)  # (segments, rows, D, groups, phases)
+        groups, phases = view.shape[3:]
+        view.copy_(out.unflatten(2, (groups, phases)).permute(0, 1, 4, 2, 3))
         return full
 
     def scatter_lse(self, lse: Tensor, shape: torch.Size) -> Tensor:
-        """(segments, H, rows) -> (B, n, H, 1)"""
+        """Scatter (segments, H, rows) -> (B, n, H, 1)."""
         full = torch.full((*shape[:3], 1), NOWHERE, dtype=lse.dtype, device=lse.device)
-        place = self._of_heads(full)
-        groups, phases = place.shape[3:]
-        place.copy_(lse.transpose(1, 2).unflatten(2, (groups, phases)).unsqueeze(2))
+        view = self._of_heads(full)
+        groups, phases = view.shape[3:]
+        view.copy_(lse.transpose(1, 2).unflatten(2, (groups, phases)).unsqueeze(2))
         return full
 
     def _of_heads(self, x: Tensor) -> Tensor:
@@ -66,8 +66,8 @@ class Grid:
 
 
 def grids(workload: Workload) -> list[Grid]:
-    """Raises Impossible where segments and shards, or rates and lengths or heads, do not divide each other."""
-    found = []
+    """Return the grid of each branch. Raises Unsupported if segments, shards, rates or heads do not divide."""
+    branches = []
     for branch in workload.pattern.branches:
         segment = min(branch.segment_length or workload.total, workload.total)
         length, rate = min(segment, workload.tokens), branch.dilation_rate
@@ -77,12 +77,12 @@ def grids(workload: Workload) -> list[Grid]:
             )
         if workload.shape.query % min(rate, workload.shape.query):
             raise Unsupported(f"{counted(workload.shape.query, 'head')}, which the rate {rate} does not divide")
-        found.append(Grid(length, rate, segment // length))
-    return found
+        branches.append(Grid(length, rate, segment // length))
+    return branches
 
 
 def longnet(workload: Workload, rank: int) -> Attend:
-    """The published method on one rank's shard. Raises Impossible as `grids` does."""
+    """Make the published method on one rank's shard. Raises Unsupported as `grids` does."""
     branches = grids(workload)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ def longnet(workload: Workload, rank: int) -> Attend:
                 if len(earlier):
                     key, value = earlier.permute(1, 2, 0, 3, 4, 5).flatten(2, 3)
                     parts.append(fused.attention(query, key, value, workload.scale, False))
-                else:  # every rank has to take part in the backward of the all-gather
+                else:  # keeps every rank in the backward of the all-gather
                     parts[0] = parts[0][0] + 0 * everyone[:0].sum(), parts[0][1]
             outs += [grid.scatter(out, q.shape) for out, _ in parts]
             lses += [grid.scatter_lse(lse, q.shape) for _, lse in parts]
@@ -109,7 +109,7 @@ def longnet(workload: Workload, rank: int) -> Attend:
 
 
 def weighted(outs: list[Tensor], lses: list[Tensor]) -> Tensor:
-    """(B, n, H, D) each, lse (B, n, H, 1): their sum weighted by the softmax of lse."""
+    """Sum outs, (B, n, H, D) each, weighted by the softmax of lses, (B, n, H, 1) each."""
     with torch.no_grad():
         top = torch.stack(lses).amax(0)
         parts = [torch.exp(lse - top) for lse in lses]
@@ -122,8 +122,8 @@ def weighted(outs: list[Tensor], lses: list[Tensor]) -> Tensor:
 
 
 def longnet_kernels(workload: Workload, inputs: Inputs, rank: int) -> Contender:
-    """The method's kernel calls alone, on copies that were gathered before; random numbers stand for the keys of other
-    ranks. With a workload of one rank, one GPU computes all of it."""
+    """Make the method's kernel calls alone, on copies gathered before, with random keys of other ranks. A workload of
+    one rank covers the whole sequence."""
     share = workload.shape.query // workload.shape.kv
     q, k, v, dout = (x.detach() for x in inputs)
     k, v = (x.repeat_interleave(share, dim=2) for x in (k, v))
@@ -138,7 +138,7 @@ def longnet_kernels(workload: Workload, inputs: Inputs, rank: int) -> Contender:
 
 
 class _AllGathered(torch.autograd.Function):
-    """All-gather: x of every rank, (p, ...)."""
+    """All-gather x of every rank: (p, ...)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

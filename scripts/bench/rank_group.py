@@ -1,6 +1,6 @@
-"""How the ranks of a run share results, failures and times.
+"""Exchange of results, failures and times between the ranks of a run.
 
-They do so over gloo, whatever the tensors travel by, so that a call that hangs on a GPU does not block it."""
+It uses gloo, so that a call that hangs on a GPU does not block it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NO_CPU_MEMORY = "can't allocate memory"
 
 
 class Failed(Exception):
-    """An attempt that all ranks made failed on at least one. Every rank raises the same.
+    """A call of all ranks failed on at least one. Every rank raises the same error.
 
     everywhere: it failed on all ranks. memory: at least one rank ran out of memory.
     """
@@ -28,9 +28,9 @@ class Failed(Exception):
     def __init__(self, errors: list[str | None], memory: bool) -> None:
         self.everywhere = None not in errors
         self.memory = memory
-        found = [(rank, error) for rank, error in enumerate(errors) if error is not None]
-        others = "" if len(found) == 1 else f" ({len(found)} of {len(errors)} ranks failed)"
-        super().__init__(f"rank {found[0][0]}: {found[0][1]}{others}")
+        failed = [(rank, error) for rank, error in enumerate(errors) if error is not None]
+        others = "" if len(failed) == 1 else f" ({len(failed)} of {len(errors)} ranks failed)"
+        super().__init__(f"rank {failed[0][0]}: {failed[0][1]}{others}")
 
 
 class Lost(Exception):
@@ -39,7 +39,7 @@ class Lost(Exception):
 
 @dataclass(frozen=True)
 class RankGroup:
-    """All ranks as one of them sees them. control: a gloo group of all ranks; None for a run of one."""
+    """Group of all ranks, seen from one. control: a gloo group of all ranks; None for a run of one."""
 
     rank: int
     world: int
@@ -48,8 +48,8 @@ class RankGroup:
 
     @classmethod
     def join(cls, device: str) -> RankGroup:
-        """Joins as torchrun's variables say, over NCCL for device "cuda" and gloo for "cpu". A rank that waits for
-        another longer than TIMEOUT ends."""
+        """Join by torchrun's variables, over NCCL for device "cuda" and gloo for "cpu". A rank that waits longer than
+        TIMEOUT exits."""
         timeout = timedelta(seconds=TIMEOUT)
         place = torch.device(device)
         if device == "cuda":
@@ -59,28 +59,28 @@ class RankGroup:
         return cls(dist.get_rank(), dist.get_world_size(), place, control)
 
     def connect(self) -> None:
-        """Connects the group that the tensors use: NCCL connects at the first call, which all ranks must make."""
+        """Connect the group of the tensors: NCCL connects in its first call, which all ranks must make."""
         if self.control is not None:
             self.attempt(lambda: dist.all_reduce(torch.zeros(1, device=self.device)))
 
     def gathered(self, value: T) -> list[T]:
-        """Every rank's value, in rank order; waits for all. Raises Lost where one does not answer."""
+        """Gather every rank's value, in rank order. Raises Lost if a rank does not answer."""
         if self.control is None:
             return [value]
-        found: list[T | None] = [None] * self.world
+        values: list[T | None] = [None] * self.world
         try:
-            dist.all_gather_object(found, value, group=self.control)
+            dist.all_gather_object(values, value, group=self.control)
         except RuntimeError as error:
             raise Lost(f"rank {self.rank} waited in vain for another: {first_line(error)}") from error
-        return cast(list[T], found)
+        return cast(list[T], values)
 
     def attempt(self, call: Callable[[], T]) -> list[T]:
-        """Every rank's result of a call that all ranks make. Raises Failed, on every rank, where it raised on one."""
+        """Make a call on all ranks and gather the results. Raises Failed on every rank if one raised."""
         try:
             answer: tuple[object, str | None, bool] = call(), None, False
         except Lost:
             raise
-        except Exception as error:  # a kernel, a library or an allocator may raise anything; all is reported
+        except Exception as error:  # kernels, libraries and allocators may raise anything
             answer = None, described(error), is_memory(error)
         values, errors, memory = zip(*self.gathered(answer), strict=True)
         if any(error is not None for error in errors):
@@ -89,7 +89,7 @@ class RankGroup:
 
 
 def is_memory(error: BaseException) -> bool:
-    """Says whether an error means that memory ran out."""
+    """Return True if an error means that memory ran out."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or NO_CPU_MEMORY in str(error)
 
 
@@ -98,7 +98,7 @@ def first_line(error: BaseException) -> str:
 
 
 def described(error: BaseException) -> str:
-    """Type, message and place of an error in one line."""
+    """Format type, message and place of an error in one line."""
     last = (traceback.extract_tb(error.__traceback__) or [None])[-1]
     where = "" if last is None else f" [{last.name}, line {last.lineno}]"
     return f"{type(error).__name__}: {first_line(error)}{where}"

@@ -1,7 +1,7 @@
-"""Which methods are timed for each workload, and the rows of the record that come of it.
+"""Methods that are timed for each workload, and their rows in the record.
 
-For every size: what limits any implementation (one GPU with the whole sequence, the kernels alone), ring_attention with
-every exchange, with and without its messages, and on request other people's methods.
+For every size these are the limits of any implementation (one GPU with the whole sequence, the kernels alone);
+ring_attention with every exchange, with and without messages; and on request the peers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bench.timing import captured, measured, peak_beyond
 from bench.workload import PASSES, Contender, Inputs, Unsupported, Workload
 from verification.wording import counted
 
-Times = dict[tuple[str, bool], float]  # (pass, whether from a graph) -> milliseconds
+Times = dict[tuple[str, bool], float]  # (pass, from a CUDA graph) -> milliseconds
 SECTIONS = ("dense", "longnet", "packed", "window", "reach")
 SEED = 1
 OURS, SILENT = "ring_attention", "ring_attention without messages"
@@ -32,38 +32,38 @@ WHOLE, KERNELS = "one GPU, whole sequence", "kernels alone"
 
 @dataclass
 class Section:
-    """One workload while it is measured, and the times that others are compared with: one GPU with the whole sequence,
-    the kernels alone, the present exchange's call without its messages."""
+    """One workload, and the times for comparison: one GPU with the whole sequence, the kernels alone, and the current
+    exchange without messages."""
 
     name: str
     workload: Workload
-    size: dict[str, int] = field(default_factory=dict)  # a column of its own
+    size: dict[str, int] = field(default_factory=dict)  # additional columns
     whole: Times = field(default_factory=dict)
     kernels: Times = field(default_factory=dict)
     silent: Times = field(default_factory=dict)
 
     def row(self, method: str, exchange: str | None = None) -> dict[str, Any]:
-        """The columns that say what is timed."""
-        one = self.workload
-        row: dict[str, Any] = {"section": self.name, "tokens": one.tokens, "world": one.world}
-        row |= {"kv_heads": one.shape.kv} | self.size
+        """Return the columns that identify a row."""
+        load = self.workload
+        row: dict[str, Any] = {"section": self.name, "tokens": load.tokens, "world": load.world}
+        row |= {"kv_heads": load.shape.kv} | self.size
         return row | ({} if exchange is None else {"exchange": exchange}) | {"method": method}
 
 
 class Bench:
-    """One run. Every rank times the same contenders in the same order. options: as `attention` parses them."""
+    """One run. Every rank times the same contenders in the same order. options: of `attention`."""
 
     def __init__(self, ranks: RankGroup, options: argparse.Namespace, record: BenchRecord) -> None:
         self.ranks, self.options, self.record = ranks, options, record
         segments, rates = tuple(options.segments), tuple(options.rates)
-        # Of so many tokens of each rank, on so many ranks.
+        # (tokens per rank, ranks) -> workload
         self.make: dict[str, Callable[[int, int], Workload]] = {
             "dense": partial(Workload.dense, shape=options.shape),
             "longnet": partial(Workload.longnet, shape=options.longnet_shape, segments=segments, rates=rates),
         }
 
     def run(self, name: str) -> None:
-        """name: of SECTIONS."""
+        """Time a section. name: of SECTIONS."""
         if name == "reach":
             self._reach()
             return
@@ -84,13 +84,13 @@ class Bench:
             yield Section(name, self.make[name](tokens, world))
 
     def _reach(self) -> None:
-        """The longest shards."""
-        given = self.options
+        """Search for the longest shards."""
+        options = self.options
         for pattern, make in self.make.items():
-            for exchange in given.exchange:
+            for exchange in options.exchange:
                 search = Search(
-                    make, given.device, exchange, given.kernel, given.bucket, given.tokens[0], given.reach_limit,
-                    float(given.reach_seconds),
+                    make, options.device, exchange, options.kernel, options.bucket, options.tokens[0],
+                    options.reach_limit, float(options.reach_seconds),
                 )  # fmt: skip
                 row = longest(self.ranks, search)
                 self.record.add(section="reach", pattern=pattern, world=self.ranks.world, exchange=exchange, **row)
@@ -133,12 +133,12 @@ class Bench:
         workload, inputs = section.workload, self._inputs(section.workload)
         exchanged = partial(Contender.of, inputs=inputs, capturable=True)
         if section.name == "dense":
-            yield "all-to-all (Ulysses)", _made(lambda: exchanged(baselines.all_to_all(workload)))
+            yield "all-to-all (Ulysses)", _deferred(lambda: exchanged(baselines.all_to_all(workload)))
             yield "ring-flash-attn zigzag", peers.zigzag(workload, inputs)
             for rotation in peers.ROTATIONS:
                 yield f"torch context_parallel, {rotation}", peers.context_parallel(workload, inputs, rotation)
         elif section.name == "longnet":
-            yield "LongNet as published", _made(lambda: exchanged(published.longnet(workload, self.ranks.rank)))
+            yield "LongNet as published", _deferred(lambda: exchanged(published.longnet(workload, self.ranks.rank)))
         else:
             even = workload.draw(self.ranks.device, SEED + self.ranks.rank)
             for heads in sorted({1, workload.shape.kv}):
@@ -148,30 +148,30 @@ class Bench:
                 yield f"ring-flash-attn {ring}, by document", peers.by_document(workload, even, ring)
 
     def _ours(self, section: Section, exchange: str) -> None:
-        """The call without its messages first: the rows of the call itself are compared with it."""
-        workload, asked = section.workload, (exchange, self.options.kernel, self.options.bucket)
+        """Time the call without messages, then the call itself, whose rows are compared with the first."""
+        workload, settings = section.workload, (exchange, self.options.kernel, self.options.bucket)
         inputs = self._inputs(workload)
-        silent = partial(ours.without_messages, workload, inputs, self.ranks.rank, *asked)
-        section.silent = self._timed(section, section.row(SILENT, exchange), _made(silent))
+        silent = partial(ours.without_messages, workload, inputs, self.ranks.rank, *settings)
+        section.silent = self._timed(section, section.row(SILENT, exchange), _deferred(silent))
         for check in (True, False) if self.options.graph else (True,):
-            contender = ours.ring(workload, inputs, *asked, check=check)
+            contender = ours.ring(workload, inputs, *settings, check=check)
             self._timed(section, section.row(OURS, exchange), nullcontext(contender))
         section.silent = {}
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
-    def _timed(self, section: Section, row: dict[str, Any], made: AbstractContextManager[Contender]) -> Times:
-        """Adds a row for each pass of a contender; or one that says why the contender cannot take this workload."""
+    def _timed(self, section: Section, row: dict[str, Any], deferred: AbstractContextManager[Contender]) -> Times:
+        """Add a row for each pass of a contender, or one with the reason why it cannot be timed."""
         times: Times = {}
         try:
-            with self._entered(made) as contender:
+            with self._entered(deferred) as contender:
                 for number, (name, call) in enumerate(contender.passes):
                     for graph in self._graphs(contender, row):
-                        one = {**row, "pass": name, "graph": graph}
-                        ms = self._one(section, one, contender, number, call)
+                        pass_row = {**row, "pass": name, "graph": graph}
+                        ms = self._time_pass(section, pass_row, contender, number, call)
                         if ms is not None:
                             times[name, graph] = ms
-                del contender, call  # with all that they hold, before memory is given back
+                del contender, call  # free their tensors before the cache is emptied
         except (Unsupported, Failed) as reason:
             self.record.add(**row, left_out=str(reason))
         if self.ranks.device.type == "cuda":
@@ -179,14 +179,14 @@ class Bench:
         return times
 
     @contextmanager
-    def _entered(self, made: AbstractContextManager[Contender]) -> Iterator[Contender]:
-        """Raises Impossible or Failed, on every rank, where a contender cannot be made on one."""
+    def _entered(self, deferred: AbstractContextManager[Contender]) -> Iterator[Contender]:
+        """Enter the contender on all ranks. Raises Unsupported or Failed on every rank if it fails on one."""
         with ExitStack() as stack:
-            held: list[Contender] = []
+            contenders: list[Contender] = []
 
             def enter() -> str | None:
                 try:
-                    held.append(stack.enter_context(made))
+                    contenders.append(stack.enter_context(deferred))
                 except Unsupported as reason:
                     return str(reason)
                 return None
@@ -194,18 +194,18 @@ class Bench:
             reasons = [reason for reason in self.ranks.attempt(enter) if reason is not None]
             if reasons:
                 raise Unsupported(reasons[0])
-            yield held.pop()
+            yield contenders.pop()
 
     def _graphs(self, contender: Contender, row: dict[str, Any]) -> tuple[bool, ...]:
         if not self.options.graph or not contender.capturable:
             return (False,)
-        return (True,) if row["method"] == OURS else (False, True)  # ours without a graph is timed with its checks
+        return (True,) if row["method"] == OURS else (False, True)  # without a graph, ours is timed with check=True
 
-    def _one(
+    def _time_pass(
         self, section: Section, row: dict[str, Any], contender: Contender, number: int, call: Callable[[], Any]
     ) -> float | None:
-        """Times one pass and adds its row. Returns its milliseconds, None where it failed. Raises Lost where the
-        ranks cannot go on."""
+        """Time one pass and add its row. Return its milliseconds, or None if it failed. Raises Lost if the ranks cannot
+        go on."""
         try:
             with captured(self.ranks, call) if row["graph"] else nullcontext(call) as timed:
                 timing = measured(self.ranks, timed, self.options.timing)
@@ -218,7 +218,7 @@ class Bench:
                 raise Lost(f"{row['method']} of {section.workload.tokens} tokens a rank: {failure}") from failure
             return None
         if self.ranks.rank:
-            return timing.ms  # the counts below are made on one rank
+            return timing.ms  # rank 0 alone counts and records
         row |= {"ms": timing.ms, "samples": timing.samples, "warmup": timing.warmup}
         row["tflops"] = section.workload.flops[number] / section.workload.world / timing.ms * 1000 / 1e12
         whole = [section.whole[at] for at in ((row["pass"], False), (row["pass"], True)) if at in section.whole]
@@ -230,9 +230,9 @@ class Bench:
         return timing.ms
 
     def _compared(self, section: Section, row: dict[str, Any], number: int) -> dict[str, Any]:
-        """The times and counts that a time of ring_attention is compared with; from graphs where it is from one."""
-        which, workload, exchange = (PASSES[number], row["graph"]), section.workload, row["exchange"]
-        kernels, silent = section.kernels.get(which), section.silent.get(which)
+        """Return times and counts to compare ring_attention with; a time of a graph with those of graphs."""
+        timed, workload, exchange = (PASSES[number], row["graph"]), section.workload, row["exchange"]
+        kernels, silent = section.kernels.get(timed), section.silent.get(timed)
         bucket = ours.bucket_of(workload, self.options.bucket, self.ranks.device)
         on_gpus = self.ranks.device.type == "cuda"
         return {
@@ -245,6 +245,6 @@ class Bench:
 
 
 @contextmanager
-def _made(make: Callable[[], Contender]) -> Iterator[Contender]:
-    """Made when it is entered: what it holds goes with it."""
+def _deferred(make: Callable[[], Contender]) -> Iterator[Contender]:
+    """Make the contender on entry, so that its memory is freed on exit."""
     yield make()

@@ -1,9 +1,9 @@
-"""The models whose training steps are timed: shaped like Llama, and like LongNet. Their attention is given to forward.
+"""Models shaped like Llama and LongNet, whose training steps are timed. Attention is an argument of forward.
 
-    model = made("llama", shape, device, torch.bfloat16)
+    model = build_model("llama", shape, device, torch.bfloat16)
     losses = model(tokens, labels, context, attend)             # (B, N), of this rank's tokens
 
-The model holds nothing of the way in which it attends, so that all ways share one model's parameters.
+The model has no state of its attention method, so that all methods share its parameters.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KINDS = tuple(NORMS)
 
 @dataclass(frozen=True)
 class ModelShape:
-    """width: of the feed-forward. kv_heads: of the Llama-shaped model; the other has as many as query heads."""
+    """Sizes of a model. width: of the feed-forward. kv_heads: of llama only; longnet has as many as query heads."""
 
     layers: int
     dim: int
@@ -46,7 +46,7 @@ SHAPES = {"cuda": ModelShape(8, 2048, 16, 8, 8192, 8192), "cpu": ModelShape(2, 6
 
 
 class StepAttention(nn.Module):
-    """Projections and rotary positions; the attention itself is given. inner_norm: before the last projection."""
+    """Projections and rotary positions around a given attention. inner_norm: before the last projection."""
 
     def __init__(self, shape: ModelShape, kv_heads: int, bias: bool, inner_norm: nn.Module) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class StepAttention(nn.Module):
 class StepLayer(nn.Module):
     """Attention and a feed-forward, each behind a norm.
 
-    "llama": RMS norms, shared key/value heads, a gated feed-forward. "longnet": as `ring.nn.LongNetBlock`, with a norm
+    "llama": RMS norms, shared key/value heads, a gated feed-forward. "longnet": `ring.nn.LongNetBlock` with a norm
     before the last projection of each, too.
     """
 
@@ -102,7 +102,7 @@ class StepModel(nn.Module):
         self.head = nn.Linear(shape.dim, shape.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor, labels: Tensor, context: ContextParallel, attend: Attend) -> Tensor:
-        """tokens, labels (B, N) -> the loss of each token, (B, N), 0 where it has no label; fp32, or fp64 for fp64."""
+        """Compute the losses (B, N) of tokens, labels (B, N), 0 without a label; in fp32, or fp64 for fp64."""
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x, context, attend)
@@ -115,8 +115,8 @@ class StepModel(nn.Module):
         return functional.cross_entropy(logits, labels.flatten(), reduction="none").view_as(labels)
 
 
-def made(kind: str, shape: ModelShape, device: torch.device, dtype: torch.dtype) -> StepModel:
-    """The same parameters on every rank."""
+def build_model(kind: str, shape: ModelShape, device: torch.device, dtype: torch.dtype) -> StepModel:
+    """Build a model with the same parameters on every rank."""
     torch.manual_seed(0)
     with device:
         model = StepModel(kind, shape)

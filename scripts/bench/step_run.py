@@ -1,13 +1,13 @@
-"""A step of a way: checked against exact losses and gradients, then timed.
+"""A step of a way: comparison with exact losses and gradients, then timing.
 
-The exact step has the model's parameters in fp32 and the dense attention of `reference`, in fp64. How far 16 bits are
-from that is what one GPU shows, by torch's attention eagerly: its rounding is at most `sqrt(roundings) u` in relation
-to the norm, for as many independent roundings on the longest path, u being half a last place. Another order of the same
-kind of roundings adds up to about as much; a way that is off by more than MOST times that is wrong.
+The exact step has fp32 parameters and the dense fp64 attention of `reference`. The error of 16 bits is measured on one
+GPU, with torch's attention in eager mode. Relative to the norm it must be at most `sqrt(roundings) u`, for as many
+independent roundings on the longest path, with u half a last place. Another order of the same roundings gives a similar
+error; a way with more than MOST times that error is wrong.
 
-Steps of several ways are timed by turns: a machine's clocks drift, and by turns that strikes all. A step is forward and
-backward. `ms` is between two CUDA events around it, `wall_ms` until the GPU is done, `host_ms` until the last call of
-forward and backward has returned, before the host waits for the GPU: what the host costs. Gradients are not reduced.
+Steps of several ways are interleaved, so that clock drift affects all equally. A step is forward and backward, without
+a reduction of gradients. `ms` is between two CUDA events around it, `wall_ms` until the GPU has finished, `host_ms`
+until forward and backward have returned, before the host waits for the GPU.
 """
 
 from __future__ import annotations
@@ -33,39 +33,39 @@ from reference import Pattern, attention, gradients
 from ring.nn import gather
 
 MOST = 2.0
-ROUNDINGS = 32  # of a layer, forward and backward: its products, norms, turns, the gate and the sums
-LONG = 32 * 2**10  # tokens of a rank from which a step takes so long that fewer are made
+ROUNDINGS = 32  # of a layer, forward and backward: products, norms, rotations, gate and sums
+LONG = 32 * 2**10  # tokens per rank from which turns have only FEW steps
 FEW = 3
 
 
 def step(model: Any, way: Way) -> Tensor:
-    """Forward and backward of the mean over all labelled tokens of all ranks: this rank's summand, and its gradients,
-    which are not summed. Returns the tokens' losses, (1, N). model: a StepModel, or one that is compiled."""
+    """Run forward and backward of this rank's part of the mean loss over all labelled tokens, gradients not reduced.
+    Return the tokens' losses, (1, N). model: a StepModel, compiled or not."""
     losses: Tensor = model(way.batch.tokens, way.batch.labels, way.context, way.attend)
     (losses.sum() / (way.context.layout.n - 1)).backward()
     return losses.detach()
 
 
-# --- checked ----------------------------------------------------------------------------------------------------------
+# --- comparison -------------------------------------------------------------------------------------------------------
 
 
 class Wrong(Exception):
-    """A way computes something else; the message says by how much. The same on every rank."""
+    """A way gives wrong results; the message has the error. The same on every rank."""
 
 
 @dataclass(frozen=True)
-class Off:
-    """Norms of differences over norms: of all tokens' losses; of all parameters' gradients, summed over ranks."""
+class Deviation:
+    """Relative errors in norm: of all tokens' losses; of all parameters' gradients, summed over ranks."""
 
     losses: float
     gradients: float
 
 
 class Exact:
-    """The exact losses, (1, n), and gradients of a problem, and how far those of one GPU are from them.
+    """Exact losses, (1, n), and gradients of a problem, and the deviation of one GPU by rounding.
 
-    The model's gradients must be None, and are so afterwards. Raises Failed, on every rank, where it failed on one, and
-    Wrong where one GPU is further off than by rounding.
+    The model's gradients must be None, and are None afterwards. Raises Failed on every rank if one fails, and Wrong if
+    rounding does not explain the deviation of one GPU.
     """
 
     losses: Tensor
@@ -76,50 +76,50 @@ class Exact:
         alone = way_of(ALONE, problem)
         ranks.attempt(lambda: self._compute(model, dataclasses.replace(alone, attend=_oracle(problem))))
 
-        def rounded() -> Off:
+        def rounded() -> Deviation:
             with alone.inside():
                 return self._off(step(model, alone), model, alone)
 
-        self.rounding = self._greatest(rounded)
+        self.rounding = self._largest(rounded)
         model.zero_grad()
         most = math.sqrt(ROUNDINGS * problem.shape.layers) * torch.finfo(problem.workload.dtype).eps / 2
         if not max(self.rounding.losses, self.rounding.gradients) <= most:
             raise Wrong(f"one GPU is off by {self.rounding}, of which rounding explains {most:.1e}")
 
-    def off(self, losses: Tensor, model: StepModel, way: Way) -> Off:
-        """How far a step is off that all ranks have just made, on the rank where that is most. All ranks call it.
-        Raises Wrong where rounding does not explain it."""
-        off = self._greatest(lambda: self._off(losses, model, way))
+    def off(self, losses: Tensor, model: StepModel, way: Way) -> Deviation:
+        """Return the largest deviation of a step that all ranks have just made. Collective. Raises Wrong if rounding
+        does not explain it."""
+        deviation = self._largest(lambda: self._off(losses, model, way))
         for what in ("losses", "gradients") if way.exact else ("losses",):
-            found, rounding = getattr(off, what), getattr(self.rounding, what)
-            if not found <= MOST * rounding:  # NaN neither
-                raise Wrong(f"{what} are off by {found:.1e} of their norm, one GPU's by rounding {rounding:.1e}")
-        return off
+            error, rounding = getattr(deviation, what), getattr(self.rounding, what)
+            if not error <= MOST * rounding:  # also if it is NaN
+                raise Wrong(f"{what} are off by {error:.1e} of their norm, one GPU's by rounding {rounding:.1e}")
+        return deviation
 
     def _compute(self, model: StepModel, way: Way) -> None:
         wide = copy.deepcopy(model).float()
         self.losses = step(wide, way)
         self.gradients = [_grad(parameter) for parameter in wide.parameters()]
 
-    def _off(self, losses: Tensor, model: StepModel, way: Way) -> Off:
+    def _off(self, losses: Tensor, model: StepModel, way: Way) -> Deviation:
         whole = gather(way.context, losses)
         squares = torch.zeros(2, dtype=torch.float64, device=losses.device)
         for parameter, exact in zip(model.parameters(), self.gradients, strict=True):
-            found = _grad(parameter)
+            grad = _grad(parameter)
             if not way.alone:
-                dist.all_reduce(found)
-            squares += torch.stack([(found - exact).double().square().sum(), exact.double().square().sum()])
-        apart, norm = squares.sqrt().tolist()
-        return Off(float((whole - self.losses).double().norm() / self.losses.double().norm()), apart / norm)
+                dist.all_reduce(grad)
+            squares += torch.stack([(grad - exact).double().square().sum(), exact.double().square().sum()])
+        distance, norm = squares.sqrt().tolist()
+        return Deviation(float((whole - self.losses).double().norm() / self.losses.double().norm()), distance / norm)
 
-    def _greatest(self, own: Callable[[], Off]) -> Off:
+    def _largest(self, own: Callable[[], Deviation]) -> Deviation:
         everyone = self._ranks.attempt(own)
-        return Off(max(off.losses for off in everyone), max(off.gradients for off in everyone))
+        return Deviation(max(x.losses for x in everyone), max(x.gradients for x in everyone))
 
 
 def _grad(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None
-    return parameter.grad.float()  # a copy, of 16 bits
+    return parameter.grad.float()  # a copy if it has 16 bits
 
 
 def _oracle(problem: StepProblem) -> Any:
@@ -128,7 +128,7 @@ def _oracle(problem: StepProblem) -> Any:
 
 
 class _ExactAttention(torch.autograd.Function):
-    """The dense attention of `reference`, in fp64, as the type of q."""
+    """Dense fp64 attention of `reference`, cast to the dtype of q."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
@@ -139,16 +139,16 @@ class _ExactAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v = ctx.saved_tensors
-        found = gradients(q, k, v, ctx.pattern, grads[0])
-        return *(x.to(q.dtype) for x in found), None
+        input_grads = gradients(q, k, v, ctx.pattern, grads[0])
+        return *(x.to(q.dtype) for x in input_grads), None
 
 
-# --- timed ------------------------------------------------------------------------------------------------------------
+# --- timing -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Turns:
-    """`warmup` steps of each way, then `rounds` times `steps` steps of each, way after way."""
+    """`warmup` steps of each way, then `rounds` rounds with a turn of `steps` steps of each way."""
 
     warmup: int = 8
     rounds: int = 3
@@ -162,28 +162,28 @@ class Turns:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Milliseconds: the median of some steps, each number on the rank on which it is greatest."""
+    """Medians of some steps in milliseconds, each on its slowest rank."""
 
     ms: float
     wall_ms: float
     host_ms: float
 
     @classmethod
-    def each(cls, taken: Callable[[Sequence[float]], float], times: Sequence[StepTime]) -> StepTime:
-        """One of several, number by number."""
-        return cls(*(taken([getattr(x, name) for x in times]) for name in ("ms", "wall_ms", "host_ms")))
+    def each(cls, reduce: Callable[[Sequence[float]], float], times: Sequence[StepTime]) -> StepTime:
+        """Reduce each field of several times."""
+        return cls(*(reduce([getattr(x, name) for x in times]) for name in ("ms", "wall_ms", "host_ms")))
 
 
 @dataclass(frozen=True)
 class Stepper:
-    """One way's step, as it is timed. run: forward and backward. clear: comes after it, and is not timed."""
+    """Step of one way. run: forward and backward. clear: called after it, not timed."""
 
     run: Callable[[], object]
     inside: Callable[[], AbstractContextManager[Any]]
     clear: Callable[[], None]
 
     def turn(self, ranks: RankGroup, steps: int) -> StepTime:
-        """All ranks call it. Raises Failed, on every rank, where it failed on one."""
+        """Time a turn. Collective. Raises Failed on every rank if it fails on one."""
 
         def own() -> StepTime:
             with self.inside():
@@ -192,7 +192,7 @@ class Stepper:
         return StepTime.each(max, ranks.attempt(own))
 
     def peak(self, ranks: RankGroup) -> int | None:
-        """Peak bytes of torch's allocator during a step, all that is held included, on the fullest rank."""
+        """Return the total peak bytes of torch's allocator in a step, on the fullest rank."""
         if ranks.device.type != "cuda":
             return None
 
@@ -206,7 +206,7 @@ class Stepper:
         return max(ranks.attempt(own))
 
     def _one(self, device: torch.device) -> StepTime:
-        """The ranks begin together."""
+        """Time one step, which the ranks start together."""
         on_gpu = device.type == "cuda"
         dist.all_reduce(torch.zeros(1, device=device))
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if on_gpu else (None, None)
@@ -226,12 +226,12 @@ class Stepper:
 
 
 def by_turns(ranks: RankGroup, steppers: dict[str, Stepper], turns: Turns) -> dict[str, list[StepTime]]:
-    """For each way the times of its rounds; the ways are warm already."""
-    found: dict[str, list[StepTime]] = {name: [] for name in steppers}
+    """Time all rounds, way after way in each, and return each way's times. The ways are warm already."""
+    times: dict[str, list[StepTime]] = {name: [] for name in steppers}
     for _ in range(turns.rounds):
         for name, stepper in steppers.items():
-            found[name].append(stepper.turn(ranks, turns.steps))
-    return found
+            times[name].append(stepper.turn(ranks, turns.steps))
+    return times
 
 
 def _wait(device: torch.device) -> None:

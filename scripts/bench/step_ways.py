@@ -1,7 +1,6 @@
-"""In which ways a model attends over a sharded sequence: ours, other people's, and one GPU with all of it.
+"""Ways to attend over a sharded sequence in a model: ours, peers, and one GPU with the whole sequence.
 
-Each way has its layout, its batch, and what must be in force while it runs. What a way replaces in a library is
-replaced during its own turn only.
+Each way has its layout, its batch and a context for its steps. Patches of libraries are active in that context only.
 """
 
 from __future__ import annotations
@@ -23,29 +22,29 @@ from ring.comm.transport import SoloTransport
 from ring.nn import Batch, ContextParallel, next_tokens, shard_batch
 from ring.nn.rotary import THETA, cached_angles
 
-DTYPE = "bfloat16"  # of parameters and activations, as ring-flash-attn and cuDNN take it
+DTYPE = "bfloat16"  # of parameters and activations; ring-flash-attn and cuDNN need 16 bits
 OURS, UNCHECKED, ALONE = "ours", "ours-unchecked", "one-gpu"
 PEERS = {"llama": ("all-to-all", "zigzag", "context-parallel"), "longnet": ("published",)}  # by kind of model
 MEANING = {
-    OURS: "ring_attention, whose ranks agree before each call",
+    OURS: "ring_attention, with consensus of the ranks before each call",
     UNCHECKED: "the same with check=False",
     "all-to-all": "all-to-all over heads (Ulysses)",
-    "zigzag": "ring-flash-attn's zigzag ring, on the kernels of torch",
+    "zigzag": "ring-flash-attn's zigzag ring, on torch's kernels",
     "context-parallel": "torch's context_parallel, with its default rotation; keys and values expanded to all heads",
-    "published": "LongNet's published method; its gradients of queries and keys are not exact",
-    ALONE: "the whole sequence on every GPU: Llama by torch's attention, LongNet by ours; / GPUs: the ceiling",
+    "published": "LongNet's published method, with inexact gradients of queries and keys",
+    ALONE: "the whole sequence on every GPU, llama by torch's attention, longnet by ours; its ms / GPUs is the ceiling",
 }
 
 
 def names_of(kind: str) -> tuple[str, ...]:
-    """The ways of a kind of model; what they are compared with comes first."""
+    """Return the ways of a kind of model, with the baseline first."""
     return ALONE, OURS, UNCHECKED, *PEERS[kind]
 
 
 @dataclass(frozen=True)
 class Way:
-    """attend: q (B, N, H, D), k and v (B, N, Hk, D) -> like q. inside: what is in force during a step. whole: fits into
-    one graph. exact: so are its gradients."""
+    """A way to attend. attend: q (B, N, H, D), k and v (B, N, Hk, D) -> like q. inside: context of a step. whole:
+    compiles to one graph. exact: has exact gradients."""
 
     name: str
     batch: Batch
@@ -60,13 +59,13 @@ class Way:
 
     @property
     def alone(self) -> bool:
-        """True where this rank computes for the whole sequence."""
+        """True if this rank computes the whole sequence."""
         return self.context.world_size == 1
 
 
 @dataclass(frozen=True)
 class StepProblem:
-    """A model over a sequence. tokens: of each rank; kind: of `step_models.KINDS`."""
+    """A model and a sequence. tokens: of each rank; kind: of `step_models.KINDS`."""
 
     kind: str
     shape: ModelShape
@@ -77,30 +76,33 @@ class StepProblem:
 
     @property
     def workload(self) -> Workload:
-        one = self.shape
+        model = self.shape
         if self.kind == "llama":
-            heads = AttentionShape(one.heads, one.kv_heads, one.head_dim, 1, DTYPE)
+            heads = AttentionShape(model.heads, model.kv_heads, model.head_dim, 1, DTYPE)
             return Workload.dense(self.tokens, self.world, heads)
-        heads = AttentionShape(one.heads, one.heads, one.head_dim, 1, DTYPE)
+        heads = AttentionShape(model.heads, model.heads, model.head_dim, 1, DTYPE)
         return Workload.longnet(self.tokens, self.world, heads, *PATTERNS[self.device.type])
 
     def whole(self) -> tuple[Tensor, Tensor]:
-        """Tokens and labels of the whole sequence, (1, n), the same on every rank."""
-        draw = torch.Generator().manual_seed(1)
-        drawn = torch.randint(self.shape.vocabulary, (1, self.tokens * self.world), generator=draw).to(self.device)
-        return drawn, next_tokens(drawn)
+        """Draw tokens and labels of the whole sequence, (1, n), the same on every rank."""
+        generator = torch.Generator().manual_seed(1)
+        size = (1, self.tokens * self.world)
+        tokens = torch.randint(self.shape.vocabulary, size, generator=generator).to(self.device)
+        return tokens, next_tokens(tokens)
 
     def batch(self, layout: Layout, check: bool = True) -> Batch:
-        """This rank's shard; of a layout of one rank, all of it."""
+        """Return this rank's shard; the whole sequence if the layout has one rank."""
         group = SoloTransport() if layout.world_size == 1 else None
         batch = shard_batch(ContextParallel(layout, group, check=check), *self.whole())
         like = torch.empty(1, 0, 1, self.shape.head_dim, dtype=self.workload.dtype, device=self.device)
-        cached_angles(batch.context, like, THETA)  # kept in the context: a graph would compute them at every run
+        cached_angles(
+            batch.context, like, THETA
+        )  # cache them in the context: a graph would recompute them at every run
         return batch
 
 
 def way_of(name: str, problem: StepProblem) -> Way:
-    """Raises Impossible where it cannot take the problem, or cannot run here."""
+    """Make a way by name. Raises Unsupported if it cannot take the problem or cannot run."""
     workload = problem.workload
     if name in (OURS, UNCHECKED):
         batch = problem.batch(workload.layout, check=name == OURS)
@@ -151,7 +153,7 @@ def _context_parallel(problem: StepProblem) -> Way:
     def inside() -> AbstractContextManager[None]:
         return peers.context_parallel_kernels(workload, problem.device, "allgather")
 
-    inside()  # raises Impossible; it is not entered
+    inside()  # raises Unsupported now; not entered
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         share = workload.shape.query // workload.shape.kv
@@ -160,13 +162,13 @@ def _context_parallel(problem: StepProblem) -> Way:
         out: Tensor = _Swapped.apply(peers.heads_first_attention(query, key, value, workload.scale))
         return out
 
-    # Each time that it is entered, torch's function is another one: a graph of it would be compiled at every turn.
+    # Each entry installs a new function, which torch.compile would recompile at every turn.
     return Way("context-parallel", problem.batch(workload.layout), torch.compiler.disable(attend), inside)
 
 
 class _Swapped(torch.autograd.Function):
-    """(B, N, H, D) -> (B, H, N, D) and back, contiguous in both passes: torch (2.11) keeps a backward of cuDNN's by the
-    strides of queries, keys and values alone."""
+    """Transpose (B, N, H, D) to (B, H, N, D) or back, contiguous in both passes: torch (2.11) caches cuDNN's backward
+    by the strides of q, k, v alone."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

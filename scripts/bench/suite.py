@@ -1,9 +1,9 @@
-"""Measures the verification on this machine's processor.
+"""Measures the speed of the verification on this machine's CPU.
 
-    python scripts/bench verification [--json FILE] [--examples N]    examples a second on gloo, pools, plans
+    python scripts/bench verification [--json FILE] [--examples N]    examples per second on gloo, pools, plans
     python scripts/bench simulation [--json FILE] [--examples N]      with simulated ranks, 256 ranks, deadlocks
 
-Numbers of one run can be compared with each other; on another or a busy machine they differ.
+Compare only numbers of the same run, on an idle machine.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Check = Callable[[Backend, Case], dict[str, float]]
 WORLDS = (2, 4, 8)
 MANY, TOKENS = 256, 512
 EXCHANGES = ("ring", "direct", "gather")
-# One rank of an example whose processes are started for it alone, for comparison with the pool.
+# One rank of an example with processes of its own, for comparison with the pool.
 RANK = """
 import sys
 import torch.distributed as dist
@@ -64,13 +64,13 @@ dist.destroy_process_group()
 
 
 def verification(arguments: Sequence[str] | None = None) -> int:
-    given = _parsed("verification", arguments, 1000, "timed at two ranks; fewer at more")
+    options = _parsed("verification", arguments, 1000, "timed at two ranks; fewer at more")
 
     def measured() -> Iterator[tuple[str, Any]]:
         yield "pool_of_8_seconds", pool_times()  # goal of whole_again: 0.5
         rates = {}
-        for world in WORLDS:  # goals of the first on two cores: 200, 50, 17
-            count = max(10, given.examples * 2 // world)
+        for world in WORLDS:  # goals of "pool" on two cores: 200, 50, 17
+            count = max(10, options.examples * 2 // world)
             fast, twice = rate(GlooBackend, world, count), rate(GlooBackend, world, count, runner.check_case)
             plain, slow = plain_rate(GlooBackend, world, count), spawned_rate(world, 3)
             rates[world] = {"pool": fast, "pool, every pass twice": twice, "pool, plain dense ring": plain}
@@ -78,22 +78,22 @@ def verification(arguments: Sequence[str] | None = None) -> int:
         yield "examples_per_second", rates
         yield "plan_seconds", plan_seconds()  # of 1 Mi tokens on 8 ranks; goal: 0.1
 
-    return _recorded(given.json, measured())
+    return _recorded(options.json, measured())
 
 
 def simulation(arguments: Sequence[str] | None = None) -> int:
-    given = _parsed("simulation", arguments, 400, "timed at each world")
+    options = _parsed("simulation", arguments, 400, "timed at each world")
 
     def measured() -> Iterator[tuple[str, Any]]:
         yield "deadlock_of_8_seconds", deadlock_seconds()  # goal: 0.05
         rates = {}
-        for world in WORLDS:  # goal of the first at 4 ranks: 150
-            rates[world] = {"any": rate(SimBackend, world, given.examples)}
-            rates[world] |= {"plain dense ring": plain_rate(SimBackend, world, given.examples)}
+        for world in WORLDS:  # goal of "any" at 4 ranks: 150
+            rates[world] = {"any": rate(SimBackend, world, options.examples)}
+            rates[world] |= {"plain dense ring": plain_rate(SimBackend, world, options.examples)}
         yield "examples_per_second", rates
         yield "seconds_on_256", many_ranks()  # goal: 30
 
-    return _recorded(given.json, measured())
+    return _recorded(options.json, measured())
 
 
 def _parsed(name: str, arguments: Sequence[str] | None, examples: int, timed: str) -> argparse.Namespace:
@@ -105,22 +105,22 @@ def _parsed(name: str, arguments: Sequence[str] | None, examples: int, timed: st
 
 
 def _recorded(file: Path | None, measured: Iterator[tuple[str, Any]]) -> int:
-    """Prints each number as it comes, and writes all at the end."""
+    """Print each number at once, and write all at the end."""
     torch.set_num_threads(1)
-    found: dict[str, Any] = {"machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"}
+    record: dict[str, Any] = {"machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"}
     for name, value in measured:
         print(f"{name}: {json.dumps(value, indent=2)}", flush=True)
-        found[name] = value
+        record[name] = value
     if file is not None:
-        file.write_text(json.dumps(found, indent=2) + "\n")
+        file.write_text(json.dumps(record, indent=2) + "\n")
     return 0
 
 
-# --- examples a second ------------------------------------------------------------------------------------------------
+# --- examples per second ----------------------------------------------------------------------------------------------
 
 
 def check_once(backend: Backend, case: Case) -> dict[str, float]:
-    """Run `runner.check_case` without the second pass that checks that results repeat."""
+    """Check a Case as `runner.check_case` does, without the second pass that checks that results repeat."""
     backend.submit(observe, case, None, False)
     expectation = properties.prepare(case)
     return properties.check(case, expectation, backend.collect())
@@ -136,22 +136,22 @@ def _ready(backend: Backend, world: int) -> Iterator[Backend]:
 
 
 def rate(kind: type[Backend], world: int, examples: int, check: Check = check_once) -> float:
-    """Examples a second, with drawing, forward and backward, exact values and all checks."""
+    """Measure examples per second, with drawing, forward and backward, exact values and all checks."""
     with _ready(kind(), world) as backend:
         report = Report(Console(quiet=True))
-        for count in (max(5, examples // 20), examples):  # the first are a warm-up
+        for count in (max(5, examples // 20), examples):  # warm-up first
             search = Search(replace(runner.EXAMPLES, check=check), backend, report, world)
             report.start_world(world, count)
             started = time.perf_counter()
-            found = search.explore(count, 0)
-            spent = time.perf_counter() - started
-            if found:
-                raise SystemExit(f"a counter-example; run python -m verification first:\n{found[0].failure}")
-    return examples / spent
+            failures = search.explore(count, 0)
+            seconds = time.perf_counter() - started
+            if failures:
+                raise SystemExit(f"a counter-example; run python -m verification first:\n{failures[0].failure}")
+    return examples / seconds
 
 
 def plain_rate(kind: type[Backend], world: int, examples: int) -> float:
-    """Examples a second of dense causal ring attention on 1 to 64 tokens, one pass each, not drawn."""
+    """Measure fixed examples per second: dense causal ring attention on 1 to 64 tokens, one pass each."""
     with _ready(kind(), world) as backend:
         dense = small(world, pattern=Pattern.dense(causal=True), heads=2, kv_heads=2)
         cases = [replace(dense, tokens=1 + (29 * i) % 64, seed=i) for i in range(examples)]
@@ -164,7 +164,7 @@ def plain_rate(kind: type[Backend], world: int, examples: int) -> float:
 
 
 def spawned_rate(world: int, examples: int) -> float:
-    """Examples a second if every example starts its own processes (without the comparison, which costs little)."""
+    """Measure examples per second if each starts its own processes, without the checks, which cost little."""
     case = small(world)
     settings = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     started = time.perf_counter()
@@ -192,7 +192,7 @@ def small(world: int, **changes: Any) -> Case:
 
 
 def pool_times() -> dict[str, float]:
-    """Seconds until 8 ranks are ready: the first time (the forkserver imports torch), again, and after one was lost."""
+    """Measure the start of 8 ranks in seconds: first (the forkserver imports torch), again, and after one died."""
     started = time.perf_counter()
     Pool(8, preload=PRELOAD).close()
     first = time.perf_counter() - started
@@ -209,56 +209,56 @@ def pool_times() -> dict[str, float]:
 
 
 def plan_seconds() -> dict[str, float]:
-    """Seconds for the slowest plan of 8 ranks for 1 Mi tokens, LongNet's published pattern; then from the cache."""
+    """Measure the slowest plan of 8 ranks, 1 Mi tokens, LongNet's published pattern: seconds new and cached."""
     pattern = Pattern.longnet((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12), 12, causal=True)
-    found = {}
+    seconds = {}
     for order in ("contiguous", "zigzag", "striped"):
         for exchange in EXCHANGES:
             layout = getattr(Layout, order)(2**20, 8)
             bucket = default_bucket(layout, 12, 12, torch.bfloat16)
             for state in ("", ", cached"):
-                spent = []
+                times = []
                 gc.collect()
-                gc.disable()  # as timeit does: collecting the verification's objects is no part of the plan's time
+                gc.disable()  # as timeit does: exclude garbage collection of the verification's objects
                 for rank in range(8):
                     started = time.perf_counter()
                     plan_of(pattern, layout, rank, 12, 12, exchange, bucket)
-                    spent.append(time.perf_counter() - started)
+                    times.append(time.perf_counter() - started)
                 gc.enable()
-                found[f"{order}, {exchange}{state}"] = max(spent)
-    return found
+                seconds[f"{order}, {exchange}{state}"] = max(times)
+    return seconds
 
 
 def many_ranks() -> dict[str, float]:
-    """Seconds for one example on 256 ranks of two tokens: forward, backward, exact values, checks."""
+    """Measure one example on 256 ranks of two tokens in seconds: forward, backward, exact values, checks."""
     longnet = Pattern.longnet((8, 32, 128), (1, 2, 4), 2, True)
-    found = {}
+    seconds = {}
     with _ready(SimBackend(60.0), MANY) as backend:
         for name, pattern in (("dense causal", Pattern.dense(causal=True)), ("LongNet", longnet)):
             for exchange in EXCHANGES:
                 case = small(MANY, tokens=TOKENS, pattern=pattern, heads=2, kv_heads=2, exchange=exchange)
                 started = time.perf_counter()
                 check_once(backend, case)
-                found[f"{name}, {exchange}"] = time.perf_counter() - started
-    return found
+                seconds[f"{name}, {exchange}"] = time.perf_counter() - started
+    return seconds
 
 
 def deadlock_seconds() -> float:
-    """From the start of 8 ranks to the report with every rank's stack; the median of 20."""
+    """Measure from the start of 8 ranks to the report with all stacks: the median of 20, in seconds."""
 
     def blocking_ring(transport: SimulatedTransport) -> None:
-        """Every rank receives before it sends."""
+        """Receive before sending, on every rank."""
         before, after = ((transport.rank + step) % transport.world_size for step in (-1, 1))
         transport.post([], [Message(before, torch.empty(4), "keys")]).wait()
         transport.post([Message(after, torch.ones(4), "keys")], []).wait()
 
-    spent = []
+    times = []
     for seed in range(20):
         started = time.perf_counter()
         try:
             Simulation(8, seed).run(blocking_ring)
         except Deadlock as failure:
             str(failure)
-            spent.append(time.perf_counter() - started)
-    assert len(spent) == 20
-    return statistics.median(spent)
+            times.append(time.perf_counter() - started)
+    assert len(times) == 20
+    return statistics.median(times)

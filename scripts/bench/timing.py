@@ -1,4 +1,4 @@
-"""How long a call takes: CUDA events, or the processor's clock where there is no GPU; graphs; peak memory."""
+"""Timing of a call by CUDA events or the CPU clock; CUDA graphs; peak memory."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Repeats:
-    """`warmup` calls, then the median of `repeats`. A call that takes longer than `slow` seconds once it is warm is
-    timed `few` times after two warm-up calls: its times vary less, and the run has to end.
+    """`warmup` calls, then the median of `repeats`. A call of more than `slow` seconds when warm is timed only `few`
+    times, after two warm-up calls: its times vary less.
 
-    steady: seconds of warm-up on a GPU. An idle GPU runs faster for the first tenth of a second, until it reaches its
-    power limit: times from before cannot be compared with later ones.
+    steady: seconds of warm-up on a GPU. An idle GPU runs faster for about 0.1 s, until it reaches its power limit.
     """
 
     warmup: int = 3
@@ -33,7 +32,7 @@ class Repeats:
     steady: float = 0.5
 
     def of(self, milliseconds: float, on_gpu: bool) -> tuple[int, int]:
-        """(warm-up calls, timed calls) for calls of that length."""
+        """Return (warm-up calls, timed calls) for calls of that duration."""
         if milliseconds > 1000 * self.slow:
             return 2, min(self.few, self.repeats)
         steady = math.ceil(1000 * self.steady / milliseconds) if on_gpu else 0
@@ -50,7 +49,7 @@ class Timing:
 
 
 def clocked(call: Call, device: torch.device, count: int) -> list[float]:
-    """Milliseconds of `count` calls in a row; on a GPU the host does not wait between them."""
+    """Return the milliseconds of `count` consecutive calls. On a GPU the host does not wait between them."""
     if device.type != "cuda":
         times = []
         for _ in range(count):
@@ -69,9 +68,9 @@ def clocked(call: Call, device: torch.device, count: int) -> list[float]:
 
 
 def measured(ranks: RankGroup, call: Call, repeats: Repeats) -> Timing:
-    """Every rank makes the call; the ranks begin the timed calls together. Raises Failed on all ranks where it failed
-    on one."""
-    _slowest(ranks, call, 1)  # the first includes compilation, allocation and connecting
+    """Time a call that every rank makes; the ranks start the timed calls together. Raises Failed on all ranks if it
+    fails on one."""
+    _slowest(ranks, call, 1)  # the first call compiles, allocates and connects
     (second,) = _slowest(ranks, call, 1)
     warmup, samples = repeats.of(second, ranks.device.type == "cuda")
     if warmup > 2:
@@ -80,20 +79,20 @@ def measured(ranks: RankGroup, call: Call, repeats: Repeats) -> Timing:
 
 
 def _slowest(ranks: RankGroup, call: Call, count: int) -> list[float]:
-    """The times on the rank with the greatest median."""
+    """Return the times of the rank with the largest median."""
     everyone = ranks.attempt(lambda: clocked(call, ranks.device, count))
     return max(everyone, key=statistics.median)
 
 
 @contextmanager
 def captured(ranks: RankGroup, call: Call) -> Iterator[Call]:
-    """A replay of the call, captured into a CUDA graph. Raises Failed on all ranks where one cannot capture it."""
+    """Capture the call in a CUDA graph and yield its replay. Raises Failed on all ranks if one cannot."""
     graph = torch.cuda.CUDAGraph()
 
     def capture() -> None:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # whatever the first call allocates or compiles must not be captured
+        with torch.cuda.stream(side):  # warm up: first calls allocate and compile, which must not be captured
             for _ in range(3):
                 call()
         torch.cuda.current_stream().wait_stream(side)
@@ -110,10 +109,10 @@ def captured(ranks: RankGroup, call: Call) -> Iterator[Call]:
 
 
 def peak_beyond(ranks: RankGroup, call: Callable[[], tuple[Tensor, ...]]) -> int:
-    """Peak bytes of torch's allocator during a call, beyond what it held before and the call's results, on the fullest
-    rank. Memory that is not the allocator's, such as NCCL's own, is not counted."""
+    """Return the peak bytes of torch's allocator in a call, on the fullest rank, without earlier allocations and the
+    results. Other memory, such as NCCL's, is not counted."""
 
-    def one() -> int:
+    def own_peak() -> int:
         torch.cuda.synchronize(ranks.device)
         torch.cuda.reset_peak_memory_stats(ranks.device)
         before = torch.cuda.memory_allocated(ranks.device)
@@ -121,4 +120,4 @@ def peak_beyond(ranks: RankGroup, call: Callable[[], tuple[Tensor, ...]]) -> int
         torch.cuda.synchronize(ranks.device)
         return torch.cuda.max_memory_allocated(ranks.device) - before - sum(x.nbytes for x in results)
 
-    return max(ranks.attempt(one))
+    return max(ranks.attempt(own_peak))

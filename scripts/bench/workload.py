@@ -1,4 +1,4 @@
-"""Sizes, heads and patterns of what is measured, with the costs that `reference` counts; a method to be timed."""
+"""Sizes, heads and patterns of a benchmark, with costs by `reference`; a method to be timed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PASSES = ("forward", "forward+backward")
 UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 SEGMENTS, RATES = (2 * 2**10, 8 * 2**10, 32 * 2**10, 128 * 2**10, 2**20), (1, 4, 16, 32, 256)  # LongNet's
-PATTERNS = {"cuda": (SEGMENTS, RATES), "cpu": ((8, 32, 128), (1, 4, 8))}  # by device: a small one to try things out
+PATTERNS = {"cuda": (SEGMENTS, RATES), "cpu": ((8, 32, 128), (1, 4, 8))}  # by device; a tiny one for trials on the CPU
 
 
 class Unsupported(Exception):
@@ -30,22 +30,22 @@ class Unsupported(Exception):
 
 
 def size(text: str) -> int:
-    """Tokens: "2048", "2Ki", "1Mi" -> int. Raises ValueError for anything else."""
-    found = re.fullmatch(r"([1-9][0-9]*)(Ki|Mi)?", text)
-    if found is None:
+    """Parse tokens: "2048", "2Ki", "1Mi" -> int. Raises ValueError for anything else."""
+    match = re.fullmatch(r"([1-9][0-9]*)(Ki|Mi)?", text)
+    if match is None:
         raise ValueError(f"a size is {text!r}; it must be a number of tokens such as 2048, 2Ki or 1Mi")
-    return int(found[1]) * UNITS[found[2] or ""]
+    return int(match[1]) * UNITS[match[2] or ""]
 
 
 def named(tokens: int) -> str:
-    """The inverse of `size`, in the greatest unit that divides."""
+    """Format tokens in the largest unit that divides them: the inverse of `size`."""
     unit = next(unit for unit in ("Mi", "Ki", "") if tokens % UNITS[unit] == 0)
     return f"{tokens // UNITS[unit]}{unit}"
 
 
 def document_lengths(total: int, mean: int, multiple: int = 1) -> tuple[int, ...]:
-    """Lengths that add up to `total`: drawn, always alike, with an exponential distribution, each a multiple of
-    `multiple`. The last one may be cut off. Raises ValueError where total or mean is no multiple."""
+    """Draw lengths that add up to `total`, from an exponential distribution with a fixed seed, multiples of `multiple`.
+    The last one may be cut. Raises ValueError if total or mean is no multiple."""
     if total % multiple or mean % multiple:
         raise ValueError(f"multiple is {multiple}; it must divide the tokens, {total}, and the mean length, {mean}")
     draw = np.random.default_rng(1)
@@ -57,8 +57,7 @@ def document_lengths(total: int, mean: int, multiple: int = 1) -> tuple[int, ...
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """query, kv: numbers of heads; dim: of each head. Raises ValueError, at construction, for numbers that do not fit
-    together."""
+    """Heads, batch and dtype. query, kv: numbers of heads; dim: of each head. The constructor raises ValueError."""
 
     query: int = 32
     kv: int = 8
@@ -77,7 +76,7 @@ class AttentionShape:
 @dataclass(frozen=True)
 class Workload:
     """Attention over one sequence on all ranks. tokens: of each rank, on average; order: "zigzag", "contiguous", or
-    "balanced", where ranks hold unequally many."""
+    "balanced", whose shards differ in length."""
 
     pattern: Pattern
     order: str
@@ -87,7 +86,7 @@ class Workload:
 
     @classmethod
     def dense(cls, tokens: int, world: int, shape: AttentionShape) -> Workload:
-        """Plain causal attention, in the order that gives every rank the same work."""
+        """Make dense causal attention in zigzag order, which balances the work."""
         return cls(Pattern.dense(causal=True), "zigzag", tokens, world, shape)
 
     @classmethod
@@ -95,19 +94,19 @@ class Workload:
         cls, tokens: int, world: int, shape: AttentionShape,
         segments: tuple[int, ...] = SEGMENTS, rates: tuple[int, ...] = RATES,
     ) -> Workload:  # fmt: skip
-        """LongNet's branches, offsets h mod r, causal."""
+        """Make LongNet's causal pattern, with offsets h mod r."""
         return cls(Pattern.longnet(segments, rates, shape.query, causal=True), "contiguous", tokens, world, shape)
 
     @classmethod
     def packed(cls, tokens: int, world: int, shape: AttentionShape, mean: int, multiple: int = 1) -> Workload:
-        """Causal attention within documents of drawn lengths, in the order that gives every rank the same work.
-        multiple: divides every length. Raises ValueError as `document_lengths` does."""
+        """Make causal attention within documents of drawn lengths, in balanced order. multiple: divides every length.
+        Raises ValueError as `document_lengths` does."""
         documents = document_lengths(tokens * world, mean, multiple)
         return cls(Pattern.dense(True, documents), "balanced", tokens, world, shape)
 
     @classmethod
     def windowed(cls, tokens: int, world: int, shape: AttentionShape, window: int) -> Workload:
-        """Causal attention to the nearest positions, contiguous: nearly all ranks have the same work."""
+        """Make causal attention in a window, contiguous: nearly all ranks have the same work."""
         return cls(Pattern.dense(True, window=window), "contiguous", tokens, world, shape)
 
     @property
@@ -124,7 +123,7 @@ class Workload:
 
     @property
     def documents(self) -> tuple[int, ...]:
-        """Their lengths; one of all tokens where the pattern has none."""
+        """Lengths of the documents; without any, one of all tokens."""
         return tuple(self.pattern.documents or (self.total,))
 
     @property
@@ -140,36 +139,36 @@ class Workload:
 
     @cached_property
     def setting(self) -> cost.Setting:
-        """As `reference.cost` takes it. Its counts take O(tokens) time, some seconds for a million tokens."""
+        """Argument of `reference.cost`, whose counts take O(tokens) time: seconds for a million tokens."""
         positions = [self.layout.positions(rank).numpy() for rank in range(self.world)]
         one = self.shape
         return cost.Setting(self.pattern, positions, one.batch, one.query, one.kv, one.dim, self.dtype.itemsize)
 
     @cached_property
     def flops(self) -> tuple[int, int]:
-        """Floating-point operations of all ranks together: (forward, forward and backward)."""
+        """Floating-point operations of all ranks: (forward, forward and backward)."""
         counted = cost.flops(self.setting)
         return sum(counted.forward), counted.total
 
     def sent(self, exchange: str, on_gpus: bool) -> tuple[int, int]:
-        """Bytes that the busiest rank sends: (in forward, in forward and backward)."""
+        """Return the bytes that the busiest rank sends: (forward, forward and backward)."""
         traffic = cost.sent(self.setting, exchange, on_gpus and exchange == "direct")
         both = traffic.forward + traffic.backward
         return int(traffic.forward.sum(1).max()), int(both.sum(1).max())
 
     def memory(self, exchange: str, bucket: int, on_gpus: bool) -> tuple[int, int]:
-        """Bytes that the fullest rank holds beyond inputs and outputs, by the closed form: (forward, forward and
-        backward). These are accumulators and communication buffers, and lse, which is kept between the two passes."""
+        """Return the closed-form bytes of the fullest rank: (forward, forward and backward). They count accumulators,
+        communication buffers and the saved lse, not inputs and outputs."""
         narrow = on_gpus and exchange == "direct"
-        held, resident = cost.buffers(self.setting, exchange, bucket, narrow), cost.resident(self.setting)
+        buffers, resident = cost.buffers(self.setting, exchange, bucket, narrow), cost.resident(self.setting)
         one = self.shape
         lse = one.batch * one.query * self.setting.counts * self.setting.accumulator_itemsize
-        forward = resident.accumulator + held.forward
-        backward = resident.gradients + held.backward + lse
+        forward = resident.accumulator + buffers.forward
+        backward = resident.gradients + buffers.backward + lse
         return int(forward.max()), int(max(forward.max(), backward.max()))
 
     def draw(self, device: torch.device, seed: int, tokens: int | None = None) -> Inputs:
-        """Random q, k, v, dout, (B, tokens, H or Hk, D), by default of one rank; q, k, v require gradients."""
+        """Draw q, k, v, dout, (B, tokens, H or Hk, D), by default of one rank; q, k, v require gradients."""
         draw = torch.Generator(device).manual_seed(seed)
         one = self.shape
 
@@ -183,11 +182,10 @@ class Workload:
 
 @dataclass(frozen=True)
 class Contender:
-    """A method to be timed. forward: a forward pass; training: a forward and backward pass. Both take no arguments and
-    return their results, so that a caller can tell these from working memory.
+    """A method to be timed. forward: a forward pass; training: a forward and backward pass. Both return their results,
+    so that a caller can subtract these from peak memory.
 
-    local: no rank waits for another. capturable: a CUDA graph can capture it. note: what a reader must know to compare
-    it with others.
+    local: no rank waits for another. capturable: in a CUDA graph. note: a caveat for comparisons.
     """
 
     forward: Callable[[], Results]
@@ -200,7 +198,7 @@ class Contender:
     def of(
         cls, attend: Attend, inputs: Inputs, local: bool = False, capturable: bool = False, note: str = ""
     ) -> Contender:
-        """attend: a differentiable function of q, k, v. inputs: (q, k, v, dout), where q, k, v require gradients."""
+        """Make the passes of a differentiable attend(q, k, v). inputs: (q, k, v, dout); q, k, v require grad."""
         q, k, v, dout = inputs
 
         def forward() -> Results:

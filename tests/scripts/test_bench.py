@@ -144,7 +144,7 @@ def test_the_search_for_the_longest_ends(ends: bool, other: str | None, deadline
         def gathered(self, value: Any) -> list[Any]:
             return [value, Progress(8, 2.5, 9, other if value.tokens else None)]
 
-    found = longest.followed(Beside(0, 2, CPU), _search, (ends,), deadline)
+    found = longest.supervise(Beside(0, 2, CPU), _search, (ends,), deadline)
     assert found["stopped"] == stopped
     if deadline > 1:  # in that time the process may not even have started
         assert found == {"tokens": 4, "total": 8, "seconds": 1.5, "peak_bytes": 7, "stopped": stopped}

@@ -145,7 +145,7 @@ def test_only_what_is_named_judges(
     report = whole_run.run(plan, Report(recording()), backend, backend)
     assert [failure.broken for failure in report.failures] == broken
     if rows is not None:
-        assert {name for name in report.rows.properties() if report.rows.of(name).examples == 30} == rows
+        assert {name for name in report.rows.properties() if report.rows.total(name).examples == 30} == rows
 
 
 def test_runs_follow_each_other_with_new_seeds_until_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,1 +1,1 @@
-"""The command lines."""
+"""Command lines."""

@@ -1,5 +1,5 @@
-"""What the commands share. Imports nothing else before a function is called, so that `verification.__main__` can name
-the command whatever else cannot be imported.
+"""Shared argparse helpers. Other modules are imported inside functions only: `verification.__main__` can then name the
+command in an error even if a package is missing.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def command(module: str, script: str) -> str:
-    """The console script `script` if that is what runs, else `python -m` and the module."""
+    """Return the console script if it is what the user started, else `python -m` and the module."""
     return script if Path(sys.argv[0]).name == script else f"python -m {module}"
 
 
 MODULE = command("verification", "ring-verify")
-TYPED = "VERIFICATION_TYPED"  # in the environment: the script that the user typed, if it was one
+TYPED = "VERIFICATION_TYPED"  # environment variable: the script that the user typed, if any
 MOST_WORLD = 1024  # a backend may allow fewer
 Number = TypeVar("Number", int, float)
 STATUS = """\
@@ -33,21 +33,21 @@ not be carried out."""
 
 
 def typed(otherwise: str = MODULE) -> str:
-    """What usage and errors call this program: the script that was typed, or else the command given to Python."""
+    """Name of this program in usage and errors: the script that the user typed, else `otherwise`."""
     return os.environ.get(TYPED) or otherwise
 
 
 def number(kind: Callable[[str], Number], allowed: Callable[[Number], bool], what: str) -> Callable[[str], Number]:
-    """Reads a number of that kind that is allowed. what: such a number, in words, for the error."""
+    """Return a parser of numbers for argparse. what: the allowed numbers in words, for the error."""
 
     def read(text: str) -> Number:
         try:
-            found = kind(text)
+            value = kind(text)
         except ValueError:
-            found = None
-        if found is None or not allowed(found):
+            value = None
+        if value is None or not allowed(value):
             raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}")
-        return found
+        return value
 
     return read
 
@@ -56,7 +56,7 @@ count = number(int, lambda x: x >= 1, "an integer >= 1")
 
 
 def worlds(text: str) -> tuple[int, ...]:
-    """`1,2,3` -> (1, 2, 3), without repeats; ArgumentTypeError for anything else."""
+    """Parse `1,2,3` as (1, 2, 3), without repeats. Raises ArgumentTypeError."""
     try:
         sizes = tuple(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
@@ -75,27 +75,27 @@ def add_world(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def add_profile(parser: argparse.ArgumentParser, profiles: Mapping[str, Any]) -> None:
-    """profiles: by name; `about` of each says how much it draws."""
+    """Add --profile. profiles: by name; the help shows the `about` of each."""
     listed = "; ".join(f"{name}: {profile.about}" for name, profile in profiles.items())
     parser.add_argument(
-        "--profile", default="quick", metavar="NAME", help=f"how much to draw: {listed} (default: quick)"
+        "--profile", default="quick", metavar="NAME", help=f"number of examples: {listed} (default: quick)"
     )
 
 
 def add_seed(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=int, metavar="N",
-        help="draw the same as an earlier run with this seed (default: a new one, printed)",
+        help="repeat the examples of the run that printed this seed (default: a new seed)",
     )  # fmt: skip
 
 
 def seed_of(options: argparse.Namespace) -> int:
-    """The one that was asked for, or a new one."""
+    """Return the seed of the command line, else a random one."""
     return random.SystemRandom().getrandbits(32) if options.seed is None else int(options.seed)
 
 
 def add_backend(parser: argparse.ArgumentParser, backends: Mapping[str, str]) -> None:
-    """backends: what each is, by name."""
+    """Add --backend. backends: the description of each, by name."""
     listed = "; ".join(f"{name}: {about}" for name, about in backends.items())
     parser.add_argument(
         "--backend", choices=tuple(backends), default="gloo", help=f"where the ranks run: {listed} (default: gloo)"
@@ -103,23 +103,21 @@ def add_backend(parser: argparse.ArgumentParser, backends: Mapping[str, str]) ->
 
 
 def add_outputs(parser: argparse.ArgumentParser, verbose: str) -> None:
-    """--failures, --json and --verbose. verbose: what it prints, in words."""
+    """Add --failures, --json and --verbose. verbose: the extra output, in words."""
     parser.add_argument(
         "--failures", type=Path, default=Path(".verification/failures"), metavar="DIR",
-        help="where minimal Cases are saved (default: %(default)s)",
+        help="folder for the JSON files of counter-examples (default: %(default)s)",
     )  # fmt: skip
     add_json(parser)
     parser.add_argument("--verbose", "-v", action="store_true", help=f"print {verbose}")
 
 
 def add_json(parser: argparse.ArgumentParser, what: str = "the report") -> None:
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help=f"write {what} as JSON too, into a folder that exists"
-    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help=f"also write {what} as JSON; the folder must exist")
 
 
 def check_outputs(options: argparse.Namespace) -> None:
-    """See before a run starts, not after hours, that its files can be written. Raises OSError naming the argument."""
+    """Check that the output files can be written, before a run of hours. Raises OSError naming the argument."""
     if options.json is not None:
         check_file("--json", options.json)
     if getattr(options, "failures", None) is not None and not getattr(options, "list", False):
@@ -127,7 +125,7 @@ def check_outputs(options: argparse.Namespace) -> None:
 
 
 def check_folder(argument: str, folder: Path) -> None:
-    """Make the folder, and see that files can be made in it. Raises OSError naming the argument."""
+    """Make the folder and check that it is writable. Raises OSError naming the argument."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -137,8 +135,9 @@ def check_folder(argument: str, folder: Path) -> None:
 
 
 def check_file(argument: str, file: Path) -> None:
-    """See that the file can be written, and leave it as it is. Raises OSError naming the argument, also where there is
-    no such folder: the name is likely to be mistyped.
+    """Check that the file is writable, without changing it. Raises OSError naming the argument.
+
+    A missing folder is an error too: it is probably a typo.
     """
     try:
         if file.exists():
@@ -153,13 +152,13 @@ def check_file(argument: str, file: Path) -> None:
 
 
 def write_json(file: Path | None, record: Mapping[str, Any]) -> None:
-    """Nothing where no file was asked for."""
+    """Write the record, if there is a file to write it to."""
     if file is not None:
         file.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
 
 
 def console() -> Console:
-    """At most 80 columns, on a terminal and in a log; narrower only where the terminal is."""
+    """Return a console of 80 columns, or fewer on a narrower terminal."""
     from rich.console import Console
 
     from verification.report.text import WIDTH
@@ -168,7 +167,7 @@ def console() -> Console:
 
 
 def say(console: Console, line: str) -> None:
-    """Print a line, whatever is in it; the lines into which it is broken are indented."""
+    """Print a line without markup, wrapped at 80 columns with an indent."""
     from verification.report.text import paragraph
 
     for part in paragraph(line, hanging="    "):

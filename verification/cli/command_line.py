@@ -11,18 +11,18 @@ from verification.cli.arguments import MODULE, STATUS, check_outputs, console, t
 from verification.run.backends import Unavailable
 from verification.search.experiment import ToolError
 
-# Each module has HELP, ABOUT and add_arguments(parser), and carry_out(options, console), which gives the exit status;
-# a STATUS of its own where 0, 1 and 2 mean something else.
+# Each module has HELP, ABOUT, add_arguments(parser) and carry_out(options, console), which returns the exit status. A
+# module whose exit statuses differ from the default has its own STATUS.
 COMMANDS = {
     "run": run, "training": training, "replay": replay, "mutants": mutants, "peers": peers, "faults": faults,
     "doctor": doctor,
 }  # fmt: skip
 DESCRIPTION = """\
-Checks ring_attention by properties: Hypothesis draws Cases (pattern, layout,
-world size, dtype, exchange, ...), real processes compute each of them, and each
-result is compared with the fp64 oracle, within bounds derived from the
-arithmetic. What fails is shrunk to a minimal Case, saved, and can be replayed.
-On ranks that torchrun starts:
+Property-based tests of ring_attention. Hypothesis draws Cases (pattern, layout,
+world size, dtype, exchange, ...) and real processes compute them. Each result is
+compared with the fp64 oracle, within derived rounding bounds. A failing Case is
+shrunk to a minimal one, saved, and can be replayed. To run on the ranks that
+torchrun starts:
     torchrun --nproc-per-node=2 -m verification.cli.validate --help"""
 
 
@@ -41,9 +41,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 0, 1 or 2, as STATUS has it."""
+    """Run the command line and return its exit status (see STATUS)."""
     options, unknown = parser().parse_known_args(arguments)
-    if unknown:  # left to `parse_args`, the usage would be that of all commands
+    if unknown:  # `parse_args` would print the usage of the top parser, not of the command
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         check_outputs(options)
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"{typed()}: interrupted", file=sys.stderr)
     except ToolError as error:
-        if error.__cause__ is not None:  # an exception that nobody foresaw: its traceback is wanted
-            raise RuntimeError(f"the machinery failed on an example: {error}") from error
+        if error.__cause__ is not None:  # an unexpected exception: show its traceback
+            raise RuntimeError(f"the test harness failed on an example: {error}") from error
         print(f"{typed()}: error: {error}", file=sys.stderr)
     return 2

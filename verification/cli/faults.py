@@ -1,4 +1,4 @@
-"""`python -m verification faults`: faults struck into ranks, and whether each is named with its rank."""
+"""`python -m verification faults`: inject faults and check that each error names the faulty rank."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from verification.report.report import Report
 from verification.run.backends import Unavailable
 from verification.wording import counted
 
-MOST_WORLD = 8  # more ranks than cores find nothing else, slowly
-HELP = "strike faults into ranks: is each named?"
+MOST_WORLD = 8  # more ranks than cores are slow and find nothing else
+HELP = "inject faults and check that each error names the faulty rank"
 ABOUT = """\
-Strikes faults into ranks over gloo, at a random post of a random rank in drawn
-examples: kill -9, SIGSTOP, an exception, a message too short or too long. Each
-must be named with its rank; then the ranks must be whole, the next example
-right, and no process left over. Needs no GPU."""
+Injects faults into ranks over gloo, at a random post of a random rank: kill -9,
+SIGSTOP, an exception, a message that is too short or too long. The error must
+name the fault and its rank. Afterwards all ranks must run again, the next
+example must be right, and no process may be left over. No GPU is needed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_world(parser, ",".join(map(str, fault_run.FAULT_WORLDS)) + f"; from 2 to {MOST_WORLD}")
     parser.add_argument(
         "--count", type=count, metavar="N", default=fault_run.COUNT,
-        help="faults in all, as many on each world size (default: %(default)s)",
+        help="total number of faults, shared equally by the world sizes (default: %(default)s)",
     )  # fmt: skip
     add_seed(parser)
-    add_outputs(parser, "how far it has come, on a terminal too")
+    add_outputs(parser, "progress lines on a terminal too")
 
 
 def carry_out(options: argparse.Namespace, console: Console) -> int:
-    """0 every fault was named, 1 one was not. Raises Unavailable where it cannot be carried out."""
+    """Return 0 if every fault was named, else 1. Raises Unavailable for an unsupported world size."""
     worlds = options.world or fault_run.FAULT_WORLDS
     if min(worlds) < 2 or max(worlds) > MOST_WORLD:
-        given = ",".join(map(str, worlds))
-        raise Unavailable(f"argument --world: world sizes must be from 2 to {MOST_WORLD}, got {given}")
+        sizes = ",".join(map(str, worlds))
+        raise Unavailable(f"argument --world: world sizes must be from 2 to {MOST_WORLD}, got {sizes}")
     seed = seed_of(options)
-    made = processor_run(f"python -m verification faults {typed_words(sys.argv[2:])}".rstrip())
-    report = Report(console, made | {"seed": seed, "backend": "gloo"}, options.verbose)
+    run = processor_run(f"python -m verification faults {typed_words(sys.argv[2:])}".rstrip())
+    report = Report(console, run | {"seed": seed, "backend": "gloo"}, options.verbose)
     report.say(f"seed {seed}; repeat this run with --seed {seed}")
     with report:
         try:

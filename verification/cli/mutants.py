@@ -1,4 +1,4 @@
-"""`python -m verification mutants`: which seeded defects the properties and laws find."""
+"""`python -m verification mutants`: find out which seeded defects the properties and laws kill."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ from verification.run.backends import Unavailable
 from verification.search.experiment import ToolError
 from verification.wording import counted
 
-HELP = "plant defects, and see which check finds each"
+HELP = "plant seeded defects and report which check kills each"
 ABOUT = """\
-Plant one defect after the other into the ranks' code, and draw examples until a
-property or a law breaks. No check knows of a defect."""
+Mutation testing: plants one defect at a time into the code that the ranks run,
+and draws examples until a property or a law fails. The checks do not know which
+defect is planted."""
 STATUS = """\
-exit status: 0 all killed; 1 some survived; 2 the search itself could not be
-carried out."""
-FEW = 20  # defects that have a row each; of more, those that the same check found share one, unless --verbose is given
+exit status: 0 all killed; 1 some survived; 2 the search itself could not run."""
+FEW = 20  # up to so many defects have a row each; more are grouped by the check that killed them, unless --verbose
 
 
 def add_arguments(mutants: argparse.ArgumentParser) -> None:
     mutants.add_argument("names", nargs="*", metavar="NAME", help="defects to plant (default: all)")
-    mutants.add_argument("--list", action="store_true", help="print these defects and what is wrong with each, and end")
+    mutants.add_argument("--list", action="store_true", help="list the defects with a description of each, and exit")
     mutants.add_argument(
         "--limit", type=count, metavar="N",
-        help=f"examples for each defect (default: {LIMITS['attention']}; of a training step {LIMITS['training']}, of "
-        f"faults {LIMITS['faults']})",
+        help=f"examples per defect (default: {LIMITS['attention']}; in training steps {LIMITS['training']}, in fault "
+        f"handling {LIMITS['faults']})",
     )  # fmt: skip
     mutants.add_argument(
         "--jobs", type=count, default=PROCESSES, metavar="N",
-        help=f"defects at a time, each on up to 4 ranks of its own (default: {PROCESSES})",
+        help=f"defects in parallel, each on up to 4 ranks of its own (default: {PROCESSES})",
     )  # fmt: skip
     mutants.add_argument(
-        "--jsonl", type=Path, metavar="FILE", help="append a line for each defect: name, check, examples, ..."
+        "--jsonl", type=Path, metavar="FILE", help="append one JSON line per defect: name, check, examples, ..."
     )
     add_seed(mutants)
     add_json(mutants, "the outcomes")
@@ -56,7 +56,7 @@ def add_arguments(mutants: argparse.ArgumentParser) -> None:
 
 
 def carry_out(options: argparse.Namespace, console: Console) -> int:
-    """The exit status, as STATUS has it. Raises Unavailable where it cannot be carried out."""
+    """Return the exit status (see STATUS). Raises Unavailable if the search cannot run."""
     try:
         defects = [by_name(name) for name in options.names] or list(DEFECTS)
     except ValueError as error:
@@ -81,7 +81,7 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
                 say(console, f"{killed} of {len(outcomes)} killed, of {counted(len(defects), 'defect')}")
     except (ValueError, CannotPlant, BaselineFails, BrokenExecutor) as error:
         raise Unavailable(str(error)) from error
-    except ToolError as error:  # a defect does not run; the outcomes of the others are worth keeping
+    except ToolError as error:  # one defect does not run: report the outcomes of the others first
         failure = error
     record = {
         **processor_run(f"python -m verification mutants {typed_words(sys.argv[2:])}".rstrip()),
@@ -99,8 +99,8 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
 
 
 def append_lines(file: Path, record: dict[str, Any]) -> None:
-    """Write a line for each defect: its name, the check that found it (null: none), the examples until then, the ratio
-    of the smallest failure's error to its bound and the dtype of that example, the seed, and the commit."""
+    """Append one JSON line per defect: name; check, null for a survivor; examples drawn; ratio, error / bound of the
+    smallest failure; dtype of that failure; seed; commit."""
     with file.open("a") as lines:
         for outcome in record["mutants"]:
             case = outcome["case"] or {}
@@ -110,9 +110,9 @@ def append_lines(file: Path, record: dict[str, Any]) -> None:
 
 
 def summary(outcomes: Sequence[Outcome], seconds: float, verbose: bool) -> list[str]:
-    """Lines of 80 columns: a table, then the survivors, then the verdict."""
+    """Return lines of 80 columns: a table, the survivors, the verdict."""
     killed = [outcome for outcome in outcomes if outcome.killed]
-    if verbose or len(outcomes) <= FEW:  # two lines for each defect, since its name and the check's fill 80 columns
+    if verbose or len(outcomes) <= FEW:  # two lines per defect: both names do not fit in one
         lines = [f"{'defect':<64}{'examples':>8}{'seconds':>8}"]
         for o in outcomes:
             lines.append(f"{o.name:<64}{o.examples:>8}{o.seconds:>8.1f}")
@@ -126,7 +126,7 @@ def summary(outcomes: Sequence[Outcome], seconds: float, verbose: bool) -> list[
 
 
 def _by_check(killed: Sequence[Outcome]) -> list[str]:
-    """A row for each property or law, those that found most first: number of defects, and of examples."""
+    """Return a row per property or law, most defects first, with the numbers of defects and examples."""
     examples: dict[str, list[int]] = {}
     for outcome in killed:
         examples.setdefault(str(outcome.check), []).append(outcome.examples)

@@ -1,5 +1,4 @@
-"""`python -m verification peers`, and `training --peer`: run peers, say of each what held or the minimal
-counter-example, and as JSON."""
+"""`python -m verification peers` and `training --peer`: run peers, report each one's verdict and counter-examples."""
 
 from __future__ import annotations
 
@@ -37,43 +36,42 @@ from verification.wording import counted
 
 PROFILE = Profile("for each world size", 150, budget=20.0)
 HELD, FAILED, NOT_RUN = "held", "counter-example", "not run"
-INSTALL = 'scripts/peers installs the packages of attentions, pip install -e ".[training]" those of frameworks'
-HELP = "run other implementations on the same Cases"
+INSTALL = 'scripts/peers installs the attention packages, pip install -e ".[training]" the frameworks'
+HELP = "test other implementations on the same Cases"
 ABOUT = """\
-Runs other implementations of attention on the Cases that they claim to support,
-and compares them with the fp64 oracle, within derived bounds. A NAME is one of
---list, or a package of several of them, or `package.module:adapter` for one of
-your own, found in the working directory or installed: verification/README.md
-has an example of twenty lines. Without a NAME, all are run."""
+Runs other implementations of attention on the Cases that they claim to support
+and compares them with the fp64 oracle, within derived rounding bounds. NAME is
+one of --list, or a package of several of them. It may also be an adapter of
+your own, `package.module:adapter`, in the working directory or installed:
+verification/README.md has an example. Without a NAME, all peers are run."""
 STATUS = f"""\
 {STATUS}
-A peer that cannot be run (not installed, cannot be imported, no adapter) gives
-2, whatever the others did: their report is printed all the same."""
+If a peer cannot run (not installed, import error, no adapter), the status is 2;
+the others are still run and reported."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="a peer, its package, or package.module:adapter")
     parser.add_argument(
         "--examples", type=count, default=PROFILE.examples, metavar="N",
-        help="for each world size (default: %(default)s)",
+        help="number of examples per world size (default: %(default)s)",
     )  # fmt: skip
     add_seed(parser)
-    parser.add_argument("--list", action="store_true", help="print these peers and what they claim, and run none")
-    add_outputs(parser, "every counter-example in full, and what else a run has with --verbose")
+    parser.add_argument("--list", action="store_true", help="list the peers with the Cases that they support, and exit")
+    add_outputs(parser, "every counter-example in full, progress and coverage")
 
 
 def carry_out(options: argparse.Namespace, console: Console) -> int:
-    """The exit status, as STATUS has it.
+    """Return the exit status (see STATUS).
 
-    Raises Unavailable, before anything is run or printed, for a name that stands for no peer, and for one to be listed
-    that cannot be loaded.
+    Raises Unavailable for an unknown name, or a peer to be listed that cannot be loaded, before any output.
     """
     if options.list:
         try:
-            listed = [(name, load(name)) for name in chosen(options.names, KNOWN)]
+            peers = [(name, load(name)) for name in chosen(options.names, KNOWN)]
         except Refused as error:
             raise Unavailable(str(error)) from error
-        for name, peer in listed:
+        for name, peer in peers:
             worlds = ", ".join(map(str, peer.worlds))
             say(console, f"{name} ({peer.version or 'not installed'}; ranks {worlds}): {peer.supported}")
         return 0
@@ -81,18 +79,18 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
     return run_peers(ATTENTIONS, options.names, plan, console, options)
 
 
-def chosen(names: Sequence[str], among: Mapping[str, Any]) -> list[str]:
-    """All peers that these names stand for, each once; without a name, all. Raises Unavailable for a name of none."""
+def chosen(names: Sequence[str], known: Mapping[str, Any]) -> list[str]:
+    """Return the peers of these names or packages, each once; all without a name. Raises Unavailable."""
     try:
-        return list(dict.fromkeys(name for given in names for name in selected(given, among))) or list(among)
+        return list(dict.fromkeys(peer for name in names for peer in selected(name, known))) or list(known)
     except Refused as error:
         raise Unavailable(str(error)) from error
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What peers of one kind are run by. command: that runs them. case_of: the field of a saved record that has the
-    Case. load, ready: find a peer by its name; have it import what it needs, too."""
+    """Peers of attention, or of training steps, and how to run them. command: of `python -m verification`. case_of: the
+    field of a saved record with the Case. load: finds a peer by its name. ready: the same, with its packages."""
 
     command: str
     case_of: str
@@ -115,7 +113,7 @@ STEPS = Kind(
 
 @dataclass
 class Outcome:
-    """What became of one peer."""
+    """Outcome of one peer."""
 
     name: str
     version: str | None = None
@@ -123,36 +121,37 @@ class Outcome:
     verdict: str = NOT_RUN
     examples: int = 0
     seconds: float = 0.0
-    reason: str = ""  # for which it was not run
+    reason: str = ""  # why it was not run
     failures: list[CounterExample] = field(default_factory=list)
 
     def to_dict(self, case_of: str) -> dict[str, Any]:
-        """The first counter-example in the peer's own fields, others of other properties under "others"."""
-        shown = [
+        """Return JSON with the first counter-example inline, those of other properties under "others"."""
+        failures = [
             {"case": dict(f.record)[case_of], "check": f.broken, "message": f.message, "replay": f.replay}
             for f in self.failures
         ] or [{"case": None, "check": None, "message": self.reason or None, "replay": None}]
         return {
             "name": self.name, "version": self.version, "verdict": self.verdict, "supported": self.supported,
-            "examples": self.examples, **shown[0], "others": shown[1:], "seconds": round(self.seconds, 3),
+            "examples": self.examples, **failures[0], "others": failures[1:], "seconds": round(self.seconds, 3),
         }  # fmt: skip
 
 
 def run_peers(kind: Kind, names: Sequence[str], plan: RunPlan, console: Console, options: argparse.Namespace) -> int:
-    """Run these peers, or all: the exit status. plan: its world sizes, () for those that each peer is for.
+    """Run these peers, or all, and return the exit status.
 
-    Raises Unavailable for a name that stands for no peer, before anything is run or printed.
+    Without world sizes in the plan, each peer runs on all those that it supports. Raises Unavailable for an unknown
+    name, before any output.
     """
     outcomes, started = [Outcome(name) for name in chosen(names, kind.known)], time.perf_counter()
     say(console, f"seed {plan.seed}; repeat this run with --seed {plan.seed}")
     for outcome in outcomes:
-        begun = time.perf_counter()
+        peer_started = time.perf_counter()
         try:
             _run(kind, outcome, plan, console, options)
-        except (Refused, Unavailable, ToolError) as error:  # what keeps this peer from being run keeps no other
+        except (Refused, Unavailable, ToolError) as error:  # go on with the next peer
             outcome.reason = str(error)
             say(console, f"{outcome.name}: not run: {outcome.reason}")
-        outcome.seconds = time.perf_counter() - begun
+        outcome.seconds = time.perf_counter() - peer_started
     seconds = time.perf_counter() - started
     _summary(kind, outcomes, seconds, console, options.verbose)
     record = processor_run(f"python -m verification {kind.command} {typed_words(sys.argv[2:])}".rstrip())
@@ -163,12 +162,12 @@ def run_peers(kind: Kind, names: Sequence[str], plan: RunPlan, console: Console,
 
 
 def _run(kind: Kind, outcome: Outcome, plan: RunPlan, console: Console, options: argparse.Namespace) -> None:
-    """World sizes in turn, up to the first with a counter-example: its Cases have the fewest ranks.
+    """Run world sizes in ascending order and stop at the first counter-example, which then has the fewest ranks.
 
-    Raises Refused, Unavailable or ToolError where the peer cannot be run.
+    Raises Refused, Unavailable or ToolError if the peer cannot run.
     """
     name = outcome.name
-    if name in kind.known:  # what it claims is known whether its package is there or not
+    if name in kind.known:  # its claim is known even if its package is not installed
         outcome.version, outcome.supported = kind.load(name).version, kind.load(name).supported
     probe(name, ready=kind.ready)
     peer = kind.load(name)
@@ -187,7 +186,7 @@ def _run(kind: Kind, outcome: Outcome, plan: RunPlan, console: Console, options:
                 search = Search(kind.experiment(name), backend, report, world, plan.profile.budget, remembers)
                 failures = explore(plan, report, search, examples)
                 if not failures and not search.examples:
-                    raise Refused(f"{name} claims nothing that was drawn on {counted(world, 'rank')}")
+                    raise Refused(f"{name} supports none of the Cases drawn on {counted(world, 'rank')}")
                 report.end_world(name)
                 if failures:
                     break
@@ -198,16 +197,18 @@ def _run(kind: Kind, outcome: Outcome, plan: RunPlan, console: Console, options:
 
 
 def _worlds(peer: Any, plan: RunPlan, options: argparse.Namespace) -> list[int]:
-    """Those of the plan that the adapter is for; all that it is for where it has none of them, unless these were asked
-    for. Raises Refused."""
+    """Return the planned world sizes that the adapter supports, or all that it supports if none is planned.
+
+    Raises Refused if --world has only others.
+    """
     worlds = [world for world in sorted(plan.worlds) if world in peer.worlds]
     if not worlds and getattr(options, "world", None) is not None:
-        raise Refused(f"{peer.name} is for {', '.join(map(str, peer.worlds))} ranks, none of which --world names")
+        raise Refused(f"{peer.name} supports {', '.join(map(str, peer.worlds))} ranks, none of which --world names")
     return worlds or sorted(peer.worlds)
 
 
 def _summary(kind: Kind, outcomes: Sequence[Outcome], seconds: float, console: Console, verbose: bool) -> None:
-    """A row for each peer, the first counter-example of each that has one, and the verdict."""
+    """Print a row per peer, the first counter-example of each, and the verdict."""
     say(console, f"{'peer':<32}{'version':<12}{'verdict':<16}{'examples':>8}{'seconds':>8}")
     for o in outcomes:
         say(console, f"{o.name:<32}{o.version or '-':<12}{o.verdict:<16}{o.examples:>8}{o.seconds:>8.1f}")
@@ -224,4 +225,4 @@ def _summary(kind: Kind, outcomes: Sequence[Outcome], seconds: float, console: C
     say(console, f"{counted(len(outcomes), 'peer')} in {seconds:.1f} s: {words}")
     if counts[NOT_RUN]:
         program = typed(f"{MODULE} {kind.command}")
-        print(f"{program}: some peers could not be run, see above; {INSTALL}", file=sys.stderr)
+        print(f"{program}: some peers could not run, see above; {INSTALL}", file=sys.stderr)

@@ -14,9 +14,9 @@ from verification.run.backends import BACKENDS, open_backend
 
 HELP = "run one saved counter-example again"
 ABOUT = """\
-Runs a saved counter-example again, on the ranks that it names, and checks it:
-a Case, a law with its Case, the problem of real size, a peer with its Case, a
-training run, or one with a peer in it, a fault with its Case."""
+Runs a saved counter-example again, on as many ranks as it names, and checks it.
+The file may hold a Case, a law with its Case, the problem of real size, a peer
+with its Case, a training run (also of a peer), or a fault with its Case."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def carry_out(options: argparse.Namespace, console: Console) -> int:
-    """0 it held, 1 it failed again. Raises Unavailable where it cannot be carried out."""
+    """Return 0 if the example holds, 1 if it fails again. Raises Unavailable if it cannot run."""
     report = replay.replay(options.case, Report(console), open_backend(options.backend))
     write_json(options.json, report.to_dict())
     return 1 if report.failures else 0

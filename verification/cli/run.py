@@ -1,4 +1,4 @@
-"""`python -m verification run`: the main job, once or for hours."""
+"""`python -m verification run`: check all properties and laws, once or for hours."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from verification.run.backends import BACKENDS, Unavailable
 
 HELP = "draw examples and check them"
 ABOUT = """\
-Draws examples for each world size, checks every property on every one of them,
-then the laws between Cases, then one problem of real size. Prints progress, a
-table of the worst error as a fraction of its bound, and of what failed the
-smallest counter-example as a minimal Case, with the line that replays it."""
+Draws examples for each world size and checks every property on each of them.
+Then it checks the laws between Cases and one problem of real size. It prints
+progress, the worst errors as fractions of their bounds, and the smallest
+counter-example, as a minimal Case, with the command that replays it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,21 +30,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cli.add_profile(parser, runner.PROFILES)
     parser.add_argument(
         "--examples", type=cli.count, metavar="N",
-        help="plain examples for each world size; up to about 1.5 times as many more for laws and larger errors",
+        help="plain examples per world size; laws and the search for larger errors add up to about 1.5 times as many",
     )  # fmt: skip
     parser.add_argument(
         "--only", action="append", metavar="NAME",
-        help="check this property or law alone, on as many examples: its title, or a part that no other title has; "
-        "may be given several times",
+        help="check only this property or law, on as many examples: its title or a unique part of it; may be repeated",
     )  # fmt: skip
-    parser.add_argument("--list", action="store_true", help="print the titles of all properties and laws, and end")
+    parser.add_argument("--list", action="store_true", help="list all properties and laws, and exit")
     parser.add_argument(
         "--hours", type=cli.number(float, lambda x: 0 < x < math.inf, "a number of hours > 0"), metavar="H", default=0,
-        help="run again, each time with the next seed, until H hours have passed or something fails",
+        help="repeat with the next seed until H hours have passed or a run fails",
     )  # fmt: skip
     parser.add_argument(
         "--jobs", type=cli.count, metavar="N",
-        help="world sizes at a time; what is drawn does not depend on it (default: as many as cores; on nccl 1)",
+        help="world sizes in parallel; does not change the examples (default: number of cores; on nccl 1)",
     )  # fmt: skip
     cli.add_seed(parser)
     cli.add_backend(parser, BACKENDS)
@@ -52,14 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--real-size", metavar="N",
         type=cli.number(int, lambda x: x == 0 or least <= x <= most, f"0 or an integer from {least} to {most}"),
-        help="tokens of the problem of real size that ends the run; 0 leaves it out "
+        help="tokens of the final problem of real size; 0 skips it "
         f"(default: {real_size.TOKENS}, with --only 0)",
     )  # fmt: skip
-    cli.add_outputs(parser, "a row for each property and world size, all of the coverage, each counter-example")
+    cli.add_outputs(parser, "a row per property and world size, the full coverage, each counter-example")
 
 
 def carry_out(options: argparse.Namespace, console: Console) -> int:
-    """0 all held, 1 a counter-example was found. Raises Unavailable where it cannot be carried out."""
+    """Return 0 if all held, 1 for a counter-example. Raises Unavailable if the run cannot start."""
     if options.list:
         for title, about in runner.titles().items():
             cli.say(console, title)
@@ -83,13 +82,13 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
 
 
 def title_of(name: str) -> str:
-    """The property or law that is meant by a title or a part of it. Raises Unavailable for none, or several."""
+    """Return the only property or law with this text in its title. Raises Unavailable for none or several."""
     titles = list(runner.titles())
-    fitting = [title for title in titles if name.lower() in title.lower()]
-    if name in titles or len(fitting) == 1:
-        return name if name in titles else fitting[0]
-    if fitting:
-        raise Unavailable(f"argument --only: {name!r} may be {' or '.join(map(repr, fitting))}")
+    matches = [title for title in titles if name.lower() in title.lower()]
+    if name in titles or len(matches) == 1:
+        return name if name in titles else matches[0]
+    if matches:
+        raise Unavailable(f"argument --only: {name!r} may be {' or '.join(map(repr, matches))}")
     close = get_close_matches(name.lower(), [title.lower() for title in titles], n=3, cutoff=0.5)
     near = [title for title in titles if title.lower() in close]
     hint = f", close to it: {' or '.join(map(repr, near))}" if near else ""
@@ -99,13 +98,13 @@ def title_of(name: str) -> str:
 def plan_of(
     options: argparse.Namespace, worlds: tuple[int, ...], profiles: dict[str, runner.Profile]
 ) -> runner.RunPlan:
-    """What was asked for. worlds: the usual ones. Raises Unavailable for more ranks than the backend takes, and for a
-    name that is none of the profiles."""
+    """Return the plan of the command line. worlds: the default. Raises Unavailable for too many ranks or an unknown
+    profile."""
     worlds, most = options.world or worlds, runner.MOST_RANKS[options.backend]
     if max(worlds) > most:
         raise Unavailable(f"argument --world: on {options.backend} at most {most} ranks, got {max(worlds)}")
     if options.profile not in profiles:
-        hint = "; for a night write --hours 8" if options.profile == "nightly" else ""
+        hint = "; for a night use --hours 8" if options.profile == "nightly" else ""
         listed = ", ".join(profiles)
         raise Unavailable(f"argument --profile: must be one of {listed}, got {options.profile!r}{hint}")
     profile, seed = profiles[options.profile], cli.seed_of(options)

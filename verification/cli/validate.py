@@ -1,4 +1,4 @@
-"""`scripts/validate_nccl.py`: links, drawn Cases and laws, long problems, on the ranks that torchrun started."""
+"""`scripts/validate_nccl.py`: check links, drawn Cases, laws and long problems on the ranks that torchrun started."""
 
 from __future__ import annotations
 
@@ -39,23 +39,22 @@ HOW = f"torchrun --nproc-per-node=2 {SCRIPT}"
 EXAMPLES = {"nccl": 300, "gloo": 200}
 LONG = {"nccl": 65_536, "gloo": 2048}
 TIMEOUT = 20.0  # seconds
-LARGE_TIMEOUT = 300.0  # seconds for a message of 256 MiB, or a long problem, unless --timeout is more
+LARGE_TIMEOUT = 300.0  # seconds for a message of 256 MiB or a long problem, unless --timeout is more
 BUDGET = 60.0  # seconds
 DESCRIPTION = """\
-Checks ring_attention on the ranks that torchrun started: first the links
-between them; then drawn Cases and the laws between Cases, compared with the
-fp64 oracle within derived bounds as by `python -m verification run`; then long
-problems. What fails is shrunk in a simulation, saved, and printed with the line
-that replays it. With --backend gloo no GPU is needed."""
+Checks ring_attention on the ranks that torchrun started. First come the links
+between them, then drawn Cases and laws, as in `python -m verification run`,
+and last long problems. A failure is shrunk in a simulation, saved, and printed
+with the command that replays it. With --backend gloo no GPU is needed."""
 EPILOGUE = """\
-exit status: 0 all held; 1 a counter-example, or a process is gone; 2 it could
-not be carried out, or was interrupted: then what held so far is reported all
-the same, and the JSON has "interrupted": true and "held": false. torchrun
-itself ends with 1 wherever that is not 0."""
+exit status: 0 all held; 1 a counter-example, or a process died; 2 it could not
+run, or was interrupted. After an interrupt the results so far are reported, and
+the JSON has "interrupted": true and "held": false. torchrun itself turns any
+status but 0 into 1."""
 
 
 class TorchrunReport(Report):
-    """A report whose counter-examples are replayed under torchrun, unless they show in the simulation only."""
+    """A report whose counter-examples are replayed under torchrun, or in the simulation if they fail only there."""
 
     def failed(self, failure: CounterExample) -> None:
         if failure.backend != "sim":
@@ -66,41 +65,41 @@ class TorchrunReport(Report):
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    top = argparse.ArgumentParser(
         prog=HOW, description=DESCRIPTION, epilog=EPILOGUE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--backend", choices=("nccl", "gloo"), default="nccl", help="what joins the ranks")
-    made.add_argument(
+    top.add_argument("--backend", choices=("nccl", "gloo"), default="nccl", help="transport of ranks (default: nccl)")
+    top.add_argument(
         "--examples", type=cli.count, metavar="N",
-        help=f"Cases to draw (default: {EXAMPLES['nccl']}, gloo {EXAMPLES['gloo']}); up to about 1.5 times "
-        "as many more for laws and larger errors",
+        help=f"Cases to draw (default: {EXAMPLES['nccl']}, gloo {EXAMPLES['gloo']}); laws and the search for larger "
+        "errors add up to about 1.5 times as many",
     )  # fmt: skip
-    cli.add_seed(made)
+    cli.add_seed(top)
     seconds = cli.number(float, lambda x: 0 < x < 86_400, "a number of seconds > 0 and less than a day")
-    made.add_argument(
+    top.add_argument(
         "--timeout", type=seconds, default=TIMEOUT, metavar="S",
-        help="seconds that the ranks may take for an example before they hang (default: %(default)g)",
+        help="timeout per example, in seconds (default: %(default)g)",
     )  # fmt: skip
     least, kinds = long_problems.LEAST, tuple(long_problems.KINDS)
-    made.add_argument(
+    top.add_argument(
         "--long", type=cli.number(int, lambda x: x == 0 or x >= least, f"0 or an integer >= {least}"), metavar="N",
-        help=f"tokens of the long problems (default: {LONG['nccl']}, gloo {LONG['gloo']}); 0 leaves them out",
+        help=f"tokens of the long problems (default: {LONG['nccl']}, gloo {LONG['gloo']}); 0 skips them",
     )  # fmt: skip
-    made.add_argument(
+    top.add_argument(
         "--long-kinds", nargs="+", metavar="KIND", choices=kinds, default=kinds,
         help=f"of {', '.join(map(repr, kinds))} (default: all)",
     )  # fmt: skip
-    made.add_argument(
+    top.add_argument(
         "--budget", type=seconds, default=BUDGET, metavar="S",
-        help="seconds to shrink a failure, and after the first to look for others (default: %(default)g)",
+        help="seconds for shrinking a failure, and for finding others after the first (default: %(default)g)",
     )  # fmt: skip
-    made.add_argument("--replay", type=Path, metavar="CASE.json", help="run one saved counter-example instead")
-    cli.add_outputs(made, "the rates of all links, each long problem, all of the coverage, each counter-example")
-    return made
+    top.add_argument("--replay", type=Path, metavar="CASE.json", help="run only this saved counter-example")
+    cli.add_outputs(top, "the rates of all links, each long problem, the full coverage, each counter-example")
+    return top
 
 
 def main(arguments: Sequence[str] | None = None, prepare: Preparation | None = None) -> int:
-    """The exit status of this process. prepare: run in every rank, simulated ones too, before its first task."""
+    """Run this process and return its exit status. prepare: called first in every rank, also simulated ones."""
     options = parser().parse_args(arguments)
     try:
         place = Address.of(os.environ)
@@ -129,7 +128,7 @@ def main(arguments: Sequence[str] | None = None, prepare: Preparation | None = N
 
 
 def _serve(options: argparse.Namespace, agents: Agents, prepare: Preparation | None) -> int:
-    """All that rank 0 does. Whatever goes wrong is said here: the other processes only end."""
+    """Run all checks from rank 0, which reports every error; the other processes just exit."""
     signal.signal(signal.SIGTERM, agents.on_sigterm)
     signal.signal(signal.SIGINT, agents.on_sigint)
     extras = {"backend": options.backend, "world": agents.place.world_size}
@@ -147,12 +146,12 @@ def _serve(options: argparse.Namespace, agents: Agents, prepare: Preparation | N
     except (Unavailable, OSError) as error:
         return _refuse(str(error))
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is left to do is short; a second one would lose it
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would lose the report, which takes no time
         report.interrupt()
         report.summary()
     except (Exception, ToolError):
         traceback.print_exc()
-        return _refuse("the machinery itself failed, see above")
+        return _refuse("the test harness itself failed, see above")
     finally:
         shrink_backend.close()
     if options.json is not None:
@@ -171,11 +170,11 @@ def _refuse(why: str) -> int:
 
 
 def _record_loss(lost: AgentLost, report: Report, backend: TorchrunBackend, folder: Path) -> None:
-    """There is nothing left to shrink it on: what was under way is saved as it was."""
+    """Save the example that was running, unshrunk: too few ranks are left to shrink it on."""
     last = backend.last
     record = case_record(last) if isinstance(last, Case) else last if isinstance(last, dict) else {}
     failure = (RankHang if lost.silent else RankCrash)(
-        f"{lost}; what was under way, if anything, is saved as it was drawn, not shrunk"
+        f"{lost}; the example that was running, if any, is saved as it was drawn, not shrunk"
     )
     world = backend.agents.place.world_size
     report.failed(save_record(failure, "every process stays", world, record, folder, backend.name))
@@ -196,20 +195,20 @@ def _run(options: argparse.Namespace, report: Report, backend: TorchrunBackend, 
             runner.run_world(plan, report, backend, shrink_backend, world)
             length = LONG[backend.name] if options.long is None else options.long
             if runner.hangs(report.failures):
-                report.say(f"ranks hang, so {long_problems.TITLE} are left out")
+                report.say(f"ranks hang, so {long_problems.TITLE} are skipped")
             elif length:
                 for kind in options.long_kinds:
                     run_long(report, backend, LongProblem(world, length, kind), options.failures)
         else:
-            report.say("the links fail, so everything else is left out")
+            report.say("the links fail, so everything else is skipped")
     report.summary()
 
 
 def run_links(report: Report, backend: TorchrunBackend, folder: Path) -> bool:
-    """Whether they hold."""
+    """Check the links between ranks and return True if they hold."""
     world = backend.agents.place.world_size
     if world == 1:
-        report.say(f"{links.TITLE}: there is one rank, so there are none")
+        report.say(f"{links.TITLE}: none, there is only one rank")
         return True
     report.start_world(world, 1, links.TITLE)
     started = time.perf_counter()
@@ -242,8 +241,8 @@ def run_long(report: Report, backend: TorchrunBackend, problem: LongProblem, fol
     try:
         backend.submit(long_problems.judge, case)
         backend.last = record
-        seen: list[long_problems.Judgement] = backend.collect()
-        ratios = long_problems.verdict(problem, seen)
+        judgements: list[long_problems.Judgement] = backend.collect()
+        ratios = long_problems.verdict(problem, judgements)
     except VerificationFailure as failure:
         report.end_world(about)
         report.failed(save_record(failure, long_problems.TITLE, problem.world, record, folder, backend.name))
@@ -251,15 +250,15 @@ def run_long(report: Report, backend: TorchrunBackend, problem: LongProblem, fol
     finally:
         backend.timeout = timeout
     report.held(case.dtype, {long_problems.TITLE: float(np.max(list(ratios.values())))}, time.perf_counter() - started)
-    rows = seen[0].rows
-    about += ", all rows" if rows == case.tokens else f", {rows} sampled rows, with what these add to dk and dv"
+    rows = judgements[0].rows
+    about += ", all rows" if rows == case.tokens else f", {rows} sampled rows and their share of dk and dv"
     report.end_world(about)
-    slowest, most = max(one.seconds for one in seen), max(one.bytes for one in seen)
-    cost = f"forward + backward {slowest:.3f} s, at most {most / 2**20:.0f} MiB of a rank"
+    seconds, peak = max(x.seconds for x in judgements), max(x.bytes for x in judgements)
+    cost = f"forward + backward {seconds:.3f} s, at most {peak / 2**20:.0f} MiB per rank"
     report.notable.append(f"{about}: {cost}")
     report.detail("  worst error / bound " + ", ".join(f"{name} {ratio:.3g}" for name, ratio in ratios.items()))
     report.extras.setdefault("long", []).append(
-        asdict(problem) | {"rows": rows, "worst_ratio": ratios, "seconds": slowest, "bytes": most}
+        asdict(problem) | {"rows": rows, "worst_ratio": ratios, "seconds": seconds, "bytes": peak}
     )
 
 
@@ -270,8 +269,8 @@ def _replay(options: argparse.Namespace, report: Report, backend: TorchrunBacken
         special = next((name for name in ("links", "long") if isinstance(record, dict) and name in record), None)
         problem = LongProblem(**record["long"]) if special == "long" else None
         if special == "links" and record["links"]["world"] != backend.agents.place.world_size:
-            found = counted(record["links"]["world"], "rank")
-            raise ValueError(f"it was found on {found}; torchrun must start as many")
+            ranks = counted(record["links"]["world"], "rank")
+            raise ValueError(f"it was found on {ranks}; torchrun must start as many")
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise Unavailable(f"argument --replay: cannot read a counter-example from {file}: {error}") from error
     if special is None:

@@ -40,7 +40,7 @@ def table(report: Report) -> list[str]:
     """One line for each kind of fault: their number, the failure that names them, seconds."""
     lines = [f"{'fault':<24}{'faults':>8}  {'named, with its rank, as':<38}{'seconds':>8}"]
     for kind in KINDS:
-        row = report.rows.of(kind.title)
+        row = report.rows.total(kind.title)
         lines.append(f"{kind.title:<24}{row.examples:>8}  {kind.named_as:<38}{row.seconds:>8.1f}")
     return lines
 

@@ -1,7 +1,6 @@
-"""Saved counter-examples as they are read again: a file may have been edited, or come from elsewhere.
+"""Readers of saved counter-examples. A file may have been edited, or come from elsewhere, so every field is validated.
 
-What would fail for a reason of its own is refused: a Case that `ring_attention` does not support, a law without its
-premise, sizes that no run would draw and no machine could hold.
+They refuse Cases that `ring_attention` does not support, laws with invalid arguments, and sizes that no run draws.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ _MOST = {
 }  # fmt: skip
 
 
-def understand(record: object) -> Saved:
-    """Raises ValueError for what is no counter-example."""
+def parse(record: object) -> Saved:
+    """Return the counter-example of a JSON record. Raises ValueError."""
     if not isinstance(record, dict):
         raise ValueError(f"a counter-example must be a JSON object, got {type(record).__name__}")
     reader = next((name for field, name in READERS.items() if field in record), None)
@@ -40,8 +39,8 @@ def understand(record: object) -> Saved:
 
 
 def read_case(data: object) -> Case:
-    """The Case that a record holds. Sizes are looked at first: a Case lists its ranks, and a pattern its heads, while
-    they are being made. Raises ValueError."""
+    """Return the Case of a record. Sizes are validated first: the constructors of a Case and a pattern list all ranks
+    and heads. Raises ValueError."""
     if isinstance(data, dict):
         for name, most in _MOST.items():
             if name in data:
@@ -54,7 +53,7 @@ def read_case(data: object) -> Case:
 
 
 def _integers(data: object) -> Iterator[int]:
-    """All that are in it."""
+    """Yield the integers in nested dicts and lists."""
     if isinstance(data, (dict, list)):
         for value in data.values() if isinstance(data, dict) else data:
             yield from _integers(value)

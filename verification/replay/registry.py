@@ -1,5 +1,5 @@
-"""What can be replayed: saved counter-examples. All but that of a plain Case are known by a field that only their
-kind has, "law", "peer", ..."""
+"""Kinds of saved counter-examples, and the reader of each. A field such as "law" or "peer" tells the kind; a plain Case
+has none of these fields."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from verification.search.experiment import Experiment, ToolError
 
 
 class Saved(Protocol):
-    """A saved counter-example that was understood. world: the ranks that it takes."""
+    """A saved counter-example, read and validated. world: the number of ranks that it needs."""
 
     @property
     def world(self) -> int: ...
 
     def prepare(self, backend: Backend) -> None:
-        """Called before the backend starts: any will do. Others raise Unavailable where they cannot be replayed."""
+        """Prepare the backend before it starts. Raises Unavailable if the example cannot be replayed on it."""
         return
 
     def run(self, backend: Backend, report: Report, file: Path) -> None:
-        """Check it once more on the ranks of the backend; what is found is in the report. file: where it is saved."""
+        """Check the example on the ranks of the backend, and report the result. file: the saved record."""
 
 
-# Statements that runs checked once, by the name in a saved record: where each is tested now.
+# Laws that runs no longer check, by the name in saved records, and the tests that replaced them.
 REMOVED = {
     "what is kept is bounded": "tests/ring/caching",
     "patterns are as published": "tests/reference/test_published_patterns.py",
@@ -43,8 +43,8 @@ REMOVED = {
     "a group that ends is let go": "tests/ring/comm/test_group_ends.py",
 }
 
-# By a field of the record: the function that makes a Saved of it, imported when there is one, since later folders have
-# some. It raises ValueError for a record that nothing can be made of.
+# Field of the record -> function that reads it, or raises ValueError. Imported on use: some are in folders that import
+# this one.
 READERS = {
     "law": "verification.replay.records:read_law",
     "real_size": "verification.replay.records:read_problem",
@@ -57,7 +57,7 @@ READERS = {
 
 @dataclass(frozen=True)
 class SavedExample(Saved):
-    """A subject of an experiment, and the record that it was read from."""
+    """A subject of an experiment, and its record."""
 
     experiment: Experiment
     subject: Any
@@ -69,15 +69,15 @@ class SavedExample(Saved):
 
     def run(self, backend: Backend, report: Report, file: Path) -> None:
         report.start_world(self.world, 1)
-        here = self.experiment.placed(self.subject, backend.name)
-        case, given = self.experiment.case_of(here), self.experiment.case_of(self.subject).device
-        if here is not self.subject:
-            report.say(f"the Case has device {given!r}; on {backend.name} it runs on {case.device!r}")
+        subject = self.experiment.placed(self.subject, backend.name)
+        case, device = self.experiment.case_of(subject), self.experiment.case_of(self.subject).device
+        if subject is not self.subject:
+            report.say(f"the Case has device {device!r}; on {backend.name} it runs on {case.device!r}")
         started = time.perf_counter()
         try:
-            ratios = self.experiment.check(backend, here)
+            ratios = self.experiment.check(backend, subject)
         except VerificationFailure as failure:
-            title = self.experiment.property_of(here, failure)
+            title = self.experiment.property_of(subject, failure)
             report.failed(counter_example(failure, title, case.world, self.record, file, backend.name))
         except Exception as error:
             raise ToolError(f"{self.experiment.name} of {file}") from error

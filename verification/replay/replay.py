@@ -6,27 +6,28 @@ import json
 from pathlib import Path
 
 from verification import runner
-from verification.replay.records import understand
+from verification.replay.records import parse
 from verification.report.report import Report
 from verification.run.backends import Backend, Unavailable
 
-MOST_BYTES = 2**20  # of a file: thousands of times what a run saves
-_SHOWN = 500  # characters of what is wrong with a file, which may repeat what stands in it
+MOST_BYTES = 2**20  # of a file; runs save some kilobytes
+_SHOWN = 500  # characters of an error, which may quote the file
 
 
 def replay(file: Path, report: Report, backend: Backend, argument: str = "FILE") -> Report:
-    """Raises Unavailable for a file that is none, or holds no Case, law or problem; what is found is in the report.
-    Closes the backend. argument: by which the file was given."""
+    """Replay a saved counter-example, report the result, and close the backend. argument: that named the file.
+
+    Raises Unavailable for a file that cannot be read or holds no counter-example."""
     try:
-        with file.open("rb") as opened:
-            content = opened.read(MOST_BYTES + 1)
+        with file.open("rb") as stream:
+            content = stream.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
             raise ValueError(f"it has more than {MOST_BYTES} bytes; a counter-example has at most that many")
-        saved = understand(json.loads(content.decode()))
-    except (OSError, ValueError, RecursionError) as error:  # lists within lists are too much for the parser
-        told = " ".join(str(error).split())
-        told = told if len(told) <= _SHOWN else f"{told[:_SHOWN]}..."
-        raise Unavailable(f"argument {argument}: cannot read a counter-example from {file}: {told}") from error
+        saved = parse(json.loads(content.decode()))
+    except (OSError, ValueError, RecursionError) as error:  # RecursionError: too deeply nested lists
+        reason = " ".join(str(error).split())
+        reason = reason if len(reason) <= _SHOWN else f"{reason[:_SHOWN]}..."
+        raise Unavailable(f"argument {argument}: cannot read a counter-example from {file}: {reason}") from error
     saved.prepare(backend)
     most = runner.MOST_RANKS[backend.name]
     if saved.world > most:

@@ -1,1 +1,1 @@
-"""What a run reports."""
+"""Reports of runs."""

@@ -1,4 +1,4 @@
-"""CounterExample: what a report keeps of a failure, and the file from which it is replayed."""
+"""CounterExample: a failure in a report, with the file that replays it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from verification.failures import VerificationFailure
 
 @dataclass(frozen=True)
 class CounterExample:
-    """What is broken, the record that replays it, and what was seen in words.
+    """A failed property or law, the record that replays it, and a message.
 
-    kind      of failure, as `verification.failures` names it
+    kind      of failure, as in `verification.failures`
     broken    title of the property or law
-    record    the Case as JSON has it; for a law, what else it takes as well
-    file      where the record is saved
-    backend   the one on which it shows
-    command   the words of the command line that replays it
+    record    the Case as JSON; for a law also its other arguments
+    file      of the record
+    backend   on which it fails
+    command   words of the command line that replays it
     """
 
     kind: str
@@ -37,7 +37,7 @@ class CounterExample:
 
     @property
     def replay(self) -> str:
-        """The command line, for a shell."""
+        """Command line that replays it, quoted for a shell."""
         return shlex.join(self.command)
 
     def to_dict(self) -> dict[str, Any]:
@@ -50,7 +50,7 @@ class CounterExample:
 def counter_example(
     failure: VerificationFailure, broken: str, world: int, record: Mapping[str, Any], file: Path, backend: str
 ) -> CounterExample:
-    """A counter-example whose record is saved in that file. Before any stacks it has what was noted on the cause."""
+    """Return a counter-example whose record is saved in that file. Notes on the cause precede any stacks."""
     place = [] if backend == "gloo" else ["--backend", backend]
     command = (sys.executable, "-m", "verification", "replay", *place, str(file.resolve()))
     first, *rest = str(failure).splitlines() or [""]
@@ -61,14 +61,14 @@ def counter_example(
 def save_record(
     failure: VerificationFailure, broken: str, world: int, record: Mapping[str, Any], folder: Path, backend: str
 ) -> CounterExample:
-    """Write a minimal example as JSON in a file named after the kind of failure and a digest of the example."""
-    written = json.dumps(record, indent=2) + "\n"
-    digest = hashlib.blake2b(written.encode(), digest_size=4).hexdigest()
+    """Save a minimal example as JSON, in a file named after the kind of failure and a digest of the example."""
+    text = json.dumps(record, indent=2) + "\n"
+    digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
     file = folder / f"{failure.kind.replace(' ', '-')}-world-{world}-{digest}.json"
-    found = counter_example(failure, broken, world, record, file, backend)
+    example = counter_example(failure, broken, world, record, file, backend)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(written)
-    except OSError as error:  # what was found is reported all the same, with the Case in it
-        return replace(found, message=f"{found.message}\n(the Case could not be saved: {error})")
-    return found
+        file.write_text(text)
+    except OSError as error:  # report the counter-example all the same: it contains the Case
+        return replace(example, message=f"{example.message}\n(the Case could not be saved: {error})")
+    return example

@@ -1,7 +1,7 @@
-"""What a sample of Cases covers: named features, decided from the Case alone, and how many Cases have each.
+"""Coverage of a sample of Cases: the number of Cases with each named feature, a predicate of the Case alone.
 
-A strategy that no longer draws a feature shows here, and so does a run that was too short to say anything about one.
-Who sees whom is asked of `reference.fast_oracle`, one branch at a time.
+It shows a strategy that no longer draws a feature, and a run that was too short to test one. Masks are those of
+`reference.fast_oracle`, one branch at a time.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from verification.run.memory_meter import LEAST_BLOCK
 from verification.wording import counted
 
 RARE = 0.02  # of all Cases
-HUGE = 100.0  # of this size, a score of 16 bits or a difference of two would lose all digits after the point
+HUGE = 100.0  # 16-bit scores of this size, or their differences, have no digits left after the point
 
-Has = Callable[[Any], bool]  # of a Case, or of what takes its place
+Has = Callable[[Any], bool]  # of a Case or a TrainingCase
 Flags = NDArray[np.bool_]
 Ints = NDArray[np.int64]
 
@@ -38,33 +38,33 @@ def _pairs(branch: Branch, heads: int, tokens: int, documents: tuple[int, ...] |
 
 
 def _seen(case: Case, branch: Branch) -> Flags:
-    """(H, n, n): the keys that a row sees by this branch, with the Case's documents and causality."""
+    """Return the branch's mask (H, n, n), with the Case's documents and causality."""
     return _pairs(branch, case.heads, case.tokens, case.pattern.documents, case.pattern.causal)
 
 
 def _selected(case: Case) -> Flags:
-    """(branches, H, n): a branch selects a position. A selected position sees itself."""
+    """Return (branches, H, n): True if the branch selects the position. A selected position sees itself."""
     return np.stack([_seen(case, branch).diagonal(axis1=1, axis2=2) for branch in case.pattern.branches])
 
 
 def _keys_by_rank(case: Case, branch: Branch) -> NDArray[np.float32]:
-    """(H, n, p): how many keys of each rank a row sees by this branch."""
-    held = (case.shards().holder[:, None] == np.arange(len(case.ranks))).astype(np.float32)
-    return _seen(case, branch).astype(np.float32) @ held  # of floats the product is fast
+    """Return (H, n, p): the number of keys of each rank that a row sees in this branch."""
+    on_rank = (case.shards().holder[:, None] == np.arange(len(case.ranks))).astype(np.float32)
+    return _seen(case, branch).astype(np.float32) @ on_rank  # products of floats are fast
 
 
 def _most_ranks(case: Case, branch: Branch) -> int:
-    """The most ranks of which one row sees keys."""
+    """Return the largest number of ranks whose keys one row sees."""
     return int((_keys_by_rank(case, branch) > 0).sum(-1).max())
 
 
 def _begins(case: Case, length: int | None) -> Ints:
-    """(n,): where the segment of each position begins; with length None, the document."""
+    """Return (n,): the start of each position's segment, or of its document if length is None."""
     return np.asarray(_pairs(Branch(length), 1, case.tokens, case.pattern.documents)[0].argmax(1))
 
 
 def _any(has: Callable[[Case, Branch], bool]) -> Has:
-    """Some branch has it."""
+    """Return a predicate: `has` holds for some branch."""
     return lambda case: any(has(case, branch) for branch in case.pattern.branches)
 
 
@@ -73,23 +73,23 @@ def _counts(case: Case) -> tuple[int, ...]:
 
 
 def _length(case: Case, branch: Branch) -> int:
-    """Tokens of the branch's segments; of the whole sequence where it has none."""
+    """Return the segment length of the branch; without segments, that of the sequence."""
     return branch.segment_length or case.tokens
 
 
 def _documents(case: Case) -> tuple[int, ...]:
-    """Their lengths; the whole sequence is one where there are none."""
+    """Return the lengths of the documents; without any, the whole sequence is one."""
     return (case.tokens,) if case.pattern.documents is None else case.pattern.documents
 
 
 def _tails(case: Case, branch: Branch) -> list[int]:
-    """Tokens of each document's last segment if it is shorter than the others; 0 if there is none, or only that."""
+    """Return the tokens of each document's short last segment; 0 if there is none, or no other segment."""
     length = _length(case, branch)
     return [tokens % length if tokens > length else 0 for tokens in _documents(case)]
 
 
 def _offsets(case: Case, branch: Branch) -> list[int]:
-    """Offsets of the query heads that the branch serves."""
+    """Return the offsets of the query heads that the branch serves."""
     return [offset for offset in branch.offsets(case.heads) if offset is not None]
 
 
@@ -98,67 +98,67 @@ def _windows(case: Case) -> set[int | None]:
 
 
 def _several(case: Case) -> bool:
-    """More than one document has tokens."""
+    """Return True if more than one document has tokens."""
     return sum(length > 0 for length in _documents(case)) > 1
 
 
 def _ends_by_a_shard(case: Case) -> bool:
-    """A document ends where a rank's tokens end, or one before or behind, and not with the sequence."""
+    """Return True if a document ends within one token of a shard's end, but not with the sequence."""
     ends = set((np.flatnonzero(np.diff(case.shards().holder)) + 1).tolist())
     inner = [end for end in accumulate(_documents(case)) if 0 < end < case.tokens]
-    return any(end + moved in ends for end in inner for moved in (-1, 0, 1))
+    return any(end + shift in ends for end in inner for shift in (-1, 0, 1))
 
 
 def _after_a_tail(case: Case, branch: Branch) -> bool:
-    """A document begins behind a segment that is shorter than the others of its own."""
+    """Return True if a document begins behind the short last segment of another."""
     ends = accumulate(_documents(case))
     return any(tail > 0 and end < case.tokens for tail, end in zip(_tails(case, branch), ends, strict=True))
 
 
 def _grouped(case: Case) -> Flags:
-    """(branches, Hk, H / Hk, n): a branch selects a position."""
+    """Return (branches, Hk, H / Hk, n): True if the branch selects the position."""
     return _selected(case).reshape(len(case.pattern.branches), case.kv_heads, -1, case.tokens)
 
 
 def _keys_shared(case: Case) -> bool:
-    """A key is read by two query heads of its key/value head, each by a branch that leaves the other out."""
+    """Return True if two query heads share a key, each in a branch that does not serve the other."""
     serves, read = np.asarray(_grouped(case).any(3)), np.asarray(_grouped(case).any(2))
     pairs = combinations(range(len(read)), 2)
     return any((read[a] & read[b])[~(serves[a] & serves[b]).any(1)].any() for a, b in pairs)
 
 
 def _phases(case: Case, branch: Branch) -> int:
-    """The most different offsets among the query heads of one key/value head."""
+    """Return the largest number of different offsets among the query heads of one key/value head."""
     offsets, share = branch.offsets(case.heads), case.heads // case.kv_heads
     groups = (offsets[first : first + share] for first in range(0, case.heads, share))
     return max(len(set(group) - {None}) for group in groups)
 
 
 def _hides(case: Case, branch: Branch) -> bool:
-    """Some row sees less than it would without the window."""
+    """Return True if the window hides a key from some row."""
     return not np.array_equal(_seen(case, branch), _seen(case, replace(branch, window=None)))
 
 
 def _any_window(has: Callable[[Case, Branch, int], bool]) -> Has:
-    """`has` holds of a branch whose window hides something, and of the window."""
+    """Return a predicate: `has` holds for some branch whose window hides a key, and for that window."""
     return _any(lambda case, b: b.window is not None and _hides(case, b) and has(case, b, b.window))
 
 
 def _cut(case: Case, branch: Branch, window: int, inner: Ints, outer: Ints | int) -> bool:
-    """The window of some row reaches beyond where its part begins. inner, outer: beginnings of the parts, and of what
-    they are parts of."""
+    """Return True if some row's window starts before the row's part. inner, outer: starts of the parts, and of what
+    contains these."""
     row = _seen(case, branch).diagonal(axis1=1, axis2=2).any(0)
     return bool((row & (inner > outer) & (np.arange(case.tokens) - window < inner)).any())
 
 
 def _rows_cut(case: Case, branch: Branch) -> bool:
-    """A rank holds more rows of one segment's grid than a kernel call takes: they are taken in parts."""
+    """Return True if a rank has more rows of one segment's grid than a kernel call takes."""
     return bool(_keys_by_rank(case, replace(branch, window=None)).max() > max(case.tokens_per_call, LEAST_ROWS))
 
 
 def _scores_are_large(case: Case) -> bool:
-    """A kernel call takes so many keys that a score for each would take more than the rank's queries, or than the keys
-    themselves: they are computed in blocks of rows. Told where it is measured, of dense patterns."""
+    """Return True if a kernel call's scores would need more memory than the rank's queries or keys, and are computed in
+    blocks of rows. False unless memory is measured and the pattern is dense."""
     if not case.measured or case.kernel != "math" or case.pattern.branches != (Branch(),):
         return False
     rows = min(max(_counts(case)), max(case.tokens_per_call, LEAST_ROWS))
@@ -167,10 +167,10 @@ def _scores_are_large(case: Case) -> bool:
 
 
 def _descends(case: Case) -> bool:
-    """Some rank holds a stretch of neighbours, and after it an earlier one of at least two positions."""
-    for held in case.shards().positions:
-        stretches = [x for x in np.split(held, np.flatnonzero(np.diff(held) != 1) + 1) if len(x) > 1]
-        if any(after[0] < before[0] for before, after in pairwise(stretches)):
+    """Return True if some rank has two runs of at least two adjacent positions in descending order."""
+    for positions in case.shards().positions:
+        runs = [x for x in np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1) if len(x) > 1]
+        if any(after[0] < before[0] for before, after in pairwise(runs)):
             return True
     return False
 
@@ -272,7 +272,7 @@ GROUPS: dict[str, dict[str, Has]] = {
         "measured": lambda case: case.measured,
     },
 }
-_CHOICES: dict[str, tuple[str, ...]] = {  # without the kernel "cudnn", which is for GPUs alone
+_CHOICES: dict[str, tuple[str, ...]] = {  # without "cudnn", which needs a GPU
     "order": ORDERS, "exchange": EXCHANGES, "kernel": tuple(kernel for kernel in KERNELS if kernel != "cudnn"),
     "dtype": tuple(DTYPES), "values": VALUES, "lse": LSE, "again": AGAIN,
 }  # fmt: skip
@@ -288,7 +288,7 @@ FEATURES: dict[str, Has] = {name: has for features in GROUPS.values() for name, 
 
 @dataclass
 class Coverage:
-    """Counts, Case by Case. groups: the features that are counted, by topic; those of `verification.case.Case`."""
+    """Number of Cases with each feature. groups: features by topic, by default those of `verification.case.Case`."""
 
     cases: int = 0
     counts: dict[str, int] = field(default_factory=dict)
@@ -308,11 +308,11 @@ class Coverage:
         self.counts = {name: count + other.counts[name] for name, count in self.counts.items()}
 
     def to_dict(self) -> dict[str, int]:
-        """Feature -> Cases, all features, in their order."""
+        """Return the number of Cases of every feature, in order."""
         return dict(self.counts)
 
     def rarest(self) -> list[str]:
-        """At most 5 lines of 80 columns: the features that no Case has, and those of fewer than RARE of the Cases."""
+        """Return at most 5 lines of 80 columns: the features of no Case, and of fewer than RARE of the Cases."""
         missing = [name for name, count in self.counts.items() if not count]
         few = sorted((count, name) for name, count in self.counts.items() if 0 < count < RARE * self.cases)
         had = len(self.counts) - len(missing)
@@ -324,7 +324,7 @@ class Coverage:
         return lines
 
     def lines(self) -> list[str]:
-        """Lines of 80 columns: every feature, with the number of Cases that have it."""
+        """Return lines of 80 columns: every feature with its number of Cases."""
         lines = [f"coverage: of {counted(self.cases, 'Case')} had"]
         for group, features in self.groups.items():
             shown = (f"{name.removeprefix(f'{group} ')}: {self.counts[name]}" for name in features)

@@ -1,7 +1,6 @@
-"""What a run shows while it goes: on a terminal a bar for each part of it, elsewhere a plain line now and then.
+"""Progress of a run: a bar for each part on a terminal, elsewhere a plain line now and then.
 
-The bars vanish when the run ends. They are drawn between two examples, never by a thread of their own, since ranks are
-started while they are shown.
+The bars vanish when the run ends. They are drawn between two examples, not by a thread: ranks are started meanwhile.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from verification.wording import counted
 
 DRAW_EVERY = 0.5  # seconds between drawings of the bars
-# Seconds until the first plain line of a part; each further one is twice as late, until they are so far apart.
+# Seconds until the first plain line of a part. The interval then doubles, up to LINES_APART.
 FIRST_LINE, LINES_APART = 5.0, 60.0
 
 
 class PlainLines:
-    """Says when the next line is due where the output is not a terminal."""
+    """Timer of plain lines, with growing intervals."""
 
     def __init__(self) -> None:
         self._wait, self._last = FIRST_LINE, time.perf_counter()
 
     def due(self) -> bool:
-        """Whether a line is due now; it is then taken to be printed."""
+        """Return True if a line is due, and start the next interval."""
         now = time.perf_counter()
         if now - self._last < self._wait:
             return False
@@ -36,7 +35,7 @@ class PlainLines:
 
 
 class RunProgress:
-    """Progress of a run on a console, one part after the other. Use as a context manager around the parts."""
+    """Progress of a run on a console, part by part. Use as a context manager around the parts."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -60,7 +59,7 @@ class RunProgress:
             self._bars = None
 
     def begin(self, title: str, goal: int) -> None:
-        """Begin a part of so many examples."""
+        """Begin a part of `goal` examples."""
         self._title, self._goal, self._done, self._lines = title, goal, 0, PlainLines()
         self._drawn = self._since = time.perf_counter()
         if self._bars is not None:

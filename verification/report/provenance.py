@@ -1,4 +1,4 @@
-"""Of which state of the code a record speaks, and where it was made."""
+"""Provenance of a record: commit, versions, machine and command of a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]  # of the working tree
 
 
 def commit() -> str | None:
-    """Of the working tree, with "+" where it differs from it; None where there is no git."""
+    """Return the commit of the working tree, with "+" if there are changes; None without git."""
     try:
         run = [
             subprocess.run(("git", "-C", str(ROOT), *words), capture_output=True, text=True, check=True, timeout=30)
@@ -31,12 +31,12 @@ def commit() -> str | None:
 
 
 def typed_words(words: Sequence[str]) -> str:
-    """The words of a command line, for a shell. Of --json it has the file's name alone: folders are the machine's."""
+    """Quote a command line for a shell. --json keeps only the file's name: folders differ between machines."""
     return shlex.join(Path(word).name if before == "--json" else word for before, word in pairwise(["", *words]))
 
 
 def processor_run(command: str) -> dict[str, Any]:
-    """Record of a run on the processor, on any number of ranks: device, versions, commit, command."""
+    """Return the record of a run on the CPU: device, versions, commit, command."""
     return {
         "device": f"{platform.machine()}, {os.cpu_count()} cores", "torch": torch.__version__,
         "python": platform.python_version(), "commit": commit(), "command": command,
@@ -44,7 +44,7 @@ def processor_run(command: str) -> dict[str, Any]:
 
 
 def surroundings(device: str, world: int, command: str) -> dict[str, Any]:
-    """The same with the world size, versions on GPUs and settings. device: "cuda" for the name of the present GPU."""
+    """Return the same with world size, GPU versions and settings. device: "cuda" for the name of the current GPU."""
     gpu = device == "cuda"
     return processor_run(command) | {
         **({"device": torch.cuda.get_device_name()} if gpu else {}),

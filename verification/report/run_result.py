@@ -1,4 +1,4 @@
-"""RunRecord: all that a run found, counted by property, world size and dtype; and the same as JSON."""
+"""RunRecord: results of a run, by property, world size and dtype, also as JSON."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import numpy as np
 from verification.report.counter_example import CounterExample
 from verification.report.coverage import Coverage
 
-# As reports abbreviate them, in the order of the table's columns.
+# Abbreviations, in the order of the table's columns.
 DTYPES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 @dataclass
 class Row:
-    """Examples of one property that held, their worst error as a fraction of its bound, and their wall time."""
+    """Number of examples of one property that held, their worst error / bound, and their wall time."""
 
     examples: int = 0
     worst_ratio: float = 0.0
@@ -32,7 +32,7 @@ class Row:
 
 @dataclass
 class Rows:
-    """All rows of a report, by (property, world size, dtype), in the order in which they were first checked."""
+    """Rows of a report by (property, world size, dtype), in the order of the first check."""
 
     by_key: dict[tuple[str, int, str], Row] = field(default_factory=dict)
 
@@ -48,14 +48,14 @@ class Rows:
         return list(dict.fromkeys(name for name, _, _ in self.by_key))
 
     def worlds(self, name: str | None = None) -> list[int]:
-        """World sizes of one property, or of all, ascending."""
-        return sorted({world for of, world, _ in self.by_key if name in (None, of)})
+        """Return the world sizes of one property, or of all, in ascending order."""
+        return sorted({world for title, world, _ in self.by_key if name in (None, title)})
 
-    def of(self, name: str | None = None, world: int | None = None) -> Summed:
-        """One property or all, on one world size or all, taken together."""
+    def total(self, name: str | None = None, world: int | None = None) -> Summed:
+        """Sum the rows of one property, or of all, on one world size, or on all."""
         total, worst = Row(), dict[str, Row]()
-        for (of, on, dtype), row in self.by_key.items():
-            if name in (None, of) and world in (None, on):
+        for (title, size, dtype), row in self.by_key.items():
+            if name in (None, title) and world in (None, size):
                 total.add(row)
                 worst.setdefault(dtype, Row()).add(row)
         return Summed(total.examples, {dtype: row.worst_ratio for dtype, row in worst.items()}, total.seconds)
@@ -63,7 +63,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Summed:
-    """Several rows taken together. worst: the worst ratio by dtype, of those that occur."""
+    """Sum of several rows. worst: the worst ratio of each dtype that occurs."""
 
     examples: int
     worst: dict[str, float]
@@ -71,21 +71,21 @@ class Summed:
 
 
 def finite(ratio: float | None) -> float | None:
-    """The ratio for JSON, which has no NaN: None then."""
+    """Return the ratio, or None for a NaN or infinity, which JSON lacks."""
     return ratio if ratio is not None and math.isfinite(ratio) else None
 
 
 @dataclass
 class RunRecord:
-    """What held, what failed, and what the examples covered.
+    """Results of a run.
 
-    examples     checked and held, each Case or law once, however many properties were looked at
-    distributed  of these, on two or more ranks
-    seconds      spent on checking; starting the ranks is not counted
+    examples     number that held; a Case or law counts once, for any number of properties
+    distributed  number of these on two or more ranks
+    seconds      of the checks, without the start of the ranks
     coverage     of the plain Cases among the examples
     notable      lines of the summary beside the table
     extras       further fields of the JSON
-    interrupted  whether this is no whole run
+    interrupted  True if the run was not completed
     """
 
     rows: Rows = field(default_factory=Rows)
@@ -99,8 +99,8 @@ class RunRecord:
     interrupted: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """The record as JSON. worst_ratio: None for what is not a number, or where nothing was compared."""
-        worst = self.rows.of().worst
+        """Return the record as JSON. worst_ratio: None for a NaN, or where nothing was compared."""
+        worst = self.rows.total().worst
         rows = [
             {
                 "property": name, "world": world, "dtype": dtype, "examples": row.examples,
@@ -120,7 +120,7 @@ class RunRecord:
         }  # fmt: skip
 
     def add(self, other: RunRecord) -> None:
-        """Take in what another part of the run found; not its seconds, which may be the same ones."""
+        """Add another part of the run, without its seconds: parts may run in parallel."""
         self.rows.add_all(other.rows)
         known = {failure.file for failure in self.failures}
         self.failures += [failure for failure in other.failures if failure.file not in known]

@@ -35,7 +35,7 @@ def test_it_tells_everything_and_writes_the_same_as_json(tmp_path: Path, capsys:
     if not torch.cuda.is_available():
         assert "GPUs: none; everything runs on the CPU, joined by gloo" in said and found["versions"]["NCCL"] == "none"
         assert all(list(roads) == ["cpu"] for roads in found["exchanges"].values())
-        assert doctor.exchange_road("ring", "cuda") == "none: there is no GPU"
+        assert doctor.exchange_transport("ring", "cuda") == "none: there is no GPU"
 
 
 @pytest.mark.gpu
@@ -82,7 +82,7 @@ def test_settings_interfaces_and_exchanges_are_told_with_what_they_mean() -> Non
     assert doctor.gloo_interface({"GLOO_SOCKET_IFNAME": "lo"}) == "lo"
     assert "nowhere0 is not there" in doctor.gloo_interface({"GLOO_SOCKET_IFNAME": "lo,nowhere0"})
     with pytest.raises(ValueError, match="exchange is 'carrier pigeon'; it must be one of ring, direct, gather"):
-        doctor.exchange_road("carrier pigeon", "cpu")
+        doctor.exchange_transport("carrier pigeon", "cpu")
 
 
 def test_the_topology_or_why_it_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:

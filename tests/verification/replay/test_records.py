@@ -116,15 +116,15 @@ REFUSED: list[tuple[Any, str]] = [
 @pytest.mark.parametrize("record, said", REFUSED, ids=[said for _, said in REFUSED])
 def test_what_is_no_counter_example_is_refused(record: Any, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
-        records.understand(record)
+        records.parse(record)
 
 
 def test_what_needs_processes_is_not_replayed_in_a_simulation() -> None:
     with pytest.raises(Unavailable, match="argument --backend: faults are struck into ranks on gloo; got SimBackend"):
-        records.understand(fault(case())).prepare(SimBackend())
+        records.parse(fault(case())).prepare(SimBackend())
     for record in (CALL, STEP):
         with pytest.raises(Unavailable, match="argument --backend: a peer needs torch.distributed, on gloo; got sim"):
-            records.understand(record).prepare(SimBackend())
+            records.parse(record).prepare(SimBackend())
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_refusal_is_one_short_line(content: str, tmp_path: Path, capsys: pytes
 def test_what_a_law_draws_is_read_again(law: Law, data: st.DataObject) -> None:
     subject = data.draw(law.draw(data.draw(st.sampled_from([p for p in (1, 2, 5) if p >= law.fewest_ranks]))))
     record = json.loads(json.dumps(law_experiment(law).record_of(subject)))
-    saved = records.understand(record)
+    saved = records.parse(record)
     assert isinstance(saved, SavedExample) and saved.experiment.name == law.name
     assert saved.subject == (subject[0], json.loads(json.dumps(subject[1])))
 
@@ -158,9 +158,9 @@ def test_what_a_law_draws_is_read_again(law: Law, data: st.DataObject) -> None:
 @given(case=cases(3))
 @settings(max_examples=100, derandomize=True, deadline=None, database=None)
 def test_what_is_drawn_is_read_again(case: Case) -> None:
-    saved = records.understand(json.loads(case.to_json()))
+    saved = records.parse(json.loads(case.to_json()))
     assert isinstance(saved, SavedExample) and saved.subject == case
-    assert records.understand(law(MISTAKEN, mistakes([COMMON, None]))).world == 2
+    assert records.parse(law(MISTAKEN, mistakes([COMMON, None]))).world == 2
 
 
 @pytest.mark.parametrize("name", ("example", "law", "wrong_calls"))

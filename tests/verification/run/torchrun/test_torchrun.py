@@ -245,7 +245,9 @@ def test_torchrun_told_to_end_saves_what_was_under_way(tmp_path: Path) -> None:
         said = read(process, until=r"world 2: \d+/")  # examples are under way
         process.terminate()
         run = ended(process, tmp_path, said)
-    assert run.status != 0 and "torchrun ends all its processes" in run.text and "machinery" not in run.text, run.text
+    assert run.status != 0 and "torchrun ends all its processes" in run.text and "test harness" not in run.text, (
+        run.text
+    )
     assert len(list((tmp_path / "failures").iterdir())) == 1
 
 
@@ -256,7 +258,7 @@ def test_an_interrupt_reports_what_held_until_then(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         run = ended(process, tmp_path, said)
     assert run.status != 0 and "error: interrupted" in run.text and "all held, then interrupted" in run.text, run.text
-    assert "machinery" not in run.text, run.text
+    assert "test harness" not in run.text, run.text
     report = run.report
     assert report["interrupted"] is True and not report["held"], report
     assert report["examples"] > 1 and report["failures"] == [] and report["seconds"] > 0
@@ -270,7 +272,7 @@ def test_links_that_lose_a_byte_end_the_run(tmp_path: Path) -> None:
     assert run.status == 1, run.text
     assert run.failure["property"] == links.TITLE and run.failure["case"] == {"links": {"world": 2}}
     assert re.search(r"of 4095 bytes from rank \d, 1 are wrong, the first at 4094", run.failure["message"])
-    assert "everything else is left out" in run.text and run.report["examples"] == 0
+    assert "everything else is skipped" in run.text and run.report["examples"] == 0
     file = run.failure["replay"].split()[-1]
     assert under_torchrun(tmp_path, "--replay", file, defect="a byte lost").failure["property"] == links.TITLE
     assert under_torchrun(tmp_path, "--replay", file).status == 0
