@@ -29,7 +29,7 @@ class BoundedCache(dict[K, V]):
         value = self.get(key)
         if value is None:
             value = make()
-            self.put(key, value, 0 if nbytes is None else nbytes(value))
+            value = self.put(key, value, 0 if nbytes is None else nbytes(value))
         return value
 
     def put(self, key: K, value: V, nbytes: int = 0) -> V:

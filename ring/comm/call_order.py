@@ -63,7 +63,7 @@ class Calls:
     _refusal: str = ""  # the error of that call
     _rounds: int = 0  # of consensus, over all ranks of the group
     _broken: str = ""  # how a call was interrupted
-    _calls_with_backward: dict[int, NumberedCall] = field(default_factory=dict)  # by number, oldest first
+    _by_number: dict[int, NumberedCall] = field(default_factory=dict)  # calls that `get` returned, oldest first
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def lock(self) -> AbstractContextManager[object]:
@@ -97,12 +97,11 @@ class Calls:
 
     def get(self, number: int, name: str | None) -> NumberedCall:
         """Look up one of the last MAX_CALLS by number, for a backward that has only the number."""
-        calls = self._calls_with_backward
-        if number not in calls:
-            calls[number] = NumberedCall(self, number, name)
-            if len(calls) > MAX_CALLS:
-                del calls[next(iter(calls))]
-        return calls[number]
+        if number not in self._by_number:
+            self._by_number[number] = NumberedCall(self, number, name)
+            if len(self._by_number) > MAX_CALLS:
+                del self._by_number[next(iter(self._by_number))]
+        return self._by_number[number]
 
     def check_thread(self, call: NumberedCall | str) -> None:
         """Raise ValueError if another thread that still runs calls on this group. call: the call, or a description of
