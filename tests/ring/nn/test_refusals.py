@@ -102,8 +102,8 @@ REFUSALS: dict[str, list[tuple[str, Callable[[Any], Any], str]]] = {
         ("x", lambda x: x.to("meta"), "device type must be the same on every rank: rank 0 has cpu, rank 2 meta"),
         ("x", lambda x: x[:1], "batch size must be the same on every rank: rank 0 has 2, rank 2 1"),
         ("x", _dtensor, "NotImplementedError: rank 2: x must be a plain tensor.*DTensor"),
-        ("positions", _to(POSITIONS[:2]), r"positions must be those that the layout gives .* at \(0,\)"),
-        ("positions", _to(POSITIONS[:2].expand(2, 2)), r"positions must be those .* at \(0, 0\)"),
+        ("positions", _to(POSITIONS[:2]), r"positions must be this rank's global positions: at \(0,\)"),
+        ("positions", _to(POSITIONS[:2].expand(2, 2)), r"positions must be this rank's .* at \(0, 0\)"),
         ("positions", _to(POSITIONS), r"positions must have the shape \(2,\) or \(2, 2\), got \(13,\)"),
         ("positions", _to(torch.zeros(2)), "positions must be None or an int64 or int32 tensor, got torch.float32"),
         ("positions", _to(POSITIONS[:2].to("meta")), "positions must be on x's device cpu, got meta"),
@@ -147,7 +147,7 @@ REFUSALS: dict[str, list[tuple[str, Callable[[Any], Any], str]]] = {
         ("positions", _to(POSITIONS[:6]), r"positions must be int64 or int32 of shape \(13,\)"),
         ("positions", _to(POSITIONS.to("meta")), "positions must be on tokens' device cpu, got meta"),
         ("positions", _to(POSITIONS % 5), "positions must be None or 0 .. 12, on which the pattern depends"),
-        ("positions", _to(torch.stack((POSITIONS, POSITIONS % 12))), "positions must be None or 0 .. 12, by which"),
+        ("positions", _to(torch.stack((POSITIONS, POSITIONS % 12))), "positions must be None or 0 .. 12, on which"),
         ("documents", _to((TOKENS, 1)), "documents must add up to the 13 tokens"),
         ("documents", _to((TOKENS + 1, -1)), "documents must be None or a tuple of lengths"),
         ("documents", _to((1, TOKENS - 1)), "documents must be the same on every rank"),
@@ -178,7 +178,7 @@ REFUSALS: dict[str, list[tuple[str, Callable[[Any], Any], str]]] = {
         ("logits", _dtensor, "NotImplementedError: rank 2: logits must be a plain tensor"),
         ("logits", lambda x: x[..., :0], "logits must have a vocabulary"),
         ("logits", lambda x: x.float(), "dtype must be the same on every rank: rank 0 has torch.float64"),
-        ("labels", lambda _: whole_tokens(), r"labels must .* shape \(2, 2\) of .*, got \(2, 13\): are they those"),
+        ("labels", lambda _: whole_tokens(), r"labels must .* shape \(2, 2\) of .*, got \(2, 13\): labels of the"),
         ("labels", lambda x: x[:, :1], r"labels must have the shape \(2, 2\) of logits, got \(2, 1\)$"),
         ("labels", lambda x: x.float(), "labels must be an int64 or int32 tensor, got torch.float32"),
         ("labels", _dtensor, "NotImplementedError: rank 2: labels must be a plain tensor"),
@@ -282,7 +282,8 @@ def _unlike(what: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("what", "words"), [("positions", "rank 1: positions must stay"), ("name", ".*layer 1"), ("pattern", ".*pat")]
+    ("what", "words"),
+    [("positions", "rank 1: positions must not be modified"), ("name", ".*layer 1"), ("pattern", ".*pat")],
 )
 def test_modules_and_positions_that_differ_between_ranks_are_refused(ranks: Ranks, what: str, words: str) -> None:
     (answer,) = set(ranks(4).run(_unlike, what))
