@@ -52,7 +52,7 @@ def test_documents_go_by_the_number_of_their_pattern() -> None:
     copied = pickle.loads(pickle.dumps(PACKED))
     assert copied == PACKED and copied.number != PACKED.number and Pattern.dense().number == 0
     assert numbered_pattern(PACKED.number) is PACKED and numbered_pattern(copied.number) is copied
-    with pytest.raises(ValueError, match="must be the number of one that is there, got -1"):
+    with pytest.raises(ValueError, match="must be the number of an existing one, got -1"):
         numbered_pattern(-1)
 
 

@@ -102,8 +102,8 @@ REFUSALS: dict[str, list[tuple[str, Callable[[Any], Any], str]]] = {
         ("x", lambda x: x.to("meta"), "device type must be the same on every rank: rank 0 has cpu, rank 2 meta"),
         ("x", lambda x: x[:1], "batch size must be the same on every rank: rank 0 has 2, rank 2 1"),
         ("x", _dtensor, "NotImplementedError: rank 2: x must be a plain tensor.*DTensor"),
-        ("positions", _to(POSITIONS[:2]), r"positions must be this rank.s global positions: at \(0,\)"),
-        ("positions", _to(POSITIONS[:2].expand(2, 2)), r"positions must be this rank.s global positions: at \(0, 0\)"),
+        ("positions", _to(POSITIONS[:2]), r"positions must be this rank's global positions: at \(0,\)"),
+        ("positions", _to(POSITIONS[:2].expand(2, 2)), r"positions must be this rank's .* at \(0, 0\)"),
         ("positions", _to(POSITIONS), r"positions must have the shape \(2,\) or \(2, 2\), got \(13,\)"),
         ("positions", _to(torch.zeros(2)), "positions must be None or an int64 or int32 tensor, got torch.float32"),
         ("positions", _to(POSITIONS[:2].to("meta")), "positions must be on x's device cpu, got meta"),
@@ -146,8 +146,8 @@ REFUSALS: dict[str, list[tuple[str, Callable[[Any], Any], str]]] = {
         ("labels", _to(None), "the tensors given must be the same on every rank"),
         ("positions", _to(POSITIONS[:6]), r"positions must be int64 or int32 of shape \(13,\)"),
         ("positions", _to(POSITIONS.to("meta")), "positions must be on tokens' device cpu, got meta"),
-        ("positions", _to(POSITIONS % 5), "positions must be None or 0 .. 12, on"),
-        ("positions", _to(torch.stack((POSITIONS, POSITIONS % 12))), "positions must be None or 0 .. 12, on"),
+        ("positions", _to(POSITIONS % 5), "positions must be None or 0 .. 12, on which the pattern depends"),
+        ("positions", _to(torch.stack((POSITIONS, POSITIONS % 12))), "positions must be None or 0 .. 12, on which"),
         ("documents", _to((TOKENS, 1)), "documents must add up to the 13 tokens"),
         ("documents", _to((TOKENS + 1, -1)), "documents must be None or a tuple of lengths"),
         ("documents", _to((1, TOKENS - 1)), "documents must be the same on every rank"),
@@ -283,7 +283,7 @@ def _unlike(what: str) -> str:
 
 @pytest.mark.parametrize(
     ("what", "words"),
-    [("positions", "rank 1: positions must not be"), ("name", ".*layer 1"), ("pattern", ".*pat")],
+    [("positions", "rank 1: positions must not be modified"), ("name", ".*layer 1"), ("pattern", ".*pat")],
 )
 def test_modules_and_positions_that_differ_between_ranks_are_refused(ranks: Ranks, what: str, words: str) -> None:
     (answer,) = set(ranks(4).run(_unlike, what))
