@@ -133,22 +133,22 @@ def command_line(world: int) -> str:
 
 def line(row: Mapping[str, Any]) -> str:
     """Format a row."""
-    shown = [f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in row.items()]
-    return "  ".join(text for text in shown if not text.endswith("=None"))
+    texts = [f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in row.items()]
+    return "  ".join(text for text in texts if not text.endswith("=None"))
 
 
 class BenchRecord:
     """Record on rank 0, which prints each row and rewrites the file: an interrupted run leaves all rows so far.
 
-    file: for the JSON, or None. shown: formats a row. fields: of the whole run, besides device, versions, commit and
-    command.
+    file: for the JSON, or None. format_row: for the terminal. fields: of the whole run, besides device, versions, commit
+    and command.
     """
 
     def __init__(
-        self, ranks: RankGroup, file: Path | None, shown: Callable[[dict[str, Any]], str] = line, **fields: Any
+        self, ranks: RankGroup, file: Path | None, format_row: Callable[[dict[str, Any]], str] = line, **fields: Any
     ) -> None:
         self.rows: list[dict[str, Any]] = []
-        self._first, self._file, self._shown = ranks.rank == 0, file, shown
+        self._first, self._file, self._format_row = ranks.rank == 0, file, format_row
         self._run = surroundings(ranks.device.type, ranks.world, command_line(ranks.world))
         self._run |= {"ring-flash-attn": ring_flash_attn.zigzag.version} | fields
 
@@ -156,7 +156,7 @@ class BenchRecord:
         self.rows.append(row)
         if not self._first:
             return
-        print(self._shown(row), flush=True)
+        print(self._format_row(row), flush=True)
         if self._file is not None:
             new = self._file.with_name(f"{self._file.name}.new")
             new.write_text(json.dumps(self._run | {"rows": self.rows}, indent=1) + "\n")

@@ -78,10 +78,10 @@ def compare(options: argparse.Namespace, mesh: DeviceMesh, device: torch.device)
                 continue
             record["trainings"][-1] = training.to_dict(pattern)
             if first:
-                seen, seconds = training.step * options.batch * options.tokens, training.seconds[-1]
+                size, seconds = training.step * options.batch * options.tokens, training.seconds[-1]
                 loss, held_out = training.losses[-1], training.held_out[-1]["loss"]
                 print(
-                    f"{pattern}: {seen:,} bytes, {seconds:.1f} s: loss {loss:.4f}, held-out {held_out:.4f}", flush=True
+                    f"{pattern}: {size:,} bytes, {seconds:.1f} s: loss {loss:.4f}, held-out {held_out:.4f}", flush=True
                 )
                 options.json.write_text(json.dumps(record) + "\n")
         steps = training.step

@@ -48,10 +48,10 @@ def document_lengths(total: int, mean: int, multiple: int = 1) -> tuple[int, ...
     The last one may be cut. Raises ValueError if total or mean is no multiple."""
     if total % multiple or mean % multiple:
         raise ValueError(f"multiple is {multiple}; it must divide the tokens, {total}, and the mean length, {mean}")
-    draw = np.random.default_rng(1)
+    random = np.random.default_rng(1)
     ends = [0]
     while ends[-1] < total // multiple:
-        ends.append(min(total // multiple, ends[-1] + 1 + int(draw.exponential(mean // multiple - 1))))
+        ends.append(min(total // multiple, ends[-1] + 1 + int(random.exponential(mean // multiple - 1))))
     return tuple((multiple * np.diff(ends)).tolist())
 
 
@@ -141,14 +141,14 @@ class Workload:
     def setting(self) -> cost.Setting:
         """Argument of `reference.cost`, whose counts take O(tokens) time: seconds for a million tokens."""
         positions = [self.layout.positions(rank).numpy() for rank in range(self.world)]
-        one = self.shape
-        return cost.Setting(self.pattern, positions, one.batch, one.query, one.kv, one.dim, self.dtype.itemsize)
+        shape, itemsize = self.shape, self.dtype.itemsize
+        return cost.Setting(self.pattern, positions, shape.batch, shape.query, shape.kv, shape.dim, itemsize)
 
     @cached_property
     def flops(self) -> tuple[int, int]:
         """Floating-point operations of all ranks: (forward, forward and backward)."""
-        counted = cost.flops(self.setting)
-        return sum(counted.forward), counted.total
+        flops = cost.flops(self.setting)
+        return sum(flops.forward), flops.total
 
     def sent(self, exchange: str, on_gpus: bool) -> tuple[int, int]:
         """Return the bytes that the busiest rank sends: (forward, forward and backward)."""
@@ -161,23 +161,22 @@ class Workload:
         communication buffers and the saved lse, not inputs and outputs."""
         narrow = on_gpus and exchange == "direct"
         buffers, resident = cost.buffers(self.setting, exchange, bucket, narrow), cost.resident(self.setting)
-        one = self.shape
-        lse = one.batch * one.query * self.setting.counts * self.setting.accumulator_itemsize
+        lse = self.shape.batch * self.shape.query * self.setting.counts * self.setting.accumulator_itemsize
         forward = resident.accumulator + buffers.forward
         backward = resident.gradients + buffers.backward + lse
         return int(forward.max()), int(max(forward.max(), backward.max()))
 
     def draw(self, device: torch.device, seed: int, tokens: int | None = None) -> Inputs:
         """Draw q, k, v, dout, (B, tokens, H or Hk, D), by default of one rank; q, k, v require gradients."""
-        draw = torch.Generator(device).manual_seed(seed)
-        one = self.shape
+        generator = torch.Generator(device).manual_seed(seed)
+        shape = self.shape
 
-        def drawn(heads: int) -> Tensor:
-            shape = (one.batch, tokens or self.tokens, heads, one.dim)
-            return torch.randn(shape, generator=draw, device=device, dtype=self.dtype)
+        def normal(heads: int) -> Tensor:
+            size = (shape.batch, tokens or self.tokens, heads, shape.dim)
+            return torch.randn(size, generator=generator, device=device, dtype=self.dtype)
 
-        q, k, v = drawn(one.query).requires_grad_(), drawn(one.kv).requires_grad_(), drawn(one.kv).requires_grad_()
-        return q, k, v, drawn(one.query)
+        q, k, v = (normal(heads).requires_grad_() for heads in (shape.query, shape.kv, shape.kv))
+        return q, k, v, normal(shape.query)
 
 
 @dataclass(frozen=True)

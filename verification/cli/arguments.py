@@ -28,8 +28,8 @@ TYPED = "VERIFICATION_TYPED"  # environment variable: the script that the user t
 MOST_WORLD = 1024  # a backend may allow fewer
 Number = TypeVar("Number", int, float)
 STATUS = """\
-exit status: 0 all held; 1 a counter-example was found; 2 the run itself could
-not be carried out."""
+exit status: 0 all held; 1 a counter-example was found; 2 the run could not
+start or finish."""
 
 
 def typed(otherwise: str = MODULE) -> str:

@@ -19,10 +19,10 @@ COMMANDS = {
 }  # fmt: skip
 DESCRIPTION = """\
 Property-based tests of ring_attention. Hypothesis draws Cases (pattern, layout,
-world size, dtype, exchange, ...) and real processes compute them. Each result is
+world size, dtype, exchange, ...) and real processes compute them. Results are
 compared with the fp64 oracle, within derived rounding bounds. A failing Case is
-shrunk to a minimal one, saved, and can be replayed. To run on the ranks that
-torchrun starts:
+shrunk to a minimal one, saved, and can be replayed.
+On ranks that torchrun starts:
     torchrun --nproc-per-node=2 -m verification.cli.validate --help"""
 
 

@@ -327,6 +327,6 @@ class Coverage:
         """Return lines of 80 columns: every feature with its number of Cases."""
         lines = [f"coverage: of {counted(self.cases, 'Case')} had"]
         for group, features in self.groups.items():
-            shown = (f"{name.removeprefix(f'{group} ')}: {self.counts[name]}" for name in features)
-            lines += paragraph(f"  {group} - " + ", ".join(shown), hanging="    ")
+            counts = (f"{name.removeprefix(f'{group} ')}: {self.counts[name]}" for name in features)
+            lines += paragraph(f"  {group} - " + ", ".join(counts), hanging="    ")
         return lines

@@ -48,7 +48,7 @@ def describe(failure: CounterExample, most: int | None = None) -> list[Text]:
     lines = [_headline(failure), *_plain(message)]
     needs_groups = {"peer", "training", "step_peer"} & set(failure.record)  # a simulation has no process groups
     if failure.kind == RankHang.kind and failure.backend != "sim" and not needs_groups:
-        lines.append(Text("  if it hangs with --backend sim too, that replay says which rank waits for which"))
+        lines.append(Text("  if a replay with --backend sim hangs too, it says which rank waits for which"))
     return lines
 
 
